@@ -1,0 +1,20 @@
+"""INT8 training for Flax: an injectable ``dot_general`` with dynamic fallback.
+
+>>> from flax import linen as nn
+>>> layer = nn.Dense(4096, dot_general=fallback_dot)
+"""
+
+from fbq_jax import nnx as nnx
+from fbq_jax import recipes as recipes
+from fbq_jax import testing as testing
+from fbq_jax.dot_general import Stats as Stats
+from fbq_jax.dot_general import dot_general as dot_general
+from fbq_jax.linen import FallbackDot as FallbackDot
+from fbq_jax.linen import fallback_dot as fallback_dot
+from fbq_jax.qtensor import QTensor as QTensor
+from fbq_jax.recipe import Gemm as Gemm
+from fbq_jax.recipe import Recipe as Recipe
+from fbq_jax.recipe import RecipeError as RecipeError
+from fbq_jax.remat import save_codes as save_codes
+from fbq_jax.stats import assert_live as assert_live
+from fbq_jax.stats import fallback_stats as fallback_stats

@@ -1,0 +1,179 @@
+"""Injection into Flax Linen: ``nn.Dense(..., dot_general=fallback_dot)``.
+
+The callable is no module.  It finds the layer that calls it and keeps the layer's state
+in a variable collection, in a slot of the layer's own scope: one object serves a whole
+model, and no two layers share a slot.
+"""
+
+import dataclasses
+import itertools
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core.scope import Variable
+from flax.linen import module as flax_module
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from fbq_jax import threshold
+from fbq_jax.dot_general import DimensionNumbers, dot_general, seeded_dot_general
+from fbq_jax.recipe import Recipe
+from fbq_jax.recipes import fallback
+from fbq_jax.stats import SLOT
+
+
+@dataclasses.dataclass(frozen=True)
+class FallbackDot:
+    """A quantized ``dot_general`` for Flax Linen layers.
+
+    Inside a module the state of its layer is a dictionary (``fbq_jax.threshold.State``)
+    in ``collection``, under the module's path.  It moves in an ``apply`` that makes the
+    collection mutable, and is frozen in one that does not.  Outside any module there is
+    no state: the threshold is the quantile of lhs' own blocks.
+
+    The collection named ``"_overwrite_with_gradient"`` is special to Flax: its state is
+    not written in ``apply`` but returned as its own gradient, which Flax's
+    ``TrainState`` and MaxText put in its place.  All of it is float32 then, and
+    gradients must not be summed over micro-batches.
+
+    Attributes:
+      recipe: what is quantized how.
+      collection: the name of the variable collection.
+
+    >>> layer = nn.Dense(8, dot_general=FallbackDot())
+    >>> x = jax.random.normal(jax.random.key(0), (4, 16))
+    >>> variables = layer.init(jax.random.key(1), x)
+    >>> y, updates = layer.apply(variables, x, mutable=["fallback"])
+    >>> int(updates["fallback"]["dot_general"]["count"])
+    1
+    """
+
+    recipe: Recipe = fallback
+    collection: str = "fallback"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(
+                f"FallbackDot takes a Recipe, such as fbq_jax.recipes.fallback; got "
+                f"{self.recipe!r}"
+            )
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
+        module = _calling_module()
+        if module is None:
+            return dot_general(
+                lhs,
+                rhs,
+                dimension_numbers,
+                precision,
+                preferred_element_type,
+                recipe=self.recipe,
+                out_sharding=out_sharding,
+            )[0]
+        slot = self._slot(module)
+        state = _with_integers(slot.value)
+        out, stats = seeded_dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            recipe=self.recipe,
+            theta=state["theta"],
+            seed=threshold.call_seed(state),
+            out_sharding=out_sharding,
+        )
+        if module.is_initializing():
+            return out
+        new = threshold.update(state, stats.metric, stats.theta, self.recipe)
+        if self.collection == OVERWRITE_WITH_GRADIENT:
+            return _return_as_gradient(out, slot.value, _with_floats(new))
+        if module.is_mutable_collection(self.collection):
+            slot.value = new
+        return out
+
+    def _slot(self, module: nn.Module) -> Variable:
+        """The variable of this call: a module that calls twice has two."""
+        scope, collection = module.scope, self.collection
+        assert scope is not None
+        names = (f"{SLOT}_{i}" if i else SLOT for i in itertools.count())
+        name = next(n for n in names if not scope.name_reserved(n, collection))
+        if not scope.is_mutable_collection(collection) and not scope.has_variable(
+            collection, name
+        ):
+            raise ValueError(
+                f"layer {'/'.join(module.path) or '(root)'!r} has no state in the "
+                f"collection {collection!r}: pass apply that collection of what init "
+                f"returned ({{'params': ..., {collection!r}: ...}}), or start a new "
+                f"one with mutable=[{collection!r}]"
+            )
+        return scope.variable(collection, name, self._start, module)
+
+    def _start(self, module: nn.Module) -> threshold.State:
+        if module.has_rng("params"):
+            seed = jax.random.bits(module.make_rng("params"), (), jnp.uint32)
+        else:
+            seed = jnp.uint32(zlib.crc32("/".join(module.path).encode()))
+        state = threshold.start(self.recipe, seed >> 8)  # 24 bits: a float holds them
+        if self.collection == OVERWRITE_WITH_GRADIENT:
+            return _with_floats(state)
+        return state
+
+
+fallback_dot = FallbackDot()
+
+
+def _calling_module() -> nn.Module | None:
+    """The Linen module whose method is running, if any."""
+    return flax_module._context.module_stack[-1]
+
+
+def _with_integers(state: threshold.State) -> threshold.State:
+    return threshold.State(
+        theta=state["theta"],
+        rate=state["rate"],
+        count=state["count"].astype(jnp.uint32),
+        seed=state["seed"].astype(jnp.uint32),
+    )
+
+
+def _with_floats(state: threshold.State) -> threshold.State:
+    """The state as ``jax.grad`` takes it: it rejects integers."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), state)
+
+
+@jax.custom_vjp
+def _return_as_gradient(
+    out: jax.Array, state: threshold.State, new: threshold.State
+) -> jax.Array:
+    """``out``; the gradient with respect to ``state`` is ``new``, whatever out's is."""
+    del state, new
+    return out
+
+
+def _return_as_gradient_fwd(
+    out: jax.Array, state: threshold.State, new: threshold.State
+) -> tuple[jax.Array, threshold.State]:
+    del state
+    return out, new
+
+
+def _return_as_gradient_bwd(
+    new: threshold.State, out_grad: jax.Array
+) -> tuple[jax.Array, threshold.State, None]:
+    return out_grad, new, None
+
+
+_return_as_gradient.defvjp(_return_as_gradient_fwd, _return_as_gradient_bwd)

@@ -1,0 +1,114 @@
+"""Injection into Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fbq_jax import threshold
+from fbq_jax.dot_general import DimensionNumbers, seeded_dot_general
+from fbq_jax.recipe import Recipe
+from fbq_jax.recipes import fallback
+from fbq_jax.stats import LayerStats
+
+
+class FallbackState(nnx.Variable):
+    """A layer's state: ``fbq_jax.threshold.State`` says what each one holds."""
+
+
+class FallbackDot(nnx.Module):
+    """A quantized ``dot_general`` for one NNX layer; its state lives in it.
+
+    Each layer needs an instance of its own: ``fbq_jax.nnx.fallback_stats`` raises where
+    two layers share one.  ``model.eval()`` freezes the threshold and ``model.train()``
+    lets it move again, through ``use_running_average`` as in ``nnx.BatchNorm``.
+    ``nnx.LinearGeneral`` takes it as ``dot_general=``; its ``dot_general_cls=`` makes a
+    new object in every call, which can keep no state.
+
+    Args:
+      recipe: what is quantized how.
+      rngs: seeds the layer's noise from its ``params`` stream.  Without it layers
+        draw the same noise for elements at the same place.
+
+    >>> layer = nnx.Linear(16, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
+    >>> y = layer(jax.random.normal(jax.random.key(0), (4, 16)))
+    >>> int(layer.dot_general.count[...])
+    1
+    """
+
+    def __init__(self, recipe: Recipe = fallback, *, rngs: nnx.Rngs | None = None):
+        if not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"FallbackDot takes a Recipe, such as fbq_jax.recipes.fallback; got "
+                f"{recipe!r}"
+            )
+        seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
+        state = threshold.start(recipe, seed)
+        self.recipe = recipe
+        self.use_running_average = False
+        self.theta = FallbackState(state["theta"])
+        self.rate = FallbackState(state["rate"])
+        self.count = FallbackState(state["count"])
+        self.seed = FallbackState(state["seed"])
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
+        state = threshold.State(
+            theta=self.theta[...],
+            rate=self.rate[...],
+            count=self.count[...],
+            seed=self.seed[...],
+        )
+        out, stats = seeded_dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            recipe=self.recipe,
+            theta=state["theta"],
+            seed=threshold.call_seed(state),
+            out_sharding=out_sharding,
+        )
+        if not self.use_running_average:
+            new = threshold.update(state, stats.metric, stats.theta, self.recipe)
+            self.theta[...] = new["theta"]
+            self.rate[...] = new["rate"]
+            self.count[...] = new["count"]
+        return out
+
+
+def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
+    """Collects the state of every quantized layer of an NNX model.
+
+    Returns:
+      Layer path (``"mlp/down"``) to ``LayerStats``, as ``fbq_jax.fallback_stats``.
+
+    Raises:
+      ValueError: if two layers share one ``FallbackDot``, and so one threshold.
+    """
+    owners: dict[int, str] = {}
+    stats = {}
+    for path, module in nnx.iter_modules(model):
+        owner = "/".join(map(str, path)) or "(root)"
+        for dot in vars(module).values():
+            if not isinstance(dot, FallbackDot):
+                continue
+            if id(dot) in owners:
+                raise ValueError(
+                    f"layers {owners[id(dot)]!r} and {owner!r} share one FallbackDot, "
+                    "and so one threshold; give each layer its own"
+                )
+            owners[id(dot)] = owner
+            stats[owner] = LayerStats(dot.rate[...], dot.theta[...], dot.count[...])
+    return stats

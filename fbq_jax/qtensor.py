@@ -1,0 +1,122 @@
+"""QTensor: a stack of matrices as INT8 codes with one scale a block."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax import dispatch
+from fbq_jax.kernels.reference import Block, Criterion, Quantized
+from fbq_jax.kernels.rounding import Rounding
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["main", "residual"],
+    meta_fields=["block"],
+)
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """A quantized stack of matrices ``[B, R, C]``.
+
+    Attributes:
+      main: INT8 codes ``[B, R, C]`` and float32 scales, one a block.
+      residual: the second term of the blocks that fell back, in the same form (codes
+        and scales 0 elsewhere), or None.
+      block: rows and columns of a block; the last ones of a matrix may be partial.
+    """
+
+    main: Quantized
+    residual: Quantized | None
+    block: Block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(B, R, C)``."""
+        return self.main.codes.shape
+
+    @property
+    def mT(self) -> "QTensor":  # noqa: N802 (NumPy's name)
+        """The transposed matrices; codes and scales keep their values."""
+        main, residual = jax.tree.map(lambda x: x.mT, (self.main, self.residual))
+        return QTensor(main, residual, self.block[::-1])
+
+    def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+        """The values that the codes stand for: ``[B, R, C]``, summed in float32."""
+        terms = [term for term in (self.main, self.residual) if term is not None]
+        r, c = self.block
+        _, rows, columns = self.shape
+        values = jnp.zeros(self.shape, jnp.float32)
+        for codes, scales in terms:
+            scales = jnp.repeat(jnp.repeat(scales, r, axis=1), c, axis=2)
+            values += codes.astype(jnp.float32) * scales[:, :rows, :columns]
+        return values.astype(dtype)
+
+
+def quantize(
+    x: jax.Array,
+    *,
+    block: Block,
+    rounding: Rounding = "nearest",
+    seeds: jax.Array | None = None,
+) -> QTensor:
+    """Quantizes matrices to INT8 with one absmax scale a block.
+
+    The numerics are those of ``fbq_jax.kernels.reference.quantize``.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      block: rows and columns of a block.
+      rounding: ``"nearest"`` or ``"stochastic"``.
+      seeds: uint32 ``[B]``, of the noise of stochastic rounding.
+
+    >>> x = jnp.arange(6.0).reshape(1, 2, 3)
+    >>> quantize(x, block=(128, 128)).main.codes
+    Array([[[  0,  25,  51],
+            [ 76, 102, 127]]], dtype=int8)
+    """
+    if seeds is None:
+        if rounding == "stochastic":
+            raise ValueError("stochastic rounding needs seeds, uint32 [B]")
+        seeds = jnp.zeros(x.shape[0], jnp.uint32)
+    main = dispatch.quantize(x, seeds, block=block, mode=rounding)
+    return QTensor(main, None, block)
+
+
+def quantize_fallback(
+    x: jax.Array, theta: jax.Array, *, block: Block, criterion: Criterion = "absmax"
+) -> tuple[QTensor, jax.Array]:
+    """Quantizes with a residual in the blocks whose metric exceeds ``theta``.
+
+    The paper's fallback quantization (arXiv 2503.08040, Algorithm 1): such a block is
+    held in two INT8 terms, about 16 bits.  The numerics are those of
+    ``fbq_jax.kernels.reference.quantize_fallback``.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      theta: float32 ``[]``, the threshold in the units of the metric.
+      block: rows and columns of a block.
+      criterion: the metric, ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
+
+    Returns:
+      The QTensor and the metric, float32 ``[B, ceil(R/r), ceil(C/c)]``.
+    """
+    thetas = jnp.broadcast_to(theta, x.shape[:1])
+    main, residual, metric = dispatch.quantize_fallback(
+        x, thetas, block=block, criterion=criterion
+    )
+    return QTensor(main, residual, block), metric
+
+
+def matmul(lhs: QTensor, rhs: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """``lhs [B, M, K]`` (with its residual) times ``rhs [B, K, N]``, in ``dtype``.
+
+    INT8 products are exact inside a K block; blocks are scaled and summed in float32.
+    """
+    (m, k), (rhs_k, n) = lhs.block, rhs.block
+    if k != rhs_k:
+        raise ValueError(f"blocks of {k} and {rhs_k} along the contraction differ")
+    return dispatch.matmul(
+        lhs.main, lhs.residual, rhs.mT.main, blocks=(m, k, n), dtype=dtype
+    )

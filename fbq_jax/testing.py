@@ -1,0 +1,165 @@
+"""How far a quantized ``dot_general`` is from the float one, for unit tests.
+
+>>> import jax
+>>> x = jax.random.normal(jax.random.key(0), (64, 256))
+>>> w = jax.random.normal(jax.random.key(1), (256, 32))
+>>> errors = dot_errors(x, w)
+>>> errors.out.relative < 0.02
+True
+>>> assert_dot_close(x, w, relative=0.02)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fbq_jax.dot_general import DimensionNumbers, dot_general
+from fbq_jax.recipe import Recipe
+from fbq_jax.recipes import fallback
+
+MATMUL: DimensionNumbers = (((1,), (0,)), ((), ()))
+
+
+class Error(NamedTuple):
+    """How an array differs from the exact one.
+
+    Attributes:
+      relative: Frobenius norm of the difference over that of the exact array.
+      cosine: cosine of the angle between the two arrays as vectors.
+      worst: largest absolute difference of an element, over the root mean square of
+        the exact array.
+      where: that element's place.
+    """
+
+    relative: float
+    cosine: float
+    worst: float
+    where: tuple[int, ...]
+
+
+class DotErrors(NamedTuple):
+    """The errors of a product and of its gradients."""
+
+    out: Error
+    dlhs: Error
+    drhs: Error
+
+    def __str__(self) -> str:
+        """A table: a row for each array."""
+        rows = [f"{'':6}{'relative':>12}{'cosine':>12}{'worst/rms':>12}  at"]
+        for name, error in self._asdict().items():
+            rows.append(
+                f"{name:6}{error.relative:12.3e}{error.cosine:12.6f}"
+                f"{error.worst:12.3e}  {error.where}"
+            )
+        return "\n".join(rows)
+
+
+def array_error(actual: Any, exact: Any) -> Error:
+    """Compares two arrays of one shape, in float64.
+
+    Where both are zero throughout, ``relative`` is 0 and ``cosine`` 1; a NaN in either
+    makes every figure NaN.
+    """
+    actual = np.asarray(actual, np.float64)
+    exact = np.asarray(exact, np.float64)
+    if actual.shape != exact.shape:
+        raise ValueError(f"shapes {actual.shape} and {exact.shape} differ")
+    difference = np.abs(actual - exact)
+    norm, other = np.linalg.norm(exact), np.linalg.norm(actual)
+    if norm == 0.0 and other == 0.0:
+        return Error(0.0, 1.0, 0.0, (0,) * exact.ndim)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worst = np.unravel_index(np.argmax(difference), difference.shape)
+        return Error(
+            float(np.linalg.norm(difference) / norm),
+            float(np.vdot(actual, exact) / (norm * other)),
+            float(difference[worst] / (norm / np.sqrt(exact.size))),
+            tuple(int(i) for i in worst),
+        )
+
+
+def dot_errors(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers = MATMUL,
+    *,
+    recipe: Recipe = fallback,
+    theta: float | None = None,
+    key: jax.Array | None = None,
+    cotangent: jax.Array | None = None,
+) -> DotErrors:
+    """The errors of a recipe against the float ``dot_general``.
+
+    The exact product and gradients are computed from the same operands in float32 at
+    the highest precision; the quantized ones in the operands' dtype.
+
+    Args:
+      lhs: the activation, which may fall back.
+      rhs: the weight.
+      dimension_numbers: as for ``lax.dot_general``; by default a matrix product.
+      recipe: what is quantized how.
+      theta: the threshold; by default the quantile of lhs' own blocks.
+      key: for stochastic rounding, and for the cotangent.
+      cotangent: the output's gradient; by default standard normal.
+    """
+    key = jax.random.key(0) if key is None else key
+    noise_key, cotangent_key = jax.random.split(key)
+
+    def quantized(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return dot_general(
+            lhs, rhs, dimension_numbers, recipe=recipe, theta=theta, key=noise_key
+        )[0]
+
+    def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.dot_general(lhs, rhs, dimension_numbers, lax.Precision.HIGHEST)
+
+    out, vjp = jax.vjp(quantized, lhs, rhs)
+    exact_out, exact_vjp = jax.vjp(
+        exact, lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    )
+    if cotangent is None:
+        cotangent = jax.random.normal(cotangent_key, out.shape, out.dtype)
+    gradients = vjp(cotangent)
+    exact_gradients = exact_vjp(cotangent.astype(jnp.float32))
+    return DotErrors(
+        *map(array_error, (out, *gradients), (exact_out, *exact_gradients))
+    )
+
+
+def assert_dot_close(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers = MATMUL,
+    *,
+    relative: float,
+    cosine: float = 0.0,
+    **options: Any,
+) -> None:
+    """Asserts that a recipe stays near the float ``dot_general``, gradients included.
+
+    Args:
+      lhs: the activation.
+      rhs: the weight.
+      dimension_numbers: as for ``lax.dot_general``.
+      relative: the largest relative norm of an error, for output and gradients alike.
+      cosine: the smallest cosine similarity.
+      **options: of ``dot_errors``.
+
+    Raises:
+      AssertionError: with a table of the errors, which names those that are too large.
+    """
+    errors = dot_errors(lhs, rhs, dimension_numbers, **options)
+    far = [
+        name
+        for name, error in errors._asdict().items()
+        if not (error.relative <= relative and error.cosine >= cosine)
+    ]
+    if far:
+        raise AssertionError(
+            f"{', '.join(far)} of the quantized dot_general: wanted relative <= "
+            f"{relative:g} and cosine >= {cosine:g}, got\n{errors}"
+        )

@@ -1,0 +1,1 @@
+"""The ops: ``reference`` defines them in plain ``jax.numpy``."""

@@ -1,0 +1,271 @@
+"""The ops in plain ``jax.numpy``: their definition, the oracle and the CPU path.
+
+An operand is a stack of matrices ``[B, R, C]``, cut into blocks of ``block = (r, c)``
+elements; blocks at the lower and right edges may be partial.  Per block
+
+    amax  = max |x|
+    scale = amax / 127                                  (float32)
+    v     = clip(x * (127 / amax), -127, 127)           (float32)
+    codes = round_half_even(v + noise)                  (int8, never -128)
+
+Every other implementation agrees with these codes and scales bit for bit, on every
+device, which shapes the code.  A float product that is added to something is clipped
+first, because a compiler may otherwise fuse the two into one rounding.  The quotients
+are rounded as IEEE 754 asks, by a division of their own, because XLA's is not.
+
+Two kinds of block are special.  One whose ``amax`` is below ``TINY`` (its scale or its
+reciprocal would leave the normal floats) counts as all zero: scale 0, codes 0.  One
+that holds a NaN or an Inf has scale NaN and codes 0, so that everything computed from
+it is NaN: quantization never hides a diverged run.
+"""
+
+import functools
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.kernels import rounding
+
+Block = tuple[int, int]
+Criterion = Literal["absmax", "l1", "l1_rel"]
+CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+
+TINY = 2.0**-118
+
+
+class Quantized(NamedTuple):
+    """Codes int8 ``[B, R, C]`` and scales float32 ``[B, ceil(R/r), ceil(C/c)]``."""
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+class FallbackQuantized(NamedTuple):
+    """A quantized operand, its residual, and what decides where that is used.
+
+    ``residual`` has codes and scales 0 in the blocks that do not fall back.
+    ``metric`` is the criterion's value, float32, one a block.
+    """
+
+    main: Quantized
+    residual: Quantized
+    metric: jax.Array
+
+
+def quantize(
+    x: jax.Array, seeds: jax.Array, *, block: Block, mode: rounding.Rounding
+) -> Quantized:
+    """Quantizes matrices to INT8 with one scale a block.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      seeds: uint32 ``[B]``, of the noise; not read by nearest rounding.
+      block: rows and columns of a block.
+      mode: ``"nearest"`` or ``"stochastic"``.
+    """
+    tiles = _to_tiles(x.astype(jnp.float32), block)
+    noise = None
+    if mode == "stochastic":
+        _, rows, r, columns, c = tiles.shape
+        draw = functools.partial(rounding.noise, rows=rows * r, columns=columns * c)
+        noise = _to_tiles(jax.vmap(draw)(seeds), block)
+    codes, scales = _quantize_tiles(tiles, noise)
+    return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
+
+
+def quantize_fallback(
+    x: jax.Array, theta: jax.Array, *, block: Block, criterion: Criterion
+) -> FallbackQuantized:
+    """Quantizes to INT8, nearest, with a second term where the metric exceeds theta.
+
+    The residual ``x - scale * codes`` (float32) is quantized like an operand of its
+    own, with its own scales.  The metric of a block is, by ``criterion``,
+
+    - ``absmax``: ``max |x|``;
+    - ``l1``: ``sum |x - scale * codes|``, the error of plain INT8;
+    - ``l1_rel``: that error divided by ``sum |x|`` (0 for an all-zero block).
+
+    It is NaN for a block with a NaN or an Inf, which never falls back.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      theta: float32 ``[B]``, thresholds in the units of the metric.
+      block: rows and columns of a block.
+      criterion: which metric.
+    """
+    tiles = _to_tiles(x.astype(jnp.float32), block)
+    codes, scales = _quantize_tiles(tiles, None)
+    residual = _residual(tiles, codes, scales)
+    metric = _metric(tiles, residual, scales, criterion)
+    fallback = metric > theta[:, None, None]
+    residual = jnp.where(_spread(fallback), residual, 0.0)
+    residual_codes, residual_scales = _quantize_tiles(residual, None)
+    return FallbackQuantized(
+        Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales),
+        Quantized(
+            _from_tiles(residual_codes, x.shape).astype(jnp.int8), residual_scales
+        ),
+        metric,
+    )
+
+
+def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
+    """The metric of ``quantize_fallback`` alone: float32, one a block."""
+    tiles = _to_tiles(x.astype(jnp.float32), block)
+    codes, scales = _quantize_tiles(tiles, None)
+    return _metric(tiles, _residual(tiles, codes, scales), scales, criterion)
+
+
+def matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    *,
+    blocks: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Multiplies ``lhs [B, M, K]`` (plus its residual) with ``rhs [B, N, K]``.
+
+        out[m, n] = sum_k (s_lhs[m, k] * I[m, n, k] + s_res[m, k] * J[m, n, k])
+                    * s_rhs[n, k]
+
+    with ``k`` over K blocks, and ``I``, ``J`` the exact INT32 products of lhs' and the
+    residual's codes with those of rhs.  Scaled block products are summed in float32 and
+    rounded once to the output's dtype.  Both operands are contiguous along K, as INT8
+    tensor cores need them.
+
+    Args:
+      lhs: codes ``[B, M, K]``, scales ``[B, ceil(M/m), ceil(K/k)]``.
+      residual: a second term of lhs, of the same shapes, or None.
+      rhs: codes ``[B, N, K]``, scales ``[B, ceil(N/n), ceil(K/k)]``.
+      blocks: ``(m, k, n)``, the sides of a block.
+      dtype: of the output.
+
+    Returns:
+      ``[B, M, N]`` in ``dtype``.
+    """
+    m, k, n = blocks
+    terms = [lhs] if residual is None else [lhs, residual]
+    rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
+
+    def add_block(
+        acc: jax.Array, operands: tuple[list[Quantized], Quantized]
+    ) -> tuple[jax.Array, None]:
+        terms, rhs = operands
+        column_scale = _repeat(rhs.scales, n, columns)[:, None, :]
+        for term in terms:
+            product = lax.dot_general(
+                term.codes,
+                rhs.codes,
+                (((2,), (2,)), ((0,), (0,))),
+                preferred_element_type=jnp.int32,
+            )
+            row_scale = _repeat(term.scales, m, rows)[:, :, None]
+            acc += product.astype(jnp.float32) * (row_scale * column_scale)
+        return acc, None
+
+    acc = jnp.zeros((lhs.codes.shape[0], rows, columns), jnp.float32)
+    operands = ([_split_k(term, k) for term in terms], _split_k(rhs, k))
+    return lax.scan(add_block, acc, operands)[0].astype(dtype)
+
+
+def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
+    """Zero-pads ``[B, R, C]`` to whole blocks: ``[B, R/r, r, C/c, c]``."""
+    batch, rows, columns = x.shape
+    r, c = block
+    x = jnp.pad(x, ((0, 0), (0, -rows % r), (0, -columns % c)))
+    return x.reshape(batch, -(-rows // r), r, -(-columns // c), c)
+
+
+def _from_tiles(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    batch, i, r, j, c = tiles.shape
+    return tiles.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
+
+
+def _spread(per_block: jax.Array) -> jax.Array:
+    """Makes one value a block broadcast against tiles."""
+    return per_block[:, :, None, :, None]
+
+
+def _quantize_tiles(
+    tiles: jax.Array, noise: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Codes (as float32 tiles) and scales of tiles."""
+    amax = _amax(tiles)
+    finite = jnp.isfinite(amax)
+    usable = finite & (amax >= TINY)
+    divisor, top = jnp.where(usable, amax, 1.0), jnp.full_like(amax, 127.0)
+    scale = jnp.where(usable, _divide(divisor, top), jnp.where(finite, 0.0, jnp.nan))
+    inverse = jnp.where(usable, _divide(top, divisor), 0.0)
+    v = jnp.clip(tiles * _spread(inverse), -127.0, 127.0)
+    v = jnp.where(_spread(usable), v, 0.0)
+    return jnp.round(v if noise is None else v + noise), scale
+
+
+def _amax(tiles: jax.Array) -> jax.Array:
+    """``max |x|`` of each block, NaN if the block holds one.
+
+    A maximum of the bits: as integers, non-negative floats keep their order and NaN
+    comes last, whereas XLA's float maximum may lose a NaN on CPUs.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(tiles), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=(2, 4)), jnp.float32)
+
+
+def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a / b`` of positive float32, correctly rounded; all three normal.
+
+    XLA turns a division by a constant into a product, and on NVIDIA GPUs a quotient of
+    its own is off by up to 2 ulp.  This is long division of the mantissas in integers:
+    31 bits and, in the last of them, whether anything is left.
+    """
+    a_bits = lax.bitcast_convert_type(a, jnp.uint32)
+    b_bits = lax.bitcast_convert_type(b, jnp.uint32)
+    hidden, mask = jnp.uint32(1 << 23), jnp.uint32((1 << 23) - 1)
+    remainder, divisor = a_bits & mask | hidden, b_bits & mask | hidden
+    quotient = remainder // divisor
+    remainder %= divisor
+    for digit in (8, 8, 8, 6):
+        remainder <<= digit
+        quotient = quotient << digit | remainder // divisor
+        remainder %= divisor
+    quotient |= (remainder > 0).astype(jnp.uint32)
+    exponent = (a_bits >> 23) - (b_bits >> 23) + jnp.uint32(127)
+    power = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return quotient.astype(jnp.float32) * 2.0**-30 * power
+
+
+def _residual(tiles: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """What INT8 lost: ``x - scale * codes``, 0 in a block without a finite scale."""
+    limit = _spread(scales * 127.0)
+    product = jnp.clip(_spread(scales) * codes, -limit, limit)
+    return jnp.where(jnp.isfinite(limit), tiles - product, 0.0)
+
+
+def _metric(
+    tiles: jax.Array, residual: jax.Array, scales: jax.Array, criterion: Criterion
+) -> jax.Array:
+    if criterion == "absmax":
+        metric = _amax(tiles)
+    else:
+        metric = jnp.sum(jnp.abs(residual), axis=(2, 4))
+        if criterion == "l1_rel":
+            total = jnp.sum(jnp.abs(tiles), axis=(2, 4))
+            metric = metric / jnp.where(total > 0.0, total, 1.0)
+    return jnp.where(jnp.isfinite(scales), metric, jnp.nan)
+
+
+def _repeat(scales: jax.Array, side: int, size: int) -> jax.Array:
+    """One scale a block to one an element, along the last axis."""
+    return jnp.repeat(scales, side, axis=-1)[..., :size]
+
+
+def _split_k(operand: Quantized, k: int) -> Quantized:
+    """Moves K blocks first: codes ``[K/k, B, R, k]``, scales ``[K/k, B, R/r]``."""
+    codes, scales = operand
+    batch, rows, size = codes.shape
+    codes = jnp.pad(codes, ((0, 0), (0, 0), (0, -size % k)))
+    codes = codes.reshape(batch, rows, scales.shape[2], k)
+    return Quantized(codes.transpose(2, 0, 1, 3), scales.transpose(2, 0, 1))

@@ -1,0 +1,279 @@
+"""The quantized dot_general against its recipe in float64, and its contract."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from fbq_jax import Gemm, Recipe, dot_general, recipes
+from fbq_jax.kernels import rounding
+from tests import oracle
+from tests.kernels.test_reference import heavy
+
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def seed_of(key, stream):
+    """The seed of one stream of a call's noise, for the first matrix of a stack."""
+    seed = jax.random.bits(key, (), jnp.uint32)
+    return int(oracle.fold(oracle.fold(int(seed), stream), 0))
+
+
+@pytest.mark.parametrize(
+    ("block", "criterion"),
+    [((128, 128, 128), "absmax"), ((32, 64, 256), "l1_rel"), ((64, 128, 32), None)],
+)
+def test_three_gemms_against_float64(block, criterion):
+    """Every operand of every GEMM, rounded as the recipe says."""
+    recipe = Recipe(block=block, criterion=criterion)
+    theta = {None: np.inf, "absmax": 150.0, "l1_rel": 0.3}[criterion]
+    m, k, n = block
+    x, w, dy = heavy((200, 300), 0), heavy((300, 150), 1), heavy((200, 150), 2)
+    key = jax.random.key(9)
+    y, vjp = jax.vjp(
+        lambda x, w: dot_general(x, w, MATMUL, recipe=recipe, theta=theta, key=key)[0],
+        x,
+        w,
+    )
+    dx, dw = vjp(dy)
+
+    x_fwd = oracle.quantize_fallback(x, theta, (m, k), criterion or "absmax")[2]
+    w_codes = oracle.quantize(w, (k, n))[2]
+    x_noise = oracle.noise(seed_of(key, 0), x.shape)
+    x_bwd = oracle.quantize(x, (m, k), x_noise)[2]
+    dy_codes = oracle.quantize(dy, (m, n), oracle.noise(seed_of(key, 2), dy.shape))[2]
+    assert oracle.relative(y, x_fwd @ w_codes) <= 1e-5
+    assert oracle.relative(dx, dy_codes @ w_codes.T) <= 1e-5
+    assert oracle.relative(dw, x_bwd.T @ dy_codes) <= 1e-5
+
+
+DIMENSIONS = {
+    "dense": ((4, 6, 40), (40, 24), (((2,), (0,)), ((), ()))),
+    "dense_general_out": ((4, 6, 5, 8), (5, 8, 24), (((2, 3), (0, 1)), ((), ()))),
+    "contract_first": ((40, 7), (40, 9), (((0,), (0,)), ((), ()))),
+    "swapped_contraction": ((6, 5, 8), (8, 5, 9), (((1, 2), (1, 0)), ((), ()))),
+    "moe_experts": ((3, 10, 16), (3, 16, 12), (((2,), (1,)), ((0,), (0,)))),
+    "batch_in_the_middle": ((10, 3, 16), (16, 12, 3), (((2,), (0,)), ((1,), (2,)))),
+    "two_batch_dims": ((2, 3, 4, 16), (3, 16, 5, 2), (((3,), (1,)), ((0, 1), (3, 0)))),
+    "vector": ((40,), (40, 9), (((0,), (0,)), ((), ()))),
+    "outer": ((5,), (7,), (((), ()), ((), ()))),
+}
+
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16] * 3
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(zip(DIMENSIONS, DTYPES, strict=True)))
+def test_any_dimension_numbers(name, dtype):
+    """Shape, dtype and values of lax.dot_general, gradients included."""
+    lhs_shape, rhs_shape, dims = DIMENSIONS[name]
+    rng = np.random.default_rng(0)
+    lhs = jnp.asarray(rng.standard_normal(lhs_shape), dtype)
+    rhs = jnp.asarray(rng.standard_normal(rhs_shape), dtype)
+    exact, exact_vjp = jax.vjp(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs)
+    out, vjp = jax.vjp(
+        lambda a, b: dot_general(a, b, dims, recipe=recipes.block)[0], lhs, rhs
+    )
+    cotangent = jnp.asarray(rng.standard_normal(exact.shape), exact.dtype)
+    for got, want in zip(
+        (out, *vjp(cotangent)), (exact, *exact_vjp(cotangent)), strict=True
+    ):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert oracle.relative(got, want) < 0.03
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.tuples(*[st.integers(1, 260)] * 3), st.integers(0, 2**31))
+def test_any_sizes(sizes, seed):
+    m, k, n = sizes
+    x, w = heavy((m, k), seed), heavy((k, n), seed + 1)
+    y, stats = jax.jit(lambda x, w: dot_general(x, w, MATMUL, theta=5.0))(x, w)
+    exact = oracle.quantize_fallback(x, 5.0, (128, 128))[2]
+    exact = exact @ oracle.quantize(w, (128, 128))[2]
+    assert oracle.relative(y, exact) <= 1e-5
+    assert stats.metric.shape == (1, -(-m // 128), -(-k // 128))
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 4), (4, 0, 4), (4, 4, 0)])
+def test_empty_operands(sizes):
+    m, k, n = sizes
+    x, w = jnp.zeros((m, k)), jnp.zeros((k, n))
+    y, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
+    np.testing.assert_array_equal(y, np.zeros((m, n)))
+    assert [g.shape for g in vjp(y)] == [(m, k), (k, n)]
+
+
+def test_preferred_element_type_and_mixed_operands():
+    x, w = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 2), jnp.float32)
+    out, vjp = jax.vjp(
+        lambda x, w: dot_general(x, w, MATMUL, None, jnp.float16)[0], x, w
+    )
+    dx, dw = vjp(out)
+    assert (out.dtype, dx.dtype, dw.dtype) == (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+def test_gradients_are_unbiased():
+    """Their mean over n keys nears the gradient of the codes' floats as 1/sqrt(n)."""
+    x, w, dy = heavy((96, 80), 0), heavy((80, 64), 1), heavy((96, 64), 2)
+
+    def gradients(key):
+        _, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL, key=key)[0], x, w)
+        return vjp(dy)
+
+    keys = jax.random.split(jax.random.key(0), 512)
+    grads = jax.jit(lambda keys: lax.map(gradients, keys))(keys)
+    exact_dx = np.asarray(dy, np.float64) @ oracle.quantize(w, (128, 128))[2].T
+    exact_dw = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
+    for samples, exact in zip(grads, (exact_dx, exact_dw), strict=True):
+        samples = np.asarray(samples, np.float64)
+        one = np.mean([oracle.relative(sample, exact) for sample in samples[:64]])
+        for n in (16, 128, 512):
+            mean = oracle.relative(samples[:n].mean(0), exact)
+            assert mean == pytest.approx(one / np.sqrt(n), rel=0.3)
+
+
+def test_x_and_dy_draw_uncorrelated_noise_and_keys_change_it():
+    x = heavy((128, 128))
+    identity = jnp.eye(128)
+
+    def errors(key):
+        """The rounding errors of dY (through dX) and of X (through dW)."""
+        _, vjp = jax.vjp(
+            lambda a, b: dot_general(a, b, MATMUL, key=key)[0], x, identity
+        )
+        dx, _ = vjp(x)
+        _, vjp = jax.vjp(lambda a, b: dot_general(a, b, MATMUL, key=key)[0], x, x)
+        _, dw = vjp(identity)
+        return np.asarray(dx - x), np.asarray(dw.T - x)
+
+    dy_error, x_error = errors(jax.random.key(0))
+    other, _ = errors(jax.random.key(1))
+    again, _ = errors(jax.random.key(0))
+    np.testing.assert_array_equal(dy_error, again)
+    for pair in ((dy_error, x_error), (dy_error, other)):
+        assert abs(np.corrcoef(*map(np.ravel, pair))[0, 1]) < 4.5 / 128
+
+
+def test_vmap_draws_noise_of_its_own_for_each_example():
+    x = jnp.broadcast_to(heavy((64, 64)), (3, 64, 64))
+    w = heavy((64, 64), 1)
+    seeds = jnp.arange(3, dtype=jnp.uint32)
+
+    def grad_w(x, w):
+        _, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
+        return vjp(jnp.ones((64, 64)))[1]
+
+    y = jax.vmap(lambda x: dot_general(x, w, MATMUL, theta=5.0)[0])(x)
+    np.testing.assert_array_equal(y[0], y[1])
+    np.testing.assert_array_equal(y[2], dot_general(x[0], w, MATMUL, theta=5.0)[0])
+    per_example = jax.vmap(grad_w, in_axes=(0, None))(x, w)
+    assert np.any(np.asarray(per_example[0]) != np.asarray(per_example[1]))
+    noise = jax.vmap(lambda seed: rounding.noise(seed, 8, 8))(seeds)
+    assert np.unique(np.asarray(noise)).size > 180
+
+
+def test_without_theta_it_is_the_operands_own_quantile():
+    x, w = heavy((640, 640)), heavy((640, 32), 1)
+    y, stats = dot_general(x, w, MATMUL)
+    assert stats.rate == pytest.approx(0.2)
+    again, _ = dot_general(x, w, MATMUL, theta=float(stats.theta))
+    np.testing.assert_array_equal(y, again)
+    _, everything = dot_general(x, w, MATMUL, theta=0.0)
+    assert everything.rate == 1.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_non_finite_values_stay_visible(bad):
+    x, w, dy = heavy((256, 256)), heavy((256, 256), 1), heavy((256, 256), 2)
+
+    def run(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
+        return [~np.isfinite(np.asarray(a)) for a in (y, *vjp(dy))]
+
+    y, _, dw = run(x.at[3, 200].set(bad), w, dy)
+    assert y[:128].all()
+    assert not y[128:].any()
+    assert dw[128:].all()
+    y, dx, _ = run(x, w.at[3, 200].set(bad), dy)
+    assert y[:, 128:].all()
+    assert dx[:, :128].all()
+    y, dx, dw = run(x, w, dy.at[3, 200].set(bad))
+    assert not y.any()
+    assert dx[:128].all()
+    assert dw[:, 128:].all()
+
+
+def test_zeros_give_exact_zeros():
+    x, w = jnp.zeros((256, 256)), heavy((256, 64))
+    y, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
+    assert not np.any(y)
+    assert not np.any(vjp(jnp.zeros((256, 64)))[0])
+    assert not np.any(vjp(heavy((256, 64)))[1])
+
+
+def test_nearest_rounding_backward():
+    """With nearest rounding throughout, X's forward codes are the saved ones."""
+    recipe = Recipe(dlhs=Gemm(), drhs=Gemm())
+    x, w, dy = heavy((64, 64)), heavy((64, 64), 1), heavy((64, 64), 2)
+    _, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL, recipe=recipe)[0], x, w)
+    exact = oracle.quantize(x, (128, 128))[2].T @ oracle.quantize(dy, (128, 128))[2]
+    assert oracle.relative(vjp(dy)[1], exact) <= 1e-5
+
+
+def test_what_is_saved_is_int8():
+    """X and W are kept for the backward pass as codes and scales, not as floats."""
+    x, w = heavy((512, 256)), heavy((256, 384), 1)
+    _, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
+    saved = [leaf for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "dtype")]
+    codes = {leaf.shape for leaf in saved if leaf.dtype == jnp.int8}
+    assert codes == {(1, 512, 256), (1, 256, 384)}
+    floats = sum(leaf.size for leaf in saved if leaf.dtype != jnp.int8)
+    assert floats < 64
+
+
+def test_second_derivatives_are_refused():
+    x, w = jnp.ones((4, 4)), jnp.ones((4, 4))
+
+    def loss(x):
+        return jnp.sum(dot_general(x, w, MATMUL)[0] ** 2)
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: dot_general(x, x[:3], MATMUL), TypeError, "contracting dimensions"),
+        (lambda x: dot_general(x, x[0, 0], MATMUL), TypeError, "dimension"),
+        (
+            lambda x: dot_general(x.astype(int), x, MATMUL),
+            TypeError,
+            "lhs is int32; a quantized dot takes bfloat16, float16, float32",
+        ),
+        (lambda x: dot_general(x, x > 0, MATMUL), TypeError, "rhs is bool"),
+        (
+            lambda x: dot_general(x, x, MATMUL, None, jnp.int32),
+            TypeError,
+            "preferred_element_type is int32",
+        ),
+        (lambda x: dot_general(x, x, MATMUL, theta=-1.0), ValueError, "at least 0"),
+        (lambda x: dot_general(x, x, MATMUL, theta=np.nan), ValueError, "at least 0"),
+        (
+            lambda x: dot_general(x, x, MATMUL, lax.Precision.HIGHEST),
+            ValueError,
+            "the recipe sets the precision",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(jnp.ones((4, 4)))
+
+
+@pytest.mark.parametrize("precision", [None, "default", lax.Precision.DEFAULT])
+def test_default_precision_is_tolerated(precision):
+    assert dot_general(jnp.ones((4, 4)), jnp.ones((4, 4)), MATMUL, precision)[0].all()

@@ -1,0 +1,340 @@
+"""State and injection in Flax Linen, under each of its transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from fbq_jax import (
+    FallbackDot,
+    Recipe,
+    assert_live,
+    fallback_dot,
+    fallback_stats,
+    recipes,
+    save_codes,
+)
+
+OWG = "_overwrite_with_gradient"
+SMALL = FallbackDot(Recipe(block=32))
+X = jax.random.normal(jax.random.key(0), (128, 64))
+
+
+class Mlp(nn.Module):
+    """Two layers that share one dot_general object."""
+
+    dot_general: FallbackDot = SMALL
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(96, dot_general=self.dot_general, name="up")(x)
+        return nn.Dense(64, dot_general=self.dot_general, name="down")(nn.silu(x))
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + Mlp(name="mlp")(x), None
+
+
+def stack(layer=Layer, axes=("params", "fallback")):
+    return nn.scan(
+        layer,
+        variable_axes=dict.fromkeys(axes, 0),
+        split_rngs={"params": True},
+        length=3,
+    )(name="layers")
+
+
+class Scanned(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer, policy=save_codes) if self.remat else Layer
+        return stack(layer)(x, None)[0]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def train_step(model, variables, x):
+    """Loss, gradients and new variables."""
+    params, state = variables["params"], {"fallback": variables["fallback"]}
+
+    def loss(params):
+        y, updates = model.apply({"params": params, **state}, x, mutable=["fallback"])
+        return jnp.mean((y - 1.0) ** 2), updates
+
+    (value, updates), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return value, grads, {"params": params, **updates}
+
+
+def test_each_layer_owns_its_slot():
+    variables = Mlp().init(jax.random.key(1), X)
+    stats = fallback_stats(variables)
+    assert list(stats) == ["up", "down"]
+    assert all(s.count == 0 and s.theta == -1.0 for s in stats.values())
+    _, _, after = train_step(Mlp(), variables, X)
+    stats = fallback_stats(after)
+    assert all(s.count == 1 for s in stats.values())
+    assert stats["up"].theta != stats["down"].theta
+    assert stats["up"].rate == pytest.approx(2 / 8, abs=0.06)
+
+
+def test_training_converges_and_the_threshold_follows():
+    variables = Mlp().init(jax.random.key(1), X)
+    first, _, variables = train_step(Mlp(), variables, X)
+    for scale in (1.0, 3.0, 0.3):
+        for _ in range(8):
+            loss, _, variables = train_step(Mlp(), variables, scale * X)
+        assert all(0.1 <= s.rate <= 0.3 for s in fallback_stats(variables).values())
+    assert loss < 0.85 * first
+
+
+def test_evaluation_freezes_the_threshold():
+    variables = Mlp().init(jax.random.key(1), X)
+    _, _, variables = train_step(Mlp(), variables, X)
+    y = Mlp().apply(variables, X)
+    assert y.shape == X.shape
+    z, same = Mlp().apply(variables, X, mutable=["other"])
+    assert "fallback" not in same
+    np.testing.assert_array_equal(y, z)
+
+
+def test_a_missing_collection_is_named():
+    variables = Mlp().init(jax.random.key(1), X)
+    with pytest.raises(
+        ValueError, match=r"layer 'up' has no state.*'fallback'.*mutable"
+    ):
+        Mlp().apply({"params": variables["params"]}, X)
+    _, updates = Mlp().apply({"params": variables["params"]}, X, mutable=["fallback"])
+    assert fallback_stats(updates)["up"].count == 1
+
+
+def test_initial_weights_are_those_of_the_float_model():
+    quantized = Mlp().init(jax.random.key(1), X)["params"]
+    plain = Mlp(dot_general=None).init(jax.random.key(1), X)["params"]
+    jax.tree.map(np.testing.assert_array_equal, quantized, plain)
+
+
+def test_init_with_a_batch_smaller_than_a_block():
+    model = Mlp(dot_general=fallback_dot)
+    variables = model.init(jax.random.key(1), jnp.ones((1, 64)))
+    _, _, after = train_step(model, variables, X)
+    assert fallback_stats(after)["up"].count == 1
+
+
+def test_noise_changes_from_call_to_call_and_repeats_from_the_same_state():
+    variables = Mlp().init(jax.random.key(1), X)
+    _, first, after = train_step(Mlp(), variables, X)
+    _, again, _ = train_step(Mlp(), variables, X)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    moved = {"params": variables["params"], "fallback": after["fallback"]}
+    _, second, _ = train_step(Mlp(), moved, X)
+    assert np.any(first["up"]["kernel"] != second["up"]["kernel"])
+
+
+def test_scan_over_layers_has_state_and_noise_for_each():
+    model = Scanned()
+    variables = model.init(jax.random.key(1), X)
+    _, _, after = train_step(model, variables, X)
+    stats = fallback_stats(after)
+    assert sorted(stats) == ["layers/mlp/down", "layers/mlp/up"]
+    assert stats["layers/mlp/up"].count.tolist() == [1, 1, 1]
+    assert np.unique(stats["layers/mlp/up"].theta).size == 3
+    seeds = after["fallback"]["layers"]["mlp"]["up"]["dot_general"]["seed"]
+    assert np.unique(seeds).size == 3
+
+
+def test_scan_names_the_collection_that_is_not_listed():
+    class Unlisted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return stack(axes=("params",))(x, None)[0]
+
+    with pytest.raises(ValueError, match="no state in the collection 'fallback'"):
+        Unlisted().init(jax.random.key(1), X)
+
+
+def test_remat_gives_the_same_step():
+    variables = Scanned().init(jax.random.key(1), X)
+    plain, remat = (train_step(Scanned(remat=r), variables, X) for r in (False, True))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        plain,
+        remat,
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, plain[2]["fallback"], remat[2]["fallback"]
+    )
+
+
+def test_save_codes_keeps_codes_and_drops_floats():
+    model = Mlp()
+    variables = model.init(jax.random.key(1), X)
+
+    def loss(params):
+        return jnp.sum(model.apply({**variables, "params": params}, X))
+
+    _, vjp = jax.vjp(jax.checkpoint(loss, policy=save_codes), variables["params"])
+    saved = [x for x in jax.tree.leaves(vjp) if hasattr(x, "dtype")]
+    codes = sorted(x.shape for x in saved if x.dtype == jnp.int8)
+    assert codes == [(1, 64, 96), (1, 96, 64), (1, 128, 64), (1, 128, 96)]
+    inputs = {variables["params"][n]["kernel"].shape for n in ("up", "down")}
+    activations = [
+        x.shape
+        for x in saved
+        if x.dtype == jnp.float32 and x.size >= 64 * 64 and x.shape not in inputs
+    ]
+    assert activations in ([], [X.shape])
+
+
+def test_gradient_accumulation_in_a_scan_carries_the_state():
+    model = Mlp()
+    variables = model.init(jax.random.key(1), X)
+
+    @jax.jit
+    def accumulate(variables, batches):
+        def micro(state, x):
+            def loss(params):
+                y, updates = model.apply(
+                    {"params": params, "fallback": state}, x, mutable=["fallback"]
+                )
+                return jnp.mean(y**2), updates["fallback"]
+
+            grads, state = jax.grad(loss, has_aux=True)(variables["params"])
+            return state, grads
+
+        return jax.lax.scan(micro, variables["fallback"], batches)
+
+    state, _ = accumulate(variables, jnp.stack([X, 2 * X, 3 * X]))
+    assert fallback_stats({"fallback": state})["up"].count == 3
+
+
+def test_vmap_over_examples_and_over_experts():
+    model = Mlp()
+    variables = model.init(jax.random.key(1), X)
+    batch = jnp.stack([X, X])
+    y = jax.vmap(lambda x: model.apply(variables, x))(batch)
+    np.testing.assert_array_equal(y[0], y[1])
+
+    experts = nn.vmap(
+        nn.Dense,
+        variable_axes={"params": 0, "fallback": 0},
+        split_rngs={"params": True},
+    )(32, dot_general=SMALL)
+    variables = experts.init(jax.random.key(1), batch)
+    _, updates = experts.apply(variables, batch, mutable=["fallback"])
+    assert fallback_stats(updates)["(root)"].count.tolist() == [1, 1]
+
+
+def test_dot_general_cls_keeps_the_same_paths():
+    layer = nn.Dense(8, dot_general_cls=functools.partial(FallbackDot, recipes.block))
+    variables = layer.init(jax.random.key(1), X)
+    plain = nn.Dense(8, dot_general=fallback_dot).init(jax.random.key(1), X)
+    assert jax.tree.structure(variables) == jax.tree.structure(plain)
+    _, updates = layer.apply(variables, X, mutable=["fallback"])
+    assert fallback_stats(updates)["(root)"].count == 1
+
+
+def test_dense_general_and_attention_projections():
+    model = nn.MultiHeadDotProductAttention(
+        num_heads=4, qkv_dot_general=SMALL, out_dot_general=SMALL
+    )
+    x = X.reshape(2, 64, 64)
+    variables = model.init(jax.random.key(1), x)
+    y, updates = model.apply(variables, x, mutable=["fallback"])
+    assert y.shape == x.shape
+    stats = fallback_stats(updates)
+    assert sorted(stats) == ["key", "out", "query", "value"]
+    assert all(s.count == 1 for s in stats.values())
+
+
+def test_a_module_that_calls_twice_has_two_slots():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dims = (((1,), (1,)), ((), ()))
+            return fallback_dot(fallback_dot(x, x, dims), x.T, dims)
+
+    variables = Twice().init(jax.random.key(1), X)
+    _, updates = Twice().apply(variables, X, mutable=["fallback"])
+    assert list(fallback_stats(updates)) == ["(root)", "dot_general_1"]
+
+
+def test_one_layer_used_twice_has_one_slot():
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(64, dot_general=fallback_dot, name="tied")
+            return layer(layer(x))
+
+    variables = Tied().init(jax.random.key(1), X)
+    _, updates = Tied().apply(variables, X, mutable=["fallback"])
+    assert fallback_stats(updates)["tied"].count == 2
+
+
+def test_another_collection():
+    model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection="aqt"))
+    variables = model.init(jax.random.key(1), X)
+    assert set(variables) == {"params", "aqt"}
+    _, updates = model.apply(variables, X, mutable=["aqt"])
+    assert fallback_stats(updates, "aqt")["up"].count == 1
+
+
+def test_overwrite_with_gradient_in_flax_train_state():
+    """No mutable collection: Flax puts the state's "gradient" in its place."""
+    model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection=OWG))
+    variables = model.init(jax.random.key(1), X)
+    assert {x.dtype for x in jax.tree.leaves(variables[OWG])} == {jnp.dtype("float32")}
+    state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+    plain = {"params": variables["params"]}
+    plain["fallback"] = jax.tree.map(jnp.asarray, variables[OWG])
+    for leaf in ("count", "seed"):
+        for layer in plain["fallback"].values():
+            slot = layer["dot_general"]
+            slot[leaf] = slot[leaf].astype(jnp.uint32)
+
+    @jax.jit
+    def step(state, x):
+        def loss(params):
+            return jnp.mean((state.apply_fn(params, x) - 1.0) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return value, state.apply_gradients(grads=grads)
+
+    for _ in range(3):
+        value, state = step(state, X)
+        expected, _, plain = train_step(Mlp(), plain, X)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    stats, expected = fallback_stats(state.params, OWG), fallback_stats(plain)
+    assert stats["up"].count == 3
+    np.testing.assert_allclose(stats["down"].theta, expected["down"].theta, rtol=1e-5)
+
+
+def test_outside_a_module_there_is_no_state():
+    w = jnp.ones((64, 32))
+    y = fallback_dot(X, w, (((1,), (0,)), ((), ())))
+    assert y.shape == (128, 32)
+    np.testing.assert_allclose(y, X @ w, atol=0.3)
+
+
+def test_a_recipe_is_asked_for_by_value():
+    with pytest.raises(TypeError, match=r"takes a Recipe, such as .*; got 'fallback'"):
+        FallbackDot("fallback")
+
+
+def test_liveness():
+    variables = Mlp().init(jax.random.key(1), X)
+    before = fallback_stats(variables)
+    _, _, after = train_step(Mlp(), variables, X)
+    assert_live(before, fallback_stats(after))
+    with pytest.raises(RuntimeError, match="state of up, down where it was"):
+        assert_live(before, before)
+    with pytest.raises(ValueError, match="got \\[\\] and \\[\\]"):
+        assert_live({}, {})

@@ -1,0 +1,124 @@
+"""State and injection in Flax NNX, under each of its transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fbq_jax import Recipe, assert_live
+from fbq_jax.nnx import FallbackDot, FallbackState, fallback_stats
+
+RECIPE = Recipe(block=32)
+X = jax.random.normal(jax.random.key(0), (128, 64))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        def linear(inputs, outputs):
+            dot = FallbackDot(RECIPE, rngs=rngs)
+            return nnx.Linear(inputs, outputs, dot_general=dot, rngs=rngs)
+
+        self.up, self.down = linear(64, 96), linear(96, 64)
+
+    def __call__(self, x):
+        return x + self.down(nnx.silu(self.up(x)))
+
+
+@nnx.jit
+def train_step(model, x):
+    def loss(model):
+        return jnp.mean((model(x) - 1.0) ** 2)
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+    return value
+
+
+def test_jit_and_grad_move_the_state_of_each_layer():
+    model = Mlp(nnx.Rngs(1))
+    before = fallback_stats(model)
+    losses = [float(train_step(model, X)) for _ in range(10)]
+    after = fallback_stats(model)
+    assert_live(before, after)
+    assert losses[-1] < losses[0]
+    assert list(after) == ["down", "up"] or list(after) == ["up", "down"]
+    assert after["up"].count == 10
+    assert after["up"].theta != after["down"].theta
+    assert model.up.dot_general.seed[...] != model.down.dot_general.seed[...]
+
+
+def test_eval_freezes_and_train_moves_again():
+    model = Mlp(nnx.Rngs(1))
+    model.eval()
+    model(X)
+    assert fallback_stats(model)["up"].count == 0
+    model.train()
+    model(X)
+    assert fallback_stats(model)["up"].count == 1
+
+
+def test_remat_updates_once_and_gives_the_same_gradients():
+    def gradients(remat):
+        model = Mlp(nnx.Rngs(1))
+
+        def loss(model):
+            call = nnx.remat(Mlp.__call__) if remat else Mlp.__call__
+            return jnp.sum(call(model, X) ** 2)
+
+        grads = nnx.jit(nnx.grad(loss))(model)
+        return jax.tree.leaves(grads), fallback_stats(model)["up"].count
+
+    (plain, count), (remat, remat_count) = gradients(False), gradients(True)
+    assert count == remat_count == 1
+    for a, b in zip(plain, remat, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_scan_over_layers():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs):
+        return Mlp(rngs)
+
+    @nnx.jit
+    def forward(layers, x):
+        return nnx.scan(
+            lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )(x, layers)
+
+    layers = build(nnx.Rngs(1))
+    forward(layers, X)
+    stats = fallback_stats(layers)
+    assert stats["up"].count.tolist() == [1, 1, 1]
+    assert np.unique(stats["up"].theta).size == 3
+    assert np.unique(layers.up.dot_general.seed[...]).size == 3
+
+
+def test_state_has_a_variable_type_of_its_own():
+    model = Mlp(nnx.Rngs(1))
+    state = nnx.state(model, FallbackState)
+    assert len(jax.tree.leaves(state)) == 2 * 4
+    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 4
+
+
+def test_linear_general_and_attention():
+    x = X.reshape(2, 64, 64)
+    layer = nnx.LinearGeneral(
+        64, (4, 16), dot_general=FallbackDot(RECIPE), rngs=nnx.Rngs(0)
+    )
+    assert layer(x).shape == (2, 64, 4, 16)
+    assert fallback_stats(layer)["(root)"].count == 1
+
+
+def test_a_shared_instance_is_named():
+    model = Mlp(nnx.Rngs(1))
+    model.down.dot_general = model.up.dot_general
+    with pytest.raises(ValueError, match=r"layers '.*' and '.*' share one FallbackDot"):
+        fallback_stats(model)
+
+
+def test_a_recipe_is_asked_for_by_value():
+    with pytest.raises(TypeError, match="takes a Recipe"):
+        FallbackDot("fallback")

@@ -1,0 +1,61 @@
+"""The numerics helpers that users' own tests are built on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax import recipes
+from fbq_jax.testing import array_error, assert_dot_close, dot_errors
+from tests.kernels.test_reference import heavy
+
+X = jax.random.normal(jax.random.key(0), (128, 192))
+W = jax.random.normal(jax.random.key(1), (192, 64))
+
+
+def test_figures_of_a_known_difference():
+    exact = np.array([[3.0, 0.0], [0.0, 4.0]])
+    error = array_error([[3.0, 0.0], [1.0, 4.0]], exact)
+    assert error.relative == pytest.approx(0.2)
+    assert error.cosine == pytest.approx(25 / (5 * np.sqrt(26)))
+    assert error.worst == pytest.approx(1.0 / 2.5)
+    assert error.where == (1, 0)
+    assert array_error(exact, exact)[:2] == (0.0, pytest.approx(1.0))
+
+
+def test_degenerate_arrays():
+    zeros = np.zeros((2, 2))
+    assert array_error(zeros, zeros) == (0.0, 1.0, 0.0, (0, 0))
+    assert array_error(np.ones((2, 2)), zeros).relative == np.inf
+    assert np.isnan(array_error(np.full((2, 2), np.nan), np.ones((2, 2))).relative)
+    with pytest.raises(ValueError, match="shapes"):
+        array_error(zeros, np.zeros(3))
+
+
+def test_int8_is_near_and_fallback_is_nearer():
+    errors = dot_errors(X, W, recipe=recipes.block)
+    assert 1e-3 < errors.out.relative < 0.02
+    assert max(errors.dlhs.relative, errors.drhs.relative) < 0.03
+    assert min(error.cosine for error in errors) > 0.999
+    x, w = heavy((192, 192)), W
+    plain = dot_errors(x, w, recipe=recipes.block)
+    full = dot_errors(x, w, theta=0.0)
+    assert full.out.relative < 0.5 * plain.out.relative
+
+
+def test_any_dimension_numbers_and_dtype():
+    dims = (((2,), (1,)), ((0,), (0,)))
+    x = jnp.stack([X, 2 * X]).astype(jnp.bfloat16)
+    w = jnp.stack([W, W]).astype(jnp.bfloat16)
+    assert_dot_close(x, w, dims, relative=0.03, cosine=0.999)
+
+
+def test_the_assertion_names_what_is_far():
+    assert_dot_close(X, W, relative=0.03, cosine=0.999)
+    with pytest.raises(AssertionError) as failure:
+        assert_dot_close(X, W, relative=1e-3, recipe=recipes.block)
+    text = str(failure.value)
+    assert "out, dlhs, drhs of the quantized dot_general: wanted relative" in text
+    assert text.count("\n") == 4
+    with pytest.raises(AssertionError):
+        assert_dot_close(X.at[0, 0].set(jnp.nan), W, relative=10.0, cosine=-1.0)

@@ -1,0 +1,180 @@
+"""The reference ops against NumPy: codes bit for bit, products against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fbq_jax.kernels import reference
+from tests import oracle
+
+SIDES = (32, 64, 128, 256)
+
+
+def heavy(shape, seed=0, dtype=np.float32):
+    """Normal values with a spread of magnitudes and a few large outliers."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))
+    x[rng.random(shape) < 1e-3] *= 200.0
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("block", [(128, 128), (32, 256), (64, 32), (256, 64)])
+def test_codes_and_scales_are_bit_exact(mode, dtype, block):
+    x = heavy((2, 200, 300), dtype=dtype)
+    seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)
+    got = jax.jit(functools.partial(reference.quantize, block=block, mode=mode))(
+        x, seeds
+    )
+    for i, seed in enumerate([3, 2**32 - 5]):
+        noise = oracle.noise(seed, x.shape[1:]) if mode == "stochastic" else None
+        codes, scales, _ = oracle.quantize(x[i], block, noise)
+        np.testing.assert_array_equal(got.codes[i], codes)
+        np.testing.assert_array_equal(got.scales[i], scales)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "theta"), [("absmax", 150.0), ("l1", 900.0), ("l1_rel", 0.5)]
+)
+def test_fallback_is_bit_exact(criterion, theta):
+    x, block = heavy((1, 300, 500)), (64, 128)
+    got = jax.jit(
+        functools.partial(reference.quantize_fallback, block=block, criterion=criterion)
+    )(x, jnp.asarray([theta], jnp.float32))
+    main, residual, _, metric = oracle.quantize_fallback(x[0], theta, block, criterion)
+    assert 0 < np.mean(metric > theta) < 1
+    for got_part, part in ((got.main, main), (got.residual, residual)):
+        np.testing.assert_array_equal(got_part.codes[0], part[0])
+        np.testing.assert_array_equal(got_part.scales[0], part[1])
+    np.testing.assert_allclose(got.metric[0], metric, rtol=1e-5)
+    alone = reference.block_metric(x, block=block, criterion=criterion)
+    np.testing.assert_allclose(alone, got.metric, rtol=1e-6)
+
+
+def test_division_is_correctly_rounded():
+    rng = np.random.default_rng(0)
+    amax = np.exp(rng.uniform(np.log(2.0**-118), np.log(3.4e38), 500_000))
+    edges = [2.0**-118, 127.0, np.nextafter(np.float32(127), 128), 3.4028235e38, 1.0]
+    amax = np.maximum(np.append(amax, edges), 2.0**-118).astype(np.float32)
+    top = np.full_like(amax, 127)
+    divide = jax.jit(reference._divide)
+    np.testing.assert_array_equal(divide(top, amax), top / amax)
+    np.testing.assert_array_equal(divide(amax, top), amax / top)
+
+
+@functools.partial(jax.jit, static_argnames=("blocks", "fallback"))
+def multiply(x, w, theta, blocks, fallback):
+    bm, bk, bn = blocks
+    seeds = jnp.zeros(x.shape[0], jnp.uint32)
+    rhs = reference.quantize(w, seeds, block=(bn, bk), mode="nearest")
+    main, residual, _ = reference.quantize_fallback(
+        x, theta, block=(bm, bk), criterion="absmax"
+    )
+    if not fallback:
+        residual = None
+    return reference.matmul(main, residual, rhs, blocks=blocks, dtype=jnp.float32)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 300)] * 3),
+    batch=st.integers(1, 3),
+    blocks=st.tuples(*[st.sampled_from(SIDES)] * 3),
+    seed=st.integers(0, 2**31),
+    fallback=st.booleans(),
+)
+def test_matmul_against_float64(shape, batch, blocks, seed, fallback):
+    (m, k, n), (bm, bk, bn) = shape, blocks
+    x, w = heavy((batch, m, k), seed), heavy((batch, n, k), seed + 1)
+    theta = 3.0 if fallback else np.inf
+    y = multiply(x, w, jnp.full(batch, theta), blocks, fallback)
+    for i in range(batch):
+        lhs = oracle.quantize_fallback(x[i], theta, (bm, bk))[2]
+        exact = lhs @ oracle.quantize(w[i], (bn, bk))[2].T
+        scale = np.linalg.norm(lhs) * np.linalg.norm(w[i]) / np.sqrt(k)
+        assert np.linalg.norm(np.asarray(y[i]) - exact) <= 1e-5 * max(
+            np.linalg.norm(exact), 1e-2 * scale
+        )
+
+
+def test_a_long_contraction_does_not_overflow():
+    """Codes of 127 throughout: int32 over all of K would overflow at 133 153."""
+    k = 200_000
+    ones = jnp.ones((1, 2, k))
+    seeds = jnp.zeros(1, jnp.uint32)
+    q = reference.quantize(ones, seeds, block=(128, 128), mode="nearest")
+    y = reference.matmul(q, None, q, blocks=(128, 128, 128), dtype=jnp.float32)
+    np.testing.assert_allclose(y, k, rtol=1e-5)
+
+
+def test_zero_blocks_contribute_exactly_zero():
+    x = jnp.zeros((1, 256, 256)).at[:, :128, :128].set(heavy((1, 128, 128)))
+    q = reference.quantize_fallback(
+        x, jnp.zeros(1), block=(128, 128), criterion="absmax"
+    )
+    assert np.all(np.asarray(q.main.scales)[0] == [[q.main.scales[0, 0, 0], 0], [0, 0]])
+    w = reference.quantize(
+        heavy((1, 64, 256)), jnp.zeros(1, jnp.uint32), block=(128, 128), mode="nearest"
+    )
+    y = reference.matmul(
+        q.main, q.residual, w, blocks=(128, 128, 128), dtype=jnp.float32
+    )
+    assert np.all(np.asarray(y)[0, 128:] == 0.0)
+
+
+@pytest.mark.parametrize("tiny", [1e-45, 1e-38, 2.0**-119])
+def test_a_block_too_small_for_a_scale_counts_as_zero(tiny):
+    x = jnp.full((1, 4, 4), tiny, jnp.float32)
+    seeds = jnp.ones(1, jnp.uint32)
+    q = reference.quantize(x, seeds, block=(32, 32), mode="stochastic")
+    assert not np.any(q.codes)
+    assert not np.any(q.scales)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
+def test_non_finite_values_show_in_every_row_that_depends_on_them(bad, mode):
+    x = heavy((1, 256, 256)).at[0, 130, 5].set(bad)
+    seeds = jnp.zeros(1, jnp.uint32)
+    q = reference.quantize(x, seeds, block=(128, 128), mode=mode)
+    y = reference.matmul(q, None, q, blocks=(128, 128, 128), dtype=jnp.float32)
+    nan = np.isnan(np.asarray(y[0]))
+    assert nan[128:].all()
+    assert nan[:, 128:].all()
+    assert not nan[:128, :128].any()
+    metric = reference.block_metric(x, block=(128, 128), criterion="l1_rel")
+    np.testing.assert_array_equal(np.isnan(metric[0]), [[False, False], [True, False]])
+
+
+@pytest.mark.parametrize(
+    ("outlier", "plain", "fallback", "int16"),
+    [(100.0, 0.226, 8.90e-4, 8.85e-4), (600.0, 0.966, 5.4e-3, 5.3e-3)]
+    + [(6500.0, 1.00, 9.4e-3, 5.7e-2)],
+)
+def test_one_outlier_in_a_normal_block(outlier, plain, fallback, int16):
+    """Fallback beats INT16 where the outlier dwarfs the rest of the block."""
+    x = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
+    x[17, 99] = outlier
+    q = reference.quantize_fallback(
+        jnp.asarray(x)[None], jnp.zeros(1), block=(128, 128), criterion="absmax"
+    )
+
+    def rms(values):
+        return np.sqrt(np.mean((values - x) ** 2, dtype=np.float64))
+
+    main = oracle.dequantize(
+        np.asarray(q.main.codes[0]), np.asarray(q.main.scales[0]), (128, 128)
+    )
+    rest = oracle.dequantize(
+        np.asarray(q.residual.codes[0]), np.asarray(q.residual.scales[0]), (128, 128)
+    )
+    step = outlier / 32767
+    assert rms(main) == pytest.approx(plain, rel=0.03)
+    assert rms(main + rest) == pytest.approx(fallback, rel=0.03)
+    assert rms(np.rint(x / step) * step) == pytest.approx(int16, rel=0.03)

@@ -1,0 +1,74 @@
+"""The noise of stochastic rounding: unbiased, uncorrelated, tied to its place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from fbq_jax.kernels import rounding
+from fbq_jax.qtensor import quantize
+from tests import oracle
+
+SEEDS = jnp.arange(2048, dtype=jnp.uint32)
+
+
+def draws(rows: int, columns: int, seeds: jax.Array = SEEDS) -> np.ndarray:
+    return np.asarray(jax.vmap(lambda seed: rounding.noise(seed, rows, columns))(seeds))
+
+
+def test_matches_the_hash_written_in_numpy():
+    seeds = (0, 1, 2**31, 2**32 - 1)
+    got = draws(130, 70, jnp.asarray(seeds, jnp.uint32))
+    for seed, noise in zip(seeds, got, strict=True):
+        np.testing.assert_array_equal(noise, oracle.noise(seed, (130, 70)))
+
+
+def test_noise_is_uniform_in_the_open_interval():
+    noise = draws(64, 64)
+    assert noise.min() >= -0.5 + 2.0**-17
+    assert noise.max() <= 0.5 - 2.0**-17
+    counts = np.histogram(noise, bins=256, range=(-0.5, 0.5))[0]
+    assert stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_rounding_is_unbiased():
+    """Chi-square, over 2048 seeds, of how often each fraction was rounded up."""
+    fractions = np.linspace(0.005, 0.995, 199, dtype=np.float32)
+    values = np.concatenate([[127.0], 12.0 + fractions, -77.0 - fractions])
+    x = jnp.broadcast_to(jnp.asarray(values, jnp.float32), (SEEDS.size, 1, 399))
+    codes = quantize(x, block=(32, 512), rounding="stochastic", seeds=SEEDS).main.codes
+    up = np.asarray(codes[:, 0, 1:200] == 13).sum(0)
+    down = np.asarray(codes[:, 0, 200:] == -78).sum(0)
+    n = SEEDS.size
+    expected, variance = n * fractions, n * fractions * (1 - fractions)
+    for count in (up, down):
+        statistic = np.sum((count - expected) ** 2 / variance)
+        assert 1e-4 < stats.chi2(fractions.size).sf(statistic) < 1 - 1e-4
+
+
+def test_integers_never_move():
+    values = jnp.arange(-127.0, 128.0)
+    x = jnp.broadcast_to(values, (SEEDS.size, 1, 255))
+    codes = quantize(x, block=(32, 256), rounding="stochastic", seeds=SEEDS).main.codes
+    np.testing.assert_array_equal(codes[:, 0], np.broadcast_to(values, (2048, 255)))
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """In standard deviations of the correlation of independent noise."""
+    return float(np.corrcoef(a.ravel(), b.ravel())[0, 1]) * np.sqrt(a.size)
+
+
+def test_seeds_rows_and_columns_are_uncorrelated():
+    noise = draws(64, 64, SEEDS[:256])
+    folded = draws(64, 64, rounding.fold(jnp.uint32(7), SEEDS[:256]))
+    assert abs(correlation(noise[1:], noise[:-1])) < 4.5
+    assert abs(correlation(noise[:, 1:], noise[:, :-1])) < 4.5
+    assert abs(correlation(noise[:, :, 1:], noise[:, :, :-1])) < 4.5
+    below, above = np.tril_indices(64, -1), np.triu_indices(64, 1)
+    transposed = noise.swapaxes(1, 2)
+    assert abs(correlation(noise[:, *above], transposed[:, *above])) < 4.5
+    assert abs(correlation(noise[:, *above], noise[:, *below])) < 4.5
+    assert abs(correlation(noise, folded)) < 4.5
+    # The sum around a rectangle is where an additive hash would show.
+    around = noise[:, ::2, ::2] - noise[:, 1::2, ::2] - noise[:, ::2, 1::2]
+    assert abs(correlation(around, noise[:, 1::2, 1::2])) < 4.5

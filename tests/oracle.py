@@ -1,0 +1,92 @@
+"""The recipe in NumPy, block by block, written apart from the library.
+
+Codes in float32 as the definition asks; products and sums in float64.
+"""
+
+import numpy as np
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.uint64)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor) % np.uint64(2**32)
+    return x ^ (x >> np.uint64(16))
+
+
+def fold(seed: np.ndarray | int, data: np.ndarray | int) -> np.ndarray:
+    step = np.asarray(data, np.uint64) * np.uint64(0x9E3779B9)
+    return mix((mix(np.asarray(seed, np.uint64)) + step) % np.uint64(2**32))
+
+
+def noise(seed: int, shape: tuple[int, int]) -> np.ndarray:
+    row = fold(seed, np.arange(shape[0]))
+    column = fold(np.uint64(seed) ^ np.uint64(0x5851F42D), np.arange(shape[1]))
+    bits = mix((row[:, None] + column[None, :]) % np.uint64(2**32)) >> np.uint64(16)
+    return ((bits.astype(np.float64) + 0.5) / 2**16 - 0.5).astype(np.float32)
+
+
+def blocks(shape: tuple[int, int], block: tuple[int, int]):
+    """Slices of each block, row by row, with the block's index."""
+    for i in range(-(-shape[0] // block[0])):
+        for j in range(-(-shape[1] // block[1])):
+            rows = slice(i * block[0], (i + 1) * block[0])
+            columns = slice(j * block[1], (j + 1) * block[1])
+            yield (i, j), (rows, columns)
+
+
+def quantize(x, block, noise=None):
+    """Codes, scales and dequantized float64 values of one matrix."""
+    x = np.asarray(x).astype(np.float32)
+    codes = np.zeros(x.shape, np.int8)
+    scales = np.zeros([-(-n // b) for n, b in zip(x.shape, block, strict=True)])
+    scales = scales.astype(np.float32)
+    for index, where in blocks(x.shape, block):
+        amax = np.abs(x[where]).max()
+        if not np.isfinite(amax):
+            scales[index] = np.nan
+            continue
+        if amax < 2.0**-118:
+            continue
+        scales[index] = amax / np.float32(127)
+        v = np.clip(x[where] * (np.float32(127) / amax), -127, 127)
+        codes[where] = np.rint(v if noise is None else v + noise[where])
+    return codes, scales, dequantize(codes, scales, block)
+
+
+def dequantize(codes, scales, block):
+    values = codes.astype(np.float64)
+    for index, where in blocks(codes.shape, block):
+        values[where] *= np.float64(scales[index])
+    return values
+
+
+def quantize_fallback(x, theta, block, criterion="absmax"):
+    """Main and residual codes and scales, their float64 sum, and the metric."""
+    x = np.asarray(x).astype(np.float32)
+    codes, scales, values = quantize(x, block)
+    error = np.zeros_like(x)
+    metric = np.zeros_like(scales)
+    for index, where in blocks(x.shape, block):
+        error[where] = x[where] - scales[index] * codes[where].astype(np.float32)
+        l1 = np.abs(error[where]).sum(dtype=np.float64)
+        total = np.abs(x[where]).sum(dtype=np.float64)
+        metric[index] = {
+            "absmax": np.abs(x[where]).max(),
+            "l1": l1,
+            "l1_rel": l1 / total if total else 0.0,
+        }[criterion]
+        if not metric[index] > theta:
+            error[where] = 0
+    residual_codes, residual_scales, residual = quantize(error, block)
+    return (
+        (codes, scales),
+        (residual_codes, residual_scales),
+        values + residual,
+        metric,
+    )
+
+
+def relative(actual, exact) -> float:
+    """Relative Frobenius error, in float64."""
+    actual, exact = np.asarray(actual, np.float64), np.asarray(exact, np.float64)
+    return float(np.linalg.norm(actual - exact) / np.linalg.norm(exact))
