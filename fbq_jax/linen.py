@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core.scope import Variable
+from flax.core.scope import Scope, Variable
 from flax.linen import module as flax_module
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
@@ -119,13 +119,15 @@ class FallbackDot:
                 f"returned ({{'params': ..., {collection!r}: ...}}), or start a new "
                 f"one with mutable=[{collection!r}]"
             )
-        return scope.variable(collection, name, self._start, module)
+        return scope.variable(collection, name, self._start, scope, name)
 
-    def _start(self, module: nn.Module) -> threshold.State:
-        if module.has_rng("params"):
-            seed = jax.random.bits(module.make_rng("params"), (), jnp.uint32)
-        else:
-            seed = jnp.uint32(zlib.crc32("/".join(module.path).encode()))
+    def _start(self, scope: Scope, name: str) -> threshold.State:
+        seed = jnp.uint32(zlib.crc32("/".join((*scope.path, name)).encode()))
+        if scope.has_rng("params"):
+            # Not make_rng, which would count: the layers' weights must start as those
+            # of the float model do.
+            key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), seed)
+            seed = jax.random.bits(key, (), jnp.uint32)
         state = threshold.start(self.recipe, seed >> 8)  # 24 bits: a float holds them
         if self.collection == OVERWRITE_WITH_GRADIENT:
             return _with_floats(state)

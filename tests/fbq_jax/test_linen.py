@@ -37,27 +37,30 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
+    dot_general: FallbackDot = SMALL
+
     @nn.compact
     def __call__(self, x, _):
-        return x + Mlp(name="mlp")(x), None
+        return x + Mlp(self.dot_general, name="mlp")(x), None
 
 
-def stack(layer=Layer, axes=("params", "fallback")):
+def stack(layer=Layer, axes=("params", "fallback"), dot_general=SMALL):
     return nn.scan(
         layer,
         variable_axes=dict.fromkeys(axes, 0),
         split_rngs={"params": True},
         length=3,
-    )(name="layers")
+    )(dot_general, name="layers")
 
 
 class Scanned(nn.Module):
+    dot_general: FallbackDot = SMALL
     remat: bool = False
 
     @nn.compact
     def __call__(self, x):
         layer = nn.remat(Layer, policy=save_codes) if self.remat else Layer
-        return stack(layer)(x, None)[0]
+        return stack(layer, dot_general=self.dot_general)(x, None)[0]
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -116,9 +119,10 @@ def test_a_missing_collection_is_named():
     assert fallback_stats(updates)["up"].count == 1
 
 
-def test_initial_weights_are_those_of_the_float_model():
-    quantized = Mlp().init(jax.random.key(1), X)["params"]
-    plain = Mlp(dot_general=None).init(jax.random.key(1), X)["params"]
+@pytest.mark.parametrize("model", [Mlp, Scanned])
+def test_initial_weights_are_those_of_the_float_model(model):
+    quantized = model().init(jax.random.key(1), X)["params"]
+    plain = model(dot_general=None).init(jax.random.key(1), X)["params"]
     jax.tree.map(np.testing.assert_array_equal, quantized, plain)
 
 

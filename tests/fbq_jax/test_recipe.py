@@ -58,9 +58,9 @@ def test_recipes_are_values():
     assert hash(recipes.block) == hash(Recipe(criterion=None))
     assert dataclasses.replace(recipes.fallback, criterion=None) == recipes.block
     with pytest.raises(dataclasses.FrozenInstanceError):
-        recipes.fallback.alpha = 2.0  # type: ignore[misc]
+        recipes.fallback.alpha = 2.0
     with pytest.raises(TypeError):
-        Recipe(128)  # type: ignore[call-arg]
+        Recipe(128)
 
 
 def test_sides_give_the_blocks_of_all_three_operands():

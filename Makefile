@@ -1,0 +1,18 @@
+# Two commands, each with its own set-up: `make train` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test
+
+train: $(VENV)/examples
+	$(BIN)/python -m examples.llama.train $(ARGS)
+
+test: $(VENV)/test
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+$(VENV)/%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	touch $@

@@ -1,0 +1,1 @@
+"""A Llama trained with ``fallback_dot``: the example to copy from."""

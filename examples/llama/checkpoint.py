@@ -1,0 +1,91 @@
+"""Checkpoints: Orbax writes them, checksums say whether they can be trusted.
+
+Orbax writes a checkpoint under a temporary name and renames it when it is whole. It
+does not notice every byte that changes later on, and it reports a truncated file in
+pages of text; so the files' SHA-256 sums are kept beside them (`sha256sum --check
+SHA256SUMS` reads them too) and compared before anything is restored.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import TypeVar
+
+import orbax.checkpoint as ocp
+
+T = TypeVar("T")
+
+_SUMS = "SHA256SUMS"
+
+
+class RestoreError(ValueError):
+    """There is no checkpoint to restore, or it is damaged."""
+
+
+def save(folder: Path, step: int, state: object) -> None:
+    """Writes the checkpoint `folder/<step>` and keeps the one before it.
+
+    Args:
+        folder: Where the checkpoints of one run are.
+        step: Its number, higher than those already there.
+        state: A pytree of arrays.
+    """
+    with _manager(folder) as manager:
+        manager.save(step, args=ocp.args.StandardSave(state))
+    sums = folder / str(step) / _SUMS
+    part = sums.with_suffix(".part")
+    part.write_text(_checksums(sums.parent))
+    part.replace(sums)
+
+
+def restore(folder: Path, like: T) -> T:
+    """Reads the latest checkpoint.
+
+    Args:
+        folder: Where the checkpoints of one run are.
+        like: A pytree of arrays of the same structure, shapes, dtypes and devices.
+
+    Returns:
+        The pytree that was saved.
+
+    Raises:
+        RestoreError: There is none, or its files are not those that were written.
+    """
+    with _manager(folder) as manager:
+        steps = sorted(manager.all_steps())
+        if not steps:
+            raise RestoreError(
+                f"{folder} holds no checkpoint: the run stopped before its first one. "
+                "Start again with another --out, or delete the run's folder."
+            )
+        latest = folder / str(steps[-1])
+        sums = latest / _SUMS
+        if not sums.exists() or sums.read_text() != _checksums(latest):
+            remedy = (
+                f"Delete it to continue from step {steps[-2]}."
+                if len(steps) > 1
+                else "It is the only one: start again with another --out."
+            )
+            raise RestoreError(
+                f"the checkpoint {latest} is damaged: its files do not match their "
+                f"checksums. {remedy}"
+            )
+        return manager.restore(steps[-1], args=ocp.args.StandardRestore(like))
+
+
+def _manager(folder: Path) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+        folder.absolute(),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False
+        ),
+    )
+
+
+def _checksums(folder: Path) -> str:
+    lines = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.stem != _SUMS:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            lines.append(f"{digest}  {path.relative_to(folder)}\n")
+    return "".join(lines)

@@ -1,0 +1,175 @@
+"""What a run does: its options, their presets and the command line."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fbq_jax import recipes
+
+# None multiplies with jax.lax.dot_general, in bfloat16.
+RECIPES = {"bf16": None, "block": recipes.block, "fallback": recipes.fallback}
+
+# Sizes are multiples of 128, so that the blocks of a quantized matrix are whole.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},  # the defaults below: minutes on two CPU cores
+    "small": {  # 150 million parameters: minutes on one GPU
+        "hidden": 1024,
+        "ffn": 2816,
+        "layers": 12,
+        "heads": 16,
+        "batch": 32,
+        "accumulate": 4,
+        "seq": 1024,
+        "steps": 1000,
+        "lr": 6e-4,
+        "eval_every": 100,
+        "save_every": 250,
+    },
+}
+
+# The options that --from-hf takes from the model it loads.
+MODEL_SIZES = ("hidden", "ffn", "layers", "heads")
+
+
+class ConfigError(ValueError):
+    """An option has a value that is not accepted."""
+
+
+def _option(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides a run's numbers; each field is a flag of train.py.
+
+    Raises:
+        ConfigError: A field is out of range; names it and what it takes.
+    """
+
+    recipe: str = _option("fallback", f"how layers multiply: {', '.join(RECIPES)}")
+    data: str | None = _option(
+        None, "file, folder or nanoGPT .bin; without it, Python's standard library"
+    )
+    from_hf: str | None = _option(
+        None, "folder of a Hugging Face Llama: its sizes, weights and tokenizer"
+    )
+    seed: int = _option(0, "seed of the initial weights and of the order of the data")
+    hidden: int = _option(256, "width of the residual stream")
+    ffn: int = _option(768, "width of the MLP")
+    layers: int = _option(4, "number of layers")
+    heads: int = _option(4, "number of attention heads")
+    batch: int = _option(8, "sequences in a step")
+    accumulate: int = _option(1, "microbatches that a step's batch is split into")
+    seq: int = _option(256, "tokens in a sequence")
+    steps: int = _option(150, "optimizer steps; the first tenth warms up")
+    lr: float = _option(2e-3, "peak learning rate")
+    eval_every: int = _option(50, "steps between validations")
+    save_every: int = _option(50, "steps between checkpoints")
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ConfigError(
+                f"recipe takes one of {', '.join(RECIPES)}, got {self.recipe!r}"
+            )
+        for option in dataclasses.fields(self):
+            value, lowest = getattr(self, option.name), int(option.name != "seed")
+            if option.type is int and value < lowest:
+                raise ConfigError(
+                    f"{option.name} takes an integer from {lowest} on, got {value}"
+                )
+        if not self.lr > 0:
+            raise ConfigError(f"lr takes a positive number, got {self.lr}")
+        if self.batch % self.accumulate:
+            raise ConfigError(
+                f"accumulate takes a divisor of batch ({self.batch}), "
+                f"got {self.accumulate}"
+            )
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for.
+
+    Attributes:
+        out: Folder of the run, or of a comparison's runs.
+        resume: Whether to continue what is there.
+        compare: Recipes to train one after another; empty for a single run.
+        given: The options of `Config` that were given, by name.
+        defaults: Values for the options that were not.
+    """
+
+    out: Path
+    resume: bool
+    compare: tuple[str, ...]
+    given: dict[str, Any]
+    defaults: dict[str, Any]
+
+
+def parse_command(argv: Sequence[str] | None = None) -> Command:
+    """Reads the command line.
+
+    Args:
+        argv: The arguments; None reads those of the process.
+
+    Returns:
+        The command. Which options were left out matters: a resumed run takes those
+        from the run it resumes.
+
+    Raises:
+        ConfigError: Two flags contradict each other.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.llama.train",
+        description="Trains a Llama in INT8 (or bf16) and draws how it went.",
+    )
+    for option in dataclasses.fields(Config):
+        default = "" if option.default is None else f" (default: {option.default})"
+        parser.add_argument(
+            "--" + option.name.replace("_", "-"),
+            type=option.type if option.type in (int, float) else str,
+            default=argparse.SUPPRESS,
+            help=option.metadata["help"] + default,
+        )
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="other defaults (default: tiny on a CPU, small on an accelerator)",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="RECIPES",
+        help="train with each of these recipes, such as bf16,block,fallback, on the "
+        "same data and seed",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of the run (default: runs/<recipe>)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --out, bit for bit"
+    )
+    given = vars(parser.parse_args(argv))
+    preset, compare = given.pop("preset"), given.pop("compare")
+    out, resume = given.pop("out"), given.pop("resume")
+
+    if "from_hf" in given:
+        for name in MODEL_SIZES:
+            if name in given:
+                raise ConfigError(f"--{name} comes from the model of --from-hf")
+    if compare is not None and "recipe" in given:
+        raise ConfigError("--compare names the recipes itself; leave --recipe out")
+    compare = tuple(compare.split(",")) if compare is not None else ()
+    if preset is None:
+        preset = "tiny" if jax.default_backend() == "cpu" else "small"
+        defaults = PRESETS[preset]
+    else:
+        given, defaults = PRESETS[preset] | given, {}
+    if out is None:
+        name = "compare" if compare else given.get("recipe", Config.recipe)
+        out = Path("runs") / name
+    return Command(out, resume, compare, given, defaults)

@@ -1,0 +1,112 @@
+"""A run's numbers: logged as JSON lines that survive a crash, and summed up."""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+
+class MetricsLog:
+    """Appends one JSON object a step, each on a line of its own, at once.
+
+    A number that is not finite is written as null, for JSON has no other way.
+    """
+
+    def __init__(self, path: Path, after_step: int) -> None:
+        """Opens `path` to go on after a step.
+
+        What a killed run wrote about later steps is dropped, for these steps will be
+        run again, and so is a line that was cut off.
+        """
+        kept = [record for record in read(path) if record["step"] <= after_step]
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        part.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends `record`: numbers and arrays, in dictionaries however deep."""
+        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records in `path`, up to a line that was cut off; none if it is missing."""
+    records = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return records
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in three numbers.
+
+    Attributes:
+        loss: Mean training loss over the last 20 steps, in nats a token.
+        val_loss: The last validation loss, in nats a token.
+        tokens_per_s: The median over the steps, in tokens a second.
+    """
+
+    loss: float
+    val_loss: float
+    tokens_per_s: float
+
+
+def summarize(records: list[dict[str, Any]]) -> Summary:
+    """Sums up the records of a finished run."""
+    return Summary(
+        loss=statistics.fmean(record["loss"] for record in records[-20:]),
+        val_loss=[r["val_loss"] for r in records if "val_loss" in r][-1],
+        tokens_per_s=statistics.median(r["tokens_per_s"] for r in records),
+    )
+
+
+def report(out: Path) -> str:
+    """How the finished run in `out` went, and where its files are."""
+    run = summarize(read(out / "metrics.jsonl"))
+    return (
+        f"  loss         {run.loss:.4f} training, {run.val_loss:.4f} validation\n"
+        f"  speed        {run.tokens_per_s:,.0f} tokens/s\n"
+        f"  picture      {out / 'curves.png'}\n"
+        f"  metrics      {out / 'metrics.jsonl'}\n"
+        f"  checkpoints  {out / 'checkpoints'}"
+    )
+
+
+def compare(runs: list[Path]) -> str:
+    """A table of finished runs' final losses and how far each is from the first's."""
+    summaries = [summarize(read(out / "metrics.jsonl")) for out in runs]
+    first = summaries[0]
+    lines = [f"{'':12}{'training loss':^20}{'validation loss':^20}{'tokens/s':>12}"]
+    lines += [
+        f"{out.name:12}"
+        f"{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
+        f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
+        f"{run.tokens_per_s:12,.0f}"
+        for out, run in zip(runs, summaries, strict=True)
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""Pictures of runs: loss and fallback rates over the steps, and recipes compared."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from examples.llama import metrics
+from fbq_jax import Recipe
+
+# Okabe and Ito's colors, which color-blind readers can tell apart; the dashes keep
+# curves visible that lie on each other.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+
+def draw_curves(run: Path, recipe: Recipe | None) -> None:
+    """Draws `curves.png` from the `metrics.jsonl` of a run.
+
+    Above is the loss. Below, for a recipe with fallback, each projection has a panel
+    with the fallback rate of every layer and the range that its threshold aims at.
+
+    Args:
+        run: The run's folder.
+        recipe: What it trains with; None for bf16.
+    """
+    records = metrics.read(run / "metrics.jsonl")
+    if recipe is None or recipe.criterion is None:
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        above = figure
+    else:
+        figure = Figure(figsize=(10, 7), layout="constrained")
+        (above,), (below,) = figure.subfigures(2, 1, squeeze=False, hspace=0.04)
+        _draw_rates(below, records, recipe.target_rate)
+
+    axes = above.subplots()
+    axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats a token")
+    _draw_loss(axes, records, label="training", color=_COLORS[0])
+    _draw_validation(axes, records, label="validation", color=_COLORS[1])
+    _finish(axes)
+    _save(figure, run / "curves.png")
+
+
+def draw_comparison(runs: list[Path], path: Path) -> None:
+    """Draws the losses of runs, and how far each is from the first's.
+
+    Args:
+        runs: The runs' folders, of the same steps; their names label the curves.
+        path: Where to write the picture.
+    """
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    losses.set(title="Loss (circles: validation)", ylabel="nats a token")
+    differences.set(
+        title=f"Training loss minus that of {runs[0].name}, smoothed",
+        xlabel="step",
+        ylabel="nats a token",
+    )
+    of_runs = [metrics.read(run / "metrics.jsonl") for run in runs]
+    baseline = _column(of_runs[0], "loss")
+    for index, (run, records) in enumerate(zip(runs, of_runs, strict=True)):
+        color = _COLORS[index % len(_COLORS)]
+        dashes = _DASHES[index % len(_DASHES)]
+        _draw_loss(losses, records, label=run.name, color=color, linestyle=dashes)
+        _draw_validation(losses, records, color=color)
+        difference = _smooth(_column(records, "loss") - baseline)
+        steps = _column(records, "step")
+        differences.plot(steps, difference, color=color, linestyle=dashes)
+    _finish(losses)
+    _finish(differences)
+    _save(figure, path)
+
+
+def _draw_loss(axes: Axes, records: list[dict[str, Any]], **line: Any) -> None:
+    steps, loss = _column(records, "step"), _column(records, "loss")
+    axes.plot(steps, loss, color=line["color"], linewidth=0.7, alpha=0.3)
+    axes.plot(steps, _smooth(loss), **line)
+
+
+def _draw_validation(axes: Axes, records: list[dict[str, Any]], **line: Any) -> None:
+    records = [record for record in records if "val_loss" in record]
+    steps, loss = _column(records, "step"), _column(records, "val_loss")
+    axes.plot(steps, loss, "o", markeredgecolor="white", markersize=7, **line)
+
+
+def _draw_rates(
+    figure: SubFigure, records: list[dict[str, Any]], target: tuple[float, float]
+) -> None:
+    steps, projections = _column(records, "step"), list(records[0]["fallback"])
+    panels = figure.subplots(1, len(projections), sharey=True, squeeze=False)[0]
+    for panel, projection in zip(panels, projections, strict=True):
+        rates = np.array([record["fallback"][projection]["rate"] for record in records])
+        rates = rates.reshape(len(records), -1).T
+        panel.axhspan(*target, color="0.87", zorder=0)
+        colors = colormaps["viridis"](np.linspace(0, 0.9, len(rates)))
+        for rate, color in zip(rates, colors, strict=True):
+            panel.plot(steps, _smooth(rate), color=color, linewidth=1)
+        panel.set(title=projection.removeprefix("layers/"), xlabel="step")
+        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        _finish(panel)
+    panels[0].set(ylabel="blocks that fall back", ylim=(0, None))
+    panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    low, high = target
+    figure.suptitle(
+        f"Fallback rate, smoothed (shaded: target, {low:.0%} to {high:.0%})"
+    )
+
+    # One colorbar tells the layers apart in all panels.
+    layers = len(colors)
+    norm = BoundaryNorm(range(layers + 1), layers)
+    scale = ScalarMappable(norm, ListedColormap(colors))
+    bar = figure.colorbar(scale, ax=panels, label="layer")
+    shown = range(0, layers, -(-layers // 8))
+    bar.set_ticks([layer + 0.5 for layer in shown], labels=[str(n) for n in shown])
+    bar.ax.tick_params(which="both", length=0)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """The mean around each step, over up to one part in 20 of all steps."""
+    steps, reach = np.arange(len(values)), len(values) // 40
+    # At the start no further ahead than back, lest the steep descent look lower.
+    start = np.maximum(steps - reach, 0)
+    end = np.minimum(np.minimum(steps + reach, 2 * steps), len(values) - 1) + 1
+    sums = np.cumsum(np.pad(values, (1, 0)))
+    return (sums[end] - sums[start]) / (end - start)
+
+
+def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
+    return np.array([record[name] for record in records], np.float64)
+
+
+def _finish(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right", frameon=False)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    part = path.with_suffix(".part")
+    figure.savefig(part, format="png", dpi=120)
+    part.replace(path)

@@ -1,0 +1,169 @@
+"""One step of training: what it carries, and what it does with a batch.
+
+The quantized layers keep their thresholds in the collection "fallback". A step carries
+it along as it would batch statistics: `apply` gets it mutable and returns the new one.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from examples.llama.config import Config
+from examples.llama.model import Llama
+from fbq_jax import fallback_stats
+
+EVAL_BATCHES = 8
+
+PyTree = Any
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What a step reads and replaces, and what a checkpoint holds.
+
+    Attributes:
+        step: int32 [], the number of steps taken.
+        params: The master weights, float32.
+        fallback: The state of the quantized layers; empty for bf16.
+        opt_state: The optimizer's moments, float32.
+    """
+
+    step: jax.Array
+    params: PyTree
+    fallback: PyTree
+    opt_state: optax.OptState
+
+    def stats(self) -> dict[str, Any]:
+        """Rate, theta and count of each quantized layer, on the host."""
+        return jax.device_get(fallback_stats({"fallback": self.fallback}))
+
+
+def make_optimizer(
+    config: Config,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW with clipping; its learning rate warms up, then falls along a cosine."""
+    warmup = config.steps // 10
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=config.lr / (warmup + 1),
+        peak_value=config.lr,
+        warmup_steps=warmup,
+        decay_steps=config.steps,
+        end_value=config.lr / 10,
+    )
+
+    def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
+        # Not by rank: the layers' norms and biases are stacked to matrices, too.
+        return path[-1].key in ("kernel", "embedding")
+
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            schedule,
+            b1=0.9,
+            b2=0.95,
+            weight_decay=0.1,
+            mask=partial(jax.tree.map_with_path, is_matrix),
+        ),
+    )
+    return optimizer, schedule
+
+
+def init_state(
+    model: Llama,
+    optimizer: optax.GradientTransformation,
+    weights: PyTree | None,
+    seed: int,
+) -> TrainState:
+    """The state before the first step."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    variables = jax.jit(model.init)(jax.random.key(seed), tokens)
+    # A copy: a step overwrites the memory of the state it is given.
+    params = (
+        variables["params"] if weights is None else jax.tree.map(jnp.array, weights)
+    )
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        fallback=variables.get("fallback", {}),
+        opt_state=optimizer.init(params),
+    )
+    # Bound to its device, as a restored state is, so that both run one program.
+    return jax.device_put(state, jax.devices()[0])
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean over the tokens, in nats: float32 [B, S, V], int32 [B, S] -> float32 []."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def make_train_step(
+    model: Llama, optimizer: optax.GradientTransformation, schedule: optax.Schedule
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns the jitted step (state, int32 tokens [N, B/N, S+1]) -> state, metrics.
+
+    It averages the gradients of the N microbatches. Each moves the thresholds, so the
+    collection "fallback" goes from one to the next. The old state is donated.
+    """
+
+    def loss_fn(
+        params: PyTree, fallback: PyTree, tokens: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        logits, updates = model.apply(
+            {"params": params, "fallback": fallback},
+            tokens[:, :-1],
+            mutable=["fallback"],
+        )
+        return cross_entropy(logits, tokens[:, 1:]), updates.get("fallback", {})
+
+    @partial(jax.jit, donate_argnums=0)
+    def train_step(
+        state: TrainState, tokens: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        def microbatch(
+            carry: tuple[PyTree, PyTree], tokens: jax.Array
+        ) -> tuple[tuple[PyTree, PyTree], jax.Array]:
+            fallback, total = carry
+            (loss, fallback), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+                state.params, fallback, tokens
+            )
+            return (fallback, optax.tree.add(total, grads)), loss
+
+        start = state.fallback, optax.tree.zeros_like(state.params)
+        (fallback, total), losses = jax.lax.scan(microbatch, start, tokens)
+        grads = optax.tree.scale(1 / tokens.shape[0], total)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            fallback=fallback,
+            opt_state=opt_state,
+        )
+        return new, {
+            "loss": losses.mean(),
+            "lr": schedule(state.step),
+            "grad_norm": optax.tree.norm(grads),
+        }
+
+    return train_step
+
+
+def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float]:
+    """Returns the validation: state -> mean loss over the same batches every time."""
+
+    @jax.jit
+    def loss(state: TrainState, tokens: jax.Array) -> jax.Array:
+        # Nothing is mutable here, so the thresholds stay where they are.
+        variables = {"params": state.params, "fallback": state.fallback}
+        logits: Any = model.apply(variables, tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:])
+
+    def evaluate(state: TrainState) -> float:
+        losses = [loss(state, data[i]) for i in range(EVAL_BATCHES)]
+        return float(jnp.stack(losses).mean())
+
+    return evaluate

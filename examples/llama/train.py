@@ -1,0 +1,266 @@
+"""Trains a Llama with INT8 linear layers and shows how it goes.
+
+    python -m examples.llama.train
+
+takes minutes on two CPU cores, learns from the source of Python's standard library
+and leaves in runs/fallback: metrics.jsonl, curves.png, config.json and checkpoints.
+`--help` lists the options; `--compare bf16,block,fallback` sets recipes side by side.
+"""
+
+import dataclasses
+import json
+import math
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from tqdm import tqdm
+
+from examples.llama import checkpoint, hf, metrics, plot
+from examples.llama.config import RECIPES, Command, Config, ConfigError, parse_command
+from examples.llama.data import Corpus, DataError, batches, load_corpus
+from examples.llama.model import Llama, LlamaConfig
+from examples.llama.step import (
+    PyTree,
+    init_state,
+    make_eval,
+    make_optimizer,
+    make_train_step,
+)
+from fbq_jax import FallbackDot, assert_live
+
+
+class RunError(RuntimeError):
+    """A run cannot start in its folder, or cannot go on."""
+
+
+def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
+    """Returns the model, the weights to start from (None: new ones) and the data."""
+    data = None if config.data is None else Path(config.data)
+    if config.from_hf is None:
+        weights, corpus = None, load_corpus(data)
+        try:
+            sizes = LlamaConfig(
+                vocab_size=corpus.vocab_size,
+                hidden_size=config.hidden,
+                intermediate_size=config.ffn,
+                num_layers=config.layers,
+                num_heads=config.heads,
+                num_kv_heads=config.heads,
+                max_seq_len=config.seq,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    else:
+        sizes, weights = hf.load(config.from_hf)
+        corpus = load_corpus(data, hf.load_tokenizer(config.from_hf))
+        corpus.check_fits(sizes.vocab_size)
+        if config.seq > sizes.max_seq_len:
+            raise ConfigError(
+                f"seq takes at most {sizes.max_seq_len} with the model in "
+                f"{config.from_hf}, got {config.seq}"
+            )
+    recipe = RECIPES[config.recipe]
+    dot_general = None if recipe is None else FallbackDot(recipe)
+    return Llama(sizes, dot_general), weights, corpus
+
+
+def train(config: Config, out: Path, *, resume: bool = False) -> None:
+    """Trains one model.
+
+    Args:
+        config: What to train.
+        out: The run's folder: a new one, or the one to resume.
+        resume: Whether to continue the run in `out`. Its steps are then, bit for bit,
+            those of a run that was never interrupted.
+
+    Raises:
+        ConfigError: The model cannot be built; or, to resume, `config` is another.
+        DataError: The data cannot be read or does not fit.
+        RestoreError: There is no sound checkpoint to resume.
+        RunError: `out` is in use, or the loss is no longer finite.
+        KeyboardInterrupt: The run was told to stop; it can be resumed.
+    """
+    recipe = RECIPES[config.recipe]
+    model, weights, corpus = build(config)
+    sizes = {"seq": config.seq, "batch": config.batch}
+    train_data = batches(corpus, "train", seed=config.seed, **sizes)
+    evaluate = make_eval(model, batches(corpus, "val", seed=0, **sizes))
+    optimizer, schedule = make_optimizer(config)
+    train_step = make_train_step(model, optimizer, schedule)
+
+    state = init_state(model, optimizer, weights, config.seed)
+    enter_folder(out, config, corpus, resume)
+    if resume:
+        state = checkpoint.restore(out / "checkpoints", state)
+    first = int(state.step)
+    stats_before = state.stats()
+    print(
+        f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
+        f"{jax.default_backend()}, {len(corpus.train):,} training tokens"
+    )
+    with (
+        metrics.MetricsLog(out / "metrics.jsonl", after_step=first) as log,
+        tqdm(initial=first, total=config.steps, unit="step") as bar,
+        stop_requests() as stop,
+    ):
+        for step in range(first + 1, config.steps + 1):
+            started = time.perf_counter()
+            tokens = train_data[step - 1]
+            tokens = tokens.reshape(config.accumulate, -1, config.seq + 1)
+            state, measured = train_step(state, tokens)
+            record = {"step": step, **jax.device_get(measured)}
+            seconds = time.perf_counter() - started
+            record["tokens_per_s"] = config.batch * config.seq / seconds
+
+            last = step == config.steps
+            if last or step % config.eval_every == 0:
+                record["val_loss"] = evaluate(state)
+            stats = state.stats()
+            record["fallback"] = {
+                layer: {"rate": of_layer.rate, "theta": of_layer.theta}
+                for layer, of_layer in stats.items()
+            }
+            log.write(record)
+            show(bar, record)
+            if not math.isfinite(record["loss"]):
+                raise RunError(
+                    f"the loss is {record['loss']} at step {step} (all steps are in "
+                    f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
+                )
+            if step == first + 1 and recipe is not None:
+                assert_live(stats_before, stats)
+            if last or stop.is_set() or step % config.save_every == 0:
+                checkpoint.save(out / "checkpoints", step, state)
+                plot.draw_curves(out, recipe)
+            if stop.is_set() and not last:
+                raise KeyboardInterrupt
+
+
+def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
+    """Writes config.json to a new run's folder, or compares it with a resumed run's."""
+    file = out / "config.json"
+    options = dataclasses.asdict(config) | {"corpus": corpus.fingerprint()}
+    if resume:
+        for name, started_with in read_options(out).items():
+            if options[name] != started_with:
+                raise ConfigError(
+                    f"the run in {out} has {name} = {started_with}, so it cannot be "
+                    f"resumed with {name} = {options[name]}"
+                )
+        return
+    if file.exists():
+        raise RunError(
+            f"{out} already holds a run: continue it with --resume, or choose another "
+            "folder with --out"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(options, indent=2) + "\n")
+    part.replace(file)
+
+
+def read_options(out: Path) -> dict[str, Any]:
+    """The options of the run in `out`, and the fingerprint of its corpus."""
+    file = out / "config.json"
+    if not file.exists():
+        raise RunError(f"{out} holds no run to resume: {file} does not exist")
+    options = json.loads(file.read_text())
+    known = {option.name for option in dataclasses.fields(Config)} | {"corpus"}
+    if options.keys() != known:
+        raise RunError(
+            f"{file} is of another version of this example, which differs in "
+            f"{', '.join(sorted(options.keys() ^ known))}"
+        )
+    return options
+
+
+@contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets; a second one interrupts at once."""
+    event = threading.Event()
+
+    def request(signum: int, _: object) -> None:
+        tqdm.write("stopping after this step; once more stops at once")
+        event.set()
+        signal.signal(signum, signal.default_int_handler)
+
+    signals = signal.SIGINT, signal.SIGTERM
+    previous = [signal.signal(signum, request) for signum in signals]
+    try:
+        yield event
+    finally:
+        for signum, handler in zip(signals, previous, strict=True):
+            signal.signal(signum, handler)
+
+
+def show(bar: tqdm, record: dict[str, Any]) -> None:
+    """Advances the progress bar by a step."""
+    shown = {
+        "loss": f"{record['loss']:.3f}",
+        "tokens/s": f"{record['tokens_per_s']:,.0f}",
+    }
+    if rates := [layer["rate"].mean() for layer in record["fallback"].values()]:
+        shown["fallback"] = f"{sum(rates) / len(rates):.0%}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update()
+
+
+def configure(command: Command, out: Path, resume: bool, **fixed: Any) -> Config:
+    """The options of the run in `out`; what was not given, the resumed run decides."""
+    defaults = read_options(out) if resume else command.defaults
+    defaults = {name: defaults[name] for name in defaults if name != "corpus"}
+    return Config(**{**defaults, **command.given, **fixed})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Does what the command line asks for; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        command = parse_command(argv)
+        fixed: dict[Path, dict[str, Any]] = {command.out: {}}
+        if command.compare:
+            fixed = {command.out / name: {"recipe": name} for name in command.compare}
+        # To resume a comparison is also to start the runs that it had not come to.
+        resume = {
+            out: command.resume and (not command.compare or out.exists())
+            for out in fixed
+        }
+        configs = {
+            out: configure(command, out, resume[out], **fixed[out]) for out in fixed
+        }
+        for out, config in configs.items():
+            train(config, out, resume=resume[out])
+            print(metrics.report(out))
+        if command.compare:
+            plot.draw_comparison(list(configs), command.out / "compare.png")
+            print(metrics.compare(list(configs)))
+            print(f"picture: {command.out / 'compare.png'}")
+    except KeyboardInterrupt:
+        again = argv if "--resume" in argv else [*argv, "--resume"]
+        print(
+            f"stopped; go on with: python -m examples.llama.train {shlex.join(again)}"
+        )
+        return 130
+    except (
+        ConfigError,
+        DataError,
+        RunError,
+        checkpoint.RestoreError,
+        hf.CheckpointError,
+    ) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

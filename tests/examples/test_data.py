@@ -1,0 +1,182 @@
+"""Corpora and batches: deterministic, split by document, clear about bad data."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from examples.llama.data import Corpus, DataError, batches, load_corpus
+
+
+def write_folder(root: Path, count: int) -> Path:
+    """Files whose order by name is not the order in which they are written."""
+    for index in reversed(range(count)):
+        file = root / f"{index % 2}" / f"{index:03}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"document {index}")
+    return root
+
+
+def word_tokenizer() -> Tokenizer:
+    """Words, with <s> before each document."""
+    vocabulary = {"<s>": 0, "a": 1, "b": 2, "<unk>": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+def counting(train: int, val: int = 0) -> Corpus:
+    return Corpus(np.arange(train, dtype=np.uint16), np.arange(val), train)
+
+
+def test_standard_library_is_the_default() -> None:
+    corpus = load_corpus()
+    assert corpus.vocab_size == 256
+    assert len(corpus.train) > 10 * len(corpus.val) > 1_000_000
+    assert b"class JSONDecodeError(ValueError)" in corpus.train.tobytes()
+
+
+def test_standard_library_is_its_source_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "site-packages/x.py", "json/test/x.py", "notes.txt", "b.py", "a/c.py":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    corpus = load_corpus()
+    assert (corpus.train.tobytes(), corpus.val.tobytes()) == (b"a/c.py", b"b.py")
+
+
+def test_folder_is_split_by_whole_files_in_sorted_order(tmp_path: Path) -> None:
+    corpus = load_corpus(write_folder(tmp_path, 40))
+    order = [*range(0, 40, 2), *range(1, 40, 2)]
+    documents = [f"document {index}".encode() for index in order]
+    held_out = [documents.pop(39), documents.pop(19)][::-1]
+    assert corpus.train.tobytes() == b"\0".join(documents)
+    assert corpus.val.tobytes() == b"\0".join(held_out)
+
+
+def test_few_files_still_leave_one_for_validation(tmp_path: Path) -> None:
+    corpus = load_corpus(write_folder(tmp_path, 3))
+    assert corpus.val.tobytes() == b"document 1"
+
+
+def test_folder_skips_hidden_and_binary_files(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index").write_text("hidden")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "a.txt").write_text("0123456789" * 4)
+    corpus = load_corpus(tmp_path)
+    assert corpus.train.tobytes() + corpus.val.tobytes() == b"0123456789" * 4
+
+
+def test_single_file_holds_out_its_tail(tmp_path: Path) -> None:
+    file = tmp_path / "any.bytes"
+    file.write_bytes(bytes(range(256)) * 5)
+    corpus = load_corpus(file)
+    assert corpus.train.tobytes() == (bytes(range(256)) * 5)[:1216]
+    assert corpus.val.tobytes() == (bytes(range(256)) * 5)[1216:]
+
+
+def test_bin_holds_uint16_token_ids(tmp_path: Path) -> None:
+    np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    corpus = load_corpus(tmp_path / "ids.bin")
+    assert corpus.train.tolist() == list(range(1000, 1095))
+    assert corpus.val.tolist() == list(range(1095, 1100))
+    assert corpus.vocab_size == 1100
+
+
+def test_folder_of_bins_is_split_already(tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.array([7, 300], np.uint16).tofile(tmp_path / "val.bin")
+    corpus = load_corpus(tmp_path)
+    assert (len(corpus.train), corpus.val.tolist()) == (100, [7, 300])
+    assert corpus.vocab_size == 301
+
+
+def test_tokenizer_marks_where_documents_begin(tmp_path: Path) -> None:
+    for name, text in ("1", "a b"), ("2", "b"), ("3", "a a"):
+        (tmp_path / name).write_text(text)
+    corpus = load_corpus(tmp_path, word_tokenizer())
+    assert corpus.train.tolist() == [0, 1, 2, 0, 2]
+    assert corpus.val.tolist() == [0, 1, 1]
+    assert corpus.vocab_size == 4
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere does not exist"):
+        load_corpus(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff"])
+def test_folder_without_text_is_an_error(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    with pytest.raises(DataError, match="holds no text"):
+        load_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_bin_of_half_a_token_is_an_error(tmp_path: Path, size: int) -> None:
+    (tmp_path / "ids.bin").write_bytes(bytes(size))
+    with pytest.raises(DataError, match=rf"ids.bin has {size} bytes; .* uint16"):
+        load_corpus(tmp_path / "ids.bin")
+
+
+def test_tokenizer_needs_utf8(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match="latin is not UTF-8"):
+        load_corpus(tmp_path / "latin", word_tokenizer())
+
+
+def test_token_id_beyond_the_vocabulary_is_named() -> None:
+    corpus = Corpus(np.array([1, 47]), np.array([48]), 256)
+    corpus.check_fits(49)
+    with pytest.raises(DataError, match=r"token id 48; .* accepts 0 to 47"):
+        corpus.check_fits(48)
+
+
+def test_corpus_smaller_than_a_window_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"train part has 16 tokens, .* window of 17"):
+        batches(counting(16), "train", seq=16, batch=1, seed=0)
+    with pytest.raises(DataError, match="val part has 0 tokens"):
+        batches(counting(17), "val", seq=16, batch=1, seed=0)
+    assert len(batches(counting(17), "train", seq=16, batch=1, seed=0)[0]) == 1
+
+
+def test_fingerprint_sees_every_token_of_a_small_corpus() -> None:
+    corpus = counting(100, 10)
+    assert corpus.fingerprint() == counting(100, 10).fingerprint()
+    for part in corpus.train, corpus.val:
+        part[3] += 1
+        assert corpus.fingerprint() != counting(100, 10).fingerprint()
+        part[3] -= 1
+
+
+def test_epoch_visits_every_window_once_in_an_order_of_its_own() -> None:
+    data = batches(counting(64 * 4 + 1), "train", seq=4, batch=16, seed=0)
+    epochs = [
+        np.concatenate([data[index] for index in range(start, start + 4)])
+        for start in (0, 4)
+    ]
+    for epoch in epochs:
+        assert sorted(epoch[:, 0].tolist()) == list(range(0, 256, 4))
+        np.testing.assert_array_equal(epoch - epoch[:, :1], [list(range(5))] * 64)
+        assert epoch.dtype == np.int32
+    assert epochs[0][:, 0].tolist() != epochs[1][:, 0].tolist()
+
+
+def test_batch_is_a_function_of_seed_and_step() -> None:
+    corpus = counting(1000)
+    data = batches(corpus, "train", seq=8, batch=4, seed=1)
+    in_order = [data[step] for step in range(50)]
+    again = batches(corpus, "train", seq=8, batch=4, seed=1)
+    for step in 49, 7, 0:
+        np.testing.assert_array_equal(again[step], in_order[step])
+    other = batches(corpus, "train", seq=8, batch=4, seed=2)
+    assert not np.array_equal(other[0], in_order[0])

@@ -1,0 +1,381 @@
+"""Hugging Face checkpoints: the logits of PyTorch, exact round trips, clear errors."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+from examples.llama import hf
+from examples.llama.model import Llama, LlamaConfig, RopeScaling
+from tests.examples import make_hf_fixture
+
+FAMILIES = ["llama", "qwen2"]
+FIXTURE = make_hf_fixture.FIXTURE
+
+
+def logits_of(folder: Path, tokens: np.ndarray, **changes: Any) -> np.ndarray:
+    config, params = hf.load(folder)
+    model = Llama(dataclasses.replace(config, dtype=jnp.float32, **changes))
+    return np.asarray(jax.jit(model.apply)({"params": params}, tokens))
+
+
+def assert_equal_checkpoints(a: tuple[Any, Any], b: tuple[Any, Any]) -> None:
+    assert a[0] == b[0]
+    jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the Llama fixture, to damage."""
+    return Path(shutil.copytree(FIXTURE / "llama", tmp_path / "checkpoint"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes config.json; a value of ... removes the key."""
+    file = folder / "config.json"
+    stored = json.loads(file.read_text()) | changes
+    stored = {key: value for key, value in stored.items() if value is not ...}
+    file.write_text(json.dumps(stored))
+
+
+def edit_tensors(
+    folder: Path, edit: Callable[[dict[str, np.ndarray]], object]
+) -> dict[str, np.ndarray]:
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    edit(tensors)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def shard(folder: Path) -> None:
+    """Splits model.safetensors in two and writes their index."""
+    tensors = edit_tensors(folder, lambda _: None)
+    weight_map = {}
+    for index, name in enumerate(sorted(tensors)):
+        weight_map[name] = f"model-{index % 2 + 1:05}-of-00002.safetensors"
+    for file in set(weight_map.values()):
+        part = {name: tensors[name] for name in tensors if weight_map[name] == file}
+        safetensors.numpy.save_file(part, folder / file)
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_pytorch(family: str) -> None:
+    reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
+    logits = logits_of(FIXTURE / family, reference["tokens"])
+    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_scaling": None}),
+        ("llama", {"rope_theta": 510.0}),
+        ("qwen2", {"rope_theta": 510.0}),
+        ("qwen2", {"norm_eps": 1e-5}),
+    ],
+)
+def test_reference_logits_tell_configurations_apart(
+    family: str, changes: dict[str, Any]
+) -> None:
+    reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
+    logits = logits_of(FIXTURE / family, reference["tokens"], **changes)
+    assert np.max(np.abs(logits - reference["logits"])) > 1e-3
+
+
+def test_loads_configuration_and_float32_parameters() -> None:
+    config, params = hf.load(FIXTURE / "llama")
+    assert config == LlamaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_seq_len=512,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+        norm_eps=1e-6,
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
+
+
+def test_reads_the_keys_of_older_transformers(checkpoint: Path) -> None:
+    before = hf.load(checkpoint)
+    scaling = json.loads((checkpoint / "config.json").read_text())["rope_parameters"]
+    theta = scaling.pop("rope_theta")
+    edit_config(
+        checkpoint,
+        rope_parameters=...,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        head_dim=...,
+        mlp_bias=...,
+    )
+    assert_equal_checkpoints(hf.load(checkpoint), before)
+
+
+def test_reads_shards(checkpoint: Path) -> None:
+    before = hf.load(checkpoint)
+    shard(checkpoint)
+    assert_equal_checkpoints(hf.load(checkpoint), before)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_reads_16_bit_weights_exactly(checkpoint: Path, dtype: Any) -> None:
+    def round_to_dtype(tensors: dict[str, np.ndarray]) -> None:
+        tensors.update({name: x.astype(dtype) for name, x in tensors.items()})
+
+    tensors = edit_tensors(checkpoint, round_to_dtype)
+    _, params = hf.load(checkpoint)
+    kernel = params["layers"]["mlp"]["down"]["kernel"][1]
+    stored = tensors["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(kernel, stored.T.astype(np.float32))
+
+
+def test_ignores_stored_rotary_frequencies(checkpoint: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    before = hf.load(checkpoint)
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: np.ones(4)}))
+    assert_equal_checkpoints(hf.load(checkpoint), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_is_bit_exact(tmp_path: Path, family: str) -> None:
+    before = hf.load(FIXTURE / family)
+    hf.save(tmp_path / "new" / "folder", *before)
+    assert_equal_checkpoints(hf.load(tmp_path / "new" / "folder"), before)
+    original, written = (
+        safetensors.numpy.load_file(folder / "model.safetensors")
+        for folder in (FIXTURE / family, tmp_path / "new" / "folder")
+    )
+    assert original.keys() == written.keys()
+    jax.tree.map(np.testing.assert_array_equal, original, written)
+
+
+def test_saves_jax_arrays_and_head_dim_and_no_leftovers(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=10,
+        hidden_size=12,
+        intermediate_size=8,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=10,
+    )
+    tokens = np.zeros((1, 1), np.int32)
+    params = jax.jit(Llama(config).init)(jax.random.key(0), tokens)["params"]
+    (tmp_path / "out").mkdir()
+    hf.save(tmp_path / "out", config, params)
+    assert_equal_checkpoints(hf.load(tmp_path / "out"), (config, params))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_save_overwrites_nothing(checkpoint: Path) -> None:
+    before = (checkpoint / "config.json").read_bytes()
+    config, params = hf.load(checkpoint)
+    with pytest.raises(FileExistsError, match="checkpoint already exists"):
+        hf.save(checkpoint, config, params)
+    assert (checkpoint / "config.json").read_bytes() == before
+
+
+def test_failed_save_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_disk(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", fill_disk)
+    with pytest.raises(OSError, match="disk full"):
+        hf.save(tmp_path / "out", *hf.load(FIXTURE / "llama"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda p: p.pop("norm"), "params lacks norm/scale"),
+        (lambda p: p.update(head=np.ones(3)), "params has the unexpected head"),
+        (
+            lambda p: p["norm"].update(scale=np.ones(3, np.float32)),
+            r"params: norm/scale takes float32 \(32,\), got float32 \(3,\)",
+        ),
+        (
+            lambda p: p["norm"].update(scale=np.ones(32)),
+            r"params: norm/scale takes float32 \(32,\), got float64",
+        ),
+    ],
+)
+def test_save_checks_the_parameters(
+    tmp_path: Path, spoil: Callable[[Any], object], message: str
+) -> None:
+    config, params = hf.load(FIXTURE / "llama")
+    spoil(params)
+    with pytest.raises(hf.CheckpointError, match=message):
+        hf.save(tmp_path / "out", config, params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral', supported: 'llama' or"),
+        ({"model_type": ...}, "model_type is None"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"hidden_size": ...}, "config.json lacks hidden_size"),
+        ({"hidden_size": 33}, "lm_head.weight has shape .*asks for"),
+        ({"num_key_value_heads": 3}, "num_kv_heads takes a divisor of num_heads"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "RoPE type 'yarn' is not"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor takes a positive"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not"),
+        ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight and 8"),
+        ({"num_hidden_layers": 1}, "the unexpected model.layers.1.input_layernorm"),
+        ({"tie_word_embeddings": True}, "has the unexpected lm_head.weight$"),
+        ({"model_type": "qwen2"}, "lacks model.layers.0.self_attn.k_proj.bias and 5"),
+    ],
+)
+def test_unsupported_configurations_are_named(
+    checkpoint: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_config(checkpoint, **changes)
+    with pytest.raises(hf.CheckpointError, match=message):
+        hf.load(checkpoint)
+
+
+@pytest.mark.parametrize(("first", "slides"), [(1, True), (2, False)])
+def test_sliding_window_counts_where_a_layer_uses_it(
+    tmp_path: Path, first: int, slides: bool
+) -> None:
+    folder = Path(shutil.copytree(FIXTURE / "qwen2", tmp_path / "checkpoint"))
+    window = {"use_sliding_window": True, "sliding_window": 16, "layer_types": ...}
+    edit_config(folder, **window, max_window_layers=first)
+    if slides:
+        with pytest.raises(hf.CheckpointError, match="sliding-window attention is not"):
+            hf.load(folder)
+    else:
+        hf.load(folder)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
+        (lambda f: truncate(f / "config.json"), "config.json is no JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "holds no JSON object"),
+        (
+            lambda f: (f / "model.safetensors").unlink(),
+            "has neither model.safetensors nor model.safetensors.index.json",
+        ),
+        (lambda f: truncate(f / "model.safetensors"), "is no safetensors file"),
+        (
+            lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")),
+            "lacks model.norm.weight$",
+        ),
+        (
+            lambda f: edit_tensors(
+                f, lambda t: t.update({"model.norm.weight": np.ones((1, 32), "f4")})
+            ),
+            r"model.norm.weight has shape \(1, 32\), config.json asks for \(32,\)",
+        ),
+        (
+            lambda f: edit_tensors(
+                f, lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)})
+            ),
+            "model.norm.weight is I8, supported are",
+        ),
+    ],
+)
+def test_damaged_checkpoints_are_named(
+    checkpoint: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(checkpoint)
+    with pytest.raises(hf.CheckpointError, match=message):
+        hf.load(checkpoint)
+
+
+def test_missing_shard_is_named(checkpoint: Path) -> None:
+    shard(checkpoint)
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(hf.CheckpointError, match=r"00002-of-00002.* does not exist"):
+        hf.load(checkpoint)
+
+
+def test_index_without_a_weight_map_is_named(checkpoint: Path) -> None:
+    shard(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(hf.CheckpointError, match=r"index.json lacks weight_map"):
+        hf.load(checkpoint)
+
+
+def test_tokenizer_is_optional(tmp_path: Path) -> None:
+    assert hf.load_tokenizer(tmp_path) is None
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = hf.load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("b").ids == [1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype", "shards"),
+    [
+        ("Llama", {}, "float32", "5GB"),
+        ("Llama", {"head_dim": 12}, "bfloat16", "20KB"),
+        (
+            "Llama",
+            {"tie_word_embeddings": True, "rope_parameters": None},
+            "float16",
+            "20KB",
+        ),
+        ("Qwen2", {}, "bfloat16", "20KB"),
+        ("Qwen2", {"tie_word_embeddings": False, "head_dim": 4}, "float32", "5GB"),
+    ],
+)
+def test_live_pytorch_model(
+    tmp_path: Path, family: str, changes: dict[str, Any], dtype: str, shards: str
+) -> None:
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    transformers = pytest.importorskip("transformers", reason="compares with it")
+    config = getattr(make_hf_fixture, family.upper()) | changes
+    model = make_hf_fixture.random_model(family, config, seed=1)
+    # The weights alone: model.to would also round the rotary frequencies.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "a", max_shard_size=shards)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32)
+    reference = make_hf_fixture.reference(model, seed=1)
+    logits = logits_of(tmp_path / "a", reference["tokens"])
+    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
+
+    # What save writes is the same model to transformers.
+    hf.save(tmp_path / "b", *hf.load(tmp_path / "a"))
+    reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    again = make_hf_fixture.reference(reread, seed=1)
+    np.testing.assert_array_equal(again["logits"], reference["logits"])

@@ -1,0 +1,293 @@
+"""The Llama example: its architecture, and what it gives to ``dot_general``."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import fbq_jax
+from examples.llama.model import (
+    Llama,
+    LlamaConfig,
+    RopeScaling,
+    rotary_tables,
+    rotate,
+)
+
+CONFIG = LlamaConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    dtype=jnp.float32,
+)
+SCALING = RopeScaling(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+TOKENS = np.random.default_rng(0).integers(40, size=(2, 10), dtype=np.int32)
+
+
+@functools.cache
+def init(config: LlamaConfig, scale: float = 10.0) -> Any:
+    """Parameters, large enough for attention to be far from uniform."""
+    params = jax.jit(Llama(config).init)(jax.random.key(0), TOKENS)["params"]
+    return jax.tree.map(lambda p: p * scale if p.ndim > 2 else p, params)
+
+
+def logits_of(config: LlamaConfig, params: Any, tokens: np.ndarray) -> jax.Array:
+    return jax.jit(Llama(config).apply)({"params": params}, tokens)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_logits_are_float32_for_float32_parameters(
+    dtype: Any, tie_embeddings: bool
+) -> None:
+    config = dataclasses.replace(CONFIG, dtype=dtype, tie_embeddings=tie_embeddings)
+    params = init(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    logits = logits_of(config, params, TOKENS)
+    assert logits.shape == (2, 10, 40)
+    assert logits.dtype == jnp.float32
+
+
+def test_bfloat16_approximates_float32() -> None:
+    params = init(CONFIG, scale=1.0)
+    exact = logits_of(CONFIG, params, TOKENS)
+    rounded = logits_of(dataclasses.replace(CONFIG, dtype=jnp.bfloat16), params, TOKENS)
+    error = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)
+    assert 1e-4 < error < 2e-2
+
+
+def test_parameters_and_their_paths() -> None:
+    config = dataclasses.replace(CONFIG, head_dim=6, qkv_bias=True)
+    shapes = jax.tree.map(jnp.shape, init(config))
+    assert flax.traverse_util.flatten_dict(shapes, sep="/") == {
+        "embed/embedding": (40, 32),
+        "layers/attention_norm/scale": (3, 32),
+        "layers/attention/qkv/kernel": (3, 32, (4 + 2 * 2) * 6),
+        "layers/attention/qkv/bias": (3, (4 + 2 * 2) * 6),
+        "layers/attention/out/kernel": (3, 4 * 6, 32),
+        "layers/mlp_norm/scale": (3, 32),
+        "layers/mlp/gate_up/kernel": (3, 32, 2 * 24),
+        "layers/mlp/down/kernel": (3, 24, 32),
+        "norm/scale": (32,),
+        "lm_head/kernel": (32, 40),
+    }
+
+
+def test_number_of_parameters_of_llama_3_8b() -> None:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+    )
+    variables = jax.eval_shape(Llama(config).init, jax.random.key(0), TOKENS)
+    sizes = (leaf.size for leaf in jax.tree.leaves(variables))
+    assert sum(sizes) == 8_030_261_248
+
+
+def test_tied_head_is_the_embedding() -> None:
+    tied = dataclasses.replace(CONFIG, tie_embeddings=True)
+    params = init(tied)
+    assert "lm_head" not in params
+    untied = params | {"lm_head": {"kernel": params["embed"]["embedding"].T}}
+    np.testing.assert_allclose(
+        logits_of(tied, params, TOKENS), logits_of(CONFIG, untied, TOKENS), atol=1e-6
+    )
+
+
+def test_layers_are_initialized_differently() -> None:
+    kernel = init(CONFIG)["layers"]["mlp"]["down"]["kernel"]
+    assert not np.allclose(kernel[0], kernel[1])
+
+
+def test_later_tokens_leave_earlier_logits_untouched() -> None:
+    params = init(CONFIG)
+    changed = TOKENS.copy()
+    changed[:, 6] = (changed[:, 6] + 1) % 40
+    before = logits_of(CONFIG, params, TOKENS)
+    after = logits_of(CONFIG, params, changed)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert np.all(np.any(np.not_equal(before[:, 6:], after[:, 6:]), axis=-1))
+
+
+def test_grouped_queries_equal_repeated_key_and_value_heads() -> None:
+    params = init(CONFIG)
+    full = dataclasses.replace(CONFIG, num_kv_heads=CONFIG.num_heads)
+    qkv = params["layers"]["attention"]["qkv"]["kernel"].reshape(3, 32, 8, 8)
+    q, k, v = jnp.split(qkv, [4, 6], axis=2)
+    repeated = [q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2)]
+    kernel = jnp.concatenate(repeated, axis=2).reshape(3, 32, 12 * 8)
+    repeated_params = jax.tree.map(lambda leaf: leaf, params)
+    repeated_params["layers"]["attention"]["qkv"]["kernel"] = kernel
+    np.testing.assert_allclose(
+        logits_of(CONFIG, params, TOKENS),
+        logits_of(full, repeated_params, TOKENS),
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING])
+def test_rotated_products_depend_on_the_distance_only(
+    scaling: RopeScaling | None,
+) -> None:
+    config = dataclasses.replace(CONFIG, rope_scaling=scaling)
+    q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, 8), np.float32)
+    tables = rotary_tables(config, 12)
+    turned_q = rotate(jnp.broadcast_to(q, (1, 12, 1, 8)), tables)[0, :, 0]
+    turned_k = rotate(jnp.broadcast_to(k, (1, 12, 1, 8)), tables)[0, :, 0]
+    products = turned_q @ turned_k.T
+    np.testing.assert_allclose(products[0, 0], np.vdot(q, k), rtol=1e-5)
+    np.testing.assert_allclose(products[1:, 1:], products[:-1, :-1], atol=1e-5)
+    assert np.ptp(products[0]) > 0.1
+
+
+def test_rotation_pairs_the_two_halves_of_a_head() -> None:
+    tables = rotary_tables(CONFIG, 2)
+    x = jnp.zeros((1, 2, 1, 8)).at[..., 0].set(1.0)
+    expected = np.zeros(8, np.float32)
+    expected[[0, 4]] = np.cos(1.0), np.sin(1.0)
+    np.testing.assert_allclose(rotate(x, tables)[0, 1, 0], expected, atol=1e-6)
+
+
+def test_rope_scaling_keeps_fast_and_slows_slow_rotations() -> None:
+    turns = np.array([8.0, 4.0, 2.5, 1.0, 0.1])
+    frequencies = turns * 2 * np.pi / SCALING.original_max_position_embeddings
+    factors = SCALING.scale(frequencies) / frequencies
+    np.testing.assert_allclose(factors, [1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
+
+
+@functools.cache
+def loss_and_grads(
+    config: LlamaConfig, dot_general: Any, collection: str
+) -> tuple[tuple[jax.Array, Any], tuple[Any, Any]]:
+    """A loss and the state after it; gradients by the parameters and the state."""
+    model = Llama(config, dot_general)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+
+    def loss(params: Any, state: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params, collection: state}
+        logits, updates = model.apply(variables, TOKENS, mutable=[collection])
+        return jnp.mean(jnp.square(logits)), updates.get(collection)
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
+    return jax.jit(grad)(variables["params"], variables.get(collection, {}))
+
+
+@pytest.mark.parametrize("dot_general", [None, fbq_jax.fallback_dot])
+def test_remat_keeps_loss_state_and_gradients(dot_general: Any) -> None:
+    remat = dataclasses.replace(CONFIG, remat=True)
+    outputs, (grads, _) = loss_and_grads(CONFIG, dot_general, "fallback")
+    outputs_again, (grads_again, _) = loss_and_grads(remat, dot_general, "fallback")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        (outputs, grads),
+        (outputs_again, grads_again),
+    )
+
+
+@pytest.mark.parametrize("collection", ["fallback", "_overwrite_with_gradient"])
+def test_each_layer_has_its_own_quantization_state(collection: str) -> None:
+    dot_general = fbq_jax.FallbackDot(collection=collection)
+    (_, mutated), (_, gradient) = loss_and_grads(CONFIG, dot_general, collection)
+    # Flax puts the gradient of this collection in the place of its state.
+    state = mutated if collection == "fallback" else gradient
+    counts = {
+        path: leaf
+        for path, leaf in flax.traverse_util.flatten_dict(state, sep="/").items()
+        if path.endswith("count")
+    }
+    assert counts.keys() == {
+        f"layers/{projection}/dot_general/count"
+        for projection in ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")
+    }
+    for count in counts.values():
+        np.testing.assert_array_equal(count, np.ones(3))
+    thetas = state["layers"]["attention"]["qkv"]["dot_general"]["theta"]
+    assert len(np.unique(thetas)) == 3
+
+
+def test_dot_general_is_given_the_four_projections_of_a_layer_only() -> None:
+    kernels = set()
+
+    def spy(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        kernels.add(rhs.shape)
+        return checkpoint_name(jax.lax.dot_general(lhs, rhs, *args, **kwargs), "spied")
+
+    params = {"params": init(CONFIG)}
+    jaxpr = jax.make_jaxpr(Llama(CONFIG, dot_general=spy).apply)(params, TOKENS)
+    assert kernels == {(32, 64), (32, 32), (32, 48), (24, 32)}
+    (scan,) = (eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "scan")
+    assert scan.params["length"] == CONFIG.num_layers
+    assert count_spied(scan.params["jaxpr"].jaxpr) == 4
+    assert count_spied(jaxpr.jaxpr) == 4
+
+
+def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def count_spied(jaxpr: jax.extend.core.Jaxpr) -> int:
+    names = (eqn.params.get("name") for eqn in equations(jaxpr))
+    return sum(name == "spied" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("vocab_size", 0, "a positive integer"),
+        ("num_layers", 2.0, "a positive integer"),
+        ("hidden_size", 30, "a multiple of num_heads"),
+        ("num_kv_heads", 3, "a divisor of num_heads"),
+        ("head_dim", 7, "an even number"),
+        ("rope_theta", -1.0, "a positive number"),
+        ("rope_theta", "1e4", "a positive number"),
+        ("norm_eps", 0, "a positive number"),
+        ("remat", "yes", "a bool"),
+        ("dtype", jnp.float16, "jnp.bfloat16 or jnp.float32"),
+    ],
+)
+def test_config_names_the_bad_field(field: str, value: Any, accepted: str) -> None:
+    sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 40}
+    fields = sizes | {"intermediate_size": 24, "num_layers": 1, field: value}
+    with pytest.raises(ValueError, match=f"^{field} takes {accepted}"):
+        LlamaConfig(**fields)
+
+
+def test_rope_scaling_names_the_bad_field() -> None:
+    with pytest.raises(ValueError, match=r"^high_freq_factor takes a number above"):
+        dataclasses.replace(SCALING, high_freq_factor=1.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted"),
+    [
+        (np.zeros((10,), np.int32), r"integers \[B, S\]"),
+        (np.zeros((1, 10), np.float32), r"integers \[B, S\]"),
+        (np.zeros((1, 11), np.int32), "sequences up to max_seq_len"),
+    ],
+)
+def test_tokens_are_checked(tokens: np.ndarray, accepted: str) -> None:
+    config = dataclasses.replace(CONFIG, max_seq_len=10)
+    with pytest.raises(ValueError, match=f"^tokens takes {accepted}"):
+        Llama(config).init(jax.random.key(0), tokens)

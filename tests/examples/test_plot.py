@@ -1,0 +1,99 @@
+"""Pictures: what is drawn, from records alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from examples.llama import plot
+from fbq_jax import recipes
+
+PROJECTIONS = ("layers/attention/qkv", "layers/mlp/down")
+LAYERS = 3
+
+
+def write_run(folder: Path, steps: int, offset: float = 0.0) -> Path:
+    folder.mkdir()
+    rates = np.random.default_rng(0).uniform(0.1, 0.9, (steps, LAYERS))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            layers = {"rate": rates[step - 1].tolist(), "theta": [1.0] * LAYERS}
+            record: dict[str, Any] = {"step": step, "loss": 5 / step + offset}
+            if step % 5 == 0:
+                record["val_loss"] = 6 / step
+            record["fallback"] = dict.fromkeys(PROJECTIONS, layers)
+            file.write(json.dumps(record) + "\n")
+    return folder
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn, in order."""
+    drawn = []
+
+    def save(figure: Figure, path: Path) -> None:
+        drawn.append(figure)
+        figure.draw_without_rendering()
+        path.touch()
+
+    monkeypatch.setattr(plot, "_save", save)
+    return drawn
+
+
+def test_curves_are_a_picture(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 20)
+    plot.draw_curves(run, recipes.fallback)
+    assert imread(run / "curves.png").std() > 0.01
+    assert {file.name for file in run.iterdir()} == {"curves.png", "metrics.jsonl"}
+
+
+def test_every_layer_of_every_projection_has_a_curve(
+    tmp_path: Path, figures: list[Figure]
+) -> None:
+    plot.draw_curves(write_run(tmp_path / "run", 20), recipes.fallback)
+    panels: dict[str, Any] = {axes.get_title(): axes for axes in figures[0].get_axes()}
+    for title in "attention/qkv", "mlp/down":
+        assert len(panels[title].lines) == LAYERS
+        (band,) = panels[title].patches
+        assert (band.get_y(), band.get_height()) == pytest.approx((0.1, 0.2))
+    labels = [text.get_text() for text in panels["Loss (run)"].get_legend().get_texts()]
+    assert labels == ["training", "validation"]
+    assert panels["Loss (run)"].lines[-1].get_xdata().tolist() == [5, 10, 15, 20]
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.block])
+def test_no_fallback_no_rates(
+    tmp_path: Path, figures: list[Figure], recipe: Any
+) -> None:
+    plot.draw_curves(write_run(tmp_path / "run", 20), recipe)
+    assert [axes.get_title() for axes in figures[0].get_axes()] == ["Loss (run)"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_of_few_steps_is_drawn(tmp_path: Path, steps: int) -> None:
+    plot.draw_curves(write_run(tmp_path / "run", steps), recipes.fallback)
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+def test_comparison_shows_differences_to_the_first(
+    tmp_path: Path, figures: list[Figure]
+) -> None:
+    runs = [write_run(tmp_path / "a", 20), write_run(tmp_path / "b", 20, offset=0.25)]
+    plot.draw_comparison(runs, tmp_path / "compare.png")
+    losses: Any
+    differences: Any
+    losses, differences = figures[0].get_axes()
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["a", "b"]
+    a, b = (line.get_ydata() for line in differences.lines)
+    np.testing.assert_array_equal(a, np.zeros(20))
+    np.testing.assert_allclose(b, np.full(20, 0.25))
+
+
+def test_smoothing_keeps_constants_and_the_start() -> None:
+    np.testing.assert_allclose(plot._smooth(np.full(100, 3.0)), np.full(100, 3.0))
+    descent = np.linspace(5.0, 1.0, 100)
+    np.testing.assert_allclose(plot._smooth(descent)[:98], descent[:98])

@@ -1,0 +1,411 @@
+"""Training: resumes bit for bit, stops when told, refuses what it cannot do."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.llama import checkpoint, hf, metrics, step, train
+from examples.llama.config import Config, ConfigError, parse_command
+from examples.llama.model import Llama, LlamaConfig
+from tests.examples.make_hf_fixture import FIXTURE
+
+SIZES: dict[str, Any] = {
+    "hidden": 16,
+    "ffn": 32,
+    "layers": 2,
+    "heads": 2,
+    "seq": 16,
+    "batch": 4,
+    "accumulate": 2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs of the same shapes compile once."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion() -> Any:
+    """Optax, and the gradient of JAX's attention in bfloat16, mix dtypes themselves."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "text"
+    file.write_text("".join(f"{n} and {n} is {2 * n}. " for n in range(1000)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def config(text: Path) -> Config:
+    every: dict[str, Any] = {"eval_every": 4, "save_every": 4}
+    return Config(**SIZES, **every, data=str(text), steps=6, lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def whole_run(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never interrupted."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train.train(config, out)
+    return out
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """The run's records, without what the clock decides."""
+    records = metrics.read(run / "metrics.jsonl")
+    return [record | {"tokens_per_s": None} for record in records]
+
+
+def stop_after(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presses Ctrl-C during step `last`."""
+    show = train.show
+
+    def press(bar: Any, record: dict[str, Any]) -> None:
+        show(bar, record)
+        if record["step"] == last:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(train, "show", press)
+
+
+def flags(config: Config, *more: str) -> list[str]:
+    given = {**SIZES, "data": config.data, "steps": config.steps, "lr": config.lr}
+    given |= {"eval-every": config.eval_every, "save-every": config.save_every}
+    return [f"--{name}={value}" for name, value in given.items()] + list(more)
+
+
+def test_run_learns_and_leaves_its_records(whole_run: Path, config: Config) -> None:
+    records = records_of(whole_run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert records[0]["loss"] == pytest.approx(np.log(256), rel=0.02)
+    assert records[-1]["loss"] < records[0]["loss"] - 0.1
+    assert [r["step"] for r in records if "val_loss" in r] == [4, 6]
+    for layer in records[-1]["fallback"].values():
+        assert len(layer["rate"]) == config.layers
+        assert min(layer["theta"]) > 0
+    assert len(records[-1]["fallback"]) == 4
+    assert sorted(path.name for path in whole_run.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "curves.png",
+        "metrics.jsonl",
+    ]
+    stored = json.loads((whole_run / "config.json").read_text())
+    assert stored.items() >= dataclasses.asdict(config).items()
+
+
+def test_interrupted_run_resumes_bit_for_bit(
+    whole_run: Path,
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = f"--out={tmp_path / 'run'}"
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        assert train.main(flags(config, out)) == 130
+    assert f"{out} --resume" in capsys.readouterr().out
+    assert len(records_of(tmp_path / "run")) == 3
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')  # of a killed run
+    assert train.main([out, "--resume"]) == 0
+    assert records_of(tmp_path / "run") == records_of(whole_run)
+
+
+def test_handlers_of_signals_are_given_back(whole_run: Path) -> None:
+    del whole_run  # has run
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_finished_run_resumes_to_its_report(
+    whole_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (whole_run / "metrics.jsonl").read_bytes()
+    assert train.main([f"--out={whole_run}", "--resume"]) == 0
+    assert str(whole_run / "curves.png") in capsys.readouterr().out
+    assert (whole_run / "metrics.jsonl").read_bytes() == before
+
+
+def error_of(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """The one line that a command line which cannot be done prints."""
+    assert train.main(argv) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("flag", "differs"),
+    [
+        ("--recipe=bf16", "recipe = fallback, .* recipe = bf16"),
+        ("--seq=8", "seq = 16, .* seq = 8"),
+        ("--steps=7", "steps = 6, .* steps = 7"),
+        ("--data={other}", "data = .*text, .* data = .*other"),
+    ],
+)
+def test_resuming_as_another_run_names_the_difference(
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    differs: str,
+) -> None:
+    (tmp_path / "other").write_text("other text, " * 100)
+    flag = flag.format(other=tmp_path / "other")
+    error = error_of(capsys, [f"--out={whole_run}", "--resume", flag])
+    assert re.search(differs, error)
+    assert len(records_of(whole_run)) == 6
+
+
+def test_resuming_with_changed_data_is_an_error(
+    whole_run: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = text.read_bytes()
+    text.write_bytes(content.replace(b"7", b"8", 1))
+    error = error_of(capsys, [f"--out={whole_run}", "--resume"])
+    text.write_bytes(content)
+    assert "corpus = " in error
+
+
+def test_damaged_checkpoint_is_an_error_and_nothing_is_lost(
+    whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    (run / "checkpoints" / "6" / "default" / "manifest.ocdbt").unlink()
+    error = error_of(capsys, [f"--out={run}", "--resume"])
+    assert "checkpoints/6 is damaged" in error
+    assert records_of(run) == records_of(whole_run)
+
+    # The remedy it names.
+    shutil.rmtree(run / "checkpoints" / "6")
+    assert train.main([f"--out={run}", "--resume"]) == 0
+    assert records_of(run) == records_of(whole_run)
+
+
+def test_folder_in_use_is_left_alone(
+    whole_run: Path, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(capsys, flags(config, f"--out={whole_run}"))
+    assert "--resume" in error
+    assert "--out" in error
+    assert len(records_of(whole_run)) == 6
+
+
+def test_nothing_to_resume_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(capsys, [f"--out={tmp_path}", "--resume"])
+    assert "holds no run to resume" in error
+
+
+def test_config_of_another_version_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"recipe": "fallback"}')
+    error = error_of(capsys, [f"--out={tmp_path}", "--resume"])
+    assert "another version" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--recipe=fp4", "recipe takes one of bf16, block, fallback, got 'fp4'"),
+        ("--compare=bf16,fp4", "recipe takes one of .* got 'fp4'"),
+        ("--compare=bf16 --recipe=block", "leave --recipe out"),
+        ("--batch=6 --accumulate=4", r"accumulate takes a divisor of batch \(6\)"),
+        ("--steps=0", "steps takes an integer from 1 on, got 0"),
+        ("--lr=nan", "lr takes a positive number"),
+        ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
+        ("--data=/nowhere", "/nowhere does not exist"),
+        ("--from-hf=/nowhere", "/nowhere"),
+        ("--from-hf=/nowhere --hidden=16", "--hidden comes from the model"),
+        (f"--from-hf={FIXTURE / 'llama'}", "token id .* vocabulary has 48"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: str, message: str
+) -> None:
+    error = error_of(capsys, [f"--out={tmp_path / 'run'}", *argv.split()])
+    assert re.search(message, error)
+    assert not (tmp_path / "run").exists()
+
+
+def test_loss_that_is_not_finite_stops_the_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(*args: Any) -> step.TrainState:
+        state = step.init_state(*args)
+        table = state.params["embed"]["embedding"]
+        params = state.params | {"embed": {"embedding": table * jnp.nan}}
+        return dataclasses.replace(state, params=params)
+
+    monkeypatch.setattr(train, "init_state", poisoned)
+    with pytest.raises(train.RunError, match="loss is nan at step 1"):
+        train.train(config, tmp_path)
+    assert [record["loss"] for record in records_of(tmp_path)] == [None]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_thresholds_that_never_move_stop_the_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(*args: Any) -> Any:
+        train_step = step.make_train_step(*args)
+
+        def forget(state: step.TrainState, tokens: jax.Array) -> Any:
+            fallback = jax.tree.map(jnp.copy, state.fallback)
+            new, record = train_step(state, tokens)
+            return dataclasses.replace(new, fallback=fallback), record
+
+        return forget
+
+    monkeypatch.setattr(train, "make_train_step", forgetful)
+    with pytest.raises(RuntimeError, match="layers/mlp/down"):
+        train.train(config, tmp_path)
+
+
+def test_comparison_trains_each_recipe_and_resumes(
+    config: Config,
+    whole_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = flags(config, "--compare=bf16,fallback", f"--out={tmp_path}")
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        assert train.main(argv) == 130
+    assert not (tmp_path / "fallback").exists()
+    assert train.main([*argv, "--resume"]) == 0
+    assert (tmp_path / "compare.png").exists()
+    assert records_of(tmp_path / "fallback") == records_of(whole_run)
+    assert records_of(tmp_path / "bf16")[0]["fallback"] == {}
+    table = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    expected = metrics.summarize(metrics.read(whole_run / "metrics.jsonl"))
+    assert f"{expected.val_loss:.4f}" in table["fallback"]
+    assert "+0.0000" in table["bf16"]
+
+
+def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -> None:
+    sizes = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        max_seq_len=16,
+    )
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = jax.jit(Llama(sizes).init)(jax.random.key(5), tokens)["params"]
+    hf.save(tmp_path / "hf", sizes, params)
+    config = Config(
+        recipe="bf16", data=str(text), from_hf=str(tmp_path / "hf"), batch=4, seq=16
+    )
+    model, weights, corpus = train.build(config)
+    optimizer, _ = train.make_optimizer(config)
+    state = step.init_state(model, optimizer, weights, seed=0)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    assert model.config.vocab_size == corpus.vocab_size == 256
+    with pytest.raises(ConfigError, match="seq takes at most 16"):
+        train.build(dataclasses.replace(config, seq=17))
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
+    sizes = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        dtype=jnp.float32,
+    )
+    model, optimizer = Llama(sizes), optax.sgd(1.0)
+    train_step = step.make_train_step(model, optimizer, lambda _: jnp.float32(1.0))
+    tokens = jax.random.randint(jax.random.key(0), (4, 9), 0, 32)
+    results = []
+    with jax.numpy_dtype_promotion("strict"):
+        for microbatches in 1, 4:
+            state = step.init_state(model, optimizer, None, seed=0)
+            results.append(train_step(state, tokens.reshape(microbatches, -1, 9)))
+    (whole, of_whole), (split, of_split) = results
+    assert float(of_split["loss"]) == pytest.approx(float(of_whole["loss"]), rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        split.params,
+        whole.params,
+    )
+
+
+def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -> None:
+    model, _, _ = train.build(config)
+    optimizer, _ = train.make_optimizer(config)
+    state = step.init_state(model, optimizer, None, config.seed)
+    state = checkpoint.restore(whole_run / "checkpoints", state)
+    for stats in state.stats().values():
+        assert stats.count.tolist() == [config.steps * config.accumulate] * 2
+
+
+def test_recipes_start_from_the_same_weights(config: Config) -> None:
+    params = []
+    for recipe in "bf16", "fallback":
+        config = dataclasses.replace(config, recipe=recipe)
+        model, _, _ = train.build(config)
+        optimizer, _ = train.make_optimizer(config)
+        params.append(step.init_state(model, optimizer, None, config.seed).params)
+    jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def test_weight_decay_spares_norms_and_biases(config: Config) -> None:
+    optimizer, _ = train.make_optimizer(config)
+    names = "kernel", "embedding", "scale", "bias"
+    params = {"layers": {name: jnp.ones((2, 4)) for name in names}}
+    zeros = optax.tree.zeros_like(params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    decayed = {name: bool(update.any()) for name, update in updates["layers"].items()}
+    assert decayed == {"kernel": True, "embedding": True, "scale": False, "bias": False}
+
+
+def test_learning_rate_warms_up_and_falls(config: Config) -> None:
+    config = dataclasses.replace(config, steps=100, lr=1.0)
+    _, schedule = train.make_optimizer(config)
+    rates = np.array([float(schedule(jnp.int32(i))) for i in range(101)])
+    assert rates[0] == pytest.approx(1 / 11)
+    assert rates.argmax() == 10
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_presets_and_flags_of_the_command_line() -> None:
+    command = parse_command(["--preset=small", "--hidden=512"])
+    assert command.given["hidden"] == 512
+    assert command.given["layers"] == 12
+    assert command.out == Path("runs/fallback")
+    assert parse_command(["--recipe=block"]).out == Path("runs/block")
+    assert parse_command(["--compare=bf16,block"]).out == Path("runs/compare")
