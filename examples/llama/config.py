@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ffn": 2816,
         "layers": 12,
         "heads": 16,
+        "kv_heads": 4,
         "batch": 32,
         "accumulate": 4,
         "seq": 1024,
@@ -33,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # The options that --from-hf takes from the model it loads.
-MODEL_SIZES = ("hidden", "ffn", "layers", "heads")
+MODEL_SIZES = ("hidden", "ffn", "layers", "heads", "kv_heads")
 
 
 class ConfigError(ValueError):
@@ -63,7 +64,9 @@ class Config:
     hidden: int = _option(256, "width of the residual stream")
     ffn: int = _option(768, "width of the MLP")
     layers: int = _option(4, "number of layers")
-    heads: int = _option(4, "number of attention heads")
+    heads: int = _option(4, "number of query heads")
+    kv_heads: int = _option(2, "number of key and value heads")
+    remat: bool = _option(False, "recompute layers in the backward pass")
     batch: int = _option(8, "sequences in a step")
     accumulate: int = _option(1, "microbatches that a step's batch is split into")
     seq: int = _option(256, "tokens in a sequence")
@@ -130,11 +133,16 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     )
     for option in dataclasses.fields(Config):
         default = "" if option.default is None else f" (default: {option.default})"
+        kind: dict[str, Any] = {
+            "type": option.type if option.type in (int, float) else str
+        }
+        if option.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(
             "--" + option.name.replace("_", "-"),
-            type=option.type if option.type in (int, float) else str,
             default=argparse.SUPPRESS,
             help=option.metadata["help"] + default,
+            **kind,
         )
     parser.add_argument(
         "--preset",

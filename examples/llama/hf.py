@@ -24,6 +24,8 @@ from examples.llama.model import Llama, LlamaConfig, RopeScaling
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_TABLE = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 # Fields of LlamaConfig and their names in config.json.
 _FIELDS = {
@@ -90,6 +92,15 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
             files.update(dict.fromkeys(opened.keys(), (file, opened)))
         # Llama 2's early checkpoints also store the rotary frequencies.
         found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+        # Some store a shared table under both of its names.
+        if config.tie_embeddings and {_TABLE, _HEAD} <= found:
+            table, head = (_read_tensor(*files[n], n) for n in (_TABLE, _HEAD))
+            if not np.array_equal(table, head):
+                raise CheckpointError(
+                    f"{folder}: {_HEAD} differs from {_TABLE}, but "
+                    f"{_CONFIG} says tie_word_embeddings"
+                )
+            found.remove(_HEAD)
         _check_names(folder, expected, found)
         for name in sorted(found):
             file, opened = files[name]
@@ -175,7 +186,7 @@ def _tensors(
     hidden, mlp = config.hidden_size, config.intermediate_size
     attention, layer = "layers/attention", "model.layers.{}"
     joined = {
-        "embed/embedding": {"model.embed_tokens.weight": hidden},
+        "embed/embedding": {_TABLE: hidden},
         "layers/attention_norm/scale": {f"{layer}.input_layernorm.weight": hidden},
         f"{attention}/qkv/kernel": {
             f"{layer}.self_attn.q_proj.weight": q,
@@ -198,7 +209,7 @@ def _tensors(
             f"{layer}.self_attn.v_proj.bias": kv,
         }
     if not config.tie_embeddings:
-        joined["lm_head/kernel"] = {"lm_head.weight": config.vocab_size}
+        joined["lm_head/kernel"] = {_HEAD: config.vocab_size}
 
     for path, widths in joined.items():
         stack = flat[path] if path.startswith("layers/") else flat[path][None]

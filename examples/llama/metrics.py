@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
+import platform
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 
 
@@ -95,6 +99,25 @@ def report(out: Path) -> str:
         f"  metrics      {out / 'metrics.jsonl'}\n"
         f"  checkpoints  {out / 'checkpoints'}"
     )
+
+
+def write_comparison(runs: list[Path], path: Path) -> None:
+    """Writes as JSON what finished runs ended with, and on what they ran."""
+    summaries = {
+        out.name: asdict(summarize(read(out / "metrics.jsonl"))) for out in runs
+    }
+    packages = ("jax", "flax", "optax", "fbq-jax")
+    comparison = {
+        "device": jax.devices()[0].device_kind,
+        "host": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in packages},
+        "options": json.loads((runs[0] / "config.json").read_text()),
+        "runs": summaries,
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(comparison, indent=2) + "\n")
+    part.replace(path)
 
 
 def compare(runs: list[Path]) -> str:

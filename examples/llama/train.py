@@ -54,7 +54,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 intermediate_size=config.ffn,
                 num_layers=config.layers,
                 num_heads=config.heads,
-                num_kv_heads=config.heads,
+                num_kv_heads=config.kv_heads,
                 max_seq_len=config.seq,
             )
         except ValueError as error:
@@ -68,6 +68,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 f"seq takes at most {sizes.max_seq_len} with the model in "
                 f"{config.from_hf}, got {config.seq}"
             )
+    sizes = dataclasses.replace(sizes, remat=config.remat)
     recipe = RECIPES[config.recipe]
     dot_general = None if recipe is None else FallbackDot(recipe)
     return Llama(sizes, dot_general), weights, corpus
@@ -143,6 +144,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
                 plot.draw_curves(out, recipe)
             if stop.is_set() and not last:
                 raise KeyboardInterrupt
+    if config.from_hf is not None and not (out / "hf").exists():
+        hf.save(out / "hf", model.config, state.params)
 
 
 def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
@@ -242,8 +245,10 @@ def main(argv: list[str] | None = None) -> int:
             print(metrics.report(out))
         if command.compare:
             plot.draw_comparison(list(configs), command.out / "compare.png")
+            metrics.write_comparison(list(configs), command.out / "compare.json")
             print(metrics.compare(list(configs)))
             print(f"picture: {command.out / 'compare.png'}")
+            print(f"numbers: {command.out / 'compare.json'}")
     except KeyboardInterrupt:
         again = argv if "--resume" in argv else [*argv, "--resume"]
         print(

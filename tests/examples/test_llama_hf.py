@@ -251,7 +251,7 @@ def test_save_checks_the_parameters(
         ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not"),
         ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight and 8"),
         ({"num_hidden_layers": 1}, "the unexpected model.layers.1.input_layernorm"),
-        ({"tie_word_embeddings": True}, "has the unexpected lm_head.weight$"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_"),
         ({"model_type": "qwen2"}, "lacks model.layers.0.self_attn.k_proj.bias and 5"),
     ],
 )
@@ -261,6 +261,19 @@ def test_unsupported_configurations_are_named(
     edit_config(checkpoint, **changes)
     with pytest.raises(hf.CheckpointError, match=message):
         hf.load(checkpoint)
+
+
+def test_a_shared_table_may_be_stored_twice(checkpoint: Path) -> None:
+    edit_config(checkpoint, tie_word_embeddings=True)
+
+    def store_twice(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    table = edit_tensors(checkpoint, store_twice)["lm_head.weight"]
+    config, params = hf.load(checkpoint)
+    assert config.tie_embeddings
+    assert "lm_head" not in params
+    np.testing.assert_array_equal(params["embed"]["embedding"], table)
 
 
 @pytest.mark.parametrize(("first", "slides"), [(1, True), (2, False)])

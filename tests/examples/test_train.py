@@ -303,6 +303,9 @@ def test_comparison_trains_each_recipe_and_resumes(
     assert not (tmp_path / "fallback").exists()
     assert train.main([*argv, "--resume"]) == 0
     assert (tmp_path / "compare.png").exists()
+    numbers = json.loads((tmp_path / "compare.json").read_text())
+    assert list(numbers["runs"]) == ["bf16", "fallback"]
+    assert numbers["versions"]["jax"] == jax.__version__
     assert records_of(tmp_path / "fallback") == records_of(whole_run)
     assert records_of(tmp_path / "bf16")[0]["fallback"] == {}
     table = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -334,6 +337,10 @@ def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -
     assert model.config.vocab_size == corpus.vocab_size == 256
     with pytest.raises(ConfigError, match="seq takes at most 16"):
         train.build(dataclasses.replace(config, seq=17))
+    train.train(dataclasses.replace(config, steps=1), tmp_path / "run")
+    saved, trained = hf.load(tmp_path / "run" / "hf")
+    assert saved == sizes
+    assert np.any(trained["norm"]["scale"] != params["norm"]["scale"])
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:

@@ -1,0 +1,44 @@
+"""A GPU computes the codes and scales of the CPU, bit for bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax.kernels import reference
+from tests.kernels.test_reference import heavy
+
+SEEDS = jnp.asarray([1, 2**32 - 1], jnp.uint32)
+THETA = jnp.asarray([20.0, 2.0], jnp.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("block", [(128, 128), (32, 256)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-10])
+def test_codes_are_the_bits_of_the_cpu(dtype, block, scale):
+    x = (heavy((2, 1000, 1500)) * scale).astype(dtype)
+    ops = [
+        functools.partial(reference.quantize, x, SEEDS, block=block, mode=mode)
+        for mode in ("nearest", "stochastic")
+    ]
+    ops.append(
+        functools.partial(
+            reference.quantize_fallback,
+            x,
+            THETA * scale,
+            block=block,
+            criterion="absmax",
+        )
+    )
+    for op in ops:
+        on = {}
+        for platform in ("cpu", "gpu"):
+            with jax.default_device(jax.devices(platform)[0]):
+                moved = jax.device_put(op.args, jax.devices(platform)[0])
+                on[platform] = jax.jit(functools.partial(op.func, **op.keywords))(
+                    *moved
+                )
+        jax.tree.map(np.testing.assert_array_equal, on["gpu"], on["cpu"])
