@@ -9,6 +9,8 @@ True
 >>> assert_dot_close(x, w, relative=0.02)
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -117,17 +119,26 @@ def dot_errors(
     def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return lax.dot_general(lhs, rhs, dimension_numbers, lax.Precision.HIGHEST)
 
-    out, vjp = jax.vjp(quantized, lhs, rhs)
-    exact_out, exact_vjp = jax.vjp(
-        exact, lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    )
     if cotangent is None:
+        out = jax.eval_shape(quantized, lhs, rhs)
         cotangent = jax.random.normal(cotangent_key, out.shape, out.dtype)
-    gradients = vjp(cotangent)
-    exact_gradients = exact_vjp(cotangent.astype(jnp.float32))
-    return DotErrors(
-        *map(array_error, (out, *gradients), (exact_out, *exact_gradients))
+    operands = (lhs, rhs, cotangent)
+    arrays = _product_and_gradients(quantized, *operands)
+    exact_arrays = _product_and_gradients(
+        exact, *(operand.astype(jnp.float32) for operand in operands)
     )
+    return DotErrors(*map(array_error, arrays, exact_arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _product_and_gradients(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, ...]:
+    out, vjp = jax.vjp(product, lhs, rhs)
+    return out, *vjp(cotangent)
 
 
 def assert_dot_close(

@@ -26,10 +26,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch": 32,
         "accumulate": 4,
         "seq": 1024,
-        "steps": 1000,
+        "steps": 300,
         "lr": 6e-4,
         "eval_every": 100,
-        "save_every": 250,
+        "save_every": 100,
     },
 }
 

@@ -27,12 +27,12 @@ class Planted:
 
     def __init__(self, dot_general, channel=77, factor=300.0):
         self.dot_general = dot_general
-        self.scale = jnp.ones(CONFIG.ffn).at[channel].set(factor)
+        self.scale = jnp.ones((CONFIG.ffn, 1)).at[channel].set(factor)
 
     def __call__(self, lhs, rhs, dims, precision=None, preferred_element_type=None):
         if rhs.shape[0] == CONFIG.ffn:
-            lhs = lhs * self.scale.astype(lhs.dtype)
-            rhs = rhs / self.scale[:, None].astype(rhs.dtype)
+            lhs = lhs * self.scale.astype(lhs.dtype).reshape(1, 1, -1)
+            rhs = rhs / self.scale.astype(rhs.dtype)
         return self.dot_general(lhs, rhs, dims, precision, preferred_element_type)
 
 

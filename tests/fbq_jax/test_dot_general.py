@@ -1,5 +1,7 @@
 """The quantized dot_general against its recipe in float64, and its contract."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,15 @@ from tests import oracle
 from tests.kernels.test_reference import heavy
 
 MATMUL = (((1,), (0,)), ((), ()))
+
+
+@functools.partial(jax.jit, static_argnames=("dims", "recipe"))
+def product(lhs, rhs, cotangent, dims=MATMUL, recipe=recipes.fallback, **options):
+    """The output and both gradients."""
+    out, vjp = jax.vjp(
+        lambda a, b: dot_general(a, b, dims, recipe=recipe, **options)[0], lhs, rhs
+    )
+    return out, *vjp(cotangent)
 
 
 def seed_of(key, stream):
@@ -33,12 +44,7 @@ def test_three_gemms_against_float64(block, criterion):
     m, k, n = block
     x, w, dy = heavy((200, 300), 0), heavy((300, 150), 1), heavy((200, 150), 2)
     key = jax.random.key(9)
-    y, vjp = jax.vjp(
-        lambda x, w: dot_general(x, w, MATMUL, recipe=recipe, theta=theta, key=key)[0],
-        x,
-        w,
-    )
-    dx, dw = vjp(dy)
+    y, dx, dw = product(x, w, dy, recipe=recipe, theta=theta, key=key)
 
     x_fwd = oracle.quantize_fallback(x, theta, (m, k), criterion or "absmax")[2]
     w_codes = oracle.quantize(w, (k, n))[2]
@@ -74,13 +80,9 @@ def test_any_dimension_numbers(name, dtype):
     lhs = jnp.asarray(rng.standard_normal(lhs_shape), dtype)
     rhs = jnp.asarray(rng.standard_normal(rhs_shape), dtype)
     exact, exact_vjp = jax.vjp(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs)
-    out, vjp = jax.vjp(
-        lambda a, b: dot_general(a, b, dims, recipe=recipes.block)[0], lhs, rhs
-    )
     cotangent = jnp.asarray(rng.standard_normal(exact.shape), exact.dtype)
-    for got, want in zip(
-        (out, *vjp(cotangent)), (exact, *exact_vjp(cotangent)), strict=True
-    ):
+    arrays = product(lhs, rhs, cotangent, dims, recipes.block)
+    for got, want in zip(arrays, (exact, *exact_vjp(cotangent)), strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         assert oracle.relative(got, want) < 0.03
 
@@ -100,10 +102,9 @@ def test_any_sizes(sizes, seed):
 @pytest.mark.parametrize("sizes", [(0, 4, 4), (4, 0, 4), (4, 4, 0)])
 def test_empty_operands(sizes):
     m, k, n = sizes
-    x, w = jnp.zeros((m, k)), jnp.zeros((k, n))
-    y, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
+    y, dx, dw = product(jnp.zeros((m, k)), jnp.zeros((k, n)), jnp.zeros((m, n)))
     np.testing.assert_array_equal(y, np.zeros((m, n)))
-    assert [g.shape for g in vjp(y)] == [(m, k), (k, n)]
+    assert (dx.shape, dw.shape) == ((m, k), (k, n))
 
 
 def test_preferred_element_type_and_mixed_operands():
@@ -190,8 +191,7 @@ def test_non_finite_values_stay_visible(bad):
     x, w, dy = heavy((256, 256)), heavy((256, 256), 1), heavy((256, 256), 2)
 
     def run(x, w, dy):
-        y, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
-        return [~np.isfinite(np.asarray(a)) for a in (y, *vjp(dy))]
+        return [~np.isfinite(np.asarray(a)) for a in product(x, w, dy)]
 
     y, _, dw = run(x.at[3, 200].set(bad), w, dy)
     assert y[:128].all()
@@ -207,20 +207,20 @@ def test_non_finite_values_stay_visible(bad):
 
 
 def test_zeros_give_exact_zeros():
-    x, w = jnp.zeros((256, 256)), heavy((256, 64))
-    y, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
+    x, w, dy = jnp.zeros((256, 256)), heavy((256, 64)), heavy((256, 64))
+    y, _, dw = product(x, w, dy)
     assert not np.any(y)
-    assert not np.any(vjp(jnp.zeros((256, 64)))[0])
-    assert not np.any(vjp(heavy((256, 64)))[1])
+    assert not np.any(dw)
+    assert not np.any(product(x, w, jnp.zeros_like(dy))[1])
 
 
 def test_nearest_rounding_backward():
     """With nearest rounding throughout, X's forward codes are the saved ones."""
     recipe = Recipe(dlhs=Gemm(), drhs=Gemm())
     x, w, dy = heavy((64, 64)), heavy((64, 64), 1), heavy((64, 64), 2)
-    _, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL, recipe=recipe)[0], x, w)
+    _, _, dw = product(x, w, dy, recipe=recipe)
     exact = oracle.quantize(x, (128, 128))[2].T @ oracle.quantize(dy, (128, 128))[2]
-    assert oracle.relative(vjp(dy)[1], exact) <= 1e-5
+    assert oracle.relative(dw, exact) <= 1e-5
 
 
 def test_what_is_saved_is_int8():

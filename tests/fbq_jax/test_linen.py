@@ -63,6 +63,14 @@ class Scanned(nn.Module):
         return stack(layer, dot_general=self.dot_general)(x, None)[0]
 
 
+def init(model, x=X):
+    return jax.jit(model.init)(jax.random.key(1), x)
+
+
+def apply(model, variables, x=X, **options):
+    return jax.jit(functools.partial(model.apply, **options))(variables, x)
+
+
 @functools.partial(jax.jit, static_argnames="model")
 def train_step(model, variables, x):
     """Loss, gradients and new variables."""
@@ -78,9 +86,9 @@ def train_step(model, variables, x):
 
 
 def test_each_layer_owns_its_slot():
-    variables = Mlp().init(jax.random.key(1), X)
+    variables = init(Mlp())
     stats = fallback_stats(variables)
-    assert list(stats) == ["up", "down"]
+    assert sorted(stats) == ["down", "up"]
     assert all(s.count == 0 and s.theta == -1.0 for s in stats.values())
     _, _, after = train_step(Mlp(), variables, X)
     stats = fallback_stats(after)
@@ -90,7 +98,7 @@ def test_each_layer_owns_its_slot():
 
 
 def test_training_converges_and_the_threshold_follows():
-    variables = Mlp().init(jax.random.key(1), X)
+    variables = init(Mlp())
     first, _, variables = train_step(Mlp(), variables, X)
     for scale in (1.0, 3.0, 0.3):
         for _ in range(8):
@@ -100,41 +108,41 @@ def test_training_converges_and_the_threshold_follows():
 
 
 def test_evaluation_freezes_the_threshold():
-    variables = Mlp().init(jax.random.key(1), X)
+    variables = init(Mlp())
     _, _, variables = train_step(Mlp(), variables, X)
-    y = Mlp().apply(variables, X)
+    y = apply(Mlp(), variables, X)
     assert y.shape == X.shape
-    z, same = Mlp().apply(variables, X, mutable=["other"])
+    z, same = apply(Mlp(), variables, X, mutable=["other"])
     assert "fallback" not in same
     np.testing.assert_array_equal(y, z)
 
 
 def test_a_missing_collection_is_named():
-    variables = Mlp().init(jax.random.key(1), X)
+    variables = init(Mlp())
     with pytest.raises(
         ValueError, match=r"layer 'up' has no state.*'fallback'.*mutable"
     ):
-        Mlp().apply({"params": variables["params"]}, X)
-    _, updates = Mlp().apply({"params": variables["params"]}, X, mutable=["fallback"])
+        apply(Mlp(), {"params": variables["params"]}, X)
+    _, updates = apply(Mlp(), {"params": variables["params"]}, X, mutable=["fallback"])
     assert fallback_stats(updates)["up"].count == 1
 
 
 @pytest.mark.parametrize("model", [Mlp, Scanned])
 def test_initial_weights_are_those_of_the_float_model(model):
-    quantized = model().init(jax.random.key(1), X)["params"]
-    plain = model(dot_general=None).init(jax.random.key(1), X)["params"]
+    quantized = init(model())["params"]
+    plain = init(model(dot_general=None))["params"]
     jax.tree.map(np.testing.assert_array_equal, quantized, plain)
 
 
 def test_init_with_a_batch_smaller_than_a_block():
     model = Mlp(dot_general=fallback_dot)
-    variables = model.init(jax.random.key(1), jnp.ones((1, 64)))
+    variables = init(model, jnp.ones((1, 64)))
     _, _, after = train_step(model, variables, X)
     assert fallback_stats(after)["up"].count == 1
 
 
 def test_noise_changes_from_call_to_call_and_repeats_from_the_same_state():
-    variables = Mlp().init(jax.random.key(1), X)
+    variables = init(Mlp())
     _, first, after = train_step(Mlp(), variables, X)
     _, again, _ = train_step(Mlp(), variables, X)
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -145,7 +153,7 @@ def test_noise_changes_from_call_to_call_and_repeats_from_the_same_state():
 
 def test_scan_over_layers_has_state_and_noise_for_each():
     model = Scanned()
-    variables = model.init(jax.random.key(1), X)
+    variables = init(model)
     _, _, after = train_step(model, variables, X)
     stats = fallback_stats(after)
     assert sorted(stats) == ["layers/mlp/down", "layers/mlp/up"]
@@ -162,11 +170,11 @@ def test_scan_names_the_collection_that_is_not_listed():
             return stack(axes=("params",))(x, None)[0]
 
     with pytest.raises(ValueError, match="no state in the collection 'fallback'"):
-        Unlisted().init(jax.random.key(1), X)
+        init(Unlisted())
 
 
 def test_remat_gives_the_same_step():
-    variables = Scanned().init(jax.random.key(1), X)
+    variables = init(Scanned())
     plain, remat = (train_step(Scanned(remat=r), variables, X) for r in (False, True))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
@@ -180,7 +188,7 @@ def test_remat_gives_the_same_step():
 
 def test_save_codes_keeps_codes_and_drops_floats():
     model = Mlp()
-    variables = model.init(jax.random.key(1), X)
+    variables = init(model)
 
     def loss(params):
         return jnp.sum(model.apply({**variables, "params": params}, X))
@@ -200,7 +208,7 @@ def test_save_codes_keeps_codes_and_drops_floats():
 
 def test_gradient_accumulation_in_a_scan_carries_the_state():
     model = Mlp()
-    variables = model.init(jax.random.key(1), X)
+    variables = init(model)
 
     @jax.jit
     def accumulate(variables, batches):
@@ -222,9 +230,9 @@ def test_gradient_accumulation_in_a_scan_carries_the_state():
 
 def test_vmap_over_examples_and_over_experts():
     model = Mlp()
-    variables = model.init(jax.random.key(1), X)
+    variables = init(model)
     batch = jnp.stack([X, X])
-    y = jax.vmap(lambda x: model.apply(variables, x))(batch)
+    y = jax.vmap(lambda x: apply(model, variables, x))(batch)
     np.testing.assert_array_equal(y[0], y[1])
 
     experts = nn.vmap(
@@ -232,17 +240,17 @@ def test_vmap_over_examples_and_over_experts():
         variable_axes={"params": 0, "fallback": 0},
         split_rngs={"params": True},
     )(32, dot_general=SMALL)
-    variables = experts.init(jax.random.key(1), batch)
-    _, updates = experts.apply(variables, batch, mutable=["fallback"])
+    variables = init(experts, batch)
+    _, updates = apply(experts, variables, batch, mutable=["fallback"])
     assert fallback_stats(updates)["(root)"].count.tolist() == [1, 1]
 
 
 def test_dot_general_cls_keeps_the_same_paths():
     layer = nn.Dense(8, dot_general_cls=functools.partial(FallbackDot, recipes.block))
-    variables = layer.init(jax.random.key(1), X)
-    plain = nn.Dense(8, dot_general=fallback_dot).init(jax.random.key(1), X)
+    variables = init(layer)
+    plain = init(nn.Dense(8, dot_general=fallback_dot))
     assert jax.tree.structure(variables) == jax.tree.structure(plain)
-    _, updates = layer.apply(variables, X, mutable=["fallback"])
+    _, updates = apply(layer, variables, X, mutable=["fallback"])
     assert fallback_stats(updates)["(root)"].count == 1
 
 
@@ -251,8 +259,8 @@ def test_dense_general_and_attention_projections():
         num_heads=4, qkv_dot_general=SMALL, out_dot_general=SMALL
     )
     x = X.reshape(2, 64, 64)
-    variables = model.init(jax.random.key(1), x)
-    y, updates = model.apply(variables, x, mutable=["fallback"])
+    variables = init(model, x)
+    y, updates = apply(model, variables, x, mutable=["fallback"])
     assert y.shape == x.shape
     stats = fallback_stats(updates)
     assert sorted(stats) == ["key", "out", "query", "value"]
@@ -266,8 +274,8 @@ def test_a_module_that_calls_twice_has_two_slots():
             dims = (((1,), (1,)), ((), ()))
             return fallback_dot(fallback_dot(x, x, dims), x.T, dims)
 
-    variables = Twice().init(jax.random.key(1), X)
-    _, updates = Twice().apply(variables, X, mutable=["fallback"])
+    variables = init(Twice())
+    _, updates = apply(Twice(), variables, X, mutable=["fallback"])
     assert list(fallback_stats(updates)) == ["(root)", "dot_general_1"]
 
 
@@ -278,23 +286,23 @@ def test_one_layer_used_twice_has_one_slot():
             layer = nn.Dense(64, dot_general=fallback_dot, name="tied")
             return layer(layer(x))
 
-    variables = Tied().init(jax.random.key(1), X)
-    _, updates = Tied().apply(variables, X, mutable=["fallback"])
+    variables = init(Tied())
+    _, updates = apply(Tied(), variables, X, mutable=["fallback"])
     assert fallback_stats(updates)["tied"].count == 2
 
 
 def test_another_collection():
     model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection="aqt"))
-    variables = model.init(jax.random.key(1), X)
+    variables = init(model)
     assert set(variables) == {"params", "aqt"}
-    _, updates = model.apply(variables, X, mutable=["aqt"])
+    _, updates = apply(model, variables, X, mutable=["aqt"])
     assert fallback_stats(updates, "aqt")["up"].count == 1
 
 
 def test_overwrite_with_gradient_in_flax_train_state():
     """No mutable collection: Flax puts the state's "gradient" in its place."""
     model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection=OWG))
-    variables = model.init(jax.random.key(1), X)
+    variables = init(model)
     assert {x.dtype for x in jax.tree.leaves(variables[OWG])} == {jnp.dtype("float32")}
     state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
     plain = {"params": variables["params"]}
@@ -334,11 +342,11 @@ def test_a_recipe_is_asked_for_by_value():
 
 
 def test_liveness():
-    variables = Mlp().init(jax.random.key(1), X)
+    variables = init(Mlp())
     before = fallback_stats(variables)
     _, _, after = train_step(Mlp(), variables, X)
     assert_live(before, fallback_stats(after))
-    with pytest.raises(RuntimeError, match="state of up, down where it was"):
+    with pytest.raises(RuntimeError, match="state of down, up where it was"):
         assert_live(before, before)
     with pytest.raises(ValueError, match="got \\[\\] and \\[\\]"):
         assert_live({}, {})

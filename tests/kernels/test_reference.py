@@ -81,7 +81,7 @@ def multiply(x, w, theta, blocks, fallback):
     return reference.matmul(main, residual, rhs, blocks=blocks, dtype=jnp.float32)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     shape=st.tuples(*[st.integers(1, 300)] * 3),
     batch=st.integers(1, 3),
