@@ -1,7 +1,6 @@
 """Strict settings for every test: four fake devices, no implicit promotion."""
 
 import os
-from pathlib import Path
 
 # Before JAX starts: its first backend reads it once.
 os.environ["XLA_FLAGS"] = (
@@ -13,12 +12,6 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Compiling takes most of the time, and much of it is of the same programs.
-CACHE = Path(__file__).parent / ".pytest_cache" / "jax"
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,12 +1,9 @@
-"""A quantized ``lax.dot_general``: the three GEMMs of a linear layer in INT8.
+"""A quantized ``lax.dot_general``: any ``dimension_numbers``, as one matrix product.
 
-Any ``dimension_numbers`` become ``[B, M, K] x [B, K, N]``.  That product is a
-``jax.custom_vjp``, whose forward and backward passes quantize as a ``Recipe`` says.
 State goes in as a threshold and comes out as the metric of the blocks: nothing is
 written in here.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,11 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax import dispatch, qtensor, threshold
-from fbq_jax.kernels import rounding
-from fbq_jax.qtensor import QTensor
+from fbq_jax import dispatch, gemms, threshold
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 
@@ -26,13 +20,6 @@ DimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-
-# checkpoint_names of what the forward pass saves for the backward pass.
-LHS_NAME = "fbq_lhs"
-RHS_NAME = "fbq_rhs"
-
-# Streams of the noise of one call.
-_LHS_STREAM, _RHS_STREAM, _GRAD_STREAM = range(3)
 
 
 class Stats(NamedTuple):
@@ -67,7 +54,7 @@ def dot_general(
     Pure: the threshold goes in as ``theta``, and what a new one is made of comes out in
     ``Stats``.  With ``X``, ``W`` and ``dY`` the operands and the output's gradient as
     matrices, and ``Q``, ``R``, ``S`` nearest codes, nearest codes plus residual, and
-    stochastic codes (arXiv 2503.08040, sections 4 and 5),
+    stochastic codes (arXiv 2503.08040),
 
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
@@ -105,7 +92,7 @@ def dot_general(
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
         seed = jax.random.bits(key, (), jnp.uint32)
-    return seeded_dot_general(
+    return _seeded_dot_general(
         lhs,
         rhs,
         dimension_numbers,
@@ -118,7 +105,36 @@ def dot_general(
     )
 
 
-def seeded_dot_general(
+def stateful_dot_general(
+    state: threshold.State,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred_element_type: jax.typing.DTypeLike | None,
+    *,
+    recipe: Recipe,
+    out_sharding: Any,
+) -> tuple[jax.Array, threshold.State]:
+    """``dot_general`` with a layer's state: the output and the state after training.
+
+    A caller that evaluates drops the new state.
+    """
+    out, stats = _seeded_dot_general(
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        recipe=recipe,
+        theta=state["theta"],
+        seed=threshold.call_seed(state),
+        out_sharding=out_sharding,
+    )
+    return out, threshold.update(state, stats.metric, stats.theta, recipe)
+
+
+def _seeded_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
@@ -130,18 +146,14 @@ def seeded_dot_general(
     seed: jax.Array,
     out_sharding: Any,
 ) -> tuple[jax.Array, Stats]:
-    """``dot_general`` on the arrays that a layer's state holds.
-
-    ``theta``, float32 ``[]``, may be ``threshold.UNSET``, even as a traced value; lhs'
-    own quantile then takes its place.  ``seed`` is uint32 ``[]``.
-    """
+    """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
     _check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     out = _output_shape(lhs, rhs, dimension_numbers, dtype)
     x, w = _as_matrices(lhs, rhs, dimension_numbers)
     theta = _resolve(theta, x, recipe)
-    spec = _Spec(recipe, dtype, x.dtype, w.dtype)
-    y, metric = _matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
+    spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype)
+    y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
     y = y.reshape(out.shape)
     if out_sharding is not None:
         y = jax.sharding.reshard(y, out_sharding)
@@ -212,89 +224,3 @@ def _resolve(theta: jax.Array, x: jax.Array, recipe: Recipe) -> jax.Array:
         return threshold.quantile(metric, recipe)
 
     return lax.cond(theta < 0.0, own_quantile, lambda: theta)
-
-
-class _Spec(NamedTuple):
-    recipe: Recipe
-    dtype: Any
-    lhs_dtype: Any
-    rhs_dtype: Any
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(
-    spec: _Spec, x: jax.Array, w: jax.Array, theta: jax.Array, seed: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """``x [B, M, K] . w [B, K, N]`` and the metric of x' blocks."""
-    lhs, metric = _quantize_lhs(spec.recipe, x, theta, seed)
-    rhs = _quantize_rhs(spec.recipe, w, seed)
-    return qtensor.matmul(lhs, rhs, spec.dtype), metric
-
-
-def _matmul_fwd(
-    spec: _Spec, x: jax.Array, w: jax.Array, theta: jax.Array, seed: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[QTensor, QTensor, jax.Array]]:
-    recipe = spec.recipe
-    lhs, metric = _quantize_lhs(recipe, x, theta, seed)
-    rhs = _quantize_rhs(recipe, w, seed)
-    y = qtensor.matmul(lhs, rhs, spec.dtype)
-    if recipe.drhs.lhs == recipe.fwd.lhs:
-        saved = QTensor(lhs.main, None, lhs.block)
-    else:
-        saved = qtensor.quantize(
-            x,
-            block=recipe.lhs_block,
-            rounding=recipe.drhs.lhs,
-            seeds=_seeds(seed, _LHS_STREAM, x),
-        )
-    saved, rhs = checkpoint_name(saved, LHS_NAME), checkpoint_name(rhs, RHS_NAME)
-    return (y, metric), (saved, rhs, seed)
-
-
-def _matmul_bwd(
-    spec: _Spec,
-    saved: tuple[QTensor, QTensor, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, None, None]:
-    lhs, rhs, seed = saved
-    dy, _ = cotangents
-    grad = qtensor.quantize(
-        dy,
-        block=spec.recipe.grad_block,
-        rounding=spec.recipe.dlhs.lhs,
-        seeds=_seeds(seed, _GRAD_STREAM, dy),
-    )
-    dx = qtensor.matmul(grad, rhs.mT, spec.lhs_dtype)
-    dw = qtensor.matmul(lhs.mT, grad, spec.rhs_dtype)
-    return dx, dw, None, None
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-def _quantize_lhs(
-    recipe: Recipe, x: jax.Array, theta: jax.Array, seed: jax.Array
-) -> tuple[QTensor, jax.Array]:
-    block = recipe.lhs_block
-    if recipe.criterion is not None:
-        return qtensor.quantize_fallback(
-            x, theta, block=block, criterion=recipe.criterion
-        )
-    seeds = _seeds(seed, _LHS_STREAM, x)
-    lhs = qtensor.quantize(x, block=block, rounding=recipe.fwd.lhs, seeds=seeds)
-    return lhs, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-
-
-def _quantize_rhs(recipe: Recipe, w: jax.Array, seed: jax.Array) -> QTensor:
-    return qtensor.quantize(
-        w,
-        block=recipe.rhs_block,
-        rounding=recipe.fwd.rhs,
-        seeds=_seeds(seed, _RHS_STREAM, w),
-    )
-
-
-def _seeds(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
-    """One seed for each matrix of the stack ``x [B, ...]``."""
-    index = jnp.arange(x.shape[0], dtype=jnp.uint32)
-    return rounding.fold(rounding.fold(seed, stream), index)

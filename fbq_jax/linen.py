@@ -18,7 +18,7 @@ from flax.linen import module as flax_module
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers, dot_general, seeded_dot_general
+from fbq_jax.dot_general import DimensionNumbers, dot_general, stateful_dot_general
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT
@@ -83,21 +83,18 @@ class FallbackDot:
                 out_sharding=out_sharding,
             )[0]
         slot = self._slot(module)
-        state = _with_integers(slot.value)
-        out, stats = seeded_dot_general(
+        out, new = stateful_dot_general(
+            _with_integers(slot.value),
             lhs,
             rhs,
             dimension_numbers,
             precision,
             preferred_element_type,
             recipe=self.recipe,
-            theta=state["theta"],
-            seed=threshold.call_seed(state),
             out_sharding=out_sharding,
         )
         if module.is_initializing():
             return out
-        new = threshold.update(state, stats.metric, stats.theta, self.recipe)
         if self.collection == OVERWRITE_WITH_GRADIENT:
             return _return_as_gradient(out, slot.value, _with_floats(new))
         if module.is_mutable_collection(self.collection):

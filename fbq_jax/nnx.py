@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers, seeded_dot_general
+from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import LayerStats
@@ -69,19 +69,17 @@ class FallbackDot(nnx.Module):
             count=self.count[...],
             seed=self.seed[...],
         )
-        out, stats = seeded_dot_general(
+        out, new = stateful_dot_general(
+            state,
             lhs,
             rhs,
             dimension_numbers,
             precision,
             preferred_element_type,
             recipe=self.recipe,
-            theta=state["theta"],
-            seed=threshold.call_seed(state),
             out_sharding=out_sharding,
         )
         if not self.use_running_average:
-            new = threshold.update(state, stats.metric, stats.theta, self.recipe)
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]
             self.count[...] = new["count"]

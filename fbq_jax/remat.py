@@ -2,7 +2,7 @@
 
 import jax
 
-from fbq_jax.dot_general import LHS_NAME, RHS_NAME
+from fbq_jax.gemms import LHS_NAME, RHS_NAME
 
 #: Saves the INT8 codes and scales that the backward GEMMs read, and recomputes the
 #: rest.  JAX's own ``checkpoint_dots`` would save the INT32 products instead: four
