@@ -37,6 +37,14 @@ def save(folder: Path, step: int, state: object) -> None:
     part.replace(sums)
 
 
+def any_in(folder: Path) -> bool:
+    """Whether `folder` holds a checkpoint; a run may stop before its first one."""
+    if not folder.exists():
+        return False
+    with _manager(folder) as manager:
+        return bool(manager.all_steps())
+
+
 def restore(folder: Path, like: T) -> T:
     """Reads the latest checkpoint.
 

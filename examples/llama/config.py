@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +56,13 @@ class Config:
 
     recipe: str = _option("fallback", f"how layers multiply: {', '.join(RECIPES)}")
     data: str | None = _option(
-        None, "file, folder or nanoGPT .bin; without it, Python's standard library"
+        None,
+        "file, folder, nanoGPT .bin or folder with train.bin and val.bin; without it, "
+        "Python's standard library",
     )
     from_hf: str | None = _option(
-        None, "folder of a Hugging Face Llama: its sizes, weights and tokenizer"
+        None,
+        "folder of a Hugging Face Llama or Qwen2: sizes, weights, tokenizer",
     )
     seed: int = _option(0, "seed of the initial weights and of the order of the data")
     hidden: int = _option(256, "width of the residual stream")
@@ -71,7 +75,7 @@ class Config:
     accumulate: int = _option(1, "microbatches that a step's batch is split into")
     seq: int = _option(256, "tokens in a sequence")
     steps: int = _option(150, "optimizer steps; the first tenth warms up")
-    lr: float = _option(2e-3, "peak learning rate")
+    lr: float = _option(2e-3, "peak learning rate; 2e-5 with --from-hf")
     eval_every: int = _option(50, "steps between validations")
     save_every: int = _option(50, "steps between checkpoints")
 
@@ -86,8 +90,8 @@ class Config:
                 raise ConfigError(
                     f"{option.name} takes an integer from {lowest} on, got {value}"
                 )
-        if not self.lr > 0:
-            raise ConfigError(f"lr takes a positive number, got {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr takes a finite positive number, got {self.lr}")
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"accumulate takes a divisor of batch ({self.batch}), "
@@ -156,7 +160,9 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         "same data and seed",
     )
     parser.add_argument(
-        "--out", type=Path, help="folder of the run (default: runs/<recipe>)"
+        "--out",
+        type=Path,
+        help="folder of the run (default: runs/<recipe>, or runs/compare)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in --out, bit for bit"
@@ -171,12 +177,17 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
                 raise ConfigError(f"--{name} comes from the model of --from-hf")
     if compare is not None and "recipe" in given:
         raise ConfigError("--compare names the recipes itself; leave --recipe out")
-    compare = tuple(compare.split(",")) if compare is not None else ()
+    names = [name.strip() for name in compare.split(",")] if compare else []
+    if compare is not None and not 2 <= len(names) == len(set(names)):
+        raise ConfigError(f"--compare takes two or more recipes, got {compare!r}")
+    compare = tuple(names)
     if preset is None:
         preset = "tiny" if jax.default_backend() == "cpu" else "small"
         defaults = PRESETS[preset]
     else:
         given, defaults = PRESETS[preset] | given, {}
+    if "from_hf" in given:
+        defaults = defaults | {"lr": 2e-5}
     if out is None:
         name = "compare" if compare else given.get("recipe", Config.recipe)
         out = Path("runs") / name

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 # Stands between documents. Text holds no NUL byte, so the 256 bytes suffice.
 SEPARATOR = b"\0"
 
-# Every 20th file is held out for validation, or the last 20th of a single file.
+# Every 20th file is held out for validation, or the last 20th of a few files.
 HELD_OUT = 20
 
 # Folders inside the standard library that are not its source.
@@ -70,11 +70,12 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
 
     Args:
         path: A file (its last 20th is held out), a folder (all of its UTF-8 files;
-            every 20th is held out), a nanoGPT `.bin` file of uint16 token ids, or a
-            folder with `train.bin` and `val.bin`. None reads the source of the
+            every 20th is held out, or of fewer than 20 files the last 20th of the
+            text), a nanoGPT `.bin` file of uint16 token ids, or a folder with `train.bin` and `val.bin`. None reads the source of the
             running Python's standard library.
-        tokenizer: Encodes the text; its special tokens mark where documents begin.
-            None takes the bytes themselves, with a NUL between documents.
+        tokenizer: Encodes the text, each document by itself: where documents begin
+            is marked by what it puts at the start of a text, as Llama's does. None
+            takes the bytes themselves, with a NUL between documents.
 
     Returns:
         The corpus.
@@ -98,6 +99,11 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         return _corpus_of_ids(_memory_map(train), _memory_map(val))
     files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     return _corpus_of_texts(_read_texts(path, files), path, tokenizer)
+
+
+def is_token_ids(path: Path | None) -> bool:
+    """Whether `load_corpus` takes `path` for token ids rather than text."""
+    return path is not None and (path.suffix == ".bin" or (path / "train.bin").exists())
 
 
 def batches(
@@ -164,11 +170,10 @@ def _corpus_of_texts(
     if not any(texts):
         raise DataError(f"data: {path} holds no text (UTF-8 files that are not empty)")
     vocab_size = tokenizer.get_vocab_size() if tokenizer else 256
-    if len(texts) == 1:
+    if len(texts) < HELD_OUT:
         return Corpus(*_split_tail(_encode(texts, path, tokenizer)), vocab_size)
-    every = min(HELD_OUT, len(texts))
-    held_out = texts[every - 1 :: every]
-    del texts[every - 1 :: every]
+    held_out = texts[HELD_OUT - 1 :: HELD_OUT]
+    del texts[HELD_OUT - 1 :: HELD_OUT]
     train = _encode(texts, path, tokenizer)
     return Corpus(train, _encode(held_out, path, tokenizer), vocab_size)
 

@@ -162,7 +162,12 @@ def save(folder: str | Path, config: LlamaConfig, params: Mapping[str, Any]) -> 
 def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
     """Returns the tokenizer in the checkpoint's ``tokenizer.json``, None without."""
     file = Path(folder) / "tokenizer.json"
-    return tokenizers.Tokenizer.from_file(str(file)) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        raise CheckpointError(f"{file} is no tokenizer: {error}") from error
 
 
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,10 @@ import jax
 import numpy as np
 
 
+class MetricsError(ValueError):
+    """The records of a run are damaged."""
+
+
 class MetricsLog:
     """Appends one JSON object a step, each on a line of its own, at once.
 
@@ -25,8 +29,17 @@ class MetricsLog:
 
         What a killed run wrote about later steps is dropped, for these steps will be
         run again, and so is a line that was cut off.
+
+        Raises:
+            MetricsError: A step up to `after_step` has no record; nothing is changed.
         """
-        kept = [record for record in read(path) if record["step"] <= after_step]
+        kept = read(path)[:after_step]
+        if [record.get("step") for record in kept] != list(range(1, after_step + 1)):
+            raise MetricsError(
+                f"{path} is damaged: it should have a line for each of the "
+                f"{after_step} steps before the checkpoint. Start again with another "
+                "--out."
+            )
         part = path.with_suffix(".part")
         part.write_text("".join(json.dumps(record) + "\n" for record in kept))
         part.replace(path)
@@ -49,9 +62,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     if path.exists():
         for line in path.read_text().splitlines():
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except json.JSONDecodeError:
                 break
+            if not isinstance(record, dict):
+                break
+            records.append(record)
     return records
 
 
@@ -92,12 +108,14 @@ def summarize(records: list[dict[str, Any]]) -> Summary:
 def report(out: Path) -> str:
     """How the finished run in `out` went, and where its files are."""
     run = summarize(read(out / "metrics.jsonl"))
+    exported = f"\n  model        {out / 'hf'}" if (out / "hf").exists() else ""
     return (
-        f"  loss         {run.loss:.4f} training, {run.val_loss:.4f} validation\n"
+        f"  loss         {run.loss:.4f} training (mean of the last 20 steps), "
+        f"{run.val_loss:.4f} validation\n"
         f"  speed        {run.tokens_per_s:,.0f} tokens/s\n"
         f"  picture      {out / 'curves.png'}\n"
         f"  metrics      {out / 'metrics.jsonl'}\n"
-        f"  checkpoints  {out / 'checkpoints'}"
+        f"  checkpoints  {out / 'checkpoints'}{exported}"
     )
 
 
@@ -107,12 +125,14 @@ def write_comparison(runs: list[Path], path: Path) -> None:
         out.name: asdict(summarize(read(out / "metrics.jsonl"))) for out in runs
     }
     packages = ("jax", "flax", "optax", "fbq-jax")
+    options = json.loads((runs[0] / "config.json").read_text())
+    del options["recipe"]
     comparison = {
         "device": jax.devices()[0].device_kind,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()}
         | {package: version(package) for package in packages},
-        "options": json.loads((runs[0] / "config.json").read_text()),
+        "options": options,
         "runs": summaries,
     }
     part = path.with_suffix(".part")

@@ -313,6 +313,8 @@ class Llama(nn.Module):
         if config.remat:
             # The loops of scan keep the two passes apart, so CSE may run.
             layer = nn.remat(Layer, policy=fbq_jax.save_codes, prevent_cse=False)
+        # "fallback" is where FallbackDot keeps its state; the other name is for those
+        # who choose Flax's transport, FallbackDot(collection=...).
         layers = nn.scan(
             layer,
             variable_axes={"params": 0, "fallback": 0, "_overwrite_with_gradient": 0},

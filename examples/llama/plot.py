@@ -56,7 +56,10 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     """
     figure = Figure(figsize=(10, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    losses.set(title="Loss (circles: validation)", ylabel="nats a token")
+    losses.set(
+        title="Loss (legend: mean of the last 20 steps; circles: validation)",
+        ylabel="nats a token",
+    )
     differences.set(
         title=f"Training loss minus that of {runs[0].name}, smoothed",
         xlabel="step",
@@ -64,10 +67,14 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     )
     of_runs = [metrics.read(run / "metrics.jsonl") for run in runs]
     baseline = _column(of_runs[0], "loss")
+    final = [_column(records, "loss")[-20:].mean() for records in of_runs]
     for index, (run, records) in enumerate(zip(runs, of_runs, strict=True)):
         color = _COLORS[index % len(_COLORS)]
         dashes = _DASHES[index % len(_DASHES)]
-        _draw_loss(losses, records, label=run.name, color=color, linestyle=dashes)
+        label = f"{run.name} {final[index]:.4f}"
+        if index:
+            label += f" ({final[index] - final[0]:+.4f})"
+        _draw_loss(losses, records, label=label, color=color, linestyle=dashes)
         _draw_validation(losses, records, color=color)
         difference = _smooth(_column(records, "loss") - baseline)
         steps = _column(records, "step")

@@ -81,7 +81,14 @@ def init_state(
 ) -> TrainState:
     """The state before the first step."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    variables = jax.jit(model.init)(jax.random.key(seed), tokens)
+
+    def init(key: jax.Array) -> PyTree:
+        variables = dict(model.init(key, tokens))
+        if weights is not None:
+            del variables["params"]
+        return variables
+
+    variables = jax.jit(init)(jax.random.key(seed))
     # A copy: a step overwrites the memory of the state it is given.
     params = (
         variables["params"] if weights is None else jax.tree.map(jnp.array, weights)

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -26,7 +27,13 @@ from tqdm import tqdm
 
 from examples.llama import checkpoint, hf, metrics, plot
 from examples.llama.config import RECIPES, Command, Config, ConfigError, parse_command
-from examples.llama.data import Corpus, DataError, batches, load_corpus
+from examples.llama.data import (
+    Corpus,
+    DataError,
+    batches,
+    is_token_ids,
+    load_corpus,
+)
 from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import (
     PyTree,
@@ -61,7 +68,15 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
             raise ConfigError(str(error)) from error
     else:
         sizes, weights = hf.load(config.from_hf)
-        corpus = load_corpus(data, hf.load_tokenizer(config.from_hf))
+        tokenizer = None
+        if not is_token_ids(data):
+            tokenizer = hf.load_tokenizer(config.from_hf)
+            if tokenizer is None:
+                raise DataError(
+                    f"{config.from_hf} has no tokenizer.json to read text with; add "
+                    "it, or give --data a .bin file of the model's token ids"
+                )
+        corpus = load_corpus(data, tokenizer)
         corpus.check_fits(sizes.vocab_size)
         if config.seq > sizes.max_seq_len:
             raise ConfigError(
@@ -86,10 +101,12 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     Raises:
         ConfigError: The model cannot be built; or, to resume, `config` is another.
         DataError: The data cannot be read or does not fit.
-        RestoreError: There is no sound checkpoint to resume.
+        RestoreError: The checkpoint to resume is damaged.
+        MetricsError: The records of the steps before it are.
         RunError: `out` is in use, or the loss is no longer finite.
         KeyboardInterrupt: The run was told to stop; it can be resumed.
     """
+    check_folder(out, config, resume)
     recipe = RECIPES[config.recipe]
     model, weights, corpus = build(config)
     sizes = {"seq": config.seq, "batch": config.batch}
@@ -100,7 +117,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
 
     state = init_state(model, optimizer, weights, config.seed)
     enter_folder(out, config, corpus, resume)
-    if resume:
+    if resume and checkpoint.any_in(out / "checkpoints"):
         state = checkpoint.restore(out / "checkpoints", state)
     first = int(state.step)
     stats_before = state.stats()
@@ -132,11 +149,12 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
             }
             log.write(record)
             show(bar, record)
-            if not math.isfinite(record["loss"]):
-                raise RunError(
-                    f"the loss is {record['loss']} at step {step} (all steps are in "
-                    f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
-                )
+            for name in ("loss", "grad_norm", "val_loss"):
+                if not math.isfinite(record.get(name, 0.0)):
+                    raise RunError(
+                        f"{name} is {record[name]} at step {step} (all steps are in "
+                        f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
+                    )
             if step == first + 1 and recipe is not None:
                 assert_live(stats_before, stats)
             if last or stop.is_set() or step % config.save_every == 0:
@@ -146,6 +164,24 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
                 raise KeyboardInterrupt
     if config.from_hf is not None and not (out / "hf").exists():
         hf.save(out / "hf", model.config, state.params)
+        if (tokenizer := Path(config.from_hf) / "tokenizer.json").exists():
+            shutil.copy(tokenizer, out / "hf")
+
+
+def check_folder(out: Path, config: Config, resume: bool) -> None:
+    """Raises RunError if a run cannot be in `out`, before anything is read."""
+    if resume:
+        read_options(out)
+    elif (out / "config.json").exists():
+        raise RunError(
+            f"{out} already holds a run: continue it with --resume, or choose another "
+            "folder with --out"
+        )
+    if config.data is not None and Path(config.data).resolve() in out.resolve().parents:
+        raise RunError(
+            f"{out} is inside the data, {config.data}, which the run's own files would "
+            "change; choose another folder with --out"
+        )
 
 
 def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
@@ -160,14 +196,12 @@ def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> Non
                     f"resumed with {name} = {options[name]}"
                 )
         return
-    if file.exists():
-        raise RunError(
-            f"{out} already holds a run: continue it with --resume, or choose another "
-            "folder with --out"
-        )
-    out.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(options, indent=2) + "\n")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(options, indent=2) + "\n")
+    except OSError as error:
+        raise RunError(f"{out} cannot be a run's folder: {error.strerror}") from error
     part.replace(file)
 
 
@@ -176,7 +210,10 @@ def read_options(out: Path) -> dict[str, Any]:
     file = out / "config.json"
     if not file.exists():
         raise RunError(f"{out} holds no run to resume: {file} does not exist")
-    options = json.loads(file.read_text())
+    try:
+        options = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{file} is damaged: {error}") from error
     known = {option.name for option in dataclasses.fields(Config)} | {"corpus"}
     if options.keys() != known:
         raise RunError(
@@ -217,29 +254,51 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
     bar.update()
 
 
-def configure(command: Command, out: Path, resume: bool, **fixed: Any) -> Config:
-    """The options of the run in `out`; what was not given, the resumed run decides."""
-    defaults = read_options(out) if resume else command.defaults
+def configure(command: Command, started: Path | None, **fixed: Any) -> Config:
+    """The options of a run; what was not given, the run in `started` decides."""
+    defaults = read_options(started) if started else command.defaults
     defaults = {name: defaults[name] for name in defaults if name != "corpus"}
     return Config(**{**defaults, **command.given, **fixed})
+
+
+def check_comparable(configs: dict[Path, Config]) -> None:
+    """Raises ConfigError if runs differ in more than their recipe."""
+    (first, reference), *others = configs.items()
+    for out, config in others:
+        for name, value in dataclasses.asdict(reference).items():
+            if name != "recipe" and getattr(config, name) != value:
+                raise ConfigError(
+                    f"{first} has {name} = {value} and {out} has "
+                    f"{getattr(config, name)}: they cannot be compared"
+                )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Does what the command line asks for; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    fixed: dict[Path, dict[str, Any]] = {}
     try:
         command = parse_command(argv)
-        fixed: dict[Path, dict[str, Any]] = {command.out: {}}
+        fixed = {command.out: {}}
         if command.compare:
             fixed = {command.out / name: {"recipe": name} for name in command.compare}
-        # To resume a comparison is also to start the runs that it had not come to.
+        # To resume a comparison is also to start the runs that it had not come to,
+        # with the options of those that it had.
+        started = [out for out in fixed if (out / "config.json").exists()]
         resume = {
-            out: command.resume and (not command.compare or out.exists())
-            for out in fixed
+            out: command.resume and (out in started or not started) for out in fixed
         }
         configs = {
-            out: configure(command, out, resume[out], **fixed[out]) for out in fixed
+            out: configure(
+                command,
+                (out if resume[out] else started[0]) if command.resume else None,
+                **fixed[out],
+            )
+            for out in fixed
         }
+        check_comparable(configs)
+        for out, config in configs.items():
+            check_folder(out, config, resume[out])
         for out, config in configs.items():
             train(config, out, resume=resume[out])
             print(metrics.report(out))
@@ -251,6 +310,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"numbers: {command.out / 'compare.json'}")
     except KeyboardInterrupt:
         again = argv if "--resume" in argv else [*argv, "--resume"]
+        if not any((out / "config.json").exists() for out in fixed):
+            again = argv
         print(
             f"stopped; go on with: python -m examples.llama.train {shlex.join(again)}"
         )
@@ -260,6 +321,7 @@ def main(argv: list[str] | None = None) -> int:
         DataError,
         RunError,
         checkpoint.RestoreError,
+        metrics.MetricsError,
         hf.CheckpointError,
     ) as error:
         print(f"error: {error}", file=sys.stderr)
