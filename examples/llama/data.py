@@ -71,8 +71,9 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
     Args:
         path: A file (its last 20th is held out), a folder (all of its UTF-8 files;
             every 20th is held out, or of fewer than 20 files the last 20th of the
-            text), a nanoGPT `.bin` file of uint16 token ids, or a folder with `train.bin` and `val.bin`. None reads the source of the
-            running Python's standard library.
+            text), a nanoGPT `.bin` file of uint16 token ids, or a folder with
+            `train.bin` and `val.bin`. None reads the source of the running Python's
+            standard library.
         tokenizer: Encodes the text, each document by itself: where documents begin
             is marked by what it puts at the start of a text, as Llama's does. None
             takes the bytes themselves, with a NUL between documents.

@@ -441,9 +441,9 @@ def test_a_resumed_comparison_starts_the_rest_alike(
     assert train.main(argv) == 0
     options = json.loads((tmp_path / "block" / "config.json").read_text())
     assert options["steps"] == 1
-    train.train(
-        dataclasses.replace(first, recipe="fallback", lr=0.1), tmp_path / "fallback"
-    )
+    other = dataclasses.replace(first, recipe="fallback", lr=0.1)
+    train.train(other, tmp_path / "fallback")
+    capsys.readouterr()
     argv[0] = "--compare=bf16,fallback"
     assert "they cannot be compared" in error_of(capsys, argv)
 
