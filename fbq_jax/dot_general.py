@@ -5,7 +5,7 @@ written in here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +59,8 @@ def dot_general(
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
     Args:
-      lhs: the activation, which may fall back; bfloat16, float16 or float32.
+      lhs: the activation, which may fall back; bfloat16, float16 or float32. (Roles go
+        by position: an einsum may hand its operands over the other way round.)
       rhs: the weight; likewise.
       dimension_numbers: as for ``lax.dot_general``: the contracting dimensions of lhs
         and rhs, and their batch dimensions.
@@ -87,6 +88,8 @@ def dot_general(
     """
     if theta is None:
         theta = threshold.UNSET
+    elif jnp.ndim(theta):
+        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
     elif not isinstance(theta, jax.core.Tracer) and not theta >= 0.0:
         raise ValueError(f"theta is a threshold and at least 0; got {theta}")
     seed = jnp.zeros((), jnp.uint32)
@@ -106,7 +109,7 @@ def dot_general(
 
 
 def stateful_dot_general(
-    state: threshold.State,
+    state: Mapping[str, jax.Array],
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
@@ -118,8 +121,17 @@ def stateful_dot_general(
 ) -> tuple[jax.Array, threshold.State]:
     """``dot_general`` with a layer's state: the output and the state after training.
 
-    A caller that evaluates drops the new state.
+    A caller that evaluates drops the new state.  The state may come from anywhere, so
+    a theta that is not finite and positive counts as unset.
     """
+    before = threshold.State(
+        theta=jnp.asarray(state["theta"], jnp.float32),
+        rate=jnp.asarray(state["rate"], jnp.float32),
+        count=jnp.asarray(state["count"], jnp.uint32),
+        seed=jnp.asarray(state["seed"], jnp.uint32),
+    )
+    theta = before["theta"]
+    theta = jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, threshold.UNSET)
     out, stats = _seeded_dot_general(
         lhs,
         rhs,
@@ -127,11 +139,11 @@ def stateful_dot_general(
         precision,
         preferred_element_type,
         recipe=recipe,
-        theta=state["theta"],
-        seed=threshold.call_seed(state),
+        theta=theta,
+        seed=threshold.call_seed(before),
         out_sharding=out_sharding,
     )
-    return out, threshold.update(state, stats.metric, stats.theta, recipe)
+    return out, threshold.update(before, stats.metric, stats.theta, recipe)
 
 
 def _seeded_dot_general(
@@ -223,4 +235,6 @@ def _resolve(theta: jax.Array, x: jax.Array, recipe: Recipe) -> jax.Array:
         )
         return threshold.quantile(metric, recipe)
 
+    # An empty sum: 0, which varies over the axes of a mesh as the quantile does.
+    theta += jnp.sum(x[:0], dtype=jnp.float32)
     return lax.cond(theta < 0.0, own_quantile, lambda: theta)

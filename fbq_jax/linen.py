@@ -8,6 +8,7 @@ model, and no two layers share a slot.
 import dataclasses
 import itertools
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,8 +36,8 @@ class FallbackDot:
 
     The collection named ``"_overwrite_with_gradient"`` is special to Flax: its state is
     not written in ``apply`` but returned as its own gradient, which Flax's
-    ``TrainState`` and MaxText put in its place.  All of it is float32 then, and
-    gradients must not be summed over micro-batches.
+    ``TrainState`` and MaxText put in its place.  All of it is float32 then; gradients
+    must not be summed over micro-batches, nor a layer be used twice in one forward.
 
     Attributes:
       recipe: what is quantized how.
@@ -59,6 +60,8 @@ class FallbackDot:
                 f"FallbackDot takes a Recipe, such as fbq_jax.recipes.fallback; got "
                 f"{self.recipe!r}"
             )
+        if self.collection == "params":
+            raise ValueError("FallbackDot's state is no parameter: name another one")
 
     def __call__(
         self,
@@ -83,8 +86,9 @@ class FallbackDot:
                 out_sharding=out_sharding,
             )[0]
         slot = self._slot(module)
+        state = dict(slot.value)  # plain, as its gradient is, even if it came frozen
         out, new = stateful_dot_general(
-            _with_integers(slot.value),
+            state,
             lhs,
             rhs,
             dimension_numbers,
@@ -96,7 +100,7 @@ class FallbackDot:
         if module.is_initializing():
             return out
         if self.collection == OVERWRITE_WITH_GRADIENT:
-            return _return_as_gradient(out, slot.value, _with_floats(new))
+            return _return_as_gradient(out, state, _with_floats(new))
         if module.is_mutable_collection(self.collection):
             slot.value = new
         return out
@@ -111,9 +115,9 @@ class FallbackDot:
             collection, name
         ):
             raise ValueError(
-                f"layer {'/'.join(module.path) or '(root)'!r} has no state in the "
-                f"collection {collection!r}: pass apply that collection of what init "
-                f"returned ({{'params': ..., {collection!r}: ...}}), or start a new "
+                f"layer {'/'.join(module.path) or '(root)'!r} has no state {name!r} in "
+                f"the collection {collection!r}: pass apply what init returned in it ("
+                f"{{'params': ..., {collection!r}: ...}}), or start a new "
                 f"one with mutable=[{collection!r}]"
             )
         return scope.variable(collection, name, self._start, scope, name)
@@ -139,15 +143,6 @@ def _calling_module() -> nn.Module | None:
     return flax_module._context.module_stack[-1]
 
 
-def _with_integers(state: threshold.State) -> threshold.State:
-    return threshold.State(
-        theta=state["theta"],
-        rate=state["rate"],
-        count=state["count"].astype(jnp.uint32),
-        seed=state["seed"].astype(jnp.uint32),
-    )
-
-
 def _with_floats(state: threshold.State) -> threshold.State:
     """The state as ``jax.grad`` takes it: it rejects integers."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), state)
@@ -155,7 +150,7 @@ def _with_floats(state: threshold.State) -> threshold.State:
 
 @jax.custom_vjp
 def _return_as_gradient(
-    out: jax.Array, state: threshold.State, new: threshold.State
+    out: jax.Array, state: Mapping[str, jax.Array], new: threshold.State
 ) -> jax.Array:
     """``out``; the gradient with respect to ``state`` is ``new``, whatever out's is."""
     del state, new
@@ -163,7 +158,7 @@ def _return_as_gradient(
 
 
 def _return_as_gradient_fwd(
-    out: jax.Array, state: threshold.State, new: threshold.State
+    out: jax.Array, state: Mapping[str, jax.Array], new: threshold.State
 ) -> tuple[jax.Array, threshold.State]:
     del state
     return out, new

@@ -10,7 +10,7 @@ from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
-from fbq_jax.stats import LayerStats
+from fbq_jax.stats import SLOT, LayerStats
 
 
 class FallbackState(nnx.Variable):
@@ -52,6 +52,11 @@ class FallbackDot(nnx.Module):
         self.count = FallbackState(state["count"])
         self.seed = FallbackState(state["seed"])
 
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Called by ``nnx.view``: True freezes the threshold, False lets it move."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
     def __call__(
         self,
         lhs: jax.Array,
@@ -63,12 +68,12 @@ class FallbackDot(nnx.Module):
         out_sharding: Any = None,
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
-        state = threshold.State(
-            theta=self.theta[...],
-            rate=self.rate[...],
-            count=self.count[...],
-            seed=self.seed[...],
-        )
+        state = {
+            "theta": self.theta[...],
+            "rate": self.rate[...],
+            "count": self.count[...],
+            "seed": self.seed[...],
+        }
         out, new = stateful_dot_general(
             state,
             lhs,
@@ -98,15 +103,19 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
     owners: dict[int, str] = {}
     stats = {}
     for path, module in nnx.iter_modules(model):
-        owner = "/".join(map(str, path)) or "(root)"
+        name = "/".join(map(str, path))
+        if isinstance(module, FallbackDot):
+            layer = name.removesuffix(SLOT).rstrip("/") or "(root)"
+            stats[layer] = LayerStats(
+                module.rate[...], module.theta[...], module.count[...]
+            )
         for dot in vars(module).values():
-            if not isinstance(dot, FallbackDot):
-                continue
-            if id(dot) in owners:
+            if (
+                isinstance(dot, FallbackDot)
+                and owners.setdefault(id(dot), name) != name
+            ):
                 raise ValueError(
-                    f"layers {owners[id(dot)]!r} and {owner!r} share one FallbackDot, "
+                    f"layers {owners[id(dot)]!r} and {name!r} share one FallbackDot, "
                     "and so one threshold; give each layer its own"
                 )
-            owners[id(dot)] = owner
-            stats[owner] = LayerStats(dot.rate[...], dot.theta[...], dot.count[...])
     return stats

@@ -14,7 +14,11 @@ class RecipeError(ValueError):
     """A field of a recipe holds something that it does not take."""
 
     def __init__(self, field: str, value: object, takes: str) -> None:
-        super().__init__(f"Recipe.{field} takes {takes}; got {value!r}")
+        super().__init__(field, value, takes)
+
+    def __str__(self) -> str:
+        field, value, takes = self.args
+        return f"Recipe.{field} takes {takes}; got {value!r}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,9 +112,9 @@ class Recipe:
         if not _is_number(self.alpha) or not self.alpha > 1.0:
             raise RecipeError("alpha", self.alpha, "a finite number above 1")
         if self.start != "first_batch" and not (
-            _is_number(self.start) and self.start > 0.0
+            _is_number(self.start) and 1e-37 < self.start < 1e38
         ):
-            takes = "'first_batch' or a finite number above 0"
+            takes = "'first_batch' or a number above 0 that float32 holds"
             raise RecipeError("start", self.start, takes)
         self._check_rounding()
 

@@ -90,6 +90,6 @@ def assert_live(
     if dead:
         raise RuntimeError(
             f"training left the fallback state of {', '.join(dead)} where it was; "
-            "make its collection mutable in apply (mutable=['fallback']) and put what "
-            "apply returns into the next step's variables"
+            "with Linen, make its collection mutable in apply (mutable=['fallback']) "
+            "and put what apply returns into the next step's variables"
         )

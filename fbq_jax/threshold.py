@@ -76,7 +76,7 @@ def observe(metric: jax.Array, theta: jax.Array) -> jax.Array:
     """The fallback rate, float32 ``[]``: the share of blocks above theta."""
     if not metric.size:
         return jnp.zeros((), jnp.float32)
-    return jnp.mean(metric > theta, dtype=jnp.float32)
+    return jnp.mean(metric > jnp.maximum(theta, 0.0), dtype=jnp.float32)
 
 
 def update(state: State, metric: jax.Array, theta: jax.Array, recipe: Recipe) -> State:

@@ -166,7 +166,13 @@ def matmul(
             acc += product.astype(jnp.float32) * (row_scale * column_scale)
         return acc, None
 
-    acc = jnp.zeros((lhs.codes.shape[0], rows, columns), jnp.float32)
+    # Zeros, as empty sums over the operands: so they vary over the axes of a mesh, and
+    # are sharded, as what will be added to them.
+    row_zeros, column_zeros = (
+        jnp.sum(codes[:, :, :0], axis=2, dtype=jnp.float32)
+        for codes in (lhs.codes, rhs.codes)
+    )
+    acc = row_zeros[:, :, None] + column_zeros[:, None, :]
     operands = ([_split_k(term, k) for term in terms], _split_k(rhs, k))
     return lax.scan(add_block, acc, operands)[0].astype(dtype)
 

@@ -1,8 +1,9 @@
 """Nearest and stochastic rounding, and the noise that every implementation draws.
 
 Stochastic rounding here is nearest rounding of ``v + w`` with ``w`` uniform in
-(-1/2, 1/2).  ``w`` is an odd multiple of ``2**-17``: exact in float32 beside any code,
-so that an integer never moves, and never a tie.
+(-1/2, 1/2), an odd multiple of ``2**-17``.  For an integer ``v``, a code, the sum is
+exact in float32 and no tie, so that an integer never moves; for any other the chance of
+rounding up is its fraction to about ``2**-17``.
 
 The noise is counter based: a function of a seed and of an element's row and column in
 the matrix that is rounded.  A kernel may therefore visit the elements in any order,
@@ -23,10 +24,8 @@ _COLUMN_STREAM = 0x5851F42D
 
 def mix(x: jax.Array) -> jax.Array:
     """Scrambles uint32 words: murmur3's 32-bit finalizer, a bijection."""
-    x ^= x >> 16
-    x *= jnp.uint32(0x85EBCA6B)
-    x ^= x >> 13
-    x *= jnp.uint32(0xC2B2AE35)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 

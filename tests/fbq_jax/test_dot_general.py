@@ -277,3 +277,19 @@ def test_bad_input_is_named(call, error, message):
 @pytest.mark.parametrize("precision", [None, "default", lax.Precision.DEFAULT])
 def test_default_precision_is_tolerated(precision):
     assert dot_general(jnp.ones((4, 4)), jnp.ones((4, 4)), MATMUL, precision)[0].all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_output_is_rounded_once(dtype):
+    x, w = heavy((64, 300), dtype=dtype), heavy((300, 64), 1, dtype)
+    wide = dot_general(x, w, MATMUL, None, jnp.float32, theta=20.0)[0]
+    got = dot_general(x, w, MATMUL, theta=20.0)[0]
+    np.testing.assert_array_equal(got, wide.astype(dtype))
+
+
+def test_a_rate_counts_the_blocks_that_fell_back():
+    """Also where the operand sets no threshold: one block of 64 is not zero."""
+    x = jnp.zeros((1024, 1024)).at[0, 0].set(1.0)
+    stats = dot_general(x, jnp.ones((1024, 1)), MATMUL)[1]
+    assert stats.rate == 1 / 64
+    assert dot_general(0.0 * x, jnp.ones((1024, 1)), MATMUL)[1].rate == 0.0

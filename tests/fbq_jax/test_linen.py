@@ -2,6 +2,7 @@
 
 import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +121,7 @@ def test_evaluation_freezes_the_threshold():
 def test_a_missing_collection_is_named():
     variables = init(Mlp())
     with pytest.raises(
-        ValueError, match=r"layer 'up' has no state.*'fallback'.*mutable"
+        ValueError, match=r"layer 'up' has no state 'dot_general'.*'fallback'"
     ):
         apply(Mlp(), {"params": variables["params"]}, X)
     _, updates = apply(Mlp(), {"params": variables["params"]}, X, mutable=["fallback"])
@@ -169,7 +170,7 @@ def test_scan_names_the_collection_that_is_not_listed():
         def __call__(self, x):
             return stack(axes=("params",))(x, None)[0]
 
-    with pytest.raises(ValueError, match="no state in the collection 'fallback'"):
+    with pytest.raises(ValueError, match="no state 'dot_general' in the collection"):
         init(Unlisted())
 
 
@@ -350,3 +351,43 @@ def test_liveness():
         assert_live(before, before)
     with pytest.raises(ValueError, match="got \\[\\] and \\[\\]"):
         assert_live({}, {})
+
+
+@pytest.mark.parametrize("collection", ["fallback", OWG])
+def test_state_may_come_as_numpy_or_frozen(collection):
+    """As a checkpoint restores it; nothing is written into the arrays."""
+    model = Mlp(FallbackDot(Recipe(block=32), collection=collection))
+    variables = init(model)
+    restored = jax.tree.map(np.array, variables)
+    kept = jax.tree.map(np.copy, restored)
+    frozen = flax.core.freeze(restored)
+
+    def grads(variables):
+        def loss(variables):
+            return jnp.sum(model.apply(variables, X, mutable=["fallback"])[0] ** 2)
+
+        return jax.grad(loss, allow_int=True)(variables)["params"]
+
+    expected = grads(variables)
+    for other in (restored, frozen):
+        pairs = zip(
+            jax.tree.leaves(grads(other)), jax.tree.leaves(expected), strict=True
+        )
+        for leaf, value in pairs:
+            np.testing.assert_array_equal(leaf, value)
+    jax.tree.map(np.testing.assert_array_equal, restored, kept)
+
+
+@pytest.mark.parametrize("theta", [np.nan, 0.0, np.inf])
+def test_a_threshold_that_is_none_starts_again(theta):
+    variables = init(Mlp())
+    spoiled = jax.tree.map(jnp.asarray, variables)
+    for layer in spoiled["fallback"].values():
+        layer["dot_general"]["theta"] = jnp.asarray(theta, jnp.bfloat16)
+    after = (train_step(Mlp(), v, X)[2]["fallback"] for v in (variables, spoiled))
+    jax.tree.map(np.testing.assert_array_equal, *after)
+
+
+def test_params_are_no_place_for_state():
+    with pytest.raises(ValueError, match="no parameter"):
+        FallbackDot(collection="params")

@@ -103,7 +103,7 @@ def test_state_has_a_variable_type_of_its_own():
     assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 4
 
 
-def test_linear_general_and_attention():
+def test_linear_general():
     x = X.reshape(2, 64, 64)
     layer = nnx.LinearGeneral(
         64, (4, 16), dot_general=FallbackDot(RECIPE), rngs=nnx.Rngs(0)
@@ -122,3 +122,28 @@ def test_a_shared_instance_is_named():
 def test_a_recipe_is_asked_for_by_value():
     with pytest.raises(TypeError, match="takes a Recipe"):
         FallbackDot("fallback")
+
+
+def test_view_freezes():
+    model = Mlp(nnx.Rngs(1))
+    nnx.view(model, use_running_average=True)(X)
+    assert fallback_stats(model)["up"].count == 0
+
+
+def test_each_dot_of_a_module_is_listed():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a, self.b = FallbackDot(RECIPE), FallbackDot(RECIPE)
+
+    assert set(fallback_stats(Two())) == {"a", "b"}
+
+
+def test_attention_with_a_dot_for_each_projection():
+    model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
+    for layer in (model.query, model.key, model.value, model.out):
+        layer.dot_general = nnx.data(FallbackDot(RECIPE))
+    model(X.reshape(2, 64, 64))
+    stats = fallback_stats(model)
+    assert {name: int(s.count) for name, s in stats.items()} == dict.fromkeys(
+        ("query", "key", "value", "out"), 1
+    )

@@ -1,6 +1,7 @@
 """Every field of a recipe is checked when it is built."""
 
 import dataclasses
+import pickle
 
 import pytest
 
@@ -23,6 +24,7 @@ from fbq_jax import Gemm, Recipe, RecipeError, recipes
         ("alpha", "fast", "above 1"),
         ("start", 0.0, "'first_batch' or"),
         ("start", -1.0, "'first_batch' or"),
+        ("start", 1e-50, "'first_batch' or"),
         ("start", "second_batch", "'first_batch' or"),
         ("fwd", "nearest", "a Gemm"),
     ],
@@ -68,3 +70,9 @@ def test_sides_give_the_blocks_of_all_three_operands():
     assert recipe.lhs_block == (32, 64)
     assert recipe.rhs_block == (64, 256)
     assert recipe.grad_block == (32, 256)
+
+
+def test_errors_can_be_pickled():
+    with pytest.raises(RecipeError) as error:
+        Recipe(alpha=0.5)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)

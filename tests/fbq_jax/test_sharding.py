@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import FallbackDot, Recipe, fallback_dot, fallback_stats
+from fbq_jax import FallbackDot, Recipe, dot_general, fallback_dot, fallback_stats
 
 DOT = FallbackDot(Recipe(block=32))
 X = jax.random.normal(jax.random.key(0), (128, 64))
@@ -59,3 +59,18 @@ def test_out_sharding():
         y = jax.jit(lambda x, w: fallback_dot(x, w, dims, out_sharding=sharding))(X, w)
     assert y.sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_allclose(y, fallback_dot(X, w, dims), rtol=1e-6)
+
+
+def test_shard_map_over_rows_is_the_same_product():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    w = jax.random.normal(jax.random.key(2), (64, 32))
+    dims = (((1,), (0,)), ((), ()))
+    recipe = Recipe(block=32)
+
+    def product(x, w):
+        return dot_general(x, w, dims, recipe=recipe, theta=2.5)[0]
+
+    mapped = jax.shard_map(product, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    np.testing.assert_allclose(
+        jax.jit(mapped)(X, w), jax.jit(product)(X, w), rtol=1e-6, atol=1e-6
+    )

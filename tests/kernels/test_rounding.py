@@ -72,3 +72,18 @@ def test_seeds_rows_and_columns_are_uncorrelated():
     # The sum around a rectangle is where an additive hash would show.
     around = noise[:, ::2, ::2] - noise[:, 1::2, ::2] - noise[:, ::2, 1::2]
     assert abs(correlation(around, noise[:, 1::2, 1::2])) < 4.5
+
+
+def test_noise_belongs_to_a_place_whatever_the_matrix_or_the_tile():
+    whole = draws(96, 160, SEEDS[:8])
+    np.testing.assert_array_equal(draws(64, 32, SEEDS[:8]), whole[:, :64, :32])
+
+
+def test_a_transposed_copy_draws_the_same_bits():
+    """Codes of x, transposed, are those of x' with each place's noise."""
+    x = jax.random.normal(jax.random.key(0), (1, 96, 160))
+    q = quantize(x, block=(32, 64), rounding="stochastic", seeds=SEEDS[5:6]).mT
+    noise = oracle.noise(5, (96, 160)).T
+    codes, scales, _ = oracle.quantize(x[0].T, (64, 32), noise)
+    np.testing.assert_array_equal(q.main.codes[0], codes)
+    np.testing.assert_array_equal(q.main.scales[0], scales)
