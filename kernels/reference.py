@@ -131,7 +131,7 @@ def matmul(
         out[m, n] = sum_k (s_lhs[m, k] * I[m, n, k] + s_res[m, k] * J[m, n, k])
                     * s_rhs[n, k]
 
-    with ``k`` over K blocks, and ``I``, ``J`` the exact INT32 products of lhs' and the
+    with ``k`` over K blocks; ``I`` and ``J`` are exact integer products of lhs' and the
     residual's codes with those of rhs.  Scaled block products are summed in float32 and
     rounded once to the output's dtype.  Both operands are contiguous along K, as INT8
     tensor cores need them.
@@ -156,14 +156,11 @@ def matmul(
         terms, rhs = operands
         column_scale = _repeat(rhs.scales, n, columns)[:, None, :]
         for term in terms:
-            product = lax.dot_general(
-                term.codes,
-                rhs.codes,
-                (((2,), (2,)), ((0,), (0,))),
-                preferred_element_type=jnp.int32,
+            product = lax.platform_dependent(
+                term.codes, rhs.codes, cpu=_int_product, default=_float_product
             )
             row_scale = _repeat(term.scales, m, rows)[:, :, None]
-            acc += product.astype(jnp.float32) * (row_scale * column_scale)
+            acc += product * (row_scale * column_scale)
         return acc, None
 
     # Zeros, as empty sums over the operands: so they vary over the axes of a mesh, and
@@ -175,6 +172,29 @@ def matmul(
     acc = row_zeros[:, :, None] + column_zeros[:, None, :]
     operands = ([_split_k(term, k) for term in terms], _split_k(rhs, k))
     return lax.scan(add_block, acc, operands)[0].astype(dtype)
+
+
+_BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
+
+
+def _int_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Codes ``[B, M, k]`` times ``[B, N, k]``, exact: float32 ``[B, M, N]``."""
+    product = lax.dot_general(lhs, rhs, _BATCHED_NT, preferred_element_type=jnp.int32)
+    return product.astype(jnp.float32)
+
+
+def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The same: 127 * 127 * 256, the largest sum, is an integer that float32 holds.
+
+    XLA for GPUs (jax 0.11.2 on an H200) gives wrong INT8 products for some small
+    operands that are padded and transposed first.
+    """
+    return lax.dot_general(
+        lhs.astype(jnp.float32),
+        rhs.astype(jnp.float32),
+        _BATCHED_NT,
+        precision=lax.Precision.HIGHEST,
+    )
 
 
 def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
