@@ -27,7 +27,8 @@ class Stats(NamedTuple):
 
     Attributes:
       rate: float32 ``[]``, the share of blocks that fell back.
-      theta: float32 ``[]``, the threshold that decided it.
+      theta: float32 ``[]``, the threshold that decided it; ``threshold.UNSET``, which
+        counts as 0, where lhs set none (zeros, a NaN or an Inf).
       metric: float32 ``[B, ceil(M/m), ceil(K/k)]``, the criterion's value of each
         block.
     """
