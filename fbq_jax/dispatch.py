@@ -21,8 +21,10 @@ from fbq_jax.kernels.reference import (
     Block,
     Criterion,
     FallbackQuantized,
+    Layouts,
     Quantized,
 )
+from fbq_jax.kernels.rounding import Rounding
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
@@ -57,17 +59,31 @@ def choose(op: str) -> Choice:
 
 
 def quantize(
-    x: jax.Array, seeds: jax.Array, *, block: Block, mode: rounding.Rounding
-) -> Quantized:
+    x: jax.Array,
+    seeds: jax.Array,
+    *,
+    block: Block,
+    rows: Rounding | None,
+    columns: Rounding | None,
+) -> Layouts:
     """``reference.quantize`` by the implementation chosen."""
-    return _batched("quantize", block=block, mode=mode)(x, seeds)
+    return _batched("quantize", block=block, rows=rows, columns=columns)(x, seeds)
 
 
 def quantize_fallback(
-    x: jax.Array, theta: jax.Array, *, block: Block, criterion: Criterion
+    x: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    *,
+    block: Block,
+    criterion: Criterion,
+    columns: Rounding | None,
 ) -> FallbackQuantized:
     """``reference.quantize_fallback`` by the implementation chosen."""
-    return _batched("quantize_fallback", block=block, criterion=criterion)(x, theta)
+    op = _batched(
+        "quantize_fallback", block=block, criterion=criterion, columns=columns
+    )
+    return op(x, theta, seeds)
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:

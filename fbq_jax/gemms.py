@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax import qtensor
+from fbq_jax import dispatch
 from fbq_jax.kernels import rounding
-from fbq_jax.qtensor import QTensor
+from fbq_jax.kernels.reference import Layouts, Quantized
+from fbq_jax.kernels.rounding import Rounding
 from fbq_jax.recipe import Recipe
 
 # checkpoint_names of what the forward pass saves for the backward pass.
@@ -53,71 +54,95 @@ def matmul(
       ``[B, M, N]``, and the criterion's metric of each block of x, float32
       ``[B, ceil(M/m), ceil(K/k)]`` (``[B, 0, 0]`` without a criterion).
     """
-    lhs, metric = _quantize_lhs(spec.recipe, x, theta, seed)
-    rhs = _quantize_rhs(spec.recipe, w, seed)
-    return qtensor.matmul(lhs, rhs, spec.dtype), metric
+    recipe = spec.recipe
+    lhs, residual, metric = _quantize_lhs(recipe, x, theta, seed, columns=None)
+    rhs = _quantize_rhs(recipe, w, seed, rows=None)
+    return _forward(spec, lhs, residual, rhs), metric
 
 
 def _matmul_fwd(
     spec: Spec, x: jax.Array, w: jax.Array, theta: jax.Array, seed: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[QTensor, QTensor, jax.Array]]:
+) -> tuple[
+    tuple[jax.Array, jax.Array], tuple[Quantized | None, Quantized | None, jax.Array]
+]:
     recipe = spec.recipe
-    lhs, metric = _quantize_lhs(recipe, x, theta, seed)
-    rhs = _quantize_rhs(recipe, w, seed)
-    y = qtensor.matmul(lhs, rhs, spec.dtype)
-    if recipe.drhs.lhs == recipe.fwd.lhs:
-        saved = QTensor(lhs.main, None, lhs.block)
-    else:
-        saved = qtensor.quantize(
-            x,
-            block=recipe.lhs_block,
-            rounding=recipe.drhs.lhs,
-            seeds=_seeds(seed, _LHS_STREAM, x),
-        )
-    saved, rhs = checkpoint_name(saved, LHS_NAME), checkpoint_name(rhs, RHS_NAME)
-    return (y, metric), (saved, rhs, seed)
+    columns, rows = recipe.drhs.lhs, recipe.dlhs.rhs
+    lhs, residual, metric = _quantize_lhs(recipe, x, theta, seed, columns=columns)
+    rhs = _quantize_rhs(recipe, w, seed, rows=rows)
+    y = _forward(spec, lhs, residual, rhs)
+    saved_lhs = checkpoint_name(lhs.columns, LHS_NAME)
+    saved_rhs = checkpoint_name(rhs.rows, RHS_NAME)
+    return (y, metric), (saved_lhs, saved_rhs, seed)
 
 
 def _matmul_bwd(
     spec: Spec,
-    saved: tuple[QTensor, QTensor, jax.Array],
+    saved: tuple[Quantized, Quantized, jax.Array],
     cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None, None]:
     lhs, rhs, seed = saved
     dy, _ = cotangents
-    grad = qtensor.quantize(
+    recipe = spec.recipe
+    m, k, n = recipe.sides
+    grad, grad_t = dispatch.quantize(
         dy,
-        block=spec.recipe.grad_block,
-        rounding=spec.recipe.dlhs.lhs,
-        seeds=_seeds(seed, _GRAD_STREAM, dy),
+        _seeds(seed, _GRAD_STREAM, dy),
+        block=recipe.grad_block,
+        rows=recipe.dlhs.lhs,
+        columns=recipe.drhs.rhs,
     )
-    dx = qtensor.matmul(grad, rhs.mT, spec.lhs_dtype)
-    dw = qtensor.matmul(lhs.mT, grad, spec.rhs_dtype)
+    dx = dispatch.matmul(grad, None, rhs, blocks=(m, n, k), dtype=spec.lhs_dtype)
+    dw = dispatch.matmul(lhs, None, grad_t, blocks=(k, m, n), dtype=spec.rhs_dtype)
     return dx, dw, None, None
 
 
 matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
+def _forward(
+    spec: Spec, lhs: Layouts, residual: Quantized | None, rhs: Layouts
+) -> jax.Array:
+    return dispatch.matmul(
+        lhs.rows, residual, rhs.columns, blocks=spec.recipe.sides, dtype=spec.dtype
+    )
+
+
 def _quantize_lhs(
-    recipe: Recipe, x: jax.Array, theta: jax.Array, seed: jax.Array
-) -> tuple[QTensor, jax.Array]:
-    block = recipe.lhs_block
-    if recipe.criterion is not None:
-        return qtensor.quantize_fallback(
-            x, theta, block=block, criterion=recipe.criterion
+    recipe: Recipe,
+    x: jax.Array,
+    theta: jax.Array,
+    seed: jax.Array,
+    *,
+    columns: Rounding | None,
+) -> tuple[Layouts, Quantized | None, jax.Array]:
+    """X by rows and, where asked for, by columns; its residual; its blocks' metric."""
+    block, seeds = recipe.lhs_block, _seeds(seed, _LHS_STREAM, x)
+    if recipe.criterion is None:
+        lhs = dispatch.quantize(
+            x, seeds, block=block, rows=recipe.fwd.lhs, columns=columns
         )
-    seeds = _seeds(seed, _LHS_STREAM, x)
-    lhs = qtensor.quantize(x, block=block, rounding=recipe.fwd.lhs, seeds=seeds)
-    return lhs, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
+        return lhs, None, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
+    main, residual, metric, transposed = dispatch.quantize_fallback(
+        x,
+        jnp.broadcast_to(theta, x.shape[:1]),
+        seeds,
+        block=block,
+        criterion=recipe.criterion,
+        columns=columns,
+    )
+    return Layouts(main, transposed), residual, metric
 
 
-def _quantize_rhs(recipe: Recipe, w: jax.Array, seed: jax.Array) -> QTensor:
-    return qtensor.quantize(
+def _quantize_rhs(
+    recipe: Recipe, w: jax.Array, seed: jax.Array, *, rows: Rounding | None
+) -> Layouts:
+    """W by columns and, where asked for, by rows."""
+    return dispatch.quantize(
         w,
+        _seeds(seed, _RHS_STREAM, w),
         block=recipe.rhs_block,
-        rounding=recipe.fwd.rhs,
-        seeds=_seeds(seed, _RHS_STREAM, w),
+        rows=rows,
+        columns=recipe.fwd.rhs,
     )
 
 

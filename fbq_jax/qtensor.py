@@ -80,7 +80,8 @@ def quantize(
         if rounding == "stochastic":
             raise ValueError("stochastic rounding needs seeds, uint32 [B]")
         seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    main = dispatch.quantize(x, seeds, block=block, mode=rounding)
+    main, _ = dispatch.quantize(x, seeds, block=block, rows=rounding, columns=None)
+    assert main is not None
     return QTensor(main, None, block)
 
 
@@ -103,8 +104,9 @@ def quantize_fallback(
       The QTensor and the metric, float32 ``[B, ceil(R/r), ceil(C/c)]``.
     """
     thetas = jnp.broadcast_to(theta, x.shape[:1])
-    main, residual, metric = dispatch.quantize_fallback(
-        x, thetas, block=block, criterion=criterion
+    seeds = jnp.zeros(x.shape[0], jnp.uint32)
+    main, residual, metric, _ = dispatch.quantize_fallback(
+        x, thetas, seeds, block=block, criterion=criterion, columns=None
     )
     return QTensor(main, residual, block), metric
 

@@ -143,23 +143,24 @@ class Recipe:
     @property
     def lhs_block(self) -> Block:
         """Rows and columns of a block of X."""
-        m, k, _ = self._sides
+        m, k, _ = self.sides
         return m, k
 
     @property
     def rhs_block(self) -> Block:
         """Rows and columns of a block of W."""
-        _, k, n = self._sides
+        _, k, n = self.sides
         return k, n
 
     @property
     def grad_block(self) -> Block:
         """Rows and columns of a block of dY."""
-        m, _, n = self._sides
+        m, _, n = self.sides
         return m, n
 
     @property
-    def _sides(self) -> tuple[int, int, int]:
+    def sides(self) -> tuple[int, int, int]:
+        """Sides of a block along M, K and N."""
         assert isinstance(self.block, tuple)  # as __post_init__ leaves it
         return self.block
 

@@ -42,41 +42,67 @@ class Quantized(NamedTuple):
     scales: jax.Array
 
 
+class Layouts(NamedTuple):
+    """An operand's codes in the layouts asked for; None for the others.
+
+    A tensor core takes both operands contiguous along the contraction, so an operand
+    of two GEMMs may be needed twice: by ``rows``, as it lies, and by ``columns``, as
+    its transpose ``[B, C, R]`` with transposed scales.
+    """
+
+    rows: Quantized | None
+    columns: Quantized | None
+
+
 class FallbackQuantized(NamedTuple):
     """A quantized operand, its residual, and what decides where that is used.
 
-    ``residual`` has codes and scales 0 in the blocks that do not fall back.
-    ``metric`` is the criterion's value, float32, one a block.
+    ``residual`` has scale 0 in the blocks that do not fall back; its codes there mean
+    nothing (an implementation need not write them; the reference leaves zeros).
+    ``metric`` is the criterion's value, float32, one a block.  ``columns`` is as in
+    ``Layouts``, of the operand without its residual.
     """
 
     main: Quantized
     residual: Quantized
     metric: jax.Array
+    columns: Quantized | None
 
 
 def quantize(
-    x: jax.Array, seeds: jax.Array, *, block: Block, mode: rounding.Rounding
-) -> Quantized:
-    """Quantizes matrices to INT8 with one scale a block.
+    x: jax.Array,
+    seeds: jax.Array,
+    *,
+    block: Block,
+    rows: rounding.Rounding | None,
+    columns: rounding.Rounding | None,
+) -> Layouts:
+    """Quantizes matrices to INT8 with one scale a block, in one or both layouts.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       seeds: uint32 ``[B]``, of the noise; not read by nearest rounding.
       block: rows and columns of a block.
-      mode: ``"nearest"`` or ``"stochastic"``.
+      rows: the rounding, ``"nearest"`` or ``"stochastic"``, of the codes by rows; None
+        for no such codes.
+      columns: likewise, of the codes by columns.  Noise belongs to an element, so equal
+        roundings give equal codes.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
-    noise = None
-    if mode == "stochastic":
-        _, rows, r, columns, c = tiles.shape
-        draw = functools.partial(rounding.noise, rows=rows * r, columns=columns * c)
-        noise = _to_tiles(jax.vmap(draw)(seeds), block)
-    codes, scales = _quantize_tiles(tiles, noise)
-    return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
+    return Layouts(
+        None if rows is None else _round(tiles, seeds, rows, x.shape),
+        None if columns is None else _mT(_round(tiles, seeds, columns, x.shape)),
+    )
 
 
 def quantize_fallback(
-    x: jax.Array, theta: jax.Array, *, block: Block, criterion: Criterion
+    x: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    *,
+    block: Block,
+    criterion: Criterion,
+    columns: rounding.Rounding | None,
 ) -> FallbackQuantized:
     """Quantizes to INT8, nearest, with a second term where the metric exceeds theta.
 
@@ -92,8 +118,10 @@ def quantize_fallback(
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       theta: float32 ``[B]``, thresholds in the units of the metric.
+      seeds: uint32 ``[B]``, of the noise; read by stochastic ``columns`` only.
       block: rows and columns of a block.
       criterion: which metric.
+      columns: the rounding of the codes by columns; None for no such codes.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
@@ -108,6 +136,7 @@ def quantize_fallback(
             _from_tiles(residual_codes, x.shape).astype(jnp.int8), residual_scales
         ),
         metric,
+        None if columns is None else _mT(_round(tiles, seeds, columns, x.shape)),
     )
 
 
@@ -213,6 +242,23 @@ def _from_tiles(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _spread(per_block: jax.Array) -> jax.Array:
     """Makes one value a block broadcast against tiles."""
     return per_block[:, :, None, :, None]
+
+
+def _round(
+    tiles: jax.Array, seeds: jax.Array, mode: rounding.Rounding, shape: tuple[int, ...]
+) -> Quantized:
+    """The codes and scales of tiles, as matrices of ``shape``."""
+    noise = None
+    if mode == "stochastic":
+        _, rows, r, columns, c = tiles.shape
+        draw = functools.partial(rounding.noise, rows=rows * r, columns=columns * c)
+        noise = _to_tiles(jax.vmap(draw)(seeds), (r, c))
+    codes, scales = _quantize_tiles(tiles, noise)
+    return Quantized(_from_tiles(codes, shape).astype(jnp.int8), scales)
+
+
+def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
+    return Quantized(x.codes.mT, x.scales.mT)
 
 
 def _quantize_tiles(

@@ -21,7 +21,9 @@ THETA = jnp.asarray([20.0, 2.0], jnp.float32)
 def test_codes_are_the_bits_of_the_cpu(dtype, block, scale):
     x = (heavy((2, 1000, 1500)) * scale).astype(dtype)
     ops = [
-        functools.partial(reference.quantize, x, SEEDS, block=block, mode=mode)
+        functools.partial(
+            reference.quantize, x, SEEDS, block=block, rows=mode, columns=mode
+        )
         for mode in ("nearest", "stochastic")
     ]
     ops.append(
@@ -29,8 +31,10 @@ def test_codes_are_the_bits_of_the_cpu(dtype, block, scale):
             reference.quantize_fallback,
             x,
             THETA * scale,
+            SEEDS,
             block=block,
             criterion="absmax",
+            columns="stochastic",
         )
     )
     for op in ops:

@@ -29,9 +29,11 @@ def heavy(shape, seed=0, dtype=np.float32):
 def test_codes_and_scales_are_bit_exact(mode, dtype, block):
     x = heavy((2, 200, 300), dtype=dtype)
     seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)
-    got = jax.jit(functools.partial(reference.quantize, block=block, mode=mode))(
+    quantize = functools.partial(reference.quantize, block=block)
+    got, columns = jax.jit(functools.partial(quantize, rows=mode, columns=mode))(
         x, seeds
     )
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.mT, b), got, columns)
     for i, seed in enumerate([3, 2**32 - 5]):
         noise = oracle.noise(seed, x.shape[1:]) if mode == "stochastic" else None
         codes, scales, _ = oracle.quantize(x[i], block, noise)
@@ -45,14 +47,22 @@ def test_codes_and_scales_are_bit_exact(mode, dtype, block):
 def test_fallback_is_bit_exact(criterion, theta):
     x, block = heavy((1, 300, 500)), (64, 128)
     got = jax.jit(
-        functools.partial(reference.quantize_fallback, block=block, criterion=criterion)
-    )(x, jnp.asarray([theta], jnp.float32))
+        functools.partial(
+            reference.quantize_fallback,
+            block=block,
+            criterion=criterion,
+            columns="stochastic",
+        )
+    )(x, jnp.asarray([theta], jnp.float32), jnp.asarray([7], jnp.uint32))
     main, residual, _, metric = oracle.quantize_fallback(x[0], theta, block, criterion)
     assert 0 < np.mean(metric > theta) < 1
     for got_part, part in ((got.main, main), (got.residual, residual)):
         np.testing.assert_array_equal(got_part.codes[0], part[0])
         np.testing.assert_array_equal(got_part.scales[0], part[1])
     np.testing.assert_allclose(got.metric[0], metric, rtol=1e-5)
+    codes, scales, _ = oracle.quantize(x[0], block, oracle.noise(7, x.shape[1:]))
+    np.testing.assert_array_equal(got.columns.codes[0], codes.T)
+    np.testing.assert_array_equal(got.columns.scales[0], scales.T)
     alone = reference.block_metric(x, block=block, criterion=criterion)
     np.testing.assert_allclose(alone, got.metric, rtol=1e-6)
 
@@ -68,14 +78,23 @@ def test_division_is_correctly_rounded():
     np.testing.assert_array_equal(divide(amax, top), amax / top)
 
 
+def quantize_rows(x, block, mode="nearest"):
+    seeds = jnp.zeros(x.shape[0], jnp.uint32)
+    return reference.quantize(x, seeds, block=block, rows=mode, columns=None).rows
+
+
+def quantize_absmax(x, theta, block):
+    seeds = jnp.zeros(x.shape[0], jnp.uint32)
+    return reference.quantize_fallback(
+        x, theta, seeds, block=block, criterion="absmax", columns=None
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("blocks", "fallback"))
 def multiply(x, w, theta, blocks, fallback):
     bm, bk, bn = blocks
-    seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    rhs = reference.quantize(w, seeds, block=(bn, bk), mode="nearest")
-    main, residual, _ = reference.quantize_fallback(
-        x, theta, block=(bm, bk), criterion="absmax"
-    )
+    rhs = quantize_rows(w, (bn, bk))
+    main, residual, _, _ = quantize_absmax(x, theta, (bm, bk))
     if not fallback:
         residual = None
     return reference.matmul(main, residual, rhs, blocks=blocks, dtype=jnp.float32)
@@ -107,21 +126,16 @@ def test_a_long_contraction_does_not_overflow():
     """Codes of 127 throughout: int32 over all of K would overflow at 133 153."""
     k = 200_000
     ones = jnp.ones((1, 2, k))
-    seeds = jnp.zeros(1, jnp.uint32)
-    q = reference.quantize(ones, seeds, block=(128, 128), mode="nearest")
+    q = quantize_rows(ones, (128, 128))
     y = reference.matmul(q, None, q, blocks=(128, 128, 128), dtype=jnp.float32)
     np.testing.assert_allclose(y, k, rtol=1e-5)
 
 
 def test_zero_blocks_contribute_exactly_zero():
     x = jnp.zeros((1, 256, 256)).at[:, :128, :128].set(heavy((1, 128, 128)))
-    q = reference.quantize_fallback(
-        x, jnp.zeros(1), block=(128, 128), criterion="absmax"
-    )
+    q = quantize_absmax(x, jnp.zeros(1), (128, 128))
     assert np.all(np.asarray(q.main.scales)[0] == [[q.main.scales[0, 0, 0], 0], [0, 0]])
-    w = reference.quantize(
-        heavy((1, 64, 256)), jnp.zeros(1, jnp.uint32), block=(128, 128), mode="nearest"
-    )
+    w = quantize_rows(heavy((1, 64, 256)), (128, 128))
     y = reference.matmul(
         q.main, q.residual, w, blocks=(128, 128, 128), dtype=jnp.float32
     )
@@ -131,8 +145,7 @@ def test_zero_blocks_contribute_exactly_zero():
 @pytest.mark.parametrize("tiny", [1e-45, 1e-38, 2.0**-119])
 def test_a_block_too_small_for_a_scale_counts_as_zero(tiny):
     x = jnp.full((1, 4, 4), tiny, jnp.float32)
-    seeds = jnp.ones(1, jnp.uint32)
-    q = reference.quantize(x, seeds, block=(32, 32), mode="stochastic")
+    q = quantize_rows(x, (32, 32), "stochastic")
     assert not np.any(q.codes)
     assert not np.any(q.scales)
 
@@ -141,8 +154,7 @@ def test_a_block_too_small_for_a_scale_counts_as_zero(tiny):
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
 def test_non_finite_values_show_in_every_row_that_depends_on_them(bad, mode):
     x = heavy((1, 256, 256)).at[0, 130, 5].set(bad)
-    seeds = jnp.zeros(1, jnp.uint32)
-    q = reference.quantize(x, seeds, block=(128, 128), mode=mode)
+    q = quantize_rows(x, (128, 128), mode)
     y = reference.matmul(q, None, q, blocks=(128, 128, 128), dtype=jnp.float32)
     nan = np.isnan(np.asarray(y[0]))
     assert nan[128:].all()
@@ -161,9 +173,7 @@ def test_one_outlier_in_a_normal_block(outlier, plain, fallback, int16):
     """Fallback beats INT16 where the outlier dwarfs the rest of the block."""
     x = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
     x[17, 99] = outlier
-    q = reference.quantize_fallback(
-        jnp.asarray(x)[None], jnp.zeros(1), block=(128, 128), criterion="absmax"
-    )
+    q = quantize_absmax(jnp.asarray(x)[None], jnp.zeros(1), (128, 128))
 
     def rms(values):
         return np.sqrt(np.mean((values - x) ** 2, dtype=np.float64))

@@ -1,0 +1,1 @@
+"""The GEMM as a Pallas Mosaic GPU kernel, for Hopper."""

@@ -1,0 +1,311 @@
+"""The block-scaled INT8 GEMM with fallback, for Hopper's tensor cores.
+
+A persistent kernel: each thread block computes tiles of 128 x 128 of the output, one
+after the other.  Its last warpgroup copies tiles of codes into a ring of buffers in
+shared memory (TMA); two warpgroups each multiply 64 rows (WGMMA, INT8 to INT32) and
+*promote* the products: convert them to float32, scale them and add them up.
+
+Promotion is what the kernel's speed hangs on: it costs two instructions an element for
+every 128 elements of K, while the tensor core waits or works.  Hence:
+
+- Steps are taken in chunks, with two INT32 accumulators in turns: while one is
+  promoted, the product for the other is in flight.  (A product may not be in flight
+  from one pass of a loop to the next: ptxas would serialize them all.)
+- An accumulator is not reset within a chunk.  With ``P`` the running sums, the sum of
+  ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.  Their magnitude
+  stays below ``2**24``, so that they are exact in float32.
+
+Blocks that fell back are more steps of the same loop: see ``steps``.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.kernels.mosaic.steps import steps
+from fbq_jax.kernels.reference import Quantized
+
+SIDE = 128  # of a tile, and of a block
+_WARPGROUPS = 2  # that multiply, each half the rows of a tile
+_ROWS = SIDE // _WARPGROUPS
+_CHUNK = 4  # steps of the unrolled loop
+# Of 512 registers that a thread of each warpgroup has together.
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+
+
+class Config(NamedTuple):
+    """How the kernel runs; every choice computes the same.
+
+    Attributes:
+      ring: buffers of the ring.
+      group: tiles along N that are computed side by side, for the L2 cache.
+      cluster: thread blocks, 1 or 2, neighbours along N, that share lhs' tiles.
+    """
+
+    ring: int
+    group: int
+    cluster: int
+
+
+def matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    *,
+    blocks: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+    config: Config | None = None,
+) -> jax.Array:
+    """``reference.matmul``, for blocks whose sides are multiples of 128.
+
+    Sizes that are no multiples of 128 are padded with zeros, in copies of the codes.
+    """
+    m, k, n = blocks
+    batch, rows, depth = lhs.codes.shape
+    columns = rhs.codes.shape[1]
+    sizes = [SIDE * pl.cdiv(size, SIDE) for size in (rows, depth, columns)]
+    padded_rows, padded_depth, padded_columns = sizes
+    lhs_codes = [
+        _pad(term.codes, padded_rows, padded_depth)
+        for term in (lhs, residual)
+        if term is not None
+    ]
+    lhs_scales = [
+        _spread(term.scales, (m, k), padded_rows, padded_depth)
+        for term in (lhs, residual)
+        if term is not None
+    ]
+    rhs_codes = _pad(rhs.codes, padded_columns, padded_depth)
+    rhs_scales = _spread(rhs.scales, (n, k), padded_columns, padded_depth)
+    if residual is not None:
+        lhs_scales = list(steps(*lhs_scales))
+    if config is None:
+        config = default_config(padded_columns, dtype)
+    kernel = _build(
+        (batch, *sizes), residual is not None, jnp.dtype(dtype), config, _processors()
+    )
+    out = kernel(*lhs_codes, *lhs_scales, rhs_codes, rhs_scales)
+    return out[:, :rows, :columns]
+
+
+def default_config(columns: int, dtype: jax.typing.DTypeLike) -> Config:
+    """The configuration of a shape that no table knows."""
+    ring = 6 if jnp.dtype(dtype).itemsize == 2 else 5  # the output's buffers are larger
+    return Config(ring=ring, group=8, cluster=2 if columns % (2 * SIDE) == 0 else 1)
+
+
+def _processors() -> int:
+    return jax.devices()[0].core_count
+
+
+def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:
+    _, r, c = codes.shape
+    return jnp.pad(codes, ((0, 0), (0, rows - r), (0, columns - c)))
+
+
+def _spread(
+    scales: jax.Array, block: tuple[int, int], rows: int, columns: int
+) -> jax.Array:
+    """One scale a block to one for each 128 x 128."""
+    r, c = block
+    scales = jnp.repeat(jnp.repeat(scales, r // SIDE, axis=1), c // SIDE, axis=2)
+    return scales[:, : rows // SIDE, : columns // SIDE]
+
+
+@functools.cache
+def _build(
+    sizes: tuple[int, int, int, int],
+    fallback: bool,
+    dtype: jnp.dtype,
+    config: Config,
+    processors: int,
+) -> Any:
+    """The kernel for codes ``[B, M, K]`` and ``[B, N, K]``, sizes multiples of 128."""
+    batch, rows, depth, columns = sizes
+    ring, group, cluster = config
+    tile_rows, tile_columns = rows // SIDE, columns // SIDE
+    tiles = batch * tile_rows * tile_columns // cluster
+    clusters = processors // cluster
+
+    def kernel(*refs: Any) -> None:
+        if fallback:
+            main, residual, source, lhs_scale, count, rhs, rhs_scale, *refs = refs
+        else:
+            main, lhs_scale, rhs, rhs_scale, *refs = refs
+        out, lhs_ring, rhs_ring, out_buffer, full, empty = refs
+        warpgroup = lax.axis_index("warpgroup")
+        first, neighbour = lax.axis_index("cluster"), lax.axis_index("block")
+        multicast = {"collective_axes": "block"} if cluster > 1 else {}
+
+        def tile(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Batch, row and column of a tile of this thread block."""
+            per_matrix = jnp.int32(tile_rows * tile_columns // cluster)
+            index = first + index * clusters
+            i, j = plgpu.planar_snake(
+                lax.rem(index, per_matrix), (tile_rows, tile_columns // cluster), 1, group
+            )
+            return lax.div(index, per_matrix), i, j * cluster + neighbour
+
+        def step_count(b: jax.Array, i: jax.Array) -> jax.Array:
+            return count[b, i] if fallback else jnp.int32(depth // SIDE)
+
+        def after(slot: jax.Array) -> jax.Array:
+            return jnp.where(slot + 1 == ring, 0, slot + 1)
+
+        def for_each_tile(body: Any) -> None:
+            """Calls ``body(*tile, slot)``, which returns the next slot of the ring."""
+            mine = lax.div(tiles - first + clusters - 1, jnp.int32(clusters))
+            lax.fori_loop(0, mine, lambda n, slot: body(*tile(n), slot), jnp.int32(0))
+
+        @pl.when(warpgroup == _WARPGROUPS)
+        def _produce() -> None:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+
+            @for_each_tile
+            def _tile(b: jax.Array, i: jax.Array, j: jax.Array, slot: jax.Array) -> Any:
+                def copy(step: jax.Array, slot: jax.Array) -> jax.Array:
+                    at = source[b, i, step] if fallback else 2 * step
+                    k = pl.ds(lax.div(at, jnp.int32(2)) * SIDE, SIDE)
+                    plgpu.barrier_wait(empty.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        rhs.at[b, pl.ds(j * SIDE, SIDE), k],
+                        rhs_ring.at[slot],
+                        full.at[slot],
+                    )
+
+                    def copy_lhs(term: Any) -> None:
+                        plgpu.copy_gmem_to_smem(
+                            term.at[b, pl.ds(i * SIDE, SIDE), k],
+                            lhs_ring.at[slot],
+                            full.at[slot],
+                            **multicast,
+                        )
+
+                    if fallback:
+                        is_residual = lax.rem(at, jnp.int32(2)) == 1
+                        pl.when(is_residual)(lambda: copy_lhs(residual))
+                        pl.when(~is_residual)(lambda: copy_lhs(main))
+                    else:
+                        copy_lhs(main)
+                    return after(slot)
+
+                return lax.fori_loop(0, step_count(b, i), copy, slot)
+
+            for slot in range(ring):
+                plgpu.barrier_wait(empty.at[slot])
+
+        @pl.when(warpgroup < _WARPGROUPS)
+        def _multiply() -> None:
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            my_rows = pl.ds(warpgroup * _ROWS, _ROWS)
+            for slot in range(ring):
+                plgpu.barrier_arrive(empty.at[slot])
+
+            @for_each_tile
+            def _tile(b: jax.Array, i: jax.Array, j: jax.Array, slot: jax.Array) -> Any:
+                def scale(step: jax.Array) -> jax.Array:
+                    k = lax.div(source[b, i, step], jnp.int32(2)) if fallback else step
+                    return lhs_scale[b, i, step] * rhs_scale[b, j, k]
+
+                def chunk(size: int, step: jax.Array, carry: Any) -> Any:
+                    """Adds ``size`` steps."""
+                    slot, total = carry
+                    slots = [slot]
+                    for _ in range(size):
+                        slots.append(after(slots[-1]))
+
+                    def issue(product: Any, slot: jax.Array) -> None:
+                        plgpu.barrier_wait(full.at[slot])
+                        plgpu.wgmma(
+                            product,
+                            lhs_ring.at[slot, my_rows],
+                            plgpu.transpose_ref(rhs_ring.at[slot], (1, 0)),
+                        )
+
+                    def scope(*products: Any) -> jax.Array:
+                        acc = total
+                        issue(products[0], slots[0])
+                        for n in range(size):
+                            last = n + 1 == size
+                            if not last:
+                                issue(products[(n + 1) % 2], slots[n + 1])
+                            if n == 0:  # loads whose latency the products hide
+                                scales = [scale(step + n) for n in range(size)]
+                            value = plgpu.wgmma_accumulator_load(
+                                products[n % 2], wait_n=0 if last else 1
+                            )
+                            plgpu.barrier_arrive(empty.at[slots[n]])
+                            weight = scales[n]
+                            if n + 2 < size:
+                                weight -= scales[n + 2]
+                            acc += value.astype(jnp.float32) * weight
+                        return acc
+
+                    product = plgpu.ACC((_ROWS, SIDE), jnp.int32)
+                    total = pl.run_scoped(scope, *[product] * min(size, 2))
+                    return slots[-1], total
+
+                zero = jnp.zeros((_ROWS, SIDE), jnp.float32)
+                carry = slot, plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+                count, step = step_count(b, i), jnp.int32(0)
+                for size in (1, 2):
+                    some = lax.bitwise_and(count, jnp.int32(size)) != 0
+                    add = functools.partial(chunk, size, step)
+                    carry = lax.cond(some, add, lambda carry: carry, carry)
+                    step += jnp.where(some, size, 0)
+                slot, acc = lax.fori_loop(
+                    0,
+                    lax.div(count, jnp.int32(_CHUNK)),
+                    lambda n, carry: chunk(_CHUNK, step + n * _CHUNK, carry),
+                    carry,
+                )
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_buffer[warpgroup] = acc.astype(dtype)
+                plgpu.commit_smem()
+                mine = pl.ds(i * SIDE + warpgroup * _ROWS, _ROWS)
+                plgpu.copy_smem_to_gmem(
+                    out_buffer.at[warpgroup], out.at[b, mine, pl.ds(j * SIDE, SIDE)]
+                )
+                return slot
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    if cluster > 1:
+        empty = plgpu.ClusterBarrier(
+            collective_axes=(("block",),), num_arrivals=_WARPGROUPS, num_barriers=ring
+        )
+    else:
+        empty = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=ring)
+    codes = plgpu.SMEM((ring, SIDE, SIDE), jnp.int8, transforms=_swizzle(1))
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((batch, rows, columns), dtype),
+        scratch_types=[
+            codes,
+            codes,
+            plgpu.SMEM(
+                (_WARPGROUPS, _ROWS, SIDE), dtype, transforms=_swizzle(dtype.itemsize)
+            ),
+            plgpu.Barrier(num_arrivals=2, num_barriers=ring),
+            empty,
+        ],
+        grid=(clusters,),
+        grid_names=("cluster",),
+        cluster=(cluster,),
+        cluster_names=("block",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+    )
+
+
+def _swizzle(itemsize: int) -> tuple[Any, ...]:
+    """The layout in shared memory that TMA and WGMMA agree on: rows of 128 bytes."""
+    return (
+        plgpu.TilingTransform((8, 128 // itemsize)),
+        plgpu.SwizzleTransform(128),
+    )

@@ -1,0 +1,83 @@
+"""The K blocks a GEMM with fallback takes, as lists that its K loop walks.
+
+A residual is used in some blocks only.  A branch around its product would stop the
+compiler from pipelining the loads, so the loop over K becomes a loop over a list of
+steps that says, for each, which block to multiply and where it comes from.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from fbq_jax.kernels.triton.launch import launch
+
+CHUNK = 1024
+
+
+def steps(
+    scales: jax.Array, residual_scales: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists, for each row block, the products it is the sum of, in order of K.
+
+    Args:
+      scales: float32 ``[B, I, J]``, of the blocks of the first term.
+      residual_scales: float32 ``[B, I, J]``; a block is taken where this is not 0 (a
+        NaN is not).
+
+    Returns:
+      ``order``, int32 ``[B, I, 2 J]``: ``2 j`` for block ``j`` of the first term, after
+      it ``2 j + 1`` for that of the residual if it is taken.  ``scales``, float32
+      ``[B, I, 2 J]``: the steps' scales.  ``counts``, int32 ``[B, I]``: how many steps
+      there are; order and scales are 0 beyond.
+    """
+    batch, rows, blocks = scales.shape
+    return launch(
+        _steps,
+        scales,
+        residual_scales,
+        blocks,
+        outputs=[
+            jax.ShapeDtypeStruct((batch, rows, 2 * blocks), jnp.int32),
+            jax.ShapeDtypeStruct((batch, rows, 2 * blocks), jnp.float32),
+            jax.ShapeDtypeStruct((batch, rows), jnp.int32),
+        ],
+        grid=(batch * rows,),
+        num_warps=4,
+        num_stages=1,
+        CHUNK=min(CHUNK, triton.next_power_of_2(blocks)),
+    )
+
+
+@triton.jit
+def _steps(
+    scales,
+    residual_scales,
+    blocks,
+    order,
+    step_scales,
+    counts,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    scales += row.to(tl.int64) * blocks
+    residual_scales += row.to(tl.int64) * blocks
+    order += row.to(tl.int64) * 2 * blocks
+    step_scales += row.to(tl.int64) * 2 * blocks
+    taken_before = 0
+    for start in range(0, blocks, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        inside = j < blocks
+        scale = tl.load(scales + j, inside, 0.0)
+        residual_scale = tl.load(residual_scales + j, inside, 0.0)
+        taken = residual_scale != 0.0
+        taken_until = taken_before + tl.cumsum(taken.to(tl.int32), 0)
+        main = j + taken_until - taken.to(tl.int32)
+        tl.store(order + main, 2 * j, inside)
+        tl.store(step_scales + main, scale, inside)
+        # A block whose residual is not taken owns one of the unused places at the end.
+        other = tl.where(taken, main + 1, 2 * blocks - 1 - (j - taken_until))
+        tl.store(order + other, tl.where(taken, 2 * j + 1, 0), inside)
+        tl.store(step_scales + other, residual_scale, inside)
+        taken_before += tl.sum(taken.to(tl.int32), 0)
+    tl.store(counts + row, blocks + taken_before)

@@ -1,0 +1,114 @@
+"""What every implementation of the quantizing ops must do, bit for bit.
+
+A check takes the module that has ``quantize``, ``quantize_fallback`` and
+``block_metric``, and compares it with ``reference``.
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fbq_jax.kernels import reference
+from tests.kernels.test_reference import heavy
+
+# shape, dtype, block, rows, columns.
+QUANTIZE = [
+    ((1, 256, 256), "bfloat16", (128, 128), "nearest", "nearest"),
+    ((1, 144, 304), "bfloat16", (128, 128), "stochastic", "stochastic"),
+    ((2, 100, 141), "float32", (64, 128), "nearest", "stochastic"),
+    ((3, 70, 96), "float16", (32, 32), None, "stochastic"),
+    ((1, 300, 264), "float32", (256, 64), "stochastic", None),
+    ((2, 130, 258), "bfloat16", (32, 256), "stochastic", "nearest"),
+    ((1, 33, 51), "float16", (256, 256), "nearest", "nearest"),
+    ((1, 1, 1), "bfloat16", (128, 128), "nearest", "stochastic"),
+]
+# shape, dtype, block, criterion, thresholds, columns.
+FALLBACK = [
+    ((1, 256, 272), "bfloat16", (128, 128), "absmax", (150.0,), "stochastic"),
+    ((2, 100, 141), "float32", (64, 64), "l1", (500.0, 200.0), "nearest"),
+    ((1, 150, 310), "float16", (32, 128), "l1_rel", (0.5,), None),
+    ((3, 33, 65), "bfloat16", (256, 64), "absmax", (np.inf, 0.0, np.nan), "stochastic"),
+]
+SPECIAL_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def seeds(batch: int) -> jax.Array:
+    return jnp.asarray([5, 2**32 - 1, 2**31][:batch], jnp.uint32)
+
+
+def special(dtype: str) -> jax.Array:
+    """Blocks of 32 x 64 with what is seldom met: NaN, Inf, zero, extremes."""
+    x = np.array(heavy((1, 96, 320)))
+    blocks = x.reshape(3, 32, 5, 64).swapaxes(1, 2)
+    blocks[0, 0, 3, 7] = np.nan
+    blocks[0, 1, 31, 63] = np.inf
+    blocks[0, 2, 0, 0] = -np.inf
+    blocks[0, 3] = 0.0
+    blocks[0, 4] = np.copysign(2.0**-119, blocks[0, 4])  # counts as zero
+    blocks[1, 0] = 0.0
+    blocks[1, 0, 2, 2] = 2.0**-118  # the smallest that is not zero
+    blocks[1, 1] = 0.0
+    blocks[1, 1, 2, 2] = np.nextafter(np.float32(2.0**-118), np.float32(0))
+    blocks[1, 2] *= float(jnp.finfo(dtype).max) / np.abs(blocks[1, 2]).max()
+    blocks[1, 3, 1, 1], blocks[1, 3, 1, 2] = np.nan, np.inf
+    blocks[1, 4] = -77.0
+    # 127 / 113 rounds up and 113 times it to above 127: codes must stay below 128.
+    blocks[2, 0] = 113.0
+    blocks[2, 1] = -113.0
+    x = blocks.swapaxes(1, 2).reshape(1, 96, 320)
+    with np.errstate(over="ignore"):
+        return jnp.asarray(x).astype(dtype)
+
+
+def check_quantize(
+    ops: types.ModuleType, x: jax.Array, block: reference.Block, rows, columns
+) -> None:
+    args = {"block": block, "rows": rows, "columns": columns}
+    _check_equal(
+        ops.quantize(x, seeds(len(x)), **args),
+        _reference("quantize", **args)(x, seeds(len(x))),
+    )
+
+
+def check_fallback(
+    ops: types.ModuleType,
+    x: jax.Array,
+    block: reference.Block,
+    criterion: reference.Criterion,
+    theta: tuple[float, ...],
+    columns,
+) -> None:
+    args = {"block": block, "criterion": criterion, "columns": columns}
+    operands = x, jnp.asarray(theta, jnp.float32), seeds(len(x))
+    got = ops.quantize_fallback(*operands, **args)
+    want = _reference("quantize_fallback", **args)(*operands)
+    _check_equal(
+        got._replace(residual=None, metric=None),
+        want._replace(residual=None, metric=None),
+    )
+    _check_equal(got.residual.scales, want.residual.scales)
+    used = np.repeat(np.repeat(want.residual.scales != 0.0, block[0], 1), block[1], 2)
+    used = used[:, : x.shape[1], : x.shape[2]]
+    assert got.residual.codes.shape == x.shape
+    _check_equal(
+        np.where(used, got.residual.codes, 0), np.where(used, want.residual.codes, 0)
+    )
+    metric = ops.block_metric(x, block=block, criterion=criterion)
+    for value in (got.metric, metric):
+        # Sums are in any order.
+        rtol = 0.0 if criterion == "absmax" else 2e-6
+        np.testing.assert_allclose(value, want.metric, rtol=rtol, atol=0.0)
+
+
+@functools.cache
+def _reference(name: str, **kwargs):
+    return jax.jit(functools.partial(getattr(reference, name), **kwargs))
+
+
+def _check_equal(got, want) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), got, want)

@@ -1,0 +1,76 @@
+"""The Triton kernels that quantize: their bits, and what they compile to."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kernels import quantize_cases as cases
+from tests.kernels.test_reference import heavy
+from tests.kernels.triton_tools import compile_kernels, interpreted
+
+# Shared memory that one program may take, by capability.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return interpreted("quantize")
+
+
+@pytest.mark.parametrize(("shape", "dtype", "block", "rows", "columns"), cases.QUANTIZE)
+def test_quantize(ops, shape, dtype, block, rows, columns):
+    cases.check_quantize(ops, heavy(shape, dtype=dtype), block, rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "block", "criterion", "theta", "columns"), cases.FALLBACK
+)
+def test_fallback(ops, shape, dtype, block, criterion, theta, columns):
+    x = heavy(shape, dtype=dtype)
+    cases.check_fallback(ops, x, block, criterion, theta, columns)
+
+
+@pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
+def test_special_blocks(ops, dtype):
+    x, block = cases.special(dtype), (32, 64)
+    cases.check_quantize(ops, x, block, "stochastic", "nearest")
+    criterion = "l1_rel" if dtype == "float32" else "absmax"
+    cases.check_fallback(ops, x, block, criterion, (0.0,), None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "block", "criterion"),
+    [
+        (80, (128, 128), "l1_rel"),
+        (89, (128, 128), "absmax"),
+        (90, (128, 128), "absmax"),
+        (90, (32, 32), "l1"),
+        (90, (256, 64), "absmax"),
+    ],
+)
+def test_compiles_without_spills(capability, block, criterion):
+    x = jax.ShapeDtypeStruct((1, 4096, 4096), jnp.bfloat16)
+    theta = jax.ShapeDtypeStruct((1,), jnp.float32)
+    seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    compiled = functools.partial(
+        compile_kernels, "quantize", capability=capability, block=block
+    )
+    kernels = [
+        *compiled("quantize", x, seeds, rows="stochastic", columns="stochastic"),
+        *compiled(
+            "quantize_fallback",
+            x,
+            theta,
+            seeds,
+            criterion=criterion,
+            columns="stochastic",
+        ),
+    ]
+    for kernel in kernels:
+        assert kernel.spills == 0, kernel.name
+        assert kernel.shared <= SHARED[capability], kernel.name
+        # 16 bytes at a time: eight elements in, four words of four codes out.
+        assert "ld.global.v4" in kernel.ptx
+        assert "st.global.v4" in kernel.ptx

@@ -1,0 +1,285 @@
+"""Triton kernels without a GPU: run by Triton's interpreter, or compiled and measured.
+
+Both load ``fbq_jax.kernels.triton`` afresh, with a ``launch`` of their own, because
+Triton decides when a kernel is defined whether it is interpreted.
+"""
+
+import contextlib
+import functools
+import importlib
+import io
+import re
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import interpreter
+
+from fbq_jax import kernels
+from fbq_jax.kernels import reference, rounding  # noqa: F401 (stay when others go)
+
+PACKAGE = "fbq_jax.kernels.triton"
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel; sizes in bytes, registers a thread."""
+
+    name: str
+    ptx: str
+    cubin: bytes
+    shared: int
+    registers: int
+    spills: int
+    num_warps: int
+
+
+@functools.cache
+def interpreted(name: str) -> types.ModuleType:
+    """``fbq_jax.kernels.triton.<name>``, its kernels run by Triton's interpreter.
+
+    Its functions take and return arrays and must not be traced.  What a kernel does not
+    write is -77 or NaN, as is what it reads beyond an array; a write there fails.
+    """
+    return _load(name, _interpret, interpret=True)
+
+
+def compile_kernels(
+    name: str, function: str, *args: Any, capability: int, **kwargs: Any
+) -> list[Kernel]:
+    """Compiles what ``fbq_jax.kernels.triton.<name>.<function>`` would launch.
+
+    Args:
+      name: of the module.
+      function: in the module.
+      *args: of the function, arrays or their ``jax.ShapeDtypeStruct``.
+      capability: 80, 89 or 90, of the GPU, which need not be there.
+      **kwargs: of the function, not traced.
+    """
+    op = getattr(_load_recorded(name), function)
+    _launches.clear()
+    jax.eval_shape(functools.partial(op, **kwargs), *args)
+    return [_compile(*launch, capability=capability) for launch in _launches]
+
+
+def _load(name: str, launch: Callable[..., Any], *, interpret: bool) -> Any:
+    def loaded() -> list[str]:
+        return [key for key in sys.modules if f"{key}.".startswith(f"{PACKAGE}.")]
+
+    kept = {key: sys.modules.pop(key) for key in loaded()}
+    try:
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = interpret
+            importlib.import_module(f"{PACKAGE}.launch").launch = launch  # type: ignore[attr-defined]
+            return importlib.import_module(f"{PACKAGE}.{name}")
+    finally:
+        for key in loaded():
+            del sys.modules[key]
+        sys.modules.update(kept)
+        if PACKAGE in kept:
+            kernels.triton = kept[PACKAGE]
+        else:
+            del kernels.triton
+
+
+# The interpreter.
+
+
+class _Tensor:
+    """As much of a PyTorch tensor as the interpreter asks for, between guards."""
+
+    GUARD = 256
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.dtype = str(values.dtype)
+        self._padded = np.full(
+            values.size + 2 * self.GUARD, _garbage(values.dtype), values.dtype
+        )
+        inside = self._padded[self.GUARD : self.GUARD + values.size]
+        self.values = inside.reshape(values.shape)
+        self.values[...] = values
+
+    def check_guards(self) -> None:
+        for guard in (self._padded[: self.GUARD], self._padded[-self.GUARD :]):
+            untouched = np.full_like(guard, _garbage(guard.dtype))
+            assert guard.tobytes() == untouched.tobytes(), "written beyond an array"
+
+    def data_ptr(self) -> int:
+        return self.values.ctypes.data
+
+    def untyped_storage(self) -> "_Tensor":
+        return self
+
+    def new_empty(self, *_: Any, **__: Any) -> "_Tensor":
+        return self
+
+    def cpu(self) -> "_Tensor":
+        return self
+
+    def size(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def stride(self) -> tuple[int, ...]:
+        return self.values.strides
+
+    def set_(self, *_: Any) -> None: ...
+
+    def copy_(self, *_: Any) -> None: ...
+
+
+def _garbage(dtype: np.dtype) -> Any:
+    if np.issubdtype(dtype, np.unsignedinteger):
+        return 77
+    return -77 if np.issubdtype(dtype, np.integer) else np.nan
+
+
+def _interpret(
+    kernel: Any,
+    *args: Any,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    **constants: Any,
+) -> tuple[jax.Array, ...]:
+    del num_warps, num_stages
+    inputs = [a if isinstance(a, int) else _Tensor(np.asarray(a)) for a in args]
+    results = [_Tensor(np.full(o.shape, _garbage(o.dtype), o.dtype)) for o in outputs]
+    with (
+        _interpreting(),
+        np.errstate(all="ignore"),
+        triton.knobs.runtime.scope(),
+        triton.knobs.compilation.scope(),
+    ):
+        triton.knobs.runtime.interpret = True
+        triton.knobs.compilation.front_end_debugging = True
+        kernel[grid](*inputs, *results, **constants)
+    for result in results:
+        result.check_guards()
+    return tuple(jnp.asarray(result.values) for result in results)
+
+
+@contextlib.contextmanager
+def _interpreting() -> Any:
+    """Lends Triton's language to the interpreter, which does not give all of it back.
+
+    It also lacks what Triton's own library defines as kernels, if that was imported to
+    be compiled, and with NumPy 2.4 the conversion of a scalar to an index.
+    """
+    patch_language = interpreter._patch_lang
+    scopes = contextlib.ExitStack()
+
+    def patch(fn: Any) -> Any:
+        scope = patch_language(fn)
+        scope.set_attr(tl.tensor, "__index__", lambda x: int(x.handle.data.item()))
+        for module in (tl, tl.core, tl.standard):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, triton.JITFunction):
+                    function = interpreter.InterpretedFunction(value.fn)
+                    scope.set_attr(module, name, function)
+        scopes.callback(scope.restore)
+        return types.SimpleNamespace(restore=scopes.close)
+
+    interpreter._patch_lang = patch
+    try:
+        with scopes:
+            yield
+    finally:
+        interpreter._patch_lang = patch_language
+
+
+# The compiler.
+
+
+_launches: list[tuple[Any, list[Any], int, int, dict[str, Any]]] = []
+
+
+def _record(
+    kernel: Any,
+    *args: Any,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    **constants: Any,
+) -> tuple[jax.Array, ...]:
+    assert all(n > 0 for n in grid)
+    _launches.append((kernel, [*args, *outputs], num_warps, num_stages, constants))
+    return tuple(jnp.zeros(output.shape, output.dtype) for output in outputs)
+
+
+@functools.cache
+def _load_recorded(name: str) -> types.ModuleType:
+    return _load(name, _record, interpret=False)
+
+
+_TYPES = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int8": "*i8",
+    "int32": "*i32",
+    "uint32": "*u32",
+}
+
+
+def _compile(
+    kernel: Any,
+    args: list[Any],
+    num_warps: int,
+    num_stages: int,
+    constants: dict[str, Any],
+    capability: int,
+) -> Kernel:
+    """As jax-triton does: arrays align to 16 bytes; an integer 1 is a constant."""
+    signature, constants, attributes = {}, dict(constants), {}
+    for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if not isinstance(arg, int):
+            signature[name] = _TYPES[str(arg.dtype)]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif arg == 1:
+            constants[name] = 1
+        else:
+            signature[name] = "i32" if arg < 2**31 else "i64"
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    log = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        triton.knobs.cache.scope(),
+        triton.knobs.nvidia.scope(),
+        contextlib.redirect_stdout(log),
+    ):
+        triton.knobs.cache.dir = cache
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", capability, 32),
+            options={
+                "num_warps": num_warps,
+                "num_stages": num_stages,
+                "enable_fp_fusion": False,
+            },
+        )
+    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    (spills,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+    return Kernel(
+        name=compiled.metadata.name,
+        ptx=compiled.asm["ptx"],
+        cubin=compiled.asm["cubin"],
+        shared=compiled.metadata.shared,
+        registers=int(registers),
+        spills=int(spills),
+        num_warps=compiled.metadata.num_warps,
+    )
