@@ -1,22 +1,36 @@
 """Which implementation of an op runs here, and why.
 
-An op has one signature, that of ``fbq_jax.kernels.reference``, and any number of
-implementations: modules that offer functions of the op's name.  The ops below are what
-the rest of the library calls.  ``FBQ_IMPLEMENTATION`` in the environment forces an
-implementation; it is read when a function is traced.
+An op has one signature, that of ``fbq_jax.kernels.reference``, and several
+implementations:
+
+========= =======================================================================
+mosaic    for Hopper: the GEMM in Pallas Mosaic GPU, quantization as in triton
+triton    for NVIDIA GPUs from Ampere on, through jax-triton
+reference anywhere: the definition
+========= =======================================================================
+
+Where an operand has one scale a row, the first two leave it to XLA: its own INT8
+product, and quantization by the definition.
+
+The first that can serve a call does.  ``implementation=``, or else
+``FBQ_IMPLEMENTATION`` in the environment (read when a function is traced), asks for
+one; a call that it cannot serve says why.
 """
 
 import functools
+import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 
-from fbq_jax.kernels import reference, rounding
+from fbq_jax.kernels import reference, rounding, xla
 from fbq_jax.kernels.reference import (
     Block,
     Criterion,
@@ -27,7 +41,8 @@ from fbq_jax.kernels.reference import (
 from fbq_jax.kernels.rounding import Rounding
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
+IMPLEMENTATIONS = ("mosaic", "triton", "reference")
+_SIDES = (32, 64, 128, 256)
 
 
 class Choice(NamedTuple):
@@ -38,24 +53,94 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(op: str) -> Choice:
-    """Chooses the implementation of ``op`` for JAX's default backend.
+def choose(
+    op: str, sides: Sequence[int] = (128, 128), *, implementation: str | None = None
+) -> Choice:
+    """Chooses the implementation of an op for JAX's default backend.
+
+    Args:
+      op: ``"quantize"``, ``"quantize_fallback"``, ``"block_metric"`` or ``"matmul"``.
+      sides: of the blocks.
+      implementation: the one to take; by default what ``FBQ_IMPLEMENTATION`` says, or
+        the first that can serve the call.
 
     Raises:
-      ValueError: if ``FBQ_IMPLEMENTATION`` names none that there is.
+      ValueError: if there is none of that name, or it cannot serve the call.
 
-    >>> choose("matmul").implementation
-    'reference'
+    >>> choose("matmul", (128, 128, 128), implementation="reference").reason
+    'implementation= asks for it'
     """
-    if forced := os.environ.get(ENVIRONMENT_VARIABLE):
-        if forced not in IMPLEMENTATIONS:
+    source = "implementation"
+    if implementation is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
+        source, implementation = ENVIRONMENT_VARIABLE, asked
+    if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
             raise ValueError(
-                f"{ENVIRONMENT_VARIABLE}={forced!r} is not an implementation; "
+                f"{source}={implementation!r} is not an implementation; "
                 f"there are: {', '.join(IMPLEMENTATIONS)}"
             )
-        return Choice(op, forced, f"{ENVIRONMENT_VARIABLE} asks for it")
+        if reason := _refusal(implementation, op, sides):
+            raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
+        return Choice(op, implementation, f"{source}= asks for it")
+    refusals = []
+    for name in IMPLEMENTATIONS:
+        reason = _refusal(name, op, sides)
+        if reason is None:
+            break
+        refusals.append(f"not {name}: {reason}")
+    return Choice(op, name, "; ".join(refusals) or "the first choice on this GPU")
+
+
+def _refusal(implementation: str, op: str, sides: Sequence[int]) -> str | None:
+    """Why an implementation cannot serve a call, or None if it can."""
+    if implementation == "reference":
+        return None
     backend = jax.default_backend()
-    return Choice(op, "reference", f"there is no kernel of its own for {backend}")
+    if backend != "gpu":
+        return f"it needs a GPU, and JAX's default backend is {backend}"
+    capability = _capability()
+    if capability is None or capability < 80:
+        return "it needs an NVIDIA GPU of compute capability 8.0 or above"
+    if importlib.util.find_spec("jax_triton") is None:
+        return "jax-triton is missing: pip install 'fbq-jax[cuda]'"
+    if _one_scale_a_row(sides):
+        return None
+    if not all(side in _SIDES for side in sides):
+        return f"its blocks have sides of {_SIDES}, not {tuple(sides)}"
+    if implementation == "mosaic" and op == "matmul":
+        if capability != 90:
+            return "it needs a Hopper GPU, of compute capability 9.0"
+        if not all(side % 128 == 0 for side in sides):
+            return f"its blocks have sides of 128 or 256, not {tuple(sides)}"
+    return None
+
+
+def _one_scale_a_row(sides: Sequence[int]) -> bool:
+    return 1 in sides
+
+
+def _capability() -> int | None:
+    """The first GPU's compute capability, times ten; None if it is not NVIDIA's."""
+    digits = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")
+    if len(digits) != 2 or not all(digit.isdecimal() for digit in digits):
+        return None
+    return 10 * int(digits[0]) + int(digits[1])
+
+
+def _function(choice: Choice, sides: Sequence[int]) -> Callable[..., Any]:
+    """An implementation's function.  Only modules that are used are imported."""
+    module: ModuleType
+    if choice.implementation == "reference":
+        module = reference
+    elif _one_scale_a_row(sides):
+        module = xla if choice.op == "matmul" else reference
+    elif choice.op != "matmul":
+        from fbq_jax.kernels.triton import quantize as module
+    elif choice.implementation == "mosaic":
+        from fbq_jax.kernels.mosaic import matmul as module
+    else:
+        from fbq_jax.kernels.triton import matmul as module
+    return getattr(module, choice.op)
 
 
 def quantize(
@@ -65,9 +150,11 @@ def quantize(
     block: Block,
     rows: Rounding | None,
     columns: Rounding | None,
+    implementation: str | None = None,
 ) -> Layouts:
     """``reference.quantize`` by the implementation chosen."""
-    return _batched("quantize", block=block, rows=rows, columns=columns)(x, seeds)
+    choice = choose("quantize", block, implementation=implementation)
+    return _batched(choice, block, block=block, rows=rows, columns=columns)(x, seeds)
 
 
 def quantize_fallback(
@@ -78,17 +165,24 @@ def quantize_fallback(
     block: Block,
     criterion: Criterion,
     columns: Rounding | None,
+    implementation: str | None = None,
 ) -> FallbackQuantized:
     """``reference.quantize_fallback`` by the implementation chosen."""
-    op = _batched(
-        "quantize_fallback", block=block, criterion=criterion, columns=columns
-    )
-    return op(x, theta, seeds)
+    choice = choose("quantize_fallback", block, implementation=implementation)
+    options = {"block": block, "criterion": criterion, "columns": columns}
+    return _batched(choice, block, **options)(x, theta, seeds)
 
 
-def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
+def block_metric(
+    x: jax.Array,
+    *,
+    block: Block,
+    criterion: Criterion,
+    implementation: str | None = None,
+) -> jax.Array:
     """``reference.block_metric`` by the implementation chosen."""
-    return _batched("block_metric", block=block, criterion=criterion)(x)
+    choice = choose("block_metric", block, implementation=implementation)
+    return _batched(choice, block, block=block, criterion=criterion)(x)
 
 
 def matmul(
@@ -98,18 +192,36 @@ def matmul(
     *,
     blocks: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
 ) -> jax.Array:
     """``reference.matmul`` by the implementation chosen."""
-    return _batched("matmul", blocks=blocks, dtype=jnp.dtype(dtype))(lhs, residual, rhs)
+    choice = choose("matmul", blocks, implementation=implementation)
+    options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
+    return _batched(choice, blocks, **options)(lhs, residual, rhs)
 
 
-def _batched(op: str, **options: Any) -> Callable[..., Any]:
-    return _batched_op(op, choose(op).implementation, tuple(options.items()))
+def _batched(
+    choice: Choice, sides: Sequence[int], **options: Any
+) -> Callable[..., Any]:
+    if choice.implementation == "reference" and jax.default_backend() == "gpu":
+        _warn_of_reference(choice)
+    return _batched_op(choice, tuple(sides), tuple(options.items()))
+
+
+@functools.cache
+def _warn_of_reference(choice: Choice) -> None:
+    """Says once that a GPU runs the slow definition, unless that was asked for."""
+    if "asks for it" not in choice.reason:
+        warnings.warn(
+            f"{choice.op} runs by its definition in jax.numpy on this GPU, many times "
+            f"slower than by a kernel: {choice.reason}",
+            stacklevel=2,
+        )
 
 
 @functools.cache
 def _batched_op(
-    op: str, implementation: str, options: tuple[tuple[str, Any], ...]
+    choice: Choice, sides: tuple[int, ...], options: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
     """An op as JAX's transformations see it.
 
@@ -120,10 +232,16 @@ def _batched_op(
     There is no derivative.  Rounding's own is 0, which would pass for an answer where
     the gradient of a quantized dot is differentiated once more.
     """
-    function = getattr(IMPLEMENTATIONS[implementation], op)
+    function = functools.partial(_function(choice, sides), **dict(options))
+    if choice.implementation != "reference":
+        # What runs on this machine's CPU cannot use a kernel.
+        definition = functools.partial(getattr(reference, choice.op), **dict(options))
+        function = functools.partial(
+            lax.platform_dependent, cpu=definition, default=function
+        )
     # Compiled as a whole even where the caller is not: op by op, the reference would
     # compile some sixty programs.
-    compiled = jax.jit(functools.partial(function, **dict(options)))
+    compiled = jax.jit(function)
     mapped = custom_vmap(compiled)
 
     @mapped.def_vmap

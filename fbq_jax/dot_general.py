@@ -49,6 +49,7 @@ def dot_general(
     theta: jax.Array | float | None = None,
     key: jax.Array | None = None,
     out_sharding: Any = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, Stats]:
     """``lax.dot_general`` with quantized GEMMs, forward and backward.
 
@@ -73,14 +74,16 @@ def dot_general(
       key: a PRNG key for stochastic rounding.  Without one every call draws the same
         noise; training should pass a new one each call.
       out_sharding: the output's sharding, over explicit mesh axes.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; by default
+        ``fbq_jax.dispatch`` chooses.
 
     Returns:
       The output, of the shape and dtype that ``lax.dot_general`` gives, and ``Stats``.
 
     Raises:
       TypeError: an operand is not of a float dtype above.
-      ValueError: the dimensions do not fit, theta is negative, or another precision is
-        asked for.
+      ValueError: the dimensions do not fit, theta is negative, another precision is
+        asked for, or the implementation cannot run here.
 
     >>> x, w = jnp.ones((4, 256)), jnp.ones((256, 8))
     >>> y, stats = dot_general(x, w, (((1,), (0,)), ((), ())), theta=0.5)
@@ -106,6 +109,7 @@ def dot_general(
         theta=jnp.asarray(theta, jnp.float32),
         seed=seed,
         out_sharding=out_sharding,
+        implementation=implementation,
     )
 
 
@@ -119,6 +123,7 @@ def stateful_dot_general(
     *,
     recipe: Recipe,
     out_sharding: Any,
+    implementation: str | None,
 ) -> tuple[jax.Array, threshold.State]:
     """``dot_general`` with a layer's state: the output and the state after training.
 
@@ -143,6 +148,7 @@ def stateful_dot_general(
         theta=theta,
         seed=threshold.call_seed(before),
         out_sharding=out_sharding,
+        implementation=implementation,
     )
     return out, threshold.update(before, stats.metric, stats.theta, recipe)
 
@@ -158,14 +164,15 @@ def _seeded_dot_general(
     theta: jax.Array,
     seed: jax.Array,
     out_sharding: Any,
+    implementation: str | None,
 ) -> tuple[jax.Array, Stats]:
     """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
     _check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     out = _output_shape(lhs, rhs, dimension_numbers, dtype)
     x, w = _as_matrices(lhs, rhs, dimension_numbers)
-    theta = _resolve(theta, x, recipe)
-    spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype)
+    theta = _resolve(theta, x, recipe, implementation)
+    spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
     y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
     y = y.reshape(out.shape)
     if out_sharding is not None:
@@ -224,7 +231,9 @@ def _as_matrices(
     )
 
 
-def _resolve(theta: jax.Array, x: jax.Array, recipe: Recipe) -> jax.Array:
+def _resolve(
+    theta: jax.Array, x: jax.Array, recipe: Recipe, implementation: str | None
+) -> jax.Array:
     """Sets an unset threshold from the operand's own blocks."""
     criterion = recipe.criterion
     if criterion is None:
@@ -232,7 +241,10 @@ def _resolve(theta: jax.Array, x: jax.Array, recipe: Recipe) -> jax.Array:
 
     def own_quantile() -> jax.Array:
         metric = dispatch.block_metric(
-            lax.stop_gradient(x), block=recipe.lhs_block, criterion=criterion
+            lax.stop_gradient(x),
+            block=recipe.lhs_block,
+            criterion=criterion,
+            implementation=implementation,
         )
         return threshold.quantile(metric, recipe)
 

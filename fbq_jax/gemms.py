@@ -3,8 +3,12 @@
     Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
 with ``Q``, ``R`` and ``S`` nearest codes, nearest codes plus residual, and stochastic
-codes, as the recipe has them (arXiv 2503.08040).  The forward pass leaves
-two sets of codes and scales for the backward pass, X's and W's, and no floats.
+codes, as the recipe has them (arXiv 2503.08040).  The forward pass leaves two sets of
+codes and scales for the backward pass, X's and W's, and no floats.
+
+Both operands of a GEMM are contiguous along its contraction, as tensor cores take them:
+X is needed by rows for Y and by columns for dW, W by columns for Y and by rows for dX,
+dY by rows for dX and by columns for dW.  One op, and one read, gives both.
 """
 
 import functools
@@ -15,9 +19,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch
-from fbq_jax.kernels import rounding
 from fbq_jax.kernels.reference import Layouts, Quantized
-from fbq_jax.kernels.rounding import Rounding
+from fbq_jax.kernels.rounding import Rounding, fold
 from fbq_jax.recipe import Recipe
 
 # checkpoint_names of what the forward pass saves for the backward pass.
@@ -29,12 +32,13 @@ _LHS_STREAM, _RHS_STREAM, _GRAD_STREAM = range(3)
 
 
 class Spec(NamedTuple):
-    """What is static: the recipe, and the dtypes of Y, dX and dW."""
+    """What is static: the recipe, the dtypes of Y, dX and dW, who computes."""
 
     recipe: Recipe
     dtype: Any
     lhs_dtype: Any
     rhs_dtype: Any
+    implementation: str | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -54,9 +58,8 @@ def matmul(
       ``[B, M, N]``, and the criterion's metric of each block of x, float32
       ``[B, ceil(M/m), ceil(K/k)]`` (``[B, 0, 0]`` without a criterion).
     """
-    recipe = spec.recipe
-    lhs, residual, metric = _quantize_lhs(recipe, x, theta, seed, columns=None)
-    rhs = _quantize_rhs(recipe, w, seed, rows=None)
+    lhs, residual, metric = _quantize_lhs(spec, x, theta, seed, columns=None)
+    rhs = _quantize_rhs(spec, w, seed, rows=None)
     return _forward(spec, lhs, residual, rhs), metric
 
 
@@ -66,12 +69,19 @@ def _matmul_fwd(
     tuple[jax.Array, jax.Array], tuple[Quantized | None, Quantized | None, jax.Array]
 ]:
     recipe = spec.recipe
-    columns, rows = recipe.drhs.lhs, recipe.dlhs.rhs
-    lhs, residual, metric = _quantize_lhs(recipe, x, theta, seed, columns=columns)
-    rhs = _quantize_rhs(recipe, w, seed, rows=rows)
+    if recipe.backward_scales == "block":
+        columns, rows = recipe.drhs.lhs, recipe.dlhs.rhs
+        lhs, residual, metric = _quantize_lhs(spec, x, theta, seed, columns=columns)
+        rhs = _quantize_rhs(spec, w, seed, rows=rows)
+        saved_lhs, saved_rhs = lhs.columns, rhs.rows
+    else:
+        lhs, residual, metric = _quantize_lhs(spec, x, theta, seed, columns=None)
+        rhs = _quantize_rhs(spec, w, seed, rows=None)
+        saved_lhs = _by_column(spec, x, seed, _LHS_STREAM, recipe.drhs.lhs)
+        saved_rhs = _by_row(spec, w, seed, _RHS_STREAM, recipe.dlhs.rhs)
     y = _forward(spec, lhs, residual, rhs)
-    saved_lhs = checkpoint_name(lhs.columns, LHS_NAME)
-    saved_rhs = checkpoint_name(rhs.rows, RHS_NAME)
+    saved_lhs = checkpoint_name(saved_lhs, LHS_NAME)
+    saved_rhs = checkpoint_name(saved_rhs, RHS_NAME)
     return (y, metric), (saved_lhs, saved_rhs, seed)
 
 
@@ -84,15 +94,37 @@ def _matmul_bwd(
     dy, _ = cotangents
     recipe = spec.recipe
     m, k, n = recipe.sides
-    grad, grad_t = dispatch.quantize(
-        dy,
-        _seeds(seed, _GRAD_STREAM, dy),
-        block=recipe.grad_block,
-        rows=recipe.dlhs.lhs,
-        columns=recipe.drhs.rhs,
+    if recipe.backward_scales == "block":
+        grad, grad_t = dispatch.quantize(
+            dy,
+            _seeds(seed, _GRAD_STREAM, dy),
+            block=recipe.grad_block,
+            rows=recipe.dlhs.lhs,
+            columns=recipe.drhs.rhs,
+            implementation=spec.implementation,
+        )
+        dlhs_blocks, drhs_blocks = (m, n, k), (k, m, n)
+    else:
+        grad = _by_row(spec, dy, seed, _GRAD_STREAM, recipe.dlhs.lhs)
+        grad_t = _by_column(spec, dy, seed, _GRAD_STREAM, recipe.drhs.rhs)
+        _, rows, columns = dy.shape
+        dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
+    dx = dispatch.matmul(
+        grad,
+        None,
+        rhs,
+        blocks=dlhs_blocks,
+        dtype=spec.lhs_dtype,
+        implementation=spec.implementation,
     )
-    dx = dispatch.matmul(grad, None, rhs, blocks=(m, n, k), dtype=spec.lhs_dtype)
-    dw = dispatch.matmul(lhs, None, grad_t, blocks=(k, m, n), dtype=spec.rhs_dtype)
+    dw = dispatch.matmul(
+        lhs,
+        None,
+        grad_t,
+        blocks=drhs_blocks,
+        dtype=spec.rhs_dtype,
+        implementation=spec.implementation,
+    )
     return dx, dw, None, None
 
 
@@ -103,12 +135,17 @@ def _forward(
     spec: Spec, lhs: Layouts, residual: Quantized | None, rhs: Layouts
 ) -> jax.Array:
     return dispatch.matmul(
-        lhs.rows, residual, rhs.columns, blocks=spec.recipe.sides, dtype=spec.dtype
+        lhs.rows,
+        residual,
+        rhs.columns,
+        blocks=spec.recipe.sides,
+        dtype=spec.dtype,
+        implementation=spec.implementation,
     )
 
 
 def _quantize_lhs(
-    recipe: Recipe,
+    spec: Spec,
     x: jax.Array,
     theta: jax.Array,
     seed: jax.Array,
@@ -116,37 +153,72 @@ def _quantize_lhs(
     columns: Rounding | None,
 ) -> tuple[Layouts, Quantized | None, jax.Array]:
     """X by rows and, where asked for, by columns; its residual; its blocks' metric."""
-    block, seeds = recipe.lhs_block, _seeds(seed, _LHS_STREAM, x)
+    recipe, seeds = spec.recipe, _seeds(seed, _LHS_STREAM, x)
     if recipe.criterion is None:
         lhs = dispatch.quantize(
-            x, seeds, block=block, rows=recipe.fwd.lhs, columns=columns
+            x,
+            seeds,
+            block=recipe.lhs_block,
+            rows=recipe.fwd.lhs,
+            columns=columns,
+            implementation=spec.implementation,
         )
         return lhs, None, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
     main, residual, metric, transposed = dispatch.quantize_fallback(
         x,
         jnp.broadcast_to(theta, x.shape[:1]),
         seeds,
-        block=block,
+        block=recipe.lhs_block,
         criterion=recipe.criterion,
         columns=columns,
+        implementation=spec.implementation,
     )
     return Layouts(main, transposed), residual, metric
 
 
 def _quantize_rhs(
-    recipe: Recipe, w: jax.Array, seed: jax.Array, *, rows: Rounding | None
+    spec: Spec, w: jax.Array, seed: jax.Array, *, rows: Rounding | None
 ) -> Layouts:
     """W by columns and, where asked for, by rows."""
     return dispatch.quantize(
         w,
         _seeds(seed, _RHS_STREAM, w),
-        block=recipe.rhs_block,
+        block=spec.recipe.rhs_block,
         rows=rows,
-        columns=recipe.fwd.rhs,
+        columns=spec.recipe.fwd.rhs,
+        implementation=spec.implementation,
     )
+
+
+def _by_row(
+    spec: Spec, x: jax.Array, seed: jax.Array, stream: int, rounding: Rounding
+) -> Quantized | None:
+    """Codes as x lies, with one scale a row."""
+    return dispatch.quantize(
+        x,
+        _seeds(seed, stream, x),
+        block=(1, x.shape[2]),
+        rows=rounding,
+        columns=None,
+        implementation=spec.implementation,
+    ).rows
+
+
+def _by_column(
+    spec: Spec, x: jax.Array, seed: jax.Array, stream: int, rounding: Rounding
+) -> Quantized | None:
+    """Codes of x transposed, with one scale a column of x."""
+    return dispatch.quantize(
+        x,
+        _seeds(seed, stream, x),
+        block=(x.shape[1], 1),
+        rows=None,
+        columns=rounding,
+        implementation=spec.implementation,
+    ).columns
 
 
 def _seeds(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
     """One seed for each matrix of the stack ``x [B, ...]``."""
     index = jnp.arange(x.shape[0], dtype=jnp.uint32)
-    return rounding.fold(rounding.fold(seed, stream), index)
+    return fold(fold(seed, stream), index)

@@ -42,6 +42,8 @@ class FallbackDot:
     Attributes:
       recipe: what is quantized how.
       collection: the name of the variable collection.
+      implementation: of the ops, as ``fbq_jax.dispatch`` names them; None leaves the
+        choice to it.
 
     >>> layer = nn.Dense(8, dot_general=FallbackDot())
     >>> x = jax.random.normal(jax.random.key(0), (4, 16))
@@ -53,6 +55,7 @@ class FallbackDot:
 
     recipe: Recipe = fallback
     collection: str = "fallback"
+    implementation: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
@@ -84,6 +87,7 @@ class FallbackDot:
                 preferred_element_type,
                 recipe=self.recipe,
                 out_sharding=out_sharding,
+                implementation=self.implementation,
             )[0]
         slot = self._slot(module)
         state = dict(slot.value)  # plain, as its gradient is, even if it came frozen
@@ -96,6 +100,7 @@ class FallbackDot:
             preferred_element_type,
             recipe=self.recipe,
             out_sharding=out_sharding,
+            implementation=self.implementation,
         )
         if module.is_initializing():
             return out

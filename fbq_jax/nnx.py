@@ -30,6 +30,8 @@ class FallbackDot(nnx.Module):
       recipe: what is quantized how.
       rngs: seeds the layer's noise from its ``params`` stream.  Without it layers
         draw the same noise for elements at the same place.
+      implementation: of the ops, as ``fbq_jax.dispatch`` names them; None leaves the
+        choice to it.
 
     >>> layer = nnx.Linear(16, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
     >>> y = layer(jax.random.normal(jax.random.key(0), (4, 16)))
@@ -37,7 +39,13 @@ class FallbackDot(nnx.Module):
     1
     """
 
-    def __init__(self, recipe: Recipe = fallback, *, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self,
+        recipe: Recipe = fallback,
+        *,
+        rngs: nnx.Rngs | None = None,
+        implementation: str | None = None,
+    ):
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 f"FallbackDot takes a Recipe, such as fbq_jax.recipes.fallback; got "
@@ -46,6 +54,7 @@ class FallbackDot(nnx.Module):
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
         self.recipe = recipe
+        self.implementation = implementation
         self.use_running_average = False
         self.theta = FallbackState(state["theta"])
         self.rate = FallbackState(state["rate"])
@@ -83,6 +92,7 @@ class FallbackDot(nnx.Module):
             preferred_element_type,
             recipe=self.recipe,
             out_sharding=out_sharding,
+            implementation=self.implementation,
         )
         if not self.use_running_average:
             self.theta[...] = new["theta"]

@@ -60,6 +60,9 @@ class Recipe:
         forward.
       start: the first threshold, in the units of the criterion, or ``"first_batch"``:
         the quantile of the first batch's blocks in the middle of ``target_rate``.
+      backward_scales: ``"block"``, or ``"row"`` for one scale a row of lhs and a column
+        of rhs in the two backward GEMMs, over their whole contraction: not the paper's,
+        cheaper where XLA multiplies INT8 fast, and coarser where rows hold outliers.
       fwd: rounding in the forward GEMM.
       dlhs: rounding in the GEMM of the activation's gradient.
       drhs: rounding in the GEMM of the weight's gradient.
@@ -77,6 +80,7 @@ class Recipe:
     target_rate: tuple[float, float] = (0.1, 0.3)
     alpha: float = 1.5
     start: float | Literal["first_batch"] = "first_batch"
+    backward_scales: Literal["block", "row"] = "block"
     fwd: Gemm = Gemm()
     dlhs: Gemm = Gemm(lhs="stochastic")
     drhs: Gemm = Gemm(lhs="stochastic", rhs="stochastic")
@@ -116,6 +120,10 @@ class Recipe:
         ):
             takes = "'first_batch' or a number above 0 that float32 holds"
             raise RecipeError("start", self.start, takes)
+        if self.backward_scales not in ("block", "row"):
+            raise RecipeError(
+                "backward_scales", self.backward_scales, "'block' or 'row'"
+            )
         self._check_rounding()
 
     def _check_rounding(self) -> None:
@@ -131,6 +139,8 @@ class Recipe:
         if self.criterion is not None and self.fwd.lhs != "nearest":
             takes = "'nearest' where there is fallback: the residual is its error"
             raise RecipeError("fwd.lhs", self.fwd.lhs, takes)
+        if self.backward_scales == "row":
+            return  # Nothing is read twice.
         if self.dlhs.rhs != self.fwd.rhs:
             takes = f"fwd.rhs' {self.fwd.rhs!r}: both GEMMs read one set of W's codes"
             raise RecipeError("dlhs.rhs", self.dlhs.rhs, takes)

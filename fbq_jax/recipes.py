@@ -8,3 +8,6 @@ fallback = Recipe()
 
 #: The same without fallback: plain INT8 with one scale a block.
 block = Recipe(criterion=None)
+
+#: The method's forward GEMM, and backward ones with a scale a row and a column.
+fallback_rowwise_bwd = Recipe(backward_scales="row")

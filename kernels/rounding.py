@@ -1,9 +1,9 @@
 """Nearest and stochastic rounding, and the noise that every implementation draws.
 
 Stochastic rounding here is nearest rounding of ``v + w`` with ``w`` uniform in
-(-1/2, 1/2), an odd multiple of ``2**-17``.  For an integer ``v``, a code, the sum is
+(-1/2, 1/2), an odd multiple of ``2**-16``.  For an integer ``v``, a code, the sum is
 exact in float32 and no tie, so that an integer never moves; for any other the chance of
-rounding up is its fraction to about ``2**-17``.
+rounding up is its fraction to about ``2**-16``.
 
 The noise is counter based: a function of a seed and of an element's row and column in
 the matrix that is rounded.  A kernel may therefore visit the elements in any order,
@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
@@ -37,8 +38,9 @@ def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
 def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
     """Uniform noise in (-1/2, 1/2) for a matrix.
 
-    One hash a row and one a column are added and hashed once more, so that a kernel
-    pays one hash an element.
+    Two rows and a column share one word: the 64-bit product of a hash of each, its
+    halves added without carry.  The first row's noise is in the low half of the word,
+    the second's in the high one, so that a kernel pays half a product an element.
 
     Args:
       seed: uint32 ``[]``.
@@ -46,11 +48,18 @@ def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
       columns: number of columns.
 
     Returns:
-      float32 ``[rows, columns]``, odd multiples of ``2**-17``.
+      float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
-    row_key = fold(seed, jnp.arange(rows, dtype=jnp.uint32))
-    column_key = fold(
-        seed ^ jnp.uint32(_COLUMN_STREAM), jnp.arange(columns, dtype=jnp.uint32)
+    pairs = jnp.arange(-(-rows // 2), dtype=jnp.uint32)
+    # Odd, as an even factor would lose bits of the other.
+    row_key = fold(seed, pairs)[:, None] | 1
+    column_key = (
+        fold(seed ^ jnp.uint32(_COLUMN_STREAM), jnp.arange(columns, dtype=jnp.uint32))[
+            None, :
+        ]
+        | 1
     )
-    bits = mix(row_key[:, None] + column_key[None, :]) >> 16
-    return (bits.astype(jnp.float32) - 32767.5) * 2.0**-16
+    words = row_key * column_key ^ lax.mulhi(row_key, column_key)
+    bits = jnp.stack([words & 0xFFFF, words >> 16], axis=1)
+    bits = bits.reshape(-1, columns)[:rows] | 1
+    return (bits.astype(jnp.float32) - 2.0**15) * 2.0**-16

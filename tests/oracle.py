@@ -19,10 +19,13 @@ def fold(seed: np.ndarray | int, data: np.ndarray | int) -> np.ndarray:
 
 
 def noise(seed: int, shape: tuple[int, int]) -> np.ndarray:
-    row = fold(seed, np.arange(shape[0]))
+    row = fold(seed, np.arange(shape[0]) // 2) | np.uint64(1)
     column = fold(np.uint64(seed) ^ np.uint64(0x5851F42D), np.arange(shape[1]))
-    bits = mix((row[:, None] + column[None, :]) % np.uint64(2**32)) >> np.uint64(16)
-    return ((bits.astype(np.float64) + 0.5) / 2**16 - 0.5).astype(np.float32)
+    product = row[:, None] * (column[None, :] | np.uint64(1))
+    words = (product ^ (product >> np.uint64(32))).astype(np.uint32)
+    words[1::2] >>= 16
+    bits = (words & 0xFFFF | 1).astype(np.float64)
+    return (bits / 2**16 - 0.5).astype(np.float32)
 
 
 def blocks(shape: tuple[int, int], block: tuple[int, int]):

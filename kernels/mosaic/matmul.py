@@ -146,9 +146,8 @@ def _build(
             """Batch, row and column of a tile of this thread block."""
             per_matrix = jnp.int32(tile_rows * tile_columns // cluster)
             index = first + index * clusters
-            i, j = plgpu.planar_snake(
-                lax.rem(index, per_matrix), (tile_rows, tile_columns // cluster), 1, group
-            )
+            grid = (tile_rows, tile_columns // cluster)
+            i, j = plgpu.planar_snake(lax.rem(index, per_matrix), grid, 1, group)
             return lax.div(index, per_matrix), i, j * cluster + neighbour
 
         def step_count(b: jax.Array, i: jax.Array) -> jax.Array:

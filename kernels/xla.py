@@ -1,0 +1,35 @@
+"""The GEMM of operands with one scale a row: XLA's own INT8 product.
+
+With no scale inside K there is nothing to promote, and XLA's product of two operands
+that are contiguous along K is as fast as the tensor cores allow.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.kernels.reference import Quantized
+
+# 127 * 127 * _SLICE fits into int32.
+_SLICE = 2**17
+
+
+def matmul(
+    lhs: Quantized,
+    residual: None,
+    rhs: Quantized,
+    *,
+    blocks: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """``reference.matmul`` with ``blocks = (1, K, 1)`` and no residual."""
+    del residual, blocks
+    product = jnp.float32(0.0)
+    for start in range(0, lhs.codes.shape[2], _SLICE):
+        product += lax.dot_general(
+            lhs.codes[:, :, start : start + _SLICE],
+            rhs.codes[:, :, start : start + _SLICE],
+            (((2,), (2,)), ((0,), (0,))),
+            preferred_element_type=jnp.int32,
+        ).astype(jnp.float32)
+    return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
