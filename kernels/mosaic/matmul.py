@@ -11,9 +11,8 @@ every 128 elements of K, while the tensor core waits or works.  Hence:
 - Steps are taken in chunks, with two INT32 accumulators in turns: while one is
   promoted, the product for the other is in flight.  (A product may not be in flight
   from one pass of a loop to the next: ptxas would serialize them all.)
-- An accumulator is not reset within a chunk.  With ``P`` the running sums, the sum of
-  ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.  Their magnitude
-  stays below ``2**24``, so that they are exact in float32.
+- Accumulators are not reset from chunk to chunk.  With ``P`` their running sums, the
+  sum of ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.
 
 Blocks that fell back are more steps of the same loop: see ``steps``.
 """
@@ -34,6 +33,8 @@ SIDE = 128  # of a tile, and of a block
 _WARPGROUPS = 2  # that multiply, each half the rows of a tile
 _ROWS = SIDE // _WARPGROUPS
 _CHUNK = 4  # steps of the unrolled loop
+_AHEAD = _CHUNK + 2  # steps whose scales a chunk needs
+_SPAN = 256  # chunks; the sums of more could leave int32
 # Of 512 registers that a thread of each warpgroup has together.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 
@@ -145,7 +146,7 @@ def _build(
         def tile(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Batch, row and column of a tile of this thread block."""
             per_matrix = jnp.int32(tile_rows * tile_columns // cluster)
-            index = first + index * clusters
+            index = jnp.minimum(first + index * clusters, tiles - 1)
             grid = (tile_rows, tile_columns // cluster)
             i, j = plgpu.planar_snake(lax.rem(index, per_matrix), grid, 1, group)
             return lax.div(index, per_matrix), i, j * cluster + neighbour
@@ -153,20 +154,18 @@ def _build(
         def step_count(b: jax.Array, i: jax.Array) -> jax.Array:
             return count[b, i] if fallback else jnp.int32(depth // SIDE)
 
+        mine = lax.div(tiles - first + clusters - 1, jnp.int32(clusters))
+
         def after(slot: jax.Array) -> jax.Array:
             return jnp.where(slot + 1 == ring, 0, slot + 1)
-
-        def for_each_tile(body: Any) -> None:
-            """Calls ``body(*tile, slot)``, which returns the next slot of the ring."""
-            mine = lax.div(tiles - first + clusters - 1, jnp.int32(clusters))
-            lax.fori_loop(0, mine, lambda n, slot: body(*tile(n), slot), jnp.int32(0))
 
         @pl.when(warpgroup == _WARPGROUPS)
         def _produce() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            @for_each_tile
-            def _tile(b: jax.Array, i: jax.Array, j: jax.Array, slot: jax.Array) -> Any:
+            def produce(n: jax.Array, slot: jax.Array) -> jax.Array:
+                b, i, j = tile(n)
+
                 def copy(step: jax.Array, slot: jax.Array) -> jax.Array:
                     at = source[b, i, step] if fallback else 2 * step
                     k = pl.ds(lax.div(at, jnp.int32(2)) * SIDE, SIDE)
@@ -195,6 +194,7 @@ def _build(
 
                 return lax.fori_loop(0, step_count(b, i), copy, slot)
 
+            lax.fori_loop(0, mine, produce, jnp.int32(0))
             for slot in range(ring):
                 plgpu.barrier_wait(empty.at[slot])
 
@@ -205,73 +205,123 @@ def _build(
             for slot in range(ring):
                 plgpu.barrier_arrive(empty.at[slot])
 
-            @for_each_tile
-            def _tile(b: jax.Array, i: jax.Array, j: jax.Array, slot: jax.Array) -> Any:
-                def scale(step: jax.Array) -> jax.Array:
-                    k = lax.div(source[b, i, step], jnp.int32(2)) if fallback else step
-                    return lhs_scale[b, i, step] * rhs_scale[b, j, k]
+            product = plgpu.ACC((_ROWS, SIDE), jnp.int32)
 
-                def chunk(size: int, step: jax.Array, carry: Any) -> Any:
-                    """Adds ``size`` steps."""
-                    slot, total = carry
-                    slots = [slot]
-                    for _ in range(size):
-                        slots.append(after(slots[-1]))
+            def scale(place: Any, step: int | jax.Array) -> jax.Array:
+                """Of a step's product, 0 beyond the last step."""
+                b, i, j, count = place
+                at = jnp.where(step < count, step, 0)
+                k = lax.div(source[b, i, at], jnp.int32(2)) if fallback else at
+                value = lhs_scale[b, i, at] * rhs_scale[b, j, k]
+                return jnp.where(step < count, value, 0.0)
 
-                    def issue(product: Any, slot: jax.Array) -> None:
-                        plgpu.barrier_wait(full.at[slot])
-                        plgpu.wgmma(
-                            product,
-                            lhs_ring.at[slot, my_rows],
-                            plgpu.transpose_ref(rhs_ring.at[slot], (1, 0)),
-                        )
+            def start(n: jax.Array) -> Any:
+                """A tile's place, its number of steps and the first steps' scales."""
+                b, i, j = tile(n)
+                place = b, i, j, step_count(b, i)
+                return place, [scale(place, step) for step in range(_AHEAD)]
 
-                    def scope(*products: Any) -> jax.Array:
-                        acc = total
-                        issue(products[0], slots[0])
-                        for n in range(size):
-                            last = n + 1 == size
-                            if not last:
-                                issue(products[(n + 1) % 2], slots[n + 1])
-                            if n == 0:  # loads whose latency the products hide
-                                scales = [scale(step + n) for n in range(size)]
-                            value = plgpu.wgmma_accumulator_load(
-                                products[n % 2], wait_n=0 if last else 1
-                            )
-                            plgpu.barrier_arrive(empty.at[slots[n]])
-                            weight = scales[n]
-                            if n + 2 < size:
-                                weight -= scales[n + 2]
-                            acc += value.astype(jnp.float32) * weight
-                        return acc
+            def add(
+                products: Any, slot: Any, acc: Any, weights: Any, load: Any = list
+            ) -> Any:
+                """Adds a step for each weight: the next slot, acc, what ``load`` gives.
 
-                    product = plgpu.ACC((_ROWS, SIDE), jnp.int32)
-                    total = pl.run_scoped(scope, *[product] * min(size, 2))
-                    return slots[-1], total
+                ``load`` is called where products hide its latency.
+                """
+                slots = [slot]
+                for _ in weights:
+                    slots.append(after(slots[-1]))
+
+                def issue(n: int) -> None:
+                    plgpu.barrier_wait(full.at[slots[n]])
+                    plgpu.wgmma(
+                        products[n % 2],
+                        lhs_ring.at[slots[n], my_rows],
+                        plgpu.transpose_ref(rhs_ring.at[slots[n]], (1, 0)),
+                    )
+
+                issue(0)
+                for n, weight in enumerate(weights):
+                    pending = int(n + 1 < len(weights))
+                    if pending:
+                        issue(n + 1)
+                    if n == 0:
+                        loaded = load()
+                    value = plgpu.wgmma_accumulator_load(
+                        products[n % 2], wait_n=pending
+                    )
+                    plgpu.barrier_arrive(empty.at[slots[n]])
+                    acc += value.astype(jnp.float32) * weight
+                return slots[-1], acc, loaded
+
+            def add_span(place: Any, first: Any, chunks: Any, carry: Any) -> Any:
+                """Adds chunks of steps between which accumulators are not reset."""
+
+                def scope(*products: Any) -> Any:
+                    def chunk(n: jax.Array, carry: Any) -> Any:
+                        slot, acc, scales = carry
+                        later = first + n * _CHUNK + _AHEAD
+
+                        def load() -> list[jax.Array]:
+                            """The scales that the next chunk needs beside ``kept``."""
+                            return [
+                                scale(place, later + ahead) for ahead in range(_CHUNK)
+                            ]
+
+                        kept = scales[_CHUNK:]
+                        last = n + 1 == chunks
+                        next_scales = [jnp.where(last, 0.0, s) for s in kept]
+                        following = [*scales[2:_CHUNK], *next_scales]
+                        weights = [
+                            a - b
+                            for a, b in zip(scales[:_CHUNK], following, strict=True)
+                        ]
+                        slot, acc, loaded = add(products, slot, acc, weights, load)
+                        return slot, acc, [*kept, *loaded]
+
+                    return lax.fori_loop(0, chunks, chunk, carry)
+
+                return pl.run_scoped(scope, product, product)
+
+            def add_few(size: int, carry: Any) -> Any:
+                """Adds one or two steps, fewer than a chunk."""
+                slot, acc, scales = carry
+
+                def scope(*products: Any) -> Any:
+                    return add(products, slot, acc, scales[:size])
+
+                slot, acc, _ = pl.run_scoped(scope, *[product] * size)
+                return slot, acc, [*scales[size:], *scales[:size]]
+
+            def multiply(n: jax.Array, carry: Any) -> Any:
+                slot, (place, scales) = carry
+                b, i, j, count = place
+                chunks = lax.div(count, jnp.int32(_CHUNK))
+
+                def span(n: jax.Array, carry: Any) -> Any:
+                    before = n * _SPAN
+                    left = jnp.minimum(chunks - before, _SPAN)
+                    return add_span(place, before * _CHUNK, left, carry)
 
                 zero = jnp.zeros((_ROWS, SIDE), jnp.float32)
-                carry = slot, plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-                count, step = step_count(b, i), jnp.int32(0)
-                for size in (1, 2):
+                carry = slot, plgpu.layout_cast(zero, plgpu.Layout.WGMMA), scales
+                carry = lax.fori_loop(0, pl.cdiv(chunks, jnp.int32(_SPAN)), span, carry)
+                for size in (2, 1):
                     some = lax.bitwise_and(count, jnp.int32(size)) != 0
-                    add = functools.partial(chunk, size, step)
-                    carry = lax.cond(some, add, lambda carry: carry, carry)
-                    step += jnp.where(some, size, 0)
-                slot, acc = lax.fori_loop(
-                    0,
-                    lax.div(count, jnp.int32(_CHUNK)),
-                    lambda n, carry: chunk(_CHUNK, step + n * _CHUNK, carry),
-                    carry,
-                )
+                    few = functools.partial(add_few, size)
+                    carry = lax.cond(some, few, lambda carry: carry, carry)
+                slot, acc, _ = carry
+                following = start(n + 1)  # loads whose latency the rest hides
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_buffer[warpgroup] = acc.astype(dtype)
                 plgpu.commit_smem()
-                mine = pl.ds(i * SIDE + warpgroup * _ROWS, _ROWS)
+                rows = pl.ds(i * SIDE + warpgroup * _ROWS, _ROWS)
                 plgpu.copy_smem_to_gmem(
-                    out_buffer.at[warpgroup], out.at[b, mine, pl.ds(j * SIDE, SIDE)]
+                    out_buffer.at[warpgroup], out.at[b, rows, pl.ds(j * SIDE, SIDE)]
                 )
-                return slot
+                return slot, following
 
+            lax.fori_loop(0, mine, multiply, (jnp.int32(0), start(jnp.int32(0))))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     if cluster > 1:
