@@ -24,11 +24,13 @@ def matmul(
 ) -> jax.Array:
     """``reference.matmul`` with ``blocks = (1, K, 1)`` and no residual."""
     del residual, blocks
+    # Else XLA may compute the codes inside the product, once for each tile of it.
+    lhs_codes, rhs_codes = lax.optimization_barrier((lhs.codes, rhs.codes))
     product = jnp.float32(0.0)
-    for start in range(0, lhs.codes.shape[2], _SLICE):
+    for start in range(0, lhs_codes.shape[2], _SLICE):
         product += lax.dot_general(
-            lhs.codes[:, :, start : start + _SLICE],
-            rhs.codes[:, :, start : start + _SLICE],
+            lhs_codes[:, :, start : start + _SLICE],
+            rhs_codes[:, :, start : start + _SLICE],
             (((2,), (2,)), ((0,), (0,))),
             preferred_element_type=jnp.int32,
         ).astype(jnp.float32)

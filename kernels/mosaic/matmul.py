@@ -26,6 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from fbq_jax.kernels import table
 from fbq_jax.kernels.mosaic.steps import steps
 from fbq_jax.kernels.reference import Quantized
 
@@ -43,12 +44,11 @@ class Config(NamedTuple):
     """How the kernel runs; every choice computes the same.
 
     Attributes:
-      ring: buffers of the ring.
       group: tiles along N that are computed side by side, for the L2 cache.
-      cluster: thread blocks, 1 or 2, neighbours along N, that share lhs' tiles.
+      cluster: thread blocks, 1 or 2, neighbours along N, that share lhs' tiles; 2 needs
+        an even number of tiles along N.
     """
 
-    ring: int
     group: int
     cluster: int
 
@@ -86,7 +86,7 @@ def matmul(
     if residual is not None:
         lhs_scales = list(steps(*lhs_scales))
     if config is None:
-        config = default_config(padded_columns, dtype)
+        config = choose_config((rows, columns, depth), fallback=residual is not None)
     kernel = _build(
         (batch, *sizes), residual is not None, jnp.dtype(dtype), config, _processors()
     )
@@ -94,10 +94,12 @@ def matmul(
     return out[:, :rows, :columns]
 
 
-def default_config(columns: int, dtype: jax.typing.DTypeLike) -> Config:
-    """The configuration of a shape that no table knows."""
-    ring = 6 if jnp.dtype(dtype).itemsize == 2 else 5  # the output's buffers are larger
-    return Config(ring=ring, group=8, cluster=2 if columns % (2 * SIDE) == 0 else 1)
+def choose_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
+    """The table's configuration for ``(M, N, K)``, or one that suits most shapes."""
+    op = "mosaic.matmul.fallback" if fallback else "mosaic.matmul"
+    config = Config(**(table.lookup(op, sizes) or {"group": 8, "cluster": 2}))
+    pairs = pl.cdiv(sizes[1], SIDE) % 2 == 0
+    return config if pairs else config._replace(cluster=1)
 
 
 def _processors() -> int:
@@ -128,7 +130,9 @@ def _build(
 ) -> Any:
     """The kernel for codes ``[B, M, K]`` and ``[B, N, K]``, sizes multiples of 128."""
     batch, rows, depth, columns = sizes
-    ring, group, cluster = config
+    group, cluster = config
+    # As many buffers as fit into shared memory beside the output's.
+    ring = 6 if dtype.itemsize == 2 else 5
     tile_rows, tile_columns = rows // SIDE, columns // SIDE
     tiles = batch * tile_rows * tile_columns // cluster
     clusters = processors // cluster

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from fbq_jax.kernels import table
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.steps import steps
@@ -42,19 +43,29 @@ class Config(NamedTuple):
     group: int
 
 
-def config(M: int, N: int, K: int, blocks: tuple[int, int, int], sm: int) -> Config:
-    """A choice that is good without measuring.
+def choose_config(
+    sizes: tuple[int, int, int],
+    blocks: tuple[int, int, int],
+    sm: int,
+    *,
+    fallback: bool,
+) -> Config:
+    """The table's configuration, or one that suits most shapes.
 
     Args:
-      M: rows of the output.
-      N: columns of the output.
-      K: length of the contraction.
+      sizes: ``(M, N, K)``.
       blocks: ``(m, k, n)``, the sides of a block.
       sm: compute capability of the GPU, times ten.
+      fallback: whether there is a residual.
     """
-    del K
-    _, k, _ = blocks
+    M, N, _ = sizes
+    m, k, _ = blocks
+    op = "triton.matmul.fallback" if fallback else "triton.matmul"
+    if blocks == (128, 128, 128) and (found := table.lookup(op, sizes)):
+        return Config(**found)
     hopper = sm == 90
+    if hopper and m >= 128 and k <= 128 and min(M, N) >= 128:
+        return Config(128, 128, 2, 4, 3, group=16)
     BM, BN = (64, 128) if hopper or k == 256 else (128, 128)
     BM = min(BM, max(32, triton.next_power_of_2(M)))
     BN = min(BN, max(32, triton.next_power_of_2(N)))
@@ -73,6 +84,7 @@ def matmul(
     blocks: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """As ``reference.matmul``.
 
@@ -84,6 +96,7 @@ def matmul(
       dtype: of the output.
       sm: compute capability of the GPU it will run on, times ten; None for that of this
         process's first device.
+      config: how it is cut into programs; by default ``choose_config``'s.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -93,7 +106,7 @@ def matmul(
     m, k, n = blocks
     batch, M, K = lhs.codes.shape
     N = rhs.codes.shape[1]
-    tile = config(M, N, K, blocks, sm)
+    tile = config or choose_config((M, N, K), blocks, sm, fallback=residual is not None)
     BM, BN = tile.BM, tile.BN
     lhs, rhs = _align(lhs), _align(rhs)
     if residual is None:

@@ -1,40 +1,110 @@
 """The choice of an implementation, and the library's seams."""
 
+import re
+import types
+import warnings
+
+import jax
 import jax.numpy as jnp
 import pytest
 
-from fbq_jax import dispatch, dot_general
+from fbq_jax import FallbackDot, dispatch, dot_general
 from fbq_jax.kernels import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
+BLOCKS = (128, 128, 128)
 
 
-def test_the_choice_says_why(monkeypatch):
-    assert dispatch.choose("matmul") == (
-        "matmul",
-        "reference",
-        "there is no kernel of its own for cpu",
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Makes the choice as on a machine with some GPU, and with jax-triton or not."""
+
+    def pretend(capability, *, triton=True):
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        found = object() if triton else None
+        monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: found)
+
+    return pretend
+
+
+def test_without_a_gpu_it_is_the_reference_and_says_why():
+    choice = dispatch.choose("matmul", BLOCKS)
+    assert choice.implementation == "reference"
+    assert "not mosaic: it needs a GPU, and JAX's default backend is cpu" in (
+        choice.reason
     )
+
+
+@pytest.mark.parametrize(
+    ("capability", "sides", "op", "implementation", "reason"),
+    [
+        ("9.0", BLOCKS, "matmul", "mosaic", "the first choice"),
+        ("9.0", (128, 64, 128), "matmul", "triton", "sides of 128 or 256"),
+        ("9.0", (64, 64), "quantize", "mosaic", "the first choice"),
+        ("9.0", (1, 4096, 1), "matmul", "mosaic", "the first choice"),
+        ("8.9", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+        ("10.0", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+        ("7.5", BLOCKS, "matmul", "reference", "compute capability 8.0"),
+        ("gfx90a", BLOCKS, "matmul", "reference", "an NVIDIA GPU"),
+        ("8.0", (128, 100), "quantize", "reference", r"not \(128, 100\)"),
+    ],
+)
+def test_by_device_and_blocks(on_gpu, capability, sides, op, implementation, reason):
+    on_gpu(capability)
+    choice = dispatch.choose(op, sides)
+    assert choice.implementation == implementation
+    assert re.search(reason, choice.reason)
+
+
+def test_without_jax_triton_it_says_what_to_install(on_gpu):
+    on_gpu("9.0", triton=False)
+    assert "pip install 'fbq-jax[cuda]'" in dispatch.choose("matmul", BLOCKS).reason
+    with pytest.raises(ValueError, match=r"cannot do quantize: .*pip install 'fbq-jax"):
+        dispatch.choose("quantize", implementation="triton")
+
+
+def test_a_gpu_that_runs_the_reference_warns_once(on_gpu):
+    on_gpu("7.5")
+    dispatch._warn_of_reference.cache_clear()
+    x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
+    asked = {"block": (32, 32), "rows": "nearest", "columns": None}
+    with pytest.warns(UserWarning, match="many times slower than by a kernel: not mos"):
+        dispatch.quantize(x, seeds, **asked)
+    with warnings.catch_warnings():
+        dispatch.quantize(x, seeds, **asked)
+        dispatch._warn_of_reference.cache_clear()
+        dispatch.quantize(x, seeds, **asked, implementation="reference")
+
+
+def test_what_is_asked_for_is_named_in_errors(monkeypatch):
+    x = jnp.ones((4, 4))
     monkeypatch.setenv("FBQ_IMPLEMENTATION", "reference")
-    assert "asks for it" in dispatch.choose("matmul").reason
-
-
-def test_an_unknown_implementation_is_named(monkeypatch):
+    assert "FBQ_IMPLEMENTATION= asks for it" in dispatch.choose("matmul").reason
+    with pytest.raises(ValueError, match=r"implementation=mosaic cannot do .* a GPU"):
+        dot_general(x, x, MATMUL, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"implementation=triton cannot do .* a GPU"):
+        FallbackDot(implementation="triton")(x, x, MATMUL)
     monkeypatch.setenv("FBQ_IMPLEMENTATION", "cublas")
-    with pytest.raises(ValueError, match=r"='cublas' is not .*; there are: reference"):
-        dot_general(jnp.ones((4, 4)), jnp.ones((4, 4)), MATMUL)
+    with pytest.raises(ValueError, match=r"='cublas' is not .*: mosaic, triton, refer"):
+        dot_general(x, x, MATMUL)
 
 
-def test_an_implementation_is_a_module_of_functions(monkeypatch):
-    """A new module in the table is what the library then calls."""
+def test_every_op_goes_through_the_choice(monkeypatch):
     calls = []
 
-    class Spy:
-        def __getattr__(self, op):
-            calls.append(op)
-            return getattr(reference, op)
+    def function(choice, sides):
+        calls.append((choice.op, len(sides)))
+        return getattr(reference, choice.op)
 
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "spy", Spy())
-    monkeypatch.setenv("FBQ_IMPLEMENTATION", "spy")
-    dot_general(jnp.ones((4, 4)), jnp.ones((4, 4)), MATMUL, theta=0.5)
-    assert set(calls) == {"block_metric", "quantize", "quantize_fallback", "matmul"}
+    monkeypatch.setattr(dispatch, "_function", function)
+    dispatch._batched_op.cache_clear()
+    x = jnp.ones((4, 4))
+    jax.grad(lambda x: dot_general(x, x, MATMUL)[0].sum())(x)
+    assert set(calls) == {
+        ("block_metric", 2),
+        ("quantize", 2),
+        ("quantize_fallback", 2),
+        ("matmul", 3),
+    }
