@@ -15,8 +15,8 @@ are rounded as IEEE 754 asks, by a division of their own, because XLA's is not.
 
 Two kinds of block are special.  One whose ``amax`` is below ``TINY`` (its scale or its
 reciprocal would leave the normal floats) counts as all zero: scale 0, codes 0.  One
-that holds a NaN or an Inf has scale NaN and codes 0, so that everything computed from
-it is NaN: quantization never hides a diverged run.
+that holds a NaN or an Inf has scale NaN, so that everything computed from it is NaN:
+quantization never hides a diverged run.  Its codes mean nothing (here they are zeros).
 """
 
 import functools
@@ -58,7 +58,8 @@ class FallbackQuantized(NamedTuple):
     """A quantized operand, its residual, and what decides where that is used.
 
     ``residual`` has scale 0 in the blocks that do not fall back; its codes there mean
-    nothing (an implementation need not write them; the reference leaves zeros).
+    nothing, like those of a block whose scale is NaN (an implementation need not write
+    them; the reference leaves zeros).
     ``metric`` is the criterion's value, float32, one a block.  ``columns`` is as in
     ``Layouts``, of the operand without its residual.
     """

@@ -38,9 +38,9 @@ def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
 def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
     """Uniform noise in (-1/2, 1/2) for a matrix.
 
-    Two rows and a column share one word: the 64-bit product of a hash of each, its
-    halves added without carry.  The first row's noise is in the low half of the word,
-    the second's in the high one, so that a kernel pays half a product an element.
+    Two rows and a column share a word: the halves, mixed, of the 64-bit product of a
+    hash of the rows and one of the column.  The first row's noise is the low half of
+    the word, the second's the high one.  So a kernel pays one product for two elements.
 
     Args:
       seed: uint32 ``[]``.
@@ -51,15 +51,13 @@ def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
     pairs = jnp.arange(-(-rows // 2), dtype=jnp.uint32)
-    # Odd, as an even factor would lose bits of the other.
-    row_key = fold(seed, pairs)[:, None] | 1
-    column_key = (
-        fold(seed ^ jnp.uint32(_COLUMN_STREAM), jnp.arange(columns, dtype=jnp.uint32))[
-            None, :
-        ]
-        | 1
+    row_key = fold(seed, pairs)
+    column_key = fold(
+        seed ^ jnp.uint32(_COLUMN_STREAM), jnp.arange(columns, dtype=jnp.uint32)
     )
-    words = row_key * column_key ^ lax.mulhi(row_key, column_key)
+    # Odd, because an even factor loses bits of the other.
+    a, b = row_key[:, None] | 1, column_key[None, :] | 1
+    words = a * b + lax.mulhi(a, b) * jnp.uint32(_GOLDEN)
     bits = jnp.stack([words & 0xFFFF, words >> 16], axis=1)
-    bits = bits.reshape(-1, columns)[:rows] | 1
+    bits = bits.reshape(2 * pairs.size, columns)[:rows] | 1
     return (bits.astype(jnp.float32) - 2.0**15) * 2.0**-16

@@ -22,7 +22,8 @@ def noise(seed: int, shape: tuple[int, int]) -> np.ndarray:
     row = fold(seed, np.arange(shape[0]) // 2) | np.uint64(1)
     column = fold(np.uint64(seed) ^ np.uint64(0x5851F42D), np.arange(shape[1]))
     product = row[:, None] * (column[None, :] | np.uint64(1))
-    words = (product ^ (product >> np.uint64(32))).astype(np.uint32)
+    high = (product >> np.uint64(32)) * np.uint64(0x9E3779B9)
+    words = (product % np.uint64(2**32) + high).astype(np.uint32)
     words[1::2] >>= 16
     bits = (words & 0xFFFF | 1).astype(np.float64)
     return (bits / 2**16 - 0.5).astype(np.float32)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.kernels.reference import Quantized
 
-SIZES = (4096, 8192)
+SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 RATES = (0.0, 0.1, 0.2, 0.3)
 _SIDE = 128
 _BLOCKS = (_SIDE, _SIDE, _SIDE)
@@ -23,13 +23,13 @@ _NT = (((1,), (1,)), ((), ()))
 
 
 def rows(
-    sizes: Sequence[int],
-    rates: Sequence[float],
+    shapes: Sequence[tuple[int, ...]],
+    rates: Sequence[float] = RATES,
     *,
     implementation: str | None,
     effort: Effort,
 ) -> Iterator[Row]:
-    """Measures ``M = N = K`` of each size: bf16, and INT8 at each fallback rate.
+    """Measures each ``(M, N, K)``: bf16, and INT8 at each fallback rate.
 
     Codes are those of Gaussian data, and blocks fall back at random.  The work counted
     is that of the product, ``2 M N K``, without the residual's.
@@ -37,34 +37,26 @@ def rows(
     Raises:
       WrongResultError: if a product differs from the definition's.
     """
-    name = dispatch.choose("matmul", _BLOCKS, implementation=implementation)
+    choice = dispatch.choose("matmul", _BLOCKS, implementation=implementation)
+    by = choice.implementation
     bf16 = jax.jit(functools.partial(lax.dot_general, dimension_numbers=_NT))
-    int8, checked, definition = (
-        jax.jit(
-            functools.partial(
-                dispatch.matmul, blocks=_BLOCKS, dtype=dtype, implementation=by
-            )
-        )
-        for dtype, by in (
-            (jnp.bfloat16, name.implementation),
-            (jnp.float32, name.implementation),
-            (jnp.float32, "reference"),
-        )
-    )
-    for size in sizes:
-        keys = jax.random.split(jax.random.key(size), 6)
-        labels = {"shape": (size,) * 3}
-        work = 2.0 * size**3
-        a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys[:2])
+    int8 = _matmul(jnp.bfloat16, by)
+    checked, definition = (_matmul(jnp.float32, name) for name in (by, "reference"))
+    for shape in shapes:
+        M, N, K = shape
+        keys = jax.random.split(jax.random.key(0), 6)
+        a = jax.random.normal(keys[0], (M, K), jnp.bfloat16)
+        b = jax.random.normal(keys[1], (N, K), jnp.bfloat16)
         baseline = row(
             measure.timing(bf16, a, b, effort=effort),
-            work,
+            2.0 * M * N * K,
             what="bf16",
             implementation="xla",
-            **labels,
+            shape=shape,
         )
         yield baseline
-        lhs, rhs, residual = (_codes(key, size, name.implementation) for key in keys[2:5])
+        lhs, residual = (_codes(key, M, K, by) for key in keys[2:4])
+        rhs = _codes(keys[4], N, K, by)
         for rate in rates:
             taken = _flags(keys[5], residual.scales.shape, rate)
             scales = jnp.where(taken, residual.scales, 0.0)
@@ -72,29 +64,35 @@ def rows(
             error = measure.relative_error(
                 checked(lhs, term, rhs), definition(lhs, term, rhs)
             )
-            what = f"the {size} x {size} x {size} GEMM by {name.implementation}"
-            measure.require(error, _LIMIT, what)
+            measure.require(error, _LIMIT, f"the GEMM of {shape} by {by}")
             yield row(
                 measure.timing(int8, lhs, term, rhs, effort=effort),
-                work,
+                2.0 * M * N * K,
                 baseline,
                 what="INT8",
-                implementation=name.implementation,
+                implementation=by,
+                shape=shape,
                 fallback=float(jnp.mean(taken, dtype=jnp.float32)),
                 errors={"out": error},
-                **labels,
             )
 
 
-def _codes(key: jax.Array, size: int, implementation: str) -> Quantized:
-    x = jax.random.normal(key, (1, size, size), jnp.bfloat16)
+def _matmul(dtype: jax.typing.DTypeLike, by: str) -> Callable[..., jax.Array]:
+    return jax.jit(
+        functools.partial(
+            dispatch.matmul, blocks=_BLOCKS, dtype=dtype, implementation=by
+        )
+    )
+
+
+def _codes(key: jax.Array, rows: int, columns: int, by: str) -> Quantized:
     codes = dispatch.quantize(
-        x,
+        jax.random.normal(key, (1, rows, columns), jnp.bfloat16),
         jnp.zeros(1, jnp.uint32),
         block=(_SIDE, _SIDE),
         rows="nearest",
         columns=None,
-        implementation=implementation,
+        implementation=by,
     ).rows
     assert codes is not None
     return codes

@@ -58,7 +58,7 @@ class _Column(NamedTuple):
 def _columns(section: str) -> list[_Column]:
     heading = HEADINGS[section]
     columns = [
-        _Column("what", 27, lambda row: row.what),
+        _Column("what", 29, lambda row: row.what),
         _Column("by", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
         _Column("fell back", 9, lambda row: _optional(row.fallback, "{:.1%}")),

@@ -35,6 +35,7 @@ _WARPGROUPS = 2  # that multiply, each half the rows of a tile
 _ROWS = SIDE // _WARPGROUPS
 _CHUNK = 4  # steps of the unrolled loop
 _AHEAD = _CHUNK + 2  # steps whose scales a chunk needs
+_BEYOND = _AHEAD + _CHUNK  # steps beyond the last whose scales are loaded
 _SPAN = 256  # chunks; the sums of more could leave int32
 # Of 512 registers that a thread of each warpgroup has together.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
@@ -76,21 +77,22 @@ def matmul(
         for term in (lhs, residual)
         if term is not None
     ]
-    lhs_scales = [
-        _spread(term.scales, (m, k), padded_rows, padded_depth)
-        for term in (lhs, residual)
-        if term is not None
-    ]
     rhs_codes = _pad(rhs.codes, padded_columns, padded_depth)
+    lhs_scales = _spread(lhs.scales, (m, k), padded_rows, padded_depth)
     rhs_scales = _spread(rhs.scales, (n, k), padded_columns, padded_depth)
-    if residual is not None:
-        lhs_scales = list(steps(*lhs_scales))
+    if residual is None:
+        beyond = ((0, 0), (0, 0), (0, _BEYOND))
+        lists = (jnp.pad(lhs_scales, beyond),)
+        rhs_scales = jnp.pad(rhs_scales, beyond)
+    else:
+        used = _spread(residual.scales, (m, k), padded_rows, padded_depth)
+        lists = steps(lhs_scales, used, unused=_BEYOND)
     if config is None:
         config = choose_config((rows, columns, depth), fallback=residual is not None)
     kernel = _build(
         (batch, *sizes), residual is not None, jnp.dtype(dtype), config, _processors()
     )
-    out = kernel(*lhs_codes, *lhs_scales, rhs_codes, rhs_scales)
+    out = kernel(*lhs_codes, *lists, rhs_codes, rhs_scales)
     return out[:, :rows, :columns]
 
 
@@ -212,12 +214,10 @@ def _build(
             product = plgpu.ACC((_ROWS, SIDE), jnp.int32)
 
             def scale(place: Any, step: int | jax.Array) -> jax.Array:
-                """Of a step's product, 0 beyond the last step."""
-                b, i, j, count = place
-                at = jnp.where(step < count, step, 0)
-                k = lax.div(source[b, i, at], jnp.int32(2)) if fallback else at
-                value = lhs_scale[b, i, at] * rhs_scale[b, j, k]
-                return jnp.where(step < count, value, 0.0)
+                """Of a step's product.  Those beyond the last step are not used."""
+                b, i, j, _ = place
+                k = lax.div(source[b, i, step], jnp.int32(2)) if fallback else step
+                return lhs_scale[b, i, step] * rhs_scale[b, j, k]
 
             def start(n: jax.Array) -> Any:
                 """A tile's place, its number of steps and the first steps' scales."""

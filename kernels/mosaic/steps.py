@@ -15,8 +15,8 @@ class Steps(NamedTuple):
     """What the K loop of each row of blocks does.
 
     Attributes:
-      source: int32 ``[B, I, 2 J]``: ``2 * j`` for block j of lhs along K, ``2 * j + 1``
-        for its residual.
+      source: int32 ``[B, I, 2 J + unused]``: ``2 * j`` for block j of lhs along K,
+        ``2 * j + 1`` for its residual.
       scale: float32, likewise: the scale of that block.
       count: int32 ``[B, I]``, the number of steps; entries beyond it are zeros.
     """
@@ -26,17 +26,18 @@ class Steps(NamedTuple):
     count: jax.Array
 
 
-def steps(scales: jax.Array, residual_scales: jax.Array) -> Steps:
+def steps(scales: jax.Array, residual_scales: jax.Array, *, unused: int) -> Steps:
     """Lists each block, and after it its residual where that has a scale.
 
     Args:
       scales: float32 ``[B, I, J]``, of lhs.
       residual_scales: likewise, of the residual; 0 where a block did not fall back.
+      unused: entries to add at the end of each list.
     """
     blocks = scales.shape[2]
     fallback = (residual_scales != 0.0).astype(jnp.int32)
     end = jnp.cumsum(1 + fallback, axis=2)
-    step = jnp.arange(2 * blocks, dtype=jnp.int32)
+    step = jnp.arange(2 * blocks + unused, dtype=jnp.int32)
     # A step belongs to the first block that ends after it.
     block = jnp.sum(end[:, :, None, :] <= step[:, None], axis=3, dtype=jnp.int32)
     listed = block < blocks

@@ -1,9 +1,13 @@
 """Quantization, with fallback and transposition, in one pass over the operand.
 
-One program quantizes one block; ``tiles`` has what it does there.
+One program quantizes one block; ``tiles`` has what it does there.  A block too large
+for the registers is quantized in parts, one below the other, that are loaded twice: for
+the scale, which is of them all, and, from a cache, for the codes.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +27,26 @@ from fbq_jax.kernels.triton.tiles import (
     find_amax,
     in_scale,
     load,
+    measure,
     metric_of,
     nearest,
+    part_of,
     position,
     residual_of,
     scale_of,
     stochastic,
     store_columns,
     store_rows,
+    sum_abs,
 )
 
 
-def config(block: Block) -> tuple[int, int]:
-    """The warps of a program and the stages of its pipeline."""
-    return max(1, min(16, block[0] * block[1] // 2048)), 1
+def config(block: Block, *, noise: bool) -> tuple[int, int]:
+    """The parts of a block and the warps of a program."""
+    size = block[0] * block[1]
+    if size > 2**14:
+        return size // 2**13, 8
+    return 1, max(1, size // (2**11 if noise else 2**12))
 
 
 def quantize(
@@ -49,26 +59,20 @@ def quantize(
 ) -> Layouts:
     """See ``reference.quantize``."""
     operand = _Operand(x, block)
-    num_warps, num_stages = config(block)
-    codes, scales, column_codes, column_scales = launch(
+    codes, scales, *by_columns = operand.launch(
         _quantize,
-        x,
         seeds,
-        *operand.sizes,
         outputs=[
             *operand.by_rows(wanted=rows is not None),
             *operand.by_columns(wanted=columns is not None),
         ],
-        grid=operand.grid,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **operand.constants,
+        noise="stochastic" in (rows, columns),
         ROWS=rows,
         COLUMNS=columns,
     )
     return Layouts(
         None if rows is None else Quantized(codes, scales),
-        None if columns is None else operand.columns(column_codes, column_scales),
+        None if columns is None else operand.columns(*by_columns),
     )
 
 
@@ -83,23 +87,17 @@ def quantize_fallback(
 ) -> FallbackQuantized:
     """See ``reference.quantize_fallback``."""
     operand = _Operand(x, block)
-    num_warps, num_stages = config(block)
-    codes, scales, residual, residual_scales, metric, *by_columns = launch(
+    codes, scales, residual, residual_scales, metric, *by_columns = operand.launch(
         _quantize_fallback,
-        x,
         theta,
         seeds,
-        *operand.sizes,
         outputs=[
             *operand.by_rows(wanted=True),
             *operand.by_rows(wanted=True),
             operand.by_rows(wanted=True)[1],
             *operand.by_columns(wanted=columns is not None),
         ],
-        grid=operand.grid,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **operand.constants,
+        noise=columns == "stochastic",
         CRITERION=criterion,
         COLUMNS=columns,
     )
@@ -114,31 +112,22 @@ def quantize_fallback(
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
     """See ``reference.block_metric``."""
     operand = _Operand(x, block)
-    num_warps, num_stages = config(block)
-    (metric,) = launch(
+    (metric,) = operand.launch(
         _block_metric,
-        x,
-        *operand.sizes,
         outputs=[operand.by_rows(wanted=True)[1]],
-        grid=operand.grid,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **operand.constants,
+        noise=False,
         CRITERION=criterion,
     )
     return metric
 
 
 class _Operand:
-    """What a launch needs to know of an operand."""
+    """An operand, and what a launch needs to know of it."""
 
     def __init__(self, x: jax.Array, block: Block) -> None:
+        self.x, self.block = x, block
         self.batch, self.rows, self.width = x.shape
-        unit = math.gcd(self.width, 16)
-        self.sizes = self.rows, self.width // unit
         self.blocks = -(-self.rows // block[0]), -(-self.width // block[1])
-        self.grid = (self.batch * self.blocks[0] * self.blocks[1],)
-        self.constants = {"r": block[0], "c": block[1], "COLUMN_UNIT": unit}
 
     def by_rows(self, *, wanted: bool) -> list[jax.ShapeDtypeStruct]:
         shape = (self.batch, self.rows, self.width) if wanted else (0,)
@@ -158,6 +147,37 @@ class _Operand:
     def columns(self, codes: jax.Array, scales: jax.Array) -> Quantized:
         return Quantized(codes[..., : self.rows], scales)
 
+    def launch(
+        self,
+        kernel: triton.JITFunction,
+        *args: jax.Array,
+        outputs: list[jax.ShapeDtypeStruct],
+        noise: bool,
+        **constants: Any,
+    ) -> Sequence[jax.Array]:
+        """Runs a kernel on every block; if there is none, the outputs are empty."""
+        programs = self.batch * self.blocks[0] * self.blocks[1]
+        if programs == 0:
+            return [jnp.zeros(output.shape, output.dtype) for output in outputs]
+        unit = math.gcd(self.width, 16)
+        parts, num_warps = config(self.block, noise=noise)
+        return launch(
+            kernel,
+            self.x,
+            *args,
+            self.rows,
+            self.width // unit,
+            outputs=outputs,
+            grid=(programs,),
+            num_warps=num_warps,
+            num_stages=1,
+            r=self.block[0],
+            c=self.block[1],
+            PARTS=parts,
+            COLUMN_UNIT=unit,
+            **constants,
+        )
+
 
 @triton.jit
 def _quantize(
@@ -171,31 +191,31 @@ def _quantize(
     column_scales,
     r: tl.constexpr,
     c: tl.constexpr,
+    PARTS: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     columns *= COLUMN_UNIT
     batch, i, j, at, at_column = position(rows, columns, r, c)
-    tiles = load(x, batch, i, j, rows, columns, r, c)
-    amax = find_amax(tiles)
-    finite = amax < float("inf")
+    tiles, amax = measure(x, batch, i, j, rows, columns, r, c, PARTS)
     scale, inverse = scale_of(amax)
     tl.store(scales + at, scale)
     tl.store(column_scales + at_column, scale)
-    v = in_scale(tiles, inverse)
-    if ROWS == "nearest" or COLUMNS == "nearest":
-        rounded = nearest(v)
-        if ROWS == "nearest":
-            store_rows(codes, rounded, finite, batch, i, j, rows, columns)
-        if COLUMNS == "nearest":
-            store_columns(column_codes, rounded, finite, batch, i, j, rows, columns)
-    if ROWS == "stochastic" or COLUMNS == "stochastic":
-        rounded = stochastic(v, tl.load(seeds + batch), i, j)
-        if ROWS == "stochastic":
-            store_rows(codes, rounded, finite, batch, i, j, rows, columns)
-        if COLUMNS == "stochastic":
-            store_columns(column_codes, rounded, finite, batch, i, j, rows, columns)
+    for part in range(i * PARTS, (i + 1) * PARTS):
+        v = in_scale(part_of(tiles, x, batch, part, j, rows, columns, PARTS), inverse)
+        if ROWS == "nearest" or COLUMNS == "nearest":
+            rounded = nearest(v)
+            if ROWS == "nearest":
+                store_rows(codes, rounded, batch, part, j, rows, columns)
+            if COLUMNS == "nearest":
+                store_columns(column_codes, rounded, batch, part, j, rows, columns)
+        if ROWS == "stochastic" or COLUMNS == "stochastic":
+            noisy = stochastic(v, tl.load(seeds + batch), part, j)
+            if ROWS == "stochastic":
+                store_rows(codes, noisy, batch, part, j, rows, columns)
+            if COLUMNS == "stochastic":
+                store_columns(column_codes, noisy, batch, part, j, rows, columns)
 
 
 @triton.jit
@@ -214,38 +234,49 @@ def _quantize_fallback(
     column_scales,
     r: tl.constexpr,
     c: tl.constexpr,
+    PARTS: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
     CRITERION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     columns *= COLUMN_UNIT
     batch, i, j, at, at_column = position(rows, columns, r, c)
-    tiles = load(x, batch, i, j, rows, columns, r, c)
-    amax = find_amax(tiles)
-    finite = amax < float("inf")
+    tiles, amax = measure(x, batch, i, j, rows, columns, r, c, PARTS)
     scale, inverse = scale_of(amax)
     tl.store(scales + at, scale)
     tl.store(column_scales + at_column, scale)
-    v = in_scale(tiles, inverse)
-    rounded = nearest(v)
-    store_rows(codes, rounded, finite, batch, i, j, rows, columns)
-    if COLUMNS == "nearest":
-        store_columns(column_codes, rounded, finite, batch, i, j, rows, columns)
-    if COLUMNS == "stochastic":
-        noisy = stochastic(v, tl.load(seeds + batch), i, j)
-        store_columns(column_codes, noisy, finite, batch, i, j, rows, columns)
-    value = metric_of(tiles, rounded, amax, scale, CRITERION)
+    lost, total = 0.0, 0.0
+    for part in range(i * PARTS, (i + 1) * PARTS):
+        x_part = part_of(tiles, x, batch, part, j, rows, columns, PARTS)
+        v = in_scale(x_part, inverse)
+        rounded = nearest(v)
+        store_rows(codes, rounded, batch, part, j, rows, columns)
+        if COLUMNS == "nearest":
+            store_columns(column_codes, rounded, batch, part, j, rows, columns)
+        if COLUMNS == "stochastic":
+            noisy = stochastic(v, tl.load(seeds + batch), part, j)
+            store_columns(column_codes, noisy, batch, part, j, rows, columns)
+        if CRITERION != "absmax":
+            lost += sum_abs(residual_of(x_part, rounded, scale))
+        if CRITERION == "l1_rel":
+            total += sum_abs(x_part)
+    value = metric_of(amax, scale, lost, total, CRITERION)
     tl.store(metric + at, value)
     residual_scale = 0.0
     # The second condition is false for an amax so large that scale * 127 overflows.
     if (value > tl.load(theta + batch)) & (scale * 127.0 < float("inf")):
         # Loaded again, from a cache: registers kept until here would cost every block.
-        tiles = load(x, batch, i, j, rows, columns, r, c)
-        rounded = nearest(in_scale(tiles, inverse))
-        residual = residual_of(tiles, rounded, scale)
-        residual_scale, inverse = scale_of(find_amax(residual))
-        rounded = nearest(in_scale(residual, inverse))
-        store_rows(residual_codes, rounded, True, batch, i, j, rows, columns)
+        residual_amax = 0.0
+        for part in range(i * PARTS, (i + 1) * PARTS):
+            x_part = load(x, batch, part, j, rows, columns, r // PARTS, c)
+            residual = residual_of(x_part, nearest(in_scale(x_part, inverse)), scale)
+            residual_amax = tl.maximum(residual_amax, find_amax(residual))
+        residual_scale, residual_inverse = scale_of(residual_amax)
+        for part in range(i * PARTS, (i + 1) * PARTS):
+            x_part = load(x, batch, part, j, rows, columns, r // PARTS, c)
+            residual = residual_of(x_part, nearest(in_scale(x_part, inverse)), scale)
+            rounded = nearest(in_scale(residual, residual_inverse))
+            store_rows(residual_codes, rounded, batch, part, j, rows, columns)
     tl.store(residual_scales + at, residual_scale)
 
 
@@ -257,13 +288,20 @@ def _block_metric(
     metric,
     r: tl.constexpr,
     c: tl.constexpr,
+    PARTS: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
     CRITERION: tl.constexpr,
 ):
     columns *= COLUMN_UNIT
     batch, i, j, at, _ = position(rows, columns, r, c)
-    tiles = load(x, batch, i, j, rows, columns, r, c)
-    amax = find_amax(tiles)
+    tiles, amax = measure(x, batch, i, j, rows, columns, r, c, PARTS)
     scale, inverse = scale_of(amax)
-    rounded = nearest(in_scale(tiles, inverse))
-    tl.store(metric + at, metric_of(tiles, rounded, amax, scale, CRITERION))
+    lost, total = 0.0, 0.0
+    if CRITERION != "absmax":
+        for part in range(i * PARTS, (i + 1) * PARTS):
+            x_part = part_of(tiles, x, batch, part, j, rows, columns, PARTS)
+            rounded = nearest(in_scale(x_part, inverse))
+            lost += sum_abs(residual_of(x_part, rounded, scale))
+            if CRITERION == "l1_rel":
+                total += sum_abs(x_part)
+    tl.store(metric + at, metric_of(amax, scale, lost, total, CRITERION))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy import stats
 
 from fbq_jax.kernels import rounding
@@ -23,12 +24,15 @@ def test_matches_the_hash_written_in_numpy():
         np.testing.assert_array_equal(noise, oracle.noise(seed, (130, 70)))
 
 
-def test_noise_is_uniform_in_the_open_interval():
-    noise = draws(64, 64)
-    assert noise.min() >= -0.5 + 2.0**-17
-    assert noise.max() <= 0.5 - 2.0**-17
-    counts = np.histogram(noise, bins=256, range=(-0.5, 0.5))[0]
-    assert stats.chisquare(counts).pvalue > 1e-4
+@pytest.mark.parametrize("half", [0, 1])
+def test_noise_is_uniform_in_the_open_interval(half):
+    """In rows that take the low and the high half of their word."""
+    noise = draws(64, 64)[:, half::2]
+    assert noise.min() >= -0.5 + 2.0**-16
+    assert noise.max() <= 0.5 - 2.0**-16
+    for values in (noise, noise * 2.0**7 % 1.0):  # the upper and the lower bits
+        counts = np.histogram(values % 1.0, bins=256, range=(0.0, 1.0))[0]
+        assert stats.chisquare(counts).pvalue > 1e-4
 
 
 def test_rounding_is_unbiased():
@@ -69,9 +73,30 @@ def test_seeds_rows_and_columns_are_uncorrelated():
     assert abs(correlation(noise[:, *above], transposed[:, *above])) < 4.5
     assert abs(correlation(noise[:, *above], noise[:, *below])) < 4.5
     assert abs(correlation(noise, folded)) < 4.5
-    # The sum around a rectangle is where an additive hash would show.
-    around = noise[:, ::2, ::2] - noise[:, 1::2, ::2] - noise[:, ::2, 1::2]
-    assert abs(correlation(around, noise[:, 1::2, 1::2])) < 4.5
+
+
+def test_two_rows_of_a_word_are_independent():
+    noise = draws(64, 64, SEEDS[:256])
+    even, odd = noise[:, ::2], noise[:, 1::2]
+    assert abs(correlation(even, odd)) < 4.5
+    assert abs(correlation(even[:, 1:], odd[:, :-1])) < 4.5
+    counts = np.histogram2d(even.ravel(), odd.ravel(), bins=16)[0]
+    assert stats.chisquare(counts, axis=None).pvalue > 1e-4
+    # Row by row, as few keys could be bad.
+    products = np.mean(12 * even * odd, axis=2) * 8
+    assert np.abs(products).max() < 5.5
+    assert np.var(products) == pytest.approx(1.0, abs=0.06)
+
+
+def test_a_rectangle_does_not_show_how_words_are_made():
+    """Of hashes of rows and columns, whose sums would cancel around a rectangle."""
+    noise = draws(64, 64, SEEDS[:256])
+    for rows in (noise[:, ::2], noise[:, 1::2]):
+        a, b = rows[:, ::2, ::2], rows[:, 1::2, ::2]
+        c, d = rows[:, ::2, 1::2], rows[:, 1::2, 1::2]
+        counts = np.histogram((a - b - c + d) % 1.0, bins=64, range=(0.0, 1.0))[0]
+        assert stats.chisquare(counts).pvalue > 1e-4
+        assert abs(correlation(a * d, b * c)) < 4.5
 
 
 def test_noise_belongs_to_a_place_whatever_the_matrix_or_the_tile():

@@ -40,25 +40,33 @@ def test_special_blocks(ops, dtype):
     cases.check_fallback(ops, x, block, criterion, (0.0,), None)
 
 
+@pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
+def test_empty_operands(ops, shape):
+    x = jnp.zeros(shape, jnp.bfloat16)
+    cases.check_quantize(ops, x, (32, 64), "nearest", "stochastic")
+    cases.check_fallback(ops, x, (32, 64), "absmax", (0.0,) * shape[0], "nearest")
+
+
+# The usual block in two types, the smallest, the narrowest and the largest.
 @pytest.mark.parametrize(
-    ("capability", "block", "criterion"),
+    ("capability", "dtype", "block", "criterion"),
     [
-        (80, (128, 128), "l1_rel"),
-        (89, (128, 128), "absmax"),
-        (90, (128, 128), "absmax"),
-        (90, (32, 32), "l1"),
-        (90, (256, 64), "absmax"),
+        (90, "bfloat16", (128, 128), "absmax"),
+        (80, "float32", (128, 128), "l1_rel"),
+        (90, "bfloat16", (32, 32), "l1"),
+        (89, "float32", (256, 32), "absmax"),
+        (80, "float32", (256, 256), "l1_rel"),
     ],
 )
-def test_compiles_without_spills(capability, block, criterion):
-    x = jax.ShapeDtypeStruct((1, 4096, 4096), jnp.bfloat16)
+def test_compiles_without_spills(capability, dtype, block, criterion):
+    x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     theta = jax.ShapeDtypeStruct((1,), jnp.float32)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
     compiled = functools.partial(
         compile_kernels, "quantize", capability=capability, block=block
     )
     kernels = [
-        *compiled("quantize", x, seeds, rows="stochastic", columns="stochastic"),
+        *compiled("quantize", x, seeds, rows="stochastic", columns="nearest"),
         *compiled(
             "quantize_fallback",
             x,

@@ -1,0 +1,101 @@
+"""``python -m fbq_jax.bench``: measures on this machine's GPU, and shows results."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from fbq_jax import dispatch
+from fbq_jax.bench import gemm, linear, measure, quantize, report, results
+
+_SECTIONS = {"gemm": gemm, "quantize": quantize, "linear": linear}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "table":
+            print(report.markdown(results.load(options.file)))
+        else:
+            _run(options)
+    except (results.ResultsError, _UsageError) as error:
+        return _fail(error, 2)
+    except measure.WrongResultError as error:
+        return _fail(error, 1)
+    return 0
+
+
+class _UsageError(Exception):
+    """What was asked for cannot be done here."""
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"fbq_jax.bench: {error}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fbq_jax.bench",
+        description="Measures on this machine's GPU, and shows results.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    sections = {
+        "gemm": "the block-scaled INT8 GEMM beside bf16",
+        "quantize": "quantization beside a copy",
+        "linear": "a linear layer, forward and backward, beside bf16 and others' INT8",
+        "all": "all of these",
+    }
+    for name, text in sections.items():
+        command = commands.add_parser(name, help=text, description=f"Measures {text}.")
+        command.add_argument(
+            "--out",
+            type=Path,
+            metavar="FILE",
+            help="the JSON file that gets the results and keeps its other sections "
+            "(default: bench-DEVICE.json)",
+        )
+        command.add_argument(
+            "--implementation",
+            choices=dispatch.IMPLEMENTATIONS,
+            help="of this library's ops (default: what it chooses here)",
+        )
+        command.add_argument(
+            "--quick", action="store_true", help="half the sizes, fewer samples"
+        )
+    table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")
+    table.add_argument("file", type=Path, metavar="FILE")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Measures, prints and stores one section after the other."""
+    if (backend := jax.default_backend()) != "gpu":
+        raise _UsageError(f"measuring needs a GPU; JAX's default backend is {backend}")
+    try:
+        dispatch.choose("matmul", (128,) * 3, implementation=options.implementation)
+    except ValueError as error:
+        raise _UsageError(str(error)) from error
+    path = options.out or results.default_path()
+    results.check_writable(path)
+    quick = options.quick
+    effort = measure.QUICK if quick else measure.FULL
+    for name in _SECTIONS if options.command == "all" else [options.command]:
+        print(report.text_head(name), flush=True)
+        section = _SECTIONS[name]
+        shapes = [tuple(n // 2 for n in s) if quick else s for s in section.SHAPES]
+        rows = []
+        for row in section.rows(
+            shapes, implementation=options.implementation, effort=effort
+        ):
+            print(report.text_row(name, row), flush=True)
+            rows.append(row)
+        results.merge(path, name, results.section(rows, quick=quick))
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

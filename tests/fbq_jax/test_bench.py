@@ -1,0 +1,280 @@
+"""The benchmark's command, at sizes that a CPU multiplies by the definition."""
+
+import importlib.util
+import json
+import types
+
+import jax
+import pytest
+
+from fbq_jax import dispatch, recipes
+from fbq_jax.bench import (
+    contenders,
+    data,
+    gemm,
+    linear,
+    measure,
+    quantize,
+    report,
+    results,
+)
+from fbq_jax.bench.__main__ import main
+from fbq_jax.bench.measure import Timing
+
+EFFORT = measure.Effort(warm_up_s=0.0, samples=2, batch_s=0.0, rest_s=0.0, launches=2)
+HOW = {"implementation": "reference", "effort": EFFORT}
+
+
+def check_speeds(rows, work_per_ms):
+    """Times are positive, and rates and ratios follow from them."""
+    for row in rows:
+        assert row.ms > 0.0
+        assert row.burst_ms > 0.0
+        assert row.burst_of == "calls"
+        assert row.rate == pytest.approx(work_per_ms(row) / row.ms / 1e9)
+
+
+def test_gemm():
+    shape = (256, 128, 512)
+    rows = list(gemm.rows([shape], [0.25, 0.5], **HOW))
+    check_speeds(rows, lambda _: 2 * 256 * 128 * 512)
+    bf16, *int8 = rows
+    assert (bf16.what, bf16.implementation) == ("bf16", "xla")
+    assert (bf16.ratio, bf16.burst_ratio) == (1.0, 1.0)
+    for row, rate in zip(int8, [0.25, 0.5], strict=True):
+        assert (row.shape, row.fallback) == (shape, rate)
+        assert row.ratio == pytest.approx(bf16.ms / row.ms)
+        assert row.burst_ratio == pytest.approx(bf16.burst_ms / row.burst_ms)
+
+
+def test_quantize():
+    shape = (500, 1024)
+    copy, *rows = quantize.rows([shape], [0.0, 0.5], (64, 256), **HOW)
+    assert copy.rate == pytest.approx(4 * 64 * 256 / copy.ms / 1e9)
+    elements, blocks = 500 * 1024, 4 * 8
+    stored = {
+        "nearest": lambda _: 2 * elements + 8 * blocks,
+        "stochastic": lambda _: 2 * elements + 8 * blocks,
+        "fallback": lambda row: (2 + row.fallback) * elements + 16 * blocks,
+    }
+    check_speeds(rows, lambda row: 2 * elements + stored[row.what](row))
+    assert [row.fallback for row in rows] == [None, None, 0.0, pytest.approx(0.5, 0.1)]
+    assert all(row.ratio == pytest.approx(row.rate / copy.rate) for row in rows)
+
+
+def test_linear(monkeypatch):
+    only = types.SimpleNamespace(block=recipes.block)
+    monkeypatch.setattr(contenders, "recipes", only)
+    measured = list(linear.rows([(256, 640, 128)], **HOW))
+    rows = {row.what: row for row in measured}
+    check_speeds(
+        measured,
+        lambda row: (2 if "forward" in row.what else 6) * 256 * 640 * 128,
+    )
+    assert {"bf16", "block", "Flax Fp8DotGeneral"} <= set(rows)
+    for name, row in rows.items():
+        forward = name.endswith(", forward")
+        assert set(row.errors) == ({"y"} if forward else {"y", "dx", "dw"})
+        assert all(0.0 < error < 0.2 for error in row.errors.values())
+        assert row.compile_s > 0.0
+    assert rows["bf16"].errors["dw"] < 0.01 < rows["block"].errors["dw"]
+
+
+def test_every_recipe_is_measured():
+    x = data.activation(jax.random.key(0), (640, 1024))
+    own = {contender.name: contender for contender in contenders.own(x, "reference")}
+    assert {"fallback", "block", "fallback_rowwise_bwd"} <= set(own)
+    assert own["fallback"].fallback == pytest.approx(0.2, 0.1)
+    assert own["block"].fallback is None
+
+
+def test_libraries_that_are_not_installed_are_named(capsys):
+    found = {contender.name for contender in contenders.others()}
+    said = capsys.readouterr().err
+    for package, name in (("qwix", "Qwix INT8"), ("aqt", "AQT INT8")):
+        installed = importlib.util.find_spec(package) is not None
+        assert (name in found) == installed
+        assert (f"without {package}_int8: " in said) != installed
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes one op wrong, by one, in one place, where the implementation is free."""
+
+    def spoil_op(spoilt_op):
+        choose = dispatch.choose
+
+        def choose_spoilt(op, sides, *, implementation):
+            if implementation in (None, "spoilt"):
+                return dispatch.Choice(op, "spoilt", "for the test")
+            return choose(op, sides, implementation=implementation)
+
+        monkeypatch.setattr(dispatch, "choose", choose_spoilt)
+        for name in ("quantize", "quantize_fallback", "block_metric", "matmul"):
+            replacement = by_definition(getattr(dispatch, name), name == spoilt_op)
+            monkeypatch.setattr(dispatch, name, replacement)
+
+    def by_definition(op, is_spoilt):
+        def replacement(*args, implementation, **options):
+            out = op(*args, implementation="reference", **options)
+            if implementation == "reference" or not is_spoilt:
+                return out
+            leaves, tree = jax.tree.flatten(out)
+            leaves[0] = leaves[0].at[0, 0, 0].add(1)
+            return jax.tree.unflatten(tree, leaves)
+
+        return replacement
+
+    return spoil_op
+
+
+def test_a_wrong_gemm_is_not_timed(spoil):
+    spoil("matmul")
+    rows = gemm.rows([(128, 128, 128)], [0.0], implementation=None, effort=EFFORT)
+    with pytest.raises(measure.WrongResultError, match="by spoilt is wrong"):
+        list(rows)
+
+
+def test_wrong_codes_are_not_timed(spoil):
+    spoil("quantize_fallback")
+    rows = quantize.rows(
+        [(128, 128)], [0.0], (8, 8), implementation=None, effort=EFFORT
+    )
+    with pytest.raises(measure.WrongResultError, match=r"fallback .* by spoilt is"):
+        list(rows)
+
+
+def test_a_wrong_layer_is_not_timed(monkeypatch):
+    other = contenders.bf16()._replace(
+        name="mine", definition=lambda x, w, *_: x @ (1.01 * w)
+    )
+    monkeypatch.setattr(contenders, "bf16", lambda: other)
+    with pytest.raises(measure.WrongResultError, match=r"y of mine at 16 x 8 x 4 by"):
+        list(linear.rows([(16, 8, 4)], **HOW))
+
+
+def test_a_nan_is_wrong():
+    with pytest.raises(measure.WrongResultError, match=r"error .* is nan"):
+        measure.require(float("nan"), 1e-5, "it")
+
+
+def some_rows(what="INT8"):
+    baseline = results.row(
+        Timing(2.0, 1.0, "kernels"), 4e9, what="bf16", implementation="xla", shape=(1,)
+    )
+    row = results.row(
+        Timing(1.0, 0.8, "kernels"),
+        4e9,
+        baseline,
+        what=what,
+        implementation="mosaic",
+        shape=(1, 2, 3),
+        fallback=0.2,
+        errors={"y": 1e-3},
+    )
+    return [baseline, row]
+
+
+def test_a_section_replaces_its_own_and_keeps_the_others(tmp_path):
+    path = tmp_path / "bench.json"
+    for name, what in (("linear", "a"), ("gemm", "b"), ("linear", "c")):
+        content = results.section(some_rows(what), quick=False)
+        results.merge(path, name, content)
+    sections = results.load(path)
+    assert list(sections) == ["gemm", "linear"]
+    assert [row.what for row in sections["gemm"]["rows"]] == ["bf16", "b"]
+    assert sections["linear"]["rows"] == some_rows("c")
+    assert sections["gemm"]["versions"]["jax"] == jax.__version__
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_ratios():
+    _, row = some_rows()
+    assert (row.rate, row.ratio, row.burst_ratio) == (4.0, 2.0, 1.25)
+
+
+def test_table(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    results.merge(path, "gemm", results.section(some_rows(), quick=True))
+    assert main(["table", str(path)]) == 0
+    caption, _, head, rule, _, row = capsys.readouterr().out.splitlines()
+    assert "on cpu" in caption
+    assert "quick" in caption
+    assert head.startswith(
+        "| what | by | M, N, K | fell back | ms | TFLOP/s | / bf16 |"
+    )
+    assert rule.count("---") == head.count("|") - 1
+    assert row == (
+        "| INT8 | mosaic | 1, 2, 3 | 20.0% | 1.000 | 4 | 2.00 | 1.25 | y 1.0e-03 |"
+    )
+
+
+def test_plain_rows_are_aligned():
+    _, title, head = report.text_head("gemm").split("\n")
+    assert "GEMM" in title
+    for row in some_rows():
+        assert report.text_row("gemm", row).index(f"{row.ms:.3f}") == head.index("ms ")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As on a GPU whose benchmark takes no time."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for module, name in ((gemm, "g"), (quantize, "q"), (linear, "l")):
+        monkeypatch.setattr(
+            module, "rows", lambda *_, name=name, **__: iter(some_rows(name))
+        )
+
+
+def test_all_measures_and_stores_every_section(tmp_path, monkeypatch, gpu, capsys):
+    del gpu
+    monkeypatch.chdir(tmp_path)
+    assert main(["all", "--quick", "--implementation", "reference"]) == 0
+    assert "written to bench-cpu.json" in capsys.readouterr().out
+    sections = json.loads((tmp_path / "bench-cpu.json").read_text())
+    assert [section["rows"][1]["what"] for section in sections.values()] == list("gql")
+
+
+def test_what_cannot_be_stored_is_said_before_measuring(tmp_path, gpu, capsys):
+    del gpu
+    other = tmp_path / "other.json"
+    other.write_text('{"answer": 42}')
+    for path, said in (
+        (tmp_path / "no" / "file.json", "there is no folder"),
+        (other, "does not hold results"),
+    ):
+        command = ["gemm", "--implementation", "reference", "--out", str(path)]
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert said in err
+        assert err.count("\n") == 1
+        assert not out
+    assert other.read_text() == '{"answer": 42}'
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+def test_measuring_needs_a_gpu(capsys):
+    assert main(["gemm"]) == 2
+    assert capsys.readouterr().err == (
+        "fbq_jax.bench: measuring needs a GPU; JAX's default backend is "
+        f"{jax.default_backend()}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["speed"], "invalid choice: 'speed'"),
+        (["gemm", "--implementation", "cublas"], "invalid choice: 'cublas'"),
+    ],
+)
+def test_an_unknown_command_says_what_there_is(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_a_table_of_nothing(tmp_path, capsys):
+    assert main(["table", str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
