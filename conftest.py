@@ -6,6 +6,10 @@ import os
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
+# XLA's threads: all those of an interpreted cluster must run at the same time.
+os.environ["NPROC"] = "16"
+# XLA's compiler for GPUs may be installed where there are no CUDA libraries.
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 import jax
 import pytest
@@ -13,8 +17,18 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+NO_GPU = "needs a GPU"
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what is marked ``gpu`` where there is none."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
+        pytest.skip(NO_GPU)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many tests had no GPU: green is then less than it seems."""
+    reasons = [report.longrepr for report in terminalreporter.getreports("skipped")]
+    without = sum(NO_GPU in str(reason) for reason in reasons)
+    if without:
+        terminalreporter.write_line(f"GPU tests: {without} skipped (no GPU)")

@@ -109,6 +109,8 @@ def _matmul_bwd(
         grad_t = _by_column(spec, dy, seed, _GRAD_STREAM, recipe.drhs.rhs)
         _, rows, columns = dy.shape
         dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
+    assert grad is not None
+    assert grad_t is not None
     dx = dispatch.matmul(
         grad,
         None,
@@ -134,6 +136,8 @@ matmul.defvjp(_matmul_fwd, _matmul_bwd)
 def _forward(
     spec: Spec, lhs: Layouts, residual: Quantized | None, rhs: Layouts
 ) -> jax.Array:
+    assert lhs.rows is not None
+    assert rhs.columns is not None
     return dispatch.matmul(
         lhs.rows,
         residual,

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,7 @@ def tune(
 
 
 def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.Array]:
+    module: Any
     if implementation == "mosaic":
         from fbq_jax.kernels.mosaic import matmul as module
     else:

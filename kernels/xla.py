@@ -28,10 +28,22 @@ def matmul(
     lhs_codes, rhs_codes = lax.optimization_barrier((lhs.codes, rhs.codes))
     product = jnp.float32(0.0)
     for start in range(0, lhs_codes.shape[2], _SLICE):
-        product += lax.dot_general(
+        product += _product(
             lhs_codes[:, :, start : start + _SLICE],
             rhs_codes[:, :, start : start + _SLICE],
-            (((2,), (2,)), ((0,), (0,))),
-            preferred_element_type=jnp.int32,
-        ).astype(jnp.float32)
+        )
     return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
+
+
+def _product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Codes ``[B, M, K]`` times ``[B, N, K]``: float32 ``[B, M, N]``."""
+    if len(lhs) == 1:  # as matrices: XLA's fast products have no batch
+        return lax.dot_general(
+            lhs[0],
+            rhs[0],
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.int32,
+        ).astype(jnp.float32)[None]
+    return lax.dot_general(
+        lhs, rhs, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.int32
+    ).astype(jnp.float32)

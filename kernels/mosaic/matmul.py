@@ -14,7 +14,7 @@ every 128 elements of K, while the tensor core waits or works.  Hence:
 - Accumulators are not reset from chunk to chunk.  With ``P`` their running sums, the
   sum of ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.
 
-Blocks that fell back are more steps of the same loop: see ``steps``.
+Blocks that fell back are more steps of the same loop, from the lists of ``steps``.
 """
 
 import functools
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import table
-from fbq_jax.kernels.mosaic.steps import steps
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.triton.steps import steps
 
 SIDE = 128  # of a tile, and of a block
 _WARPGROUPS = 2  # that multiply, each half the rows of a tile
@@ -82,7 +82,7 @@ def matmul(
     rhs_scales = _spread(rhs.scales, (n, k), padded_columns, padded_depth)
     if residual is None:
         beyond = ((0, 0), (0, 0), (0, _BEYOND))
-        lists = (jnp.pad(lhs_scales, beyond),)
+        lists: tuple[jax.Array, ...] = (jnp.pad(lhs_scales, beyond),)
         rhs_scales = jnp.pad(rhs_scales, beyond)
     else:
         used = _spread(residual.scales, (m, k), padded_rows, padded_depth)
@@ -141,13 +141,13 @@ def _build(
 
     def kernel(*refs: Any) -> None:
         if fallback:
-            main, residual, source, lhs_scale, count, rhs, rhs_scale, *refs = refs
+            main, residual, source, lhs_scale, count, rhs, rhs_scale, *own = refs
         else:
-            main, lhs_scale, rhs, rhs_scale, *refs = refs
-        out, lhs_ring, rhs_ring, out_buffer, full, empty = refs
+            main, lhs_scale, rhs, rhs_scale, *own = refs
+        out, lhs_ring, rhs_ring, out_buffer, full, empty = own
         warpgroup = lax.axis_index("warpgroup")
         first, neighbour = lax.axis_index("cluster"), lax.axis_index("block")
-        multicast = {"collective_axes": "block"} if cluster > 1 else {}
+        multicast: Any = {"collective_axes": "block"} if cluster > 1 else {}
 
         def tile(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Batch, row and column of a tile of this thread block."""
@@ -241,7 +241,7 @@ def _build(
                     plgpu.wgmma(
                         products[n % 2],
                         lhs_ring.at[slots[n], my_rows],
-                        plgpu.transpose_ref(rhs_ring.at[slots[n]], (1, 0)),
+                        rhs_ring.at[slots[n]].transpose((1, 0)),
                     )
 
                 issue(0)
@@ -328,12 +328,7 @@ def _build(
             lax.fori_loop(0, mine, multiply, (jnp.int32(0), start(jnp.int32(0))))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    if cluster > 1:
-        empty = plgpu.ClusterBarrier(
-            collective_axes=(("block",),), num_arrivals=_WARPGROUPS, num_barriers=ring
-        )
-    else:
-        empty = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=ring)
+    arrivals: Any = {"num_arrivals": _WARPGROUPS, "num_barriers": ring}
     codes = plgpu.SMEM((ring, SIDE, SIDE), jnp.int8, transforms=_swizzle(1))
     return plgpu.kernel(
         kernel,
@@ -345,7 +340,9 @@ def _build(
                 (_WARPGROUPS, _ROWS, SIDE), dtype, transforms=_swizzle(dtype.itemsize)
             ),
             plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-            empty,
+            plgpu.ClusterBarrier(collective_axes=("block",), **arrivals)
+            if cluster > 1
+            else plgpu.Barrier(**arrivals),
         ],
         grid=(clusters,),
         grid_names=("cluster",),

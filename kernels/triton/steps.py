@@ -16,37 +16,41 @@ CHUNK = 1024
 
 
 def steps(
-    scales: jax.Array, residual_scales: jax.Array
+    scales: jax.Array, residual_scales: jax.Array, *, unused: int = 0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists, for each row block, the products it is the sum of, in order of K.
 
     Args:
       scales: float32 ``[B, I, J]``, of the blocks of the first term.
-      residual_scales: float32 ``[B, I, J]``; a block is taken where this is not 0 (a
-        NaN is not).
+      residual_scales: float32 ``[B, I, J]``; a block is taken where this is not 0
+        (neither is a NaN).
+      unused: entries to add at the end of each list.
 
     Returns:
-      ``order``, int32 ``[B, I, 2 J]``: ``2 j`` for block ``j`` of the first term, after
-      it ``2 j + 1`` for that of the residual if it is taken.  ``scales``, float32
-      ``[B, I, 2 J]``: the steps' scales.  ``counts``, int32 ``[B, I]``: how many steps
-      there are; order and scales are 0 beyond.
+      ``order``, int32 ``[B, I, 2 J + unused]``: ``2 j`` for block ``j`` of the first
+      term, after it ``2 j + 1`` for that of the residual if it is taken.  ``scales``,
+      float32, likewise: the steps' scales.  ``counts``, int32 ``[B, I]``: how many
+      steps there are; order and scales are 0 beyond.
     """
     batch, rows, blocks = scales.shape
-    return launch(
+    length = 2 * blocks + unused
+    order, step_scales, counts = launch(
         _steps,
         scales,
         residual_scales,
         blocks,
         outputs=[
-            jax.ShapeDtypeStruct((batch, rows, 2 * blocks), jnp.int32),
-            jax.ShapeDtypeStruct((batch, rows, 2 * blocks), jnp.float32),
+            jax.ShapeDtypeStruct((batch, rows, length), jnp.int32),
+            jax.ShapeDtypeStruct((batch, rows, length), jnp.float32),
             jax.ShapeDtypeStruct((batch, rows), jnp.int32),
         ],
         grid=(batch * rows,),
         num_warps=4,
         num_stages=1,
         CHUNK=min(CHUNK, triton.next_power_of_2(blocks)),
+        UNUSED=unused,
     )
+    return order, step_scales, counts
 
 
 @triton.jit
@@ -58,12 +62,13 @@ def _steps(
     step_scales,
     counts,
     CHUNK: tl.constexpr,
+    UNUSED: tl.constexpr,
 ):
     row = tl.program_id(0)
     scales += row.to(tl.int64) * blocks
     residual_scales += row.to(tl.int64) * blocks
-    order += row.to(tl.int64) * 2 * blocks
-    step_scales += row.to(tl.int64) * 2 * blocks
+    order += row.to(tl.int64) * (2 * blocks + UNUSED)
+    step_scales += row.to(tl.int64) * (2 * blocks + UNUSED)
     taken_before = 0
     for start in range(0, blocks, CHUNK):
         j = start + tl.arange(0, CHUNK)
@@ -80,4 +85,7 @@ def _steps(
         tl.store(order + other, tl.where(taken, 2 * j + 1, 0), inside)
         tl.store(step_scales + other, residual_scale, inside)
         taken_before += tl.sum(taken.to(tl.int32), 0)
+    for i in tl.static_range(UNUSED):
+        tl.store(order + 2 * blocks + i, 0)
+        tl.store(step_scales + 2 * blocks + i, 0.0)
     tl.store(counts + row, blocks + taken_before)

@@ -41,7 +41,7 @@ def load(x, batch, i, j, rows, columns, r: tl.constexpr, c: tl.constexpr):
     for k in tl.static_range(4):
         inside = (row + k < rows - i * r) & (column < columns - j * c)
         tile = tl.load(x + (row + k) * columns + column, inside, 0.0)
-        tiles += (tile,)
+        tiles += (tile,)  # type: ignore[assignment]
     return tiles
 
 

@@ -1,0 +1,90 @@
+"""Mosaic GPU kernels without a GPU: interpreted, or compiled for an H200."""
+
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+PROCESSORS = 4  # of the interpreted GPU
+
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"),
+    reason=f"the Mosaic GPU interpreter of jax {jax.__version__} knows neither "
+    "transposed operands nor cluster barriers; jax 0.11 does",
+)
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="jax-cuda13-plugin, XLA's compiler for GPUs, is not installed",
+)
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel; sizes in bytes, registers a thread."""
+
+    ptx: str
+    log: str
+    registers: int
+    spills: int
+    shared: int
+
+
+def interpret(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function whose kernels are interpreted; fails where threads race.
+
+    What a kernel does not write is NaN or the largest integer.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    device = AbstractDevice("NVIDIA H200", num_cores=PROCESSORS, platform="gpu")
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
+        out = jax.block_until_ready(function(*args, **kwargs))
+    # Some versions raise, others print and remember.
+    if interpret_pallas_call.get_races().races_found:
+        raise RuntimeError("RACE DETECTED")
+    return out
+
+
+def compile_kernels(function: Callable[..., Any], *args: Any) -> list[Kernel]:
+    """Compiles a function and returns its Mosaic kernels.
+
+    A kernel that this process compiled before is not compiled again, nor returned.
+
+    Args:
+      function: to be traced.
+      *args: pytrees of ``jax.ShapeDtypeStruct``.
+    """
+    config = Path(__file__).with_name("h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "MOSAIC_GPU_DUMP_TO", folder)
+        jax.jit(function).lower(*args).compile()
+        return [_read(path) for path in sorted(Path(folder).glob("*.ptx"))]
+
+
+def _read(ptx: Path) -> Kernel:
+    log = ptx.with_suffix(".ptxas").read_text()
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    (spills,) = re.findall(r"(\d+) bytes spill stores", log)
+    with ptx.with_suffix(".mlir-passes.log").open() as passes:
+        sizes = (re.search(r"dynamic_shared_memory_size %c(\d+)_", x) for x in passes)
+        shared = next(size[1] for size in sizes if size)
+    return Kernel(ptx.read_text(), log, int(registers), int(spills), int(shared))

@@ -1,0 +1,183 @@
+"""The kernels on a GPU: numbers, bits, special values, and the same bits each time."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax import dispatch
+from tests.kernels import matmul_cases, quantize_cases
+from tests.kernels.matmul_cases import CASES, Case
+from tests.kernels.test_reference import heavy
+
+pytestmark = pytest.mark.gpu
+
+SIDES = (32, 64, 128, 256)
+
+
+def ops_of(implementation: str, sides=(128, 128, 128)) -> SimpleNamespace:
+    """The ops, by an implementation that can serve such blocks here."""
+    try:
+        dispatch.choose("matmul", sides, implementation=implementation)
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    names = "quantize", "quantize_fallback", "block_metric", "matmul"
+    return SimpleNamespace(
+        **{
+            name: functools.partial(
+                getattr(dispatch, name), implementation=implementation
+            )
+            for name in names
+        }
+    )
+
+
+@pytest.fixture(params=["mosaic", "triton"])
+def matmul(request):
+    return ops_of(request.param).matmul
+
+
+@pytest.fixture
+def quantization():
+    return ops_of("triton")
+
+
+def test_first_choice():
+    """Without which the tests below could all be skipped."""
+    hopper = jax.devices()[0].compute_capability == "9.0"
+    expected = "mosaic" if hopper else "triton"
+    assert dispatch.choose("matmul", (128, 128, 128)).implementation == expected
+
+
+@pytest.mark.parametrize("implementation", dispatch.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_matmul_against_float64(implementation, name):
+    case = CASES[name]
+    matmul = ops_of(implementation, case.blocks).matmul
+    matmul_cases.check_against_float64(matmul, case)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_matmul_rounds_once(matmul, dtype):
+    matmul_cases.check_rounds_once(matmul, dtype)
+
+
+def test_matmul_nan_scales(matmul):
+    matmul_cases.check_nan_scales(matmul, (128, 128, 128))
+
+
+def test_matmul_extreme_codes(matmul):
+    matmul_cases.check_extreme_codes(matmul, k=128)
+
+
+def test_matmul_has_no_race(matmul):
+    args = matmul_cases.operands(Case((1, 2048, 2048, 2048), (128, 128, 128), 0.2))
+    multiply = functools.partial(matmul, blocks=(128, 128, 128), dtype=jnp.bfloat16)
+    _check_repeats(multiply, *args)
+
+
+def test_quantization_has_no_race(quantization):
+    x = heavy((1, 2048, 2048), dtype=jnp.bfloat16)
+    quantize = functools.partial(
+        quantization.quantize_fallback,
+        block=(128, 128),
+        criterion="l1",
+        columns="stochastic",
+    )
+    theta = jnp.asarray([500.0], jnp.float32)
+
+    def written(*args):
+        """Codes of residuals that are not taken are not written."""
+        out = quantize(*args)
+        taken = jnp.repeat(jnp.repeat(out.residual.scales != 0, 128, 1), 128, 2)
+        codes = jnp.where(taken, out.residual.codes, jnp.int8(0))
+        return out._replace(residual=out.residual._replace(codes=codes))
+
+    _check_repeats(written, x, theta, quantize_cases.seeds(1))
+
+
+def _check_repeats(function, *args):
+    """A hundred times the same bits."""
+    first = function(*args)
+
+    @jax.jit
+    def equal(a, b):
+        same = jax.tree.map(lambda a, b: jnp.all(_bits(a) == _bits(b)), a, b)
+        return jnp.all(jnp.stack(jax.tree.leaves(same)))
+
+    assert all(equal(first, function(*args)) for _ in range(100))
+
+
+def _bits(x):
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "block", "rows", "columns"), quantize_cases.QUANTIZE
+)
+def test_quantize(quantization, shape, dtype, block, rows, columns):
+    x = heavy(shape, dtype=dtype)
+    quantize_cases.check_quantize(quantization, x, block, rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "block", "criterion", "theta", "columns"),
+    quantize_cases.FALLBACK,
+)
+def test_fallback(quantization, shape, dtype, block, criterion, theta, columns):
+    x = heavy(shape, dtype=dtype)
+    quantize_cases.check_fallback(quantization, x, block, criterion, theta, columns)
+
+
+@pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
+def test_special_blocks(quantization, dtype):
+    x, block = quantize_cases.special(dtype), (32, 64)
+    quantize_cases.check_quantize(quantization, x, block, "stochastic", "nearest")
+    criterion = "l1_rel" if dtype == "float32" else "absmax"
+    quantize_cases.check_fallback(quantization, x, block, criterion, (0.0,), None)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("seed", range(10))
+def test_small_problems(implementation, seed):
+    """10 000 in all: 500 of each of 20 random shapes, as one batch.
+
+    From floats to their product, with a threshold, a seed and data of each one's own;
+    the reference on the same GPU is what they are compared with.
+    """
+    rng = np.random.default_rng(seed)
+    batch = 500
+    M, K, N = (int(size) for size in rng.integers(1, 301, 3))
+    m, k, n = (int(side) for side in rng.choice(SIDES, 3))
+    if implementation == "mosaic":
+        m, k, n = (max(side, 128) for side in (m, k, n))
+    keys = jax.random.split(jax.random.key(seed), 4)
+    x = jax.random.normal(keys[0], (batch, M, K))
+    x *= jnp.where(jax.random.uniform(keys[1], x.shape) < 1e-3, 200.0, 1.0)
+    w = jax.random.normal(keys[2], (batch, N, K), jnp.bfloat16)
+    theta = jnp.exp(jax.random.uniform(keys[3], (batch,), maxval=7.0))
+    seeds = jnp.arange(batch, dtype=jnp.uint32) * jnp.uint32(seed + 1)
+
+    def run(ops):
+        lhs = ops.quantize_fallback(
+            x, theta, seeds, block=(m, k), criterion="absmax", columns="stochastic"
+        )
+        rhs = ops.quantize(w, seeds, block=(n, k), rows="nearest", columns="stochastic")
+        y = ops.matmul(
+            lhs.main, lhs.residual, rhs.rows, blocks=(m, k, n), dtype=jnp.float32
+        )
+        taken = lhs.residual.scales
+        return (lhs.main, lhs.columns, lhs.metric, taken, rhs), y
+
+    quantized, y = run(ops_of(implementation, (m, k, n)))
+    expected, expected_y = run(ops_of("reference"))
+    assert 0 < jnp.mean(expected[3] != 0) < 1
+    jax.tree.map(np.testing.assert_array_equal, quantized, expected)
+    # Sums in another order differ by as much, whatever cancels in them.
+    error, x_size, w_size = (
+        jnp.linalg.norm(z, axis=(1, 2)) for z in (y - expected_y, x, w.astype(x.dtype))
+    )
+    assert jnp.all(error <= 1e-6 * x_size * w_size)

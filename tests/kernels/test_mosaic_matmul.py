@@ -1,0 +1,119 @@
+"""The Mosaic GEMM, interpreted, and what it compiles to for Hopper."""
+
+import functools
+import re
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+
+from fbq_jax.kernels.mosaic import matmul as module
+from fbq_jax.kernels.mosaic.matmul import SIDE, Config
+from fbq_jax.kernels.reference import Quantized
+from tests.kernels import matmul_cases, mosaic_tools, triton_tools
+from tests.kernels.matmul_cases import CASES, Case
+
+SHARED = 227 * 1024  # bytes that a thread block of Hopper may have
+CASES_HERE = [
+    name for name, case in CASES.items() if all(s % SIDE == 0 for s in case.blocks)
+]
+# A batch, several tiles each thread block, and residuals of every kind.
+MANY = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(module, "_processors", lambda: mosaic_tools.PROCESSORS)
+    monkeypatch.setattr(module, "steps", triton_tools.interpreted("steps").steps)
+
+    def bind(config=None):
+        return functools.partial(
+            mosaic_tools.interpret, functools.partial(module.matmul, config=config)
+        )
+
+    return bind
+
+
+@mosaic_tools.needs_interpreter
+@pytest.mark.parametrize("name", CASES_HERE)
+def test_against_float64(interpreted, name):
+    matmul_cases.check_against_float64(interpreted(), CASES[name])
+
+
+@mosaic_tools.needs_interpreter
+@pytest.mark.parametrize("config", [Config(1, 1), Config(8, 1), Config(2, 2)])
+def test_configurations(interpreted, config):
+    matmul_cases.check_against_float64(interpreted(config), MANY)
+
+
+@mosaic_tools.needs_interpreter
+def test_spans_of_accumulators(interpreted, monkeypatch):
+    """As in a K of more than 131 072."""
+    monkeypatch.setattr(module, "_SPAN", 1)
+    module._build.cache_clear()
+    matmul_cases.check_against_float64(interpreted(), MANY)
+    module._build.cache_clear()
+
+
+@mosaic_tools.needs_interpreter
+def test_rounds_once(interpreted):
+    matmul_cases.check_rounds_once(interpreted(), jnp.bfloat16)
+
+
+@mosaic_tools.needs_interpreter
+def test_nan_scales(interpreted):
+    matmul_cases.check_nan_scales(interpreted(), (128, 128, 128))
+
+
+@mosaic_tools.needs_interpreter
+def test_the_interpreter_sees_races():
+    def kernel(out, shared):
+        shared[...] = jnp.zeros(128, jnp.float32)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared, out)
+        plgpu.wait_smem_to_gmem(0)
+
+    racy = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+        num_threads=2,
+        thread_name="warpgroup",
+    )
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        mosaic_tools.interpret(racy)
+
+
+@mosaic_tools.needs_compiler
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_compiles_to_tensor_core_products_without_spills(
+    monkeypatch, cluster, fallback, dtype
+):
+    def steps(scales, residual_scales, *, unused):
+        """In place of a Triton kernel, which is not what is compiled here."""
+        del residual_scales
+        batch, rows, blocks = scales.shape
+        shape = batch, rows, 2 * blocks + unused
+        count = jnp.zeros((batch, rows), jnp.int32)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), count
+
+    monkeypatch.setattr(module, "_processors", lambda: 132)
+    monkeypatch.setattr(module, "steps", steps)
+    matmul = functools.partial(
+        module.matmul, blocks=(128,) * 3, dtype=dtype, config=Config(8, cluster)
+    )
+    operand = Quantized(
+        jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8),
+        jax.ShapeDtypeStruct((1, 32, 32), jnp.float32),
+    )
+    residual = operand if fallback else None
+    (kernel,) = mosaic_tools.compile_kernels(matmul, operand, residual, operand)
+    assert re.search(r"wgmma\.mma_async\S*s32\.s8\.s8", kernel.ptx)
+    assert kernel.spills == 0
+    assert kernel.shared <= SHARED
+    # ptxas says so (C7510 and its like) when products wait for each other.
+    assert "serializ" not in kernel.log.lower()
+    assert (".multicast::cluster" in kernel.ptx) == (cluster == 2)
