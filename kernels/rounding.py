@@ -14,7 +14,6 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
@@ -35,6 +34,18 @@ def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
     return mix(mix(seed) + jnp.uint32(_GOLDEN) * jnp.asarray(data).astype(jnp.uint32))
 
 
+def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Bits 32 to 63 of the product of uint32.
+
+    Of 16-bit halves, because XLA cannot partition an operation of its own for this.
+    """
+    a_high, a_low = a >> 16, a & 0xFFFF
+    b_high, b_low = b >> 16, b & 0xFFFF
+    first = a_high * b_low + (a_low * b_low >> 16)
+    second = a_low * b_high + (first & 0xFFFF)
+    return a_high * b_high + (first >> 16) + (second >> 16)
+
+
 def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
     """Uniform noise in (-1/2, 1/2) for a matrix.
 
@@ -50,14 +61,11 @@ def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
-    pairs = jnp.arange(-(-rows // 2), dtype=jnp.uint32)
-    row_key = fold(seed, pairs)
-    column_key = fold(
-        seed ^ jnp.uint32(_COLUMN_STREAM), jnp.arange(columns, dtype=jnp.uint32)
-    )
+    row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
+    column = jnp.arange(columns, dtype=jnp.uint32)[None, :]
     # Odd, because an even factor loses bits of the other.
-    a, b = row_key[:, None] | 1, column_key[None, :] | 1
-    words = a * b + lax.mulhi(a, b) * jnp.uint32(_GOLDEN)
-    bits = jnp.stack([words & 0xFFFF, words >> 16], axis=1)
-    bits = bits.reshape(2 * pairs.size, columns)[:rows] | 1
+    a = fold(seed, row >> 1) | 1
+    b = fold(seed ^ jnp.uint32(_COLUMN_STREAM), column) | 1
+    words = a * b + _high_half(a, b) * jnp.uint32(_GOLDEN)
+    bits = (words >> 16 * (row & 1)) & 0xFFFF | 1
     return (bits.astype(jnp.float32) - 2.0**15) * 2.0**-16

@@ -31,19 +31,25 @@ def matmul(
         product += _product(
             lhs_codes[:, :, start : start + _SLICE],
             rhs_codes[:, :, start : start + _SLICE],
-        )
+        ).astype(jnp.float32)
     return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
 
 
 def _product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Codes ``[B, M, K]`` times ``[B, N, K]``: float32 ``[B, M, N]``."""
-    if len(lhs) == 1:  # as matrices: XLA's fast products have no batch
-        return lax.dot_general(
+    """Codes ``[B, M, K]`` times ``[B, N, K]``: int32 ``[B, M, N]``.
+
+    Kept apart from what is done with it: XLA's own kernels take no scales, and one that
+    it writes to take them may be five times slower (jax 0.11.2 on an H200).
+    """
+    if len(lhs) == 1:  # as matrices: the fastest kernels have no batch
+        product = lax.dot_general(
             lhs[0],
             rhs[0],
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.int32,
-        ).astype(jnp.float32)[None]
-    return lax.dot_general(
-        lhs, rhs, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.int32
-    ).astype(jnp.float32)
+        )[None]
+    else:
+        product = lax.dot_general(
+            lhs, rhs, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.int32
+        )
+    return lax.optimization_barrier(product)

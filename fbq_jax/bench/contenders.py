@@ -31,7 +31,6 @@ class Contender(NamedTuple):
       inputs: other arrays, not differentiated: a threshold, a PRNG key.
       fallback: the share of blocks of x that fall back, None where none can.
       definition: the product that this one must agree with, None for others' work.
-      forward: whether to measure the forward pass alone as well.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Contender(NamedTuple):
     inputs: Any = ()
     fallback: float | None = None
     definition: Product | None = None
-    forward: bool = True
 
 
 def bf16() -> Contender:
@@ -62,7 +60,7 @@ def own(x: jax.Array, implementation: str | None) -> Iterator[Contender]:
         yield _own(name, recipe, choice.implementation, x)
         also_triton = implementation is None and choice.implementation == "mosaic"
         if also_triton and recipe is recipes.fallback:
-            yield _own(name, recipe, "triton", x)._replace(forward=False)
+            yield _own(name, recipe, "triton", x)
 
 
 def _own(name: str, recipe: Recipe, implementation: str, x: jax.Array) -> Contender:

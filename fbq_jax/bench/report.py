@@ -40,7 +40,7 @@ HEADINGS = {
         "share of codes, scales and metrics that differ from the definition's",
     ),
     "linear": Heading(
-        "Linear layer: Y, dX and dW, or Y alone (forward)",
+        "Linear layer, forward and backward: Y, dX and dW",
         "M, K, N",
         "TFLOP/s",
         "bf16",

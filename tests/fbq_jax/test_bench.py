@@ -67,14 +67,10 @@ def test_linear(monkeypatch):
     monkeypatch.setattr(contenders, "recipes", only)
     measured = list(linear.rows([(256, 640, 128)], **HOW))
     rows = {row.what: row for row in measured}
-    check_speeds(
-        measured,
-        lambda row: (2 if "forward" in row.what else 6) * 256 * 640 * 128,
-    )
+    check_speeds(measured, lambda _: 6 * 256 * 640 * 128)
     assert {"bf16", "block", "Flax Fp8DotGeneral"} <= set(rows)
     for name, row in rows.items():
-        forward = name.endswith(", forward")
-        assert set(row.errors) == ({"y"} if forward else {"y", "dx", "dw"})
+        assert set(row.errors) == {"y", "dx", "dw"}, name
         assert all(0.0 < error < 0.2 for error in row.errors.values())
         assert row.compile_s > 0.0
     assert rows["bf16"].errors["dw"] < 0.01 < rows["block"].errors["dw"]
@@ -149,7 +145,7 @@ def test_a_wrong_layer_is_not_timed(monkeypatch):
         name="mine", definition=lambda x, w, *_: x @ (1.01 * w)
     )
     monkeypatch.setattr(contenders, "bf16", lambda: other)
-    with pytest.raises(measure.WrongResultError, match=r"y of mine at 16 x 8 x 4 by"):
+    with pytest.raises(measure.WrongResultError, match=r"y of mine by xla is wrong"):
         list(linear.rows([(16, 8, 4)], **HOW))
 
 
