@@ -100,7 +100,7 @@ def _operands(
 
     residual = quantized(keys[1], M)
     used = jax.random.uniform(keys[3], residual.scales.shape) < RATE
-    residual = residual._replace(scales=residual.scales * used)
+    residual = residual._replace(scales=jnp.where(used, residual.scales, 0.0))
     return quantized(keys[0], M), residual if fallback else None, quantized(keys[2], N)
 
 

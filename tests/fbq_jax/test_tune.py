@@ -1,0 +1,73 @@
+"""The table of configurations, and the command that writes it."""
+
+import json
+import types
+
+import jax
+import pytest
+
+from fbq_jax import dispatch, tune
+from fbq_jax.bench import measure
+from fbq_jax.kernels import table
+from fbq_jax.kernels.mosaic import matmul as mosaic
+from fbq_jax.kernels.triton import matmul as triton
+
+CONFIGS = {"mosaic": mosaic.Config, "triton": triton.Config}
+
+
+@pytest.mark.parametrize("file", sorted(table.DIRECTORY.glob("*.json")), ids=str)
+def test_the_shipped_tables_hold_configurations(file):
+    content = json.loads(file.read_text())
+    assert table.path(content["device"]) == file
+    for op, entries in content["entries"].items():
+        for bucket, options in entries.items():
+            CONFIGS[op.partition(".")[0]](**options)
+            assert table.bucket([int(size) for size in bucket.split("x")]) == bucket
+
+
+def test_a_kernel_asks_the_table_and_else_has_a_rule(monkeypatch):
+    found = {"mosaic.matmul": {"8192x4096x4096": {"group": 4, "cluster": 1}}}
+    monkeypatch.setattr(table, "_entries", lambda _: found)
+    sizes = (8000, 4096, 5000)
+    assert mosaic.choose_config(sizes, fallback=False) == (4, 1)
+    assert mosaic.choose_config(sizes, fallback=True) == (8, 2)
+    odd = (8192, 4096 - 128, 4096)  # of tiles along N: no pairs
+    assert mosaic.choose_config(odd, fallback=True).cluster == 1
+
+
+def test_the_fastest_is_written_and_other_entries_stay(monkeypatch, tmp_path, capsys):
+    times = iter([3.0, 1.0, 2.0, 4.0] * 2)
+    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: None)
+    monkeypatch.setattr(
+        measure,
+        "timing",
+        lambda *_, **__: types.SimpleNamespace(ms=next(times)),
+    )
+    out = tmp_path / "table.json"
+    out.write_text('{"entries": {"mosaic.matmul": {"1x1x1": {"group": 1}}}}')
+    options = ["--implementation", "mosaic", "--sizes", "256,128,300"]
+    assert tune.main([*options, "--out", str(out)]) == 0
+    content = json.loads(out.read_text())
+    fastest = tune.candidates("mosaic")[1]
+    assert content["device"] == jax.devices()[0].device_kind
+    assert content["entries"] == {
+        "mosaic.matmul": {"1x1x1": {"group": 1}, "256x128x256": fastest},
+        "mosaic.matmul.fallback": {"256x128x256": fastest},
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+    assert "mosaic.matmul.fallback 256x128x300" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
+    assert tune.main(["--out", str(tmp_path / "table.json")]) == 2
+    said = capsys.readouterr()
+    assert "left out: implementation=mosaic cannot do matmul" in said.out
+    assert "no kernel to tune runs here" in said.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sizes", ["1,2", "a,b,c", "0,1,1"])
+def test_bad_sizes_are_named(sizes, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["--sizes", sizes])
+    assert f"invalid M,N,K value: {sizes!r}" in capsys.readouterr().err
