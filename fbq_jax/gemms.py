@@ -107,7 +107,7 @@ def _matmul_bwd(
     else:
         grad = _by_row(spec, dy, seed, _GRAD_STREAM, recipe.dlhs.lhs)
         grad_t = _by_column(spec, dy, seed, _GRAD_STREAM, recipe.drhs.rhs)
-        _, rows, columns = dy.shape
+        rows, columns = (max(1, size) for size in dy.shape[1:])
         dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
     assert grad is not None
     assert grad_t is not None
@@ -201,7 +201,7 @@ def _by_row(
     return dispatch.quantize(
         x,
         _seeds(seed, stream, x),
-        block=(1, x.shape[2]),
+        block=(1, max(1, x.shape[2])),
         rows=rounding,
         columns=None,
         implementation=spec.implementation,
@@ -215,7 +215,7 @@ def _by_column(
     return dispatch.quantize(
         x,
         _seeds(seed, stream, x),
-        block=(x.shape[1], 1),
+        block=(max(1, x.shape[1]), 1),
         rows=None,
         columns=rounding,
         implementation=spec.implementation,

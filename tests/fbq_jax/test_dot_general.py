@@ -109,9 +109,12 @@ def test_any_sizes(sizes, seed):
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 4), (4, 0, 4), (4, 4, 0)])
-def test_empty_operands(sizes):
+@pytest.mark.parametrize("recipe", [recipes.fallback, recipes.fallback_rowwise_bwd])
+def test_empty_operands(recipe, sizes):
     m, k, n = sizes
-    y, dx, dw = product(jnp.zeros((m, k)), jnp.zeros((k, n)), jnp.zeros((m, n)))
+    y, dx, dw = product(
+        jnp.zeros((m, k)), jnp.zeros((k, n)), jnp.zeros((m, n)), recipe=recipe
+    )
     np.testing.assert_array_equal(y, np.zeros((m, n)))
     assert (dx.shape, dw.shape) == ((m, k), (k, n))
 

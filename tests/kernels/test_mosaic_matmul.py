@@ -8,8 +8,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
+from fbq_jax.kernels.mosaic import kernel as mosaic_kernel
 from fbq_jax.kernels.mosaic import matmul as module
-from fbq_jax.kernels.mosaic.matmul import SIDE, Config
+from fbq_jax.kernels.mosaic.kernel import SIDE, Config
 from fbq_jax.kernels.reference import Quantized
 from tests.kernels import matmul_cases, mosaic_tools, triton_tools
 from tests.kernels.matmul_cases import CASES, Case
@@ -50,10 +51,10 @@ def test_configurations(interpreted, config):
 @mosaic_tools.needs_interpreter
 def test_spans_of_accumulators(interpreted, monkeypatch):
     """As in a K of more than 131 072."""
-    monkeypatch.setattr(module, "_SPAN", 1)
-    module._build.cache_clear()
+    monkeypatch.setattr(mosaic_kernel, "_SPAN", 1)
+    mosaic_kernel.build.cache_clear()
     matmul_cases.check_against_float64(interpreted(), MANY)
-    module._build.cache_clear()
+    mosaic_kernel.build.cache_clear()
 
 
 @mosaic_tools.needs_interpreter
