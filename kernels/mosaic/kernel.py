@@ -11,8 +11,11 @@ every 128 elements of K, while the tensor core waits or works.  Hence:
 - Steps are taken in chunks, with two INT32 accumulators in turns: while one is
   promoted, the product for the other is in flight.  (A product may not be in flight
   from one pass of a loop to the next: ptxas would serialize them all.)
-- Accumulators are not reset from chunk to chunk.  With ``P`` their running sums, the
-  sum of ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.
+- Accumulators are not reset from step to step.  With ``P`` their running sums, the sum
+  of ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.  A step's scale
+  then multiplies the rounding error of all sums before it: where scales differ by a
+  factor of 1000, a row may lose ``1e-4``, less than rounding to 16 bits.  A float32
+  output would show it, and its accumulators are reset.
 
 Blocks that fell back are more steps of the same loop, from a list of them.
 """
@@ -31,7 +34,7 @@ _WARPGROUPS = 2  # that multiply, each half the rows of a tile
 _ROWS = SIDE // _WARPGROUPS
 _CHUNK = 4  # steps of the unrolled loop
 _AHEAD = _CHUNK + 2  # steps whose scales a chunk needs
-BEYOND = _AHEAD + _CHUNK  # steps beyond the last whose scales are loaded
+BEYOND = _AHEAD  # steps beyond the last whose scales are loaded
 _SPAN = 256  # chunks; the sums of more could leave int32
 # Of 512 registers that a thread of each warpgroup has together.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
@@ -42,8 +45,8 @@ class Config(NamedTuple):
 
     Attributes:
       group: tiles along N that are computed side by side, for the L2 cache.
-      cluster: thread blocks, 1 or 2, neighbours along N, that share lhs' tiles; 2 needs
-        an even number of tiles along N.
+      cluster: thread blocks, 1 or 2, neighbours along N, that share lhs' tiles; 1 where
+        the number of tiles along N is odd.
     """
 
     group: int
@@ -77,6 +80,7 @@ def build(
     group, cluster = config
     # As many buffers as fit into shared memory beside the output's.
     ring = 6 if dtype.itemsize == 2 else 5
+    running = dtype.itemsize == 2
     tile_rows, tile_columns = rows // SIDE, columns // SIDE
     tiles = batch * tile_rows * tile_columns // cluster
     clusters = processors // cluster
@@ -200,43 +204,53 @@ def build(
                     acc += value.astype(jnp.float32) * weight
                 return slots[-1], acc, loaded
 
+            def add_chunk(
+                products: Any, place: Any, step: Any, last: Any, carry: Any
+            ) -> Any:
+                """Adds a chunk, to ``products`` where sums are running."""
+                slot, acc, scales = carry
+                weights, kept = scales[:_CHUNK], scales[_CHUNK:]
+
+                def load() -> list[jax.Array]:
+                    """The scales that the next chunk needs beside ``kept``."""
+                    later = step + _AHEAD
+                    return [scale(place, later + ahead) for ahead in range(_CHUNK)]
+
+                if running:
+                    following = [jnp.where(last, 0.0, s) for s in kept]
+                    following = [*scales[2:_CHUNK], *following]
+                    pairs = zip(weights, following, strict=True)
+                    weights = [weight - next_weight for weight, next_weight in pairs]
+                    slot, acc, loaded = add(products, slot, acc, weights, load)
+                else:
+                    slot, acc, loaded = add_fresh(slot, acc, weights[:2], load)
+                    slot, acc, _ = add_fresh(slot, acc, weights[2:])
+                return slot, acc, [*kept, *loaded]
+
+            def add_fresh(slot: Any, acc: Any, weights: Any, load: Any = list) -> Any:
+                """Adds one or two steps, in accumulators of their own."""
+
+                def scope(*products: Any) -> Any:
+                    return add(products, slot, acc, weights, load)
+
+                return pl.run_scoped(scope, *[product] * len(weights))
+
             def add_span(place: Any, first: Any, chunks: Any, carry: Any) -> Any:
-                """Adds chunks of steps between which accumulators are not reset."""
+                """Adds chunks; where sums are running, in the same accumulators."""
 
                 def scope(*products: Any) -> Any:
                     def chunk(n: jax.Array, carry: Any) -> Any:
-                        slot, acc, scales = carry
-                        later = first + n * _CHUNK + _AHEAD
-
-                        def load() -> list[jax.Array]:
-                            """The scales that the next chunk needs beside ``kept``."""
-                            return [
-                                scale(place, later + ahead) for ahead in range(_CHUNK)
-                            ]
-
-                        kept = scales[_CHUNK:]
-                        last = n + 1 == chunks
-                        next_scales = [jnp.where(last, 0.0, s) for s in kept]
-                        following = [*scales[2:_CHUNK], *next_scales]
-                        weights = [
-                            a - b
-                            for a, b in zip(scales[:_CHUNK], following, strict=True)
-                        ]
-                        slot, acc, loaded = add(products, slot, acc, weights, load)
-                        return slot, acc, [*kept, *loaded]
+                        step, last = first + n * _CHUNK, n + 1 == chunks
+                        return add_chunk(products, place, step, last, carry)
 
                     return lax.fori_loop(0, chunks, chunk, carry)
 
-                return pl.run_scoped(scope, product, product)
+                return pl.run_scoped(scope, product, product) if running else scope()
 
             def add_few(size: int, carry: Any) -> Any:
                 """Adds one or two steps, fewer than a chunk."""
                 slot, acc, scales = carry
-
-                def scope(*products: Any) -> Any:
-                    return add(products, slot, acc, scales[:size])
-
-                slot, acc, _ = pl.run_scoped(scope, *[product] * size)
+                slot, acc, _ = add_fresh(slot, acc, scales[:size])
                 return slot, acc, [*scales[size:], *scales[:size]]
 
             def multiply(n: jax.Array, carry: Any) -> Any:

@@ -45,6 +45,8 @@ def matmul(
         lists = steps(lhs_scales, used, unused=BEYOND)
     if config is None:
         config = choose_config((rows, columns, depth), fallback=residual is not None)
+    if padded_columns // SIDE % config.cluster:
+        config = config._replace(cluster=1)
     kernel = build(
         (batch, *sizes), residual is not None, jnp.dtype(dtype), config, _processors()
     )
@@ -55,9 +57,7 @@ def matmul(
 def choose_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
     """The table's configuration for ``(M, N, K)``, or one that suits most shapes."""
     op = "mosaic.matmul.fallback" if fallback else "mosaic.matmul"
-    config = Config(**(table.lookup(op, sizes) or {"group": 8, "cluster": 2}))
-    pairs = cdiv(sizes[1], SIDE) % 2 == 0
-    return config if pairs else config._replace(cluster=1)
+    return Config(**(table.lookup(op, sizes) or {"group": 8, "cluster": 2}))
 
 
 def _processors() -> int:

@@ -31,8 +31,6 @@ def test_a_kernel_asks_the_table_and_else_has_a_rule(monkeypatch):
     sizes = (8000, 4096, 5000)
     assert mosaic.choose_config(sizes, fallback=False) == (4, 1)
     assert mosaic.choose_config(sizes, fallback=True) == (8, 2)
-    odd = (8192, 4096 - 128, 4096)  # of tiles along N: no pairs
-    assert mosaic.choose_config(odd, fallback=True).cluster == 1
 
 
 def test_the_fastest_is_written_and_other_entries_stay(monkeypatch, tmp_path, capsys):
