@@ -41,6 +41,7 @@ from fbq_jax.kernels.reference import (
 from fbq_jax.kernels.rounding import Rounding
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
+OPS = ("quantize", "quantize_fallback", "block_metric", "matmul")
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 _SIDES = (32, 64, 128, 256)
 
@@ -54,22 +55,25 @@ class Choice(NamedTuple):
 
 
 def choose(
-    op: str, sides: Sequence[int] = (128, 128), *, implementation: str | None = None
+    op: str, sides: Sequence[int], *, implementation: str | None = None
 ) -> Choice:
     """Chooses the implementation of an op for JAX's default backend.
 
     Args:
       op: ``"quantize"``, ``"quantize_fallback"``, ``"block_metric"`` or ``"matmul"``.
-      sides: of the blocks.
+      sides: of the blocks; none for an operand with one scale a row or column.
       implementation: the one to take; by default what ``FBQ_IMPLEMENTATION`` says, or
         the first that can serve the call.
 
     Raises:
-      ValueError: if there is none of that name, or it cannot serve the call.
+      ValueError: if there is no op or no implementation of that name, or it cannot
+        serve the call.
 
     >>> choose("matmul", (128, 128, 128), implementation="reference").reason
     'implementation= asks for it'
     """
+    if op not in OPS:
+        raise ValueError(f"{op!r} is not an op; there are: {', '.join(OPS)}")
     source = "implementation"
     if implementation is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
         source, implementation = ENVIRONMENT_VARIABLE, asked
@@ -103,8 +107,6 @@ def _refusal(implementation: str, op: str, sides: Sequence[int]) -> str | None:
         return "it needs an NVIDIA GPU of compute capability 8.0 or above"
     if importlib.util.find_spec("jax_triton") is None:
         return "jax-triton is missing: pip install 'fbq-jax[cuda]'"
-    if _one_scale_a_row(sides):
-        return None
     if not all(side in _SIDES for side in sides):
         return f"its blocks have sides of {_SIDES}, not {tuple(sides)}"
     if implementation == "mosaic" and op == "matmul":
@@ -113,10 +115,6 @@ def _refusal(implementation: str, op: str, sides: Sequence[int]) -> str | None:
         if not all(side % 128 == 0 for side in sides):
             return f"its blocks have sides of 128 or 256, not {tuple(sides)}"
     return None
-
-
-def _one_scale_a_row(sides: Sequence[int]) -> bool:
-    return 1 in sides
 
 
 def _capability() -> int | None:
@@ -132,7 +130,7 @@ def _function(choice: Choice, sides: Sequence[int]) -> Callable[..., Any]:
     module: ModuleType
     if choice.implementation == "reference":
         module = reference
-    elif _one_scale_a_row(sides):
+    elif not sides:
         module = xla if choice.op == "matmul" else reference
     elif choice.op != "matmul":
         from fbq_jax.kernels.triton import quantize as module
@@ -153,8 +151,9 @@ def quantize(
     implementation: str | None = None,
 ) -> Layouts:
     """``reference.quantize`` by the implementation chosen."""
-    choice = choose("quantize", block, implementation=implementation)
-    return _batched(choice, block, block=block, rows=rows, columns=columns)(x, seeds)
+    sides = () if 1 in block else block
+    choice = choose("quantize", sides, implementation=implementation)
+    return _batched(choice, sides, block=block, rows=rows, columns=columns)(x, seeds)
 
 
 def quantize_fallback(
@@ -195,11 +194,14 @@ def matmul(
     implementation: str | None = None,
 ) -> jax.Array:
     """``reference.matmul`` by the implementation chosen."""
+    one_scale_a_row = residual is None and blocks == (1, lhs.codes.shape[2], 1)
+    sides = () if one_scale_a_row else blocks
+    choice = choose("matmul", sides, implementation=implementation)
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
-        implementation = "reference"  # no kernel starts for nothing
-    choice = choose("matmul", blocks, implementation=implementation)
+        # No kernel starts for nothing.
+        choice = choose("matmul", sides, implementation="reference")
     options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
-    return _batched(choice, blocks, **options)(lhs, residual, rhs)
+    return _batched(choice, sides, **options)(lhs, residual, rhs)
 
 
 def _batched(
@@ -257,7 +259,9 @@ def _batched_op(
 
         stacked = jax.tree.map(stack, list(args), list(in_batched))
         out = mapped(*stacked)
-        out = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
+        out = jax.tree.map(
+            lambda x: x.reshape(axis_size, len(x) // axis_size, *x.shape[1:]), out
+        )
         return out, jax.tree.map(lambda _: True, out)
 
     op_function = jax.custom_jvp(mapped)

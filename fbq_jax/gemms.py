@@ -8,7 +8,8 @@ codes and scales for the backward pass, X's and W's, and no floats.
 
 Both operands of a GEMM are contiguous along its contraction, as tensor cores take them:
 X is needed by rows for Y and by columns for dW, W by columns for Y and by rows for dX,
-dY by rows for dX and by columns for dW.  One op, and one read, gives both.
+dY by rows for dX and by columns for dW.  One op, and one read, gives both, unless the
+backward GEMMs have scales of their own (``backward_scales="row"``).
 """
 
 import functools

@@ -22,8 +22,8 @@ class QTensor:
 
     Attributes:
       main: INT8 codes ``[B, R, C]`` and float32 scales, one a block.
-      residual: the second term of the blocks that fell back, in the same form (codes
-        and scales 0 elsewhere), or None.
+      residual: the second term of the blocks that fell back, in the same form, or
+        None.  Elsewhere its scale is 0 and its codes mean nothing.
       block: rows and columns of a block; the last ones of a matrix may be partial.
     """
 

@@ -61,8 +61,8 @@ class Recipe:
       start: the first threshold, in the units of the criterion, or ``"first_batch"``:
         the quantile of the first batch's blocks in the middle of ``target_rate``.
       backward_scales: ``"block"``, or ``"row"`` for one scale a row of lhs and a column
-        of rhs in the two backward GEMMs, over their whole contraction: not the paper's,
-        cheaper where XLA multiplies INT8 fast, and coarser where rows hold outliers.
+        of rhs in the two backward GEMMs, over their whole contraction, with codes of
+        their own: not the paper's.
       fwd: rounding in the forward GEMM.
       dlhs: rounding in the GEMM of the activation's gradient.
       drhs: rounding in the GEMM of the weight's gradient.

@@ -1,6 +1,6 @@
 """Finds the fastest configurations of the GEMM kernels on this GPU.
 
-    python -m fbq_jax.tune [--sizes M,N,K ...] [--out FILE]
+    python -m fbq_jax.tune [--implementation NAME] [--sizes M,N,K ...] [--out FILE]
 
 Measures every candidate for each shape, with and without fallback, and writes the
 fastest into the table that the kernels read (``fbq_jax.kernels.table``).  Entries of
@@ -35,6 +35,7 @@ SIZES = (
 )
 RATE = 0.2
 _BLOCKS = (128, 128, 128)
+_LIMIT = 5e-3  # rounding to bf16
 
 
 def candidates(implementation: str) -> list[dict[str, int]]:
@@ -64,12 +65,17 @@ def tune(
 ) -> tuple[dict[str, int], float]:
     """The fastest candidate for ``(M, N, K)``, and its time in milliseconds."""
     operands = _operands(sizes, fallback=fallback)
+    definition = functools.partial(dispatch.matmul, blocks=_BLOCKS, dtype=jnp.float32)
+    wanted = jax.jit(functools.partial(definition, implementation="reference"))(
+        *operands
+    )
     times = {}
     for options in candidates(implementation):
-        matmul = _matmul(implementation, options)
-        times[tuple(options.items())] = measure.timing(
-            jax.jit(matmul), *operands, effort=effort
-        ).ms
+        matmul = jax.jit(_matmul(implementation, options))
+        error = measure.relative_error(matmul(*operands), wanted)
+        measure.require(error, _LIMIT, f"{implementation} with {options}")
+        timing = measure.timing(matmul, *operands, effort=effort)
+        times[tuple(options.items())] = timing.ms
     best = min(times, key=times.__getitem__)
     return dict(best), times[best]
 
@@ -104,19 +110,28 @@ def _operands(
     return quantized(keys[0], M), residual if fallback else None, quantized(keys[2], N)
 
 
-def _write(file: Path, entries: dict[str, dict[str, dict[str, int]]]) -> None:
-    """Adds entries to a table's file, whole or not at all."""
-    device = jax.devices()[0]
-    old = json.loads(file.read_text()) if file.exists() else {"entries": {}}
-    merged = {
-        op: {**old["entries"].get(op, {}), **entries.get(op, {})}
-        for op in sorted({*old["entries"], *entries})
-    }
-    content = {
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "entries": merged,
-    }
+_Entries = dict[str, dict[str, dict[str, int]]]
+
+
+def _read(file: Path) -> _Entries:
+    """The entries of a table's file, none if there is no file.
+
+    Raises:
+      ValueError: if it is not a table.
+    """
+    if not file.exists():
+        return {}
+    try:
+        entries = json.loads(file.read_text())["entries"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a table of configurations") from error
+    return entries
+
+
+def _write(file: Path, old: _Entries, new: _Entries) -> None:
+    """Writes old entries and new ones, all or nothing."""
+    merged = {op: {**old.get(op, {}), **new.get(op, {})} for op in sorted({*old, *new})}
+    content = {"device": jax.devices()[0].device_kind, "entries": merged}
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
@@ -155,18 +170,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or table.path(jax.devices()[0].device_kind)
     if not os.access(out.parent if out.parent.exists() else out.parent.parent, os.W_OK):
         parser.error(f"cannot write {out}: name another file with --out")
+    try:
+        old = _read(out)
+    except ValueError as error:
+        parser.error(str(error))
     asked = [options.implementation] if options.implementation else ["mosaic", "triton"]
     implementations = list(_that_run(asked))
     if not implementations:
         print("fbq_jax.tune: no kernel to tune runs here", file=sys.stderr)
         return 2
+    new: _Entries = {}
     for implementation, sizes, fallback in itertools.product(
         implementations, options.sizes, (False, True)
     ):
         best, ms = tune(implementation, sizes, fallback=fallback, effort=measure.QUICK)
         op = f"{implementation}.matmul" + (".fallback" if fallback else "")
         print(f"{op} {'x'.join(map(str, sizes))}: {best}, {ms:.3f} ms", flush=True)
-        _write(out, {op: {table.bucket(sizes): best}})
+        new.setdefault(op, {})[table.bucket(sizes)] = best
+        _write(out, old, new)
     print(f"wrote {out}")
     return 0
 

@@ -33,6 +33,7 @@ Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
 TINY = 2.0**-118
+_LONGEST = 2**17  # 127 * 127 * 2**17 fits into int32
 
 
 class Quantized(NamedTuple):
@@ -177,6 +178,17 @@ def matmul(
       ``[B, M, N]`` in ``dtype``.
     """
     m, k, n = blocks
+    if k > _LONGEST and lhs.scales.shape[2] == 1:
+        # One scale for all of K, which is cut so that int32 holds the products.
+        pieces = -(-lhs.codes.shape[2] // _LONGEST)
+        lhs, rhs = (
+            Quantized(codes, jnp.repeat(scales, pieces, axis=2))
+            for codes, scales in (lhs, rhs)
+        )
+        if residual is not None:
+            scales = jnp.repeat(residual.scales, pieces, axis=2)
+            residual = Quantized(residual.codes, scales)
+        k = _LONGEST
     terms = [lhs] if residual is None else [lhs, residual]
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
 
@@ -214,7 +226,7 @@ def _int_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The same: 127 * 127 * 256, the largest sum, is an integer that float32 holds.
+    """The same, exact up to 1040 elements of K: float32 holds 127 * 127 * 1040.
 
     XLA for GPUs (jax 0.11.2 on an H200) gives wrong INT8 products for some small
     operands that are padded and transposed first.

@@ -23,7 +23,8 @@ def matmul(
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """``reference.matmul`` with ``blocks = (1, K, 1)`` and no residual."""
-    del residual, blocks
+    assert residual is None
+    assert blocks == (1, lhs.codes.shape[2], 1)
     # Else XLA may compute the codes inside the product, once for each tile of it.
     lhs_codes, rhs_codes = lax.optimization_barrier((lhs.codes, rhs.codes))
     product = jnp.float32(0.0)

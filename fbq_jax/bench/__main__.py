@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> None:
         ):
             print(report.text_row(name, row), flush=True)
             rows.append(row)
-            results.merge(path, name, results.section(rows, quick=quick))
+        results.merge(path, name, results.section(rows, quick=quick))
     print(f"\nwritten to {path}")
 
 

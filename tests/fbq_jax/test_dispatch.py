@@ -43,7 +43,8 @@ def test_without_a_gpu_it_is_the_reference_and_says_why():
         ("9.0", BLOCKS, "matmul", "mosaic", "the first choice"),
         ("9.0", (128, 64, 128), "matmul", "triton", "sides of 128 or 256"),
         ("9.0", (64, 64), "quantize", "mosaic", "the first choice"),
-        ("9.0", (1, 4096, 1), "matmul", "mosaic", "the first choice"),
+        ("9.0", (), "matmul", "mosaic", "the first choice"),
+        ("9.0", (1, 64, 1), "matmul", "reference", r"not \(1, 64, 1\)"),
         ("8.9", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
         ("10.0", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
         ("7.5", BLOCKS, "matmul", "reference", "compute capability 8.0"),
@@ -62,7 +63,7 @@ def test_without_jax_triton_it_says_what_to_install(on_gpu):
     on_gpu("9.0", triton=False)
     assert "pip install 'fbq-jax[cuda]'" in dispatch.choose("matmul", BLOCKS).reason
     with pytest.raises(ValueError, match=r"cannot do quantize: .*pip install 'fbq-jax"):
-        dispatch.choose("quantize", implementation="triton")
+        dispatch.choose("quantize", (128, 128), implementation="triton")
 
 
 def test_a_gpu_that_runs_the_reference_warns_once(on_gpu):
@@ -81,7 +82,7 @@ def test_a_gpu_that_runs_the_reference_warns_once(on_gpu):
 def test_what_is_asked_for_is_named_in_errors(monkeypatch):
     x = jnp.ones((4, 4))
     monkeypatch.setenv("FBQ_IMPLEMENTATION", "reference")
-    assert "FBQ_IMPLEMENTATION= asks for it" in dispatch.choose("matmul").reason
+    assert "FBQ_IMPLEMENTATION= asks for it" in dispatch.choose("matmul", BLOCKS).reason
     with pytest.raises(ValueError, match=r"implementation=mosaic cannot do .* a GPU"):
         dot_general(x, x, MATMUL, implementation="mosaic")
     with pytest.raises(ValueError, match=r"implementation=triton cannot do .* a GPU"):
@@ -89,6 +90,13 @@ def test_what_is_asked_for_is_named_in_errors(monkeypatch):
     monkeypatch.setenv("FBQ_IMPLEMENTATION", "cublas")
     with pytest.raises(ValueError, match=r"='cublas' is not .*: mosaic, triton, refer"):
         dot_general(x, x, MATMUL)
+
+
+def test_an_unknown_op_is_named():
+    with pytest.raises(
+        ValueError, match="'matmull' is not an op; there are: quantize,"
+    ):
+        dispatch.choose("matmull", BLOCKS)
 
 
 def test_every_op_goes_through_the_choice(monkeypatch):

@@ -4,11 +4,12 @@ import json
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from fbq_jax import dispatch, tune
 from fbq_jax.bench import measure
-from fbq_jax.kernels import table
+from fbq_jax.kernels import reference, table
 from fbq_jax.kernels.mosaic import matmul as mosaic
 from fbq_jax.kernels.triton import matmul as triton
 
@@ -34,8 +35,17 @@ def test_a_kernel_asks_the_table_and_else_has_a_rule(monkeypatch):
 
 
 def test_the_fastest_is_written_and_other_entries_stay(monkeypatch, tmp_path, capsys):
+    def dot(*operands):
+        return reference.matmul(*operands, blocks=(128,) * 3, dtype=jnp.bfloat16)
+
+    def by_definition(*operands, implementation, **options):
+        assert implementation == "reference"
+        return reference.matmul(*operands, **options)
+
     times = iter([3.0, 1.0, 2.0, 4.0] * 2)
     monkeypatch.setattr(dispatch, "choose", lambda *_, **__: None)
+    monkeypatch.setattr(dispatch, "matmul", by_definition)
+    monkeypatch.setattr(tune, "_matmul", lambda *_: dot)
     monkeypatch.setattr(
         measure,
         "timing",
@@ -62,6 +72,16 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
     assert "left out: implementation=mosaic cannot do matmul" in said.out
     assert "no kernel to tune runs here" in said.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["{}", "[", "[]"])
+def test_what_is_no_table_is_not_overwritten(content, tmp_path, capsys):
+    out = tmp_path / "table.json"
+    out.write_text(content)
+    with pytest.raises(SystemExit):
+        tune.main(["--out", str(out)])
+    assert "table.json is not a table of configurations" in capsys.readouterr().err
+    assert out.read_text() == content
 
 
 @pytest.mark.parametrize("sizes", ["1,2", "a,b,c", "0,1,1"])
