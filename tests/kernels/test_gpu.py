@@ -65,6 +65,10 @@ def test_matmul_rounds_once(matmul, dtype):
     matmul_cases.check_rounds_once(matmul, dtype)
 
 
+def test_matmul_scales_far_apart(matmul):
+    matmul_cases.check_scales_far_apart(matmul)
+
+
 def test_matmul_nan_scales(matmul):
     matmul_cases.check_nan_scales(matmul, (128, 128, 128))
 

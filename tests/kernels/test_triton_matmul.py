@@ -49,6 +49,10 @@ def test_rounds_once():
     matmul_cases.check_rounds_once(interpreted(90), jnp.float16)
 
 
+def test_scales_far_apart():
+    matmul_cases.check_scales_far_apart(interpreted(90))
+
+
 @pytest.mark.parametrize("blocks", [(128, 128, 128), (32, 64, 32)])
 def test_nan_scales(blocks):
     matmul_cases.check_nan_scales(interpreted(90), blocks)
