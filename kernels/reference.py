@@ -33,7 +33,7 @@ Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
 TINY = 2.0**-118
-_LONGEST = 2**17  # 127 * 127 * 2**17 fits into int32
+LONGEST = 2**17  # elements of K: 127 * 127 * LONGEST fits into int32
 
 
 class Quantized(NamedTuple):
@@ -178,9 +178,9 @@ def matmul(
       ``[B, M, N]`` in ``dtype``.
     """
     m, k, n = blocks
-    if k > _LONGEST and lhs.scales.shape[2] == 1:
+    if k > LONGEST and lhs.scales.shape[2] == 1:
         # One scale for all of K, which is cut so that int32 holds the products.
-        pieces = -(-lhs.codes.shape[2] // _LONGEST)
+        pieces = -(-lhs.codes.shape[2] // LONGEST)
         lhs, rhs = (
             Quantized(codes, jnp.repeat(scales, pieces, axis=2))
             for codes, scales in (lhs, rhs)
@@ -188,7 +188,7 @@ def matmul(
         if residual is not None:
             scales = jnp.repeat(residual.scales, pieces, axis=2)
             residual = Quantized(residual.codes, scales)
-        k = _LONGEST
+        k = LONGEST
     terms = [lhs] if residual is None else [lhs, residual]
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
 

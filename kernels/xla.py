@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import Quantized
-
-# 127 * 127 * _SLICE fits into int32.
-_SLICE = 2**17
+from fbq_jax.kernels.reference import LONGEST, Quantized
 
 
 def matmul(
@@ -28,10 +25,10 @@ def matmul(
     # Else XLA may compute the codes inside the product, once for each tile of it.
     lhs_codes, rhs_codes = lax.optimization_barrier((lhs.codes, rhs.codes))
     product = jnp.float32(0.0)
-    for start in range(0, lhs_codes.shape[2], _SLICE):
+    for start in range(0, lhs_codes.shape[2], LONGEST):
         product += _product(
-            lhs_codes[:, :, start : start + _SLICE],
-            rhs_codes[:, :, start : start + _SLICE],
+            lhs_codes[:, :, start : start + LONGEST],
+            rhs_codes[:, :, start : start + LONGEST],
         ).astype(jnp.float32)
     return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
 

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 
 from fbq_jax.bench.measure import Timing
+from fbq_jax.kernels import table
 
 SECTIONS = ("gemm", "quantize", "linear")
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton", "jax-triton")
@@ -94,8 +94,7 @@ def section(rows: Iterable[Row], *, quick: bool) -> dict[str, Any]:
 
 def default_path() -> Path:
     """``bench-<device>.json`` in the current directory."""
-    device = jax.devices()[0].device_kind.lower()
-    return Path(f"bench-{re.sub('[^a-z0-9]+', '-', device).strip('-')}.json")
+    return Path(f"bench-{table.path(jax.devices()[0].device_kind).name}")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -97,6 +97,13 @@ def check_fallback(
         np.testing.assert_allclose(value, want.metric, rtol=rtol, atol=0.0)
 
 
+def check_special(ops: types.ModuleType, dtype: str) -> None:
+    x, block = special(dtype), (32, 64)
+    check_quantize(ops, x, block, "stochastic", "nearest")
+    criterion = "l1_rel" if dtype == "float32" else "absmax"
+    check_fallback(ops, x, block, criterion, (0.0,), None)
+
+
 @functools.cache
 def _reference(name: str, **kwargs):
     return jax.jit(functools.partial(getattr(reference, name), **kwargs))
