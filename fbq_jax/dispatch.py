@@ -9,8 +9,8 @@ triton    for NVIDIA GPUs from Ampere on, through jax-triton
 reference anywhere: the definition
 ========= =======================================================================
 
-Where an operand has one scale a row, the first two leave it to XLA: its own INT8
-product, and quantization by the definition.
+Where every row of lhs and of rhs has one scale, the first two leave the product to
+XLA's own INT8 GEMM.
 
 The first that can serve a call does.  ``implementation=``, or else
 ``FBQ_IMPLEMENTATION`` in the environment (read when a function is traced), asks for
@@ -41,7 +41,7 @@ from fbq_jax.kernels.reference import (
 from fbq_jax.kernels.rounding import Rounding
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-OPS = ("quantize", "quantize_fallback", "block_metric", "matmul")
+OPS = ("quantize", "quantize_vectors", "quantize_fallback", "block_metric", "matmul")
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 _SIDES = (32, 64, 128, 256)
 
@@ -60,8 +60,8 @@ def choose(
     """Chooses the implementation of an op for JAX's default backend.
 
     Args:
-      op: ``"quantize"``, ``"quantize_fallback"``, ``"block_metric"`` or ``"matmul"``.
-      sides: of the blocks; none for an operand with one scale a row or column.
+      op: one of ``OPS``.
+      sides: of the blocks; none where a scale is of a whole row or column.
       implementation: the one to take; by default what ``FBQ_IMPLEMENTATION`` says, or
         the first that can serve the call.
 
@@ -130,10 +130,12 @@ def _function(choice: Choice, sides: Sequence[int]) -> Callable[..., Any]:
     module: ModuleType
     if choice.implementation == "reference":
         module = reference
-    elif not sides:
-        module = xla if choice.op == "matmul" else reference
+    elif choice.op == "quantize_vectors":
+        from fbq_jax.kernels.triton import vectors as module
     elif choice.op != "matmul":
         from fbq_jax.kernels.triton import quantize as module
+    elif not sides:
+        module = xla
     elif choice.implementation == "mosaic":
         from fbq_jax.kernels.mosaic import matmul as module
     else:
@@ -151,9 +153,21 @@ def quantize(
     implementation: str | None = None,
 ) -> Layouts:
     """``reference.quantize`` by the implementation chosen."""
-    sides = () if 1 in block else block
-    choice = choose("quantize", sides, implementation=implementation)
-    return _batched(choice, sides, block=block, rows=rows, columns=columns)(x, seeds)
+    choice = choose("quantize", block, implementation=implementation)
+    return _batched(choice, block, block=block, rows=rows, columns=columns)(x, seeds)
+
+
+def quantize_vectors(
+    x: jax.Array,
+    seeds: jax.Array,
+    *,
+    rows: Rounding | None,
+    columns: Rounding | None,
+    implementation: str | None = None,
+) -> Layouts:
+    """``reference.quantize_vectors`` by the implementation chosen."""
+    choice = choose("quantize_vectors", (), implementation=implementation)
+    return _batched(choice, (), rows=rows, columns=columns)(x, seeds)
 
 
 def quantize_fallback(

@@ -8,8 +8,8 @@ codes and scales for the backward pass, X's and W's, and no floats.
 
 Both operands of a GEMM are contiguous along its contraction, as tensor cores take them:
 X is needed by rows for Y and by columns for dW, W by columns for Y and by rows for dX,
-dY by rows for dX and by columns for dW.  One op, and one read, gives both, unless the
-backward GEMMs have scales of their own (``backward_scales="row"``).
+dY by rows for dX and by columns for dW.  One op gives both, unless the backward GEMMs
+have scales of their own (``backward_scales="row"``): then X and W are quantized again.
 """
 
 import functools
@@ -78,8 +78,20 @@ def _matmul_fwd(
     else:
         lhs, residual, metric = _quantize_lhs(spec, x, theta, seed, columns=None)
         rhs = _quantize_rhs(spec, w, seed, rows=None)
-        saved_lhs = _by_column(spec, x, seed, _LHS_STREAM, recipe.drhs.lhs)
-        saved_rhs = _by_row(spec, w, seed, _RHS_STREAM, recipe.dlhs.rhs)
+        saved_lhs = dispatch.quantize_vectors(
+            x,
+            _seeds(seed, _LHS_STREAM, x),
+            rows=None,
+            columns=recipe.drhs.lhs,
+            implementation=spec.implementation,
+        ).columns
+        saved_rhs = dispatch.quantize_vectors(
+            w,
+            _seeds(seed, _RHS_STREAM, w),
+            rows=recipe.dlhs.rhs,
+            columns=None,
+            implementation=spec.implementation,
+        ).rows
     y = _forward(spec, lhs, residual, rhs)
     saved_lhs = checkpoint_name(saved_lhs, LHS_NAME)
     saved_rhs = checkpoint_name(saved_rhs, RHS_NAME)
@@ -94,11 +106,12 @@ def _matmul_bwd(
     lhs, rhs, seed = saved
     dy, _ = cotangents
     recipe = spec.recipe
-    m, k, n = recipe.sides
+    grad_seeds = _seeds(seed, _GRAD_STREAM, dy)
     if recipe.backward_scales == "block":
+        m, k, n = recipe.sides
         grad, grad_t = dispatch.quantize(
             dy,
-            _seeds(seed, _GRAD_STREAM, dy),
+            grad_seeds,
             block=recipe.grad_block,
             rows=recipe.dlhs.lhs,
             columns=recipe.drhs.rhs,
@@ -106,8 +119,13 @@ def _matmul_bwd(
         )
         dlhs_blocks, drhs_blocks = (m, n, k), (k, m, n)
     else:
-        grad = _by_row(spec, dy, seed, _GRAD_STREAM, recipe.dlhs.lhs)
-        grad_t = _by_column(spec, dy, seed, _GRAD_STREAM, recipe.drhs.rhs)
+        grad, grad_t = dispatch.quantize_vectors(
+            dy,
+            grad_seeds,
+            rows=recipe.dlhs.lhs,
+            columns=recipe.drhs.rhs,
+            implementation=spec.implementation,
+        )
         rows, columns = (max(1, size) for size in dy.shape[1:])
         dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
     assert grad is not None
@@ -193,34 +211,6 @@ def _quantize_rhs(
         columns=spec.recipe.fwd.rhs,
         implementation=spec.implementation,
     )
-
-
-def _by_row(
-    spec: Spec, x: jax.Array, seed: jax.Array, stream: int, rounding: Rounding
-) -> Quantized | None:
-    """Codes as x lies, with one scale a row."""
-    return dispatch.quantize(
-        x,
-        _seeds(seed, stream, x),
-        block=(1, max(1, x.shape[2])),
-        rows=rounding,
-        columns=None,
-        implementation=spec.implementation,
-    ).rows
-
-
-def _by_column(
-    spec: Spec, x: jax.Array, seed: jax.Array, stream: int, rounding: Rounding
-) -> Quantized | None:
-    """Codes of x transposed, with one scale a column of x."""
-    return dispatch.quantize(
-        x,
-        _seeds(seed, stream, x),
-        block=(max(1, x.shape[1]), 1),
-        rows=None,
-        columns=rounding,
-        implementation=spec.implementation,
-    ).columns
 
 
 def _seeds(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:

@@ -11,12 +11,13 @@ elements; blocks at the lower and right edges may be partial.  Per block
 Every other implementation agrees with these codes and scales bit for bit, on every
 device, which shapes the code.  A float product that is added to something is clipped
 first, because a compiler may otherwise fuse the two into one rounding.  The quotients
-are rounded as IEEE 754 asks, by a division of their own, because XLA's is not.
+are rounded as IEEE 754 asks, by a division of their own (``scale``), because XLA's is
+not.
 
-Two kinds of block are special.  One whose ``amax`` is below ``TINY`` (its scale or its
-reciprocal would leave the normal floats) counts as all zero: scale 0, codes 0.  One
-that holds a NaN or an Inf has scale NaN, so that everything computed from it is NaN:
-quantization never hides a diverged run.  Its codes mean nothing (here they are zeros).
+Two kinds of block are special.  One whose ``amax`` is below ``scale.TINY`` (its scale
+or its reciprocal would leave the normal floats) counts as all zero: scale 0, codes 0.
+One that holds a NaN or an Inf has scale NaN, so that everything computed from it is
+NaN: quantization never hides a diverged run.  Its codes mean nothing (here zeros).
 """
 
 import functools
@@ -27,12 +28,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.scale import scale_of
 
 Block = tuple[int, int]
 Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
-TINY = 2.0**-118
 LONGEST = 2**17  # elements of K: 127 * 127 * LONGEST fits into int32
 
 
@@ -94,6 +95,32 @@ def quantize(
     return Layouts(
         None if rows is None else _round(tiles, seeds, rows, x.shape),
         None if columns is None else _mT(_round(tiles, seeds, columns, x.shape)),
+    )
+
+
+def quantize_vectors(
+    x: jax.Array,
+    seeds: jax.Array,
+    *,
+    rows: rounding.Rounding | None,
+    columns: rounding.Rounding | None,
+) -> Layouts:
+    """Quantizes vector-wise: one scale a row by rows, one a column by columns.
+
+    So that a GEMM has no scale inside its contraction.  The two layouts hold different
+    codes, with the same noise.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      seeds: uint32 ``[B]``, of the noise; not read by nearest rounding.
+      rows: the rounding of the codes by rows, ``[B, R, C]`` with scales ``[B, R, 1]``;
+        None for no such codes.
+      columns: likewise, by columns, ``[B, C, R]`` with scales ``[B, C, 1]``.
+    """
+    row, column = (1, max(1, x.shape[2])), (max(1, x.shape[1]), 1)
+    return Layouts(
+        quantize(x, seeds, block=row, rows=rows, columns=None).rows,
+        quantize(x, seeds, block=column, rows=None, columns=columns).columns,
     )
 
 
@@ -278,14 +305,9 @@ def _quantize_tiles(
     tiles: jax.Array, noise: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    amax = _amax(tiles)
-    finite = jnp.isfinite(amax)
-    usable = finite & (amax >= TINY)
-    divisor, top = jnp.where(usable, amax, 1.0), jnp.full_like(amax, 127.0)
-    scale = jnp.where(usable, _divide(divisor, top), jnp.where(finite, 0.0, jnp.nan))
-    inverse = jnp.where(usable, _divide(top, divisor), 0.0)
+    scale, inverse = scale_of(_amax(tiles))
     v = jnp.clip(tiles * _spread(inverse), -127.0, 127.0)
-    v = jnp.where(_spread(usable), v, 0.0)
+    v = jnp.where(_spread(inverse > 0.0), v, 0.0)
     return jnp.round(v if noise is None else v + noise), scale
 
 
@@ -297,29 +319,6 @@ def _amax(tiles: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(jnp.abs(tiles), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=(2, 4)), jnp.float32)
-
-
-def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b`` of positive float32, correctly rounded; all three normal.
-
-    XLA turns a division by a constant into a product, and on NVIDIA GPUs a quotient of
-    its own is off by up to 2 ulp.  This is long division of the mantissas in integers:
-    31 bits and, in the last of them, whether anything is left.
-    """
-    a_bits = lax.bitcast_convert_type(a, jnp.uint32)
-    b_bits = lax.bitcast_convert_type(b, jnp.uint32)
-    hidden, mask = jnp.uint32(1 << 23), jnp.uint32((1 << 23) - 1)
-    remainder, divisor = a_bits & mask | hidden, b_bits & mask | hidden
-    quotient = remainder // divisor
-    remainder %= divisor
-    for digit in (8, 8, 8, 6):
-        remainder <<= digit
-        quotient = quotient << digit | remainder // divisor
-        remainder %= divisor
-    quotient |= (remainder > 0).astype(jnp.uint32)
-    exponent = (a_bits >> 23) - (b_bits >> 23) + jnp.uint32(127)
-    power = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    return quotient.astype(jnp.float32) * 2.0**-30 * power
 
 
 def _residual(tiles: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:

@@ -1,7 +1,10 @@
 """The GEMM of operands with one scale a row: XLA's own INT8 product.
 
 With no scale inside K there is nothing to promote, and XLA's product of two operands
-that are contiguous along K is as fast as the tensor cores allow.
+that are contiguous along K is as fast as the tensor cores allow.  They are
+contiguous because a kernel has stored them so.  Of codes that XLA computes itself it
+may change the layout instead of transposing them, and multiply those by a kernel of its
+own that is several times slower.
 """
 
 import jax
@@ -22,13 +25,11 @@ def matmul(
     """``reference.matmul`` with ``blocks = (1, K, 1)`` and no residual."""
     assert residual is None
     assert blocks == (1, lhs.codes.shape[2], 1)
-    # Else XLA may compute the codes inside the product, once for each tile of it.
-    lhs_codes, rhs_codes = lax.optimization_barrier((lhs.codes, rhs.codes))
     product = jnp.float32(0.0)
-    for start in range(0, lhs_codes.shape[2], LONGEST):
+    for start in range(0, lhs.codes.shape[2], LONGEST):
         product += _product(
-            lhs_codes[:, :, start : start + LONGEST],
-            rhs_codes[:, :, start : start + LONGEST],
+            lhs.codes[:, :, start : start + LONGEST],
+            rhs.codes[:, :, start : start + LONGEST],
         ).astype(jnp.float32)
     return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
 

@@ -9,9 +9,9 @@ which goes through shared memory, moves words instead of bytes.
 import triton
 import triton.language as tl
 
-from fbq_jax.kernels import reference
+from fbq_jax.kernels import scale
 
-TINY = tl.constexpr(reference.TINY)
+TINY = tl.constexpr(scale.TINY)
 # Adding it rounds a float32 below 2**22 to an integer, which the low bits then hold.
 MAGIC = tl.constexpr(1.5 * 2**23)
 # Four bytes of 128, less what the bits of MAGIC add to a sum of four shifted codes.
@@ -101,16 +101,32 @@ def store_columns(codes, rounded, batch, i, j, rows, columns):
 @triton.jit
 def find_amax(tiles):
     """``max |x|``, NaN if there is one: bits are ordered as the floats, NaN last."""
-    x = tiles[0]
-    if x.dtype == tl.float32:
+    top = tl.max(highest(magnitudes(tiles)).to(tl.int32))
+    return from_bits(top, tiles[0].dtype)
+
+
+@triton.jit
+def magnitudes(tiles):
+    """The bits of ``|x|``, as integers of its size."""
+    if tiles[0].dtype == tl.float32:
         bits = [x.to(tl.int32, bitcast=True) & 0x7FFFFFFF for x in tiles]
     else:
         bits = [x.to(tl.int16, bitcast=True) & 0x7FFF for x in tiles]
-    top = tl.maximum(tl.maximum(bits[0], bits[1]), tl.maximum(bits[2], bits[3]))
-    top = tl.max(top.to(tl.int32))
-    if x.dtype != tl.float32:
-        top = top.to(tl.int16)
-    return top.to(x.dtype, bitcast=True).to(tl.float32)
+    return bits
+
+
+@triton.jit
+def highest(bits):
+    """The largest of the four, element by element."""
+    return tl.maximum(tl.maximum(bits[0], bits[1]), tl.maximum(bits[2], bits[3]))
+
+
+@triton.jit
+def from_bits(bits, dtype: tl.constexpr):
+    """The float32 of the bits, in int32, of a float of some type."""
+    if dtype != tl.float32:
+        bits = bits.to(tl.int16)
+    return bits.to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -140,6 +156,26 @@ def in_scale(tiles, inverse):
     all the same, with any noise.
     """
     return [widen(x) * inverse for x in tiles]
+
+
+@triton.jit
+def in_row_scales(tiles, inverses, i, rows):
+    """Likewise, with one scale a row of the matrix."""
+    r: tl.constexpr = 4 * tiles[0].shape[0]
+    v = ()
+    for k in tl.static_range(4):
+        row = i * r + 4 * tl.arange(0, r // 4)[:, None] + k
+        inverse = tl.load(inverses + row, row < rows, 0.0)
+        v += (widen(tiles[k]) * inverse,)
+    return v
+
+
+@triton.jit
+def in_column_scales(tiles, inverses, j, columns):
+    """Likewise, with one scale a column of the matrix."""
+    c: tl.constexpr = tiles[0].shape[1]
+    column = j * c + tl.arange(0, c)[None, :]
+    return in_scale(tiles, tl.load(inverses + column, column < columns, 0.0))
 
 
 @triton.jit

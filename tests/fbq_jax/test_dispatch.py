@@ -1,5 +1,6 @@
 """The choice of an implementation, and the library's seams."""
 
+import functools
 import re
 import types
 import warnings
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fbq_jax import FallbackDot, dispatch, dot_general
+from fbq_jax import FallbackDot, dispatch, dot_general, recipes
 from fbq_jax.kernels import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -44,6 +45,8 @@ def test_without_a_gpu_it_is_the_reference_and_says_why():
         ("9.0", (128, 64, 128), "matmul", "triton", "sides of 128 or 256"),
         ("9.0", (64, 64), "quantize", "mosaic", "the first choice"),
         ("9.0", (), "matmul", "mosaic", "the first choice"),
+        ("8.0", (), "quantize_vectors", "mosaic", "the first choice"),
+        ("8.0", (1, 64), "quantize", "reference", r"not \(1, 64\)"),
         ("9.0", (1, 64, 1), "matmul", "reference", r"not \(1, 64, 1\)"),
         ("8.9", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
         ("10.0", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
@@ -109,10 +112,14 @@ def test_every_op_goes_through_the_choice(monkeypatch):
     monkeypatch.setattr(dispatch, "_function", function)
     dispatch._batched_op.cache_clear()
     x = jnp.ones((4, 4))
-    jax.grad(lambda x: dot_general(x, x, MATMUL)[0].sum())(x)
+    for recipe in (recipes.fallback, recipes.fallback_rowwise_bwd):
+        dot = functools.partial(dot_general, recipe=recipe)
+        jax.grad(lambda x, dot=dot: dot(x, x, MATMUL)[0].sum())(x)
     assert set(calls) == {
         ("block_metric", 2),
         ("quantize", 2),
+        ("quantize_vectors", 0),
         ("quantize_fallback", 2),
         ("matmul", 3),
+        ("matmul", 0),
     }

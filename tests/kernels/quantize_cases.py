@@ -1,7 +1,6 @@
 """What every implementation of the quantizing ops must do, bit for bit.
 
-A check takes the module that has ``quantize``, ``quantize_fallback`` and
-``block_metric``, and compares it with ``reference``.
+A check takes the module that has the op and compares it with ``reference``.
 """
 
 import functools
@@ -25,6 +24,15 @@ QUANTIZE = [
     ((1, 200, 51), "float16", (256, 256), "nearest", "nearest"),
     ((1, 270, 140), "bfloat16", (256, 128), "stochastic", "stochastic"),
     ((1, 1, 1), "bfloat16", (128, 128), "nearest", "stochastic"),
+]
+# shape, dtype, rows, columns.
+VECTORS = [
+    ((1, 256, 256), "bfloat16", "stochastic", "stochastic"),
+    ((2, 150, 141), "float32", "nearest", "stochastic"),
+    ((3, 70, 272), "float16", None, "stochastic"),
+    ((1, 131, 304), "bfloat16", "stochastic", None),
+    ((1, 1, 300), "float32", "stochastic", "nearest"),
+    ((2, 260, 1), "bfloat16", "nearest", "nearest"),
 ]
 # shape, dtype, block, criterion, thresholds, columns.
 FALLBACK = [
@@ -73,6 +81,21 @@ def check_quantize(
     want = _reference("quantize", **args)(x, seeds(len(x)))
     _check_quantized(got.rows, want.rows, block)
     _check_quantized(got.columns, want.columns, block[::-1])
+
+
+def check_vectors(ops: types.ModuleType, x: jax.Array, rows, columns) -> None:
+    args = {"rows": rows, "columns": columns}
+    got = ops.quantize_vectors(x, seeds(len(x)), **args)
+    want = _reference("quantize_vectors", **args)(x, seeds(len(x)))
+    _check_quantized(got.rows, want.rows, (1, x.shape[2]))
+    _check_quantized(got.columns, want.columns, (1, x.shape[1]))
+
+
+def check_special_vectors(ops: types.ModuleType, dtype: str) -> None:
+    """The special blocks as rows, then as columns."""
+    x = special(dtype).reshape(3, 32, 5, 64).swapaxes(1, 2).reshape(1, 15, 2048)
+    check_vectors(ops, x, "stochastic", None)
+    check_vectors(ops, x.mT, None, "stochastic")
 
 
 def check_fallback(

@@ -28,6 +28,11 @@ def test_codes_are_the_bits_of_the_cpu(dtype, block, scale):
     ]
     ops.append(
         functools.partial(
+            reference.quantize_vectors, x, SEEDS, rows="nearest", columns="stochastic"
+        )
+    )
+    ops.append(
+        functools.partial(
             reference.quantize_fallback,
             x,
             THETA * scale,

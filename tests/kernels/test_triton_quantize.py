@@ -19,6 +19,11 @@ def ops():
     return interpreted("quantize")
 
 
+@pytest.fixture(scope="module")
+def vectors():
+    return interpreted("vectors")
+
+
 @pytest.mark.parametrize(("shape", "dtype", "block", "rows", "columns"), cases.QUANTIZE)
 def test_quantize(ops, shape, dtype, block, rows, columns):
     cases.check_quantize(ops, heavy(shape, dtype=dtype), block, rows, columns)
@@ -32,14 +37,21 @@ def test_fallback(ops, shape, dtype, block, criterion, theta, columns):
     cases.check_fallback(ops, x, block, criterion, theta, columns)
 
 
+@pytest.mark.parametrize(("shape", "dtype", "rows", "columns"), cases.VECTORS)
+def test_vectors(vectors, shape, dtype, rows, columns):
+    cases.check_vectors(vectors, heavy(shape, dtype=dtype), rows, columns)
+
+
 @pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
-def test_special_blocks(ops, dtype):
+def test_special_blocks(ops, vectors, dtype):
     cases.check_special(ops, dtype)
+    cases.check_special_vectors(vectors, dtype)
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
-def test_empty_operands(ops, shape):
+def test_empty_operands(ops, vectors, shape):
     x = jnp.zeros(shape, jnp.bfloat16)
+    cases.check_vectors(vectors, x, "nearest", "stochastic")
     cases.check_quantize(ops, x, (32, 64), "nearest", "stochastic")
     cases.check_fallback(ops, x, (32, 64), "absmax", (0.0,) * shape[0], "nearest")
 
@@ -73,9 +85,38 @@ def test_compiles_without_spills(capability, dtype, block, criterion):
             columns="stochastic",
         ),
     ]
+    check_kernels(kernels, capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "rows", "columns"),
+    [
+        (90, "bfloat16", "stochastic", "stochastic"),
+        (90, "bfloat16", None, "stochastic"),
+        (89, "float16", "stochastic", None),
+        (80, "float32", "nearest", "nearest"),
+    ],
+)
+def test_vectors_compile_without_spills(capability, dtype, rows, columns):
+    x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
+    seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    kernels = compile_kernels(
+        "vectors",
+        "quantize_vectors",
+        x,
+        seeds,
+        capability=capability,
+        rows=rows,
+        columns=columns,
+    )
+    assert len(kernels) == 2
+    check_kernels(kernels, capability)
+
+
+def check_kernels(kernels, capability):
+    """No spills, and 16 bytes at a time: eight elements in, words of codes out."""
     for kernel in kernels:
         assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
-        # 16 bytes at a time: eight elements in, four words of four codes out.
         assert "ld.global.v4" in kernel.ptx
-        assert "st.global.v4" in kernel.ptx
+        assert "st.global.v4" in kernel.ptx or kernel.name == "_maxima"
