@@ -25,13 +25,16 @@ from fbq_jax.bench import measure
 from fbq_jax.kernels import table
 from fbq_jax.kernels.reference import Quantized
 
-# (M, N, K) of squares, and of the forward GEMMs of a Llama block's MLP.
+# (M, N, K) of squares, and of the GEMMs of a Llama block's MLP: two have the tokens as
+# M, that of a weight's gradient has them as K.
 SIZES = (
     (4096, 4096, 4096),
     (8192, 4096, 4096),
     (8192, 8192, 8192),
     (8192, 14336, 4096),
     (8192, 4096, 14336),
+    (4096, 14336, 8192),
+    (14336, 4096, 8192),
 )
 RATE = 0.2
 _BLOCKS = (128, 128, 128)

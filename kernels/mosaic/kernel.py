@@ -5,17 +5,26 @@ after the other.  Its last warpgroup copies tiles of codes into a ring of buffer
 shared memory (TMA); two warpgroups each multiply 64 rows (WGMMA, INT8 to INT32) and
 *promote* the products: convert them to float32, scale them and add them up.
 
-Promotion is what the kernel's speed hangs on: it costs two instructions an element for
-every 128 elements of K, while the tensor core waits or works.  Hence:
+Promotion is what the kernel's speed, and its power, hang on: instructions for every
+element and every 128 elements of K.  Hence:
 
 - Steps are taken in chunks, with two INT32 accumulators in turns: while one is
   promoted, the product for the other is in flight.  (A product may not be in flight
   from one pass of a loop to the next: ptxas would serialize them all.)
 - Accumulators are not reset from step to step.  With ``P`` their running sums, the sum
-  of ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.  A step's scale
-  then multiplies the rounding error of all sums before it: where scales differ by a
-  factor of 1000, a row may lose ``1e-4``, less than rounding to 16 bits.  A float32
-  output would show it, and its accumulators are reset.
+  of ``s_t * (P_t - P_{t-2})`` equals that of ``(s_t - s_{t+2}) * P_t``.
+- Nothing is converted.  Accumulators start at the bits of the float ``START``, and
+  while ``|P| <= 2**22`` their bits are those of ``START + P``.  They are reset, and
+  what ``START`` added to the output is subtracted, after a *span* of chunks, short
+  enough for the codes of one operand.  One FMA an element and a step is left.
+
+A step's scale then multiplies the rounding error of all sums at its time: an output is
+off by about half the product of the two operands' scales of that step, as if one code
+of rhs, or of lhs' residual, were off by a fraction of one.  That is less than rounding
+to 16 bits, but for two cases.  Steps whose scale is ``FAR`` above the others' would
+drown rows that share a block with an outlier and would lose what the residual is for:
+there ``START`` is subtracted at once.  And a float32 output would show it: for those,
+accumulators are reset every two steps and converted.
 
 Blocks that fell back are more steps of the same loop, from a list of them.
 """
@@ -35,7 +44,12 @@ _ROWS = SIDE // _WARPGROUPS
 _CHUNK = 4  # steps of the unrolled loop
 _AHEAD = _CHUNK + 2  # steps whose scales a chunk needs
 BEYOND = _AHEAD  # steps beyond the last whose scales are loaded
-_SPAN = 256  # chunks; the sums of more could leave int32
+START = 1.5 * 2.0**23
+START_BITS = 0x4B400000
+_ENDLESS = 2**20  # chunks
+FAR = 16.0
+RANGE = 2**22  # from START, in which floats are the integers and bits count them
+STEPS = _CHUNK // 2  # that a chunk adds to an accumulator
 # Of 512 registers that a thread of each warpgroup has together.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 
@@ -65,9 +79,12 @@ def build(
 
     It takes lhs' codes int8 ``[B, M, K]`` and, with fallback, the residual's; then,
     without fallback, lhs' scales float32 ``[B, M/128, K/128 + BEYOND]``, or with it
-    what ``steps`` lists with ``BEYOND`` unused entries; then rhs' codes ``[B, N, K]``
-    and scales ``[B, N/128, K/128]``, ``BEYOND`` longer without fallback.  What is
-    beyond is loaded and not used.  It returns ``[B, M, N]``.
+    what ``steps`` lists with ``BEYOND`` unused entries and, for an output of 16 bits,
+    those ``FAR`` from others marked; then rhs' codes ``[B, N, K]``
+    and scales ``[B, N/128, K/128]``, ``BEYOND`` longer without fallback; then, for an
+    output of 16 bits, the spans int32 ``[B, M/128]`` or ``[B, N/128]``, in chunks, as
+    ``lhs_spans`` says.  What is beyond is
+    loaded and not used.  It returns ``[B, M, N]``.
 
     Args:
       sizes: ``(B, M, K, N)``, all but B multiples of 128.
@@ -80,17 +97,19 @@ def build(
     group, cluster = config
     # As many buffers as fit into shared memory beside the output's.
     ring = 6 if dtype.itemsize == 2 else 5
-    running = dtype.itemsize == 2
+    running = dtype.itemsize == 2  # sums, across steps
     tile_rows, tile_columns = rows // SIDE, columns // SIDE
     tiles = batch * tile_rows * tile_columns // cluster
     clusters = processors // cluster
 
     def kernel(*refs: Any) -> None:
+        *operands, out, lhs_ring, rhs_ring, out_buffer, full, empty = refs
+        if running:
+            *operands, spans = operands
         if fallback:
-            main, residual, source, lhs_scale, count, rhs, rhs_scale, *own = refs
+            main, residual, source, lhs_scale, count, rhs, rhs_scale = operands
         else:
-            main, lhs_scale, rhs, rhs_scale, *own = refs
-        out, lhs_ring, rhs_ring, out_buffer, full, empty = own
+            main, lhs_scale, rhs, rhs_scale = operands
         warpgroup = lax.axis_index("warpgroup")
         first, neighbour = lax.axis_index("cluster"), lax.axis_index("block")
         multicast: Any = {"collective_axes": "block"} if cluster > 1 else {}
@@ -161,18 +180,29 @@ def build(
 
             def scale(place: Any, step: int | jax.Array) -> jax.Array:
                 """Of a step's product.  Those beyond the last step are not used."""
-                b, i, j, _ = place
+                b, i, j, *_ = place
                 k = lax.div(source[b, i, step], jnp.int32(2)) if fallback else step
                 return lhs_scale[b, i, step] * rhs_scale[b, j, k]
 
+            def unmarked(scale: jax.Array) -> jax.Array:
+                return jnp.abs(scale) if fallback else scale
+
             def start(n: jax.Array) -> Any:
-                """A tile's place, its number of steps and the first steps' scales."""
+                """A tile's place, steps and span, and the first steps' scales."""
                 b, i, j = tile(n)
-                place = b, i, j, step_count(b, i)
+                span = jnp.int32(_ENDLESS)
+                if running:
+                    span = spans[b, i if lhs_spans(rows, columns, fallback) else j]
+                place = b, i, j, step_count(b, i), span
                 return place, [scale(place, step) for step in range(_AHEAD)]
 
             def add(
-                products: Any, slot: Any, acc: Any, weights: Any, load: Any = list
+                products: Any,
+                slot: Any,
+                acc: Any,
+                weights: Any,
+                to_float: Any,
+                load: Any = list,
             ) -> Any:
                 """Adds a step for each weight: the next slot, acc, what ``load`` gives.
 
@@ -201,14 +231,14 @@ def build(
                         products[n % 2], wait_n=pending
                     )
                     plgpu.barrier_arrive(empty.at[slots[n]])
-                    acc += value.astype(jnp.float32) * weight
+                    acc += to_float(value) * weight
                 return slots[-1], acc, loaded
 
             def add_chunk(
                 products: Any, place: Any, step: Any, last: Any, carry: Any
             ) -> Any:
                 """Adds a chunk, to ``products`` where sums are running."""
-                slot, acc, scales = carry
+                slot, acc, scales, *offset = carry
                 weights, kept = scales[:_CHUNK], scales[_CHUNK:]
 
                 def load() -> list[jax.Array]:
@@ -216,56 +246,78 @@ def build(
                     later = step + _AHEAD
                     return [scale(place, later + ahead) for ahead in range(_CHUNK)]
 
-                if running:
-                    following = [jnp.where(last, 0.0, s) for s in kept]
-                    following = [*scales[2:_CHUNK], *following]
-                    pairs = zip(weights, following, strict=True)
-                    weights = [weight - next_weight for weight, next_weight in pairs]
-                    slot, acc, loaded = add(products, slot, acc, weights, load)
-                else:
+                if not running:
                     slot, acc, loaded = add_fresh(slot, acc, weights[:2], load)
                     slot, acc, _ = add_fresh(slot, acc, weights[2:])
-                return slot, acc, [*kept, *loaded]
+                    return slot, acc, [*kept, *loaded]
+
+                following = [jnp.where(last, 0.0, unmarked(s)) for s in kept]
+                following = [*map(unmarked, weights[2:]), *following]
+                pairs = zip(map(unmarked, weights), following, strict=True)
+                weights = [weight - next_weight for weight, next_weight in pairs]
+
+                def add_bits() -> Any:
+                    added = add(products, slot, acc, weights, _bits, load)
+                    return *added, sum(weights, *offset)
+
+                def add_sums() -> Any:
+                    return *add(products, slot, acc, weights, _sum, load), *offset
+
+                if fallback:
+                    far = functools.reduce(jnp.minimum, scales) < 0.0
+                    slot, acc, loaded, offset = lax.cond(far, add_sums, add_bits)
+                else:
+                    slot, acc, loaded, offset = add_bits()
+                return slot, acc, [*kept, *loaded], offset
 
             def add_fresh(slot: Any, acc: Any, weights: Any, load: Any = list) -> Any:
-                """Adds one or two steps, in accumulators of their own."""
+                """Adds one or two steps, in accumulators that start at 0."""
 
                 def scope(*products: Any) -> Any:
-                    return add(products, slot, acc, weights, load)
+                    return add(products, slot, acc, weights, _convert, load)
 
                 return pl.run_scoped(scope, *[product] * len(weights))
 
             def add_span(place: Any, first: Any, chunks: Any, carry: Any) -> Any:
                 """Adds chunks; where sums are running, in the same accumulators."""
 
-                def scope(*products: Any) -> Any:
+                def add_chunks(*products: Any, carry: Any = carry) -> Any:
                     def chunk(n: jax.Array, carry: Any) -> Any:
                         step, last = first + n * _CHUNK, n + 1 == chunks
                         return add_chunk(products, place, step, last, carry)
 
                     return lax.fori_loop(0, chunks, chunk, carry)
 
-                return pl.run_scoped(scope, product, product) if running else scope()
+                def add_running(*products: Any) -> Any:
+                    for accumulator in products:
+                        _start(accumulator)
+                    return add_chunks(*products, carry=(*carry, jnp.float32(0.0)))
 
-            def add_few(size: int, carry: Any) -> Any:
+                if not running:
+                    return add_chunks()
+                slot, acc, scales, offset = pl.run_scoped(add_running, product, product)
+                return slot, acc - START * offset, scales
+
+            def add_few(count: int, carry: Any) -> Any:
                 """Adds one or two steps, fewer than a chunk."""
                 slot, acc, scales = carry
-                slot, acc, _ = add_fresh(slot, acc, scales[:size])
-                return slot, acc, [*scales[size:], *scales[:size]]
+                weights = [unmarked(s) for s in scales[:count]]
+                slot, acc, _ = add_fresh(slot, acc, weights)
+                return slot, acc, [*scales[count:], *scales[:count]]
 
             def multiply(n: jax.Array, carry: Any) -> Any:
                 slot, (place, scales) = carry
-                b, i, j, count = place
+                b, i, j, count, span = place
                 chunks = lax.div(count, jnp.int32(_CHUNK))
 
-                def span(n: jax.Array, carry: Any) -> Any:
-                    before = n * _SPAN
-                    left = jnp.minimum(chunks - before, _SPAN)
+                def add_next_span(n: jax.Array, carry: Any) -> Any:
+                    before = n * span
+                    left = jnp.minimum(chunks - before, span)
                     return add_span(place, before * _CHUNK, left, carry)
 
                 zero = jnp.zeros((_ROWS, SIDE), jnp.float32)
                 carry = slot, plgpu.layout_cast(zero, plgpu.Layout.WGMMA), scales
-                carry = lax.fori_loop(0, pl.cdiv(chunks, jnp.int32(_SPAN)), span, carry)
+                carry = lax.fori_loop(0, pl.cdiv(chunks, span), add_next_span, carry)
                 for size in (2, 1):
                     some = lax.bitwise_and(count, jnp.int32(size)) != 0
                     few = functools.partial(add_few, size)
@@ -307,6 +359,30 @@ def build(
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
     )
+
+
+def lhs_spans(rows: int, columns: int, fallback: bool) -> bool:
+    """Whether lhs' codes bound the sums: the smaller operand, or that of one term."""
+    return rows < columns and not fallback
+
+
+def _start(accumulator: Any) -> None:
+    start = jnp.full((_ROWS, SIDE), START_BITS, jnp.int32)
+    accumulator[...] = plgpu.layout_cast(start, plgpu.Layout.WGMMA)
+
+
+def _bits(value: jax.Array) -> jax.Array:
+    """Of an accumulator that started at ``START``: START more than its sum."""
+    return lax.bitcast_convert_type(value, jnp.float32)
+
+
+def _sum(value: jax.Array) -> jax.Array:
+    """Of an accumulator that started at ``START``."""
+    return _bits(value) - START
+
+
+def _convert(value: jax.Array) -> jax.Array:
+    return value.astype(jnp.float32)
 
 
 def _swizzle(itemsize: int) -> tuple[Any, ...]:

@@ -5,8 +5,18 @@ import jax.numpy as jnp
 from jax.experimental.pallas import cdiv
 
 from fbq_jax.kernels import table
-from fbq_jax.kernels.mosaic.kernel import BEYOND, SIDE, Config, build
+from fbq_jax.kernels.mosaic.kernel import (
+    BEYOND,
+    FAR,
+    RANGE,
+    SIDE,
+    STEPS,
+    Config,
+    build,
+    lhs_spans,
+)
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.triton.longest import longest
 from fbq_jax.kernels.triton.steps import steps
 
 
@@ -42,7 +52,8 @@ def matmul(
         rhs_scales = jnp.pad(rhs_scales, beyond)
     else:
         used = _spread(residual.scales, (m, k), padded_rows, padded_depth)
-        lists = steps(lhs_scales, used, unused=BEYOND)
+        far = FAR if jnp.dtype(dtype).itemsize == 2 else None
+        lists = steps(lhs_scales, used, unused=BEYOND, far=far)
     if config is None:
         config = choose_config((rows, columns, depth), fallback=residual is not None)
     if padded_columns // SIDE % config.cluster:
@@ -50,7 +61,11 @@ def matmul(
     kernel = build(
         (batch, *sizes), residual is not None, jnp.dtype(dtype), config, _processors()
     )
-    out = kernel(*lhs_codes, *lists, rhs_codes, rhs_scales)
+    operands = [*lhs_codes, *lists, rhs_codes, rhs_scales]
+    if jnp.dtype(dtype).itemsize == 2:
+        by_lhs = lhs_spans(padded_rows, padded_columns, residual is not None)
+        operands.append(_spans(lhs_codes[0] if by_lhs else rhs_codes))
+    out = kernel(*operands)
     return out[:, :rows, :columns]
 
 
@@ -62,6 +77,11 @@ def choose_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
 
 def _processors() -> int:
     return jax.devices()[0].core_count
+
+
+def _spans(codes: jax.Array) -> jax.Array:
+    """The chunks whose sums stay in range, whatever the other operand's codes."""
+    return RANGE // (STEPS * 128 * jnp.maximum(longest(codes), 1))
 
 
 def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -16,7 +16,11 @@ CHUNK = 1024
 
 
 def steps(
-    scales: jax.Array, residual_scales: jax.Array, *, unused: int = 0
+    scales: jax.Array,
+    residual_scales: jax.Array,
+    *,
+    unused: int = 0,
+    far: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists, for each row block, the products it is the sum of, in order of K.
 
@@ -25,6 +29,8 @@ def steps(
       residual_scales: float32 ``[B, I, J]``; a block is taken where this is not 0
         (neither is a NaN).
       unused: entries to add at the end of each list.
+      far: a scale of the first term that is more than so many times the geometric mean
+        of its row block's is listed as a negative number; by default none is.
 
     Returns:
       ``order``, int32 ``[B, I, 2 J + unused]``: ``2 j`` for block ``j`` of the first
@@ -49,6 +55,7 @@ def steps(
         num_stages=1,
         CHUNK=min(CHUNK, triton.next_power_of_2(blocks)),
         UNUSED=unused,
+        FAR=far,
     )
     return order, step_scales, counts
 
@@ -63,17 +70,28 @@ def _steps(
     counts,
     CHUNK: tl.constexpr,
     UNUSED: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     row = tl.program_id(0)
     scales += row.to(tl.int64) * blocks
     residual_scales += row.to(tl.int64) * blocks
     order += row.to(tl.int64) * (2 * blocks + UNUSED)
     step_scales += row.to(tl.int64) * (2 * blocks + UNUSED)
+    limit = float("inf")
+    if FAR is not None:
+        logarithms, positive = 0.0, 0.0
+        for start in range(0, blocks, CHUNK):
+            j = start + tl.arange(0, CHUNK)
+            scale = tl.load(scales + j, j < blocks, 0.0)
+            logarithms += tl.sum(tl.where(scale > 0.0, tl.log2(scale), 0.0), 0)
+            positive += tl.sum((scale > 0.0).to(tl.float32), 0)
+        limit = FAR * tl.exp2(logarithms / tl.maximum(positive, 1.0))
     taken_before = 0
     for start in range(0, blocks, CHUNK):
         j = start + tl.arange(0, CHUNK)
         inside = j < blocks
         scale = tl.load(scales + j, inside, 0.0)
+        scale = tl.where(scale > limit, -scale, scale)
         residual_scale = tl.load(residual_scales + j, inside, 0.0)
         taken = residual_scale != 0.0
         taken_until = taken_before + tl.cumsum(taken.to(tl.int32), 0)

@@ -24,13 +24,12 @@ def ops_of(implementation: str, sides=(128, 128, 128)) -> SimpleNamespace:
         dispatch.choose("matmul", sides, implementation=implementation)
     except ValueError as refusal:
         pytest.skip(str(refusal))
-    names = "quantize", "quantize_fallback", "block_metric", "matmul"
     return SimpleNamespace(
         **{
             name: functools.partial(
                 getattr(dispatch, name), implementation=implementation
             )
-            for name in names
+            for name in dispatch.OPS
         }
     )
 
@@ -63,6 +62,15 @@ def test_matmul_against_float64(implementation, name):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_matmul_rounds_once(matmul, dtype):
     matmul_cases.check_rounds_once(matmul, dtype)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_matmul_largest_sums(matmul, sign):
+    matmul_cases.check_largest_sums(matmul, sign)
+
+
+def test_matmul_outlier_that_fell_back(matmul):
+    matmul_cases.check_outlier_that_fell_back(matmul)
 
 
 def test_matmul_scales_far_apart(matmul):
@@ -136,9 +144,22 @@ def test_fallback(quantization, shape, dtype, block, criterion, theta, columns):
     quantize_cases.check_fallback(quantization, x, block, criterion, theta, columns)
 
 
+@pytest.mark.parametrize(("shape", "dtype", "rows", "columns"), quantize_cases.VECTORS)
+def test_vectors(quantization, shape, dtype, rows, columns):
+    x = heavy(shape, dtype=dtype)
+    quantize_cases.check_vectors(quantization, x, rows, columns)
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
+def test_no_vectors(quantization, shape):
+    x = jnp.zeros(shape, jnp.bfloat16)
+    quantize_cases.check_vectors(quantization, x, "nearest", "stochastic")
+
+
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_blocks(quantization, dtype):
     quantize_cases.check_special(quantization, dtype)
+    quantize_cases.check_special_vectors(quantization, dtype)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])

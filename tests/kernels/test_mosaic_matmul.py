@@ -7,6 +7,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from fbq_jax.kernels.mosaic import kernel as mosaic_kernel
 from fbq_jax.kernels.mosaic import matmul as module
@@ -26,7 +27,12 @@ MANY = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(module, "_processors", lambda: mosaic_tools.PROCESSORS)
-    monkeypatch.setattr(module, "steps", triton_tools.interpreted("steps").steps)
+    for name in "steps", "longest":
+        function = getattr(triton_tools.interpreted(name), name)
+        monkeypatch.setattr(module, name, function)
+    # The interpreter's accumulators start at 0, whatever is stored in them.
+    monkeypatch.setattr(mosaic_kernel, "_start", lambda _: None)
+    monkeypatch.setattr(mosaic_kernel, "_bits", _bits_of_sum)
 
     def bind(config=None):
         return functools.partial(
@@ -34,6 +40,11 @@ def interpreted(monkeypatch):
         )
 
     return bind
+
+
+def _bits_of_sum(value):
+    bits = value + mosaic_kernel.START_BITS
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @mosaic_tools.needs_interpreter
@@ -49,12 +60,14 @@ def test_configurations(interpreted, config):
 
 
 @mosaic_tools.needs_interpreter
-def test_spans_of_accumulators(interpreted, monkeypatch):
-    """As in a K of more than 131 072."""
-    monkeypatch.setattr(mosaic_kernel, "_SPAN", 1)
-    mosaic_kernel.build.cache_clear()
-    matmul_cases.check_rounds_once(interpreted(), jnp.bfloat16)
-    mosaic_kernel.build.cache_clear()
+@pytest.mark.parametrize("sign", [1, -1])
+def test_largest_sums(interpreted, sign):
+    matmul_cases.check_largest_sums(interpreted(), sign)
+
+
+@mosaic_tools.needs_interpreter
+def test_outlier_that_fell_back(interpreted):
+    matmul_cases.check_outlier_that_fell_back(interpreted())
 
 
 @mosaic_tools.needs_interpreter
@@ -98,16 +111,21 @@ def test_the_interpreter_sees_races():
 def test_compiles_to_tensor_core_products_without_spills(
     monkeypatch, cluster, fallback, dtype
 ):
-    def steps(scales, residual_scales, *, unused):
+    def steps(scales, residual_scales, *, unused, far):
         """In place of a Triton kernel, which is not what is compiled here."""
-        del residual_scales
+        del residual_scales, far
         batch, rows, blocks = scales.shape
         shape = batch, rows, 2 * blocks + unused
         count = jnp.zeros((batch, rows), jnp.int32)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), count
 
     monkeypatch.setattr(module, "_processors", lambda: 132)
+
+    def longest(codes):
+        return jnp.ones((codes.shape[0], codes.shape[1] // SIDE), jnp.int32)
+
     monkeypatch.setattr(module, "steps", steps)
+    monkeypatch.setattr(module, "longest", longest)
     matmul = functools.partial(
         module.matmul, blocks=(128,) * 3, dtype=dtype, config=Config(8, cluster)
     )

@@ -88,6 +88,26 @@ def test_steps(shape, rate):
         )
 
 
+def test_steps_with_scales_far_from_others():
+    scales = np.asarray([[[1.0, 0.0, 2.0, 90.0, 0.5, np.nan, 1.0, 100.0]]], np.float32)
+    residual = np.where(scales == 90.0, np.float32(0.5), 0)
+    mean = 9000.0 ** (1 / 6)
+    _, step_scales, _ = triton_tools.interpreted("steps").steps(
+        jnp.asarray(scales), jnp.asarray(residual), far=95.0 / mean
+    )
+    expected = [1.0, 0.0, 2.0, 90.0, 0.5, 0.5, np.nan, 1.0, -100.0]
+    np.testing.assert_array_equal(step_scales[0, 0, :9], expected)
+
+
+def test_longest():
+    codes = np.random.default_rng(0).integers(-127, 128, (2, 256, 384)).astype(np.int8)
+    codes[1, 200, 128:256] = -128
+    longest = triton_tools.interpreted("longest").longest(jnp.asarray(codes))
+    sums = np.abs(codes.astype(int)).reshape(2, 2, 128, 3, 128).sum(4)
+    np.testing.assert_array_equal(longest, sums.max((2, 3)))
+    assert longest[1, 1] == 128 * 128
+
+
 def compiled(shape, blocks, fallback, sm):
     (M, K, N), (m, k, n) = shape, blocks
 
