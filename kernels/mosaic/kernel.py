@@ -3,7 +3,7 @@
 A persistent kernel: each thread block computes tiles of 128 x 128 of the output, one
 after the other.  Its last warpgroup copies tiles of codes into a ring of buffers in
 shared memory (TMA); two warpgroups each multiply 64 rows (WGMMA, INT8 to INT32) and
-*promote* the products: convert them to float32, scale them and add them up.
+*promote* the products: take them as float32, scale them and add them up.
 
 Promotion is what the kernel's speed, and its power, hang on: instructions for every
 element and every 128 elements of K.  Hence:
@@ -21,10 +21,9 @@ element and every 128 elements of K.  Hence:
 A step's scale then multiplies the rounding error of all sums at its time: an output is
 off by about half the product of the two operands' scales of that step, as if one code
 of rhs, or of lhs' residual, were off by a fraction of one.  That is less than rounding
-to 16 bits, but for two cases.  Steps whose scale is ``FAR`` above the others' would
-drown rows that share a block with an outlier and would lose what the residual is for:
-there ``START`` is subtracted at once.  And a float32 output would show it: for those,
-accumulators are reset every two steps and converted.
+to 16 bits, with two exceptions, whose steps have accumulators of their own, reset and
+converted.  An outlier's step, its scale ``FAR`` above the others', would drown rows
+that share its block; such steps come last.  And a float32 output would show it.
 
 Blocks that fell back are more steps of the same loop, from a list of them.
 """
@@ -46,8 +45,7 @@ _AHEAD = _CHUNK + 2  # steps whose scales a chunk needs
 BEYOND = _AHEAD  # steps beyond the last whose scales are loaded
 START = 1.5 * 2.0**23
 START_BITS = 0x4B400000
-_ENDLESS = 2**20  # chunks
-FAR = 16.0
+FAR = 16.0  # times the usual scale
 RANGE = 2**22  # from START, in which floats are the integers and bits count them
 STEPS = _CHUNK // 2  # that a chunk adds to an accumulator
 # Of 512 registers that a thread of each warpgroup has together.
@@ -79,12 +77,11 @@ def build(
 
     It takes lhs' codes int8 ``[B, M, K]`` and, with fallback, the residual's; then,
     without fallback, lhs' scales float32 ``[B, M/128, K/128 + BEYOND]``, or with it
-    what ``steps`` lists with ``BEYOND`` unused entries and, for an output of 16 bits,
-    those ``FAR`` from others marked; then rhs' codes ``[B, N, K]``
-    and scales ``[B, N/128, K/128]``, ``BEYOND`` longer without fallback; then, for an
-    output of 16 bits, the spans int32 ``[B, M/128]`` or ``[B, N/128]``, in chunks, as
-    ``lhs_spans`` says.  What is beyond is
-    loaded and not used.  It returns ``[B, M, N]``.
+    what ``steps`` lists with ``BEYOND`` unused entries and blocks ``FAR`` from others
+    last; then rhs' codes ``[B, N, K]`` and scales ``[B, N/128, K/128]``, ``BEYOND``
+    longer without fallback; then, for an output of 16 bits, the spans int32
+    ``[B, M/128]`` or ``[B, N/128]``, in chunks, as ``lhs_spans`` says.  What is beyond
+    is loaded and not used.  It returns ``[B, M, N]``.
 
     Args:
       sizes: ``(B, M, K, N)``, all but B multiples of 128.
@@ -107,7 +104,7 @@ def build(
         if running:
             *operands, spans = operands
         if fallback:
-            main, residual, source, lhs_scale, count, rhs, rhs_scale = operands
+            main, residual, source, lhs_scale, count, near, rhs, rhs_scale = operands
         else:
             main, lhs_scale, rhs, rhs_scale = operands
         warpgroup = lax.axis_index("warpgroup")
@@ -122,8 +119,10 @@ def build(
             i, j = plgpu.planar_snake(lax.rem(index, per_matrix), grid, 1, group)
             return lax.div(index, per_matrix), i, j * cluster + neighbour
 
-        def step_count(b: jax.Array, i: jax.Array) -> jax.Array:
-            return count[b, i] if fallback else jnp.int32(depth // SIDE)
+        def counts(b: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """How many steps have scales near each other, and how many there are."""
+            every = jnp.int32(depth // SIDE)
+            return (near[b, i], count[b, i]) if fallback else (every, every)
 
         mine = lax.div(tiles - first + clusters - 1, jnp.int32(clusters))
 
@@ -163,7 +162,7 @@ def build(
                         copy_lhs(main)
                     return after(slot)
 
-                return lax.fori_loop(0, step_count(b, i), copy, slot)
+                return lax.fori_loop(0, counts(b, i)[1], copy, slot)
 
             lax.fori_loop(0, mine, produce, jnp.int32(0))
             for slot in range(ring):
@@ -184,16 +183,12 @@ def build(
                 k = lax.div(source[b, i, step], jnp.int32(2)) if fallback else step
                 return lhs_scale[b, i, step] * rhs_scale[b, j, k]
 
-            def unmarked(scale: jax.Array) -> jax.Array:
-                return jnp.abs(scale) if fallback else scale
-
             def start(n: jax.Array) -> Any:
-                """A tile's place, steps and span, and the first steps' scales."""
+                """A tile's place, counts and span, and the first steps' scales."""
                 b, i, j = tile(n)
-                span = jnp.int32(_ENDLESS)
-                if running:
-                    span = spans[b, i if lhs_spans(rows, columns, fallback) else j]
-                place = b, i, j, step_count(b, i), span
+                by_lhs = lhs_spans(rows, columns, fallback)
+                span = spans[b, i if by_lhs else j] if running else None
+                place = b, i, j, *counts(b, i), span
                 return place, [scale(place, step) for step in range(_AHEAD)]
 
             def add(
@@ -202,7 +197,7 @@ def build(
                 acc: Any,
                 weights: Any,
                 to_float: Any,
-                load: Any = list,
+                load: Any,
             ) -> Any:
                 """Adds a step for each weight: the next slot, acc, what ``load`` gives.
 
@@ -237,91 +232,80 @@ def build(
             def add_chunk(
                 products: Any, place: Any, step: Any, last: Any, carry: Any
             ) -> Any:
-                """Adds a chunk, to ``products`` where sums are running."""
-                slot, acc, scales, *offset = carry
-                weights, kept = scales[:_CHUNK], scales[_CHUNK:]
+                """Adds steps to running sums, the last chunk all of its last ones."""
+                slot, acc, scales, offset = carry
+                kept = scales[_CHUNK:]
 
                 def load() -> list[jax.Array]:
                     """The scales that the next chunk needs beside ``kept``."""
                     later = step + _AHEAD
                     return [scale(place, later + ahead) for ahead in range(_CHUNK)]
 
-                if not running:
-                    slot, acc, loaded = add_fresh(slot, acc, weights[:2], load)
-                    slot, acc, _ = add_fresh(slot, acc, weights[2:])
-                    return slot, acc, [*kept, *loaded]
-
-                following = [jnp.where(last, 0.0, unmarked(s)) for s in kept]
-                following = [*map(unmarked, weights[2:]), *following]
-                pairs = zip(map(unmarked, weights), following, strict=True)
+                following = [
+                    *scales[2:_CHUNK],
+                    *(jnp.where(last, 0.0, s) for s in kept),
+                ]
+                pairs = zip(scales[:_CHUNK], following, strict=True)
                 weights = [weight - next_weight for weight, next_weight in pairs]
-
-                def add_bits() -> Any:
-                    added = add(products, slot, acc, weights, _bits, load)
-                    return *added, sum(weights, *offset)
-
-                def add_sums() -> Any:
-                    return *add(products, slot, acc, weights, _sum, load), *offset
-
-                if fallback:
-                    far = functools.reduce(jnp.minimum, scales) < 0.0
-                    slot, acc, loaded, offset = lax.cond(far, add_sums, add_bits)
-                else:
-                    slot, acc, loaded, offset = add_bits()
-                return slot, acc, [*kept, *loaded], offset
-
-            def add_fresh(slot: Any, acc: Any, weights: Any, load: Any = list) -> Any:
-                """Adds one or two steps, in accumulators that start at 0."""
-
-                def scope(*products: Any) -> Any:
-                    return add(products, slot, acc, weights, _convert, load)
-
-                return pl.run_scoped(scope, *[product] * len(weights))
+                slot, acc, loaded = add(products, slot, acc, weights, _bits, load)
+                return slot, acc, [*kept, *loaded], sum(weights, offset)
 
             def add_span(place: Any, first: Any, chunks: Any, carry: Any) -> Any:
-                """Adds chunks; where sums are running, in the same accumulators."""
+                """Adds chunks in two accumulators whose bits are those of floats."""
 
-                def add_chunks(*products: Any, carry: Any = carry) -> Any:
+                def scope(*products: Any) -> Any:
                     def chunk(n: jax.Array, carry: Any) -> Any:
                         step, last = first + n * _CHUNK, n + 1 == chunks
                         return add_chunk(products, place, step, last, carry)
 
-                    return lax.fori_loop(0, chunks, chunk, carry)
-
-                def add_running(*products: Any) -> Any:
                     for accumulator in products:
                         _start(accumulator)
-                    return add_chunks(*products, carry=(*carry, jnp.float32(0.0)))
+                    begin = *carry, jnp.float32(0.0)
+                    return lax.fori_loop(0, chunks, chunk, begin)
 
-                if not running:
-                    return add_chunks()
-                slot, acc, scales, offset = pl.run_scoped(add_running, product, product)
+                slot, acc, scales, offset = pl.run_scoped(scope, product, product)
                 return slot, acc - START * offset, scales
 
-            def add_few(count: int, carry: Any) -> Any:
-                """Adds one or two steps, fewer than a chunk."""
+            def add_few(size: int, place: Any, step: Any, carry: Any) -> Any:
+                """Adds one or two steps in accumulators that start at 0."""
                 slot, acc, scales = carry
-                weights = [unmarked(s) for s in scales[:count]]
-                slot, acc, _ = add_fresh(slot, acc, weights)
-                return slot, acc, [*scales[count:], *scales[:count]]
+
+                def load() -> list[jax.Array]:
+                    later = step + _AHEAD
+                    return [scale(place, later + ahead) for ahead in range(size)]
+
+                def scope(*products: Any) -> Any:
+                    return add(products, slot, acc, scales[:size], _convert, load)
+
+                slot, acc, loaded = pl.run_scoped(scope, *[product] * size)
+                return slot, acc, [*scales[size:], *loaded]
 
             def multiply(n: jax.Array, carry: Any) -> Any:
                 slot, (place, scales) = carry
-                b, i, j, count, span = place
-                chunks = lax.div(count, jnp.int32(_CHUNK))
-
-                def add_next_span(n: jax.Array, carry: Any) -> Any:
-                    before = n * span
-                    left = jnp.minimum(chunks - before, span)
-                    return add_span(place, before * _CHUNK, left, carry)
-
+                b, i, j, running_steps, all_steps, span = place
                 zero = jnp.zeros((_ROWS, SIDE), jnp.float32)
                 carry = slot, plgpu.layout_cast(zero, plgpu.Layout.WGMMA), scales
-                carry = lax.fori_loop(0, pl.cdiv(chunks, span), add_next_span, carry)
-                for size in (2, 1):
-                    some = lax.bitwise_and(count, jnp.int32(size)) != 0
-                    few = functools.partial(add_few, size)
-                    carry = lax.cond(some, few, lambda carry: carry, carry)
+                done = jnp.int32(0)
+                if running:
+                    chunks = lax.div(running_steps, jnp.int32(_CHUNK))
+
+                    def add_next_span(n: jax.Array, carry: Any) -> Any:
+                        before = n * span
+                        left = jnp.minimum(chunks - before, span)
+                        return add_span(place, before * _CHUNK, left, carry)
+
+                    spans_here = pl.cdiv(chunks, span)
+                    carry = lax.fori_loop(0, spans_here, add_next_span, carry)
+                    done = chunks * _CHUNK
+
+                def add_pair(n: jax.Array, carry: Any) -> Any:
+                    return add_few(2, place, done + 2 * n, carry)
+
+                pairs = lax.div(all_steps - done, jnp.int32(2))
+                carry = lax.fori_loop(0, pairs, add_pair, carry)
+                add_last = functools.partial(add_few, 1, place, all_steps - 1)
+                odd = lax.rem(all_steps - done, jnp.int32(2)) == 1
+                carry = lax.cond(odd, add_last, lambda carry: carry, carry)
                 slot, acc, _ = carry
                 following = start(n + 1)  # loads whose latency the rest hides
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -374,11 +358,6 @@ def _start(accumulator: Any) -> None:
 def _bits(value: jax.Array) -> jax.Array:
     """Of an accumulator that started at ``START``: START more than its sum."""
     return lax.bitcast_convert_type(value, jnp.float32)
-
-
-def _sum(value: jax.Array) -> jax.Array:
-    """Of an accumulator that started at ``START``."""
-    return _bits(value) - START
 
 
 def _convert(value: jax.Array) -> jax.Array:

@@ -52,8 +52,7 @@ def matmul(
         rhs_scales = jnp.pad(rhs_scales, beyond)
     else:
         used = _spread(residual.scales, (m, k), padded_rows, padded_depth)
-        far = FAR if jnp.dtype(dtype).itemsize == 2 else None
-        lists = steps(lhs_scales, used, unused=BEYOND, far=far)
+        lists = steps(lhs_scales, used, unused=BEYOND, far=FAR)
     if config is None:
         config = choose_config((rows, columns, depth), fallback=residual is not None)
     if padded_columns // SIDE % config.cluster:

@@ -158,14 +158,15 @@ def _tile_steps(
 
     What a residual not taken has for codes is then multiplied by its scale, 0.
     """
-    taken = residual.scales
+    scales, taken = lhs.scales, residual.scales
     if row_blocks > 1:
         batch, rows, columns = taken.shape
         taken = (taken != 0.0).astype(jnp.float32)
         taken = jnp.pad(taken, ((0, 0), (0, -rows % row_blocks), (0, 0)))
         taken = jnp.max(taken.reshape(batch, -1, row_blocks, columns), axis=2)
-        return steps(jnp.zeros_like(taken), taken)
-    return steps(lhs.scales, taken)
+        scales = jnp.zeros_like(taken)
+    order, scales, counts, _ = steps(scales, taken)
+    return order, scales, counts
 
 
 @triton.jit

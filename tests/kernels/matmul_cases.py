@@ -129,7 +129,7 @@ def check_rounds_once(matmul, dtype) -> None:
     near = 2.0 * float(jnp.max(lhs.scales) * jnp.max(rhs.scales))
     limit = 1.01 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(y, rounded, rtol=limit, atol=near)
-    assert np.mean(y == rounded) > 0.99
+    assert np.mean(y == rounded) > (0.99 if dtype == jnp.bfloat16 else 0.95)
 
 
 def check_nan_scales(matmul, blocks: tuple[int, int, int]) -> None:

@@ -117,7 +117,8 @@ def test_compiles_to_tensor_core_products_without_spills(
         batch, rows, blocks = scales.shape
         shape = batch, rows, 2 * blocks + unused
         count = jnp.zeros((batch, rows), jnp.int32)
-        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), count
+        order = jnp.zeros(shape, jnp.int32)
+        return order, order.astype(jnp.float32), count, count
 
     monkeypatch.setattr(module, "_processors", lambda: 132)
 

@@ -70,7 +70,7 @@ def test_steps(shape, rate):
     scales = rng.random(shape, np.float32)
     residual = np.where(rng.random(shape) < rate, rng.random(shape, np.float32), 0)
     residual[0, 0, 0] = np.nan
-    order, step_scales, counts = triton_tools.interpreted("steps").steps(
+    order, step_scales, counts, near = triton_tools.interpreted("steps").steps(
         jnp.asarray(scales), jnp.asarray(residual, jnp.float32)
     )
     for row in np.ndindex(shape[:2]):
@@ -80,7 +80,7 @@ def test_steps(shape, rate):
             for term, scale in enumerate(pair)
             if term == 0 or scale != 0
         ]
-        assert counts[row] == len(expected)
+        assert counts[row] == near[row] == len(expected)
         expected += [(0, 0.0)] * (2 * shape[2] - len(expected))
         np.testing.assert_array_equal(order[row], [entry for entry, _ in expected])
         np.testing.assert_array_equal(
@@ -88,15 +88,17 @@ def test_steps(shape, rate):
         )
 
 
-def test_steps_with_scales_far_from_others():
+def test_steps_with_scales_far_from_others_come_last():
     scales = np.asarray([[[1.0, 0.0, 2.0, 90.0, 0.5, np.nan, 1.0, 100.0]]], np.float32)
     residual = np.where(scales == 90.0, np.float32(0.5), 0)
     mean = 9000.0 ** (1 / 6)
-    _, step_scales, _ = triton_tools.interpreted("steps").steps(
-        jnp.asarray(scales), jnp.asarray(residual), far=95.0 / mean
+    order, step_scales, counts, near = triton_tools.interpreted("steps").steps(
+        jnp.asarray(scales), jnp.asarray(residual), far=80.0 / mean
     )
-    expected = [1.0, 0.0, 2.0, 90.0, 0.5, 0.5, np.nan, 1.0, -100.0]
+    assert (near[0, 0], counts[0, 0]) == (6, 9)
+    expected = [1.0, 0.0, 2.0, 0.5, np.nan, 1.0, 90.0, 0.5, 100.0]
     np.testing.assert_array_equal(step_scales[0, 0, :9], expected)
+    np.testing.assert_array_equal(order[0, 0, :9], [0, 2, 4, 8, 10, 12, 6, 7, 14])
 
 
 def test_longest():
