@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 
 Block = tuple[int, int]
 Criterion = Literal["absmax", "l1", "l1_rel"]
@@ -278,48 +279,11 @@ def _quantize_tiles(
     tiles: jax.Array, noise: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    amax = _amax(tiles)
-    finite = jnp.isfinite(amax)
-    usable = finite & (amax >= TINY)
-    divisor, top = jnp.where(usable, amax, 1.0), jnp.full_like(amax, 127.0)
-    scale = jnp.where(usable, _divide(divisor, top), jnp.where(finite, 0.0, jnp.nan))
-    inverse = jnp.where(usable, _divide(top, divisor), 0.0)
-    v = jnp.clip(tiles * _spread(inverse), -127.0, 127.0)
-    v = jnp.where(_spread(usable), v, 0.0)
+    scale, inverse = scale_and_inverse(find_amax(tiles, (2, 4)), 127.0, TINY)
+    inverse = _spread(inverse)
+    v = jnp.clip(tiles * inverse, -127.0, 127.0)
+    v = jnp.where(inverse > 0.0, v, 0.0)
     return jnp.round(v if noise is None else v + noise), scale
-
-
-def _amax(tiles: jax.Array) -> jax.Array:
-    """``max |x|`` of each block, NaN if the block holds one.
-
-    A maximum of the bits: as integers, non-negative floats keep their order and NaN
-    comes last, whereas XLA's float maximum may lose a NaN on CPUs.
-    """
-    bits = lax.bitcast_convert_type(jnp.abs(tiles), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=(2, 4)), jnp.float32)
-
-
-def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b`` of positive float32, correctly rounded; all three normal.
-
-    XLA turns a division by a constant into a product, and on NVIDIA GPUs a quotient of
-    its own is off by up to 2 ulp.  This is long division of the mantissas in integers:
-    31 bits and, in the last of them, whether anything is left.
-    """
-    a_bits = lax.bitcast_convert_type(a, jnp.uint32)
-    b_bits = lax.bitcast_convert_type(b, jnp.uint32)
-    hidden, mask = jnp.uint32(1 << 23), jnp.uint32((1 << 23) - 1)
-    remainder, divisor = a_bits & mask | hidden, b_bits & mask | hidden
-    quotient = remainder // divisor
-    remainder %= divisor
-    for digit in (8, 8, 8, 6):
-        remainder <<= digit
-        quotient = quotient << digit | remainder // divisor
-        remainder %= divisor
-    quotient |= (remainder > 0).astype(jnp.uint32)
-    exponent = (a_bits >> 23) - (b_bits >> 23) + jnp.uint32(127)
-    power = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    return quotient.astype(jnp.float32) * 2.0**-30 * power
 
 
 def _residual(tiles: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -333,7 +297,7 @@ def _metric(
     tiles: jax.Array, residual: jax.Array, scales: jax.Array, criterion: Criterion
 ) -> jax.Array:
     if criterion == "absmax":
-        metric = _amax(tiles)
+        metric = find_amax(tiles, (2, 4))
     else:
         metric = jnp.sum(jnp.abs(residual), axis=(2, 4))
         if criterion == "l1_rel":
