@@ -1,8 +1,8 @@
 """Non-linear layers that compute in float and save INT10 for the backward pass.
 
-The forward pass is that of Flax and ``jax.nn``.  What it leaves for the backward pass is
-held in ``bits`` bits (arXiv 2503.08040 takes 10), in groups of 128 channels with a
-float32 scale each, nearest rounding: 1.28 bytes a value instead of bfloat16's 2.
+The forward pass is that of Flax and ``jax.nn``.  What it leaves for the backward pass
+is held in ``bits`` bits (arXiv 2503.08040 takes 10), rounded to nearest, in groups of
+128 channels with a float32 scale each: 1.28 bytes a value instead of bfloat16's 2.
 
 Saved is what the backward pass multiplies by, not the layer's input:
 
@@ -18,8 +18,8 @@ code of x would pass through the derivative: where a group has an outlier, codes
 leave little of the slopes of its other values.  The norms' ``rstd``, one value a row,
 is saved as it is.
 
-A NaN or an Inf in the input makes the gradient of its group NaN, in the norms that of
-its row.  There are no second derivatives (they raise).
+A NaN or an Inf in the input makes the gradients that depend on its group NaN, in the
+norms those of its row.  There are no second derivatives (they raise).
 """
 
 import functools
@@ -62,8 +62,8 @@ def rms_norm(
       TypeError: x is of another dtype.
       ValueError: a shape does not fit, or there are no such codes.
 
-    >>> rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])).round(3)
-    Array([0.849, 2.263], dtype=float32)
+    >>> rms_norm(jnp.array([1.0, 7.0]), jnp.array([1.0, 2.0])).round(1)
+    Array([0.2, 2.8], dtype=float32)
     """
     return _norm(_NormSpec(False, epsilon, bits), x, scale, None)
 
@@ -164,18 +164,16 @@ def _norm(
             raise ValueError(
                 f"{name} has one value a channel, {x.shape[-1:]}; got {parameter.shape}"
             )
+
+    def as_row(parameter: jax.Array) -> jax.Array:
+        return jnp.expand_dims(parameter.astype(jnp.float32), range(x.ndim - 1))
+
     # The casts' own derivatives give each gradient the dtype of its operand.
-    y = _scaled_norm(spec, x.astype(jnp.float32), _as_row(scale, x.ndim))
+    row = None if scale is None else as_row(scale)
+    y = _scaled_norm(spec, x.astype(jnp.float32), row)
     if bias is not None:
-        y += _as_row(bias, x.ndim)
+        y += as_row(bias)
     return y.astype(x.dtype)
-
-
-def _as_row(parameter: jax.Array | None, ndim: int) -> jax.Array | None:
-    """``[C]`` as float32 ``[1, ..., 1, C]``."""
-    if parameter is None:
-        return None
-    return jnp.expand_dims(parameter.astype(jnp.float32), range(ndim - 1))
 
 
 class _SavedNorm(NamedTuple):
@@ -213,7 +211,7 @@ def _scaled_norm_bwd(
     grad, dscale = dy, None
     if saved.scale is not None:
         grad = dy * saved.scale
-        dscale = jnp.sum(dy * normalized, axis=range(dy.ndim - 1), keepdims=True)
+        dscale = jnp.sum(dy * normalized, axis=tuple(range(dy.ndim - 1)), keepdims=True)
     dx = grad - normalized * jnp.mean(grad * normalized, axis=-1, keepdims=True)
     if spec.centered:
         dx -= jnp.mean(grad, axis=-1, keepdims=True)

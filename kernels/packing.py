@@ -1,7 +1,7 @@
 """Codes of 4 to 12 bits for what is only kept, packed without a bit to spare.
 
-Values along the last axis form groups of 128; the last group may be shorter.  Per group,
-with ``limit = 2**(bits - 1) - 1``,
+Values along the last axis form groups of 128; the last group may be shorter.  Per
+group, with ``limit = 2**(bits - 1) - 1``,
 
     scale = amax / limit                                          (float32)
     codes = round_half_even(clip(x * (limit / amax), -limit, limit))
@@ -9,14 +9,14 @@ with ``limit = 2**(bits - 1) - 1``,
 and special groups are those of ``fbq_jax.kernels.reference``: scale 0 where ``amax`` is
 tiny, scale NaN where it is not finite.
 
-``codes + limit`` has ``bits`` bits.  They are cut, from the top, into chunks whose widths
-are powers of two (10 bits into 8 and 2), and the chunks of one width make a plane of
-bytes.  A byte of a plane holds the chunks of ``8 / width`` values of one group, which
-lie as far apart as the group has bytes in it: of 128 values with chunks of 2 bits, byte
-j has values j, j + 32, j + 64 and j + 96.  Neighbouring values thus lie in neighbouring
-bytes, at one shift: loads are aligned, packing and unpacking are elementwise, and
-nothing moves between the lanes of a GPU.  Nor does anything between groups, so that
-an array that is sharded by whole groups stays where it is.
+``codes + limit`` has ``bits`` bits.  They are cut, from the top, into chunks whose
+widths are powers of two (10 bits into 8 and 2), and the chunks of one width make a
+plane of bytes.  A byte of a plane holds the chunks of ``8 / width`` values of one
+group, which lie as far apart as the group has bytes in it: of 128 values with chunks of
+2 bits, byte j has values j, j + 32, j + 64 and j + 96.  Neighbouring values thus lie in
+neighbouring bytes, at one shift: loads are aligned, packing and unpacking are
+elementwise, and nothing moves between the lanes of a GPU.  Nor does anything between
+groups, so that an array that is sharded by whole groups stays where it is.
 """
 
 from typing import NamedTuple
@@ -34,8 +34,8 @@ TINY = 2.0**-114  # keeps scale and inverse normal up to 12 bits
 class Packed(NamedTuple):
     """Packed codes and the scales of their groups.
 
-    ``planes`` are uint8 ``[..., n_w]``, where ``n_w`` is ``C * width / 8`` of each chunk
-    width, rounded up; ``scales`` are float32 ``[..., ceil(C / 128)]``.
+    ``planes`` are uint8 ``[..., ceil(C * width / 8)]``, one for each chunk width;
+    ``scales`` are float32 ``[..., ceil(C / 128)]``.
     """
 
     planes: tuple[jax.Array, ...]
