@@ -244,6 +244,21 @@ def test_vmap_and_eager_agree_with_a_batch_under_jit(name):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["silu_gate", "gelu", "gelu_erf"])
+def test_channels_sharded_by_whole_groups_stay_where_they_are(name):
+    case, shape = CASES[name], (4, 1024)
+    mesh = jax.make_mesh((4,), ("model",), (jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
+    operands = [jax.device_put(x, sharding) for x in operands_of(name, shape)]
+    dy = jax.device_put(normal(shape, 9), sharding)
+    compiled = vjp.lower(case.layer, dy, *operands).compile()
+    for collective in ("all-", "collective-", "reduce-scatter"):
+        assert collective not in compiled.as_text()
+    expected = vjp(case.layer, *(jnp.asarray(np.asarray(x)) for x in (dy, *operands)))
+    for a, b in zip(compiled(dy, *operands), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @every_case
 def test_non_finite_values_stay_visible(name, bad):

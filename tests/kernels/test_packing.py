@@ -86,3 +86,14 @@ def test_special_groups(bits):
     assert np.all(np.isnan(values[3:, :128]))
     assert np.all(np.isnan(packed.scales[3:, 0]))
     np.testing.assert_allclose(values[:, 128:], 1.0, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", BITS)
+def test_a_gpu_packs_and_unpacks_as_the_cpu(bits):
+    x = heavy((64, 1100), bits)
+    on = {}
+    for platform in ("cpu", "gpu"):
+        moved = jax.device_put(x, jax.devices(platform)[0])
+        on[platform] = quantize_and_back(moved, bits)
+    jax.tree.map(np.testing.assert_array_equal, on["gpu"], on["cpu"])
