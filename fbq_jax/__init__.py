@@ -5,12 +5,15 @@
 """
 
 from fbq_jax import nnx as nnx
+from fbq_jax import nonlinear as nonlinear
 from fbq_jax import recipes as recipes
 from fbq_jax import testing as testing
 from fbq_jax.dot_general import Stats as Stats
 from fbq_jax.dot_general import dot_general as dot_general
 from fbq_jax.linen import FallbackDot as FallbackDot
 from fbq_jax.linen import fallback_dot as fallback_dot
+from fbq_jax.linen_norms import LayerNorm as LayerNorm
+from fbq_jax.linen_norms import RMSNorm as RMSNorm
 from fbq_jax.qtensor import QTensor as QTensor
 from fbq_jax.recipe import Gemm as Gemm
 from fbq_jax.recipe import Recipe as Recipe

@@ -1,4 +1,7 @@
-"""Injection into Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``."""
+"""Injection into Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``.
+
+The norms of ``fbq_jax.nnx_norms`` are here by name.
+"""
 
 from typing import Any
 
@@ -8,6 +11,8 @@ from flax import nnx
 
 from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
+from fbq_jax.nnx_norms import LayerNorm as LayerNorm
+from fbq_jax.nnx_norms import RMSNorm as RMSNorm
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT, LayerStats

@@ -11,10 +11,10 @@ elements; blocks at the lower and right edges may be partial.  Per block
 Every other implementation agrees with these codes and scales bit for bit, on every
 device, which shapes the code.  A float product that is added to something is clipped
 first, because a compiler may otherwise fuse the two into one rounding.  The quotients
-are rounded as IEEE 754 asks, by a division of their own (``scale``), because XLA's is
+are rounded as IEEE 754 asks, by a division of their own (``scales``), because XLA's is
 not.
 
-Two kinds of block are special.  One whose ``amax`` is below ``scale.TINY`` (its scale
+Two kinds of block are special.  One whose ``amax`` is below ``scales.TINY`` (its scale
 or its reciprocal would leave the normal floats) counts as all zero: scale 0, codes 0.
 One that holds a NaN or an Inf has scale NaN, so that everything computed from it is
 NaN: quantization never hides a diverged run.  Its codes mean nothing (here zeros).
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import rounding
-from fbq_jax.kernels.scale import scale_of
+from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 
 Block = tuple[int, int]
 Criterion = Literal["absmax", "l1", "l1_rel"]
@@ -305,20 +305,11 @@ def _quantize_tiles(
     tiles: jax.Array, noise: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    scale, inverse = scale_of(_amax(tiles))
-    v = jnp.clip(tiles * _spread(inverse), -127.0, 127.0)
-    v = jnp.where(_spread(inverse > 0.0), v, 0.0)
+    scale, inverse = scale_and_inverse(find_amax(tiles, (2, 4)))
+    inverse = _spread(inverse)
+    v = jnp.clip(tiles * inverse, -127.0, 127.0)
+    v = jnp.where(inverse > 0.0, v, 0.0)
     return jnp.round(v if noise is None else v + noise), scale
-
-
-def _amax(tiles: jax.Array) -> jax.Array:
-    """``max |x|`` of each block, NaN if the block holds one.
-
-    A maximum of the bits: as integers, non-negative floats keep their order and NaN
-    comes last, whereas XLA's float maximum may lose a NaN on CPUs.
-    """
-    bits = lax.bitcast_convert_type(jnp.abs(tiles), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=(2, 4)), jnp.float32)
 
 
 def _residual(tiles: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -332,7 +323,7 @@ def _metric(
     tiles: jax.Array, residual: jax.Array, scales: jax.Array, criterion: Criterion
 ) -> jax.Array:
     if criterion == "absmax":
-        metric = _amax(tiles)
+        metric = find_amax(tiles, (2, 4))
     else:
         metric = jnp.sum(jnp.abs(residual), axis=(2, 4))
         if criterion == "l1_rel":

@@ -9,9 +9,9 @@ which goes through shared memory, moves words instead of bytes.
 import triton
 import triton.language as tl
 
-from fbq_jax.kernels import scale
+from fbq_jax.kernels import scales
 
-TINY = tl.constexpr(scale.TINY)
+TINY = tl.constexpr(scales.TINY)
 # Adding it rounds a float32 below 2**22 to an integer, which the low bits then hold.
 MAGIC = tl.constexpr(1.5 * 2**23)
 # Four bytes of 128, less what the bits of MAGIC add to a sum of four shifted codes.

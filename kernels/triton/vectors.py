@@ -15,7 +15,7 @@ from jax import lax
 
 from fbq_jax.kernels import reference, rounding
 from fbq_jax.kernels.reference import Layouts, Quantized
-from fbq_jax.kernels.scale import scale_of
+from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.tiles import (
     from_bits,
@@ -106,7 +106,7 @@ def quantize_vectors(
 def _scales(tops: jax.Array) -> tuple[jax.Array, jax.Array]:
     """From maxima of tiles ``[B, T, N]``, the scales ``[B, N, 1]`` and reciprocals."""
     amax = lax.bitcast_convert_type(jnp.max(tops, axis=1), jnp.float32)
-    scales, inverses = scale_of(amax)
+    scales, inverses = scale_and_inverse(amax)
     return scales[:, :, None], inverses
 
 

@@ -1,0 +1,321 @@
+"""Non-linear layers: exact forward, gradients within what their codes lose."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fbq_jax import nonlinear, save_codes
+from fbq_jax.kernels import packing
+from tests.kernels.test_reference import heavy
+
+
+class Case(NamedTuple):
+    """A layer, what it replaces, and the same in float64."""
+
+    layer: object
+    float_layer: object
+    exact: object
+    operands: int
+
+
+def float_norm(x, scale, bias=None):
+    mean = 0.0 if bias is None else jnp.mean(x, -1, keepdims=True)
+    rstd = lax.rsqrt(jnp.mean((x - mean) ** 2, -1, keepdims=True) + 1e-6)
+    y = (x - mean) * rstd * scale[None]
+    return y if bias is None else y + bias[None]
+
+
+def exact_norm(x, scale, bias=None):
+    mean = 0.0 if bias is None else x.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-6)
+    return (x - mean) * rstd * scale + (0.0 if bias is None else bias)
+
+
+def exact_gelu(x, approximate):
+    if approximate:
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x / 2 * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+
+
+CASES = {
+    "rms_norm": Case(nonlinear.rms_norm, float_norm, exact_norm, 2),
+    "layer_norm": Case(nonlinear.layer_norm, float_norm, exact_norm, 3),
+    "silu_gate": Case(
+        nonlinear.silu_gate,
+        lambda gate, up: jax.nn.silu(gate) * up,
+        lambda gate, up: gate / (1 + np.exp(-gate)) * up,
+        2,
+    ),
+    "gelu": Case(nonlinear.gelu, jax.nn.gelu, lambda x: exact_gelu(x, True), 1),
+    "gelu_erf": Case(
+        functools.partial(nonlinear.gelu, approximate=False),
+        functools.partial(jax.nn.gelu, approximate=False),
+        lambda x: exact_gelu(x, False),
+        1,
+    ),
+}
+NORMS = ("rms_norm", "layer_norm")
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def normal(shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def operands_of(name, shape, draw=normal):
+    """Operands of a case: x of ``shape``, or gate and up; scale and bias of norms."""
+    if name not in NORMS:
+        return [draw(shape, seed) for seed in range(CASES[name].operands)]
+    parameters = [1.0 + 0.5 * normal(shape[-1:], 1), normal(shape[-1:], 2)]
+    return [draw(shape, 0), *parameters[: CASES[name].operands - 1]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def vjp(layer, dy, *operands):
+    return jax.vjp(layer, *operands)[1](dy)
+
+
+def finite_differences(function, dy, operands):
+    """Gradients of ``sum(dy * function(*operands))``; central, float64."""
+    operands = [np.asarray(x, np.float64) for x in operands]
+    gradients = []
+    for x in operands:
+        gradient = np.zeros_like(x)
+        for i in np.ndindex(x.shape):
+            center, h = x[i], 1e-5
+            x[i] = center + h
+            above = function(*operands)
+            x[i] = center - h
+            gradient[i] = np.sum(dy * (above - function(*operands))) / (2 * h)
+            x[i] = center
+        gradients.append(gradient)
+    return gradients
+
+
+def half_step(x, bits):
+    """The error of a code of each of x's values ``[R, C]``."""
+    steps = [
+        np.broadcast_to(np.abs(group).max(-1, keepdims=True), group.shape)
+        for group in np.split(x, range(128, x.shape[-1], 128), axis=-1)
+    ]
+    return np.concatenate(steps, -1) / (2 ** (bits - 1) - 1) / 2
+
+
+def norm_bounds(x, scale, dy, bits, centered):
+    """What half a step in ``normalized`` can make of dx and dscale."""
+    x = x - x.mean(-1, keepdims=True) if centered else x
+    rstd = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    normalized, grad = x * rstd, dy * scale
+    error = half_step(normalized, bits)
+    moment = np.abs((grad * normalized).mean(-1, keepdims=True))
+    moment_error = (np.abs(grad) * error).mean(-1, keepdims=True)
+    dx = error * (moment + moment_error) + np.abs(normalized) * moment_error
+    return [rstd * dx, (np.abs(dy) * error).sum(0), np.zeros_like(scale)]
+
+
+@pytest.mark.parametrize("bits", [4, 10, 12])
+@every_case
+def test_gradients_against_finite_differences(name, bits):
+    """No gradient is further off than half a step in each saved value takes it."""
+    case, shape = CASES[name], (2, 140)
+    operands = operands_of(name, shape)
+    dy = normal(shape, 9)
+    got = vjp(functools.partial(case.layer, bits=bits), dy, *operands)
+
+    dy = np.asarray(dy, np.float64)
+    exact = finite_differences(case.exact, dy, operands)
+    if name in NORMS:
+        x, scale = (np.asarray(a, np.float64) for a in operands[:2])
+        bounds = norm_bounds(x, scale, dy, bits, name == "layer_norm")
+    else:
+        bounds = [np.abs(dy) * half_step(gradient / dy, bits) for gradient in exact]
+    for gradient, expected, bound in zip(got, exact, bounds, strict=False):
+        # The rest is float32's rounding.
+        allowed = bound + 1e-5 * (np.abs(expected) + 1)
+        assert np.all(np.abs(gradient - expected) <= allowed)
+
+
+@every_case
+def test_without_rounding_the_gradients_are_exact(name, monkeypatch):
+    monkeypatch.setattr(nonlinear, "_quantize", lambda x, _: x)
+    monkeypatch.setattr(packing, "dequantize", lambda x, *_: x)
+    case, shape = CASES[name], (2, 37)
+    operands, dy = operands_of(name, shape), normal(shape, 9)
+    got = jax.vjp(case.layer, *operands)[1](dy)
+    exact = finite_differences(case.exact, np.asarray(dy, np.float64), operands)
+    for gradient, expected in zip(got, exact, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=2e-5)
+
+
+def outliers(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.where(rng.random(shape) < 2e-3, 600.0, 1.0) * normal(shape, seed)
+
+
+@pytest.mark.parametrize("draw", [normal, heavy, outliers])
+@every_case
+def test_ten_bits_keep_the_direction_of_every_gradient(name, draw):
+    case, shape = CASES[name], (256, 512)
+    operands, dy = operands_of(name, shape, draw), normal(shape, 9)
+    got = vjp(case.layer, dy, *operands)
+    exact = vjp(case.float_layer, dy, *operands)
+    for gradient, expected in zip(got, exact, strict=True):
+        a, b = (np.asarray(g, np.float64).ravel() for g in (gradient, expected))
+        assert a @ b >= 0.9999 * np.linalg.norm(a) * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["silu_gate", "gelu", "gelu_erf"])
+def test_forward_is_that_of_jax_nn(name, dtype):
+    case = CASES[name]
+    operands = [x.astype(dtype) for x in operands_of(name, (4, 300))]
+    y = jax.jit(case.layer)(*operands)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, jax.jit(case.float_layer)(*operands))
+    np.testing.assert_array_equal(y, jax.vjp(jax.jit(case.layer), *operands)[0])
+
+
+@every_case
+def test_gradients_have_the_dtypes_of_their_operands(name):
+    case = CASES[name]
+    operands = [x.astype(jnp.bfloat16) for x in operands_of(name, (4, 300))]
+    if name in NORMS:
+        operands[1] = operands[1].astype(jnp.float32)
+    y, pullback = jax.vjp(case.layer, *operands)
+    assert y.dtype == jnp.bfloat16
+    got = pullback(y)
+    assert [g.dtype for g in got] == [x.dtype for x in operands]
+    exact = vjp(case.layer, y.astype(jnp.float32), *(x.astype(float) for x in operands))
+    np.testing.assert_allclose(
+        got[0].astype(jnp.float32), exact[0], rtol=2**-8, atol=2**-8
+    )
+
+
+@every_case
+def test_what_is_saved_as_the_compiler_counts_it(name):
+    """The forward's residuals are the program's outputs: codes, scales, statistics."""
+    case, (rows, channels) = CASES[name], (256, 1024)
+    operands = [x.astype(jnp.bfloat16) for x in operands_of(name, (rows, channels))]
+    saving = jax.jit(lambda *operands: jax.vjp(case.layer, *operands)[1])
+    compiled = saving.lower(*operands).compile()
+    outputs = compiled.memory_analysis().output_size_in_bytes
+    pointers = 8 * len(jax.tree.leaves(compiled.output_shardings))
+
+    tensors = 2 if name == "silu_gate" else 1
+    packed = tensors * (rows * channels * 10 // 8 + rows * channels // 128 * 4)
+    statistics = 4 * rows + 4 * channels if name in NORMS else 0
+    assert outputs - pointers <= packed + statistics
+    assert outputs >= packed
+
+
+@every_case
+def test_a_policy_keeps_codes_and_drops_floats(name):
+    case, shape = CASES[name], (64, 256)
+    operands = operands_of(name, shape)
+
+    @functools.partial(jax.checkpoint, policy=save_codes)
+    def network(*operands):
+        return jnp.sum(case.layer(*(2.0 * x for x in operands)) ** 2)
+
+    saved = jax.tree.leaves(jax.vjp(network, *operands)[1])
+    planes = [x for x in saved if x.dtype == jnp.uint8 and x.shape == shape]
+    assert len(planes) == (2 if name == "silu_gate" else 1)
+    floats = [x for x in saved if x.dtype == jnp.float32 and x.shape == shape]
+    inputs = [x for x in operands if x.shape == shape]
+    assert all(any(np.array_equal(x, i) for i in inputs) for x in floats)
+
+
+@every_case
+def test_vmap_and_eager_agree_with_a_batch_under_jit(name):
+    case, shape = CASES[name], (3, 4, 200)
+    operands, dy = operands_of(name, shape), normal(shape, 9)
+    axes = [0 if x.shape == shape else None for x in operands]
+    mapped = jax.vmap(case.layer, axes)
+    for layer in (mapped, jax.jit(mapped)):
+        got = jax.vjp(layer, *operands)[1](dy)
+        expected = vjp(case.layer, dy, *operands)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["silu_gate", "gelu", "gelu_erf"])
+def test_channels_sharded_by_whole_groups_stay_where_they_are(name):
+    case, shape = CASES[name], (4, 1024)
+    mesh = jax.make_mesh((4,), ("model",), (jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
+    operands = [jax.device_put(x, sharding) for x in operands_of(name, shape)]
+    dy = jax.device_put(normal(shape, 9), sharding)
+    compiled = vjp.lower(case.layer, dy, *operands).compile()
+    for collective in ("all-", "collective-", "reduce-scatter"):
+        assert collective not in compiled.as_text()
+    expected = vjp(case.layer, *(jnp.asarray(np.asarray(x)) for x in (dy, *operands)))
+    for a, b in zip(compiled(dy, *operands), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@every_case
+def test_non_finite_values_stay_visible(name, bad):
+    case, shape = CASES[name], (3, 256)
+    operands = operands_of(name, shape)
+    operands[0] = operands[0].at[1, 5].set(bad)
+    dx = vjp(case.layer, normal(shape, 9), *operands)[0]
+    hidden = 256 if name in NORMS else 128
+    assert np.all(np.isnan(dx[1, :hidden]))
+    assert np.all(np.isfinite(dx[1, hidden:]))
+    assert np.all(np.isfinite(dx[::2]))
+
+
+@every_case
+def test_empty_batches(name):
+    case, shape = CASES[name], (0, 130)
+    operands = operands_of(name, shape)
+    got = vjp(case.layer, normal(shape), *operands)
+    assert [g.shape for g in got] == [x.shape for x in operands]
+    assert not any(np.any(g) for g in got)
+
+
+@every_case
+def test_second_derivatives_are_refused(name):
+    case = CASES[name]
+    x, *others = operands_of(name, (2, 8))
+    first = jax.grad(lambda x: jnp.sum(case.layer(x, *others) ** 2))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda x: jnp.sum(first(x)))(x)
+
+
+X = jnp.ones((2, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        *[
+            (
+                functools.partial(nonlinear.gelu, X, bits=bits),
+                ValueError,
+                "from 4 to 12",
+            )
+            for bits in (3, 13, 10.0, True, None)
+        ],
+        (lambda: nonlinear.gelu(X.astype(int)), TypeError, "x is int32; .* bfloat16"),
+        (lambda: nonlinear.gelu(jnp.float32(1)), ValueError, "x has no axis"),
+        (lambda: nonlinear.rms_norm(X, X[0, :1]), ValueError, r"\(8,\); got \(1,\)"),
+        (lambda: nonlinear.layer_norm(X, X[0], X), ValueError, "bias has one value a"),
+        (lambda: nonlinear.silu_gate(X, X[:1]), ValueError, r"\(2, 8\) and .*\(1, 8\)"),
+        (
+            lambda: nonlinear.silu_gate(X, X.astype(jnp.bfloat16)),
+            ValueError,
+            "one shape and dtype",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

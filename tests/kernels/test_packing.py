@@ -1,0 +1,99 @@
+"""Packed codes: every code comes back, at the size that was promised."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax.kernels import packing
+from tests.kernels.test_reference import heavy
+
+BITS = range(4, 13)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def pack_and_back(codes, bits):
+    planes = packing.pack(codes, bits)
+    return planes, packing.unpack(planes, codes.shape[-1], bits)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def quantize_and_back(x, bits):
+    packed = packing.quantize(x, bits)
+    return packed, packing.dequantize(packed, x.shape[-1], bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_code_comes_back_at_every_place_of_a_byte(bits):
+    limit = 2 ** (bits - 1) - 1
+    codes = np.arange(-limit, limit + 1, dtype=np.int32)
+    # 8 copies, each one place further: no more values than 8 share a byte.
+    codes = np.stack([np.roll(codes, i) for i in range(8)])
+    planes, back = pack_and_back(jnp.asarray(codes), bits)
+    np.testing.assert_array_equal(back, codes)
+    assert all(plane.dtype == jnp.uint8 for plane in planes)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", [0, 1, 5, 127, 128, 129, 300])
+def test_no_bit_is_spare(bits, size):
+    limit = 2 ** (bits - 1) - 1
+    codes = np.random.default_rng(size).integers(-limit, limit + 1, (2, 3, size))
+    planes, back = pack_and_back(jnp.asarray(codes, jnp.int32), bits)
+    np.testing.assert_array_equal(back, codes)
+    widths = packing.chunk_widths(bits)
+    assert sum(widths) == bits
+    sizes = [-(-size * width // 8) for width in widths]
+    assert [plane.shape for plane in planes] == [(2, 3, n) for n in sizes]
+
+
+def test_the_layout_is_the_one_described():
+    """Of 10 bits, byte j of the second plane has the low two of j, j + 32, ..."""
+    codes = np.random.default_rng(0).integers(-511, 512, 128)
+    (high, low), _ = pack_and_back(jnp.asarray(codes, jnp.int32), 10)
+    words = codes + 511
+    np.testing.assert_array_equal(high, words >> 2)
+    quarters = (words & 3).reshape(4, 32) << np.array([[0], [2], [4], [6]])
+    np.testing.assert_array_equal(low, quarters.sum(axis=0))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_and_scales_against_numpy(bits):
+    x = heavy((4, 300), bits)
+    packed, values = quantize_and_back(x, bits)
+    limit = np.float32(2 ** (bits - 1) - 1)
+    for g in range(3):
+        group = np.asarray(x)[:, 128 * g : 128 * (g + 1)]
+        amax = np.abs(group).max(axis=1, keepdims=True)
+        np.testing.assert_array_equal(packed.scales[:, g : g + 1], amax / limit)
+        codes = np.rint(np.clip(group * (limit / amax), -limit, limit))
+        got = values[:, 128 * g : 128 * (g + 1)]
+        np.testing.assert_array_equal(got, codes * (amax / limit))
+
+
+@pytest.mark.parametrize("bits", [4, 12])
+def test_special_groups(bits):
+    x = np.ones((6, 256), np.float32)
+    smallest = 2.0**-114
+    x[0, :128] = 0.0
+    x[1, :128] = smallest
+    x[2, :128] = np.nextafter(np.float32(smallest), np.float32(0))
+    x[3, 7], x[4, 7], x[5, 7] = np.nan, np.inf, -np.inf
+    packed, values = quantize_and_back(jnp.asarray(x), bits)
+    np.testing.assert_array_equal(values[:3, 0], np.float32([0, smallest, 0]))
+    assert np.all(np.isnan(values[3:, :128]))
+    assert np.all(np.isnan(packed.scales[3:, 0]))
+    np.testing.assert_allclose(values[:, 128:], 1.0, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", BITS)
+def test_a_gpu_packs_and_unpacks_as_the_cpu(bits):
+    x = heavy((64, 1100), bits)
+    on = {}
+    for platform in ("cpu", "gpu"):
+        moved = jax.device_put(x, jax.devices(platform)[0])
+        on[platform] = quantize_and_back(moved, bits)
+    jax.tree.map(np.testing.assert_array_equal, on["gpu"], on["cpu"])
