@@ -49,6 +49,12 @@ def fallback_stats(
     }
 
 
+def mean_rate(variables: Mapping[str, Any]) -> float | None:
+    """The mean of the layers' last rates, None where none is quantized."""
+    rates = [np.ravel(layer.rate) for layer in fallback_stats(variables).values()]
+    return float(np.mean(np.concatenate(rates))) if rates else None
+
+
 def _walk(
     node: Any, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], LayerStats]]:

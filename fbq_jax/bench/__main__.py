@@ -1,6 +1,7 @@
 """``python -m fbq_jax.bench``: measures on this machine's GPU, and shows results."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +9,7 @@ from pathlib import Path
 import jax
 
 from fbq_jax import dispatch
-from fbq_jax.bench import gemm, linear, measure, quantize, report, results
-
-_SECTIONS = {"gemm": gemm, "quantize": quantize, "linear": linear}
+from fbq_jax.bench import measure, report, results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,9 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report.markdown(results.load(options.file)))
         else:
             _run(options)
-    except (results.ResultsError, _UsageError) as error:
+    except (results.ResultsError, _UsageError, ModuleNotFoundError) as error:
         return _fail(error, 2)
-    except measure.WrongResultError as error:
+    except (measure.WrongResultError, measure.NoKernelsError) as error:
         return _fail(error, 1)
     return 0
 
@@ -47,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "gemm": "the block-scaled INT8 GEMM beside bf16",
         "quantize": "quantization beside a copy",
         "linear": "a linear layer, forward and backward, beside bf16 and others' INT8",
+        "block": "a Llama block, forward and backward, and its memory",
+        "profile": "the kernels of such a block",
+        "train": "an optimizer step of a Llama of a billion parameters",
         "all": "all of these",
     }
     for name, text in sections.items():
@@ -83,9 +85,15 @@ def _run(options: argparse.Namespace) -> None:
     results.check_writable(path)
     quick = options.quick
     effort = measure.QUICK if quick else measure.FULL
-    for name in _SECTIONS if options.command == "all" else [options.command]:
+    for name in results.SECTIONS if options.command == "all" else [options.command]:
+        try:
+            section = importlib.import_module(f"fbq_jax.bench.{name}")
+        except ModuleNotFoundError as error:
+            if options.command != "all":
+                raise
+            print(f"without {name}: {error}", file=sys.stderr)
+            continue
         print(report.text_head(name), flush=True)
-        section = _SECTIONS[name]
         shapes = [tuple(n // 2 for n in s) if quick else s for s in section.SHAPES]
         rows = []
         for row in section.rows(

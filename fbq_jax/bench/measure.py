@@ -20,6 +20,10 @@ class WrongResultError(Exception):
     """A program's result is not what it should be: nothing is timed."""
 
 
+class NoKernelsError(Exception):
+    """The profiler does not tell the kernels of a program apart."""
+
+
 class Effort(NamedTuple):
     """How much measuring one figure takes.
 
@@ -72,6 +76,40 @@ def first_call(
     return compiled, time.perf_counter() - start
 
 
+def first_step(
+    step: Any, state: Any, *args: Any
+) -> tuple[Callable[..., Any], float, Any]:
+    """As ``first_call``, for a jitted ``(state, *args) -> (state, metrics)``.
+
+    Returns:
+      The compiled step, seconds, and the state after it: the old one may be gone.
+    """
+    start = time.perf_counter()
+    compiled = step.lower(state, *args).compile()
+    state, metrics = compiled(state, *args)
+    jax.block_until_ready(metrics)
+    return compiled, time.perf_counter() - start, state
+
+
+def loop(
+    step: Callable[..., Any], state: Any, *args: Any, effort: Effort
+) -> tuple[Timing, Any]:
+    """Measures a step whose state goes from one call to the next.
+
+    A burst is of calls: several states at once may be more than memory holds.
+    """
+
+    def call() -> Any:
+        nonlocal state
+        state, metrics = step(state, *args)
+        return metrics
+
+    sustained = _sustained(call, (), effort)
+    time.sleep(effort.rest_s)
+    calls = [_batch(call, (), 1) for _ in range(effort.launches)]
+    return Timing(sustained, 1e3 * statistics.median(calls), "calls"), state
+
+
 def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
     """Times a compiled or jitted function."""
     jax.block_until_ready(function(*args))
@@ -82,6 +120,21 @@ def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
         return Timing(sustained, statistics.median(kernels), "kernels")
     calls = [_batch(function, args, 1) for _ in range(effort.launches)]
     return Timing(sustained, 1e3 * statistics.median(calls), "calls")
+
+
+def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
+    """The kernels of one call of a compiled program, and their milliseconds.
+
+    Raises:
+      NoKernelsError: on a machine without CUPTI.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    try:
+        _, times = profiler.measure(compiled, aggregate=False)(*args)
+    except RuntimeError as error:
+        raise NoKernelsError(f"kernels cannot be measured here: {error}") from error
+    return times or []
 
 
 def relative_error(actual: jax.Array, exact: jax.Array) -> float:

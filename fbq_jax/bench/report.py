@@ -5,23 +5,32 @@ from typing import Any, NamedTuple
 
 from fbq_jax.bench.results import Row
 
+_RATIOS = (
+    "Milliseconds are sustained, ratios over the {baseline}'s rate sustained and in "
+    "bursts; errors: {errors}."
+)
+
 
 class Heading(NamedTuple):
-    """What a section's columns hold.
+    """What a section's table holds.
 
     Attributes:
       title: of the table.
       shape: names of the sizes.
       rate: unit of ``Row.rate``.
-      baseline: what the ratios are of.
-      errors: against what the errors are.
+      note: what the numbers are.
+      baseline: what the ratios are of; None where there are none.
+      error_width: characters of a plain table's errors; 0 for none.
+      others: further columns.
     """
 
     title: str
     shape: str
     rate: str
-    baseline: str
-    errors: str
+    note: str
+    baseline: str | None
+    error_width: int = 0
+    others: tuple[str, ...] = ()
 
 
 HEADINGS = {
@@ -29,22 +38,65 @@ HEADINGS = {
         "INT8 GEMM with 128 x 128 block scales, bf16 out",
         "M, N, K",
         "TFLOP/s",
+        _RATIOS.format(
+            baseline="bf16",
+            errors="outputs in float32 and in bf16 against the definition's in float32",
+        ),
         "bf16",
-        "float32 output against the definition's",
+        error_width=28,
     ),
     "quantize": Heading(
         "Quantization of bf16 in both layouts",
         "rows, columns",
         "TB/s",
+        _RATIOS.format(
+            baseline="copy",
+            errors="share of codes, scales and metrics that differ from the "
+            "definition's",
+        ),
         "copy",
-        "share of codes, scales and metrics that differ from the definition's",
+        error_width=14,
     ),
     "linear": Heading(
         "Linear layer, forward and backward: Y, dX and dW",
         "M, K, N",
         "TFLOP/s",
+        _RATIOS.format(
+            baseline="bf16", errors="against float32 products of the same operands"
+        ),
         "bf16",
-        "against float32 products of the same operands",
+        error_width=35,
+        others=("first call, s",),
+    ),
+    "block": Heading(
+        "Llama block, forward and backward, in sequences of 2048 tokens",
+        "hidden, MLP, tokens",
+        "TFLOP/s",
+        _RATIOS.format(baseline="bf16", errors="against the bf16 block's")
+        + " Saved is what the forward pass leaves for the backward pass, without "
+        "weights; the peak has arguments and gradients, too.",
+        "bf16",
+        error_width=21,
+        others=("first call, s", "saved, kB a token", "peak, GB"),
+    ),
+    "profile": Heading(
+        "Kernels of a Llama block, forward and backward",
+        "hidden, MLP, tokens",
+        "%",
+        "Milliseconds are those of one call on a rested card, of all kernels of a "
+        "name together.",
+        None,
+    ),
+    "train": Heading(
+        "Optimizer step of a Llama, vocabulary 32 000, sequences of 2048 tokens",
+        "hidden, MLP, layers, batch",
+        "TFLOP/s",
+        _RATIOS.format(
+            baseline="bf16", errors="of the loss after a few steps, in nats, to bf16's"
+        ),
+        "bf16",
+        error_width=14,
+        others=("first call, s", "peak, GB"),
     ),
 }
 
@@ -55,29 +107,39 @@ class _Column(NamedTuple):
     cell: Callable[[Row], str]
 
 
+_OTHERS = (
+    _Column("first call, s", 13, lambda row: _optional(row.compile_s, 1.0)),
+    _Column("saved, kB a token", 17, lambda row: _optional(row.saved_bytes, 1e3)),
+    _Column("peak, GB", 8, lambda row: _optional(row.peak_bytes, 1e9)),
+)
+
+
 def _columns(section: str) -> list[_Column]:
     heading = HEADINGS[section]
     columns = [
         _Column("what", 29, lambda row: row.what),
         _Column("by", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
-        _Column("fell back", 9, lambda row: _optional(row.fallback, "{:.1%}")),
+        _Column("fell back", 9, _share),
         _Column("ms", 8, lambda row: f"{row.ms:.3f}"),
         _Column(heading.rate, 7, lambda row: f"{row.rate:.4g}"),
-        _Column(f"/ {heading.baseline}", 7, lambda row: f"{row.ratio:.2f}"),
-        _Column("in bursts", 9, lambda row: f"{row.burst_ratio:.2f}"),
-        _Column("error", 35 if section == "linear" else 14, _errors),
     ]
-    if section == "linear":
-        compile_s = _Column(
-            "first call, s", 13, lambda row: _optional(row.compile_s, "{:.1f}")
-        )
-        columns.append(compile_s)
-    return columns
+    if heading.baseline is not None:
+        columns += [
+            _Column(f"/ {heading.baseline}", 7, lambda row: f"{row.ratio:.2f}"),
+            _Column("in bursts", 9, lambda row: f"{row.burst_ratio:.2f}"),
+        ]
+    if heading.error_width:
+        columns.append(_Column("error", heading.error_width, _errors))
+    return columns + [other for other in _OTHERS if other.title in heading.others]
 
 
-def _optional(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+def _share(row: Row) -> str:
+    return "" if row.fallback is None else f"{row.fallback:.1%}"
+
+
+def _optional(value: float | None, unit: float) -> str:
+    return "" if value is None else f"{value / unit:.1f}"
 
 
 def _errors(row: Row) -> str:
@@ -116,6 +178,5 @@ def _caption(section: str, content: dict[str, Any]) -> str:
     quick = " A quick run: smaller sizes, fewer samples." if content["quick"] else ""
     return (
         f"**{heading.title}**, on {content['device']}{driver}, {content['date']}, "
-        f"{versions}. Milliseconds are sustained, ratios over the {heading.baseline}'s "
-        f"rate sustained and in bursts; errors: {heading.errors}.{quick}"
+        f"{versions}. {heading.note}{quick}"
     )

@@ -21,7 +21,7 @@ import jax
 from fbq_jax.bench.measure import Timing
 from fbq_jax.kernels import table
 
-SECTIONS = ("gemm", "quantize", "linear")
+SECTIONS = ("gemm", "quantize", "linear", "block", "profile", "train")
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton", "jax-triton")
 
 
@@ -41,11 +41,14 @@ class Row:
       ms: sustained milliseconds a call.
       burst_ms: milliseconds a call of a rested card.
       burst_of: what ``burst_ms`` covers, as in ``measure.Timing``.
-      rate: 1e12 operations or bytes a second, sustained.
+      rate: 1e12 operations or bytes a second, sustained; of a kernel its share of a
+        program's time, in percent.
       ratio: the rate over that of the section's baseline, sustained.
       burst_ratio: the same in bursts.
       errors: relative errors by name; against what, the section says.
       compile_s: seconds of the first call, compilation included.
+      saved_bytes: what the forward pass leaves for the backward pass, a token.
+      peak_bytes: what the program has allocated at once, arguments included.
     """
 
     what: str
@@ -60,6 +63,8 @@ class Row:
     burst_ratio: float = 1.0
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     compile_s: float | None = None
+    saved_bytes: float | None = None
+    peak_bytes: int | None = None
 
 
 def row(timing: Timing, work: float, baseline: Row | None = None, **labels: Any) -> Row:

@@ -2,21 +2,29 @@
 
 import importlib.util
 import json
+import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import fbq_jax.bench
 from fbq_jax import dispatch, recipes
 from fbq_jax.bench import (
+    block,
     contenders,
     data,
     gemm,
     linear,
+    llama,
     measure,
+    memory,
+    profile,
     quantize,
     report,
     results,
+    train,
 )
 from fbq_jax.bench.__main__ import main
 from fbq_jax.bench.measure import Timing
@@ -74,6 +82,66 @@ def test_linear(monkeypatch):
         assert all(0.0 < error < 0.2 for error in row.errors.values())
         assert row.compile_s > 0.0
     assert rows["bf16"].errors["dw"] < 0.01 < rows["block"].errors["dw"]
+
+
+@pytest.fixture
+def few_recipes(monkeypatch):
+    few = {"bf16": None, "fallback": recipes.fallback}
+    monkeypatch.setattr(llama, "recipes", lambda: few)
+
+
+def test_block(few_recipes):
+    del few_recipes
+    shape = 256, 384, 256
+    measured = list(block.rows([shape], **HOW))
+    weights = 256 * 256 * 3 + 256 * 384 * 3  # two heads, that share keys and values
+    check_speeds(measured, lambda _: 6 * 256 * (weights + 128 * 256))
+    bf16, row = measured
+    assert (bf16.what, row.what, row.shape) == ("bf16", "fallback", shape)
+    assert set(row.errors) == {"y", "dx"}
+    assert bf16.errors["dx"] == 0.0 < row.errors["dx"]
+    assert bf16.fallback is None
+    assert 0.05 < row.fallback < 0.5
+    assert row.saved_bytes < 0.62 * bf16.saved_bytes
+    assert row.peak_bytes > 0
+    assert row.compile_s > 0.0
+
+
+def test_profile(few_recipes, monkeypatch):
+    del few_recipes
+    program = types.SimpleNamespace(by="xla", step=None, operands=())
+    monkeypatch.setattr(block, "prepare", lambda *_: program)
+    kernels = [("a", 5.0), ("b", 3.0), ("a", 1.0), ("c", 0.01)]
+    monkeypatch.setattr(measure, "kernels", lambda *_: kernels)
+    rows = list(profile.rows([(256, 384, 512)], **HOW))
+    names = ["all kernels", "a", "b", "shorter ones"]
+    assert [row.what.rpartition(": ")[2] for row in rows] == 2 * names
+    assert [row.ms for row in rows[4:]] == pytest.approx([9.01, 6.0, 3.0, 0.01])
+    assert sum(row.rate for row in rows[5:]) == pytest.approx(100.0)
+
+
+def test_train(few_recipes, monkeypatch):
+    del few_recipes
+    monkeypatch.setattr(train, "VOCABULARY", 256)
+    measured = list(train.rows([(128, 256, 1, 2)], **HOW))
+    weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
+    check_speeds(measured, lambda _: 6 * 2 * 128 * (weights + 128 * 128))
+    bf16, row = measured
+    assert bf16.errors == {"loss": 0.0}
+    assert 0.0 < row.errors["loss"] < 0.02
+    assert row.burst_of == "calls"
+
+
+def test_saved_bytes():
+    w = jnp.ones((64, 32), jnp.bfloat16)
+    x = jnp.ones((4, 16, 64), jnp.bfloat16)
+
+    def saved(function):
+        return memory.saved_bytes(function, w, x)
+
+    # Of each row, to a few bytes that name an output.
+    assert saved(lambda w, x: x @ w) == pytest.approx(16 * 64 * 2, abs=32)
+    assert saved(lambda w, x: jnp.sin(x) @ w) == pytest.approx(16 * 64 * 4, abs=32)
 
 
 def test_every_recipe_is_measured():
@@ -218,7 +286,8 @@ def test_plain_rows_are_aligned():
 def gpu(monkeypatch):
     """As on a GPU whose benchmark takes no time."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for module, name in ((gemm, "g"), (quantize, "q"), (linear, "l")):
+    for module in (gemm, quantize, linear, block, profile, train):
+        name = module.__name__
         monkeypatch.setattr(
             module, "rows", lambda *_, name=name, **__: iter(some_rows(name))
         )
@@ -230,7 +299,22 @@ def test_all_measures_and_stores_every_section(tmp_path, monkeypatch, gpu, capsy
     assert main(["all", "--quick", "--implementation", "reference"]) == 0
     assert "written to bench-cpu.json" in capsys.readouterr().out
     sections = json.loads((tmp_path / "bench-cpu.json").read_text())
-    assert [section["rows"][1]["what"] for section in sections.values()] == list("gql")
+    for name in results.SECTIONS:
+        assert sections[name]["rows"][1]["what"] == f"fbq_jax.bench.{name}"
+
+
+def test_all_goes_without_the_examples(tmp_path, monkeypatch, gpu, capsys):
+    del gpu
+    for name in ("block", "profile", "train", "llama"):
+        monkeypatch.delitem(sys.modules, f"fbq_jax.bench.{name}")
+        monkeypatch.delattr(fbq_jax.bench, name)
+    monkeypatch.setitem(sys.modules, "examples.llama", None)
+    how = ["--implementation", "reference", "--out", str(tmp_path / "bench.json")]
+    assert main(["all", *how]) == 0
+    assert capsys.readouterr().err.count("without ") == 3
+    assert list(results.load(tmp_path / "bench.json")) == ["gemm", "quantize", "linear"]
+    assert main(["block", *how]) == 2
+    assert "run this in a checkout" in capsys.readouterr().err
 
 
 def test_what_cannot_be_stored_is_said_before_measuring(tmp_path, gpu, capsys):

@@ -1,0 +1,81 @@
+"""A whole optimizer step of a Llama of a billion parameters, in bf16 and by recipe."""
+
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from fbq_jax.bench import llama, measure, memory
+from fbq_jax.bench.block import SEQUENCE, choose
+from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.results import Row, row
+from fbq_jax.stats import mean_rate
+
+# (hidden, intermediate, layers, sequences of 2048 tokens): TinyLlama's 1.1 billion
+# parameters, and as many in layers as wide as those of Llama 3's 8 billion.
+SHAPES = ((2048, 5632, 22, 8), (4096, 14336, 4, 8))
+VOCABULARY = 32_000
+_STEPS = 8  # before losses are compared and anything is timed
+_LOSS = 0.02  # nats that INT8 may differ from bf16 by then
+
+
+def rows(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    implementation: str | None,
+    effort: Effort,
+) -> Iterator[Row]:
+    """Measures each ``(hidden, intermediate, layers, sequences)``.
+
+    A step is that of ``examples/llama``: AdamW on float32 weights.  Its batch is the
+    same random tokens each time.  The work counted is that of the matrix products and
+    of causal attention.
+
+    Raises:
+      WrongResultError: if the loss after a few steps is not bf16's.
+    """
+    for shape in shapes:
+        hidden, intermediate, layers, sequences = shape
+        sequence = min(SEQUENCE, hidden)
+        draw = np.random.default_rng(0).integers
+        batch = draw(0, VOCABULARY, (1, sequences, sequence + 1), np.int32)
+        tokens = jnp.asarray(batch)
+        baseline: Row | None = None
+        exact = 0.0
+        for name, recipe in llama.recipes().items():
+            by, dot_general = choose(recipe, implementation)
+            state, step = llama.trainer(
+                llama.config(
+                    hidden,
+                    intermediate,
+                    sequence,
+                    layers=layers,
+                    vocabulary=VOCABULARY,
+                    quantized=recipe is not None,
+                ),
+                dot_general,
+            )
+            weights = llama.weights(state.params)
+            compiled, compile_s, state = measure.first_step(step, state, tokens)
+            for _ in range(_STEPS):
+                state, metrics = compiled(state, tokens)
+            loss = float(metrics["loss"])
+            exact = exact or loss
+            what = f"the loss of {name} at {shape} after {_STEPS} steps"
+            measure.require(abs(loss - exact), _LOSS, what)
+            rate = mean_rate({"fallback": state.fallback})
+            timing, state = measure.loop(compiled, state, tokens, effort=effort)
+            measured = row(
+                timing,
+                llama.work(weights, layers, sequences * sequence, sequence, hidden),
+                baseline,
+                what=name,
+                implementation=by,
+                shape=shape,
+                fallback=rate,
+                errors={"loss": abs(loss - exact)},
+                compile_s=compile_s,
+                peak_bytes=memory.peak_bytes(compiled),
+            )
+            baseline = baseline or measured
+            yield measured
