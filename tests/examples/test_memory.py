@@ -10,6 +10,7 @@ probabilities.
 """
 
 import functools
+import operator
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -99,9 +100,9 @@ def measure(variant: Variant) -> Kept:
         for i, (a, b) in enumerate(zip(few, many, strict=True))
         if a.shape != b.shape and a.shape[0] == LAYERS
     ]
-    program = jax.jit(lambda *operands: [keep(*operands)[i] for i in counted])
+    program = jax.jit(lambda *operands: operator.itemgetter(*counted)(keep(*operands)))
     analysis = program.lower(*operands).compile().memory_analysis()
-    pointers = 8 * len(counted)
+    pointers = 8 * len(counted) if len(counted) > 1 else 0  # of a tuple
     rows = LAYERS * 2 * SEQ
     widths: dict[str, Counter] = {}
     for array in (few[i] for i in counted):
