@@ -9,7 +9,7 @@ import jax
 from examples.llama.model import LlamaConfig
 
 # Dense bfloat16 peaks by the vendor's data sheets, in FLOP/s. The first name that a
-# device's begins with counts; memory or form factor tell some models apart.
+# device's begins with, word by word, counts.
 PEAKS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA GH200": 989.4e12,
@@ -50,5 +50,7 @@ def per_token(config: LlamaConfig, seq_len: int) -> int:
 
 def peak() -> float | None:
     """The first device's dense bfloat16 peak in FLOP/s, None where it is not known."""
-    kind = jax.devices()[0].device_kind
-    return next((flops for name, flops in PEAKS.items() if kind.startswith(name)), None)
+    # "NVIDIA A100-SXM4-80GB" is an "NVIDIA A100 ", and an "NVIDIA L40" no "NVIDIA L4 ".
+    kind = jax.devices()[0].device_kind.replace("-", " ") + " "
+    matching = (peak for name, peak in PEAKS.items() if kind.startswith(name + " "))
+    return next(matching, None)
