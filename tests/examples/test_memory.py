@@ -166,6 +166,25 @@ def test_full_remat_keeps_the_input_of_the_layer(recipe: str) -> None:
     assert kept.widths == {"bfloat16": {HIDDEN: 1}}
 
 
+@pytest.mark.parametrize(
+    ("variant", "bytes_a_channel"),
+    [
+        (BF16, 75.1),
+        (("fallback", None, "none"), 70.6),
+        (("bf16", 10, "none"), 27.6),
+        (SAVING, 23.1),
+        (("fallback", 10, "codes"), 20.0),
+        (("fallback", None, "codes"), 8.5),
+        (("fallback", 10, "full"), 2.0),
+    ],
+)
+def test_the_table_of_the_readme(variant: Variant, bytes_a_channel: float) -> None:
+    """What autodiff keeps of Flax's layers is up to the versions of Flax and JAX."""
+    kept = measure(variant).bytes_a_token / HIDDEN
+    autodiff = variant[1] is None and variant[2] == "none"
+    assert kept == pytest.approx(bytes_a_channel, abs=5.0 if autodiff else 0.1)
+
+
 @pytest.mark.gpu
 def test_the_stand_in_keeps_what_flash_attention_keeps(
     monkeypatch: pytest.MonkeyPatch,

@@ -400,21 +400,17 @@ def test_quantized_recipes_save_ten_bits_unless_asked(
     assert train.build(config)[0].config.saved_bits == saved
 
 
+@pytest.mark.parametrize(("remat", "name"), [(False, "none"), (True, "codes")])
 def test_a_run_of_before_saved_bits_resumes_as_it_was(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole_run: Path, tmp_path: Path, remat: bool, name: str
 ) -> None:
-    config = dataclasses.replace(config, saved_bits=0, remat="codes")
-    train.train(config, tmp_path / "whole")
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        more = "--saved-bits=0", "--remat=codes", f"--out={out}"
-        assert train.main(flags(config, *more)) == 130
-    options = json.loads((out / "config.json").read_text())
+    out = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    options = json.loads((out / "config.json").read_text()) | {"remat": remat}
     del options["saved_bits"]
-    (out / "config.json").write_text(json.dumps(options | {"remat": True}))
+    (out / "config.json").write_text(json.dumps(options))
+    upgraded = train.read_options(out)
+    assert upgraded == options | {"remat": name, "saved_bits": 0}
     assert train.main([f"--out={out}", "--resume"]) == 0
-    assert records_of(out) == records_of(tmp_path / "whole")
 
 
 def test_model_flop_utilization_where_the_peak_is_known(
