@@ -10,10 +10,14 @@ from typing import Any
 
 import jax
 
-from fbq_jax import recipes
+from examples.llama.model import REMAT
+from fbq_jax import nonlinear, recipes
 
 # None multiplies with jax.lax.dot_general, in bfloat16.
 RECIPES = {"bf16": None, "block": recipes.block, "fallback": recipes.fallback}
+
+# What the norms and gates of a quantized model keep of a value.
+SAVED_BITS = 10
 
 # Sizes are multiples of 128, so that the blocks of a quantized matrix are whole.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -70,7 +74,16 @@ class Config:
     layers: int = _option(4, "number of layers")
     heads: int = _option(4, "number of query heads")
     kv_heads: int = _option(2, "number of key and value heads")
-    remat: bool = _option(False, "recompute layers in the backward pass")
+    remat: str = _option(
+        "none",
+        "what layers recompute in the backward pass: none of it, all but codes "
+        "(codes), or all (full)",
+    )
+    saved_bits: int | None = _option(
+        None,
+        "bits of a value that norms and gates keep for the backward pass; 0 keeps "
+        f"floats (default: {SAVED_BITS}, and 0 with --recipe bf16)",
+    )
     batch: int = _option(8, "sequences in a step")
     accumulate: int = _option(1, "microbatches that a step's batch is split into")
     seq: int = _option(256, "tokens in a sequence")
@@ -83,6 +96,15 @@ class Config:
         if self.recipe not in RECIPES:
             raise ConfigError(
                 f"recipe takes one of {', '.join(RECIPES)}, got {self.recipe!r}"
+            )
+        if self.remat not in REMAT:
+            raise ConfigError(
+                f"remat takes one of {', '.join(REMAT)}, got {self.remat!r}"
+            )
+        if self.saved_bits not in (None, 0, *nonlinear.BITS):
+            raise ConfigError(
+                f"saved_bits takes 0 or an integer from {nonlinear.BITS[0]} to "
+                f"{nonlinear.BITS[-1]}, got {self.saved_bits}"
             )
         for option in dataclasses.fields(self):
             value, lowest = getattr(self, option.name), int(option.name != "seed")
@@ -135,18 +157,14 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         prog="python -m examples.llama.train",
         description="Trains a Llama in INT8 (or bf16) and draws how it went.",
     )
+    parsers: dict[Any, type] = {int: int, float: float, int | None: int}
     for option in dataclasses.fields(Config):
         default = "" if option.default is None else f" (default: {option.default})"
-        kind: dict[str, Any] = {
-            "type": option.type if option.type in (int, float) else str
-        }
-        if option.type is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(
             "--" + option.name.replace("_", "-"),
             default=argparse.SUPPRESS,
             help=option.metadata["help"] + default,
-            **kind,
+            type=parsers.get(option.type, str),
         )
     parser.add_argument(
         "--preset",

@@ -71,7 +71,7 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
             `save` writes it; the weights are float32, float16 or bfloat16.
 
     Returns:
-        The configuration, with the default ``dtype`` and ``remat``
+        The configuration, with the default ``dtype``, ``remat`` and ``saved_bits``
         (``dataclasses.replace`` sets others), and the parameters of ``Llama``:
         float32 NumPy arrays.
 
@@ -123,7 +123,8 @@ def save(folder: str | Path, config: LlamaConfig, params: Mapping[str, Any]) -> 
 
     Args:
         folder: the folder to write, absent or empty.
-        config: the model's configuration; ``dtype`` and ``remat`` are not stored.
+        config: the model's configuration; ``dtype``, ``remat`` and
+            ``saved_bits`` are not stored.
         params: the parameters of ``Llama(config)``, float32 arrays.
 
     Raises:

@@ -83,36 +83,42 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in three numbers.
+    """A run in four numbers.
 
     Attributes:
         loss: Mean training loss over the last 20 steps, in nats a token.
         val_loss: The last validation loss, in nats a token.
         tokens_per_s: The median over the steps, in tokens a second.
+        mfu: The median of the model FLOP utilization, as a share of the device's
+            bfloat16 peak; None where that is not known.
     """
 
     loss: float
     val_loss: float
     tokens_per_s: float
+    mfu: float | None
 
 
 def summarize(records: list[dict[str, Any]]) -> Summary:
     """Sums up the records of a finished run."""
+    mfu = [record["mfu"] for record in records if "mfu" in record]
     return Summary(
         loss=statistics.fmean(record["loss"] for record in records[-20:]),
         val_loss=[r["val_loss"] for r in records if "val_loss" in r][-1],
         tokens_per_s=statistics.median(r["tokens_per_s"] for r in records),
+        mfu=statistics.median(mfu) if mfu else None,
     )
 
 
 def report(out: Path) -> str:
     """How the finished run in `out` went, and where its files are."""
     run = summarize(read(out / "metrics.jsonl"))
+    mfu = "" if run.mfu is None else f", {run.mfu:.1%} model FLOP utilization"
     exported = f"\n  model        {out / 'hf'}" if (out / "hf").exists() else ""
     return (
         f"  loss         {run.loss:.4f} training (mean of the last 20 steps), "
         f"{run.val_loss:.4f} validation\n"
-        f"  speed        {run.tokens_per_s:,.0f} tokens/s\n"
+        f"  speed        {run.tokens_per_s:,.0f} tokens/s{mfu}\n"
         f"  picture      {out / 'curves.png'}\n"
         f"  metrics      {out / 'metrics.jsonl'}\n"
         f"  checkpoints  {out / 'checkpoints'}{exported}"

@@ -29,9 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import fbq_jax
+from examples.llama import attention
+from fbq_jax import nonlinear
 
 DotGeneral = Callable[..., jax.Array]
 INITIALIZER = nn.initializers.normal(stddev=0.02)
+
+# What the backward pass finds of a layer; see `LlamaConfig.remat`.
+REMAT = ("none", "codes", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +94,13 @@ class LlamaConfig:
         tie_embeddings: whether the head shares the embedding's table.
         dtype: of the computation, jnp.bfloat16 or jnp.float32; parameters are
             float32 either way.
-        remat: whether the backward pass recomputes each layer from its input and
-            its quantized operands, instead of keeping every activation.
+        remat: what each layer keeps for the backward pass, which recomputes the
+            rest. "none" of it: all is kept that the backward pass reads. "codes":
+            the layer's input and the codes of quantized operands and of
+            ``saved_bits``. "full": the layer's input.
+        saved_bits: of each value that the layers' norms and gates keep for the
+            backward pass, 4 to 12; 10 lose nothing that training would notice.
+            None leaves them to autodiff, which keeps floats.
 
     Raises:
         ValueError: if a field is out of range; names it and what it takes.
@@ -110,7 +120,8 @@ class LlamaConfig:
     qkv_bias: bool = False
     tie_embeddings: bool = False
     dtype: Any = jnp.bfloat16
-    remat: bool = False
+    remat: str = "none"
+    saved_bits: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers")
@@ -133,9 +144,19 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim takes an even number (RoPE turns pairs), got {self.head_dim}"
             )
-        for name in ("qkv_bias", "tie_embeddings", "remat"):
+        for name in ("qkv_bias", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} takes a bool, got {getattr(self, name)!r}")
+        if self.remat not in REMAT:
+            raise ValueError(
+                f"remat takes one of {', '.join(REMAT)}, got {self.remat!r}"
+            )
+        bits = self.saved_bits
+        if bits is not None and (type(bits) is not int or bits not in nonlinear.BITS):
+            raise ValueError(
+                f"saved_bits takes None or an integer from {nonlinear.BITS[0]} to "
+                f"{nonlinear.BITS[-1]}, got {bits!r}"
+            )
         if self.dtype not in (jnp.bfloat16, jnp.float32):
             raise ValueError(
                 f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
@@ -200,8 +221,20 @@ def _dense(
 
 
 def _norm(config: LlamaConfig, name: str, x: jax.Array) -> jax.Array:
-    norm = nn.RMSNorm(epsilon=config.norm_eps, name=name)
+    norm: nn.Module
+    if config.saved_bits is None:
+        norm = nn.RMSNorm(epsilon=config.norm_eps, name=name)
+    else:
+        norm = fbq_jax.RMSNorm(
+            epsilon=config.norm_eps, bits=config.saved_bits, name=name
+        )
     return norm(x.astype(jnp.float32)).astype(config.dtype)
+
+
+def _gate(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    if config.saved_bits is None:
+        return nn.silu(gate) * up
+    return nonlinear.silu_gate(gate, up, bits=config.saved_bits)
 
 
 class Attention(nn.Module):
@@ -221,11 +254,7 @@ class Attention(nn.Module):
         ends_of_q_and_k = [config.num_heads, config.num_heads + config.num_kv_heads]
         q, k, v = jnp.split(qkv, ends_of_q_and_k, axis=2)
         q, k = rotate(q, tables), rotate(k, tables)
-        # JAX's attention promotes its dtypes itself, which strict promotion refuses.
-        with jax.numpy_dtype_promotion("standard"):
-            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        attended = attended.reshape(*x.shape[:2], config.num_heads * config.head_dim)
-        return dense(config.hidden_size, name="out")(attended)
+        return dense(config.hidden_size, name="out")(attention.attend(q, k, v))
 
 
 class MLP(nn.Module):
@@ -241,7 +270,7 @@ class MLP(nn.Module):
         dense = _dense(config, self.dot_general)
         gate_up = dense(2 * config.intermediate_size, name="gate_up")(x)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        return dense(config.hidden_size, name="down")(nn.silu(gate) * up)
+        return dense(config.hidden_size, name="down")(_gate(config, gate, up))
 
 
 class Layer(nn.Module):
@@ -255,9 +284,9 @@ class Layer(nn.Module):
         self, x: jax.Array, tables: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, None]:
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype, and None."""
-        attention = Attention(self.config, self.dot_general, name="attention")
+        attend = Attention(self.config, self.dot_general, name="attention")
         mlp = MLP(self.config, self.dot_general, name="mlp")
-        x = x + attention(_norm(self.config, "attention_norm", x), tables)
+        x = x + attend(_norm(self.config, "attention_norm", x), tables)
         x = x + mlp(_norm(self.config, "mlp_norm", x))
         return x, None
 
@@ -310,9 +339,10 @@ class Llama(nn.Module):
         x = embed(tokens).astype(config.dtype)
 
         layer = Layer
-        if config.remat:
+        if config.remat != "none":
+            policy = fbq_jax.save_codes if config.remat == "codes" else None
             # The loops of scan keep the two passes apart, so CSE may run.
-            layer = nn.remat(Layer, policy=fbq_jax.save_codes, prevent_cse=False)
+            layer = nn.remat(Layer, policy=policy, prevent_cse=False)
         # "fallback" is where FallbackDot keeps its state; the other name is for those
         # who choose Flax's transport, FallbackDot(collection=...).
         layers = nn.scan(

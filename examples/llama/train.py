@@ -25,8 +25,15 @@ import jax
 import optax
 from tqdm import tqdm
 
-from examples.llama import checkpoint, hf, metrics, plot
-from examples.llama.config import RECIPES, Command, Config, ConfigError, parse_command
+from examples.llama import checkpoint, flops, hf, metrics, plot
+from examples.llama.config import (
+    RECIPES,
+    SAVED_BITS,
+    Command,
+    Config,
+    ConfigError,
+    parse_command,
+)
 from examples.llama.data import (
     Corpus,
     DataError,
@@ -83,8 +90,12 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 f"seq takes at most {sizes.max_seq_len} with the model in "
                 f"{config.from_hf}, got {config.seq}"
             )
-    sizes = dataclasses.replace(sizes, remat=config.remat)
-    recipe = RECIPES[config.recipe]
+    recipe, saved_bits = RECIPES[config.recipe], config.saved_bits
+    if saved_bits is None and recipe is not None:
+        saved_bits = SAVED_BITS
+    sizes = dataclasses.replace(
+        sizes, remat=config.remat, saved_bits=saved_bits or None
+    )
     dot_general = None if recipe is None else FallbackDot(recipe)
     return Llama(sizes, dot_general), weights, corpus
 
@@ -121,6 +132,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
         state = checkpoint.restore(out / "checkpoints", state)
     first = int(state.step)
     stats_before = state.stats()
+    flops_per_token, peak = flops.per_token(model.config, config.seq), flops.peak()
     print(
         f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
         f"{jax.default_backend()}, {len(corpus.train):,} training tokens"
@@ -138,6 +150,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
             record = {"step": step, **jax.device_get(measured)}
             seconds = time.perf_counter() - started
             record["tokens_per_s"] = config.batch * config.seq / seconds
+            if peak is not None:
+                record["mfu"] = record["tokens_per_s"] * flops_per_token / peak
 
             last = step == config.steps
             if last or step % config.eval_every == 0:
@@ -214,6 +228,10 @@ def read_options(out: Path) -> dict[str, Any]:
         options = dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
         raise RunError(f"{file} is damaged: {error}") from error
+    # As the runs went that had no such choice yet.
+    if isinstance(remat := options.get("remat"), bool):
+        options["remat"] = "codes" if remat else "none"
+        options.setdefault("saved_bits", 0)
     known = {option.name for option in dataclasses.fields(Config)} | {"corpus"}
     if options.keys() != known:
         raise RunError(
@@ -248,6 +266,8 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
         "loss": f"{record['loss']:.3f}",
         "tokens/s": f"{record['tokens_per_s']:,.0f}",
     }
+    if "mfu" in record:
+        shown["mfu"] = f"{record['mfu']:.1%}"
     if rates := [layer["rate"].mean() for layer in record["fallback"].values()]:
         shown["fallback"] = f"{sum(rates) / len(rates):.0%}"
     bar.set_postfix(shown, refresh=False)

@@ -192,15 +192,48 @@ def loss_and_grads(
 
 
 @pytest.mark.parametrize("dot_general", [None, fbq_jax.fallback_dot])
-def test_remat_keeps_loss_state_and_gradients(dot_general: Any) -> None:
-    remat = dataclasses.replace(CONFIG, remat=True)
-    outputs, (grads, _) = loss_and_grads(CONFIG, dot_general, "fallback")
+@pytest.mark.parametrize(("kind", "saved_bits"), [("codes", 10), ("full", None)])
+def test_remat_keeps_loss_state_and_gradients(
+    dot_general: Any, kind: str, saved_bits: int | None
+) -> None:
+    config = dataclasses.replace(CONFIG, saved_bits=saved_bits)
+    remat = dataclasses.replace(config, remat=kind)
+    outputs, (grads, _) = loss_and_grads(config, dot_general, "fallback")
     outputs_again, (grads_again, _) = loss_and_grads(remat, dot_general, "fallback")
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
         (outputs, grads),
         (outputs_again, grads_again),
     )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_saved_bits_leave_parameters_and_logits_as_they_are(
+    dtype: Any, tie_embeddings: bool
+) -> None:
+    config = dataclasses.replace(CONFIG, dtype=dtype, tie_embeddings=tie_embeddings)
+    saving = dataclasses.replace(config, saved_bits=10)
+    params = init(config)
+    jax.tree.map(np.testing.assert_array_equal, init(saving), params)
+    expected = logits_of(config, params, TOKENS)
+    np.testing.assert_array_equal(logits_of(saving, params, TOKENS), expected)
+
+
+@pytest.mark.parametrize("dot_general", [None, fbq_jax.fallback_dot])
+def test_saved_bits_keep_loss_and_state_and_nearly_the_gradients(
+    dot_general: Any,
+) -> None:
+    saving = dataclasses.replace(CONFIG, saved_bits=10)
+    outputs, (grads, _) = loss_and_grads(CONFIG, dot_general, "fallback")
+    outputs_again, (grads_again, _) = loss_and_grads(saving, dot_general, "fallback")
+    jax.tree.map(np.testing.assert_array_equal, outputs_again, outputs)
+
+    def check(grad: jax.Array, saved: jax.Array) -> None:
+        error = np.linalg.norm(saved - grad) / np.linalg.norm(grad)
+        assert error < (0.005 if dot_general is None else 0.05)
+
+    jax.tree.map(check, grads, grads_again)
 
 
 @pytest.mark.parametrize("collection", ["fallback", "_overwrite_with_gradient"])
@@ -263,7 +296,10 @@ def count_spied(jaxpr: jax.extend.core.Jaxpr) -> int:
         ("rope_theta", -1.0, "a positive number"),
         ("rope_theta", "1e4", "a positive number"),
         ("norm_eps", 0, "a positive number"),
-        ("remat", "yes", "a bool"),
+        ("remat", True, "one of none, codes, full, got True"),
+        ("saved_bits", 3, "None or an integer from 4 to 12, got 3"),
+        ("saved_bits", True, "None or an integer from 4 to 12, got True"),
+        ("tie_embeddings", "yes", "a bool"),
         ("dtype", jnp.float16, "jnp.bfloat16 or jnp.float32"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from examples.llama import checkpoint, hf, metrics, step, train
+from examples.llama import checkpoint, flops, hf, metrics, step, train
 from examples.llama.config import Config, ConfigError, parse_command
 from examples.llama.model import Llama, LlamaConfig
 from tests.examples.make_hf_fixture import FIXTURE
@@ -239,6 +239,8 @@ def test_config_of_another_version_is_an_error(
         ("--compare=bf16 --recipe=block", "leave --recipe out"),
         ("--batch=6 --accumulate=4", r"accumulate takes a divisor of batch \(6\)"),
         ("--steps=0", "steps takes an integer from 1 on, got 0"),
+        ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
+        ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
         ("--lr=nan", "lr takes a finite positive number"),
         ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
         ("--data=/nowhere", "/nowhere does not exist"),
@@ -379,6 +381,56 @@ def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -
     state = checkpoint.restore(whole_run / "checkpoints", state)
     for stats in state.stats().values():
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "saved"),
+    [
+        ("fallback", None, 10),
+        ("block", None, 10),
+        ("bf16", None, None),
+        ("fallback", 0, None),
+        ("bf16", 8, 8),
+    ],
+)
+def test_quantized_recipes_save_ten_bits_unless_asked(
+    config: Config, recipe: str, asked: int | None, saved: int | None
+) -> None:
+    config = dataclasses.replace(config, recipe=recipe, saved_bits=asked)
+    assert train.build(config)[0].config.saved_bits == saved
+
+
+@pytest.mark.parametrize(("remat", "name"), [(False, "none"), (True, "codes")])
+def test_a_run_of_before_saved_bits_resumes_as_it_was(
+    whole_run: Path, tmp_path: Path, remat: bool, name: str
+) -> None:
+    out = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    options = json.loads((out / "config.json").read_text()) | {"remat": remat}
+    del options["saved_bits"]
+    (out / "config.json").write_text(json.dumps(options))
+    upgraded = train.read_options(out)
+    assert upgraded == options | {"remat": name, "saved_bits": 0}
+    assert train.main([f"--out={out}", "--resume"]) == 0
+
+
+def test_model_flop_utilization_where_the_peak_is_known(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(flops, "peak", lambda: 1e9)
+    argv = flags(dataclasses.replace(config, steps=2), f"--out={tmp_path / 'run'}")
+    assert train.main(argv) == 0
+    output = capsys.readouterr()
+    per_token = flops.per_token(train.build(config)[0].config, config.seq)
+    records = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    for record in records:
+        expected = record["tokens_per_s"] * per_token / 1e9
+        assert record["mfu"] == pytest.approx(expected)
+    assert f"mfu={records[-1]['mfu']:.1%}" in output.err
+    median = metrics.summarize(records).mfu
+    assert f"tokens/s, {median:.1%} model FLOP utilization" in output.out
 
 
 def test_recipes_start_from_the_same_weights(config: Config) -> None:

@@ -1,0 +1,85 @@
+"""Attention's core: who computes it, and that it makes no difference."""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.llama import attention
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, backend: str, capability: str) -> None:
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "dtype", "head_dim", "expected"),
+    [
+        ("gpu", "9.0", jnp.bfloat16, 128, "cudnn"),
+        ("gpu", "8.0", jnp.float16, 64, "cudnn"),
+        ("gpu", "12.0", jnp.bfloat16, 8, "cudnn"),
+        ("gpu", "7.5", jnp.bfloat16, 128, "xla"),
+        ("gpu", "gfx942", jnp.bfloat16, 128, "xla"),
+        ("gpu", "9.0", jnp.float32, 128, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 12, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 136, "xla"),
+        ("cpu", "", jnp.bfloat16, 128, "xla"),
+    ],
+)
+def test_who_computes(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    capability: str,
+    dtype: jnp.dtype,
+    head_dim: int,
+    expected: str,
+) -> None:
+    pretend(monkeypatch, backend, capability)
+    assert attention.implementation(dtype, head_dim) == expected
+
+
+def test_attend_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def spy(q: jax.Array, *_: jax.Array, is_causal: bool, implementation: str) -> Any:
+        asked.append((is_causal, implementation))
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    q = jnp.ones((1, 3, 2, 8), jnp.bfloat16)
+    assert attention.attend(q, q, q).shape == (1, 3, 16)
+    pretend(monkeypatch, "gpu", "9.0")
+    attention.attend(q, q, q)
+    assert asked == [(True, "xla"), (True, "cudnn")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seq", [1, 77, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cudnn_agrees_with_xla(
+    monkeypatch: pytest.MonkeyPatch, seq: int, head_dim: int
+) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (4, 2, 2, 4)
+    q, k, v, dy = (
+        jax.random.normal(key, (2, seq, n, head_dim), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    )
+    dy = dy.reshape(2, seq, -1)
+
+    def results() -> list[np.ndarray]:
+        with jax.numpy_dtype_promotion("standard"):
+            out, backward = jax.vjp(attention.attend, q, k, v)
+            arrays = jax.tree.leaves((out, backward(dy)))
+        return [np.asarray(x, np.float32) for x in arrays]
+
+    assert attention.implementation(q.dtype, head_dim) == "cudnn"
+    by_cudnn = results()
+    monkeypatch.setattr(attention, "implementation", lambda *_: "xla")
+    for a, b in zip(by_cudnn, results(), strict=True):
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-6
