@@ -78,7 +78,7 @@ def first_call(
 
 def first_step(
     step: Any, state: Any, *args: Any
-) -> tuple[Callable[..., Any], float, Any]:
+) -> tuple[jax.stages.Compiled, float, Any]:
     """As ``first_call``, for a jitted ``(state, *args) -> (state, metrics)``.
 
     Returns:

@@ -36,19 +36,25 @@ def saved_bytes(
         strict=True,
     )
     of_params = sum(_bytes(leaf) for leaf, same in pairs if leaf.shape == same.shape)
-    memory = jax.jit(forward).lower(params, x).compile().memory_analysis()
+    memory = _analysis(jax.jit(forward).lower(params, x).compile())
     return (memory.output_size_in_bytes - of_params) / len(x)
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """What a program has allocated at once: arguments, outputs and temporaries."""
-    memory = compiled.memory_analysis()
+    memory = _analysis(compiled)
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
+
+
+def _analysis(compiled: jax.stages.Compiled) -> Any:
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis
 
 
 def _bytes(x: jax.ShapeDtypeStruct) -> int:

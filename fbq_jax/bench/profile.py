@@ -31,13 +31,13 @@ def rows(
     for shape in shapes:
         for name in _RECIPES:
             program = block.prepare(shape, recipes[name], implementation)
-            times: collections.Counter[str] = collections.Counter()
+            times: dict[str, float] = collections.defaultdict(float)
             for kernel, ms in measure.kernels(program.step, *program.operands):
                 times[kernel] += ms
-            whole = times.total()
+            whole = sum(times.values())
             yield _row(f"{name}: all kernels", program.by, shape, whole, whole)
             short = 0.0
-            for kernel, ms in times.most_common():
+            for kernel, ms in sorted(times.items(), key=lambda item: -item[1]):
                 if ms < _LEAST * whole:
                     short += ms
                 else:
