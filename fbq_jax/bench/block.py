@@ -45,8 +45,7 @@ def rows(
     # A burst keeps all its results, gradients of all weights.
     effort = effort._replace(launches=min(effort.launches, 5))
     for shape in shapes:
-        hidden, _, tokens = shape
-        sequence = min(SEQUENCE, tokens // 2)
+        tokens = shape[-1]
         baseline: Row | None = None
         exact: tuple[jax.Array, ...] = ()
         for name, recipe in llama.recipes().items():
@@ -65,7 +64,7 @@ def rows(
                 measure.require(error, _LOSS, f"{array} of {name} at {shape}")
             measured = row(
                 measure.timing(program.step, *program.operands, effort=effort),
-                llama.work(llama.weights(params), 1, tokens, sequence, hidden),
+                llama.work(program.config, tokens),
                 baseline,
                 what=name,
                 implementation=program.by,
@@ -73,7 +72,7 @@ def rows(
                 fallback=mean_rate(variables),
                 errors=errors,
                 compile_s=program.compile_s,
-                saved_bytes=memory.saved_bytes(program.output, params, x) / sequence,
+                saved_bytes=memory.saved_bytes(program.output, params, x) / x.shape[1],
                 peak_bytes=memory.peak_bytes(program.step),
             )
             baseline = baseline or measured
@@ -84,6 +83,7 @@ class Program(NamedTuple):
     """A compiled block.
 
     Attributes:
+      config: of the block.
       by: what multiplies.
       output: ``(params, x) -> y``, to be differentiated.
       step: compiled ``(params, x, dy, variables) -> (y, dx, dparams)``.
@@ -91,6 +91,7 @@ class Program(NamedTuple):
       compile_s: seconds of its first call.
     """
 
+    config: Any
     by: str
     output: Callable[[Any, jax.Array], jax.Array]
     step: Any
@@ -111,7 +112,7 @@ def prepare(
     by, dot_general = choose(recipe, implementation)
     config = llama.config(hidden, intermediate, sequence, quantized=recipe is not None)
     layer, tables = llama.layer(config, dot_general)
-    variables = layer.init(keys[2], x, tables)
+    variables = jax.jit(layer.init)(keys[2], x, tables)
     params = variables.pop("params")
 
     def forward(params: Any, x: jax.Array, variables: Any) -> tuple[jax.Array, Any]:
@@ -134,6 +135,7 @@ def prepare(
     operands = params, x, dy, variables
     compiled, compile_s = measure.first_call(step, *operands)
     return Program(
+        config,
         by,
         lambda params, x: forward(params, x, variables)[0],
         compiled,

@@ -8,7 +8,7 @@ import fbq_jax.recipes
 from fbq_jax.recipe import Recipe
 
 try:
-    from examples.llama import model, step
+    from examples.llama import flops, model, step
     from examples.llama.config import Config
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -68,16 +68,9 @@ def trainer(config: model.LlamaConfig, dot_general: Any) -> tuple[step.TrainStat
     return state, step.make_train_step(llama, optimizer, schedule)
 
 
-def weights(params: Any) -> int:
-    """How many weights multiply each token: those of all dense layers."""
-    leaves = jax.tree.leaves_with_path(params)
-    return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
+def work(config: model.LlamaConfig, tokens: int) -> float:
+    """Operations of the layers' forward and backward passes, and of the head's.
 
-
-def work(weights: int, layers: int, tokens: int, sequence: int, hidden: int) -> float:
-    """Operations of a forward and backward pass (as in arXiv 2204.02311, appendix B).
-
-    Six for each weight and token; and in each layer twelve for each channel and each
-    token that a token attends to, which causal attention makes half the sequence.
+    In sequences of the longest that there are.
     """
-    return 6.0 * tokens * (weights + layers * hidden * sequence)
+    return float(tokens * flops.per_token(config, config.max_seq_len))

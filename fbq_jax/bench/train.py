@@ -44,18 +44,15 @@ def rows(
         exact = 0.0
         for name, recipe in llama.recipes().items():
             by, dot_general = choose(recipe, implementation)
-            state, step = llama.trainer(
-                llama.config(
-                    hidden,
-                    intermediate,
-                    sequence,
-                    layers=layers,
-                    vocabulary=VOCABULARY,
-                    quantized=recipe is not None,
-                ),
-                dot_general,
+            config = llama.config(
+                hidden,
+                intermediate,
+                sequence,
+                layers=layers,
+                vocabulary=VOCABULARY,
+                quantized=recipe is not None,
             )
-            weights = llama.weights(state.params)
+            state, step = llama.trainer(config, dot_general)
             compiled, compile_s, state = measure.first_step(step, state, tokens)
             for _ in range(_STEPS):
                 state, metrics = compiled(state, tokens)
@@ -67,7 +64,7 @@ def rows(
             timing, state = measure.loop(compiled, state, tokens, effort=effort)
             measured = row(
                 timing,
-                llama.work(weights, layers, sequences * sequence, sequence, hidden),
+                llama.work(config, sequences * sequence),
                 baseline,
                 what=name,
                 implementation=by,
