@@ -86,7 +86,7 @@ def rms_norm_quantize(
     """
     wide = x.astype(jnp.float32)
     rstd = find_rstd(jnp.mean(wide * wide, axis=-1, keepdims=True), epsilon)
-    y = apply_norm(wide, rstd, gain[:, None, :]).astype(x.dtype)
+    y = _round(apply_norm(wide, rstd, gain[:, None, :]), x.dtype)
     operand = _quantize(ops, y, theta, seeds, block, criterion, columns)
     return NormQuantized(operand, packing.quantize(wide * rstd, bits), rstd)
 
@@ -115,7 +115,7 @@ def silu_gate_quantize(
       ops: who quantizes: a module with the ops of ``reference``.
     """
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    y = jax.nn.silu(gate) * up
+    y = silu_gate(gate, up)
     operand = _quantize(ops, y, theta, seeds, block, criterion, columns)
     return GateQuantized(operand, *silu_factors(gate, up, bits))
 
@@ -162,6 +162,14 @@ def apply_norm(x: jax.Array, rstd: jax.Array, gain: jax.Array | None) -> jax.Arr
     return x * rstd if gain is None else x * (rstd * gain)
 
 
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """``jax.nn.silu(gate) * up``, rounded to their dtype after each of its steps."""
+    wide = gate.astype(jnp.float32)
+    sigmoid = _round(jax.nn.sigmoid(wide), gate.dtype).astype(jnp.float32)
+    silu = _round(wide * sigmoid, gate.dtype).astype(jnp.float32)
+    return _round(silu * up.astype(jnp.float32), gate.dtype)
+
+
 def silu_factors(gate: jax.Array, up: jax.Array, bits: int) -> tuple[Packed, Packed]:
     """What the gradient of ``silu(gate) * up`` is to be multiplied by, packed.
 
@@ -184,7 +192,18 @@ def with_slope(
 def times_packed(dy: jax.Array, packed: Packed, bits: int) -> jax.Array:
     """The product with what was saved, in float32, rounded once."""
     factor = packing.dequantize(packed, dy.shape[-1], bits)
-    return (dy.astype(jnp.float32) * factor).astype(dy.dtype)
+    return _round(dy.astype(jnp.float32) * factor, dy.dtype)
+
+
+def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rounds float32, also where a compiler would leave out a cast and its reverse.
+
+    To bfloat16 only, which has float32's exponents: to float16's, XLA's operation
+    would make zeros of its subnormal numbers.
+    """
+    if dtype == jnp.bfloat16:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
 
 
 def _quantize(

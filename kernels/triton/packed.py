@@ -23,18 +23,17 @@ def store_packed(planes, scales, tiles, batch, i, j, rows, groups, BITS: tl.cons
     r: tl.constexpr = 4 * tiles[0].shape[0]
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
     for k in tl.static_range(4):
-        row = 4 * tl.arange(0, r // 4)[:, None] + k
-        inside = row < rows - i * r
-        at = ((batch * rows + i * r) + row) * groups + j
+        row = i * r + 4 * tl.arange(0, r // 4) + k
+        group, inside = (batch * rows + row) * groups + j, row < rows
         bits = tiles[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        amax = tl.max(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)
+        amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
         scale, inverse = scale_of(amax, 1.0 * LIMIT, TINY)
-        tl.store(scales + at, scale, inside)
-        v = tiles[k] * inverse + MAGIC
+        tl.store(scales + group, scale, inside)
+        v = tiles[k] * inverse[:, None] + MAGIC
         words = v.to(tl.int32, bitcast=True) + LIMIT
         for p in tl.static_range(4):
             if BITS & (8 >> p):
-                _store_plane(planes[p], words, at, inside, BITS, 8 >> p)
+                _store_plane(planes[p], words, group, inside, BITS, 8 >> p)
 
 
 @triton.jit
@@ -48,8 +47,8 @@ def _store_plane(plane, words, group, inside, BITS: tl.constexpr, WIDTH: tl.cons
     chunks = tl.sum(chunks << (8 * tl.arange(0, 4))[None, None, None, :], 3)
     packed = tl.sum(chunks << (WIDTH * tl.arange(0, A_BYTE))[None, :, None], 1)
     plane = plane.to(tl.pointer_type(tl.int32), bitcast=True)
-    plane += group * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
-    tl.store(plane, packed, inside)
+    word = group[:, None] * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
+    tl.store(plane + word, packed, inside[:, None])
 
 
 @triton.jit
@@ -60,15 +59,14 @@ def load_packed(
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
     tiles = ()
     for k in tl.static_range(4):
-        row = 4 * tl.arange(0, r // 4)[:, None] + k
-        inside = row < rows - i * r
-        at = ((batch * rows + i * r) + row) * groups + j
+        row = i * r + 4 * tl.arange(0, r // 4)[:, None] + k
+        group, inside = (batch * rows + row) * groups + j, row < rows
         words = tl.zeros((r // 4, GROUP), tl.int32)
         for p in tl.static_range(4):
             if BITS & (8 >> p):
-                words = _append_chunks(words, planes[p], at, inside, 8 >> p)
+                words = _append_chunks(words, planes[p], group, inside, 8 >> p)
         codes = (words + (MAGIC_BITS - LIMIT)).to(tl.float32, bitcast=True) - MAGIC
-        tiles += (codes * tl.load(scales + at, inside, 0.0),)
+        tiles += (codes * tl.load(scales + group, inside, 0.0),)
     return tiles
 
 

@@ -2,8 +2,8 @@
 
 One program makes and quantizes one block, in parts one below the other, because more
 than the block lives in registers: what it is made of, in float32, and what is saved.  A
-part is made once for the scale, which is of them all, and once more for the codes, of
-operands that a cache then has.
+part is made once for the scale, which is of them all, and for what is saved, and once
+more for the codes, of operands that a cache then has.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ from fbq_jax.kernels.triton.tiles import (
     widen,
 )
 
-PART = 32  # rows of a part
-NUM_WARPS = 4
+# Rows of a part, and warps: what leaves the most warps on a Hopper SM without spills.
+CONFIGS = {"norm": (32, 8), "gate": (16, 4), "grad": (32, 8)}
 
 
 def fuses(block: Block, width: int) -> bool:
@@ -133,6 +133,7 @@ def silu_gate_grad_quantize(
             ops=quantize,
         )
     out = _Matrices((batch, height, 2 * width), block)
+    part, num_warps = CONFIGS["grad"]
     codes, scales, column_codes, column_scales = launch(
         _silu_gate_grad_quantize,
         dy,
@@ -148,11 +149,11 @@ def silu_gate_grad_quantize(
             *out.by_columns(wanted=columns is not None),
         ],
         grid=(out.programs // 2,),
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         num_stages=1,
         r=block[0],
         c=block[1],
-        PARTS=block[0] // PART,
+        PARTS=block[0] // part,
         BITS=bits,
         ROWS=rows,
         COLUMNS=columns,
@@ -231,6 +232,7 @@ def _launch(
 ) -> tuple[Operand, Packed, Packed]:
     """The output of ``shape``, quantized, and one or two packed arrays."""
     out = _Matrices(shape, block)
+    part, num_warps = CONFIGS[producer]
     residual_outputs = out.by_rows(wanted=criterion is not None)
     results = launch(
         _produce,
@@ -250,11 +252,11 @@ def _launch(
             *out.packed(bits, wanted=producer == "gate"),
         ],
         grid=(out.programs,),
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         num_stages=1,
         r=block[0],
         c=block[1],
-        PARTS=block[0] // PART,
+        PARTS=block[0] // part,
         PRODUCER=producer,
         BITS=bits,
         CRITERION=criterion,
@@ -315,16 +317,23 @@ def _produce(
     batch, i, j, at, at_column = position(rows, columns, r, c)
     amax = 0.0
     for part in range(i * PARTS, (i + 1) * PARTS):
-        y, _, _ = _make(x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER)
+        y, first, second = _make(
+            x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
+        )
         amax = tl.maximum(amax, find_amax(y), propagate_nan=tl.PropagateNan.ALL)
+        planes = (first_8, first_4, first_2, first_1)
+        store_packed(planes, first_scales, first, batch, part, j, rows, across, BITS)
+        if PRODUCER == "gate":
+            planes = (second_8, second_4, second_2, second_1)
+            store_packed(
+                planes, second_scales, second, batch, part, j, rows, across, BITS
+            )
     scale, inverse = scale_of(amax)
     tl.store(scales + at, scale)
     tl.store(column_scales + at_column, scale)
     lost, total = 0.0, 0.0
     for part in range(i * PARTS, (i + 1) * PARTS):
-        y, first, second = _make(
-            x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
-        )
+        y, _, _ = _make(x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER)
         v = in_scale(y, inverse)
         rounded = nearest(v)
         store_rows(codes, rounded, batch, part, j, rows, columns)
@@ -337,13 +346,6 @@ def _produce(
             lost += sum_abs(residual_of(y, rounded, scale))
         if CRITERION == "l1_rel":
             total += sum_abs(y)
-        planes = (first_8, first_4, first_2, first_1)
-        store_packed(planes, first_scales, first, batch, part, j, rows, across, BITS)
-        if PRODUCER == "gate":
-            planes = (second_8, second_4, second_2, second_1)
-            store_packed(
-                planes, second_scales, second, batch, part, j, rows, across, BITS
-            )
     if CRITERION is not None:
         value = metric_of(amax, scale, lost, total, CRITERION)
         tl.store(metric + at, value)
@@ -386,13 +388,13 @@ def _make(
     y, first, second = (), (), ()
     if PRODUCER == "norm":
         tiles = load(x, batch, i, j, rows, across * c, r, c)
-        column = (batch * across + j) * c + tl.arange(0, c)[None, :]
-        row_gain = tl.load(gain + column)
+        # Loaded as vectors: layouts of the matrices stay those of x then.
+        column_gain = tl.load(gain + (batch * across + j) * c + tl.arange(0, c))
         for k in tl.static_range(4):
-            row = i * r + 4 * tl.arange(0, r // 4)[:, None] + k
-            row_rstd = tl.load(rstd + batch * rows + row, row < rows, 0.0)
+            row = i * r + 4 * tl.arange(0, r // 4) + k
+            row_rstd = tl.load(rstd + batch * rows + row, row < rows, 0.0)[:, None]
             wide = widen(tiles[k])
-            y += ((wide * (row_rstd * row_gain)).to(tiles[k].dtype),)
+            y += ((wide * (row_rstd * column_gain[None, :])).to(tiles[k].dtype),)
             first += (wide * row_rstd,)
     else:
         gates = load(x, batch, i, j, rows, 2 * across * c, r, c)

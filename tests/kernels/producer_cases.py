@@ -1,7 +1,6 @@
 """What every implementation of the ops of ``producers`` must do.
 
-A check takes the module that has the op and compares it with the definition, on the
-CPU.  Functions such as ``exp`` differ in their last bits: scales may by a little, and a
+A check takes the module that has the op and compares it with the definition.  Functions such as ``exp`` differ in their last bits: scales may by a little, and a
 code by one where it was close to a tie.  What is made of equal floats is equal.
 """
 
@@ -18,19 +17,16 @@ from tests.kernels.test_reference import heavy
 
 # shape of the output, dtype, bits, block, criterion, thresholds, columns.
 QUANTIZE = [
-    ((1, 200, 256), "bfloat16", 10, (128, 128), "absmax", (9.0,), "stochastic"),
-    ((2, 70, 128), "float32", 7, (64, 128), "l1_rel", (0.01, 0.02), "nearest"),
-    ((1, 33, 384), "float16", 12, (32, 128), "l1", (20.0,), None),
-    ((1, 100, 128), "bfloat16", 11, (128, 128), None, (0.0,), "stochastic"),
-    ((1, 40, 200), "float32", 10, (64, 128), "absmax", (9.0,), "nearest"),
-    ((1, 40, 128), "bfloat16", 10, (64, 64), None, (0.0,), None),
+    ((1, 140, 256), "bfloat16", 10, (128, 128), "absmax", (9.0,), "stochastic"),
+    ((2, 50, 128), "float32", 7, (64, 128), "l1_rel", (0.01, 0.02), "nearest"),
+    ((1, 33, 256), "float16", 12, (32, 128), None, (0.0,), None),
+    ((1, 40, 200), "bfloat16", 10, (64, 128), "l1", (9.0,), "nearest"),
 ]
 # shape of dy, dtype, bits, block, rows, columns.
 GRAD = [
-    ((1, 200, 256), "bfloat16", 10, (128, 128), "stochastic", "stochastic"),
-    ((2, 70, 128), "float32", 7, (64, 128), "nearest", "stochastic"),
-    ((1, 33, 384), "float16", 12, (32, 128), None, "nearest"),
-    ((1, 260, 128), "bfloat16", 9, (256, 128), "stochastic", None),
+    ((1, 140, 256), "bfloat16", 10, (128, 128), "stochastic", "stochastic"),
+    ((2, 50, 128), "float32", 11, (64, 128), "nearest", "stochastic"),
+    ((1, 40, 256), "float16", 4, (32, 128), None, "nearest"),
     ((1, 40, 200), "bfloat16", 10, (64, 128), "stochastic", "nearest"),
 ]
 
@@ -97,9 +93,9 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
     got = ops.rms_norm_quantize(x, gain, theta, seeds(1), **norm_args)
     norm = _definition("rms_norm_quantize", **norm_args)
     want = norm(x, gain, theta, seeds(1))
-    assert np.isnan(want.operand.main.scales).sum() == 6
+    assert np.isnan(want.operand.main.scales).sum() == 4
     assert (np.asarray(want.operand.main.scales) == 0).sum() == 2
-    assert (np.asarray(want.normalized.scales) == 0).sum() == 2 * 33
+    assert (np.asarray(want.normalized.scales) == 0).sum() == 68
     _check_operand(got.operand, want.operand, block)
     _check_packed(got.normalized, want.normalized, shape[2], bits)
 
@@ -120,14 +116,7 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
 
 @functools.cache
 def _definition(name: str, **kwargs):
-    """The definition, on the CPU: a GPU's XLA may leave out roundings to bfloat16."""
-    function = jax.jit(functools.partial(getattr(producers, name), **kwargs))
-
-    def on_cpu(*operands):
-        with jax.default_device(jax.devices("cpu")[0]):
-            return function(*jax.tree.map(np.asarray, operands))
-
-    return on_cpu
+    return jax.jit(functools.partial(getattr(producers, name), **kwargs))
 
 
 def _check_operand(got, want, block) -> None:
