@@ -43,7 +43,7 @@ CONFIGS = {"norm": (32, 8), "gate": (16, 4), "grad": (32, 8)}
 
 
 def fuses(block: Block, width: int) -> bool:
-    """Whether a row of each block is a group of packed codes, of rows that long."""
+    """Whether each row of a block is a group of the packed codes of rows that long."""
     return block[1] == packing.GROUP and width % packing.GROUP == 0
 
 
