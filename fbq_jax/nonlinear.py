@@ -23,7 +23,6 @@ norms those of its row.  There are no second derivatives (they raise).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax.kernels import packing
+from fbq_jax.kernels import packing, producers
 
 # checkpoint_name of what the forward pass saves for the backward pass.
 SAVED_NAME = "fbq_nonlinear"
@@ -198,8 +197,8 @@ def _scaled_norm_fwd(
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.maximum(variance - mean * mean, 0.0)
         x -= mean
-    rstd = lax.rsqrt(variance + spec.epsilon)
-    y = x * rstd if scale is None else x * (rstd * scale)
+    rstd = producers.find_rstd(variance, spec.epsilon)
+    y = producers.apply_norm(x, rstd, scale)
     normalized = _save(x * rstd, spec.bits)
     return y, _SavedNorm(normalized, checkpoint_name(rstd, SAVED_NAME), scale)
 
@@ -230,7 +229,7 @@ def _gelu(approximate: bool, bits: int, x: jax.Array) -> jax.Array:
 def _gelu_fwd(
     approximate: bool, bits: int, x: jax.Array
 ) -> tuple[jax.Array, packing.Packed]:
-    _, slope = _with_slope(lambda x: jax.nn.gelu(x, approximate), x)
+    _, slope = producers.with_slope(lambda x: jax.nn.gelu(x, approximate), x)
     return jax.nn.gelu(x, approximate), _save(slope, bits)
 
 
@@ -238,7 +237,7 @@ def _gelu_bwd(
     approximate: bool, bits: int, slope: packing.Packed, dy: jax.Array
 ) -> tuple[jax.Array]:
     del approximate
-    return (_times(dy, slope, bits),)
+    return (producers.times_packed(dy, slope, bits),)
 
 
 _gelu.defvjp(_gelu_fwd, _gelu_bwd)
@@ -252,34 +251,19 @@ def _silu_gate(bits: int, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _silu_gate_fwd(
     bits: int, gate: jax.Array, up: jax.Array
-) -> tuple[jax.Array, tuple[packing.Packed, packing.Packed]]:
-    value, slope = _with_slope(jax.nn.silu, gate)
-    saved = _save(up.astype(jnp.float32) * slope, bits), _save(value, bits)
+) -> tuple[jax.Array, tuple[packing.Packed, ...]]:
+    saved = tuple(_save(factor, bits) for factor in producers.silu_factors(gate, up))
     return jax.nn.silu(gate) * up, saved
 
 
 def _silu_gate_bwd(
-    bits: int, saved: tuple[packing.Packed, packing.Packed], dy: jax.Array
+    bits: int, saved: tuple[packing.Packed, ...], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    by_gate, by_up = saved
-    return _times(dy, by_gate, bits), _times(dy, by_up, bits)
+    by_gate, by_up = (producers.times_packed(dy, factor, bits) for factor in saved)
+    return by_gate, by_up
 
 
 _silu_gate.defvjp(_silu_gate_fwd, _silu_gate_bwd)
-
-
-def _with_slope(
-    function: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """An elementwise function's value and derivative, in float32."""
-    x = x.astype(jnp.float32)
-    return jax.jvp(function, (x,), (jnp.ones_like(x),))
-
-
-def _times(dy: jax.Array, packed: packing.Packed, bits: int) -> jax.Array:
-    """The product with what was saved, in float32, rounded once."""
-    factor = packing.dequantize(packed, dy.shape[-1], bits)
-    return (dy.astype(jnp.float32) * factor).astype(dy.dtype)
 
 
 def _save(x: jax.Array, bits: int) -> packing.Packed:

@@ -7,7 +7,8 @@ saves for its backward pass, and no floats.
 
 An op is defined as the composition of the layer and ``reference``'s quantization; an
 implementation that cannot fuse the two is the same composition with a quantization of
-its own (``ops``).  The layer's output is rounded to its dtype before it is quantized.
+its own (``ops``).  A layer computes in float32, and its output is rounded once to its
+dtype before it is quantized.
 Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
 """
 
@@ -115,9 +116,11 @@ def silu_gate_quantize(
       ops: who quantizes: a module with the ops of ``reference``.
     """
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    y = silu_gate(gate, up)
+    slope, value = silu_factors(gate, up)
+    y = _round(value * up.astype(jnp.float32), gate_up.dtype)
     operand = _quantize(ops, y, theta, seeds, block, criterion, columns)
-    return GateQuantized(operand, *silu_factors(gate, up, bits))
+    by_gate, by_up = (packing.quantize(factor, bits) for factor in (slope, value))
+    return GateQuantized(operand, by_gate, by_up)
 
 
 def silu_gate_grad_quantize(
@@ -162,23 +165,14 @@ def apply_norm(x: jax.Array, rstd: jax.Array, gain: jax.Array | None) -> jax.Arr
     return x * rstd if gain is None else x * (rstd * gain)
 
 
-def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """``jax.nn.silu(gate) * up``, rounded to their dtype after each of its steps."""
-    wide = gate.astype(jnp.float32)
-    sigmoid = _round(jax.nn.sigmoid(wide), gate.dtype).astype(jnp.float32)
-    silu = _round(wide * sigmoid, gate.dtype).astype(jnp.float32)
-    return _round(silu * up.astype(jnp.float32), gate.dtype)
-
-
-def silu_factors(gate: jax.Array, up: jax.Array, bits: int) -> tuple[Packed, Packed]:
-    """What the gradient of ``silu(gate) * up`` is to be multiplied by, packed.
+def silu_factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the gradient of ``silu(gate) * up`` is multiplied by, in float32.
 
     Returns:
-      For the gate's, ``up * silu'(gate)``; for up's, ``silu(gate)``.
+      For the gate's gradient, ``up * silu'(gate)``; for up's, ``silu(gate)``.
     """
     value, slope = with_slope(jax.nn.silu, gate)
-    by_gate = packing.quantize(up.astype(jnp.float32) * slope, bits)
-    return by_gate, packing.quantize(value, bits)
+    return up.astype(jnp.float32) * slope, value
 
 
 def with_slope(

@@ -403,18 +403,10 @@ def _make(
             gate, up = widen(gates[k]), widen(ups[k])
             sigmoid = 1.0 / (1.0 + tl.exp(-gate))
             silu = gate * sigmoid
-            # In the type of x, each step is rounded to it.
-            rounded = _round(gate * _round(sigmoid, x), x)
-            y += ((rounded * up).to(gates[k].dtype),)
+            y += ((silu * up).to(gates[k].dtype),)
             first += (up * (sigmoid + silu * (1.0 - sigmoid)),)
             second += (silu,)
     return y, first, second
-
-
-@triton.jit
-def _round(values, x):
-    """To the type that x points to, and back to float32."""
-    return widen(values.to(x.dtype.element_ty))
 
 
 @triton.jit
