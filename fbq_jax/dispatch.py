@@ -106,7 +106,9 @@ def choose(
         if reason := _refusal(implementation, op, sides):
             raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
         reason = f"{source}= asks for it"
-        return Choice(op, implementation, reason + _passes(implementation, op, sides, width))
+        return Choice(
+            op, implementation, reason + _passes(implementation, op, sides, width)
+        )
     refusals = []
     for name in IMPLEMENTATIONS:
         reason = _refusal(name, op, sides)

@@ -40,6 +40,7 @@ from fbq_jax.kernels.triton.tiles import (
 
 # Rows of a part, and warps: what leaves the most warps on a Hopper SM without spills.
 CONFIGS = {"norm": (32, 8), "gate": (16, 4), "grad": (32, 8)}
+_WIDTHS = (8, 4, 2, 1)
 
 
 def fuses(block: Block, width: int) -> bool:
@@ -192,19 +193,17 @@ class _Matrices:
 
     def packed(self, bits: int, *, wanted: bool) -> list[jax.ShapeDtypeStruct]:
         """A plane for each width that a chunk may have, and scales."""
+
+        def output(size: int, dtype: type, *, wanted: bool) -> jax.ShapeDtypeStruct:
+            shape = (self.batch, self.rows, size) if wanted else (0,)
+            return jax.ShapeDtypeStruct(shape, dtype)
+
         return [
-            jax.ShapeDtypeStruct(
-                (self.batch, self.rows, self.width // 8 * width)
-                if wanted and bits & width
-                else (0,),
-                jnp.uint8,
-            )
-            for width in (8, 4, 2, 1)
-        ] + [
-            jax.ShapeDtypeStruct(
-                (self.batch, self.rows, self.width // packing.GROUP) if wanted else (0,),
-                jnp.float32,
-            )
+            *(
+                output(self.width // 8 * w, jnp.uint8, wanted=wanted and bool(bits & w))
+                for w in _WIDTHS
+            ),
+            output(self.width // packing.GROUP, jnp.float32, wanted=wanted),
         ]
 
 
@@ -213,7 +212,7 @@ def _slots(
 ) -> list[jax.Array]:
     """A plane for each width that a chunk may have."""
     by_width = dict(zip(packing.chunk_widths(bits), planes, strict=True))
-    return [by_width.get(width, unused) for width in (8, 4, 2, 1)]
+    return [by_width.get(width, unused) for width in _WIDTHS]
 
 
 def _launch(
@@ -333,7 +332,9 @@ def _produce(
     tl.store(column_scales + at_column, scale)
     lost, total = 0.0, 0.0
     for part in range(i * PARTS, (i + 1) * PARTS):
-        y, _, _ = _make(x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER)
+        y, _, _ = _make(
+            x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
+        )
         v = in_scale(y, inverse)
         rounded = nearest(v)
         store_rows(codes, rounded, batch, part, j, rows, columns)

@@ -1,7 +1,8 @@
 """What every implementation of the ops of ``producers`` must do.
 
-A check takes the module that has the op and compares it with the definition.  Functions such as ``exp`` differ in their last bits: scales may by a little, and a
-code by one where it was close to a tie.  What is made of equal floats is equal.
+A check takes the module that has the op and compares it with the definition.  Functions
+such as ``exp`` differ in their last bits: scales may by a little, and a code by one
+where it was close to a tie.  What is made of equal floats is equal.
 """
 
 import functools
@@ -63,9 +64,7 @@ def check_gate(
         _check_packed(packed, expected, shape[2], bits)
 
 
-def check_grad(
-    ops: types.ModuleType, shape, dtype, bits, block, rows, columns
-) -> None:
+def check_grad(ops: types.ModuleType, shape, dtype, bits, block, rows, columns) -> None:
     """Bit for bit: the same factors give the same products."""
     pack = jax.jit(packing.quantize, static_argnums=1)
     by_gate, by_up = (pack(heavy(shape, seed), bits) for seed in (1, 2))
@@ -127,7 +126,7 @@ def _check_operand(got, want, block) -> None:
     if want.residual is None:
         assert got.residual is None
         return
-    # What INT8 lost is a matter of the last bits: of its codes, only the product tells.
+    # What INT8 lost is a matter of the last bits, so of both terms only the sum tells.
     taken = np.asarray(want.residual.scales) > 0
     np.testing.assert_array_equal(np.asarray(got.residual.scales) > 0, taken)
     values = [
