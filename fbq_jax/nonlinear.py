@@ -63,7 +63,7 @@ def rms_norm(
     >>> rms_norm(jnp.array([1.0, 7.0]), jnp.array([1.0, 2.0])).round(1)
     Array([0.2, 2.8], dtype=float32)
     """
-    return _norm(_NormSpec(False, epsilon, bits), x, scale, None)
+    return _norm(NormSpec(False, epsilon, bits), x, scale, None)
 
 
 def layer_norm(
@@ -93,7 +93,7 @@ def layer_norm(
     >>> layer_norm(jnp.array([1.0, 2.0, 3.0])).round(3)
     Array([-1.225,  0.   ,  1.225], dtype=float32)
     """
-    return _norm(_NormSpec(True, epsilon, bits), x, scale, bias)
+    return _norm(NormSpec(True, epsilon, bits), x, scale, bias)
 
 
 def gelu(x: jax.Array, approximate: bool = True, *, bits: int = 10) -> jax.Array:
@@ -145,7 +145,7 @@ def _check(bits: int, **operands: jax.Array) -> None:
             raise ValueError(f"{name} has no axis to form groups along")
 
 
-class _NormSpec(NamedTuple):
+class NormSpec(NamedTuple):
     """What is static: whether the mean is subtracted, epsilon, bits."""
 
     centered: bool
@@ -154,7 +154,7 @@ class _NormSpec(NamedTuple):
 
 
 def _norm(
-    spec: _NormSpec, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+    spec: NormSpec, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
 ) -> jax.Array:
     _check(spec.bits, x=x)
     for name, parameter in (("scale", scale), ("bias", bias)):
@@ -174,7 +174,7 @@ def _norm(
     return y.astype(x.dtype)
 
 
-class _SavedNorm(NamedTuple):
+class SavedNorm(NamedTuple):
     """What a norm saves; ``rstd`` is ``1 / sqrt(variance + epsilon)`` of each row."""
 
     normalized: packing.Packed
@@ -183,13 +183,13 @@ class _SavedNorm(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scaled_norm(spec: _NormSpec, x: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _scaled_norm(spec: NormSpec, x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return _scaled_norm_fwd(spec, x, scale)[0]
 
 
 def _scaled_norm_fwd(
-    spec: _NormSpec, x: jax.Array, scale: jax.Array | None
-) -> tuple[jax.Array, _SavedNorm]:
+    spec: NormSpec, x: jax.Array, scale: jax.Array | None
+) -> tuple[jax.Array, SavedNorm]:
     # In Flax's order of operations, for its results.
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     if spec.centered:
@@ -199,12 +199,13 @@ def _scaled_norm_fwd(
     rstd = producers.find_rstd(variance, spec.epsilon)
     y = producers.apply_norm(x, rstd, scale)
     normalized = _save(x * rstd, spec.bits)
-    return y, _SavedNorm(normalized, checkpoint_name(rstd, SAVED_NAME), scale)
+    return y, SavedNorm(normalized, checkpoint_name(rstd, SAVED_NAME), scale)
 
 
-def _scaled_norm_bwd(
-    spec: _NormSpec, saved: _SavedNorm, dy: jax.Array
+def norm_bwd(
+    spec: NormSpec, saved: SavedNorm, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of x and of the scale (as a row), float32, from dy in float32."""
     normalized = packing.dequantize(saved.normalized, dy.shape[-1], spec.bits)
     grad, dscale = dy, None
     if saved.scale is not None:
@@ -216,7 +217,7 @@ def _scaled_norm_bwd(
     return saved.rstd * dx, dscale
 
 
-_scaled_norm.defvjp(_scaled_norm_fwd, _scaled_norm_bwd)
+_scaled_norm.defvjp(_scaled_norm_fwd, norm_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

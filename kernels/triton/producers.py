@@ -319,7 +319,6 @@ def _produce(
         y, first, second = _make(
             x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
         )
-        amax = tl.maximum(amax, find_amax(y), propagate_nan=tl.PropagateNan.ALL)
         planes = (first_8, first_4, first_2, first_1)
         store_packed(planes, first_scales, first, batch, part, j, rows, across, BITS)
         if PRODUCER == "gate":
@@ -327,6 +326,7 @@ def _produce(
             store_packed(
                 planes, second_scales, second, batch, part, j, rows, across, BITS
             )
+        amax = tl.maximum(amax, find_amax(y), propagate_nan=tl.PropagateNan.ALL)
     scale, inverse = scale_of(amax)
     tl.store(scales + at, scale)
     tl.store(column_scales + at_column, scale)

@@ -1,0 +1,112 @@
+"""Fused layers against the same layers one after another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax import fused, gemms, nonlinear
+from fbq_jax.dot_general import resolve
+from fbq_jax.nonlinear import NormSpec
+from fbq_jax.recipe import Recipe
+from tests.kernels.test_reference import heavy
+
+K, F, N, ROWS = 160, 96, 64, 70
+NORM = NormSpec(False, 1e-5, 10)
+RECIPES = [Recipe(block=(32, 128, 64)), Recipe(block=32, criterion=None)]
+
+
+def operands(dtype=jnp.float32):
+    gain = 1.0 + 0.3 * jax.random.normal(jax.random.key(1), (K,))
+    shapes = (1, K, 2 * F), (1, F, N)
+    weights = [
+        0.1 * jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes)
+    ]
+    return heavy((1, ROWS, K), dtype=dtype), gain, *(w.astype(dtype) for w in weights)
+
+
+def spec_of(recipe, dtype=jnp.float32):
+    return gemms.Spec(recipe, dtype, dtype, dtype, None)
+
+
+def unfused_norm_matmul(spec, norm, x, gain, w, theta, seed):
+    y = nonlinear.rms_norm(x, gain, epsilon=norm.epsilon, bits=norm.bits)
+    theta = resolve(theta, y, spec.recipe, None)
+    out, metric = gemms.matmul(spec, y, w, jnp.maximum(theta, 0.0), seed)
+    return out, fused.Measured(theta, metric)
+
+
+def unfused_gated_mlp(specs, x, gain, w_up, w_down, thetas, seeds):
+    gate_up, up = unfused_norm_matmul(
+        specs.up, specs.norm, x, gain, w_up, thetas[0], seeds[0]
+    )
+    h = nonlinear.silu_gate(*jnp.split(gate_up, 2, axis=-1), bits=specs.norm.bits)
+    theta = resolve(thetas[1], h, specs.down.recipe, None)
+    y, metric = gemms.matmul(specs.down, h, w_down, jnp.maximum(theta, 0.0), seeds[1])
+    return y, (up, fused.Measured(theta, metric))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def outputs_and_gradients(function, *operands):
+    y, pullback, measured = jax.vjp(function, *operands, has_aux=True)
+    dy = jax.random.normal(jax.random.key(9), y.shape).astype(y.dtype)
+    return y, measured, pullback(dy)
+
+
+def check(fused_layer, unfused_layer, operands, rtol=1e-5):
+    got = outputs_and_gradients(fused_layer, *operands)
+    want = outputs_and_gradients(unfused_layer, *operands)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
+        np.testing.assert_allclose(
+            a, b, rtol=rtol, atol=rtol * np.abs(b).max(initial=0)
+        )
+
+
+@pytest.mark.parametrize("theta", [-1.0, 3.0])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_norm_matmul_is_its_parts(recipe, theta):
+    x, gain, w, _ = operands()
+    scalars = {"theta": jnp.float32(theta), "seed": jnp.uint32(5)}
+    layers = [
+        functools.partial(layer, spec_of(recipe), NORM, **scalars)
+        for layer in (fused.norm_matmul, unfused_norm_matmul)
+    ]
+    check(*layers, (x, gain, w))
+
+
+@pytest.mark.parametrize("theta", [-1.0, 3.0])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gated_mlp_is_its_parts(recipe, theta):
+    specs = fused.GatedSpecs(spec_of(recipe), spec_of(recipe), NORM)
+    scalars = {
+        "thetas": (jnp.float32(theta),) * 2,
+        "seeds": (jnp.uint32(5), jnp.uint32(6)),
+    }
+    layers = [
+        functools.partial(layer, specs, **scalars)
+        for layer in (fused.gated_mlp, unfused_gated_mlp)
+    ]
+    check(*layers, operands())
+
+
+def test_what_is_saved_has_no_floats_but_scales_and_statistics():
+    recipe, dtype = RECIPES[0], jnp.bfloat16
+    specs = fused.GatedSpecs(spec_of(recipe, dtype), spec_of(recipe, dtype), NORM)
+    thetas, seeds = (jnp.float32(1.0),) * 2, (jnp.uint32(5), jnp.uint32(6))
+
+    def saving(*operands):
+        layer = functools.partial(fused.gated_mlp, specs, thetas=thetas, seeds=seeds)
+        return jax.vjp(layer, *operands, has_aux=True)[1]
+
+    saved = jax.tree.leaves(jax.eval_shape(saving, *operands(dtype)))
+    codes = {leaf.shape for leaf in saved if leaf.dtype == jnp.int8}
+    assert codes == {(1, K, ROWS), (1, F, ROWS), (1, K, 2 * F), (1, F, N)}
+    planes = sorted(leaf.shape[2] for leaf in saved if leaf.dtype == jnp.uint8)
+    assert planes == sorted([K, K // 4, F, F // 4, F, F // 4])
+    floats = [leaf for leaf in saved if leaf.dtype not in (jnp.int8, jnp.uint8)]
+    assert max(leaf.size for leaf in floats) <= K  # the gain
