@@ -127,17 +127,9 @@ def stateful_dot_general(
 ) -> tuple[jax.Array, threshold.State]:
     """``dot_general`` with a layer's state: the output and the state after training.
 
-    A caller that evaluates drops the new state.  The state may come from anywhere, so
-    a theta that is not finite and positive counts as unset.
+    A caller that evaluates drops the new state.
     """
-    before = threshold.State(
-        theta=jnp.asarray(state["theta"], jnp.float32),
-        rate=jnp.asarray(state["rate"], jnp.float32),
-        count=jnp.asarray(state["count"], jnp.uint32),
-        seed=jnp.asarray(state["seed"], jnp.uint32),
-    )
-    theta = before["theta"]
-    theta = jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, threshold.UNSET)
+    before = threshold.clean(state)
     out, stats = _seeded_dot_general(
         lhs,
         rhs,
@@ -145,7 +137,7 @@ def stateful_dot_general(
         precision,
         preferred_element_type,
         recipe=recipe,
-        theta=theta,
+        theta=before["theta"],
         seed=threshold.call_seed(before),
         out_sharding=out_sharding,
         implementation=implementation,

@@ -10,8 +10,8 @@ other form in memory.  Kept for the backward pass are INT8 codes of each GEMM's
 operands, packed codes of the norm and of the gate's two factors, and no floats but
 scales and the norm's ``rstd``.
 
-Recipes whose backward GEMMs have scales of their own, or that round X stochastically in
-the forward GEMM, quantize the floats in other ways than these ops; ``fuses`` tells.
+A recipe whose backward GEMMs have scales of their own, or that rounds X stochastically
+in the forward GEMM, asks for codes that these ops do not give; ``fuses`` tells.
 """
 
 import functools

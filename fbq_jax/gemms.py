@@ -182,7 +182,7 @@ def seeds_of(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
 
 
 def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
-    """dY by rows and by columns."""
+    """The codes of dY, by rows and by columns."""
     recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
     if recipe.backward_scales == "block":
         return dispatch.quantize(
@@ -205,7 +205,7 @@ def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
 def backward(
     spec: Spec, lhs: Quantized, rhs: Quantized, grad: Layouts
 ) -> tuple[jax.Array, jax.Array]:
-    """dX and dW, of X by columns, W by rows and dY."""
+    """The gradients dX and dW, of X by columns, W by rows and dY."""
     assert grad.rows is not None
     assert grad.columns is not None
     if spec.recipe.backward_scales == "block":

@@ -6,8 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
-from fbq_jax import fused, gemms, nonlinear
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    NormDense,
+    RMSNorm,
+    fallback_stats,
+    fused,
+    gemms,
+    nonlinear,
+    recipes,
+)
 from fbq_jax.dot_general import resolve
 from fbq_jax.nonlinear import NormSpec
 from fbq_jax.recipe import Recipe
@@ -110,3 +121,64 @@ def test_what_is_saved_has_no_floats_but_scales_and_statistics():
     assert planes == sorted([K, K // 4, F, F // 4, F, F // 4])
     floats = [leaf for leaf in saved if leaf.dtype not in (jnp.int8, jnp.uint8)]
     assert max(leaf.size for leaf in floats) <= K  # the gain
+
+
+DOT = FallbackDot(Recipe(block=32))
+
+
+class Unfused(nn.Module):
+    """What ``GatedMLP`` or, without ``hidden``, ``NormDense`` stands for."""
+
+    features: int
+    hidden: int = 0
+    dot_general: FallbackDot = DOT
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dot_general=self.dot_general
+        )
+        x = RMSNorm(name="norm")(x)
+        if not self.hidden:
+            return dense(self.features, name="dense")(x)
+        gate_up = dense(2 * self.hidden, name="gate_up")(x)
+        h = nonlinear.silu_gate(*jnp.split(gate_up, 2, axis=-1))
+        return dense(self.features, name="down")(h)
+
+
+@pytest.mark.parametrize("collection", ["fallback", "_overwrite_with_gradient"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_modules_are_those_one_after_another(gated, collection):
+    """The same variables, outputs, gradients and state after training."""
+    dot = FallbackDot(Recipe(block=32), collection=collection)
+    module = GatedMLP(40, dot_general=dot) if gated else NormDense(48, dot_general=dot)
+    other = Unfused(48, 40 if gated else 0, dot_general=dot)
+    x = heavy((2, 20, 48))
+    init = [jax.jit(m.init)(jax.random.key(0), x) for m in (module, other)]
+    jax.tree.map(np.testing.assert_array_equal, *init)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def train(module, variables, x):
+        def loss(variables, x):
+            y, updates = module.apply(variables, x, mutable=["fallback"])
+            return jnp.sum(y * y), (y, updates)
+
+        grad = jax.grad(loss, (0, 1), has_aux=True, allow_int=True)
+        (variables, dx), (y, updates) = grad(variables, x)
+        kept = variables.pop("fallback", None)
+        assert (kept is None) == (collection != "fallback")
+        return y, dx, variables, updates
+
+    got, want = (train(m, init[0], x) for m in (module, other))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+    state = {collection: got[3 if collection == "fallback" else 2][collection]}
+    assert len(fallback_stats(state, collection)) == 1 + gated
+    assert all(s.count == 1 for s in fallback_stats(state, collection).values())
+
+
+def test_a_recipe_that_cannot_be_fused_is_named():
+    dot = FallbackDot(recipes.fallback_rowwise_bwd)
+    with pytest.raises(ValueError, match="takes a recipe with backward_scales='block'"):
+        NormDense(8, dot_general=dot).init(jax.random.key(0), jnp.ones((2, 8)))
