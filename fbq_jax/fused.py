@@ -111,8 +111,8 @@ def _norm_forward(
         implementation=spec.implementation,
     )
     y, rhs = _multiply(spec, operand, w, seed, rows=rows)
-    row = gain[None, None, :]
-    saved = SavedNorm(*checkpoint_name((normalized, rstd), SAVED_NAME), row)
+    normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
+    saved = SavedNorm(normalized, rstd, gain[None, None, :])
     return y, Measured(theta, operand.metric), saved, (operand, rhs)
 
 

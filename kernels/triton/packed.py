@@ -66,7 +66,7 @@ def load_packed(
             if BITS & (8 >> p):
                 words = _append_chunks(words, planes[p], group, inside, 8 >> p)
         codes = (words + (MAGIC_BITS - LIMIT)).to(tl.float32, bitcast=True) - MAGIC
-        tiles += (codes * tl.load(scales + group, inside, 0.0),)
+        tiles += (codes * tl.load(scales + group, inside, 0.0),)  # type: ignore[assignment]
     return tiles
 
 

@@ -71,10 +71,11 @@ def rms_norm_quantize(
         return producers.rms_norm_quantize(
             x, gain, theta, seeds, epsilon=epsilon, **options, ops=quantize
         )
+    batch, height, width = x.shape
     wide = x.astype(jnp.float32)
     rstd = producers.find_rstd(jnp.mean(wide * wide, -1, keepdims=True), epsilon)
     operand, normalized, _ = _launch(
-        "norm", x, gain, rstd, theta, seeds, x.shape, **options
+        "norm", x, gain, rstd, theta, seeds, (batch, height, width), **options
     )
     return NormQuantized(operand, normalized, rstd)
 
@@ -395,8 +396,8 @@ def _make(
             row = i * r + 4 * tl.arange(0, r // 4) + k
             row_rstd = tl.load(rstd + batch * rows + row, row < rows, 0.0)[:, None]
             wide = widen(tiles[k])
-            y += ((wide * (row_rstd * column_gain[None, :])).to(tiles[k].dtype),)
-            first += (wide * row_rstd,)
+            y += ((wide * (row_rstd * column_gain[None, :])).to(tiles[k].dtype),)  # type: ignore[assignment]
+            first += (wide * row_rstd,)  # type: ignore[assignment]
     else:
         gates = load(x, batch, i, j, rows, 2 * across * c, r, c)
         ups = load(x, batch, i, j + across, rows, 2 * across * c, r, c)
@@ -404,9 +405,9 @@ def _make(
             gate, up = widen(gates[k]), widen(ups[k])
             sigmoid = 1.0 / (1.0 + tl.exp(-gate))
             silu = gate * sigmoid
-            y += ((silu * up).to(gates[k].dtype),)
-            first += (up * (sigmoid + silu * (1.0 - sigmoid)),)
-            second += (silu,)
+            y += ((silu * up).to(gates[k].dtype),)  # type: ignore[assignment]
+            first += (up * (sigmoid + silu * (1.0 - sigmoid)),)  # type: ignore[assignment]
+            second += (silu,)  # type: ignore[assignment]
     return y, first, second
 
 
@@ -495,5 +496,5 @@ def _times(
     factors = load_packed(planes, scales, batch, i, j, rows, across, r, BITS)
     y = ()
     for k in tl.static_range(4):
-        y += ((widen(tiles[k]) * factors[k]).to(tiles[k].dtype),)
+        y += ((widen(tiles[k]) * factors[k]).to(tiles[k].dtype),)  # type: ignore[assignment]
     return y
