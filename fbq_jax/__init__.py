@@ -12,6 +12,8 @@ from fbq_jax.dot_general import Stats as Stats
 from fbq_jax.dot_general import dot_general as dot_general
 from fbq_jax.linen import FallbackDot as FallbackDot
 from fbq_jax.linen import fallback_dot as fallback_dot
+from fbq_jax.linen_fused import GatedMLP as GatedMLP
+from fbq_jax.linen_fused import NormDense as NormDense
 from fbq_jax.linen_norms import LayerNorm as LayerNorm
 from fbq_jax.linen_norms import RMSNorm as RMSNorm
 from fbq_jax.qtensor import QTensor as QTensor

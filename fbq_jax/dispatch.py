@@ -1,10 +1,10 @@
 """Which implementation of an op runs here, and why.
 
-An op has one signature, that of ``fbq_jax.kernels.reference``, and several
-implementations:
+An op has one signature, that of ``fbq_jax.kernels.reference`` or ``producers``, and
+several implementations:
 
 ========= =======================================================================
-mosaic    for Hopper: the GEMM in Pallas Mosaic GPU, quantization as in triton
+mosaic    for Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton
 triton    for NVIDIA GPUs from Ampere on, through jax-triton
 reference anywhere: the definition
 ========= =======================================================================
@@ -30,7 +30,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from fbq_jax.kernels import reference, rounding, xla
+from fbq_jax.kernels import packing, producers, reference, rounding, xla
+from fbq_jax.kernels.packing import Packed
+from fbq_jax.kernels.producers import GateQuantized, NormQuantized
 from fbq_jax.kernels.reference import (
     Block,
     Criterion,
@@ -41,7 +43,19 @@ from fbq_jax.kernels.reference import (
 from fbq_jax.kernels.rounding import Rounding
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-OPS = ("quantize", "quantize_vectors", "quantize_fallback", "block_metric", "matmul")
+PRODUCERS = (
+    "rms_norm_quantize",
+    "silu_gate_quantize",
+    "silu_gate_grad_quantize",
+)
+OPS = (
+    "quantize",
+    "quantize_vectors",
+    "quantize_fallback",
+    "block_metric",
+    "matmul",
+    *PRODUCERS,
+)
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 _SIDES = (32, 64, 128, 256)
 
@@ -55,13 +69,19 @@ class Choice(NamedTuple):
 
 
 def choose(
-    op: str, sides: Sequence[int], *, implementation: str | None = None
+    op: str,
+    sides: Sequence[int],
+    *,
+    width: int | None = None,
+    implementation: str | None = None,
 ) -> Choice:
     """Chooses the implementation of an op for JAX's default backend.
 
     Args:
       op: one of ``OPS``.
       sides: of the blocks; none where a scale is of a whole row or column.
+      width: of ``PRODUCERS``, the length of the rows of what is packed; None for one
+        that fits.
       implementation: the one to take; by default what ``FBQ_IMPLEMENTATION`` says, or
         the first that can serve the call.
 
@@ -85,14 +105,18 @@ def choose(
             )
         if reason := _refusal(implementation, op, sides):
             raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
-        return Choice(op, implementation, f"{source}= asks for it")
+        reason = f"{source}= asks for it"
+        return Choice(
+            op, implementation, reason + _passes(implementation, op, sides, width)
+        )
     refusals = []
     for name in IMPLEMENTATIONS:
         reason = _refusal(name, op, sides)
         if reason is None:
             break
         refusals.append(f"not {name}: {reason}")
-    return Choice(op, name, "; ".join(refusals) or "the first choice on this GPU")
+    reason = "; ".join(refusals) or "the first choice on this GPU"
+    return Choice(op, name, reason + _passes(name, op, sides, width))
 
 
 def _refusal(implementation: str, op: str, sides: Sequence[int]) -> str | None:
@@ -117,6 +141,22 @@ def _refusal(implementation: str, op: str, sides: Sequence[int]) -> str | None:
     return None
 
 
+def _passes(
+    implementation: str, op: str, sides: Sequence[int], width: int | None
+) -> str:
+    """What a reason adds where a kernel does not do all of an op in one pass."""
+    group = packing.GROUP
+    if implementation == "reference" or op not in PRODUCERS:
+        return ""
+    if sides[1] == group and (width is None or width % group == 0):
+        return ""
+    return (
+        f"; not in one pass, but by its definition and a kernel that quantizes: one "
+        f"pass takes blocks {group} wide and rows of whole blocks, not blocks "
+        f"{sides[1]} wide" + ("" if width is None else f" and rows of {width}")
+    )
+
+
 def _capability() -> int | None:
     """The first GPU's compute capability, times ten; None if it is not NVIDIA's."""
     digits = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")
@@ -129,7 +169,9 @@ def _function(choice: Choice, sides: Sequence[int]) -> Callable[..., Any]:
     """An implementation's function.  Only modules that are used are imported."""
     module: ModuleType
     if choice.implementation == "reference":
-        module = reference
+        module = _definitions(choice.op)
+    elif choice.op in PRODUCERS:
+        from fbq_jax.kernels.triton import producers as module
     elif choice.op == "quantize_vectors":
         from fbq_jax.kernels.triton import vectors as module
     elif choice.op != "matmul":
@@ -141,6 +183,10 @@ def _function(choice: Choice, sides: Sequence[int]) -> Callable[..., Any]:
     else:
         from fbq_jax.kernels.triton import matmul as module
     return getattr(module, choice.op)
+
+
+def _definitions(op: str) -> ModuleType:
+    return producers if op in PRODUCERS else reference
 
 
 def quantize(
@@ -218,6 +264,81 @@ def matmul(
     return _batched(choice, sides, **options)(lhs, residual, rhs)
 
 
+def rms_norm_quantize(
+    x: jax.Array,
+    gain: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    *,
+    epsilon: float,
+    bits: int,
+    block: Block,
+    criterion: Criterion | None,
+    columns: Rounding | None,
+    implementation: str | None = None,
+) -> NormQuantized:
+    """``producers.rms_norm_quantize`` by the implementation chosen."""
+    choice = choose(
+        "rms_norm_quantize", block, width=x.shape[2], implementation=implementation
+    )
+    return _batched(
+        choice,
+        block,
+        epsilon=epsilon,
+        bits=bits,
+        block=block,
+        criterion=criterion,
+        columns=columns,
+    )(x, gain, theta, seeds)
+
+
+def silu_gate_quantize(
+    gate_up: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    *,
+    bits: int,
+    block: Block,
+    criterion: Criterion | None,
+    columns: Rounding | None,
+    implementation: str | None = None,
+) -> GateQuantized:
+    """``producers.silu_gate_quantize`` by the implementation chosen."""
+    choice = choose(
+        "silu_gate_quantize",
+        block,
+        width=gate_up.shape[2] // 2,
+        implementation=implementation,
+    )
+    return _batched(
+        choice, block, bits=bits, block=block, criterion=criterion, columns=columns
+    )(gate_up, theta, seeds)
+
+
+def silu_gate_grad_quantize(
+    dy: jax.Array,
+    by_gate: Packed,
+    by_up: Packed,
+    seeds: jax.Array,
+    *,
+    bits: int,
+    block: Block,
+    rows: Rounding | None,
+    columns: Rounding | None,
+    implementation: str | None = None,
+) -> Layouts:
+    """``producers.silu_gate_grad_quantize`` by the implementation chosen."""
+    choice = choose(
+        "silu_gate_grad_quantize",
+        block,
+        width=dy.shape[2],
+        implementation=implementation,
+    )
+    return _batched(choice, block, bits=bits, block=block, rows=rows, columns=columns)(
+        dy, by_gate, by_up, seeds
+    )
+
+
 def _batched(
     choice: Choice, sides: Sequence[int], **options: Any
 ) -> Callable[..., Any]:
@@ -253,7 +374,9 @@ def _batched_op(
     function = functools.partial(_function(choice, sides), **dict(options))
     if choice.implementation != "reference":
         # What runs on this machine's CPU cannot use a kernel.
-        definition = functools.partial(getattr(reference, choice.op), **dict(options))
+        definition = functools.partial(
+            getattr(_definitions(choice.op), choice.op), **dict(options)
+        )
         function = functools.partial(
             lax.platform_dependent, cpu=definition, default=function
         )

@@ -5,7 +5,7 @@ written in here.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,17 +127,9 @@ def stateful_dot_general(
 ) -> tuple[jax.Array, threshold.State]:
     """``dot_general`` with a layer's state: the output and the state after training.
 
-    A caller that evaluates drops the new state.  The state may come from anywhere, so
-    a theta that is not finite and positive counts as unset.
+    A caller that evaluates drops the new state.
     """
-    before = threshold.State(
-        theta=jnp.asarray(state["theta"], jnp.float32),
-        rate=jnp.asarray(state["rate"], jnp.float32),
-        count=jnp.asarray(state["count"], jnp.uint32),
-        seed=jnp.asarray(state["seed"], jnp.uint32),
-    )
-    theta = before["theta"]
-    theta = jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, threshold.UNSET)
+    before = threshold.clean(state)
     out, stats = _seeded_dot_general(
         lhs,
         rhs,
@@ -145,7 +137,7 @@ def stateful_dot_general(
         precision,
         preferred_element_type,
         recipe=recipe,
-        theta=theta,
+        theta=before["theta"],
         seed=threshold.call_seed(before),
         out_sharding=out_sharding,
         implementation=implementation,
@@ -171,7 +163,7 @@ def _seeded_dot_general(
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     out = _output_shape(lhs, rhs, dimension_numbers, dtype)
     x, w = _as_matrices(lhs, rhs, dimension_numbers)
-    theta = _resolve(theta, x, recipe, implementation)
+    theta = resolve(theta, x, recipe, implementation)
     spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
     y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
     y = y.reshape(out.shape)
@@ -231,17 +223,30 @@ def _as_matrices(
     )
 
 
-def _resolve(
-    theta: jax.Array, x: jax.Array, recipe: Recipe, implementation: str | None
+def resolve(
+    theta: jax.Array,
+    x: jax.Array,
+    recipe: Recipe,
+    implementation: str | None,
+    *,
+    layer: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """Sets an unset threshold from the operand's own blocks."""
+    """Sets an unset threshold from the operand's own blocks.
+
+    Args:
+      theta: float32 ``[]``; ``threshold.UNSET`` or any below 0 is unset.
+      x: ``[B, M, ...]``.
+      recipe: gives the criterion and the range that the threshold should meet.
+      implementation: of the ops.
+      layer: makes the operand ``[B, M, K]`` of ``x``, where there is need of it.
+    """
     criterion = recipe.criterion
     if criterion is None:
         return theta
 
     def own_quantile() -> jax.Array:
         metric = dispatch.block_metric(
-            lax.stop_gradient(x),
+            layer(lax.stop_gradient(x)),
             block=recipe.lhs_block,
             criterion=criterion,
             implementation=implementation,

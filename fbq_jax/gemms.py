@@ -29,7 +29,7 @@ LHS_NAME = "fbq_lhs"
 RHS_NAME = "fbq_rhs"
 
 # Streams of the noise of one call.
-_LHS_STREAM, _RHS_STREAM, _GRAD_STREAM = range(3)
+LHS_STREAM, RHS_STREAM, GRAD_STREAM = range(3)
 
 
 class Spec(NamedTuple):
@@ -59,9 +59,9 @@ def matmul(
       ``[B, M, N]``, and the criterion's metric of each block of x, float32
       ``[B, ceil(M/m), ceil(K/k)]`` (``[B, 0, 0]`` without a criterion).
     """
-    lhs, residual, metric = _quantize_lhs(spec, x, theta, seed, columns=None)
-    rhs = _quantize_rhs(spec, w, seed, rows=None)
-    return _forward(spec, lhs, residual, rhs), metric
+    lhs, residual, metric = quantize_lhs(spec, x, theta, seed, columns=None)
+    rhs = quantize_rhs(spec, w, seed, rows=None)
+    return forward(spec, lhs, residual, rhs), metric
 
 
 def _matmul_fwd(
@@ -72,27 +72,27 @@ def _matmul_fwd(
     recipe = spec.recipe
     if recipe.backward_scales == "block":
         columns, rows = recipe.drhs.lhs, recipe.dlhs.rhs
-        lhs, residual, metric = _quantize_lhs(spec, x, theta, seed, columns=columns)
-        rhs = _quantize_rhs(spec, w, seed, rows=rows)
+        lhs, residual, metric = quantize_lhs(spec, x, theta, seed, columns=columns)
+        rhs = quantize_rhs(spec, w, seed, rows=rows)
         saved_lhs, saved_rhs = lhs.columns, rhs.rows
     else:
-        lhs, residual, metric = _quantize_lhs(spec, x, theta, seed, columns=None)
-        rhs = _quantize_rhs(spec, w, seed, rows=None)
+        lhs, residual, metric = quantize_lhs(spec, x, theta, seed, columns=None)
+        rhs = quantize_rhs(spec, w, seed, rows=None)
         saved_lhs = dispatch.quantize_vectors(
             x,
-            _seeds(seed, _LHS_STREAM, x),
+            seeds_of(seed, LHS_STREAM, x),
             rows=None,
             columns=recipe.drhs.lhs,
             implementation=spec.implementation,
         ).columns
         saved_rhs = dispatch.quantize_vectors(
             w,
-            _seeds(seed, _RHS_STREAM, w),
+            seeds_of(seed, RHS_STREAM, w),
             rows=recipe.dlhs.rhs,
             columns=None,
             implementation=spec.implementation,
         ).rows
-    y = _forward(spec, lhs, residual, rhs)
+    y = forward(spec, lhs, residual, rhs)
     saved_lhs = checkpoint_name(saved_lhs, LHS_NAME)
     saved_rhs = checkpoint_name(saved_rhs, RHS_NAME)
     return (y, metric), (saved_lhs, saved_rhs, seed)
@@ -105,56 +105,18 @@ def _matmul_bwd(
 ) -> tuple[jax.Array, jax.Array, None, None]:
     lhs, rhs, seed = saved
     dy, _ = cotangents
-    recipe = spec.recipe
-    grad_seeds = _seeds(seed, _GRAD_STREAM, dy)
-    if recipe.backward_scales == "block":
-        m, k, n = recipe.sides
-        grad, grad_t = dispatch.quantize(
-            dy,
-            grad_seeds,
-            block=recipe.grad_block,
-            rows=recipe.dlhs.lhs,
-            columns=recipe.drhs.rhs,
-            implementation=spec.implementation,
-        )
-        dlhs_blocks, drhs_blocks = (m, n, k), (k, m, n)
-    else:
-        grad, grad_t = dispatch.quantize_vectors(
-            dy,
-            grad_seeds,
-            rows=recipe.dlhs.lhs,
-            columns=recipe.drhs.rhs,
-            implementation=spec.implementation,
-        )
-        rows, columns = (max(1, size) for size in dy.shape[1:])
-        dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
-    assert grad is not None
-    assert grad_t is not None
-    dx = dispatch.matmul(
-        grad,
-        None,
-        rhs,
-        blocks=dlhs_blocks,
-        dtype=spec.lhs_dtype,
-        implementation=spec.implementation,
-    )
-    dw = dispatch.matmul(
-        lhs,
-        None,
-        grad_t,
-        blocks=drhs_blocks,
-        dtype=spec.rhs_dtype,
-        implementation=spec.implementation,
-    )
+    grad = quantize_grad(spec, dy, seed)
+    dx, dw = backward(spec, lhs, rhs, grad)
     return dx, dw, None, None
 
 
 matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _forward(
+def forward(
     spec: Spec, lhs: Layouts, residual: Quantized | None, rhs: Layouts
 ) -> jax.Array:
+    """Y, of X by rows and W by columns."""
     assert lhs.rows is not None
     assert rhs.columns is not None
     return dispatch.matmul(
@@ -167,7 +129,7 @@ def _forward(
     )
 
 
-def _quantize_lhs(
+def quantize_lhs(
     spec: Spec,
     x: jax.Array,
     theta: jax.Array,
@@ -176,7 +138,7 @@ def _quantize_lhs(
     columns: Rounding | None,
 ) -> tuple[Layouts, Quantized | None, jax.Array]:
     """X by rows and, where asked for, by columns; its residual; its blocks' metric."""
-    recipe, seeds = spec.recipe, _seeds(seed, _LHS_STREAM, x)
+    recipe, seeds = spec.recipe, seeds_of(seed, LHS_STREAM, x)
     if recipe.criterion is None:
         lhs = dispatch.quantize(
             x,
@@ -199,13 +161,13 @@ def _quantize_lhs(
     return Layouts(main, transposed), residual, metric
 
 
-def _quantize_rhs(
+def quantize_rhs(
     spec: Spec, w: jax.Array, seed: jax.Array, *, rows: Rounding | None
 ) -> Layouts:
     """W by columns and, where asked for, by rows."""
     return dispatch.quantize(
         w,
-        _seeds(seed, _RHS_STREAM, w),
+        seeds_of(seed, RHS_STREAM, w),
         block=spec.recipe.rhs_block,
         rows=rows,
         columns=spec.recipe.fwd.rhs,
@@ -213,7 +175,59 @@ def _quantize_rhs(
     )
 
 
-def _seeds(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
-    """One seed for each matrix of the stack ``x [B, ...]``."""
+def seeds_of(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
+    """One seed, uint32 ``[B]``, for each matrix of the stack ``x [B, ...]``."""
     index = jnp.arange(x.shape[0], dtype=jnp.uint32)
     return fold(fold(seed, stream), index)
+
+
+def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
+    """The codes of dY, by rows and by columns."""
+    recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
+    if recipe.backward_scales == "block":
+        return dispatch.quantize(
+            dy,
+            seeds,
+            block=recipe.grad_block,
+            rows=recipe.dlhs.lhs,
+            columns=recipe.drhs.rhs,
+            implementation=spec.implementation,
+        )
+    return dispatch.quantize_vectors(
+        dy,
+        seeds,
+        rows=recipe.dlhs.lhs,
+        columns=recipe.drhs.rhs,
+        implementation=spec.implementation,
+    )
+
+
+def backward(
+    spec: Spec, lhs: Quantized, rhs: Quantized, grad: Layouts
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients dX and dW, of X by columns, W by rows and dY."""
+    assert grad.rows is not None
+    assert grad.columns is not None
+    if spec.recipe.backward_scales == "block":
+        m, k, n = spec.recipe.sides
+        dlhs_blocks, drhs_blocks = (m, n, k), (k, m, n)
+    else:
+        rows, columns = (max(1, size) for size in grad.rows.codes.shape[1:])
+        dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
+    dx = dispatch.matmul(
+        grad.rows,
+        None,
+        rhs,
+        blocks=dlhs_blocks,
+        dtype=spec.lhs_dtype,
+        implementation=spec.implementation,
+    )
+    dw = dispatch.matmul(
+        lhs,
+        None,
+        grad.columns,
+        blocks=drhs_blocks,
+        dtype=spec.rhs_dtype,
+        implementation=spec.implementation,
+    )
+    return dx, dw

@@ -89,7 +89,7 @@ class FallbackDot:
                 out_sharding=out_sharding,
                 implementation=self.implementation,
             )[0]
-        slot = self._slot(module)
+        slot = self.slot(module)
         state = dict(slot.value)  # plain, as its gradient is, even if it came frozen
         out, new = stateful_dot_general(
             state,
@@ -102,15 +102,24 @@ class FallbackDot:
             out_sharding=out_sharding,
             implementation=self.implementation,
         )
+        return self.move(module, slot, new, out)
+
+    def move(
+        self, module: nn.Module, slot: Variable, new: threshold.State, out: jax.Array
+    ) -> jax.Array:
+        """Puts a call's new state in the place of the old; returns the call's output.
+
+        The state stays where it is while the module initializes, or evaluates.
+        """
         if module.is_initializing():
             return out
         if self.collection == OVERWRITE_WITH_GRADIENT:
-            return _return_as_gradient(out, state, _with_floats(new))
+            return _return_as_gradient(out, dict(slot.value), _with_floats(new))
         if module.is_mutable_collection(self.collection):
             slot.value = new
         return out
 
-    def _slot(self, module: nn.Module) -> Variable:
+    def slot(self, module: nn.Module) -> Variable:
         """The variable of this call: a module that calls twice has two."""
         scope, collection = module.scope, self.collection
         assert scope is not None

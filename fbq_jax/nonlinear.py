@@ -23,15 +23,13 @@ norms those of its row.  There are no second derivatives (they raise).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax.kernels import packing
+from fbq_jax.kernels import packing, producers
 
 # checkpoint_name of what the forward pass saves for the backward pass.
 SAVED_NAME = "fbq_nonlinear"
@@ -65,7 +63,7 @@ def rms_norm(
     >>> rms_norm(jnp.array([1.0, 7.0]), jnp.array([1.0, 2.0])).round(1)
     Array([0.2, 2.8], dtype=float32)
     """
-    return _norm(_NormSpec(False, epsilon, bits), x, scale, None)
+    return _norm(NormSpec(False, epsilon, bits), x, scale, None)
 
 
 def layer_norm(
@@ -95,7 +93,7 @@ def layer_norm(
     >>> layer_norm(jnp.array([1.0, 2.0, 3.0])).round(3)
     Array([-1.225,  0.   ,  1.225], dtype=float32)
     """
-    return _norm(_NormSpec(True, epsilon, bits), x, scale, bias)
+    return _norm(NormSpec(True, epsilon, bits), x, scale, bias)
 
 
 def gelu(x: jax.Array, approximate: bool = True, *, bits: int = 10) -> jax.Array:
@@ -147,7 +145,7 @@ def _check(bits: int, **operands: jax.Array) -> None:
             raise ValueError(f"{name} has no axis to form groups along")
 
 
-class _NormSpec(NamedTuple):
+class NormSpec(NamedTuple):
     """What is static: whether the mean is subtracted, epsilon, bits."""
 
     centered: bool
@@ -156,7 +154,7 @@ class _NormSpec(NamedTuple):
 
 
 def _norm(
-    spec: _NormSpec, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+    spec: NormSpec, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
 ) -> jax.Array:
     _check(spec.bits, x=x)
     for name, parameter in (("scale", scale), ("bias", bias)):
@@ -176,7 +174,7 @@ def _norm(
     return y.astype(x.dtype)
 
 
-class _SavedNorm(NamedTuple):
+class SavedNorm(NamedTuple):
     """What a norm saves; ``rstd`` is ``1 / sqrt(variance + epsilon)`` of each row."""
 
     normalized: packing.Packed
@@ -185,28 +183,29 @@ class _SavedNorm(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scaled_norm(spec: _NormSpec, x: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _scaled_norm(spec: NormSpec, x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return _scaled_norm_fwd(spec, x, scale)[0]
 
 
 def _scaled_norm_fwd(
-    spec: _NormSpec, x: jax.Array, scale: jax.Array | None
-) -> tuple[jax.Array, _SavedNorm]:
+    spec: NormSpec, x: jax.Array, scale: jax.Array | None
+) -> tuple[jax.Array, SavedNorm]:
     # In Flax's order of operations, for its results.
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     if spec.centered:
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.maximum(variance - mean * mean, 0.0)
         x -= mean
-    rstd = lax.rsqrt(variance + spec.epsilon)
-    y = x * rstd if scale is None else x * (rstd * scale)
+    rstd = producers.find_rstd(variance, spec.epsilon)
+    y = producers.apply_norm(x, rstd, scale)
     normalized = _save(x * rstd, spec.bits)
-    return y, _SavedNorm(normalized, checkpoint_name(rstd, SAVED_NAME), scale)
+    return y, SavedNorm(normalized, checkpoint_name(rstd, SAVED_NAME), scale)
 
 
-def _scaled_norm_bwd(
-    spec: _NormSpec, saved: _SavedNorm, dy: jax.Array
+def norm_bwd(
+    spec: NormSpec, saved: SavedNorm, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of x and of the scale (as a row), float32, from dy in float32."""
     normalized = packing.dequantize(saved.normalized, dy.shape[-1], spec.bits)
     grad, dscale = dy, None
     if saved.scale is not None:
@@ -218,7 +217,7 @@ def _scaled_norm_bwd(
     return saved.rstd * dx, dscale
 
 
-_scaled_norm.defvjp(_scaled_norm_fwd, _scaled_norm_bwd)
+_scaled_norm.defvjp(_scaled_norm_fwd, norm_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -230,7 +229,7 @@ def _gelu(approximate: bool, bits: int, x: jax.Array) -> jax.Array:
 def _gelu_fwd(
     approximate: bool, bits: int, x: jax.Array
 ) -> tuple[jax.Array, packing.Packed]:
-    _, slope = _with_slope(lambda x: jax.nn.gelu(x, approximate), x)
+    _, slope = producers.with_slope(lambda x: jax.nn.gelu(x, approximate), x)
     return jax.nn.gelu(x, approximate), _save(slope, bits)
 
 
@@ -238,7 +237,7 @@ def _gelu_bwd(
     approximate: bool, bits: int, slope: packing.Packed, dy: jax.Array
 ) -> tuple[jax.Array]:
     del approximate
-    return (_times(dy, slope, bits),)
+    return (producers.times_packed(dy, slope, bits),)
 
 
 _gelu.defvjp(_gelu_fwd, _gelu_bwd)
@@ -252,34 +251,19 @@ def _silu_gate(bits: int, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _silu_gate_fwd(
     bits: int, gate: jax.Array, up: jax.Array
-) -> tuple[jax.Array, tuple[packing.Packed, packing.Packed]]:
-    value, slope = _with_slope(jax.nn.silu, gate)
-    saved = _save(up.astype(jnp.float32) * slope, bits), _save(value, bits)
+) -> tuple[jax.Array, tuple[packing.Packed, ...]]:
+    saved = tuple(_save(factor, bits) for factor in producers.silu_factors(gate, up))
     return jax.nn.silu(gate) * up, saved
 
 
 def _silu_gate_bwd(
-    bits: int, saved: tuple[packing.Packed, packing.Packed], dy: jax.Array
+    bits: int, saved: tuple[packing.Packed, ...], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    by_gate, by_up = saved
-    return _times(dy, by_gate, bits), _times(dy, by_up, bits)
+    by_gate, by_up = (producers.times_packed(dy, factor, bits) for factor in saved)
+    return by_gate, by_up
 
 
 _silu_gate.defvjp(_silu_gate_fwd, _silu_gate_bwd)
-
-
-def _with_slope(
-    function: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """An elementwise function's value and derivative, in float32."""
-    x = x.astype(jnp.float32)
-    return jax.jvp(function, (x,), (jnp.ones_like(x),))
-
-
-def _times(dy: jax.Array, packed: packing.Packed, bits: int) -> jax.Array:
-    """The product with what was saved, in float32, rounded once."""
-    factor = packing.dequantize(packed, dy.shape[-1], bits)
-    return (dy.astype(jnp.float32) * factor).astype(dy.dtype)
 
 
 def _save(x: jax.Array, bits: int) -> packing.Packed:

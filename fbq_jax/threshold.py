@@ -10,6 +10,7 @@ that would have given the middle of the range on the blocks just seen, by a fact
 end, wherever the blocks' metrics lie closer together than that factor.
 """
 
+from collections.abc import Mapping
 from typing import TypedDict
 
 import jax
@@ -47,6 +48,20 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
         rate=jnp.zeros((), jnp.float32),
         count=jnp.zeros((), jnp.uint32),
         seed=jnp.asarray(seed, jnp.uint32),
+    )
+
+
+def clean(state: Mapping[str, jax.Array]) -> State:
+    """A state that may come from anywhere: of the dtypes above, or all of it floats.
+
+    A theta that is not finite and positive counts as unset.
+    """
+    theta = jnp.asarray(state["theta"], jnp.float32)
+    return State(
+        theta=jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, UNSET),
+        rate=jnp.asarray(state["rate"], jnp.float32),
+        count=jnp.asarray(state["count"], jnp.uint32),
+        seed=jnp.asarray(state["seed"], jnp.uint32),
     )
 
 

@@ -130,13 +130,13 @@ def from_bits(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def scale_of(amax):
+def scale_of(amax, LIMIT: tl.constexpr = 127.0, TINY: tl.constexpr = TINY):
     """The scale and its reciprocal, 0 where there are no codes but 0."""
     usable = (amax >= TINY) & (amax < float("inf"))
     divisor = tl.where(usable, amax, 1.0)
     special = tl.where(amax < TINY, 0.0, float("nan"))
-    scale = tl.where(usable, tl.div_rn(divisor, 127.0), special)
-    return scale, tl.where(usable, tl.div_rn(127.0, divisor), 0.0)
+    scale = tl.where(usable, tl.div_rn(divisor, LIMIT), special)
+    return scale, tl.where(usable, tl.div_rn(LIMIT, divisor), 0.0)
 
 
 @triton.jit

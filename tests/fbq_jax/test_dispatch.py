@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fbq_jax import FallbackDot, dispatch, dot_general, recipes
@@ -123,3 +124,34 @@ def test_every_op_goes_through_the_choice(monkeypatch):
         ("matmul", 3),
         ("matmul", 0),
     }
+
+
+@pytest.mark.parametrize("op", dispatch.PRODUCERS)
+def test_a_reason_says_where_one_pass_becomes_two(on_gpu, op):
+    on_gpu("9.0")
+    assert dispatch.choose(op, (64, 128), width=256).reason == (
+        "the first choice on this GPU"
+    )
+    for sides, width, why in [((64, 128), 200, "rows of 200"), ((64, 64), 256, "64 w")]:
+        choice = dispatch.choose(op, sides, width=width)
+        assert choice.implementation == "mosaic"
+        assert re.search(f"not in one pass, .*{why}", choice.reason)
+
+
+def test_vmap_of_a_producer_stacks_its_matrices():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, gain = (jax.random.normal(k, (3, 1, 40, 160)) for k in keys[:2])
+    theta, seeds = jnp.zeros((3, 1)), jnp.zeros(1, jnp.uint32)
+    op = functools.partial(
+        dispatch.rms_norm_quantize,
+        epsilon=1e-5,
+        bits=10,
+        block=(32, 128),
+        criterion="absmax",
+        columns=None,
+    )
+    got = jax.vmap(op, (0, 0, 0, None))(x, gain[:, :, 0], theta, seeds)
+    for i in range(3):
+        want = op(x[i], gain[i, :, 0], theta[i], seeds)
+        one = jax.tree.map(lambda a, i=i: a[i], got)
+        jax.tree.map(np.testing.assert_array_equal, one, want)

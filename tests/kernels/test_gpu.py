@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import dispatch
-from tests.kernels import matmul_cases, quantize_cases
+from tests.kernels import matmul_cases, producer_cases, quantize_cases
 from tests.kernels.matmul_cases import CASES, Case
 from tests.kernels.test_reference import heavy
 
@@ -160,6 +160,22 @@ def test_no_vectors(quantization, shape):
 def test_special_blocks(quantization, dtype):
     quantize_cases.check_special(quantization, dtype)
     quantize_cases.check_special_vectors(quantization, dtype)
+
+
+@pytest.mark.parametrize("case", producer_cases.QUANTIZE)
+def test_producers(quantization, case):
+    producer_cases.check_norm(quantization, *case)
+    producer_cases.check_gate(quantization, *case)
+
+
+@pytest.mark.parametrize("case", producer_cases.GRAD)
+def test_gate_gradients(quantization, case):
+    producer_cases.check_grad(quantization, *case)
+
+
+@pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
+def test_special_values_of_producers(quantization, dtype):
+    producer_cases.check_special(quantization, dtype)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])

@@ -175,9 +175,11 @@ def _interpreting() -> Any:
     """Lends Triton's language to the interpreter, which does not give all of it back.
 
     It also lacks what Triton's own library defines as kernels, if that was imported to
-    be compiled, and with NumPy 2.4 the conversion of a scalar to an index.
+    be compiled, and with NumPy 2.4 the conversion of a scalar to an index.  It cuts
+    floats to bfloat16 where a GPU rounds them to nearest even.
     """
     patch_language = interpreter._patch_lang
+    convert_float = interpreter._convert_float
     scopes = contextlib.ExitStack()
 
     def patch(fn: Any) -> Any:
@@ -191,12 +193,19 @@ def _interpreting() -> Any:
         scopes.callback(scope.restore)
         return types.SimpleNamespace(restore=scopes.close)
 
+    def convert(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return data.view(np.float32).astype(jnp.bfloat16).view(np.uint16)
+        return convert_float(data, source, target, mode)
+
     interpreter._patch_lang = patch
+    interpreter._convert_float = convert
     try:
         with scopes:
             yield
     finally:
         interpreter._patch_lang = patch_language
+        interpreter._convert_float = convert_float
 
 
 # The compiler.
@@ -229,6 +238,7 @@ _TYPES = {
     "float16": "*fp16",
     "float32": "*fp32",
     "int8": "*i8",
+    "uint8": "*u8",
     "int32": "*i32",
     "uint32": "*u32",
 }

@@ -1,0 +1,220 @@
+"""Layers whose output is only read by quantization, as ops of one pass.
+
+A norm or a gate before a linear layer, or a gate's gradient before the gradients of
+one, writes floats that nothing but quantization reads.  Each op here is the layer and
+the quantization of its output in one: codes and scales come out, with what the layer
+saves for its backward pass, and no floats.
+
+An op is defined as the composition of the layer and ``reference``'s quantization; an
+implementation that cannot fuse the two is the same composition with a quantization of
+its own (``ops``).  A layer computes in float32, and its output is rounded once to its
+dtype before it is quantized.
+Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.kernels import packing, reference
+from fbq_jax.kernels.packing import Packed
+from fbq_jax.kernels.reference import Block, Criterion, Layouts, Quantized
+from fbq_jax.kernels.rounding import Rounding
+
+
+class Operand(NamedTuple):
+    """``reference.FallbackQuantized``, or what is left of it without a criterion.
+
+    Then ``residual`` is None and ``metric`` is ``[B, 0, 0]``.
+    """
+
+    main: Quantized
+    residual: Quantized | None
+    metric: jax.Array
+    columns: Quantized | None
+
+
+class NormQuantized(NamedTuple):
+    """A norm's output, quantized, and what its backward pass reads.
+
+    ``normalized`` are the packed codes of ``x * rstd``; ``rstd`` is float32
+    ``[B, R, 1]``.
+    """
+
+    operand: Operand
+    normalized: Packed
+    rstd: jax.Array
+
+
+class GateQuantized(NamedTuple):
+    """A gate's output, quantized, and the packed factors of its gradients."""
+
+    operand: Operand
+    by_gate: Packed
+    by_up: Packed
+
+
+def rms_norm_quantize(
+    x: jax.Array,
+    gain: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    *,
+    epsilon: float,
+    bits: int,
+    block: Block,
+    criterion: Criterion | None,
+    columns: Rounding | None,
+    ops: ModuleType = reference,
+) -> NormQuantized:
+    """Quantizes ``x / sqrt(mean(x**2) + epsilon) * gain``, the means over rows.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      gain: float32 ``[B, C]``.
+      theta: float32 ``[B]``; see ``reference.quantize_fallback``.
+      seeds: uint32 ``[B]``; likewise.
+      epsilon: added to the mean square.
+      bits: of each code of ``normalized``, 4 to 12.
+      block: rows and columns of a block.
+      criterion: of fallback; None for nearest codes alone.
+      columns: the rounding of the codes by columns; None for no such codes.
+      ops: who quantizes: a module with the ops of ``reference``.
+    """
+    wide = x.astype(jnp.float32)
+    rstd = find_rstd(jnp.mean(wide * wide, axis=-1, keepdims=True), epsilon)
+    y = _round(apply_norm(wide, rstd, gain[:, None, :]), x.dtype)
+    operand = _quantize(ops, y, theta, seeds, block, criterion, columns)
+    return NormQuantized(operand, packing.quantize(wide * rstd, bits), rstd)
+
+
+def silu_gate_quantize(
+    gate_up: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    *,
+    bits: int,
+    block: Block,
+    criterion: Criterion | None,
+    columns: Rounding | None,
+    ops: ModuleType = reference,
+) -> GateQuantized:
+    """Quantizes ``silu(gate) * up``.
+
+    Args:
+      gate_up: bfloat16, float16 or float32 ``[B, R, 2 F]``: the gate, then up.
+      theta: float32 ``[B]``; see ``reference.quantize_fallback``.
+      seeds: uint32 ``[B]``; likewise.
+      bits: of each code of the factors, 4 to 12.
+      block: rows and columns of a block of the output ``[B, R, F]``.
+      criterion: of fallback; None for nearest codes alone.
+      columns: the rounding of the codes by columns; None for no such codes.
+      ops: who quantizes: a module with the ops of ``reference``.
+    """
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    slope, value = silu_factors(gate, up)
+    y = _round(value * up.astype(jnp.float32), gate_up.dtype)
+    operand = _quantize(ops, y, theta, seeds, block, criterion, columns)
+    by_gate, by_up = (packing.quantize(factor, bits) for factor in (slope, value))
+    return GateQuantized(operand, by_gate, by_up)
+
+
+def silu_gate_grad_quantize(
+    dy: jax.Array,
+    by_gate: Packed,
+    by_up: Packed,
+    seeds: jax.Array,
+    *,
+    bits: int,
+    block: Block,
+    rows: Rounding | None,
+    columns: Rounding | None,
+    ops: ModuleType = reference,
+) -> Layouts:
+    """Quantizes the gradient of ``gate_up``: dy times each factor, side by side.
+
+    Args:
+      dy: bfloat16, float16 or float32 ``[B, R, F]``.
+      by_gate: of ``silu_gate_quantize``.
+      by_up: likewise.
+      seeds: uint32 ``[B]``, of the noise.
+      bits: of each code of the factors.
+      block: rows and columns of a block of the gradient ``[B, R, 2 F]``.
+      rows: the rounding of the codes by rows; None for no such codes.
+      columns: likewise, by columns.
+      ops: who quantizes: a module with the ops of ``reference``.
+    """
+    halves = [times_packed(dy, factor, bits) for factor in (by_gate, by_up)]
+    quantized: Layouts = ops.quantize(
+        jnp.concatenate(halves, axis=-1), seeds, block=block, rows=rows, columns=columns
+    )
+    return quantized
+
+
+def find_rstd(variance: jax.Array, epsilon: float) -> jax.Array:
+    """``1 / sqrt(variance + epsilon)``."""
+    return lax.rsqrt(variance + epsilon)
+
+
+def apply_norm(x: jax.Array, rstd: jax.Array, gain: jax.Array | None) -> jax.Array:
+    """``x * rstd * gain`` in float32 and in Flax's order, for its results."""
+    return x * rstd if gain is None else x * (rstd * gain)
+
+
+def silu_factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the gradient of ``silu(gate) * up`` is multiplied by, in float32.
+
+    Returns:
+      For the gate's gradient, ``up * silu'(gate)``; for up's, ``silu(gate)``.
+    """
+    value, slope = with_slope(jax.nn.silu, gate)
+    return up.astype(jnp.float32) * slope, value
+
+
+def with_slope(
+    function: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """An elementwise function's value and derivative, in float32."""
+    x = x.astype(jnp.float32)
+    return jax.jvp(function, (x,), (jnp.ones_like(x),))
+
+
+def times_packed(dy: jax.Array, packed: Packed, bits: int) -> jax.Array:
+    """The product with what was saved, in float32, rounded once."""
+    factor = packing.dequantize(packed, dy.shape[-1], bits)
+    return _round(dy.astype(jnp.float32) * factor, dy.dtype)
+
+
+def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rounds float32, also where a compiler would leave out a cast and its reverse.
+
+    To bfloat16 only, which has float32's exponents: to float16's, XLA's operation
+    would make zeros of its subnormal numbers.
+    """
+    if dtype == jnp.bfloat16:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
+def _quantize(
+    ops: ModuleType,
+    y: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    block: Block,
+    criterion: Criterion | None,
+    columns: Rounding | None,
+) -> Operand:
+    if criterion is not None:
+        quantized = ops.quantize_fallback(
+            y, theta, seeds, block=block, criterion=criterion, columns=columns
+        )
+        return Operand(*quantized)
+    main, by_columns = ops.quantize(
+        y, seeds, block=block, rows="nearest", columns=columns
+    )
+    return Operand(main, None, jnp.zeros((len(y), 0, 0), jnp.float32), by_columns)
