@@ -25,6 +25,9 @@ from fbq_jax import fallback_dot
 HIDDEN, MLP, LAYERS, SEQ = 512, 1792, 3, 128
 ATTENTION = {HIDDEN: 2, HIDDEN // 4: 2}  # q and the output; k and v
 
+# Programs that were compiled are measured again: by one process of a parallel run.
+pytestmark = pytest.mark.xdist_group("memory")
+
 # Recipe, saved bits, remat.
 Variant = tuple[str, int | None, str]
 

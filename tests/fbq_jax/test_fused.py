@@ -78,8 +78,7 @@ def check(fused_layer, unfused_layer, operands, rtol=1e-5):
         )
 
 
-@pytest.mark.parametrize("theta", [-1.0, 3.0])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "theta"), zip(RECIPES, [-1.0, 3.0], strict=True))
 def test_norm_matmul_is_its_parts(recipe, theta):
     x, gain, w, _ = operands()
     scalars = {"theta": jnp.float32(theta), "seed": jnp.uint32(5)}
@@ -90,8 +89,7 @@ def test_norm_matmul_is_its_parts(recipe, theta):
     check(*layers, (x, gain, w))
 
 
-@pytest.mark.parametrize("theta", [-1.0, 3.0])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "theta"), zip(RECIPES, [-1.0, 3.0], strict=True))
 def test_gated_mlp_is_its_parts(recipe, theta):
     specs = fused.GatedSpecs(spec_of(recipe), spec_of(recipe), NORM)
     scalars = {
@@ -146,8 +144,9 @@ class Unfused(nn.Module):
         return dense(self.features, name="down")(h)
 
 
-@pytest.mark.parametrize("collection", ["fallback", "_overwrite_with_gradient"])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("gated", "collection"), [(False, "_overwrite_with_gradient"), (True, "fallback")]
+)
 def test_modules_are_those_one_after_another(gated, collection):
     """The same variables, outputs, gradients and state after training."""
     dot = FallbackDot(Recipe(block=32), collection=collection)
