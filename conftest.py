@@ -3,8 +3,13 @@
 import os
 
 # Before JAX starts: its first backend reads it once.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        # Most of the tests' time is XLA's, compiling for the CPU.
+        "--xla_backend_optimization_level=0",
+    ]
 )
 # XLA's threads: all those of an interpreted cluster must run at the same time.
 os.environ["NPROC"] = "16"

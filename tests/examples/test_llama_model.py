@@ -191,8 +191,10 @@ def loss_and_grads(
     return jax.jit(grad)(variables["params"], variables.get(collection, {}))
 
 
-@pytest.mark.parametrize("dot_general", [None, fbq_jax.fallback_dot])
-@pytest.mark.parametrize(("kind", "saved_bits"), [("codes", 10), ("full", None)])
+@pytest.mark.parametrize(
+    ("dot_general", "kind", "saved_bits"),
+    [(fbq_jax.fallback_dot, "codes", 10), (None, "full", None)],
+)
 def test_remat_keeps_loss_state_and_gradients(
     dot_general: Any, kind: str, saved_bits: int | None
 ) -> None:

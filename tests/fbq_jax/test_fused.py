@@ -78,7 +78,9 @@ def check(fused_layer, unfused_layer, operands, rtol=1e-5):
         )
 
 
-@pytest.mark.parametrize(("recipe", "theta"), zip(RECIPES, [-1.0, 3.0], strict=True))
+@pytest.mark.parametrize(
+    ("recipe", "theta"), list(zip(RECIPES, [-1.0, 3.0], strict=True))
+)
 def test_norm_matmul_is_its_parts(recipe, theta):
     x, gain, w, _ = operands()
     scalars = {"theta": jnp.float32(theta), "seed": jnp.uint32(5)}
@@ -89,7 +91,9 @@ def test_norm_matmul_is_its_parts(recipe, theta):
     check(*layers, (x, gain, w))
 
 
-@pytest.mark.parametrize(("recipe", "theta"), zip(RECIPES, [-1.0, 3.0], strict=True))
+@pytest.mark.parametrize(
+    ("recipe", "theta"), list(zip(RECIPES, [-1.0, 3.0], strict=True))
+)
 def test_gated_mlp_is_its_parts(recipe, theta):
     specs = fused.GatedSpecs(spec_of(recipe), spec_of(recipe), NORM)
     scalars = {
