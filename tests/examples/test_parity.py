@@ -13,6 +13,9 @@ from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import init_state, make_eval, make_optimizer, make_train_step
 from fbq_jax import FallbackDot
 
+# Runs are kept and read again: by one process of a parallel run.
+pytestmark = pytest.mark.xdist_group("parity")
+
 CONFIG = Config(
     hidden=128, ffn=768, layers=2, heads=2, batch=4, seq=128, steps=200, lr=1e-3
 )
@@ -66,6 +69,9 @@ def train(recipe, steps):
     losses = []
     # JAX's attention and Optax promote dtypes themselves.
     with jax.numpy_dtype_promotion("standard"):
+        # Optimized, unlike other tests: here it is the steps that take the time.
+        options = {"xla_backend_optimization_level": 3}
+        step = step.lower(state, data[0][None]).compile(compiler_options=options)
         for i in range(steps):
             state, measured = step(state, data[i][None])
             losses.append(float(measured["loss"]))
