@@ -177,9 +177,11 @@ def test_forward_is_that_of_jax_nn(name, dtype):
     operands = [x.astype(dtype) for x in operands_of(name, (4, 300))]
     y = jax.jit(case.layer)(*operands)
     assert y.dtype == dtype
-    ulp = float(jnp.finfo(dtype).eps)  # what two programs may differ by
-    np.testing.assert_allclose(y, jax.jit(case.float_layer)(*operands), ulp)
-    np.testing.assert_allclose(y, jax.vjp(jax.jit(case.layer), *operands)[0], ulp)
+    # Two programs may differ in a last bit, of a sum of terms of about 4.
+    ulp = float(jnp.finfo(dtype).eps)
+    same = functools.partial(np.testing.assert_allclose, rtol=ulp, atol=4 * ulp)
+    same(y, jax.jit(case.float_layer)(*operands))
+    same(y, jax.vjp(jax.jit(case.layer), *operands)[0])
 
 
 @every_case
