@@ -233,7 +233,7 @@ def build(
                 products: Any, place: Any, step: Any, last: Any, carry: Any
             ) -> Any:
                 """Adds steps to running sums, the last chunk all of its last ones."""
-                slot, acc, scales, offset = carry
+                slot, acc, scales = carry
                 kept = scales[_CHUNK:]
 
                 def load() -> list[jax.Array]:
@@ -248,10 +248,11 @@ def build(
                 pairs = zip(scales[:_CHUNK], following, strict=True)
                 weights = [weight - next_weight for weight, next_weight in pairs]
                 slot, acc, loaded = add(products, slot, acc, weights, _bits, load)
-                return slot, acc, [*kept, *loaded], sum(weights, offset)
+                return slot, acc, [*kept, *loaded]
 
             def add_span(place: Any, first: Any, chunks: Any, carry: Any) -> Any:
                 """Adds chunks in two accumulators whose bits are those of floats."""
+                _, _, (scale_0, scale_1, *_) = carry
 
                 def scope(*products: Any) -> Any:
                     def chunk(n: jax.Array, carry: Any) -> Any:
@@ -260,11 +261,11 @@ def build(
 
                     for accumulator in products:
                         _start(accumulator)
-                    begin = *carry, jnp.float32(0.0)
-                    return lax.fori_loop(0, chunks, chunk, begin)
+                    return lax.fori_loop(0, chunks, chunk, carry)
 
-                slot, acc, scales, offset = pl.run_scoped(scope, product, product)
-                return slot, acc - START * offset, scales
+                slot, acc, scales = pl.run_scoped(scope, product, product)
+                # The weights of an accumulator's steps add up to the first one's scale.
+                return slot, acc - START * scale_0 - START * scale_1, scales
 
             def add_few(size: int, place: Any, step: Any, carry: Any) -> Any:
                 """Adds one or two steps in accumulators that start at 0."""
