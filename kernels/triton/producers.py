@@ -33,6 +33,7 @@ from fbq_jax.kernels.triton.tiles import (
     scale_of,
     stochastic,
     store_columns,
+    store_rounded,
     store_rows,
     sum_abs,
     widen,
@@ -134,7 +135,7 @@ def silu_gate_grad_quantize(
             columns=columns,
             ops=quantize,
         )
-    out = _Matrices((batch, height, 2 * width), block)
+    out = _Outputs((batch, height, 2 * width), block)
     part, num_warps = CONFIGS["grad"]
     codes, scales, column_codes, column_scales = launch(
         _silu_gate_grad_quantize,
@@ -166,31 +167,8 @@ def silu_gate_grad_quantize(
     )
 
 
-class _Matrices:
-    """The shapes of what is made of matrices ``[B, R, C]``."""
-
-    def __init__(self, shape: tuple[int, int, int], block: Block) -> None:
-        self.batch, self.rows, self.width = shape
-        self.blocks = -(-self.rows // block[0]), self.width // block[1]
-        self.programs = self.batch * self.blocks[0] * self.blocks[1]
-
-    def by_rows(self, *, wanted: bool) -> list[jax.ShapeDtypeStruct]:
-        shape = (self.batch, self.rows, self.width) if wanted else (0,)
-        return [
-            jax.ShapeDtypeStruct(shape, jnp.int8),
-            jax.ShapeDtypeStruct((self.batch, *self.blocks), jnp.float32),
-        ]
-
-    def by_columns(self, *, wanted: bool) -> list[jax.ShapeDtypeStruct]:
-        """Each column of codes is padded to 16 bytes, what a thread stores at once."""
-        shape = (self.batch, self.width, -(-self.rows // 16) * 16) if wanted else (0,)
-        return [
-            jax.ShapeDtypeStruct(shape, jnp.int8),
-            jax.ShapeDtypeStruct((self.batch, *self.blocks[::-1]), jnp.float32),
-        ]
-
-    def columns(self, codes: jax.Array, scales: jax.Array) -> Quantized:
-        return Quantized(codes[..., : self.rows], scales)
+class _Outputs(quantize.Matrices):
+    """What is made: codes and scales, and packed codes."""
 
     def packed(self, bits: int, *, wanted: bool) -> list[jax.ShapeDtypeStruct]:
         """A plane for each width that a chunk may have, and scales."""
@@ -231,7 +209,7 @@ def _launch(
     columns: Rounding | None,
 ) -> tuple[Operand, Packed, Packed]:
     """The output of ``shape``, quantized, and one or two packed arrays."""
-    out = _Matrices(shape, block)
+    out = _Outputs(shape, block)
     part, num_warps = CONFIGS[producer]
     residual_outputs = out.by_rows(wanted=criterion is not None)
     results = launch(
@@ -463,18 +441,19 @@ def _silu_gate_grad_quantize(
                 dy, planes, factor_scales, batch, part, j, rows, across, part_r, c, BITS
             )
             v = in_scale(y, inverse)
-            if ROWS == "nearest" or COLUMNS == "nearest":
-                rounded = nearest(v)
-                if ROWS == "nearest":
-                    store_rows(codes, rounded, batch, part, to, rows, columns)
-                if COLUMNS == "nearest":
-                    store_columns(column_codes, rounded, batch, part, to, rows, columns)
-            if ROWS == "stochastic" or COLUMNS == "stochastic":
-                noisy = stochastic(v, tl.load(seeds + batch), part, to)
-                if ROWS == "stochastic":
-                    store_rows(codes, noisy, batch, part, to, rows, columns)
-                if COLUMNS == "stochastic":
-                    store_columns(column_codes, noisy, batch, part, to, rows, columns)
+            store_rounded(
+                codes,
+                column_codes,
+                v,
+                seeds,
+                batch,
+                part,
+                to,
+                rows,
+                columns,
+                ROWS,
+                COLUMNS,
+            )
 
 
 @triton.jit

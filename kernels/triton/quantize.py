@@ -36,6 +36,7 @@ from fbq_jax.kernels.triton.tiles import (
     scale_of,
     stochastic,
     store_columns,
+    store_rounded,
     store_rows,
     sum_abs,
 )
@@ -121,15 +122,16 @@ def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Arr
     return metric
 
 
-class _Operand:
-    """An operand, and what a launch needs to know of it."""
+class Matrices:
+    """The shapes of codes and scales of matrices ``[B, R, C]``."""
 
-    def __init__(self, x: jax.Array, block: Block) -> None:
-        self.x, self.block = x, block
-        self.batch, self.rows, self.width = x.shape
+    def __init__(self, shape: tuple[int, ...], block: Block) -> None:
+        self.batch, self.rows, self.width = shape
         self.blocks = -(-self.rows // block[0]), -(-self.width // block[1])
+        self.programs = self.batch * self.blocks[0] * self.blocks[1]
 
     def by_rows(self, *, wanted: bool) -> list[jax.ShapeDtypeStruct]:
+        """Codes as the matrices lie, none unless wanted, and scales."""
         shape = (self.batch, self.rows, self.width) if wanted else (0,)
         return [
             jax.ShapeDtypeStruct(shape, jnp.int8),
@@ -137,7 +139,10 @@ class _Operand:
         ]
 
     def by_columns(self, *, wanted: bool) -> list[jax.ShapeDtypeStruct]:
-        """Each column of codes is padded to 16 bytes, what a thread stores at once."""
+        """Transposed codes, none unless wanted, and scales.
+
+        Each column of codes is padded to 16 bytes, what a thread stores at once.
+        """
         shape = (self.batch, self.width, -(-self.rows // 16) * 16) if wanted else (0,)
         return [
             jax.ShapeDtypeStruct(shape, jnp.int8),
@@ -145,7 +150,16 @@ class _Operand:
         ]
 
     def columns(self, codes: jax.Array, scales: jax.Array) -> Quantized:
+        """What ``by_columns`` describes, without its padding."""
         return Quantized(codes[..., : self.rows], scales)
+
+
+class _Operand(Matrices):
+    """An operand, and what a launch needs to know of it."""
+
+    def __init__(self, x: jax.Array, block: Block) -> None:
+        super().__init__(x.shape, block)
+        self.x, self.block = x, block
 
     def launch(
         self,
@@ -156,8 +170,7 @@ class _Operand:
         **constants: Any,
     ) -> Sequence[jax.Array]:
         """Runs a kernel on every block; if there is none, the outputs are empty."""
-        programs = self.batch * self.blocks[0] * self.blocks[1]
-        if programs == 0:
+        if self.programs == 0:
             return [jnp.zeros(output.shape, output.dtype) for output in outputs]
         unit = math.gcd(self.width, 16)
         parts, num_warps = config(self.block, noise=noise)
@@ -168,7 +181,7 @@ class _Operand:
             self.rows,
             self.width // unit,
             outputs=outputs,
-            grid=(programs,),
+            grid=(self.programs,),
             num_warps=num_warps,
             num_stages=1,
             r=self.block[0],
@@ -204,18 +217,9 @@ def _quantize(
     tl.store(column_scales + at_column, scale)
     for part in range(i * PARTS, (i + 1) * PARTS):
         v = in_scale(part_of(tiles, x, batch, part, j, rows, columns, PARTS), inverse)
-        if ROWS == "nearest" or COLUMNS == "nearest":
-            rounded = nearest(v)
-            if ROWS == "nearest":
-                store_rows(codes, rounded, batch, part, j, rows, columns)
-            if COLUMNS == "nearest":
-                store_columns(column_codes, rounded, batch, part, j, rows, columns)
-        if ROWS == "stochastic" or COLUMNS == "stochastic":
-            noisy = stochastic(v, tl.load(seeds + batch), part, j)
-            if ROWS == "stochastic":
-                store_rows(codes, noisy, batch, part, j, rows, columns)
-            if COLUMNS == "stochastic":
-                store_columns(column_codes, noisy, batch, part, j, rows, columns)
+        store_rounded(
+            codes, column_codes, v, seeds, batch, part, j, rows, columns, ROWS, COLUMNS
+        )
 
 
 @triton.jit

@@ -99,6 +99,35 @@ def store_columns(codes, rounded, batch, i, j, rows, columns):
 
 
 @triton.jit
+def store_rounded(
+    codes,
+    column_codes,
+    v,
+    seeds,
+    batch,
+    i,
+    j,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rounds values in units of their scale and stores them in the layouts wanted."""
+    if ROWS == "nearest" or COLUMNS == "nearest":
+        rounded = nearest(v)
+        if ROWS == "nearest":
+            store_rows(codes, rounded, batch, i, j, rows, columns)
+        if COLUMNS == "nearest":
+            store_columns(column_codes, rounded, batch, i, j, rows, columns)
+    if ROWS == "stochastic" or COLUMNS == "stochastic":
+        noisy = stochastic(v, tl.load(seeds + batch), i, j)
+        if ROWS == "stochastic":
+            store_rows(codes, noisy, batch, i, j, rows, columns)
+        if COLUMNS == "stochastic":
+            store_columns(column_codes, noisy, batch, i, j, rows, columns)
+
+
+@triton.jit
 def find_amax(tiles):
     """``max |x|``, NaN if there is one: bits are ordered as the floats, NaN last."""
     top = tl.max(highest(magnitudes(tiles)).to(tl.int32))
