@@ -29,25 +29,30 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             k,
             v,
             is_causal=True,
-            implementation=implementation(q.dtype, q.shape[-1]),
+            implementation=implementation(q.dtype, q.shape[1], q.shape[-1]),
         )
     return out.reshape(*q.shape[:2], -1)
 
 
-def implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
+def implementation(
+    dtype: Any, seq: int, head_dim: int
+) -> Literal["cudnn", "xla"]:
     """Who computes attention on JAX's default backend.
 
     Args:
         dtype: of q, k and v.
+        seq: length of the sequences.
         head_dim: width of one head.
 
     Returns:
         ``"cudnn"`` on an NVIDIA GPU of compute capability 8.0 or above, for bfloat16
         and float16 heads whose width is a multiple of 8 up to 128 (which cuDNN takes
-        on all of them); else ``"xla"``.
+        on all of them) and sequences of even length (JAX differentiates cuDNN's
+        attention for no other); else ``"xla"``.
     """
-    fits = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 < head_dim <= 128
-    if not fits or jax.default_backend() != "gpu":
+    fits = head_dim % 8 == 0 < head_dim <= 128 and seq % 2 == 0
+    short = dtype in (jnp.bfloat16, jnp.float16)
+    if not (fits and short) or jax.default_backend() != "gpu":
         return "xla"
     # AMD's GPUs have names here, such as "gfx942".
     capability = getattr(jax.devices()[0], "compute_capability", "")

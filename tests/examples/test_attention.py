@@ -18,17 +18,18 @@ def pretend(monkeypatch: pytest.MonkeyPatch, backend: str, capability: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("backend", "capability", "dtype", "head_dim", "expected"),
+    ("backend", "capability", "dtype", "seq", "head_dim", "expected"),
     [
-        ("gpu", "9.0", jnp.bfloat16, 128, "cudnn"),
-        ("gpu", "8.0", jnp.float16, 64, "cudnn"),
-        ("gpu", "12.0", jnp.bfloat16, 8, "cudnn"),
-        ("gpu", "7.5", jnp.bfloat16, 128, "xla"),
-        ("gpu", "gfx942", jnp.bfloat16, 128, "xla"),
-        ("gpu", "9.0", jnp.float32, 128, "xla"),
-        ("gpu", "9.0", jnp.bfloat16, 12, "xla"),
-        ("gpu", "9.0", jnp.bfloat16, 136, "xla"),
-        ("cpu", "", jnp.bfloat16, 128, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 512, 128, "cudnn"),
+        ("gpu", "8.0", jnp.float16, 512, 64, "cudnn"),
+        ("gpu", "12.0", jnp.bfloat16, 512, 8, "cudnn"),
+        ("gpu", "7.5", jnp.bfloat16, 512, 128, "xla"),
+        ("gpu", "gfx942", jnp.bfloat16, 512, 128, "xla"),
+        ("gpu", "9.0", jnp.float32, 512, 128, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 512, 12, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 512, 136, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 511, 128, "xla"),
+        ("cpu", "", jnp.bfloat16, 512, 128, "xla"),
     ],
 )
 def test_who_computes(
@@ -36,11 +37,12 @@ def test_who_computes(
     backend: str,
     capability: str,
     dtype: jnp.dtype,
+    seq: int,
     head_dim: int,
     expected: str,
 ) -> None:
     pretend(monkeypatch, backend, capability)
-    assert attention.implementation(dtype, head_dim) == expected
+    assert attention.implementation(dtype, seq, head_dim) == expected
 
 
 def test_attend_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,15 +53,15 @@ def test_attend_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return q
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
-    q = jnp.ones((1, 3, 2, 8), jnp.bfloat16)
-    assert attention.attend(q, q, q).shape == (1, 3, 16)
+    q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    assert attention.attend(q, q, q).shape == (1, 4, 16)
     pretend(monkeypatch, "gpu", "9.0")
     attention.attend(q, q, q)
     assert asked == [(True, "xla"), (True, "cudnn")]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seq", [1, 77, 256])
+@pytest.mark.parametrize("seq", [2, 78, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_cudnn_agrees_with_xla(
     monkeypatch: pytest.MonkeyPatch, seq: int, head_dim: int
@@ -78,7 +80,7 @@ def test_cudnn_agrees_with_xla(
             arrays = jax.tree.leaves((out, backward(dy)))
         return [np.asarray(x, np.float32) for x in arrays]
 
-    assert attention.implementation(q.dtype, head_dim) == "cudnn"
+    assert attention.implementation(q.dtype, seq, head_dim) == "cudnn"
     by_cudnn = results()
     monkeypatch.setattr(attention, "implementation", lambda *_: "xla")
     for a, b in zip(by_cudnn, results(), strict=True):

@@ -195,7 +195,7 @@ def test_the_stand_in_keeps_what_flash_attention_keeps(
     monkeypatch.undo()
     q = jnp.ones((2, SEQ, 8, 64), jnp.bfloat16)
     k = jnp.ones((2, SEQ, 2, 64), jnp.bfloat16)
-    assert attention.implementation(q.dtype, 64) == "cudnn"
+    assert attention.implementation(q.dtype, SEQ, 64) == "cudnn"
     sizes = [
         sorted((x.dtype.name, x.size) for x in jax.tree.leaves(kept) if x.size)
         for kept in (jax.vjp(attention.attend, q, k, k)[1], jax.vjp(flash, q, k, k)[1])
