@@ -291,6 +291,19 @@ class Layer(nn.Module):
         return x, None
 
 
+def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]:
+    """`Layer`, recomputing in the backward pass what `config.remat` says.
+
+    Args:
+        config: gives ``remat``.
+        prevent_cse: see ``jax.checkpoint``.
+    """
+    if config.remat == "none":
+        return Layer
+    policy = fbq_jax.save_codes if config.remat == "codes" else None
+    return nn.remat(Layer, policy=policy, prevent_cse=prevent_cse)
+
+
 class Llama(nn.Module):
     """A Llama language model.
 
@@ -338,15 +351,11 @@ class Llama(nn.Module):
         # Rows leave the table in float32, so their gradients add up in float32.
         x = embed(tokens).astype(config.dtype)
 
-        layer = Layer
-        if config.remat != "none":
-            policy = fbq_jax.save_codes if config.remat == "codes" else None
-            # The loops of scan keep the two passes apart, so CSE may run.
-            layer = nn.remat(Layer, policy=policy, prevent_cse=False)
         # "fallback" is where FallbackDot keeps its state; the other name is for those
         # who choose Flax's transport, FallbackDot(collection=...).
         layers = nn.scan(
-            layer,
+            # The loops of scan keep the two passes apart, so CSE may run.
+            remat_layer(config, prevent_cse=False),
             variable_axes={"params": 0, "fallback": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,

@@ -101,7 +101,8 @@ def _run(options: argparse.Namespace) -> None:
         ):
             print(report.text_row(name, row), flush=True)
             rows.append(row)
-        results.merge(path, name, results.section(rows, quick=quick))
+            # Each time, so that a run that is stopped leaves what it measured.
+            results.merge(path, name, results.section(rows, quick=quick))
     print(f"\nwritten to {path}")
 
 

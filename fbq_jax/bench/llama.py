@@ -37,6 +37,7 @@ def config(
     layers: int = 1,
     vocabulary: int = 1,
     quantized: bool,
+    remat: str = "none",
 ) -> model.LlamaConfig:
     """Grouped-query attention with heads of 128 channels; INT10 saved if quantized."""
     heads = hidden // _HEAD
@@ -49,6 +50,7 @@ def config(
         num_kv_heads=max(1, heads // _GROUP),
         max_seq_len=sequence,
         saved_bits=_SAVED_BITS if quantized else None,
+        remat=remat,
     )
 
 
@@ -57,7 +59,7 @@ def layer(
 ) -> tuple[model.Layer, tuple[jax.Array, jax.Array]]:
     """A layer, and the tables of its rotations."""
     tables = model.rotary_tables(config, config.max_seq_len)
-    return model.Layer(config, dot_general), tables
+    return model.remat_layer(config)(config, dot_general), tables
 
 
 def trainer(config: model.LlamaConfig, dot_general: Any) -> tuple[step.TrainState, Any]:

@@ -92,15 +92,19 @@ def few_recipes(monkeypatch):
         yield
 
 
-def test_block(few_recipes):
+def test_block(few_recipes, monkeypatch):
     del few_recipes
+    monkeypatch.setattr(block, "REMATS", (("fallback", "codes"),))
     shape = 256, 384, 256
     measured = list(block.rows([shape], **HOW))
     # Two heads, that share keys and values; a vocabulary of one word.
     weights = 256 * 256 * 3 + 256 * 384 * 3 + 256
     check_speeds(measured, lambda _: 6 * 256 * (weights + 128 * 256))
-    bf16, row = measured
+    bf16, row, codes = measured
     assert (bf16.what, row.what, row.shape) == ("bf16", "fallback", shape)
+    assert codes.what == "fallback, remat codes"
+    assert codes.errors["y"] == row.errors["y"]
+    assert codes.saved_bytes < row.saved_bytes
     assert set(row.errors) == {"y", "dx"}
     assert bf16.errors["dx"] == 0.0 < row.errors["dx"]
     assert bf16.fallback is None
