@@ -10,6 +10,7 @@ from fbq_jax import recipes as recipes
 from fbq_jax import testing as testing
 from fbq_jax.dot_general import Stats as Stats
 from fbq_jax.dot_general import dot_general as dot_general
+from fbq_jax.fused import fuses as fuses
 from fbq_jax.linen import FallbackDot as FallbackDot
 from fbq_jax.linen import fallback_dot as fallback_dot
 from fbq_jax.linen_fused import GatedMLP as GatedMLP

@@ -27,24 +27,31 @@ class _Scale(nn.Module):
 
 
 class _Kernel(nn.Module):
-    """The parameter of ``nn.Dense`` and the state of its dot, under their names."""
+    """The parameters of ``nn.Dense`` and the state of its dot, under their names."""
 
     param_dtype: Any
     kernel_init: Initializer
     dot_general: FallbackDot
+    use_bias: bool = False
 
     @nn.compact
-    def __call__(self, size: int, features: int) -> tuple[jax.Array, Variable]:
-        shape = size, features
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        return kernel, self.dot_general.slot(self)
+    def __call__(
+        self, size: int, features: int
+    ) -> tuple[jax.Array, jax.Array | None, Variable]:
+        shape, dtype = (size, features), self.param_dtype
+        kernel = self.param("kernel", self.kernel_init, shape, dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (features,), dtype)
+        return kernel, bias, self.dot_general.slot(self)
 
 
 class NormDense(nn.Module):
-    """``RMSNorm`` and ``nn.Dense`` without bias, fused.
+    """``RMSNorm`` and ``nn.Dense``, fused.
 
     Attributes:
       features: N, of the output.
+      use_bias: whether a bias is added; not, unlike ``nn.Dense``, by default.
       epsilon: added to the mean square.
       bits: of each value that the norm saves for the backward pass, 4 to 12.
       dtype: of the computation and the output; None takes that of the input.
@@ -59,6 +66,7 @@ class NormDense(nn.Module):
     """
 
     features: int
+    use_bias: bool = False
     epsilon: float = 1e-6
     bits: int = 10
     dtype: Any = None
@@ -72,8 +80,10 @@ class NormDense(nn.Module):
         dtype, dot = self.dtype or x.dtype, self.dot_general
         _check(dot)
         gain = _Scale(self.param_dtype, name="norm")(x.shape[-1])
-        kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name="dense")
-        kernel, slot = kernel_of(x.shape[-1], self.features)
+        kernel_of = _Kernel(
+            self.param_dtype, self.kernel_init, dot, self.use_bias, name="dense"
+        )
+        kernel, bias, slot = kernel_of(x.shape[-1], self.features)
         state = threshold.clean(slot.value)
         y, measured = fused.norm_matmul(
             gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
@@ -85,8 +95,8 @@ class NormDense(nn.Module):
             threshold.call_seed(state),
         )
         new = threshold.update(state, measured.metric, measured.theta, dot.recipe)
-        y = y.reshape(*x.shape[:-1], self.features)
-        return dot.move(self, slot, new, y)
+        y = dot.move(self, slot, new, y.reshape(*x.shape[:-1], self.features))
+        return y if bias is None else y + bias.astype(dtype)
 
 
 class GatedMLP(nn.Module):
@@ -128,7 +138,7 @@ class GatedMLP(nn.Module):
         shapes = {"gate_up": (size, 2 * self.hidden), "down": (self.hidden, size)}
         for name, shape in shapes.items():
             kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name=name)
-            kernel, slot = kernel_of(*shape)
+            kernel, _, slot = kernel_of(*shape)
             kernels.append(kernel.astype(dtype)[None])
             slots.append(slot)
             states.append(threshold.clean(slot.value))

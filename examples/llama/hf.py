@@ -193,14 +193,14 @@ def _tensors(
     attention, layer = "layers/attention", "model.layers.{}"
     joined = {
         "embed/embedding": {_TABLE: hidden},
-        "layers/attention_norm/scale": {f"{layer}.input_layernorm.weight": hidden},
-        f"{attention}/qkv/kernel": {
+        f"{attention}/qkv/norm/scale": {f"{layer}.input_layernorm.weight": hidden},
+        f"{attention}/qkv/dense/kernel": {
             f"{layer}.self_attn.q_proj.weight": q,
             f"{layer}.self_attn.k_proj.weight": kv,
             f"{layer}.self_attn.v_proj.weight": kv,
         },
         f"{attention}/out/kernel": {f"{layer}.self_attn.o_proj.weight": hidden},
-        "layers/mlp_norm/scale": {f"{layer}.post_attention_layernorm.weight": hidden},
+        "layers/mlp/norm/scale": {f"{layer}.post_attention_layernorm.weight": hidden},
         "layers/mlp/gate_up/kernel": {
             f"{layer}.mlp.gate_proj.weight": mlp,
             f"{layer}.mlp.up_proj.weight": mlp,
@@ -209,7 +209,7 @@ def _tensors(
         "norm/scale": {"model.norm.weight": hidden},
     }
     if config.qkv_bias:
-        joined[f"{attention}/qkv/bias"] = {
+        joined[f"{attention}/qkv/dense/bias"] = {
             f"{layer}.self_attn.q_proj.bias": q,
             f"{layer}.self_attn.k_proj.bias": kv,
             f"{layer}.self_attn.v_proj.bias": kv,

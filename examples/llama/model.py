@@ -1,7 +1,6 @@
 """Llama in Flax Linen, the architecture of Llama 2, Llama 3 and Qwen2.
 
-Every matrix product of a layer is a plain ``nn.Dense``, so one argument,
-``dot_general``, decides how all of them multiply:
+One argument, ``dot_general``, decides how all projections of a layer multiply:
 
 >>> import jax, jax.numpy as jnp
 >>> config = LlamaConfig(
@@ -15,12 +14,10 @@ Every matrix product of a layer is a plain ``nn.Dense``, so one argument,
 (1, 8, 64)
 
 Q, K and V are one projection, and so are gate and up: their common input is then
-quantized once.
+quantized once, where the norm before them computes it (`projections.py`).
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -30,10 +27,15 @@ import numpy as np
 
 import fbq_jax
 from examples.llama import attention
+from examples.llama.projections import (
+    INITIALIZER,
+    DotGeneral,
+    dense,
+    gated_mlp,
+    norm,
+    norm_dense,
+)
 from fbq_jax import nonlinear
-
-DotGeneral = Callable[..., jax.Array]
-INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 # What the backward pass finds of a layer; see `LlamaConfig.remat`.
 REMAT = ("none", "codes", "full")
@@ -208,37 +210,8 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def _dense(
-    config: LlamaConfig, dot_general: DotGeneral | None = None
-) -> Callable[..., nn.Dense]:
-    return functools.partial(
-        nn.Dense,
-        use_bias=False,
-        dtype=config.dtype,
-        kernel_init=INITIALIZER,
-        dot_general=dot_general,
-    )
-
-
-def _norm(config: LlamaConfig, name: str, x: jax.Array) -> jax.Array:
-    norm: nn.Module
-    if config.saved_bits is None:
-        norm = nn.RMSNorm(epsilon=config.norm_eps, name=name)
-    else:
-        norm = fbq_jax.RMSNorm(
-            epsilon=config.norm_eps, bits=config.saved_bits, name=name
-        )
-    return norm(x.astype(jnp.float32)).astype(config.dtype)
-
-
-def _gate(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    if config.saved_bits is None:
-        return nn.silu(gate) * up
-    return nonlinear.silu_gate(gate, up, bits=config.saved_bits)
-
-
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """RMSNorm and causal grouped-query attention with rotary positions."""
 
     config: LlamaConfig
     dot_general: DotGeneral | None = None
@@ -247,30 +220,16 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
         config = self.config
-        dense = _dense(config, self.dot_general)
         heads = config.num_heads + 2 * config.num_kv_heads
-        qkv = dense(heads * config.head_dim, use_bias=config.qkv_bias, name="qkv")(x)
+        width, bias = heads * config.head_dim, config.qkv_bias
+        project = norm_dense(config, self.dot_general, width, use_bias=bias, name="qkv")
+        qkv = project(x)
         qkv = qkv.reshape(*x.shape[:2], heads, config.head_dim)
         ends_of_q_and_k = [config.num_heads, config.num_heads + config.num_kv_heads]
         q, k, v = jnp.split(qkv, ends_of_q_and_k, axis=2)
         q, k = rotate(q, tables), rotate(k, tables)
-        return dense(config.hidden_size, name="out")(attention.attend(q, k, v))
-
-
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    config: LlamaConfig
-    dot_general: DotGeneral | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
-        config = self.config
-        dense = _dense(config, self.dot_general)
-        gate_up = dense(2 * config.intermediate_size, name="gate_up")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        return dense(config.hidden_size, name="down")(_gate(config, gate, up))
+        out = dense(config, self.dot_general)(config.hidden_size, name="out")
+        return out(attention.attend(q, k, v))
 
 
 class Layer(nn.Module):
@@ -284,10 +243,8 @@ class Layer(nn.Module):
         self, x: jax.Array, tables: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, None]:
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype, and None."""
-        attend = Attention(self.config, self.dot_general, name="attention")
-        mlp = MLP(self.config, self.dot_general, name="mlp")
-        x = x + attend(_norm(self.config, "attention_norm", x), tables)
-        x = x + mlp(_norm(self.config, "mlp_norm", x))
+        x = x + Attention(self.config, self.dot_general, name="attention")(x, tables)
+        x = x + gated_mlp(self.config, self.dot_general, name="mlp")(x)
         return x, None
 
 
@@ -363,9 +320,9 @@ class Llama(nn.Module):
         )(config, self.dot_general, name="layers")
         x, _ = layers(x, rotary_tables(config, tokens.shape[1]))
 
-        x = _norm(config, "norm", x)
+        x = norm(config, "norm")(x)
         if config.tie_embeddings:
             logits = x @ embed.embedding.T.astype(config.dtype)
         else:
-            logits = _dense(config)(config.vocab_size, name="lm_head")(x)
+            logits = dense(config)(config.vocab_size, name="lm_head")(x)
         return logits.astype(jnp.float32)
