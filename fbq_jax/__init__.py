@@ -6,6 +6,7 @@
 
 from fbq_jax import nnx as nnx
 from fbq_jax import nonlinear as nonlinear
+from fbq_jax import optim as optim
 from fbq_jax import recipes as recipes
 from fbq_jax import testing as testing
 from fbq_jax.dot_general import Stats as Stats
