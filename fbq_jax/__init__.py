@@ -8,6 +8,7 @@ from fbq_jax import nnx as nnx
 from fbq_jax import nonlinear as nonlinear
 from fbq_jax import optim as optim
 from fbq_jax import recipes as recipes
+from fbq_jax import smooth_swiglu as smooth_swiglu
 from fbq_jax import testing as testing
 from fbq_jax.dot_general import Stats as Stats
 from fbq_jax.dot_general import dot_general as dot_general
@@ -22,5 +23,6 @@ from fbq_jax.recipe import Gemm as Gemm
 from fbq_jax.recipe import Recipe as Recipe
 from fbq_jax.recipe import RecipeError as RecipeError
 from fbq_jax.remat import save_codes as save_codes
+from fbq_jax.smooth_swiglu import SmoothSwiGLU as SmoothSwiGLU
 from fbq_jax.stats import assert_live as assert_live
 from fbq_jax.stats import fallback_stats as fallback_stats
