@@ -14,6 +14,8 @@ from fbq_jax.dot_general import Stats as Stats
 from fbq_jax.dot_general import dot_general as dot_general
 from fbq_jax.linen import FallbackDot as FallbackDot
 from fbq_jax.linen import fallback_dot as fallback_dot
+from fbq_jax.linen_fp8 import Fp8Dot as Fp8Dot
+from fbq_jax.linen_fp8 import fp8_dot as fp8_dot
 from fbq_jax.linen_fused import GatedMLP as GatedMLP
 from fbq_jax.linen_fused import NormDense as NormDense
 from fbq_jax.linen_norms import LayerNorm as LayerNorm
