@@ -64,9 +64,17 @@ def start(length: int) -> Scalings:
     return Scalings(scaling(), scaling(), scaling())
 
 
+class Spec(NamedTuple):
+    """What is static: the dtypes of Y, dX and dW."""
+
+    dtype: Any
+    lhs_dtype: Any
+    rhs_dtype: Any
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(
-    dtype: Any, x: jax.Array, w: jax.Array, scalings: Scalings | None
+    spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
 ) -> jax.Array:
     """Multiplies ``[B, M, K]``, the activation, and ``[B, K, N]``, the weight.
 
@@ -74,7 +82,7 @@ def matmul(
     the output's gradient is known to the backward pass only.
 
     Args:
-      dtype: the output's.
+      spec: what is static.
       x: bfloat16, float16 or float32.
       w: likewise.
       scalings: the state of delayed scaling; None for current scaling.
@@ -82,7 +90,7 @@ def matmul(
     Returns:
       ``[B, M, N]``.
     """
-    return _matmul_fwd(dtype, x, w, scalings)[0]
+    return _matmul_fwd(spec, x, w, scalings)[0]
 
 
 class Saved(NamedTuple):
@@ -91,34 +99,31 @@ class Saved(NamedTuple):
     lhs: ScaledTensor
     rhs: ScaledTensor
     scalings: Scalings | None
-    # Of no elements: they have the gradients' dtypes.
-    dtypes: tuple[jax.Array, jax.Array]
 
 
 def _matmul_fwd(
-    dtype: Any, x: jax.Array, w: jax.Array, scalings: Scalings | None
+    spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
 ) -> tuple[jax.Array, Saved]:
     old = scalings or (None, None, None)
     lhs, new_lhs = quantize(x, E4M3, old[0])
     rhs, new_rhs = quantize(w, E4M3, old[1])
     # Fast accumulation, where a GPU has one, is for this product only.
-    y = _multiply(lhs, rhs, dtype, lax.Precision.DEFAULT)
+    y = _multiply(lhs, rhs, spec.dtype, lax.Precision.DEFAULT)
     if scalings is not None:
         assert new_lhs is not None
         assert new_rhs is not None
         scalings = Scalings(new_lhs, new_rhs, scalings.grad)
     lhs, rhs = checkpoint_name(lhs, LHS_NAME), checkpoint_name(rhs, RHS_NAME)
-    return y, Saved(lhs, rhs, scalings, (x[:0, 0, 0], w[:0, 0, 0]))
+    return y, Saved(lhs, rhs, scalings)
 
 
 def _matmul_bwd(
-    dtype: Any, saved: Saved, dy: jax.Array
+    spec: Spec, saved: Saved, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, Scalings | None]:
-    del dtype
-    lhs, rhs, scalings, (x, w) = saved
+    lhs, rhs, scalings = saved
     grad, new_grad = quantize(dy, E5M2, None if scalings is None else scalings.grad)
-    dx = _multiply(grad, _transpose(rhs), x.dtype, lax.Precision.HIGHEST)
-    dw = _multiply(_transpose(lhs), grad, w.dtype, lax.Precision.HIGHEST)
+    dx = _multiply(grad, _transpose(rhs), spec.lhs_dtype, lax.Precision.HIGHEST)
+    dw = _multiply(_transpose(lhs), grad, spec.rhs_dtype, lax.Precision.HIGHEST)
     if scalings is not None:
         assert new_grad is not None
         scalings = scalings._replace(grad=new_grad)
@@ -152,7 +157,8 @@ def quantize(
       scaling: the state before; None for current scaling, which has none.
 
     >>> state = Scaling(jnp.float32(1.0), jnp.array([0.0, 448.0, 2.0]))
-    >>> codes, state = quantize(jnp.array([3.0, -500.0]), E4M3, state)
+    >>> x = jnp.array([3.0, -500.0])
+    >>> codes, state = jax.jit(quantize, static_argnums=1)(x, E4M3, state)
     >>> codes.values, state.amax_history
     (Array([3, -448], dtype=float8_e4m3fn), Array([500.,   2.,   0.], dtype=float32))
     """

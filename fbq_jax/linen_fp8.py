@@ -35,12 +35,12 @@ class Fp8Dot:
 
     >>> from flax import linen as nn
     >>> layer = nn.Dense(8, dot_general=Fp8Dot(history=16))
-    >>> x = jax.random.normal(jax.random.key(0), (4, 16))
-    >>> variables = layer.init(jax.random.key(1), x)
-    >>> grads = jax.grad(lambda v: layer.apply(v, x).sum())(variables)
-    >>> new = grads["_overwrite_with_gradient"]["dot_general"]
-    >>> bool(new["lhs"]["amax_history"][0] == abs(x).max())
-    True
+    >>> variables = jax.jit(layer.init)(jax.random.key(1), jnp.ones((4, 16)))
+    >>> jax.tree.map(jnp.shape, variables["_overwrite_with_gradient"]["dot_general"])
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'grad': {'amax_history': (16,), 'scale': ()},
+     'lhs': {'amax_history': (16,), 'scale': ()},
+     'rhs': {'amax_history': (16,), 'scale': ()}}
     """
 
     scaling: ScalingMethod = "delayed"
@@ -69,8 +69,12 @@ class Fp8Dot:
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)`` in FP8; lhs is the activation."""
         scalings = self._state() if self.scaling == "delayed" else None
+
+        def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+            return fp8.matmul(fp8.Spec(dtype, x.dtype, w.dtype), x, w, scalings)
+
         return dot_general_of(
-            lambda x, w, dtype: fp8.matmul(dtype, x, w, scalings),
+            matmul,
             lhs,
             rhs,
             dimension_numbers,

@@ -88,7 +88,8 @@ def fp8_adamw(
     >>> params = {"w": jnp.array([3.0, -2.0])}
     >>> optimizer = fp8_adamw(0.1)
     >>> state = optimizer.init(params)
-    >>> updates, state = optimizer.update({"w": jnp.array([1.0, 0.5])}, state, params)
+    >>> grads = {"w": jnp.array([1.0, 0.5])}
+    >>> updates, state = jax.jit(optimizer.update)(grads, state, params)
     >>> jax.tree.map(jnp.shape, state[0].nu["w"]), state[0].nu["w"].values.dtype
     (ScaledTensor(values=(2,), scale=()), dtype(float8_e5m2))
     """
