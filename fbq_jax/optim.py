@@ -1,4 +1,4 @@
-"""AdamW with FP8 moments, for optax (arXiv 2409.12517, section 5).
+"""AdamW with FP8 moments, for optax (arXiv 2409.12517).
 
 With ``g`` a gradient, moments ``m`` and ``v`` that are read and written in FP8, and
 AdamW's own step in float32 between,
@@ -7,15 +7,18 @@ AdamW's own step in float32 between,
     v = b2 v~ + (1 - b2) g^2      m~ = E4M3(m)    v~ = E5M2(v)
 
 Each tensor has a scale of its own, which takes its largest magnitude to the format's
-largest finite value: 448 in E4M3 (the paper's hardware has 240) and 57344 in E5M2.  The
-second moment needs E5M2's range, for it is divided by: a ``v`` that rounds to 0 where
-``m`` does not would make a step out of ``eps``.
+largest finite value: 448 in E4M3 (the paper's hardware has 240) and 57344 in E5M2.
+
+**Range.**  The second moment is divided by, hence E5M2.  Gradients that stay below
+1/87000 of their tensor's largest still have a ``v~`` of 0, and above 1/460000 an ``m~``
+that is not 0: should the next gradient be exactly 0, the step is ``m / eps``.
 
 **Rounding and b2.**  E5M2 has two bits of mantissa: neighbours are 12 to 25 % apart,
-and nearest rounding takes back what moves ``v`` by less than half of that.  With the
-paper's ``b2 = 0.95`` a ``g^2`` of some 3.5 ``v`` moves it up, with 0.999 only one of
-some 100 ``v``; what moves it down is its tensor's scale alone.  That trains as float32
-does with 0.95, but leaves ``v`` behind with 0.999; ``rounding="stochastic"`` does not.
+and nearest rounding takes back what moves ``v`` by less than half of that.  With
+``b2 = 0.95``, the authors', a ``g^2`` of some 3.5 ``v`` moves it up, with 0.999 only
+one of some 100 ``v``; what moves it down is its tensor's scale alone.  That trains as
+float32 does with 0.95, but leaves ``v`` behind with 0.999, where stochastic rounding
+does not.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Smooth-SwiGLU: SwiGLU whose output FP8 can hold (arXiv 2409.12517, section 4).
+"""Smooth-SwiGLU: SwiGLU whose output FP8 can hold (arXiv 2409.12517).
 
 SwiGLU's output, ``silu(gate) * up``, grows with the square of its input once the
 weights of its branches align, as they do late in training; scales of past steps miss
@@ -13,11 +13,11 @@ per_token   the authors' code         ``s [T] = max over channels |up|``
                                       ``Y = s (Q(silu(gate) * up / s) . Q(W))``
 =========== ========================= =======================================
 
-C is the axis that the down projection contracts: a scale of each channel cannot be
-undone after it, so it goes into the rows of W before those are quantized; a scale of
-each token can.  Without ``Q`` both are SwiGLU, whatever ``s``: it is a constant to
-differentiation.  Constant scales of channels, from calibration data, go into the
-weights for good (``fold``).
+The maximum is that of ``up`` in both, as it is in the code.  C is the axis that the
+down projection contracts: a scale of each channel cannot be undone after it, so it goes
+into the rows of W before those are quantized; a scale of each token can.  Without ``Q``
+both are SwiGLU, whatever ``s``: it is a constant to differentiation.  Constant scales
+of channels, from calibration data, go into the weights for good (``fold``).
 """
 
 from collections.abc import Callable, Mapping
