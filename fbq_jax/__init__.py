@@ -17,6 +17,7 @@ from fbq_jax.linen_fused import NormDense as NormDense
 from fbq_jax.linen_norms import LayerNorm as LayerNorm
 from fbq_jax.linen_norms import RMSNorm as RMSNorm
 from fbq_jax.qtensor import QTensor as QTensor
+from fbq_jax.recipe import FLOAT_GEMM as FLOAT_GEMM
 from fbq_jax.recipe import Gemm as Gemm
 from fbq_jax.recipe import Recipe as Recipe
 from fbq_jax.recipe import RecipeError as RecipeError
