@@ -63,9 +63,7 @@ def matmul(
     """
     lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=False)
     rhs = quantize_rhs(spec, w, seed, save=False)
-    if spec.recipe.fwd.in_floats:
-        return _float_product(x, w, spec.dtype), metric
-    return forward(spec, lhs, residual, rhs), metric
+    return _output(spec, x, w, lhs, residual, rhs), metric
 
 
 class _Saved(NamedTuple):
@@ -83,16 +81,27 @@ class _Saved(NamedTuple):
 def _matmul_fwd(
     spec: Spec, x: jax.Array, w: jax.Array, theta: jax.Array, seed: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
-    fwd, dlhs, drhs = spec.recipe.fwd, spec.recipe.dlhs, spec.recipe.drhs
+    dlhs, drhs = spec.recipe.dlhs, spec.recipe.drhs
     lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=True)
     rhs = quantize_rhs(spec, w, seed, save=True)
-    if fwd.in_floats:
-        y = _float_product(x, w, spec.dtype)
-    else:
-        y = forward(spec, lhs, residual, rhs)
+    y = _output(spec, x, w, lhs, residual, rhs)
     saved_lhs = _to_save(drhs, x, lhs.rows, lhs.columns, LHS_NAME)
     saved_rhs = _to_save(dlhs, w, rhs.columns, rhs.rows, RHS_NAME)
     return (y, metric), _Saved(saved_lhs, saved_rhs, seed)
+
+
+def _output(
+    spec: Spec,
+    x: jax.Array,
+    w: jax.Array,
+    lhs: Layouts,
+    residual: Quantized | None,
+    rhs: Layouts,
+) -> jax.Array:
+    """Y, in INT8 or in floats."""
+    if spec.recipe.fwd.in_floats:
+        return _float_product(x, w, spec.dtype)
+    return forward(spec, lhs, residual, rhs)
 
 
 def _to_save(
@@ -102,7 +111,10 @@ def _to_save(
     codes: Quantized | None,
     name: str,
 ) -> Quantized | jax.Array:
-    """What a backward GEMM reads of X or W."""
+    """What a backward GEMM reads of X or W.
+
+    Floats have no name for a checkpoint policy: ``save_codes`` saves none.
+    """
     if gemm.in_floats and gemm.keeps == "floats":
         return floats
     saved = forward_codes if gemm.in_floats else codes
@@ -159,12 +171,12 @@ def grad_of_rhs(spec: Spec, lhs: Quantized, grad: Layouts) -> jax.Array:
         return _product(spec, gemm, sides, lhs, None, grad.columns, spec.rhs_dtype)
     # One after the other: at once they would take the bytes of as many dW in float32.
     shards = jax.tree.map(
-        lambda x: x.reshape(-1, gemm.shards, *x.shape[1:]).swapaxes(0, 1),
+        lambda x: x.reshape(len(x) // gemm.shards, gemm.shards, *x.shape[1:]),
         (lhs, grad.columns),
     )
     dw = jnp.float32(0.0)
     for i in range(gemm.shards):
-        lhs, rhs = jax.tree.map(lambda x, i=i: x[i], shards)
+        lhs, rhs = jax.tree.map(lambda x, i=i: x[:, i], shards)
         dw += _product(spec, gemm, sides, lhs, None, rhs, jnp.float32)
     return dw.astype(spec.rhs_dtype)
 
@@ -191,7 +203,7 @@ def _product(
 
 def _float_product(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
     """``[B, M, K]`` times ``[B, K, N]`` in their own floats, rounded once."""
-    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    common = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
     return lax.dot_general(
         lhs.astype(common),
         rhs.astype(common),
@@ -313,7 +325,8 @@ def _cut(x: jax.Array, seeds: jax.Array, shards: int) -> tuple[jax.Array, jax.Ar
     if shards == 1:
         return x, seeds
     batch, rows, columns = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -rows % shards), (0, 0)))
+    size = -(-rows // shards)
+    x = jnp.pad(x, ((0, 0), (0, size * shards - rows), (0, 0)))
     index = jnp.arange(shards, dtype=jnp.uint32)
     seeds = fold(seeds[:, None], index[None, :]).reshape(-1)
-    return x.reshape(batch * shards, -1, columns), seeds
+    return x.reshape(batch * shards, size, columns), seeds
