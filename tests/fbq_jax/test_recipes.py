@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,36 @@ def test_every_recipe_has_its_equations():
     method = {"fallback", "block", "fallback_rowwise_bwd"}  # in test_dot_general.py
     assert set(recipes.NAMED) == method | set(map(name_of, EQUATIONS)) - set(VARIANTS)
     assert list(RECIPES) == ["bf16", *recipes.NAMED]
+
+
+def cells(name, recipe):
+    """A row of the table in RECIPES.md."""
+    yield f"`{name}`"
+    for gemm in (recipe.fwd, recipe.dlhs, recipe.drhs):
+        for side, quantizer in zip(("lhs", "rhs"), gemm.quantizers, strict=True):
+            kept = (gemm, side) in ((recipe.dlhs, "rhs"), (recipe.drhs, "lhs"))
+            if quantizer is None:
+                yield "codes of Y" if kept and gemm.keeps == "codes" else "float"
+                continue
+            words = [quantizer.scales]
+            if quantizer.scales == "block":
+                words = ["{}x{}".format(*recipe.lhs_block)]
+            if quantizer.shards > 1:
+                words.append(f"of {quantizer.shards} shards")
+            if recipe.bound != 127.0:
+                words.append(f"/{recipe.bound}")
+            if quantizer.rounding == "stochastic":
+                words.append("stochastic")
+            if gemm is recipe.fwd and side == "lhs" and recipe.criterion is not None:
+                words.append("+ residual")
+            yield " ".join(words)
+
+
+def test_the_table_in_the_documents():
+    table = (Path(__file__).parents[2] / "RECIPES.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    want = [" | ".join(cells(*named)) for named in recipes.NAMED.items()]
+    assert rows == [f"| {row} |" for row in want]
 
 
 # Bytes a value of X and of W that the forward pass keeps, of operands in bfloat16.
