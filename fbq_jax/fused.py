@@ -24,11 +24,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch, gemms, nonlinear
 from fbq_jax.dot_general import resolve
-from fbq_jax.gemms import LHS_NAME, RHS_NAME, Spec
+from fbq_jax.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import Operand
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.nonlinear import SAVED_NAME, NormSpec, SavedNorm
+from fbq_jax.operands import (
+    GRAD_STREAM,
+    LHS_STREAM,
+    Spec,
+    quantize_grad,
+    quantize_rhs,
+    seeds_of,
+)
 from fbq_jax.recipe import Recipe
 
 
@@ -99,7 +107,7 @@ def _norm_forward(
         x,
         jnp.broadcast_to(gain, (len(x), *gain.shape)),
         _thetas(theta, x),
-        gemms.seeds_of(seed, gemms.LHS_STREAM, x),
+        seeds_of(seed, LHS_STREAM, x),
         epsilon=norm.epsilon,
         bits=norm.bits,
         block=spec.recipe.lhs_block,
@@ -125,7 +133,7 @@ def _multiply(
     *,
     save: bool,
 ) -> tuple[jax.Array, Layouts]:
-    rhs = gemms.quantize_rhs(spec, w, seed, save=save)
+    rhs = quantize_rhs(spec, w, seed, save=save)
     lhs = Layouts(operand.main, operand.columns)
     return gemms.forward(spec, lhs, operand.residual, rhs), rhs
 
@@ -163,7 +171,7 @@ def _norm_matmul_bwd(
     cotangents: tuple[jax.Array, Measured],
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     dy, _ = cotangents
-    grad = gemms.quantize_grad(spec, dy, saved[1].seed)
+    grad = quantize_grad(spec, dy, saved[1].seed)
     return (*_norm_backward(spec, norm, *saved, grad), None, None)
 
 
@@ -257,7 +265,7 @@ def _gated_forward(
     operand, by_gate, by_up = dispatch.silu_gate_quantize(
         gate_up,
         _thetas(theta, x),
-        gemms.seeds_of(seeds[1], gemms.LHS_STREAM, x),
+        seeds_of(seeds[1], LHS_STREAM, x),
         bits=specs.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
@@ -293,14 +301,14 @@ def _gated_mlp_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, None, None]:
     dy, _ = cotangents
     recipe = specs.up.recipe
-    grad = gemms.quantize_grad(specs.down, dy, saved.down.seed)
+    grad = quantize_grad(specs.down, dy, saved.down.seed)
     hidden = gemms.grad_of_lhs(specs.down, saved.down.rhs, grad)
     dw_down = gemms.grad_of_rhs(specs.down, saved.down.lhs, grad)
     grad = dispatch.silu_gate_grad_quantize(
         hidden,
         saved.by_gate,
         saved.by_up,
-        gemms.seeds_of(saved.up.seed, gemms.GRAD_STREAM, hidden),
+        seeds_of(saved.up.seed, GRAD_STREAM, hidden),
         bits=specs.norm.bits,
         block=recipe.grad_block,
         rows=recipe.dlhs.lhs,
