@@ -197,18 +197,15 @@ def test_what_is_saved_is_floats_only_for_a_gemm_in_floats(name):
     assert sum(leaf.size for leaf in scales) < 2000
 
 
-@pytest.mark.parametrize("name", ["switchback_m", "aqt_int8_local"])
+@pytest.mark.parametrize("name", ["per_tensor", "aqt_int8_local"])
 def test_each_matrix_of_a_stack_has_scales_and_shards_of_its_own(name):
     x, w, dy = (
-        jnp.stack([heavy(shape, i), 9.0 * heavy(shape, i + 3)])
+        jnp.stack([heavy(shape, i), 64.0 * heavy(shape, i)])
         for i, shape in enumerate([(M, K), (K, N), (M, N)])
     )
-    recipe = nearest(recipes.NAMED[name])
-    arrays = product(x, w, dy, (((2,), (1,)), ((0,), (0,))), recipe)
-    for array, first in zip(
-        arrays, product(x[0], w[0], dy[0], recipe=recipe), strict=True
-    ):
-        np.testing.assert_allclose(array[0], first, rtol=1e-5, atol=1e-4)
+    dims = (((2,), (1,)), ((0,), (0,)))
+    for array in product(x, w, dy, dims, nearest(recipes.NAMED[name])):
+        np.testing.assert_array_equal(array[1], 4096.0 * array[0])
 
 
 def nearest(recipe):
@@ -225,7 +222,7 @@ def nearest(recipe):
     return dataclasses.replace(recipe, dlhs=dlhs, drhs=drhs)
 
 
-@pytest.mark.parametrize("name", recipes.NAMED)
+@pytest.mark.parametrize("name", ["switchback", "switchback_m", "aqt_int8_local"])
 def test_dtypes(name):
     """Of operands that differ, as in JAX's own dot_general."""
 
@@ -239,17 +236,16 @@ def test_dtypes(name):
     assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["switchback_m", "aqt_int8_local"])
-def test_empty_operands(name):
+@pytest.mark.parametrize("name", ["switchback_m", "per_tensor", "aqt_int8_local"])
+@pytest.mark.parametrize("sizes", [(0, 4, 4), (4, 0, 4), (4, 4, 0)])
+def test_empty_operands(name, sizes):
+    m, k, n = sizes
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((m, k), (k, n), (m, n))
+    )
     recipe = recipes.NAMED[name]
-    for m, k, n in ((0, 4, 4), (4, 0, 4), (4, 4, 0)):
-        zeros = jnp.zeros((m, k)), jnp.zeros((k, n)), jnp.zeros((m, n))
-        for got, want in zip(
-            product(*zeros, recipe=recipe),
-            (zeros[2], zeros[0], zeros[1]),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(got, want)
+    got = jax.eval_shape(functools.partial(product, recipe=recipe), x, w, dy)
+    assert list(got) == [dy, x, w]
 
 
 @pytest.fixture
