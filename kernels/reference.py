@@ -128,12 +128,12 @@ def quantize_vectors(
         row = column = (max(1, height), max(1, width))
     x = x.astype(jnp.float32)
 
-    def quantize(block: Block, mode: rounding.Rounding) -> Quantized:
+    def codes(block: Block, mode: rounding.Rounding) -> Quantized:
         return _round(_to_tiles(x, block), seeds, mode, x.shape, bound)
 
     return Layouts(
-        None if rows is None else _one_scale_a_row(quantize(row, rows)),
-        None if columns is None else _one_scale_a_row(_mT(quantize(column, columns))),
+        None if rows is None else _one_scale_a_row(codes(row, rows)),
+        None if columns is None else _one_scale_a_row(_mT(codes(column, columns))),
     )
 
 
