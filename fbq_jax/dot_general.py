@@ -56,7 +56,7 @@ def dot_general(
     Pure: the threshold goes in as ``theta``, and what a new one is made of comes out in
     ``Stats``.  With ``X``, ``W`` and ``dY`` the operands and the output's gradient as
     matrices, and ``Q``, ``R``, ``S`` nearest codes, nearest codes plus residual, and
-    stochastic codes (arXiv 2503.08040),
+    stochastic codes, the recipe ``fallback`` (arXiv 2503.08040) computes
 
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 

@@ -162,6 +162,6 @@ class GatedMLP(nn.Module):
 def _check(dot: FallbackDot) -> None:
     if not fused.fuses(dot.recipe):
         raise ValueError(
-            "a fused layer takes a recipe with backward_scales='block' and nearest "
-            f"rounding in fwd.lhs; got {dot.recipe}"
+            "a fused layer takes a recipe with block scales in all three GEMMs and "
+            f"nearest rounding in fwd.lhs; got {dot.recipe}"
         )

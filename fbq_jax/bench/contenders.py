@@ -53,14 +53,19 @@ def own(x: jax.Array, implementation: str | None) -> Iterator[Contender]:
     Where that is left to the library and it takes ``mosaic``, the recipe ``fallback``
     comes once more by ``triton``, which is what other GPUs run.
     """
-    for name, recipe in vars(recipes).items():
-        if not isinstance(recipe, Recipe):
-            continue
-        choice = dispatch.choose("matmul", recipe.sides, implementation=implementation)
-        yield _own(name, recipe, choice.implementation, x)
-        also_triton = implementation is None and choice.implementation == "mosaic"
+    for name, recipe in recipes.NAMED.items():
+        by = forward_by(recipe, implementation)
+        yield _own(name, recipe, by, x)
+        also_triton = implementation is None and by == "mosaic"
         if also_triton and recipe is recipes.fallback:
             yield _own(name, recipe, "triton", x)
+
+
+def forward_by(recipe: Recipe, implementation: str | None) -> str:
+    """The implementation that a recipe's forward GEMM runs by."""
+    sides = recipe.sides if recipe.fwd.in_blocks else ()
+    choice = dispatch.choose("matmul", sides, implementation=implementation)
+    return choice.implementation
 
 
 def _own(name: str, recipe: Recipe, implementation: str, x: jax.Array) -> Contender:

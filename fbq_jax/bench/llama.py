@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-import fbq_jax.recipes
 from fbq_jax.recipe import Recipe
+from fbq_jax.recipes import NAMED
 
 try:
     from examples.llama import flops, model, step
@@ -25,8 +25,7 @@ _SAVED_BITS = 10
 
 def recipes() -> dict[str, Recipe | None]:
     """bf16, and every recipe, by name."""
-    named = vars(fbq_jax.recipes).items()
-    return {"bf16": None} | {name: r for name, r in named if isinstance(r, Recipe)}
+    return {"bf16": None} | NAMED
 
 
 def config(

@@ -70,10 +70,13 @@ def test_quantize():
     assert all(row.ratio == pytest.approx(row.rate / copy.rate) for row in rows)
 
 
+@pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    only = types.SimpleNamespace(block=recipes.block)
+    only = types.SimpleNamespace(NAMED={"block": recipes.block})
     monkeypatch.setattr(contenders, "recipes", only)
-    measured = list(linear.rows([(256, 640, 128)], **HOW))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        # AQT and Qwix, where they are installed, promote.
+        measured = list(linear.rows([(256, 640, 128)], **HOW))
     rows = {row.what: row for row in measured}
     check_speeds(measured, lambda _: 6 * 256 * 640 * 128)
     assert {"bf16", "block", "Flax Fp8DotGeneral"} <= set(rows)
