@@ -97,17 +97,17 @@ def few_recipes(monkeypatch):
 
 def test_block(few_recipes, monkeypatch):
     del few_recipes
-    monkeypatch.setattr(block, "REMATS", (("fallback", "codes"),))
+    monkeypatch.setattr(block, "REMATS", (("bf16", "full"),))
     shape = 256, 384, 256
     measured = list(block.rows([shape], **HOW))
     # Two heads, that share keys and values; a vocabulary of one word.
     weights = 256 * 256 * 3 + 256 * 384 * 3 + 256
     check_speeds(measured, lambda _: 6 * 256 * (weights + 128 * 256))
-    bf16, row, codes = measured
+    bf16, row, full = measured
     assert (bf16.what, row.what, row.shape) == ("bf16", "fallback", shape)
-    assert codes.what == "fallback, remat codes"
-    assert codes.errors["y"] == row.errors["y"]
-    assert codes.saved_bytes < row.saved_bytes
+    assert full.what == "bf16, remat full"
+    assert max(full.errors.values()) < 0.01
+    assert full.saved_bytes < row.saved_bytes
     assert set(row.errors) == {"y", "dx"}
     assert bf16.errors["dx"] == 0.0 < row.errors["dx"]
     assert bf16.fallback is None
@@ -155,10 +155,11 @@ def test_saved_bytes():
     assert saved(lambda w, x: jnp.sin(x) @ w) == pytest.approx(16 * 64 * 4, abs=32)
 
 
-def test_every_recipe_is_measured():
+def test_recipes_with_fast_kernels_are_timed():
     x = data.activation(jax.random.key(0), (640, 1024))
     own = {contender.name: contender for contender in contenders.own(x, "reference")}
-    assert {"fallback", "block", "fallback_rowwise_bwd"} <= set(own)
+    assert list(own) == ["fallback", "block", "fallback_rowwise_bwd"]
+    assert list(llama.recipes()) == ["bf16", *own]
     assert own["fallback"].fallback == pytest.approx(0.2, 0.1)
     assert own["block"].fallback is None
 
