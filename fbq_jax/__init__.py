@@ -29,6 +29,7 @@ from fbq_jax.recipe import Gemm as Gemm
 from fbq_jax.recipe import Recipe as Recipe
 from fbq_jax.recipe import RecipeError as RecipeError
 from fbq_jax.remat import save_codes as save_codes
+from fbq_jax.serve import freeze as freeze
 from fbq_jax.smooth_swiglu import SmoothSwiGLU as SmoothSwiGLU
 from fbq_jax.stats import assert_live as assert_live
 from fbq_jax.stats import fallback_stats as fallback_stats

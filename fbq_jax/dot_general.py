@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import dispatch, gemms, threshold
+from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 
@@ -124,10 +125,12 @@ def stateful_dot_general(
     recipe: Recipe,
     out_sharding: Any,
     implementation: str | None,
+    codes: QTensor | None = None,
 ) -> tuple[jax.Array, threshold.State]:
     """``dot_general`` with a layer's state: the output and the state after training.
 
-    A caller that evaluates drops the new state.
+    A caller that evaluates drops the new state.  ``codes`` are those of rhs by columns,
+    in a frozen layer (``fbq_jax.frozen``), whose rhs has a shape and a dtype only.
     """
     before = threshold.clean(state)
     out, stats = _seeded_dot_general(
@@ -141,6 +144,7 @@ def stateful_dot_general(
         seed=threshold.call_seed(before),
         out_sharding=out_sharding,
         implementation=implementation,
+        codes=codes,
     )
     return out, threshold.update(before, stats.metric, stats.theta, recipe)
 
@@ -157,6 +161,7 @@ def _seeded_dot_general(
     seed: jax.Array,
     out_sharding: Any,
     implementation: str | None,
+    codes: QTensor | None = None,
 ) -> tuple[jax.Array, Stats]:
     """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
     _check_operands(lhs, rhs, precision, preferred_element_type)
@@ -165,7 +170,8 @@ def _seeded_dot_general(
     x, w = _as_matrices(lhs, rhs, dimension_numbers)
     theta = resolve(theta, x, recipe, implementation)
     spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
-    y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
+    weight = w if codes is None else codes.main
+    y, metric = gemms.matmul(spec, x, weight, jnp.maximum(theta, 0.0), seed)
     y = y.reshape(out.shape)
     if out_sharding is not None:
         y = jax.sharding.reshard(y, out_sharding)
@@ -205,22 +211,25 @@ def _as_matrices(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
 ) -> tuple[jax.Array, jax.Array]:
     """Transposes and reshapes to ``[B, M, K]`` and ``[B, K, N]``."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    (contract, _), (batch, _) = dimension_numbers
+    x = _group(lhs, batch, _free(lhs, contract, batch), contract)
+    return x, rhs_matrix(rhs, dimension_numbers)
 
-    def group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
-        order = [d for group in dims for d in group]
-        sizes = [math.prod(x.shape[d] for d in group) for group in dims]
-        return x.transpose(order).reshape(sizes)
 
-    def free(x: jax.Array, *taken: Sequence[int]) -> list[int]:
-        return [d for d in range(x.ndim) if not any(d in dims for dims in taken)]
+def rhs_matrix(rhs: jax.Array, dimension_numbers: DimensionNumbers) -> jax.Array:
+    """Transposes and reshapes rhs to ``[B, K, N]``."""
+    (_, contract), (_, batch) = dimension_numbers
+    return _group(rhs, batch, contract, _free(rhs, contract, batch))
 
-    lhs_free = free(lhs, lhs_contract, lhs_batch)
-    rhs_free = free(rhs, rhs_contract, rhs_batch)
-    return (
-        group(lhs, lhs_batch, lhs_free, lhs_contract),
-        group(rhs, rhs_batch, rhs_contract, rhs_free),
-    )
+
+def _group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
+    order = [d for group in dims for d in group]
+    sizes = [math.prod(x.shape[d] for d in group) for group in dims]
+    return x.transpose(order).reshape(sizes)
+
+
+def _free(x: jax.Array, *taken: Sequence[int]) -> list[int]:
+    return [d for d in range(x.ndim) if not any(d in dims for dims in taken)]
 
 
 def resolve(

@@ -58,7 +58,7 @@ def norm_matmul(
     norm: NormSpec,
     x: jax.Array,
     gain: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
 ) -> tuple[jax.Array, Measured]:
@@ -69,7 +69,7 @@ def norm_matmul(
       norm: epsilon and bits; without means.
       x: bfloat16, float16 or float32 ``[B, M, K]``.
       gain: float32 ``[K]``.
-      w: ``[B, K, N]``.
+      w: ``[B, K, N]``; of a frozen layer, its codes by columns.
       theta: float32 ``[]``; below 0, it is set from the operand's own blocks.
       seed: uint32 ``[]``, of the noise.
 
@@ -93,7 +93,7 @@ def _norm_forward(
     norm: NormSpec,
     x: jax.Array,
     gain: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
     *,
@@ -128,7 +128,7 @@ def _thetas(theta: jax.Array, x: jax.Array) -> jax.Array:
 def _multiply(
     spec: Spec,
     operand: Operand,
-    w: jax.Array,
+    w: jax.Array | Quantized,
     seed: jax.Array,
     *,
     save: bool,
@@ -154,7 +154,7 @@ def _norm_matmul_fwd(
     norm: NormSpec,
     x: jax.Array,
     gain: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
 ) -> tuple[tuple[jax.Array, Measured], tuple[SavedNorm, _SavedMatmul]]:
@@ -210,8 +210,8 @@ def gated_mlp(
     specs: GatedSpecs,
     x: jax.Array,
     gain: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_up: jax.Array | Quantized,
+    w_down: jax.Array | Quantized,
     thetas: tuple[jax.Array, jax.Array],
     seeds: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, tuple[Measured, Measured]]:
@@ -221,8 +221,8 @@ def gated_mlp(
       specs: what is static; ``down.lhs_dtype`` is ``up.dtype``.
       x: bfloat16, float16 or float32 ``[B, M, K]``.
       gain: float32 ``[K]``.
-      w_up: ``[B, K, 2 F]``, of the gate and of up.
-      w_down: ``[B, F, N]``.
+      w_up: ``[B, K, 2 F]``, of the gate and of up; or codes, likewise.
+      w_down: ``[B, F, N]``; or codes.
       thetas: of both GEMMs, float32 ``[]``; below 0, set from the operand's own blocks.
       seeds: of both GEMMs, uint32 ``[]``.
 
@@ -236,8 +236,8 @@ def _gated_forward(
     specs: GatedSpecs,
     x: jax.Array,
     gain: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_up: jax.Array | Quantized,
+    w_down: jax.Array | Quantized,
     thetas: tuple[jax.Array, jax.Array],
     seeds: tuple[jax.Array, jax.Array],
     *,
@@ -281,8 +281,8 @@ def _gated_mlp_fwd(
     specs: GatedSpecs,
     x: jax.Array,
     gain: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_up: jax.Array | Quantized,
+    w_down: jax.Array | Quantized,
     thetas: tuple[jax.Array, jax.Array],
     seeds: tuple[jax.Array, jax.Array],
 ) -> tuple[tuple[jax.Array, tuple[Measured, Measured]], _SavedGated]:

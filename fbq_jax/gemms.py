@@ -28,14 +28,18 @@ RHS_NAME = "fbq_rhs"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(
-    spec: Spec, x: jax.Array, w: jax.Array, theta: jax.Array, seed: jax.Array
+    spec: Spec,
+    x: jax.Array,
+    w: jax.Array | Quantized,
+    theta: jax.Array,
+    seed: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Multiplies and measures.
 
     Args:
       spec: what is static.
       x: ``[B, M, K]``, the activation.
-      w: ``[B, K, N]``, the weight.
+      w: ``[B, K, N]``, the weight; of a frozen layer, its codes by columns.
       theta: float32 ``[]``, the threshold of fallback.
       seed: uint32 ``[]``, of the noise of stochastic rounding.
 
@@ -61,11 +65,16 @@ class _Saved(NamedTuple):
 
 
 def _matmul_fwd(
-    spec: Spec, x: jax.Array, w: jax.Array, theta: jax.Array, seed: jax.Array
+    spec: Spec,
+    x: jax.Array,
+    w: jax.Array | Quantized,
+    theta: jax.Array,
+    seed: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
     dlhs, drhs = spec.recipe.dlhs, spec.recipe.drhs
     lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=True)
     rhs = quantize_rhs(spec, w, seed, save=True)
+    assert isinstance(w, jax.Array)  # quantize_rhs saves nothing of codes
     y = _output(spec, x, w, lhs, residual, rhs)
     saved_lhs = _to_save(drhs, x, lhs.rows, lhs.columns, LHS_NAME)
     saved_rhs = _to_save(dlhs, w, rhs.columns, rhs.rows, RHS_NAME)
@@ -75,13 +84,14 @@ def _matmul_fwd(
 def _output(
     spec: Spec,
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Quantized,
     lhs: Layouts,
     residual: Quantized | None,
     rhs: Layouts,
 ) -> jax.Array:
     """Y, in INT8 or in floats."""
     if spec.recipe.fwd.in_floats:
+        assert isinstance(w, jax.Array)
         return _float_product(x, w, spec.dtype)
     return forward(spec, lhs, residual, rhs)
 

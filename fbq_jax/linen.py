@@ -20,6 +20,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, dot_general, stateful_dot_general
+from fbq_jax.frozen import WEIGHT, layer_weight
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT
@@ -90,6 +91,8 @@ class FallbackDot:
                 implementation=self.implementation,
             )[0]
         slot = self.slot(module)
+        rhs = jnp.asarray(rhs)  # may be a FrozenKernel, which no layer has cast
+        codes = layer_weight(self, module, slot, rhs, dimension_numbers)
         state = dict(slot.value)  # plain, as its gradient is, even if it came frozen
         out, new = stateful_dot_general(
             state,
@@ -101,6 +104,7 @@ class FallbackDot:
             recipe=self.recipe,
             out_sharding=out_sharding,
             implementation=self.implementation,
+            codes=codes,
         )
         return self.move(module, slot, new, out)
 
@@ -109,9 +113,10 @@ class FallbackDot:
     ) -> jax.Array:
         """Puts a call's new state in the place of the old; returns the call's output.
 
-        The state stays where it is while the module initializes, or evaluates.
+        The state stays where it is while the module initializes, or evaluates, and in a
+        frozen layer.
         """
-        if module.is_initializing():
+        if module.is_initializing() or WEIGHT in slot.value:
             return out
         if self.collection == OVERWRITE_WITH_GRADIENT:
             return _return_as_gradient(out, dict(slot.value), _with_floats(new))

@@ -9,10 +9,13 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
+from fbq_jax.frozen import layer_weight
+from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen import FallbackDot, fallback_dot
 from fbq_jax.nonlinear import NormSpec
 
 Initializer = Callable[..., jax.Array]
+_MATRICES = (((1,), (0,)), ((), ()))
 
 
 class _Scale(nn.Module):
@@ -27,7 +30,11 @@ class _Scale(nn.Module):
 
 
 class _Kernel(nn.Module):
-    """The parameters of ``nn.Dense`` and the state of its dot, under their names."""
+    """The parameters of ``nn.Dense`` and the state of its dot, under their names.
+
+    The kernel comes as the fused ops take it: ``[1, K, N]``, or its codes if it is
+    frozen.
+    """
 
     param_dtype: Any
     kernel_init: Initializer
@@ -36,14 +43,17 @@ class _Kernel(nn.Module):
 
     @nn.compact
     def __call__(
-        self, size: int, features: int
-    ) -> tuple[jax.Array, jax.Array | None, Variable]:
-        shape, dtype = (size, features), self.param_dtype
-        kernel = self.param("kernel", self.kernel_init, shape, dtype)
+        self, size: int, features: int, dtype: Any
+    ) -> tuple[jax.Array | Quantized, jax.Array | None, Variable]:
+        shape, of_params = (size, features), self.param_dtype
+        kernel = self.param("kernel", self.kernel_init, shape, of_params)
         bias = None
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (features,), dtype)
-        return kernel, bias, self.dot_general.slot(self)
+            bias = self.param("bias", nn.initializers.zeros, (features,), of_params)
+        slot = self.dot_general.slot(self)
+        kernel = jnp.asarray(kernel, dtype)
+        codes = layer_weight(self.dot_general, self, slot, kernel, _MATRICES)
+        return kernel[None] if codes is None else codes.main, bias, slot
 
 
 class NormDense(nn.Module):
@@ -83,14 +93,14 @@ class NormDense(nn.Module):
         kernel_of = _Kernel(
             self.param_dtype, self.kernel_init, dot, self.use_bias, name="dense"
         )
-        kernel, bias, slot = kernel_of(x.shape[-1], self.features)
+        kernel, bias, slot = kernel_of(x.shape[-1], self.features, dtype)
         state = threshold.clean(slot.value)
         y, measured = fused.norm_matmul(
             gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
             NormSpec(False, self.epsilon, self.bits),
             x.astype(dtype).reshape(1, -1, x.shape[-1]),
             gain.astype(jnp.float32),
-            kernel.astype(dtype)[None],
+            kernel,
             state["theta"],
             threshold.call_seed(state),
         )
@@ -138,8 +148,8 @@ class GatedMLP(nn.Module):
         shapes = {"gate_up": (size, 2 * self.hidden), "down": (self.hidden, size)}
         for name, shape in shapes.items():
             kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name=name)
-            kernel, _, slot = kernel_of(*shape)
-            kernels.append(kernel.astype(dtype)[None])
+            kernel, _, slot = kernel_of(*shape, dtype)
+            kernels.append(kernel)
             slots.append(slot)
             states.append(threshold.clean(slot.value))
         spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)

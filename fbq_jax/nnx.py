@@ -1,6 +1,6 @@
 """Injection into Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``.
 
-The norms of ``fbq_jax.nnx_norms`` are here by name.
+The norms of ``fbq_jax.nnx_norms`` and ``fbq_jax.nnx_serve.freeze`` are here by name.
 """
 
 from typing import Any
@@ -13,6 +13,8 @@ from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
+from fbq_jax.nnx_serve import FreezableDot
+from fbq_jax.nnx_serve import freeze as freeze
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT, LayerStats
@@ -22,7 +24,7 @@ class FallbackState(nnx.Variable):
     """A layer's state: ``fbq_jax.threshold.State`` says what each one holds."""
 
 
-class FallbackDot(nnx.Module):
+class FallbackDot(FreezableDot):
     """A quantized ``dot_general`` for one NNX layer; its state lives in it.
 
     Each layer needs an instance of its own: ``fbq_jax.nnx.fallback_stats`` raises where
@@ -58,8 +60,7 @@ class FallbackDot(nnx.Module):
             )
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
-        self.recipe = recipe
-        self.implementation = implementation
+        super().__init__(recipe, implementation)
         self.use_running_average = False
         self.theta = FallbackState(state["theta"])
         self.rate = FallbackState(state["rate"])
@@ -82,14 +83,8 @@ class FallbackDot(nnx.Module):
         out_sharding: Any = None,
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
-        state = {
-            "theta": self.theta[...],
-            "rate": self.rate[...],
-            "count": self.count[...],
-            "seed": self.seed[...],
-        }
         out, new = stateful_dot_general(
-            state,
+            self.state(),
             lhs,
             rhs,
             dimension_numbers,
@@ -98,6 +93,7 @@ class FallbackDot(nnx.Module):
             recipe=self.recipe,
             out_sharding=out_sharding,
             implementation=self.implementation,
+            codes=self.codes_of(rhs, dimension_numbers),
         )
         if not self.use_running_average:
             self.theta[...] = new["theta"]

@@ -59,8 +59,20 @@ def quantize_lhs(
     return Layouts(main, by_columns), residual, metric
 
 
-def quantize_rhs(spec: Spec, w: jax.Array, seed: jax.Array, *, save: bool) -> Layouts:
-    """W by columns and, to save it, by rows, for the GEMMs that are in INT8."""
+def quantize_rhs(
+    spec: Spec, w: jax.Array | Quantized, seed: jax.Array, *, save: bool
+) -> Layouts:
+    """W by columns and, to save it, by rows, for the GEMMs that are in INT8.
+
+    The weight of a frozen layer (``fbq_jax.frozen``) comes as codes by columns.
+    """
+    if isinstance(w, Quantized):
+        if save:
+            raise ValueError(
+                "a frozen model does not train: it has no gradients; take those of "
+                "the model and variables from before freeze"
+            )
+        return Layouts(None, w)
     recipe, seeds = spec.recipe, seeds_of(seed, RHS_STREAM, w)
     rows = recipe.dlhs.quantizers[1] if save else None
     columns = recipe.fwd.quantizers[1]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,52 @@ class QTensor:
             scales = jnp.repeat(jnp.repeat(scales, r, axis=1), c, axis=2)
             values += codes.astype(jnp.float32) * scales[:, :rows, :columns]
         return values.astype(dtype)
+
+    def to_qarray(self) -> Any:
+        """The same codes and scales as a ``qwix.QArray``, ``[B, R, C]``.
+
+        Its tiles cut an axis into equal parts.  Where the last block is partial, a
+        scale is repeated for the largest tiles that do.
+
+        Raises:
+          ImportError: Qwix is not installed.
+          ValueError: there is a residual; a QArray has one term.
+        """
+        from qwix import QArray
+
+        if self.residual is not None:
+            raise ValueError("a qwix.QArray has one term, and this QTensor a residual")
+        codes, scales = self.main
+        for axis, side in zip((1, 2), self.block, strict=True):
+            size = codes.shape[axis]
+            if scales.shape[axis] > 1 and size % side:
+                tile = math.gcd(size, side)
+                scales = jnp.repeat(scales, side // tile, axis=axis)
+                scales = jax.lax.slice_in_dim(scales, 0, size // tile, axis=axis)
+        return QArray(codes, scales)
+
+    @classmethod
+    def from_qarray(cls, array: Any) -> "QTensor":
+        """A ``qwix.QArray`` of INT8, ``[R, C]`` or ``[B, R, C]``, without zero point.
+
+        Raises:
+          ValueError: it is of another type or rank, or has a zero point.
+        """
+        if jnp.dtype(array.qtype) != jnp.int8 or array.zero_point is not None:
+            raise ValueError(
+                "a QTensor takes a qwix.QArray of int8 without zero point; got "
+                f"{array.qtype}{'' if array.zero_point is None else ' with one'}"
+            )
+        if array.ndim not in (2, 3):
+            raise ValueError(
+                f"a QTensor is made of matrices, [R, C] or [B, R, C]; got {array.shape}"
+            )
+        codes, scales = array.qvalue, array.scale.astype(jnp.float32)
+        block = array.scale_tile_shape[-2:]
+        if array.ndim == 2:
+            codes, scales = codes[None], scales[None]
+        scales = jnp.broadcast_to(scales, (len(codes), *scales.shape[1:]))
+        return cls(Quantized(codes, scales), None, block)
 
 
 def quantize(

@@ -60,11 +60,16 @@ def _walk(
 ) -> Iterator[tuple[tuple[str, ...], LayerStats]]:
     if not isinstance(node, Mapping):
         return
-    if node.keys() >= {"theta", "rate", "count"}:
+    if is_state(node):
         yield path, LayerStats(node["rate"], node["theta"], node["count"])
         return
     for name, child in node.items():
         yield from _walk(child, (*path, name))
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of the variables is the state of a layer."""
+    return isinstance(node, Mapping) and node.keys() >= {"theta", "rate", "count"}
 
 
 def assert_live(

@@ -1,0 +1,190 @@
+"""Weights that are INT8 codes, for layers that no longer train.
+
+A frozen layer has the codes of its weight in the slot where it keeps its state, under
+``WEIGHT``, as the forward GEMM reads them.  In the place of the kernel is a
+``FrozenKernel``, which has a shape and a dtype but no bytes: a layer such as
+``nn.Dense`` looks at its kernel, and casts it, before it hands it to ``dot_general``.
+So the layer computes in the dtypes of its training, and the dot takes the codes.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core.scope import Variable
+
+from fbq_jax import threshold
+from fbq_jax.dot_general import DimensionNumbers, rhs_matrix
+from fbq_jax.operands import Spec, quantize_rhs
+from fbq_jax.qtensor import QTensor
+from fbq_jax.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fbq_jax.linen import FallbackDot
+
+#: Where a slot has its ``FrozenWeight``; None there asks the layer to put one.
+WEIGHT = "weight"
+KERNEL = "kernel"
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class FrozenKernel:
+    """What a frozen layer has for a kernel: a pytree without leaves.
+
+    JAX reads it as an array of NaNs, which costs nothing where it is compiled, because
+    the dot does not read them; nothing else can take them for weights.
+
+    Attributes:
+      shape: of the kernel, without axes of layers that are stacked.
+      dtype: of the kernel as a parameter.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.full(self.shape, jnp.nan, self.dtype)
+
+    def __getitem__(self, index: Any) -> "FrozenKernel":
+        """``kernel[...]``, as NNX's layers read their variables."""
+        if index is not ...:
+            raise TypeError("a frozen kernel has no elements: its layer holds codes")
+        return self
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes"],
+    meta_fields=["recipe", "shape"],
+)
+@dataclass(frozen=True)
+class FrozenWeight:
+    """A layer's weight as its forward GEMM reads it.
+
+    Attributes:
+      codes: W by columns, ``[B, N, K]``, with an axis of layers before where they are
+        stacked; ``codes.mT`` is W.
+      recipe: by which it was quantized.
+      shape: of the weight that the layer multiplied by.
+    """
+
+    codes: QTensor
+    recipe: Recipe
+    shape: tuple[int, ...]
+
+
+def quantize_weight(
+    w: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    seed: jax.Array,
+    *,
+    recipe: Recipe,
+    implementation: str | None,
+) -> FrozenWeight:
+    """Quantizes the right operand of a ``dot_general`` as its forward pass does.
+
+    Args:
+      w: the operand, of any rank, in the dtype that the layer computes in.
+      dimension_numbers: of the product.
+      seed: uint32 ``[]``, of a call's noise; ``threshold.call_seed`` gives it.
+      recipe: with a forward GEMM in INT8.
+      implementation: of the ops.
+    """
+    spec = Spec(recipe, w.dtype, w.dtype, w.dtype, implementation)
+    matrices = rhs_matrix(w, dimension_numbers)
+    main = quantize_rhs(spec, matrices, seed, save=False).columns
+    assert main is not None
+    k, n = recipe.rhs_block
+    block = (n, k) if recipe.fwd.in_blocks else (1, max(1, matrices.shape[1]))
+    return FrozenWeight(QTensor(main, None, block), recipe, w.shape)
+
+
+def layer_weight(
+    dot: "FallbackDot",
+    module: nn.Module,
+    slot: Variable,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+) -> QTensor | None:
+    """The codes by which a Linen layer multiplies, or None if it is not frozen.
+
+    Where the slot asks for codes, they are made of ``rhs`` and put there.
+    """
+    state, layer = slot.value, "/".join(module.path) or "(root)"
+    assert module.scope is not None
+    stand_in = isinstance(module.scope.get_variable("params", KERNEL), FrozenKernel)
+    if WEIGHT not in state:
+        if stand_in:
+            raise ValueError(
+                f"layer {layer!r} is frozen, but has no codes in the collection "
+                f"{dot.collection!r}: pass apply all that freeze returned"
+            )
+        return None
+    weight = state[WEIGHT]
+    if weight is None:
+        check_recipe(dot.recipe, layer)
+        weight = quantize_weight(
+            rhs,
+            dimension_numbers,
+            threshold.call_seed(threshold.clean(state)),
+            recipe=dot.recipe,
+            implementation=dot.implementation,
+        )
+        slot.value = {**state, WEIGHT: weight}
+        return weight.codes
+    if not stand_in:
+        raise ValueError(
+            f"layer {layer!r} has both the codes of a frozen weight and a kernel in "
+            "floats: pass apply all that freeze returned, or nothing of it"
+        )
+    if module.is_mutable_collection(dot.collection):
+        raise ValueError(
+            f"layer {layer!r} is frozen and does not train: call apply without "
+            f"mutable=[{dot.collection!r}], or train with the variables from before "
+            "freeze"
+        )
+    if weight.recipe != dot.recipe:
+        raise ValueError(
+            f"layer {layer!r} is frozen by {weight.recipe}, and its model has "
+            f"{dot.recipe}: use the recipe that it was trained with"
+        )
+    return weight.codes
+
+
+def check_recipe(recipe: Recipe, layer: str) -> None:
+    """Raises ValueError if the recipe's forward pass reads no codes of a weight."""
+    if recipe.fwd.in_floats:
+        raise ValueError(
+            f"layer {layer!r} has no codes to freeze: its recipe multiplies in floats "
+            "in the forward pass (Recipe.fwd); freeze takes those that do in INT8"
+        )
+
+
+def check_thetas(states: Mapping[str, tuple[Recipe, Any]]) -> None:
+    """Raises ValueError where a threshold that decides what falls back is not set.
+
+    Args:
+      states: layer path to its recipe and theta, which is not looked at while traced.
+    """
+    unset = [
+        layer
+        for layer, (recipe, theta) in states.items()
+        if recipe.criterion is not None
+        and not isinstance(theta, jax.core.Tracer)
+        and not bool(jnp.all(theta > 0.0))
+    ]
+    if unset:
+        raise ValueError(
+            f"freeze takes trained layers; there is no threshold yet (theta is below "
+            f"0) in: {', '.join(unset)}. A training forward sets it, or Recipe.start"
+        )
+
+
+def zeros(x: Any) -> Any:
+    """An array for an abstract one; what freeze runs on reaches no weight."""
+    return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
