@@ -26,8 +26,10 @@ from fbq_jax.recipe import Recipe
 if TYPE_CHECKING:
     from fbq_jax.linen import FallbackDot
 
-#: Where a slot has its ``FrozenWeight``; None there asks the layer to put one.
+#: Where a slot has its ``FrozenWeight``.
 WEIGHT = "weight"
+#: Where ``freeze`` asks for one: None, in whose place the layer puts it.
+ASKED = "asked"
 KERNEL = "kernel"
 
 
@@ -118,6 +120,18 @@ def layer_weight(
     state, layer = slot.value, "/".join(module.path) or "(root)"
     assert module.scope is not None
     stand_in = isinstance(module.scope.get_variable("params", KERNEL), FrozenKernel)
+    if ASKED in state:
+        if state[ASKED] is None:
+            check_recipe(dot.recipe, layer)
+            weight = quantize_weight(
+                rhs,
+                dimension_numbers,
+                threshold.call_seed(threshold.clean(state)),
+                recipe=dot.recipe,
+                implementation=dot.implementation,
+            )
+            slot.value = {**state, ASKED: weight}
+        return slot.value[ASKED].codes
     if WEIGHT not in state:
         if stand_in:
             raise ValueError(
@@ -126,17 +140,6 @@ def layer_weight(
             )
         return None
     weight = state[WEIGHT]
-    if weight is None:
-        check_recipe(dot.recipe, layer)
-        weight = quantize_weight(
-            rhs,
-            dimension_numbers,
-            threshold.call_seed(threshold.clean(state)),
-            recipe=dot.recipe,
-            implementation=dot.implementation,
-        )
-        slot.value = {**state, WEIGHT: weight}
-        return weight.codes
     if not stand_in:
         raise ValueError(
             f"layer {layer!r} has both the codes of a frozen weight and a kernel in "
@@ -154,6 +157,11 @@ def layer_weight(
             f"{dot.recipe}: use the recipe that it was trained with"
         )
     return weight.codes
+
+
+def stays(state: Mapping[str, Any]) -> bool:
+    """Whether a layer's state is that of a frozen one, or of one being frozen."""
+    return WEIGHT in state or ASKED in state
 
 
 def check_recipe(recipe: Recipe, layer: str) -> None:

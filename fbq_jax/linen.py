@@ -20,7 +20,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, dot_general, stateful_dot_general
-from fbq_jax.frozen import WEIGHT, layer_weight
+from fbq_jax.frozen import layer_weight, stays
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT
@@ -116,7 +116,7 @@ class FallbackDot:
         The state stays where it is while the module initializes, or evaluates, and in a
         frozen layer.
         """
-        if module.is_initializing() or WEIGHT in slot.value:
+        if module.is_initializing() or stays(slot.value):
             return out
         if self.collection == OVERWRITE_WITH_GRADIENT:
             return _return_as_gradient(out, dict(slot.value), _with_floats(new))

@@ -106,7 +106,9 @@ class NormDense(nn.Module):
         )
         new = threshold.update(state, measured.metric, measured.theta, dot.recipe)
         y = dot.move(self, slot, new, y.reshape(*x.shape[:-1], self.features))
-        return y if bias is None else y + bias.astype(dtype)
+        if bias is None:
+            return y
+        return y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 class GatedMLP(nn.Module):

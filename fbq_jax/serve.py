@@ -15,8 +15,8 @@ from flax import linen as nn
 from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fbq_jax.frozen import KERNEL, WEIGHT, FrozenKernel, check_thetas, zeros
-from fbq_jax.linen import FallbackDot, calling_module
+from fbq_jax.frozen import ASKED, KERNEL, WEIGHT, FrozenKernel, check_thetas, zeros
+from fbq_jax.linen import calling_module
 from fbq_jax.stats import is_state
 
 Path = tuple[str, ...]
@@ -30,8 +30,7 @@ def freeze(
     The same model, applied to what is returned, gives bit for bit what it gives for
     ``variables`` in evaluation.  The layers are those that multiply their parameter
     ``kernel`` by a ``FallbackDot`` (Flax's ``Dense``, ``DenseGeneral`` and attention,
-    ``NormDense``, ``GatedMLP``); other parameters stay as they are.  A layer that is
-    called twice in a forward has codes for both calls.
+    ``NormDense``, ``GatedMLP``); other parameters stay as they are.
 
     The tree keeps its form but for those layers: the kernel becomes a ``FrozenKernel``,
     which has no leaves, and the layer's state gets a ``FrozenWeight`` with the codes.
@@ -72,10 +71,10 @@ def freeze(
     def quantize(variables: dict[str, Any]) -> Any:
         return model.apply(variables, *args, mutable=collections, **kwargs)[1]
 
-    asked = {path: {**state, WEIGHT: None} for path, state in slots.items()}
+    asked = {path: {**state, ASKED: None} for path, state in slots.items()}
     updates = _flatten(quantize(unflatten_dict({**leaves, **asked})))
-    frozen = {path: updates[path] for path in slots}
-    idle = [_layer(path) for path, state in frozen.items() if state[WEIGHT] is None]
+    weights = {path: updates[path][ASKED] for path in slots}
+    idle = [_layer(path) for path, weight in weights.items() if weight is None]
     if idle:
         raise ValueError(
             f"the call that freeze was given does not run: {', '.join(idle)}; pass "
@@ -83,15 +82,15 @@ def freeze(
         )
     check_thetas(
         {
-            _layer(path): (state[WEIGHT].recipe, slots[path]["theta"])
-            for path, state in frozen.items()
+            _layer(path): (weight.recipe, slots[path]["theta"])
+            for path, weight in weights.items()
         }
     )
-    for path, state in frozen.items():
+    for path, weight in weights.items():
         kernel = jax.tree.leaves(leaves[_kernel(path)])[0]  # boxed, it may be
-        stand_in = _LinenKernel(state[WEIGHT].shape, jnp.dtype(kernel.dtype))
-        leaves[_kernel(path)] = stand_in
-    served = unflatten_dict({**leaves, **frozen})
+        leaves[_kernel(path)] = _LinenKernel(weight.shape, jnp.dtype(kernel.dtype))
+        leaves[path] = {**slots[path], WEIGHT: weight}
+    served = unflatten_dict(leaves)
     _check_served(model, served, args, kwargs)
     return served
 
@@ -103,16 +102,14 @@ class _LinenKernel(FrozenKernel):
 
     def __jax_array__(self) -> jax.Array:
         module = calling_module()
-        in_floats = (
-            hasattr(module, "dot_general")
-            and not isinstance(module.dot_general, FallbackDot)
-            and getattr(module, "dot_general_cls", None) is None
-        )
-        if module is not None and in_floats:
+        dots = ("dot_general", "dot_general_cls")
+        if hasattr(module, dots[0]) and all(
+            getattr(module, name, None) is None for name in dots
+        ):
             layer = "/".join(module.path) or "(root)"
             raise ValueError(
-                f"layer {layer!r} is frozen: it needs the FallbackDot that it was "
-                f"trained with, and has dot_general={module.dot_general}"
+                f"layer {layer!r} is frozen to INT8 codes, and this model multiplies "
+                "in floats there: use the model that was trained"
             )
         return super().__jax_array__()
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.qtensor import matmul, quantize, quantize_fallback
+from fbq_jax.qtensor import QTensor, matmul, quantize, quantize_fallback
 from tests import oracle
 from tests.kernels.test_reference import heavy
 
@@ -46,3 +46,42 @@ def test_errors():
             quantize(X.mT, block=(32, 32)),
             dtype=jnp.float32,
         )
+
+
+def test_a_qarray_of_qwix_has_the_same_values():
+    qwix = pytest.importorskip("qwix")
+    # Partial blocks along rows, along columns, and one scale for all columns.
+    for block in (32, 50), (25, 64), (100, 150):
+        q = quantize(X, block=block)
+        array = q.to_qarray()
+        assert isinstance(array, qwix.QArray)
+        np.testing.assert_array_equal(qwix.dequantize(array), q.dequantize())
+        back = QTensor.from_qarray(array)
+        np.testing.assert_array_equal(back.main.codes, q.main.codes)
+        np.testing.assert_array_equal(back.dequantize(), q.dequantize())
+
+
+def test_a_qtensor_of_qwix_own_codes():
+    qwix = pytest.importorskip("qwix")
+    w = X[0, :96, :144]
+    array = qwix.quantize(w, "int8", channelwise_axes=[1], tiled_axes={0: 48})
+    q = QTensor.from_qarray(array)
+    assert q.shape == (1, 96, 144)
+    assert q.block == (48, 1)
+    np.testing.assert_array_equal(q.dequantize()[0], qwix.dequantize(array))
+    assert oracle.relative(q.dequantize()[0], w) < 0.02
+
+
+def test_qarrays_that_are_no_qtensors_are_refused():
+    qwix = pytest.importorskip("qwix")
+    codes, scales = jnp.ones((4, 4), jnp.int8), jnp.ones((1, 1))
+    four_bits = qwix.QArray(codes, scales, qtype="int4")
+    with pytest.raises(ValueError, match="int8 without zero point; got int4"):
+        QTensor.from_qarray(four_bits)
+    with pytest.raises(ValueError, match="without zero point; got int8 with one"):
+        QTensor.from_qarray(qwix.QArray(codes, scales, jnp.ones((1, 1))))
+    with pytest.raises(ValueError, match=r"matrices, .* got \(4,\)"):
+        QTensor.from_qarray(qwix.QArray(codes[0], scales[0]))
+    two_terms, _ = quantize_fallback(X, jnp.float32(0.0), block=(32, 64))
+    with pytest.raises(ValueError, match="has one term"):
+        two_terms.to_qarray()

@@ -1,0 +1,151 @@
+"""A frozen NNX model is the trained one, bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from fbq_jax import FLOAT_GEMM, Recipe, recipes
+from fbq_jax.frozen import FrozenKernel
+from fbq_jax.nnx import FallbackDot, fallback_stats, freeze
+
+ocp = pytest.importorskip("orbax.checkpoint")
+
+RECIPE = Recipe(block=32)
+X = jax.random.normal(jax.random.key(0), (4, 8, 64)).at[0, 3, 5].set(50.0)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        def dot():
+            return FallbackDot(RECIPE, rngs=rngs)
+
+        bf16 = {"dtype": jnp.bfloat16, "rngs": rngs}
+        self.heads = nnx.LinearGeneral(64, (4, 24), dot_general=dot(), **bf16)
+        self.out = nnx.LinearGeneral(
+            (4, 24), 64, axis=(-2, -1), dot_general=dot(), **bf16
+        )
+        self.mlp = nnx.Linear(64, 64, dot_general=dot(), use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.out(nnx.gelu(self.heads(x))).astype(x.dtype)
+        return x + self.mlp(y)
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def blocks(rngs):
+            return Block(rngs)
+
+        self.blocks = blocks(rngs)
+        self.head = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def scan(x, block):
+            return block(x)
+
+        return self.head(scan(x, self.blocks))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    @nnx.jit
+    def train():
+        model = Stack(nnx.Rngs(1))
+        model(X)
+        return model
+
+    return train()
+
+
+@pytest.fixture(scope="module")
+def frozen(trained):
+    return freeze(trained, jax.ShapeDtypeStruct(X.shape, X.dtype))
+
+
+@nnx.jit
+def serve(model, x):
+    return model(x)
+
+
+def test_serves_what_was_trained(trained, frozen):
+    evaluated = nnx.clone(trained)
+    evaluated.eval()
+    y, z = serve(evaluated, X), serve(frozen, X)
+    assert y.dtype == z.dtype
+    assert jnp.all(jnp.isfinite(y))
+    assert jnp.all(y == z)
+    before, after = fallback_stats(trained), fallback_stats(frozen)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
+    # Freezing leaves the trained model as it was.
+    assert trained.blocks.mlp.dot_general.weight is None
+    assert not trained.blocks.mlp.dot_general.use_running_average
+    assert trained.blocks.mlp.kernel.shape == (3, 64, 64)
+
+
+def test_half_the_bytes_of_bfloat16(trained, frozen):
+    for name in ("heads", "out", "mlp"):
+        kernel = getattr(trained.blocks, name).kernel
+        layer = getattr(frozen.blocks, name)
+        assert isinstance(layer.kernel, FrozenKernel)
+        arrays = jax.tree.leaves(layer.dot_general.weight.get_value())
+        nbytes = sum(array.nbytes for array in arrays)
+        assert 0.5 < nbytes / (2 * kernel.size) < 0.504
+
+
+def test_saves_and_loads_with_orbax(frozen, tmp_path):
+    like = nnx.eval_shape(lambda: freeze(Stack(nnx.Rngs(0)), X))
+    graphdef, abstract = nnx.split(like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "frozen", nnx.state(frozen))
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = checkpointer.restore(tmp_path / "frozen", abstract)
+    loaded = nnx.merge(graphdef, state)
+    assert jnp.all(serve(loaded, X) == serve(frozen, X))
+
+
+def test_wrong_use_is_refused(trained, frozen):
+    training = nnx.clone(frozen)
+    training.train()
+    with pytest.raises(ValueError, match="a frozen layer does not train"):
+        training(X)
+    with pytest.raises(ValueError, match="a frozen model does not train: it has no gr"):
+        nnx.grad(lambda model: jnp.sum(model(X)))(frozen)
+    with pytest.raises(ValueError, match="freeze takes a model once; 'blocks/heads'"):
+        freeze(frozen, X)
+    layer = nnx.Linear(64, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"no threshold yet .* in: \(root\)\. A train"):
+        freeze(layer, X)
+    with pytest.raises(ValueError, match="no layer that multiplies by a FallbackDot"):
+        freeze(trained.head, X)
+    floats = FallbackDot(dataclasses.replace(recipes.rowwise, fwd=FLOAT_GEMM))
+    layer = nnx.Linear(64, 8, dot_general=floats, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"'\(root\)' has no codes to freeze"):
+        freeze(layer, X)
+
+
+class Idle(nnx.Module):
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return x
+
+
+class Own(nnx.Module):
+    def __init__(self):
+        self.dot_general = FallbackDot(recipes.block)
+
+
+def test_layers_that_cannot_be_frozen_are_named():
+    dot = FallbackDot(recipes.block)
+    layer = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="does not run 'layer'"):
+        freeze(Idle(layer), X)
+    with pytest.raises(ValueError, match=r"nnx.LinearGeneral; 'layer' is a Own"):
+        freeze(Idle(Own()), X)
