@@ -1,36 +1,24 @@
 """Weights that are INT8 codes, for layers that no longer train.
 
-A frozen layer has the codes of its weight in the slot where it keeps its state, under
-``WEIGHT``, as the forward GEMM reads them.  In the place of the kernel is a
-``FrozenKernel``, which has a shape and a dtype but no bytes: a layer such as
-``nn.Dense`` looks at its kernel, and casts it, before it hands it to ``dot_general``.
-So the layer computes in the dtypes of its training, and the dot takes the codes.
+A frozen layer has the codes of its weight where its dot has its state, as the forward
+GEMM reads them.  In the place of the kernel is a ``FrozenKernel``, which has a shape
+and a dtype but no bytes: a layer such as ``nn.Dense`` looks at its kernel, and casts
+it, before it hands it to ``dot_general``.  So the layer computes in the dtypes of its
+training, and the dot takes the codes.
 """
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax.core.scope import Variable
 
-from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, rhs_matrix
 from fbq_jax.operands import Spec, quantize_rhs
 from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import Recipe
-
-if TYPE_CHECKING:
-    from fbq_jax.linen import FallbackDot
-
-#: Where a slot has its ``FrozenWeight``.
-WEIGHT = "weight"
-#: Where ``freeze`` asks for one: None, in whose place the layer puts it.
-ASKED = "asked"
-KERNEL = "kernel"
 
 
 @jax.tree_util.register_static
@@ -104,64 +92,6 @@ def quantize_weight(
     k, n = recipe.rhs_block
     block = (n, k) if recipe.fwd.in_blocks else (1, max(1, matrices.shape[1]))
     return FrozenWeight(QTensor(main, None, block), recipe, w.shape)
-
-
-def layer_weight(
-    dot: "FallbackDot",
-    module: nn.Module,
-    slot: Variable,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-) -> QTensor | None:
-    """The codes by which a Linen layer multiplies, or None if it is not frozen.
-
-    Where the slot asks for codes, they are made of ``rhs`` and put there.
-    """
-    state, layer = slot.value, "/".join(module.path) or "(root)"
-    assert module.scope is not None
-    stand_in = isinstance(module.scope.get_variable("params", KERNEL), FrozenKernel)
-    if ASKED in state:
-        if state[ASKED] is None:
-            check_recipe(dot.recipe, layer)
-            weight = quantize_weight(
-                rhs,
-                dimension_numbers,
-                threshold.call_seed(threshold.clean(state)),
-                recipe=dot.recipe,
-                implementation=dot.implementation,
-            )
-            slot.value = {**state, ASKED: weight}
-        return slot.value[ASKED].codes
-    if WEIGHT not in state:
-        if stand_in:
-            raise ValueError(
-                f"layer {layer!r} is frozen, but has no codes in the collection "
-                f"{dot.collection!r}: pass apply all that freeze returned"
-            )
-        return None
-    weight = state[WEIGHT]
-    if not stand_in:
-        raise ValueError(
-            f"layer {layer!r} has both the codes of a frozen weight and a kernel in "
-            "floats: pass apply all that freeze returned, or nothing of it"
-        )
-    if module.is_mutable_collection(dot.collection):
-        raise ValueError(
-            f"layer {layer!r} is frozen and does not train: call apply without "
-            f"mutable=[{dot.collection!r}], or train with the variables from before "
-            "freeze"
-        )
-    if weight.recipe != dot.recipe:
-        raise ValueError(
-            f"layer {layer!r} is frozen by {weight.recipe}, and its model has "
-            f"{dot.recipe}: use the recipe that it was trained with"
-        )
-    return weight.codes
-
-
-def stays(state: Mapping[str, Any]) -> bool:
-    """Whether a layer's state is that of a frozen one, or of one being frozen."""
-    return WEIGHT in state or ASKED in state
 
 
 def check_recipe(recipe: Recipe, layer: str) -> None:

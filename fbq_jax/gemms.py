@@ -74,7 +74,7 @@ def _matmul_fwd(
     dlhs, drhs = spec.recipe.dlhs, spec.recipe.drhs
     lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=True)
     rhs = quantize_rhs(spec, w, seed, save=True)
-    assert isinstance(w, jax.Array)  # quantize_rhs saves nothing of codes
+    assert not isinstance(w, Quantized)  # quantize_rhs saves nothing of codes
     y = _output(spec, x, w, lhs, residual, rhs)
     saved_lhs = _to_save(drhs, x, lhs.rows, lhs.columns, LHS_NAME)
     saved_rhs = _to_save(dlhs, w, rhs.columns, rhs.rows, RHS_NAME)
@@ -91,7 +91,7 @@ def _output(
 ) -> jax.Array:
     """Y, in INT8 or in floats."""
     if spec.recipe.fwd.in_floats:
-        assert isinstance(w, jax.Array)
+        assert not isinstance(w, Quantized)
         return _float_product(x, w, spec.dtype)
     return forward(spec, lhs, residual, rhs)
 

@@ -20,7 +20,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, dot_general, stateful_dot_general
-from fbq_jax.frozen import layer_weight, stays
+from fbq_jax.linen_frozen import layer_weight, stays
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT

@@ -9,9 +9,9 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
-from fbq_jax.frozen import layer_weight
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen import FallbackDot, fallback_dot
+from fbq_jax.linen_frozen import layer_weight
 from fbq_jax.nonlinear import NormSpec
 
 Initializer = Callable[..., jax.Array]

@@ -51,14 +51,10 @@ class FreezableDot(nnx.Module):
         self.weight: FrozenCodes | None = None
         self.call: _Call | None = None
 
-    def state(self) -> threshold.State:
-        """What the layer carries from one training forward to the next."""
-        return threshold.State(
-            theta=self.theta[...],
-            rate=self.rate[...],
-            count=self.count[...],
-            seed=self.seed[...],
-        )
+    def state(self) -> dict[str, jax.Array]:
+        """What the layer carries on: ``fbq_jax.threshold.State``."""
+        names = ("theta", "rate", "count", "seed")
+        return {name: getattr(self, name)[...] for name in names}
 
     def codes_of(
         self, rhs: jax.Array, dimension_numbers: DimensionNumbers
@@ -157,7 +153,7 @@ def _freeze_layer(name: str, layer: Any) -> None:
             "that run every quantized layer"
         )
 
-    def quantize(kernel: jax.Array, state: threshold.State) -> QTensor:
+    def quantize(kernel: jax.Array, state: dict[str, jax.Array]) -> QTensor:
         return quantize_weight(
             kernel.astype(call.dtype),
             call.dimension_numbers,

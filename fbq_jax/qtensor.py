@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import math
 from typing import Any
 
@@ -65,8 +66,6 @@ class QTensor:
           ImportError: Qwix is not installed.
           ValueError: there is a residual; a QArray has one term.
         """
-        from qwix import QArray
-
         if self.residual is not None:
             raise ValueError("a qwix.QArray has one term, and this QTensor a residual")
         codes, scales = self.main
@@ -76,7 +75,7 @@ class QTensor:
                 tile = math.gcd(size, side)
                 scales = jnp.repeat(scales, side // tile, axis=axis)
                 scales = jax.lax.slice_in_dim(scales, 0, size // tile, axis=axis)
-        return QArray(codes, scales)
+        return importlib.import_module("qwix").QArray(codes, scales)
 
     @classmethod
     def from_qarray(cls, array: Any) -> "QTensor":

@@ -2,7 +2,8 @@
 
 ``variables`` do not tell what dtype a layer computes in, nor which of its kernel's axes
 are contracted, and codes depend on both.  So ``freeze`` runs the model, and each layer
-quantizes what it multiplies by; ``fbq_jax.frozen`` says how the codes then reach it.
+quantizes what it multiplies by.  ``fbq_jax.frozen`` and ``linen_frozen`` say how the
+codes then reach it.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from flax import linen as nn
 from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fbq_jax.frozen import ASKED, KERNEL, WEIGHT, FrozenKernel, check_thetas, zeros
+from fbq_jax.frozen import FrozenKernel, check_thetas, zeros
 from fbq_jax.linen import calling_module
+from fbq_jax.linen_frozen import ASKED, KERNEL, WEIGHT
 from fbq_jax.stats import is_state
 
 Path = tuple[str, ...]
@@ -102,9 +104,10 @@ class _LinenKernel(FrozenKernel):
 
     def __jax_array__(self) -> jax.Array:
         module = calling_module()
-        dots = ("dot_general", "dot_general_cls")
-        if hasattr(module, dots[0]) and all(
-            getattr(module, name, None) is None for name in dots
+        if (
+            module is not None
+            and getattr(module, "dot_general", self) is None
+            and getattr(module, "dot_general_cls", None) is None
         ):
             layer = "/".join(module.path) or "(root)"
             raise ValueError(
@@ -117,7 +120,7 @@ class _LinenKernel(FrozenKernel):
 def _flatten(variables: Mapping[str, Any]) -> dict[Path, Any]:
     """Path to value; a layer's state is one value."""
     return flatten_dict(
-        unfreeze(variables),
+        unfreeze(dict(variables)),
         keep_empty_nodes=True,
         is_leaf=lambda _, value: is_state(value),
     )

@@ -1,15 +1,21 @@
-"""The Llama of the example is served as it was trained."""
+"""The Llama of the example is served as it was trained, in half of bfloat16's bytes."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors import flax as safetensors
 
 import fbq_jax
 from examples.llama import checkpoint
 from examples.llama.model import Llama, LlamaConfig
 from fbq_jax import FallbackDot, Recipe
+from fbq_jax.frozen import FrozenKernel
+from tests.fbq_jax.test_serve import as_trained
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -22,25 +28,80 @@ CONFIG = LlamaConfig(
     saved_bits=10,
     remat="codes",
 )
+MODEL = Llama(CONFIG, FallbackDot(Recipe(block=32)))
 TOKENS = jnp.arange(24).reshape(2, 12)
 
 
-def test_a_llama_freezes_is_saved_and_serves_the_same_logits(tmp_path: Path) -> None:
-    model = Llama(CONFIG, FallbackDot(Recipe(block=32)))
-    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
-    forward = jax.jit(lambda v: model.apply(v, TOKENS, mutable=["fallback"]))
-    variables = {**variables, **forward(variables)[1]}
-    logits, _ = forward(variables)
+class Case(NamedTuple):
+    variables: dict
+    logits: jax.Array  # of a training forward with these variables
+    frozen: dict
 
-    def abstract() -> dict:
-        return fbq_jax.freeze(model, model.init(jax.random.key(0), TOKENS), TOKENS)
 
-    like = jax.eval_shape(abstract)
-    frozen = fbq_jax.freeze(model, variables, TOKENS)
-    checkpoint.save(tmp_path, 1, frozen)
+@pytest.fixture(scope="module")
+def case() -> Case:
+    variables = as_trained(MODEL, TOKENS)
+    forward = jax.jit(lambda v: MODEL.apply(v, TOKENS, mutable=["fallback"])[0])
+    frozen = fbq_jax.freeze(MODEL, variables, TOKENS)
+    return Case(variables, forward(variables), frozen)
+
+
+@pytest.fixture(scope="module")
+def like() -> dict:
+    key = jax.random.key(0)
+    return jax.eval_shape(
+        lambda: fbq_jax.freeze(MODEL, MODEL.init(key, TOKENS), TOKENS)
+    )
+
+
+def test_a_saved_llama_serves_the_same_logits(
+    case: Case, like: dict, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path, 1, case.frozen)
     loaded = checkpoint.restore(tmp_path, like)
-    np.testing.assert_array_equal(jax.jit(model.apply)(loaded, TOKENS), logits)
-    floats = {path[0].key for path, _ in jax.tree.leaves_with_path(frozen["params"])}
-    assert floats == {"embed", "layers", "lm_head", "norm"}
-    kernels = jax.tree.leaves(frozen["params"]["layers"]["mlp"]["down"])
-    assert not kernels
+    logits = jax.jit(MODEL.apply)(loaded, TOKENS)
+    assert np.isfinite(logits).all()
+    np.testing.assert_array_equal(logits, case.logits)
+
+
+def test_safetensors(case: Case, like: dict, tmp_path: Path) -> None:
+    name = jax.tree_util.keystr
+    leaves = jax.tree.leaves_with_path(case.frozen)
+    safetensors.save_file({name(path): x for path, x in leaves}, tmp_path / "frozen")
+    arrays = safetensors.load_file(tmp_path / "frozen")
+    loaded = jax.tree.map_with_path(lambda path, _: arrays[name(path)], like)
+    assert jax.tree.structure(loaded) == jax.tree.structure(case.frozen)
+    jax.tree.map(np.testing.assert_array_equal, loaded, case.frozen)
+
+
+def test_projections_take_half_the_bytes_of_bfloat16(case: Case) -> None:
+    floats = flatten_dict(case.variables["params"])
+    params = flatten_dict(case.frozen["params"])
+    state = flatten_dict(case.frozen["fallback"])
+    for path, kernel in floats.items():
+        if path[-1] == "kernel" and path[0] == "layers":
+            shape = params[path].shape
+            assert isinstance(params[path], FrozenKernel)
+            assert not jax.tree.leaves(params[path])
+            assert (CONFIG.num_layers, *shape) == kernel.shape
+            codes = jax.tree.leaves(state[(*path[:-1], "dot_general", "weight")])
+            nbytes = sum(array.nbytes for array in codes)
+            # A scale is 4 bytes, for the 32 x 32 codes of a block.
+            assert 0.5 < nbytes / (2 * kernel.size) < 0.504
+        else:
+            assert params[path] is kernel
+
+
+def test_statistics_are_those_of_training(case: Case) -> None:
+    before, after = map(fbq_jax.fallback_stats, (case.variables, case.frozen))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
+
+
+def test_a_frozen_llama_does_not_train(case: Case) -> None:
+    def loss(params: dict) -> jax.Array:
+        return jnp.sum(MODEL.apply({**case.frozen, "params": params}, TOKENS))
+
+    with pytest.raises(ValueError, match="a frozen model does not train: it has no gr"):
+        jax.grad(loss)(case.frozen["params"])
+    with pytest.raises(ValueError, match="is frozen and does not train"):
+        MODEL.apply(case.frozen, TOKENS, mutable=["fallback"])
