@@ -103,7 +103,8 @@ def test_every_forward_is_served():
         assert same_bits(z, y)
 
 
-STARTED = Recipe(block=32, start=2.0)  # needs no training to have a threshold
+# Needs no training to have a threshold; W's codes depend on the layer's noise.
+STARTED = dataclasses.replace(STOCHASTIC_W, start=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_the_codes_are_those_of_the_weight(dense):
     codes = frozen["fallback"]["dot_general"]["weight"].codes
     error = codes.mT.dequantize()[0] - variables["params"]["kernel"]
     assert codes.block == (32, 32)
-    assert jnp.all(jnp.abs(error) <= 0.51 * jnp.max(codes.main.scales))
+    assert jnp.all(jnp.abs(error) <= 1.01 * jnp.max(codes.main.scales))
 
 
 def test_untrained_layers_are_refused(dense):
