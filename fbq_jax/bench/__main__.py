@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "gemm": "the block-scaled INT8 GEMM beside bf16",
         "quantize": "quantization beside a copy",
         "linear": "a linear layer, forward and backward, beside bf16 and others' INT8",
+        "recipes": "every recipe, on activations with outliers",
         "block": "a Llama block, forward and backward, and its memory",
         "profile": "the kernels of such a block",
         "train": "an optimizer step of a Llama of a billion parameters",
