@@ -1,5 +1,6 @@
 """The benchmark's command, at sizes that a CPU multiplies by the definition."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -316,6 +317,24 @@ def test_table(tmp_path, capsys):
     assert row == (
         "| INT8 | mosaic | 1, 2, 3 | 20.0% | 1.000 | 4 | 2.00 | 1.25 | y 1.0e-03 |"
     )
+
+
+def test_picture(tmp_path, capsys):
+    path, picture = tmp_path / "bench.json", tmp_path / "recipes.png"
+    assert main(["picture", str(path), str(picture)]) == 2
+    rows = [
+        dataclasses.replace(row, data=on, errors={"token": e, "dx": e, "channel": e})
+        for row in some_rows()
+        for on, e in (("Gaussian", 1e-3), ("up to 58", 2e-2))
+    ]
+    results.merge(path, "gemm", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(picture)]) == 2
+    assert "has no section recipes" in capsys.readouterr().err
+    results.merge(path, "recipes", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(tmp_path / "recipes.what")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["picture", str(path), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plain_rows_are_aligned():
