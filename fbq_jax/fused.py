@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax import dispatch, gemms, nonlinear
 from fbq_jax.dot_general import resolve
 from fbq_jax.gemms import LHS_NAME, RHS_NAME, Spec
+from fbq_jax.kernels import producers
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import Operand
 from fbq_jax.kernels.reference import Layouts, Quantized
@@ -216,7 +217,8 @@ def gated_mlp(
       specs: what is static; ``down.lhs_dtype`` is ``up.dtype``.
       x: bfloat16, float16 or float32 ``[B, M, K]``.
       gain: float32 ``[K]``.
-      w_up: ``[B, K, 2 F]``, of the gate and of up.
+      w_up: ``[B, K, 2 F]``, of the gate and of up, as ``producers.join_gate_up`` puts
+        them together.
       w_down: ``[B, F, N]``.
       thetas: of both GEMMs, float32 ``[]``; below 0, set from the operand's own blocks.
       seeds: of both GEMMs, uint32 ``[]``.
@@ -242,7 +244,7 @@ def _gated_forward(
 ]:
     def layer(gate_up: jax.Array) -> jax.Array:
         return nonlinear.silu_gate(
-            *jnp.split(gate_up, 2, axis=-1), bits=specs.norm.bits
+            *producers.split_gate_up(gate_up), bits=specs.norm.bits
         )
 
     recipe = specs.up.recipe

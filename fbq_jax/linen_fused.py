@@ -1,5 +1,6 @@
 """Flax Linen modules of layers that are fused with those before them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
+from fbq_jax.kernels import producers
 from fbq_jax.linen import FallbackDot, fallback_dot
 from fbq_jax.nonlinear import NormSpec
 
@@ -34,10 +36,13 @@ class _Kernel(nn.Module):
     dot_general: FallbackDot
 
     @nn.compact
-    def __call__(self, size: int, features: int) -> tuple[jax.Array, Variable]:
-        shape = size, features
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        return kernel, self.dot_general.slot(self)
+    def __call__(self, size: int, *features: int) -> tuple[jax.Array, Variable]:
+        def init(key: jax.Array) -> jax.Array:
+            shape = size, math.prod(features)
+            kernel = self.kernel_init(key, shape, self.param_dtype)
+            return kernel.reshape(size, *features)
+
+        return self.param("kernel", init), self.dot_general.slot(self)
 
 
 class NormDense(nn.Module):
@@ -92,7 +97,8 @@ class NormDense(nn.Module):
 class GatedMLP(nn.Module):
     """``RMSNorm``, SwiGLU and its two ``nn.Dense`` without bias, fused.
 
-    The residual connection is the caller's.
+    The residual connection is the caller's.  The kernel of ``gate_up`` is ``[K, 2, F]``,
+    the gate's and up's, so that both can be sharded along F.
 
     Attributes:
       hidden: F, the width of the gate and of up.
@@ -107,7 +113,7 @@ class GatedMLP(nn.Module):
     >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 16)))
     >>> shapes = jax.tree.map(jnp.shape, variables["params"])
     >>> shapes["down"], shapes["gate_up"], shapes["norm"]
-    ({'kernel': (24, 16)}, {'kernel': (16, 48)}, {'scale': (16,)})
+    ({'kernel': (24, 16)}, {'kernel': (16, 2, 24)}, {'scale': (16,)})
     """
 
     hidden: int
@@ -125,11 +131,11 @@ class GatedMLP(nn.Module):
         _check(dot)
         gain = _Scale(self.param_dtype, name="norm")(size)
         kernels, slots, states = [], [], []
-        shapes = {"gate_up": (size, 2 * self.hidden), "down": (self.hidden, size)}
+        shapes = {"gate_up": (size, 2, self.hidden), "down": (self.hidden, size)}
         for name, shape in shapes.items():
             kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name=name)
             kernel, slot = kernel_of(*shape)
-            kernels.append(kernel.astype(dtype)[None])
+            kernels.append(kernel.astype(dtype))
             slots.append(slot)
             states.append(threshold.clean(slot.value))
         spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
@@ -137,8 +143,8 @@ class GatedMLP(nn.Module):
             fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
             x.astype(dtype).reshape(1, -1, size),
             gain.astype(jnp.float32),
-            kernels[0],
-            kernels[1],
+            producers.join_gate_up(kernels[0][:, 0], kernels[0][:, 1])[None],
+            kernels[1][None],
             (states[0]["theta"], states[1]["theta"]),
             (threshold.call_seed(states[0]), threshold.call_seed(states[1])),
         )

@@ -21,6 +21,7 @@ NaN: quantization never hides a diverged run.  Its codes mean nothing (here zero
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -56,6 +57,17 @@ class Layouts(NamedTuple):
     columns: Quantized | None
 
 
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+class Join(NamedTuple):
+    """Makes ``max |x|`` of parts of vectors that of whole ones, by rows and columns."""
+
+    rows: Callable[[jax.Array], jax.Array] = _identity
+    columns: Callable[[jax.Array], jax.Array] = _identity
+
+
 class FallbackQuantized(NamedTuple):
     """A quantized operand, its residual, and what decides where that is used.
 
@@ -79,6 +91,7 @@ def quantize(
     block: Block,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
 ) -> Layouts:
     """Quantizes matrices to INT8 with one scale a block, in one or both layouts.
 
@@ -90,12 +103,9 @@ def quantize(
         for no such codes.
       columns: likewise, of the codes by columns.  Noise belongs to an element, so equal
         roundings give equal codes.
+      origin: where the matrices lie in larger ones, which the noise is that of.
     """
-    tiles = _to_tiles(x.astype(jnp.float32), block)
-    return Layouts(
-        None if rows is None else _round(tiles, seeds, rows, x.shape),
-        None if columns is None else _mT(_round(tiles, seeds, columns, x.shape)),
-    )
+    return _layouts(x, seeds, block, rows, columns, origin)
 
 
 def quantize_vectors(
@@ -104,6 +114,8 @@ def quantize_vectors(
     *,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
+    join: Join = Join(),
 ) -> Layouts:
     """Quantizes vector-wise: one scale a row by rows, one a column by columns.
 
@@ -116,11 +128,13 @@ def quantize_vectors(
       rows: the rounding of the codes by rows, ``[B, R, C]`` with scales ``[B, R, 1]``;
         None for no such codes.
       columns: likewise, by columns, ``[B, C, R]`` with scales ``[B, C, 1]``.
+      origin: where the matrices lie in larger ones, which the noise is that of.
+      join: makes their maxima those of the larger ones.
     """
     row, column = (1, max(1, x.shape[2])), (max(1, x.shape[1]), 1)
     return Layouts(
-        quantize(x, seeds, block=row, rows=rows, columns=None).rows,
-        quantize(x, seeds, block=column, rows=None, columns=columns).columns,
+        _layouts(x, seeds, row, rows, None, origin, join.rows).rows,
+        _layouts(x, seeds, column, None, columns, origin, join.columns).columns,
     )
 
 
@@ -132,6 +146,7 @@ def quantize_fallback(
     block: Block,
     criterion: Criterion,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
 ) -> FallbackQuantized:
     """Quantizes to INT8, nearest, with a second term where the metric exceeds theta.
 
@@ -151,6 +166,7 @@ def quantize_fallback(
       block: rows and columns of a block.
       criterion: which metric.
       columns: the rounding of the codes by columns; None for no such codes.
+      origin: where the matrices lie in larger ones, which the noise is that of.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
@@ -165,7 +181,7 @@ def quantize_fallback(
             _from_tiles(residual_codes, x.shape).astype(jnp.int8), residual_scales
         ),
         metric,
-        None if columns is None else _mT(_round(tiles, seeds, columns, x.shape)),
+        _layouts(x, seeds, block, None, columns, origin).columns,
     )
 
 
@@ -284,17 +300,31 @@ def _spread(per_block: jax.Array) -> jax.Array:
     return per_block[:, :, None, :, None]
 
 
-def _round(
-    tiles: jax.Array, seeds: jax.Array, mode: rounding.Rounding, shape: tuple[int, ...]
-) -> Quantized:
-    """The codes and scales of tiles, as matrices of ``shape``."""
-    noise = None
-    if mode == "stochastic":
-        _, rows, r, columns, c = tiles.shape
-        draw = functools.partial(rounding.noise, rows=rows * r, columns=columns * c)
-        noise = _to_tiles(jax.vmap(draw)(seeds), (r, c))
-    codes, scales = _quantize_tiles(tiles, noise)
-    return Quantized(_from_tiles(codes, shape).astype(jnp.int8), scales)
+def _layouts(
+    x: jax.Array,
+    seeds: jax.Array,
+    block: Block,
+    rows: rounding.Rounding | None,
+    columns: rounding.Rounding | None,
+    origin: rounding.Origin | None,
+    join: Callable[[jax.Array], jax.Array] = _identity,
+) -> Layouts:
+    tiles = _to_tiles(x.astype(jnp.float32), block)
+
+    def layout(mode: rounding.Rounding) -> Quantized:
+        noise = None
+        if mode == "stochastic":
+            draw = functools.partial(
+                rounding.noise, rows=x.shape[1], columns=x.shape[2], origin=origin
+            )
+            noise = _to_tiles(jax.vmap(draw)(seeds), block)
+        codes, scales = _quantize_tiles(tiles, noise, join)
+        return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
+
+    return Layouts(
+        None if rows is None else layout(rows),
+        None if columns is None else _mT(layout(columns)),
+    )
 
 
 def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
@@ -302,10 +332,12 @@ def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
 
 
 def _quantize_tiles(
-    tiles: jax.Array, noise: jax.Array | None
+    tiles: jax.Array,
+    noise: jax.Array | None,
+    join: Callable[[jax.Array], jax.Array] = _identity,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    scale, inverse = scale_and_inverse(find_amax(tiles, (2, 4)))
+    scale, inverse = scale_and_inverse(join(find_amax(tiles, (2, 4))))
     inverse = _spread(inverse)
     v = jnp.clip(tiles * inverse, -127.0, 127.0)
     v = jnp.where(inverse > 0.0, v, 0.0)

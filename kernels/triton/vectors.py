@@ -6,6 +6,7 @@ for the maxima of each tile, which XLA reduces to scales, and for the codes.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import triton.language as tl
 from jax import lax
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.reference import Layouts, Quantized
+from fbq_jax.kernels.reference import Join, Layouts, Quantized
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.tiles import (
@@ -41,11 +42,15 @@ def quantize_vectors(
     *,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
+    join: Join = Join(),
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     if x.size == 0:
         # No kernel starts for nothing.
-        return reference.quantize_vectors(x, seeds, rows=rows, columns=columns)
+        return reference.quantize_vectors(
+            x, seeds, rows=rows, columns=columns, join=join
+        )
     batch, height, width = x.shape
     down, across = -(-height // TILE[0]), -(-width // TILE[1])
     unit = math.gcd(width, 16)
@@ -75,9 +80,11 @@ def quantize_vectors(
         ],
     )
     # The seeds stand for pointers that are not read.
-    row_scales, row_inverses = (None, seeds) if rows is None else _scales(row_tops)
+    row_scales, row_inverses = (
+        (None, seeds) if rows is None else _scales(row_tops, join.rows)
+    )
     column_scales, column_inverses = (
-        (None, seeds) if columns is None else _scales(column_tops)
+        (None, seeds) if columns is None else _scales(column_tops, join.columns)
     )
     # Columns of codes are padded to 16 bytes, what a thread stores at once.
     padded = -(-height // 16) * 16
@@ -87,6 +94,7 @@ def quantize_vectors(
         row_inverses,
         column_inverses,
         seeds,
+        *(origin or rounding.whole(height)),
         height,
         width // unit,
         outputs=[
@@ -102,11 +110,13 @@ def quantize_vectors(
     )
 
 
-@jax.jit
-def _scales(tops: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)
+def _scales(
+    tops: jax.Array, join: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """From maxima of tiles ``[B, T, N]``, the scales ``[B, N, 1]`` and reciprocals."""
     amax = lax.bitcast_convert_type(jnp.max(tops, axis=1), jnp.float32)
-    scales, inverses = scale_and_inverse(amax)
+    scales, inverses = scale_and_inverse(join(amax))
     return scales[:, :, None], inverses
 
 
@@ -151,6 +161,8 @@ def _codes(
     row_inverses,
     column_inverses,
     seeds,
+    origin_rows,
+    origin_column,
     rows,
     columns,
     codes,
@@ -161,21 +173,22 @@ def _codes(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    noise = seeds, origin_rows, origin_column
     columns *= COLUMN_UNIT
     batch, i, j, _, _ = position(rows, columns, r, c)
     tiles = load(x, batch, i, j, rows, columns, r, c)
     if ROWS is not None:
         v = in_row_scales(tiles, row_inverses + batch * rows, i, rows)
-        rounded = _round(v, seeds, batch, i, j, ROWS)
+        rounded = _round(v, noise, batch, i, j, rows, ROWS)
         store_rows(codes, rounded, batch, i, j, rows, columns)
     if COLUMNS is not None:
         v = in_column_scales(tiles, column_inverses + batch * columns, j, columns)
-        rounded = _round(v, seeds, batch, i, j, COLUMNS)
+        rounded = _round(v, noise, batch, i, j, rows, COLUMNS)
         store_columns(column_codes, rounded, batch, i, j, rows, columns)
 
 
 @triton.jit
-def _round(v, seeds, batch, i, j, MODE: tl.constexpr):
+def _round(v, noise, batch, i, j, rows, MODE: tl.constexpr):
     if MODE == "nearest":
         return nearest(v)
-    return stochastic(v, tl.load(seeds + batch), i, j)
+    return stochastic(v, noise, batch, i, j, rows)
