@@ -99,7 +99,7 @@ def dot_general(
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
         seed = jax.random.bits(key, (), jnp.uint32)
-    return _seeded_dot_general(
+    out, stats = _seeded_dot_general(
         lhs,
         rhs,
         dimension_numbers,
@@ -111,6 +111,9 @@ def dot_general(
         out_sharding=out_sharding,
         implementation=implementation,
     )
+    batch, *rows, across = stats.metric.shape
+    metric = stats.metric.reshape(batch, math.prod(rows), across)
+    return out, stats._replace(metric=metric)
 
 
 def stateful_dot_general(
@@ -162,7 +165,7 @@ def _seeded_dot_general(
     _check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     out = _output_shape(lhs, rhs, dimension_numbers, dtype)
-    x, w = _as_matrices(lhs, rhs, dimension_numbers)
+    x, w = _as_matrices(lhs, rhs, dimension_numbers, recipe)
     theta = resolve(theta, x, recipe, implementation)
     spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
     y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
@@ -201,10 +204,25 @@ def _output_shape(
     )
 
 
+def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
+    """The axes, ``(M,)`` or ``(G, R)``, that an activation's axes before K become.
+
+    The last one, often the tokens of a sequence, is kept if it is of whole blocks, so
+    that the ones before it and it can both be sharded.
+
+    >>> row_axes((2, 4, 256), Recipe(block=128)), row_axes((2, 100), Recipe(block=128))
+    ((8, 256), (200,))
+    """
+    *lead, last = sizes or (1,)
+    if not lead or 0 in sizes or last % recipe.sides[0]:
+        return (math.prod(sizes),)
+    return math.prod(lead), last
+
+
 def _as_matrices(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers, recipe: Recipe
 ) -> tuple[jax.Array, jax.Array]:
-    """Transposes and reshapes to ``[B, M, K]`` and ``[B, K, N]``."""
+    """Transposes and reshapes to ``[B, *row_axes, K]`` and ``[B, K, N]``."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
 
     def group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
@@ -217,10 +235,10 @@ def _as_matrices(
 
     lhs_free = free(lhs, lhs_contract, lhs_batch)
     rhs_free = free(rhs, rhs_contract, rhs_batch)
-    return (
-        group(lhs, lhs_batch, lhs_free, lhs_contract),
-        group(rhs, rhs_batch, rhs_contract, rhs_free),
-    )
+    rows = row_axes([lhs.shape[d] for d in lhs_free], recipe)
+    x = group(lhs, lhs_batch, lhs_free, lhs_contract)
+    w = group(rhs, rhs_batch, rhs_contract, rhs_free)
+    return x.reshape(len(x), *rows, x.shape[-1]), w
 
 
 def resolve(
@@ -235,10 +253,10 @@ def resolve(
 
     Args:
       theta: float32 ``[]``; ``threshold.UNSET`` or any below 0 is unset.
-      x: ``[B, M, ...]``.
+      x: ``[B, ...]``.
       recipe: gives the criterion and the range that the threshold should meet.
       implementation: of the ops.
-      layer: makes the operand ``[B, M, K]`` of ``x``, where there is need of it.
+      layer: makes the operand of ``x``, where there is need of it.
     """
     criterion = recipe.criterion
     if criterion is None:

@@ -60,14 +60,14 @@ def norm_matmul(
     Args:
       spec: of the GEMM; ``lhs_dtype`` is that of x.
       norm: epsilon and bits; without means.
-      x: bfloat16, float16 or float32 ``[B, M, K]``.
+      x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``; see ``gemms``.
       gain: float32 ``[K]``.
       w: ``[B, K, N]``.
       theta: float32 ``[]``; below 0, it is set from the operand's own blocks.
       seed: uint32 ``[]``, of the noise.
 
     Returns:
-      ``[B, M, N]`` in the spec's dtype, and ``Measured``.
+      ``[B, M, N]`` or ``[B, G, R, N]`` in the spec's dtype, and ``Measured``.
     """
     y, measured, _, _ = _norm_forward(
         spec, norm, x, gain, w, theta, seed, columns=None, rows=None
@@ -113,7 +113,8 @@ def _norm_forward(
     )
     y, rhs = _multiply(spec, operand, w, seed, rows=rows)
     normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
-    saved = SavedNorm(normalized, rstd, gain[None, None, :])
+    row = jnp.expand_dims(gain, range(x.ndim - 1))
+    saved = SavedNorm(normalized, rstd, row)
     return y, Measured(theta, operand.metric), saved, (operand, rhs)
 
 
@@ -215,7 +216,7 @@ def gated_mlp(
 
     Args:
       specs: what is static; ``down.lhs_dtype`` is ``up.dtype``.
-      x: bfloat16, float16 or float32 ``[B, M, K]``.
+      x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``; see ``gemms``.
       gain: float32 ``[K]``.
       w_up: ``[B, K, 2 F]``, of the gate and of up, as ``producers.join_gate_up`` puts
         them together.
@@ -224,7 +225,7 @@ def gated_mlp(
       seeds: of both GEMMs, uint32 ``[]``.
 
     Returns:
-      ``[B, M, N]``, and ``Measured`` of both GEMMs.
+      ``[B, M, N]`` or ``[B, G, R, N]``, and ``Measured`` of both GEMMs.
     """
     return _gated_forward(specs, x, gain, w_up, w_down, thetas, seeds, save=False)[0]
 

@@ -13,6 +13,7 @@ have scales of their own (``backward_scales="row"``): then X and W are quantized
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -50,14 +51,16 @@ def matmul(
 
     Args:
       spec: what is static.
-      x: ``[B, M, K]``, the activation.
+      x: ``[B, M, K]``, the activation; or ``[B, G, R, K]``, where M is two axes and
+        R a multiple of the recipe's side of a block along M.
       w: ``[B, K, N]``, the weight.
       theta: float32 ``[]``, the threshold of fallback.
       seed: uint32 ``[]``, of the noise of stochastic rounding.
 
     Returns:
-      ``[B, M, N]``, and the criterion's metric of each block of x, float32
-      ``[B, ceil(M/m), ceil(K/k)]`` (``[B, 0, 0]`` without a criterion).
+      ``[B, M, N]`` or ``[B, G, R, N]``, and the criterion's metric of each block of x,
+      float32 ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]``
+      without a criterion).
     """
     lhs, residual, metric = quantize_lhs(spec, x, theta, seed, columns=None)
     rhs = quantize_rhs(spec, w, seed, rows=None)
@@ -212,7 +215,8 @@ def backward(
         m, k, n = spec.recipe.sides
         dlhs_blocks, drhs_blocks = (m, n, k), (k, m, n)
     else:
-        rows, columns = (max(1, size) for size in grad.rows.codes.shape[1:])
+        *rows_axes, columns = (max(1, size) for size in grad.rows.codes.shape[1:])
+        rows = math.prod(rows_axes)
         dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
     dx = dispatch.matmul(
         grad.rows,

@@ -10,9 +10,11 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
+from fbq_jax.dot_general import row_axes
 from fbq_jax.kernels import producers
 from fbq_jax.linen import FallbackDot, fallback_dot
 from fbq_jax.nonlinear import NormSpec
+from fbq_jax.recipe import Recipe
 
 Initializer = Callable[..., jax.Array]
 
@@ -83,7 +85,7 @@ class NormDense(nn.Module):
         y, measured = fused.norm_matmul(
             gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
             NormSpec(False, self.epsilon, self.bits),
-            x.astype(dtype).reshape(1, -1, x.shape[-1]),
+            _as_rows(x.astype(dtype), dot.recipe),
             gain.astype(jnp.float32),
             kernel.astype(dtype)[None],
             state["theta"],
@@ -141,7 +143,7 @@ class GatedMLP(nn.Module):
         spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
         y, measured = fused.gated_mlp(
             fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
-            x.astype(dtype).reshape(1, -1, size),
+            _as_rows(x.astype(dtype), dot.recipe),
             gain.astype(jnp.float32),
             producers.join_gate_up(kernels[0][:, 0], kernels[0][:, 1])[None],
             kernels[1][None],
@@ -153,6 +155,11 @@ class GatedMLP(nn.Module):
             new = threshold.update(state, of.metric, of.theta, dot.recipe)
             y = dot.move(self, slot, new, y)
         return y
+
+
+def _as_rows(x: jax.Array, recipe: Recipe) -> jax.Array:
+    """Reshapes ``[..., K]`` to a stack of one matrix."""
+    return x.reshape(1, *row_axes(x.shape[:-1], recipe), x.shape[-1])
 
 
 def _check(dot: FallbackDot) -> None:
