@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import dispatch, gemms, threshold
+from fbq_jax.explicit import automatic
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 
@@ -164,15 +165,19 @@ def _seeded_dot_general(
     """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
     _check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    out = _output_shape(lhs, rhs, dimension_numbers, dtype)
-    x, w = _as_matrices(lhs, rhs, dimension_numbers, recipe)
-    theta = resolve(theta, x, recipe, implementation)
-    spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
-    y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
-    y = y.reshape(out.shape)
-    if out_sharding is not None:
-        y = jax.sharding.reshard(y, out_sharding)
-    return y, Stats(threshold.observe(metric, theta), theta, metric)
+    out = output_of(lhs, rhs, dimension_numbers, dtype, out_sharding)
+
+    def multiply(
+        lhs: jax.Array, rhs: jax.Array, theta: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, Stats]:
+        x, w = _as_matrices(lhs, rhs, dimension_numbers, recipe)
+        theta = resolve(theta, x, recipe, implementation)
+        spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
+        y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
+        stats = Stats(threshold.observe(metric, theta), theta, metric)
+        return y.reshape(out.shape), stats
+
+    return automatic(multiply, out)(lhs, rhs, theta, seed)
 
 
 def _check_operands(
@@ -193,15 +198,24 @@ def _check_operands(
         )
 
 
-def _output_shape(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers, dtype: Any
+def output_of(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    dtype: Any,
+    out_sharding: Any,
 ) -> jax.ShapeDtypeStruct:
-    """The output's shape, or ``lax.dot_general``'s own error where nothing fits."""
-    return jax.eval_shape(
-        lambda lhs, rhs: lax.dot_general(lhs, rhs, dimension_numbers),
-        jax.ShapeDtypeStruct(lhs.shape, dtype),
-        jax.ShapeDtypeStruct(rhs.shape, dtype),
-    )
+    """The output's shape and sharding, or ``lax.dot_general``'s own error."""
+
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            lhs.astype(dtype),
+            rhs.astype(dtype),
+            dimension_numbers,
+            out_sharding=out_sharding,
+        )
+
+    return jax.eval_shape(product, lhs, rhs)
 
 
 def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:

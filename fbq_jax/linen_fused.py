@@ -10,7 +10,8 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
-from fbq_jax.dot_general import row_axes
+from fbq_jax.dot_general import output_of, row_axes
+from fbq_jax.explicit import automatic
 from fbq_jax.kernels import producers
 from fbq_jax.linen import FallbackDot, fallback_dot
 from fbq_jax.nonlinear import NormSpec
@@ -82,25 +83,38 @@ class NormDense(nn.Module):
         kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name="dense")
         kernel, slot = kernel_of(x.shape[-1], self.features)
         state = threshold.clean(slot.value)
-        y, measured = fused.norm_matmul(
-            gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
-            NormSpec(False, self.epsilon, self.bits),
-            _as_rows(x.astype(dtype), dot.recipe),
+        operands = x.astype(dtype), kernel.astype(dtype)
+        contract_last = ((x.ndim - 1,), (0,)), ((), ())
+        out = output_of(*operands, contract_last, dtype, None)
+
+        def layer(
+            x: jax.Array, kernel: jax.Array, gain: jax.Array, *scalars: jax.Array
+        ) -> tuple[jax.Array, fused.Measured]:
+            y, measured = fused.norm_matmul(
+                gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
+                NormSpec(False, self.epsilon, self.bits),
+                _as_rows(x, dot.recipe),
+                gain,
+                kernel[None],
+                *scalars,
+            )
+            return y.reshape(out.shape), measured
+
+        y, measured = automatic(layer, out)(
+            *operands,
             gain.astype(jnp.float32),
-            kernel.astype(dtype)[None],
             state["theta"],
             threshold.call_seed(state),
         )
         new = threshold.update(state, measured.metric, measured.theta, dot.recipe)
-        y = y.reshape(*x.shape[:-1], self.features)
         return dot.move(self, slot, new, y)
 
 
 class GatedMLP(nn.Module):
     """``RMSNorm``, SwiGLU and its two ``nn.Dense`` without bias, fused.
 
-    The residual connection is the caller's.  The kernel of ``gate_up`` is ``[K, 2, F]``,
-    the gate's and up's, so that both can be sharded along F.
+    The residual connection is the caller's.  The kernel of ``gate_up`` is
+    ``[K, 2, F]``, the gate's and up's, so that both can be sharded along F.
 
     Attributes:
       hidden: F, the width of the gate and of up.
@@ -140,17 +154,33 @@ class GatedMLP(nn.Module):
             kernels.append(kernel.astype(dtype))
             slots.append(slot)
             states.append(threshold.clean(slot.value))
-        spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
-        y, measured = fused.gated_mlp(
-            fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
-            _as_rows(x.astype(dtype), dot.recipe),
+
+        def layer(
+            x: jax.Array,
+            gain: jax.Array,
+            gate_up: jax.Array,
+            down: jax.Array,
+            *scalars: tuple[jax.Array, ...],
+        ) -> tuple[jax.Array, tuple[fused.Measured, fused.Measured]]:
+            spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
+            y, measured = fused.gated_mlp(
+                fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
+                _as_rows(x, dot.recipe),
+                gain,
+                producers.join_gate_up(gate_up[:, 0], gate_up[:, 1])[None],
+                down[None],
+                *scalars,
+            )
+            return y.reshape(x.shape), measured
+
+        x = x.astype(dtype)
+        y, measured = automatic(layer, jax.eval_shape(lambda x: x, x))(
+            x,
             gain.astype(jnp.float32),
-            producers.join_gate_up(kernels[0][:, 0], kernels[0][:, 1])[None],
-            kernels[1][None],
-            (states[0]["theta"], states[1]["theta"]),
-            (threshold.call_seed(states[0]), threshold.call_seed(states[1])),
+            *kernels,
+            tuple(state["theta"] for state in states),
+            tuple(threshold.call_seed(state) for state in states),
         )
-        y = y.reshape(x.shape)
         for slot, state, of in zip(slots, states, measured, strict=True):
             new = threshold.update(state, of.metric, of.theta, dot.recipe)
             y = dot.move(self, slot, new, y)

@@ -2,12 +2,12 @@
 
 XLA cannot look into a kernel: it would gather the operands whole on every device.  So
 an op says how its arrays hang together, in words such as ``"b i128 j128"``, one for
-each axis of an array.  A word is a letter, the name of an axis of the op, and the number
-of elements there that stay together (1 if it is left out): arrays whose words share a
-letter are cut alike.  ``"."`` is an axis that is never cut.
+each axis of an array.  A word is a letter, the name of an axis of the op, and the
+number of elements there that stay together (1 if it is left out): arrays whose words
+share a letter are cut alike.  ``"."`` is an axis that is never cut.
 
-Shardy learns how shardings propagate from the operands to the results and back; what
-each device does then, on its own shard and with the others, is decided here.  An axis
+Shardy learns from that how shardings propagate from operands to results and back; what
+each device then does, on its own shard and with the others, is decided here.  An axis
 that cannot be cut as the mesh asks, between elements that stay together, is left whole.
 """
 
@@ -21,19 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 class Axes(NamedTuple):
     """An op's arrays, in words.
 
     Attributes:
-      operands: a tree like that of the operands, of one string an array.
-      results: likewise.
-      contracted: the letters of axes that operands have in common and results lack.
+      operands: a tuple, for each operand a tree like it, of one string an array.
+      results: a tree like that of the results.
+      contracted: the letters, in the order of the operands' axes, of what operands have
+        in common and results lack.
     """
 
-    operands: Any
+    operands: tuple[Any, ...]
     results: Any
     contracted: str = ""
 
@@ -57,18 +58,15 @@ class Shards(NamedTuple):
         """The axes of the mesh that any of the letters is cut over."""
         return tuple(name for letter in letters for name in self.over.get(letter, ()))
 
-    def count(self, letter: str) -> int:
+    def number(self, letter: str) -> int:
         """The number of shards of an axis."""
         return math.prod(self.sizes[name] for name in self.names(letter))
 
-    def index(self, letter: str) -> jax.Array:
+    def place(self, letter: str) -> jax.Array:
         """Which of them this device has, uint32 ``[]``."""
         names = self.names(letter)
-        index = lax.axis_index(names) if names else jnp.int32(0)
-        return index.astype(jnp.uint32)
+        return jnp.uint32(lax.axis_index(names) if names else 0)
 
-
-WHOLE = Shards({}, {}, {})
 
 Local = Callable[[Axes, Shards], Callable[..., Any]]
 
@@ -84,13 +82,16 @@ def partitioned(axes_of: Callable[..., Axes], local: Local) -> Callable[..., Any
 
     def op(*operands: Any) -> Any:
         axes = axes_of(*operands)
-        call = custom_partitioning(local(axes, WHOLE))
-        rule, contracted, sizes = _rule(axes, operands)
+        whole = local(axes, Shards({}, {}, {}))
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return whole(*operands)  # Inside shard_map an array is a shard already.
+        call = custom_partitioning(whole)
+        rule, sizes = _rule(axes, operands)
         call.def_partition(
             functools.partial(_partition, axes, local),
-            decode_shardings=False,  # not all of Shardy's can be: see cuts_of
+            decode_shardings=False,  # Not all of Shardy's can be: see _names.
             sharding_rule=rule,
-            reduction_factors=contracted,
+            reduction_factors=tuple(axes.contracted),
             **sizes,
         )
         return call(*operands)
@@ -99,7 +100,7 @@ def partitioned(axes_of: Callable[..., Axes], local: Local) -> Callable[..., Any
 
 
 def parse(words: str) -> list[tuple[str, int]]:
-    """The letter and the elements that stay together of each axis.
+    """The letter, and how many elements stay together, of each axis.
 
     >>> parse("b i128 .")
     [('b', 1), ('i', 128), ('.', 1)]
@@ -107,147 +108,158 @@ def parse(words: str) -> list[tuple[str, int]]:
     return [(word[0], int(word[1:] or 1)) for word in words.split()]
 
 
-def _rule(
-    axes: Axes, operands: Any
-) -> tuple[str, tuple[str, ...], dict[str, int]]:
-    """The rule for Shardy, its contracted factors and its factors' sizes."""
-    anonymous = (f"x{i}" for i in range(10**6))
-    sizes: dict[str, int] = {}
-    alone = set()
+def pairs(words: Any, arrays: Any) -> Iterator[tuple[str, Any]]:
+    """The words of each array, and the array."""
+    return zip(jax.tree.leaves(words), jax.tree.leaves(arrays), strict=True)
+
+
+def _rule(axes: Axes, operands: tuple[Any, ...]) -> tuple[str, dict[str, int]]:
+    """The rule for Shardy, and the sizes of factors that are no array's whole axis.
+
+    An axis whose elements stay together is a compound factor, of which only the major
+    one is in other arrays.
+    """
+    sizes, dims = {}, set()
+    for words, array in pairs(axes.operands, operands):
+        for (letter, together), size in zip(parse(words), array.shape, strict=True):
+            sizes[letter] = size // together
+    unnamed = 0
 
     def factors(words: str) -> str:
-        dims = []
+        nonlocal unnamed
+        text = []
         for letter, together in parse(words):
+            factor = letter
             if letter == ".":
-                dims.append(next(anonymous))
-            elif together == 1:
-                alone.add(letter)
-                dims.append(letter)
-            else:
+                unnamed += 1
+                factor = f"x{unnamed}"
+            elif together > 1:
                 sizes[f"{letter}{together}"] = together
-                dims.append(f"({letter} {letter}{together})")
-        return " ".join(dims)
+                factor = f"({letter} {letter}{together})"
+            dims.add(factor)
+            text.append(factor)
+        return " ".join(text)
 
     sides = [
         ", ".join(factors(words) for words in jax.tree.leaves(side))
         for side in (axes.operands, axes.results)
     ]
-    for words, array in _arrays(axes.operands, operands):
-        for (letter, together), size in zip(parse(words), array.shape, strict=True):
-            if letter != ".":
-                sizes[letter] = size // together
-    sizes = {factor: size for factor, size in sizes.items() if factor not in alone}
-    return " -> ".join(sides), tuple(axes.contracted), sizes
-
-
-def _arrays(words: Any, arrays: Any) -> Iterator[tuple[str, Any]]:
-    return zip(jax.tree.leaves(words), jax.tree.leaves(arrays), strict=True)
+    parts = {f: size for f, size in sizes.items() if f not in dims and f != "."}
+    return " -> ".join(sides), parts
 
 
 def _partition(
-    axes: Axes, local: Local, mesh: Mesh, operands: Any, results: Any
+    axes: Axes, local: Local, mesh: Mesh, operands: tuple[Any, ...], results: Any
 ) -> tuple[Mesh, Callable[..., Any], Any, Any]:
-    """The callback of ``custom_partitioning``; arrays are shapes with a sharding."""
+    """The callback of ``custom_partitioning``; arrays are shapes with shardings."""
     if mesh.empty:
         devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
         mesh = Mesh(list(devices), ("devices",))
     shards = _cut(axes, operands, results, mesh)
 
-    def sharding(words: str, scattered: Mapping[str, tuple[str, ...]]) -> NamedSharding:
+    def on_shards(*operands: Any) -> Any:
+        # What is compiled in the context of a caller is not of the caller's mesh.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return local(axes, shards)(*operands)
+
+    def sharding(scattered: Mapping[str, tuple[str, ...]], words: str) -> NamedSharding:
         spec = [
             (*shards.over.get(letter, ()), *scattered.get(letter, ())) or None
             for letter, _ in parse(words)
         ]
         return NamedSharding(mesh, PartitionSpec(*spec))
 
+    of_result = functools.partial(sharding, shards.scattered)
+    of_operand = functools.partial(sharding, {})
     return (
         mesh,
-        local(axes, shards),
-        jax.tree.map(lambda words: sharding(words, shards.scattered), axes.results),
-        jax.tree.map(lambda words: sharding(words, {}), axes.operands),
+        on_shards,
+        jax.tree.map(of_result, axes.results),
+        jax.tree.map(of_operand, axes.operands),
     )
 
 
-def _cut(axes: Axes, operands: Any, results: Any, mesh: Mesh) -> Shards:
-    """Which axis of the op each axis of the mesh is for.
+class _Cut(NamedTuple):
+    """How an array's axis is cut, or should be, and into how many parts it could."""
 
-    What is contracted is cut where all operands are.  Other axes are cut as a result
-    of a contraction is, and elsewhere as the operands are, the largest arrays first;
-    then as the others are.
+    letter: str
+    names: tuple[str, ...]
+    parts: int
+
+
+def _cut(axes: Axes, operands: tuple[Any, ...], results: Any, mesh: Mesh) -> Shards:
+    """Decides which of the op's axes each axis of the mesh cuts.
+
+    What is contracted is cut where all operands are.  Everything else is cut as a
+    contraction's result is, or else as the operands are, of each the largest array.
     """
+
+    def largest(words: Any, arrays: Any) -> tuple[str, Any]:
+        return max(pairs(words, arrays), key=lambda pair: math.prod(pair[1].shape))
+
     given = [
-        max(_arrays(words, arrays), key=lambda pair: math.prod(pair[1].shape))
+        _cuts(*largest(words, arrays), mesh)
         for words, arrays in zip(axes.operands, operands, strict=True)
         if jax.tree.leaves(words)
     ]
-    made = max(
-        _arrays(axes.results, results), key=lambda pair: math.prod(pair[1].shape)
-    )
+    words, result = largest(axes.results, results)
+    made = _cuts(words, result, mesh)
     over: dict[str, tuple[str, ...]] = {}
 
-    def claim(letter: str, names: tuple[str, ...], cells: int) -> None:
+    def claim(letter: str, names: tuple[str, ...], parts: int) -> None:
         taken = {name for names in over.values() for name in names}
         names = tuple(name for name in names if name not in taken)
-        names = _divisors(names, cells, mesh)
-        if names and letter not in over:
+        names = _divisors(names, parts, mesh)
+        if names and letter != "." and letter not in over:
             over[letter] = names
 
-    wanted = [{letter: (n, cells) for letter, n, cells in _cuts(*p, mesh)} for p in given]
     for letter in axes.contracted:
-        each = [cuts[letter] for cuts in wanted if letter in cuts]
-        if each:
-            first, cells = each[0]
-            names = tuple(n for n in first if all(n in other for other, _ in each))
-            claim(letter, names, cells)
-    order = [made, *given] if axes.contracted else [*given, made]
-    for pair in order:
-        for letter, names, cells in _cuts(*pair, mesh):
-            if letter not in axes.contracted:
-                claim(letter, names, cells)
+        each = [cut for cuts in given for cut in cuts if cut.letter == letter]
+        names, parts = each[0][1:]
+        claim(letter, tuple(n for n in names if all(n in c.names for c in each)), parts)
+    for cuts in [made, *given] if axes.contracted else [*given, made]:
+        for cut in cuts:
+            if cut.letter not in axes.contracted:
+                claim(*cut)
 
-    sums = {name for letter in axes.contracted for name in over.get(letter, ())}
+    summed = {name for letter in axes.contracted for name in over.get(letter, ())}
     scattered: dict[str, tuple[str, ...]] = {}
-    for (letter, names, _), size in zip(_cuts(*made, mesh), made[1].shape, strict=True):
+    for (letter, names, _), size in zip(made, result.shape, strict=True):
         have = over.get(letter, ())
-        if letter != "." and names[: len(have)] == have:
-            more = tuple(name for name in names[len(have) :] if name in sums)
-            if names == have + more:
-                shard = size // math.prod(mesh.shape[name] for name in have)
-                scattered[letter] = _divisors(more, shard, mesh)
-                sums -= set(scattered[letter])
+        more = names[len(have) :]
+        if letter != "." and names == have + more and summed.issuperset(more):
+            shard = size // math.prod(mesh.shape[name] for name in have)
+            scattered[letter] = _divisors(more, shard, mesh)
+            summed.difference_update(scattered[letter])
     return Shards(over, scattered, mesh.shape)
 
 
-def _cuts(
-    words: str, array: Any, mesh: Mesh
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """For each axis its letter, what cuts it, and the number of its indivisible parts."""
-    cuts = cuts_of(array.sharding, len(array.shape), mesh)
-    for (letter, together), names, size in zip(
-        parse(words), cuts, array.shape, strict=True
-    ):
-        yield letter, () if letter == "." else names, size // together
-
-
-def cuts_of(sharding: Sharding, rank: int, mesh: Mesh) -> list[tuple[str, ...]]:
-    """The axes of the mesh that each axis of an array is cut over, the major one first.
-
-    None where it is cut in a way of the compiler's own, over a part of an axis.
-    """
-    # Of a shape that any sharding divides, so that an index is one's place in the mesh.
-    places = sharding.devices_indices_map((mesh.size,) * rank)
+def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
+    """How an array is cut, axis by axis."""
+    # The shards' places in an array that every sharding divides.
+    shape = (mesh.size,) * len(array.shape)
+    places = array.sharding.devices_indices_map(shape)
     cuts = []
-    for axis in range(rank):
-        starts = np.array([places[d][axis].start or 0 for d in mesh.devices.flat])
-        starts = starts.reshape(mesh.devices.shape)
-        steps = {
-            name: starts.take(1, i).flat[0]
-            for i, name in enumerate(mesh.axis_names)
-            if mesh.shape[name] > 1 and np.ptp(starts, i).any()
-        }
-        whole = math.prod(mesh.shape[name] for name in steps) == len(np.unique(starts))
-        cuts.append(tuple(sorted(steps, key=steps.get, reverse=True)) if whole else ())  # type: ignore[arg-type]
+    for axis, (letter, together) in enumerate(parse(words)):
+        names = _names(mesh, {device: at[axis] for device, at in places.items()})
+        cuts.append(_Cut(letter, names, array.shape[axis] // together))
     return cuts
+
+
+def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
+    """The axes of a mesh along which places differ, the major one first.
+
+    None if Shardy has cut over a part of an axis, which JAX has no name for.
+    """
+    starts = np.vectorize(lambda device: places[device].start or 0)(mesh.devices)
+    steps = {
+        name: int(starts.take(1, axis).flat[0])
+        for axis, name in enumerate(mesh.axis_names)
+        if mesh.shape[name] > 1 and np.ptp(starts, axis).any()
+    }
+    if math.prod(mesh.shape[name] for name in steps) != len(np.unique(starts)):
+        return ()
+    return tuple(sorted(steps, key=lambda name: -steps[name]))
 
 
 def _divisors(names: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:

@@ -64,8 +64,12 @@ def _identity(x: jax.Array) -> jax.Array:
 class Join(NamedTuple):
     """Makes ``max |x|`` of parts of vectors that of whole ones, by rows and columns."""
 
-    rows: Callable[[jax.Array], jax.Array] = _identity
-    columns: Callable[[jax.Array], jax.Array] = _identity
+    rows: Callable[[jax.Array], jax.Array]
+    columns: Callable[[jax.Array], jax.Array]
+
+
+SEPARATE = Join(_identity, _identity)
+"""Of vectors that are whole."""
 
 
 class FallbackQuantized(NamedTuple):
@@ -115,7 +119,7 @@ def quantize_vectors(
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
     origin: rounding.Origin | None = None,
-    join: Join = Join(),
+    join: Join = SEPARATE,
 ) -> Layouts:
     """Quantizes vector-wise: one scale a row by rows, one a column by columns.
 

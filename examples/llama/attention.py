@@ -34,9 +34,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return out.reshape(*q.shape[:2], -1)
 
 
-def implementation(
-    dtype: Any, seq: int, head_dim: int
-) -> Literal["cudnn", "xla"]:
+def implementation(dtype: Any, seq: int, head_dim: int) -> Literal["cudnn", "xla"]:
     """Who computes attention on JAX's default backend.
 
     Args:

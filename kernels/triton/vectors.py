@@ -15,7 +15,7 @@ import triton.language as tl
 from jax import lax
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.reference import Join, Layouts, Quantized
+from fbq_jax.kernels.reference import SEPARATE, Join, Layouts, Quantized
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.tiles import (
@@ -43,7 +43,7 @@ def quantize_vectors(
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
     origin: rounding.Origin | None = None,
-    join: Join = Join(),
+    join: Join = SEPARATE,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     if x.size == 0:
