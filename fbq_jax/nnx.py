@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
+from fbq_jax.dot_general import stateful_dot_general
+from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
 from fbq_jax.recipe import Recipe
