@@ -1,7 +1,6 @@
 """Blocks of operators between which only INT8 travels (arXiv 2403.12422).
 
-    x -> Q -> LayerNorm -> Linear -> GELU -> Linear -> Dropout -> add -> y
-          \\______________________________________________________/
+    h = dropout(linear(gelu(linear(layer_norm(x)))))        y = add(x, h)
 
 JAX gives INT8 arrays no cotangents, so what ``jax.grad`` sees of a composition is one
 function with a derivative of its own, ``apply``: floats at its ends, and in it the
@@ -78,14 +77,14 @@ class Residual:
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, Any]:
-        """x plus what the branch gives."""
+        """The sum of x and what the branch gives."""
         y, saved = self.branch.forward(params, x, seed)
         return add(x, y), saved
 
     def backward(
         self, saved: Any, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, Any]]:
-        """dy plus what the branch gives back."""
+        """The sum of dy and what the branch gives back."""
         dx, grads = self.branch.backward(saved, dy, seed)
         return add_grads(dy, dx, rounding.fold(seed, _ADD_STREAM)), grads
 
@@ -98,7 +97,7 @@ def mlp(
     Its parameters are ``norm`` (``scale``, ``bias``), ``up`` and ``down`` (``kernel``,
     ``bias``).
     """
-    operators = [
+    operators: list[tuple[str, Operator]] = [
         ("norm", LayerNorm(epsilon)),
         ("up", Linear(use_bias)),
         ("gelu", Gelu()),
@@ -119,11 +118,13 @@ def attention(
 ) -> Residual:
     """Self-attention, before it a norm, around it the residual connection.
 
-    Its parameters are ``norm`` (``scale``, ``bias``) and ``attention``, with ``qkv`` and
+    Its parameters are ``norm`` (``scale``, ``bias``) and ``attention``, of ``qkv`` and
     ``out`` (``kernel``, ``bias``).  ``SelfAttention`` has the arguments.
     """
-    core = SelfAttention(num_heads, length, dtype, attention_fn, use_bias)
-    operators = [("norm", LayerNorm(epsilon)), ("attention", core)]
+    operators: list[tuple[str, Operator]] = [
+        ("norm", LayerNorm(epsilon)),
+        ("attention", SelfAttention(num_heads, length, dtype, attention_fn, use_bias)),
+    ]
     return _residual(operators, dropout_rate)
 
 

@@ -16,10 +16,10 @@ Dropout     Q(x * mask / keep)         S(dy * mask / keep)                nothin
 add         Q(a + b)                   dy, to both                        nothing
 =========== ========================== ================================== ============
 
-``Q`` rounds to nearest and ``S`` stochastically, each use with noise of its own, so that
-gradients are unbiased: given what the forward pass keeps, every backward pass is linear
-in ``dy``.  The gradients of parameters are float32.  A NaN or an Inf makes its block
-NaN, and so all that depends on the block; a block of zeros stays zero.
+``Q`` rounds to nearest and ``S`` stochastically, each use with noise of its own, so
+that gradients are unbiased: given what the forward pass keeps, every backward pass is
+linear in ``dy``.  The gradients of parameters are float32.  A NaN or an Inf makes its
+block NaN, and so all that depends on the block; a block of zeros stays zero.
 
 An operator is compiled as a unit (``jax.jit``): the floats in it are its own.
 """
@@ -82,9 +82,7 @@ def to_codes(x: jax.Array, side: int) -> QTensor:
 
 def grad_to_codes(dy: jax.Array, side: int, seed: jax.Array) -> QTensor:
     """Likewise, stochastically, with the noise of ``seed``, uint32 ``[]``."""
-    return quantize(
-        dy, block=(side, side), rounding="stochastic", seeds=seed[None]
-    )
+    return quantize(dy, block=(side, side), rounding="stochastic", seeds=seed[None])
 
 
 class _SavedLinear(NamedTuple):

@@ -201,7 +201,8 @@ class Int8Sequential(nn.Module):
     parameters and of attention's core are the only ones.
 
     Attributes:
-      layers: ``Int8MLP`` and ``Int8Attention``, of one ``block`` and one ``collection``.
+      layers: ``Int8MLP`` and ``Int8Attention``, of one ``block`` and
+        one ``collection``.
 
     >>> blocks = Int8Sequential([Int8Attention(4), Int8MLP(64)])
     >>> variables = blocks.init(jax.random.key(0), jnp.ones((2, 8, 16)))
