@@ -84,7 +84,7 @@ def assert_codes(q, exact, noise=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "side"), [*((name, 32) for name in CASES), ("linear", 64), ("linear", 128)]
+    ("name", "side"), [*((name, SIDE) for name in CASES), ("linear", 128)]
 )
 def test_forward_and_backward_are_the_equations(name, side):
     operator, params, equations, width = CASES[name]
