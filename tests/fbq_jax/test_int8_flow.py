@@ -228,6 +228,38 @@ def test_noise_is_of_the_seed():
     assert all(jax.tree.leaves(different))
 
 
+def test_each_rounding_draws_noise_of_its_own(monkeypatch):
+    """And an operator has one seed in both passes."""
+    forward, backward, others = [], [], []
+
+    class Probe:
+        def forward(self, params, x, seed):
+            del params
+            forward.append(int(seed))
+            return x, None
+
+        def backward(self, saved, dy, seed):
+            del saved
+            backward.append(int(seed))
+            return dy, {}
+
+    def record(codes, *operands):
+        others.append(int(operands[-1]))
+        return codes
+
+    codes = int8_operators.to_codes(X[:1], 32)
+    monkeypatch.setattr(int8_flow, "add", lambda a, _: a)
+    monkeypatch.setattr(int8_flow, "add_grads", record)
+    monkeypatch.setattr(int8_flow, "grad_to_codes", functools.partial(record, codes))
+    branch = int8_flow.Chain((("a", Probe()), ("b", Probe())))
+    block = int8_flow.Residual(branch)
+    whole = int8_flow.Residual(int8_flow.Chain((("0", block), ("1", block))))
+    _, saved = whole.forward({}, codes, SEED)
+    int8_flow._apply_bwd(whole, 32, (saved, SEED), X[:1])
+    assert forward == backward[::-1]
+    assert len(set(forward + others)) == len(forward) + len(others) == 4 + 4
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_diverged_run_shows(bad):
     params = variables_of_both()[1]["params"]

@@ -12,6 +12,7 @@ from fbq_jax.int8_operators import (
     Gelu,
     LayerNorm,
     Linear,
+    SelfAttention,
     add,
     add_grads,
     grad_to_codes,
@@ -23,7 +24,7 @@ from tests.kernels.test_reference import heavy
 M, K, N, SIDE = 80, 96, 64, 32
 BLOCK = (SIDE, SIDE)
 SEED = jnp.uint32(7)
-RATE, MASK_STREAM = 0.25, 1
+RATE, MASK_STREAM, CORE_STREAM = 0.25, 1, 2
 
 rng = np.random.default_rng(0)
 KERNEL = rng.standard_normal((K, N), np.float32)
@@ -100,6 +101,66 @@ def test_forward_and_backward_are_the_equations(name, side):
     for key, exact in exact_grads.items():
         assert grads[key].dtype == jnp.float32
         assert oracle.relative(grads[key], exact) < 1e-5
+
+
+def attention(x, dy, heads, length, weights):
+    """The equations of ``SelfAttention``, and its two quantizations inside."""
+    (w_qkv, b_qkv), (w_out, b_out) = weights
+    width = x.shape[1]
+
+    def of_heads(a):
+        return a.reshape(-1, length, heads, width // heads).swapaxes(1, 2)
+
+    def as_matrix(a):
+        return a.swapaxes(1, 2).reshape(x.shape)
+
+    q, k, v = map(of_heads, np.split(x @ w_qkv + b_qkv, 3, axis=1))
+    scale = 1 / math.sqrt(width // heads)
+    logits = q @ k.mT * scale
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    attended = oracle.quantize(as_matrix(p @ v), BLOCK)[2]
+
+    do = of_heads(dy @ w_out.T)
+    dp = do @ v.mT
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+    parts = [as_matrix(a) for a in (ds @ k, ds.mT @ q, p.mT @ do)]
+    core_seed = int(oracle.fold(int(SEED), CORE_STREAM))
+    dqkv = np.concatenate(parts, axis=1)
+    dqkv = oracle.quantize(dqkv, BLOCK, oracle.noise(core_seed, dqkv.shape))[2]
+    grads = {
+        "qkv": {"kernel": x.T @ dqkv, "bias": dqkv.sum(0)},
+        "out": {"kernel": attended.T @ dy, "bias": dy.sum(0)},
+    }
+    return attended @ w_out + b_out, dqkv @ w_qkv.T, grads
+
+
+def test_attention_is_its_equations():
+    width, heads, length = 32, 2, 16
+    x, dy = (to_codes(heavy((1, 64, width), seed=i) / 2.0, SIDE) for i in range(2))
+    draw = functools.partial(rng.standard_normal, dtype=np.float32)
+    params = {
+        name: {"kernel": draw((width, n)) / 8, "bias": draw(n)}
+        for name, n in (("qkv", 3 * width), ("out", width))
+    }
+    weights = [
+        (oracle.quantize(params[name]["kernel"], BLOCK)[2], params[name]["bias"])
+        for name in ("qkv", "out")
+    ]
+    exact = attention(values(x), values(dy), heads, length, weights)
+
+    operator = SelfAttention(heads, length, dtype=jnp.float32)
+    y, saved = operator.forward(params, x, SEED)
+    dx, grads = operator.backward(saved, dy, SEED)
+    noise = oracle.noise(int(SEED), exact[1].shape)
+    # A value between two codes may fall to the other one, inside or at the end.
+    assert oracle.relative(values(y), oracle.quantize(exact[0], BLOCK)[2]) < 2e-3
+    assert (
+        oracle.relative(values(dx), oracle.quantize(exact[1], BLOCK, noise)[2]) < 2e-3
+    )
+    for name, of_it in exact[2].items():
+        for key, grad in of_it.items():
+            assert oracle.relative(grads[name][key], grad) < 1e-3
 
 
 def test_add_rounds_and_does_not_truncate():
