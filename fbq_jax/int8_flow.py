@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fbq_jax.int8_attention import SelfAttention
 from fbq_jax.int8_operators import (
     Dropout,
     Gelu,
@@ -23,7 +24,6 @@ from fbq_jax.int8_operators import (
     Linear,
     Operator,
     Params,
-    SelfAttention,
     add,
     add_grads,
     grad_to_codes,

@@ -1,4 +1,4 @@
-"""Operators that take and give INT8: linear, GELU, LayerNorm, dropout, add, attention.
+"""Operators that take and give INT8: linear, GELU, LayerNorm, dropout, add.
 
 Jetfire's *INT8 data flow* (arXiv 2403.12422): activations and their gradients go from
 one operator to the next as codes with a scale for each block, 32x32 in the paper.  An
@@ -26,7 +26,7 @@ An operator is compiled as a unit (``jax.jit``): the floats in it are its own.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -40,10 +40,10 @@ from fbq_jax.qtensor import QTensor, matmul, quantize
 
 Params = Mapping[str, Any]
 
-_unit = functools.partial(jax.jit, static_argnums=0)
+# Decorates the passes of an operator.
+unit = functools.partial(jax.jit, static_argnums=0)
 
-# Streams of the noise of one operator.
-_MASK_STREAM, _CORE_STREAM = 1, 2
+_MASK_STREAM = 1
 
 
 class Operator(Protocol):
@@ -85,7 +85,9 @@ def grad_to_codes(dy: jax.Array, side: int, seed: jax.Array) -> QTensor:
     return quantize(dy, block=(side, side), rounding="stochastic", seeds=seed[None])
 
 
-class _SavedLinear(NamedTuple):
+class SavedLinear(NamedTuple):
+    """The codes of both operands."""
+
     x: QTensor
     w: QTensor
 
@@ -99,18 +101,18 @@ class Linear:
 
     use_bias: bool = True
 
-    @_unit
+    @unit
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, _SavedLinear]:
+    ) -> tuple[QTensor, SavedLinear]:
         """The output's codes."""
         del seed
         y, saved = linear(params, x, use_bias=self.use_bias)
         return to_codes(y, x.block[0]), saved
 
-    @_unit
+    @unit
     def backward(
-        self, saved: _SavedLinear, dy: QTensor, seed: jax.Array
+        self, saved: SavedLinear, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
         """The gradients of x, kernel and bias."""
         dx, grads = linear_grads(saved, dy, use_bias=self.use_bias)
@@ -119,17 +121,17 @@ class Linear:
 
 def linear(
     params: Params, x: QTensor, *, use_bias: bool
-) -> tuple[jax.Array, _SavedLinear]:
+) -> tuple[jax.Array, SavedLinear]:
     """``x W + b`` in float32, before it is quantized."""
     w = to_codes(params["kernel"][None], x.block[0])
     y = matmul(x, w, jnp.float32)
     if use_bias:
         y += params["bias"][None, None, :]
-    return y, _SavedLinear(x, w)
+    return y, SavedLinear(x, w)
 
 
 def linear_grads(
-    saved: _SavedLinear, dy: QTensor, *, use_bias: bool
+    saved: SavedLinear, dy: QTensor, *, use_bias: bool
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The gradients of x, before it is quantized, and of the parameters."""
     dx = matmul(dy, saved.w.mT, jnp.float32)
@@ -147,7 +149,7 @@ def _gelu(x: jax.Array) -> jax.Array:
 class Gelu:
     """``jax.nn.gelu``, by the hyperbolic tangent, as GPT-2 has it."""
 
-    @_unit
+    @unit
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, QTensor]:
@@ -155,7 +157,7 @@ class Gelu:
         del params, seed
         return to_codes(_gelu(x.dequantize()), x.block[0]), x
 
-    @_unit
+    @unit
     def backward(
         self, saved: QTensor, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
@@ -182,7 +184,7 @@ class LayerNorm:
 
     epsilon: float = 1e-6
 
-    @_unit
+    @unit
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, _SavedNorm]:
@@ -197,7 +199,7 @@ class LayerNorm:
         y = centered * rstd * scale + bias
         return to_codes(y, x.block[0]), _SavedNorm(x, mean, rstd, scale)
 
-    @_unit
+    @unit
     def backward(
         self, saved: _SavedNorm, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
@@ -225,7 +227,7 @@ class Dropout:
 
     rate: float
 
-    @_unit
+    @unit
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, tuple[()]]:
@@ -233,7 +235,7 @@ class Dropout:
         del params
         return to_codes(self._drop(x, seed), x.block[0]), ()
 
-    @_unit
+    @unit
     def backward(
         self, saved: tuple[()], dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
@@ -259,66 +261,3 @@ def add(a: QTensor, b: QTensor) -> QTensor:
 def add_grads(a: QTensor, b: QTensor, seed: jax.Array) -> QTensor:
     """The sum of gradients, rounded stochastically."""
     return grad_to_codes(a.dequantize() + b.dequantize(), a.block[0], seed)
-
-
-class _SavedAttention(NamedTuple):
-    qkv: _SavedLinear
-    core: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    out: _SavedLinear
-
-
-@dataclasses.dataclass(frozen=True)
-class SelfAttention:
-    """Multi-head self-attention with its two projections, ``qkv`` and ``out``.
-
-    The projections multiply INT8.  Between them is the core in floats: as in the paper,
-    what enters it is not quantized, q, k and v forward and its output's gradient
-    backward; and it keeps for its own backward pass what its function does.
-
-    Attributes:
-      num_heads: H, which divides C.
-      length: T, of a sequence; x is ``[1, B T, C]``.
-      dtype: of the core.
-      attention_fn: the core: q, k and v ``[B, T, H, C/H]`` to the output, likewise.
-      use_bias: whether the projections have biases.
-    """
-
-    num_heads: int
-    length: int
-    dtype: Any = jnp.bfloat16
-    attention_fn: Callable[..., jax.Array] = jax.nn.dot_product_attention
-    use_bias: bool = True
-
-    @_unit
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, _SavedAttention]:
-        """The output's codes."""
-        del seed
-        qkv, saved_qkv = linear(params["qkv"], x, use_bias=self.use_bias)
-        heads = (self._heads(part) for part in jnp.split(qkv, 3, axis=-1))
-        attended, core = jax.vjp(self.attention_fn, *heads)
-        attended = attended.reshape(x.shape).astype(jnp.float32)
-        codes = to_codes(attended, x.block[0])
-        y, saved_out = linear(params["out"], codes, use_bias=self.use_bias)
-        saved = _SavedAttention(saved_qkv, core, saved_out)
-        return to_codes(y, x.block[0]), saved
-
-    @_unit
-    def backward(
-        self, saved: _SavedAttention, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, dict[str, jax.Array]]]:
-        """The gradients of x and of both projections."""
-        dattended, out_grads = linear_grads(saved.out, dy, use_bias=self.use_bias)
-        parts = saved.core(self._heads(dattended))
-        dqkv = jnp.concatenate(
-            [part.reshape(dy.shape).astype(jnp.float32) for part in parts], axis=-1
-        )
-        codes = grad_to_codes(dqkv, dy.block[0], rounding.fold(seed, _CORE_STREAM))
-        dx, qkv_grads = linear_grads(saved.qkv, codes, use_bias=self.use_bias)
-        grads = {"qkv": qkv_grads, "out": out_grads}
-        return grad_to_codes(dx, dy.block[0], seed), grads
-
-    def _heads(self, x: jax.Array) -> jax.Array:
-        shape = (-1, self.length, self.num_heads, x.shape[-1] // self.num_heads)
-        return x.reshape(shape).astype(self.dtype)
