@@ -15,11 +15,14 @@ Every matrix product of a layer is a plain ``nn.Dense``, so one argument,
 (1, 8, 64)
 
 Q, K and V are one projection, and so are gate and up: their common input is then
-quantized once.
+quantized once. Their columns are in an order in which a part of them, on one of several
+devices, is a model with fewer heads and a narrower MLP: by head of keys and values, its
+queries, its key and its value; and by 128 channels, the gate's and up's in turns.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +33,7 @@ import numpy as np
 
 import fbq_jax
 from examples.llama import attention
+from examples.llama.mesh import constrain
 from fbq_jax import nonlinear
 
 DotGeneral = Callable[..., jax.Array]
@@ -162,6 +166,11 @@ class LlamaConfig:
                 f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
             )
 
+    @property
+    def gate_turns(self) -> int:
+        """How often gate and up take turns in their projection's columns."""
+        return self.intermediate_size // 128 if self.intermediate_size % 128 == 0 else 1
+
 
 def _check_positive(config: object, *names: str, whole: bool = False) -> None:
     accepted = int if whole else (int, float)
@@ -248,11 +257,12 @@ class Attention(nn.Module):
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
         config = self.config
         dense = _dense(config, self.dot_general)
-        heads = config.num_heads + 2 * config.num_kv_heads
-        qkv = dense(heads * config.head_dim, use_bias=config.qkv_bias, name="qkv")(x)
-        qkv = qkv.reshape(*x.shape[:2], heads, config.head_dim)
-        ends_of_q_and_k = [config.num_heads, config.num_heads + config.num_kv_heads]
-        q, k, v = jnp.split(qkv, ends_of_q_and_k, axis=2)
+        queries = config.num_heads // config.num_kv_heads
+        heads = config.num_kv_heads, queries + 2, config.head_dim
+        qkv = dense(math.prod(heads), use_bias=config.qkv_bias, name="qkv")(x)
+        qkv = qkv.reshape(*x.shape[:2], *heads)
+        q = qkv[..., :queries, :].reshape(*x.shape[:2], -1, config.head_dim)
+        k, v = qkv[..., queries, :], qkv[..., queries + 1, :]
         q, k = rotate(q, tables), rotate(k, tables)
         return dense(config.hidden_size, name="out")(attention.attend(q, k, v))
 
@@ -269,7 +279,11 @@ class MLP(nn.Module):
         config = self.config
         dense = _dense(config, self.dot_general)
         gate_up = dense(2 * config.intermediate_size, name="gate_up")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
+        gate_up = gate_up.reshape(*x.shape[:2], config.gate_turns, 2, -1)
+        gate, up = (
+            gate_up[..., i, :].reshape(*x.shape[:2], config.intermediate_size)
+            for i in range(2)
+        )
         return dense(config.hidden_size, name="down")(_gate(config, gate, up))
 
 
@@ -288,7 +302,7 @@ class Layer(nn.Module):
         mlp = MLP(self.config, self.dot_general, name="mlp")
         x = x + attend(_norm(self.config, "attention_norm", x), tables)
         x = x + mlp(_norm(self.config, "mlp_norm", x))
-        return x, None
+        return constrain(x, "batch", None, None), None
 
 
 class Llama(nn.Module):
@@ -336,7 +350,9 @@ class Llama(nn.Module):
             name="embed",
         )
         # Rows leave the table in float32, so their gradients add up in float32.
-        x = embed(tokens).astype(config.dtype)
+        # A device looks its own tokens up in whole rows.
+        rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
+        x = constrain(rows.astype(config.dtype), "batch", None, None)
 
         layer = Layer
         if config.remat != "none":
