@@ -14,9 +14,9 @@ One argument, ``dot_general``, decides how all projections of a layer multiply:
 (1, 8, 64)
 
 Q, K and V are one projection, and so are gate and up: their common input is then
-quantized once, where the norm before them computes it (`projections.py`). The columns of
-Q, K and V are in an order in which a part of them, on one of several devices, is a model
-with fewer heads: by head of keys and values, its queries, its key and its value.
+quantized once, where the norm before them computes it (`projections.py`). The columns
+of Q, K and V are in an order in which a part of them, on one of several devices, is a
+model with fewer heads: by head of keys and values, its queries, its key and its value.
 """
 
 import dataclasses
