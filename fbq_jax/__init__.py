@@ -21,6 +21,7 @@ from fbq_jax.linen_fused import GatedMLP as GatedMLP
 from fbq_jax.linen_fused import NormDense as NormDense
 from fbq_jax.linen_norms import LayerNorm as LayerNorm
 from fbq_jax.linen_norms import RMSNorm as RMSNorm
+from fbq_jax.linen_rules import RulesDot as RulesDot
 from fbq_jax.llm_int8 import LlmInt8Dot as LlmInt8Dot
 from fbq_jax.llm_int8 import llm_int8_dot as llm_int8_dot
 from fbq_jax.qtensor import QTensor as QTensor
@@ -28,6 +29,7 @@ from fbq_jax.recipe import Gemm as Gemm
 from fbq_jax.recipe import Recipe as Recipe
 from fbq_jax.recipe import RecipeError as RecipeError
 from fbq_jax.remat import save_codes as save_codes
+from fbq_jax.rules import RulesReport as RulesReport
 from fbq_jax.smooth_swiglu import SmoothSwiGLU as SmoothSwiGLU
 from fbq_jax.stats import assert_live as assert_live
 from fbq_jax.stats import fallback_stats as fallback_stats

@@ -160,6 +160,8 @@ class GatedMLP(nn.Module):
 
 
 def _check(dot: FallbackDot) -> None:
+    if not isinstance(dot, FallbackDot):
+        raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused.fuses(dot.recipe):
         raise ValueError(
             "a fused layer takes a recipe with backward_scales='block' and nearest "

@@ -1,20 +1,25 @@
 """Injection into Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``.
 
-The norms of ``fbq_jax.nnx_norms`` are here by name.
+``apply_rules`` gives the layers of a whole model theirs.  The norms of
+``fbq_jax.nnx_norms`` are here by name.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
+from fbq_jax import rules as rules_of_paths
 from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
+from fbq_jax.rules import RulesReport
 from fbq_jax.stats import SLOT, LayerStats
 
 
@@ -134,3 +139,75 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
                     "and so one threshold; give each layer its own"
                 )
     return stats
+
+
+def apply_rules(
+    model: nnx.Module,
+    rules: Mapping[str, Recipe | None],
+    *,
+    rngs: nnx.Rngs | None = None,
+    implementation: str | None = None,
+) -> RulesReport:
+    """Gives each linear layer of a model the recipe of the first rule that matches it.
+
+    The layers are the model's ``nnx.Linear`` and ``nnx.LinearGeneral``; rules match
+    their paths, such as ``"blocks/0/mlp/up"`` (``fbq_jax.rules``).  A layer gets a
+    ``FallbackDot`` of its own as its ``dot_general``; by a rule that is None it gets
+    ``lax.dot_general``, float; a layer that no rule matches stays as it is.
+
+    Args:
+      model: changed in place, or, on an error, not at all.
+      rules: a mapping from patterns to recipes, in the order in which they are tried.
+      rngs: as for ``FallbackDot``.
+      implementation: as for ``FallbackDot``.
+
+    Returns:
+      Which rule took which layer, the rules that took none and the layers that none
+      took.
+
+    Raises:
+      TypeError: a rule's recipe is neither a ``Recipe`` nor None.
+      ValueError: a pattern is no regular expression; or a layer that a rule takes is a
+        stack made by ``nnx.vmap``, each layer of which needs state of its own: apply
+        rules where one layer of the stack is made.
+
+    >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
+    >>> report = apply_rules(model, {"out": None, "query|key": fallback, "up": None})
+    >>> report.layers
+    {'key': 'query|key', 'out': 'out', 'query': 'query|key'}
+    >>> report.unused_rules, report.unmatched_layers
+    (('up',), ('value',))
+    """
+    pairs = rules_of_paths.check(rules)
+    found: dict[str, str | None] = {}
+    taken: list[tuple[nnx.Linear | nnx.LinearGeneral, Recipe | None]] = []
+    for parts, module in nnx.iter_modules(model):
+        if not isinstance(module, nnx.Linear | nnx.LinearGeneral):
+            continue
+        path = "/".join(map(str, parts))
+        rule = rules_of_paths.find(pairs, path)
+        found[path] = None if rule is None else rule[0]
+        if rule is not None:
+            if rule[1] is not None and _is_stack(module):
+                raise ValueError(
+                    f"layer {path!r} is a stack of layers, its kernel of shape "
+                    f"{module.kernel.shape}: apply rules where one of them is made, "
+                    "inside nnx.vmap"
+                )
+            taken.append((module, rule[1]))
+    for module, recipe in taken:
+        if recipe is None:
+            module.dot_general = nnx.static(lax.dot_general)
+        else:
+            dot = FallbackDot(recipe, rngs=rngs, implementation=implementation)
+            module.dot_general = nnx.data(dot)
+        if isinstance(module, nnx.LinearGeneral):
+            module.dot_general_cls = None  # which would go first
+    return rules_of_paths.report(pairs, found)
+
+
+def _is_stack(layer: nnx.Linear | nnx.LinearGeneral) -> bool:
+    if isinstance(layer, nnx.Linear):
+        return layer.kernel.ndim != 2
+    sizes = (*layer.batch_axis, *layer.in_features, *layer.out_features)
+    return layer.kernel.ndim != len(sizes)
