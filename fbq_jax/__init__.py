@@ -15,6 +15,9 @@ from fbq_jax.dot_general import dot_general as dot_general
 from fbq_jax.fused import fuses as fuses
 from fbq_jax.linen import FallbackDot as FallbackDot
 from fbq_jax.linen import fallback_dot as fallback_dot
+from fbq_jax.linen_einsum import Einsum as Einsum
+from fbq_jax.linen_einsum import FallbackEinsum as FallbackEinsum
+from fbq_jax.linen_einsum import fallback_einsum as fallback_einsum
 from fbq_jax.linen_fp8 import Fp8Dot as Fp8Dot
 from fbq_jax.linen_fp8 import fp8_dot as fp8_dot
 from fbq_jax.linen_fused import GatedMLP as GatedMLP

@@ -15,12 +15,15 @@ from jax import lax
 from fbq_jax import rules as rules_of_paths
 from fbq_jax import threshold
 from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
+from fbq_jax.einsum import einsum
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.rules import RulesReport
 from fbq_jax.stats import SLOT, LayerStats
+
+Layer = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
 
 
 class FallbackState(nnx.Variable):
@@ -111,6 +114,50 @@ class FallbackDot(nnx.Module):
         return out
 
 
+class FallbackEinsum(nnx.Module):
+    """A quantized ``jnp.einsum`` for one ``nnx.Einsum``; its state lives in it.
+
+    The first operand is the activation (``fbq_jax.FallbackEinsum`` says more).  It has
+    a ``FallbackDot``, and takes its arguments.
+
+    >>> op = FallbackEinsum(rngs=nnx.Rngs(0))
+    >>> layer = nnx.Einsum(
+    ...     "btd,dhk->bhtk", (16, 2, 8), einsum_op=op, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((3, 5, 16))).shape
+    (3, 2, 5, 8)
+    >>> fallback_stats(layer)["(root)"].count[...]
+    Array(1, dtype=uint32)
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe = fallback,
+        *,
+        rngs: nnx.Rngs | None = None,
+        implementation: str | None = None,
+    ):
+        self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
+
+    def __call__(
+        self,
+        subscripts: str,
+        /,
+        *operands: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
+        return einsum(
+            self.dot_general,
+            subscripts,
+            operands,
+            precision,
+            preferred_element_type,
+            out_sharding,
+        )
+
+
 def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
     """Collects the state of every quantized layer of an NNX model.
 
@@ -125,13 +172,14 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
     for path, module in nnx.iter_modules(model):
         name = "/".join(map(str, path))
         if isinstance(module, FallbackDot):
-            layer = name.removesuffix(SLOT).rstrip("/") or "(root)"
-            stats[layer] = LayerStats(
+            layer = path[:-1] if path[-1:] == (SLOT,) else path
+            layer = layer[:-1] if layer[-1:] == ("einsum_op",) else layer
+            stats["/".join(map(str, layer)) or "(root)"] = LayerStats(
                 module.rate[...], module.theta[...], module.count[...]
             )
         for dot in vars(module).values():
             if (
-                isinstance(dot, FallbackDot)
+                isinstance(dot, FallbackDot | FallbackEinsum)
                 and owners.setdefault(id(dot), name) != name
             ):
                 raise ValueError(
@@ -150,10 +198,11 @@ def apply_rules(
 ) -> RulesReport:
     """Gives each linear layer of a model the recipe of the first rule that matches it.
 
-    The layers are the model's ``nnx.Linear`` and ``nnx.LinearGeneral``; rules match
-    their paths, such as ``"blocks/0/mlp/up"`` (``fbq_jax.rules``).  A layer gets a
-    ``FallbackDot`` of its own as its ``dot_general``; by a rule that is None it gets
-    ``lax.dot_general``, float; a layer that no rule matches stays as it is.
+    The layers are the model's ``nnx.Linear``, ``nnx.LinearGeneral`` and ``nnx.Einsum``;
+    rules match their paths, such as ``"blocks/0/mlp/up"`` (``fbq_jax.rules``).  A layer
+    gets a ``FallbackDot`` of its own as its ``dot_general``, or a ``FallbackEinsum`` as
+    its ``einsum_op``.  By a rule that is None it gets ``lax.dot_general`` or
+    ``jnp.einsum``: float.  A layer that no rule matches stays as it is.
 
     Args:
       model: changed in place, or, on an error, not at all.
@@ -180,9 +229,9 @@ def apply_rules(
     """
     pairs = rules_of_paths.check(rules)
     found: dict[str, str | None] = {}
-    taken: list[tuple[nnx.Linear | nnx.LinearGeneral, Recipe | None]] = []
+    taken: list[tuple[Layer, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):
-        if not isinstance(module, nnx.Linear | nnx.LinearGeneral):
+        if not isinstance(module, Layer):
             continue
         path = "/".join(map(str, parts))
         rule = rules_of_paths.find(pairs, path)
@@ -195,19 +244,38 @@ def apply_rules(
                     "inside nnx.vmap"
                 )
             taken.append((module, rule[1]))
-    for module, recipe in taken:
-        if recipe is None:
-            module.dot_general = nnx.static(lax.dot_general)
-        else:
-            dot = FallbackDot(recipe, rngs=rngs, implementation=implementation)
-            module.dot_general = nnx.data(dot)
-        if isinstance(module, nnx.LinearGeneral):
-            module.dot_general_cls = None  # which would go first
+    for layer, recipe in taken:
+        _set(layer, recipe, rngs, implementation)
     return rules_of_paths.report(pairs, found)
 
 
-def _is_stack(layer: nnx.Linear | nnx.LinearGeneral) -> bool:
+def _set(
+    layer: Layer,
+    recipe: Recipe | None,
+    rngs: nnx.Rngs | None,
+    implementation: str | None,
+) -> None:
+    """Gives a layer the op of a recipe."""
+    op: Any
+    if isinstance(layer, nnx.Einsum):
+        op = nnx.static(jnp.einsum)
+        if recipe is not None:
+            op = FallbackEinsum(recipe, rngs=rngs, implementation=implementation)
+            op = nnx.data(op)
+        layer.einsum_op = op
+        return
+    op = nnx.static(lax.dot_general)
+    if recipe is not None:
+        op = nnx.data(FallbackDot(recipe, rngs=rngs, implementation=implementation))
+    layer.dot_general = op
+    if isinstance(layer, nnx.LinearGeneral):
+        layer.dot_general_cls = None  # which would go first
+
+
+def _is_stack(layer: Layer) -> bool:
     if isinstance(layer, nnx.Linear):
         return layer.kernel.ndim != 2
+    if isinstance(layer, nnx.Einsum):
+        return layer.kernel.ndim != len(layer.kernel_shape)
     sizes = (*layer.batch_axis, *layer.in_features, *layer.out_features)
     return layer.kernel.ndim != len(sizes)
