@@ -209,11 +209,15 @@ def quantize_vectors(
     *,
     rows: Rounding | None,
     columns: Rounding | None,
+    bound: float = 127.0,
+    per_tensor: bool = False,
     implementation: str | None = None,
 ) -> Layouts:
     """``reference.quantize_vectors`` by the implementation chosen."""
     choice = choose("quantize_vectors", (), implementation=implementation)
-    return _batched(choice, (), rows=rows, columns=columns)(x, seeds)
+    return _batched(
+        choice, (), rows=rows, columns=columns, bound=bound, per_tensor=per_tensor
+    )(x, seeds)
 
 
 def quantize_fallback(

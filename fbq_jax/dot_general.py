@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fbq_jax import dispatch, gemms, threshold
@@ -56,7 +57,7 @@ def dot_general(
     Pure: the threshold goes in as ``theta``, and what a new one is made of comes out in
     ``Stats``.  With ``X``, ``W`` and ``dY`` the operands and the output's gradient as
     matrices, and ``Q``, ``R``, ``S`` nearest codes, nearest codes plus residual, and
-    stochastic codes (arXiv 2503.08040),
+    stochastic codes, the recipe ``fallback`` (arXiv 2503.08040) computes
 
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
@@ -94,7 +95,7 @@ def dot_general(
         theta = threshold.UNSET
     elif jnp.ndim(theta):
         raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
-    elif not isinstance(theta, jax.core.Tracer) and not theta >= 0.0:
+    elif not isinstance(theta, jax.core.Tracer) and not np.asarray(theta) >= 0.0:
         raise ValueError(f"theta is a threshold and at least 0; got {theta}")
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:

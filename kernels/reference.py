@@ -104,11 +104,13 @@ def quantize_vectors(
     *,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    bound: float = 127.0,
+    per_tensor: bool = False,
 ) -> Layouts:
     """Quantizes vector-wise: one scale a row by rows, one a column by columns.
 
     So that a GEMM has no scale inside its contraction.  The two layouts hold different
-    codes, with the same noise.
+    codes, with the same noise, unless all of a matrix shares one scale.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
@@ -116,11 +118,22 @@ def quantize_vectors(
       rows: the rounding of the codes by rows, ``[B, R, C]`` with scales ``[B, R, 1]``;
         None for no such codes.
       columns: likewise, by columns, ``[B, C, R]`` with scales ``[B, C, 1]``.
+      bound: what ``amax`` is scaled to: 127, the last code, or 127.5, the edge of what
+        rounds to it.  ``v`` is clipped to the last code all the same.
+      per_tensor: whether the scales of a matrix are all that of its own ``amax``.
     """
-    row, column = (1, max(1, x.shape[2])), (max(1, x.shape[1]), 1)
+    _, height, width = x.shape
+    row, column = (1, max(1, width)), (max(1, height), 1)
+    if per_tensor:
+        row = column = (max(1, height), max(1, width))
+    x = x.astype(jnp.float32)
+
+    def codes(block: Block, mode: rounding.Rounding) -> Quantized:
+        return _round(_to_tiles(x, block), seeds, mode, x.shape, bound)
+
     return Layouts(
-        quantize(x, seeds, block=row, rows=rows, columns=None).rows,
-        quantize(x, seeds, block=column, rows=None, columns=columns).columns,
+        None if rows is None else _one_scale_a_row(codes(row, rows)),
+        None if columns is None else _one_scale_a_row(_mT(codes(column, columns))),
     )
 
 
@@ -285,7 +298,11 @@ def _spread(per_block: jax.Array) -> jax.Array:
 
 
 def _round(
-    tiles: jax.Array, seeds: jax.Array, mode: rounding.Rounding, shape: tuple[int, ...]
+    tiles: jax.Array,
+    seeds: jax.Array,
+    mode: rounding.Rounding,
+    shape: tuple[int, ...],
+    bound: float = 127.0,
 ) -> Quantized:
     """The codes and scales of tiles, as matrices of ``shape``."""
     noise = None
@@ -293,8 +310,14 @@ def _round(
         _, rows, r, columns, c = tiles.shape
         draw = functools.partial(rounding.noise, rows=rows * r, columns=columns * c)
         noise = _to_tiles(jax.vmap(draw)(seeds), (r, c))
-    codes, scales = _quantize_tiles(tiles, noise)
+    codes, scales = _quantize_tiles(tiles, noise, bound)
     return Quantized(_from_tiles(codes, shape).astype(jnp.int8), scales)
+
+
+def _one_scale_a_row(x: Quantized) -> Quantized:
+    """With the scale of a matrix, or else its rows' own, written for each row."""
+    shape = (*x.codes.shape[:2], x.scales.shape[2])
+    return Quantized(x.codes, jnp.broadcast_to(x.scales, shape))
 
 
 def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
@@ -302,10 +325,10 @@ def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
 
 
 def _quantize_tiles(
-    tiles: jax.Array, noise: jax.Array | None
+    tiles: jax.Array, noise: jax.Array | None, bound: float = 127.0
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    scale, inverse = scale_and_inverse(find_amax(tiles, (2, 4)))
+    scale, inverse = scale_and_inverse(find_amax(tiles, (2, 4)), bound)
     inverse = _spread(inverse)
     v = jnp.clip(tiles * inverse, -127.0, 127.0)
     v = jnp.where(inverse > 0.0, v, 0.0)

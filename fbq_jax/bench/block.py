@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fbq_jax import dispatch
 from fbq_jax.bench import data, llama, measure, memory
+from fbq_jax.bench.contenders import forward_by
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.linen import FallbackDot
@@ -164,5 +164,5 @@ def choose(recipe: Recipe | None, implementation: str | None) -> tuple[str, Any]
     """What multiplies by a recipe, or by none, and the ``dot_general`` for it."""
     if recipe is None:
         return "xla", None
-    choice = dispatch.choose("matmul", recipe.sides, implementation=implementation)
-    return choice.implementation, FallbackDot(recipe, implementation=implementation)
+    by = forward_by(recipe, implementation)
+    return by, FallbackDot(recipe, implementation=implementation)

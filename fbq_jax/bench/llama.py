@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-import fbq_jax.recipes
+from fbq_jax.bench.contenders import timed_recipes
 from fbq_jax.recipe import Recipe
 
 try:
@@ -24,9 +24,8 @@ _SAVED_BITS = 10
 
 
 def recipes() -> dict[str, Recipe | None]:
-    """bf16, and every recipe, by name."""
-    named = vars(fbq_jax.recipes).items()
-    return {"bf16": None} | {name: r for name, r in named if isinstance(r, Recipe)}
+    """bf16, and what is timed beside it, by name."""
+    return {"bf16": None} | timed_recipes()
 
 
 def config(

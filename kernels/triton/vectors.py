@@ -41,11 +41,15 @@ def quantize_vectors(
     *,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    bound: float = 127.0,
+    per_tensor: bool = False,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     if x.size == 0:
         # No kernel starts for nothing.
-        return reference.quantize_vectors(x, seeds, rows=rows, columns=columns)
+        return reference.quantize_vectors(
+            x, seeds, rows=rows, columns=columns, bound=bound, per_tensor=per_tensor
+        )
     batch, height, width = x.shape
     down, across = -(-height // TILE[0]), -(-width // TILE[1])
     unit = math.gcd(width, 16)
@@ -74,10 +78,11 @@ def quantize_vectors(
             output(columns, batch, down, width, dtype=jnp.int32),
         ],
     )
+    scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
     # The seeds stand for pointers that are not read.
-    row_scales, row_inverses = (None, seeds) if rows is None else _scales(row_tops)
+    row_scales, row_inverses = (None, seeds) if rows is None else scales(row_tops)
     column_scales, column_inverses = (
-        (None, seeds) if columns is None else _scales(column_tops)
+        (None, seeds) if columns is None else scales(column_tops)
     )
     # Columns of codes are padded to 16 bytes, what a thread stores at once.
     padded = -(-height // 16) * 16
@@ -93,6 +98,7 @@ def quantize_vectors(
             output(rows, batch, height, width, dtype=jnp.int8),
             output(columns, batch, width, padded, dtype=jnp.int8),
         ],
+        CLIPPED=bound > 127.0,
     )
     return Layouts(
         None if row_scales is None else Quantized(codes, row_scales),
@@ -102,11 +108,16 @@ def quantize_vectors(
     )
 
 
-@jax.jit
-def _scales(tops: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("bound", "per_tensor"))
+def _scales(
+    tops: jax.Array, *, bound: float, per_tensor: bool
+) -> tuple[jax.Array, jax.Array]:
     """From maxima of tiles ``[B, T, N]``, the scales ``[B, N, 1]`` and reciprocals."""
-    amax = lax.bitcast_convert_type(jnp.max(tops, axis=1), jnp.float32)
-    scales, inverses = scale_and_inverse(amax)
+    top = jnp.max(tops, axis=1)
+    if per_tensor:
+        top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
+    amax = lax.bitcast_convert_type(top, jnp.float32)
+    scales, inverses = scale_and_inverse(amax, bound)
     return scales[:, :, None], inverses
 
 
@@ -160,22 +171,25 @@ def _codes(
     COLUMN_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CLIPPED: tl.constexpr,
 ):
     columns *= COLUMN_UNIT
     batch, i, j, _, _ = position(rows, columns, r, c)
     tiles = load(x, batch, i, j, rows, columns, r, c)
     if ROWS is not None:
         v = in_row_scales(tiles, row_inverses + batch * rows, i, rows)
-        rounded = _round(v, seeds, batch, i, j, ROWS)
+        rounded = _round(v, seeds, batch, i, j, ROWS, CLIPPED)
         store_rows(codes, rounded, batch, i, j, rows, columns)
     if COLUMNS is not None:
         v = in_column_scales(tiles, column_inverses + batch * columns, j, columns)
-        rounded = _round(v, seeds, batch, i, j, COLUMNS)
+        rounded = _round(v, seeds, batch, i, j, COLUMNS, CLIPPED)
         store_columns(column_codes, rounded, batch, i, j, rows, columns)
 
 
 @triton.jit
-def _round(v, seeds, batch, i, j, MODE: tl.constexpr):
+def _round(v, seeds, batch, i, j, MODE: tl.constexpr, CLIPPED: tl.constexpr):
+    if CLIPPED:
+        v = [tl.maximum(tl.minimum(x, 127.0), -127.0) for x in v]
     if MODE == "nearest":
         return nearest(v)
     return stochastic(v, tl.load(seeds + batch), i, j)
