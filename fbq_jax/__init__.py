@@ -28,6 +28,7 @@ from fbq_jax.linen_rules import RulesDot as RulesDot
 from fbq_jax.llm_int8 import LlmInt8Dot as LlmInt8Dot
 from fbq_jax.llm_int8 import llm_int8_dot as llm_int8_dot
 from fbq_jax.qtensor import QTensor as QTensor
+from fbq_jax.ragged import ragged_dot as ragged_dot
 from fbq_jax.recipe import FLOAT_GEMM as FLOAT_GEMM
 from fbq_jax.recipe import Gemm as Gemm
 from fbq_jax.recipe import Recipe as Recipe

@@ -77,6 +77,30 @@ class RulesDot:
         out_sharding: Any = None,
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)``, quantized as the layer's rule says."""
+        return (self._dot() or lax.dot_general)(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    def ragged_dot(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, likewise."""
+        dot = self._dot()
+        ragged_dot = lax.ragged_dot if dot is None else dot.ragged_dot
+        return ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
+
+    def _dot(self) -> FallbackDot | None:
+        """What the layer that calls computes with; None is float."""
         module = calling_module()
         if module is None:
             raise ValueError(
@@ -88,17 +112,9 @@ class RulesDot:
         pattern, recipe = rules.find(self.rules, path) or (None, None)
         if (reporting := _reporting.get()) and reporting[0] == self:
             reporting[1][path] = pattern
-        dot: Callable[..., jax.Array] = lax.dot_general
-        if recipe is not None:
-            dot = FallbackDot(recipe, self.collection, self.implementation)
-        return dot(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        if recipe is None:
+            return None
+        return FallbackDot(recipe, self.collection, self.implementation)
 
     def report(
         self, model: nn.Module, rngs: Any, *args: Any, **kwargs: Any

@@ -18,6 +18,7 @@ from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
 from fbq_jax.einsum import einsum
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
+from fbq_jax.ragged import stateful_ragged_dot
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.rules import RulesReport
@@ -90,14 +91,8 @@ class FallbackDot(nnx.Module):
         out_sharding: Any = None,
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
-        state = {
-            "theta": self.theta[...],
-            "rate": self.rate[...],
-            "count": self.count[...],
-            "seed": self.seed[...],
-        }
         out, new = stateful_dot_general(
-            state,
+            self._state(),
             lhs,
             rhs,
             dimension_numbers,
@@ -107,11 +102,47 @@ class FallbackDot(nnx.Module):
             out_sharding=out_sharding,
             implementation=self.implementation,
         )
+        self._move(new)
+        return out
+
+    def ragged_dot(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, with state as for a call.
+
+        ``fbq_jax.ragged_dot`` says what it takes; there is no GPU kernel for it.
+        """
+        out, new = stateful_ragged_dot(
+            self._state(),
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            preferred_element_type,
+            recipe=self.recipe,
+            implementation=self.implementation,
+        )
+        self._move(new)
+        return out
+
+    def _state(self) -> dict[str, jax.Array]:
+        return {
+            "theta": self.theta[...],
+            "rate": self.rate[...],
+            "count": self.count[...],
+            "seed": self.seed[...],
+        }
+
+    def _move(self, new: threshold.State) -> None:
         if not self.use_running_average:
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]
             self.count[...] = new["count"]
-        return out
 
 
 class FallbackEinsum(nnx.Module):
