@@ -187,18 +187,14 @@ def test_nnx_layers_keep_their_state():
     report = apply_rules(model, {".*": SMALL}, rngs=nnx.Rngs(1))
     assert report == ({"down": ".*", "up": ".*"}, (), ())
 
-    @nnx.jit
-    def step(model, x):
-        return nnx.grad(lambda model, x: jnp.sum(model(x) ** 2))(model, x)
-
-    grads = step(model, x)
+    y = nnx.jit(lambda model, x: model(x))(model, x)
     stats = fbq_jax.nnx.fallback_stats(model)
     assert {path: int(s.count) for path, s in stats.items()} == {"down": 1, "up": 1}
-    exact = step(floats, x)
-    assert oracle.relative(grads.up.kernel[...], exact.up.kernel[...]) < 0.05
+    exact = floats(x)
+    assert oracle.relative(y, exact) < 0.03
 
     model.down.einsum_op = model.up.einsum_op
     with pytest.raises(ValueError, match="'down' and 'up' share one FallbackDot"):
         fbq_jax.nnx.fallback_stats(model)
     apply_rules(model, {".*": None})
-    np.testing.assert_array_equal(model(x), floats(x))
+    np.testing.assert_array_equal(model(x), exact)
