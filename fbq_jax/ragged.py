@@ -4,8 +4,9 @@
 
 with ``X_g`` the rows of group g.  Blocks begin anew with each group: one that held rows
 of two would let an expert's outliers, or its NaN, reach another's tokens, and dW_g sums
-over its own rows only.  So each group has the codes, scales and forward product that
-``dot_general`` gives its rows alone; noise differs, for it belongs to a row's place.
+over its own rows only.  So at one threshold each group has the codes, scales and
+forward product that the reference of ``dot_general`` gives its rows alone; noise
+differs, for it belongs to a row's place.
 """
 
 import functools
