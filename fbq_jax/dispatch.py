@@ -19,6 +19,7 @@ one; a call that it cannot serve says why.
 
 import functools
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from fbq_jax import sharding
 from fbq_jax.kernels import packing, producers, ragged, reference, rounding, xla
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import GateQuantized, NormQuantized
@@ -262,7 +264,11 @@ def matmul(
     implementation: str | None = None,
 ) -> jax.Array:
     """``reference.matmul`` by the implementation chosen."""
-    one_scale_a_row = residual is None and blocks == (1, lhs.codes.shape[2], 1)
+    one_scale_a_row = residual is None and blocks == (
+        1,
+        math.prod(rhs.codes.shape[2:]),
+        1,
+    )
     sides = () if one_scale_a_row else blocks
     choice = choose("matmul", sides, implementation=implementation)
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
@@ -419,18 +425,20 @@ def _batched_op(
     There is no derivative.  Rounding's own is 0, which would pass for an answer where
     the gradient of a quantized dot is differentiated once more.
     """
-    function = functools.partial(_function(choice, sides), **dict(options))
-    if choice.implementation != "reference":
+    chosen = _function(choice, sides)
+
+    def function(*args: Any, **options: Any) -> Any:
+        run = functools.partial(chosen, **options)
+        if choice.implementation == "reference":
+            return run(*args)
         # What runs on this machine's CPU cannot use a kernel.
-        definition = functools.partial(
-            getattr(_definitions(choice.op), choice.op), **dict(options)
-        )
-        function = functools.partial(
-            lax.platform_dependent, cpu=definition, default=function
-        )
+        definition = getattr(_definitions(choice.op), choice.op)
+        definition = functools.partial(definition, **options)
+        return lax.platform_dependent(*args, cpu=definition, default=run)
+
     # Compiled as a whole even where the caller is not: op by op, the reference would
     # compile some sixty programs.
-    compiled = jax.jit(function)
+    compiled = jax.jit(sharding.sharded(choice.op, function, dict(options)))
     mapped = custom_vmap(compiled)
 
     @mapped.def_vmap

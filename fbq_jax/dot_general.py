@@ -4,6 +4,7 @@ State goes in as a threshold and comes out as the metric of the blocks: nothing 
 written in here.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,13 +15,10 @@ import numpy as np
 from jax import lax
 
 from fbq_jax import dispatch, gemms, threshold
+from fbq_jax.explicit import automatic
+from fbq_jax.matrices import DimensionNumbers, as_matrices, check_operands, output_of
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
-
-DimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class Stats(NamedTuple):
@@ -94,7 +92,7 @@ def dot_general(
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
         seed = jax.random.bits(key, (), jnp.uint32)
-    return _seeded_dot_general(
+    out, stats = _seeded_dot_general(
         lhs,
         rhs,
         dimension_numbers,
@@ -106,6 +104,9 @@ def dot_general(
         out_sharding=out_sharding,
         implementation=implementation,
     )
+    batch, *rows, across = stats.metric.shape
+    metric = stats.metric.reshape(batch, math.prod(rows), across)
+    return out, stats._replace(metric=metric)
 
 
 def checked_theta(theta: jax.Array | float | None) -> jax.Array:
@@ -165,68 +166,37 @@ def _seeded_dot_general(
     implementation: str | None,
 ) -> tuple[jax.Array, Stats]:
     """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
-    _check_operands(lhs, rhs, precision, preferred_element_type)
+    check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    out = _output_shape(lhs, rhs, dimension_numbers, dtype)
-    x, w = _as_matrices(lhs, rhs, dimension_numbers)
-    theta = resolve(theta, x, recipe, implementation)
-    spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
-    y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
-    y = y.reshape(out.shape)
-    if out_sharding is not None:
-        y = jax.sharding.reshard(y, out_sharding)
-    return y, Stats(threshold.observe(metric, theta), theta, metric)
+    out = output_of(lhs, rhs, dimension_numbers, dtype, out_sharding)
+
+    def multiply(
+        lhs: jax.Array, rhs: jax.Array, theta: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, Stats]:
+        rows_of = functools.partial(row_axes, recipe=recipe)
+        x, w = as_matrices(lhs, rhs, dimension_numbers, rows_of)
+        theta = resolve(theta, x, recipe, implementation)
+        spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
+        y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
+        stats = Stats(threshold.observe(metric, theta), theta, metric)
+        return y.reshape(out.shape), stats
+
+    return automatic(multiply, out)(lhs, rhs, theta, seed)
 
 
-def _check_operands(
-    lhs: jax.Array, rhs: jax.Array, precision: Any, preferred: Any
-) -> None:
-    accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-    dtypes = {"lhs": lhs.dtype, "rhs": rhs.dtype}
-    if preferred is not None:
-        dtypes["preferred_element_type"] = jnp.dtype(preferred)
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            raise TypeError(f"{name} is {dtype}; a quantized dot takes {accepted}")
-    pair = precision if isinstance(precision, tuple) else (precision, precision)
-    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair):
-        raise ValueError(
-            f"precision={precision} cannot be met: the recipe sets the precision of a "
-            "quantized dot; pass None or DEFAULT"
-        )
+def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
+    """The axes, ``(M,)`` or ``(G, R)``, that an activation's axes before K become.
 
+    The last one, often the tokens of a sequence, is kept if it is of whole blocks and
+    all GEMMs have block scales, so that the ones before it and it can both be sharded.
 
-def _output_shape(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers, dtype: Any
-) -> jax.ShapeDtypeStruct:
-    """The output's shape, or ``lax.dot_general``'s own error where nothing fits."""
-    return jax.eval_shape(
-        lambda lhs, rhs: lax.dot_general(lhs, rhs, dimension_numbers),
-        jax.ShapeDtypeStruct(lhs.shape, dtype),
-        jax.ShapeDtypeStruct(rhs.shape, dtype),
-    )
-
-
-def _as_matrices(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
-) -> tuple[jax.Array, jax.Array]:
-    """Transposes and reshapes to ``[B, M, K]`` and ``[B, K, N]``."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-
-    def group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
-        order = [d for group in dims for d in group]
-        sizes = [math.prod(x.shape[d] for d in group) for group in dims]
-        return x.transpose(order).reshape(sizes)
-
-    def free(x: jax.Array, *taken: Sequence[int]) -> list[int]:
-        return [d for d in range(x.ndim) if not any(d in dims for dims in taken)]
-
-    lhs_free = free(lhs, lhs_contract, lhs_batch)
-    rhs_free = free(rhs, rhs_contract, rhs_batch)
-    return (
-        group(lhs, lhs_batch, lhs_free, lhs_contract),
-        group(rhs, rhs_batch, rhs_contract, rhs_free),
-    )
+    >>> row_axes((2, 4, 256), Recipe(block=128)), row_axes((2, 100), Recipe(block=128))
+    ((8, 256), (200,))
+    """
+    *lead, last = sizes or (1,)
+    if not lead or 0 in sizes or last % recipe.sides[0] or not recipe.in_blocks:
+        return (math.prod(sizes),)
+    return math.prod(lead), last
 
 
 def resolve(
@@ -241,10 +211,10 @@ def resolve(
 
     Args:
       theta: float32 ``[]``; ``threshold.UNSET`` or any below 0 is unset.
-      x: ``[B, M, ...]``.
+      x: ``[B, ...]``.
       recipe: gives the criterion and the range that the threshold should meet.
       implementation: of the ops.
-      layer: makes the operand ``[B, M, K]`` of ``x``, where there is need of it.
+      layer: makes the operand of ``x``, where there is need of it.
     """
     criterion = recipe.criterion
     if criterion is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 Label = str | int
 
@@ -31,7 +32,7 @@ def einsum(
     operands: Sequence[jax.Array],
     precision: Any,
     preferred_element_type: jax.typing.DTypeLike | None,
-    out_sharding: Any,
+    out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
     """``jnp.einsum(subscripts, *operands, ...)`` by one call of ``dot_general``.
 
@@ -42,7 +43,8 @@ def einsum(
       operands: the activation and the weight.
       precision: handed on.
       preferred_element_type: handed on.
-      out_sharding: the output's sharding, over explicit mesh axes.
+      out_sharding: the output's sharding, over explicit mesh axes: a
+        ``NamedSharding`` or a ``PartitionSpec``.
 
     Raises:
       ValueError: there are not two operands, or theirs is no product of matrices.
@@ -71,6 +73,8 @@ def einsum(
         raise ValueError(
             f"einsum {subscripts!r} sums over nothing: it is no product of matrices"
         )
+    free = [label for label in (*labels.lhs, *labels.rhs) if label not in shared]
+    order = _find(labels.out, [*batch, *free])
     y = dot_general(
         lhs,
         rhs,
@@ -80,10 +84,9 @@ def einsum(
         ),
         precision=precision,
         preferred_element_type=preferred_element_type,
+        out_sharding=_before_transposing(out_sharding, order),
     )
-    free = [label for label in (*labels.lhs, *labels.rhs) if label not in shared]
-    y = y.transpose(_find(labels.out, [*batch, *free]))
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+    return y.transpose(order)
 
 
 def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
@@ -138,6 +141,22 @@ def _label(
     if rest < 0 or (rest and not dots):
         raise error(f"{term!r} does not fit an operand of {ndim} dimensions")
     return (*before, *range(-rest, 0), *after)
+
+
+def _before_transposing(
+    sharding: NamedSharding | PartitionSpec | None, order: Sequence[int]
+) -> NamedSharding | PartitionSpec | None:
+    """The sharding of what has this one when it is transposed."""
+    if sharding is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    axes: list[Any] = [None] * len(order)
+    for axis, names in zip(order, spec, strict=False):
+        axes[axis] = names
+    before = PartitionSpec(*axes)
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, before)
+    return before
 
 
 def _find(labels: Sequence[Label], where: Sequence[Label]) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from flax.linen import module as flax_module
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers, dot_general, stateful_dot_general
+from fbq_jax.dot_general import dot_general, stateful_dot_general
+from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.ragged import ragged_dot, stateful_ragged_dot
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback

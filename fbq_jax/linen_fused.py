@@ -1,5 +1,6 @@
 """Flax Linen modules of layers that are fused with those before them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,13 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
+from fbq_jax.dot_general import row_axes
+from fbq_jax.explicit import automatic
+from fbq_jax.kernels import producers
 from fbq_jax.linen import FallbackDot, fallback_dot
+from fbq_jax.matrices import output_of
 from fbq_jax.nonlinear import NormSpec
+from fbq_jax.recipe import Recipe
 
 Initializer = Callable[..., jax.Array]
 
@@ -36,13 +42,17 @@ class _Kernel(nn.Module):
 
     @nn.compact
     def __call__(
-        self, size: int, features: int
+        self, size: int, *features: int
     ) -> tuple[jax.Array, jax.Array | None, Variable]:
-        shape, dtype = (size, features), self.param_dtype
-        kernel = self.param("kernel", self.kernel_init, shape, dtype)
-        bias = None
+        def init(key: jax.Array) -> jax.Array:
+            shape = size, math.prod(features)
+            kernel = self.kernel_init(key, shape, self.param_dtype)
+            return kernel.reshape(size, *features)
+
+        kernel, bias = self.param("kernel", init), None
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (features,), dtype)
+            zeros = nn.initializers.zeros
+            bias = self.param("bias", zeros, features, self.param_dtype)
         return kernel, bias, self.dot_general.slot(self)
 
 
@@ -85,24 +95,39 @@ class NormDense(nn.Module):
         )
         kernel, bias, slot = kernel_of(x.shape[-1], self.features)
         state = threshold.clean(slot.value)
-        y, measured = fused.norm_matmul(
-            gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
-            NormSpec(False, self.epsilon, self.bits),
-            x.astype(dtype).reshape(1, -1, x.shape[-1]),
+        operands = x.astype(dtype), kernel.astype(dtype)
+        contract_last = ((x.ndim - 1,), (0,)), ((), ())
+        out = output_of(*operands, contract_last, dtype, None)
+
+        def layer(
+            x: jax.Array, kernel: jax.Array, gain: jax.Array, *scalars: jax.Array
+        ) -> tuple[jax.Array, fused.Measured]:
+            y, measured = fused.norm_matmul(
+                gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
+                NormSpec(False, self.epsilon, self.bits),
+                _as_rows(x, dot.recipe),
+                gain,
+                kernel[None],
+                *scalars,
+            )
+            return y.reshape(out.shape), measured
+
+        y, measured = automatic(layer, out)(
+            *operands,
             gain.astype(jnp.float32),
-            kernel.astype(dtype)[None],
             state["theta"],
             threshold.call_seed(state),
         )
         new = threshold.update(state, measured.metric, measured.theta, dot.recipe)
-        y = dot.move(self, slot, new, y.reshape(*x.shape[:-1], self.features))
+        y = dot.move(self, slot, new, y)
         return y if bias is None else y + bias.astype(dtype)
 
 
 class GatedMLP(nn.Module):
     """``RMSNorm``, SwiGLU and its two ``nn.Dense`` without bias, fused.
 
-    The residual connection is the caller's.
+    The residual connection is the caller's.  The kernel of ``gate_up`` is
+    ``[K, 2, F]``, the gate's and up's, so that both can be sharded along F.
 
     Attributes:
       hidden: F, the width of the gate and of up.
@@ -117,7 +142,7 @@ class GatedMLP(nn.Module):
     >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 16)))
     >>> shapes = jax.tree.map(jnp.shape, variables["params"])
     >>> shapes["down"], shapes["gate_up"], shapes["norm"]
-    ({'kernel': (24, 16)}, {'kernel': (16, 48)}, {'scale': (16,)})
+    ({'kernel': (24, 16)}, {'kernel': (16, 2, 24)}, {'scale': (16,)})
     """
 
     hidden: int
@@ -135,28 +160,49 @@ class GatedMLP(nn.Module):
         _check(dot)
         gain = _Scale(self.param_dtype, name="norm")(size)
         kernels, slots, states = [], [], []
-        shapes = {"gate_up": (size, 2 * self.hidden), "down": (self.hidden, size)}
+        shapes = {"gate_up": (size, 2, self.hidden), "down": (self.hidden, size)}
         for name, shape in shapes.items():
             kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name=name)
             kernel, _, slot = kernel_of(*shape)
-            kernels.append(kernel.astype(dtype)[None])
+            kernels.append(kernel.astype(dtype))
             slots.append(slot)
             states.append(threshold.clean(slot.value))
-        spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
-        y, measured = fused.gated_mlp(
-            fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
-            x.astype(dtype).reshape(1, -1, size),
+
+        def layer(
+            x: jax.Array,
+            gain: jax.Array,
+            gate_up: jax.Array,
+            down: jax.Array,
+            *scalars: tuple[jax.Array, ...],
+        ) -> tuple[jax.Array, tuple[fused.Measured, fused.Measured]]:
+            spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
+            y, measured = fused.gated_mlp(
+                fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
+                _as_rows(x, dot.recipe),
+                gain,
+                producers.join_gate_up(gate_up[:, 0], gate_up[:, 1])[None],
+                down[None],
+                *scalars,
+            )
+            return y.reshape(x.shape), measured
+
+        x = x.astype(dtype)
+        y, measured = automatic(layer, jax.eval_shape(lambda x: x, x))(
+            x,
             gain.astype(jnp.float32),
-            kernels[0],
-            kernels[1],
-            (states[0]["theta"], states[1]["theta"]),
-            (threshold.call_seed(states[0]), threshold.call_seed(states[1])),
+            *kernels,
+            tuple(state["theta"] for state in states),
+            tuple(threshold.call_seed(state) for state in states),
         )
-        y = y.reshape(x.shape)
         for slot, state, of in zip(slots, states, measured, strict=True):
             new = threshold.update(state, of.metric, of.theta, dot.recipe)
             y = dot.move(self, slot, new, y)
         return y
+
+
+def _as_rows(x: jax.Array, recipe: Recipe) -> jax.Array:
+    """Reshapes ``[..., K]`` to a stack of one matrix."""
+    return x.reshape(1, *row_axes(x.shape[:-1], recipe), x.shape[-1])
 
 
 def _check(dot: FallbackDot) -> None:

@@ -11,8 +11,8 @@ from flax import linen as nn
 from jax import lax
 
 from fbq_jax import rules
-from fbq_jax.dot_general import DimensionNumbers
 from fbq_jax.linen import FallbackDot, calling_module
+from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.recipe import Recipe
 from fbq_jax.rules import RulesReport
 

@@ -14,8 +14,9 @@ from jax import lax
 
 from fbq_jax import rules as rules_of_paths
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers, stateful_dot_general
+from fbq_jax.dot_general import stateful_dot_general
 from fbq_jax.einsum import einsum
+from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
 from fbq_jax.ragged import stateful_ragged_dot

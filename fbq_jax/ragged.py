@@ -19,10 +19,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch, threshold
-from fbq_jax.dot_general import Stats, _check_operands, checked_theta
+from fbq_jax.dot_general import Stats, checked_theta
 from fbq_jax.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.kernels.ragged import Tiles, cut, from_tiles, to_tiles
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.matrices import check_operands
 from fbq_jax.operands import Spec, quantize_grad, quantize_lhs, quantize_rhs
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
@@ -137,7 +138,7 @@ def _seeded_ragged_dot(
     implementation: str | None,
 ) -> tuple[jax.Array, Stats, jax.Array]:
     """The output, its stats and the number of blocks that hold rows, int32 ``[]``."""
-    _check_operands(lhs, rhs, precision, preferred_element_type)
+    check_operands(lhs, rhs, precision, preferred_element_type)
     _check_groups(lhs, rhs, group_sizes, recipe)
     dispatch.choose("ragged_matmul", recipe.sides, implementation=implementation)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))

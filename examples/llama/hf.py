@@ -219,6 +219,8 @@ def _tensors(
 
     for path, widths in joined.items():
         stack = flat[path] if path.startswith("layers/") else flat[path][None]
+        if path.endswith("kernel"):
+            stack = stack.reshape(*stack.shape[:2], -1)  # gate and up have axes
         start = 0
         for name, width in widths.items():
             for index, array in enumerate(stack):

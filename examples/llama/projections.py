@@ -117,8 +117,15 @@ class _GatedMLP(nn.Module):
         config = self.config
         project = dense(config, self.dot_general)
         x = norm(config, "norm")(x)
-        gate_up = project(2 * config.intermediate_size, name="gate_up")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
+        both = nn.DenseGeneral(
+            (2, config.intermediate_size),
+            use_bias=False,
+            dtype=config.dtype,
+            kernel_init=INITIALIZER,
+            dot_general=self.dot_general,
+            name="gate_up",
+        )
+        gate, up = jnp.moveaxis(both(x), -2, 0)
         if config.saved_bits is None:
             x = nn.silu(gate) * up
         else:

@@ -25,8 +25,7 @@ to 16 bits, with two exceptions, whose steps have accumulators of their own, res
 converted.  An outlier's step, its scale ``FAR`` above the others', would drown rows
 that share its block; such steps come last.  And a float32 output would show it.
 
-Blocks that fell back are more steps of the same loop, from a list of them.  Such a step
-follows that of the block itself, and multiplies the tile of rhs that is there already.
+Blocks that fell back are more steps of the same loop, from a list of them.
 """
 
 import functools
@@ -64,18 +63,6 @@ class Config(NamedTuple):
 
     group: int
     cluster: int
-
-
-class _Step(NamedTuple):
-    """What a step needs beside codes.
-
-    Attributes:
-      scale: of its product.
-      is_residual: whether its lhs is the residual's, 0 or 1; None without fallback.
-    """
-
-    scale: Any
-    is_residual: Any
 
 
 @functools.cache
@@ -153,13 +140,11 @@ def build(
                     at = source[b, i, step] if fallback else 2 * step
                     k = pl.ds(lax.div(at, jnp.int32(2)) * SIDE, SIDE)
                     plgpu.barrier_wait(empty.at[slot])
-
-                    def copy_rhs() -> None:
-                        plgpu.copy_gmem_to_smem(
-                            rhs.at[b, pl.ds(j * SIDE, SIDE), k],
-                            rhs_ring.at[slot],
-                            full.at[slot],
-                        )
+                    plgpu.copy_gmem_to_smem(
+                        rhs.at[b, pl.ds(j * SIDE, SIDE), k],
+                        rhs_ring.at[slot],
+                        full.at[slot],
+                    )
 
                     def copy_lhs(term: Any) -> None:
                         plgpu.copy_gmem_to_smem(
@@ -171,20 +156,10 @@ def build(
 
                     if fallback:
                         is_residual = lax.rem(at, jnp.int32(2)) == 1
-
-                        @pl.when(is_residual)
-                        def _copy_residual() -> None:
-                            copy_lhs(residual)
-                            plgpu.barrier_arrive(full.at[slot])
-
-                        @pl.when(~is_residual)
-                        def _copy_main() -> None:
-                            copy_lhs(main)
-                            copy_rhs()
-
+                        pl.when(is_residual)(lambda: copy_lhs(residual))
+                        pl.when(~is_residual)(lambda: copy_lhs(main))
                     else:
                         copy_lhs(main)
-                        copy_rhs()
                     return after(slot)
 
                 return lax.fori_loop(0, counts(b, i)[1], copy, slot)
@@ -197,62 +172,47 @@ def build(
         def _multiply() -> None:
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             my_rows = pl.ds(warpgroup * _ROWS, _ROWS)
-            # With fallback a slot is free a step later: a residual's step has the rhs
-            # of the step before it, and none of its own.
-            for slot in range(ring - 1 if fallback else ring):
+            for slot in range(ring):
                 plgpu.barrier_arrive(empty.at[slot])
 
             product = plgpu.ACC((_ROWS, SIDE), jnp.int32)
 
-            def read(place: Any, step: int | jax.Array) -> _Step:
-                """What a step needs.  Those beyond the last step are not used."""
+            def scale(place: Any, step: int | jax.Array) -> jax.Array:
+                """Of a step's product.  Those beyond the last step are not used."""
                 b, i, j, *_ = place
-                k, is_residual = step, None
-                if fallback:
-                    at = source[b, i, step]
-                    k, is_residual = (
-                        lax.div(at, jnp.int32(2)),
-                        lax.rem(at, jnp.int32(2)),
-                    )
-                return _Step(lhs_scale[b, i, step] * rhs_scale[b, j, k], is_residual)
+                k = lax.div(source[b, i, step], jnp.int32(2)) if fallback else step
+                return lhs_scale[b, i, step] * rhs_scale[b, j, k]
 
             def start(n: jax.Array) -> Any:
-                """A tile's place, counts and span, and its first steps."""
+                """A tile's place, counts and span, and the first steps' scales."""
                 b, i, j = tile(n)
                 by_lhs = lhs_spans(rows, columns, fallback)
                 span = spans[b, i if by_lhs else j] if running else None
                 place = b, i, j, *counts(b, i), span
-                return place, [read(place, step) for step in range(_AHEAD)]
+                return place, [scale(place, step) for step in range(_AHEAD)]
 
             def add(
                 products: Any,
-                slots: tuple[jax.Array, jax.Array],
+                slot: Any,
                 acc: Any,
-                steps: list[_Step],
-                weights: list[jax.Array],
+                weights: Any,
                 to_float: Any,
                 load: Any,
             ) -> Any:
-                """Adds steps: the slots after them, acc, and what ``load`` gives.
+                """Adds a step for each weight: the next slot, acc, what ``load`` gives.
 
-                ``slots`` are the last step's and the next one's.  ``load`` is called
-                where products hide its latency.
+                ``load`` is called where products hide its latency.
                 """
-                before, *own = slots
-                for _ in steps:
-                    own.append(after(own[-1]))
-                earlier = [before, *own]
+                slots = [slot]
+                for _ in weights:
+                    slots.append(after(slots[-1]))
 
                 def issue(n: int) -> None:
-                    plgpu.barrier_wait(full.at[own[n]])
-                    rhs_slot = own[n]
-                    if fallback:
-                        is_residual = steps[n].is_residual == 1
-                        rhs_slot = jnp.where(is_residual, earlier[n], own[n])
+                    plgpu.barrier_wait(full.at[slots[n]])
                     plgpu.wgmma(
                         products[n % 2],
-                        lhs_ring.at[own[n], my_rows],
-                        rhs_ring.at[rhs_slot].transpose((1, 0)),
+                        lhs_ring.at[slots[n], my_rows],
+                        rhs_ring.at[slots[n]].transpose((1, 0)),
                     )
 
                 issue(0)
@@ -265,37 +225,34 @@ def build(
                     value = plgpu.wgmma_accumulator_load(
                         products[n % 2], wait_n=pending
                     )
-                    plgpu.barrier_arrive(empty.at[(earlier if fallback else own)[n]])
+                    plgpu.barrier_arrive(empty.at[slots[n]])
                     acc += to_float(value) * weight
-                return (own[-2], own[-1]), acc, loaded
+                return slots[-1], acc, loaded
 
             def add_chunk(
-                products: Any, place: Any, first: Any, last: Any, carry: Any
+                products: Any, place: Any, step: Any, last: Any, carry: Any
             ) -> Any:
                 """Adds steps to running sums, the last chunk all of its last ones."""
-                slots, acc, steps = carry
-                kept = steps[_CHUNK:]
+                slot, acc, scales = carry
+                kept = scales[_CHUNK:]
 
-                def load() -> list[_Step]:
-                    """The steps that the next chunk needs beside ``kept``."""
-                    later = first + _AHEAD
-                    return [read(place, later + ahead) for ahead in range(_CHUNK)]
+                def load() -> list[jax.Array]:
+                    """The scales that the next chunk needs beside ``kept``."""
+                    later = step + _AHEAD
+                    return [scale(place, later + ahead) for ahead in range(_CHUNK)]
 
                 following = [
-                    *(step.scale for step in steps[2:_CHUNK]),
-                    *(jnp.where(last, 0.0, step.scale) for step in kept),
+                    *scales[2:_CHUNK],
+                    *(jnp.where(last, 0.0, s) for s in kept),
                 ]
-                now = steps[:_CHUNK]
-                pairs = zip(now, following, strict=True)
-                weights = [step.scale - next_scale for step, next_scale in pairs]
-                slots, acc, loaded = add(
-                    products, slots, acc, now, weights, _bits, load
-                )
-                return slots, acc, [*kept, *loaded]
+                pairs = zip(scales[:_CHUNK], following, strict=True)
+                weights = [weight - next_weight for weight, next_weight in pairs]
+                slot, acc, loaded = add(products, slot, acc, weights, _bits, load)
+                return slot, acc, [*kept, *loaded]
 
             def add_span(place: Any, first: Any, chunks: Any, carry: Any) -> Any:
                 """Adds chunks in two accumulators whose bits are those of floats."""
-                _, _, (step_0, step_1, *_) = carry
+                _, _, (scale_0, scale_1, *_) = carry
 
                 def scope(*products: Any) -> Any:
                     def chunk(n: jax.Array, carry: Any) -> Any:
@@ -306,31 +263,29 @@ def build(
                         _start(accumulator)
                     return lax.fori_loop(0, chunks, chunk, carry)
 
-                slots, acc, steps = pl.run_scoped(scope, product, product)
+                slot, acc, scales = pl.run_scoped(scope, product, product)
                 # The weights of an accumulator's steps add up to the first one's scale.
-                return slots, acc - START * step_0.scale - START * step_1.scale, steps
+                return slot, acc - START * scale_0 - START * scale_1, scales
 
-            def add_few(size: int, place: Any, first: Any, carry: Any) -> Any:
+            def add_few(size: int, place: Any, step: Any, carry: Any) -> Any:
                 """Adds one or two steps in accumulators that start at 0."""
-                slots, acc, steps = carry
-                now = steps[:size]
-                scales = [step.scale for step in now]
+                slot, acc, scales = carry
 
-                def load() -> list[_Step]:
-                    later = first + _AHEAD
-                    return [read(place, later + ahead) for ahead in range(size)]
+                def load() -> list[jax.Array]:
+                    later = step + _AHEAD
+                    return [scale(place, later + ahead) for ahead in range(size)]
 
                 def scope(*products: Any) -> Any:
-                    return add(products, slots, acc, now, scales, _convert, load)
+                    return add(products, slot, acc, scales[:size], _convert, load)
 
-                slots, acc, loaded = pl.run_scoped(scope, *[product] * size)
-                return slots, acc, [*steps[size:], *loaded]
+                slot, acc, loaded = pl.run_scoped(scope, *[product] * size)
+                return slot, acc, [*scales[size:], *loaded]
 
             def multiply(n: jax.Array, carry: Any) -> Any:
-                slots, (place, steps) = carry
+                slot, (place, scales) = carry
                 b, i, j, running_steps, all_steps, span = place
                 zero = jnp.zeros((_ROWS, SIDE), jnp.float32)
-                carry = slots, plgpu.layout_cast(zero, plgpu.Layout.WGMMA), steps
+                carry = slot, plgpu.layout_cast(zero, plgpu.Layout.WGMMA), scales
                 done = jnp.int32(0)
                 if running:
                     chunks = lax.div(running_steps, jnp.int32(_CHUNK))
@@ -352,7 +307,7 @@ def build(
                 add_last = functools.partial(add_few, 1, place, all_steps - 1)
                 odd = lax.rem(all_steps - done, jnp.int32(2)) == 1
                 carry = lax.cond(odd, add_last, lambda carry: carry, carry)
-                slots, acc, _ = carry
+                slot, acc, _ = carry
                 following = start(n + 1)  # loads whose latency the rest hides
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_buffer[warpgroup] = acc.astype(dtype)
@@ -361,14 +316,9 @@ def build(
                 plgpu.copy_smem_to_gmem(
                     out_buffer.at[warpgroup], out.at[b, rows, pl.ds(j * SIDE, SIDE)]
                 )
-                return slots, following
+                return slot, following
 
-            slots = jnp.int32(ring - 1), jnp.int32(0)
-            (last, _), _ = lax.fori_loop(
-                0, mine, multiply, (slots, start(jnp.int32(0)))
-            )
-            if fallback:
-                plgpu.barrier_arrive(empty.at[last])
+            lax.fori_loop(0, mine, multiply, (jnp.int32(0), start(jnp.int32(0))))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     arrivals: Any = {"num_arrivals": _WARPGROUPS, "num_barriers": ring}

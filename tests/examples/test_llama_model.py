@@ -82,7 +82,7 @@ def test_parameters_and_their_paths() -> None:
         "layers/attention/qkv/dense/bias": (3, (4 + 2 * 2) * 6),
         "layers/attention/out/kernel": (3, 4 * 6, 32),
         "layers/mlp/norm/scale": (3, 32),
-        "layers/mlp/gate_up/kernel": (3, 32, 2 * 24),
+        "layers/mlp/gate_up/kernel": (3, 32, 2, 24),
         "layers/mlp/down/kernel": (3, 24, 32),
         "norm/scale": (32,),
         "lm_head/kernel": (32, 40),

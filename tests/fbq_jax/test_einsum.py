@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fbq_jax
 from fbq_jax import (
@@ -98,6 +100,17 @@ def test_the_first_operand_is_the_activation(subscripts):
     first, _, second = subscripts.partition("->")[0].partition(",")
     assert error(subscripts, x, ones) < 1e-3
     assert error(f"{second},{first}->bf", ones, x) > 1e-2
+
+
+def test_out_sharding_is_that_of_the_output():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
+    x, w = heavy((8, 6), 0), heavy((6, 4), 1)
+    for sharding in (P(None, "a"), NamedSharding(mesh, P("a"))):
+        with jax.set_mesh(mesh):
+            y = einsum(jax.lax.dot_general, "bd,df->fb", (x, w), None, None, sharding)
+        spec = sharding if isinstance(sharding, P) else sharding.spec
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        np.testing.assert_allclose(y, (x @ w).T, rtol=1e-5)
 
 
 ERRORS = [
