@@ -4,6 +4,7 @@
 >>> layer = nn.Dense(4096, dot_general=fallback_dot)
 """
 
+from fbq_jax import int8_flow as int8_flow
 from fbq_jax import nnx as nnx
 from fbq_jax import nonlinear as nonlinear
 from fbq_jax import optim as optim
@@ -22,6 +23,9 @@ from fbq_jax.linen_fp8 import Fp8Dot as Fp8Dot
 from fbq_jax.linen_fp8 import fp8_dot as fp8_dot
 from fbq_jax.linen_fused import GatedMLP as GatedMLP
 from fbq_jax.linen_fused import NormDense as NormDense
+from fbq_jax.linen_int8_flow import Int8Attention as Int8Attention
+from fbq_jax.linen_int8_flow import Int8MLP as Int8MLP
+from fbq_jax.linen_int8_flow import Int8Sequential as Int8Sequential
 from fbq_jax.linen_norms import LayerNorm as LayerNorm
 from fbq_jax.linen_norms import RMSNorm as RMSNorm
 from fbq_jax.linen_rules import RulesDot as RulesDot

@@ -40,8 +40,8 @@ def dot_general_of(
     """
     check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
-    out = output_of(*shapes, dimension_numbers, dtype, None)
+    lhs_shape, rhs_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
+    out = output_of(lhs_shape, rhs_shape, dimension_numbers, dtype, None)
     y = matmul(*as_matrices(lhs, rhs, dimension_numbers), dtype).reshape(out.shape)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 

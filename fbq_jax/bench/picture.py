@@ -51,7 +51,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes[0].set(ylabel="relative error")
     shape = " x ".join(map(str, rows[0].shape))
     figure.suptitle(f"Errors of a linear layer, M x K x N = {shape}")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles=handles, labels=labels, loc="outside right")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

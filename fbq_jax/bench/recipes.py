@@ -1,5 +1,6 @@
 """Every recipe's errors, on operands with ever larger outliers, its bytes and time."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,17 +52,17 @@ def _contenders(
     implementation: str | None,
 ) -> Iterator[Callable[[jax.Array], Contender]]:
     """bf16, and each recipe, given the activation."""
+
+    def dot_of(name: str, dot: Callable[..., jax.Array], _: jax.Array) -> Contender:
+        return Contender(name, "xla", lambda x, w, *_: dot(x, w, MATMUL))
+
     yield lambda _: contenders.bf16()
     for name, recipe in fbq_jax.recipes.NAMED.items():
         by = contenders.forward_by(recipe, implementation)
-        yield lambda x, name=name, recipe=recipe, by=by: contenders.by_recipe(
-            name, recipe, by, x
-        )
+        yield functools.partial(contenders.by_recipe, name, recipe, by)
     fp8 = Fp8Dot(scaling="current")
     for name, dot in {"fp8_current": fp8, "llm_int8": llm_int8_dot}.items():
-        yield lambda _, name=name, dot=dot: Contender(
-            name, "xla", lambda x, w, *_: dot(x, w, MATMUL)
-        )
+        yield functools.partial(dot_of, name, dot)
 
 
 def _rows_of(
