@@ -89,12 +89,6 @@ def dot_general(
     >>> float(y[0, 0]), float(stats.rate)
     (256.0, 1.0)
     """
-    if theta is None:
-        theta = threshold.UNSET
-    elif jnp.ndim(theta):
-        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
-    elif not isinstance(theta, jax.core.Tracer) and not np.asarray(theta) >= 0.0:
-        raise ValueError(f"theta is a threshold and at least 0; got {theta}")
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
         seed = jax.random.bits(key, (), jnp.uint32)
@@ -105,7 +99,7 @@ def dot_general(
         precision,
         preferred_element_type,
         recipe=recipe,
-        theta=jnp.asarray(theta, jnp.float32),
+        theta=checked_theta(theta),
         seed=seed,
         out_sharding=out_sharding,
         implementation=implementation,
@@ -113,6 +107,17 @@ def dot_general(
     batch, *rows, across = stats.metric.shape
     metric = stats.metric.reshape(batch, math.prod(rows), across)
     return out, stats._replace(metric=metric)
+
+
+def checked_theta(theta: jax.Array | float | None) -> jax.Array:
+    """A caller's threshold as float32 ``[]``; None is ``threshold.UNSET``."""
+    if theta is None:
+        theta = threshold.UNSET
+    elif jnp.ndim(theta):
+        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
+    elif not isinstance(theta, jax.core.Tracer) and not np.asarray(theta) >= 0.0:
+        raise ValueError(f"theta is a threshold and at least 0; got {theta}")
+    return jnp.asarray(theta, jnp.float32)
 
 
 def stateful_dot_general(

@@ -206,6 +206,8 @@ def _as_rows(x: jax.Array, recipe: Recipe) -> jax.Array:
 
 
 def _check(dot: FallbackDot) -> None:
+    if not isinstance(dot, FallbackDot):
+        raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused.fuses(dot.recipe):
         raise ValueError(
             "a fused layer takes a recipe with block scales in all three GEMMs and "
