@@ -1,4 +1,4 @@
-"""Strict settings for every test: four fake devices, no implicit promotion."""
+"""Strict settings for every test: eight fake devices, no implicit promotion."""
 
 import os
 
@@ -6,7 +6,7 @@ import os
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=4",
+        "--xla_force_host_platform_device_count=8",
         # Most of the tests' time is XLA's, compiling for the CPU.
         "--xla_backend_optimization_level=0",
     ]

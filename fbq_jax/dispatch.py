@@ -10,7 +10,7 @@ reference anywhere: the definition
 ========= =======================================================================
 
 Where every row of lhs and of rhs has one scale, the first two leave the product to
-XLA's own INT8 GEMM.
+XLA's own INT8 GEMM.  Ragged products have the reference only.
 
 The first that can serve a call does.  ``implementation=``, or else
 ``FBQ_IMPLEMENTATION`` in the environment (read when a function is traced), asks for
@@ -19,6 +19,7 @@ one; a call that it cannot serve says why.
 
 import functools
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from fbq_jax.kernels import packing, producers, reference, rounding, xla
+from fbq_jax import sharding
+from fbq_jax.kernels import packing, producers, ragged, reference, rounding, xla
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import GateQuantized, NormQuantized
 from fbq_jax.kernels.reference import (
@@ -56,6 +58,7 @@ OPS = (
     "matmul",
     *PRODUCERS,
 )
+WITHOUT_KERNELS = ("ragged_matmul", "ragged_contraction")
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 _SIDES = (32, 64, 128, 256)
 
@@ -78,7 +81,7 @@ def choose(
     """Chooses the implementation of an op for JAX's default backend.
 
     Args:
-      op: one of ``OPS``.
+      op: one of ``OPS`` or ``WITHOUT_KERNELS``.
       sides: of the blocks; none where a scale is of a whole row or column.
       width: of ``PRODUCERS``, the length of the rows of what is packed; None for one
         that fits.
@@ -92,8 +95,9 @@ def choose(
     >>> choose("matmul", (128, 128, 128), implementation="reference").reason
     'implementation= asks for it'
     """
-    if op not in OPS:
-        raise ValueError(f"{op!r} is not an op; there are: {', '.join(OPS)}")
+    ops = (*OPS, *WITHOUT_KERNELS)
+    if op not in ops:
+        raise ValueError(f"{op!r} is not an op; there are: {', '.join(ops)}")
     source = "implementation"
     if implementation is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
         source, implementation = ENVIRONMENT_VARIABLE, asked
@@ -123,6 +127,8 @@ def _refusal(implementation: str, op: str, sides: Sequence[int]) -> str | None:
     """Why an implementation cannot serve a call, or None if it can."""
     if implementation == "reference":
         return None
+    if op in WITHOUT_KERNELS:
+        return "it has no kernel for this op"
     backend = jax.default_backend()
     if backend != "gpu":
         return f"it needs a GPU, and JAX's default backend is {backend}"
@@ -258,7 +264,11 @@ def matmul(
     implementation: str | None = None,
 ) -> jax.Array:
     """``reference.matmul`` by the implementation chosen."""
-    one_scale_a_row = residual is None and blocks == (1, lhs.codes.shape[2], 1)
+    one_scale_a_row = residual is None and blocks == (
+        1,
+        math.prod(rhs.codes.shape[2:]),
+        1,
+    )
     sides = () if one_scale_a_row else blocks
     choice = choose("matmul", sides, implementation=implementation)
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
@@ -266,6 +276,36 @@ def matmul(
         choice = choose("matmul", sides, implementation="reference")
     options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
     return _batched(choice, sides, **options)(lhs, residual, rhs)
+
+
+def ragged_matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    blocks: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``ragged.ragged_matmul``, which is all there is."""
+    function = _without_kernels("ragged_matmul", blocks, implementation)
+    return function(lhs, residual, rhs, groups, blocks=blocks, dtype=jnp.dtype(dtype))
+
+
+def ragged_contraction(
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    size: int,
+    blocks: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``ragged.ragged_contraction``, which is all there is."""
+    function = _without_kernels("ragged_contraction", blocks, implementation)
+    return function(lhs, rhs, groups, size=size, blocks=blocks, dtype=jnp.dtype(dtype))
 
 
 def rms_norm_quantize(
@@ -351,6 +391,16 @@ def _batched(
     return _batched_op(choice, tuple(sides), tuple(options.items()))
 
 
+def _without_kernels(
+    op: str, sides: Sequence[int], implementation: str | None
+) -> Callable[..., Any]:
+    """The definition of an op; plain JAX, which ``vmap`` takes as it is."""
+    choice = choose(op, sides, implementation=implementation)
+    if jax.default_backend() == "gpu":
+        _warn_of_reference(choice)
+    return getattr(ragged, op)
+
+
 @functools.cache
 def _warn_of_reference(choice: Choice) -> None:
     """Says once that a GPU runs the slow definition, unless that was asked for."""
@@ -375,18 +425,20 @@ def _batched_op(
     There is no derivative.  Rounding's own is 0, which would pass for an answer where
     the gradient of a quantized dot is differentiated once more.
     """
-    function = functools.partial(_function(choice, sides), **dict(options))
-    if choice.implementation != "reference":
+    chosen = _function(choice, sides)
+
+    def function(*args: Any, **options: Any) -> Any:
+        run = functools.partial(chosen, **options)
+        if choice.implementation == "reference":
+            return run(*args)
         # What runs on this machine's CPU cannot use a kernel.
-        definition = functools.partial(
-            getattr(_definitions(choice.op), choice.op), **dict(options)
-        )
-        function = functools.partial(
-            lax.platform_dependent, cpu=definition, default=function
-        )
+        definition = getattr(_definitions(choice.op), choice.op)
+        definition = functools.partial(definition, **options)
+        return lax.platform_dependent(*args, cpu=definition, default=run)
+
     # Compiled as a whole even where the caller is not: op by op, the reference would
     # compile some sixty programs.
-    compiled = jax.jit(function)
+    compiled = jax.jit(sharding.sharded(choice.op, function, dict(options)))
     mapped = custom_vmap(compiled)
 
     @mapped.def_vmap

@@ -4,23 +4,23 @@ State goes in as a threshold and comes out as the metric of the blocks: nothing 
 written in here.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fbq_jax import dispatch, gemms, threshold
+from fbq_jax.explicit import automatic
+from fbq_jax.kernels.reference import Quantized
+from fbq_jax.matrices import DimensionNumbers, as_matrices, check_operands, output_of
 from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
-
-DimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class Stats(NamedTuple):
@@ -91,27 +91,35 @@ def dot_general(
     >>> float(y[0, 0]), float(stats.rate)
     (256.0, 1.0)
     """
-    if theta is None:
-        theta = threshold.UNSET
-    elif jnp.ndim(theta):
-        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
-    elif not isinstance(theta, jax.core.Tracer) and not theta >= 0.0:
-        raise ValueError(f"theta is a threshold and at least 0; got {theta}")
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
         seed = jax.random.bits(key, (), jnp.uint32)
-    return _seeded_dot_general(
+    out, stats = _seeded_dot_general(
         lhs,
         rhs,
         dimension_numbers,
         precision,
         preferred_element_type,
         recipe=recipe,
-        theta=jnp.asarray(theta, jnp.float32),
+        theta=checked_theta(theta),
         seed=seed,
         out_sharding=out_sharding,
         implementation=implementation,
     )
+    batch, *rows, across = stats.metric.shape
+    metric = stats.metric.reshape(batch, math.prod(rows), across)
+    return out, stats._replace(metric=metric)
+
+
+def checked_theta(theta: jax.Array | float | None) -> jax.Array:
+    """A caller's threshold as float32 ``[]``; None is ``threshold.UNSET``."""
+    if theta is None:
+        theta = threshold.UNSET
+    elif jnp.ndim(theta):
+        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
+    elif not isinstance(theta, jax.core.Tracer) and not np.asarray(theta) >= 0.0:
+        raise ValueError(f"theta is a threshold and at least 0; got {theta}")
+    return jnp.asarray(theta, jnp.float32)
 
 
 def stateful_dot_general(
@@ -164,72 +172,43 @@ def _seeded_dot_general(
     codes: QTensor | None = None,
 ) -> tuple[jax.Array, Stats]:
     """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
-    _check_operands(lhs, rhs, precision, preferred_element_type)
+    check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    out = _output_shape(lhs, rhs, dimension_numbers, dtype)
-    x, w = _as_matrices(lhs, rhs, dimension_numbers)
-    theta = resolve(theta, x, recipe, implementation)
-    spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
-    weight = w if codes is None else codes.main
-    y, metric = gemms.matmul(spec, x, weight, jnp.maximum(theta, 0.0), seed)
-    y = y.reshape(out.shape)
-    if out_sharding is not None:
-        y = jax.sharding.reshard(y, out_sharding)
-    return y, Stats(threshold.observe(metric, theta), theta, metric)
+    out = output_of(lhs, rhs, dimension_numbers, dtype, out_sharding)
+
+    def multiply(
+        lhs: jax.Array,
+        rhs: jax.Array,
+        theta: jax.Array,
+        seed: jax.Array,
+        codes: Quantized | None,
+    ) -> tuple[jax.Array, Stats]:
+        rows_of = functools.partial(row_axes, recipe=recipe)
+        x, w = as_matrices(lhs, rhs, dimension_numbers, rows_of)
+        theta = resolve(theta, x, recipe, implementation)
+        spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
+        weight = w if codes is None else codes
+        y, metric = gemms.matmul(spec, x, weight, jnp.maximum(theta, 0.0), seed)
+        stats = Stats(threshold.observe(metric, theta), theta, metric)
+        return y.reshape(out.shape), stats
+
+    main = None if codes is None else codes.main
+    return automatic(multiply, out)(lhs, rhs, theta, seed, main)
 
 
-def _check_operands(
-    lhs: jax.Array, rhs: jax.Array, precision: Any, preferred: Any
-) -> None:
-    accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-    dtypes = {"lhs": lhs.dtype, "rhs": rhs.dtype}
-    if preferred is not None:
-        dtypes["preferred_element_type"] = jnp.dtype(preferred)
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            raise TypeError(f"{name} is {dtype}; a quantized dot takes {accepted}")
-    pair = precision if isinstance(precision, tuple) else (precision, precision)
-    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair):
-        raise ValueError(
-            f"precision={precision} cannot be met: the recipe sets the precision of a "
-            "quantized dot; pass None or DEFAULT"
-        )
+def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
+    """The axes, ``(M,)`` or ``(G, R)``, that an activation's axes before K become.
 
+    The last one, often the tokens of a sequence, is kept if it is of whole blocks and
+    all GEMMs have block scales, so that the ones before it and it can both be sharded.
 
-def _output_shape(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers, dtype: Any
-) -> jax.ShapeDtypeStruct:
-    """The output's shape, or ``lax.dot_general``'s own error where nothing fits."""
-    return jax.eval_shape(
-        lambda lhs, rhs: lax.dot_general(lhs, rhs, dimension_numbers),
-        jax.ShapeDtypeStruct(lhs.shape, dtype),
-        jax.ShapeDtypeStruct(rhs.shape, dtype),
-    )
-
-
-def _as_matrices(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
-) -> tuple[jax.Array, jax.Array]:
-    """Transposes and reshapes to ``[B, M, K]`` and ``[B, K, N]``."""
-    (contract, _), (batch, _) = dimension_numbers
-    x = _group(lhs, batch, _free(lhs, contract, batch), contract)
-    return x, rhs_matrix(rhs, dimension_numbers)
-
-
-def rhs_matrix(rhs: jax.Array, dimension_numbers: DimensionNumbers) -> jax.Array:
-    """Transposes and reshapes rhs to ``[B, K, N]``."""
-    (_, contract), (_, batch) = dimension_numbers
-    return _group(rhs, batch, contract, _free(rhs, contract, batch))
-
-
-def _group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
-    order = [d for group in dims for d in group]
-    sizes = [math.prod(x.shape[d] for d in group) for group in dims]
-    return x.transpose(order).reshape(sizes)
-
-
-def _free(x: jax.Array, *taken: Sequence[int]) -> list[int]:
-    return [d for d in range(x.ndim) if not any(d in dims for dims in taken)]
+    >>> row_axes((2, 4, 256), Recipe(block=128)), row_axes((2, 100), Recipe(block=128))
+    ((8, 256), (200,))
+    """
+    *lead, last = sizes or (1,)
+    if not lead or 0 in sizes or last % recipe.sides[0] or not recipe.in_blocks:
+        return (math.prod(sizes),)
+    return math.prod(lead), last
 
 
 def resolve(
@@ -244,10 +223,10 @@ def resolve(
 
     Args:
       theta: float32 ``[]``; ``threshold.UNSET`` or any below 0 is unset.
-      x: ``[B, M, ...]``.
+      x: ``[B, ...]``.
       recipe: gives the criterion and the range that the threshold should meet.
       implementation: of the ops.
-      layer: makes the operand ``[B, M, K]`` of ``x``, where there is need of it.
+      layer: makes the operand of ``x``, where there is need of it.
     """
     criterion = recipe.criterion
     if criterion is None:

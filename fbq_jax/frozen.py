@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.dot_general import DimensionNumbers, rhs_matrix
+from fbq_jax.matrices import DimensionNumbers, rhs_matrix
 from fbq_jax.operands import Spec, quantize_rhs
 from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import Recipe
@@ -60,7 +60,7 @@ class FrozenWeight:
       codes: W by columns, ``[B, N, K]``, with an axis of layers before where they are
         stacked; ``codes.mT`` is W.
       recipe: by which it was quantized.
-      shape: of the weight that the layer multiplied by.
+      shape: of the kernel that it was made of.
     """
 
     codes: QTensor

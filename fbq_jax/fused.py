@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax import dispatch, gemms, nonlinear
 from fbq_jax.dot_general import resolve
 from fbq_jax.gemms import LHS_NAME, RHS_NAME
+from fbq_jax.kernels import producers
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import Operand
 from fbq_jax.kernels.reference import Layouts, Quantized
@@ -67,14 +68,14 @@ def norm_matmul(
     Args:
       spec: of the GEMM; ``lhs_dtype`` is that of x.
       norm: epsilon and bits; without means.
-      x: bfloat16, float16 or float32 ``[B, M, K]``.
+      x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``; see ``gemms``.
       gain: float32 ``[K]``.
       w: ``[B, K, N]``; of a frozen layer, its codes by columns.
       theta: float32 ``[]``; below 0, it is set from the operand's own blocks.
       seed: uint32 ``[]``, of the noise.
 
     Returns:
-      ``[B, M, N]`` in the spec's dtype, and ``Measured``.
+      ``[B, M, N]`` or ``[B, G, R, N]`` in the spec's dtype, and ``Measured``.
     """
     y, measured, _, _ = _norm_forward(spec, norm, x, gain, w, theta, seed, save=False)
     return y, measured
@@ -117,7 +118,8 @@ def _norm_forward(
     )
     y, rhs = _multiply(spec, operand, w, seed, save=save)
     normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
-    saved = SavedNorm(normalized, rstd, gain[None, None, :])
+    row = jnp.expand_dims(gain, range(x.ndim - 1))
+    saved = SavedNorm(normalized, rstd, row)
     return y, Measured(theta, operand.metric), saved, (operand, rhs)
 
 
@@ -219,15 +221,16 @@ def gated_mlp(
 
     Args:
       specs: what is static; ``down.lhs_dtype`` is ``up.dtype``.
-      x: bfloat16, float16 or float32 ``[B, M, K]``.
+      x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``; see ``gemms``.
       gain: float32 ``[K]``.
-      w_up: ``[B, K, 2 F]``, of the gate and of up; or codes, likewise.
+      w_up: ``[B, K, 2 F]``, of the gate and of up, as ``producers.join_gate_up`` puts
+        them together; or codes, likewise.
       w_down: ``[B, F, N]``; or codes.
       thetas: of both GEMMs, float32 ``[]``; below 0, set from the operand's own blocks.
       seeds: of both GEMMs, uint32 ``[]``.
 
     Returns:
-      ``[B, M, N]``, and ``Measured`` of both GEMMs.
+      ``[B, M, N]`` or ``[B, G, R, N]``, and ``Measured`` of both GEMMs.
     """
     return _gated_forward(specs, x, gain, w_up, w_down, thetas, seeds, save=False)[0]
 
@@ -247,7 +250,7 @@ def _gated_forward(
 ]:
     def layer(gate_up: jax.Array) -> jax.Array:
         return nonlinear.silu_gate(
-            *jnp.split(gate_up, 2, axis=-1), bits=specs.norm.bits
+            *producers.split_gate_up(gate_up), bits=specs.norm.bits
         )
 
     recipe = specs.up.recipe

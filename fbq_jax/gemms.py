@@ -8,6 +8,7 @@ GEMM is in floats.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -38,14 +39,16 @@ def matmul(
 
     Args:
       spec: what is static.
-      x: ``[B, M, K]``, the activation.
+      x: ``[B, M, K]``, the activation; or ``[B, G, R, K]``, where M is two axes and
+        R a multiple of the recipe's side of a block along M.
       w: ``[B, K, N]``, the weight; of a frozen layer, its codes by columns.
       theta: float32 ``[]``, the threshold of fallback.
       seed: uint32 ``[]``, of the noise of stochastic rounding.
 
     Returns:
-      ``[B, M, N]``, and the criterion's metric of each block of x, float32
-      ``[B, ceil(M/m), ceil(K/k)]`` (``[B, 0, 0]`` without a criterion).
+      ``[B, M, N]`` or ``[B, G, R, N]``, and the criterion's metric of each block of x,
+      float32 ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]``
+      without a criterion).
     """
     lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=False)
     rhs = quantize_rhs(spec, w, seed, save=False)
@@ -183,11 +186,12 @@ def _product(
     dtype: Any,
 ) -> jax.Array:
     """A product in INT8, of blocks with these sides if the GEMM has block scales."""
+    contraction = max(1, math.prod(rhs.codes.shape[2:]))
     return dispatch.matmul(
         lhs,
         residual,
         rhs,
-        blocks=sides if gemm.in_blocks else (1, max(1, lhs.codes.shape[2]), 1),
+        blocks=sides if gemm.in_blocks else (1, contraction, 1),
         dtype=dtype,
         implementation=spec.implementation,
     )

@@ -19,8 +19,10 @@ from flax.linen import module as flax_module
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers, dot_general, stateful_dot_general
+from fbq_jax.dot_general import dot_general, stateful_dot_general
 from fbq_jax.linen_frozen import layer_weight, stays
+from fbq_jax.matrices import DimensionNumbers
+from fbq_jax.ragged import ragged_dot, stateful_ragged_dot
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT
@@ -105,6 +107,42 @@ class FallbackDot:
             out_sharding=out_sharding,
             implementation=self.implementation,
             codes=codes,
+        )
+        return self.move(module, slot, new, out)
+
+    def ragged_dot(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, with state as for a call.
+
+        ``fbq_jax.ragged_dot`` says what it takes; there is no GPU kernel for it.
+        """
+        module = calling_module()
+        if module is None:
+            return ragged_dot(
+                lhs,
+                rhs,
+                group_sizes,
+                precision,
+                preferred_element_type,
+                recipe=self.recipe,
+                implementation=self.implementation,
+            )[0]
+        slot = self.slot(module)
+        out, new = stateful_ragged_dot(
+            dict(slot.value),
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            preferred_element_type,
+            recipe=self.recipe,
+            implementation=self.implementation,
         )
         return self.move(module, slot, new, out)
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import fp8
-from fbq_jax.dot_general import DimensionNumbers
 from fbq_jax.linen import calling_module, find_slot
-from fbq_jax.matrices import dot_general_of
+from fbq_jax.matrices import DimensionNumbers, dot_general_of
 
 ScalingMethod = Literal["delayed", "current"]
 

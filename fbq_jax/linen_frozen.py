@@ -5,6 +5,7 @@ They are in the layer's slot, which ``nn.scan`` and the like carry along already
 applies the model.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers
 from fbq_jax.frozen import FrozenKernel, check_recipe, quantize_weight
+from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.qtensor import QTensor
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ def layer_weight(
     slot: Variable,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
+    kernel_shape: tuple[int, ...] | None = None,
 ) -> QTensor | None:
     """The codes by which a Linen layer multiplies, or None if it is not frozen.
 
-    Where the slot asks for codes, they are made of ``rhs`` and put there.
+    Where the slot asks for codes, they are made of ``rhs`` and put there, with the
+    shape of the kernel if that is another.
     """
     state, layer = slot.value, "/".join(module.path) or "(root)"
     assert module.scope is not None
@@ -51,6 +54,7 @@ def layer_weight(
                 recipe=dot.recipe,
                 implementation=dot.implementation,
             )
+            weight = dataclasses.replace(weight, shape=kernel_shape or rhs.shape)
             slot.value = {**state, ASKED: weight}
         return slot.value[ASKED].codes
     if WEIGHT not in state:

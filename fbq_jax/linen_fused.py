@@ -1,5 +1,6 @@
 """Flax Linen modules of layers that are fused with those before them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,15 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
+from fbq_jax.dot_general import row_axes
+from fbq_jax.explicit import automatic
+from fbq_jax.kernels import producers
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen import FallbackDot, fallback_dot
-from fbq_jax.linen_frozen import layer_weight
+from fbq_jax.linen_frozen import layer_weight, stays
+from fbq_jax.matrices import output_of
 from fbq_jax.nonlinear import NormSpec
+from fbq_jax.recipe import Recipe
 
 Initializer = Callable[..., jax.Array]
 _MATRICES = (((1,), (0,)), ((), ()))
@@ -43,17 +49,25 @@ class _Kernel(nn.Module):
 
     @nn.compact
     def __call__(
-        self, size: int, features: int, dtype: Any
+        self, dtype: Any, size: int, *features: int
     ) -> tuple[jax.Array | Quantized, jax.Array | None, Variable]:
-        shape, of_params = (size, features), self.param_dtype
-        kernel = self.param("kernel", self.kernel_init, shape, of_params)
-        bias = None
+        def init(key: jax.Array) -> jax.Array:
+            shape = size, math.prod(features)
+            kernel = self.kernel_init(key, shape, self.param_dtype)
+            return kernel.reshape(size, *features)
+
+        kernel, bias = self.param("kernel", init), None
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (features,), of_params)
+            zeros = nn.initializers.zeros
+            bias = self.param("bias", zeros, features, self.param_dtype)
         slot = self.dot_general.slot(self)
         kernel = jnp.asarray(kernel, dtype)
-        codes = layer_weight(self.dot_general, self, slot, kernel, _MATRICES)
-        return kernel[None] if codes is None else codes.main, bias, slot
+        # What a frozen layer multiplies by; one that trains makes it on its devices.
+        matrix = _as_matrix(kernel) if stays(slot.value) else kernel
+        codes = layer_weight(
+            self.dot_general, self, slot, matrix, _MATRICES, kernel.shape
+        )
+        return kernel if codes is None else codes.main, bias, slot
 
 
 class NormDense(nn.Module):
@@ -93,19 +107,39 @@ class NormDense(nn.Module):
         kernel_of = _Kernel(
             self.param_dtype, self.kernel_init, dot, self.use_bias, name="dense"
         )
-        kernel, bias, slot = kernel_of(x.shape[-1], self.features, dtype)
-        state = threshold.clean(slot.value)
-        y, measured = fused.norm_matmul(
-            gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
-            NormSpec(False, self.epsilon, self.bits),
-            x.astype(dtype).reshape(1, -1, x.shape[-1]),
+        weight, bias, slot = kernel_of(dtype, x.shape[-1], self.features)
+        state, x = threshold.clean(slot.value), x.astype(dtype)
+        if isinstance(weight, Quantized):
+            out = jax.ShapeDtypeStruct((*x.shape[:-1], self.features), dtype)
+        else:
+            contract_last = ((x.ndim - 1,), (0,)), ((), ())
+            out = output_of(x, weight, contract_last, dtype, None)
+
+        def layer(
+            x: jax.Array,
+            weight: jax.Array | Quantized,
+            gain: jax.Array,
+            *scalars: jax.Array,
+        ) -> tuple[jax.Array, fused.Measured]:
+            y, measured = fused.norm_matmul(
+                gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
+                NormSpec(False, self.epsilon, self.bits),
+                _as_rows(x, dot.recipe),
+                gain,
+                _as_weights(weight),
+                *scalars,
+            )
+            return y.reshape(out.shape), measured
+
+        y, measured = automatic(layer, out)(
+            x,
+            weight,
             gain.astype(jnp.float32),
-            kernel,
             state["theta"],
             threshold.call_seed(state),
         )
         new = threshold.update(state, measured.metric, measured.theta, dot.recipe)
-        y = dot.move(self, slot, new, y.reshape(*x.shape[:-1], self.features))
+        y = dot.move(self, slot, new, y)
         if bias is None:
             return y
         return y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -114,7 +148,8 @@ class NormDense(nn.Module):
 class GatedMLP(nn.Module):
     """``RMSNorm``, SwiGLU and its two ``nn.Dense`` without bias, fused.
 
-    The residual connection is the caller's.
+    The residual connection is the caller's.  The kernel of ``gate_up`` is
+    ``[K, 2, F]``, the gate's and up's, so that both can be sharded along F.
 
     Attributes:
       hidden: F, the width of the gate and of up.
@@ -129,7 +164,7 @@ class GatedMLP(nn.Module):
     >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 16)))
     >>> shapes = jax.tree.map(jnp.shape, variables["params"])
     >>> shapes["down"], shapes["gate_up"], shapes["norm"]
-    ({'kernel': (24, 16)}, {'kernel': (16, 48)}, {'scale': (16,)})
+    ({'kernel': (24, 16)}, {'kernel': (16, 2, 24)}, {'scale': (16,)})
     """
 
     hidden: int
@@ -146,32 +181,67 @@ class GatedMLP(nn.Module):
         dtype, dot, size = self.dtype or x.dtype, self.dot_general, x.shape[-1]
         _check(dot)
         gain = _Scale(self.param_dtype, name="norm")(size)
-        kernels, slots, states = [], [], []
-        shapes = {"gate_up": (size, 2 * self.hidden), "down": (self.hidden, size)}
+        weights, slots, states = [], [], []
+        shapes = {"gate_up": (size, 2, self.hidden), "down": (self.hidden, size)}
         for name, shape in shapes.items():
             kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name=name)
-            kernel, _, slot = kernel_of(*shape, dtype)
-            kernels.append(kernel)
+            weight, _, slot = kernel_of(dtype, *shape)
+            weights.append(weight)
             slots.append(slot)
             states.append(threshold.clean(slot.value))
-        spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
-        y, measured = fused.gated_mlp(
-            fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
-            x.astype(dtype).reshape(1, -1, size),
+
+        def layer(
+            x: jax.Array,
+            gain: jax.Array,
+            gate_up: jax.Array | Quantized,
+            down: jax.Array | Quantized,
+            *scalars: tuple[jax.Array, ...],
+        ) -> tuple[jax.Array, tuple[fused.Measured, fused.Measured]]:
+            spec = gemms.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation)
+            y, measured = fused.gated_mlp(
+                fused.GatedSpecs(spec, spec, NormSpec(False, self.epsilon, self.bits)),
+                _as_rows(x, dot.recipe),
+                gain,
+                _as_weights(gate_up),
+                _as_weights(down),
+                *scalars,
+            )
+            return y.reshape(x.shape), measured
+
+        x = x.astype(dtype)
+        y, measured = automatic(layer, jax.eval_shape(lambda x: x, x))(
+            x,
             gain.astype(jnp.float32),
-            kernels[0],
-            kernels[1],
-            (states[0]["theta"], states[1]["theta"]),
-            (threshold.call_seed(states[0]), threshold.call_seed(states[1])),
+            *weights,
+            tuple(state["theta"] for state in states),
+            tuple(threshold.call_seed(state) for state in states),
         )
-        y = y.reshape(x.shape)
         for slot, state, of in zip(slots, states, measured, strict=True):
             new = threshold.update(state, of.metric, of.theta, dot.recipe)
             y = dot.move(self, slot, new, y)
         return y
 
 
+def _as_matrix(kernel: jax.Array) -> jax.Array:
+    """``[K, N]`` of a kernel, or ``[K, 2 F]`` of the gate's and up's ``[K, 2, F]``."""
+    if kernel.ndim == 2:
+        return kernel
+    return producers.join_gate_up(kernel[:, 0], kernel[:, 1])
+
+
+def _as_weights(weight: jax.Array | Quantized) -> jax.Array | Quantized:
+    """A stack of one matrix of a kernel; codes are one."""
+    return weight if isinstance(weight, Quantized) else _as_matrix(weight)[None]
+
+
+def _as_rows(x: jax.Array, recipe: Recipe) -> jax.Array:
+    """Reshapes ``[..., K]`` to a stack of one matrix."""
+    return x.reshape(1, *row_axes(x.shape[:-1], recipe), x.shape[-1])
+
+
 def _check(dot: FallbackDot) -> None:
+    if not isinstance(dot, FallbackDot):
+        raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused.fuses(dot.recipe):
         raise ValueError(
             "a fused layer takes a recipe with block scales in all three GEMMs and "

@@ -34,10 +34,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch
-from fbq_jax.dot_general import DimensionNumbers
 from fbq_jax.gemms import RHS_NAME
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.matrices import dot_general_of
+from fbq_jax.matrices import DimensionNumbers, dot_general_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ import jax
 from flax import nnx
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers
 from fbq_jax.frozen import (
     FrozenKernel,
     check_recipe,
@@ -15,6 +14,7 @@ from fbq_jax.frozen import (
     quantize_weight,
     zeros,
 )
+from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import Recipe
 

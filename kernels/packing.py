@@ -66,7 +66,10 @@ def quantize(x: jax.Array, bits: int) -> Packed:
 
 def dequantize(packed: Packed, size: int, bits: int) -> jax.Array:
     """The float32 ``[..., size]`` that packed codes stand for."""
-    scales = jnp.repeat(packed.scales, GROUP, axis=-1)[..., :size]
+    # Not jnp.repeat, which explicit mesh axes would have told a sharding.
+    *lead, groups = packed.scales.shape
+    scales = jnp.broadcast_to(packed.scales[..., None], (*lead, groups, GROUP))
+    scales = scales.reshape(*lead, groups * GROUP)[..., :size]
     return unpack(packed.planes, size, bits).astype(jnp.float32) * scales
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from fbq_jax.kernels import packing, reference
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Block, Criterion, Layouts, Quantized
-from fbq_jax.kernels.rounding import Rounding
+from fbq_jax.kernels.rounding import Origin, Rounding
 
 
 class Operand(NamedTuple):
@@ -69,6 +69,7 @@ def rms_norm_quantize(
     block: Block,
     criterion: Criterion | None,
     columns: Rounding | None,
+    origin: Origin | None = None,
     ops: ModuleType = reference,
 ) -> NormQuantized:
     """Quantizes ``x / sqrt(mean(x**2) + epsilon) * gain``, the means over rows.
@@ -83,12 +84,13 @@ def rms_norm_quantize(
       block: rows and columns of a block.
       criterion: of fallback; None for nearest codes alone.
       columns: the rounding of the codes by columns; None for no such codes.
+      origin: where the output lies in a larger one, which the noise is that of.
       ops: who quantizes: a module with the ops of ``reference``.
     """
     wide = x.astype(jnp.float32)
     rstd = find_rstd(jnp.mean(wide * wide, axis=-1, keepdims=True), epsilon)
     y = _round(apply_norm(wide, rstd, gain[:, None, :]), x.dtype)
-    operand = _quantize(ops, y, theta, seeds, block, criterion, columns)
+    operand = _quantize(ops, y, theta, seeds, block, criterion, columns, origin)
     return NormQuantized(operand, packing.quantize(wide * rstd, bits), rstd)
 
 
@@ -101,24 +103,26 @@ def silu_gate_quantize(
     block: Block,
     criterion: Criterion | None,
     columns: Rounding | None,
+    origin: Origin | None = None,
     ops: ModuleType = reference,
 ) -> GateQuantized:
     """Quantizes ``silu(gate) * up``.
 
     Args:
-      gate_up: bfloat16, float16 or float32 ``[B, R, 2 F]``: the gate, then up.
+      gate_up: bfloat16, float16 or float32 ``[B, R, 2 F]``, of ``join_gate_up``.
       theta: float32 ``[B]``; see ``reference.quantize_fallback``.
       seeds: uint32 ``[B]``; likewise.
       bits: of each code of the factors, 4 to 12.
       block: rows and columns of a block of the output ``[B, R, F]``.
       criterion: of fallback; None for nearest codes alone.
       columns: the rounding of the codes by columns; None for no such codes.
+      origin: where the output lies in a larger one, which the noise is that of.
       ops: who quantizes: a module with the ops of ``reference``.
     """
-    gate, up = jnp.split(gate_up, 2, axis=-1)
+    gate, up = split_gate_up(gate_up)
     slope, value = silu_factors(gate, up)
     y = _round(value * up.astype(jnp.float32), gate_up.dtype)
-    operand = _quantize(ops, y, theta, seeds, block, criterion, columns)
+    operand = _quantize(ops, y, theta, seeds, block, criterion, columns, origin)
     by_gate, by_up = (packing.quantize(factor, bits) for factor in (slope, value))
     return GateQuantized(operand, by_gate, by_up)
 
@@ -133,9 +137,10 @@ def silu_gate_grad_quantize(
     block: Block,
     rows: Rounding | None,
     columns: Rounding | None,
+    origin: Origin | None = None,
     ops: ModuleType = reference,
 ) -> Layouts:
-    """Quantizes the gradient of ``gate_up``: dy times each factor, side by side.
+    """Quantizes the gradient of ``gate_up``: dy times each factor.
 
     Args:
       dy: bfloat16, float16 or float32 ``[B, R, F]``.
@@ -146,13 +151,46 @@ def silu_gate_grad_quantize(
       block: rows and columns of a block of the gradient ``[B, R, 2 F]``.
       rows: the rounding of the codes by rows; None for no such codes.
       columns: likewise, by columns.
+      origin: where the output lies in a larger one, which the noise is that of.
       ops: who quantizes: a module with the ops of ``reference``.
     """
     halves = [times_packed(dy, factor, bits) for factor in (by_gate, by_up)]
     quantized: Layouts = ops.quantize(
-        jnp.concatenate(halves, axis=-1), seeds, block=block, rows=rows, columns=columns
+        join_gate_up(*halves),
+        seeds,
+        block=block,
+        rows=rows,
+        columns=columns,
+        origin=origin,
     )
     return quantized
+
+
+def join_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Two ``[..., F]`` as one ``[..., 2 F]``, in which they take turns.
+
+    By 128 columns, so that a part of the whole, on one device, has both; all of the
+    gate and then all of up where F is no multiple of that.
+    """
+    *lead, size = gate.shape
+    shape = (*lead, *_turns(size))
+    pairs = jnp.stack([gate.reshape(shape), up.reshape(shape)], axis=-2)
+    return pairs.reshape(*lead, 2 * size)
+
+
+def split_gate_up(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two of ``join_gate_up``."""
+    *lead, both = gate_up.shape
+    turns, group = _turns(both // 2)
+    pairs = gate_up.reshape(*lead, turns, 2, group)
+    gate, up = (pairs[..., i, :].reshape(*lead, both // 2) for i in range(2))
+    return gate, up
+
+
+def _turns(size: int) -> tuple[int, int]:
+    if size % packing.GROUP:
+        return 1, size
+    return size // packing.GROUP, packing.GROUP
 
 
 def find_rstd(variance: jax.Array, epsilon: float) -> jax.Array:
@@ -208,13 +246,20 @@ def _quantize(
     block: Block,
     criterion: Criterion | None,
     columns: Rounding | None,
+    origin: Origin | None,
 ) -> Operand:
     if criterion is not None:
         quantized = ops.quantize_fallback(
-            y, theta, seeds, block=block, criterion=criterion, columns=columns
+            y,
+            theta,
+            seeds,
+            block=block,
+            criterion=criterion,
+            columns=columns,
+            origin=origin,
         )
         return Operand(*quantized)
     main, by_columns = ops.quantize(
-        y, seeds, block=block, rows="nearest", columns=columns
+        y, seeds, block=block, rows="nearest", columns=columns, origin=origin
     )
     return Operand(main, None, jnp.zeros((len(y), 0, 0), jnp.float32), by_columns)

@@ -21,6 +21,7 @@ NaN: quantization never hides a diverged run.  Its codes mean nothing (here zero
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -56,6 +57,21 @@ class Layouts(NamedTuple):
     columns: Quantized | None
 
 
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+class Join(NamedTuple):
+    """Makes ``max |x|`` of parts of vectors that of whole ones, by rows and columns."""
+
+    rows: Callable[[jax.Array], jax.Array]
+    columns: Callable[[jax.Array], jax.Array]
+
+
+SEPARATE = Join(_identity, _identity)
+"""Of vectors that are whole."""
+
+
 class FallbackQuantized(NamedTuple):
     """A quantized operand, its residual, and what decides where that is used.
 
@@ -79,6 +95,7 @@ def quantize(
     block: Block,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
 ) -> Layouts:
     """Quantizes matrices to INT8 with one scale a block, in one or both layouts.
 
@@ -90,12 +107,9 @@ def quantize(
         for no such codes.
       columns: likewise, of the codes by columns.  Noise belongs to an element, so equal
         roundings give equal codes.
+      origin: where the matrices lie in larger ones, which the noise is that of.
     """
-    tiles = _to_tiles(x.astype(jnp.float32), block)
-    return Layouts(
-        None if rows is None else _round(tiles, seeds, rows, x.shape),
-        None if columns is None else _mT(_round(tiles, seeds, columns, x.shape)),
-    )
+    return _layouts(x, seeds, block, rows, columns, origin)
 
 
 def quantize_vectors(
@@ -106,6 +120,8 @@ def quantize_vectors(
     columns: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
+    origin: rounding.Origin | None = None,
+    join: Join = SEPARATE,
 ) -> Layouts:
     """Quantizes vector-wise: one scale a row by rows, one a column by columns.
 
@@ -121,19 +137,19 @@ def quantize_vectors(
       bound: what ``amax`` is scaled to: 127, the last code, or 127.5, the edge of what
         rounds to it.  ``v`` is clipped to the last code all the same.
       per_tensor: whether the scales of a matrix are all that of its own ``amax``.
+      origin: where the matrices lie in larger ones, which the noise is that of.
+      join: makes their maxima those of the larger ones.
     """
     _, height, width = x.shape
     row, column = (1, max(1, width)), (max(1, height), 1)
     if per_tensor:
         row = column = (max(1, height), max(1, width))
-    x = x.astype(jnp.float32)
-
-    def codes(block: Block, mode: rounding.Rounding) -> Quantized:
-        return _round(_to_tiles(x, block), seeds, mode, x.shape, bound)
-
+    layouts = functools.partial(_layouts, x, seeds, origin=origin, bound=bound)
+    by_rows = layouts(row, rows, None, join=join.rows).rows
+    by_columns = layouts(column, None, columns, join=join.columns).columns
     return Layouts(
-        None if rows is None else _one_scale_a_row(codes(row, rows)),
-        None if columns is None else _one_scale_a_row(_mT(codes(column, columns))),
+        by_rows and _one_scale_a_row(by_rows),
+        by_columns and _one_scale_a_row(by_columns),
     )
 
 
@@ -145,6 +161,7 @@ def quantize_fallback(
     block: Block,
     criterion: Criterion,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
 ) -> FallbackQuantized:
     """Quantizes to INT8, nearest, with a second term where the metric exceeds theta.
 
@@ -164,6 +181,7 @@ def quantize_fallback(
       block: rows and columns of a block.
       criterion: which metric.
       columns: the rounding of the codes by columns; None for no such codes.
+      origin: where the matrices lie in larger ones, which the noise is that of.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
@@ -178,7 +196,7 @@ def quantize_fallback(
             _from_tiles(residual_codes, x.shape).astype(jnp.int8), residual_scales
         ),
         metric,
-        None if columns is None else _mT(_round(tiles, seeds, columns, x.shape)),
+        _layouts(x, seeds, block, None, columns, origin).columns,
     )
 
 
@@ -297,21 +315,32 @@ def _spread(per_block: jax.Array) -> jax.Array:
     return per_block[:, :, None, :, None]
 
 
-def _round(
-    tiles: jax.Array,
+def _layouts(
+    x: jax.Array,
     seeds: jax.Array,
-    mode: rounding.Rounding,
-    shape: tuple[int, ...],
+    block: Block,
+    rows: rounding.Rounding | None,
+    columns: rounding.Rounding | None,
+    origin: rounding.Origin | None,
+    join: Callable[[jax.Array], jax.Array] = _identity,
     bound: float = 127.0,
-) -> Quantized:
-    """The codes and scales of tiles, as matrices of ``shape``."""
-    noise = None
-    if mode == "stochastic":
-        _, rows, r, columns, c = tiles.shape
-        draw = functools.partial(rounding.noise, rows=rows * r, columns=columns * c)
-        noise = _to_tiles(jax.vmap(draw)(seeds), (r, c))
-    codes, scales = _quantize_tiles(tiles, noise, bound)
-    return Quantized(_from_tiles(codes, shape).astype(jnp.int8), scales)
+) -> Layouts:
+    tiles = _to_tiles(x.astype(jnp.float32), block)
+
+    def layout(mode: rounding.Rounding) -> Quantized:
+        noise = None
+        if mode == "stochastic":
+            draw = functools.partial(
+                rounding.noise, rows=x.shape[1], columns=x.shape[2], origin=origin
+            )
+            noise = _to_tiles(jax.vmap(draw)(seeds), block)
+        codes, scales = _quantize_tiles(tiles, noise, join, bound)
+        return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
+
+    return Layouts(
+        None if rows is None else layout(rows),
+        None if columns is None else _mT(layout(columns)),
+    )
 
 
 def _one_scale_a_row(x: Quantized) -> Quantized:
@@ -325,10 +354,13 @@ def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
 
 
 def _quantize_tiles(
-    tiles: jax.Array, noise: jax.Array | None, bound: float = 127.0
+    tiles: jax.Array,
+    noise: jax.Array | None,
+    join: Callable[[jax.Array], jax.Array] = _identity,
+    bound: float = 127.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    scale, inverse = scale_and_inverse(find_amax(tiles, (2, 4)), bound)
+    scale, inverse = scale_and_inverse(join(find_amax(tiles, (2, 4))), bound)
     inverse = _spread(inverse)
     v = jnp.clip(tiles * inverse, -127.0, 127.0)
     v = jnp.where(inverse > 0.0, v, 0.0)

@@ -7,10 +7,11 @@ rounding up is its fraction to about ``2**-16``.
 
 The noise is counter based: a function of a seed and of an element's row and column in
 the matrix that is rounded.  A kernel may therefore visit the elements in any order,
-tiling or layout, and a transposed copy gets the bits of the original.
+tiling or layout, and a transposed copy gets the bits of the original; so does a part of
+a matrix that is told its ``Origin``.
 """
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,25 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: consecutive counters land far apart
 _COLUMN_STREAM = 0x5851F42D
+
+SPAN = 32  # rows that lie together: a divisor of every block's
+
+
+class Origin(NamedTuple):
+    """Where a matrix lies in the one that it was cut from.
+
+    Attributes:
+      rows: uint32 ``[ceil(R/32)]``, the index there of the first of each 32 rows; even.
+      column: uint32 ``[1]``, the index of the first column.
+    """
+
+    rows: jax.Array
+    column: jax.Array
+
+
+def whole(rows: int) -> Origin:
+    """The origin of a matrix of its own."""
+    return Origin(jnp.arange(0, rows, SPAN, jnp.uint32), jnp.zeros(1, jnp.uint32))
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -46,7 +66,9 @@ def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
     return a_high * b_high + (first >> 16) + (second >> 16)
 
 
-def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
+def noise(
+    seed: jax.Array, rows: int, columns: int, origin: Origin | None = None
+) -> jax.Array:
     """Uniform noise in (-1/2, 1/2) for a matrix.
 
     Two rows and a column share a word: the halves, mixed, of the 64-bit product of a
@@ -57,12 +79,16 @@ def noise(seed: jax.Array, rows: int, columns: int) -> jax.Array:
       seed: uint32 ``[]``.
       rows: number of rows of the matrix.
       columns: number of columns.
+      origin: where it lies in a larger one.
 
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
     row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
     column = jnp.arange(columns, dtype=jnp.uint32)[None, :]
+    if origin is not None:
+        row = row % SPAN + jnp.repeat(origin.rows, SPAN)[:rows, None]
+        column += origin.column[:, None]
     # Odd, because an even factor loses bits of the other.
     a = fold(seed, row >> 1) | 1
     b = fold(seed ^ jnp.uint32(_COLUMN_STREAM), column) | 1

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import orbax.checkpoint as ocp
 
+from examples.llama.mesh import is_first, wait
+
 T = TypeVar("T")
 
 _SUMS = "SHA256SUMS"
@@ -31,10 +33,12 @@ def save(folder: Path, step: int, state: object) -> None:
     """
     with _manager(folder) as manager:
         manager.save(step, args=ocp.args.StandardSave(state))
-    sums = folder / str(step) / _SUMS
-    part = sums.with_suffix(".part")
-    part.write_text(_checksums(sums.parent))
-    part.replace(sums)
+    if is_first():  # of the processes, each of which has written its arrays' parts
+        sums = folder / str(step) / _SUMS
+        part = sums.with_suffix(".part")
+        part.write_text(_checksums(sums.parent))
+        part.replace(sums)
+    wait("checkpoint")
 
 
 def any_in(folder: Path) -> bool:
@@ -50,7 +54,8 @@ def restore(folder: Path, like: T) -> T:
 
     Args:
         folder: Where the checkpoints of one run are.
-        like: A pytree of arrays of the same structure, shapes, dtypes and devices.
+        like: A pytree of arrays of the same structure, shapes and dtypes, on the
+            devices where those restored should be; any mesh will do.
 
     Returns:
         The pytree that was saved.

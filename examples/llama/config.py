@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from examples.llama.mesh import PARSER
 from examples.llama.model import REMAT
 from fbq_jax import Recipe, nonlinear, recipes
 
@@ -129,6 +130,7 @@ class Command:
         out: Folder of the run, or of a comparison's runs.
         resume: Whether to continue what is there.
         compare: Recipes to train one after another; empty for a single run.
+        mesh: The devices to train on, as `mesh.make` reads them.
         given: The options of `Config` that were given, by name.
         defaults: Values for the options that were not.
     """
@@ -136,6 +138,7 @@ class Command:
     out: Path
     resume: bool
     compare: tuple[str, ...]
+    mesh: str
     given: dict[str, Any]
     defaults: dict[str, Any]
 
@@ -156,6 +159,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     parser = argparse.ArgumentParser(
         prog="python -m examples.llama.train",
         description="Trains a Llama in INT8 (or bf16) and draws how it went.",
+        parents=[PARSER],
     )
     parsers: dict[Any, type] = {int: int, float: float, int | None: int}
     for option in dataclasses.fields(Config):
@@ -188,6 +192,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     given = vars(parser.parse_args(argv))
     preset, compare = given.pop("preset"), given.pop("compare")
     out, resume = given.pop("out"), given.pop("resume")
+    mesh, _ = given.pop("mesh"), given.pop("hosts")
 
     if "from_hf" in given:
         for name in MODEL_SIZES:
@@ -209,4 +214,4 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     if out is None:
         name = "compare" if compare else given.get("recipe", Config.recipe)
         out = Path("runs") / name
-    return Command(out, resume, compare, given, defaults)
+    return Command(out, resume, compare, mesh, given, defaults)

@@ -84,7 +84,7 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     flat = {
         path: np.empty(shape, np.float32) for path, shape in _shapes(config).items()
     }
-    expected = dict(_tensors(config, flat))
+    expected = {name: (view, shape) for name, view, shape in _tensors(config, flat)}
     with contextlib.ExitStack() as stack:
         files = {}
         for file in _weight_files(folder):
@@ -105,12 +105,13 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
         for name in sorted(found):
             file, opened = files[name]
             tensor = _read_tensor(file, opened, name)
-            if tensor.shape != expected[name].shape:
+            view, shape = expected[name]
+            if tensor.shape != shape:
                 raise CheckpointError(
                     f"{file}: {name} has shape {tensor.shape}, "
-                    f"{_CONFIG} asks for {expected[name].shape}"
+                    f"{_CONFIG} asks for {shape}"
                 )
-            expected[name][...] = tensor
+            view[...] = tensor.reshape(view.shape)
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -145,7 +146,8 @@ def save(folder: str | Path, config: LlamaConfig, params: Mapping[str, Any]) -> 
             )
     host = {path: np.asarray(array) for path, array in flat.items()}
     tensors = {
-        name: np.ascontiguousarray(tensor) for name, tensor in _tensors(config, host)
+        name: np.ascontiguousarray(view).reshape(shape)
+        for name, view, shape in _tensors(config, host)
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -181,49 +183,71 @@ def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def _tensors(
     config: LlamaConfig, flat: Mapping[str, np.ndarray]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The checkpoint's tensors, as views into the parameters ``flat``.
+) -> Iterator[tuple[str, np.ndarray, tuple[int, ...]]]:
+    """The checkpoint's tensors and their shapes, as views into the parameters ``flat``.
 
     Reading and writing share it: to fill the views is to load, to store them is to
-    save.  A parameter joins one or more tensors along its last axis; those of the
-    layers are stacked along their first; kernels are transposed.
+    save.  A parameter joins one or more tensors along its last axis, of which they take
+    turns, so that a view has two axes where its tensor has one; those of the layers are
+    stacked along their first; kernels are transposed.
     """
-    q, kv = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    kv_heads, dim = config.num_kv_heads, config.head_dim
+    q = config.num_heads // kv_heads * dim
     hidden, mlp = config.hidden_size, config.intermediate_size
     attention, layer = "layers/attention", "model.layers.{}"
-    joined = {
-        "embed/embedding": {_TABLE: hidden},
-        f"{attention}/qkv/norm/scale": {f"{layer}.input_layernorm.weight": hidden},
-        f"{attention}/qkv/dense/kernel": {
-            f"{layer}.self_attn.q_proj.weight": q,
-            f"{layer}.self_attn.k_proj.weight": kv,
-            f"{layer}.self_attn.v_proj.weight": kv,
-        },
-        f"{attention}/out/kernel": {f"{layer}.self_attn.o_proj.weight": hidden},
-        "layers/mlp/norm/scale": {f"{layer}.post_attention_layernorm.weight": hidden},
-        "layers/mlp/gate_up/kernel": {
-            f"{layer}.mlp.gate_proj.weight": mlp,
-            f"{layer}.mlp.up_proj.weight": mlp,
-        },
-        "layers/mlp/down/kernel": {f"{layer}.mlp.down_proj.weight": hidden},
-        "norm/scale": {"model.norm.weight": hidden},
+    joined: dict[str, tuple[int, dict[str, int]]] = {
+        "embed/embedding": (1, {_TABLE: hidden}),
+        f"{attention}/qkv/norm/scale": (1, {f"{layer}.input_layernorm.weight": hidden}),
+        f"{attention}/qkv/dense/kernel": (
+            kv_heads,
+            {
+                f"{layer}.self_attn.q_proj.weight": q,
+                f"{layer}.self_attn.k_proj.weight": dim,
+                f"{layer}.self_attn.v_proj.weight": dim,
+            },
+        ),
+        f"{attention}/out/kernel": (1, {f"{layer}.self_attn.o_proj.weight": hidden}),
+        "layers/mlp/norm/scale": (
+            1,
+            {f"{layer}.post_attention_layernorm.weight": hidden},
+        ),
+        "layers/mlp/gate_up/kernel": (
+            1,
+            {
+                f"{layer}.mlp.gate_proj.weight": mlp,
+                f"{layer}.mlp.up_proj.weight": mlp,
+            },
+        ),
+        "layers/mlp/down/kernel": (1, {f"{layer}.mlp.down_proj.weight": hidden}),
+        "norm/scale": (1, {"model.norm.weight": hidden}),
     }
     if config.qkv_bias:
-        joined[f"{attention}/qkv/dense/bias"] = {
-            f"{layer}.self_attn.q_proj.bias": q,
-            f"{layer}.self_attn.k_proj.bias": kv,
-            f"{layer}.self_attn.v_proj.bias": kv,
-        }
+        joined[f"{attention}/qkv/dense/bias"] = (
+            kv_heads,
+            {
+                f"{layer}.self_attn.q_proj.bias": q,
+                f"{layer}.self_attn.k_proj.bias": dim,
+                f"{layer}.self_attn.v_proj.bias": dim,
+            },
+        )
     if not config.tie_embeddings:
-        joined["lm_head/kernel"] = {_HEAD: config.vocab_size}
+        joined["lm_head/kernel"] = (1, {_HEAD: config.vocab_size})
 
-    for path, widths in joined.items():
+    for path, (turns, widths) in joined.items():
         stack = flat[path] if path.startswith("layers/") else flat[path][None]
+        if path.endswith("kernel"):
+            stack = stack.reshape(*stack.shape[:2], -1)  # gate and up have axes
+        stack = stack.reshape(*stack.shape[:-1], turns, sum(widths.values()))
         start = 0
         for name, width in widths.items():
             for index, array in enumerate(stack):
                 view = array[..., start : start + width]
-                yield name.format(index), view.T if path.endswith("kernel") else view
+                if path.endswith("kernel"):
+                    view = view.transpose(1, 2, 0)
+                    shape = (turns * width, *view.shape[2:])
+                else:
+                    shape = (*view.shape[:-2], turns * width)
+                yield name.format(index), view, shape
             start += width
 
 

@@ -14,10 +14,13 @@ One argument, ``dot_general``, decides how all projections of a layer multiply:
 (1, 8, 64)
 
 Q, K and V are one projection, and so are gate and up: their common input is then
-quantized once, where the norm before them computes it (`projections.py`).
+quantized once, where the norm before them computes it (`projections.py`). The columns
+of Q, K and V are in an order in which a part of them, on one of several devices, is a
+model with fewer heads: by head of keys and values, its queries, its key and its value.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -27,6 +30,7 @@ import numpy as np
 
 import fbq_jax
 from examples.llama import attention
+from examples.llama.mesh import constrain
 from examples.llama.projections import (
     INITIALIZER,
     DotGeneral,
@@ -220,13 +224,14 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
         config = self.config
-        heads = config.num_heads + 2 * config.num_kv_heads
-        width, bias = heads * config.head_dim, config.qkv_bias
+        queries = config.num_heads // config.num_kv_heads
+        heads = config.num_kv_heads, queries + 2, config.head_dim
+        width, bias = math.prod(heads), config.qkv_bias
         project = norm_dense(config, self.dot_general, width, use_bias=bias, name="qkv")
         qkv = project(x)
-        qkv = qkv.reshape(*x.shape[:2], heads, config.head_dim)
-        ends_of_q_and_k = [config.num_heads, config.num_heads + config.num_kv_heads]
-        q, k, v = jnp.split(qkv, ends_of_q_and_k, axis=2)
+        qkv = qkv.reshape(*x.shape[:2], *heads)
+        q = qkv[..., :queries, :].reshape(*x.shape[:2], -1, config.head_dim)
+        k, v = qkv[..., queries, :], qkv[..., queries + 1, :]
         q, k = rotate(q, tables), rotate(k, tables)
         out = dense(config, self.dot_general)(config.hidden_size, name="out")
         return out(attention.attend(q, k, v))
@@ -245,7 +250,7 @@ class Layer(nn.Module):
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype, and None."""
         x = x + Attention(self.config, self.dot_general, name="attention")(x, tables)
         x = x + gated_mlp(self.config, self.dot_general, name="mlp")(x)
-        return x, None
+        return constrain(x, "batch", None, None), None
 
 
 def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]:
@@ -306,7 +311,9 @@ class Llama(nn.Module):
             name="embed",
         )
         # Rows leave the table in float32, so their gradients add up in float32.
-        x = embed(tokens).astype(config.dtype)
+        # A device looks its own tokens up in whole rows.
+        rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
+        x = constrain(rows.astype(config.dtype), "batch", None, None)
 
         # "fallback" is where FallbackDot keeps its state; the other name is for those
         # who choose Flax's transport, FallbackDot(collection=...).

@@ -108,6 +108,23 @@ class _NormDense(nn.Module):
         return project(self.features, use_bias=self.use_bias, name="dense")(x)
 
 
+class _Pair(nn.Module):
+    """Gate and up as one product, of a kernel ``[K, 2, F]``."""
+
+    config: "LlamaConfig"
+    dot_general: DotGeneral | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config, size = self.config, x.shape[-1]
+        shape = size, 2, config.intermediate_size
+        kernel = self.param("kernel", INITIALIZER, shape, jnp.float32)
+        # Not of three axes, whose product XLA would transpose.
+        kernel = kernel.astype(config.dtype).reshape(size, -1)
+        multiply = self.dot_general or jax.lax.dot_general
+        return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+
 class _GatedMLP(nn.Module):
     config: "LlamaConfig"
     dot_general: DotGeneral | None
@@ -117,7 +134,7 @@ class _GatedMLP(nn.Module):
         config = self.config
         project = dense(config, self.dot_general)
         x = norm(config, "norm")(x)
-        gate_up = project(2 * config.intermediate_size, name="gate_up")(x)
+        gate_up = _Pair(config, self.dot_general, name="gate_up")(x)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         if config.saved_bits is None:
             x = nn.silu(gate) * up

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
 from fbq_jax import fallback_stats
@@ -79,28 +80,28 @@ def init_state(
     weights: PyTree | None,
     seed: int,
 ) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step, on the devices of the mesh in use."""
     tokens = jnp.zeros((1, 1), jnp.int32)
 
-    def init(key: jax.Array) -> PyTree:
-        variables = dict(model.init(key, tokens))
-        if weights is not None:
-            del variables["params"]
-        return variables
+    def init(key: jax.Array, weights: PyTree | None) -> TrainState:
+        variables = model.init(key, tokens)
+        # A copy: a step overwrites the memory of the state it is given.
+        params = (
+            variables["params"] if weights is None else jax.tree.map(jnp.copy, weights)
+        )
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            fallback=variables.get("fallback", {}),
+            opt_state=optimizer.init(params),
+        )
 
-    variables = jax.jit(init)(jax.random.key(seed))
-    # A copy: a step overwrites the memory of the state it is given.
-    params = (
-        variables["params"] if weights is None else jax.tree.map(jnp.array, weights)
-    )
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        fallback=variables.get("fallback", {}),
-        opt_state=optimizer.init(params),
-    )
-    # Bound to its device, as a restored state is, so that both run one program.
-    return jax.device_put(state, jax.devices()[0])
+    key = jax.random.key(seed)
+    # Bound to its devices, as a restored state is, so that both run one program.
+    shardings = mesh.shardings(jax.eval_shape(init, key, weights))
+    if weights is not None:
+        weights = jax.tree.map(jax.device_put, weights, shardings.params)
+    return jax.jit(init, out_shardings=shardings)(key, weights)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -150,7 +151,7 @@ def make_train_step(
             fallback=fallback,
             opt_state=opt_state,
         )
-        return new, {
+        return mesh.constrain(new), {
             "loss": losses.mean(),
             "lr": schedule(state.step),
             "grad_norm": optax.tree.norm(grads),
@@ -170,7 +171,8 @@ def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float
         return cross_entropy(logits, tokens[:, 1:])
 
     def evaluate(state: TrainState) -> float:
-        losses = [loss(state, data[i]) for i in range(EVAL_BATCHES)]
+        tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
+        losses = [loss(state, batch) for batch in tokens]
         return float(jnp.stack(losses).mean())
 
     return evaluate

@@ -17,15 +17,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 from tqdm import tqdm
 
-from examples.llama import checkpoint, flops, hf, metrics, plot
+from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
 from examples.llama.config import (
     RECIPES,
     SAVED_BITS,
@@ -50,6 +51,11 @@ from examples.llama.step import (
     make_train_step,
 )
 from fbq_jax import FallbackDot, assert_live
+
+# What config.json holds beside the options: of the data, and the order of the columns
+# in a checkpoint's kernels, in which older ones differ.
+_FACTS = {"corpus", "columns"}
+COLUMNS = "in turns"
 
 
 class RunError(RuntimeError):
@@ -118,6 +124,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
         KeyboardInterrupt: The run was told to stop; it can be resumed.
     """
     check_folder(out, config, resume)
+    mesh.wait("checked")
+    mesh.check_batch(config.batch // config.accumulate)
     recipe = RECIPES[config.recipe]
     model, weights, corpus = build(config)
     sizes = {"seq": config.seq, "batch": config.batch}
@@ -127,31 +135,43 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     train_step = make_train_step(model, optimizer, schedule)
 
     state = init_state(model, optimizer, weights, config.seed)
-    enter_folder(out, config, corpus, resume)
+    if mesh.is_first():
+        enter_folder(out, config, corpus, resume)
+    mesh.wait("entered")
     if resume and checkpoint.any_in(out / "checkpoints"):
         state = checkpoint.restore(out / "checkpoints", state)
     first = int(state.step)
     stats_before = state.stats()
     flops_per_token, peak = flops.per_token(model.config, config.seq), flops.peak()
-    print(
-        f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
-        f"{jax.default_backend()}, {len(corpus.train):,} training tokens"
-    )
+    devices = mesh.size()
+    if mesh.is_first():
+        print(
+            f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
+            f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
+            f"{len(corpus.train):,} training tokens"
+        )
     with (
-        metrics.MetricsLog(out / "metrics.jsonl", after_step=first) as log,
-        tqdm(initial=first, total=config.steps, unit="step") as bar,
+        open_log(out / "metrics.jsonl", first) as log,
+        tqdm(
+            initial=first,
+            total=config.steps,
+            unit="step",
+            disable=not mesh.is_first(),
+        ) as bar,
         stop_requests() as stop,
     ):
         for step in range(first + 1, config.steps + 1):
             started = time.perf_counter()
             tokens = train_data[step - 1]
             tokens = tokens.reshape(config.accumulate, -1, config.seq + 1)
+            tokens = mesh.distribute(tokens, None, "batch", None)
             state, measured = train_step(state, tokens)
             record = {"step": step, **jax.device_get(measured)}
             seconds = time.perf_counter() - started
             record["tokens_per_s"] = config.batch * config.seq / seconds
             if peak is not None:
-                record["mfu"] = record["tokens_per_s"] * flops_per_token / peak
+                achieved = record["tokens_per_s"] * flops_per_token
+                record["mfu"] = achieved / (peak * devices)
 
             last = step == config.steps
             if last or step % config.eval_every == 0:
@@ -161,7 +181,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
                 layer: {"rate": of_layer.rate, "theta": of_layer.theta}
                 for layer, of_layer in stats.items()
             }
-            log.write(record)
+            if log is not None:
+                log.write(record)
             show(bar, record)
             for name in ("loss", "grad_norm", "val_loss"):
                 if not math.isfinite(record.get(name, 0.0)):
@@ -171,15 +192,32 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
                     )
             if step == first + 1 and recipe is not None:
                 assert_live(stats_before, stats)
-            if last or stop.is_set() or step % config.save_every == 0:
+            stopped = mesh.any_of(stop.is_set())
+            if last or stopped or step % config.save_every == 0:
                 checkpoint.save(out / "checkpoints", step, state)
-                plot.draw_curves(out, recipe)
-            if stop.is_set() and not last:
+                if mesh.is_first():
+                    plot.draw_curves(out, recipe)
+            if stopped and not last:
                 raise KeyboardInterrupt
-    if config.from_hf is not None and not (out / "hf").exists():
-        hf.save(out / "hf", model.config, state.params)
+    if config.from_hf is None:
+        return
+    params = mesh.collect(state.params)
+    if mesh.is_first() and not (out / "hf").exists():
+        hf.save(out / "hf", model.config, params)
         if (tokenizer := Path(config.from_hf) / "tokenizer.json").exists():
             shutil.copy(tokenizer, out / "hf")
+
+
+def use(devices: Mesh | None) -> AbstractContextManager[Any]:
+    """Trains on a mesh, or on one device."""
+    return nullcontext() if devices is None else jax.set_mesh(devices)
+
+
+def open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
+    """The run's records, to go on after a step; None in all processes but the first."""
+    if not mesh.is_first():
+        return nullcontext()
+    return metrics.MetricsLog(file, after_step)
 
 
 def check_folder(out: Path, config: Config, resume: bool) -> None:
@@ -201,7 +239,10 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
 def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
     """Writes config.json to a new run's folder, or compares it with a resumed run's."""
     file = out / "config.json"
-    options = dataclasses.asdict(config) | {"corpus": corpus.fingerprint()}
+    options = dataclasses.asdict(config) | {
+        "corpus": corpus.fingerprint(),
+        "columns": COLUMNS,
+    }
     if resume:
         for name, started_with in read_options(out).items():
             if options[name] != started_with:
@@ -232,7 +273,7 @@ def read_options(out: Path) -> dict[str, Any]:
     if isinstance(remat := options.get("remat"), bool):
         options["remat"] = "codes" if remat else "none"
         options.setdefault("saved_bits", 0)
-    known = {option.name for option in dataclasses.fields(Config)} | {"corpus"}
+    known = {option.name for option in dataclasses.fields(Config)} | _FACTS
     if options.keys() != known:
         raise RunError(
             f"{file} is of another version of this example, which differs in "
@@ -277,7 +318,7 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
 def configure(command: Command, started: Path | None, **fixed: Any) -> Config:
     """The options of a run; what was not given, the run in `started` decides."""
     defaults = read_options(started) if started else command.defaults
-    defaults = {name: defaults[name] for name in defaults if name != "corpus"}
+    defaults = {name: defaults[name] for name in defaults.keys() - _FACTS}
     return Config(**{**defaults, **command.given, **fixed})
 
 
@@ -298,7 +339,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     fixed: dict[Path, dict[str, Any]] = {}
     try:
+        mesh.join(argv)
         command = parse_command(argv)
+        devices = mesh.make(command.mesh)
         fixed = {command.out: {}}
         if command.compare:
             fixed = {command.out / name: {"recipe": name} for name in command.compare}
@@ -319,10 +362,12 @@ def main(argv: list[str] | None = None) -> int:
         check_comparable(configs)
         for out, config in configs.items():
             check_folder(out, config, resume[out])
-        for out, config in configs.items():
-            train(config, out, resume=resume[out])
-            print(metrics.report(out))
-        if command.compare:
+        with use(devices):
+            for out, config in configs.items():
+                train(config, out, resume=resume[out])
+                if mesh.is_first():
+                    print(metrics.report(out))
+        if command.compare and mesh.is_first():
             plot.draw_comparison(list(configs), command.out / "compare.png")
             metrics.write_comparison(list(configs), command.out / "compare.json")
             print(metrics.compare(list(configs)))
@@ -340,6 +385,7 @@ def main(argv: list[str] | None = None) -> int:
         ConfigError,
         DataError,
         RunError,
+        mesh.MeshError,
         checkpoint.RestoreError,
         metrics.MetricsError,
         hf.CheckpointError,

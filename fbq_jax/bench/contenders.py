@@ -64,10 +64,10 @@ def own(x: jax.Array, implementation: str | None) -> Iterator[Contender]:
     """
     for name, recipe in timed_recipes().items():
         by = forward_by(recipe, implementation)
-        yield _own(name, recipe, by, x)
+        yield by_recipe(name, recipe, by, x)
         also_triton = implementation is None and by == "mosaic"
         if also_triton and recipe is recipes.fallback:
-            yield _own(name, recipe, "triton", x)
+            yield by_recipe(name, recipe, "triton", x)
 
 
 def forward_by(recipe: Recipe, implementation: str | None) -> str:
@@ -77,7 +77,10 @@ def forward_by(recipe: Recipe, implementation: str | None) -> str:
     return choice.implementation
 
 
-def _own(name: str, recipe: Recipe, implementation: str, x: jax.Array) -> Contender:
+def by_recipe(
+    name: str, recipe: Recipe, implementation: str, x: jax.Array
+) -> Contender:
+    """A recipe, with a threshold that the middle of its target rate exceeds in x."""
     theta = fallback = None
     if recipe.criterion is not None:
         metric = dispatch.block_metric(

@@ -19,7 +19,7 @@ from fbq_jax.kernels import packing, producers
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import GateQuantized, NormQuantized, Operand
 from fbq_jax.kernels.reference import Block, Criterion, Layouts, Quantized
-from fbq_jax.kernels.rounding import Rounding
+from fbq_jax.kernels.rounding import Origin, Rounding, whole
 from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.packed import load_packed, store_packed
@@ -62,6 +62,7 @@ def rms_norm_quantize(
     block: Block,
     criterion: Criterion | None,
     columns: Rounding | None,
+    origin: Origin | None = None,
 ) -> NormQuantized:
     """See ``producers.rms_norm_quantize``.  The means are XLA's, in a pass before."""
     options: dict[str, Any] = {
@@ -69,6 +70,7 @@ def rms_norm_quantize(
         "block": block,
         "criterion": criterion,
         "columns": columns,
+        "origin": origin,
     }
     if x.size == 0 or not fuses(block, x.shape[2]):
         return producers.rms_norm_quantize(
@@ -92,6 +94,7 @@ def silu_gate_quantize(
     block: Block,
     criterion: Criterion | None,
     columns: Rounding | None,
+    origin: Origin | None = None,
 ) -> GateQuantized:
     """See ``producers.silu_gate_quantize``."""
     options: dict[str, Any] = {
@@ -99,6 +102,7 @@ def silu_gate_quantize(
         "block": block,
         "criterion": criterion,
         "columns": columns,
+        "origin": origin,
     }
     batch, height, both = gate_up.shape
     if gate_up.size == 0 or not fuses(block, both // 2):
@@ -122,6 +126,7 @@ def silu_gate_grad_quantize(
     block: Block,
     rows: Rounding | None,
     columns: Rounding | None,
+    origin: Origin | None = None,
 ) -> Layouts:
     """See ``producers.silu_gate_grad_quantize``."""
     batch, height, width = dy.shape
@@ -135,6 +140,7 @@ def silu_gate_grad_quantize(
             block=block,
             rows=rows,
             columns=columns,
+            origin=origin,
             ops=quantize,
         )
     out = _Outputs((batch, height, 2 * width), block)
@@ -147,6 +153,7 @@ def silu_gate_grad_quantize(
         *_slots(by_up.planes, bits, unused=seeds),
         by_up.scales,
         seeds,
+        *(origin or whole(height)),
         height,
         width // block[1],
         outputs=[
@@ -209,6 +216,7 @@ def _launch(
     block: Block,
     criterion: Criterion | None,
     columns: Rounding | None,
+    origin: Origin | None,
 ) -> tuple[Operand, Packed, Packed]:
     """The output of ``shape``, quantized, and one or two packed arrays."""
     out = _Outputs(shape, block)
@@ -221,6 +229,7 @@ def _launch(
         rstd,
         theta,
         seeds,
+        *(origin or whole(out.rows)),
         out.rows,
         out.blocks[1],
         outputs=[
@@ -265,6 +274,8 @@ def _produce(
     rstd,
     theta,
     seeds,
+    origin_rows,
+    origin_column,
     rows,
     across,
     codes,
@@ -292,6 +303,7 @@ def _produce(
     CRITERION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    noise = seeds, origin_rows, origin_column
     part_r: tl.constexpr = r // PARTS
     columns = across * c
     batch, i, j, at, at_column = position(rows, columns, r, c)
@@ -322,7 +334,7 @@ def _produce(
         if COLUMNS == "nearest":
             store_columns(column_codes, rounded, batch, part, j, rows, columns)
         if COLUMNS == "stochastic":
-            noisy = stochastic(v, tl.load(seeds + batch), part, j)
+            noisy = stochastic(v, noise, batch, part, j, rows)
             store_columns(column_codes, noisy, batch, part, j, rows, columns)
         if CRITERION == "l1" or CRITERION == "l1_rel":
             lost += sum_abs(residual_of(y, rounded, scale))
@@ -379,8 +391,8 @@ def _make(
             y += ((wide * (row_rstd * column_gain[None, :])).to(tiles[k].dtype),)  # type: ignore[assignment]
             first += (wide * row_rstd,)  # type: ignore[assignment]
     else:
-        gates = load(x, batch, i, j, rows, 2 * across * c, r, c)
-        ups = load(x, batch, i, j + across, rows, 2 * across * c, r, c)
+        gates = load(x, batch, i, 2 * j, rows, 2 * across * c, r, c)
+        ups = load(x, batch, i, 2 * j + 1, rows, 2 * across * c, r, c)
         for k in tl.static_range(4):
             gate, up = widen(gates[k]), widen(ups[k])
             # The square of a reciprocal root, and a power of two: an instruction each.
@@ -407,6 +419,8 @@ def _silu_gate_grad_quantize(
     up_1,
     up_scales,
     seeds,
+    origin_rows,
+    origin_column,
     rows,
     across,
     codes,
@@ -421,6 +435,7 @@ def _silu_gate_grad_quantize(
     COLUMNS: tl.constexpr,
 ):
     """A program quantizes a block of the gate's gradient and that of up's beside it."""
+    noise = seeds, origin_rows, origin_column
     part_r: tl.constexpr = r // PARTS
     batch, i, j, _, _ = position(rows, across * c, r, c)
     columns = 2 * across * c
@@ -430,7 +445,7 @@ def _silu_gate_grad_quantize(
             planes, factor_scales = (gate_8, gate_4, gate_2, gate_1), gate_scales
         else:
             planes, factor_scales = (up_8, up_4, up_2, up_1), up_scales
-        to = half * across + j
+        to = 2 * j + half
         amax = 0.0
         for part in range(i * PARTS, (i + 1) * PARTS):
             y = _times(
@@ -449,7 +464,7 @@ def _silu_gate_grad_quantize(
                 codes,
                 column_codes,
                 v,
-                seeds,
+                noise,
                 batch,
                 part,
                 to,

@@ -61,12 +61,14 @@ def quantize(
     block: Block,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
 ) -> Layouts:
     """See ``reference.quantize``."""
     operand = _Operand(x, block)
     codes, scales, *by_columns = operand.launch(
         _quantize,
         seeds,
+        *(origin or rounding.whole(operand.rows)),
         outputs=[
             *operand.by_rows(wanted=rows is not None),
             *operand.by_columns(wanted=columns is not None),
@@ -89,6 +91,7 @@ def quantize_fallback(
     block: Block,
     criterion: Criterion,
     columns: rounding.Rounding | None,
+    origin: rounding.Origin | None = None,
 ) -> FallbackQuantized:
     """See ``reference.quantize_fallback``."""
     operand = _Operand(x, block)
@@ -96,6 +99,7 @@ def quantize_fallback(
         _quantize_fallback,
         theta,
         seeds,
+        *(origin or rounding.whole(operand.rows)),
         outputs=[
             *operand.by_rows(wanted=True),
             *operand.by_rows(wanted=True),
@@ -200,6 +204,8 @@ class _Operand(Matrices):
 def _quantize(
     x,
     seeds,
+    origin_rows,
+    origin_column,
     rows,
     columns,
     codes,
@@ -213,6 +219,7 @@ def _quantize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    noise = seeds, origin_rows, origin_column
     columns *= COLUMN_UNIT
     batch, i, j, at, at_column = position(rows, columns, r, c)
     tiles, amax = measure(x, batch, i, j, rows, columns, r, c, PARTS)
@@ -222,7 +229,7 @@ def _quantize(
     for part in range(i * PARTS, (i + 1) * PARTS):
         v = in_scale(part_of(tiles, x, batch, part, j, rows, columns, PARTS), inverse)
         store_rounded(
-            codes, column_codes, v, seeds, batch, part, j, rows, columns, ROWS, COLUMNS
+            codes, column_codes, v, noise, batch, part, j, rows, columns, ROWS, COLUMNS
         )
 
 
@@ -231,6 +238,8 @@ def _quantize_fallback(
     x,
     theta,
     seeds,
+    origin_rows,
+    origin_column,
     rows,
     columns,
     codes,
@@ -247,6 +256,7 @@ def _quantize_fallback(
     CRITERION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    noise = seeds, origin_rows, origin_column
     columns *= COLUMN_UNIT
     batch, i, j, at, at_column = position(rows, columns, r, c)
     tiles, amax = measure(x, batch, i, j, rows, columns, r, c, PARTS)
@@ -262,7 +272,7 @@ def _quantize_fallback(
         if COLUMNS == "nearest":
             store_columns(column_codes, rounded, batch, part, j, rows, columns)
         if COLUMNS == "stochastic":
-            noisy = stochastic(v, tl.load(seeds + batch), part, j)
+            noisy = stochastic(v, noise, batch, part, j, rows)
             store_columns(column_codes, noisy, batch, part, j, rows, columns)
         if CRITERION != "absmax":
             lost += sum_abs(residual_of(x_part, rounded, scale))

@@ -9,9 +9,10 @@ which goes through shared memory, moves words instead of bytes.
 import triton
 import triton.language as tl
 
-from fbq_jax.kernels import scales
+from fbq_jax.kernels import rounding, scales
 
 TINY = tl.constexpr(scales.TINY)
+SPAN = tl.constexpr(rounding.SPAN)
 # Adding it rounds a float32 below 2**22 to an integer, which the low bits then hold.
 MAGIC = tl.constexpr(1.5 * 2**23)
 # Four bytes of 128, less what the bits of MAGIC add to a sum of four shifted codes.
@@ -103,7 +104,7 @@ def store_rounded(
     codes,
     column_codes,
     v,
-    seeds,
+    noise,
     batch,
     i,
     j,
@@ -120,7 +121,7 @@ def store_rounded(
         if COLUMNS == "nearest":
             store_columns(column_codes, rounded, batch, i, j, rows, columns)
     if ROWS == "stochastic" or COLUMNS == "stochastic":
-        noisy = stochastic(v, tl.load(seeds + batch), i, j)
+        noisy = stochastic(v, noise, batch, i, j, rows)
         if ROWS == "stochastic":
             store_rows(codes, noisy, batch, i, j, rows, columns)
         if COLUMNS == "stochastic":
@@ -214,15 +215,20 @@ def nearest(v):
 
 
 @triton.jit
-def stochastic(v, seed, i, j):
-    """As ``nearest``, with the noise of ``rounding.noise``."""
+def stochastic(v, noise, batch, i, j, rows):
+    """As ``nearest``, with ``rounding.noise``, of seeds and the parts of an origin."""
+    seeds, origin_rows, origin_column = noise
     r: tl.constexpr = 4 * v[0].shape[0]
     c: tl.constexpr = v[0].shape[1]
-    column = j * c + tl.arange(0, c)[None, :]
+    # A part below the last row is not stored, but must not read beyond the origin.
+    span = tl.minimum(i * r // SPAN, tl.cdiv(rows, SPAN) - 1)
+    first_row = tl.load(origin_rows + span) + i * r % SPAN
+    seed = tl.load(seeds + batch)
+    column = tl.load(origin_column) + j * c + tl.arange(0, c)[None, :]
     column_key = _fold(seed ^ 0x5851F42D, column) | 1
     rounded = ()
     for k in tl.static_range(2):
-        pair = i * (r // 2) + 2 * tl.arange(0, r // 4)[:, None] + k
+        pair = first_row // 2 + 2 * tl.arange(0, r // 4)[:, None] + k
         row_key = _fold(seed, pair) | 1
         product = row_key.to(tl.uint64) * column_key
         word = product.to(tl.uint32) + (product >> 32).to(tl.uint32) * 0x9E3779B9

@@ -6,6 +6,7 @@ for the maxima of each tile, which XLA reduces to scales, and for the codes.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import triton.language as tl
 from jax import lax
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.reference import Layouts, Quantized
+from fbq_jax.kernels.reference import SEPARATE, Join, Layouts, Quantized
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.tiles import (
@@ -43,12 +44,20 @@ def quantize_vectors(
     columns: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
+    origin: rounding.Origin | None = None,
+    join: Join = SEPARATE,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     if x.size == 0:
         # No kernel starts for nothing.
         return reference.quantize_vectors(
-            x, seeds, rows=rows, columns=columns, bound=bound, per_tensor=per_tensor
+            x,
+            seeds,
+            rows=rows,
+            columns=columns,
+            bound=bound,
+            per_tensor=per_tensor,
+            join=join,
         )
     batch, height, width = x.shape
     down, across = -(-height // TILE[0]), -(-width // TILE[1])
@@ -80,9 +89,11 @@ def quantize_vectors(
     )
     scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
     # The seeds stand for pointers that are not read.
-    row_scales, row_inverses = (None, seeds) if rows is None else scales(row_tops)
+    row_scales, row_inverses = (
+        (None, seeds) if rows is None else scales(row_tops, join.rows)
+    )
     column_scales, column_inverses = (
-        (None, seeds) if columns is None else scales(column_tops)
+        (None, seeds) if columns is None else scales(column_tops, join.columns)
     )
     # Columns of codes are padded to 16 bytes, what a thread stores at once.
     padded = -(-height // 16) * 16
@@ -92,6 +103,7 @@ def quantize_vectors(
         row_inverses,
         column_inverses,
         seeds,
+        *(origin or rounding.whole(height)),
         height,
         width // unit,
         outputs=[
@@ -108,15 +120,19 @@ def quantize_vectors(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("bound", "per_tensor"))
+@functools.partial(jax.jit, static_argnums=1, static_argnames=("bound", "per_tensor"))
 def _scales(
-    tops: jax.Array, *, bound: float, per_tensor: bool
+    tops: jax.Array,
+    join: Callable[[jax.Array], jax.Array],
+    *,
+    bound: float,
+    per_tensor: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """From maxima of tiles ``[B, T, N]``, the scales ``[B, N, 1]`` and reciprocals."""
     top = jnp.max(tops, axis=1)
     if per_tensor:
         top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
-    amax = lax.bitcast_convert_type(top, jnp.float32)
+    amax = join(lax.bitcast_convert_type(top, jnp.float32))
     scales, inverses = scale_and_inverse(amax, bound)
     return scales[:, :, None], inverses
 
@@ -162,6 +178,8 @@ def _codes(
     row_inverses,
     column_inverses,
     seeds,
+    origin_rows,
+    origin_column,
     rows,
     columns,
     codes,
@@ -173,23 +191,24 @@ def _codes(
     COLUMNS: tl.constexpr,
     CLIPPED: tl.constexpr,
 ):
+    noise = seeds, origin_rows, origin_column
     columns *= COLUMN_UNIT
     batch, i, j, _, _ = position(rows, columns, r, c)
     tiles = load(x, batch, i, j, rows, columns, r, c)
     if ROWS is not None:
         v = in_row_scales(tiles, row_inverses + batch * rows, i, rows)
-        rounded = _round(v, seeds, batch, i, j, ROWS, CLIPPED)
+        rounded = _round(v, noise, batch, i, j, rows, ROWS, CLIPPED)
         store_rows(codes, rounded, batch, i, j, rows, columns)
     if COLUMNS is not None:
         v = in_column_scales(tiles, column_inverses + batch * columns, j, columns)
-        rounded = _round(v, seeds, batch, i, j, COLUMNS, CLIPPED)
+        rounded = _round(v, noise, batch, i, j, rows, COLUMNS, CLIPPED)
         store_columns(column_codes, rounded, batch, i, j, rows, columns)
 
 
 @triton.jit
-def _round(v, seeds, batch, i, j, MODE: tl.constexpr, CLIPPED: tl.constexpr):
+def _round(v, noise, batch, i, j, rows, MODE: tl.constexpr, CLIPPED: tl.constexpr):
     if CLIPPED:
         v = [tl.maximum(tl.minimum(x, 127.0), -127.0) for x in v]
     if MODE == "nearest":
         return nearest(v)
-    return stochastic(v, tl.load(seeds + batch), i, j)
+    return stochastic(v, noise, batch, i, j, rows)

@@ -82,7 +82,7 @@ def test_parameters_and_their_paths() -> None:
         "layers/attention/qkv/dense/bias": (3, (4 + 2 * 2) * 6),
         "layers/attention/out/kernel": (3, 4 * 6, 32),
         "layers/mlp/norm/scale": (3, 32),
-        "layers/mlp/gate_up/kernel": (3, 32, 2 * 24),
+        "layers/mlp/gate_up/kernel": (3, 32, 2, 24),
         "layers/mlp/down/kernel": (3, 24, 32),
         "norm/scale": (32,),
         "lm_head/kernel": (32, 40),
@@ -131,10 +131,11 @@ def test_later_tokens_leave_earlier_logits_untouched() -> None:
 def test_grouped_queries_equal_repeated_key_and_value_heads() -> None:
     params = init(CONFIG)
     full = dataclasses.replace(CONFIG, num_kv_heads=CONFIG.num_heads)
-    qkv = params["layers"]["attention"]["qkv"]["dense"]["kernel"].reshape(3, 32, 8, 8)
-    q, k, v = jnp.split(qkv, [4, 6], axis=2)
-    repeated = [q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2)]
-    kernel = jnp.concatenate(repeated, axis=2).reshape(3, 32, 12 * 8)
+    qkv = params["layers"]["attention"]["qkv"]["dense"]["kernel"]
+    qkv = qkv.reshape(3, 32, 2, 4, 8)
+    first, second, k, v = (qkv[:, :, :, i] for i in range(4))
+    repeated = [head for q in (first, second) for head in (q, k, v)]
+    kernel = jnp.stack(repeated, axis=3).reshape(3, 32, 12 * 8)
     repeated_params = jax.tree.map(lambda leaf: leaf, params)
     repeated_params["layers"]["attention"]["qkv"]["dense"]["kernel"] = kernel
     np.testing.assert_allclose(

@@ -1,5 +1,6 @@
 """The benchmark's command, at sizes that a CPU multiplies by the definition."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -7,6 +8,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fbq_jax.bench
@@ -26,6 +28,7 @@ from fbq_jax.bench import (
     results,
     train,
 )
+from fbq_jax.bench import recipes as bench_recipes
 from fbq_jax.bench.__main__ import main
 from fbq_jax.bench.measure import Timing
 
@@ -85,6 +88,35 @@ def test_linear(monkeypatch):
         assert all(0.0 < error < 0.2 for error in row.errors.values())
         assert row.compile_s > 0.0
     assert rows["bf16"].errors["dw"] < 0.01 < rows["block"].errors["dw"]
+
+
+def test_recipes(monkeypatch):
+    named = {name: recipes.NAMED[name] for name in ("block", "fallback")}
+    monkeypatch.setattr(recipes, "NAMED", named)
+    monkeypatch.setattr(bench_recipes, "OUTLIERS", {"Qwen-2.5": 6559.0})
+    shape = 256, 512, 128
+    rows = {(row.what, row.data): row for row in bench_recipes.rows([shape], **HOW)}
+    check_speeds(rows.values(), lambda _: 6 * 256 * 512 * 128)
+    names = ["bf16", *named, "fp8_current", "llm_int8"]
+    assert list(rows) == [(n, x) for n in names for x in ("Gaussian", "up to 6559")]
+    token = {name: rows[name, "up to 6559"].errors["token"] for name in names}
+    # What an outlier does to the tokens without one, but in its block or tensor.
+    assert token["bf16"] < 0.003
+    assert token["block"] > 3 * token["fallback"] > 0.01
+    assert max(rows["bf16", "Gaussian"].errors.values()) < 0.003
+    assert rows["block", "Gaussian"].saved_bytes == pytest.approx(512, rel=0.05)
+    assert rows["bf16", "Gaussian"].saved_bytes == pytest.approx(1024, abs=1)
+    assert rows["block", "Gaussian"].ratio == pytest.approx(
+        rows["bf16", "Gaussian"].ms / rows["block", "Gaussian"].ms
+    )
+
+
+def test_the_largest_outlier_is_what_was_asked_for():
+    x = data.swiglu(jax.random.key(0), (512, 1024), 606.0).astype(jnp.float32)
+    assert float(jnp.max(jnp.abs(x))) == float(jnp.bfloat16(606.0))
+    outliers = jnp.abs(x) >= 20.0
+    assert 0 < int(jnp.sum(outliers)) < 1e-3 * x.size
+    assert set(np.flatnonzero(outliers.any(0)) % 256) == {0}
 
 
 @pytest.fixture
@@ -287,6 +319,24 @@ def test_table(tmp_path, capsys):
     )
 
 
+def test_picture(tmp_path, capsys):
+    path, picture = tmp_path / "bench.json", tmp_path / "recipes.png"
+    assert main(["picture", str(path), str(picture)]) == 2
+    rows = [
+        dataclasses.replace(row, data=on, errors={"token": e, "dx": e, "channel": e})
+        for row in some_rows()
+        for on, e in (("Gaussian", 1e-3), ("up to 58", 2e-2))
+    ]
+    results.merge(path, "gemm", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(picture)]) == 2
+    assert "has no section recipes" in capsys.readouterr().err
+    results.merge(path, "recipes", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(tmp_path / "recipes.what")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["picture", str(path), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_plain_rows_are_aligned():
     _, title, head = report.text_head("gemm").split("\n")
     assert "GEMM" in title
@@ -298,7 +348,7 @@ def test_plain_rows_are_aligned():
 def gpu(monkeypatch):
     """As on a GPU whose benchmark takes no time."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for module in (gemm, quantize, linear, block, profile, train):
+    for module in (gemm, quantize, linear, bench_recipes, block, profile, train):
         name = module.__name__
         monkeypatch.setattr(
             module, "rows", lambda *_, name=name, **__: iter(some_rows(name))
@@ -324,7 +374,8 @@ def test_all_goes_without_the_examples(tmp_path, monkeypatch, gpu, capsys):
     how = ["--implementation", "reference", "--out", str(tmp_path / "bench.json")]
     assert main(["all", *how]) == 0
     assert capsys.readouterr().err.count("without ") == 3
-    assert list(results.load(tmp_path / "bench.json")) == ["gemm", "quantize", "linear"]
+    left = ["gemm", "quantize", "linear", "recipes"]
+    assert list(results.load(tmp_path / "bench.json")) == left
     assert main(["block", *how]) == 2
     assert "run this in a checkout" in capsys.readouterr().err
 

@@ -1,4 +1,7 @@
-"""Layers under jit with shardings, on four devices."""
+"""Layers and ops under jit with shardings: the numbers of one device, and few words."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,27 +11,124 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import FallbackDot, Recipe, dot_general, fallback_dot, fallback_stats
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    Recipe,
+    dispatch,
+    dot_general,
+    fallback_dot,
+    recipes,
+)
+from fbq_jax.kernels.producers import join_gate_up
+from tests.collectives import collectives
+from tests.kernels.test_reference import heavy
 
-DOT = FallbackDot(Recipe(block=32))
-X = jax.random.normal(jax.random.key(0), (128, 64))
+SIDE = 32
+DOT = FallbackDot(Recipe(block=SIDE))
+SEEDS = jnp.asarray([7], jnp.uint32)
+BATCH = ("data", "fsdp")
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    sizes = sizes or {"data": 2, "fsdp": 2, "tensor": 2}
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
 
 def place(mesh, x, *spec):
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
-@pytest.mark.parametrize(
-    ("x_spec", "w_spec"),
-    [(("a", None), (None, None)), ((None, None), (None, "a")), (("a",), ("a", None))],
-)
-def test_four_devices_give_what_one_gives(x_spec, w_spec):
-    """Output, gradients, global rate and the bits of the noise."""
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-    model = nn.Dense(96, dot_general=DOT)
-    variables = model.init(jax.random.key(1), X)
+def compiled(function, *args):
+    return jax.jit(function).lower(*args).compile()
 
-    @jax.jit
+
+def assert_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def assert_close(got, want, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+BLOCK = {"block": (SIDE, SIDE)}
+QUANTIZERS = {
+    "quantize": (BLOCK | {"rows": "nearest", "columns": "stochastic"}, (SEEDS,)),
+    "quantize_fallback": (
+        BLOCK | {"criterion": "absmax", "columns": "stochastic"},
+        (jnp.asarray([5.0]), SEEDS),
+    ),
+    "block_metric": (BLOCK | {"criterion": "absmax"}, ()),
+    "quantize_vectors": ({"rows": "stochastic", "columns": "stochastic"}, (SEEDS,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("quantize", (None, BATCH, None, "tensor")),
+        ("quantize_fallback", (None, "data", "tensor", "fsdp")),
+        ("block_metric", (None, None, BATCH, "tensor")),
+        ("quantize_vectors", (None, "data", "tensor", "fsdp")),
+    ],
+)
+def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
+    """Bit for bit, and without a word, but for the scales of whole vectors."""
+    options, args = QUANTIZERS[name]
+    op = functools.partial(getattr(dispatch, name), **options)
+    x = heavy((1, 4, 128, 64))
+    operands = place(mesh_of(), x, *spec), *args
+    run = compiled(op, *operands)
+    got = run(*operands)
+    assert_equal(got, jax.jit(op)(x, *args))
+    assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(got))
+    words = collectives(run)
+    if name == "quantize_vectors":
+        assert {(w.kind, w.dtype) for w in words} == {("all-reduce", "s32")}
+        assert sum(w.size for w in words) == x.size // 64 // 4 + 64 // 2
+    else:
+        assert not words
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ((None, "tensor", BATCH), (1, 96, 128)),  # three blocks for two devices
+        ((None, "all"), (1, 64, 32)),  # two for eight, which one axis cannot show
+        ((None, "data"), (1, 50, 40)),  # blocks that are not whole
+    ],
+)
+def test_what_cannot_be_cut_between_blocks_is_left_whole(spec, shape):
+    mesh = mesh_of(all=8) if "all" in spec else mesh_of()
+    options, args = QUANTIZERS["quantize"]
+    op = jax.jit(functools.partial(dispatch.quantize, **options))
+    x = heavy(shape)
+    assert_equal(op(place(mesh, x, *spec), *args), op(x, *args))
+
+
+class MLP(nn.Module):
+    """Two layers and what else a sharded model has: the shardings of activations."""
+
+    hidden: tuple = ()
+    out: tuple = ()
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, use_bias=False, dot_general=DOT)
+        h = dense(256, name="up")(x)
+        if self.hidden:
+            h = jax.lax.with_sharding_constraint(h, P(*self.hidden))
+        y = dense(128, name="down")(nn.silu(h))
+        return jax.lax.with_sharding_constraint(y, P(*self.out)) if self.out else y
+
+
+X = jax.random.normal(jax.random.key(0), (8, 64, 128))
+
+
+def step_of(model):
     def step(params, state, x):
         def loss(params, x):
             y, updates = model.apply(
@@ -38,39 +138,173 @@ def test_four_devices_give_what_one_gives(x_spec, w_spec):
 
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
 
+    return step
+
+
+@functools.cache
+def one_device(model_class):
+    model = MLP() if model_class is MLP else model_class(512, dot_general=DOT)
+    variables = jax.jit(model.init)(jax.random.key(1), X)
     params, state = variables["params"], variables["fallback"]
-    expected = step(params, state, X)
-    sharded = dict(params, kernel=place(mesh, params["kernel"], *w_spec))
-    got = step(sharded, state, place(mesh, X, *x_spec))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        got,
-        expected,
+    return params, state, jax.jit(step_of(model))(params, state, X)
+
+
+def run_sharded(mesh, model, kernels, x_spec):
+    """The step's results and collectives with kernels of these specs."""
+    params, state, want = one_device(type(model))
+    params = {
+        name: {key: place(mesh, p, *kernels.get(name, ())) for key, p in layer.items()}
+        for name, layer in params.items()
+    }
+    args = params, place(mesh, state), place(mesh, X, *x_spec)
+    shardings = jax.tree.map(lambda p: p.sharding, (args[0], args[2]))
+    with jax.set_mesh(mesh):
+        run = jax.jit(step_of(model), out_shardings=(shardings, None))
+        run = run.lower(*args).compile()
+        got = run(*args)
+        assert_equal(run(*args), got)
+    assert_close(got, want)
+    # The thresholds and rates are of all blocks; counts and seeds are integers.
+    assert_equal(got[1][1], want[1][1])
+    return collectives(run)
+
+
+LAYOUTS = {
+    "fsdp": (
+        mesh_of(fsdp=4),
+        {},
+        {"up": ("fsdp", None), "down": (None, "fsdp")},
+        ("fsdp",),
+    ),
+    "all": (
+        mesh_of(),
+        {},
+        {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
+        (BATCH,),
+    ),
+    "sequence": (
+        mesh_of(),
+        {"hidden": (BATCH, None, "tensor"), "out": (BATCH, "tensor")},
+        {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
+        (BATCH, "tensor"),
+    ),
+    "explicit": (
+        mesh_of(AxisType.Explicit),
+        {},
+        {"up": ("fsdp", None), "down": ("fsdp", None)},
+        (BATCH,),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_devices_give_what_one_gives_and_exchange_codes(layout):
+    mesh, constraints, kernels, x_spec = LAYOUTS[layout]
+    words = run_sharded(mesh, MLP(**constraints), kernels, x_spec)
+    gathered = [w for w in words if w.kind == "all-gather"]
+    # Floats are scales, and the blocks' metrics; see threshold.quantile.
+    blocks = X.size // SIDE**2 * 2
+    assert all(w.size <= blocks for w in gathered if w.dtype == "f32")
+    assert {w.dtype for w in gathered} <= {"f32", "s8"}
+    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
+    weights = sorted(w.size for w in gathered if w.dtype == "s8")
+    kernel = 128 * 256 // (2 if "tensor" in kernels["up"] else 1)
+    if layout == "sequence":
+        # Forward and backward, of each kernel; and what a column-parallel layer's
+        # products take of the tokens of the other devices.
+        activations = [2 * 64 * n for n in (128, 128)]
+        assert sorted(set(weights)) == sorted({kernel, *activations})
+    else:
+        assert weights == [kernel] * 4
+    assert any(w.kind == "reduce-scatter" for w in words)
+
+
+def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
+    mesh, _, _, x_spec = LAYOUTS["fsdp"]
+    w = place(mesh, jnp.ones((128, 256), jnp.bfloat16), "fsdp")
+    x = place(mesh, X.astype(jnp.bfloat16), *x_spec)
+    dims = (((2,), (0,)), ((), ()))
+    dot = functools.partial(dot_general, recipe=Recipe(block=32), theta=2.0)
+    quantized = compiled(lambda x, w: dot(x, w, dims)[0], x, w)
+    plain = compiled(lambda x, w: jax.lax.dot_general(x, w, dims), x, w)
+    wire = [
+        sum(c.bytes for c in collectives(run) if c.kind == "all-gather")
+        for run in (quantized, plain)
+    ]
+    scales = w.size // 32**2 * 4
+    assert wire[0] == w.size + scales
+    assert wire[1] >= 2 * w.size  # XLA for CPUs gathers bfloat16 as float32
+
+
+def test_fused_layers():
+    kernels = {"gate_up": ("fsdp", None, "tensor"), "down": ("tensor", "fsdp")}
+    model = GatedMLP(512, dot_general=DOT)
+    words = run_sharded(mesh_of(AxisType.Explicit), model, kernels, (BATCH,))
+    gathered = [w for w in words if w.kind == "all-gather"]
+    codes = sorted(w.size for w in gathered if w.dtype == "s8")
+    assert codes == sorted([128 * 512 // 2, 128 * 1024 // 2] * 2)
+    assert all(w.size <= 4 * X.size // SIDE**2 for w in gathered if w.dtype == "f32")
+    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
+
+
+def test_gate_and_up_are_cut_alike():
+    """Each device has both, of the same columns."""
+    gate, up = heavy((1, 64, 256)), heavy((1, 64, 256), 1)
+    op = functools.partial(
+        dispatch.silu_gate_quantize,
+        bits=10,
+        block=(SIDE, 64),
+        criterion="absmax",
+        columns="stochastic",
     )
-    assert fallback_stats(got[1][1])["(root)"].count == 1
+    operands = join_gate_up(gate, up), jnp.asarray([5.0]), SEEDS
+    sharded = place(mesh_of(), operands[0], None, "data", "tensor"), *operands[1:]
+    run = compiled(op, *sharded)
+    assert_equal(run(*sharded), jax.jit(op)(*operands))
+    assert not collectives(run)
+
+
+def test_scales_of_whole_rows():
+    """Agreed on, so that a contraction may be cut: dW's, over the batch."""
+    recipe = dataclasses.replace(recipes.fallback_rowwise_bwd, block=SIDE)
+    w = jax.random.normal(jax.random.key(2), (128, 64))
+    dims = (((2,), (0,)), ((), ()))
+
+    def grads(x, w):
+        def loss(x, w):
+            return dot_general(x, w, dims, recipe=recipe, theta=2.0)[0].sum()
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    mesh = mesh_of()
+    sharded = place(mesh, X, BATCH, "tensor"), place(mesh, w, "fsdp")
+    run = compiled(grads, *sharded)
+    assert_close(run(*sharded), jax.jit(grads)(X, w))
 
 
 def test_out_sharding():
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
-    w = jnp.ones((64, 32))
+    mesh = mesh_of(AxisType.Explicit, a=4)
+    x, w = X[0], jnp.ones((128, 32))
     dims = (((1,), (0,)), ((), ()))
     sharding = NamedSharding(mesh, P("a", None))
     with jax.set_mesh(mesh):
-        y = jax.jit(lambda x, w: fallback_dot(x, w, dims, out_sharding=sharding))(X, w)
+        y = jax.jit(lambda x, w: fallback_dot(x, w, dims, out_sharding=sharding))(x, w)
     assert y.sharding.is_equivalent_to(sharding, 2)
-    np.testing.assert_allclose(y, fallback_dot(X, w, dims), rtol=1e-6)
+    np.testing.assert_allclose(y, fallback_dot(x, w, dims), rtol=1e-6)
 
 
-def test_shard_map_over_rows_is_the_same_product():
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-    w = jax.random.normal(jax.random.key(2), (64, 32))
-    dims = (((1,), (0,)), ((), ()))
-    recipe = Recipe(block=32)
+@pytest.mark.parametrize("axes", [{"data"}, {"data", "fsdp", "tensor"}])
+def test_shard_map_over_rows_is_the_same_product(axes):
+    """Over some axes of a mesh, and over all."""
+    mesh = mesh_of()
+    w = jax.random.normal(jax.random.key(2), (128, 32))
+    dims = (((2,), (0,)), ((), ()))
 
     def product(x, w):
-        return dot_general(x, w, dims, recipe=recipe, theta=2.5)[0]
+        return dot_general(x, w, dims, recipe=Recipe(block=SIDE), theta=2.5)[0]
 
-    mapped = jax.shard_map(product, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    mapped = jax.shard_map(product, mesh=mesh, axis_names=axes, **specs)
     np.testing.assert_allclose(
         jax.jit(mapped)(X, w), jax.jit(product)(X, w), rtol=1e-6, atol=1e-6
     )

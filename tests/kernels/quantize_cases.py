@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fbq_jax.kernels import reference
+from fbq_jax.kernels import reference, rounding
 from tests.kernels.test_reference import heavy
 
 # shape, dtype, block, rows, columns.
@@ -130,6 +130,32 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
     check_quantize(ops, x, block, "stochastic", "nearest")
     criterion = "l1_rel" if dtype == "float32" else "absmax"
     check_fallback(ops, x, block, criterion, (0.0,), None)
+
+
+def check_origin(quantize: types.ModuleType, vectors: types.ModuleType) -> None:
+    """A part draws the noise of the whole, also one of rows from two places."""
+    whole = np.asarray(heavy((1, 256, 200), dtype=np.float32))
+    # Rounding is told from noise alone: every block and vector has one amax.
+    whole = jnp.asarray(np.where(whole > 0, 1.0, np.tanh(whole)), jnp.float32)
+    rows, column = np.r_[64:128, 192:256], 72
+    part = whole[:, rows, column:]
+    origin = rounding.Origin(
+        jnp.asarray(rows[:: rounding.SPAN], jnp.uint32),
+        jnp.asarray([column], jnp.uint32),
+    )
+    modes = {"rows": "stochastic", "columns": "stochastic"}
+    block = {"block": (64, 32)}
+    for ops, name, options in (
+        (quantize, "quantize", block | modes),
+        (vectors, "quantize_vectors", modes),
+    ):
+        op = functools.partial(getattr(ops, name), **options)
+        got = op(part, seeds(1), origin=origin)
+        want = _reference(name, **options)(whole, seeds(1))
+        np.testing.assert_array_equal(got.rows.codes, want.rows.codes[:, rows, column:])
+        np.testing.assert_array_equal(
+            got.columns.codes, want.columns.codes[:, column:, rows]
+        )
 
 
 @functools.cache

@@ -52,6 +52,10 @@ def test_special_blocks(ops, vectors, dtype):
     cases.check_special_vectors(vectors, dtype)
 
 
+def test_a_part_draws_the_noise_of_the_whole(ops, vectors):
+    cases.check_origin(ops, vectors)
+
+
 @pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
 def test_empty_operands(ops, vectors, shape):
     x = jnp.zeros(shape, jnp.bfloat16)

@@ -1,0 +1,269 @@
+"""How an op is cut over the devices of a mesh.
+
+XLA cannot look into a kernel: it would gather the operands whole on every device.  So
+an op says how its arrays hang together, in words such as ``"b i128 j128"``, one for
+each axis of an array.  A word is a letter, the name of an axis of the op, and the
+number of elements there that stay together (1 if it is left out): arrays whose words
+share a letter are cut alike.  ``"."`` is an axis that is never cut.
+
+Shardy learns from that how shardings propagate from operands to results and back; what
+each device then does, on its own shard and with the others, is decided here.  An axis
+that cannot be cut as the mesh asks, between elements that stay together, is left whole.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+
+class Axes(NamedTuple):
+    """An op's arrays, in words.
+
+    Attributes:
+      operands: a tuple, for each operand a tree like it, of one string an array.
+      results: a tree like that of the results.
+      contracted: the letters, in the order of the operands' axes, of what operands have
+        in common and results lack.
+    """
+
+    operands: tuple[Any, ...]
+    results: Any
+    contracted: str = ""
+
+
+class Shards(NamedTuple):
+    """What one device has of an op's axes.
+
+    Attributes:
+      over: the axes of the mesh that a letter's axis is cut over, the major one first;
+        a letter may be missing.
+      scattered: those that a result's axis is cut over beyond ``over``, by a
+        contraction whose sum ends up in shards.
+      sizes: of the axes of the mesh.
+    """
+
+    over: Mapping[str, tuple[str, ...]]
+    scattered: Mapping[str, tuple[str, ...]]
+    sizes: Mapping[str, int]
+
+    def names(self, letters: str) -> tuple[str, ...]:
+        """The axes of the mesh that any of the letters is cut over."""
+        return tuple(name for letter in letters for name in self.over.get(letter, ()))
+
+    def number(self, letter: str) -> int:
+        """The number of shards of an axis."""
+        return math.prod(self.sizes[name] for name in self.names(letter))
+
+    def place(self, letter: str) -> jax.Array:
+        """Which of them this device has, uint32 ``[]``."""
+        names = self.names(letter)
+        return jnp.uint32(lax.axis_index(names) if names else 0)
+
+
+Local = Callable[[Axes, Shards], Callable[..., Any]]
+
+
+def partitioned(axes_of: Callable[..., Axes], local: Local) -> Callable[..., Any]:
+    """An op that is cut as ``axes_of(*operands)`` says.
+
+    Args:
+      axes_of: the op's axes, from its operands' shapes.
+      local: makes what computes a device's results from its operands; it may use
+        collectives over the axes of ``Shards``.
+    """
+
+    def op(*operands: Any) -> Any:
+        axes = axes_of(*operands)
+        whole = local(axes, Shards({}, {}, {}))
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return whole(*operands)  # Inside shard_map an array is a shard already.
+        call = custom_partitioning(whole)
+        rule, sizes = _rule(axes, operands)
+        call.def_partition(
+            functools.partial(_partition, axes, local),
+            decode_shardings=False,  # Not all of Shardy's can be: see _names.
+            sharding_rule=rule,
+            reduction_factors=tuple(axes.contracted),
+            **sizes,
+        )
+        return call(*operands)
+
+    return op
+
+
+def parse(words: str) -> list[tuple[str, int]]:
+    """The letter, and how many elements stay together, of each axis.
+
+    >>> parse("b i128 .")
+    [('b', 1), ('i', 128), ('.', 1)]
+    """
+    return [(word[0], int(word[1:] or 1)) for word in words.split()]
+
+
+def pairs(words: Any, arrays: Any) -> Iterator[tuple[str, Any]]:
+    """The words of each array, and the array."""
+    return zip(jax.tree.leaves(words), jax.tree.leaves(arrays), strict=True)
+
+
+def _rule(axes: Axes, operands: tuple[Any, ...]) -> tuple[str, dict[str, int]]:
+    """The rule for Shardy, and the sizes of factors that are no array's whole axis.
+
+    An axis whose elements stay together is a compound factor, of which only the major
+    one is in other arrays.
+    """
+    sizes, dims = {}, set()
+    for words, array in pairs(axes.operands, operands):
+        for (letter, together), size in zip(parse(words), array.shape, strict=True):
+            sizes[letter] = size // together
+    unnamed = 0
+
+    def factors(words: str) -> str:
+        nonlocal unnamed
+        text = []
+        for letter, together in parse(words):
+            factor = letter
+            if letter == ".":
+                unnamed += 1
+                factor = f"x{unnamed}"
+            elif together > 1:
+                sizes[f"{letter}{together}"] = together
+                factor = f"({letter} {letter}{together})"
+            dims.add(factor)
+            text.append(factor)
+        return " ".join(text)
+
+    sides = [
+        ", ".join(factors(words) for words in jax.tree.leaves(side))
+        for side in (axes.operands, axes.results)
+    ]
+    parts = {f: size for f, size in sizes.items() if f not in dims and f != "."}
+    return " -> ".join(sides), parts
+
+
+def _partition(
+    axes: Axes, local: Local, mesh: Mesh, operands: tuple[Any, ...], results: Any
+) -> tuple[Mesh, Callable[..., Any], Any, Any]:
+    """The callback of ``custom_partitioning``; arrays are shapes with shardings."""
+    if mesh.empty:
+        devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
+        mesh = Mesh(list(devices), ("devices",))
+    shards = _cut(axes, operands, results, mesh)
+
+    def on_shards(*operands: Any) -> Any:
+        # What is compiled in the context of a caller is not of the caller's mesh.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return local(axes, shards)(*operands)
+
+    def sharding(scattered: Mapping[str, tuple[str, ...]], words: str) -> NamedSharding:
+        spec = [
+            (*shards.over.get(letter, ()), *scattered.get(letter, ())) or None
+            for letter, _ in parse(words)
+        ]
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    of_result = functools.partial(sharding, shards.scattered)
+    of_operand = functools.partial(sharding, {})
+    return (
+        mesh,
+        on_shards,
+        jax.tree.map(of_result, axes.results),
+        jax.tree.map(of_operand, axes.operands),
+    )
+
+
+class _Cut(NamedTuple):
+    """How an array's axis is cut, or should be, and into how many parts it could."""
+
+    letter: str
+    names: tuple[str, ...]
+    parts: int
+
+
+def _cut(axes: Axes, operands: tuple[Any, ...], results: Any, mesh: Mesh) -> Shards:
+    """Decides which of the op's axes each axis of the mesh cuts.
+
+    What is contracted is cut where all operands are.  Everything else is cut as a
+    contraction's result is, or else as the operands are, of each the largest array.
+    """
+
+    def largest(words: Any, arrays: Any) -> tuple[str, Any]:
+        return max(pairs(words, arrays), key=lambda pair: math.prod(pair[1].shape))
+
+    given = [
+        _cuts(*largest(words, arrays), mesh)
+        for words, arrays in zip(axes.operands, operands, strict=True)
+        if jax.tree.leaves(words)
+    ]
+    words, result = largest(axes.results, results)
+    made = _cuts(words, result, mesh)
+    over: dict[str, tuple[str, ...]] = {}
+
+    def claim(letter: str, names: tuple[str, ...], parts: int) -> None:
+        taken = {name for names in over.values() for name in names}
+        names = tuple(name for name in names if name not in taken)
+        names = _divisors(names, parts, mesh)
+        if names and letter != "." and letter not in over:
+            over[letter] = names
+
+    for letter in axes.contracted:
+        each = [cut for cuts in given for cut in cuts if cut.letter == letter]
+        names, parts = each[0][1:]
+        claim(letter, tuple(n for n in names if all(n in c.names for c in each)), parts)
+    for cuts in [made, *given] if axes.contracted else [*given, made]:
+        for cut in cuts:
+            if cut.letter not in axes.contracted:
+                claim(*cut)
+
+    summed = {name for letter in axes.contracted for name in over.get(letter, ())}
+    scattered: dict[str, tuple[str, ...]] = {}
+    for (letter, names, _), size in zip(made, result.shape, strict=True):
+        have = over.get(letter, ())
+        more = names[len(have) :]
+        if letter != "." and names == have + more and summed.issuperset(more):
+            shard = size // math.prod(mesh.shape[name] for name in have)
+            scattered[letter] = _divisors(more, shard, mesh)
+            summed.difference_update(scattered[letter])
+    return Shards(over, scattered, mesh.shape)
+
+
+def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
+    """How an array is cut, axis by axis."""
+    # The shards' places in an array that every sharding divides.
+    shape = (mesh.size,) * len(array.shape)
+    places = array.sharding.devices_indices_map(shape)
+    cuts = []
+    for axis, (letter, together) in enumerate(parse(words)):
+        names = _names(mesh, {device: at[axis] for device, at in places.items()})
+        cuts.append(_Cut(letter, names, array.shape[axis] // together))
+    return cuts
+
+
+def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
+    """The axes of a mesh along which places differ, the major one first.
+
+    None if Shardy has cut over a part of an axis, which JAX has no name for.
+    """
+    starts = np.vectorize(lambda device: places[device].start or 0)(mesh.devices)
+    steps = {
+        name: int(starts.take(1, axis).flat[0])
+        for axis, name in enumerate(mesh.axis_names)
+        if mesh.shape[name] > 1 and np.ptp(starts, axis).any()
+    }
+    if math.prod(mesh.shape[name] for name in steps) != len(np.unique(starts)):
+        return ()
+    return tuple(sorted(steps, key=lambda name: -steps[name]))
+
+
+def _divisors(names: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
+    """As many of the axes, from the major one on, as together divide a size."""
+    while size % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    return names

@@ -1,0 +1,153 @@
+"""What each device does of an op, and what the devices tell each other.
+
+Operands are cut between blocks, whose codes and scales depend on nothing else, and each
+device is told where its shard lies, so that it draws the noise that one device alone
+would draw there.  So N devices give the codes and scales of one, bit for bit, without a
+word between them, but for these:
+
+- scales of whole rows or columns are agreed on, as the maxima of the shards' maxima;
+- a product whose contraction is cut is summed over the devices in float32 and rounded
+  once; each device gets the part of the sum that the result's sharding gives it.
+
+What a device needs of a product's operands and does not have, it fetches as codes.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax import axes as axes_module
+from fbq_jax.kernels.reference import Join
+from fbq_jax.kernels.rounding import SPAN, Origin
+from fbq_jax.partition import Axes, Shards, pairs, parse, partitioned
+
+# Of the ops that draw noise: the columns of what they round, given the operand's.
+_NOISE_COLUMNS: dict[str, Callable[[int], int]] = {
+    "quantize": lambda c: c,
+    "quantize_vectors": lambda c: c,
+    "quantize_fallback": lambda c: c,
+    "rms_norm_quantize": lambda c: c,
+    "silu_gate_quantize": lambda c: c // 2,
+    "silu_gate_grad_quantize": lambda c: 2 * c,
+}
+
+
+def sharded(
+    op: str, function: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """An op that is cut over the mesh of its operands.
+
+    Args:
+      op: one of ``fbq_jax.dispatch.OPS``.
+      function: computes it on one device, of matrices ``[B, R, C]``, with ``options``.
+      options: the op's own.
+
+    Returns:
+      The op of matrices ``[B, R, C]`` or ``[B, G, R, C]``, of G times R rows; by
+      columns their codes are ``[B, C, G, R]``.
+    """
+    axes_of = functools.partial(getattr(axes_module, op), **options)
+    return partitioned(axes_of, functools.partial(_local, op, function, options))
+
+
+def _local(
+    op: str,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    axes: Axes,
+    shards: Shards,
+) -> Callable[..., Any]:
+    """The op of one device's shards.  Kernels see rows that are two axes as one."""
+
+    def local(*operands: Any) -> Any:
+        matrices = jax.tree.map(_merge_rows, axes.operands, operands)
+        placed = dict(options)
+        if op in _NOISE_COLUMNS:
+            shape = operands[0].shape
+            placed["origin"] = _origin(shards, shape, _NOISE_COLUMNS[op](shape[-1]))
+        if op == "quantize_vectors":
+            rows, columns = ("gij",) * 2 if options["per_tensor"] else ("j", "gi")
+            joins = (_join(shards.names(letters)) for letters in (rows, columns))
+            placed["join"] = Join(*joins)
+        if op == "matmul":
+            lhs, _, rhs = matrices
+            if axes_module.one_scale_a_row(rhs, options["blocks"]):
+                placed["blocks"] = (1, lhs.codes.shape[2], 1)
+            if shards.names(axes.contracted):
+                placed["dtype"] = jnp.dtype(jnp.float32)
+        results = function(*matrices, **placed)
+        split = functools.partial(_split_rows, _groups(axes.operands, operands))
+        results = jax.tree.map(split, axes.results, results)
+        if op == "matmul":
+            results = _sum(results, axes, shards).astype(options["dtype"])
+        return results
+
+    return local
+
+
+def _letters(words: str) -> str:
+    return "".join(letter for letter, _ in parse(words))
+
+
+def _merge_rows(words: str, x: jax.Array) -> jax.Array:
+    """The axis "g" and the one after it as one."""
+    at = _letters(words).find("g")
+    if at < 0:
+        return x
+    return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+
+
+def _split_rows(groups: int, words: str, x: jax.Array) -> jax.Array:
+    """The reverse of ``_merge_rows``."""
+    at = _letters(words).find("g")
+    if at < 0:
+        return x
+    return x.reshape(*x.shape[:at], groups, x.shape[at] // groups, *x.shape[at + 1 :])
+
+
+def _groups(words: tuple[Any, ...], operands: tuple[Any, ...]) -> int:
+    """The size of the axis "g"."""
+    for of, x in pairs(words, operands):
+        if "g" in of:
+            return x.shape[_letters(of).find("g")]
+    return 1
+
+
+def _origin(shards: Shards, shape: tuple[int, ...], columns: int) -> Origin | None:
+    """Where a shard ``[B, R, C]`` or ``[B, G, R, C]`` lies in the whole matrix."""
+    if not shards.names("gij"):
+        return None
+    groups, rows = (1, *shape[1:-1])[-2:]
+    merged = jnp.arange(0, groups * rows, SPAN, jnp.uint32)
+    group = shards.place("g") * groups + merged // rows
+    row = shards.place("i") * rows + merged % rows
+    column = shards.place("j") * columns
+    return Origin(group * (rows * shards.number("i")) + row, column[None])
+
+
+def _join(names: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
+    """The maximum over devices of what is not negative: of its bits, NaN's last."""
+
+    def join(amax: jax.Array) -> jax.Array:
+        if not names:
+            return amax
+        bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), names)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    return join
+
+
+def _sum(product: jax.Array, axes: Axes, shards: Shards) -> jax.Array:
+    """The sum over devices, of which each gets its part."""
+    names = set(shards.names(axes.contracted))
+    for axis, letter in enumerate(_letters(axes.results)):
+        if scattered := shards.scattered.get(letter):
+            product = lax.psum_scatter(
+                product, scattered, scatter_dimension=axis, tiled=True
+            )
+            names.difference_update(scattered)
+    return lax.psum(product, tuple(sorted(names))) if names else product

@@ -1,0 +1,155 @@
+"""A run over several devices and processes is that of one."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from examples.llama import checkpoint, mesh, metrics, step, train
+from examples.llama.config import parse_command
+from examples.llama.model import Llama, LlamaConfig
+from fbq_jax import fallback_dot
+
+SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
+RUN = ["--batch=4", "--steps=2", "--eval-every=2", "--save-every=2"]
+# What compiles soonest; tests/fbq_jax/test_sharding.py has thresholds and rates.
+RECIPE = ["--recipe=block", "--saved-bits=0"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def standard_promotion() -> Any:
+    """Optax, and the gradient of JAX's attention in bfloat16, mix dtypes themselves."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_process(index: int, port: int, argv: list[str]) -> subprocess.Popen[str]:
+    flags = [
+        "--xla_force_host_platform_device_count=4",
+        "--xla_backend_optimization_level=0",
+    ]
+    environment = {
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_PLATFORMS": "cpu",
+    }
+    hosts = f"--hosts=localhost:{port},2,{index}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.llama.train", hosts, *argv],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) -> None:
+    data = tmp_path / "text"
+    data.write_text("".join(f"{n} and {n} is {2 * n}. " for n in range(1000)))
+    options = [*SIZES, *RUN, *RECIPE, f"--data={data}"]
+    over = "--mesh=data=2,fsdp=2,tensor=2"
+    port = free_port()
+    processes = [
+        start_process(i, port, [*options, over, f"--out={tmp_path / 'many'}"])
+        for i in range(2)
+    ]
+    try:
+        assert train.main([*options, f"--out={tmp_path / 'one'}"]) == 0
+        for process in processes:
+            output = process.communicate(timeout=300)[0]
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+    runs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "many")]
+    for one, many in zip(*runs, strict=True):
+        # The gradients of bfloat16 layers are summed in an order of their own.
+        tolerance = 1e-6 if one["step"] == 1 else 2e-4
+        assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
+        assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+
+    # What eight devices wrote opens on four, cut in another way, and on one.
+    command = parse_command(options)
+    config = train.configure(command, None)
+    model, optimizer = train.build(config)[0], train.make_optimizer(config)[0]
+    like = step.init_state(model, optimizer, None, 1)
+    restored = []
+    for text in ("", "fsdp=4"):
+        with train.use(mesh.make(text)):
+            like = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                like,
+                mesh.shardings(like),
+            )
+            state = checkpoint.restore(tmp_path / "many" / "checkpoints", like)
+        assert int(state.step) == 2
+        restored.append(jax.device_get(state))
+        kernel = state.opt_state[1][0].mu["layers"]["mlp"]["down"]["kernel"]
+        assert len(kernel.sharding.device_set) == (4 if text else 1)
+        assert kernel.sharding.is_fully_replicated == (not text)
+    jax.tree.map(np.testing.assert_array_equal, *restored)
+
+
+def test_every_matrix_is_cut() -> None:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        qkv_bias=True,
+    )
+    shapes = jax.eval_shape(
+        Llama(config, fallback_dot).init, jax.random.key(0), jnp.zeros((1, 1), int)
+    )
+    with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
+        specs = mesh.specs(shapes)["params"]
+    layers = specs["layers"]
+    assert specs["embed"]["embedding"] == P(("tensor",), ("fsdp",))
+    qkv = layers["attention"]["qkv"]["dense"]
+    assert qkv["kernel"] == P(None, ("fsdp",), ("tensor",))
+    assert qkv["bias"] == P(None, ("tensor",))
+    assert layers["attention"]["out"]["kernel"] == P(None, ("tensor",), ("fsdp",))
+    assert layers["mlp"]["gate_up"]["kernel"] == P(None, ("fsdp",), None, ("tensor",))
+    assert layers["mlp"]["down"]["kernel"] == P(None, ("tensor",), ("fsdp",))
+    assert specs["lm_head"]["kernel"] == P(("fsdp",), ("tensor",))
+    assert specs["norm"]["scale"] == P(None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--mesh=data=2,rows=2", "mesh takes sizes for data, fsdp, tensor, .*rows=2"),
+        ("--mesh=data=2,data=2", "mesh takes sizes"),
+        ("--mesh=data", "mesh takes sizes"),
+        ("--mesh=data=16", "mesh data=16 is of 16 devices; there are 8"),
+        ("--mesh=data=8", "into 8 parts, which does not divide the 4 sequences"),
+        ("--hosts=here", "hosts takes host:port, .*; got 'here'"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([*SIZES, *RUN, argv, f"--out={tmp_path / 'run'}"]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
