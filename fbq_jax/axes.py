@@ -88,10 +88,16 @@ def quantize(
 
 
 def quantize_vectors(
-    x: jax.Array, seeds: jax.Array, *, rows: str | None, columns: str | None
+    x: jax.Array,
+    seeds: jax.Array,
+    *,
+    rows: str | None,
+    columns: str | None,
+    bound: float,
+    per_tensor: bool,
 ) -> Axes:
     """Of ``reference.quantize_vectors``."""
-    del seeds
+    del seeds, bound, per_tensor
     side, unit = VECTORS
     row = _blocks("i", x.shape[-2], side)[0]
     if x.ndim == 4:

@@ -10,7 +10,7 @@ reference anywhere: the definition
 ========= =======================================================================
 
 Where every row of lhs and of rhs has one scale, the first two leave the product to
-XLA's own INT8 GEMM.
+XLA's own INT8 GEMM.  Ragged products have the reference only.
 
 The first that can serve a call does.  ``implementation=``, or else
 ``FBQ_IMPLEMENTATION`` in the environment (read when a function is traced), asks for
@@ -32,7 +32,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax import sharding
-from fbq_jax.kernels import packing, producers, reference, rounding, xla
+from fbq_jax.kernels import packing, producers, ragged, reference, rounding, xla
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import GateQuantized, NormQuantized
 from fbq_jax.kernels.reference import (
@@ -58,6 +58,7 @@ OPS = (
     "matmul",
     *PRODUCERS,
 )
+WITHOUT_KERNELS = ("ragged_matmul", "ragged_contraction")
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 _SIDES = (32, 64, 128, 256)
 
@@ -80,7 +81,7 @@ def choose(
     """Chooses the implementation of an op for JAX's default backend.
 
     Args:
-      op: one of ``OPS``.
+      op: one of ``OPS`` or ``WITHOUT_KERNELS``.
       sides: of the blocks; none where a scale is of a whole row or column.
       width: of ``PRODUCERS``, the length of the rows of what is packed; None for one
         that fits.
@@ -94,8 +95,9 @@ def choose(
     >>> choose("matmul", (128, 128, 128), implementation="reference").reason
     'implementation= asks for it'
     """
-    if op not in OPS:
-        raise ValueError(f"{op!r} is not an op; there are: {', '.join(OPS)}")
+    ops = (*OPS, *WITHOUT_KERNELS)
+    if op not in ops:
+        raise ValueError(f"{op!r} is not an op; there are: {', '.join(ops)}")
     source = "implementation"
     if implementation is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
         source, implementation = ENVIRONMENT_VARIABLE, asked
@@ -125,6 +127,8 @@ def _refusal(implementation: str, op: str, sides: Sequence[int]) -> str | None:
     """Why an implementation cannot serve a call, or None if it can."""
     if implementation == "reference":
         return None
+    if op in WITHOUT_KERNELS:
+        return "it has no kernel for this op"
     backend = jax.default_backend()
     if backend != "gpu":
         return f"it needs a GPU, and JAX's default backend is {backend}"
@@ -211,11 +215,15 @@ def quantize_vectors(
     *,
     rows: Rounding | None,
     columns: Rounding | None,
+    bound: float = 127.0,
+    per_tensor: bool = False,
     implementation: str | None = None,
 ) -> Layouts:
     """``reference.quantize_vectors`` by the implementation chosen."""
     choice = choose("quantize_vectors", (), implementation=implementation)
-    return _batched(choice, (), rows=rows, columns=columns)(x, seeds)
+    return _batched(
+        choice, (), rows=rows, columns=columns, bound=bound, per_tensor=per_tensor
+    )(x, seeds)
 
 
 def quantize_fallback(
@@ -268,6 +276,36 @@ def matmul(
         choice = choose("matmul", sides, implementation="reference")
     options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
     return _batched(choice, sides, **options)(lhs, residual, rhs)
+
+
+def ragged_matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    blocks: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``ragged.ragged_matmul``, which is all there is."""
+    function = _without_kernels("ragged_matmul", blocks, implementation)
+    return function(lhs, residual, rhs, groups, blocks=blocks, dtype=jnp.dtype(dtype))
+
+
+def ragged_contraction(
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    size: int,
+    blocks: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``ragged.ragged_contraction``, which is all there is."""
+    function = _without_kernels("ragged_contraction", blocks, implementation)
+    return function(lhs, rhs, groups, size=size, blocks=blocks, dtype=jnp.dtype(dtype))
 
 
 def rms_norm_quantize(
@@ -351,6 +389,16 @@ def _batched(
     if choice.implementation == "reference" and jax.default_backend() == "gpu":
         _warn_of_reference(choice)
     return _batched_op(choice, tuple(sides), tuple(options.items()))
+
+
+def _without_kernels(
+    op: str, sides: Sequence[int], implementation: str | None
+) -> Callable[..., Any]:
+    """The definition of an op; plain JAX, which ``vmap`` takes as it is."""
+    choice = choose(op, sides, implementation=implementation)
+    if jax.default_backend() == "gpu":
+        _warn_of_reference(choice)
+    return getattr(ragged, op)
 
 
 @functools.cache

@@ -4,23 +4,21 @@ State goes in as a threshold and comes out as the metric of the blocks: nothing 
 written in here.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fbq_jax import dispatch, gemms, threshold
 from fbq_jax.explicit import automatic
+from fbq_jax.matrices import DimensionNumbers, as_matrices, check_operands, output_of
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
-
-DimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class Stats(NamedTuple):
@@ -57,7 +55,7 @@ def dot_general(
     Pure: the threshold goes in as ``theta``, and what a new one is made of comes out in
     ``Stats``.  With ``X``, ``W`` and ``dY`` the operands and the output's gradient as
     matrices, and ``Q``, ``R``, ``S`` nearest codes, nearest codes plus residual, and
-    stochastic codes (arXiv 2503.08040),
+    stochastic codes, the recipe ``fallback`` (arXiv 2503.08040) computes
 
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
@@ -91,12 +89,6 @@ def dot_general(
     >>> float(y[0, 0]), float(stats.rate)
     (256.0, 1.0)
     """
-    if theta is None:
-        theta = threshold.UNSET
-    elif jnp.ndim(theta):
-        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
-    elif not isinstance(theta, jax.core.Tracer) and not theta >= 0.0:
-        raise ValueError(f"theta is a threshold and at least 0; got {theta}")
     seed = jnp.zeros((), jnp.uint32)
     if key is not None:
         seed = jax.random.bits(key, (), jnp.uint32)
@@ -107,7 +99,7 @@ def dot_general(
         precision,
         preferred_element_type,
         recipe=recipe,
-        theta=jnp.asarray(theta, jnp.float32),
+        theta=checked_theta(theta),
         seed=seed,
         out_sharding=out_sharding,
         implementation=implementation,
@@ -115,6 +107,17 @@ def dot_general(
     batch, *rows, across = stats.metric.shape
     metric = stats.metric.reshape(batch, math.prod(rows), across)
     return out, stats._replace(metric=metric)
+
+
+def checked_theta(theta: jax.Array | float | None) -> jax.Array:
+    """A caller's threshold as float32 ``[]``; None is ``threshold.UNSET``."""
+    if theta is None:
+        theta = threshold.UNSET
+    elif jnp.ndim(theta):
+        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
+    elif not isinstance(theta, jax.core.Tracer) and not np.asarray(theta) >= 0.0:
+        raise ValueError(f"theta is a threshold and at least 0; got {theta}")
+    return jnp.asarray(theta, jnp.float32)
 
 
 def stateful_dot_general(
@@ -163,14 +166,15 @@ def _seeded_dot_general(
     implementation: str | None,
 ) -> tuple[jax.Array, Stats]:
     """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
-    _check_operands(lhs, rhs, precision, preferred_element_type)
+    check_operands(lhs, rhs, precision, preferred_element_type)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     out = output_of(lhs, rhs, dimension_numbers, dtype, out_sharding)
 
     def multiply(
         lhs: jax.Array, rhs: jax.Array, theta: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, Stats]:
-        x, w = _as_matrices(lhs, rhs, dimension_numbers, recipe)
+        rows_of = functools.partial(row_axes, recipe=recipe)
+        x, w = as_matrices(lhs, rhs, dimension_numbers, rows_of)
         theta = resolve(theta, x, recipe, implementation)
         spec = gemms.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
         y, metric = gemms.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed)
@@ -180,79 +184,19 @@ def _seeded_dot_general(
     return automatic(multiply, out)(lhs, rhs, theta, seed)
 
 
-def _check_operands(
-    lhs: jax.Array, rhs: jax.Array, precision: Any, preferred: Any
-) -> None:
-    accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-    dtypes = {"lhs": lhs.dtype, "rhs": rhs.dtype}
-    if preferred is not None:
-        dtypes["preferred_element_type"] = jnp.dtype(preferred)
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            raise TypeError(f"{name} is {dtype}; a quantized dot takes {accepted}")
-    pair = precision if isinstance(precision, tuple) else (precision, precision)
-    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair):
-        raise ValueError(
-            f"precision={precision} cannot be met: the recipe sets the precision of a "
-            "quantized dot; pass None or DEFAULT"
-        )
-
-
-def output_of(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    dtype: Any,
-    out_sharding: Any,
-) -> jax.ShapeDtypeStruct:
-    """The output's shape and sharding, or ``lax.dot_general``'s own error."""
-
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            lhs.astype(dtype),
-            rhs.astype(dtype),
-            dimension_numbers,
-            out_sharding=out_sharding,
-        )
-
-    return jax.eval_shape(product, lhs, rhs)
-
-
 def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
     """The axes, ``(M,)`` or ``(G, R)``, that an activation's axes before K become.
 
-    The last one, often the tokens of a sequence, is kept if it is of whole blocks, so
-    that the ones before it and it can both be sharded.
+    The last one, often the tokens of a sequence, is kept if it is of whole blocks and
+    all GEMMs have block scales, so that the ones before it and it can both be sharded.
 
     >>> row_axes((2, 4, 256), Recipe(block=128)), row_axes((2, 100), Recipe(block=128))
     ((8, 256), (200,))
     """
     *lead, last = sizes or (1,)
-    if not lead or 0 in sizes or last % recipe.sides[0]:
+    if not lead or 0 in sizes or last % recipe.sides[0] or not recipe.in_blocks:
         return (math.prod(sizes),)
     return math.prod(lead), last
-
-
-def _as_matrices(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers, recipe: Recipe
-) -> tuple[jax.Array, jax.Array]:
-    """Transposes and reshapes to ``[B, *row_axes, K]`` and ``[B, K, N]``."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-
-    def group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
-        order = [d for group in dims for d in group]
-        sizes = [math.prod(x.shape[d] for d in group) for group in dims]
-        return x.transpose(order).reshape(sizes)
-
-    def free(x: jax.Array, *taken: Sequence[int]) -> list[int]:
-        return [d for d in range(x.ndim) if not any(d in dims for dims in taken)]
-
-    lhs_free = free(lhs, lhs_contract, lhs_batch)
-    rhs_free = free(rhs, rhs_contract, rhs_batch)
-    rows = row_axes([lhs.shape[d] for d in lhs_free], recipe)
-    x = group(lhs, lhs_batch, lhs_free, lhs_contract)
-    w = group(rhs, rhs_batch, rhs_contract, rhs_free)
-    return x.reshape(len(x), *rows, x.shape[-1]), w
 
 
 def resolve(

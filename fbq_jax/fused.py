@@ -10,8 +10,9 @@ other form in memory.  Kept for the backward pass are INT8 codes of each GEMM's
 operands, packed codes of the norm and of the gate's two factors, and no floats but
 scales and the norm's ``rstd``.
 
-A recipe whose backward GEMMs have scales of their own, or that rounds X stochastically
-in the forward GEMM, asks for codes that these ops do not give; ``fuses`` tells.
+A recipe with other scales than those of blocks, with a GEMM in floats, or that rounds X
+stochastically in the forward GEMM, asks for what these ops do not give; ``fuses``
+tells.
 """
 
 import functools
@@ -23,13 +24,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch, gemms, nonlinear
 from fbq_jax.dot_general import resolve
-from fbq_jax.gemms import LHS_NAME, RHS_NAME, Spec
+from fbq_jax.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.kernels import producers
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import Operand
 from fbq_jax.kernels.reference import Layouts, Quantized
-from fbq_jax.kernels.rounding import Rounding
 from fbq_jax.nonlinear import SAVED_NAME, NormSpec, SavedNorm
+from fbq_jax.operands import (
+    GRAD_STREAM,
+    LHS_STREAM,
+    Spec,
+    quantize_grad,
+    quantize_rhs,
+    seeds_of,
+)
 from fbq_jax.recipe import Recipe
 
 
@@ -42,7 +50,7 @@ class Measured(NamedTuple):
 
 def fuses(recipe: Recipe) -> bool:
     """Whether the layers here can follow a recipe."""
-    return recipe.backward_scales == "block" and recipe.fwd.lhs == "nearest"
+    return recipe.in_blocks and recipe.fwd.lhs == "nearest"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -69,9 +77,7 @@ def norm_matmul(
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]`` in the spec's dtype, and ``Measured``.
     """
-    y, measured, _, _ = _norm_forward(
-        spec, norm, x, gain, w, theta, seed, columns=None, rows=None
-    )
+    y, measured, _, _ = _norm_forward(spec, norm, x, gain, w, theta, seed, save=False)
     return y, measured
 
 
@@ -92,8 +98,7 @@ def _norm_forward(
     theta: jax.Array,
     seed: jax.Array,
     *,
-    columns: Rounding | None,
-    rows: Rounding | None,
+    save: bool,
 ) -> tuple[jax.Array, Measured, SavedNorm, tuple[Operand, Layouts]]:
     def layer(x: jax.Array) -> jax.Array:
         return nonlinear.rms_norm(x, gain, epsilon=norm.epsilon, bits=norm.bits)
@@ -103,15 +108,15 @@ def _norm_forward(
         x,
         jnp.broadcast_to(gain, (len(x), *gain.shape)),
         _thetas(theta, x),
-        gemms.seeds_of(seed, gemms.LHS_STREAM, x),
+        seeds_of(seed, LHS_STREAM, x),
         epsilon=norm.epsilon,
         bits=norm.bits,
         block=spec.recipe.lhs_block,
         criterion=spec.recipe.criterion,
-        columns=columns,
+        columns=spec.recipe.drhs.lhs if save else None,
         implementation=spec.implementation,
     )
-    y, rhs = _multiply(spec, operand, w, seed, rows=rows)
+    y, rhs = _multiply(spec, operand, w, seed, save=save)
     normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
     row = jnp.expand_dims(gain, range(x.ndim - 1))
     saved = SavedNorm(normalized, rstd, row)
@@ -128,9 +133,9 @@ def _multiply(
     w: jax.Array,
     seed: jax.Array,
     *,
-    rows: Rounding | None,
+    save: bool,
 ) -> tuple[jax.Array, Layouts]:
-    rhs = gemms.quantize_rhs(spec, w, seed, rows=rows)
+    rhs = quantize_rhs(spec, w, seed, save=save)
     lhs = Layouts(operand.main, operand.columns)
     return gemms.forward(spec, lhs, operand.residual, rhs), rhs
 
@@ -155,9 +160,8 @@ def _norm_matmul_fwd(
     theta: jax.Array,
     seed: jax.Array,
 ) -> tuple[tuple[jax.Array, Measured], tuple[SavedNorm, _SavedMatmul]]:
-    columns, rows = spec.recipe.drhs.lhs, spec.recipe.dlhs.rhs
     y, measured, saved, operands = _norm_forward(
-        spec, norm, x, gain, w, theta, seed, columns=columns, rows=rows
+        spec, norm, x, gain, w, theta, seed, save=True
     )
     return (y, measured), (saved, _saved_matmul(operands, seed))
 
@@ -169,7 +173,7 @@ def _norm_matmul_bwd(
     cotangents: tuple[jax.Array, Measured],
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     dy, _ = cotangents
-    grad = gemms.quantize_grad(spec, dy, saved[1].seed)
+    grad = quantize_grad(spec, dy, saved[1].seed)
     return (*_norm_backward(spec, norm, *saved, grad), None, None)
 
 
@@ -177,7 +181,8 @@ def _norm_backward(
     spec: Spec, norm: NormSpec, saved: SavedNorm, codes: _SavedMatmul, grad: Layouts
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of x, gain and w."""
-    dy, dw = gemms.backward(spec, codes.lhs, codes.rhs, grad)
+    dy = gemms.grad_of_lhs(spec, codes.rhs, grad)
+    dw = gemms.grad_of_rhs(spec, codes.lhs, grad)
     dx, dgain = nonlinear.norm_bwd(norm, saved, dy.astype(jnp.float32))
     assert dgain is not None
     return dx.astype(spec.lhs_dtype), dgain.reshape(-1), dw
@@ -249,7 +254,6 @@ def _gated_forward(
         )
 
     recipe = specs.up.recipe
-    columns, rows = (recipe.drhs.lhs, recipe.dlhs.rhs) if save else (None, None)
     gate_up, up_measured, saved, up_operands = _norm_forward(
         specs.up,
         specs.norm,
@@ -258,21 +262,20 @@ def _gated_forward(
         w_up,
         thetas[0],
         seeds[0],
-        columns=columns,
-        rows=rows,
+        save=save,
     )
     theta = resolve(thetas[1], gate_up, recipe, specs.down.implementation, layer=layer)
     operand, by_gate, by_up = dispatch.silu_gate_quantize(
         gate_up,
         _thetas(theta, x),
-        gemms.seeds_of(seeds[1], gemms.LHS_STREAM, x),
+        seeds_of(seeds[1], LHS_STREAM, x),
         bits=specs.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
-        columns=columns,
+        columns=recipe.drhs.lhs if save else None,
         implementation=specs.down.implementation,
     )
-    y, rhs = _multiply(specs.down, operand, w_down, seeds[1], rows=rows)
+    y, rhs = _multiply(specs.down, operand, w_down, seeds[1], save=save)
     measured = up_measured, Measured(theta, operand.metric)
     return (y, measured), (saved, by_gate, by_up, [up_operands, (operand, rhs)])
 
@@ -301,13 +304,14 @@ def _gated_mlp_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, None, None]:
     dy, _ = cotangents
     recipe = specs.up.recipe
-    grad = gemms.quantize_grad(specs.down, dy, saved.down.seed)
-    hidden, dw_down = gemms.backward(specs.down, saved.down.lhs, saved.down.rhs, grad)
+    grad = quantize_grad(specs.down, dy, saved.down.seed)
+    hidden = gemms.grad_of_lhs(specs.down, saved.down.rhs, grad)
+    dw_down = gemms.grad_of_rhs(specs.down, saved.down.lhs, grad)
     grad = dispatch.silu_gate_grad_quantize(
         hidden,
         saved.by_gate,
         saved.by_up,
-        gemms.seeds_of(saved.up.seed, gemms.GRAD_STREAM, hidden),
+        seeds_of(saved.up.seed, GRAD_STREAM, hidden),
         bits=specs.norm.bits,
         block=recipe.grad_block,
         rows=recipe.dlhs.lhs,

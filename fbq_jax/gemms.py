@@ -1,15 +1,10 @@
-"""The three GEMMs of a linear layer in INT8, as a ``jax.custom_vjp``.
+"""The three GEMMs of a linear layer, as a ``jax.custom_vjp``.
 
-    Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
+    Y = X . W        dX = dY . W'        dW = X' . dY
 
-with ``Q``, ``R`` and ``S`` nearest codes, nearest codes plus residual, and stochastic
-codes, as the recipe has them (arXiv 2503.08040).  The forward pass leaves two sets of
-codes and scales for the backward pass, X's and W's, and no floats.
-
-Both operands of a GEMM are contiguous along its contraction, as tensor cores take them:
-X is needed by rows for Y and by columns for dW, W by columns for Y and by rows for dX,
-dY by rows for dX and by columns for dW.  One op gives both, unless the backward GEMMs
-have scales of their own (``backward_scales="row"``): then X and W are quantized again.
+each in INT8 or in floats, as the recipe has it.  The forward pass leaves for the
+backward pass what its GEMMs read of X and W: codes and scales, and floats only where a
+GEMM is in floats.
 """
 
 import functools
@@ -18,29 +13,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch
-from fbq_jax.kernels.reference import Layouts, Quantized
-from fbq_jax.kernels.rounding import Rounding, fold
-from fbq_jax.recipe import Recipe
+from fbq_jax.kernels.reference import Block, Layouts, Quantized
+from fbq_jax.operands import Spec, quantize_grad, quantize_lhs, quantize_rhs
+from fbq_jax.qtensor import QTensor
+from fbq_jax.recipe import Gemm
 
-# checkpoint_names of what the forward pass saves for the backward pass.
+# checkpoint_names of the codes that the forward pass saves for the backward pass.
 LHS_NAME = "fbq_lhs"
 RHS_NAME = "fbq_rhs"
-
-# Streams of the noise of one call.
-LHS_STREAM, RHS_STREAM, GRAD_STREAM = range(3)
-
-
-class Spec(NamedTuple):
-    """What is static: the recipe, the dtypes of Y, dX and dW, who computes."""
-
-    recipe: Recipe
-    dtype: Any
-    lhs_dtype: Any
-    rhs_dtype: Any
-    implementation: str | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -62,54 +46,83 @@ def matmul(
       float32 ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]``
       without a criterion).
     """
-    lhs, residual, metric = quantize_lhs(spec, x, theta, seed, columns=None)
-    rhs = quantize_rhs(spec, w, seed, rows=None)
-    return forward(spec, lhs, residual, rhs), metric
+    lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=False)
+    rhs = quantize_rhs(spec, w, seed, save=False)
+    return _output(spec, x, w, lhs, residual, rhs), metric
+
+
+class _Saved(NamedTuple):
+    """X and W as the backward GEMMs read them, and the seed of dY's noise.
+
+    X is codes by columns, or in floats as it lies; or its forward codes, by rows.  W is
+    codes by rows, or in floats as it lies; or its forward codes, by columns.
+    """
+
+    lhs: Quantized | jax.Array
+    rhs: Quantized | jax.Array
+    seed: jax.Array
 
 
 def _matmul_fwd(
     spec: Spec, x: jax.Array, w: jax.Array, theta: jax.Array, seed: jax.Array
-) -> tuple[
-    tuple[jax.Array, jax.Array], tuple[Quantized | None, Quantized | None, jax.Array]
-]:
-    recipe = spec.recipe
-    if recipe.backward_scales == "block":
-        columns, rows = recipe.drhs.lhs, recipe.dlhs.rhs
-        lhs, residual, metric = quantize_lhs(spec, x, theta, seed, columns=columns)
-        rhs = quantize_rhs(spec, w, seed, rows=rows)
-        saved_lhs, saved_rhs = lhs.columns, rhs.rows
-    else:
-        lhs, residual, metric = quantize_lhs(spec, x, theta, seed, columns=None)
-        rhs = quantize_rhs(spec, w, seed, rows=None)
-        saved_lhs = dispatch.quantize_vectors(
-            x,
-            seeds_of(seed, LHS_STREAM, x),
-            rows=None,
-            columns=recipe.drhs.lhs,
-            implementation=spec.implementation,
-        ).columns
-        saved_rhs = dispatch.quantize_vectors(
-            w,
-            seeds_of(seed, RHS_STREAM, w),
-            rows=recipe.dlhs.rhs,
-            columns=None,
-            implementation=spec.implementation,
-        ).rows
-    y = forward(spec, lhs, residual, rhs)
-    saved_lhs = checkpoint_name(saved_lhs, LHS_NAME)
-    saved_rhs = checkpoint_name(saved_rhs, RHS_NAME)
-    return (y, metric), (saved_lhs, saved_rhs, seed)
+) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
+    dlhs, drhs = spec.recipe.dlhs, spec.recipe.drhs
+    lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=True)
+    rhs = quantize_rhs(spec, w, seed, save=True)
+    y = _output(spec, x, w, lhs, residual, rhs)
+    saved_lhs = _to_save(drhs, x, lhs.rows, lhs.columns, LHS_NAME)
+    saved_rhs = _to_save(dlhs, w, rhs.columns, rhs.rows, RHS_NAME)
+    return (y, metric), _Saved(saved_lhs, saved_rhs, seed)
+
+
+def _output(
+    spec: Spec,
+    x: jax.Array,
+    w: jax.Array,
+    lhs: Layouts,
+    residual: Quantized | None,
+    rhs: Layouts,
+) -> jax.Array:
+    """Y, in INT8 or in floats."""
+    if spec.recipe.fwd.in_floats:
+        return _float_product(x, w, spec.dtype)
+    return forward(spec, lhs, residual, rhs)
+
+
+def _to_save(
+    gemm: Gemm,
+    floats: jax.Array,
+    forward_codes: Quantized | None,
+    codes: Quantized | None,
+    name: str,
+) -> Quantized | jax.Array:
+    """What a backward GEMM reads of X or W.
+
+    Floats have no name for a checkpoint policy: ``save_codes`` saves none.
+    """
+    if gemm.in_floats and gemm.keeps == "floats":
+        return floats
+    saved = forward_codes if gemm.in_floats else codes
+    assert saved is not None
+    return checkpoint_name(saved, name)
 
 
 def _matmul_bwd(
-    spec: Spec,
-    saved: tuple[Quantized, Quantized, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array],
+    spec: Spec, saved: _Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None, None]:
     lhs, rhs, seed = saved
     dy, _ = cotangents
     grad = quantize_grad(spec, dy, seed)
-    dx, dw = backward(spec, lhs, rhs, grad)
+    if spec.recipe.dlhs.in_floats:
+        dx = _float_product(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
+    else:
+        assert isinstance(rhs, Quantized)
+        dx = grad_of_lhs(spec, rhs, grad)
+    if spec.recipe.drhs.in_floats:
+        dw = _float_product(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
+    else:
+        assert isinstance(lhs, Quantized)
+        dw = grad_of_rhs(spec, lhs, grad)
     return dx, dw, None, None
 
 
@@ -122,116 +135,86 @@ def forward(
     """Y, of X by rows and W by columns."""
     assert lhs.rows is not None
     assert rhs.columns is not None
-    return dispatch.matmul(
-        lhs.rows,
-        residual,
-        rhs.columns,
-        blocks=spec.recipe.sides,
-        dtype=spec.dtype,
-        implementation=spec.implementation,
-    )
+    gemm, sides = spec.recipe.fwd, spec.recipe.sides
+    return _product(spec, gemm, sides, lhs.rows, residual, rhs.columns, spec.dtype)
 
 
-def quantize_lhs(
-    spec: Spec,
-    x: jax.Array,
-    theta: jax.Array,
-    seed: jax.Array,
-    *,
-    columns: Rounding | None,
-) -> tuple[Layouts, Quantized | None, jax.Array]:
-    """X by rows and, where asked for, by columns; its residual; its blocks' metric."""
-    recipe, seeds = spec.recipe, seeds_of(seed, LHS_STREAM, x)
-    if recipe.criterion is None:
-        lhs = dispatch.quantize(
-            x,
-            seeds,
-            block=recipe.lhs_block,
-            rows=recipe.fwd.lhs,
-            columns=columns,
-            implementation=spec.implementation,
-        )
-        return lhs, None, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-    main, residual, metric, transposed = dispatch.quantize_fallback(
-        x,
-        jnp.broadcast_to(theta, x.shape[:1]),
-        seeds,
-        block=recipe.lhs_block,
-        criterion=recipe.criterion,
-        columns=columns,
-        implementation=spec.implementation,
-    )
-    return Layouts(main, transposed), residual, metric
-
-
-def quantize_rhs(
-    spec: Spec, w: jax.Array, seed: jax.Array, *, rows: Rounding | None
-) -> Layouts:
-    """W by columns and, where asked for, by rows."""
-    return dispatch.quantize(
-        w,
-        seeds_of(seed, RHS_STREAM, w),
-        block=spec.recipe.rhs_block,
-        rows=rows,
-        columns=spec.recipe.fwd.rhs,
-        implementation=spec.implementation,
-    )
-
-
-def seeds_of(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
-    """One seed, uint32 ``[B]``, for each matrix of the stack ``x [B, ...]``."""
-    index = jnp.arange(x.shape[0], dtype=jnp.uint32)
-    return fold(fold(seed, stream), index)
-
-
-def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
-    """The codes of dY, by rows and by columns."""
-    recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
-    if recipe.backward_scales == "block":
-        return dispatch.quantize(
-            dy,
-            seeds,
-            block=recipe.grad_block,
-            rows=recipe.dlhs.lhs,
-            columns=recipe.drhs.rhs,
-            implementation=spec.implementation,
-        )
-    return dispatch.quantize_vectors(
-        dy,
-        seeds,
-        rows=recipe.dlhs.lhs,
-        columns=recipe.drhs.rhs,
-        implementation=spec.implementation,
-    )
-
-
-def backward(
-    spec: Spec, lhs: Quantized, rhs: Quantized, grad: Layouts
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients dX and dW, of X by columns, W by rows and dY."""
+def grad_of_lhs(spec: Spec, rhs: Quantized, grad: Layouts) -> jax.Array:
+    """The gradient dX, of W and dY by rows."""
     assert grad.rows is not None
+    m, k, n = spec.recipe.sides
+    gemm, sides = spec.recipe.dlhs, (m, n, k)
+    return _product(spec, gemm, sides, grad.rows, None, rhs, spec.lhs_dtype)
+
+
+def grad_of_rhs(spec: Spec, lhs: Quantized, grad: Layouts) -> jax.Array:
+    """The gradient dW, of X and dY by columns, in shards if the recipe has them."""
     assert grad.columns is not None
-    if spec.recipe.backward_scales == "block":
-        m, k, n = spec.recipe.sides
-        dlhs_blocks, drhs_blocks = (m, n, k), (k, m, n)
-    else:
-        *rows_axes, columns = (max(1, size) for size in grad.rows.codes.shape[1:])
-        rows = math.prod(rows_axes)
-        dlhs_blocks, drhs_blocks = (1, columns, 1), (1, rows, 1)
-    dx = dispatch.matmul(
-        grad.rows,
-        None,
-        rhs,
-        blocks=dlhs_blocks,
-        dtype=spec.lhs_dtype,
-        implementation=spec.implementation,
+    m, k, n = spec.recipe.sides
+    gemm, sides = spec.recipe.drhs, (k, m, n)
+    if gemm.shards == 1:
+        return _product(spec, gemm, sides, lhs, None, grad.columns, spec.rhs_dtype)
+    # One after the other: at once they would take the bytes of as many dW in float32.
+    shards = jax.tree.map(
+        lambda x: x.reshape(len(x) // gemm.shards, gemm.shards, *x.shape[1:]),
+        (lhs, grad.columns),
     )
-    dw = dispatch.matmul(
+    dw = jnp.float32(0.0)
+    for i in range(gemm.shards):
+        lhs, rhs = jax.tree.map(lambda x, i=i: x[:, i], shards)
+        dw += _product(spec, gemm, sides, lhs, None, rhs, jnp.float32)
+    return dw.astype(spec.rhs_dtype)
+
+
+def _product(
+    spec: Spec,
+    gemm: Gemm,
+    sides: tuple[int, int, int],
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    dtype: Any,
+) -> jax.Array:
+    """A product in INT8, of blocks with these sides if the GEMM has block scales."""
+    contraction = max(1, math.prod(rhs.codes.shape[2:]))
+    return dispatch.matmul(
         lhs,
-        None,
-        grad.columns,
-        blocks=drhs_blocks,
-        dtype=spec.rhs_dtype,
+        residual,
+        rhs,
+        blocks=sides if gemm.in_blocks else (1, contraction, 1),
+        dtype=dtype,
         implementation=spec.implementation,
     )
-    return dx, dw
+
+
+def _float_product(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
+    """``[B, M, K]`` times ``[B, K, N]`` in their own floats, rounded once."""
+    common = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
+    return lax.dot_general(
+        lhs.astype(common),
+        rhs.astype(common),
+        (((2,), (1,)), ((0,), (0,))),
+        preferred_element_type=jnp.float32,
+    ).astype(dtype)
+
+
+def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
+    """X' in floats, of what was saved for a product in floats."""
+    if isinstance(lhs, Quantized):
+        lhs = _dequantized(spec, lhs, spec.recipe.lhs_block, spec.lhs_dtype)
+    return lhs.mT
+
+
+def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
+    """W' in floats, likewise."""
+    if isinstance(rhs, Quantized):
+        k, n = spec.recipe.rhs_block
+        return _dequantized(spec, rhs, (n, k), spec.rhs_dtype)
+    return rhs.mT
+
+
+def _dequantized(spec: Spec, x: Quantized, block: Block, dtype: Any) -> jax.Array:
+    """The values of the forward GEMM's codes; ``block`` is that of block scales."""
+    row = 1, max(1, x.codes.shape[2])
+    of_codes = block if spec.recipe.fwd.in_blocks else row
+    return QTensor(x, None, of_codes).dequantize(dtype)

@@ -8,7 +8,7 @@ model, and no two layers share a slot.
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,9 @@ from flax.linen import module as flax_module
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import threshold
-from fbq_jax.dot_general import DimensionNumbers, dot_general, stateful_dot_general
+from fbq_jax.dot_general import dot_general, stateful_dot_general
+from fbq_jax.matrices import DimensionNumbers
+from fbq_jax.ragged import ragged_dot, stateful_ragged_dot
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 from fbq_jax.stats import SLOT
@@ -77,7 +79,7 @@ class FallbackDot:
         out_sharding: Any = None,
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
-        module = _calling_module()
+        module = calling_module()
         if module is None:
             return dot_general(
                 lhs,
@@ -104,6 +106,42 @@ class FallbackDot:
         )
         return self.move(module, slot, new, out)
 
+    def ragged_dot(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, with state as for a call.
+
+        ``fbq_jax.ragged_dot`` says what it takes; there is no GPU kernel for it.
+        """
+        module = calling_module()
+        if module is None:
+            return ragged_dot(
+                lhs,
+                rhs,
+                group_sizes,
+                precision,
+                preferred_element_type,
+                recipe=self.recipe,
+                implementation=self.implementation,
+            )[0]
+        slot = self.slot(module)
+        out, new = stateful_ragged_dot(
+            dict(slot.value),
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            preferred_element_type,
+            recipe=self.recipe,
+            implementation=self.implementation,
+        )
+        return self.move(module, slot, new, out)
+
     def move(
         self, module: nn.Module, slot: Variable, new: threshold.State, out: jax.Array
     ) -> jax.Array:
@@ -120,21 +158,8 @@ class FallbackDot:
         return out
 
     def slot(self, module: nn.Module) -> Variable:
-        """The variable of this call: a module that calls twice has two."""
-        scope, collection = module.scope, self.collection
-        assert scope is not None
-        names = (f"{SLOT}_{i}" if i else SLOT for i in itertools.count())
-        name = next(n for n in names if not scope.name_reserved(n, collection))
-        if not scope.is_mutable_collection(collection) and not scope.has_variable(
-            collection, name
-        ):
-            raise ValueError(
-                f"layer {'/'.join(module.path) or '(root)'!r} has no state {name!r} in "
-                f"the collection {collection!r}: pass apply what init returned in it ("
-                f"{{'params': ..., {collection!r}: ...}}), or start a new "
-                f"one with mutable=[{collection!r}]"
-            )
-        return scope.variable(collection, name, self._start, scope, name)
+        """The variable of this call (``find_slot``)."""
+        return find_slot(module, self.collection, self._start)
 
     def _start(self, scope: Scope, name: str) -> threshold.State:
         seed = jnp.uint32(zlib.crc32("/".join((*scope.path, name)).encode()))
@@ -152,7 +177,36 @@ class FallbackDot:
 fallback_dot = FallbackDot()
 
 
-def _calling_module() -> nn.Module | None:
+def find_slot(
+    module: nn.Module, collection: str, start: Callable[[Scope, str], Any]
+) -> Variable:
+    """The variable of this call in a collection: a module that calls twice has two.
+
+    Args:
+      module: the one that calls.
+      collection: the variable's.
+      start: makes its first value, of the scope and the name that it will have.
+
+    Raises:
+      ValueError: there is none, and the collection is not mutable.
+    """
+    scope = module.scope
+    assert scope is not None
+    names = (f"{SLOT}_{i}" if i else SLOT for i in itertools.count())
+    name = next(n for n in names if not scope.name_reserved(n, collection))
+    if not scope.is_mutable_collection(collection) and not scope.has_variable(
+        collection, name
+    ):
+        raise ValueError(
+            f"layer {'/'.join(module.path) or '(root)'!r} has no state {name!r} in "
+            f"the collection {collection!r}: pass apply what init returned in it ("
+            f"{{'params': ..., {collection!r}: ...}}), or start a new "
+            f"one with mutable=[{collection!r}]"
+        )
+    return scope.variable(collection, name, start, scope, name)
+
+
+def calling_module() -> nn.Module | None:
     """The Linen module whose method is running, if any."""
     return flax_module._context.module_stack[-1]
 

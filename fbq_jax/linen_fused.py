@@ -10,10 +10,11 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import fused, gemms, threshold
-from fbq_jax.dot_general import output_of, row_axes
+from fbq_jax.dot_general import row_axes
 from fbq_jax.explicit import automatic
 from fbq_jax.kernels import producers
 from fbq_jax.linen import FallbackDot, fallback_dot
+from fbq_jax.matrices import output_of
 from fbq_jax.nonlinear import NormSpec
 from fbq_jax.recipe import Recipe
 
@@ -32,27 +33,35 @@ class _Scale(nn.Module):
 
 
 class _Kernel(nn.Module):
-    """The parameter of ``nn.Dense`` and the state of its dot, under their names."""
+    """The parameters of ``nn.Dense`` and the state of its dot, under their names."""
 
     param_dtype: Any
     kernel_init: Initializer
     dot_general: FallbackDot
+    use_bias: bool = False
 
     @nn.compact
-    def __call__(self, size: int, *features: int) -> tuple[jax.Array, Variable]:
+    def __call__(
+        self, size: int, *features: int
+    ) -> tuple[jax.Array, jax.Array | None, Variable]:
         def init(key: jax.Array) -> jax.Array:
             shape = size, math.prod(features)
             kernel = self.kernel_init(key, shape, self.param_dtype)
             return kernel.reshape(size, *features)
 
-        return self.param("kernel", init), self.dot_general.slot(self)
+        kernel, bias = self.param("kernel", init), None
+        if self.use_bias:
+            zeros = nn.initializers.zeros
+            bias = self.param("bias", zeros, features, self.param_dtype)
+        return kernel, bias, self.dot_general.slot(self)
 
 
 class NormDense(nn.Module):
-    """``RMSNorm`` and ``nn.Dense`` without bias, fused.
+    """``RMSNorm`` and ``nn.Dense``, fused.
 
     Attributes:
       features: N, of the output.
+      use_bias: whether a bias is added; not, unlike ``nn.Dense``, by default.
       epsilon: added to the mean square.
       bits: of each value that the norm saves for the backward pass, 4 to 12.
       dtype: of the computation and the output; None takes that of the input.
@@ -67,6 +76,7 @@ class NormDense(nn.Module):
     """
 
     features: int
+    use_bias: bool = False
     epsilon: float = 1e-6
     bits: int = 10
     dtype: Any = None
@@ -80,8 +90,10 @@ class NormDense(nn.Module):
         dtype, dot = self.dtype or x.dtype, self.dot_general
         _check(dot)
         gain = _Scale(self.param_dtype, name="norm")(x.shape[-1])
-        kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name="dense")
-        kernel, slot = kernel_of(x.shape[-1], self.features)
+        kernel_of = _Kernel(
+            self.param_dtype, self.kernel_init, dot, self.use_bias, name="dense"
+        )
+        kernel, bias, slot = kernel_of(x.shape[-1], self.features)
         state = threshold.clean(slot.value)
         operands = x.astype(dtype), kernel.astype(dtype)
         contract_last = ((x.ndim - 1,), (0,)), ((), ())
@@ -107,7 +119,8 @@ class NormDense(nn.Module):
             threshold.call_seed(state),
         )
         new = threshold.update(state, measured.metric, measured.theta, dot.recipe)
-        return dot.move(self, slot, new, y)
+        y = dot.move(self, slot, new, y)
+        return y if bias is None else y + bias.astype(dtype)
 
 
 class GatedMLP(nn.Module):
@@ -150,7 +163,7 @@ class GatedMLP(nn.Module):
         shapes = {"gate_up": (size, 2, self.hidden), "down": (self.hidden, size)}
         for name, shape in shapes.items():
             kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name=name)
-            kernel, slot = kernel_of(*shape)
+            kernel, _, slot = kernel_of(*shape)
             kernels.append(kernel.astype(dtype))
             slots.append(slot)
             states.append(threshold.clean(slot.value))
@@ -193,8 +206,10 @@ def _as_rows(x: jax.Array, recipe: Recipe) -> jax.Array:
 
 
 def _check(dot: FallbackDot) -> None:
+    if not isinstance(dot, FallbackDot):
+        raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused.fuses(dot.recipe):
         raise ValueError(
-            "a fused layer takes a recipe with backward_scales='block' and nearest "
-            f"rounding in fwd.lhs; got {dot.recipe}"
+            "a fused layer takes a recipe with block scales in all three GEMMs and "
+            f"nearest rounding in fwd.lhs; got {dot.recipe}"
         )

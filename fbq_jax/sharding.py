@@ -70,7 +70,9 @@ def _local(
             shape = operands[0].shape
             placed["origin"] = _origin(shards, shape, _NOISE_COLUMNS[op](shape[-1]))
         if op == "quantize_vectors":
-            placed["join"] = Join(_join(shards.names("j")), _join(shards.names("gi")))
+            rows, columns = ("gij",) * 2 if options["per_tensor"] else ("j", "gi")
+            joins = (_join(shards.names(letters)) for letters in (rows, columns))
+            placed["join"] = Join(*joins)
         if op == "matmul":
             lhs, _, rhs = matrices
             if axes_module.one_scale_a_row(rhs, options["blocks"]):

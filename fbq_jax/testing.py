@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax.dot_general import DimensionNumbers, dot_general
+from fbq_jax.dot_general import dot_general
+from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.recipe import Recipe
 from fbq_jax.recipes import fallback
 

@@ -70,31 +70,59 @@ def call_seed(state: State) -> jax.Array:
     return rounding.fold(state["seed"], state["count"])
 
 
-def quantile(metric: jax.Array, recipe: Recipe) -> jax.Array:
+def quantile(
+    metric: jax.Array, recipe: Recipe, blocks: jax.Array | None = None
+) -> jax.Array:
     """The theta, float32 ``[]``, that puts the rate in the middle of the target range.
 
     It is one of the blocks' own metrics: as many blocks exceed it as come nearest to
     that rate.  ``UNSET`` if that is 0 (zeros tell nothing of the batches to come), if
     there is no block, or if any block holds a NaN or an Inf.
+
+    Args:
+      metric: the metric of each block, float32 of any shape.
+      recipe: gives the range.
+      blocks: their number, int32 ``[]``, where metric has zeros beside them for blocks
+        that are not there.
     """
     unset = jnp.asarray(UNSET, jnp.float32)
-    blocks = metric.size
-    if not blocks:
+    if not metric.size:
         return unset
     low, high = recipe.target_rate
-    above = min(round((low + high) / 2 * blocks), blocks - 1)
-    theta = jnp.sort(metric.reshape(-1))[blocks - 1 - above]
+    above: int | jax.Array
+    if blocks is None:
+        above = min(round((low + high) / 2 * metric.size), metric.size - 1)
+    else:
+        above = jnp.round((low + high) / 2 * blocks.astype(jnp.float32))
+        above = above.astype(jnp.int32)
+        above = jnp.clip(above, 0, blocks - 1)
+    theta = jnp.sort(metric.reshape(-1))[metric.size - 1 - above]
     return jnp.where(jnp.all(jnp.isfinite(metric)) & (theta > 0.0), theta, unset)
 
 
-def observe(metric: jax.Array, theta: jax.Array) -> jax.Array:
-    """The fallback rate, float32 ``[]``: the share of blocks above theta."""
+def observe(
+    metric: jax.Array, theta: jax.Array, blocks: jax.Array | None = None
+) -> jax.Array:
+    """The fallback rate, float32 ``[]``: the share of blocks above theta.
+
+    ``blocks`` is as for ``quantile``.
+    """
     if not metric.size:
         return jnp.zeros((), jnp.float32)
-    return jnp.mean(metric > jnp.maximum(theta, 0.0), dtype=jnp.float32)
+    above = metric > jnp.maximum(theta, 0.0)
+    if blocks is None:
+        return jnp.mean(above, dtype=jnp.float32)
+    total = jnp.maximum(blocks, 1).astype(jnp.float32)
+    return jnp.sum(above, dtype=jnp.float32) / total
 
 
-def update(state: State, metric: jax.Array, theta: jax.Array, recipe: Recipe) -> State:
+def update(
+    state: State,
+    metric: jax.Array,
+    theta: jax.Array,
+    recipe: Recipe,
+    blocks: jax.Array | None = None,
+) -> State:
     """The state after a training forward.
 
     Args:
@@ -103,12 +131,13 @@ def update(state: State, metric: jax.Array, theta: jax.Array, recipe: Recipe) ->
       theta: the threshold that was used, float32 ``[]``: ``state["theta"]``, or the
         quantile of ``metric`` where that was unset.
       recipe: gives the target range and alpha.
+      blocks: as for ``quantile``.
     """
-    rate = observe(metric, theta)
+    rate = observe(metric, theta, blocks)
     low, high = recipe.target_rate
 
     def move() -> jax.Array:
-        target = quantile(metric, recipe)
+        target = quantile(metric, recipe, blocks)
         bounded = jnp.clip(target, theta / recipe.alpha, theta * recipe.alpha)
         return jnp.where((target > 0.0) & (theta > 0.0), bounded, theta)
 

@@ -118,13 +118,15 @@ def quantize_vectors(
     *,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    bound: float = 127.0,
+    per_tensor: bool = False,
     origin: rounding.Origin | None = None,
     join: Join = SEPARATE,
 ) -> Layouts:
     """Quantizes vector-wise: one scale a row by rows, one a column by columns.
 
     So that a GEMM has no scale inside its contraction.  The two layouts hold different
-    codes, with the same noise.
+    codes, with the same noise, unless all of a matrix shares one scale.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
@@ -132,13 +134,22 @@ def quantize_vectors(
       rows: the rounding of the codes by rows, ``[B, R, C]`` with scales ``[B, R, 1]``;
         None for no such codes.
       columns: likewise, by columns, ``[B, C, R]`` with scales ``[B, C, 1]``.
+      bound: what ``amax`` is scaled to: 127, the last code, or 127.5, the edge of what
+        rounds to it.  ``v`` is clipped to the last code all the same.
+      per_tensor: whether the scales of a matrix are all that of its own ``amax``.
       origin: where the matrices lie in larger ones, which the noise is that of.
       join: makes their maxima those of the larger ones.
     """
-    row, column = (1, max(1, x.shape[2])), (max(1, x.shape[1]), 1)
+    _, height, width = x.shape
+    row, column = (1, max(1, width)), (max(1, height), 1)
+    if per_tensor:
+        row = column = (max(1, height), max(1, width))
+    layouts = functools.partial(_layouts, x, seeds, origin=origin, bound=bound)
+    by_rows = layouts(row, rows, None, join=join.rows).rows
+    by_columns = layouts(column, None, columns, join=join.columns).columns
     return Layouts(
-        _layouts(x, seeds, row, rows, None, origin, join.rows).rows,
-        _layouts(x, seeds, column, None, columns, origin, join.columns).columns,
+        by_rows and _one_scale_a_row(by_rows),
+        by_columns and _one_scale_a_row(by_columns),
     )
 
 
@@ -312,6 +323,7 @@ def _layouts(
     columns: rounding.Rounding | None,
     origin: rounding.Origin | None,
     join: Callable[[jax.Array], jax.Array] = _identity,
+    bound: float = 127.0,
 ) -> Layouts:
     tiles = _to_tiles(x.astype(jnp.float32), block)
 
@@ -322,13 +334,19 @@ def _layouts(
                 rounding.noise, rows=x.shape[1], columns=x.shape[2], origin=origin
             )
             noise = _to_tiles(jax.vmap(draw)(seeds), block)
-        codes, scales = _quantize_tiles(tiles, noise, join)
+        codes, scales = _quantize_tiles(tiles, noise, join, bound)
         return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
 
     return Layouts(
         None if rows is None else layout(rows),
         None if columns is None else _mT(layout(columns)),
     )
+
+
+def _one_scale_a_row(x: Quantized) -> Quantized:
+    """With the scale of a matrix, or else its rows' own, written for each row."""
+    shape = (*x.codes.shape[:2], x.scales.shape[2])
+    return Quantized(x.codes, jnp.broadcast_to(x.scales, shape))
 
 
 def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
@@ -339,9 +357,10 @@ def _quantize_tiles(
     tiles: jax.Array,
     noise: jax.Array | None,
     join: Callable[[jax.Array], jax.Array] = _identity,
+    bound: float = 127.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    scale, inverse = scale_and_inverse(join(find_amax(tiles, (2, 4))))
+    scale, inverse = scale_and_inverse(join(find_amax(tiles, (2, 4))), bound)
     inverse = _spread(inverse)
     v = jnp.clip(tiles * inverse, -127.0, 127.0)
     v = jnp.where(inverse > 0.0, v, 0.0)

@@ -36,20 +36,24 @@ def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     """``a / b`` of positive float32, correctly rounded; all three normal.
 
     XLA turns a division by a constant into a product, and on NVIDIA GPUs a quotient of
-    its own is off by up to 2 ulp.  This is long division of the mantissas in integers:
-    31 bits and, in the last of them, whether anything is left.
+    its own is off by up to 2 ulp.  So the quotient of the mantissas, an integer of 24
+    bits, is estimated twice, the second time from the remainder that the first leaves;
+    both products are exact modulo 2**32.  (A quotient of two floats is never halfway
+    between two others.)
     """
-    a_bits = lax.bitcast_convert_type(a, jnp.uint32)
-    b_bits = lax.bitcast_convert_type(b, jnp.uint32)
-    hidden, mask = jnp.uint32(1 << 23), jnp.uint32((1 << 23) - 1)
-    remainder, divisor = a_bits & mask | hidden, b_bits & mask | hidden
-    quotient = remainder // divisor
-    remainder %= divisor
-    for digit in (8, 8, 8, 6):
-        remainder <<= digit
-        quotient = quotient << digit | remainder // divisor
-        remainder %= divisor
-    quotient |= (remainder > 0).astype(jnp.uint32)
-    exponent = (a_bits >> 23) - (b_bits >> 23) + jnp.uint32(127)
+    a_bits = lax.bitcast_convert_type(a, jnp.int32)
+    b_bits = lax.bitcast_convert_type(b, jnp.int32)
+    hidden, mask = jnp.int32(1 << 23), jnp.int32((1 << 23) - 1)
+    dividend, divisor = a_bits & mask | hidden, b_bits & mask | hidden
+    short = (dividend < divisor).astype(jnp.int32)  # the quotient's leading digit is 0
+    wide_divisor = divisor.astype(jnp.float32)
+    estimate = dividend.astype(jnp.float32) / wide_divisor * 2.0**23
+    quotient = estimate.astype(jnp.int32) << short
+    remainder = (dividend << (short + 23)) - quotient * divisor
+    more = jnp.round(remainder.astype(jnp.float32) / wide_divisor).astype(jnp.int32)
+    remainder -= more * divisor
+    up, down = 2 * remainder > divisor, 2 * remainder < -divisor
+    quotient += more + up.astype(jnp.int32) - down.astype(jnp.int32)
+    exponent = (a_bits >> 23) - (b_bits >> 23) - short + 127
     power = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    return quotient.astype(jnp.float32) * 2.0**-30 * power
+    return quotient.astype(jnp.float32) * 2.0**-23 * power

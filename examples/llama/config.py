@@ -12,10 +12,10 @@ import jax
 
 from examples.llama.mesh import PARSER
 from examples.llama.model import REMAT
-from fbq_jax import nonlinear, recipes
+from fbq_jax import Recipe, nonlinear, recipes
 
 # None multiplies with jax.lax.dot_general, in bfloat16.
-RECIPES = {"bf16": None, "block": recipes.block, "fallback": recipes.fallback}
+RECIPES: dict[str, Recipe | None] = {"bf16": None} | recipes.NAMED
 
 # What the norms and gates of a quantized model keep of a value.
 SAVED_BITS = 10

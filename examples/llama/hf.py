@@ -193,13 +193,12 @@ def _tensors(
     """
     kv_heads, dim = config.num_kv_heads, config.head_dim
     q = config.num_heads // kv_heads * dim
-    hidden, turns = config.hidden_size, config.gate_turns
-    mlp = config.intermediate_size
+    hidden, mlp = config.hidden_size, config.intermediate_size
     attention, layer = "layers/attention", "model.layers.{}"
     joined: dict[str, tuple[int, dict[str, int]]] = {
         "embed/embedding": (1, {_TABLE: hidden}),
-        "layers/attention_norm/scale": (1, {f"{layer}.input_layernorm.weight": hidden}),
-        f"{attention}/qkv/kernel": (
+        f"{attention}/qkv/norm/scale": (1, {f"{layer}.input_layernorm.weight": hidden}),
+        f"{attention}/qkv/dense/kernel": (
             kv_heads,
             {
                 f"{layer}.self_attn.q_proj.weight": q,
@@ -208,22 +207,22 @@ def _tensors(
             },
         ),
         f"{attention}/out/kernel": (1, {f"{layer}.self_attn.o_proj.weight": hidden}),
-        "layers/mlp_norm/scale": (
+        "layers/mlp/norm/scale": (
             1,
             {f"{layer}.post_attention_layernorm.weight": hidden},
         ),
         "layers/mlp/gate_up/kernel": (
-            turns,
+            1,
             {
-                f"{layer}.mlp.gate_proj.weight": mlp // turns,
-                f"{layer}.mlp.up_proj.weight": mlp // turns,
+                f"{layer}.mlp.gate_proj.weight": mlp,
+                f"{layer}.mlp.up_proj.weight": mlp,
             },
         ),
         "layers/mlp/down/kernel": (1, {f"{layer}.mlp.down_proj.weight": hidden}),
         "norm/scale": (1, {"model.norm.weight": hidden}),
     }
     if config.qkv_bias:
-        joined[f"{attention}/qkv/bias"] = (
+        joined[f"{attention}/qkv/dense/bias"] = (
             kv_heads,
             {
                 f"{layer}.self_attn.q_proj.bias": q,
@@ -236,6 +235,8 @@ def _tensors(
 
     for path, (turns, widths) in joined.items():
         stack = flat[path] if path.startswith("layers/") else flat[path][None]
+        if path.endswith("kernel"):
+            stack = stack.reshape(*stack.shape[:2], -1)  # gate and up have axes
         stack = stack.reshape(*stack.shape[:-1], turns, sum(widths.values()))
         start = 0
         for name, width in widths.items():

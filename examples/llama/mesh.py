@@ -26,12 +26,12 @@ AXES = ("data", "fsdp", "tensor")
 
 # What the axes of parameters are, by the end of the parameter's path; the layers of
 # `nn.scan` come before them. Other parameters are small and whole on each device.
-PARAMETERS = {
+PARAMETERS: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("embed", "embedding"): ("vocab", "embed"),
-    ("qkv", "kernel"): ("embed", "heads"),
-    ("qkv", "bias"): ("heads",),
+    ("dense", "kernel"): ("embed", "heads"),
+    ("dense", "bias"): ("heads",),
     ("out", "kernel"): ("heads", "embed"),
-    ("gate_up", "kernel"): ("embed", "mlp"),
+    ("gate_up", "kernel"): ("embed", None, "mlp"),
     ("down", "kernel"): ("mlp", "embed"),
     ("lm_head", "kernel"): ("embed", "vocab"),
 }

@@ -149,10 +149,11 @@ def write_comparison(runs: list[Path], path: Path) -> None:
 def compare(runs: list[Path]) -> str:
     """A table of finished runs' final losses and how far each is from the first's."""
     summaries = [summarize(read(out / "metrics.jsonl")) for out in runs]
-    first = summaries[0]
-    lines = [f"{'':12}{'training loss':^20}{'validation loss':^20}{'tokens/s':>12}"]
+    first, names = summaries[0], max(12, *(len(out.name) + 2 for out in runs))
+    head = f"{'training loss':^20}{'validation loss':^20}{'tokens/s':>12}"
+    lines = [" " * names + head]
     lines += [
-        f"{out.name:12}"
+        f"{out.name:{names}}"
         f"{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
         f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
         f"{run.tokens_per_s:12,.0f}"

@@ -1,7 +1,6 @@
 """Llama in Flax Linen, the architecture of Llama 2, Llama 3 and Qwen2.
 
-Every matrix product of a layer is a plain ``nn.Dense``, so one argument,
-``dot_general``, decides how all of them multiply:
+One argument, ``dot_general``, decides how all projections of a layer multiply:
 
 >>> import jax, jax.numpy as jnp
 >>> config = LlamaConfig(
@@ -15,15 +14,13 @@ Every matrix product of a layer is a plain ``nn.Dense``, so one argument,
 (1, 8, 64)
 
 Q, K and V are one projection, and so are gate and up: their common input is then
-quantized once. Their columns are in an order in which a part of them, on one of several
-devices, is a model with fewer heads and a narrower MLP: by head of keys and values, its
-queries, its key and its value; and by 128 channels, the gate's and up's in turns.
+quantized once, where the norm before them computes it (`projections.py`). The columns
+of Q, K and V are in an order in which a part of them, on one of several devices, is a
+model with fewer heads: by head of keys and values, its queries, its key and its value.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -34,10 +31,15 @@ import numpy as np
 import fbq_jax
 from examples.llama import attention
 from examples.llama.mesh import constrain
+from examples.llama.projections import (
+    INITIALIZER,
+    DotGeneral,
+    dense,
+    gated_mlp,
+    norm,
+    norm_dense,
+)
 from fbq_jax import nonlinear
-
-DotGeneral = Callable[..., jax.Array]
-INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 # What the backward pass finds of a layer; see `LlamaConfig.remat`.
 REMAT = ("none", "codes", "full")
@@ -166,11 +168,6 @@ class LlamaConfig:
                 f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
             )
 
-    @property
-    def gate_turns(self) -> int:
-        """How often gate and up take turns in their projection's columns."""
-        return self.intermediate_size // 128 if self.intermediate_size % 128 == 0 else 1
-
 
 def _check_positive(config: object, *names: str, whole: bool = False) -> None:
     accepted = int if whole else (int, float)
@@ -217,37 +214,8 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def _dense(
-    config: LlamaConfig, dot_general: DotGeneral | None = None
-) -> Callable[..., nn.Dense]:
-    return functools.partial(
-        nn.Dense,
-        use_bias=False,
-        dtype=config.dtype,
-        kernel_init=INITIALIZER,
-        dot_general=dot_general,
-    )
-
-
-def _norm(config: LlamaConfig, name: str, x: jax.Array) -> jax.Array:
-    norm: nn.Module
-    if config.saved_bits is None:
-        norm = nn.RMSNorm(epsilon=config.norm_eps, name=name)
-    else:
-        norm = fbq_jax.RMSNorm(
-            epsilon=config.norm_eps, bits=config.saved_bits, name=name
-        )
-    return norm(x.astype(jnp.float32)).astype(config.dtype)
-
-
-def _gate(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    if config.saved_bits is None:
-        return nn.silu(gate) * up
-    return nonlinear.silu_gate(gate, up, bits=config.saved_bits)
-
-
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """RMSNorm and causal grouped-query attention with rotary positions."""
 
     config: LlamaConfig
     dot_general: DotGeneral | None = None
@@ -256,35 +224,17 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
         config = self.config
-        dense = _dense(config, self.dot_general)
         queries = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, queries + 2, config.head_dim
-        qkv = dense(math.prod(heads), use_bias=config.qkv_bias, name="qkv")(x)
+        width, bias = math.prod(heads), config.qkv_bias
+        project = norm_dense(config, self.dot_general, width, use_bias=bias, name="qkv")
+        qkv = project(x)
         qkv = qkv.reshape(*x.shape[:2], *heads)
         q = qkv[..., :queries, :].reshape(*x.shape[:2], -1, config.head_dim)
         k, v = qkv[..., queries, :], qkv[..., queries + 1, :]
         q, k = rotate(q, tables), rotate(k, tables)
-        return dense(config.hidden_size, name="out")(attention.attend(q, k, v))
-
-
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    config: LlamaConfig
-    dot_general: DotGeneral | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
-        config = self.config
-        dense = _dense(config, self.dot_general)
-        gate_up = dense(2 * config.intermediate_size, name="gate_up")(x)
-        gate_up = gate_up.reshape(*x.shape[:2], config.gate_turns, 2, -1)
-        gate, up = (
-            gate_up[..., i, :].reshape(*x.shape[:2], config.intermediate_size)
-            for i in range(2)
-        )
-        return dense(config.hidden_size, name="down")(_gate(config, gate, up))
+        out = dense(config, self.dot_general)(config.hidden_size, name="out")
+        return out(attention.attend(q, k, v))
 
 
 class Layer(nn.Module):
@@ -298,11 +248,22 @@ class Layer(nn.Module):
         self, x: jax.Array, tables: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, None]:
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype, and None."""
-        attend = Attention(self.config, self.dot_general, name="attention")
-        mlp = MLP(self.config, self.dot_general, name="mlp")
-        x = x + attend(_norm(self.config, "attention_norm", x), tables)
-        x = x + mlp(_norm(self.config, "mlp_norm", x))
+        x = x + Attention(self.config, self.dot_general, name="attention")(x, tables)
+        x = x + gated_mlp(self.config, self.dot_general, name="mlp")(x)
         return constrain(x, "batch", None, None), None
+
+
+def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]:
+    """`Layer`, recomputing in the backward pass what `config.remat` says.
+
+    Args:
+        config: gives ``remat``.
+        prevent_cse: see ``jax.checkpoint``.
+    """
+    if config.remat == "none":
+        return Layer
+    policy = fbq_jax.save_codes if config.remat == "codes" else None
+    return nn.remat(Layer, policy=policy, prevent_cse=prevent_cse)
 
 
 class Llama(nn.Module):
@@ -354,15 +315,11 @@ class Llama(nn.Module):
         rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
         x = constrain(rows.astype(config.dtype), "batch", None, None)
 
-        layer = Layer
-        if config.remat != "none":
-            policy = fbq_jax.save_codes if config.remat == "codes" else None
-            # The loops of scan keep the two passes apart, so CSE may run.
-            layer = nn.remat(Layer, policy=policy, prevent_cse=False)
         # "fallback" is where FallbackDot keeps its state; the other name is for those
         # who choose Flax's transport, FallbackDot(collection=...).
         layers = nn.scan(
-            layer,
+            # The loops of scan keep the two passes apart, so CSE may run.
+            remat_layer(config, prevent_cse=False),
             variable_axes={"params": 0, "fallback": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
@@ -370,9 +327,9 @@ class Llama(nn.Module):
         )(config, self.dot_general, name="layers")
         x, _ = layers(x, rotary_tables(config, tokens.shape[1]))
 
-        x = _norm(config, "norm", x)
+        x = norm(config, "norm")(x)
         if config.tie_embeddings:
             logits = x @ embed.embedding.T.astype(config.dtype)
         else:
-            logits = _dense(config)(config.vocab_size, name="lm_head")(x)
+            logits = dense(config)(config.vocab_size, name="lm_head")(x)
         return logits.astype(jnp.float32)

@@ -70,7 +70,8 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     final = [_column(records, "loss")[-20:].mean() for records in of_runs]
     for index, (run, records) in enumerate(zip(runs, of_runs, strict=True)):
         color = _COLORS[index % len(_COLORS)]
-        dashes = _DASHES[index % len(_DASHES)]
+        # The second round of colors has other dashes than the first.
+        dashes = _DASHES[(index + index // len(_COLORS)) % len(_DASHES)]
         label = f"{run.name} {final[index]:.4f}"
         if index:
             label += f" ({final[index] - final[0]:+.4f})"

@@ -18,6 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "table":
             print(report.markdown(results.load(options.file)))
+        elif options.command == "picture":
+            _draw(options)
         else:
             _run(options)
     except (results.ResultsError, _UsageError, ModuleNotFoundError) as error:
@@ -46,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "gemm": "the block-scaled INT8 GEMM beside bf16",
         "quantize": "quantization beside a copy",
         "linear": "a linear layer, forward and backward, beside bf16 and others' INT8",
+        "recipes": "every recipe, on activations with outliers",
         "block": "a Llama block, forward and backward, and its memory",
         "profile": "the kernels of such a block",
         "train": "an optimizer step of a Llama of a billion parameters",
@@ -70,7 +73,20 @@ def _parser() -> argparse.ArgumentParser:
         )
     table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")
     table.add_argument("file", type=Path, metavar="FILE")
+    picture = commands.add_parser("picture", help="draws a JSON file's section recipes")
+    picture.add_argument("file", type=Path, metavar="FILE")
+    picture.add_argument("picture", type=Path, metavar="PICTURE")
     return parser
+
+
+def _draw(options: argparse.Namespace) -> None:
+    # Here, for it needs Matplotlib.
+    from fbq_jax.bench import picture
+
+    sections = results.load(options.file)
+    if "recipes" not in sections:
+        raise results.ResultsError(f"{options.file} has no section recipes")
+    picture.draw(sections["recipes"]["rows"], options.picture)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -101,7 +117,8 @@ def _run(options: argparse.Namespace) -> None:
         ):
             print(report.text_row(name, row), flush=True)
             rows.append(row)
-        results.merge(path, name, results.section(rows, quick=quick))
+            # Each time, so that a run that is stopped leaves what it measured.
+            results.merge(path, name, results.section(rows, quick=quick))
     print(f"\nwritten to {path}")
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fbq_jax import dispatch
 from fbq_jax.bench import data, llama, measure, memory
+from fbq_jax.bench.contenders import forward_by
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.linen import FallbackDot
@@ -20,9 +20,11 @@ from fbq_jax.stats import mean_rate
 # (hidden, intermediate, tokens)
 SHAPES = tuple(
     (*sizes, tokens)
-    for tokens in (8192, 16384)
-    for sizes in ((2048, 5632), (4096, 14336), (8192, 28672))
+    for tokens in (16384, 8192)
+    for sizes in ((4096, 14336), (2048, 5632), (8192, 28672))
 )
+# Beside the recipes, at the first shape: what is recomputed in the backward pass.
+REMATS = (("bf16", "full"), ("fallback", "codes"), ("fallback", "full"))
 SEQUENCE = 2048  # tokens
 _LOSS = 0.2  # what INT8 may lose against bf16, in a gradient of random weights
 _SETTLING_STEPS = 4  # until the thresholds belong to these operands
@@ -49,8 +51,12 @@ def rows(
         hidden, intermediate, tokens = shape
         baseline: Row | None = None
         exact: tuple[jax.Array, ...] = ()
-        for name, recipe in llama.recipes().items():
-            program = prepare(shape, recipe, implementation)
+        recipes = llama.recipes()
+        contenders = [(name, "none") for name in recipes]
+        if shape == shapes[0]:
+            contenders += REMATS
+        for name, remat in contenders:
+            program = prepare(shape, recipes[name], implementation, remat)
             params, x, _, variables = program.operands
             y_and_dx = program.step(*program.operands)[:2]
             exact = exact or y_and_dx
@@ -61,9 +67,10 @@ def rows(
                     strict=True,
                 )
             )
+            what = name if remat == "none" else f"{name}, remat {remat}"
             for array, error in errors.items():
-                measure.require(error, _LOSS, f"{array} of {name} at {shape}")
-            block = name, hidden, intermediate
+                measure.require(error, _LOSS, f"{array} of {what} at {shape}")
+            block = what, hidden, intermediate
             if block not in saved:
                 bytes_a_row = memory.saved_bytes(program.output, params, x)
                 saved[block] = bytes_a_row / x.shape[1]
@@ -71,7 +78,7 @@ def rows(
                 measure.timing(program.step, *program.operands, effort=effort),
                 llama.work(program.config, tokens),
                 baseline,
-                what=name,
+                what=what,
                 implementation=program.by,
                 shape=shape,
                 fallback=mean_rate(variables),
@@ -105,7 +112,10 @@ class Program(NamedTuple):
 
 
 def prepare(
-    shape: tuple[int, ...], recipe: Recipe | None, implementation: str | None
+    shape: tuple[int, ...],
+    recipe: Recipe | None,
+    implementation: str | None,
+    remat: str = "none",
 ) -> Program:
     """Compiles a block of random weights, and lets its thresholds settle."""
     hidden, intermediate, tokens = shape
@@ -115,7 +125,9 @@ def prepare(
         data.activation(key, (tokens // sequence, sequence, hidden)) for key in keys[:2]
     )
     by, dot_general = choose(recipe, implementation)
-    config = llama.config(hidden, intermediate, sequence, quantized=recipe is not None)
+    config = llama.config(
+        hidden, intermediate, sequence, quantized=recipe is not None, remat=remat
+    )
     layer, tables = llama.layer(config, dot_general)
     variables = jax.jit(layer.init)(keys[2], x, tables)
     params = variables.pop("params")
@@ -152,5 +164,5 @@ def choose(recipe: Recipe | None, implementation: str | None) -> tuple[str, Any]
     """What multiplies by a recipe, or by none, and the ``dot_general`` for it."""
     if recipe is None:
         return "xla", None
-    choice = dispatch.choose("matmul", recipe.sides, implementation=implementation)
-    return choice.implementation, FallbackDot(recipe, implementation=implementation)
+    by = forward_by(recipe, implementation)
+    return by, FallbackDot(recipe, implementation=implementation)

@@ -46,7 +46,7 @@ def rows(
         x = data.activation(keys[0], (M, K))
         w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
         dy = jax.random.normal(keys[2], (M, N), jnp.bfloat16)
-        exact = _exact(x, w, dy)
+        exact = exact_products(x, w, dy)
         baseline: Row | None = None
         for contender in (
             contenders.bf16(),
@@ -69,7 +69,7 @@ def _measure(
     x, w, dy = operands
     (M, K), (_, N) = x.shape, w.shape
     product, state, inputs = contender.product, contender.state, contender.inputs
-    step, compile_s = measure.first_call(_step(product), x, w, dy, state, inputs)
+    step, compile_s = measure.first_call(step_of(product), x, w, dy, state, inputs)
     _check(contender, operands)
     for _ in range(_SETTLING_STEPS):
         *arrays, state = step(x, w, dy, state, inputs)
@@ -89,7 +89,7 @@ def _measure(
     )
 
 
-def _step(product: Product) -> Callable[..., tuple[Any, ...]]:
+def step_of(product: Product) -> Callable[..., tuple[Any, ...]]:
     """``(y, dx, dw, new state)`` of a product."""
 
     def step(
@@ -112,15 +112,17 @@ def _check(
         return
     corner = tuple(operand[:_CORNER, :_CORNER] for operand in operands)
     # Op by op, so that shapes and recipes share what they compile.
-    *actual, _ = _step(contender.product)(*corner, contender.state, contender.inputs)
-    *wanted, _ = _step(contender.definition)(*corner, contender.state, contender.inputs)
+    *actual, _ = step_of(contender.product)(*corner, contender.state, contender.inputs)
+    *wanted, _ = step_of(contender.definition)(
+        *corner, contender.state, contender.inputs
+    )
     for name, *pair in zip(_ARRAYS, actual, wanted, strict=True):
         what = f"{name} of {contender.name} by {contender.implementation}"
         measure.require(measure.relative_error(*pair), _LIMIT, what)
 
 
 @jax.jit
-def _exact(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+def exact_products(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
     """``y, dx, dw`` in float32."""
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-import fbq_jax.recipes
+from fbq_jax.bench.contenders import timed_recipes
 from fbq_jax.recipe import Recipe
 
 try:
@@ -24,9 +24,8 @@ _SAVED_BITS = 10
 
 
 def recipes() -> dict[str, Recipe | None]:
-    """bf16, and every recipe, by name."""
-    named = vars(fbq_jax.recipes).items()
-    return {"bf16": None} | {name: r for name, r in named if isinstance(r, Recipe)}
+    """bf16, and what is timed beside it, by name."""
+    return {"bf16": None} | timed_recipes()
 
 
 def config(
@@ -37,6 +36,7 @@ def config(
     layers: int = 1,
     vocabulary: int = 1,
     quantized: bool,
+    remat: str = "none",
 ) -> model.LlamaConfig:
     """Grouped-query attention with heads of 128 channels; INT10 saved if quantized."""
     heads = hidden // _HEAD
@@ -49,6 +49,7 @@ def config(
         num_kv_heads=max(1, heads // _GROUP),
         max_seq_len=sequence,
         saved_bits=_SAVED_BITS if quantized else None,
+        remat=remat,
     )
 
 
@@ -57,7 +58,7 @@ def layer(
 ) -> tuple[model.Layer, tuple[jax.Array, jax.Array]]:
     """A layer, and the tables of its rotations."""
     tables = model.rotary_tables(config, config.max_seq_len)
-    return model.Layer(config, dot_general), tables
+    return model.remat_layer(config)(config, dot_general), tables
 
 
 def trainer(config: model.LlamaConfig, dot_general: Any) -> tuple[step.TrainState, Any]:

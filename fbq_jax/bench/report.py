@@ -68,6 +68,20 @@ HEADINGS = {
         error_width=35,
         others=("first call, s",),
     ),
+    "recipes": Heading(
+        "Recipes, in a linear layer, on activations with outliers",
+        "M, K, N",
+        "TFLOP/s",
+        _RATIOS.format(
+            baseline="bf16",
+            errors="against float32 products of the same operands, whole, and the mean "
+            "of a token's row of Y and of an input channel's row of dW",
+        )
+        + " Saved is what the forward pass leaves of X for the backward pass.",
+        "bf16",
+        error_width=65,
+        others=("X", "saved, kB a token"),
+    ),
     "block": Heading(
         "Llama block, forward and backward, in sequences of 2048 tokens",
         "hidden, MLP, tokens",
@@ -108,6 +122,7 @@ class _Column(NamedTuple):
 
 
 _OTHERS = (
+    _Column("X", 11, lambda row: row.data or ""),
     _Column("first call, s", 13, lambda row: _optional(row.compile_s, 1.0)),
     _Column("saved, kB a token", 17, lambda row: _optional(row.saved_bytes, 1e3)),
     _Column("peak, GB", 8, lambda row: _optional(row.peak_bytes, 1e9)),

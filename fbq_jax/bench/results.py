@@ -21,7 +21,7 @@ import jax
 from fbq_jax.bench.measure import Timing
 from fbq_jax.kernels import table
 
-SECTIONS = ("gemm", "quantize", "linear", "block", "profile", "train")
+SECTIONS = ("gemm", "quantize", "linear", "recipes", "block", "profile", "train")
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton", "jax-triton")
 
 
@@ -35,6 +35,7 @@ class Row:
 
     Attributes:
       what: its name.
+      data: what it computed on, where a section has several.
       implementation: what computed it, ``"xla"`` for a baseline.
       shape: the sizes, as the section's table heads them.
       fallback: the share of blocks that fell back, None where none can.
@@ -52,6 +53,7 @@ class Row:
     """
 
     what: str
+    data: str | None = None
     implementation: str
     shape: tuple[int, ...]
     fallback: float | None = None

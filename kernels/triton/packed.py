@@ -22,33 +22,50 @@ def store_packed(planes, scales, tiles, batch, i, j, rows, groups, BITS: tl.cons
     """Quantizes the rows of float32 tiles, packs and stores the codes."""
     r: tl.constexpr = 4 * tiles[0].shape[0]
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
+    row = i * r + tl.arange(0, r)
+    group, inside = (batch * rows + row) * groups + j, row < rows
+    words, row_scales = (), ()
     for k in tl.static_range(4):
-        row = i * r + 4 * tl.arange(0, r // 4) + k
-        group, inside = (batch * rows + row) * groups + j, row < rows
         bits = tiles[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
         scale, inverse = scale_of(amax, 1.0 * LIMIT, TINY)
-        tl.store(scales + group, scale, inside)
         v = tiles[k] * inverse[:, None] + MAGIC
-        words = v.to(tl.int32, bitcast=True) + LIMIT
-        for p in tl.static_range(4):
-            if BITS & (8 >> p):
-                _store_plane(planes[p], words, group, inside, BITS, 8 >> p)
+        words += (v.to(tl.int32, bitcast=True) + LIMIT,)  # type: ignore[assignment]
+        row_scales += (scale[:, None],)  # type: ignore[assignment]
+    # Stored together: what is stored changes threads, which all warps wait for.
+    tl.store(scales + group[:, None], _interleave(row_scales), inside[:, None])
+    for p in tl.static_range(4):
+        if BITS & (8 >> p):
+            _store_plane(planes[p], words, group, inside, BITS, 8 >> p)
 
 
 @triton.jit
 def _store_plane(plane, words, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Stores the chunks of one width: of each group, ``4 * WIDTH`` words of bytes."""
+    packed = _interleave([_pack(x, BITS, WIDTH) for x in words])
+    plane = plane.to(tl.pointer_type(tl.int32), bitcast=True)
+    word = group[:, None] * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
+    tl.store(plane + word, packed, inside[:, None])
+
+
+@triton.jit
+def _pack(words, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The chunks of one width, in words of bytes."""
     A_BYTE: tl.constexpr = 8 // WIDTH
     # The chunks below these have the bits below their width.
     chunks = words >> (BITS & (WIDTH - 1)) & ((1 << WIDTH) - 1)
     # Neighbours, in one thread, make a word; words of chunks that share bytes move.
     chunks = tl.reshape(chunks, (words.shape[0], A_BYTE, 4 * WIDTH, 4))
     chunks = tl.sum(chunks << (8 * tl.arange(0, 4))[None, None, None, :], 3)
-    packed = tl.sum(chunks << (WIDTH * tl.arange(0, A_BYTE))[None, :, None], 1)
-    plane = plane.to(tl.pointer_type(tl.int32), bitcast=True)
-    word = group[:, None] * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
-    tl.store(plane + word, packed, inside[:, None])
+    return tl.sum(chunks << (WIDTH * tl.arange(0, A_BYTE))[None, :, None], 1)
+
+
+@triton.jit
+def _interleave(tiles):
+    """Rows ``4 i + k``, from four tiles of rows ``i``."""
+    pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
+    shape: tl.constexpr = tiles[0].shape
+    return tl.reshape(tl.permute(pairs, (0, 3, 2, 1)), (4 * shape[0], shape[1]))
 
 
 @triton.jit

@@ -42,12 +42,16 @@ from fbq_jax.kernels.triton.tiles import (
 )
 
 
-def config(block: Block, *, noise: bool) -> tuple[int, int]:
-    """The parts of a block and the warps of a program."""
+def config(block: Block, *, wide: bool) -> tuple[int, int]:
+    """The parts of a block and the warps of a program.
+
+    Few warps share the most work: the keys of the noise, and reductions.  But a thread
+    then holds more; ``wide`` is for kernels whose registers would not last.
+    """
     size = block[0] * block[1]
     if size > 2**14:
         return size // 2**13, 8
-    return 1, max(1, size // (2**11 if noise else 2**12))
+    return 1, max(1, size // (2**11 if wide else 2**12))
 
 
 def quantize(
@@ -69,7 +73,7 @@ def quantize(
             *operand.by_rows(wanted=rows is not None),
             *operand.by_columns(wanted=columns is not None),
         ],
-        noise="stochastic" in (rows, columns),
+        wide="stochastic" in (rows, columns) and x.dtype.itemsize == 4,
         ROWS=rows,
         COLUMNS=columns,
     )
@@ -102,7 +106,7 @@ def quantize_fallback(
             operand.by_rows(wanted=True)[1],
             *operand.by_columns(wanted=columns is not None),
         ],
-        noise=columns == "stochastic",
+        wide=columns == "stochastic",
         CRITERION=criterion,
         COLUMNS=columns,
     )
@@ -120,7 +124,7 @@ def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Arr
     (metric,) = operand.launch(
         _block_metric,
         outputs=[operand.by_rows(wanted=True)[1]],
-        noise=False,
+        wide=False,
         CRITERION=criterion,
     )
     return metric
@@ -170,14 +174,14 @@ class _Operand(Matrices):
         kernel: triton.JITFunction,
         *args: jax.Array,
         outputs: list[jax.ShapeDtypeStruct],
-        noise: bool,
+        wide: bool,
         **constants: Any,
     ) -> Sequence[jax.Array]:
         """Runs a kernel on every block; if there is none, the outputs are empty."""
         if self.programs == 0:
             return [jnp.zeros(output.shape, output.dtype) for output in outputs]
         unit = math.gcd(self.width, 16)
-        parts, num_warps = config(self.block, noise=noise)
+        parts, num_warps = config(self.block, wide=wide)
         return launch(
             kernel,
             self.x,

@@ -42,6 +42,8 @@ def quantize_vectors(
     *,
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
+    bound: float = 127.0,
+    per_tensor: bool = False,
     origin: rounding.Origin | None = None,
     join: Join = SEPARATE,
 ) -> Layouts:
@@ -49,7 +51,13 @@ def quantize_vectors(
     if x.size == 0:
         # No kernel starts for nothing.
         return reference.quantize_vectors(
-            x, seeds, rows=rows, columns=columns, join=join
+            x,
+            seeds,
+            rows=rows,
+            columns=columns,
+            bound=bound,
+            per_tensor=per_tensor,
+            join=join,
         )
     batch, height, width = x.shape
     down, across = -(-height // TILE[0]), -(-width // TILE[1])
@@ -79,12 +87,13 @@ def quantize_vectors(
             output(columns, batch, down, width, dtype=jnp.int32),
         ],
     )
+    scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
     # The seeds stand for pointers that are not read.
     row_scales, row_inverses = (
-        (None, seeds) if rows is None else _scales(row_tops, join.rows)
+        (None, seeds) if rows is None else scales(row_tops, join.rows)
     )
     column_scales, column_inverses = (
-        (None, seeds) if columns is None else _scales(column_tops, join.columns)
+        (None, seeds) if columns is None else scales(column_tops, join.columns)
     )
     # Columns of codes are padded to 16 bytes, what a thread stores at once.
     padded = -(-height // 16) * 16
@@ -101,6 +110,7 @@ def quantize_vectors(
             output(rows, batch, height, width, dtype=jnp.int8),
             output(columns, batch, width, padded, dtype=jnp.int8),
         ],
+        CLIPPED=bound > 127.0,
     )
     return Layouts(
         None if row_scales is None else Quantized(codes, row_scales),
@@ -110,13 +120,20 @@ def quantize_vectors(
     )
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1, static_argnames=("bound", "per_tensor"))
 def _scales(
-    tops: jax.Array, join: Callable[[jax.Array], jax.Array]
+    tops: jax.Array,
+    join: Callable[[jax.Array], jax.Array],
+    *,
+    bound: float,
+    per_tensor: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """From maxima of tiles ``[B, T, N]``, the scales ``[B, N, 1]`` and reciprocals."""
-    amax = lax.bitcast_convert_type(jnp.max(tops, axis=1), jnp.float32)
-    scales, inverses = scale_and_inverse(join(amax))
+    top = jnp.max(tops, axis=1)
+    if per_tensor:
+        top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
+    amax = join(lax.bitcast_convert_type(top, jnp.float32))
+    scales, inverses = scale_and_inverse(amax, bound)
     return scales[:, :, None], inverses
 
 
@@ -172,6 +189,7 @@ def _codes(
     COLUMN_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CLIPPED: tl.constexpr,
 ):
     noise = seeds, origin_rows, origin_column
     columns *= COLUMN_UNIT
@@ -179,16 +197,18 @@ def _codes(
     tiles = load(x, batch, i, j, rows, columns, r, c)
     if ROWS is not None:
         v = in_row_scales(tiles, row_inverses + batch * rows, i, rows)
-        rounded = _round(v, noise, batch, i, j, rows, ROWS)
+        rounded = _round(v, noise, batch, i, j, rows, ROWS, CLIPPED)
         store_rows(codes, rounded, batch, i, j, rows, columns)
     if COLUMNS is not None:
         v = in_column_scales(tiles, column_inverses + batch * columns, j, columns)
-        rounded = _round(v, noise, batch, i, j, rows, COLUMNS)
+        rounded = _round(v, noise, batch, i, j, rows, COLUMNS, CLIPPED)
         store_columns(column_codes, rounded, batch, i, j, rows, columns)
 
 
 @triton.jit
-def _round(v, noise, batch, i, j, rows, MODE: tl.constexpr):
+def _round(v, noise, batch, i, j, rows, MODE: tl.constexpr, CLIPPED: tl.constexpr):
+    if CLIPPED:
+        v = [tl.maximum(tl.minimum(x, 127.0), -127.0) for x in v]
     if MODE == "nearest":
         return nearest(v)
     return stochastic(v, noise, batch, i, j, rows)

@@ -77,12 +77,12 @@ def test_parameters_and_their_paths() -> None:
     shapes = jax.tree.map(jnp.shape, init(config))
     assert flax.traverse_util.flatten_dict(shapes, sep="/") == {
         "embed/embedding": (40, 32),
-        "layers/attention_norm/scale": (3, 32),
-        "layers/attention/qkv/kernel": (3, 32, (4 + 2 * 2) * 6),
-        "layers/attention/qkv/bias": (3, (4 + 2 * 2) * 6),
+        "layers/attention/qkv/norm/scale": (3, 32),
+        "layers/attention/qkv/dense/kernel": (3, 32, (4 + 2 * 2) * 6),
+        "layers/attention/qkv/dense/bias": (3, (4 + 2 * 2) * 6),
         "layers/attention/out/kernel": (3, 4 * 6, 32),
-        "layers/mlp_norm/scale": (3, 32),
-        "layers/mlp/gate_up/kernel": (3, 32, 2 * 24),
+        "layers/mlp/norm/scale": (3, 32),
+        "layers/mlp/gate_up/kernel": (3, 32, 2, 24),
         "layers/mlp/down/kernel": (3, 24, 32),
         "norm/scale": (32,),
         "lm_head/kernel": (32, 40),
@@ -131,12 +131,13 @@ def test_later_tokens_leave_earlier_logits_untouched() -> None:
 def test_grouped_queries_equal_repeated_key_and_value_heads() -> None:
     params = init(CONFIG)
     full = dataclasses.replace(CONFIG, num_kv_heads=CONFIG.num_heads)
-    qkv = params["layers"]["attention"]["qkv"]["kernel"].reshape(3, 32, 2, 4, 8)
+    qkv = params["layers"]["attention"]["qkv"]["dense"]["kernel"]
+    qkv = qkv.reshape(3, 32, 2, 4, 8)
     first, second, k, v = (qkv[:, :, :, i] for i in range(4))
     repeated = [head for q in (first, second) for head in (q, k, v)]
     kernel = jnp.stack(repeated, axis=3).reshape(3, 32, 12 * 8)
     repeated_params = jax.tree.map(lambda leaf: leaf, params)
-    repeated_params["layers"]["attention"]["qkv"]["kernel"] = kernel
+    repeated_params["layers"]["attention"]["qkv"]["dense"]["kernel"] = kernel
     np.testing.assert_allclose(
         logits_of(CONFIG, params, TOKENS),
         logits_of(full, repeated_params, TOKENS),
@@ -251,11 +252,16 @@ def test_each_layer_has_its_own_quantization_state(collection: str) -> None:
     }
     assert counts.keys() == {
         f"layers/{projection}/dot_general/count"
-        for projection in ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")
+        for projection in (
+            "attention/qkv/dense",
+            "attention/out",
+            "mlp/gate_up",
+            "mlp/down",
+        )
     }
     for count in counts.values():
         np.testing.assert_array_equal(count, np.ones(3))
-    thetas = state["layers"]["attention"]["qkv"]["dot_general"]["theta"]
+    thetas = state["layers"]["attention"]["qkv"]["dense"]["dot_general"]["theta"]
     assert len(np.unique(thetas)) == 3
 
 

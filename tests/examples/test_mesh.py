@@ -126,10 +126,11 @@ def test_every_matrix_is_cut() -> None:
         specs = mesh.specs(shapes)["params"]
     layers = specs["layers"]
     assert specs["embed"]["embedding"] == P(("tensor",), ("fsdp",))
-    assert layers["attention"]["qkv"]["kernel"] == P(None, ("fsdp",), ("tensor",))
-    assert layers["attention"]["qkv"]["bias"] == P(None, ("tensor",))
+    qkv = layers["attention"]["qkv"]["dense"]
+    assert qkv["kernel"] == P(None, ("fsdp",), ("tensor",))
+    assert qkv["bias"] == P(None, ("tensor",))
     assert layers["attention"]["out"]["kernel"] == P(None, ("tensor",), ("fsdp",))
-    assert layers["mlp"]["gate_up"]["kernel"] == P(None, ("fsdp",), ("tensor",))
+    assert layers["mlp"]["gate_up"]["kernel"] == P(None, ("fsdp",), None, ("tensor",))
     assert layers["mlp"]["down"]["kernel"] == P(None, ("tensor",), ("fsdp",))
     assert specs["lm_head"]["kernel"] == P(("fsdp",), ("tensor",))
     assert specs["norm"]["scale"] == P(None)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from examples.llama import plot
+from examples.llama.config import RECIPES
 from fbq_jax import recipes
 
 PROJECTIONS = ("layers/attention/qkv", "layers/mlp/down")
@@ -93,6 +94,17 @@ def test_comparison_shows_differences_to_the_first(
     a, b = (line.get_ydata() for line in differences.lines)
     np.testing.assert_array_equal(a, np.zeros(20))
     np.testing.assert_allclose(b, np.full(20, 0.25))
+
+
+def test_each_recipe_has_a_line_of_its_own(
+    tmp_path: Path, figures: list[Figure]
+) -> None:
+    runs = [write_run(tmp_path / name, 2) for name in RECIPES]
+    plot.draw_comparison(runs, tmp_path / "compare.png")
+    lines = figures[0].get_axes()[1].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(
+        runs
+    )
 
 
 def test_smoothing_keeps_constants_and_the_start() -> None:

@@ -1,5 +1,6 @@
 """The benchmark's command, at sizes that a CPU multiplies by the definition."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -7,6 +8,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fbq_jax.bench
@@ -26,6 +28,7 @@ from fbq_jax.bench import (
     results,
     train,
 )
+from fbq_jax.bench import recipes as bench_recipes
 from fbq_jax.bench.__main__ import main
 from fbq_jax.bench.measure import Timing
 
@@ -70,10 +73,13 @@ def test_quantize():
     assert all(row.ratio == pytest.approx(row.rate / copy.rate) for row in rows)
 
 
+@pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    only = types.SimpleNamespace(block=recipes.block)
+    only = types.SimpleNamespace(NAMED={"block": recipes.block})
     monkeypatch.setattr(contenders, "recipes", only)
-    measured = list(linear.rows([(256, 640, 128)], **HOW))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        # AQT and Qwix, where they are installed, promote.
+        measured = list(linear.rows([(256, 640, 128)], **HOW))
     rows = {row.what: row for row in measured}
     check_speeds(measured, lambda _: 6 * 256 * 640 * 128)
     assert {"bf16", "block", "Flax Fp8DotGeneral"} <= set(rows)
@@ -84,6 +90,35 @@ def test_linear(monkeypatch):
     assert rows["bf16"].errors["dw"] < 0.01 < rows["block"].errors["dw"]
 
 
+def test_recipes(monkeypatch):
+    named = {name: recipes.NAMED[name] for name in ("block", "fallback")}
+    monkeypatch.setattr(recipes, "NAMED", named)
+    monkeypatch.setattr(bench_recipes, "OUTLIERS", {"Qwen-2.5": 6559.0})
+    shape = 256, 512, 128
+    rows = {(row.what, row.data): row for row in bench_recipes.rows([shape], **HOW)}
+    check_speeds(rows.values(), lambda _: 6 * 256 * 512 * 128)
+    names = ["bf16", *named, "fp8_current", "llm_int8"]
+    assert list(rows) == [(n, x) for n in names for x in ("Gaussian", "up to 6559")]
+    token = {name: rows[name, "up to 6559"].errors["token"] for name in names}
+    # What an outlier does to the tokens without one, but in its block or tensor.
+    assert token["bf16"] < 0.003
+    assert token["block"] > 3 * token["fallback"] > 0.01
+    assert max(rows["bf16", "Gaussian"].errors.values()) < 0.003
+    assert rows["block", "Gaussian"].saved_bytes == pytest.approx(512, rel=0.05)
+    assert rows["bf16", "Gaussian"].saved_bytes == pytest.approx(1024, abs=1)
+    assert rows["block", "Gaussian"].ratio == pytest.approx(
+        rows["bf16", "Gaussian"].ms / rows["block", "Gaussian"].ms
+    )
+
+
+def test_the_largest_outlier_is_what_was_asked_for():
+    x = data.swiglu(jax.random.key(0), (512, 1024), 606.0).astype(jnp.float32)
+    assert float(jnp.max(jnp.abs(x))) == float(jnp.bfloat16(606.0))
+    outliers = jnp.abs(x) >= 20.0
+    assert 0 < int(jnp.sum(outliers)) < 1e-3 * x.size
+    assert set(np.flatnonzero(outliers.any(0)) % 256) == {0}
+
+
 @pytest.fixture
 def few_recipes(monkeypatch):
     few = {"bf16": None, "fallback": recipes.fallback}
@@ -92,15 +127,19 @@ def few_recipes(monkeypatch):
         yield
 
 
-def test_block(few_recipes):
+def test_block(few_recipes, monkeypatch):
     del few_recipes
+    monkeypatch.setattr(block, "REMATS", (("bf16", "full"),))
     shape = 256, 384, 256
     measured = list(block.rows([shape], **HOW))
     # Two heads, that share keys and values; a vocabulary of one word.
     weights = 256 * 256 * 3 + 256 * 384 * 3 + 256
     check_speeds(measured, lambda _: 6 * 256 * (weights + 128 * 256))
-    bf16, row = measured
+    bf16, row, full = measured
     assert (bf16.what, row.what, row.shape) == ("bf16", "fallback", shape)
+    assert full.what == "bf16, remat full"
+    assert max(full.errors.values()) < 0.01
+    assert full.saved_bytes < row.saved_bytes
     assert set(row.errors) == {"y", "dx"}
     assert bf16.errors["dx"] == 0.0 < row.errors["dx"]
     assert bf16.fallback is None
@@ -148,10 +187,11 @@ def test_saved_bytes():
     assert saved(lambda w, x: jnp.sin(x) @ w) == pytest.approx(16 * 64 * 4, abs=32)
 
 
-def test_every_recipe_is_measured():
+def test_recipes_with_fast_kernels_are_timed():
     x = data.activation(jax.random.key(0), (640, 1024))
     own = {contender.name: contender for contender in contenders.own(x, "reference")}
-    assert {"fallback", "block", "fallback_rowwise_bwd"} <= set(own)
+    assert list(own) == ["fallback", "block", "fallback_rowwise_bwd"]
+    assert list(llama.recipes()) == ["bf16", *own]
     assert own["fallback"].fallback == pytest.approx(0.2, 0.1)
     assert own["block"].fallback is None
 
@@ -279,6 +319,24 @@ def test_table(tmp_path, capsys):
     )
 
 
+def test_picture(tmp_path, capsys):
+    path, picture = tmp_path / "bench.json", tmp_path / "recipes.png"
+    assert main(["picture", str(path), str(picture)]) == 2
+    rows = [
+        dataclasses.replace(row, data=on, errors={"token": e, "dx": e, "channel": e})
+        for row in some_rows()
+        for on, e in (("Gaussian", 1e-3), ("up to 58", 2e-2))
+    ]
+    results.merge(path, "gemm", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(picture)]) == 2
+    assert "has no section recipes" in capsys.readouterr().err
+    results.merge(path, "recipes", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(tmp_path / "recipes.what")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["picture", str(path), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_plain_rows_are_aligned():
     _, title, head = report.text_head("gemm").split("\n")
     assert "GEMM" in title
@@ -290,7 +348,7 @@ def test_plain_rows_are_aligned():
 def gpu(monkeypatch):
     """As on a GPU whose benchmark takes no time."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for module in (gemm, quantize, linear, block, profile, train):
+    for module in (gemm, quantize, linear, bench_recipes, block, profile, train):
         name = module.__name__
         monkeypatch.setattr(
             module, "rows", lambda *_, name=name, **__: iter(some_rows(name))
@@ -316,7 +374,8 @@ def test_all_goes_without_the_examples(tmp_path, monkeypatch, gpu, capsys):
     how = ["--implementation", "reference", "--out", str(tmp_path / "bench.json")]
     assert main(["all", *how]) == 0
     assert capsys.readouterr().err.count("without ") == 3
-    assert list(results.load(tmp_path / "bench.json")) == ["gemm", "quantize", "linear"]
+    left = ["gemm", "quantize", "linear", "recipes"]
+    assert list(results.load(tmp_path / "bench.json")) == left
     assert main(["block", *how]) == 2
     assert "run this in a checkout" in capsys.readouterr().err
 

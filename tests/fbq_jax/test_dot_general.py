@@ -44,7 +44,12 @@ def seed_of(key, stream):
 )
 def test_three_gemms_against_float64(block, criterion, backward):
     """Every operand of every GEMM, rounded as the recipe says."""
-    recipe = Recipe(block=block, criterion=criterion, backward_scales=backward)
+    recipe = Recipe(
+        block=block,
+        criterion=criterion,
+        dlhs=Gemm(lhs="stochastic", scales=backward),
+        drhs=Gemm(lhs="stochastic", rhs="stochastic", scales=backward),
+    )
     theta = {None: np.inf, "absmax": 150.0, "l1_rel": 0.3}[criterion]
     m, k, n = block
     x, w, dy = heavy((200, 300), 0), heavy((300, 150), 1), heavy((200, 150), 2)

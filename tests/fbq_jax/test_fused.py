@@ -27,7 +27,7 @@ from tests.kernels.test_reference import heavy
 
 K, F, N, ROWS = 160, 96, 64, 70
 NORM = NormSpec(False, 1e-5, 10)
-RECIPES = [Recipe(block=(32, 128, 64)), Recipe(block=32, criterion=None)]
+RECIPES = [Recipe(block=(32, 128, 64)), recipes.jetfire]
 
 
 def operands(dtype=jnp.float32):
@@ -186,5 +186,5 @@ def test_modules_are_those_one_after_another(gated, collection):
 
 def test_a_recipe_that_cannot_be_fused_is_named():
     dot = FallbackDot(recipes.fallback_rowwise_bwd)
-    with pytest.raises(ValueError, match="takes a recipe with backward_scales='block'"):
+    with pytest.raises(ValueError, match="takes a recipe with block scales in all"):
         NormDense(8, dot_general=dot).init(jax.random.key(0), jnp.ones((2, 8)))

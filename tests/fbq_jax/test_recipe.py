@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from fbq_jax import Gemm, Recipe, RecipeError, recipes
+from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, recipes
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,61 @@ def test_a_bad_field_is_named_with_what_it_takes(field, value, takes):
 def test_roundings_that_cannot_share_codes_are_refused(fields, named):
     with pytest.raises(RecipeError, match=rf"^Recipe\.{named} takes "):
         Recipe(**fields)
+
+
+FLOATS = {"lhs": None, "rhs": None}
+ROW = Gemm(scales="row")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "takes"),
+    [
+        ({"fwd": Gemm(scales="column")}, "fwd.scales", "'block', 'row', 'tensor'"),
+        ({"fwd": Gemm(scales=["row", "row"])}, "fwd.scales", "or a pair of them"),
+        ({"fwd": Gemm(scales=("row", "block"))}, "fwd.scales", "for neither"),
+        ({"fwd": ROW}, "fwd.scales", "'block' where there is fallback"),
+        ({"fwd": FLOAT_GEMM}, "fwd.lhs", "'nearest' where there is fallback"),
+        ({"drhs": Gemm(rhs=None)}, "drhs.rhs", "a rounding where lhs has one"),
+        ({"drhs": Gemm(lhs=None)}, "drhs.rhs", "None where lhs is"),
+        ({"drhs": Gemm(**FLOATS, scales="row")}, "drhs.scales", "nothing"),
+        ({"drhs": Gemm(**FLOATS, shards=2)}, "drhs.shards", "1 but in a drhs"),
+        ({"drhs": Gemm(shards=2)}, "drhs.shards", "without block scales"),
+        ({"dlhs": Gemm(scales="row", shards=2)}, "dlhs.shards", "1 but in a drhs"),
+        ({"drhs": Gemm(scales="row", shards=0)}, "drhs.shards", "an integer from 1"),
+        ({"drhs": Gemm(scales="row", shards=True)}, "drhs.shards", "an integer"),
+        ({"drhs": Gemm(**FLOATS, keeps="int8")}, "drhs.keeps", "'floats', 'codes'"),
+        ({"drhs": Gemm(keeps="codes")}, "drhs.keeps", "'floats' unless lhs and rhs"),
+        ({"fwd": Gemm(**FLOATS, keeps="codes")}, "fwd.keeps", "'floats' in fwd"),
+        (
+            {
+                "criterion": None,
+                "fwd": FLOAT_GEMM,
+                "drhs": Gemm(**FLOATS, keeps="codes"),
+            },
+            "drhs.keeps",
+            "fwd is in floats and has no codes",
+        ),
+        ({"bound": 128.0}, "bound", "one of (127.0, 127.5)"),
+        ({"bound": 127.5}, "bound", "as fwd, dlhs, drhs has"),
+        (
+            {"bound": 127.5, "criterion": None, "fwd": ROW, "drhs": ROW},
+            "bound",
+            "127.0 with block scales, as dlhs has",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_named(fields, named, takes):
+    with pytest.raises(RecipeError, match=rf"^Recipe\.{named} takes ") as error:
+        Recipe(**fields)
+    assert takes in str(error.value)
+
+
+def test_scales_are_a_pair():
+    assert Gemm(scales="row") == Gemm(scales=("row", "row"))
+    lhs, rhs = Gemm(rhs="stochastic", scales=("row", "tensor")).quantizers
+    assert lhs == ("nearest", "row", 1)
+    assert rhs == ("stochastic", "tensor", 1)
+    assert FLOAT_GEMM.quantizers == (None, None)
 
 
 def test_an_unknown_field_gets_the_list_of_fields():

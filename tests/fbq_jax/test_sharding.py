@@ -1,5 +1,6 @@
 """Layers and ops under jit with shardings: the numbers of one device, and few words."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,15 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import FallbackDot, GatedMLP, Recipe, dispatch, dot_general, fallback_dot
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    Recipe,
+    dispatch,
+    dot_general,
+    fallback_dot,
+    recipes,
+)
 from fbq_jax.kernels.producers import join_gate_up
 from tests.collectives import collectives
 from tests.kernels.test_reference import heavy
@@ -257,7 +266,7 @@ def test_gate_and_up_are_cut_alike():
 
 def test_scales_of_whole_rows():
     """Agreed on, so that a contraction may be cut: dW's, over the batch."""
-    recipe = Recipe(block=SIDE, backward_scales="row")
+    recipe = dataclasses.replace(recipes.fallback_rowwise_bwd, block=SIDE)
     w = jax.random.normal(jax.random.key(2), (128, 64))
     dims = (((2,), (0,)), ((), ()))
 

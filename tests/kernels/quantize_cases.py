@@ -83,8 +83,8 @@ def check_quantize(
     _check_quantized(got.columns, want.columns, block[::-1])
 
 
-def check_vectors(ops: types.ModuleType, x: jax.Array, rows, columns) -> None:
-    args = {"rows": rows, "columns": columns}
+def check_vectors(ops: types.ModuleType, x: jax.Array, rows, columns, **scales) -> None:
+    args = {"rows": rows, "columns": columns, **scales}
     got = ops.quantize_vectors(x, seeds(len(x)), **args)
     want = _reference("quantize_vectors", **args)(x, seeds(len(x)))
     _check_quantized(got.rows, want.rows, (1, x.shape[2]))
@@ -95,7 +95,12 @@ def check_special_vectors(ops: types.ModuleType, dtype: str) -> None:
     """The special blocks as rows, then as columns."""
     x = special(dtype).reshape(3, 32, 5, 64).swapaxes(1, 2).reshape(1, 15, 2048)
     check_vectors(ops, x, "stochastic", None)
-    check_vectors(ops, x.mT, None, "stochastic")
+    check_vectors(ops, x.mT, None, "stochastic", bound=127.5)
+
+
+def check_scale_of_a_tensor(ops: types.ModuleType, x: jax.Array) -> None:
+    scales = {"bound": 127.5, "per_tensor": True}
+    check_vectors(ops, x, "stochastic", "nearest", **scales)
 
 
 def check_fallback(

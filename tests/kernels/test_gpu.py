@@ -150,6 +150,10 @@ def test_vectors(quantization, shape, dtype, rows, columns):
     quantize_cases.check_vectors(quantization, x, rows, columns)
 
 
+def test_scale_of_a_tensor(quantization):
+    quantize_cases.check_scale_of_a_tensor(quantization, heavy((2, 300, 141)))
+
+
 @pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
 def test_no_vectors(quantization, shape):
     x = jnp.zeros(shape, jnp.bfloat16)

@@ -61,6 +61,41 @@ def test_vectors_are_bit_exact(mode):
         np.testing.assert_array_equal(columns.scales[i], scales.T)
 
 
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_vectors_scaled_to_the_edge_of_the_last_code(per_tensor):
+    """AQT's scale, absmax / 127.5: what is above 127 then rounds to 127."""
+    x = np.array(heavy((2, 40, 70)))
+    x[1, 3, 4] = np.inf
+    op = functools.partial(
+        reference.quantize_vectors,
+        rows="nearest",
+        columns="stochastic",
+        bound=127.5,
+        per_tensor=per_tensor,
+    )
+    got = jax.jit(op)(x, jnp.asarray([3, 5], jnp.uint32))
+    for i, layout in ((0, got.rows), (0, got.columns)):
+        matrix = x[i] if layout is got.rows else x[i].T
+        noise = 0.0 if layout is got.rows else oracle.noise(3, x[i].shape).T
+        amax = np.abs(matrix).max(axis=None if per_tensor else 1, keepdims=True)
+        v = np.clip(matrix * (np.float32(127.5) / amax), -127, 127)
+        np.testing.assert_array_equal(layout.codes[i], np.rint(v + noise))
+        scales = np.broadcast_to(amax / np.float32(127.5), (len(matrix), 1))
+        np.testing.assert_array_equal(layout.scales[i], scales)
+    infinite = np.isnan(got.rows.scales[1, :, 0])
+    np.testing.assert_array_equal(infinite, per_tensor | (np.arange(40) == 3))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_no_vectors_of_a_tensor(shape):
+    op = functools.partial(
+        reference.quantize_vectors, rows="nearest", columns="nearest"
+    )
+    x, seeds = jnp.zeros((1, *shape)), jnp.zeros(1, jnp.uint32)
+    of_tensor = functools.partial(op, per_tensor=True)
+    assert jax.eval_shape(of_tensor, x, seeds) == jax.eval_shape(op, x, seeds)
+
+
 @pytest.mark.parametrize(
     ("criterion", "theta"), [("absmax", 150.0), ("l1", 900.0), ("l1_rel", 0.5)]
 )

@@ -42,6 +42,10 @@ def test_vectors(vectors, shape, dtype, rows, columns):
     cases.check_vectors(vectors, heavy(shape, dtype=dtype), rows, columns)
 
 
+def test_scale_of_a_tensor(vectors):
+    cases.check_scale_of_a_tensor(vectors, heavy((2, 70, 141)))
+
+
 @pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
 def test_special_blocks(ops, vectors, dtype):
     cases.check_special(ops, dtype)
@@ -93,15 +97,15 @@ def test_compiles_without_spills(capability, dtype, block, criterion):
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "rows", "columns"),
+    ("capability", "dtype", "rows", "columns", "bound"),
     [
-        (90, "bfloat16", "stochastic", "stochastic"),
-        (90, "bfloat16", None, "stochastic"),
-        (89, "float16", "stochastic", None),
-        (80, "float32", "nearest", "nearest"),
+        (90, "bfloat16", "stochastic", "stochastic", 127.5),
+        (90, "bfloat16", None, "stochastic", 127.0),
+        (89, "float16", "stochastic", None, 127.0),
+        (80, "float32", "nearest", "nearest", 127.0),
     ],
 )
-def test_vectors_compile_without_spills(capability, dtype, rows, columns):
+def test_vectors_compile_without_spills(capability, dtype, rows, columns, bound):
     x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
     kernels = compile_kernels(
@@ -112,6 +116,7 @@ def test_vectors_compile_without_spills(capability, dtype, rows, columns):
         capability=capability,
         rows=rows,
         columns=columns,
+        bound=bound,
     )
     assert len(kernels) == 2
     check_kernels(kernels, capability)

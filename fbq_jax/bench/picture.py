@@ -1,0 +1,59 @@
+"""A picture of the section ``recipes``: errors as the activation's outliers grow."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fbq_jax.bench.results import ResultsError, Row
+
+try:
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "pictures are drawn with Matplotlib: pip install matplotlib", name=error.name
+    ) from error
+
+_PANELS = {
+    "token": "Y, mean over tokens",
+    "dx": "dX",
+    "channel": "dW, mean over input channels",
+}
+_DASHES = ("-", "--", ":")
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draws the errors of each recipe over the sets of operands.
+
+    Args:
+      rows: of the section.
+      path: of the picture, in a format that Matplotlib knows by its suffix.
+
+    Raises:
+      ResultsError: if it cannot be written.
+    """
+    names = list(dict.fromkeys(row.what for row in rows))
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes = figure.subplots(1, len(_PANELS))
+    for axis, (error, title) in zip(axes, _PANELS.items(), strict=True):
+        for i, name in enumerate(names):
+            of_name = [row for row in rows if row.what == name]
+            axis.plot(
+                [row.data for row in of_name],
+                [row.errors[error] for row in of_name],
+                color=colormaps["tab10"](i % 10),
+                linestyle=_DASHES[i // 10 % len(_DASHES)],
+                marker=".",
+                label=name,
+            )
+        axis.set(title=title, yscale="log")
+        axis.tick_params(axis="x", rotation=30)
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="relative error")
+    shape = " x ".join(map(str, rows[0].shape))
+    figure.suptitle(f"Errors of a linear layer, M x K x N = {shape}")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles=handles, labels=labels, loc="outside right")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"cannot write {path}: {error}") from error

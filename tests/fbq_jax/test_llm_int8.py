@@ -1,0 +1,132 @@
+"""LLM.int8(): both parts of each product against float64, and what stays in floats."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from fbq_jax import LlmInt8Dot, llm_int8_dot
+from tests import oracle
+from tests.oracle import relative
+
+CONTRACT = (((2,), (1,)), ((0,), (0,)))
+SHAPE = (2, 20, 40, 24)  # batch, M, K, N
+
+
+def operands(dtype=jnp.float32, outliers=(3, 17)):
+    """An activation with columns of outliers, a weight and a gradient."""
+    b, m, k, n = SHAPE
+    rng = np.random.default_rng(0)
+    x = np.clip(rng.standard_normal((b, m, k)), -3.0, 3.0)
+    for column in outliers:
+        x[0, column % 5, column] = 30.0
+    w, dy = rng.standard_normal((b, k, n)) / 5.0, rng.standard_normal((b, m, n))
+    return [jnp.asarray(a, dtype) for a in (x, w, dy)]
+
+
+@functools.partial(jax.jit, static_argnames="dot")
+def product(x, w, dy, dot=llm_int8_dot):
+    y, pullback = jax.vjp(lambda x, w: dot(x, w, CONTRACT), x, w)
+    return y, *pullback(dy)
+
+
+def by_rows(x):
+    return oracle.quantize(x, (1, x.shape[1]))[2]
+
+
+def by_columns(x):
+    return oracle.quantize(x, (x.shape[0], 1))[2]
+
+
+def exact(x, w, dy, threshold=6.0):
+    """The equations for one matrix, by loops over columns."""
+    x, w, dy = (np.asarray(a.astype(jnp.float32)) for a in (x, w, dy))
+    outliers, rest = np.zeros_like(x), x.copy()
+    for column in range(x.shape[1]):
+        if np.abs(x[:, column]).max() >= threshold:
+            outliers[:, column], rest[:, column] = x[:, column], 0.0
+    x_o, w64, dy64 = (np.asarray(a, np.float64) for a in (outliers, w, dy))
+    y = x_o @ w64 + by_rows(rest) @ by_columns(w)
+    dx = dy64 @ by_columns(w).T
+    dw = x_o.T @ dy64 + by_columns(rest).T @ by_columns(dy)
+    return y, dx, dw
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)]
+)
+def test_equations_in_float64(dtype, tolerance):
+    """The second matrix of the batch has no outlier, the first has two columns."""
+    arguments = operands(dtype)
+    results = product(*arguments)
+    for i in range(SHAPE[0]):
+        expected = exact(*(a[i] for a in arguments))
+        for got, value in zip(results, expected, strict=True):
+            assert got.dtype == dtype
+            assert relative(got[i].astype(jnp.float32), value) <= tolerance
+
+
+def test_outliers_cost_the_other_columns_nothing():
+    """Without the decomposition a row's scale would be that of its outlier."""
+    x, w, dy = operands()
+    float_product = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    y, _, dw = product(x, w, dy)
+    z, _, plain_dw = product(x, w, dy, LlmInt8Dot(threshold=float("inf")))
+    assert relative(y[0], float_product[0]) < 0.5 * relative(z[0], float_product[0])
+    np.testing.assert_array_equal(y[1], z[1])
+    # The weight's gradient in the columns of outliers is that of floats.
+    exact_dw = np.asarray(x[0], np.float64).T @ np.asarray(dy[0], np.float64)
+    for column in (3, 17):
+        assert relative(dw[0, column], exact_dw[column]) <= 1e-6
+        assert relative(plain_dw[0, column], exact_dw[column]) > 1e-3
+
+
+def test_the_threshold_counts_itself():
+    x, w, dy = operands(outliers=())
+    for value, is_float in ((-6.0, True), (-5.999999, False)):
+        x = x.at[:, 0, 5].set(value)
+        _, _, dw = product(x, w, dy)
+        expected = np.asarray(x[0, :, 5], np.float64) @ np.asarray(dy[0], np.float64)
+        assert (relative(dw[0, 5], expected) <= 1e-6) == is_float
+
+
+def test_in_layers_of_linen_and_nnx():
+    x = operands()[0]
+    w = operands()[1][0]
+    linen = nn.Dense(w.shape[1], use_bias=False, dot_general=llm_int8_dot)
+    y = jax.jit(linen.apply)({"params": {"kernel": w}}, x)
+    assert relative(y, x @ w[None]) < 0.02
+    layer = nnx.Linear(x.shape[-1], 8, dot_general=llm_int8_dot, rngs=nnx.Rngs(0))
+    assert relative(nnx.jit(layer)(x), x @ layer.kernel[...][None]) < 0.02
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_non_finite_values_stay_visible(bad):
+    x, w, dy = operands()
+    y, _, dw = product(x.at[0, 4, 9].set(bad), w, dy)
+    assert not np.any(np.isfinite(y[0, 4]))
+    assert not np.any(np.isfinite(dw[0, 9]))
+    assert np.all(np.isfinite(y[1]))
+
+
+def test_empty_operands():
+    y, dx, dw = product(jnp.ones((1, 0, 8)), jnp.ones((1, 8, 4)), jnp.ones((1, 0, 4)))
+    assert (y.shape, dx.shape) == ((1, 0, 4), (1, 0, 8))
+    assert not np.any(dw)
+
+
+def test_second_derivatives_are_refused():
+    x, w, _ = operands()
+    first = jax.grad(lambda x: jnp.sum(llm_int8_dot(x, w, CONTRACT) ** 2))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda x: jnp.sum(first(x)))(x)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan")])
+def test_bad_thresholds_are_named(threshold):
+    with pytest.raises(ValueError, match="a number above 0; got"):
+        LlmInt8Dot(threshold=threshold)

@@ -1,0 +1,222 @@
+"""FP8 AdamW: its equations, its bytes, and optax.adamw beside it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from fbq_jax import optim
+
+B1, B2, EPS = 0.9, 0.95, 1e-8
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def params_of(dtype=jnp.float32):
+    tree = {
+        "up": normal((16, 32), 1) / 4.0,
+        "down": normal((32, 4), 2) / 6.0,
+        "bias": np.zeros(4, np.float32),
+    }
+    return jax.tree.map(lambda p: jnp.asarray(p, dtype), tree)
+
+
+def loss(params, x, y):
+    params = optax.tree.cast(params, jnp.float32)
+    out = jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"][None]
+    return jnp.mean((out - y) ** 2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(optimizer, params, inputs, targets):
+    def step(carry, batch):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+            updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    carry = (params, optimizer.init(params))
+    (params, state), losses = jax.lax.scan(step, carry, (inputs, targets))
+    return params, state, losses
+
+
+def train(optimizer, params, steps):
+    """On noisy data, inputs with scales that differ a hundredfold: losses, state."""
+    x = normal((steps, 32, 16), 3) * np.logspace(0, -2, 16, dtype=np.float32)
+    y = np.tanh(x @ normal((16, 4), 4)) + 0.05 * normal((steps, 32, 4), 5)
+    return run(optimizer, params, x, y)
+
+
+def distance(a, b):
+    apart = [
+        np.ravel(x - y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    ]
+    return float(np.linalg.norm(np.concatenate(apart)))
+
+
+def half_step(x, dtype):
+    """Half of the distance between neighbours of x in a format, float64."""
+    _, exponent = np.frexp(x)
+    info = ml_dtypes.finfo(dtype)
+    return 2.0 ** (np.maximum(exponent - 1, info.minexp) - info.nmant - 1)
+
+
+def test_each_update_is_the_equations_on_the_stored_moments():
+    """The oracle, in float64, reads the state that the step reads."""
+    optimizer = optim.scale_by_fp8_adam(B1, B2, EPS)
+    shape = (24, 40)
+    state = jax.jit(optimizer.init)({"w": jnp.zeros(shape)})
+    update = jax.jit(optimizer.update)
+    for t in range(1, 6):
+        spread = 10.0 ** np.random.default_rng(t).uniform(-3.0, 0.0, shape)
+        g = spread.astype(np.float32) * normal(shape, 10 + t)
+        g64, (m, v) = np.asarray(g, np.float64), moments(state)
+        m, v = B1 * m + (1 - B1) * g64, B2 * v + (1 - B2) * g64**2
+        exact = m / (1 - B1**t) / (np.sqrt(v / (1 - B2**t)) + EPS)
+        updates, state = update({"w": g}, state)
+        np.testing.assert_allclose(updates["w"], exact, rtol=1e-5, atol=1e-6)
+        for moment, stored in ((m, state.mu["w"]), (v, state.nu["w"])):
+            values, scale = (np.asarray(a, np.float64) for a in stored)
+            unit = moment / scale
+            allowed = half_step(unit, stored.values.dtype) + 1e-5 * np.abs(unit)
+            assert np.all(np.abs(values - unit) <= allowed)
+    assert state.count == 5
+
+
+def moments(state):
+    return [
+        np.asarray(s["w"].values, np.float64) * np.float64(s["w"].scale)
+        for s in (state.mu, state.nu)
+    ]
+
+
+@pytest.mark.parametrize(("b2", "rounding"), [(0.95, "nearest"), (0.999, "stochastic")])
+def test_trajectory_beside_adamw(b2, rounding):
+    """300 steps: losses within 10 %, parameters apart a fifth of their way."""
+    start = params_of()
+    exact, _, exact_losses = train(optax.adamw(1e-2, b2=b2), start, 300)
+    optimizer = optim.fp8_adamw(1e-2, b2=b2, rounding=rounding)
+    got, _, losses = train(optimizer, start, 300)
+    got_loss, exact_loss = (np.asarray(x)[-50:].mean() for x in (losses, exact_losses))
+    assert got_loss < 0.2 * losses[0]
+    assert got_loss == pytest.approx(exact_loss, rel=0.1)
+    assert 0.0 < distance(got, exact) <= 0.2 * distance(exact, start)
+
+
+def test_small_changes_of_the_second_moment_need_stochastic_rounding():
+    """A gradient that falls to half leaves v alone with nearest rounding."""
+    g = jnp.ones((8, 512)).at[0, 0].set(2.0)
+
+    def second_moment(rounding):
+        optimizer = optim.scale_by_fp8_adam(B1, 0.99, rounding=rounding)
+        step = jax.jit(lambda g, state: optimizer.update(g, state)[1])
+        state = jax.jit(optimizer.init)(g)
+        for scale, steps in ((1.0, 5), (0.5, 60)):
+            # The largest keeps the tensor's scale where it is.
+            smaller = (scale * g).at[0, 0].set(2.0)
+            for _ in range(steps):
+                state = step(smaller, state)
+        return float(jnp.mean(state.nu.dequantize()[1:]))
+
+    exact = (1 - 0.99**5) * 0.99**60 + (1 - 0.99**60) * 0.25
+    assert second_moment("stochastic") == pytest.approx(exact, rel=0.05)
+    assert abs(second_moment("nearest") / exact - 1) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("master", "a_parameter"), [(None, 2), (jnp.float16, 4), (jnp.float32, 6)]
+)
+def test_bytes_of_the_state(master, a_parameter):
+    params = params_of(jnp.bfloat16)
+    optimizer = optim.fp8_adamw(1e-3, master_dtype=master)
+    state = jax.jit(optimizer.init)(params)
+    size = sum(p.size for p in jax.tree.leaves(params))
+    tensors = 3 * (3 if master == jnp.float16 else 2)
+    measured = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert measured == a_parameter * size + 4 * tensors + 4
+    adamw = optax.adamw(1e-3).init(params_of())
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(adamw)) == 8 * size + 4
+
+
+def test_master_weights_carry_bfloat16_parameters():
+    """Updates of a thousandth: without a copy most of them are rounded away."""
+    start, options = params_of(jnp.bfloat16), {"b2": B2, "weight_decay": 0.0}
+    from_start = optax.tree.cast(start, jnp.float32)
+    exact, _, _ = train(optax.adamw(2e-4, **options), from_start, 100)
+    way = distance(exact, from_start)
+    for master, tolerance in (("float32", 0.1), ("float16", 0.25)):
+        optimizer = optim.fp8_adamw(2e-4, **options, master_dtype=master)
+        got, state, _ = train(optimizer, start, 100)
+        copy = state.master
+        if master == "float16":
+            copy = {name: tensor.dequantize() for name, tensor in copy.items()}
+        assert distance(copy, exact) <= tolerance * way
+        for name, value in got.items():
+            assert value.dtype == jnp.bfloat16
+            rounded = np.asarray(copy[name].astype(jnp.bfloat16), np.float32)
+            value = np.asarray(value, np.float32)
+            np.testing.assert_allclose(value, rounded, rtol=2**-7, atol=1e-6)
+    lost, _, _ = train(optim.fp8_adamw(2e-4, **options), start, 100)
+    assert distance(optax.tree.cast(lost, jnp.float32), exact) > 0.8 * way
+
+
+def test_float32_parameters_and_their_master_copy_are_both_donated():
+    optimizer = optim.with_master_weights(optax.sgd(0.5), jnp.float32)
+    params = jnp.ones(4)
+    step = jax.jit(lambda p, s: optimizer.update(p, s, p), donate_argnums=(0, 1))
+    _, state = step(params, optimizer.init(params))
+    assert np.all(state.master == 0.5)
+
+
+def test_a_state_of_frozen_and_empty_parts():
+    """As optax.masked and None leaves leave them."""
+    params = {"a": jnp.ones((2, 2)), "b": None, "c": jnp.ones(())}
+    mask = {"a": True, "b": None, "c": False}
+    optimizer = optax.masked(optim.fp8_adamw(0.1), mask)
+    state = jax.jit(optimizer.init)(params)
+    updates, state = jax.jit(optimizer.update)(params, state, params)
+    assert float(updates["a"][0, 0]) == pytest.approx(-0.1, rel=1e-3)
+    assert updates["b"] is None
+    assert float(updates["c"]) == 1.0
+    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [
+        (),  # the count
+        *[(2, 2), ()] * 2,
+    ]
+
+
+def test_a_nan_gradient_shows():
+    optimizer = optim.scale_by_fp8_adam()
+    grads = jnp.ones((4, 4)).at[1, 1].set(jnp.nan)
+    update = jax.jit(optimizer.update)
+    updates, state = update(grads, jax.jit(optimizer.init)(grads))
+    assert np.isnan(updates).sum() == 1
+    updates, _ = update(jnp.ones((4, 4)), state)
+    assert np.all(np.isnan(updates))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: optim.fp8_adamw(1e-3, rounding="up"), "'nearest', 'stochastic'.*'up'"),
+        (
+            lambda: optim.fp8_adamw(1e-3, master_dtype=jnp.bfloat16),
+            "float32 or float16; got .*bfloat16",
+        ),
+        (
+            lambda: optim.with_master_weights(optax.sgd(0.1), jnp.float32).update(
+                {}, None
+            ),
+            "pass them to update",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,196 @@
+"""Rules for whole models, in Linen and in NNX."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fbq_jax
+from fbq_jax import FallbackDot, GatedMLP, Recipe, RulesDot, fallback_stats, recipes
+from fbq_jax.nnx import apply_rules
+
+SMALL = Recipe(block=32)
+PLAIN = Recipe(block=32, criterion=None)
+RULES = {"head": None, "mlp/down": PLAIN, "mlp/.*": SMALL, "mlp/up": None}
+X = jax.random.normal(jax.random.key(0), (64, 32))
+
+
+class Mlp(nn.Module):
+    up: object
+    down: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(48, dot_general=self.up, name="up")(x)
+        return nn.Dense(32, dot_general=self.down, name="down")(nn.silu(x))
+
+
+class Model(nn.Module):
+    up: object
+    down: object
+    head: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = Mlp(self.up, self.down, name="mlp")(x)
+        return nn.Dense(8, dot_general=self.head, name="head")(x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def first_step(model):
+    """The variables, the output and the new state."""
+    variables = model.init(jax.random.key(1), X)
+    return variables, model.apply(variables, X, mutable=["fallback"])
+
+
+def test_layers_compute_and_keep_state_as_with_a_dot_each():
+    dot = RulesDot(RULES)
+    ruled = first_step(Model(dot, dot, dot))
+    explicit = first_step(Model(FallbackDot(SMALL), FallbackDot(PLAIN), None))
+    assert sorted(fallback_stats(ruled[0])) == ["mlp/down", "mlp/up"]
+    jax.tree.map(np.testing.assert_array_equal, ruled, explicit)
+
+
+def test_report_tells_of_rules_and_layers_that_were_missed():
+    dot = RulesDot({**RULES, "ml": SMALL})
+    report = dot.report(Model(dot, dot, FallbackDot()), jax.random.key(0), X)
+    assert report.layers == {"mlp/up": "mlp/.*", "mlp/down": "mlp/down"}
+    assert report.unused_rules == ("head", "mlp/up", "ml")
+    assert report.unmatched_layers == ("head",)
+
+
+def test_paths_under_lifted_transforms():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return Mlp(dot, dot, name="mlp")(x), None
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": 0, "fallback": 0}
+            rngs = {"params": True}
+            layers = nn.scan(nn.remat(Layer), axes, split_rngs=rngs, length=3)
+            return layers(name="layers")(x, None)[0]
+
+    dot = RulesDot({"layers/mlp/up": SMALL, ".*": None})
+    for _ in range(2):  # nothing that is cached is missed
+        report = dot.report(Scanned(), jax.random.key(0), X)
+        assert report.layers == {
+            "layers/mlp/up": "layers/mlp/up",
+            "layers/mlp/down": ".*",
+        }
+    variables = jax.eval_shape(Scanned().init, jax.random.key(0), X)
+    assert fallback_stats(variables)["layers/mlp/up"].count.shape == (3,)
+
+
+def test_the_root_layer_has_an_empty_path():
+    layer = nn.Dense(8, dot_general=RulesDot({"": SMALL}))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+    assert list(fallback_stats(variables)) == ["(root)"]
+
+
+def test_rules_are_a_value():
+    dot = RulesDot(RULES, collection="aqt")
+    assert dot == RulesDot(dict(RULES), "aqt")
+    assert hash(dot) == hash(RulesDot(dict(RULES), "aqt"))
+    assert dot != RulesDot(dict(reversed(RULES.items())), "aqt")
+
+
+def nnx_linear():
+    return nnx.Linear(32, 8, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"mlp/(": SMALL}, ValueError, r"rule 'mlp/\(' is no regular .* at position 4"),
+        ({"mlp": "int8"}, TypeError, "rule 'mlp' takes a Recipe, .* got 'int8'"),
+        ({7: SMALL}, TypeError, "pattern is a string; got 7"),
+        (recipes.block, TypeError, r"rules are a mapping .*; got Recipe\("),
+    ],
+)
+def test_bad_rules_are_named(rules, error, message):
+    with pytest.raises(error, match=message):
+        RulesDot(rules)
+    with pytest.raises(error, match=message):
+        apply_rules(nnx_linear(), rules)
+
+
+def test_what_rules_cannot_do_is_said():
+    dot = RulesDot(RULES)
+    with pytest.raises(ValueError, match="by the path of the Linen layer"):
+        dot(X, X.T, (((1,), (0,)), ((), ())))
+    with pytest.raises(TypeError, match=r"takes a FallbackDot; got RulesDot\("):
+        GatedMLP(32, dot_general=dot).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="no parameter"):
+        RulesDot(RULES, collection="params")
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(32, 48, rngs=rngs)
+        self.down = nnx.LinearGeneral(
+            48, 32, dot_general_cls=lambda: jax.lax.dot_general, rngs=rngs
+        )
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.up(x)))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.mlp = NnxMlp(rngs)
+        self.head = nnx.Linear(32, 8, rngs=rngs)
+        self.probe = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.mlp(x))
+
+
+def test_nnx_layers_get_a_dot_each():
+    model, rngs = NnxModel(nnx.Rngs(1)), nnx.Rngs(2)
+    report = apply_rules(model, RULES, rngs=rngs)
+    assert report.layers == {
+        "head": "head",
+        "mlp/down": "mlp/down",
+        "mlp/up": "mlp/.*",
+    }
+    assert report.unused_rules == ("mlp/up",)
+    assert report.unmatched_layers == ("probe",)
+    nnx.jit(lambda model, x: model(x))(model, X)
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert {path: int(s.count) for path, s in stats.items()} == {
+        "mlp/down": 1,
+        "mlp/up": 1,
+    }
+    up, down = model.mlp.up.dot_general, model.mlp.down.dot_general
+    assert (up.recipe, down.recipe) == (SMALL, PLAIN)
+    assert up.seed[...] != down.seed[...]
+
+    apply_rules(model, {".*": None})  # and back to float
+    assert fbq_jax.nnx.fallback_stats(model) == {}
+    np.testing.assert_array_equal(model(X), NnxModel(nnx.Rngs(1))(X))
+
+
+def test_nnx_stacks_take_rules_where_a_layer_is_made():
+    def build(rules):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def layers(rngs):
+            mlp = NnxMlp(rngs)
+            apply_rules(mlp, rules, rngs=rngs)
+            return mlp
+
+        return layers(nnx.Rngs(0))
+
+    stack = build({".*": SMALL})
+    assert np.unique(stack.up.dot_general.seed[...]).size == 3
+    floats = build({})
+    apply_rules(floats, {".*": None})
+    with pytest.raises(ValueError, match=r"'up' is a stack .* \(3, 32, 48\)"):
+        apply_rules(floats, {"down": None, "up": SMALL})
+    assert fbq_jax.nnx.fallback_stats(floats) == {}
