@@ -20,7 +20,7 @@ from examples.llama.model import Llama, LlamaConfig
 from fbq_jax import fallback_dot
 
 SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
-RUN = ["--batch=4", "--steps=2", "--eval-every=2", "--save-every=2"]
+RUN = ["--batch=4", "--steps=2", "--lr=1e-4", "--eval-every=2", "--save-every=2"]
 # What compiles soonest; tests/fbq_jax/test_sharding.py has thresholds and rates.
 RECIPE = ["--recipe=block", "--saved-bits=0"]
 ROOT = Path(__file__).parents[2]
@@ -82,10 +82,10 @@ def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) ->
 
     runs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "many")]
     for one, many in zip(*runs, strict=True):
-        # The gradients of bfloat16 layers are summed in an order of their own.
-        tolerance = 1e-5 if one["step"] == 1 else 1e-3
+        # XLA's own products in bfloat16, of the head, depend on how they are cut.
+        tolerance = 1e-6 if one["step"] == 1 else 1e-4
         assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
-        assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
 
     # What eight devices wrote opens on four, cut in another way, and on one.
     command = parse_command(options)
