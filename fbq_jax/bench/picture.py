@@ -52,7 +52,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shape = " x ".join(map(str, rows[0].shape))
     figure.suptitle(f"Errors of a linear layer, M x K x N = {shape}")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles=handles, labels=labels, loc="outside right")
+    figure.legend(handles=handles, labels=labels, loc="outside right upper")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -60,8 +60,11 @@ def _contenders(
     for name, recipe in fbq_jax.recipes.NAMED.items():
         by = contenders.forward_by(recipe, implementation)
         yield functools.partial(contenders.by_recipe, name, recipe, by)
-    fp8 = Fp8Dot(scaling="current")
-    for name, dot in {"fp8_current": fp8, "llm_int8": llm_int8_dot}.items():
+    dots: dict[str, Callable[..., jax.Array]] = {
+        "fp8_current": Fp8Dot(scaling="current"),
+        "llm_int8": llm_int8_dot,
+    }
+    for name, dot in dots.items():
         yield functools.partial(dot_of, name, dot)
 
 
