@@ -218,6 +218,7 @@ def resolve(
     implementation: str | None,
     *,
     layer: Callable[[jax.Array], jax.Array] = lambda x: x,
+    blocks: jax.Array | None = None,
 ) -> jax.Array:
     """Sets an unset threshold from the operand's own blocks.
 
@@ -227,6 +228,7 @@ def resolve(
       recipe: gives the criterion and the range that the threshold should meet.
       implementation: of the ops.
       layer: makes the operand of ``x``, where there is need of it.
+      blocks: as for ``threshold.quantile``.
     """
     criterion = recipe.criterion
     if criterion is None:
@@ -239,7 +241,7 @@ def resolve(
             criterion=criterion,
             implementation=implementation,
         )
-        return threshold.quantile(metric, recipe)
+        return threshold.quantile(metric, recipe, blocks)
 
     # An empty sum: 0, which varies over the axes of a mesh as the quantile does.
     theta += jnp.sum(x[:0], dtype=jnp.float32)

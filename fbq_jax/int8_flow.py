@@ -30,10 +30,9 @@ from fbq_jax.int8_operators import (
     to_codes,
 )
 from fbq_jax.kernels import rounding
+from fbq_jax.matrices import DTYPES
 from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import BLOCK_SIDES
-
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 # Beyond the streams of operators, which count from 0.
 _ADD_STREAM, _GRAD_STREAM = 1 << 16, (1 << 16) + 1

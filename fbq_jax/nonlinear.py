@@ -30,12 +30,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax.kernels import packing, producers
+from fbq_jax.matrices import DTYPES
 
 # checkpoint_name of what the forward pass saves for the backward pass.
 SAVED_NAME = "fbq_nonlinear"
 
 BITS = range(4, 13)
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def rms_norm(

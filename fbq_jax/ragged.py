@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch, threshold
-from fbq_jax.dot_general import Stats, checked_theta
+from fbq_jax.dot_general import Stats, checked_theta, resolve
 from fbq_jax.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.kernels.ragged import Tiles, cut, from_tiles, to_tiles
 from fbq_jax.kernels.reference import Quantized
@@ -144,7 +143,8 @@ def _seeded_ragged_dot(
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     tiles = cut(group_sizes, lhs.shape[0], recipe.sides[0])
     blocks = tiles.used * -(-lhs.shape[1] // recipe.sides[1])
-    theta = _resolve(theta, lhs, tiles, blocks, recipe, implementation)
+    layer = functools.partial(to_tiles, tiles=tiles)
+    theta = resolve(theta, lhs, recipe, implementation, layer=layer, blocks=blocks)
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
     y, metric = _matmul(spec, lhs, rhs, jnp.maximum(theta, 0.0), seed, tiles)
     return y, Stats(threshold.observe(metric, theta, blocks), theta, metric), blocks
@@ -171,31 +171,6 @@ def _check_groups(
             "a ragged dot takes a recipe with block scales in all three GEMMs; got "
             f"{recipe}"
         )
-
-
-def _resolve(
-    theta: jax.Array,
-    x: jax.Array,
-    tiles: Tiles,
-    blocks: jax.Array,
-    recipe: Recipe,
-    implementation: str | None,
-) -> jax.Array:
-    """Sets an unset threshold from the operand's own blocks."""
-    criterion = recipe.criterion
-    if criterion is None:
-        return theta
-
-    def own_quantile() -> jax.Array:
-        metric = dispatch.block_metric(
-            to_tiles(lax.stop_gradient(x), tiles),
-            block=recipe.lhs_block,
-            criterion=criterion,
-            implementation=implementation,
-        )
-        return threshold.quantile(metric, recipe, blocks)
-
-    return lax.cond(theta < 0.0, own_quantile, lambda: theta)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -48,9 +48,12 @@ def implementation(dtype: Any, seq: int, head_dim: int) -> Literal["cudnn", "xla
         on all of them) and sequences of even length (JAX differentiates cuDNN's
         attention for no other); else ``"xla"``.
     """
-    fits = head_dim % 8 == 0 < head_dim <= 128 and seq % 2 == 0
-    short = dtype in (jnp.bfloat16, jnp.float16)
-    if not (fits and short) or jax.default_backend() != "gpu":
+    fits = (
+        dtype in (jnp.bfloat16, jnp.float16)
+        and head_dim % 8 == 0 < head_dim <= 128
+        and seq % 2 == 0
+    )
+    if not fits or jax.default_backend() != "gpu":
         return "xla"
     # AMD's GPUs have names here, such as "gfx942".
     capability = getattr(jax.devices()[0], "compute_capability", "")

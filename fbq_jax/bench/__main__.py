@@ -1,6 +1,7 @@
 """``python -m fbq_jax.bench``: measures on this machine's GPU, and shows results."""
 
 import argparse
+import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
@@ -111,14 +112,14 @@ def _run(options: argparse.Namespace) -> None:
             continue
         print(report.text_head(name), flush=True)
         shapes = [tuple(n // 2 for n in s) if quick else s for s in section.SHAPES]
-        rows = []
+        content = results.section([], quick=quick)
         for row in section.rows(
             shapes, implementation=options.implementation, effort=effort
         ):
             print(report.text_row(name, row), flush=True)
-            rows.append(row)
+            content["rows"].append(dataclasses.asdict(row))
             # Each time, so that a run that is stopped leaves what it measured.
-            results.merge(path, name, results.section(rows, quick=quick))
+            results.merge(path, name, content)
     print(f"\nwritten to {path}")
 
 
