@@ -62,7 +62,7 @@ def make_optimizer(
         return path[-1].key in ("kernel", "embedding")
 
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
+        optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
         optax.adamw(
             schedule,
             b1=0.9,
@@ -111,7 +111,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 def make_train_step(
     model: Llama, optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, Any]]]:
     """Returns the jitted step (state, int32 tokens [N, B/N, S+1]) -> state, metrics.
 
     It averages the gradients of the N microbatches. Each moves the thresholds, so the
@@ -131,7 +131,7 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, tokens: jax.Array
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         def microbatch(
             carry: tuple[PyTree, PyTree], tokens: jax.Array
         ) -> tuple[tuple[PyTree, PyTree], jax.Array]:
@@ -151,10 +151,17 @@ def make_train_step(
             fallback=fallback,
             opt_state=opt_state,
         )
-        return mesh.constrain(new), {
+        new = mesh.constrain(new)
+        stats = fallback_stats({"fallback": new.fallback})
+        return new, {
             "loss": losses.mean(),
             "lr": schedule(state.step),
             "grad_norm": optax.tree.norm(grads),
+            # Measured here: the next step takes the state and its memory away.
+            "fallback": {
+                layer: {"rate": of_layer.rate, "theta": of_layer.theta}
+                for layer, of_layer in stats.items()
+            },
         }
 
     return train_step
