@@ -94,4 +94,3 @@ def _start(
             stderr=log,
             env=environment,
         )
-

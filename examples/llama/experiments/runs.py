@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from examples.llama import metrics, train
 from examples.llama.config import Config
