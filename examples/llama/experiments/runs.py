@@ -1,9 +1,9 @@
 """One training run, and the JSON file that is left of it.
 
-    python -m examples.llama.experiments.runs JOB.json
+    python -m examples.llama.experiments.runs RUNS.json
 
-trains what `jobs` has written into the file: one run after another, each continued
-where it was stopped.
+does the runs that `command` has written into the file, one after another, and continues
+those that were stopped.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import platform
 import shutil
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,9 +22,9 @@ import jax
 
 from examples.llama import metrics, train
 from examples.llama.config import Config
+from examples.llama.experiments.jobs import STOPPED
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "fbq-jax")
-STOPPED = 130  # exit status of a run that can be continued
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,16 @@ class Run:
     def is_done(self) -> bool:
         """Whether it has ended, well or by diverging."""
         return self.result.exists() and json.loads(self.result.read_text())["done"]
+
+
+def command(runs: Sequence[Run], file: Path) -> list[str]:
+    """Writes the file and returns what does its runs; nothing if all are done."""
+    left = [run.to_json() for run in runs if not run.is_done()]
+    if not left:
+        return []
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(left, indent=2) + "\n")
+    return [sys.executable, "-m", "examples.llama.experiments.runs", str(file)]
 
 
 def do(run: Run) -> None:
@@ -143,13 +154,11 @@ def peak_bytes() -> int | None:
     return None if stats is None else int(stats["peak_bytes_in_use"])
 
 
-def main(job: Path) -> int:
-    """Does the runs of a job; returns the exit status."""
+def main(file: Path) -> int:
+    """Does the runs in the file; returns the exit status."""
     try:
-        for stored in json.loads(job.read_text()):
-            run = Run.from_json(stored)
-            if not run.is_done():
-                do(run)
+        for stored in json.loads(file.read_text()):
+            do(Run.from_json(stored))
     except KeyboardInterrupt:
         return STOPPED
     return 0

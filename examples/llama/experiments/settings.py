@@ -13,6 +13,7 @@ class Settings:
         pretrain: Options of `Config` for the runs of `parity`.
         finetune: What differs in those of `finetune`, which start from one of them.
         longer: What differs in those of `longer`.
+        killed: What differs in those of `killed`.
         studied: Sequences whose activations are studied.
         outliers: The largest activations that are planted.
     """
@@ -21,6 +22,7 @@ class Settings:
     pretrain: dict[str, Any]
     finetune: dict[str, Any]
     longer: dict[str, Any]
+    killed: dict[str, Any]
     studied: int
     # Reported of GPT2-XL, Llama-3.1 and Qwen-2.5.
     outliers: tuple[int, ...] = (58, 606, 6559)
@@ -46,6 +48,7 @@ FULL = Settings(
     finetune={"batch": 32, "steps": 96, "lr": 2e-5, "eval_every": 48, "save_every": 0},
     # Five times as many steps; of fewer tokens, so that they take less than an hour.
     longer={"batch": 8, "steps": 7680, "lr": 1e-2, "clip": 0.0, "eval_every": 768},
+    killed={"steps": 96, "log_every": 1, "save_every": 32},
     studied=4,
 )
 
@@ -67,6 +70,7 @@ TOY = Settings(
     },
     finetune={"steps": 2, "lr": 2e-5, "eval_every": 2, "save_every": 0},
     longer={"steps": 16, "lr": 3e-1, "clip": 0.0, "eval_every": 8},
+    killed={"log_every": 1, "save_every": 3},
     studied=4,
 )
 

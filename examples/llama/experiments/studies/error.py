@@ -1,0 +1,34 @@
+"""The error of a projection's input by bits, plain and with fallback."""
+
+import jax
+import jax.numpy as jnp
+
+from examples.llama.experiments.studies import emulate
+from examples.llama.experiments.studies.subject import Subject
+
+PLAIN = tuple(range(4, 17))
+FALLBACK = tuple(range(4, 11))
+RATE = 0.2
+
+
+def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
+    """The relative rms error of X, over all layers, by projection.
+
+    Returns:
+        By projection: "plain", for `PLAIN` bits in 128x128 blocks, and "fallback", for
+        `FALLBACK` bits with a second term of as many in `RATE` of the blocks.
+    """
+    return {
+        name: {
+            "plain": [float(_error(of.x, bits, 0.0)) for bits in PLAIN],
+            "fallback": [float(_error(of.x, bits, RATE)) for bits in FALLBACK],
+        }
+        for name, of in subject.operands.items()
+    }
+
+
+@jax.jit
+def _error(x: jax.Array, bits: int, rate: float) -> jax.Array:
+    """Of [L, M, K], over all values."""
+    values = jax.vmap(lambda x: emulate.fall_back(x, bits, rate))(x)
+    return jnp.linalg.norm(values - x) / jnp.linalg.norm(x)
