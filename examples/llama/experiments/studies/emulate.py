@@ -44,9 +44,9 @@ def bits(
     return Bits(*map(jnp.int32, (x, w, dy)), *rates)
 
 
-def quantize(x: jax.Array, bits: jax.Array | int, block: int = BLOCK) -> jax.Array:
+def quantize(x: jax.Array, bits: jax.Array | int) -> jax.Array:
     """The values of the codes of a float32 matrix [R, C], with a scale a block."""
-    tiles = _tiles(x, block)
+    tiles = _tiles(x)
     largest = jnp.ldexp(jnp.float32(1.0), bits - 1) - 1
     amax = jnp.max(jnp.abs(tiles), axis=(1, 3), keepdims=True)
     scale = jnp.where(amax > 0, amax, 1.0) / largest
@@ -55,17 +55,14 @@ def quantize(x: jax.Array, bits: jax.Array | int, block: int = BLOCK) -> jax.Arr
 
 
 def fall_back(
-    x: jax.Array,
-    bits: jax.Array | int,
-    rate: jax.Array | float,
-    block: int = BLOCK,
+    x: jax.Array, bits: jax.Array | int, rate: jax.Array | float
 ) -> jax.Array:
     """The same with a second term in the share `rate` of blocks with the largest."""
-    main = quantize(x, bits, block)
-    amax = jnp.max(jnp.abs(_tiles(x, block)), axis=(1, 3), keepdims=True)
+    main = quantize(x, bits)
+    amax = jnp.max(jnp.abs(_tiles(x)), axis=(1, 3), keepdims=True)
     rank = jnp.argsort(jnp.argsort(-amax.reshape(-1))).reshape(amax.shape)
     falls_back = rank < jnp.round(jnp.float32(rate) * amax.size)
-    residual = _tiles(quantize(x - main, bits, block), block)
+    residual = _tiles(quantize(x - main, bits))
     return main + _matrix(jnp.where(falls_back, residual, 0.0), x.shape)
 
 
@@ -99,10 +96,10 @@ def _matmul_bwd(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _tiles(x: jax.Array, block: int) -> jax.Array:
+def _tiles(x: jax.Array) -> jax.Array:
     rows, columns = x.shape
-    x = jnp.pad(x, ((0, -rows % block), (0, -columns % block)))
-    return x.reshape(len(x) // block, block, -1, block)
+    x = jnp.pad(x, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
+    return x.reshape(len(x) // BLOCK, BLOCK, -1, BLOCK)
 
 
 def _matrix(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
