@@ -17,13 +17,16 @@ from examples.llama.experiments import (
     jobs,
     longer,
     outliers,
+    page,
     parity,
+    pictures,
     runs,
     studies,
 )
 from examples.llama.experiments.settings import SETTINGS
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "EXPERIMENTS.md"
 STAGES = ("parity", "studies", "outliers", "longer")
 
 
@@ -54,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder of what is kept"
     )
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help="where `draw` writes the tables"
+    )
     asked = parser.parse_args(argv)
     stages = [stage for stage in STAGES if {stage, "all"} & set(asked.what)]
     try:
@@ -64,6 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     if left:
         print(f"time is up; not finished: {', '.join(left)}; run this again")
         return 1
+    if {"draw", "all"} & set(asked.what):
+        print(f"drawn: {', '.join(pictures.draw(asked.results)) or 'nothing'}")
+        page.fill(asked.page, asked.results)
     return 0
 
 
@@ -93,7 +102,7 @@ def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:
         module = "examples.llama.experiments.outliers"
         if left := do({"models": [sys.executable, "-m", module, *arguments]}):
             return left
-    commands = {}
+    commands: dict[str, list[str]] = {}
     if "studies" in stages:
         commands |= studies.commands(*arguments)
     if "outliers" in stages:

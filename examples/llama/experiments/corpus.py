@@ -101,7 +101,9 @@ def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, int
     with file.open("wb") as out:
         for chunk in _chunks(texts):
             for encoding in tokenizer.encode_batch_fast(chunk):
-                tokens += out.write(np.array([*encoding.ids, end], np.uint16)) // 2
+                ids = np.array([*encoding.ids, end], np.uint16)
+                tokens += len(ids)
+                out.write(ids.tobytes())
     size = sum(len(text.encode()) for text in texts)
     return {"files": len(texts), "bytes": size, "tokens": tokens}
 

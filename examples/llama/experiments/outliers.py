@@ -5,6 +5,7 @@
 plants them into the bf16 model of `parity`.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -103,7 +104,9 @@ def make_models(settings: Settings, work: Path, results: Path) -> None:
     for largest in settings.outliers:
         planted = plant(state.params, x, largest)
         params[str(largest)] = planted.params
-        facts[str(largest)] = describe(state.replace(params=planted.params)) | {
+        facts[str(largest)] = describe(
+            dataclasses.replace(state, params=planted.params)
+        ) | {
             "channels": planted.channels.tolist(),
             "factors": planted.factors.tolist(),
         }

@@ -40,8 +40,13 @@ def bits(
     backward: float = 0.0,
 ) -> Bits:
     """`Bits` of numbers."""
-    rates = jnp.float32(forward), jnp.float32(backward)
-    return Bits(*map(jnp.int32, (x, w, dy)), *rates)
+    return Bits(
+        x=jnp.int32(x),
+        w=jnp.int32(w),
+        dy=jnp.int32(dy),
+        forward=jnp.float32(forward),
+        backward=jnp.float32(backward),
+    )
 
 
 def quantize(x: jax.Array, bits: jax.Array | int) -> jax.Array:

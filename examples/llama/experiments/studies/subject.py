@@ -51,11 +51,15 @@ def load(settings: Settings, work: Path, name: str) -> Subject:
 
 
 def cosine(a: PyTree, b: PyTree) -> jax.Array:
-    """The cosine similarity of arrays, or of all arrays of two pytrees together."""
+    """The cosine similarity of arrays, or of all arrays of two pytrees together.
+
+    It is 0 where one of them is: all of it was rounded off.
+    """
 
     def dot(a: PyTree, b: PyTree) -> jax.Array:
         products = jax.tree.map(lambda x, y: jnp.vdot(x, y), a, b)
         return jnp.sum(jnp.stack(jax.tree.leaves(products)))
 
     a, b = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (a, b))
-    return dot(a, b) / jnp.sqrt(dot(a, a) * dot(b, b))
+    norms = jnp.sqrt(dot(a, a)) * jnp.sqrt(dot(b, b))
+    return dot(a, b) / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
