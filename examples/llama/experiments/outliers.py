@@ -102,17 +102,17 @@ def make_models(settings: Settings, work: Path, results: Path) -> None:
     params = {TRAINED: state.params}
     x = operands(model.config, state.params, tokens)["down"].x
     for largest in settings.outliers:
-        planted = plant(state.params, x, largest)
+        planted = plant(params[TRAINED], x, largest)
         params[str(largest)] = planted.params
-        facts[str(largest)] = describe(
-            dataclasses.replace(state, params=planted.params)
-        ) | {
+        state = dataclasses.replace(state, params=planted.params)
+        facts[str(largest)] = describe(state) | {
             "channels": planted.channels.tolist(),
             "factors": planted.factors.tolist(),
         }
-    for name, folder in models(settings, work).items():
-        hf.save(folder, model.config, jax.device_get(params[name]))
     runs.save(facts, results / "planted.json")
+    for name, folder in models(settings, work).items():
+        if not folder.exists():
+            hf.save(folder, model.config, jax.device_get(params[name]))
 
 
 if __name__ == "__main__":
