@@ -17,7 +17,7 @@ from fbq_jax import Recipe
 # Okabe and Ito's colors, which color-blind readers can tell apart; the dashes keep
 # curves visible that lie on each other.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+DASHES = ("-", "--", "-.", ":")
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
