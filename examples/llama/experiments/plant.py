@@ -47,6 +47,7 @@ def plant(params: PyTree, x: jax.Array, largest: float) -> Planted:
     number = min(_CANDIDATES, x.shape[2])
     _, candidates = jax.lax.top_k(concentration, number)
     needed = jnp.log2(largest / jnp.take_along_axis(peak, candidates, axis=1))
+    needed = jnp.maximum(needed, 0.0)  # what is larger already stays
     # Of the candidates those that a power of two brings closest.
     _, best = jax.lax.top_k(-jnp.abs(needed - jnp.round(needed)), CHANNELS)
     channels = jnp.take_along_axis(candidates, best, axis=1)

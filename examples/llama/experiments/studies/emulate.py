@@ -66,7 +66,7 @@ def fall_back(
     main = quantize(x, bits)
     amax = jnp.max(jnp.abs(_tiles(x)), axis=(1, 3), keepdims=True)
     rank = jnp.argsort(jnp.argsort(-amax.reshape(-1))).reshape(amax.shape)
-    falls_back = rank < jnp.round(jnp.float32(rate) * amax.size)
+    falls_back = rank < jnp.round(rate * amax.size).astype(jnp.int32)
     residual = _tiles(quantize(x - main, bits))
     return main + _matrix(jnp.where(falls_back, residual, 0.0), x.shape)
 

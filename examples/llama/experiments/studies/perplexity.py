@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +22,26 @@ def study(subject: Subject) -> dict[str, float | list[float]]:
     """
     return {
         "float": _perplexity(subject, Llama(subject.config)),
-        "block": [_of(subject, Recipe(block=b, criterion=None)) for b in BLOCK_SIDES],
-        "fallback": [_of(subject, Recipe(block=b)) for b in BLOCK_SIDES],
+        "block": [
+            of_recipe(subject, Recipe(block=b, criterion=None)) for b in BLOCK_SIDES
+        ],
+        "fallback": [of_recipe(subject, Recipe(block=b)) for b in BLOCK_SIDES],
     }
 
 
-def _of(subject: Subject, recipe: Recipe) -> float:
+def of_recipe(subject: Subject, recipe: Recipe) -> float:
+    """With projections by a recipe."""
     return _perplexity(subject, Llama(subject.config, FallbackDot(recipe)))
 
 
 def _perplexity(subject: Subject, model: Llama) -> float:
     batches = [jnp.asarray(subject.text[i]) for i in range(EVAL_BATCHES)]
-    # As the layers' state starts: with thresholds that are not known.
-    state = jax.jit(model.init)(jax.random.key(0), batches[0][:1, :1])
-    variables = {**state, "params": subject.params}
-    loss = sum(float(_loss(model, variables, batch)) for batch in batches)
+    loss = sum(float(_loss(model, subject.params, batch)) for batch in batches)
     return math.exp(loss / len(batches))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss(model: Llama, variables: PyTree, tokens: jax.Array) -> jax.Array:
-    logits: Any = model.apply(variables, tokens[:, :-1])
+def _loss(model: Llama, params: PyTree, tokens: jax.Array) -> jax.Array:
+    # Where the state is mutable it starts anew: with thresholds that are not known.
+    logits, _ = model.apply({"params": params}, tokens[:, :-1], mutable=["fallback"])
     return cross_entropy(logits, tokens[:, 1:])

@@ -9,7 +9,7 @@ from examples.llama.experiments.probe import operands
 from examples.llama.experiments.studies.subject import Subject
 from fbq_jax import dispatch, recipes, threshold
 
-FACTORS = (0.01, 0.1, 1.0, 10.0, 100.0)  # times the first batch's
+FACTORS = (0.001, 0.01, 0.1, 10.0, 100.0, 1000.0)  # times the first batch's
 FORWARDS = 24
 
 
