@@ -114,16 +114,16 @@ def test_gradients_come_closer_with_bits(
 
 
 def test_fallback_is_in_the_products_that_are_asked_for(operands: Operands) -> None:
-    x, w = operands.x[0], operands.w[0]
+    x, w, dy = operands.x[0], operands.w[0], operands.w[1]
 
     @jax.jit
-    def products(how: emulate.Bits) -> tuple[jax.Array, jax.Array]:
+    def products(x: jax.Array, how: emulate.Bits) -> tuple[jax.Array, jax.Array]:
         y, backward = jax.vjp(lambda w: emulate.dot_general(how)(x, w), w)
-        return y, *backward(y)
+        return y, *backward(dy)
 
-    exact = products(emulate.bits())
+    exact = products(x, emulate.bits())
     forward, backward = (
-        [float(cosine(*pair)) for pair in zip(exact, products(how), strict=True)]
+        [float(cosine(*pair)) for pair in zip(exact, products(x, how), strict=True)]
         for how in (emulate.bits(x=8, forward=0.1), emulate.bits(x=8, backward=0.1))
     )
     assert forward[0] > backward[0]
