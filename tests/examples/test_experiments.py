@@ -217,7 +217,6 @@ def a_run(recipe: str, **more: Any) -> dict[str, Any]:
             "steps": 20,
             "batch": 4,
             "seq": 8,
-            "log_every": 1,
             "corpus": {"train": 320},
         },
         "machine": {"device": "a device"},
@@ -226,6 +225,7 @@ def a_run(recipe: str, **more: Any) -> dict[str, Any]:
         "peak_bytes": 2 * 10**9,
         "loss": [5.0 / step for step in range(1, 21)],
         "val_loss": {"10": 4.0, "20": 3.0 + len(recipe) / 1000},
+        "looks": list(range(1, 21)),
         "fallback": of_layers if recipe == "fallback" else {},
     } | more
 

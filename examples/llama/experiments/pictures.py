@@ -217,16 +217,14 @@ def thresholds(runs: dict[str, Json]) -> Figure:
     """Theta and the rate of each layer over the training with fallback."""
     run = runs["fallback-0"]
     projections = run["fallback"]
-    every = run["options"]["log_every"]
     figure = Figure(figsize=(12, 6), layout="constrained")
     grid = figure.subplots(2, len(projections), sharex=True, squeeze=False)
     for column, (name, of) in enumerate(projections.items()):
         for row, quantity in enumerate(("theta", "rate")):
             axes, values = grid[row, column], np.array(of[quantity], float)
-            steps = every * (1 + np.arange(len(values)))
             colors = colormaps["viridis"](np.linspace(0, 0.9, values.shape[1]))
             for line, color in zip(values.T, colors, strict=True):
-                axes.plot(steps, line, color=color, linewidth=1)
+                axes.plot(run["looks"], line, color=color, linewidth=1)
             if quantity == "theta":
                 axes.set(title=name.removeprefix("layers/"), yscale="log")
             else:

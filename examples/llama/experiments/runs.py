@@ -24,6 +24,7 @@ from examples.llama import metrics, train
 from examples.llama.config import Config
 from examples.llama.experiments.jobs import STOPPED
 
+_LOOKS = 128  # at the layers' rates and thresholds, at most
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "fbq-jax")
 
 
@@ -102,7 +103,7 @@ def write(run: Run, *, done: bool, about: dict[str, Any]) -> None:
     records = metrics.read(run.out / "metrics.jsonl")
     if not records:
         return
-    looks = [r for r in records if r["step"] % run.config.log_every == 0] or records
+    looks = records[:: -(-len(records) // _LOOKS)]
     result = about | {
         "done": done,
         "options": train.read_options(run.out),
@@ -115,6 +116,7 @@ def write(run: Run, *, done: bool, about: dict[str, Any]) -> None:
         "val_loss": {
             r["step"]: rounded(r["val_loss"]) for r in records if "val_loss" in r
         },
+        "looks": [r["step"] for r in looks],
         "fallback": {
             layer: {
                 name: [list(map(rounded, r["fallback"][layer][name])) for r in looks]
