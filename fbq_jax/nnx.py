@@ -15,6 +15,9 @@ from fbq_jax import rules as rules_of_paths
 from fbq_jax.nnx_dot import FallbackDot as FallbackDot
 from fbq_jax.nnx_dot import FallbackEinsum as FallbackEinsum
 from fbq_jax.nnx_dot import FallbackState as FallbackState
+from fbq_jax.nnx_int8_flow import Int8Attention as Int8Attention
+from fbq_jax.nnx_int8_flow import Int8MLP as Int8MLP
+from fbq_jax.nnx_int8_flow import Int8Sequential as Int8Sequential
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
 from fbq_jax.nnx_serve import freeze as freeze
