@@ -15,6 +15,8 @@ from fbq_jax import rules as rules_of_paths
 from fbq_jax.nnx_dot import FallbackDot as FallbackDot
 from fbq_jax.nnx_dot import FallbackEinsum as FallbackEinsum
 from fbq_jax.nnx_dot import FallbackState as FallbackState
+from fbq_jax.nnx_fp8 import Fp8Dot as Fp8Dot
+from fbq_jax.nnx_fp8 import Fp8Scaling as Fp8Scaling
 from fbq_jax.nnx_int8_flow import Int8Attention as Int8Attention
 from fbq_jax.nnx_int8_flow import Int8MLP as Int8MLP
 from fbq_jax.nnx_int8_flow import Int8Sequential as Int8Sequential
