@@ -12,10 +12,16 @@ import jax
 
 from examples.llama.mesh import PARSER
 from examples.llama.model import REMAT
-from fbq_jax import Recipe, nonlinear, recipes
+from examples.llama.projections import DotGeneral
+from fbq_jax import FallbackDot, Fp8Dot, nonlinear, recipes
 
-# None multiplies with jax.lax.dot_general, in bfloat16.
-RECIPES: dict[str, Recipe | None] = {"bf16": None} | recipes.NAMED
+# What multiplies in the layers; None is jax.lax.dot_general, in bfloat16.
+RECIPES: dict[str, DotGeneral | None] = {
+    "bf16": None,
+    **{name: FallbackDot(recipe) for name, recipe in recipes.NAMED.items()},
+    "fp8_delayed": Fp8Dot(scaling="delayed"),
+    "fp8_current": Fp8Dot(scaling="current"),
+}
 
 # What the norms and gates of a quantized model keep of a value.
 SAVED_BITS = 10
@@ -158,7 +164,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     """
     parser = argparse.ArgumentParser(
         prog="python -m examples.llama.train",
-        description="Trains a Llama in INT8 (or bf16) and draws how it went.",
+        description="Trains a Llama in INT8 (FP8, bf16) and draws how it went.",
         parents=[PARSER],
     )
     parsers: dict[Any, type] = {int: int, float: float, int | None: int}

@@ -2,6 +2,8 @@
 
 The quantized layers keep their thresholds in the collection "fallback". A step carries
 it along as it would batch statistics: `apply` gets it mutable and returns the new one.
+Delayed FP8 keeps its scales in a collection of Flax's, whose new values are its
+gradient: the largest gradient of a layer's output is known to the backward pass only.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from examples.llama import mesh
 from examples.llama.config import Config
@@ -30,14 +33,24 @@ class TrainState:
     Attributes:
         step: int32 [], the number of steps taken.
         params: The master weights, float32.
-        fallback: The state of the quantized layers; empty for bf16.
+        fallback: The state of layers in INT8; empty for others.
+        overwritten: That of layers in FP8 with delayed scaling; empty for others.
         opt_state: The optimizer's moments, float32.
     """
 
     step: jax.Array
     params: PyTree
     fallback: PyTree
+    overwritten: PyTree
     opt_state: optax.OptState
+
+    def variables(self) -> dict[str, PyTree]:
+        """What the model takes."""
+        return {
+            "params": self.params,
+            "fallback": self.fallback,
+            OVERWRITE_WITH_GRADIENT: self.overwritten,
+        }
 
     def stats(self) -> dict[str, Any]:
         """Rate, theta and count of each quantized layer, on the host."""
@@ -93,6 +106,7 @@ def init_state(
             step=jnp.zeros((), jnp.int32),
             params=params,
             fallback=variables.get("fallback", {}),
+            overwritten=variables.get(OVERWRITE_WITH_GRADIENT, {}),
             opt_state=optimizer.init(params),
         )
 
@@ -114,15 +128,15 @@ def make_train_step(
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the jitted step (state, int32 tokens [N, B/N, S+1]) -> state, metrics.
 
-    It averages the gradients of the N microbatches. Each moves the thresholds, so the
-    collection "fallback" goes from one to the next. The old state is donated.
+    It averages the gradients of the N microbatches. Each moves the layers' state, which
+    goes from one to the next. The old state is donated.
     """
 
     def loss_fn(
-        params: PyTree, fallback: PyTree, tokens: jax.Array
+        differentiated: dict[str, PyTree], fallback: PyTree, tokens: jax.Array
     ) -> tuple[jax.Array, PyTree]:
         logits, updates = model.apply(
-            {"params": params, "fallback": fallback},
+            {**differentiated, "fallback": fallback},
             tokens[:, :-1],
             mutable=["fallback"],
         )
@@ -133,22 +147,30 @@ def make_train_step(
         state: TrainState, tokens: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         def microbatch(
-            carry: tuple[PyTree, PyTree], tokens: jax.Array
-        ) -> tuple[tuple[PyTree, PyTree], jax.Array]:
-            fallback, total = carry
+            carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
+        ) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
+            fallback, overwritten, total = carry
+            differentiated = {
+                "params": state.params,
+                OVERWRITE_WITH_GRADIENT: overwritten,
+            }
             (loss, fallback), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-                state.params, fallback, tokens
+                differentiated, fallback, tokens
             )
-            return (fallback, optax.tree.add(total, grads)), loss
+            total = optax.tree.add(total, grads["params"])
+            return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
 
-        start = state.fallback, optax.tree.zeros_like(state.params)
-        (fallback, total), losses = jax.lax.scan(microbatch, start, tokens)
+        zeros = optax.tree.zeros_like(state.params)
+        (fallback, overwritten, total), losses = jax.lax.scan(
+            microbatch, (state.fallback, state.overwritten, zeros), tokens
+        )
         grads = optax.tree.scale(1 / tokens.shape[0], total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = TrainState(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
             fallback=fallback,
+            overwritten=overwritten,
             opt_state=opt_state,
         )
         return mesh.constrain(new), {
@@ -166,8 +188,7 @@ def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float
     @jax.jit
     def loss(state: TrainState, tokens: jax.Array) -> jax.Array:
         # Nothing is mutable here, so the thresholds stay where they are.
-        variables = {"params": state.params, "fallback": state.fallback}
-        logits: Any = model.apply(variables, tokens[:, :-1])
+        logits: Any = model.apply(state.variables(), tokens[:, :-1])
         return cross_entropy(logits, tokens[:, 1:])
 
     def evaluate(state: TrainState) -> float:

@@ -96,13 +96,12 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 f"seq takes at most {sizes.max_seq_len} with the model in "
                 f"{config.from_hf}, got {config.seq}"
             )
-    recipe, saved_bits = RECIPES[config.recipe], config.saved_bits
-    if saved_bits is None and recipe is not None:
+    dot_general, saved_bits = RECIPES[config.recipe], config.saved_bits
+    if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
     sizes = dataclasses.replace(
         sizes, remat=config.remat, saved_bits=saved_bits or None
     )
-    dot_general = None if recipe is None else FallbackDot(recipe)
     return Llama(sizes, dot_general), weights, corpus
 
 
@@ -126,7 +125,6 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     check_folder(out, config, resume)
     mesh.wait("checked")
     mesh.check_batch(config.batch // config.accumulate)
-    recipe = RECIPES[config.recipe]
     model, weights, corpus = build(config)
     sizes = {"seq": config.seq, "batch": config.batch}
     train_data = batches(corpus, "train", seed=config.seed, **sizes)
@@ -141,7 +139,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     if resume and checkpoint.any_in(out / "checkpoints"):
         state = checkpoint.restore(out / "checkpoints", state)
     first = int(state.step)
-    stats_before = state.stats()
+    dot_general, stats_before = model.dot_general, state.stats()
+    recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
     flops_per_token, peak = flops.per_token(model.config, config.seq), flops.peak()
     devices = mesh.size()
     if mesh.is_first():

@@ -383,12 +383,36 @@ def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
+def test_delayed_fp8_takes_its_scales_along_and_resumes_bit_for_bit(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, recipe="fp8_delayed", steps=3, save_every=2)
+    train.train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(config, tmp_path / "run")
+    train.train(config, tmp_path / "run", resume=True)
+    assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
+
+    model, _, _ = train.build(config)
+    optimizer, _ = train.make_optimizer(config)
+    state = step.init_state(model, optimizer, None, config.seed)
+    state = checkpoint.restore(tmp_path / "run" / "checkpoints", state)
+    for path, leaf in jax.tree.leaves_with_path(state.overwritten):
+        if path[-1].key == "amax_history":  # of each microbatch, and of no validation
+            calls = (leaf > 0).sum(axis=-1).tolist()
+            assert calls == [config.steps * config.accumulate] * config.layers
+    assert len(jax.tree.leaves(state.overwritten)) == 4 * 3 * 2
+
+
 @pytest.mark.parametrize(
     ("recipe", "asked", "saved"),
     [
         ("fallback", None, 10),
         ("block", None, 10),
         ("bf16", None, None),
+        ("fp8_delayed", None, 10),
         ("fallback", 0, None),
         ("bf16", 8, 8),
     ],
