@@ -141,9 +141,10 @@ def matmul(
     *,
     blocks: tuple[int, int, int],
     dtype: Any,
+    reduce: str,
 ) -> Axes:
     """Of ``reference.matmul``; also of what is contracted over rows that are two."""
-    del dtype
+    del dtype, reduce
     m, k, n = blocks
     columns = _blocks("n", rhs.codes.shape[1], n)
     depth = _blocks("k", rhs.codes.shape[-1], k)

@@ -261,9 +261,10 @@ def matmul(
     *,
     blocks: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
+    reduce: str = "float32",
     implementation: str | None = None,
 ) -> jax.Array:
-    """``reference.matmul`` by the implementation chosen."""
+    """``reference.matmul`` by the implementation chosen; ``reduce`` as in ``Gemm``."""
     one_scale_a_row = residual is None and blocks == (
         1,
         math.prod(rhs.codes.shape[2:]),
@@ -274,7 +275,7 @@ def matmul(
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
         # No kernel starts for nothing.
         choice = choose("matmul", sides, implementation="reference")
-    options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
+    options = {"blocks": blocks, "dtype": jnp.dtype(dtype), "reduce": reduce}
     return _batched(choice, sides, **options)(lhs, residual, rhs)
 
 

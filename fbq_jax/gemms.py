@@ -193,6 +193,7 @@ def _product(
         rhs,
         blocks=sides if gemm.in_blocks else (1, contraction, 1),
         dtype=dtype,
+        reduce=gemm.reduce,
         implementation=spec.implementation,
     )
 

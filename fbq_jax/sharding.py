@@ -7,7 +7,8 @@ word between them, but for these:
 
 - scales of whole rows or columns are agreed on, as the maxima of the shards' maxima;
 - a product whose contraction is cut is summed over the devices in float32 and rounded
-  once; each device gets the part of the sum that the result's sharding gives it.
+  once, or as ``Gemm.reduce`` says; each device gets the part of the sum that the
+  result's sharding gives it.
 
 What a device needs of a product's operands and does not have, it fetches as codes.
 """
@@ -75,10 +76,11 @@ def _local(
             placed["join"] = Join(*joins)
         if op == "matmul":
             lhs, _, rhs = matrices
+            reduce = placed.pop("reduce")
             if axes_module.one_scale_a_row(rhs, options["blocks"]):
                 placed["blocks"] = (1, lhs.codes.shape[2], 1)
             if shards.names(axes.contracted):
-                placed["dtype"] = jnp.dtype(jnp.float32)
+                placed["dtype"] = jnp.dtype(reduce)
         results = function(*matrices, **placed)
         split = functools.partial(_split_rows, _groups(axes.operands, operands))
         results = jax.tree.map(split, axes.results, results)

@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
@@ -208,11 +207,6 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
             shutil.copy(tokenizer, out / "hf")
 
 
-def use(devices: Mesh | None) -> AbstractContextManager[Any]:
-    """Trains on a mesh, or on one device."""
-    return nullcontext() if devices is None else jax.set_mesh(devices)
-
-
 def open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
     """The run's records, to go on after a step; None in all processes but the first."""
     if not mesh.is_first():
@@ -362,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
         check_comparable(configs)
         for out, config in configs.items():
             check_folder(out, config, resume[out])
-        with use(devices):
+        with mesh.use(devices):
             for out, config in configs.items():
                 train(config, out, resume=resume[out])
                 if mesh.is_first():

@@ -1,14 +1,17 @@
 """The Llama of ``examples/llama``, for the benchmarks of a block and of a step."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from fbq_jax.bench.contenders import timed_recipes
 from fbq_jax.recipe import Recipe
 
 try:
-    from examples.llama import flops, model, step
+    from examples.llama import flops, mesh, model, step
     from examples.llama.config import Config
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -67,6 +70,16 @@ def trainer(config: model.LlamaConfig, dot_general: Any) -> tuple[step.TrainStat
     optimizer, schedule = step.make_optimizer(Config(steps=1000))
     state = step.init_state(llama, optimizer, None, seed=0)
     return state, step.make_train_step(llama, optimizer, schedule)
+
+
+def devices(text: str) -> AbstractContextManager[Any]:
+    """Has what follows run on the mesh that train.py's ``--mesh`` would make."""
+    return mesh.use(mesh.make(text))
+
+
+def distribute(tokens: np.ndarray) -> jax.Array:
+    """Puts a step's tokens ``[N, B/N, S+1]`` on the mesh in use."""
+    return jnp.asarray(mesh.distribute(tokens, None, "batch", None))
 
 
 def work(config: model.LlamaConfig, tokens: int) -> float:
