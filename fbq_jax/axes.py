@@ -138,12 +138,15 @@ def matmul(
     lhs: Quantized,
     residual: Quantized | None,
     rhs: Quantized,
-    *,
+    *seeds: jax.Array,
     blocks: tuple[int, int, int],
     dtype: Any,
     reduce: str,
 ) -> Axes:
-    """Of ``reference.matmul``; also of what is contracted over rows that are two."""
+    """Of ``reference.matmul``; also of what is contracted over rows that are two.
+
+    Seeds, one array, are those of a sum in INT8.
+    """
     del dtype, reduce
     m, k, n = blocks
     columns = _blocks("n", rhs.codes.shape[1], n)
@@ -159,7 +162,7 @@ def matmul(
         rows = _rows(lhs.codes.shape, m)
     left, _ = _layouts(rows, depth)
     right, _ = _layouts(columns, depth)
-    operands = left, None if residual is None else left, right
+    operands = left, None if residual is None else left, right, *("b" for _ in seeds)
     return Axes(operands, f"b {rows[0]} {columns[0]}", contracted)
 
 

@@ -262,9 +262,14 @@ def matmul(
     blocks: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     reduce: str = "float32",
+    seeds: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """``reference.matmul`` by the implementation chosen; ``reduce`` as in ``Gemm``."""
+    """``reference.matmul`` by the implementation chosen.
+
+    Over several devices it is summed as ``reduce`` says, as in ``Gemm``; in INT8 with
+    the noise of ``seeds``, uint32 ``[B]``.
+    """
     one_scale_a_row = residual is None and blocks == (
         1,
         math.prod(rhs.codes.shape[2:]),
@@ -276,7 +281,8 @@ def matmul(
         # No kernel starts for nothing.
         choice = choose("matmul", sides, implementation="reference")
     options = {"blocks": blocks, "dtype": jnp.dtype(dtype), "reduce": reduce}
-    return _batched(choice, sides, **options)(lhs, residual, rhs)
+    operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
+    return _batched(choice, sides, **options)(*operands)
 
 
 def ragged_matmul(
@@ -413,6 +419,19 @@ def _warn_of_reference(choice: Choice) -> None:
         )
 
 
+def _on_one_device(
+    choice: Choice, sides: Sequence[int], *args: Any, **options: Any
+) -> Any:
+    """An op by the implementation chosen."""
+    run = functools.partial(_function(choice, sides), **options)
+    if choice.implementation == "reference":
+        return run(*args)
+    # What runs on this machine's CPU cannot use a kernel.
+    definition = getattr(_definitions(choice.op), choice.op)
+    definition = functools.partial(definition, **options)
+    return lax.platform_dependent(*args, cpu=definition, default=run)
+
+
 @functools.cache
 def _batched_op(
     choice: Choice, sides: tuple[int, ...], options: tuple[tuple[str, Any], ...]
@@ -426,20 +445,11 @@ def _batched_op(
     There is no derivative.  Rounding's own is 0, which would pass for an answer where
     the gradient of a quantized dot is differentiated once more.
     """
-    chosen = _function(choice, sides)
-
-    def function(*args: Any, **options: Any) -> Any:
-        run = functools.partial(chosen, **options)
-        if choice.implementation == "reference":
-            return run(*args)
-        # What runs on this machine's CPU cannot use a kernel.
-        definition = getattr(_definitions(choice.op), choice.op)
-        definition = functools.partial(definition, **options)
-        return lax.platform_dependent(*args, cpu=definition, default=run)
-
+    quantize = functools.partial(_on_one_device, choice._replace(op="quantize"), (128,))
+    run = functools.partial(_on_one_device, choice, sides)
     # Compiled as a whole even where the caller is not: op by op, the reference would
     # compile some sixty programs.
-    compiled = jax.jit(sharding.sharded(choice.op, function, dict(options)))
+    compiled = jax.jit(sharding.sharded(choice.op, run, dict(options), quantize))
     mapped = custom_vmap(compiled)
 
     @mapped.def_vmap

@@ -14,7 +14,7 @@ Scales = Literal["block", "row", "tensor"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
-Reduce = Literal["float32", "bfloat16"]
+Reduce = Literal["float32", "bfloat16", "int8"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
 
@@ -52,8 +52,9 @@ class Gemm:
       keeps: what the forward pass keeps for a backward GEMM in floats: X or W as
         ``"floats"``, or its forward ``"codes"``, which then stand for it.
       reduce: what several devices sum their parts of a product in, where its
-        contraction is cut over them: ``"float32"``, or ``"bfloat16"``, which is half
-        the traffic and what XLA sums a product of bfloat16 arrays in.
+        contraction is cut over them: ``"float32"``; ``"bfloat16"``, which is half the
+        traffic and what XLA sums a product of bfloat16 arrays in; or, for drhs,
+        ``"int8"``, codes with stochastic rounding, again half (``fbq_jax.reduce``).
     """
 
     lhs: Rounding | None = "nearest"
@@ -281,6 +282,8 @@ def _check_gemm(name: str, gemm: Gemm) -> None:
         mixed = "block" in scales and not blocks
         check("scales", not mixed, "'block' for both operands or for neither")
         check("keeps", keeps == "floats", "'floats' unless lhs and rhs are None")
+    summed = gemm.reduce != "int8" or (name == "drhs" and shards == 1)
+    check("reduce", summed, "'int8' only in a drhs that is one shard")
     can_cut = name == "drhs" and not blocks
     check("shards", shards == 1 or can_cut, "1 but in a drhs without block scales")
 

@@ -19,7 +19,7 @@ from fbq_jax.bench import data, llama, measure, memory
 from fbq_jax.bench.block import SEQUENCE, choose
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
-from fbq_jax.recipe import Recipe
+from fbq_jax.recipe import Recipe, Reduce
 from fbq_jax.stats import mean_rate
 
 # (hidden, intermediate, layers, sequences of 2048 tokens a device)
@@ -33,10 +33,17 @@ RUN_VOCABULARY = 1024
 RUN_STEPS = 50
 
 RECIPES: dict[str, Recipe | None] = {"bf16": None, "fallback": recipes.fallback}
-_IN_BFLOAT16 = dataclasses.replace(recipes.fallback.drhs, reduce="bfloat16")
+
+
+def _summed_in(reduce: Reduce) -> Recipe:
+    drhs = dataclasses.replace(recipes.fallback.drhs, reduce=reduce)
+    return dataclasses.replace(recipes.fallback, drhs=drhs)
+
+
 # What devices sum gradients in is by default float32, and for bf16 XLA's bfloat16.
 SUMS: dict[str, Recipe] = {
-    "fallback, sums in bf16": dataclasses.replace(recipes.fallback, drhs=_IN_BFLOAT16)
+    "fallback, sums in bf16": _summed_in("bfloat16"),
+    "fallback, sums in int8": _summed_in("int8"),
 }
 _STEPS = 4  # before losses are compared and anything is timed
 _LOSS = 0.02  # nats that INT8 may differ from bf16 by then
@@ -53,7 +60,8 @@ def rows(
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, layers, sequences a device)``.
 
-    On one device and on each power of two of them; what tells most comes first.
+    On one device and on each power of two of them; what tells most comes first, and
+    only the most devices have all of the sums.
 
     Raises:
       WrongResultError: if the loss of a recipe after a few steps is not bf16's.
@@ -64,18 +72,20 @@ def rows(
     alone: dict[Any, float] = {}  # tokens a second of one device
     for n in dict.fromkeys((1, numbers[-1])):
         for shape in shapes:
-            yield from _speeds(shape, n, alone, implementation, effort)
+            others = SUMS if n > 1 else {}
+            yield from _speeds(shape, n, others, alone, implementation, effort)
     exact: dict[str, np.ndarray] = {}  # losses of one device
     for n in numbers:
         yield from _losses(n, exact, implementation, effort)
     for n in numbers[1:-1]:
         for shape in shapes:
-            yield from _speeds(shape, n, alone, implementation, effort)
+            yield from _speeds(shape, n, {}, alone, implementation, effort)
 
 
 def _speeds(
     shape: tuple[int, ...],
     number: int,
+    others: dict[str, Recipe],
     alone: dict[Any, float],
     implementation: str | None,
     effort: Effort,
@@ -88,7 +98,7 @@ def _speeds(
     for mesh in [f"{axis}={number}" for axis in AXES] if number > 1 else [""]:
         baseline: Row | None = None
         exact = 0.0
-        for name, recipe in (RECIPES | (SUMS if mesh else {})).items():
+        for name, recipe in (RECIPES | others).items():
             by, dot_general = choose(recipe, implementation)
             config = llama.config(
                 hidden,
