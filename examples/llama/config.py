@@ -12,7 +12,8 @@ import jax
 
 from examples.llama.mesh import PARSER
 from examples.llama.model import REMAT
-from fbq_jax import Recipe, nonlinear, recipes
+from fbq_jax import Recipe, RecipeError, nonlinear, recipes
+from fbq_jax.recipe import REDUCES
 
 # None multiplies with jax.lax.dot_general, in bfloat16.
 RECIPES: dict[str, Recipe | None] = {"bf16": None} | recipes.NAMED
@@ -85,6 +86,11 @@ class Config:
         "bits of a value that norms and gates keep for the backward pass; 0 keeps "
         f"floats (default: {SAVED_BITS}, and 0 with --recipe bf16)",
     )
+    reduce: str = _option(
+        "float32",
+        "what several devices sum the gradients of quantized layers in: "
+        f"{', '.join(REDUCES)}",
+    )
     batch: int = _option(8, "sequences in a step")
     accumulate: int = _option(1, "microbatches that a step's batch is split into")
     seq: int = _option(256, "tokens in a sequence")
@@ -107,6 +113,14 @@ class Config:
                 f"saved_bits takes 0 or an integer from {nonlinear.BITS[0]} to "
                 f"{nonlinear.BITS[-1]}, got {self.saved_bits}"
             )
+        if self.reduce not in REDUCES:
+            raise ConfigError(
+                f"reduce takes one of {', '.join(REDUCES)}, got {self.reduce!r}"
+            )
+        try:
+            self.quantization()
+        except RecipeError as error:
+            raise ConfigError(f"reduce with {self.recipe}: {error}") from error
         for option in dataclasses.fields(self):
             value, lowest = getattr(self, option.name), int(option.name != "seed")
             if option.type is int and value < lowest:
@@ -120,6 +134,14 @@ class Config:
                 f"accumulate takes a divisor of batch ({self.batch}), "
                 f"got {self.accumulate}"
             )
+
+    def quantization(self) -> Recipe | None:
+        """The recipe, with gradients summed as `reduce` says; None for bf16."""
+        recipe = RECIPES[self.recipe]
+        if recipe is None or self.reduce == recipe.drhs.reduce:
+            return recipe
+        drhs: Any = dataclasses.replace(recipe.drhs, reduce=self.reduce)
+        return dataclasses.replace(recipe, drhs=drhs)
 
 
 @dataclass(frozen=True)

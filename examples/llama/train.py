@@ -95,7 +95,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 f"seq takes at most {sizes.max_seq_len} with the model in "
                 f"{config.from_hf}, got {config.seq}"
             )
-    recipe, saved_bits = RECIPES[config.recipe], config.saved_bits
+    recipe, saved_bits = config.quantization(), config.saved_bits
     if saved_bits is None and recipe is not None:
         saved_bits = SAVED_BITS
     sizes = dataclasses.replace(
@@ -267,6 +267,7 @@ def read_options(out: Path) -> dict[str, Any]:
     if isinstance(remat := options.get("remat"), bool):
         options["remat"] = "codes" if remat else "none"
         options.setdefault("saved_bits", 0)
+    options.setdefault("reduce", "float32")
     known = {option.name for option in dataclasses.fields(Config)} | _FACTS
     if options.keys() != known:
         raise RunError(
