@@ -296,8 +296,9 @@ def ragged_matmul(
     implementation: str | None = None,
 ) -> jax.Array:
     """``ragged.ragged_matmul``, which is all there is."""
-    function = _without_kernels("ragged_matmul", blocks, implementation)
-    return function(lhs, residual, rhs, groups, blocks=blocks, dtype=jnp.dtype(dtype))
+    options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
+    op = _without_kernels("ragged_matmul", blocks, implementation, **options)
+    return op(lhs, residual, rhs, groups)
 
 
 def ragged_contraction(
@@ -311,8 +312,9 @@ def ragged_contraction(
     implementation: str | None = None,
 ) -> jax.Array:
     """``ragged.ragged_contraction``, which is all there is."""
-    function = _without_kernels("ragged_contraction", blocks, implementation)
-    return function(lhs, rhs, groups, size=size, blocks=blocks, dtype=jnp.dtype(dtype))
+    options = {"size": size, "blocks": blocks, "dtype": jnp.dtype(dtype)}
+    op = _without_kernels("ragged_contraction", blocks, implementation, **options)
+    return op(lhs, rhs, groups)
 
 
 def rms_norm_quantize(
@@ -399,13 +401,28 @@ def _batched(
 
 
 def _without_kernels(
-    op: str, sides: Sequence[int], implementation: str | None
+    op: str, sides: Sequence[int], implementation: str | None, **options: Any
 ) -> Callable[..., Any]:
-    """The definition of an op; plain JAX, which ``vmap`` takes as it is."""
+    """The definition of a ragged op."""
     choice = choose(op, sides, implementation=implementation)
     if jax.default_backend() == "gpu":
         _warn_of_reference(choice)
-    return getattr(ragged, op)
+    return _ragged_op(op, tuple(options.items()))
+
+
+@functools.cache
+def _ragged_op(op: str, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """A ragged op as JAX's transformations see it; under ``vmap`` it is not cut."""
+    function = getattr(ragged, op)
+    mapped = custom_vmap(sharding.sharded_ragged(op, function, dict(options)))
+
+    @mapped.def_vmap
+    def _rule(axis_size: int, in_batched: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))
+        run = functools.partial(function, **dict(options))
+        return jax.vmap(run, axes, axis_size=axis_size)(*args), True
+
+    return mapped
 
 
 @functools.cache

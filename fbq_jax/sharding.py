@@ -103,6 +103,47 @@ def _local(
     return local
 
 
+def sharded_ragged(
+    op: str, function: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A ragged op that is cut over its groups, its tiles, and the matrices' axes.
+
+    A device multiplies the tiles whose groups it has.
+
+    Args:
+      op: ``"ragged_matmul"`` or ``"ragged_contraction"``.
+      function: computes it on one device, with ``options``.
+      options: the op's own.
+    """
+    axes_of = functools.partial(getattr(axes_module, op), **options)
+    return partitioned(axes_of, functools.partial(_local_ragged, function, options))
+
+
+def _local_ragged(
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    axes: Axes,
+    shards: Shards,
+) -> Callable[..., Any]:
+    """A ragged op of one device's shards."""
+
+    def local(*operands: Any) -> Any:
+        *matrices, groups = operands
+        placed = dict(options)
+        if "size" in placed:
+            size = placed["size"] = options["size"] // shards.number("g")
+        else:
+            size = len(matrices[-1].codes)
+        # Of parts of a group's product; over groups, all parts but one are zeros.
+        if shards.names(axes.contracted.replace("g", "")):
+            placed["dtype"] = jnp.dtype(jnp.float32)
+        here = groups - jnp.int32(size) * shards.place("g").astype(jnp.int32)
+        results = function(*matrices, here, **placed)
+        return reduce.in_floats(results, axes, shards).astype(options["dtype"])
+
+    return local
+
+
 def _letters(words: str) -> str:
     return "".join(letter for letter, _ in parse(words))
 

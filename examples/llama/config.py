@@ -140,7 +140,8 @@ class Config:
         recipe = RECIPES[self.recipe]
         if recipe is None or self.reduce == recipe.drhs.reduce:
             return recipe
-        drhs: Any = dataclasses.replace(recipe.drhs, reduce=self.reduce)
+        reduce: Any = self.reduce
+        drhs = dataclasses.replace(recipe.drhs, reduce=reduce)
         return dataclasses.replace(recipe, drhs=drhs)
 
 
