@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -37,3 +38,14 @@ def swiglu(
     first = (jnp.arange(tokens) == 0)[:, None]
     outliers = jnp.sign(y) * jnp.where(first, largest, sizes)
     return jnp.where((drawn | first) & has_outliers, outliers, y).astype(jnp.bfloat16)
+
+
+def walks(vocabulary: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Tokens int32 ``[..., S]`` that can be learned: each has four that may follow."""
+    draw = np.random.default_rng(0).integers
+    following = draw(0, vocabulary, (vocabulary, 4), np.int32)
+    choices = draw(0, 4, shape)
+    tokens = draw(0, vocabulary, shape, np.int32)
+    for i in range(1, shape[-1]):
+        tokens[..., i] = following[tokens[..., i - 1], choices[..., i]]
+    return tokens

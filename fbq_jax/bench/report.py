@@ -113,6 +113,22 @@ HEADINGS = {
         error_width=30,
         others=("first call, s", "peak, GB"),
     ),
+    "scale": Heading(
+        "Optimizer step of a Llama on several devices",
+        "hidden, MLP, layers, batch",
+        "TFLOP/s",
+        _RATIOS.format(
+            baseline="bf16",
+            errors="of the losses, each relative to that of one device, the largest; "
+            "and of a run's losses to those of the same run once more",
+        )
+        + " Batches, rates and tokens are of all devices together; the peak is of one. "
+        "Efficiency is against one device with the same batch for each: sequences of "
+        "2048 tokens, vocabulary 32 000; where losses are compared, of 512 and 1024.",
+        "bf16",
+        error_width=27,
+        others=("mesh", "k tokens/s", "efficiency", "first call, s", "peak, GB"),
+    ),
 }
 
 
@@ -123,6 +139,9 @@ class _Column(NamedTuple):
 
 
 _OTHERS = (
+    _Column("mesh", 13, lambda row: row.mesh or ""),
+    _Column("k tokens/s", 10, lambda row: _optional(row.tokens_s, 1e3)),
+    _Column("efficiency", 10, lambda row: _share(row.efficiency)),
     _Column("X", 18, lambda row: row.data or ""),
     _Column("first call, s", 13, lambda row: _optional(row.compile_s, 1.0)),
     _Column("saved, kB a token", 17, lambda row: _optional(row.saved_bytes, 1e3)),
@@ -136,7 +155,7 @@ def _columns(section: str) -> list[_Column]:
         _Column("what", 29, lambda row: row.what),
         _Column("by", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
-        _Column("fell back", 9, _share),
+        _Column("fell back", 9, lambda row: _share(row.fallback)),
         _Column("ms", 8, lambda row: f"{row.ms:.3f}"),
         _Column(heading.rate, 7, lambda row: f"{row.rate:.4g}"),
     ]
@@ -150,8 +169,8 @@ def _columns(section: str) -> list[_Column]:
     return columns + [other for other in _OTHERS if other.title in heading.others]
 
 
-def _share(row: Row) -> str:
-    return "" if row.fallback is None else f"{row.fallback:.1%}"
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _optional(value: float | None, unit: float) -> str:
