@@ -102,8 +102,12 @@ class Config:
     seq: int = _option(256, "tokens in a sequence")
     steps: int = _option(150, "optimizer steps; the first tenth warms up")
     lr: float = _option(2e-3, "peak learning rate; 2e-5 with --from-hf")
+    clip: float = _option(1.0, "largest norm of a step's gradient; 0 clips nothing")
+    log_every: int = _option(1, "steps between looks at the device, which then waits")
     eval_every: int = _option(50, "steps between validations")
-    save_every: int = _option(50, "steps between checkpoints")
+    save_every: int = _option(
+        50, "steps between checkpoints; 0 for a run that leaves its records alone"
+    )
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -128,13 +132,16 @@ class Config:
         except RecipeError as error:
             raise ConfigError(f"reduce with {self.recipe}: {error}") from error
         for option in dataclasses.fields(self):
-            value, lowest = getattr(self, option.name), int(option.name != "seed")
+            value = getattr(self, option.name)
+            lowest = int(option.name not in ("seed", "save_every"))
             if option.type is int and value < lowest:
                 raise ConfigError(
                     f"{option.name} takes an integer from {lowest} on, got {value}"
                 )
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr takes a finite positive number, got {self.lr}")
+        if not 0 <= self.clip < math.inf:
+            raise ConfigError(f"clip takes a finite number from 0 on, got {self.clip}")
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"accumulate takes a divisor of batch ({self.batch}), "
