@@ -14,10 +14,13 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from examples.llama import metrics
 from fbq_jax import Recipe
 
-# Okabe and Ito's colors, which color-blind readers can tell apart; the dashes keep
-# curves visible that lie on each other.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("-", "--", "-.", ":")
+# Okabe and Ito's colors, which color-blind readers can tell apart, but a gray for their
+# yellow; the dashes keep curves visible that lie on each other.
+COLORS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
+    *("#E69F00", "#56B4E9", "#000000", "#999999"),
+)
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
@@ -149,8 +152,9 @@ def finish(axes: Axes) -> None:
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper right", frameon=False)
+    if lines := axes.get_legend_handles_labels()[0]:
+        columns = -(-len(lines) // 8)  # no longer than the curves leave room for
+        axes.legend(loc="upper right", frameon=False, ncols=columns)
 
 
 def save(figure: Figure, path: Path) -> None:

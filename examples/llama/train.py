@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
@@ -96,7 +95,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 f"seq takes at most {sizes.max_seq_len} with the model in "
                 f"{config.from_hf}, got {config.seq}"
             )
-    dot_general, saved_bits = RECIPES[config.recipe], config.saved_bits
+    dot_general, saved_bits = config.dot_general(), config.saved_bits
     if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
     sizes = dataclasses.replace(
@@ -217,11 +216,6 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
             )
 
 
-def use(devices: Mesh | None) -> AbstractContextManager[Any]:
-    """Trains on a mesh, or on one device."""
-    return nullcontext() if devices is None else jax.set_mesh(devices)
-
-
 def open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
     """The run's records, to go on after a step; None in all processes but the first."""
     if not mesh.is_first():
@@ -282,7 +276,7 @@ def read_options(out: Path) -> dict[str, Any]:
     if isinstance(remat := options.get("remat"), bool):
         options["remat"] = "codes" if remat else "none"
         options.setdefault("saved_bits", 0)
-    options = {"clip": 1.0, "log_every": 1} | options
+    options = {"clip": 1.0, "log_every": 1, "reduce": "float32"} | options
     known = {option.name for option in dataclasses.fields(Config)} | _FACTS
     if options.keys() != known:
         raise RunError(
@@ -372,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
         check_comparable(configs)
         for out, config in configs.items():
             check_folder(out, config, resume[out])
-        with use(devices):
+        with mesh.use(devices):
             for out, config in configs.items():
                 train(config, out, resume=resume[out])
                 if mesh.is_first():

@@ -18,6 +18,7 @@ import pytest
 from examples.llama import checkpoint, flops, hf, metrics, step, train
 from examples.llama.config import Config, ConfigError, parse_command
 from examples.llama.model import Llama, LlamaConfig
+from fbq_jax import FallbackDot
 from tests.examples.make_hf_fixture import FIXTURE
 
 SIZES: dict[str, Any] = {
@@ -251,6 +252,8 @@ def test_config_of_another_version_is_an_error(
         ("--steps=0", "steps takes an integer from 1 on, got 0"),
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
         ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
+        ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
+        ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--lr=nan", "lr takes a finite positive number"),
         ("--clip=-1", "clip takes a finite number from 0 on"),
         ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
@@ -394,12 +397,36 @@ def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
+def test_delayed_fp8_takes_its_scales_along_and_resumes_bit_for_bit(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, recipe="fp8_delayed", steps=3, save_every=2)
+    train.train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(config, tmp_path / "run")
+    train.train(config, tmp_path / "run", resume=True)
+    assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
+
+    model, _, _ = train.build(config)
+    optimizer, _ = train.make_optimizer(config)
+    state = step.init_state(model, optimizer, None, config.seed)
+    state = checkpoint.restore(tmp_path / "run" / "checkpoints", state)
+    for path, leaf in jax.tree.leaves_with_path(state.overwritten):
+        if path[-1].key == "amax_history":  # of each microbatch, and of no validation
+            calls = (leaf > 0).sum(axis=-1).tolist()
+            assert calls == [config.steps * config.accumulate] * config.layers
+    assert len(jax.tree.leaves(state.overwritten)) == 4 * 3 * 2
+
+
 @pytest.mark.parametrize(
     ("recipe", "asked", "saved"),
     [
         ("fallback", None, 10),
         ("block", None, 10),
         ("bf16", None, None),
+        ("fp8_delayed", None, 10),
         ("fallback", 0, None),
         ("bf16", 8, 8),
     ],
@@ -411,16 +438,28 @@ def test_quantized_recipes_save_ten_bits_unless_asked(
     assert train.build(config)[0].config.saved_bits == saved
 
 
+def test_reduce_is_of_the_gradients(config: Config) -> None:
+    config = dataclasses.replace(config, recipe="fallback", reduce="bfloat16")
+    dot_general = train.build(config)[0].dot_general
+    assert isinstance(dot_general, FallbackDot)
+    gemms = (getattr(dot_general.recipe, name) for name in ("fwd", "dlhs", "drhs"))
+    assert [gemm.reduce for gemm in gemms] == ["float32", "float32", "bfloat16"]
+
+
 @pytest.mark.parametrize(("remat", "name"), [(False, "none"), (True, "codes")])
 def test_a_run_of_before_saved_bits_resumes_as_it_was(
     whole_run: Path, tmp_path: Path, remat: bool, name: str
 ) -> None:
     out = Path(shutil.copytree(whole_run, tmp_path / "run"))
     options = json.loads((out / "config.json").read_text()) | {"remat": remat}
-    del options["saved_bits"]
+    del options["saved_bits"], options["reduce"]
     (out / "config.json").write_text(json.dumps(options))
     upgraded = train.read_options(out)
-    assert upgraded == options | {"remat": name, "saved_bits": 0}
+    assert upgraded == options | {
+        "remat": name,
+        "saved_bits": 0,
+        "reduce": "float32",
+    }
     assert train.main([f"--out={out}", "--resume"]) == 0
 
 
