@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
 from examples.llama.config import (
-    RECIPES,
     SAVED_BITS,
     Command,
     Config,
