@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import scaled
 from fbq_jax.gemms import LHS_NAME, RHS_NAME
+from fbq_jax.matrices import DimensionNumbers, dot_general_of
 from fbq_jax.scaled import ScaledTensor
 
 E4M3 = jnp.float8_e4m3fn
@@ -56,12 +57,46 @@ class Scalings(NamedTuple):
 
 
 def start(length: int) -> Scalings:
-    """The state before the first call: scales of 1, histories of zeros."""
+    """The state before the first call: scales of 1, histories of zeros.
+
+    Args:
+      length: of the histories, in calls.
+
+    Raises:
+      ValueError: the length is no positive integer.
+    """
+    if type(length) is not int or length < 1:
+        raise ValueError(f"Fp8Dot.history takes a positive integer; got {length!r}")
 
     def scaling() -> Scaling:
         return Scaling(jnp.ones((), jnp.float32), jnp.zeros(length, jnp.float32))
 
     return Scalings(scaling(), scaling(), scaling())
+
+
+def dot_general(
+    scalings: Scalings | None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred_element_type: jax.typing.DTypeLike | None,
+    out_sharding: Any,
+) -> jax.Array:
+    """``lax.dot_general(lhs, rhs, ...)`` by ``matmul``; lhs is the activation."""
+
+    def multiply(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+        return matmul(Spec(dtype, x.dtype, w.dtype), x, w, scalings)
+
+    return dot_general_of(
+        multiply,
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        out_sharding,
+    )
 
 
 class Spec(NamedTuple):

@@ -20,6 +20,9 @@ from fbq_jax.operands import Spec, quantize_rhs
 from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import Recipe
 
+# Of a product's right operand: those contracted, and those of the batch.
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class FrozenKernel:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes"],
-    meta_fields=["recipe", "shape"],
+    meta_fields=["recipe", "shape", "axes"],
 )
 @dataclass(frozen=True)
 class FrozenWeight:
@@ -61,11 +64,13 @@ class FrozenWeight:
         stacked; ``codes.mT`` is W.
       recipe: by which it was quantized.
       shape: of the kernel that it was made of.
+      axes: of the operand that the kernel became, those contracted and the batch's.
     """
 
     codes: QTensor
     recipe: Recipe
     shape: tuple[int, ...]
+    axes: Axes
 
 
 def quantize_weight(
@@ -91,7 +96,24 @@ def quantize_weight(
     assert main is not None
     k, n = recipe.rhs_block
     block = (n, k) if recipe.fwd.in_blocks else (1, max(1, matrices.shape[1]))
-    return FrozenWeight(QTensor(main, None, block), recipe, w.shape)
+    codes = QTensor(main, None, block)
+    return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
+
+
+def rhs_axes(dimension_numbers: DimensionNumbers) -> Axes:
+    """The axes of the right operand that decide in what order its codes are."""
+    (_, contract), (_, batch) = dimension_numbers
+    return tuple(contract), tuple(batch)
+
+
+def check_axes(axes: Axes, dimension_numbers: DimensionNumbers, layer: str) -> None:
+    """Raises ValueError if a layer multiplies by its codes as another product does."""
+    if (others := rhs_axes(dimension_numbers)) != axes:
+        raise ValueError(
+            f"{layer} has codes for one product, over the axes {axes[0]} of its kernel "
+            f"(batch {axes[1]}), and is called for another, over {others[0]} (batch "
+            f"{others[1]}): freeze takes layers that multiply in one way"
+        )
 
 
 def check_recipe(recipe: Recipe, layer: str) -> None:

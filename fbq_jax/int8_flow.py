@@ -10,7 +10,7 @@ lose nothing if they are float32: what has been codes gets the same codes again.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -133,6 +133,26 @@ def _residual(operators: list[tuple[str, Operator]], dropout_rate: float) -> Res
     if dropout_rate > 0.0:
         operators = [*operators, ("dropout", Dropout(dropout_rate))]
     return Residual(Chain(tuple(operators)))
+
+
+def check_heads(num_heads: int, size: int) -> None:
+    """Raises ValueError unless a width is one of so many heads."""
+    if size % num_heads:
+        raise ValueError(
+            f"num_heads divides the width of the input; got {num_heads} heads and a "
+            f"width of {size}"
+        )
+
+
+def field_of_all(layers: Sequence[Any], field: str) -> Any:
+    """What the layers of an ``Int8Sequential`` have in common, or a ValueError."""
+    values = {getattr(layer, field) for layer in layers}
+    if len(values) != 1:
+        raise ValueError(
+            f"Int8Sequential takes one or more layers of one {field}; got "
+            f"{sorted(values)}"
+        )
+    return values.pop()
 
 
 def apply(

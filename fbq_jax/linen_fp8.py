@@ -9,7 +9,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import fp8
 from fbq_jax.linen import calling_module, find_slot
-from fbq_jax.matrices import DimensionNumbers, dot_general_of
+from fbq_jax.matrices import DimensionNumbers
 
 ScalingMethod = Literal["delayed", "current"]
 
@@ -26,7 +26,7 @@ class Fp8Dot:
     state, in its place, as Flax's ``TrainState`` and MaxText do.  Such gradients must
     not be summed over micro-batches, nor a layer be used twice in one forward.
     Evaluation leaves the state alone.  Current scaling has no state, and works outside
-    Linen too.
+    Linen too; delayed scaling in NNX is ``fbq_jax.nnx.Fp8Dot``.
 
     Attributes:
       scaling: ``"delayed"`` or ``"current"``.
@@ -51,10 +51,7 @@ class Fp8Dot:
                 f"Fp8Dot.scaling takes one of {get_args(ScalingMethod)}; got "
                 f"{self.scaling!r}"
             )
-        if type(self.history) is not int or self.history < 1:
-            raise ValueError(
-                f"Fp8Dot.history takes a positive integer; got {self.history!r}"
-            )
+        fp8.start(self.history)  # which says if it cannot be
 
     def __call__(
         self,
@@ -68,12 +65,8 @@ class Fp8Dot:
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)`` in FP8; lhs is the activation."""
         scalings = self._state() if self.scaling == "delayed" else None
-
-        def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-            return fp8.matmul(fp8.Spec(dtype, x.dtype, w.dtype), x, w, scalings)
-
-        return dot_general_of(
-            matmul,
+        return fp8.dot_general(
+            scalings,
             lhs,
             rhs,
             dimension_numbers,
@@ -86,8 +79,8 @@ class Fp8Dot:
         module = calling_module()
         if module is None:
             raise ValueError(
-                "delayed scaling keeps its state in a Linen module; elsewhere use "
-                "Fp8Dot(scaling='current')"
+                "delayed scaling keeps its state in a Linen module; NNX has "
+                "fbq_jax.nnx.Fp8Dot, and elsewhere there is Fp8Dot(scaling='current')"
             )
         slot = find_slot(module, OVERWRITE_WITH_GRADIENT, self._start)
         state = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), slot.value)

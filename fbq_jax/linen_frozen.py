@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax import threshold
-from fbq_jax.frozen import FrozenKernel, check_recipe, quantize_weight
+from fbq_jax.frozen import FrozenKernel, check_axes, check_recipe, quantize_weight
 from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.qtensor import QTensor
 
@@ -56,6 +56,7 @@ def layer_weight(
             )
             weight = dataclasses.replace(weight, shape=kernel_shape or rhs.shape)
             slot.value = {**state, ASKED: weight}
+        check_axes(slot.value[ASKED].axes, dimension_numbers, f"layer {layer!r}")
         return slot.value[ASKED].codes
     if WEIGHT not in state:
         if stand_in:
@@ -81,6 +82,7 @@ def layer_weight(
             f"layer {layer!r} is frozen by {weight.recipe}, and its model has "
             f"{dot.recipe}: use the recipe that it was trained with"
         )
+    check_axes(weight.axes, dimension_numbers, f"layer {layer!r}")
     return weight.codes
 
 

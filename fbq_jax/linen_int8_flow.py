@@ -166,11 +166,7 @@ class Int8Attention(nn.Module):
     @nn.compact
     def parameters(self, size: int) -> Params:
         """The parameters, for inputs of that width."""
-        if size % self.num_heads:
-            raise ValueError(
-                f"num_heads divides the width of the input; got {self.num_heads} heads "
-                f"and a width of {size}"
-            )
+        int8_flow.check_heads(self.num_heads, size)
         options = self.use_bias, self.kernel_init, self.param_dtype
         return {
             "norm": _Norm(self.param_dtype, name="norm")(size),
@@ -215,12 +211,12 @@ class Int8Sequential(nn.Module):
     @property
     def block(self) -> int:
         """The layers' own."""
-        return _one_of(self.layers, "block")
+        return int8_flow.field_of_all(self.layers, "block")
 
     @property
     def collection(self) -> str:
         """The layers' own."""
-        return _one_of(self.layers, "collection")
+        return int8_flow.field_of_all(self.layers, "collection")
 
     @property
     def dropout_rate(self) -> float:
@@ -245,16 +241,6 @@ class Int8Sequential(nn.Module):
     def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
         """Maps ``[..., T, C]`` to the same; ``deterministic`` drops nothing out."""
         return _run(self, x, deterministic)
-
-
-def _one_of(layers: Sequence[Int8MLP | Int8Attention], field: str) -> Any:
-    values = {getattr(layer, field) for layer in layers}
-    if len(values) != 1:
-        raise ValueError(
-            f"Int8Sequential takes one or more layers of one {field}; got "
-            f"{sorted(values)}"
-        )
-    return values.pop()
 
 
 def _run(

@@ -1,6 +1,5 @@
 """What is trained is what is served: ``freeze`` for Flax NNX."""
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -12,73 +11,26 @@ from fbq_jax.frozen import (
     check_recipe,
     check_thetas,
     quantize_weight,
+    rhs_axes,
     zeros,
 )
-from fbq_jax.matrices import DimensionNumbers
+from fbq_jax.nnx_dot import FallbackEinsum
+from fbq_jax.nnx_frozen import Call, FreezableDot, FrozenCodes
 from fbq_jax.qtensor import QTensor
-from fbq_jax.recipe import Recipe
 
 M = TypeVar("M", bound=nnx.Module)
 
-LAYERS = (nnx.Linear, nnx.LinearGeneral)
-
-
-class FrozenCodes(nnx.Variable):
-    """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
-
-
-@dataclass(eq=False)
-class _Call:
-    """How a layer multiplies, which it writes down when it is traced."""
-
-    shape: tuple[int, ...] = ()
-    dtype: Any = None
-    dimension_numbers: DimensionNumbers | None = None
-
-
-class FreezableDot(nnx.Module):
-    """A ``dot_general`` whose weight ``freeze`` can turn into codes."""
-
-    theta: nnx.Variable
-    rate: nnx.Variable
-    count: nnx.Variable
-    seed: nnx.Variable
-    use_running_average: bool
-
-    def __init__(self, recipe: Recipe, implementation: str | None):
-        self.recipe = recipe
-        self.implementation = implementation
-        self.weight: FrozenCodes | None = None
-        self.call: _Call | None = None
-
-    def state(self) -> dict[str, jax.Array]:
-        """What the layer carries on: ``fbq_jax.threshold.State``."""
-        names = ("theta", "rate", "count", "seed")
-        return {name: getattr(self, name)[...] for name in names}
-
-    def codes_of(
-        self, rhs: jax.Array, dimension_numbers: DimensionNumbers
-    ) -> QTensor | None:
-        """The codes by which the layer multiplies, or None if it is not frozen."""
-        if self.call is not None:
-            self.call.shape, self.call.dtype = rhs.shape, rhs.dtype
-            self.call.dimension_numbers = dimension_numbers
-        if self.weight is None:
-            return None
-        if not self.use_running_average:
-            raise ValueError(
-                "a frozen layer does not train: leave the model that freeze returned "
-                "in evaluation (model.eval()), or train the one from before"
-            )
-        return self.weight.get_value()
+LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 
 def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     """Turns the weights of a model's quantized layers into INT8 codes and scales.
 
     ``fbq_jax.freeze`` for NNX.  The layers are ``nnx.Linear`` and ``nnx.LinearGeneral``
-    (also those of attention) that multiply by a ``fbq_jax.nnx.FallbackDot``.  They lose
-    their kernel; codes and scales are the variable ``dot_general.weight``.
+    (also those of attention) that multiply by a ``fbq_jax.nnx.FallbackDot``, and
+    ``nnx.Einsum`` by a ``fbq_jax.nnx.FallbackEinsum``.  They lose their kernel; codes
+    and scales are the variable ``dot_general.weight``, which an einsum has in its
+    ``einsum_op``.
 
     For a model as abstract as restoring a checkpoint needs it,
     ``nnx.eval_shape(lambda: freeze(Model(rngs=nnx.Rngs(0)), x))``.
@@ -95,7 +47,8 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     Raises:
       ValueError: no layer multiplies by a ``FallbackDot``, or one is frozen already,
         has no threshold yet, has a recipe that multiplies in floats in the forward
-        pass, or does not run.
+        pass, does not run, or multiplies by its kernel in two ways (an einsum called
+        with subscripts of its own); or something else than these layers does.
 
     >>> import jax.numpy as jnp
     >>> from fbq_jax.nnx import FallbackDot
@@ -110,53 +63,62 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     model = nnx.clone(model)
     model.eval()
     layers = _find_layers(model)
-    for layer in layers.values():
-        layer.dot_general.call = _Call()
+    for name, (_, dot) in layers.items():
+        dot.call = Call(name)
     args, kwargs = jax.tree.map(zeros, (args, kwargs))
     nnx.eval_shape(lambda model: model(*args, **kwargs), model)
-    for name, layer in layers.items():
-        _freeze_layer(name, layer)
+    for layer, dot in layers.values():
+        _freeze_layer(layer, dot)
     return model
 
 
-def _find_layers(model: nnx.Module) -> dict[str, Any]:
-    """Path to layer, of those that multiply by a dot that can be frozen."""
-    layers: dict[str, Any] = {}
+def _find_layers(model: nnx.Module) -> dict[str, tuple[Any, FreezableDot]]:
+    """Path to layer and dot, of layers that multiply by one that can be frozen."""
+    layers: dict[str, tuple[Any, FreezableDot]] = {}
     thetas = {}
-    for path, layer in nnx.iter_modules(model):
-        dot = vars(layer).get("dot_general")
-        if not isinstance(dot, FreezableDot):
+    modules = list(nnx.iter_modules(model))
+    ops = {id(layer.einsum_op) for _, layer in modules if isinstance(layer, nnx.Einsum)}
+    for path, layer in modules:
+        dot = _dot_of(layer)
+        if dot is None or id(layer) in ops:
             continue
         name = "/".join(map(str, path)) or "(root)"
         if not isinstance(layer, LAYERS):
             raise ValueError(
-                f"freeze takes nnx.Linear and nnx.LinearGeneral; {name!r} is a "
-                f"{type(layer).__name__}"
+                "freeze takes nnx.Linear, nnx.LinearGeneral and nnx.Einsum; "
+                f"{name!r} is a {type(layer).__name__}"
             )
         if dot.weight is not None:
             raise ValueError(f"freeze takes a model once; {name!r} is frozen")
         check_recipe(dot.recipe, name)
         thetas[name] = dot.recipe, dot.theta[...]
-        layers[name] = layer
+        layers[name] = layer, dot
     if not layers:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
     check_thetas(thetas)
     return layers
 
 
-def _freeze_layer(name: str, layer: Any) -> None:
-    dot, kernel = layer.dot_general, layer.kernel[...]
-    call, dot.call = dot.call, None
-    if call.dimension_numbers is None:
+def _dot_of(module: nnx.Module) -> FreezableDot | None:
+    """What a module multiplies by, if it can be frozen."""
+    op = vars(module).get("einsum_op", vars(module).get("dot_general"))
+    dot = op.dot_general if isinstance(op, FallbackEinsum) else op
+    return dot if isinstance(dot, FreezableDot) else None
+
+
+def _freeze_layer(layer: Any, dot: FreezableDot) -> None:
+    kernel, call, dot.call = layer.kernel[...], dot.call, None
+    assert call is not None
+    if (dimension_numbers := call.dimension_numbers) is None:
         raise ValueError(
-            f"the call that freeze was given does not run {name!r}; pass arguments "
-            "that run every quantized layer"
+            f"the call that freeze was given does not run {call.layer!r}; pass "
+            "arguments that run every quantized layer"
         )
 
     def quantize(kernel: jax.Array, state: dict[str, jax.Array]) -> QTensor:
         return quantize_weight(
             kernel.astype(call.dtype),
-            call.dimension_numbers,
+            dimension_numbers,
             threshold.call_seed(threshold.clean(state)),
             recipe=dot.recipe,
             implementation=dot.implementation,
@@ -165,4 +127,5 @@ def _freeze_layer(name: str, layer: Any) -> None:
     for _ in range(kernel.ndim - len(call.shape)):  # axes of stacked layers
         quantize = jax.vmap(quantize)
     dot.weight = nnx.data(FrozenCodes(quantize(kernel, dot.state())))
+    dot.axes = rhs_axes(dimension_numbers)
     layer.kernel = FrozenKernel(call.shape, kernel.dtype)

@@ -32,7 +32,7 @@ def freeze(
     The same model, applied to what is returned, gives bit for bit what it gives for
     ``variables`` in evaluation.  The layers are those that multiply their parameter
     ``kernel`` by a ``FallbackDot`` (Flax's ``Dense``, ``DenseGeneral`` and attention,
-    ``NormDense``, ``GatedMLP``); other parameters stay as they are.
+    ``Einsum``, ``NormDense``, ``GatedMLP``); other parameters stay as they are.
 
     The tree keeps its form but for those layers: the kernel becomes a ``FrozenKernel``,
     which has no leaves, and the layer's state gets a ``FrozenWeight`` with the codes.
@@ -49,7 +49,8 @@ def freeze(
     Raises:
       ValueError: no layer multiplies by a ``FallbackDot``, or one is frozen already,
         has no threshold yet, has a recipe that multiplies in floats in the forward
-        pass, does not run, or reads its kernel in another way than by its dot.
+        pass, does not run, or reads its kernel in another way than by its dot, or in
+        two ways by it (an ``Einsum`` called with subscripts of its own).
 
     >>> from fbq_jax import fallback_dot
     >>> layer = nn.Dense(64, dot_general=fallback_dot)

@@ -12,11 +12,17 @@ import jax
 
 from examples.llama.mesh import PARSER
 from examples.llama.model import REMAT
-from fbq_jax import Recipe, RecipeError, nonlinear, recipes
+from examples.llama.projections import DotGeneral
+from fbq_jax import FallbackDot, Fp8Dot, RecipeError, nonlinear, recipes
 from fbq_jax.recipe import REDUCES
 
-# None multiplies with jax.lax.dot_general, in bfloat16.
-RECIPES: dict[str, Recipe | None] = {"bf16": None} | recipes.NAMED
+# What multiplies in the layers; None is jax.lax.dot_general, in bfloat16.
+RECIPES: dict[str, DotGeneral | None] = {
+    "bf16": None,
+    **{name: FallbackDot(recipe) for name, recipe in recipes.NAMED.items()},
+    "fp8_delayed": Fp8Dot(scaling="delayed"),
+    "fp8_current": Fp8Dot(scaling="current"),
+}
 
 # What the norms and gates of a quantized model keep of a value.
 SAVED_BITS = 10
@@ -96,8 +102,12 @@ class Config:
     seq: int = _option(256, "tokens in a sequence")
     steps: int = _option(150, "optimizer steps; the first tenth warms up")
     lr: float = _option(2e-3, "peak learning rate; 2e-5 with --from-hf")
+    clip: float = _option(1.0, "largest norm of a step's gradient; 0 clips nothing")
+    log_every: int = _option(1, "steps between looks at the device, which then waits")
     eval_every: int = _option(50, "steps between validations")
-    save_every: int = _option(50, "steps between checkpoints")
+    save_every: int = _option(
+        50, "steps between checkpoints; 0 for a run that leaves its records alone"
+    )
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -118,31 +128,36 @@ class Config:
                 f"reduce takes one of {', '.join(REDUCES)}, got {self.reduce!r}"
             )
         try:
-            self.quantization()
+            self.dot_general()
         except RecipeError as error:
             raise ConfigError(f"reduce with {self.recipe}: {error}") from error
         for option in dataclasses.fields(self):
-            value, lowest = getattr(self, option.name), int(option.name != "seed")
+            value = getattr(self, option.name)
+            lowest = int(option.name not in ("seed", "save_every"))
             if option.type is int and value < lowest:
                 raise ConfigError(
                     f"{option.name} takes an integer from {lowest} on, got {value}"
                 )
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr takes a finite positive number, got {self.lr}")
+        if not 0 <= self.clip < math.inf:
+            raise ConfigError(f"clip takes a finite number from 0 on, got {self.clip}")
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"accumulate takes a divisor of batch ({self.batch}), "
                 f"got {self.accumulate}"
             )
 
-    def quantization(self) -> Recipe | None:
-        """The recipe, with gradients summed as `reduce` says; None for bf16."""
-        recipe = RECIPES[self.recipe]
-        if recipe is None or self.reduce == recipe.drhs.reduce:
-            return recipe
+    def dot_general(self) -> DotGeneral | None:
+        """What multiplies, with gradients summed as `reduce` says; None for bf16."""
+        dot_general = RECIPES[self.recipe]
+        if dot_general is None or self.reduce == "float32":
+            return dot_general
+        if not isinstance(dot_general, FallbackDot):
+            raise ConfigError(f"reduce takes float32 with {self.recipe}")
         reduce: Any = self.reduce
-        drhs = dataclasses.replace(recipe.drhs, reduce=reduce)
-        return dataclasses.replace(recipe, drhs=drhs)
+        drhs = dataclasses.replace(dot_general.recipe.drhs, reduce=reduce)
+        return FallbackDot(dataclasses.replace(dot_general.recipe, drhs=drhs))
 
 
 @dataclass(frozen=True)
@@ -181,7 +196,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     """
     parser = argparse.ArgumentParser(
         prog="python -m examples.llama.train",
-        description="Trains a Llama in INT8 (or bf16) and draws how it went.",
+        description="Trains a Llama in INT8 (FP8, bf16) and draws how it went.",
         parents=[PARSER],
     )
     parsers: dict[Any, type] = {int: int, float: float, int | None: int}

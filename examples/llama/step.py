@@ -2,8 +2,11 @@
 
 The quantized layers keep their thresholds in the collection "fallback". A step carries
 it along as it would batch statistics: `apply` gets it mutable and returns the new one.
+Delayed FP8 keeps its scales in a collection of Flax's, whose new values are its
+gradient: the largest gradient of a layer's output is known to the backward pass only.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from examples.llama import mesh
 from examples.llama.config import Config
@@ -30,14 +34,24 @@ class TrainState:
     Attributes:
         step: int32 [], the number of steps taken.
         params: The master weights, float32.
-        fallback: The state of the quantized layers; empty for bf16.
+        fallback: The state of layers in INT8; empty for others.
+        overwritten: That of layers in FP8 with delayed scaling; empty for others.
         opt_state: The optimizer's moments, float32.
     """
 
     step: jax.Array
     params: PyTree
     fallback: PyTree
+    overwritten: PyTree
     opt_state: optax.OptState
+
+    def variables(self) -> dict[str, PyTree]:
+        """What the model takes."""
+        return {
+            "params": self.params,
+            "fallback": self.fallback,
+            OVERWRITE_WITH_GRADIENT: self.overwritten,
+        }
 
     def stats(self) -> dict[str, Any]:
         """Rate, theta and count of each quantized layer, on the host."""
@@ -48,13 +62,22 @@ def make_optimizer(
     config: Config,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW with clipping; its learning rate warms up, then falls along a cosine."""
-    warmup = config.steps // 10
+    return _optimizer(config.steps, config.lr, config.clip)
+
+
+# The same objects for the same numbers, so that runs that differ in other things share
+# one compiled step.
+@functools.lru_cache(maxsize=4)
+def _optimizer(
+    steps: int, lr: float, clip: float
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    warmup = steps // 10
     schedule = optax.warmup_cosine_decay_schedule(
-        init_value=config.lr / (warmup + 1),
-        peak_value=config.lr,
+        init_value=lr / (warmup + 1),
+        peak_value=lr,
         warmup_steps=warmup,
-        decay_steps=config.steps,
-        end_value=config.lr / 10,
+        decay_steps=steps,
+        end_value=lr / 10,
     )
 
     def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
@@ -62,7 +85,7 @@ def make_optimizer(
         return path[-1].key in ("kernel", "embedding")
 
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
+        optax.clip_by_global_norm(clip) if clip else optax.identity(),
         optax.adamw(
             schedule,
             b1=0.9,
@@ -93,6 +116,7 @@ def init_state(
             step=jnp.zeros((), jnp.int32),
             params=params,
             fallback=variables.get("fallback", {}),
+            overwritten=variables.get(OVERWRITE_WITH_GRADIENT, {}),
             opt_state=optimizer.init(params),
         )
 
@@ -109,20 +133,21 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
+@functools.lru_cache(maxsize=4)
 def make_train_step(
     model: Llama, optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, Any]]]:
     """Returns the jitted step (state, int32 tokens [N, B/N, S+1]) -> state, metrics.
 
-    It averages the gradients of the N microbatches. Each moves the thresholds, so the
-    collection "fallback" goes from one to the next. The old state is donated.
+    It averages the gradients of the N microbatches. Each moves the layers' state, which
+    goes from one to the next. The old state is donated.
     """
 
     def loss_fn(
-        params: PyTree, fallback: PyTree, tokens: jax.Array
+        differentiated: dict[str, PyTree], fallback: PyTree, tokens: jax.Array
     ) -> tuple[jax.Array, PyTree]:
         logits, updates = model.apply(
-            {"params": params, "fallback": fallback},
+            {**differentiated, "fallback": fallback},
             tokens[:, :-1],
             mutable=["fallback"],
         )
@@ -131,30 +156,45 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, tokens: jax.Array
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         def microbatch(
-            carry: tuple[PyTree, PyTree], tokens: jax.Array
-        ) -> tuple[tuple[PyTree, PyTree], jax.Array]:
-            fallback, total = carry
+            carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
+        ) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
+            fallback, overwritten, total = carry
+            differentiated = {
+                "params": state.params,
+                OVERWRITE_WITH_GRADIENT: overwritten,
+            }
             (loss, fallback), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-                state.params, fallback, tokens
+                differentiated, fallback, tokens
             )
-            return (fallback, optax.tree.add(total, grads)), loss
+            total = optax.tree.add(total, grads["params"])
+            return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
 
-        start = state.fallback, optax.tree.zeros_like(state.params)
-        (fallback, total), losses = jax.lax.scan(microbatch, start, tokens)
+        zeros = optax.tree.zeros_like(state.params)
+        (fallback, overwritten, total), losses = jax.lax.scan(
+            microbatch, (state.fallback, state.overwritten, zeros), tokens
+        )
         grads = optax.tree.scale(1 / tokens.shape[0], total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = TrainState(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
             fallback=fallback,
+            overwritten=overwritten,
             opt_state=opt_state,
         )
-        return mesh.constrain(new), {
+        new = mesh.constrain(new)
+        stats = fallback_stats({"fallback": new.fallback})
+        return new, {
             "loss": losses.mean(),
             "lr": schedule(state.step),
             "grad_norm": optax.tree.norm(grads),
+            # Measured here: the next step takes the state and its memory away.
+            "fallback": {
+                layer: {"rate": of_layer.rate, "theta": of_layer.theta}
+                for layer, of_layer in stats.items()
+            },
         }
 
     return train_step
@@ -163,16 +203,18 @@ def make_train_step(
 def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float]:
     """Returns the validation: state -> mean loss over the same batches every time."""
 
-    @jax.jit
-    def loss(state: TrainState, tokens: jax.Array) -> jax.Array:
-        # Nothing is mutable here, so the thresholds stay where they are.
-        variables = {"params": state.params, "fallback": state.fallback}
-        logits: Any = model.apply(variables, tokens[:, :-1])
-        return cross_entropy(logits, tokens[:, 1:])
-
     def evaluate(state: TrainState) -> float:
         tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
-        losses = [loss(state, batch) for batch in tokens]
+        losses = [_val_loss(model, state.variables(), batch) for batch in tokens]
         return float(jnp.stack(losses).mean())
 
     return evaluate
+
+
+@partial(jax.jit, static_argnums=0)
+def _val_loss(
+    model: Llama, variables: dict[str, PyTree], tokens: jax.Array
+) -> jax.Array:
+    # Nothing is mutable here, so the thresholds stay where they are.
+    logits: Any = model.apply(variables, tokens[:, :-1])
+    return cross_entropy(logits, tokens[:, 1:])

@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
 from examples.llama.config import (
-    RECIPES,
     SAVED_BITS,
     Command,
     Config,
@@ -95,13 +94,12 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 f"seq takes at most {sizes.max_seq_len} with the model in "
                 f"{config.from_hf}, got {config.seq}"
             )
-    recipe, saved_bits = config.quantization(), config.saved_bits
-    if saved_bits is None and recipe is not None:
+    dot_general, saved_bits = config.dot_general(), config.saved_bits
+    if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
     sizes = dataclasses.replace(
         sizes, remat=config.remat, saved_bits=saved_bits or None
     )
-    dot_general = None if recipe is None else FallbackDot(recipe)
     return Llama(sizes, dot_general), weights, corpus
 
 
@@ -125,7 +123,6 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     check_folder(out, config, resume)
     mesh.wait("checked")
     mesh.check_batch(config.batch // config.accumulate)
-    recipe = RECIPES[config.recipe]
     model, weights, corpus = build(config)
     sizes = {"seq": config.seq, "batch": config.batch}
     train_data = batches(corpus, "train", seed=config.seed, **sizes)
@@ -140,7 +137,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     if resume and checkpoint.any_in(out / "checkpoints"):
         state = checkpoint.restore(out / "checkpoints", state)
     first = int(state.step)
-    stats_before = state.stats()
+    dot_general, stats_before = model.dot_general, state.stats()
+    recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
     flops_per_token, peak = flops.per_token(model.config, config.seq), flops.peak()
     devices = mesh.size()
     if mesh.is_first():
@@ -159,52 +157,62 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
         ) as bar,
         stop_requests() as stop,
     ):
+        waiting: list[dict[str, Any]] = []
+        started = time.perf_counter()
         for step in range(first + 1, config.steps + 1):
-            started = time.perf_counter()
             tokens = train_data[step - 1]
             tokens = tokens.reshape(config.accumulate, -1, config.seq + 1)
             tokens = mesh.distribute(tokens, None, "batch", None)
             state, measured = train_step(state, tokens)
-            record = {"step": step, **jax.device_get(measured)}
-            seconds = time.perf_counter() - started
-            record["tokens_per_s"] = config.batch * config.seq / seconds
-            if peak is not None:
-                achieved = record["tokens_per_s"] * flops_per_token
-                record["mfu"] = achieved / (peak * devices)
-
+            waiting.append({"step": step, **measured})
             last = step == config.steps
-            if last or step % config.eval_every == 0:
-                record["val_loss"] = evaluate(state)
-            stats = state.stats()
-            record["fallback"] = {
-                layer: {"rate": of_layer.rate, "theta": of_layer.theta}
-                for layer, of_layer in stats.items()
-            }
-            if log is not None:
-                log.write(record)
-            show(bar, record)
-            for name in ("loss", "grad_norm", "val_loss"):
-                if not math.isfinite(record.get(name, 0.0)):
-                    raise RunError(
-                        f"{name} is {record[name]} at step {step} (all steps are in "
-                        f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
-                    )
+            evaluates = last or step % config.eval_every == 0
+            saves = config.save_every and (last or step % config.save_every == 0)
+            looks = step == first + 1 or step % config.log_every == 0
+            if not (looks or evaluates or saves):
+                continue  # and the device need not wait for the host
+            records = jax.device_get(waiting)
+            waiting.clear()
+            seconds = (time.perf_counter() - started) / len(records)
+            for record in records:
+                record["tokens_per_s"] = config.batch * config.seq / seconds
+                if peak is not None:
+                    achieved = record["tokens_per_s"] * flops_per_token
+                    record["mfu"] = achieved / (peak * devices)
+            if evaluates:
+                records[-1]["val_loss"] = evaluate(state)
+            for record in records:
+                if log is not None:
+                    log.write(record)
+                show(bar, record)
+                check_finite(record, out)
             if step == first + 1 and recipe is not None:
-                assert_live(stats_before, stats)
+                assert_live(stats_before, state.stats())
             stopped = mesh.any_of(stop.is_set())
-            if last or stopped or step % config.save_every == 0:
+            if saves or (stopped and config.save_every):
                 checkpoint.save(out / "checkpoints", step, state)
                 if mesh.is_first():
                     plot.draw_curves(out, recipe)
             if stopped and not last:
                 raise KeyboardInterrupt
-    if config.from_hf is None:
+            started = time.perf_counter()
+    if config.from_hf is None or not config.save_every:
         return
     params = mesh.collect(state.params)
     if mesh.is_first() and not (out / "hf").exists():
         hf.save(out / "hf", model.config, params)
         if (tokenizer := Path(config.from_hf) / "tokenizer.json").exists():
             shutil.copy(tokenizer, out / "hf")
+
+
+def check_finite(record: dict[str, Any], out: Path) -> None:
+    """Raises RunError if a number of a step is a NaN or an Inf."""
+    for name in ("loss", "grad_norm", "val_loss"):
+        if not math.isfinite(record.get(name, 0.0)):
+            raise RunError(
+                f"{name} is {record[name]} at step {record['step']} (all steps are in "
+                f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
+            )
 
 
 def open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
@@ -267,7 +275,7 @@ def read_options(out: Path) -> dict[str, Any]:
     if isinstance(remat := options.get("remat"), bool):
         options["remat"] = "codes" if remat else "none"
         options.setdefault("saved_bits", 0)
-    options.setdefault("reduce", "float32")
+    options = {"clip": 1.0, "log_every": 1, "reduce": "float32"} | options
     known = {option.name for option in dataclasses.fields(Config)} | _FACTS
     if options.keys() != known:
         raise RunError(

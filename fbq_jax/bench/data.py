@@ -19,18 +19,20 @@ def activation(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return (jax.random.normal(numerator, shape) / jnp.sqrt(scale)).astype(jnp.bfloat16)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def swiglu(key: jax.Array, shape: tuple[int, ...], largest: float) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def swiglu(
+    key: jax.Array, shape: tuple[int, ...], largest: float, channels_apart: int
+) -> jax.Array:
     """A SwiGLU's output in bf16, with the outliers of large models.
 
-    One channel in 256 has them, in one token of 64: magnitudes from 10 on, evenly
-    spread over the powers of ten up to ``largest``, which one of them is.
+    One channel of ``channels_apart`` has them, in one token of 64: magnitudes from 10
+    on, evenly spread over the powers of ten up to ``largest``, which one of them is.
     """
     gate_key, up_key, place_key, size_key = jax.random.split(key, 4)
     gate = jax.random.normal(gate_key, shape)
     y = jax.nn.silu(gate) * jax.random.normal(up_key, shape)
     tokens, channels = shape
-    has_outliers = (jnp.arange(channels) % 256 == 0)[None, :]
+    has_outliers = (jnp.arange(channels) % channels_apart == 0)[None, :]
     drawn = jax.random.uniform(place_key, (tokens, 1)) < 1 / 64
     sizes = 10.0 * (largest / 10.0) ** jax.random.uniform(size_key, shape)
     first = (jnp.arange(tokens) == 0)[:, None]

@@ -164,7 +164,7 @@ def _losses(
         )
         with llama.devices(mesh):
             batches = [llama.distribute(b) for b in data.walks(RUN_VOCABULARY, shape)]
-            start, step = llama.trainer(config, dot_general)
+            start, step = llama.trainer(config, dot_general, learns=True)
             compiled, compile_s, state = measure.first_step(
                 step, _copy(start), batches[0], **_SAME_EACH_TIME
             )

@@ -22,6 +22,7 @@ def train_state(seed: int) -> TrainState:
         step=jnp.int32(seed),
         params=params,
         fallback={"layer": {"dot_general": slot}},
+        overwritten={"layer": {"dot_general": {"scale": jnp.float32(seed)}}},
         opt_state=optax.adamw(1e-3).init(params),
     )
 
@@ -43,7 +44,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
 
 
 def test_bf16_run_has_no_fallback_state(tmp_path: Path) -> None:
-    state = dataclasses.replace(train_state(1), fallback={})
+    state = dataclasses.replace(train_state(1), fallback={}, overwritten={})
     checkpoint.save(tmp_path, 1, state)
     assert_equal(checkpoint.restore(tmp_path, state), state)
 

@@ -11,7 +11,6 @@ from examples.llama.config import RECIPES, Config
 from examples.llama.data import batches, load_corpus
 from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import init_state, make_eval, make_optimizer, make_train_step
-from fbq_jax import FallbackDot
 
 # Runs are kept and read again: by one process of a parallel run.
 pytestmark = pytest.mark.xdist_group("parity")
@@ -45,8 +44,7 @@ def corpus():
 
 
 def build(recipe, planted):
-    recipe = RECIPES[recipe]
-    dot_general = jax.lax.dot_general if recipe is None else FallbackDot(recipe)
+    dot_general = RECIPES[recipe] or jax.lax.dot_general
     sizes = LlamaConfig(
         vocab_size=corpus().vocab_size,
         hidden_size=CONFIG.hidden,

@@ -139,6 +139,16 @@ def test_interrupted_run_resumes_bit_for_bit(
     assert records_of(tmp_path / "run") == records_of(whole_run)
 
 
+def test_looking_less_often_changes_no_number(
+    config: Config, whole_run: Path, tmp_path: Path
+) -> None:
+    seldom = dataclasses.replace(config, log_every=5, save_every=0)
+    train.train(seldom, tmp_path / "run")
+    assert records_of(tmp_path / "run") == records_of(whole_run)
+    left = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert left == ["config.json", "metrics.jsonl"]
+
+
 def test_handlers_of_signals_are_given_back(whole_run: Path) -> None:
     del whole_run  # has run
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -245,6 +255,7 @@ def test_config_of_another_version_is_an_error(
         ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--lr=nan", "lr takes a finite positive number"),
+        ("--clip=-1", "clip takes a finite number from 0 on"),
         ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
         ("--data=/nowhere", "/nowhere does not exist"),
         ("--from-hf=/nowhere", "/nowhere"),
@@ -386,12 +397,36 @@ def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
+def test_delayed_fp8_takes_its_scales_along_and_resumes_bit_for_bit(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, recipe="fp8_delayed", steps=3, save_every=2)
+    train.train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(config, tmp_path / "run")
+    train.train(config, tmp_path / "run", resume=True)
+    assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
+
+    model, _, _ = train.build(config)
+    optimizer, _ = train.make_optimizer(config)
+    state = step.init_state(model, optimizer, None, config.seed)
+    state = checkpoint.restore(tmp_path / "run" / "checkpoints", state)
+    for path, leaf in jax.tree.leaves_with_path(state.overwritten):
+        if path[-1].key == "amax_history":  # of each microbatch, and of no validation
+            calls = (leaf > 0).sum(axis=-1).tolist()
+            assert calls == [config.steps * config.accumulate] * config.layers
+    assert len(jax.tree.leaves(state.overwritten)) == 4 * 3 * 2
+
+
 @pytest.mark.parametrize(
     ("recipe", "asked", "saved"),
     [
         ("fallback", None, 10),
         ("block", None, 10),
         ("bf16", None, None),
+        ("fp8_delayed", None, 10),
         ("fallback", 0, None),
         ("bf16", 8, 8),
     ],
@@ -466,6 +501,17 @@ def test_weight_decay_spares_norms_and_biases(config: Config) -> None:
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     decayed = {name: bool(update.any()) for name, update in updates["layers"].items()}
     assert decayed == {"kernel": True, "embedding": True, "scale": False, "bias": False}
+
+
+@pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.5, 0.5), (0.0, 20.0)])
+def test_gradients_are_clipped_to_the_norm_asked_for(
+    config: Config, clip: float, norm: float
+) -> None:
+    optimizer, _ = train.make_optimizer(dataclasses.replace(config, clip=clip))
+    params = {"kernel": jnp.ones((2, 2))}
+    gradient = {"kernel": jnp.full((2, 2), 10.0)}
+    _, (_, (adam, *_)) = optimizer.update(gradient, optimizer.init(params), params)
+    assert optax.tree.norm(adam.mu) / 0.1 == pytest.approx(norm, rel=1e-5)
 
 
 def test_learning_rate_warms_up_and_falls(config: Config) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from fbq_jax import FLOAT_GEMM, Recipe, recipes
 from fbq_jax.frozen import FrozenKernel
-from fbq_jax.nnx import FallbackDot, fallback_stats, freeze
+from fbq_jax.nnx import FallbackDot, FallbackEinsum, fallback_stats, freeze
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -142,5 +142,49 @@ def test_layers_that_cannot_be_frozen_are_named():
     layer = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="does not run 'layer'"):
         freeze(Idle(layer), X)
-    with pytest.raises(ValueError, match=r"nnx.LinearGeneral; 'layer' is a Own"):
+    with pytest.raises(ValueError, match=r"nnx.Einsum; 'layer' is a Own"):
         freeze(Idle(Own()), X)
+    with pytest.raises(ValueError, match="'layer' is a FallbackEinsum"):
+        freeze(Idle(FallbackEinsum(recipes.block)), X)
+
+
+EXPERTS = X.reshape(2, 16, 64)
+OTHER_WAY = "ebd,efd->bef"
+
+
+class Experts(nnx.Module):
+    def __init__(self):
+        # Needs no training to have a threshold.
+        op = FallbackEinsum(dataclasses.replace(RECIPE, start=5.0))
+        self.up = nnx.Einsum(
+            "ebd,edf->bef",
+            (2, 64, 64),
+            (2, 64),
+            einsum_op=op,
+            dtype=jnp.bfloat16,
+            rngs=nnx.Rngs(0),
+        )
+
+    def __call__(self, x):
+        return self.up(x)
+
+    def twice(self, x):
+        return self.up(x) + self.up(x, OTHER_WAY)
+
+
+def test_einsums_serve_what_they_trained():
+    model = Experts()
+    frozen = freeze(model, EXPERTS)
+    assert frozen.up.kernel == FrozenKernel((2, 64, 64), jnp.dtype("float32"))
+    y = serve(model, EXPERTS)
+    assert fallback_stats(model)["up"].count == 1
+    assert 0.0 < fallback_stats(model)["up"].rate < 1.0
+    assert jnp.all(serve(frozen, EXPERTS) == y)
+    with pytest.raises(ValueError, match=r"over the axes \(1,\).*another, over \(2,\)"):
+        frozen.up(EXPERTS, OTHER_WAY)
+
+
+def test_an_einsum_of_two_products_is_refused(monkeypatch):
+    monkeypatch.setattr(Experts, "__call__", Experts.twice)
+    with pytest.raises(ValueError, match=r"layer 'up' has codes for one product"):
+        freeze(Experts(), EXPERTS)

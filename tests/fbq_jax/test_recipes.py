@@ -137,7 +137,7 @@ def test_equations(equations):
 def test_every_recipe_has_its_equations():
     method = {"fallback", "block", "fallback_rowwise_bwd"}  # in test_dot_general.py
     assert set(recipes.NAMED) == method | set(map(name_of, EQUATIONS)) - set(VARIANTS)
-    assert list(RECIPES) == ["bf16", *recipes.NAMED]
+    assert list(RECIPES) == ["bf16", *recipes.NAMED, "fp8_delayed", "fp8_current"]
 
 
 def cells(name, recipe):

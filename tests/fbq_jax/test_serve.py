@@ -11,7 +11,9 @@ from flax import linen as nn
 import fbq_jax
 from fbq_jax import (
     FLOAT_GEMM,
+    Einsum,
     FallbackDot,
+    FallbackEinsum,
     Gemm,
     Recipe,
     fallback_dot,
@@ -175,6 +177,34 @@ def test_a_layer_that_is_called_twice():
     variables = model.init(jax.random.key(1), X)
     frozen = fbq_jax.freeze(model, variables, X)
     assert same_bits(model.apply(frozen, X), model.apply(variables, X))
+
+
+class Experts(nn.Module):
+    """The kernel as two products read it, of which a layer's codes are for one."""
+
+    ways: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        recipe = dataclasses.replace(STARTED, start=5.0)
+        op = FallbackEinsum(FallbackDot(recipe))
+        layer = Einsum((2, 80, 80), einsum_op=op, dtype=jnp.bfloat16)
+        return sum(layer(x, way) for way in self.ways)
+
+
+def test_einsums_are_served_by_the_product_they_were_trained_with():
+    there, back = "ebd,edf->bef", "ebd,efd->bef"
+    model = Experts((there,))
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    frozen = fbq_jax.freeze(model, variables, X)
+    training = jax.jit(lambda v: model.apply(v, X, mutable=["fallback"]))
+    y, state = training(variables)
+    assert 0.0 < state["fallback"]["Einsum_0"]["dot_general"]["rate"] < 1.0
+    assert same_bits(jax.jit(model.apply)(frozen, X), y)
+    with pytest.raises(ValueError, match=r"over the axes \(1,\).*another, over \(2,\)"):
+        Experts((back,)).apply(frozen, X)
+    with pytest.raises(ValueError, match="layer 'Einsum_0' has codes for one product"):
+        fbq_jax.freeze(Experts((there, back)), variables, X)
 
 
 class Odd(nn.Module):

@@ -25,6 +25,10 @@ from fbq_jax.kernels.producers import join_gate_up
 from tests.collectives import collectives
 from tests.kernels.test_reference import heavy
 
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
+)
+
 SIDE = 32
 DOT = FallbackDot(Recipe(block=SIDE))
 SEEDS = jnp.asarray([7], jnp.uint32)
@@ -172,25 +176,25 @@ def run_sharded(mesh, model, kernels, x_spec):
 
 LAYOUTS = {
     "fsdp": (
-        mesh_of(fsdp=4),
+        lambda: mesh_of(fsdp=4),
         {},
         {"up": ("fsdp", None), "down": (None, "fsdp")},
         ("fsdp",),
     ),
     "all": (
-        mesh_of(),
+        mesh_of,
         {},
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH,),
     ),
     "sequence": (
-        mesh_of(),
+        mesh_of,
         {"hidden": (BATCH, None, "tensor"), "out": (BATCH, "tensor")},
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH, "tensor"),
     ),
     "explicit": (
-        mesh_of(AxisType.Explicit),
+        lambda: mesh_of(AxisType.Explicit),
         {},
         {"up": ("fsdp", None), "down": ("fsdp", None)},
         (BATCH,),
@@ -200,8 +204,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_give_what_one_gives_and_exchange_codes(layout):
-    mesh, constraints, kernels, x_spec = LAYOUTS[layout]
-    words = run_sharded(mesh, MLP(**constraints), kernels, x_spec)
+    make_mesh, constraints, kernels, x_spec = LAYOUTS[layout]
+    words = run_sharded(make_mesh(), MLP(**constraints), kernels, x_spec)
     gathered = [w for w in words if w.kind == "all-gather"]
     # Floats are scales, and the blocks' metrics; see threshold.quantile.
     blocks = X.size // SIDE**2 * 2
@@ -221,7 +225,8 @@ def test_devices_give_what_one_gives_and_exchange_codes(layout):
 
 
 def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
-    mesh, _, _, x_spec = LAYOUTS["fsdp"]
+    make_mesh, _, _, x_spec = LAYOUTS["fsdp"]
+    mesh = make_mesh()
     w = place(mesh, jnp.ones((128, 256), jnp.bfloat16), "fsdp")
     x = place(mesh, X.astype(jnp.bfloat16), *x_spec)
     dims = (((2,), (0,)), ((), ()))
