@@ -224,12 +224,17 @@ def _by_recipe(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     cells = []
     for name, measured in of_recipe.items():
         slowest = min(measured, key=lambda row: row.ratio)
-        errors = [slowest.errors["dx"]]
-        errors += [row.errors[of] for of in ("token", "channel") for row in measured]
+        by_x = {row.data: row.errors for row in measured}  # not all, if it was stopped
+        errors: list[float | None] = [slowest.errors["dx"]]
+        errors += [
+            by_x[x][of] if x in by_x else None
+            for of in ("token", "channel")
+            for x in xs
+        ]
         cells.append(
             [name, slowest.implementation, _optional(slowest.saved_bytes, 1e3)]
             + [f"{slowest.ms:.3f}", f"{slowest.ratio:.2f}"]
-            + [f"{error:.1e}" for error in errors]
+            + ["" if error is None else f"{error:.1e}" for error in errors]
         )
     return head, cells
 
