@@ -51,7 +51,7 @@ def passes(subject: Subject) -> dict[str, list[float]]:
 
 def nonlinear(subject: Subject) -> list[float]:
     """With norms and gates that keep so few bits: for each of `SAVED_BITS`."""
-    exact = _exact(subject)
+    exact = _gradient(Llama(subject.config), subject.params, subject.text[0])
 
     def at(bits: int) -> float:
         config = dataclasses.replace(subject.config, saved_bits=bits)
@@ -62,17 +62,11 @@ def nonlinear(subject: Subject) -> list[float]:
 
 
 def _similarity(subject: Subject) -> Callable[[emulate.Bits], float]:
-    exact = _exact(subject)
+    def gradient(how: emulate.Bits) -> PyTree:
+        return _emulated(subject.config, subject.params, subject.text[0], how)
 
-    def similarity(how: emulate.Bits) -> float:
-        gradient = _emulated(subject.config, subject.params, subject.text[0], how)
-        return float(cosine(exact, gradient))
-
-    return similarity
-
-
-def _exact(subject: Subject) -> PyTree:
-    return _gradient(Llama(subject.config), subject.params, subject.text[0])
+    exact = gradient(emulate.bits())
+    return lambda how: float(cosine(exact, gradient(how)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

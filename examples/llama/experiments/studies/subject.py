@@ -50,6 +50,7 @@ def load(settings: Settings, work: Path, name: str) -> Subject:
     return Subject(name, config, jax.device_put(params), text)
 
 
+@jax.jit
 def cosine(a: PyTree, b: PyTree) -> jax.Array:
     """The cosine similarity of arrays, or of all arrays of two pytrees together.
 
