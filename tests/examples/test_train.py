@@ -33,22 +33,6 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs of the same shapes compile once."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def standard_promotion() -> Any:
     """Optax, and the gradient of JAX's attention in bfloat16, mix dtypes themselves."""
     with jax.numpy_dtype_promotion("standard"):

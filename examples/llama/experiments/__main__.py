@@ -87,32 +87,33 @@ def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:
     corpus.prepare(work / "corpus", settings.vocab_size)
     print(f"corpus ready, {until - time.monotonic():.0f} s left", flush=True)
 
-    def do(commands: dict[str, list[str]]) -> list[str]:
-        return jobs.do(commands, work / "logs", gpus=asked.gpus, until=until)
-
-    if "parity" in stages and (left := do(parity.commands(settings, work, results))):
-        return left
-    if stages == ["parity"]:
-        return []
-    models = outliers.models(settings, work)
-    if not all(folder.exists() for folder in models.values()):
-        base = runs.command([parity.base(settings, work)], work / "base.runs.json")
-        if base and (left := do({"base": base})):
-            return left
-        module = "examples.llama.experiments.outliers"
-        if left := do({"models": [sys.executable, "-m", module, *arguments]}):
-            return left
     commands: dict[str, list[str]] = {}
+    needs: dict[str, str] = {}
+    of_models: dict[str, list[str]] = {}
+    if "parity" in stages:
+        commands |= parity.commands(settings, work, results)
     if "studies" in stages:
-        commands |= studies.commands(*arguments)
+        of_models |= studies.commands(*arguments)
     if "outliers" in stages:
-        commands |= outliers.commands(settings, work, results)
+        of_models |= outliers.commands(settings, work, results)
+    folders = outliers.models(settings, work).values()
+    if of_models and not all(folder.exists() for folder in folders):
+        base, run = "parity-bf16-0", parity.base(settings, work)
+        last = run.out / "checkpoints" / str(run.config.steps)
+        if base not in commands and not last.exists():
+            base = "base"
+            commands["base"] = runs.command([run], work / "base.runs.json")
+        module = "examples.llama.experiments.outliers"
+        # First, for much waits for it; it waits for the run in bf16 alone.
+        commands = {"models": [sys.executable, "-m", module, *arguments]} | commands
+        needs = {"models": base} | dict.fromkeys(of_models, "models")
+    commands |= of_models
     if "longer" in stages:
         commands |= longer.commands(settings, work, results)
         if not (results / "killed.json").exists():
             module = "examples.llama.experiments.killed"
             commands["killed"] = [sys.executable, "-m", module, *arguments]
-    return do(commands)
+    return jobs.do(commands, needs, work / "logs", gpus=asked.gpus, until=until)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,18 @@ class JobError(RuntimeError):
 
 
 def do(
-    commands: Mapping[str, Sequence[str]], logs: Path, *, gpus: int, until: float
+    commands: Mapping[str, Sequence[str]],
+    needs: Mapping[str, str],
+    logs: Path,
+    *,
+    gpus: int,
+    until: float,
 ) -> list[str]:
     """Does commands, each in a process of its own, each process on a GPU of its own.
 
     Args:
         commands: By name, in the order in which they matter.
+        needs: Which of them, if there is such a one, has to be finished before another.
         logs: Folder of what they print; also of what they compile, which those that
             compile the same need not do again.
         gpus: Number of GPUs; 0 has one process on the CPU.
@@ -39,12 +45,17 @@ def do(
     queue, free = list(commands), list(range(max(1, gpus)))
     running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
     unfinished, failed, stopping = list(queue), [], False
-    while running or (queue and not stopping):
-        while queue and free and not stopping:
-            name, gpu = queue.pop(0), free.pop(0)
+    while True:
+        ready = [name for name in queue if needs.get(name) not in unfinished]
+        if not running and (stopping or not ready):
+            break
+        if ready and free and not stopping:
+            name, gpu = ready[0], free.pop(0)
+            queue.remove(name)
             print(f"{name} on GPU {gpu}" if gpus else name, flush=True)
             process = _start(commands[name], logs, name, gpu if gpus else None)
             running[name] = process, gpu
+            continue
         time.sleep(0.1)
         now = time.monotonic()
         if now > until and not stopping:

@@ -37,9 +37,10 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
 
 
 def base(settings: Settings, work: Path) -> Run:
-    """The bf16 run whose model is studied, done on this machine.
+    """The bf16 run whose model is studied.
 
-    Its result may be there without its checkpoint, which is too large to be kept.
+    Its checkpoint is too large to be kept with the results, so on another machine it is
+    done again, and its result is not one of `commands`.
     """
     run = _run(settings, work, work, "bf16", 0)
     return dataclasses.replace(run, result=work / "base.json")

@@ -192,7 +192,8 @@ def perplexity(models: dict[str, Json]) -> Figure:
         for index, kind in enumerate(("block", "fallback")):
             axes.semilogx(BLOCK_SIDES, of[kind], "o-", label=kind, **_color(index))
         axes.axhline(of["float"], color="0.5", linestyle=":", label="float32")
-        axes.set_xticks(BLOCK_SIDES, labels=map(str, BLOCK_SIDES))
+        axes.minorticks_off()
+        axes.set_xticks(BLOCK_SIDES, labels=list(map(str, BLOCK_SIDES)))
         axes.set(xlabel="side of a block")
 
     return _panels(models, panel, "perplexity", sharey=False)
