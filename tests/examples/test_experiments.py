@@ -221,6 +221,8 @@ def test_outliers_are_planted_and_change_nothing(
         rest = of_channels[:, : -plant.CHANNELS]
         assert rest.max() <= jnp.abs(x).max()
         np.testing.assert_array_equal(apply(planted.params), apply(params))
+    # There is nothing to do where all are larger already.
+    assert plant.plant(params, x, float(jnp.abs(x).min())).factors.max() == 1.0
 
 
 def a_run(recipe: str, **more: Any) -> dict[str, Any]:

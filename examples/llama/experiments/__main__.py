@@ -7,6 +7,7 @@ in pieces (`--limit`). The results are JSON; `draw` needs nothing else.
 """
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -46,6 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="0 (default): on the CPU")
     parser.add_argument(
         "--limit", type=float, default=1e9, help="seconds after which runs stop"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="REGEX",
+        help="leave out what has another name, such as outliers-(bf16|fallback)",
     )
     parser.add_argument("--size", choices=SETTINGS, default="full")
     parser.add_argument(
@@ -87,32 +94,32 @@ def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:
     corpus.prepare(work / "corpus", settings.vocab_size)
     print(f"corpus ready, {until - time.monotonic():.0f} s left", flush=True)
 
-    commands: dict[str, list[str]] = {}
+    def chosen(stage: str, commands: dict[str, list[str]]) -> dict[str, list[str]]:
+        names = [name for name in commands if re.search(asked.only, name)]
+        return {name: commands[name] for name in names if stage in stages}
+
     needs: dict[str, str] = {}
-    of_models: dict[str, list[str]] = {}
-    if "parity" in stages:
-        commands |= parity.commands(settings, work, results)
-    if "studies" in stages:
-        of_models |= studies.commands(*arguments)
-    if "outliers" in stages:
-        of_models |= outliers.commands(settings, work, results)
+    commands = chosen("parity", parity.commands(settings, work, results))
+    of_models = chosen("studies", studies.commands(*arguments))
+    of_models |= chosen("outliers", outliers.commands(settings, work, results))
     folders = outliers.models(settings, work).values()
     if of_models and not all(folder.exists() for folder in folders):
+        # First, for much waits for it; it waits for the run in bf16 alone.
+        module = "examples.llama.experiments.outliers"
+        commands = {"models": [sys.executable, "-m", module, *arguments]} | commands
         base, run = "parity-bf16-0", parity.base(settings, work)
         last = run.out / "checkpoints" / str(run.config.steps)
         if base not in commands and not last.exists():
             base = "base"
-            commands["base"] = runs.command([run], work / "base.runs.json")
-        module = "examples.llama.experiments.outliers"
-        # First, for much waits for it; it waits for the run in bf16 alone.
-        commands = {"models": [sys.executable, "-m", module, *arguments]} | commands
+            again = runs.command([run], work / "base.runs.json")
+            commands = {"base": again} | commands
         needs = {"models": base} | dict.fromkeys(of_models, "models")
     commands |= of_models
-    if "longer" in stages:
-        commands |= longer.commands(settings, work, results)
-        if not (results / "killed.json").exists():
-            module = "examples.llama.experiments.killed"
-            commands["killed"] = [sys.executable, "-m", module, *arguments]
+    commands |= chosen("longer", longer.commands(settings, work, results))
+    if not (results / "killed.json").exists():
+        module = "examples.llama.experiments.killed"
+        killed = [sys.executable, "-m", module, *arguments]
+        commands |= chosen("longer", {"killed": killed})
     return jobs.do(commands, needs, work / "logs", gpus=asked.gpus, until=until)
 
 

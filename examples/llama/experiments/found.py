@@ -27,6 +27,11 @@ def one(results: Path, name: str) -> Json:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
+def projection(layer: str) -> str:
+    """The name of a projection, of the path of its state."""
+    return layer.removeprefix("layers/").removesuffix("/dense")
+
+
 def last_val_loss(run: Json) -> float:
     """The last validation loss; NaN where it was not finite, or there was none."""
     values = list(run["val_loss"].values())

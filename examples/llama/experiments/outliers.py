@@ -93,8 +93,8 @@ def make_models(settings: Settings, work: Path, results: Path) -> None:
     def describe(state: TrainState) -> dict[str, object]:
         x = operands(model.config, state.params, tokens)["down"].x
         return {
-            "largest": runs.rounded(float(jnp.abs(x).max())),
-            "by_layer": [runs.rounded(float(y)) for y in jnp.abs(x).max(axis=(1, 2))],
+            "largest": float(jnp.abs(x).max()),
+            "by_layer": jnp.abs(x).max(axis=(1, 2)).tolist(),
             "val_loss": {name: evaluate(state) for name, evaluate in texts.items()},
         }
 

@@ -181,7 +181,7 @@ def thresholds(results: Path) -> str:
         moved = theta[-1] / theta[0]
         rows.append(
             [
-                name.removeprefix("layers/"),
+                found.projection(name),
                 f"{rates.mean():.1%}",
                 f"{((rates >= 0.1) & (rates <= 0.3)).mean():.1%}",
                 f"{moved.min():.2g} to {moved.max():.2g}",

@@ -227,9 +227,9 @@ def thresholds(runs: dict[str, Json]) -> Figure:
             for line, color in zip(values.T, colors, strict=True):
                 axes.plot(run["looks"], line, color=color, linewidth=1)
             if quantity == "theta":
-                axes.set(title=name.removeprefix("layers/"), yscale="log")
+                axes.set(title=found.projection(name), yscale="log")
             else:
-                axes.set(xlabel="step", ylim=(0, 1))
+                axes.set(xlabel="step", ylim=(0, None))
                 axes.axhspan(0.1, 0.3, color="0.87", zorder=0)
             finish(axes)
     grid[0, 0].set_ylabel("threshold")

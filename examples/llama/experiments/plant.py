@@ -24,7 +24,7 @@ class Planted(NamedTuple):
     Attributes:
         params: Its parameters.
         channels: int32 [L, CHANNELS], the channels that have them.
-        factors: float32 [L, CHANNELS], the powers of two.
+        factors: float32 [L, CHANNELS], the powers of two, from 1 on.
     """
 
     params: PyTree
@@ -38,8 +38,8 @@ def plant(params: PyTree, x: jax.Array, largest: float) -> Planted:
     Args:
         params: Of `Llama`.
         x: The input of `down`, [L, M, F], for some text.
-        largest: What `max |x|` of a channel becomes for this text, within a factor of
-            sqrt(2).
+        largest: What `max |x|` of the channels becomes for this text, within a factor
+            of sqrt(2), where it is less before.
     """
     x = jnp.abs(x.astype(jnp.float32))
     peak = x.max(axis=1)
@@ -47,9 +47,11 @@ def plant(params: PyTree, x: jax.Array, largest: float) -> Planted:
     number = min(_CANDIDATES, x.shape[2])
     _, candidates = jax.lax.top_k(concentration, number)
     needed = jnp.log2(largest / jnp.take_along_axis(peak, candidates, axis=1))
-    needed = jnp.maximum(needed, 0.0)  # what is larger already stays
-    # Of the candidates those that a power of two brings closest.
-    _, best = jax.lax.top_k(-jnp.abs(needed - jnp.round(needed)), CHANNELS)
+    # Of the candidates those that a power of two brings closest. What is as large
+    # already, and so needs none, comes last and stays as it is.
+    distance = jnp.where(needed > 0.5, jnp.abs(needed - jnp.round(needed)), jnp.inf)
+    needed = jnp.maximum(needed, 0.0)
+    _, best = jax.lax.top_k(-distance, CHANNELS)
     channels = jnp.take_along_axis(candidates, best, axis=1)
     powers = jnp.round(jnp.take_along_axis(needed, best, axis=1)).astype(jnp.int32)
     factors = jnp.ldexp(jnp.float32(1.0), powers)  # exp2 is not exact

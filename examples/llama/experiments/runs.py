@@ -111,15 +111,13 @@ def write(run: Run, *, done: bool, about: dict[str, Any]) -> None:
         "steps": len(records),
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in records),
         "peak_bytes": peak_bytes(),
-        "loss": [rounded(r["loss"]) for r in records],
-        "grad_norm": [rounded(r["grad_norm"]) for r in records],
-        "val_loss": {
-            r["step"]: rounded(r["val_loss"]) for r in records if "val_loss" in r
-        },
+        "loss": [r["loss"] for r in records],
+        "grad_norm": [r["grad_norm"] for r in records],
+        "val_loss": {r["step"]: r["val_loss"] for r in records if "val_loss" in r},
         "looks": [r["step"] for r in looks],
         "fallback": {
             layer: {
-                name: [list(map(rounded, r["fallback"][layer][name])) for r in looks]
+                name: [r["fallback"][layer][name] for r in looks]
                 for name in ("rate", "theta")
             }
             for layer in records[0]["fallback"]
@@ -129,16 +127,20 @@ def write(run: Run, *, done: bool, about: dict[str, Any]) -> None:
 
 
 def save(result: Any, file: Path) -> None:
-    """Writes JSON, a list of numbers on one line."""
+    """Writes JSON, its floats to eight digits, about what float32 has."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(result, separators=(",", ":")).replace(',"', ',\n"'))
+    text = json.dumps(_rounded(result), separators=(",", ":"))
+    part.write_text(text.replace(',"', ',\n"') + "\n")  # a list of numbers is a line
     part.replace(file)
 
 
-def rounded(value: float | None) -> float | None:
-    """To the six digits that float32 has; None stays, which was not finite."""
-    return None if value is None else float(f"{value:.6g}")
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 def machine() -> dict[str, str]:

@@ -45,9 +45,6 @@ def main(name: str, size: str, work: Path, results: Path) -> None:
             model: STUDIES[name](load(settings, work, model))
             for model in outliers.models(settings, work)
         }
-    found = jax.tree.map(
-        lambda value: runs.rounded(value) if isinstance(value, float) else value, found
-    )
     file = results / "studies" / f"{name}.json"
     runs.save({"machine": runs.machine(), "found": found}, file)
 
