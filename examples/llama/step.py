@@ -168,7 +168,8 @@ def make_train_step(
             (loss, fallback), grads = jax.value_and_grad(loss_fn, has_aux=True)(
                 differentiated, fallback, tokens
             )
-            total = optax.tree.add(total, grads["params"])
+            # Reduced to the shard of each device here, and not for the norm as a whole.
+            total = mesh.constrain(optax.tree.add(total, grads["params"]))
             return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
 
         zeros = optax.tree.zeros_like(state.params)
