@@ -11,7 +11,7 @@ class Settings:
     Attributes:
         vocab_size: Of the tokenizer.
         pretrain: Options of `Config` for the runs of `parity`.
-        finetune: What differs in those of `finetune`, which start from one of them.
+        finetune: What differs in those of `outliers`, which start from one of them.
         longer: What differs in those of `longer`.
         killed: What differs in those of `killed`.
         studied: Sequences whose activations are studied.
