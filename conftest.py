@@ -1,6 +1,7 @@
 """Strict settings for every test: eight fake devices, no implicit promotion."""
 
 import os
+import tempfile
 
 # Before JAX starts: its first backend reads it once.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -23,6 +24,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 NO_GPU = "needs a GPU"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has each process compile a program once, however many functions become it."""
+    folder = tempfile.TemporaryDirectory(prefix="fbq-jax-compiled-")
+    config.add_cleanup(folder.cleanup)
+    jax.config.update("jax_compilation_cache_dir", folder.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

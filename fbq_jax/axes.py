@@ -138,12 +138,16 @@ def matmul(
     lhs: Quantized,
     residual: Quantized | None,
     rhs: Quantized,
-    *,
+    *seeds: jax.Array,
     blocks: tuple[int, int, int],
     dtype: Any,
+    reduce: str,
 ) -> Axes:
-    """Of ``reference.matmul``; also of what is contracted over rows that are two."""
-    del dtype
+    """Of ``reference.matmul``; also of what is contracted over rows that are two.
+
+    Seeds, one array, are those of a sum in INT8.
+    """
+    del dtype, reduce
     m, k, n = blocks
     columns = _blocks("n", rhs.codes.shape[1], n)
     depth = _blocks("k", rhs.codes.shape[-1], k)
@@ -158,8 +162,49 @@ def matmul(
         rows = _rows(lhs.codes.shape, m)
     left, _ = _layouts(rows, depth)
     right, _ = _layouts(columns, depth)
-    operands = left, None if residual is None else left, right
+    operands = left, None if residual is None else left, right, *("b" for _ in seeds)
     return Axes(operands, f"b {rows[0]} {columns[0]}", contracted)
+
+
+def ragged_matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    blocks: tuple[int, int, int],
+    dtype: Any,
+) -> Axes:
+    """Of ``ragged.ragged_matmul``; t for its tiles, g for the groups."""
+    del lhs, groups, dtype
+    _, k, n = blocks
+    columns = _blocks("n", rhs.codes.shape[1], n)
+    depth = _blocks("k", rhs.codes.shape[2], k)
+    left = Quantized(f"t . {depth[0]}", f"t . {depth[1]}")  # type: ignore[arg-type]
+    right = Quantized(*(f"g {n} {k}" for n, k in zip(columns, depth, strict=True)))  # type: ignore[arg-type]
+    operands = left, None if residual is None else left, right, "t"
+    return Axes(operands, f"t . {columns[0]}", f"{depth[0][0].strip('.')}g")
+
+
+def ragged_contraction(
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    size: int,
+    blocks: tuple[int, int, int],
+    dtype: Any,
+) -> Axes:
+    """Of ``ragged.ragged_contraction``, likewise."""
+    del groups, size, dtype
+    k, _, n = blocks
+    rows = _blocks("k", lhs.codes.shape[1], k)
+    columns = _blocks("n", rhs.codes.shape[1], n)
+    left, right = (
+        Quantized(f"t {codes} .", f"t {scales} .")  # type: ignore[arg-type]
+        for codes, scales in (rows, columns)
+    )
+    return Axes((left, right, "t"), f"g {rows[0]} {columns[0]}", "t")
 
 
 def _operand(

@@ -261,9 +261,15 @@ def matmul(
     *,
     blocks: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
+    reduce: str = "float32",
+    seeds: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """``reference.matmul`` by the implementation chosen."""
+    """``reference.matmul`` by the implementation chosen.
+
+    Over several devices it is summed as ``reduce`` says, as in ``Gemm``; in INT8 with
+    the noise of ``seeds``, uint32 ``[B]``.
+    """
     one_scale_a_row = residual is None and blocks == (
         1,
         math.prod(rhs.codes.shape[2:]),
@@ -274,8 +280,9 @@ def matmul(
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
         # No kernel starts for nothing.
         choice = choose("matmul", sides, implementation="reference")
-    options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
-    return _batched(choice, sides, **options)(lhs, residual, rhs)
+    options = {"blocks": blocks, "dtype": jnp.dtype(dtype), "reduce": reduce}
+    operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
+    return _batched(choice, sides, **options)(*operands)
 
 
 def ragged_matmul(
@@ -289,8 +296,9 @@ def ragged_matmul(
     implementation: str | None = None,
 ) -> jax.Array:
     """``ragged.ragged_matmul``, which is all there is."""
-    function = _without_kernels("ragged_matmul", blocks, implementation)
-    return function(lhs, residual, rhs, groups, blocks=blocks, dtype=jnp.dtype(dtype))
+    options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
+    op = _without_kernels("ragged_matmul", blocks, implementation, **options)
+    return op(lhs, residual, rhs, groups)
 
 
 def ragged_contraction(
@@ -304,8 +312,9 @@ def ragged_contraction(
     implementation: str | None = None,
 ) -> jax.Array:
     """``ragged.ragged_contraction``, which is all there is."""
-    function = _without_kernels("ragged_contraction", blocks, implementation)
-    return function(lhs, rhs, groups, size=size, blocks=blocks, dtype=jnp.dtype(dtype))
+    options = {"size": size, "blocks": blocks, "dtype": jnp.dtype(dtype)}
+    op = _without_kernels("ragged_contraction", blocks, implementation, **options)
+    return op(lhs, rhs, groups)
 
 
 def rms_norm_quantize(
@@ -392,13 +401,28 @@ def _batched(
 
 
 def _without_kernels(
-    op: str, sides: Sequence[int], implementation: str | None
+    op: str, sides: Sequence[int], implementation: str | None, **options: Any
 ) -> Callable[..., Any]:
-    """The definition of an op; plain JAX, which ``vmap`` takes as it is."""
+    """The definition of a ragged op."""
     choice = choose(op, sides, implementation=implementation)
     if jax.default_backend() == "gpu":
         _warn_of_reference(choice)
-    return getattr(ragged, op)
+    return _ragged_op(op, tuple(options.items()))
+
+
+@functools.cache
+def _ragged_op(op: str, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """A ragged op as JAX's transformations see it; under ``vmap`` it is not cut."""
+    function = getattr(ragged, op)
+    mapped = custom_vmap(sharding.sharded_ragged(op, function, dict(options)))
+
+    @mapped.def_vmap
+    def _rule(axis_size: int, in_batched: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))
+        run = functools.partial(function, **dict(options))
+        return jax.vmap(run, axes, axis_size=axis_size)(*args), True
+
+    return mapped
 
 
 @functools.cache
@@ -410,6 +434,19 @@ def _warn_of_reference(choice: Choice) -> None:
             f"slower than by a kernel: {choice.reason}",
             stacklevel=2,
         )
+
+
+def _on_one_device(
+    choice: Choice, sides: Sequence[int], *args: Any, **options: Any
+) -> Any:
+    """An op by the implementation chosen."""
+    run = functools.partial(_function(choice, sides), **options)
+    if choice.implementation == "reference":
+        return run(*args)
+    # What runs on this machine's CPU cannot use a kernel.
+    definition = getattr(_definitions(choice.op), choice.op)
+    definition = functools.partial(definition, **options)
+    return lax.platform_dependent(*args, cpu=definition, default=run)
 
 
 @functools.cache
@@ -425,20 +462,11 @@ def _batched_op(
     There is no derivative.  Rounding's own is 0, which would pass for an answer where
     the gradient of a quantized dot is differentiated once more.
     """
-    chosen = _function(choice, sides)
-
-    def function(*args: Any, **options: Any) -> Any:
-        run = functools.partial(chosen, **options)
-        if choice.implementation == "reference":
-            return run(*args)
-        # What runs on this machine's CPU cannot use a kernel.
-        definition = getattr(_definitions(choice.op), choice.op)
-        definition = functools.partial(definition, **options)
-        return lax.platform_dependent(*args, cpu=definition, default=run)
-
+    quantize = functools.partial(_on_one_device, choice._replace(op="quantize"), (128,))
+    run = functools.partial(_on_one_device, choice, sides)
     # Compiled as a whole even where the caller is not: op by op, the reference would
     # compile some sixty programs.
-    compiled = jax.jit(sharding.sharded(choice.op, function, dict(options)))
+    compiled = jax.jit(sharding.sharded(choice.op, run, dict(options), quantize))
     mapped = custom_vmap(compiled)
 
     @mapped.def_vmap

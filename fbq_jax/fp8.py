@@ -56,6 +56,12 @@ class Scalings(NamedTuple):
     grad: Scaling
 
 
+def check_history(length: int) -> None:
+    """Raises ValueError if a history cannot be so long; makes no array."""
+    if type(length) is not int or length < 1:
+        raise ValueError(f"Fp8Dot.history takes a positive integer; got {length!r}")
+
+
 def start(length: int) -> Scalings:
     """The state before the first call: scales of 1, histories of zeros.
 
@@ -65,8 +71,7 @@ def start(length: int) -> Scalings:
     Raises:
       ValueError: the length is no positive integer.
     """
-    if type(length) is not int or length < 1:
-        raise ValueError(f"Fp8Dot.history takes a positive integer; got {length!r}")
+    check_history(length)
 
     def scaling() -> Scaling:
         return Scaling(jnp.ones((), jnp.float32), jnp.zeros(length, jnp.float32))

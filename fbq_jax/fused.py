@@ -182,7 +182,7 @@ def _norm_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of x, gain and w."""
     dy = gemms.grad_of_lhs(spec, codes.rhs, grad)
-    dw = gemms.grad_of_rhs(spec, codes.lhs, grad)
+    dw = gemms.grad_of_rhs(spec, codes.lhs, grad, codes.seed)
     dx, dgain = nonlinear.norm_bwd(norm, saved, dy.astype(jnp.float32))
     assert dgain is not None
     return dx.astype(spec.lhs_dtype), dgain.reshape(-1), dw
@@ -306,7 +306,7 @@ def _gated_mlp_bwd(
     recipe = specs.up.recipe
     grad = quantize_grad(specs.down, dy, saved.down.seed)
     hidden = gemms.grad_of_lhs(specs.down, saved.down.rhs, grad)
-    dw_down = gemms.grad_of_rhs(specs.down, saved.down.lhs, grad)
+    dw_down = gemms.grad_of_rhs(specs.down, saved.down.lhs, grad, saved.down.seed)
     grad = dispatch.silu_gate_grad_quantize(
         hidden,
         saved.by_gate,

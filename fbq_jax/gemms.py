@@ -18,7 +18,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import dispatch
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
-from fbq_jax.operands import Spec, quantize_grad, quantize_lhs, quantize_rhs
+from fbq_jax.operands import (
+    SUM_STREAM,
+    Spec,
+    quantize_grad,
+    quantize_lhs,
+    quantize_rhs,
+    seeds_of,
+)
 from fbq_jax.qtensor import QTensor
 from fbq_jax.recipe import Gemm
 
@@ -132,7 +139,7 @@ def _matmul_bwd(
         dw = _float_product(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
     else:
         assert isinstance(lhs, Quantized)
-        dw = grad_of_rhs(spec, lhs, grad)
+        dw = grad_of_rhs(spec, lhs, grad, seed)
     return dx, dw, None, None
 
 
@@ -157,13 +164,19 @@ def grad_of_lhs(spec: Spec, rhs: Quantized, grad: Layouts) -> jax.Array:
     return _product(spec, gemm, sides, grad.rows, None, rhs, spec.lhs_dtype)
 
 
-def grad_of_rhs(spec: Spec, lhs: Quantized, grad: Layouts) -> jax.Array:
+def grad_of_rhs(
+    spec: Spec, lhs: Quantized, grad: Layouts, seed: jax.Array
+) -> jax.Array:
     """The gradient dW, of X and dY by columns, in shards if the recipe has them."""
     assert grad.columns is not None
     m, k, n = spec.recipe.sides
     gemm, sides = spec.recipe.drhs, (k, m, n)
     if gemm.shards == 1:
-        return _product(spec, gemm, sides, lhs, None, grad.columns, spec.rhs_dtype)
+        operands = lhs, None, grad.columns
+        seeds = None
+        if gemm.reduce == "int8":
+            seeds = seeds_of(seed, SUM_STREAM, lhs.codes)
+        return _product(spec, gemm, sides, *operands, spec.rhs_dtype, seeds)
     # One after the other: at once they would take the bytes of as many dW in float32.
     shards = jax.tree.map(
         lambda x: x.reshape(len(x) // gemm.shards, gemm.shards, *x.shape[1:]),
@@ -184,6 +197,7 @@ def _product(
     residual: Quantized | None,
     rhs: Quantized,
     dtype: Any,
+    seeds: jax.Array | None = None,
 ) -> jax.Array:
     """A product in INT8, of blocks with these sides if the GEMM has block scales."""
     contraction = max(1, math.prod(rhs.codes.shape[2:]))
@@ -193,6 +207,8 @@ def _product(
         rhs,
         blocks=sides if gemm.in_blocks else (1, contraction, 1),
         dtype=dtype,
+        reduce=gemm.reduce,
+        seeds=seeds,
         implementation=spec.implementation,
     )
 

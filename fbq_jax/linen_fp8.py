@@ -51,7 +51,8 @@ class Fp8Dot:
                 f"Fp8Dot.scaling takes one of {get_args(ScalingMethod)}; got "
                 f"{self.scaling!r}"
             )
-        fp8.start(self.history)  # which says if it cannot be
+        # Not by making one: fp8_dot is made before processes meet.
+        fp8.check_history(self.history)
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ from fbq_jax.kernels.rounding import fold
 from fbq_jax.recipe import Quantizer, Recipe
 
 # Streams of the noise of one call.
-LHS_STREAM, RHS_STREAM, GRAD_STREAM = range(3)
+LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM = range(4)
 
 
 class Spec(NamedTuple):

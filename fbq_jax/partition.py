@@ -13,7 +13,7 @@ that cannot be cut as the mesh asks, between elements that stay together, is lef
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -58,9 +58,13 @@ class Shards(NamedTuple):
         """The axes of the mesh that any of the letters is cut over."""
         return tuple(name for letter in letters for name in self.over.get(letter, ()))
 
+    def count(self, names: Iterable[str]) -> int:
+        """The number of devices along axes of the mesh."""
+        return math.prod(self.sizes[name] for name in names)
+
     def number(self, letter: str) -> int:
         """The number of shards of an axis."""
-        return math.prod(self.sizes[name] for name in self.names(letter))
+        return self.count(self.names(letter))
 
     def place(self, letter: str) -> jax.Array:
         """Which of them this device has, uint32 ``[]``."""

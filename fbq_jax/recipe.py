@@ -14,6 +14,8 @@ Scales = Literal["block", "row", "tensor"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
+Reduce = Literal["float32", "bfloat16", "int8"]
+REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
 
 class RecipeError(ValueError):
@@ -49,6 +51,10 @@ class Gemm:
         scales of its own; their products are summed in float32.
       keeps: what the forward pass keeps for a backward GEMM in floats: X or W as
         ``"floats"``, or its forward ``"codes"``, which then stand for it.
+      reduce: what several devices sum their parts of a product in, where its
+        contraction is cut over them: ``"float32"``; ``"bfloat16"``, which is half the
+        traffic and what XLA sums a product of bfloat16 arrays in; or, for drhs,
+        ``"int8"``, codes with stochastic rounding, again half (``fbq_jax.reduce``).
     """
 
     lhs: Rounding | None = "nearest"
@@ -56,6 +62,7 @@ class Gemm:
     scales: Scales | tuple[Scales, Scales] = "block"
     shards: int = 1
     keeps: Keeps = "floats"
+    reduce: Reduce = "float32"
 
     def __post_init__(self) -> None:
         if isinstance(self.scales, str):
@@ -262,16 +269,21 @@ def _check_gemm(name: str, gemm: Gemm) -> None:
     check("scales", known, f"one of {SCALES} or a pair of them, for lhs and rhs")
     check("shards", type(shards) is int and shards > 0, "an integer from 1 on")
     check("keeps", keeps in KEEPS, f"one of {KEEPS}")
+    check("reduce", gemm.reduce in REDUCES, f"one of {REDUCES}")
     blocks = scales == ("block", "block")
     if gemm.in_floats:
         check("rhs", gemm.rhs is None, "None where lhs is: floats times floats")
         check("scales", blocks, "nothing (the default) where lhs and rhs are None")
         check("keeps", keeps == "floats" or name != "fwd", "'floats' in fwd")
+        takes = "nothing (the default) where lhs and rhs are None: XLA sums it"
+        check("reduce", gemm.reduce == "float32", takes)
     else:
         check("rhs", gemm.rhs is not None, "a rounding where lhs has one")
         mixed = "block" in scales and not blocks
         check("scales", not mixed, "'block' for both operands or for neither")
         check("keeps", keeps == "floats", "'floats' unless lhs and rhs are None")
+    summed = gemm.reduce != "int8" or (name == "drhs" and shards == 1)
+    check("reduce", summed, "'int8' only in a drhs that is one shard")
     can_cut = name == "drhs" and not blocks
     check("shards", shards == 1 or can_cut, "1 but in a drhs without block scales")
 

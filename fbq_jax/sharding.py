@@ -7,7 +7,8 @@ word between them, but for these:
 
 - scales of whole rows or columns are agreed on, as the maxima of the shards' maxima;
 - a product whose contraction is cut is summed over the devices in float32 and rounded
-  once; each device gets the part of the sum that the result's sharding gives it.
+  once, or as ``Gemm.reduce`` says; each device gets the part of the sum that the
+  result's sharding gives it.
 
 What a device needs of a product's operands and does not have, it fetches as codes.
 """
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import axes as axes_module
+from fbq_jax import reduce
 from fbq_jax.kernels.reference import Join
 from fbq_jax.kernels.rounding import SPAN, Origin
 from fbq_jax.partition import Axes, Shards, pairs, parse, partitioned
@@ -37,7 +39,10 @@ _NOISE_COLUMNS: dict[str, Callable[[int], int]] = {
 
 
 def sharded(
-    op: str, function: Callable[..., Any], options: Mapping[str, Any]
+    op: str,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    quantize: Callable[..., Any],
 ) -> Callable[..., Any]:
     """An op that is cut over the mesh of its operands.
 
@@ -45,19 +50,22 @@ def sharded(
       op: one of ``fbq_jax.dispatch.OPS``.
       function: computes it on one device, of matrices ``[B, R, C]``, with ``options``.
       options: the op's own.
+      quantize: the op of that name on one device.
 
     Returns:
       The op of matrices ``[B, R, C]`` or ``[B, G, R, C]``, of G times R rows; by
       columns their codes are ``[B, C, G, R]``.
     """
     axes_of = functools.partial(getattr(axes_module, op), **options)
-    return partitioned(axes_of, functools.partial(_local, op, function, options))
+    local = functools.partial(_local, op, function, options, quantize)
+    return partitioned(axes_of, local)
 
 
 def _local(
     op: str,
     function: Callable[..., Any],
     options: Mapping[str, Any],
+    quantize: Callable[..., Any],
     axes: Axes,
     shards: Shards,
 ) -> Callable[..., Any]:
@@ -74,17 +82,64 @@ def _local(
             joins = (_join(shards.names(letters)) for letters in (rows, columns))
             placed["join"] = Join(*joins)
         if op == "matmul":
-            lhs, _, rhs = matrices
+            lhs, residual, rhs, *seeds = matrices
+            matrices = lhs, residual, rhs
             if axes_module.one_scale_a_row(rhs, options["blocks"]):
                 placed["blocks"] = (1, lhs.codes.shape[2], 1)
+            summed_in = reduce.DTYPES[placed.pop("reduce")]
             if shards.names(axes.contracted):
-                placed["dtype"] = jnp.dtype(jnp.float32)
+                placed["dtype"] = jnp.dtype(summed_in)
         results = function(*matrices, **placed)
         split = functools.partial(_split_rows, _groups(axes.operands, operands))
         results = jax.tree.map(split, axes.results, results)
         if op == "matmul":
-            results = _sum(results, axes, shards).astype(options["dtype"])
+            dtype, add = options["dtype"], reduce.in_floats
+            if seeds:
+                how = {"seeds": seeds[0], "quantize": quantize, "dtype": dtype}
+                add = functools.partial(reduce.in_int8, **how)
+            results = add(results, axes, shards).astype(dtype)
         return results
+
+    return local
+
+
+def sharded_ragged(
+    op: str, function: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A ragged op that is cut over its groups, its tiles, and the matrices' axes.
+
+    A device multiplies the tiles whose groups it has.
+
+    Args:
+      op: ``"ragged_matmul"`` or ``"ragged_contraction"``.
+      function: computes it on one device, with ``options``.
+      options: the op's own.
+    """
+    axes_of = functools.partial(getattr(axes_module, op), **options)
+    return partitioned(axes_of, functools.partial(_local_ragged, function, options))
+
+
+def _local_ragged(
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    axes: Axes,
+    shards: Shards,
+) -> Callable[..., Any]:
+    """A ragged op of one device's shards."""
+
+    def local(*operands: Any) -> Any:
+        *matrices, groups = operands
+        placed = dict(options)
+        if "size" in placed:
+            size = placed["size"] = options["size"] // shards.number("g")
+        else:
+            size = len(matrices[-1].codes)
+        # Of parts of a group's product; over groups, all parts but one are zeros.
+        if shards.names(axes.contracted.replace("g", "")):
+            placed["dtype"] = jnp.dtype(jnp.float32)
+        here = groups - jnp.int32(size) * shards.place("g").astype(jnp.int32)
+        results = function(*matrices, here, **placed)
+        return reduce.in_floats(results, axes, shards).astype(options["dtype"])
 
     return local
 
@@ -139,15 +194,3 @@ def _join(names: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
         return lax.bitcast_convert_type(bits, jnp.float32)
 
     return join
-
-
-def _sum(product: jax.Array, axes: Axes, shards: Shards) -> jax.Array:
-    """The sum over devices, of which each gets its part."""
-    names = set(shards.names(axes.contracted))
-    for axis, letter in enumerate(_letters(axes.results)):
-        if scattered := shards.scattered.get(letter):
-            product = lax.psum_scatter(
-                product, scattered, scatter_dimension=axis, tiled=True
-            )
-            names.difference_update(scattered)
-    return lax.psum(product, tuple(sorted(names))) if names else product

@@ -103,7 +103,7 @@ def ragged_matmul(
       lhs: codes ``[T, m, K]``, scales ``[T, 1, ceil(K/k)]``.
       residual: a second term of lhs, of the same shapes, or None.
       rhs: codes ``[G, N, K]``, scales ``[G, ceil(N/n), ceil(K/k)]``.
-      groups: int32 ``[T]``, each tile's group.
+      groups: int32 ``[T]``, each tile's group; where it is none of G, zeros.
       blocks: ``(m, k, n)``, the sides of a block.
       dtype: of the output.
     """
@@ -114,7 +114,17 @@ def ragged_matmul(
         of_group = jax.tree.map(lambda x: x[group][None], rhs)
         return matmul(lhs, residual, of_group, blocks=blocks, dtype=dtype)[0]
 
-    return lax.map(multiply, (lhs, residual, groups))
+    def nothing(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
+        # An empty sum: 0, which varies over the axes of a mesh as the product does.
+        zero = jnp.sum(tile[0].scales[:0]) + jnp.sum(rhs.scales[:0])
+        shape = tile[0].codes.shape[0], rhs.codes.shape[1]
+        return jnp.broadcast_to(zero.astype(dtype), shape)
+
+    def one(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
+        there = (tile[2] >= 0) & (tile[2] < len(rhs.codes))
+        return lax.cond(there, multiply, nothing, tile)
+
+    return lax.map(one, (lhs, residual, groups))
 
 
 @functools.partial(jax.jit, static_argnames=("size", "blocks", "dtype"))
@@ -135,20 +145,23 @@ def ragged_contraction(
     Args:
       lhs: codes ``[T, K, m]``, scales ``[T, ceil(K/k), 1]``.
       rhs: codes ``[T, N, m]``, scales ``[T, ceil(N/n), 1]``.
-      groups: int32 ``[T]``, each tile's group.
+      groups: int32 ``[T]``, each tile's group; where it is none of G, nothing is added.
       size: G.
       blocks: ``(k, m, n)``, the sides of a block.
       dtype: of the output.
     """
+    Tile = tuple[Quantized, Quantized, jax.Array]
 
-    def add(
-        sums: jax.Array, tile: tuple[Quantized, Quantized, jax.Array]
-    ) -> tuple[jax.Array, None]:
+    def add(sums: jax.Array, tile: Tile) -> jax.Array:
         lhs, rhs, group = tile
         lhs, rhs = jax.tree.map(lambda x: x[None], (lhs, rhs))
         product = matmul(lhs, None, rhs, blocks=blocks, dtype=jnp.float32)[0]
-        return sums.at[group].add(product), None
+        return sums.at[group].add(product)
+
+    def one(sums: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
+        there = (tile[2] >= 0) & (tile[2] < size)
+        return lax.cond(there, add, lambda sums, _: sums, sums, tile), None
 
     shape = (size, lhs.codes.shape[1], rhs.codes.shape[1])
     sums = jnp.zeros(shape, jnp.float32)
-    return lax.scan(add, sums, (lhs, rhs, groups))[0].astype(dtype)
+    return lax.scan(one, sums, (lhs, rhs, groups))[0].astype(dtype)

@@ -13,7 +13,8 @@ import jax
 from examples.llama.mesh import PARSER
 from examples.llama.model import REMAT
 from examples.llama.projections import DotGeneral
-from fbq_jax import FallbackDot, Fp8Dot, nonlinear, recipes
+from fbq_jax import FallbackDot, Fp8Dot, RecipeError, nonlinear, recipes
+from fbq_jax.recipe import REDUCES
 
 # What multiplies in the layers; None is jax.lax.dot_general, in bfloat16.
 RECIPES: dict[str, DotGeneral | None] = {
@@ -91,13 +92,22 @@ class Config:
         "bits of a value that norms and gates keep for the backward pass; 0 keeps "
         f"floats (default: {SAVED_BITS}, and 0 with --recipe bf16)",
     )
+    reduce: str = _option(
+        "float32",
+        "what several devices sum the gradients of quantized layers in: "
+        f"{', '.join(REDUCES)}",
+    )
     batch: int = _option(8, "sequences in a step")
     accumulate: int = _option(1, "microbatches that a step's batch is split into")
     seq: int = _option(256, "tokens in a sequence")
     steps: int = _option(150, "optimizer steps; the first tenth warms up")
     lr: float = _option(2e-3, "peak learning rate; 2e-5 with --from-hf")
+    clip: float = _option(1.0, "largest norm of a step's gradient; 0 clips nothing")
+    log_every: int = _option(1, "steps between looks at the device, which then waits")
     eval_every: int = _option(50, "steps between validations")
-    save_every: int = _option(50, "steps between checkpoints")
+    save_every: int = _option(
+        50, "steps between checkpoints; 0 for a run that leaves its records alone"
+    )
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -113,19 +123,41 @@ class Config:
                 f"saved_bits takes 0 or an integer from {nonlinear.BITS[0]} to "
                 f"{nonlinear.BITS[-1]}, got {self.saved_bits}"
             )
+        if self.reduce not in REDUCES:
+            raise ConfigError(
+                f"reduce takes one of {', '.join(REDUCES)}, got {self.reduce!r}"
+            )
+        try:
+            self.dot_general()
+        except RecipeError as error:
+            raise ConfigError(f"reduce with {self.recipe}: {error}") from error
         for option in dataclasses.fields(self):
-            value, lowest = getattr(self, option.name), int(option.name != "seed")
+            value = getattr(self, option.name)
+            lowest = int(option.name not in ("seed", "save_every"))
             if option.type is int and value < lowest:
                 raise ConfigError(
                     f"{option.name} takes an integer from {lowest} on, got {value}"
                 )
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr takes a finite positive number, got {self.lr}")
+        if not 0 <= self.clip < math.inf:
+            raise ConfigError(f"clip takes a finite number from 0 on, got {self.clip}")
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"accumulate takes a divisor of batch ({self.batch}), "
                 f"got {self.accumulate}"
             )
+
+    def dot_general(self) -> DotGeneral | None:
+        """What multiplies, with gradients summed as `reduce` says; None for bf16."""
+        dot_general = RECIPES[self.recipe]
+        if dot_general is None or self.reduce == "float32":
+            return dot_general
+        if not isinstance(dot_general, FallbackDot):
+            raise ConfigError(f"reduce takes float32 with {self.recipe}")
+        reduce: Any = self.reduce
+        drhs = dataclasses.replace(dot_general.recipe.drhs, reduce=reduce)
+        return FallbackDot(dataclasses.replace(dot_general.recipe, drhs=drhs))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ no iterator state needs saving.
 
 import sysconfig
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -72,8 +72,9 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         path: A file (its last 20th is held out), a folder (all of its UTF-8 files;
             every 20th is held out, or of fewer than 20 files the last 20th of the
             text), a nanoGPT `.bin` file of uint16 token ids, or a folder with
-            `train.bin` and `val.bin`. None reads the source of the running Python's
-            standard library.
+            `train.bin` and `val.bin` and perhaps their `tokenizer.json`, which then
+            says how large the vocabulary is. None reads the source of the running
+            Python's standard library.
         tokenizer: Encodes the text, each document by itself: where documents begin
             is marked by what it puts at the start of a text, as Llama's does. None
             takes the bytes themselves, with a NUL between documents.
@@ -97,7 +98,12 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         return _corpus_of_texts([path.read_bytes()], path, tokenizer)
     train, val = path / "train.bin", path / "val.bin"
     if train.exists() and val.exists():
-        return _corpus_of_ids(_memory_map(train), _memory_map(val))
+        corpus = _corpus_of_ids(_memory_map(train), _memory_map(val))
+        if not (file := path / "tokenizer.json").exists():
+            return corpus
+        vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
+        corpus.check_fits(vocab_size)
+        return replace(corpus, vocab_size=vocab_size)
     files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     return _corpus_of_texts(_read_texts(path, files), path, tokenizer)
 

@@ -9,6 +9,7 @@ the width of its MLP are cut. The names below decide it; XLA does the rest.
 import argparse
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -114,6 +115,11 @@ def make(text: str) -> Mesh | None:
         axis_types=(AxisType.Auto,) * len(sizes),
         devices=devices[:needed],
     )
+
+
+def use(devices: Mesh | None) -> AbstractContextManager[Any]:
+    """Has what follows run on a mesh, or on one device."""
+    return nullcontext() if devices is None else jax.set_mesh(devices)
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:

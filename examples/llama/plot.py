@@ -16,11 +16,11 @@ from fbq_jax import Recipe
 
 # Okabe and Ito's colors, which color-blind readers can tell apart, but a gray for their
 # yellow; the dashes keep curves visible that lie on each other.
-_COLORS = (
+COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#E69F00", "#56B4E9", "#000000", "#999999"),
 )
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
@@ -44,10 +44,10 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
 
     axes = above.subplots()
     axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats a token")
-    _draw_loss(axes, records, label="training", color=_COLORS[0])
-    _draw_validation(axes, records, label="validation", color=_COLORS[1])
-    _finish(axes)
-    _save(figure, run / "curves.png")
+    _draw_loss(axes, records, label="training", color=COLORS[0])
+    _draw_validation(axes, records, label="validation", color=COLORS[1])
+    finish(axes)
+    save(figure, run / "curves.png")
 
 
 def draw_comparison(runs: list[Path], path: Path) -> None:
@@ -72,26 +72,26 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     baseline = _column(of_runs[0], "loss")
     final = [_column(records, "loss")[-20:].mean() for records in of_runs]
     for index, (run, records) in enumerate(zip(runs, of_runs, strict=True)):
-        color = _COLORS[index % len(_COLORS)]
+        color = COLORS[index % len(COLORS)]
         # The second round of colors has other dashes than the first.
-        dashes = _DASHES[(index + index // len(_COLORS)) % len(_DASHES)]
+        dashes = DASHES[(index + index // len(COLORS)) % len(DASHES)]
         label = f"{run.name} {final[index]:.4f}"
         if index:
             label += f" ({final[index] - final[0]:+.4f})"
         _draw_loss(losses, records, label=label, color=color, linestyle=dashes)
         _draw_validation(losses, records, color=color)
-        difference = _smooth(_column(records, "loss") - baseline)
+        difference = smooth(_column(records, "loss") - baseline)
         steps = _column(records, "step")
         differences.plot(steps, difference, color=color, linestyle=dashes)
-    _finish(losses)
-    _finish(differences)
-    _save(figure, path)
+    finish(losses)
+    finish(differences)
+    save(figure, path)
 
 
 def _draw_loss(axes: Axes, records: list[dict[str, Any]], **line: Any) -> None:
     steps, loss = _column(records, "step"), _column(records, "loss")
     axes.plot(steps, loss, color=line["color"], linewidth=0.7, alpha=0.3)
-    axes.plot(steps, _smooth(loss), **line)
+    axes.plot(steps, smooth(loss), **line)
 
 
 def _draw_validation(axes: Axes, records: list[dict[str, Any]], **line: Any) -> None:
@@ -111,10 +111,10 @@ def _draw_rates(
         panel.axhspan(*target, color="0.87", zorder=0)
         colors = colormaps["viridis"](np.linspace(0, 0.9, len(rates)))
         for rate, color in zip(rates, colors, strict=True):
-            panel.plot(steps, _smooth(rate), color=color, linewidth=1)
+            panel.plot(steps, smooth(rate), color=color, linewidth=1)
         panel.set(title=projection.removeprefix("layers/"), xlabel="step")
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        _finish(panel)
+        finish(panel)
     panels[0].set(ylabel="blocks that fall back", ylim=(0, None))
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     low, high = target
@@ -132,7 +132,7 @@ def _draw_rates(
     bar.ax.tick_params(which="both", length=0)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """The mean around each step, over up to one part in 20 of all steps."""
     steps, reach = np.arange(len(values)), len(values) // 40
     # At the start no further ahead than back, lest the steep descent look lower.
@@ -146,7 +146,8 @@ def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([record[name] for record in records], np.float64)
 
 
-def _finish(axes: Axes) -> None:
+def finish(axes: Axes) -> None:
+    """Gives axes the look that all have here, and a legend if there is one."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
@@ -156,7 +157,8 @@ def _finish(axes: Axes) -> None:
         axes.legend(loc="upper right", frameon=False, ncols=columns)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG, whole or not at all."""
     part = path.with_suffix(".part")
     figure.savefig(part, format="png", dpi=120)
     part.replace(path)

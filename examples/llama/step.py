@@ -6,6 +6,7 @@ Delayed FP8 keeps its scales in a collection of Flax's, whose new values are its
 gradient: the largest gradient of a layer's output is known to the backward pass only.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -61,13 +62,22 @@ def make_optimizer(
     config: Config,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW with clipping; its learning rate warms up, then falls along a cosine."""
-    warmup = config.steps // 10
+    return _optimizer(config.steps, config.lr, config.clip)
+
+
+# The same objects for the same numbers, so that runs that differ in other things share
+# one compiled step.
+@functools.lru_cache(maxsize=4)
+def _optimizer(
+    steps: int, lr: float, clip: float
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    warmup = steps // 10
     schedule = optax.warmup_cosine_decay_schedule(
-        init_value=config.lr / (warmup + 1),
-        peak_value=config.lr,
+        init_value=lr / (warmup + 1),
+        peak_value=lr,
         warmup_steps=warmup,
-        decay_steps=config.steps,
-        end_value=config.lr / 10,
+        decay_steps=steps,
+        end_value=lr / 10,
     )
 
     def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
@@ -75,7 +85,7 @@ def make_optimizer(
         return path[-1].key in ("kernel", "embedding")
 
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
+        optax.clip_by_global_norm(clip) if clip else optax.identity(),
         optax.adamw(
             schedule,
             b1=0.9,
@@ -123,9 +133,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
+@functools.lru_cache(maxsize=4)
 def make_train_step(
     model: Llama, optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, Any]]]:
     """Returns the jitted step (state, int32 tokens [N, B/N, S+1]) -> state, metrics.
 
     It averages the gradients of the N microbatches. Each moves the layers' state, which
@@ -145,7 +156,7 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, tokens: jax.Array
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         def microbatch(
             carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
         ) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
@@ -157,7 +168,8 @@ def make_train_step(
             (loss, fallback), grads = jax.value_and_grad(loss_fn, has_aux=True)(
                 differentiated, fallback, tokens
             )
-            total = optax.tree.add(total, grads["params"])
+            # Reduced to the shard of each device here, and not for the norm as a whole.
+            total = mesh.constrain(optax.tree.add(total, grads["params"]))
             return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
 
         zeros = optax.tree.zeros_like(state.params)
@@ -173,10 +185,17 @@ def make_train_step(
             overwritten=overwritten,
             opt_state=opt_state,
         )
-        return mesh.constrain(new), {
+        new = mesh.constrain(new)
+        stats = fallback_stats({"fallback": new.fallback})
+        return new, {
             "loss": losses.mean(),
             "lr": schedule(state.step),
             "grad_norm": optax.tree.norm(grads),
+            # Measured here: the next step takes the state and its memory away.
+            "fallback": {
+                layer: {"rate": of_layer.rate, "theta": of_layer.theta}
+                for layer, of_layer in stats.items()
+            },
         }
 
     return train_step
@@ -185,15 +204,18 @@ def make_train_step(
 def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float]:
     """Returns the validation: state -> mean loss over the same batches every time."""
 
-    @jax.jit
-    def loss(state: TrainState, tokens: jax.Array) -> jax.Array:
-        # Nothing is mutable here, so the thresholds stay where they are.
-        logits: Any = model.apply(state.variables(), tokens[:, :-1])
-        return cross_entropy(logits, tokens[:, 1:])
-
     def evaluate(state: TrainState) -> float:
         tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
-        losses = [loss(state, batch) for batch in tokens]
+        losses = [_val_loss(model, state.variables(), batch) for batch in tokens]
         return float(jnp.stack(losses).mean())
 
     return evaluate
+
+
+@partial(jax.jit, static_argnums=0)
+def _val_loss(
+    model: Llama, variables: dict[str, PyTree], tokens: jax.Array
+) -> jax.Array:
+    # Nothing is mutable here, so the thresholds stay where they are.
+    logits: Any = model.apply(variables, tokens[:, :-1])
+    return cross_entropy(logits, tokens[:, 1:])

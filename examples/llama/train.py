@@ -23,12 +23,10 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
 from examples.llama.config import (
-    RECIPES,
     SAVED_BITS,
     Command,
     Config,
@@ -96,7 +94,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
                 f"seq takes at most {sizes.max_seq_len} with the model in "
                 f"{config.from_hf}, got {config.seq}"
             )
-    dot_general, saved_bits = RECIPES[config.recipe], config.saved_bits
+    dot_general, saved_bits = config.dot_general(), config.saved_bits
     if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
     sizes = dataclasses.replace(
@@ -159,46 +157,46 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
         ) as bar,
         stop_requests() as stop,
     ):
+        waiting: list[dict[str, Any]] = []
+        started = time.perf_counter()
         for step in range(first + 1, config.steps + 1):
-            started = time.perf_counter()
             tokens = train_data[step - 1]
             tokens = tokens.reshape(config.accumulate, -1, config.seq + 1)
             tokens = mesh.distribute(tokens, None, "batch", None)
             state, measured = train_step(state, tokens)
-            record = {"step": step, **jax.device_get(measured)}
-            seconds = time.perf_counter() - started
-            record["tokens_per_s"] = config.batch * config.seq / seconds
-            if peak is not None:
-                achieved = record["tokens_per_s"] * flops_per_token
-                record["mfu"] = achieved / (peak * devices)
-
+            waiting.append({"step": step, **measured})
             last = step == config.steps
-            if last or step % config.eval_every == 0:
-                record["val_loss"] = evaluate(state)
-            stats = state.stats()
-            record["fallback"] = {
-                layer: {"rate": of_layer.rate, "theta": of_layer.theta}
-                for layer, of_layer in stats.items()
-            }
-            if log is not None:
-                log.write(record)
-            show(bar, record)
-            for name in ("loss", "grad_norm", "val_loss"):
-                if not math.isfinite(record.get(name, 0.0)):
-                    raise RunError(
-                        f"{name} is {record[name]} at step {step} (all steps are in "
-                        f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
-                    )
+            evaluates = last or step % config.eval_every == 0
+            saves = config.save_every and (last or step % config.save_every == 0)
+            looks = step == first + 1 or step % config.log_every == 0
+            if not (looks or evaluates or saves):
+                continue  # and the device need not wait for the host
+            records = jax.device_get(waiting)
+            waiting.clear()
+            seconds = (time.perf_counter() - started) / len(records)
+            for record in records:
+                record["tokens_per_s"] = config.batch * config.seq / seconds
+                if peak is not None:
+                    achieved = record["tokens_per_s"] * flops_per_token
+                    record["mfu"] = achieved / (peak * devices)
+            if evaluates:
+                records[-1]["val_loss"] = evaluate(state)
+            for record in records:
+                if log is not None:
+                    log.write(record)
+                show(bar, record)
+                check_finite(record, out)
             if step == first + 1 and recipe is not None:
-                assert_live(stats_before, stats)
+                assert_live(stats_before, state.stats())
             stopped = mesh.any_of(stop.is_set())
-            if last or stopped or step % config.save_every == 0:
+            if saves or (stopped and config.save_every):
                 checkpoint.save(out / "checkpoints", step, state)
                 if mesh.is_first():
                     plot.draw_curves(out, recipe)
             if stopped and not last:
                 raise KeyboardInterrupt
-    if config.from_hf is None:
+            started = time.perf_counter()
+    if config.from_hf is None or not config.save_every:
         return
     params = mesh.collect(state.params)
     if mesh.is_first() and not (out / "hf").exists():
@@ -207,9 +205,14 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
             shutil.copy(tokenizer, out / "hf")
 
 
-def use(devices: Mesh | None) -> AbstractContextManager[Any]:
-    """Trains on a mesh, or on one device."""
-    return nullcontext() if devices is None else jax.set_mesh(devices)
+def check_finite(record: dict[str, Any], out: Path) -> None:
+    """Raises RunError if a number of a step is a NaN or an Inf."""
+    for name in ("loss", "grad_norm", "val_loss"):
+        if not math.isfinite(record.get(name, 0.0)):
+            raise RunError(
+                f"{name} is {record[name]} at step {record['step']} (all steps are in "
+                f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
+            )
 
 
 def open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
@@ -272,6 +275,7 @@ def read_options(out: Path) -> dict[str, Any]:
     if isinstance(remat := options.get("remat"), bool):
         options["remat"] = "codes" if remat else "none"
         options.setdefault("saved_bits", 0)
+    options = {"clip": 1.0, "log_every": 1, "reduce": "float32"} | options
     known = {option.name for option in dataclasses.fields(Config)} | _FACTS
     if options.keys() != known:
         raise RunError(
@@ -361,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
         check_comparable(configs)
         for out, config in configs.items():
             check_folder(out, config, resume[out])
-        with use(devices):
+        with mesh.use(devices):
             for out, config in configs.items():
                 train(config, out, resume=resume[out])
                 if mesh.is_first():

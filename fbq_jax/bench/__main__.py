@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "block": "a Llama block, forward and backward, and its memory",
         "profile": "the kernels of such a block",
         "train": "an optimizer step of a Llama of a billion parameters",
+        "scale": "such a step on several GPUs, and its losses there",
         "all": "all of these",
     }
     for name, text in sections.items():

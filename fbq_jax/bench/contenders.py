@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from fbq_jax import dispatch, recipes, threshold
+from fbq_jax import dispatch, fp8, recipes, threshold
 from fbq_jax.dot_general import dot_general
+from fbq_jax.linen_fp8 import Fp8Dot, ScalingMethod
 from fbq_jax.recipe import Recipe
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -117,6 +118,17 @@ def by_recipe(
         fallback=fallback,
         definition=product_by("reference"),
     )
+
+
+def own_fp8(scaling: ScalingMethod) -> Contender:
+    """``Fp8Dot``'s product, with its state where it has one."""
+
+    def product(x: jax.Array, w: jax.Array, state: Any, _: Any) -> jax.Array:
+        spec = fp8.Spec(x.dtype, x.dtype, w.dtype)
+        return fp8.matmul(spec, x[None], w[None], state)[0]
+
+    state = fp8.start(Fp8Dot().history) if scaling == "delayed" else None
+    return Contender(f"fp8_{scaling}", "xla", product, state=state)
 
 
 def flax_fp8(x: jax.Array, w: jax.Array) -> Contender:

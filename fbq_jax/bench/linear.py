@@ -20,7 +20,7 @@ _LIMIT = 1e-3
 _CORNER = 1024
 # What INT8 may lose against float32.
 _LOSS = 0.1
-_SETTLING_STEPS = 2  # until scales that lag a step belong to these operands
+SETTLING_STEPS = 2  # until scales that lag a step belong to these operands
 
 
 def rows(
@@ -71,7 +71,7 @@ def _measure(
     product, state, inputs = contender.product, contender.state, contender.inputs
     step, compile_s = measure.first_call(step_of(product), x, w, dy, state, inputs)
     _check(contender, operands)
-    for _ in range(_SETTLING_STEPS):
+    for _ in range(SETTLING_STEPS):
         *arrays, state = step(x, w, dy, state, inputs)
     errors = dict(zip(_ARRAYS, map(measure.relative_error, arrays, exact), strict=True))
     for name, error in errors.items():

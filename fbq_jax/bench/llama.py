@@ -1,14 +1,17 @@
 """The Llama of ``examples/llama``, for the benchmarks of a block and of a step."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from fbq_jax.bench.contenders import timed_recipes
 from fbq_jax.recipe import Recipe
 
 try:
-    from examples.llama import flops, model, step
+    from examples.llama import flops, mesh, model, step
     from examples.llama.config import Config
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -21,6 +24,9 @@ except ModuleNotFoundError as error:
 _HEAD = 128  # channels of a head
 _GROUP = 4  # query heads that share keys and values
 _SAVED_BITS = 10
+# A batch that is the same in each step would be learned by heart, and the gradients
+# that are timed go to zero, which a GPU multiplies with less power.
+_STANDING_STILL = 1e-6
 
 
 def recipes() -> dict[str, Recipe | None]:
@@ -61,12 +67,28 @@ def layer(
     return model.remat_layer(config)(config, dot_general), tables
 
 
-def trainer(config: model.LlamaConfig, dot_general: Any) -> tuple[step.TrainState, Any]:
-    """A model's state before its first step, and its jitted step, as train.py's."""
+def trainer(
+    config: model.LlamaConfig, dot_general: Any, *, learns: bool = False
+) -> tuple[step.TrainState, Any]:
+    """A model's state before its first step, and its jitted step, as train.py's.
+
+    Its learning rate is train.py's if it ``learns``, and else too small to.
+    """
     llama = model.Llama(config, dot_general)
-    optimizer, schedule = step.make_optimizer(Config(steps=1000))
+    rate = Config.lr if learns else _STANDING_STILL
+    optimizer, schedule = step.make_optimizer(Config(steps=1000, lr=rate))
     state = step.init_state(llama, optimizer, None, seed=0)
     return state, step.make_train_step(llama, optimizer, schedule)
+
+
+def devices(text: str) -> AbstractContextManager[Any]:
+    """Has what follows run on the mesh that train.py's ``--mesh`` would make."""
+    return mesh.use(mesh.make(text))
+
+
+def distribute(tokens: np.ndarray) -> jax.Array:
+    """Puts a step's tokens ``[N, B/N, S+1]`` on the mesh in use."""
+    return jnp.asarray(mesh.distribute(tokens, None, "batch", None))
 
 
 def work(config: model.LlamaConfig, tokens: int) -> float:

@@ -1,6 +1,6 @@
 """Tables of measured rows: plain text as they come, Markdown of a file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fbq_jax.bench.results import Row
@@ -74,8 +74,8 @@ HEADINGS = {
         "TFLOP/s",
         _RATIOS.format(
             baseline="bf16",
-            errors="against float32 products of the same operands, whole, and the mean "
-            "of a token's row of Y and of an input channel's row of dW",
+            errors="against float32 products of the same operands, of dX, and means of "
+            "those of a token's row of Y and of an input channel's row of dW",
         )
         + " Saved is what the forward pass leaves of X for the backward pass.",
         "bf16",
@@ -106,11 +106,28 @@ HEADINGS = {
         "hidden, MLP, layers, batch",
         "TFLOP/s",
         _RATIOS.format(
-            baseline="bf16", errors="of the loss after a few steps, in nats, to bf16's"
+            baseline="bf16",
+            errors="of the loss, in nats, and of the gradient's norm, to bf16's",
         ),
         "bf16",
-        error_width=14,
+        error_width=30,
         others=("first call, s", "peak, GB"),
+    ),
+    "scale": Heading(
+        "Optimizer step of a Llama on several devices",
+        "hidden, MLP, layers, batch",
+        "TFLOP/s",
+        _RATIOS.format(
+            baseline="bf16",
+            errors="of the losses, each relative to that of one device, the largest; "
+            "and of a run's losses to those of the same run once more",
+        )
+        + " Batches, rates and tokens are of all devices together; the peak is of one. "
+        "Efficiency is against one device with the same batch for each: sequences of "
+        "2048 tokens, vocabulary 32 000; where losses are compared, of 512 and 1024.",
+        "bf16",
+        error_width=27,
+        others=("mesh", "k tokens/s", "efficiency", "first call, s", "peak, GB"),
     ),
 }
 
@@ -122,7 +139,10 @@ class _Column(NamedTuple):
 
 
 _OTHERS = (
-    _Column("X", 11, lambda row: row.data or ""),
+    _Column("mesh", 13, lambda row: row.mesh or ""),
+    _Column("k tokens/s", 10, lambda row: _optional(row.tokens_s, 1e3)),
+    _Column("efficiency", 10, lambda row: _share(row.efficiency)),
+    _Column("X", 18, lambda row: row.data or ""),
     _Column("first call, s", 13, lambda row: _optional(row.compile_s, 1.0)),
     _Column("saved, kB a token", 17, lambda row: _optional(row.saved_bytes, 1e3)),
     _Column("peak, GB", 8, lambda row: _optional(row.peak_bytes, 1e9)),
@@ -135,7 +155,7 @@ def _columns(section: str) -> list[_Column]:
         _Column("what", 29, lambda row: row.what),
         _Column("by", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
-        _Column("fell back", 9, _share),
+        _Column("fell back", 9, lambda row: _share(row.fallback)),
         _Column("ms", 8, lambda row: f"{row.ms:.3f}"),
         _Column(heading.rate, 7, lambda row: f"{row.rate:.4g}"),
     ]
@@ -149,8 +169,8 @@ def _columns(section: str) -> list[_Column]:
     return columns + [other for other in _OTHERS if other.title in heading.others]
 
 
-def _share(row: Row) -> str:
-    return "" if row.fallback is None else f"{row.fallback:.1%}"
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _optional(value: float | None, unit: float) -> str:
@@ -179,11 +199,44 @@ def markdown(sections: dict[str, Any]) -> str:
 
 
 def _markdown_table(section: str, content: dict[str, Any]) -> str:
-    columns = _columns(section)
-    rows = [[column.title for column in columns], ["---"] * len(columns)]
-    rows += [[column.cell(row) for column in columns] for row in content["rows"]]
-    lines = ["| " + " | ".join(cells) + " |" for cells in rows]
+    if section == "recipes":
+        head, cells = _by_recipe(content["rows"])
+    else:
+        columns = _columns(section)
+        head = [column.title for column in columns]
+        cells = [[column.cell(row) for column in columns] for row in content["rows"]]
+    rows = [head, ["---"] * len(head), *cells]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([_caption(section, content), "", *lines])
+
+
+def _by_recipe(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the recipes' table: one for each, with its errors by X.
+
+    Its time is the one on the X that takes longest; dX and the bytes are those of any.
+    """
+    of_recipe: dict[str, list[Row]] = {}
+    for row in rows:
+        of_recipe.setdefault(row.what, []).append(row)
+    xs = list(dict.fromkeys(row.data or "" for row in rows))
+    head = ["recipe", "by", "saved, kB a token", "ms", "/ bf16", "dX"]
+    head += [f"{array}, {x}" for array in ("Y", "dW") for x in xs]
+    cells = []
+    for name, measured in of_recipe.items():
+        slowest = min(measured, key=lambda row: row.ratio)
+        by_x = {row.data: row.errors for row in measured}  # not all, if it was stopped
+        errors: list[float | None] = [slowest.errors["dx"]]
+        errors += [
+            by_x[x][of] if x in by_x else None
+            for of in ("token", "channel")
+            for x in xs
+        ]
+        cells.append(
+            [name, slowest.implementation, _optional(slowest.saved_bytes, 1e3)]
+            + [f"{slowest.ms:.3f}", f"{slowest.ratio:.2f}"]
+            + ["" if error is None else f"{error:.1e}" for error in errors]
+        )
+    return head, cells
 
 
 def _caption(section: str, content: dict[str, Any]) -> str:

@@ -21,7 +21,16 @@ import jax
 from fbq_jax.bench.measure import Timing
 from fbq_jax.kernels import table
 
-SECTIONS = ("gemm", "quantize", "linear", "recipes", "block", "profile", "train")
+SECTIONS = (
+    "gemm",
+    "quantize",
+    "linear",
+    "recipes",
+    "block",
+    "profile",
+    "train",
+    "scale",
+)
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton", "jax-triton")
 
 
@@ -38,6 +47,7 @@ class Row:
       data: what it computed on, where a section has several.
       implementation: what computed it, ``"xla"`` for a baseline.
       shape: the sizes, as the section's table heads them.
+      mesh: the devices, where a section is of several.
       fallback: the share of blocks that fell back, None where none can.
       ms: sustained milliseconds a call.
       burst_ms: milliseconds a call of a rested card.
@@ -46,16 +56,20 @@ class Row:
         program's time, in percent.
       ratio: the rate over that of the section's baseline, sustained.
       burst_ratio: the same in bursts.
+      tokens_s: tokens a second, sustained.
+      efficiency: those over what as many devices would do that each were alone.
       errors: relative errors by name; against what, the section says.
       compile_s: seconds of the first call, compilation included.
       saved_bytes: what the forward pass leaves for the backward pass, a token.
-      peak_bytes: what the program has allocated at once, arguments included.
+      peak_bytes: what the program has allocated at once, arguments included, on a
+        device.
     """
 
     what: str
     data: str | None = None
     implementation: str
     shape: tuple[int, ...]
+    mesh: str | None = None
     fallback: float | None = None
     ms: float
     burst_ms: float
@@ -63,6 +77,8 @@ class Row:
     rate: float
     ratio: float = 1.0
     burst_ratio: float = 1.0
+    tokens_s: float | None = None
+    efficiency: float | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     compile_s: float | None = None
     saved_bytes: float | None = None

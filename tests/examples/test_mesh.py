@@ -94,7 +94,7 @@ def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) ->
     like = step.init_state(model, optimizer, None, 1)
     restored = []
     for text in ("", "fsdp=4"):
-        with train.use(mesh.make(text)):
+        with mesh.use(mesh.make(text)):
             like = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                 like,

@@ -41,7 +41,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
         figure.draw_without_rendering()
         path.touch()
 
-    monkeypatch.setattr(plot, "_save", save)
+    monkeypatch.setattr(plot, "save", save)
     return drawn
 
 
@@ -108,6 +108,6 @@ def test_each_recipe_has_a_line_of_its_own(
 
 
 def test_smoothing_keeps_constants_and_the_start() -> None:
-    np.testing.assert_allclose(plot._smooth(np.full(100, 3.0)), np.full(100, 3.0))
+    np.testing.assert_allclose(plot.smooth(np.full(100, 3.0)), np.full(100, 3.0))
     descent = np.linspace(5.0, 1.0, 100)
-    np.testing.assert_allclose(plot._smooth(descent)[:98], descent[:98])
+    np.testing.assert_allclose(plot.smooth(descent)[:98], descent[:98])

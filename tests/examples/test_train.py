@@ -18,6 +18,7 @@ import pytest
 from examples.llama import checkpoint, flops, hf, metrics, step, train
 from examples.llama.config import Config, ConfigError, parse_command
 from examples.llama.model import Llama, LlamaConfig
+from fbq_jax import FallbackDot
 from tests.examples.make_hf_fixture import FIXTURE
 
 SIZES: dict[str, Any] = {
@@ -29,22 +30,6 @@ SIZES: dict[str, Any] = {
     "batch": 4,
     "accumulate": 2,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs of the same shapes compile once."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,6 +121,16 @@ def test_interrupted_run_resumes_bit_for_bit(
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')  # of a killed run
     assert train.main([out, "--resume"]) == 0
     assert records_of(tmp_path / "run") == records_of(whole_run)
+
+
+def test_looking_less_often_changes_no_number(
+    config: Config, whole_run: Path, tmp_path: Path
+) -> None:
+    seldom = dataclasses.replace(config, log_every=5, save_every=0)
+    train.train(seldom, tmp_path / "run")
+    assert records_of(tmp_path / "run") == records_of(whole_run)
+    left = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert left == ["config.json", "metrics.jsonl"]
 
 
 def test_handlers_of_signals_are_given_back(whole_run: Path) -> None:
@@ -241,7 +236,10 @@ def test_config_of_another_version_is_an_error(
         ("--steps=0", "steps takes an integer from 1 on, got 0"),
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
         ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
+        ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
+        ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--lr=nan", "lr takes a finite positive number"),
+        ("--clip=-1", "clip takes a finite number from 0 on"),
         ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
         ("--data=/nowhere", "/nowhere does not exist"),
         ("--from-hf=/nowhere", "/nowhere"),
@@ -426,16 +424,28 @@ def test_quantized_recipes_save_ten_bits_unless_asked(
     assert train.build(config)[0].config.saved_bits == saved
 
 
+def test_reduce_is_of_the_gradients(config: Config) -> None:
+    config = dataclasses.replace(config, recipe="fallback", reduce="bfloat16")
+    dot_general = train.build(config)[0].dot_general
+    assert isinstance(dot_general, FallbackDot)
+    gemms = (getattr(dot_general.recipe, name) for name in ("fwd", "dlhs", "drhs"))
+    assert [gemm.reduce for gemm in gemms] == ["float32", "float32", "bfloat16"]
+
+
 @pytest.mark.parametrize(("remat", "name"), [(False, "none"), (True, "codes")])
 def test_a_run_of_before_saved_bits_resumes_as_it_was(
     whole_run: Path, tmp_path: Path, remat: bool, name: str
 ) -> None:
     out = Path(shutil.copytree(whole_run, tmp_path / "run"))
     options = json.loads((out / "config.json").read_text()) | {"remat": remat}
-    del options["saved_bits"]
+    del options["saved_bits"], options["reduce"]
     (out / "config.json").write_text(json.dumps(options))
     upgraded = train.read_options(out)
-    assert upgraded == options | {"remat": name, "saved_bits": 0}
+    assert upgraded == options | {
+        "remat": name,
+        "saved_bits": 0,
+        "reduce": "float32",
+    }
     assert train.main([f"--out={out}", "--resume"]) == 0
 
 
@@ -477,6 +487,17 @@ def test_weight_decay_spares_norms_and_biases(config: Config) -> None:
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     decayed = {name: bool(update.any()) for name, update in updates["layers"].items()}
     assert decayed == {"kernel": True, "embedding": True, "scale": False, "bias": False}
+
+
+@pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.5, 0.5), (0.0, 20.0)])
+def test_gradients_are_clipped_to_the_norm_asked_for(
+    config: Config, clip: float, norm: float
+) -> None:
+    optimizer, _ = train.make_optimizer(dataclasses.replace(config, clip=clip))
+    params = {"kernel": jnp.ones((2, 2))}
+    gradient = {"kernel": jnp.full((2, 2), 10.0)}
+    _, (_, (adam, *_)) = optimizer.update(gradient, optimizer.init(params), params)
+    assert optax.tree.norm(adam.mu) / 0.1 == pytest.approx(norm, rel=1e-5)
 
 
 def test_learning_rate_warms_up_and_falls(config: Config) -> None:

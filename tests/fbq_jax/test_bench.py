@@ -26,6 +26,7 @@ from fbq_jax.bench import (
     quantize,
     report,
     results,
+    scale,
     train,
 )
 from fbq_jax.bench import recipes as bench_recipes
@@ -33,6 +34,7 @@ from fbq_jax.bench.__main__ import main
 from fbq_jax.bench.measure import Timing
 
 EFFORT = measure.Effort(warm_up_s=0.0, samples=2, batch_s=0.0, rest_s=0.0, launches=2)
+WHAT = ("bf16", "bf16, again")  # of what test_scale measures
 HOW = {"implementation": "reference", "effort": EFFORT}
 
 
@@ -93,11 +95,11 @@ def test_linear(monkeypatch):
 def test_recipes(monkeypatch):
     named = {name: recipes.NAMED[name] for name in ("block", "fallback")}
     monkeypatch.setattr(recipes, "NAMED", named)
-    monkeypatch.setattr(bench_recipes, "OUTLIERS", {"Qwen-2.5": 6559.0})
+    monkeypatch.setattr(bench_recipes, "OUTLIERS", {"up to 6559": (6559.0, 256)})
     shape = 256, 512, 128
     rows = {(row.what, row.data): row for row in bench_recipes.rows([shape], **HOW)}
     check_speeds(rows.values(), lambda _: 6 * 256 * 512 * 128)
-    names = ["bf16", *named, "fp8_current", "llm_int8"]
+    names = ["bf16", *named, "fp8_delayed", "fp8_current", "llm_int8"]
     assert list(rows) == [(n, x) for n in names for x in ("Gaussian", "up to 6559")]
     token = {name: rows[name, "up to 6559"].errors["token"] for name in names}
     # What an outlier does to the tokens without one, but in its block or tensor.
@@ -112,7 +114,7 @@ def test_recipes(monkeypatch):
 
 
 def test_the_largest_outlier_is_what_was_asked_for():
-    x = data.swiglu(jax.random.key(0), (512, 1024), 606.0).astype(jnp.float32)
+    x = data.swiglu(jax.random.key(0), (512, 1024), 606.0, 256).astype(jnp.float32)
     assert float(jnp.max(jnp.abs(x))) == float(jnp.bfloat16(606.0))
     outliers = jnp.abs(x) >= 20.0
     assert 0 < int(jnp.sum(outliers)) < 1e-3 * x.size
@@ -171,8 +173,55 @@ def test_train(few_recipes, monkeypatch):
     weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
     check_speeds(measured, lambda _: 6 * 2 * 128 * (weights + 128 * 128))
     bf16, row = measured
-    assert bf16.errors == row.errors == {"loss": 0.0}
+    assert bf16.errors == row.errors == {"loss": 0.0, "grad_norm": 0.0}
     assert row.peak_bytes > 0
+
+
+def test_scale(monkeypatch):
+    """With a model of one array, whose steps sum tokens over the devices."""
+
+    @jax.jit
+    def step(state, tokens):
+        loss = jnp.mean(tokens.astype(jnp.float32)) + state.params
+        new = dataclasses.replace(state, params=state.params + 0.25)
+        return new, {"loss": loss}
+
+    def trainer(config, dot_general, *, learns=False):
+        state = llama.step.TrainState(jnp.int32(0), jnp.float32(1.0), {}, {}, ())
+        assert dot_general is None
+        assert learns == (config.max_seq_len == scale.RUN_SEQUENCE)
+        assert config.saved_bits is None
+        return jax.device_put(state, llama.mesh.shardings(state)), step
+
+    monkeypatch.setattr(llama, "trainer", trainer)
+    monkeypatch.setattr(scale, "RECIPES", {"bf16": None})
+    monkeypatch.setattr(scale, "SUMS", {"bf16, again": None})
+    monkeypatch.setattr(jax, "device_count", lambda: 5)
+    measured = list(scale.rows([(128, 256, 1, 2)], **HOW))
+    speeds = [row for row in measured if row.efficiency is not None]
+    runs = [row for row in measured if row.errors]
+    assert measured == [*speeds[:5], *runs, *speeds[5:]]
+    assert [(row.mesh, row.what) for row in speeds] == [
+        ("one device", "bf16"),
+        *((f"{axis}=4", what) for axis in scale.AXES for what in WHAT),
+        *((f"{axis}=2", WHAT[0]) for axis in scale.AXES),
+    ]
+    for row in speeds:
+        devices = int(row.mesh[-1]) if "=" in row.mesh else 1
+        assert row.shape == (128, 256, 1, 2 * devices)
+        assert row.tokens_s == pytest.approx(2 * devices * 128 / row.ms * 1e3)
+        assert row.efficiency == pytest.approx(speeds[0].ms / row.ms)
+    assert [row.mesh for row in runs] == ["one device", "fsdp=2", "data=2,fsdp=2"]
+    for row in runs:
+        assert row.errors["losses"] < 1e-6
+        assert row.errors["repeat"] == 0.0
+
+
+def test_walks_can_be_learned():
+    tokens = data.walks(50, (30, 40))
+    assert tokens.shape == (30, 40)
+    follow = set(zip(tokens[:, :-1].flat, tokens[:, 1:].flat, strict=True))
+    assert 100 < len(follow) <= 200
 
 
 def test_saved_bytes():
@@ -348,7 +397,7 @@ def test_plain_rows_are_aligned():
 def gpu(monkeypatch):
     """As on a GPU whose benchmark takes no time."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for module in (gemm, quantize, linear, bench_recipes, block, profile, train):
+    for module in (gemm, quantize, linear, bench_recipes, block, profile, train, scale):
         name = module.__name__
         monkeypatch.setattr(
             module, "rows", lambda *_, name=name, **__: iter(some_rows(name))
@@ -367,13 +416,13 @@ def test_all_measures_and_stores_every_section(tmp_path, monkeypatch, gpu, capsy
 
 def test_all_goes_without_the_examples(tmp_path, monkeypatch, gpu, capsys):
     del gpu
-    for name in ("block", "profile", "train", "llama"):
+    for name in ("block", "profile", "train", "scale", "llama"):
         monkeypatch.delitem(sys.modules, f"fbq_jax.bench.{name}")
         monkeypatch.delattr(fbq_jax.bench, name)
     monkeypatch.setitem(sys.modules, "examples.llama", None)
     how = ["--implementation", "reference", "--out", str(tmp_path / "bench.json")]
     assert main(["all", *how]) == 0
-    assert capsys.readouterr().err.count("without ") == 3
+    assert capsys.readouterr().err.count("without ") == 4
     left = ["gemm", "quantize", "linear", "recipes"]
     assert list(results.load(tmp_path / "bench.json")) == left
     assert main(["block", *how]) == 2

@@ -18,11 +18,16 @@ from fbq_jax import (
     dispatch,
     dot_general,
     fallback_dot,
+    ragged_dot,
     recipes,
 )
 from fbq_jax.kernels.producers import join_gate_up
 from tests.collectives import collectives
 from tests.kernels.test_reference import heavy
+
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
+)
 
 SIDE = 32
 DOT = FallbackDot(Recipe(block=SIDE))
@@ -171,25 +176,25 @@ def run_sharded(mesh, model, kernels, x_spec):
 
 LAYOUTS = {
     "fsdp": (
-        mesh_of(fsdp=4),
+        lambda: mesh_of(fsdp=4),
         {},
         {"up": ("fsdp", None), "down": (None, "fsdp")},
         ("fsdp",),
     ),
     "all": (
-        mesh_of(),
+        mesh_of,
         {},
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH,),
     ),
     "sequence": (
-        mesh_of(),
+        mesh_of,
         {"hidden": (BATCH, None, "tensor"), "out": (BATCH, "tensor")},
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH, "tensor"),
     ),
     "explicit": (
-        mesh_of(AxisType.Explicit),
+        lambda: mesh_of(AxisType.Explicit),
         {},
         {"up": ("fsdp", None), "down": ("fsdp", None)},
         (BATCH,),
@@ -199,8 +204,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_give_what_one_gives_and_exchange_codes(layout):
-    mesh, constraints, kernels, x_spec = LAYOUTS[layout]
-    words = run_sharded(mesh, MLP(**constraints), kernels, x_spec)
+    make_mesh, constraints, kernels, x_spec = LAYOUTS[layout]
+    words = run_sharded(make_mesh(), MLP(**constraints), kernels, x_spec)
     gathered = [w for w in words if w.kind == "all-gather"]
     # Floats are scales, and the blocks' metrics; see threshold.quantile.
     blocks = X.size // SIDE**2 * 2
@@ -220,7 +225,8 @@ def test_devices_give_what_one_gives_and_exchange_codes(layout):
 
 
 def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
-    mesh, _, _, x_spec = LAYOUTS["fsdp"]
+    make_mesh, _, _, x_spec = LAYOUTS["fsdp"]
+    mesh = make_mesh()
     w = place(mesh, jnp.ones((128, 256), jnp.bfloat16), "fsdp")
     x = place(mesh, X.astype(jnp.bfloat16), *x_spec)
     dims = (((2,), (0,)), ((), ()))
@@ -308,3 +314,50 @@ def test_shard_map_over_rows_is_the_same_product(axes):
     np.testing.assert_allclose(
         jax.jit(mapped)(X, w), jax.jit(product)(X, w), rtol=1e-6, atol=1e-6
     )
+
+
+ROWS, EXPERTS = 200, 4
+RAGGED = Recipe(block=SIDE)
+
+
+def ragged_step(x, w, sizes):
+    """The output, both gradients and the stats of four experts."""
+    dot = functools.partial(ragged_dot, recipe=RAGGED, theta=20.0)
+    y, vjp, stats = jax.vjp(lambda x, w: dot(x, w, sizes), x, w, has_aux=True)
+    return y, vjp(jnp.sin(y)), stats
+
+
+def test_experts_stay_where_they_are():
+    """Each device multiplies the tokens of its experts; weights do not travel."""
+    mesh = mesh_of(expert=2, tensor=2)
+    x, w = heavy((ROWS, 64)), heavy((EXPERTS, 64, 128), 1)
+    sharded = place(mesh, w, "expert", None, "tensor")
+    groups = jnp.array([70, 0, 33, 81])
+    step = jax.jit(ragged_step, out_shardings=(None, (None, sharded.sharding), None))
+    run = step.lower(x, sharded, groups).compile()
+    y, (dx, dw), stats = run(x, sharded, groups)
+    want_y, (want_dx, want_dw), want_stats = jax.jit(ragged_step)(x, w, groups)
+    # A sum over experts has one part that is not zero.
+    assert_equal((y, dw, stats), (want_y, want_dw, want_stats))
+    assert_close(dx, want_dx)
+    words = collectives(run)
+    tiles = (ROWS + EXPERTS * (SIDE - 1)) // SIDE
+    sizes = [("all-reduce", tiles * SIDE * 64)] * 2  # Y's half and dX
+    assert [(w.kind, w.size) for w in words] == sizes
+
+
+def test_each_device_can_have_groups_of_its_own():
+    """In ``shard_map``, where a device's tokens are sorted by themselves."""
+    mesh = mesh_of(data=2)
+    x, w = heavy((ROWS, 64)), heavy((EXPERTS, 64, 128), 1)
+    groups = jnp.array([[30, 0, 33, 20], [1, 99, 0, 0]])
+
+    def product(x, w, groups):
+        recipe = Recipe(block=SIDE, criterion=None)
+        return ragged_dot(x, w, groups.reshape(-1), recipe=recipe)[0]
+
+    specs = {"in_specs": (P("data"), P(), P("data")), "out_specs": P("data")}
+    got = jax.jit(jax.shard_map(product, mesh=mesh, **specs))(x, w, groups)
+    halves = zip(jnp.split(x, 2), groups, strict=True)
+    want = jnp.concatenate([jax.jit(product)(x, w, g) for x, g in halves])
+    np.testing.assert_array_equal(got, want)

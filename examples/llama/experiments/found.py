@@ -1,0 +1,51 @@
+"""What was found: the JSON of the results, read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def runs(results: Path, stage: str) -> dict[str, Json]:
+    """The runs of a stage by name, those in bf16 first; none if there are none."""
+    files = sorted(
+        (results / stage).glob("*.json"),
+        key=lambda file: (not file.stem.startswith("bf16"), file.stem),
+    )
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def study(results: Path, name: str) -> Json:
+    """What a study found of each model; nothing if it was not done."""
+    return one(results, f"studies/{name}").get("found", {})
+
+
+def one(results: Path, name: str) -> Json:
+    """A result that is one file; nothing if there is none."""
+    file = results / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def projection(layer: str) -> str:
+    """The name of a projection, of the path of its state."""
+    return layer.removeprefix("layers/").removesuffix("/dense")
+
+
+def last_val_loss(run: Json) -> float:
+    """The last validation loss; NaN where it was not finite, or there was none."""
+    values = list(run["val_loss"].values())
+    if "diverged" in run or not values or values[-1] is None:
+        return float("nan")
+    return values[-1]
+
+
+def by_model_and_recipe(runs: dict[str, Json]) -> dict[str, dict[str, list[float]]]:
+    """The last validation losses of fine-tuning runs that are done, one a seed."""
+    losses: dict[str, dict[str, list[float]]] = {}
+    for run in runs.values():
+        if run["done"]:
+            of_model = losses.setdefault(run["model"], {})
+            of_recipe = of_model.setdefault(run["options"]["recipe"], [])
+            of_recipe.append(last_val_loss(run))
+    return losses

@@ -1,0 +1,41 @@
+"""Five times as many steps at a high learning rate, with nothing clipped."""
+
+from pathlib import Path
+
+from examples.llama.config import RECIPES, Config
+from examples.llama.experiments import runs
+from examples.llama.experiments.runs import Run
+from examples.llama.experiments.settings import Settings
+
+ORDER = (
+    "bf16",
+    "fallback",
+    "block",
+    "jetfire",
+    "rowwise",
+    "per_tensor",
+    "fp8_delayed",
+    "switchback",
+    "fallback_rowwise_bwd",
+)
+
+
+def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
+    """The runs, each in a process of its own."""
+    options = settings.pretrain | settings.longer
+    data = str(work / "corpus" / "python")
+    commands = {
+        f"longer-{recipe}": runs.command(
+            [
+                Run(
+                    Config(recipe=recipe, data=data, **options),
+                    work / "longer" / recipe,
+                    results / "longer" / f"{recipe}.json",
+                )
+            ],
+            work / "longer" / f"{recipe}.json",
+        )
+        for recipe in ORDER
+        if recipe in RECIPES
+    }
+    return {name: command for name, command in commands.items() if command}

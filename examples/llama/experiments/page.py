@@ -1,0 +1,250 @@
+"""The tables of EXPERIMENTS.md, from the JSON of the results alone.
+
+The page is prose with places for tables, `<!-- name -->` to `<!-- end -->`, which are
+filled anew each time.
+"""
+
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.llama.experiments import found
+from examples.llama.experiments.studies import criteria, error, gradients
+from fbq_jax.recipe import BLOCK_SIDES
+
+NOT_RUN = "*Not run yet.*"
+# A run diverges where its loss, averaged over so many steps, rises so far above its
+# lowest.
+_AVERAGED, _RISE = 50, 0.5
+
+
+def fill(page: Path, results: Path) -> None:
+    """Writes each table, and the picture of its name if there is one, into the page.
+
+    Raises:
+        KeyError: The page has a place for a table that is unknown.
+    """
+
+    def place(match: re.Match[str]) -> str:
+        name = match[1]
+        content = TABLES[name](results) or NOT_RUN
+        if (results / f"{name}.png").exists():
+            folder = os.path.relpath(results, page.parent)
+            content += f"\n\n![{name}]({folder}/{name}.png)"
+        return f"<!-- {name} -->\n\n{content}\n\n<!-- end -->"
+
+    text = page.read_text()
+    places = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+    part = page.with_suffix(".part")
+    part.write_text(places.sub(place, text))
+    part.replace(page)
+
+
+def parity(results: Path) -> str:
+    """Final validation losses, how far from bf16's, and the cost."""
+    runs = found.runs(results, "parity")
+    if not runs:
+        return ""
+    base = found.last_val_loss(runs["bf16-0"]) if "bf16-0" in runs else math.nan
+    rows = []
+    for name, run in runs.items():
+        loss = found.last_val_loss(run)
+        peak = run["peak_bytes"]
+        rows.append(
+            [
+                name + ("" if run["done"] else f" (stopped at step {run['steps']})"),
+                f"{loss:.4f}",
+                f"{loss - base:+.4f}",
+                f"{(loss - base) / base:+.2%}",
+                f"{run['tokens_per_s']:,.0f}",
+                "" if peak is None else f"{peak / 1e9:.1f}",
+            ]
+        )
+    head = "recipe and seed", "validation loss", "to bf16-0", "", "tokens/s", "peak GB"
+    run = next(iter(runs.values()))
+    options, corpus = run["options"], run["options"]["corpus"]
+    tokens = options["steps"] * options["batch"] * options["seq"]
+    machine = ", ".join(f"{name} {of}" for name, of in run["machine"].items())
+    about = (
+        f"{tokens / 1e6:.1f} million tokens a run, {tokens / corpus['train']:.2f} "
+        f"epochs of {corpus['train'] / 1e6:.1f} million; {machine}."
+    )
+    return f"{about}\n\n{_table(head, rows)}"
+
+
+def outliers(results: Path) -> str:
+    """Losses after fine-tuning: the mean of the seeds, and their range."""
+    of = found.by_model_and_recipe(found.runs(results, "outliers"))
+    planted = found.one(results, "planted")
+    if not of or not planted:
+        return ""
+    models = [model for model in planted if model in of]
+    recipes = list(dict.fromkeys(recipe for model in models for recipe in of[model]))
+
+    def cell(losses: list[float] | None) -> str:
+        if losses is None:
+            return ""
+        if any(map(math.isnan, losses)):
+            return f"diverged ({sum(map(math.isnan, losses))} of {len(losses)})"
+        return f"{statistics.fmean(losses):.4f} ± {(max(losses) - min(losses)) / 2:.4f}"
+
+    rows = [[recipe, *(cell(of[m].get(recipe)) for m in models)] for recipe in recipes]
+    largest = [f"{model} ({planted[model]['largest']:g})" for model in models]
+    return _table(("recipe", *largest), rows)
+
+
+def planted(results: Path) -> str:
+    """What planting does to the bf16 model: its activations, and not its loss."""
+    models = found.one(results, "planted")
+    rows = [
+        [
+            name,
+            f"{of['largest']:g}",
+            f"{of['val_loss']['python']:.6f}",
+            f"{of['val_loss']['cpp']:.6f}",
+        ]
+        for name, of in models.items()
+    ]
+    head = "model", "largest activation", "loss on Python", "on C++"
+    return _table(head, rows) if rows else ""
+
+
+def longer(results: Path) -> str:
+    """Where each run diverged, and its last validation loss."""
+    rows = []
+    for name, run in found.runs(results, "longer").items():
+        step = diverged_at(run["loss"])
+        rows.append(
+            [
+                name,
+                str(run["steps"]) + ("" if run["done"] else " (stopped)"),
+                "no" if step is None else f"at step {step}",
+                f"{found.last_val_loss(run):.4f}",
+            ]
+        )
+    head = "recipe", "steps", "diverged", "last validation loss"
+    return _table(head, rows) if rows else ""
+
+
+def killed(results: Path) -> str:
+    """Whether the killed run ended as the other."""
+    run = found.one(results, "killed")
+    if not run:
+        return ""
+    differ = run["arrays_that_differ"]
+    return (
+        f"Killed after step {run['killed_at']} of {run['options']['steps']}: "
+        f"{run['arrays'] - len(differ)} of the {run['arrays']} arrays of the last "
+        f"checkpoint are bit-equal, the losses of all steps are "
+        f"{'equal' if run['losses_equal'] else 'not equal'}."
+    )
+
+
+def diverged_at(loss: list[float | None]) -> int | None:
+    """The step at which a training loss has left its lowest for good or for long."""
+    values = np.array(loss, np.float64)
+    if np.any(bad := ~np.isfinite(values)):
+        return 1 + int(np.argmax(bad))
+    width = min(_AVERAGED, len(values))
+    means = np.convolve(values, np.full(width, 1 / width), "valid")
+    risen = means > np.minimum.accumulate(means) + _RISE
+    return width + int(np.argmax(risen)) if risen.any() else None
+
+
+def start(results: Path) -> str:
+    """Training forwards until the rate is in the range for the first time."""
+    of = found.study(results, "start").get("trained", {})
+
+    def forwards(rates: list[float]) -> str:
+        inside = [0.1 <= rate <= 0.3 for rate in rates]
+        return str(inside.index(True) + 1) if True in inside else f"over {len(rates)}"
+
+    rows = [[name, forwards(values["rate"])] for name, values in of.items()]
+    head = "start / first batch's threshold", "forwards until the rate is in the range"
+    return _table(head, rows) if rows else ""
+
+
+def thresholds(results: Path) -> str:
+    """How often each projection's rate is in its range, after the first tenth."""
+    run = found.one(results, "parity/fallback-0")
+    rows = []
+    for name, of in run.get("fallback", {}).items():
+        rates = np.array(of["rate"], float)
+        rates = rates[len(rates) // 10 :]
+        theta = np.array(of["theta"], float)
+        moved = theta[-1] / theta[0]
+        rows.append(
+            [
+                found.projection(name),
+                f"{rates.mean():.1%}",
+                f"{((rates >= 0.1) & (rates <= 0.3)).mean():.1%}",
+                f"{moved.min():.2g} to {moved.max():.2g}",
+            ]
+        )
+    head = "projection", "mean rate", "in 10 to 30 %", "last threshold / first"
+    return _table(head, rows) if rows else ""
+
+
+def _by_model(name: str, columns: Iterable[Any], *path: str) -> Callable[[Path], str]:
+    """A table of a study that found a list of numbers for each model and kind."""
+
+    def table(results: Path) -> str:
+        rows = []
+        for model, of in found.study(results, name).items():
+            for key in path:
+                of = of[key]
+            kinds = of if isinstance(of, dict) else {"": of}
+            for kind, values in kinds.items():
+                values = values if isinstance(values, list) else [values]
+                rows.append([model, kind, *(f"{value:.6g}" for value in values)])
+        head = "model", "", *map(str, columns)
+        return _table(head, rows) if rows else ""
+
+    return table
+
+
+def blocks(results: Path) -> str:
+    """How many blocks fall back, and how many of them in few channels."""
+    rows = []
+    for model, of in found.study(results, "blocks").items():
+        for name, layers in of.items():
+            cells = np.array([[list(map(int, line)) for line in m] for m in layers])
+            columns = np.sort(cells.mean(axis=(0, 1)))[::-1]
+            busiest = columns[: max(1, len(columns) // 10)].sum()
+            held = f"{busiest / columns.sum():.1%}" if columns.any() else ""
+            rows.append([model, name, f"{cells.mean():.1%}", held])
+    head = "model", "input of", "fall back", "of these in the busiest tenth of channels"
+    return _table(head, rows) if rows else ""
+
+
+def _table(head: Iterable[str], rows: list[list[str]]) -> str:
+    head = list(head)
+    rows = [row + [""] * (len(head) - len(row)) for row in rows]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# By name, as the page has them.
+TABLES: dict[str, Callable[[Path], str]] = {
+    "parity": parity,
+    "cost": lambda results: "As above." if found.runs(results, "parity") else "",
+    "planted": planted,
+    "outliers": outliers,
+    "error": _by_model("error", error.PLAIN, "down"),
+    "criteria": _by_model("criteria", criteria.RATES, "down"),
+    "operands": _by_model("operands", gradients.BITS),
+    "passes": _by_model("passes", gradients.RATES),
+    "nonlinear": _by_model("nonlinear", gradients.SAVED_BITS),
+    "perplexity": _by_model("perplexity", BLOCK_SIDES),
+    "blocks": blocks,
+    "thresholds": thresholds,
+    "start": start,
+    "longer": longer,
+    "killed": killed,
+}

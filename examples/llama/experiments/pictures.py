@@ -1,0 +1,332 @@
+"""The pictures of EXPERIMENTS.md, each from the JSON of its results alone."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from examples.llama.experiments import found
+from examples.llama.experiments.studies import criteria, error, gradients
+from examples.llama.plot import COLORS, DASHES, finish, save, smooth
+from fbq_jax.recipe import BLOCK_SIDES
+
+Json = dict[str, Any]
+
+
+def draw(results: Path) -> list[str]:
+    """Draws what there are results of; returns the pictures' names."""
+    drawn = []
+    for name, (read, make) in PICTURES.items():
+        if data := read(results):
+            figure = make(data)
+            save(figure, results / f"{name}.png")
+            drawn.append(name)
+    return drawn
+
+
+def parity(runs: dict[str, Json]) -> Figure:
+    """Loss over steps, and how far each is from bf16's."""
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    losses.set(title="Training loss (circles: validation)", ylabel="nats a token")
+    differences.set(
+        title="Training loss minus that of bf16, smoothed",
+        xlabel="step",
+        ylabel="nats a token",
+    )
+    baseline = _floats(runs["bf16-0"]["loss"]) if "bf16-0" in runs else None
+    for index, (name, run) in enumerate(runs.items()):
+        style, loss = _style(index), _floats(run["loss"])
+        steps = 1 + np.arange(len(loss))
+        losses.plot(steps, smooth(loss), label=name, **style)
+        validated = [int(step) for step in run["val_loss"]]
+        losses.plot(
+            validated,
+            _floats(list(run["val_loss"].values())),
+            "o",
+            color=style["color"],
+            markersize=4,
+        )
+        # Of another seed the batches are others, and a difference means nothing.
+        if baseline is not None and name.endswith("-0") and name != "bf16-0":
+            shared = min(len(loss), len(baseline))
+            difference = smooth(loss[:shared] - baseline[:shared])
+            differences.plot(steps[:shared], difference, **style)
+    # From where the steepest descent is over.
+    ends = [_floats(run["loss"])[len(run["loss"]) // 10 :] for run in runs.values()]
+    losses.set_ylim(*np.nanquantile(np.concatenate(ends), (0, 0.999)))
+    finish(losses)
+    finish(differences)
+    return figure
+
+
+def cost(runs: dict[str, Json]) -> Figure:
+    """Loss against the time of the steps; tokens a second; memory."""
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    over_time, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    over_time.set(
+        title="Validation loss over time", xlabel="seconds", ylabel="nats a token"
+    )
+    names = list(runs)
+    for index, (name, run) in enumerate(runs.items()):
+        tokens = run["options"]["batch"] * run["options"]["seq"]
+        seconds = tokens / run["tokens_per_s"]
+        steps = np.array([int(step) for step in run["val_loss"]])
+        values = _floats(list(run["val_loss"].values()))
+        over_time.plot(steps * seconds, values, label=name, **_style(index))
+    colors = [_style(index)["color"] for index in range(len(names))]
+    rates = [run["tokens_per_s"] / 1e3 for run in runs.values()]
+    speed.barh(names, rates, color=colors)
+    speed.set(title="Thousand tokens a second")
+    peaks = [(run["peak_bytes"] or 0) / 1e9 for run in runs.values()]
+    memory.barh(names, peaks, color=colors)
+    memory.set(title="Peak memory, GB", yticklabels=[])
+    for axes in (speed, memory):
+        axes.invert_yaxis()
+    for axes in (over_time, speed, memory):
+        finish(axes)
+    return figure
+
+
+def outliers(runs: dict[str, Json]) -> Figure:
+    """Validation loss after fine-tuning, minus bf16's, by the largest activation."""
+    of = found.by_model_and_recipe(runs)
+    models = [model for model in of if model != "trained" and "bf16" in of[model]]
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    recipes = list(dict.fromkeys(recipe for model in models for recipe in of[model]))
+    for index, recipe in enumerate(recipes):
+        points = []
+        for place, model in enumerate(models):
+            baseline = np.mean(of[model]["bf16"])
+            x = place + (index - len(recipes) / 2) * 0.8 / len(recipes)
+            points += [(x, loss - baseline) for loss in of[model].get(recipe, [])]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", label=recipe, **_color(index))
+    axes.set(
+        title="After fine-tuning: validation loss minus the mean of bf16's",
+        xlabel="largest activation planted",
+        ylabel="nats a token",
+        xticks=range(len(models)),
+        xticklabels=models,
+    )
+    axes.set_yscale("symlog", linthresh=0.01)
+    finish(axes)
+    return figure
+
+
+def error_by_bits(models: dict[str, Json]) -> Figure:
+    """The rms error of X by bits, plain and with fallback."""
+
+    def panel(axes: Axes, of: Json) -> None:
+        for index, (name, errors) in enumerate(of.items()):
+            style = _color(index)
+            axes.semilogy(error.PLAIN, errors["plain"], label=name, **style)
+            axes.semilogy(error.FALLBACK, errors["fallback"], "--", **style)
+        axes.set(xlabel="bits (dashed: with fallback)")
+
+    return _panels(models, panel, "relative rms error of a token")
+
+
+def cosine_by_rate(models: dict[str, Json]) -> Figure:
+    """What is missing to a cosine of 1, of `down`'s output, by rate and criterion."""
+
+    def panel(axes: Axes, of: Json) -> None:
+        for index, (criterion, cosines) in enumerate(of["down"].items()):
+            missing = 1 - _floats(cosines)
+            axes.plot(criteria.RATES, missing, label=criterion, **_style(index))
+        axes.set(xlabel="blocks that fall back", yscale="log")
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+    return _panels(models, panel, "1 - cosine of down's output")
+
+
+def gradient_by_bits(models: dict[str, Json]) -> Figure:
+    """What is missing to a cosine of 1, of the gradient, by bits of each operand."""
+
+    def panel(axes: Axes, of: Json) -> None:
+        for index, (operand, cosines) in enumerate(of.items()):
+            missing = 1 - _floats(cosines)
+            axes.plot(gradients.BITS, missing, label=operand, **_style(index))
+        axes.set(xlabel="bits", yscale="log")
+
+    return _panels(models, panel, "1 - cosine of the gradient")
+
+
+def passes(models: dict[str, Json]) -> Figure:
+    """Fallback in the forward product only, and in dW too."""
+
+    def panel(axes: Axes, of: Json) -> None:
+        for index, (where, cosines) in enumerate(of.items()):
+            missing = 1 - _floats(cosines)
+            axes.plot(gradients.RATES, missing, label=where, **_style(index))
+        axes.set(xlabel="blocks that fall back", yscale="log")
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+    return _panels(models, panel, "1 - cosine of the gradient")
+
+
+def nonlinear(models: dict[str, list[float]]) -> Figure:
+    """What norms and gates keep, by bits."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for index, (model, cosines) in enumerate(models.items()):
+        missing = 1 - _floats(cosines)
+        axes.plot(gradients.SAVED_BITS, missing, label=model, **_style(index))
+    axes.axvline(10, color="0.6", linestyle=":", zorder=0)
+    axes.set(xlabel="bits kept of a value", yscale="log")
+    axes.set(ylabel="1 - cosine of the gradient")
+    finish(axes)
+    return figure
+
+
+def perplexity(models: dict[str, Json]) -> Figure:
+    """Perplexity by the size of a block."""
+
+    def panel(axes: Axes, of: Json) -> None:
+        for index, kind in enumerate(("block", "fallback")):
+            axes.semilogx(BLOCK_SIDES, of[kind], "o-", label=kind, **_color(index))
+        axes.axhline(of["float"], color="0.5", linestyle=":", label="float32")
+        axes.minorticks_off()
+        axes.set_xticks(BLOCK_SIDES, labels=list(map(str, BLOCK_SIDES)))
+        axes.set(xlabel="side of a block")
+
+    return _panels(models, panel, "perplexity", sharey=False)
+
+
+def blocks(models: dict[str, Json]) -> Figure:
+    """Where the blocks lie that fall back, in the input of `down`."""
+    layers = len(next(iter(models.values()))["down"])
+    figure = Figure(figsize=(1.6 * layers + 1, 2 * len(models)), layout="constrained")
+    grid = figure.subplots(len(models), layers, squeeze=False)
+    for row, (model, of) in zip(grid, models.items(), strict=True):
+        for layer, (axes, lines) in enumerate(zip(row, of["down"], strict=True)):
+            cells = np.array([[int(cell) for cell in line] for line in lines])
+            axes.imshow(cells, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+            axes.set(xticks=[], yticks=[], title=f"layer {layer}, {cells.mean():.0%}")
+        row[0].set_ylabel(f"{model}\nblocks of tokens")
+    figure.supxlabel("blocks of channels")
+    return figure
+
+
+def thresholds(runs: dict[str, Json]) -> Figure:
+    """Theta and the rate of each layer over the training with fallback."""
+    run = runs["fallback-0"]
+    projections = run["fallback"]
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    grid = figure.subplots(2, len(projections), sharex=True, squeeze=False)
+    for column, (name, of) in enumerate(projections.items()):
+        for row, quantity in enumerate(("theta", "rate")):
+            axes, values = grid[row, column], np.array(of[quantity], float)
+            colors = colormaps["viridis"](np.linspace(0, 0.9, values.shape[1]))
+            for line, color in zip(values.T, colors, strict=True):
+                axes.plot(run["looks"], line, color=color, linewidth=1)
+            if quantity == "theta":
+                axes.set(title=found.projection(name), yscale="log")
+            else:
+                axes.set(xlabel="step", ylim=(0, None))
+                axes.axhspan(0.1, 0.3, color="0.87", zorder=0)
+            finish(axes)
+    grid[0, 0].set_ylabel("threshold")
+    grid[1, 0].set_ylabel("blocks that fall back")
+    figure.suptitle("One line a layer, from dark, the first, to light")
+    return figure
+
+
+def start(models: dict[str, Json]) -> Figure:
+    """How the threshold finds its range."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    thetas, rates = figure.subplots(1, 2)
+    for index, (name, of) in enumerate(models["trained"].items()):
+        forwards = 1 + np.arange(len(of["theta"]))
+        label = "first batch" if name == "first_batch" else f"{name} of it"
+        thetas.plot(forwards, of["theta"], label=label, **_style(index))
+        rates.plot(forwards, of["rate"], **_style(index))
+    thetas.set(xlabel="training forward", ylabel="threshold / first batch's")
+    thetas.set_yscale("log")
+    rates.axhspan(0.1, 0.3, color="0.87", zorder=0)
+    rates.set(xlabel="training forward", ylabel="blocks that fall back")
+    finish(thetas)
+    finish(rates)
+    return figure
+
+
+def longer(runs: dict[str, Json]) -> Figure:
+    """Training loss at a high learning rate with nothing clipped."""
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for index, (name, run) in enumerate(runs.items()):
+        loss = _floats(run["loss"])
+        axes.plot(1 + np.arange(len(loss)), smooth(loss), label=name, **_style(index))
+    axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats a token")
+    finish(axes)
+    return figure
+
+
+def _panels(
+    models: dict[str, Json],
+    panel: Callable[[Axes, Any], None],
+    ylabel: str,
+    *,
+    sharey: bool = True,
+) -> Figure:
+    """A panel a model."""
+    figure = Figure(figsize=(3.4 * len(models), 4), layout="constrained")
+    panels = figure.subplots(1, len(models), sharey=sharey, squeeze=False)[0]
+    for axes, (model, of) in zip(panels, models.items(), strict=True):
+        panel(axes, of)
+        axes.set_title("trained" if model == "trained" else f"planted {model}")
+        finish(axes)
+    panels[0].set_ylabel(ylabel)
+    return figure
+
+
+def _style(index: int) -> dict[str, Any]:
+    # The second round of colors has other dashes than the first.
+    dashes = DASHES[(index + index // len(COLORS)) % len(DASHES)]
+    return _color(index) | {"linestyle": dashes}
+
+
+def _color(index: int) -> dict[str, Any]:
+    return {"color": COLORS[index % len(COLORS)]}
+
+
+def _floats(values: Sequence[float | None]) -> np.ndarray:
+    """None, which JSON has for what is not finite, as NaN."""
+    return np.array(values, np.float64)
+
+
+def _study(name: str) -> Callable[[Path], Json]:
+    return lambda results: found.study(results, name)
+
+
+def _runs(stage: str) -> Callable[[Path], Json]:
+    return lambda results: found.runs(results, stage)
+
+
+def _with_fallback(results: Path) -> Json:
+    runs = found.runs(results, "parity")
+    return runs if "fallback-0" in runs else {}
+
+
+# By name: what reads its results, nothing if there are none, and what draws them.
+PICTURES: dict[str, tuple[Callable[[Path], Json], Callable[[Any], Figure]]] = {
+    "parity": (_runs("parity"), parity),
+    "cost": (_runs("parity"), cost),
+    "thresholds": (_with_fallback, thresholds),
+    "outliers": (_runs("outliers"), outliers),
+    "error": (_study("error"), error_by_bits),
+    "criteria": (_study("criteria"), cosine_by_rate),
+    "operands": (_study("operands"), gradient_by_bits),
+    "passes": (_study("passes"), passes),
+    "nonlinear": (_study("nonlinear"), nonlinear),
+    "perplexity": (_study("perplexity"), perplexity),
+    "blocks": (_study("blocks"), blocks),
+    "start": (_study("start"), start),
+    "longer": (_runs("longer"), longer),
+}

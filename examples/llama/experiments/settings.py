@@ -1,0 +1,77 @@
+"""How large the experiments are: as reported, or small enough to see them all run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Sizes of the experiments.
+
+    Attributes:
+        vocab_size: Of the tokenizer.
+        pretrain: Options of `Config` for the runs of `parity`.
+        finetune: What differs in those of `finetune`, which start from one of them.
+        longer: What differs in those of `longer`.
+        killed: What differs in those of `killed`.
+        studied: Sequences whose activations are studied.
+        outliers: The largest activations that are planted.
+    """
+
+    vocab_size: int
+    pretrain: dict[str, Any]
+    finetune: dict[str, Any]
+    longer: dict[str, Any]
+    killed: dict[str, Any]
+    studied: int
+    # Reported of GPT2-XL, Llama-3.1 and Qwen-2.5.
+    outliers: tuple[int, ...] = (58, 606, 6559)
+
+
+# 128 million parameters, 100.7 million tokens, 65 536 a step.
+FULL = Settings(
+    vocab_size=16384,
+    pretrain={
+        "hidden": 1024,
+        "ffn": 2816,
+        "layers": 8,
+        "heads": 8,
+        "kv_heads": 4,
+        "seq": 1024,
+        "batch": 64,
+        "steps": 1536,
+        "lr": 1e-3,
+        "log_every": 16,
+        "eval_every": 96,
+        "save_every": 1536,
+    },
+    finetune={"batch": 32, "steps": 64, "lr": 2e-5, "eval_every": 64, "save_every": 0},
+    # Five times as many steps; of fewer tokens, so that they take minutes.
+    longer={"batch": 4, "steps": 7680, "lr": 1e-2, "clip": 0.0, "eval_every": 768},
+    killed={"batch": 16, "steps": 96, "log_every": 1, "save_every": 32},
+    studied=4,
+)
+
+TOY = Settings(
+    vocab_size=512,
+    pretrain={
+        "hidden": 64,
+        "ffn": 128,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "seq": 32,
+        "batch": 4,
+        "steps": 8,
+        "lr": 1e-2,
+        "log_every": 2,
+        "eval_every": 4,
+        "save_every": 8,
+    },
+    finetune={"steps": 2, "lr": 2e-5, "eval_every": 2, "save_every": 0},
+    longer={"steps": 16, "lr": 3e-1, "clip": 0.0, "eval_every": 8},
+    killed={"log_every": 1, "save_every": 3},
+    studied=4,
+)
+
+SETTINGS = {"full": FULL, "toy": TOY}

@@ -1,0 +1,25 @@
+"""What quantization does to what a trained model multiplies."""
+
+import sys
+from pathlib import Path
+
+NAMES = (
+    "error",
+    "criteria",
+    "operands",
+    "passes",
+    "nonlinear",
+    "perplexity",
+    "blocks",
+    "start",
+)
+
+
+def commands(size: str, work: str, results: str) -> dict[str, list[str]]:
+    """The studies, each in a process of its own."""
+    module = "examples.llama.experiments.studies"
+    return {
+        f"study-{name}": [sys.executable, "-m", module, name, size, work, results]
+        for name in NAMES
+        if not (Path(results) / "studies" / f"{name}.json").exists()
+    }

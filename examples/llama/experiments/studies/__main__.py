@@ -1,0 +1,53 @@
+"""Does one study of all models and writes what it found.
+
+python -m examples.llama.experiments.studies NAME SIZE WORK RESULTS
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from examples.llama.experiments import outliers, runs
+from examples.llama.experiments.settings import SETTINGS
+from examples.llama.experiments.studies import (
+    NAMES,
+    blocks,
+    criteria,
+    error,
+    gradients,
+    perplexity,
+    start,
+)
+from examples.llama.experiments.studies.subject import Subject, load
+
+STUDIES: dict[str, Callable[[Subject], Any]] = {
+    "error": error.study,
+    "criteria": criteria.study,
+    "operands": gradients.operands,
+    "passes": gradients.passes,
+    "nonlinear": gradients.nonlinear,
+    "perplexity": perplexity.study,
+    "blocks": blocks.study,
+    "start": start.study,
+}
+assert tuple(STUDIES) == NAMES
+
+
+def main(name: str, size: str, work: Path, results: Path) -> None:
+    """Does the study and writes `results/studies/<name>.json`."""
+    settings = SETTINGS[size]
+    # A GPU's default for float32 keeps 10 bits.
+    with jax.default_matmul_precision("highest"):
+        found = {
+            model: STUDIES[name](load(settings, work, model))
+            for model in outliers.models(settings, work)
+        }
+    file = results / "studies" / f"{name}.json"
+    runs.save({"machine": runs.machine(), "found": found}, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))

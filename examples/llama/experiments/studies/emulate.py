@@ -1,0 +1,112 @@
+"""Matrix products of operands with any number of bits, in float32 floats.
+
+The library's own have 8. Blocks, scales and fallback are the library's, so that 8 bits
+give its values; rounding is to nearest throughout.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128
+FLOAT = 32  # bits, and more: not quantized
+
+
+class Bits(NamedTuple):
+    """Bits of the operands, and which shares of X's blocks have a residual.
+
+    Attributes:
+        x: Bits of X, and of its residual; int32 [].
+        w: Of W, likewise.
+        dy: Of dY, likewise.
+        forward: The share of blocks that fall back in Y; float32 [].
+        backward: The share of them in dW, likewise.
+    """
+
+    x: jax.Array
+    w: jax.Array
+    dy: jax.Array
+    forward: jax.Array
+    backward: jax.Array
+
+
+def bits(
+    *,
+    x: int = FLOAT,
+    w: int = FLOAT,
+    dy: int = FLOAT,
+    forward: float = 0.0,
+    backward: float = 0.0,
+) -> Bits:
+    """`Bits` of numbers."""
+    return Bits(
+        x=jnp.int32(x),
+        w=jnp.int32(w),
+        dy=jnp.int32(dy),
+        forward=jnp.float32(forward),
+        backward=jnp.float32(backward),
+    )
+
+
+def quantize(x: jax.Array, bits: jax.Array | int) -> jax.Array:
+    """The values of the codes of a float32 matrix [R, C], with a scale a block."""
+    tiles = _tiles(x)
+    largest = jnp.ldexp(jnp.float32(1.0), bits - 1) - 1
+    amax = jnp.max(jnp.abs(tiles), axis=(1, 3), keepdims=True)
+    scale = jnp.where(amax > 0, amax, 1.0) / largest
+    values = jnp.round(tiles / scale) * scale
+    return jnp.where(bits >= FLOAT, x, _matrix(values, x.shape))
+
+
+def fall_back(
+    x: jax.Array, bits: jax.Array | int, rate: jax.Array | float
+) -> jax.Array:
+    """The same with a second term in the share `rate` of blocks with the largest."""
+    main = quantize(x, bits)
+    amax = jnp.max(jnp.abs(_tiles(x)), axis=(1, 3), keepdims=True)
+    rank = jnp.argsort(jnp.argsort(-amax.reshape(-1))).reshape(amax.shape)
+    falls_back = rank < jnp.round(rate * amax.size).astype(jnp.int32)
+    residual = _tiles(quantize(x - main, bits))
+    return main + _matrix(jnp.where(falls_back, residual, 0.0), x.shape)
+
+
+def dot_general(how: Bits) -> Any:
+    """A `lax.dot_general` for `Llama`, of operands with these bits."""
+
+    def multiply(lhs: jax.Array, rhs: jax.Array, *_: Any, **__: Any) -> jax.Array:
+        # All that a Llama asks for is [..., K] times [K, N].
+        y = _matmul(lhs.reshape(-1, lhs.shape[-1]), rhs, how)
+        return y.reshape(*lhs.shape[:-1], -1)
+
+    return multiply
+
+
+@jax.custom_vjp
+def _matmul(x: jax.Array, w: jax.Array, how: Bits) -> jax.Array:
+    return _matmul_fwd(x, w, how)[0]
+
+
+def _matmul_fwd(x: jax.Array, w: jax.Array, how: Bits) -> tuple[jax.Array, Any]:
+    w = quantize(w, how.w)
+    return fall_back(x, how.x, how.forward) @ w, (x, w, how)
+
+
+def _matmul_bwd(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, how = saved
+    dy = quantize(dy, how.dy)
+    return dy @ w.T, fall_back(x, how.x, how.backward).T @ dy, None
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def _tiles(x: jax.Array) -> jax.Array:
+    rows, columns = x.shape
+    x = jnp.pad(x, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
+    return x.reshape(len(x) // BLOCK, BLOCK, -1, BLOCK)
+
+
+def _matrix(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    i, r, j, c = tiles.shape
+    return tiles.reshape(i * r, j * c)[: shape[0], : shape[1]]

@@ -1,0 +1,94 @@
+"""The gradient's cosine similarity to the exact one, by bits of each operand.
+
+And by where fallback is: in the product Y, as the method has it, or in dW as well.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from examples.llama.experiments.studies import emulate
+from examples.llama.experiments.studies.subject import Subject, cosine
+from examples.llama.model import Llama, LlamaConfig
+from examples.llama.step import PyTree, cross_entropy
+
+OPERANDS = ("x", "w", "dy")
+BITS = (4, 5, 6, 7, 8, 10, 12)
+RATES = (0.0, 0.1, 0.2, 0.3, 0.5)
+SAVED_BITS = tuple(range(4, 13))
+
+
+def operands(subject: Subject) -> dict[str, list[float]]:
+    """With one operand quantized in all projections: for each of `BITS`."""
+    similarity = _similarity(subject)
+    return {
+        operand: [similarity(emulate.bits(**{operand: bits})) for bits in BITS]
+        for operand in OPERANDS
+    }
+
+
+def passes(subject: Subject) -> dict[str, list[float]]:
+    """With X, W and dY in 8 bits: for each of `RATES`.
+
+    Returns:
+        "forward", where the share of X's blocks falls back in Y, and "both", where it
+        does in dW too.
+    """
+    similarity = _similarity(subject)
+
+    def at(forward: float, backward: float) -> float:
+        how = emulate.bits(x=8, w=8, dy=8, forward=forward, backward=backward)
+        return similarity(how)
+
+    return {
+        "forward": [at(rate, 0.0) for rate in RATES],
+        "both": [at(rate, rate) for rate in RATES],
+    }
+
+
+def nonlinear(subject: Subject) -> list[float]:
+    """With norms and gates that keep so few bits: for each of `SAVED_BITS`."""
+    exact = _exact(subject)
+
+    def at(bits: int) -> float:
+        config = dataclasses.replace(subject.config, saved_bits=bits)
+        gradient = _gradient(Llama(config), subject.params, subject.text[0])
+        return float(cosine(exact, gradient))
+
+    return list(map(at, SAVED_BITS))
+
+
+def _similarity(subject: Subject) -> Callable[[emulate.Bits], float]:
+    exact = _exact(subject)
+
+    def similarity(how: emulate.Bits) -> float:
+        gradient = _emulated(subject.config, subject.params, subject.text[0], how)
+        return float(cosine(exact, gradient))
+
+    return similarity
+
+
+def _exact(subject: Subject) -> PyTree:
+    return _gradient(Llama(subject.config), subject.params, subject.text[0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _emulated(
+    config: LlamaConfig, params: PyTree, tokens: jax.Array, how: emulate.Bits
+) -> PyTree:
+    return _gradient(Llama(config, emulate.dot_general(how)), params, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient(model: Llama, params: PyTree, tokens: jax.Array) -> PyTree:
+    """With respect to the layers' parameters."""
+
+    def loss(layers: PyTree) -> jax.Array:
+        variables = {"params": {**params, "layers": layers}}
+        logits: Any = model.apply(variables, tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:])
+
+    return jax.grad(loss)(params["layers"])

@@ -1,0 +1,118 @@
+"""How devices sum their parts of a product whose contraction is cut over them.
+
+In floats that is XLA's own collective.  In INT8, which is for gradients, each device
+quantizes its part in blocks with stochastic rounding, keeps its own share and sends
+every other device's, as codes and scales; the shares are then summed in float32.  So a
+value costs a byte, and a block four more.  Each device draws noise of its own, and the
+sum is unbiased.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.kernels.reference import Block, Quantized
+from fbq_jax.kernels.rounding import fold
+from fbq_jax.partition import Axes, Shards, parse
+
+BLOCK: Block = (128, 128)
+# What a device's part is in, by ``Gemm.reduce``.
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.float32}
+
+
+def in_floats(part: jax.Array, axes: Axes, shards: Shards) -> jax.Array:
+    """The sum of parts, of which each device gets what the result's sharding gives it.
+
+    Args:
+      part: this device's, in the dtype to sum in.
+      axes: of the product.
+      shards: which of them are cut, and which of the result's share the sum.
+    """
+    scatter = functools.partial(lax.psum_scatter, tiled=True)
+    part, left = _scattered(part, axes, shards, scatter)
+    return lax.psum(part, left) if left else part
+
+
+def in_int8(
+    part: jax.Array,
+    axes: Axes,
+    shards: Shards,
+    *,
+    seeds: jax.Array,
+    quantize: Callable[..., Any],
+    dtype: Any,
+) -> jax.Array:
+    """The same in INT8; what is whole on each device is gathered from shares.
+
+    Where no axis of the result can be cut into shares, its sum is in float32.
+
+    Args:
+      part: this device's, float32 ``[B, M, N]``.
+      axes: of the product.
+      shards: as above.
+      seeds: uint32 ``[B]``, of the noise.
+      quantize: as ``reference.quantize``.
+      dtype: of the result, in which shares are gathered.
+    """
+    scatter = functools.partial(_scatter_codes, seeds, quantize, shards)
+    part, left = _scattered(part, axes, shards, scatter)
+    if not left:
+        return part
+    for axis in (1, 2):
+        if part.shape[axis] % shards.count(left) == 0:
+            share = scatter(part, left, scatter_dimension=axis).astype(dtype)
+            return lax.all_gather(share, left, axis=axis, tiled=True)
+    return lax.psum(part, left)
+
+
+def _scattered(
+    part: jax.Array, axes: Axes, shards: Shards, scatter: Callable[..., jax.Array]
+) -> tuple[jax.Array, tuple[str, ...]]:
+    """The sum over the axes of the mesh that share it, and those that are left."""
+    left = set(shards.names(axes.contracted))
+    for axis, (letter, _) in enumerate(parse(axes.results)):
+        if names := shards.scattered.get(letter):
+            part = scatter(part, names, scatter_dimension=axis)
+            left.difference_update(names)
+    return part, tuple(sorted(left))
+
+
+def _scatter_codes(
+    seeds: jax.Array,
+    quantize: Callable[..., Any],
+    shards: Shards,
+    part: jax.Array,
+    names: tuple[str, ...],
+    *,
+    scatter_dimension: int,
+) -> jax.Array:
+    """As ``lax.psum_scatter``, in INT8."""
+    axis, shape, number = scatter_dimension, part.shape, shards.count(names)
+    batch = shape[0]
+    cut = (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
+    shares = jnp.moveaxis(part.reshape(cut), axis, 1)  # [B, number, ., .]
+    here = lax.axis_index(names)
+    each = fold(seeds[:, None], (here * number + jnp.arange(number))[None, :])
+    matrices = shares.reshape(batch * number, *shares.shape[2:])
+    codes = quantize(
+        matrices, each.reshape(-1), block=BLOCK, rows="stochastic", columns=None
+    ).rows
+
+    def exchange(x: jax.Array) -> jax.Array:
+        x = x.reshape(batch, number, *x.shape[1:])
+        return lax.all_to_all(x, names, split_axis=1, concat_axis=1, tiled=True)
+
+    return jnp.sum(_values(Quantized(*map(exchange, codes))), axis=1)
+
+
+def _values(x: Quantized) -> jax.Array:
+    """What codes ``[B, N, R, C]`` stand for, float32."""
+    scales = x.scales
+    for axis, side in zip((2, 3), BLOCK, strict=True):
+        scales = jnp.repeat(scales, side, axis)
+        scales = lax.slice_in_dim(scales, 0, x.codes.shape[axis], axis=axis)
+    return x.codes.astype(jnp.float32) * scales

@@ -1,0 +1,332 @@
+"""The experiments: their text, queue, outliers and page; the studies have a file."""
+
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from examples.llama import train
+from examples.llama.config import Config
+from examples.llama.data import load_corpus
+from examples.llama.experiments import (
+    __main__,
+    corpus,
+    jobs,
+    longer,
+    outliers,
+    page,
+    parity,
+    pictures,
+    plant,
+    probe,
+    runs,
+    studies,
+)
+from examples.llama.experiments.settings import TOY
+from examples.llama.experiments.studies import criteria, error, gradients
+from examples.llama.model import Llama, LlamaConfig
+from examples.llama.step import cross_entropy
+from fbq_jax.recipe import BLOCK_SIDES
+
+MODEL = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    dtype=jnp.float32,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (2, 17), 0, MODEL.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return random_params(MODEL)
+
+
+def random_params(config: LlamaConfig) -> Any:
+    """Some that no initializer has to be compiled for."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]
+    draw = np.random.default_rng(0).normal
+    return jax.tree.map(lambda x: jnp.asarray(draw(0, 0.2, x.shape), x.dtype), shapes)
+
+
+def test_corpus_is_split_by_file_and_repeats_nothing(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    for i in range(40):
+        (tmp_path / "lib" / f"{i:02}.py").write_text(f"print({i})\n")
+        (tmp_path / "lib" / f"{i:02}.h").write_text(f"int f{i}();\n")
+    (tmp_path / "lib" / "again.py").write_text("print(19)\n")
+    (tmp_path / "lib" / "no.py").write_bytes(b"\xff")
+    corpus.prepare(tmp_path / "corpus", 270, [tmp_path / "lib"])
+    read = load_corpus(tmp_path / "corpus" / "python")
+    assert read.vocab_size == 270
+    tokenizer = corpus.Tokenizer.from_file(
+        str(tmp_path / "corpus" / "python" / "tokenizer.json")
+    )
+    held_out = tokenizer.decode(read.val.tolist(), skip_special_tokens=False)
+    assert held_out == "".join(f"print({i})\n{corpus.END}" for i in (19, 39))
+    assert tokenizer.decode(read.train.tolist()).count("print(19)") == 0
+    facts = json.loads((tmp_path / "corpus" / "facts.json").read_text())
+    assert facts["cpp"]["train"]["files"] == 38
+    assert facts["python"]["train"]["tokens"] == len(read.train)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_jobs_take_the_gpus_in_turns(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
+    commands = {name: python(code) for name in ("a", "b", "c")}
+    until = time.monotonic() + 60
+    assert jobs.do(commands, {}, tmp_path, gpus=2, until=until) == []
+    used = [(tmp_path / f"{name}.log").read_text().strip() for name in commands]
+    assert used[:2] == ["0", "1"]
+    assert used[2] in ("0", "1")
+
+
+def test_jobs_wait_for_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = {name: python("") for name in ("a", "b", "c")}
+    needs = {"a": "b", "b": "elsewhere"}
+    until = time.monotonic() + 60
+    assert jobs.do(commands, needs, tmp_path, gpus=0, until=until) == []
+    started = [line for line in capsys.readouterr().out.split() if len(line) == 1]
+    assert started == ["b", "b", "a", "a", "c", "c"]  # started and done
+
+    commands["b"] = python("raise ValueError")
+    with pytest.raises(jobs.JobError, match="failed: b; see"):
+        jobs.do(commands, needs, tmp_path, gpus=0, until=until)
+    assert "a is done" not in capsys.readouterr().out
+
+
+def test_jobs_stop_when_time_is_up(tmp_path: Path) -> None:
+    commands = {"a": python("import time; time.sleep(60)"), "b": python("")}
+    until = time.monotonic() + 0.3
+    assert jobs.do(commands, {}, tmp_path, gpus=1, until=until) == ["a", "b"]
+
+
+def test_a_job_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    commands = {
+        "a": python("raise ValueError"),
+        "b": python(f"open({str(done)!r}, 'w')"),
+    }
+    with pytest.raises(jobs.JobError, match=r"failed: a; see .*a\.log"):
+        jobs.do(commands, {}, tmp_path, gpus=0, until=time.monotonic() + 60)
+    assert done.exists()
+
+
+def test_runs_are_continued_and_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(steps=2, log_every=1)
+    asked = runs.Run(config, tmp_path / "run", tmp_path / "run.json", {"model": "58"})
+    resumed = []
+
+    def fake(config: Config, out: Path, *, resume: bool) -> None:
+        resumed.append(resume)
+        steps = config.steps if resume else 1
+        out.mkdir(exist_ok=True)
+        (out / "config.json").write_text("{}")
+        rates = {"layers/mlp/down": {"rate": [0.25], "theta": [1.0]}}
+        records = [
+            {"step": step, "loss": 2.0, "grad_norm": 1.0, "tokens_per_s": 5.0}
+            | {"fallback": rates, "val_loss": 3.0}
+            for step in range(1, steps + 1)
+        ]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (out / "metrics.jsonl").write_text(lines)
+        if not resume:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train", fake)
+    monkeypatch.setattr(train, "read_options", lambda _: {})
+    file = tmp_path / "runs.json"
+    for status in (jobs.STOPPED, 0):
+        command = runs.command([asked], file)
+        assert command[-1] == str(file)
+        assert runs.main(file) == status
+        stored = json.loads(asked.result.read_text())
+        assert stored["done"] == (status == 0)
+    assert resumed == [False, True]
+    assert stored["model"] == "58"
+    assert stored["val_loss"] == {"1": 3.0, "2": 3.0}
+    assert stored["fallback"]["layers/mlp/down"]["rate"] == [[0.25], [0.25]]
+    assert runs.command([asked], file) == []
+
+
+def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
+    commands = parity.commands(TOY, tmp_path, tmp_path)
+    assert len(commands) == len(parity.ORDER) == 10
+    assert len(longer.commands(TOY, tmp_path, tmp_path)) == 9
+    of_recipe = outliers.commands(TOY, tmp_path, tmp_path)
+    assert len(of_recipe) == 9
+    for name, number in ("bf16", 12), ("fallback", 9):
+        file = Path(of_recipe[f"outliers-{name}"][-1])
+        assert len(json.loads(file.read_text())) == number
+
+
+def test_what_is_probed_is_what_the_projections_multiply(
+    params: Any, tokens: jax.Array
+) -> None:
+    @jax.jit
+    def gradient(params: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits: Any = Llama(MODEL).apply({"params": params}, tokens[:, :-1])
+            return cross_entropy(logits, tokens[:, 1:])
+
+        return jax.grad(loss)(params)
+
+    grads = gradient(params)["layers"]
+    for name, of in probe.operands(MODEL, params, tokens).items():
+        grad = grads
+        for key in probe.PROJECTIONS[name]:
+            grad = grad[key]
+        dw = jnp.einsum("lmk,lmn->lkn", of.x, of.dy)
+        expected = grad["kernel"].reshape(dw.shape)
+        np.testing.assert_allclose(dw, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_outliers_are_planted_and_change_nothing(
+    params: Any, tokens: jax.Array
+) -> None:
+    apply = jax.jit(lambda params: Llama(MODEL).apply({"params": params}, tokens))
+    x = probe.operands(MODEL, params, tokens)["down"].x
+    for largest in (58, 6559):
+        planted = plant.plant(params, x, largest)
+        peaks = jnp.abs(probe.operands(MODEL, planted.params, tokens)["down"].x)
+        of_channels = jnp.sort(peaks.max(axis=1), axis=1)
+        highest = of_channels[:, -plant.CHANNELS :]
+        assert highest.min() > largest / math.sqrt(2) / 1.01
+        assert highest.max() < largest * math.sqrt(2) * 1.01
+        rest = of_channels[:, : -plant.CHANNELS]
+        assert rest.max() <= jnp.abs(x).max()
+        np.testing.assert_array_equal(apply(planted.params), apply(params))
+    # There is nothing to do where all are larger already.
+    assert plant.plant(params, x, float(jnp.abs(x).min())).factors.max() == 1.0
+
+
+def a_run(recipe: str, **more: Any) -> dict[str, Any]:
+    rates = [[0.2, 0.4]] * 20
+    of_layers = {"layers/mlp/down": {"rate": rates, "theta": rates}}
+    return {
+        "done": True,
+        "options": {
+            "recipe": recipe,
+            "steps": 20,
+            "batch": 4,
+            "seq": 8,
+            "corpus": {"train": 320},
+        },
+        "machine": {"device": "a device"},
+        "steps": 20,
+        "tokens_per_s": 1000.0,
+        "peak_bytes": 2 * 10**9,
+        "loss": [5.0 / step for step in range(1, 21)],
+        "val_loss": {"10": 4.0, "20": 3.0 + len(recipe) / 1000},
+        "looks": list(range(1, 21)),
+        "fallback": of_layers if recipe == "fallback" else {},
+    } | more
+
+
+def write_results(results: Path) -> None:
+    """Made-up results of everything."""
+    for recipe in ("bf16", "fallback"):
+        runs.save(a_run(recipe), results / "parity" / f"{recipe}-0.json")
+        runs.save(a_run(recipe), results / "longer" / f"{recipe}.json")
+        for seed, model in itertools.product(range(3), ("58", "606")):
+            name = f"{model}-{recipe}-{seed}.json"
+            runs.save(a_run(recipe, model=model), results / "outliers" / name)
+    diverged = a_run("block", loss=[1.0] * 19 + [None], diverged="loss is nan")
+    runs.save(diverged, results / "longer" / "block.json")
+    of_model = {"largest": 60.0, "val_loss": {"python": 3.0, "cpp": 4.0}}
+    models = "trained", "58", "606"
+    runs.save(dict.fromkeys(models, of_model), results / "planted.json")
+
+    def rising(columns: Sequence[Any]) -> list[float]:
+        return np.linspace(0.9, 0.99, len(columns)).tolist()
+
+    of_errors = {"plain": rising(error.PLAIN), "fallback": rising(error.FALLBACK)}
+    by_criterion = dict.fromkeys(("absmax", "l1"), rising(criteria.RATES))
+    by_operand = dict.fromkeys(gradients.OPERANDS, rising(gradients.BITS))
+    by_pass = dict.fromkeys(("forward", "both"), rising(gradients.RATES))
+    sides = rising(BLOCK_SIDES)
+    found = {
+        "error": {"down": of_errors},
+        "criteria": {"down": by_criterion},
+        "operands": by_operand,
+        "passes": by_pass,
+        "nonlinear": rising(gradients.SAVED_BITS),
+        "perplexity": {"float": 8.0, "block": sides, "fallback": sides},
+        "blocks": {"down": [["0100", "0101"]] * 2},
+        "start": {"first_batch": {"rate": [0.5, 0.2], "theta": [1.0, 2.0]}},
+    }
+    assert tuple(found) == studies.NAMES
+    for name, of in found.items():
+        study = {"found": dict.fromkeys(models, of)}
+        runs.save(study, results / "studies" / f"{name}.json")
+    killed = {"killed_at": 7, "options": {"steps": 9}, "arrays": 5}
+    killed |= {"arrays_that_differ": [], "losses_equal": True}
+    runs.save(killed, results / "killed.json")
+
+
+def test_page_is_drawn_from_the_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Figure] = {}
+
+    def save(figure: Figure, path: Path) -> None:
+        drawn[path.stem] = figure
+        path.touch()
+
+    monkeypatch.setattr(pictures, "save", save)
+    copy, results = tmp_path / "PAGE.md", tmp_path / "results"
+    copy.write_text(__main__.PAGE.read_text())
+    argv = ["draw", f"--page={copy}", f"--results={results}"]
+    assert __main__.main(argv) == 0
+    assert not drawn
+    assert copy.read_text().count(page.NOT_RUN) == len(page.TABLES)
+
+    write_results(results)
+    for _ in range(2):  # the second time in place of the first
+        assert __main__.main(argv) == 0
+        text = copy.read_text()
+        assert page.NOT_RUN not in text
+        assert drawn.keys() == pictures.PICTURES.keys()
+        assert text.count("![") == len(drawn)
+    assert "| fallback-0 | 3.0080 | +0.0040 | +0.13% | 1,000 | 2.0 |" in text
+    assert "| fallback | 3.0080 ± 0.0000 | 3.0080 ± 0.0000 |" in text
+    assert "| block | 20 | at step 20 | nan |" in text
+    assert "| first_batch | 2 |" in text
+    assert "5 of the 5 arrays of the last checkpoint are bit-equal" in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "step"),
+    [
+        ([3.0, 2.0, 1.0] * 100, None),
+        ([2.0] * 100 + [3.1] * 100, 123),
+        ([2.0] * 99 + [None], 100),
+    ],
+)
+def test_divergence_is_a_rise_that_lasts(loss: list[Any], step: int | None) -> None:
+    assert page.diverged_at(loss) == step
