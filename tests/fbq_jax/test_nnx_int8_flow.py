@@ -27,7 +27,6 @@ def build(dropout_rate=0.0):
     )
 
 
-@nnx.jit
 def step(layer, x):
     """Output and gradients, of the parameters and of x."""
 
@@ -39,7 +38,6 @@ def step(layer, x):
     return y, grads
 
 
-@jax.jit
 def linen_step(params, state, x):
     layer = LinenMLP(HIDDEN)
 
@@ -140,6 +138,17 @@ def test_the_state_is_in_split_and_merge(calls):
     first, *of_model = calls
     assert of_model[:2] == of_model[2:]
     assert len({first, *of_model}) == 3
+
+
+def test_state_and_streams_move_under_jit(monkeypatch):
+    monkeypatch.setattr(int8_flow, "apply", lambda *_, seed, block: seed)  # noqa: ARG005
+    model, call = build(dropout_rate=0.5), nnx.jit(lambda model, x: model(x))
+    seeds = [int(call(model, X)) for _ in range(2)]
+    model.eval()
+    seeds += [int(call(model, X)) for _ in range(2)]
+    assert len(set(seeds)) == 3
+    assert seeds[2] == seeds[3]
+    assert fallback_stats(model)["layers/1"].count == 2
 
 
 def test_evaluation_draws_and_drops_nothing(calls):

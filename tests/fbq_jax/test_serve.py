@@ -186,21 +186,20 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        recipe = dataclasses.replace(STARTED, start=5.0)
-        op = FallbackEinsum(FallbackDot(recipe))
+        op = FallbackEinsum(FallbackDot(RECIPE))
         layer = Einsum((2, 80, 80), einsum_op=op, dtype=jnp.bfloat16)
         return sum(layer(x, way) for way in self.ways)
 
 
 def test_einsums_are_served_by_the_product_they_were_trained_with():
     there, back = "ebd,edf->bef", "ebd,efd->bef"
-    model = Experts((there,))
-    variables = jax.jit(model.init)(jax.random.key(1), X)
-    frozen = fbq_jax.freeze(model, variables, X)
-    training = jax.jit(lambda v: model.apply(v, X, mutable=["fallback"]))
+    model, x = Experts((there,)), 0.5 * X  # one block is beyond theta
+    variables = as_trained(model, x)
+    frozen = fbq_jax.freeze(model, variables, x)
+    training = jax.jit(lambda v: model.apply(v, x, mutable=["fallback"]))
     y, state = training(variables)
     assert 0.0 < state["fallback"]["Einsum_0"]["dot_general"]["rate"] < 1.0
-    assert same_bits(jax.jit(model.apply)(frozen, X), y)
+    assert same_bits(jax.jit(model.apply)(frozen, x), y)
     with pytest.raises(ValueError, match=r"over the axes \(1,\).*another, over \(2,\)"):
         Experts((back,)).apply(frozen, X)
     with pytest.raises(ValueError, match="layer 'Einsum_0' has codes for one product"):
