@@ -40,14 +40,8 @@ def free_port() -> int:
 
 
 def start_process(index: int, port: int, argv: list[str]) -> subprocess.Popen[str]:
-    flags = [
-        "--xla_force_host_platform_device_count=4",
-        "--xla_backend_optimization_level=0",
-    ]
-    environment = {
-        "XLA_FLAGS": " ".join(flags),
-        "JAX_PLATFORMS": "cpu",
-    }
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+    environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     hosts = f"--hosts=localhost:{port},2,{index}"
     return subprocess.Popen(
         [sys.executable, "-m", "examples.llama.train", hosts, *argv],

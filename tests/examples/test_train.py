@@ -21,6 +21,7 @@ from examples.llama.model import Llama, LlamaConfig
 from fbq_jax import FallbackDot
 from tests.examples.make_hf_fixture import FIXTURE
 
+INTERRUPT = signal.getsignal(signal.SIGINT)  # before anything has run
 SIZES: dict[str, Any] = {
     "hidden": 16,
     "ffn": 32,
@@ -135,7 +136,7 @@ def test_looking_less_often_changes_no_number(
 
 def test_handlers_of_signals_are_given_back(whole_run: Path) -> None:
     del whole_run  # has run
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is INTERRUPT
 
 
 def test_finished_run_resumes_to_its_report(

@@ -182,9 +182,6 @@ def test_remat_gives_the_same_step():
         plain,
         remat,
     )
-    jax.tree.map(
-        np.testing.assert_array_equal, plain[2]["fallback"], remat[2]["fallback"]
-    )
 
 
 def test_save_codes_keeps_codes_and_drops_floats():
