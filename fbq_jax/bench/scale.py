@@ -70,16 +70,13 @@ def rows(
     # Steps are long, and there are many programs.
     effort = effort._replace(samples=min(effort.samples, 8), launches=4)
     alone: dict[Any, float] = {}  # tokens a second of one device
-    for n in dict.fromkeys((1, numbers[-1])):
+    for n in dict.fromkeys((1, numbers[-1], *numbers)):
         for shape in shapes:
-            others = SUMS if n > 1 else {}
+            others = SUMS if n == numbers[-1] > 1 else {}
             yield from _speeds(shape, n, others, alone, implementation, effort)
     exact: dict[str, np.ndarray] = {}  # losses of one device
     for n in numbers:
         yield from _losses(n, exact, implementation, effort)
-    for n in numbers[1:-1]:
-        for shape in shapes:
-            yield from _speeds(shape, n, {}, alone, implementation, effort)
 
 
 def _speeds(

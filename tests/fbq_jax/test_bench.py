@@ -200,7 +200,7 @@ def test_scale(monkeypatch):
     measured = list(scale.rows([(128, 256, 1, 2)], **HOW))
     speeds = [row for row in measured if row.efficiency is not None]
     runs = [row for row in measured if row.errors]
-    assert measured == [*speeds[:5], *runs, *speeds[5:]]
+    assert measured == [*speeds, *runs]
     assert [(row.mesh, row.what) for row in speeds] == [
         ("one device", "bf16"),
         *((f"{axis}=4", what) for axis in scale.AXES for what in WHAT),
