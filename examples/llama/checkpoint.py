@@ -61,7 +61,8 @@ def restore(folder: Path, like: T) -> T:
         The pytree that was saved.
 
     Raises:
-        RestoreError: There is none, or its files are not those that were written.
+        RestoreError: There is none, its files are not those that were written, or it
+            is of another structure than `like`.
     """
     with _manager(folder) as manager:
         steps = sorted(manager.all_steps())
@@ -82,7 +83,15 @@ def restore(folder: Path, like: T) -> T:
                 f"the checkpoint {latest} is damaged: its files do not match their "
                 f"checksums. {remedy}"
             )
-        return manager.restore(steps[-1], args=ocp.args.StandardRestore(like))
+        try:
+            return manager.restore(steps[-1], args=ocp.args.StandardRestore(like))
+        except ValueError as error:
+            # The files are whole, so it is their structure.
+            raise RestoreError(
+                f"the checkpoint {latest} is of another model, or another version of "
+                "this example: its arrays have other names or shapes. Start again with "
+                "another --out, or go on with the version that wrote it."
+            ) from error
 
 
 def _manager(folder: Path) -> ocp.CheckpointManager:

@@ -151,10 +151,15 @@ class Config:
     def dot_general(self) -> DotGeneral | None:
         """What multiplies, with gradients summed as `reduce` says; None for bf16."""
         dot_general = RECIPES[self.recipe]
-        if dot_general is None or self.reduce == "float32":
+        if self.reduce == "float32":
             return dot_general
+        if dot_general is None and self.reduce == "bfloat16":
+            return None  # as XLA sums what is in bfloat16 anyway
         if not isinstance(dot_general, FallbackDot):
-            raise ConfigError(f"reduce takes float32 with {self.recipe}")
+            raise ConfigError(
+                f"reduce={self.reduce} is of INT8 recipes; {self.recipe} is summed as "
+                "XLA sums it"
+            )
         reduce: Any = self.reduce
         drhs = dataclasses.replace(dot_general.recipe.drhs, reduce=reduce)
         return FallbackDot(dataclasses.replace(dot_general.recipe, drhs=drhs))

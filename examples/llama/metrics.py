@@ -114,15 +114,19 @@ def report(out: Path) -> str:
     """How the finished run in `out` went, and where its files are."""
     run = summarize(read(out / "metrics.jsonl"))
     mfu = "" if run.mfu is None else f", {run.mfu:.1%} model FLOP utilization"
-    exported = f"\n  model        {out / 'hf'}" if (out / "hf").exists() else ""
-    return (
+    lines = [
         f"  loss         {run.loss:.4f} training (mean of the last 20 steps), "
-        f"{run.val_loss:.4f} validation\n"
-        f"  speed        {run.tokens_per_s:,.0f} tokens/s{mfu}\n"
-        f"  picture      {out / 'curves.png'}\n"
-        f"  metrics      {out / 'metrics.jsonl'}\n"
-        f"  checkpoints  {out / 'checkpoints'}{exported}"
-    )
+        f"{run.val_loss:.4f} validation",
+        f"  speed        {run.tokens_per_s:,.0f} tokens/s{mfu}",
+    ]
+    files = {
+        "picture": out / "curves.png",
+        "metrics": out / "metrics.jsonl",
+        "checkpoints": out / "checkpoints",
+        "model": out / "hf",
+    }
+    lines += [f"  {name:13}{path}" for name, path in files.items() if path.exists()]
+    return "\n".join(lines)
 
 
 def write_comparison(runs: list[Path], path: Path) -> None:

@@ -43,6 +43,7 @@ from examples.llama.data import (
 from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import (
     PyTree,
+    TrainState,
     init_state,
     make_eval,
     make_optimizer,
@@ -158,7 +159,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
         stop_requests() as stop,
     ):
         waiting: list[dict[str, Any]] = []
-        started = time.perf_counter()
+        started, stopped = time.perf_counter(), False
         for step in range(first + 1, config.steps + 1):
             tokens = train_data[step - 1]
             tokens = tokens.reshape(config.accumulate, -1, config.seq + 1)
@@ -169,6 +170,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
             evaluates = last or step % config.eval_every == 0
             saves = config.save_every and (last or step % config.save_every == 0)
             looks = step == first + 1 or step % config.log_every == 0
+            # Several processes must agree on it, which they do where all look.
+            looks |= stop.is_set() and jax.process_count() == 1
             if not (looks or evaluates or saves):
                 continue  # and the device need not wait for the host
             records = jax.device_get(waiting)
@@ -196,13 +199,19 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
             if stopped and not last:
                 raise KeyboardInterrupt
             started = time.perf_counter()
-    if config.from_hf is None or not config.save_every:
-        return
+    if config.from_hf is not None and config.save_every:
+        export(config.from_hf, model.config, state, out / "hf")
+    if stopped:  # in its last step: there may be other runs to come
+        raise KeyboardInterrupt
+
+
+def export(source: str, config: LlamaConfig, state: TrainState, folder: Path) -> None:
+    """Writes a tuned model as Hugging Face does, with the tokenizer that it had."""
     params = mesh.collect(state.params)
-    if mesh.is_first() and not (out / "hf").exists():
-        hf.save(out / "hf", model.config, params)
-        if (tokenizer := Path(config.from_hf) / "tokenizer.json").exists():
-            shutil.copy(tokenizer, out / "hf")
+    if mesh.is_first() and not folder.exists():
+        hf.save(folder, config, params)
+        if (tokenizer := Path(source) / "tokenizer.json").exists():
+            shutil.copy(tokenizer, folder)
 
 
 def check_finite(record: dict[str, Any], out: Path) -> None:
@@ -271,11 +280,6 @@ def read_options(out: Path) -> dict[str, Any]:
         options = dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
         raise RunError(f"{file} is damaged: {error}") from error
-    # As the runs went that had no such choice yet.
-    if isinstance(remat := options.get("remat"), bool):
-        options["remat"] = "codes" if remat else "none"
-        options.setdefault("saved_bits", 0)
-    options = {"clip": 1.0, "log_every": 1, "reduce": "float32"} | options
     known = {option.name for option in dataclasses.fields(Config)} | _FACTS
     if options.keys() != known:
         raise RunError(

@@ -238,6 +238,7 @@ def test_config_of_another_version_is_an_error(
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
         ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
         ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
+        ("--reduce=int8 --recipe=bf16", "reduce=int8 is of INT8 recipes"),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--lr=nan", "lr takes a finite positive number"),
         ("--clip=-1", "clip takes a finite number from 0 on"),
@@ -431,23 +432,6 @@ def test_reduce_is_of_the_gradients(config: Config) -> None:
     assert isinstance(dot_general, FallbackDot)
     gemms = (getattr(dot_general.recipe, name) for name in ("fwd", "dlhs", "drhs"))
     assert [gemm.reduce for gemm in gemms] == ["float32", "float32", "bfloat16"]
-
-
-@pytest.mark.parametrize(("remat", "name"), [(False, "none"), (True, "codes")])
-def test_a_run_of_before_saved_bits_resumes_as_it_was(
-    whole_run: Path, tmp_path: Path, remat: bool, name: str
-) -> None:
-    out = Path(shutil.copytree(whole_run, tmp_path / "run"))
-    options = json.loads((out / "config.json").read_text()) | {"remat": remat}
-    del options["saved_bits"], options["reduce"]
-    (out / "config.json").write_text(json.dumps(options))
-    upgraded = train.read_options(out)
-    assert upgraded == options | {
-        "remat": name,
-        "saved_bits": 0,
-        "reduce": "float32",
-    }
-    assert train.main([f"--out={out}", "--resume"]) == 0
 
 
 def test_model_flop_utilization_where_the_peak_is_known(
