@@ -150,7 +150,13 @@ def check_heads(num_heads: int, size: int) -> None:
 
 
 def field_of_all(layers: Sequence[Any], field: str) -> Any:
-    """What the layers of an ``Int8Sequential`` have in common, or a ValueError."""
+    """What the layers of an ``Int8Sequential`` have in common, or an error."""
+    others = {type(layer).__name__ for layer in layers if not hasattr(layer, field)}
+    if others:
+        raise TypeError(
+            "Int8Sequential takes Int8MLP and Int8Attention; got "
+            f"{', '.join(sorted(others))}"
+        )
     values = {getattr(layer, field) for layer in layers}
     if len(values) != 1:
         raise ValueError(
