@@ -43,6 +43,7 @@ from fbq_jax.kernels.reference import (
     Quantized,
 )
 from fbq_jax.kernels.rounding import Rounding
+from fbq_jax.reduce import BLOCK
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
 PRODUCERS = (
@@ -269,7 +270,15 @@ def matmul(
 
     Over several devices it is summed as ``reduce`` says, as in ``Gemm``; in INT8 with
     the noise of ``seeds``, uint32 ``[B]``.
+
+    Raises:
+      ValueError: a sum in INT8 has no seeds, or another one has.
     """
+    if (reduce == "int8") != (seeds is not None):
+        raise ValueError(
+            "matmul takes seeds for reduce='int8', and for nothing else; got "
+            f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
+        )
     one_scale_a_row = residual is None and blocks == (
         1,
         math.prod(rhs.codes.shape[2:]),
@@ -462,7 +471,10 @@ def _batched_op(
     There is no derivative.  Rounding's own is 0, which would pass for an answer where
     the gradient of a quantized dot is differentiated once more.
     """
-    quantize = functools.partial(_on_one_device, choice._replace(op="quantize"), (128,))
+    quantize = None
+    if dict(options).get("reduce") == "int8":
+        to_codes = choice._replace(op="quantize")
+        quantize = functools.partial(_on_one_device, to_codes, BLOCK)
     run = functools.partial(_on_one_device, choice, sides)
     # Compiled as a whole even where the caller is not: op by op, the reference would
     # compile some sixty programs.

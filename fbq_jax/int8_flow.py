@@ -128,24 +128,35 @@ def attention(
 
 
 def _residual(operators: list[tuple[str, Operator]], dropout_rate: float) -> Residual:
-    if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"dropout_rate is at least 0 and below 1; got {dropout_rate}")
+    check_dropout(dropout_rate)
     if dropout_rate > 0.0:
         operators = [*operators, ("dropout", Dropout(dropout_rate))]
     return Residual(Chain(tuple(operators)))
 
 
+def check_dropout(dropout_rate: float) -> None:
+    """Raises ValueError unless a rate is that of what may be dropped out."""
+    if not 0.0 <= dropout_rate < 1.0:
+        raise ValueError(f"dropout_rate is at least 0 and below 1; got {dropout_rate}")
+
+
 def check_heads(num_heads: int, size: int) -> None:
     """Raises ValueError unless a width is one of so many heads."""
-    if size % num_heads:
+    if num_heads < 1 or size % num_heads:
         raise ValueError(
-            f"num_heads divides the width of the input; got {num_heads} heads and a "
-            f"width of {size}"
+            "num_heads is at least 1 and divides the width of the input; got "
+            f"{num_heads} heads and a width of {size}"
         )
 
 
 def field_of_all(layers: Sequence[Any], field: str) -> Any:
-    """What the layers of an ``Int8Sequential`` have in common, or a ValueError."""
+    """What the layers of an ``Int8Sequential`` have in common, or an error."""
+    others = {type(layer).__name__ for layer in layers if not hasattr(layer, field)}
+    if others:
+        raise TypeError(
+            "Int8Sequential takes Int8MLP and Int8Attention; got "
+            f"{', '.join(sorted(others))}"
+        )
     values = {getattr(layer, field) for layer in layers}
     if len(values) != 1:
         raise ValueError(

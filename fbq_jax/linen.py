@@ -39,8 +39,9 @@ class FallbackDot:
 
     The collection named ``"_overwrite_with_gradient"`` is special to Flax: its state is
     not written in ``apply`` but returned as its own gradient, which Flax's
-    ``TrainState`` and MaxText put in its place.  All of it is float32 then; gradients
-    must not be summed over micro-batches, nor a layer be used twice in one forward.
+    ``TrainState`` puts in its place, as MaxText does for models in Linen.  All of it is
+    float32 then; gradients must not be summed over micro-batches, nor a layer be used
+    twice in one forward.
 
     Attributes:
       recipe: what is quantized how.

@@ -23,10 +23,10 @@ class Fp8Dot:
     Delayed scaling keeps each layer's state, ``fp8.Scalings`` as a dictionary, under
     the layer's path in Flax's collection ``_overwrite_with_gradient``.  Differentiate
     with respect to it together with the parameters, and put its "gradient", the new
-    state, in its place, as Flax's ``TrainState`` and MaxText do.  Such gradients must
-    not be summed over micro-batches, nor a layer be used twice in one forward.
-    Evaluation leaves the state alone.  Current scaling has no state, and works outside
-    Linen too; delayed scaling in NNX is ``fbq_jax.nnx.Fp8Dot``.
+    state, in its place, as Flax's ``TrainState`` does, and MaxText for models in Linen.
+    Such gradients must not be summed over micro-batches, nor a layer be used twice in
+    one forward.  Evaluation leaves the state alone.  Current scaling has no state, and
+    works outside Linen too; delayed scaling in NNX is ``fbq_jax.nnx.Fp8Dot``.
 
     Attributes:
       scaling: ``"delayed"`` or ``"current"``.

@@ -19,6 +19,11 @@ from fbq_jax.recipes import fallback
 # Those that MaxText carries from step to step, of models in NNX and in Linen.
 COLLECTIONS = ("aqt", "_overwrite_with_gradient")
 
+_NO_EXPERTS = (
+    "fbq_jax.maxtext quantizes dense layers; a mixture of experts in MaxText is not "
+    "among them, for its einsums and grouped products keep no state"
+)
+
 
 class FallbackDotGeneral(nn.Module):
     """``FallbackDot`` as a module, which MaxText bridges to NNX; a layer has its own.
@@ -99,10 +104,12 @@ class Quantization:
     def einsum(self, dtype: Any = None, *, mesh_axes: tuple[Any, ...] = ()) -> Any:
         """Raises: MaxText's einsums, of experts, give an op no place for its state."""
         del dtype, mesh_axes
-        raise ValueError(
-            "fbq_jax.maxtext quantizes dense layers; a mixture of experts in MaxText "
-            "is not among them, for its einsums and grouped products keep no state"
-        )
+        raise ValueError(_NO_EXPERTS)
+
+    @property
+    def quant_dg(self) -> Any:
+        """Raises: what MaxText's grouped products, of experts, read of AQT's object."""
+        raise ValueError(_NO_EXPERTS)
 
     def _dot(self) -> FallbackDot:
         return FallbackDot(self.recipe, self.collection, self.implementation)

@@ -23,6 +23,7 @@ from fbq_jax.nnx_int8_flow import Int8Sequential as Int8Sequential
 from fbq_jax.nnx_norms import LayerNorm as LayerNorm
 from fbq_jax.nnx_norms import RMSNorm as RMSNorm
 from fbq_jax.nnx_serve import freeze as freeze
+from fbq_jax.nnx_unshared import check_unshared as check_unshared
 from fbq_jax.recipe import Recipe
 from fbq_jax.rules import RulesReport
 from fbq_jax.stats import SLOT, LayerStats
@@ -37,27 +38,17 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
       Layer path (``"mlp/down"``) to ``LayerStats``, as ``fbq_jax.fallback_stats``.
 
     Raises:
-      ValueError: if two layers share one ``FallbackDot``, and so one threshold.
+      ValueError: two layers share one op (``check_unshared``).
     """
-    owners: dict[int, str] = {}
+    check_unshared(model)
     stats = {}
     for path, module in nnx.iter_modules(model):
-        name = "/".join(map(str, path))
         if isinstance(module, FallbackDot):
             layer = path[:-1] if path[-1:] == (SLOT,) else path
             layer = layer[:-1] if layer[-1:] == ("einsum_op",) else layer
             stats["/".join(map(str, layer)) or "(root)"] = LayerStats(
                 module.rate[...], module.theta[...], module.count[...]
             )
-        for dot in vars(module).values():
-            if (
-                isinstance(dot, FallbackDot | FallbackEinsum)
-                and owners.setdefault(id(dot), name) != name
-            ):
-                raise ValueError(
-                    f"layers {owners[id(dot)]!r} and {name!r} share one FallbackDot, "
-                    "and so one threshold; give each layer its own"
-                )
     return stats
 
 

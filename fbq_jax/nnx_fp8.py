@@ -24,7 +24,8 @@ class Fp8Dot(nnx.Module):
     comes out as the gradient of the old.  A training step differentiates with respect
     to it together with the parameters, and puts what it gets for it in place, as below.
     Nothing else moves the state.  Such gradients must not be summed over micro-batches,
-    nor a layer be used twice in one forward, nor two layers share one object.
+    nor a layer be used twice in one forward, nor two layers share one object, for which
+    ``fbq_jax.nnx.check_unshared`` looks.
 
     Args:
       history: the number of calls whose largest value sets a scale.

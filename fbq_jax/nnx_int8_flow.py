@@ -57,6 +57,7 @@ class _Block(nnx.Module):
     """What the blocks have in common: the state of their noise, and how they run."""
 
     def __init__(self, block: int, dropout_rate: float, rngs: nnx.Rngs):
+        int8_flow.check_dropout(dropout_rate)
         recipe = dataclasses.replace(recipes.jetfire, block=block)
         self.block = block
         self.dot_general = FallbackDot(recipe, rngs=rngs)

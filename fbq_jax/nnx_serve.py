@@ -1,5 +1,6 @@
 """What is trained is what is served: ``freeze`` for Flax NNX."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,6 +17,7 @@ from fbq_jax.frozen import (
 )
 from fbq_jax.nnx_dot import FallbackEinsum
 from fbq_jax.nnx_frozen import Call, FreezableDot, FrozenCodes
+from fbq_jax.nnx_unshared import check_unshared
 from fbq_jax.qtensor import QTensor
 
 M = TypeVar("M", bound=nnx.Module)
@@ -48,7 +50,8 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
       ValueError: no layer multiplies by a ``FallbackDot``, or one is frozen already,
         has no threshold yet, has a recipe that multiplies in floats in the forward
         pass, does not run, or multiplies by its kernel in two ways (an einsum called
-        with subscripts of its own); or something else than these layers does.
+        with subscripts of its own); something else than these layers does; or two of
+        them share one ``FallbackDot``.
 
     >>> import jax.numpy as jnp
     >>> from fbq_jax.nnx import FallbackDot
@@ -60,6 +63,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     >>> bool(jnp.all(frozen(x) == layer(x)))
     True
     """
+    check_unshared(model)
     model = nnx.clone(model)
     model.eval()
     layers = _find_layers(model)
@@ -82,7 +86,7 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Any, FreezableDot]]:
         dot = _dot_of(layer)
         if dot is None or id(layer) in ops:
             continue
-        name = "/".join(map(str, path)) or "(root)"
+        name = _name(path)
         if not isinstance(layer, LAYERS):
             raise ValueError(
                 "freeze takes nnx.Linear, nnx.LinearGeneral and nnx.Einsum; "
@@ -93,10 +97,21 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Any, FreezableDot]]:
         check_recipe(dot.recipe, name)
         thetas[name] = dot.recipe, dot.theta[...]
         layers[name] = layer, dot
+    frozen = {id(dot) for _, dot in layers.values()}
+    for path, module in modules:
+        if isinstance(module, FreezableDot) and id(module) not in frozen:
+            raise ValueError(
+                "freeze takes nnx.Linear, nnx.LinearGeneral and nnx.Einsum; what else "
+                f"multiplies by {_name(path)!r} would stay in floats"
+            )
     if not layers:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
     check_thetas(thetas)
     return layers
+
+
+def _name(path: Sequence[Any]) -> str:
+    return "/".join(map(str, path)) or "(root)"
 
 
 def _dot_of(module: nnx.Module) -> FreezableDot | None:

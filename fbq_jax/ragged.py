@@ -58,7 +58,8 @@ def ragged_dot(
         there do not count.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; by default the operands' common one.
-      recipe: what is quantized how; with block scales in all three GEMMs.
+      recipe: what is quantized how; with block scales in all three GEMMs, which over
+        devices sum in float32.
       theta: the threshold of fallback, of all groups, as for ``fbq_jax.dot_general``.
       key: likewise, a PRNG key for stochastic rounding.
       implementation: ``"reference"`` or None, ``fbq_jax.dispatch``'s choice.
@@ -71,8 +72,9 @@ def ragged_dot(
     Raises:
       TypeError: an operand is not of a float dtype above, or ``group_sizes`` is not of
         integers.
-      ValueError: shapes do not fit, the recipe has other scales, theta is negative,
-        another precision is asked for, or an implementation with kernels.
+      ValueError: shapes do not fit, the recipe has other scales or sums in other than
+        float32, theta is negative, another precision is asked for, or an
+        implementation with kernels.
 
     >>> tokens, experts = jnp.ones((5, 64)), jnp.ones((3, 64, 8))
     >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0, 1]))
@@ -170,6 +172,11 @@ def _check_groups(
         raise ValueError(
             "a ragged dot takes a recipe with block scales in all three GEMMs; got "
             f"{recipe}"
+        )
+    if any(g.reduce != "float32" for g in (recipe.fwd, recipe.dlhs, recipe.drhs)):
+        raise ValueError(
+            "a ragged dot sums in float32 over devices; got a recipe with another "
+            f"Gemm.reduce: {recipe}"
         )
 
 

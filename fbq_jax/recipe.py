@@ -54,7 +54,10 @@ class Gemm:
       reduce: what several devices sum their parts of a product in, where its
         contraction is cut over them: ``"float32"``; ``"bfloat16"``, which is half the
         traffic and what XLA sums a product of bfloat16 arrays in; or, for drhs,
-        ``"int8"``, codes with stochastic rounding, again half (``fbq_jax.reduce``).
+        ``"int8"``, codes with stochastic rounding (``fbq_jax.reduce``), again half
+        where each device keeps its share, as with FSDP.  A gradient that is whole on
+        each device is then gathered in its own dtype: with float32 that is more in all
+        than the traffic of bfloat16.
     """
 
     lhs: Rounding | None = "nearest"

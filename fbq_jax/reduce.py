@@ -3,8 +3,9 @@
 In floats that is XLA's own collective.  In INT8, which is for gradients, each device
 quantizes its part in blocks with stochastic rounding, keeps its own share and sends
 every other device's, as codes and scales; the shares are then summed in float32.  So a
-value costs a byte, and a block four more.  Each device draws noise of its own, and the
-sum is unbiased.
+value costs a byte, and a block four more.  Devices whose parts are summed draw noise of
+their own, another for each axis of the mesh that is summed over by itself, and the sum
+is unbiased.
 """
 
 import functools
@@ -48,8 +49,6 @@ def in_int8(
 ) -> jax.Array:
     """The same in INT8; what is whole on each device is gathered from shares.
 
-    Where no axis of the result can be cut into shares, its sum is in float32.
-
     Args:
       part: this device's, float32 ``[B, M, N]``.
       axes: of the product.
@@ -58,15 +57,17 @@ def in_int8(
       quantize: as ``reference.quantize``.
       dtype: of the result, in which shares are gathered.
     """
-    scatter = functools.partial(_scatter_codes, seeds, quantize, shards)
+    if not (summed := shards.names(axes.contracted)):
+        return part
+    seed = fold(seeds[0], lax.axis_index(summed))
+    scatter = functools.partial(_scatter_codes, seed, quantize, shards)
     part, left = _scattered(part, axes, shards, scatter)
     if not left:
         return part
-    for axis in (1, 2):
-        if part.shape[axis] % shards.count(left) == 0:
-            share = scatter(part, left, scatter_dimension=axis).astype(dtype)
-            return lax.all_gather(share, left, axis=axis, tiled=True)
-    return lax.psum(part, left)
+    rows = part.shape[1]
+    part = jnp.pad(part, ((0, 0), (0, -rows % shards.count(left)), (0, 0)))
+    share = scatter(part, left, scatter_dimension=1).astype(dtype)
+    return lax.all_gather(share, left, axis=1, tiled=True)[:, :rows]
 
 
 def _scattered(
@@ -82,7 +83,7 @@ def _scattered(
 
 
 def _scatter_codes(
-    seeds: jax.Array,
+    seed: jax.Array,
     quantize: Callable[..., Any],
     shards: Shards,
     part: jax.Array,
@@ -90,27 +91,25 @@ def _scatter_codes(
     *,
     scatter_dimension: int,
 ) -> jax.Array:
-    """As ``lax.psum_scatter``, in INT8."""
+    """As ``lax.psum_scatter``, in INT8; the seed is this device's."""
     axis, shape, number = scatter_dimension, part.shape, shards.count(names)
-    batch = shape[0]
     cut = (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
-    shares = jnp.moveaxis(part.reshape(cut), axis, 1)  # [B, number, ., .]
-    here = lax.axis_index(names)
-    each = fold(seeds[:, None], (here * number + jnp.arange(number))[None, :])
-    matrices = shares.reshape(batch * number, *shares.shape[2:])
-    codes = quantize(
-        matrices, each.reshape(-1), block=BLOCK, rows="stochastic", columns=None
-    ).rows
+    shares = jnp.moveaxis(part.reshape(cut), axis, 0)  # [number, b, ., .]
+    matrices = shares.reshape(-1, *shares.shape[2:])
+    # An axis of the mesh is summed over once: its place numbers the stage.
+    stage = tuple(shards.sizes).index(names[0])
+    each = fold(fold(seed, stage), jnp.arange(len(matrices)))
+    codes = quantize(matrices, each, block=BLOCK, rows="stochastic", columns=None).rows
 
     def exchange(x: jax.Array) -> jax.Array:
-        x = x.reshape(batch, number, *x.shape[1:])
-        return lax.all_to_all(x, names, split_axis=1, concat_axis=1, tiled=True)
+        x = x.reshape(number, -1, *x.shape[1:])
+        return lax.all_to_all(x, names, split_axis=0, concat_axis=0, tiled=True)
 
-    return jnp.sum(_values(Quantized(*map(exchange, codes))), axis=1)
+    return jnp.sum(_values(Quantized(*map(exchange, codes))), axis=0)
 
 
 def _values(x: Quantized) -> jax.Array:
-    """What codes ``[B, N, R, C]`` stand for, float32."""
+    """What codes ``[N, B, R, C]`` stand for, float32."""
     scales = x.scales
     for axis, side in zip((2, 3), BLOCK, strict=True):
         scales = jnp.repeat(scales, side, axis)

@@ -42,7 +42,7 @@ def sharded(
     op: str,
     function: Callable[..., Any],
     options: Mapping[str, Any],
-    quantize: Callable[..., Any],
+    quantize: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     """An op that is cut over the mesh of its operands.
 
@@ -50,7 +50,7 @@ def sharded(
       op: one of ``fbq_jax.dispatch.OPS``.
       function: computes it on one device, of matrices ``[B, R, C]``, with ``options``.
       options: the op's own.
-      quantize: the op of that name on one device.
+      quantize: the op of that name on one device, for a sum in INT8.
 
     Returns:
       The op of matrices ``[B, R, C]`` or ``[B, G, R, C]``, of G times R rows; by
@@ -65,7 +65,7 @@ def _local(
     op: str,
     function: Callable[..., Any],
     options: Mapping[str, Any],
-    quantize: Callable[..., Any],
+    quantize: Callable[..., Any] | None,
     axes: Axes,
     shards: Shards,
 ) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ def _local(
         results = jax.tree.map(split, axes.results, results)
         if op == "matmul":
             dtype, add = options["dtype"], reduce.in_floats
-            if seeds:
+            if options["reduce"] == "int8":
                 how = {"seeds": seeds[0], "quantize": quantize, "dtype": dtype}
                 add = functools.partial(reduce.in_int8, **how)
             results = add(results, axes, shards).astype(dtype)

@@ -15,6 +15,7 @@ from fbq_jax.kernels import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
 BLOCKS = (128, 128, 128)
+SEEDS = jnp.zeros(1, jnp.uint32)
 
 
 @pytest.fixture
@@ -101,6 +102,14 @@ def test_an_unknown_op_is_named():
         ValueError, match="'matmull' is not an op; there are: quantize,"
     ):
         dispatch.choose("matmull", BLOCKS)
+
+
+@pytest.mark.parametrize(("reduce", "seeds"), [("int8", None), ("float32", SEEDS)])
+def test_seeds_are_for_sums_in_int8(reduce, seeds):
+    x = reference.Quantized(jnp.ones((1, 4, 4), jnp.int8), jnp.ones((1, 1, 1)))
+    options = {"blocks": BLOCKS, "dtype": jnp.float32}
+    with pytest.raises(ValueError, match=f"reduce='{reduce}' with(out)? seeds"):
+        dispatch.matmul(x, None, x, reduce=reduce, seeds=seeds, **options)
 
 
 def test_every_op_goes_through_the_choice(monkeypatch):

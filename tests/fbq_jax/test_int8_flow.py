@@ -353,6 +353,10 @@ def init(layer, x=X):
             lambda: init(Int8Sequential([Int8MLP(8), Int8MLP(8, block=64)])),
             r"layers of one block; got \[32, 64\]",
         ),
+        (
+            lambda: init(Int8Sequential([nn.Dense(8)])),
+            "takes Int8MLP and Int8Attention; got Dense",
+        ),
         (lambda: init(Int8Sequential([])), r"one or more layers.*got \[\]"),
         (lambda: init(Int8MLP(8), X.astype(jnp.int32)), "x is int32; .* bfloat16"),
     ],

@@ -152,4 +152,6 @@ def test_what_maxtext_cannot_carry_is_refused():
     with pytest.raises(TypeError, match="takes a Recipe"):
         Quantization("fallback")
     with pytest.raises(ValueError, match="mixture of experts"):
-        Quantization().einsum(mesh_axes=("exp",))
+        Quantization().einsum(mesh_axes=("exp",))  # sparse_matmul=false
+    with pytest.raises(ValueError, match="mixture of experts"):
+        _ = Quantization().quant_dg  # sparse_matmul=true

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from fbq_jax import fp8_dot
-from fbq_jax.nnx import Fp8Dot, Fp8Scaling
+from fbq_jax.nnx import Fp8Dot, Fp8Scaling, check_unshared
 from tests.fbq_jax.test_fp8 import HISTORY, OWG, X, init, train_step
 from tests.fbq_jax.test_fp8 import Mlp as LinenMlp
 
@@ -70,3 +70,8 @@ def test_bad_input_is_named():
         Fp8Dot(0)
     with pytest.raises(ValueError, match=r"NNX has fbq_jax\.nnx\.Fp8Dot"):
         nnx.Linear(32, 2, dot_general=fp8_dot, rngs=nnx.Rngs(0))(X)
+    model = Mlp()
+    check_unshared(model)
+    model.down.dot_general = model.up.dot_general
+    with pytest.raises(ValueError, match=r"layers '.*' and '.*' share one Fp8Dot"):
+        check_unshared(model)

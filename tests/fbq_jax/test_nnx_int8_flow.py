@@ -179,8 +179,13 @@ def test_evaluation_draws_and_drops_nothing(calls):
         (lambda: Int8MLP(8, 8, block=48, rngs=nnx.Rngs(0)), "block takes one of .32"),
         (lambda: Int8Attention(32, 5, rngs=nnx.Rngs(0)), "5 heads and a width of 32"),
         (lambda: Int8Sequential([]), r"one or more layers.*got \[\]"),
+        (lambda: Int8Attention(16, 0, rngs=nnx.Rngs(0)), "at least 1 .*; got 0 heads"),
         (
-            lambda: Int8MLP(8, 8, dropout_rate=1.0, rngs=nnx.Rngs(0))(jnp.ones((2, 8))),
+            lambda: Int8Sequential([nnx.Linear(8, 8, rngs=nnx.Rngs(0))]),
+            "takes Int8MLP and Int8Attention; got Linear",
+        ),
+        (
+            lambda: Int8MLP(8, 8, dropout_rate=1.0, rngs=nnx.Rngs(0)),
             "at least 0 and below 1; got 1.0",
         ),
         (
@@ -190,5 +195,5 @@ def test_evaluation_draws_and_drops_nothing(calls):
     ],
 )
 def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()

@@ -137,6 +137,12 @@ class Own(nnx.Module):
         self.dot_general = FallbackDot(recipes.block)
 
 
+class Beside(Idle):
+    def __init__(self, layer, dot):
+        super().__init__(layer)
+        self.dot = dot
+
+
 def test_layers_that_cannot_be_frozen_are_named():
     dot = FallbackDot(recipes.block)
     layer = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
@@ -146,6 +152,10 @@ def test_layers_that_cannot_be_frozen_are_named():
         freeze(Idle(Own()), X)
     with pytest.raises(ValueError, match="'layer' is a FallbackEinsum"):
         freeze(Idle(FallbackEinsum(recipes.block)), X)
+    with pytest.raises(ValueError, match="multiplies by 'dot' would stay in floats"):
+        freeze(Beside(layer, FallbackDot(recipes.block)), X)
+    with pytest.raises(ValueError, match=r"'layer' and '.root.' share one Fallb"):
+        freeze(Beside(layer, dot), X)
 
 
 EXPERTS = X.reshape(2, 16, 64)

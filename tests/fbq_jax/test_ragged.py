@@ -167,6 +167,11 @@ def test_no_rows_and_vmap():
         ({"group_sizes": jnp.ones(5)}, TypeError, "group_sizes is float32"),
         ({"lhs": X.astype(jnp.int32)}, TypeError, "lhs is int32"),
         ({"recipe": recipes.rowwise}, ValueError, "block scales in all three GEMMs"),
+        (
+            {"recipe": Recipe(fwd=Gemm(reduce="bfloat16"))},
+            ValueError,
+            r"sums in float32 over devices; .* another Gemm.reduce: .*'bfloat16'",
+        ),
         ({"theta": -1.0}, ValueError, "at least 0; got -1.0"),
         ({"precision": "highest"}, ValueError, "precision=highest cannot be met"),
         (
