@@ -57,16 +57,15 @@ def _compare(settings: Settings, work: Path) -> dict[str, Any]:
     _train(config, whole)
     at = random.randrange(config.save_every + 1, config.steps)
     with _training(config, killed) as process:
-        while len(metrics.read(killed / "metrics.jsonl")) < at:
-            if process.poll() is not None:
-                break
+        log = killed / "metrics.jsonl"
+        while len(metrics.read(log)) < at and process.poll() is None:
             time.sleep(0.01)
         process.kill()
         if (status := process.wait()) != -signal.SIGKILL:
             raise RuntimeError(
                 f"the run in {killed} ended with status {status} before it was killed"
             )
-    reached = len(metrics.read(killed / "metrics.jsonl"))
+    reached = len(metrics.read(log))
     _train(config, killed, "--resume")
 
     states = [_last(config, out) for out in (whole, killed)]
