@@ -72,17 +72,15 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     baseline = _column(of_runs[0], "loss")
     final = [_column(records, "loss")[-20:].mean() for records in of_runs]
     for index, (run, records) in enumerate(zip(runs, of_runs, strict=True)):
-        color = COLORS[index % len(COLORS)]
-        # The second round of colors has other dashes than the first.
-        dashes = DASHES[(index + index // len(COLORS)) % len(DASHES)]
+        line = style(index)
         label = f"{run.name} {final[index]:.4f}"
         if index:
             label += f" ({final[index] - final[0]:+.4f})"
-        _draw_loss(losses, records, label=label, color=color, linestyle=dashes)
-        _draw_validation(losses, records, color=color)
+        _draw_loss(losses, records, label=label, **line)
+        _draw_validation(losses, records, color=line["color"])
         difference = smooth(_column(records, "loss") - baseline)
         steps = _column(records, "step")
-        differences.plot(steps, difference, color=color, linestyle=dashes)
+        differences.plot(steps, difference, **line)
     finish(losses)
     finish(differences)
     save(figure, path)
@@ -130,6 +128,13 @@ def _draw_rates(
     shown = range(0, layers, -(-layers // 8))
     bar.set_ticks([layer + 0.5 for layer in shown], labels=[str(n) for n in shown])
     bar.ax.tick_params(which="both", length=0)
+
+
+def style(index: int) -> dict[str, Any]:
+    """The color and the dashes of a picture's curve, of 40 that differ."""
+    # The second round of colors has other dashes than the first.
+    dashes = DASHES[(index + index // len(COLORS)) % len(DASHES)]
+    return {"color": COLORS[index % len(COLORS)], "linestyle": dashes}
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

@@ -61,6 +61,10 @@ class RunError(RuntimeError):
     """A run cannot start in its folder, or cannot go on."""
 
 
+class DivergedError(RunError):
+    """A loss or a gradient is no longer finite."""
+
+
 def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
     """Returns the model, the weights to start from (None: new ones) and the data."""
     data = None if config.data is None else Path(config.data)
@@ -215,10 +219,10 @@ def export(source: str, config: LlamaConfig, state: TrainState, folder: Path) ->
 
 
 def check_finite(record: dict[str, Any], out: Path) -> None:
-    """Raises RunError if a number of a step is a NaN or an Inf."""
+    """Raises DivergedError if a number of a step is a NaN or an Inf."""
     for name in ("loss", "grad_norm", "val_loss"):
         if not math.isfinite(record.get(name, 0.0)):
-            raise RunError(
+            raise DivergedError(
                 f"{name} is {record[name]} at step {record['step']} (all steps are in "
                 f"{out / 'metrics.jsonl'}); try a smaller --lr, another --out"
             )

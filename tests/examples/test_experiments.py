@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from examples.llama import train
+from examples.llama import metrics, train
 from examples.llama.config import Config
 from examples.llama.data import load_corpus
 from examples.llama.experiments import (
     __main__,
     corpus,
+    found,
     jobs,
     longer,
     outliers,
@@ -92,14 +94,19 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_jobs_take_the_gpus_in_turns(tmp_path: Path) -> None:
+def test_jobs_take_the_gpus_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
     commands = {name: python(code) for name in ("a", "b", "c")}
     until = time.monotonic() + 60
     assert jobs.do(commands, {}, tmp_path, gpus=2, until=until) == []
     used = [(tmp_path / f"{name}.log").read_text().strip() for name in commands]
-    assert used[:2] == ["0", "1"]
-    assert used[2] in ("0", "1")
+    assert used[:2] == ["4", "6"]
+    assert used[2] in ("4", "6")
+    with pytest.raises(jobs.JobError, match="=4,6 has 2 GPUs, not 3"):
+        jobs.do(commands, {}, tmp_path, gpus=3, until=until)
 
 
 def test_jobs_wait_for_what_they_need(
@@ -121,7 +128,36 @@ def test_jobs_wait_for_what_they_need(
 def test_jobs_stop_when_time_is_up(tmp_path: Path) -> None:
     commands = {"a": python("import time; time.sleep(60)"), "b": python("")}
     until = time.monotonic() + 0.3
-    assert jobs.do(commands, {}, tmp_path, gpus=1, until=until) == ["a", "b"]
+    assert jobs.do(commands, {}, tmp_path, gpus=0, until=until) == ["a", "b"]
+
+
+def test_jobs_do_not_outlive_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, real = [], jobs._start
+
+    def start(*given: Any) -> Any:
+        started.append(real(*given))
+        return started[0]
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "_start", start)
+    monkeypatch.setattr(jobs.time, "sleep", interrupt)
+    commands = {"a": ["sleep", "60"]}
+    with pytest.raises(KeyboardInterrupt):
+        jobs.do(commands, {}, tmp_path, gpus=0, until=time.monotonic() + 60)
+    assert started[0].returncode == -signal.SIGTERM
+
+
+def test_a_job_that_fails_as_it_is_stopped_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_stop", lambda processes: [p.wait() for p in processes])
+    until = time.monotonic() + 0.1
+    with pytest.raises(jobs.JobError, match="failed: a"):
+        jobs.do({"a": python("raise ValueError")}, {}, tmp_path, gpus=0, until=until)
 
 
 def test_a_job_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> None:
@@ -172,6 +208,61 @@ def test_runs_are_continued_and_done_once(
     assert stored["val_loss"] == {"1": 3.0, "2": 3.0}
     assert stored["fallback"]["layers/mlp/down"]["rate"] == [[0.25], [0.25]]
     assert runs.command([asked], file) == []
+
+    # Peak memory is of a process that took a step.
+    monkeypatch.setattr(runs, "peak_bytes", lambda: 7)
+    for records, peak in (stored_records(asked), None), ([], 7):
+        runs.write(asked, records, done=True, about={})
+        assert json.loads(asked.result.read_text())["peak_bytes"] == peak
+
+
+def stored_records(run: runs.Run) -> list[Any]:
+    return metrics.read(run.out / "metrics.jsonl")
+
+
+def test_only_a_run_that_diverged_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = runs.Run(Config(steps=2), tmp_path / "run", tmp_path / "run.json")
+
+    def fail(error: Exception) -> Any:
+        def train(*_: Any, **__: Any) -> None:
+            raise error
+
+        return train
+
+    monkeypatch.setattr(runs, "write", lambda *_, about, **__: written.append(about))
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(train, "train", fail(train.RunError("in use")))
+    with pytest.raises(train.RunError, match="in use"):
+        runs.do(asked)
+    monkeypatch.setattr(train, "train", fail(train.DivergedError("loss is nan")))
+    runs.do(asked)
+    assert written == [{"diverged": "loss is nan"}]
+    monkeypatch.undo()
+    with pytest.raises(train.DivergedError, match="grad_norm is nan at step 3"):
+        train.check_finite({"step": 3, "grad_norm": math.nan}, asked.out)
+
+
+def test_base_is_trained_again_where_its_model_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["studies", "--size=toy", "--only=study", f"--work={tmp_path}"]
+    asked += [f"--results={tmp_path / 'results'}"]
+    queues = []
+
+    def do(commands: Any, *_: Any, **__: Any) -> list[str]:
+        (stored,) = json.loads(Path(commands["base"][-1]).read_text())
+        queues.append(Path(stored["result"]).relative_to(tmp_path))
+        runs.save({"done": True}, Path(stored["result"]))
+        return []
+
+    monkeypatch.setattr(jobs, "do", do)
+    monkeypatch.setattr(corpus, "prepare", lambda *_: None)
+    for _ in range(3):
+        assert __main__.main(asked) == 0
+    # It is the run of `parity`, whose result stays as it is once it is there.
+    assert list(map(str, queues)) == ["results/parity/bf16-0.json", *["base.json"] * 2]
 
 
 def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
@@ -255,34 +346,41 @@ def write_results(results: Path) -> None:
         runs.save(a_run(recipe), results / "longer" / f"{recipe}.json")
         for seed, model in itertools.product(range(3), ("58", "606")):
             name = f"{model}-{recipe}-{seed}.json"
-            runs.save(a_run(recipe, model=model), results / "outliers" / name)
-    diverged = a_run("block", loss=[1.0] * 19 + [None], diverged="loss is nan")
-    runs.save(diverged, results / "longer" / "block.json")
+            run = a_run(recipe, model=model, weights=f"of {model}")
+            runs.save(run, results / "outliers" / name)
+    # Its gradient was not finite; its losses all are.
+    diverged = a_run("block", diverged="grad_norm is nan at step 20")
+    for stage in ("parity", "longer"):
+        runs.save(diverged, results / stage / "block-0.json")
+    stopped = a_run("rowwise", done=False, steps=9)
+    runs.save(stopped, results / "parity" / "rowwise-0.json")
     of_model = {"largest": 60.0, "val_loss": {"python": 3.0, "cpp": 4.0}}
     models = "trained", "58", "606"
-    runs.save(dict.fromkeys(models, of_model), results / "planted.json")
+    weights = {model: f"of {model}" for model in models}
+    planted = {model: of_model | {"weights": weights[model]} for model in models}
+    runs.save(planted, results / "planted.json")
 
     def rising(columns: Sequence[Any]) -> list[float]:
-        return np.linspace(0.9, 0.99, len(columns)).tolist()
+        return np.linspace(0.1, 0.9, len(columns)).tolist()
 
     of_errors = {"plain": rising(error.PLAIN), "fallback": rising(error.FALLBACK)}
     by_criterion = dict.fromkeys(("absmax", "l1"), rising(criteria.RATES))
     by_operand = dict.fromkeys(gradients.OPERANDS, rising(gradients.BITS))
     by_pass = dict.fromkeys(("forward", "both"), rising(gradients.RATES))
     sides = rising(BLOCK_SIDES)
-    found = {
+    of_studies = {
         "error": {"down": of_errors},
         "criteria": {"down": by_criterion},
         "operands": by_operand,
         "passes": by_pass,
         "nonlinear": rising(gradients.SAVED_BITS),
         "perplexity": {"float": 8.0, "block": sides, "fallback": sides},
-        "blocks": {"down": [["0100", "0101"]] * 2},
+        "blocks": {"down": [["0100", "0101"], ["0010", "0010"]]},
         "start": {"first_batch": {"rate": [0.5, 0.2], "theta": [1.0, 2.0]}},
     }
-    assert tuple(found) == studies.NAMES
-    for name, of in found.items():
-        study = {"found": dict.fromkeys(models, of)}
+    assert tuple(of_studies) == studies.NAMES
+    for name, of in of_studies.items():
+        study = {"weights": weights, "found": dict.fromkeys(models, of)}
         runs.save(study, results / "studies" / f"{name}.json")
     killed = {"killed_at": 7, "options": {"steps": 9}, "arrays": 5}
     killed |= {"arrays_that_differ": [], "losses_equal": True}
@@ -315,9 +413,36 @@ def test_page_is_drawn_from_the_results_alone(
         assert text.count("![") == len(drawn)
     assert "| fallback-0 | 3.0080 | +0.0040 | +0.13% | 1,000 | 2.0 |" in text
     assert "| fallback | 3.0080 ± 0.0000 | 3.0080 ± 0.0000 |" in text
-    assert "| block | 20 | at step 20 | nan |" in text
+    assert "| block-0 (diverged at step 20) | nan |  |  | 1,000 | 2.0 |" in text
+    assert "| rowwise-0 (stopped at step 9) | 3.0070 |  |  | 1,000 | 2.0 |" in text
+    assert "| block-0 | 20 | at step 20 | nan |" in text
+    assert "| trained | absmax | 1.0e-01 |" in text
+    assert "| trained | block | 8 | 0.1 |" in text
+    # Of 2 layers each has its own busiest column, with 4 of the 5 blocks.
+    assert "| trained | down | 31.2% | 80.0% in 1 of 4 |" in text
+    assert "| threshold at step 20 / at step 1 |" in text
     assert "| first_batch | 2 |" in text
     assert "5 of the 5 arrays of the last checkpoint are bit-equal" in text
+
+
+def test_results_of_other_texts_or_models_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_results(tmp_path)
+    planted = found.one(tmp_path, "planted")
+    planted["58"]["weights"] = "others"
+    runs.save(planted, tmp_path / "planted.json")
+    with pytest.raises(found.ResultsError, match="SHA-256 of 58, not others"):
+        found.runs(tmp_path, "outliers")
+    with pytest.raises(found.ResultsError, match=r"error\.json is of another model 58"):
+        found.study(tmp_path, "error")
+    other = a_run("block")
+    other["options"]["corpus"] = {"train": 321}
+    runs.save(other, tmp_path / "parity" / "block-0.json")
+    assert __main__.main(["draw", f"--results={tmp_path}"]) == 1
+    error = capsys.readouterr().err
+    assert "block-0.json is of another text" in error
+    assert "'train': 321}, not {'train': 320}" in error
 
 
 @pytest.mark.parametrize(

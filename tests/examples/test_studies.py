@@ -19,7 +19,7 @@ from examples.llama.experiments.studies import (
     perplexity,
     start,
 )
-from examples.llama.experiments.studies.subject import Subject, cosine
+from examples.llama.experiments.studies.subject import Subject, cosine_distance
 from examples.llama.model import LlamaConfig
 from fbq_jax import Recipe
 from fbq_jax.kernels import reference
@@ -87,11 +87,11 @@ def test_output_comes_closer_the_more_blocks_fall_back(
 ) -> None:
     monkeypatch.setattr(criteria, "CRITERIA", ("absmax", "l1"))
     of = criteria.study(of_operands(operands))["down"]
-    for cosines in of.values():
-        assert np.all(np.diff(cosines) > -1e-5)
-        assert cosines[-1] > 0.9999
+    for distances in of.values():
+        assert np.all(np.diff(distances) < 1e-5)
+        assert distances[-1] < 1e-4
         # A twentieth of 16 blocks is one, which has the outliers.
-        assert cosines[criteria.RATES.index(0.05)] > cosines[0]
+        assert distances[criteria.RATES.index(0.05)] < distances[0]
 
 
 def test_map_shows_the_blocks_with_outliers(operands: Operands) -> None:
@@ -108,9 +108,9 @@ def test_gradients_come_closer_with_bits(
     monkeypatch.setattr(gradients, "BITS", (4, 12))
     of = gradients.operands(subject)
     assert of.keys() == set(gradients.OPERANDS)
-    for cosines in of.values():
-        assert cosines[0] < cosines[-1]
-        assert cosines[-1] > 0.9999
+    for distances in of.values():
+        assert distances[-1] < 1e-4
+        assert distances[-1] < distances[0]
 
 
 def test_fallback_is_in_the_products_that_are_asked_for(operands: Operands) -> None:
@@ -123,11 +123,14 @@ def test_fallback_is_in_the_products_that_are_asked_for(operands: Operands) -> N
 
     exact = products(x, emulate.bits())
     forward, backward = (
-        [float(cosine(*pair)) for pair in zip(exact, products(x, how), strict=True)]
+        [
+            float(cosine_distance(*pair))
+            for pair in zip(exact, products(x, how), strict=True)
+        ]
         for how in (emulate.bits(x=8, forward=0.1), emulate.bits(x=8, backward=0.1))
     )
-    assert forward[0] > backward[0]
-    assert forward[1] < backward[1]
+    assert forward[0] < backward[0]
+    assert forward[1] > backward[1]
 
 
 def test_perplexity_is_close_with_small_blocks(
@@ -155,9 +158,13 @@ def test_threshold_comes_into_its_range_from_a_wrong_start(
     assert of["1000.0"]["rate"][0] == 0.0
 
 
-def test_cosine_is_of_all_arrays_together() -> None:
+def test_cosine_distance_is_of_all_arrays_together() -> None:
     a = {"x": jnp.array([3.0, 0.0]), "y": jnp.array([[4.0]])}
     b = {"x": jnp.array([3.0, 0.0]), "y": jnp.array([[0.0]])}
-    assert float(cosine(a, a)) == pytest.approx(1.0)
-    assert float(cosine(a, b)) == pytest.approx(9 / (5 * 3))
-    assert float(cosine(a, jax.tree.map(jnp.zeros_like, a))) == 0.0
+    assert float(cosine_distance(a, a)) == 0.0
+    assert float(cosine_distance(a, b)) == pytest.approx(1 - 9 / (5 * 3))
+    assert float(cosine_distance(a, jax.tree.map(jnp.zeros_like, a))) == 1.0
+    # Its digits are all there where 1 - cosine is less than float32 tells from 0.
+    near = a | {"y": jnp.array([[4.0 + 2**-13]])}
+    expected = (3 * 2**-13 / 25) ** 2 / 2
+    assert float(cosine_distance(a, near)) == pytest.approx(expected, rel=1e-2)

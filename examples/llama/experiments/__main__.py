@@ -8,13 +8,14 @@ in pieces (`--limit`). The results are JSON; `draw` needs nothing else.
 
 import argparse
 import re
+import signal
 import sys
 import time
 from pathlib import Path
 
-from examples.llama.config import RECIPES
 from examples.llama.experiments import (
     corpus,
+    found,
     jobs,
     longer,
     outliers,
@@ -68,18 +69,22 @@ def main(argv: list[str] | None = None) -> int:
         "--page", type=Path, default=PAGE, help="where `draw` writes the tables"
     )
     asked = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     stages = [stage for stage in STAGES if {stage, "all"} & set(asked.what)]
     try:
         left = _do(stages, asked) if stages else []
-    except jobs.JobError as error:
+        if left:
+            print(f"time is up; not finished: {', '.join(left)}; run this again")
+            return 1
+        if {"draw", "all"} & set(asked.what):
+            print(f"drawn: {', '.join(pictures.draw(asked.results)) or 'nothing'}")
+            page.fill(asked.page, asked.results)
+    except KeyboardInterrupt:
+        print("stopped; run this again to go on", file=sys.stderr)
+        return jobs.STOPPED
+    except (jobs.JobError, found.ResultsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if left:
-        print(f"time is up; not finished: {', '.join(left)}; run this again")
-        return 1
-    if {"draw", "all"} & set(asked.what):
-        print(f"drawn: {', '.join(pictures.draw(asked.results)) or 'nothing'}")
-        page.fill(asked.page, asked.results)
     return 0
 
 
@@ -88,9 +93,6 @@ def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:
     until = time.monotonic() + asked.limit
     settings, work, results = SETTINGS[asked.size], asked.work, asked.results
     arguments = asked.size, str(work), str(results)
-    for recipe in dict.fromkeys(recipe for recipe, _ in parity.ORDER):
-        if recipe not in RECIPES:
-            print(f"left out: {recipe} is no recipe of this version")
     corpus.prepare(work / "corpus", settings.vocab_size)
     print(f"corpus ready, {until - time.monotonic():.0f} s left", flush=True)
 
@@ -102,15 +104,18 @@ def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:
     commands = chosen("parity", parity.commands(settings, work, results))
     of_models = chosen("studies", studies.commands(*arguments))
     of_models |= chosen("outliers", outliers.commands(settings, work, results))
-    folders = outliers.models(settings, work).values()
-    if of_models and not all(folder.exists() for folder in folders):
+    # The last is written when all are.
+    made = [*outliers.models(settings, work).values(), results / "planted.json"]
+    if of_models and not all(path.exists() for path in made):
         # First, for much waits for it; it waits for the run in bf16 alone.
         module = "examples.llama.experiments.outliers"
         commands = {"models": [sys.executable, "-m", module, *arguments]} | commands
-        base, run = "parity-bf16-0", parity.base(settings, work)
+        base, run = "parity-bf16-0", parity.base(settings, work, results)
         last = run.out / "checkpoints" / str(run.config.steps)
         if base not in commands and not last.exists():
             base = "base"
+            if run.is_done():  # and its model is gone
+                run.result.unlink()
             again = runs.command([run], work / "base.runs.json")
             commands = {"base": again} | commands
         needs = {"models": base} | dict.fromkeys(of_models, "models")

@@ -7,18 +7,54 @@ from typing import Any
 Json = dict[str, Any]
 
 
+class ResultsError(ValueError):
+    """Results that cannot stand beside each other: of other texts, or other models."""
+
+
 def runs(results: Path, stage: str) -> dict[str, Json]:
-    """The runs of a stage by name, those in bf16 first; none if there are none."""
+    """The runs of a stage by name, those in bf16 first; none if there are none.
+
+    Raises:
+        ResultsError: They have read different texts, or did not start from the models
+            that `planted.json` tells of.
+    """
     files = sorted(
         (results / stage).glob("*.json"),
         key=lambda file: (not file.stem.startswith("bf16"), file.stem),
     )
-    return {file.stem: json.loads(file.read_text()) for file in files}
+    found = {file: json.loads(file.read_text()) for file in files}
+    corpora = {file: run["options"]["corpus"] for file, run in found.items()}
+    for file, corpus in corpora.items():
+        if corpus != corpora[files[0]]:
+            raise ResultsError(
+                f"{file} is of another text than {files[0]}: {corpus}, not "
+                f"{corpora[files[0]]}; keep the runs of one of them"
+            )
+    for file, run in found.items():
+        if "model" in run:
+            _check_model(results, file, run["model"], run["weights"])
+    return {file.stem: run for file, run in found.items()}
 
 
 def study(results: Path, name: str) -> Json:
-    """What a study found of each model; nothing if it was not done."""
-    return one(results, f"studies/{name}").get("found", {})
+    """What a study found of each model; nothing if it was not done.
+
+    Raises:
+        ResultsError: They are not the models that `planted.json` tells of.
+    """
+    result = one(results, f"studies/{name}")
+    for model, weights in result.get("weights", {}).items():
+        _check_model(results, results / f"studies/{name}.json", model, weights)
+    return result.get("found", {})
+
+
+def _check_model(results: Path, file: Path, model: str, weights: str) -> None:
+    planted = one(results, "planted").get(model, {}).get("weights")
+    if weights != planted:
+        raise ResultsError(
+            f"{file} is of another model {model} than {results / 'planted.json'}: its "
+            f"weights have the SHA-256 {weights}, not {planted}; keep those of one"
+        )
 
 
 def one(results: Path, name: str) -> Json:

@@ -39,58 +39,90 @@ def do(
         The names of the commands that are not finished.
 
     Raises:
-        JobError: A process failed; names its log. The others have gone on.
+        JobError: A process failed; names its log. The others have gone on. Or there
+            are fewer GPUs in CUDA_VISIBLE_DEVICES.
+        KeyboardInterrupt: Ctrl-C. The running processes were told to stop, and have.
     """
+    free: list[str | None] = [*_devices(gpus)] or [None]
     logs.mkdir(parents=True, exist_ok=True)
-    queue, free = list(commands), list(range(max(1, gpus)))
-    running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
-    unfinished, failed, stopping = list(queue), [], False
-    while True:
-        ready = [name for name in queue if needs.get(name) not in unfinished]
-        if not running and (stopping or not ready):
-            break
-        if ready and free and not stopping:
-            name, gpu = ready[0], free.pop(0)
-            queue.remove(name)
-            print(f"{name} on GPU {gpu}" if gpus else name, flush=True)
-            process = _start(commands[name], logs, name, gpu if gpus else None)
-            running[name] = process, gpu
-            continue
-        time.sleep(0.1)
-        now = time.monotonic()
-        if now > until and not stopping:
-            stopping = True
-            for process, _ in running.values():
-                process.send_signal(signal.SIGTERM)
-        for name, (process, gpu) in list(running.items()):
-            if now > until + GRACE:
-                process.kill()
+    queue = list(commands)
+    running: dict[str, tuple[subprocess.Popen[bytes], str | None]] = {}
+    unfinished, failed = list(queue), []
+
+    def look(stopped: Sequence[int]) -> None:
+        for name, (process, device) in list(running.items()):
             if (status := process.poll()) is None:
                 continue
             del running[name]
-            free.append(gpu)
+            free.append(device)
             if status == 0:
                 unfinished.remove(name)
                 print(f"{name} is done", flush=True)
-            elif stopping or status == STOPPED:
+            elif status in stopped:
                 print(f"{name} stopped", flush=True)
             else:
                 failed.append(name)
                 print(f"{name} failed, with status {status}", flush=True)
+
+    try:
+        while time.monotonic() < until:
+            ready = [name for name in queue if needs.get(name) not in unfinished]
+            if not (running or ready):
+                break
+            if ready and free:
+                name, device = ready[0], free.pop(0)
+                queue.remove(name)
+                print(name + (f" on GPU {device}" if device else ""), flush=True)
+                running[name] = _start(commands[name], logs, name, device), device
+                continue
+            time.sleep(0.1)
+            look([STOPPED])
+    finally:
+        _stop([process for process, _ in running.values()])
+    look([STOPPED, -signal.SIGTERM, -signal.SIGKILL])
     if failed:
         names = ", ".join(str(logs / f"{name}.log") for name in failed)
         raise JobError(f"failed: {', '.join(failed)}; see {names}")
     return unfinished
 
 
+def _devices(gpus: int) -> list[str]:
+    """The first GPUs of those that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(map(str, range(gpus)))
+    names = visible.split(",") if visible else []
+    if len(names) < gpus:
+        raise JobError(
+            f"CUDA_VISIBLE_DEVICES={visible} has {len(names)} GPUs, not {gpus}"
+        )
+    return names[:gpus]
+
+
 def _start(
-    command: Sequence[str], logs: Path, name: str, gpu: int | None
+    command: Sequence[str], logs: Path, name: str, device: str | None
 ) -> subprocess.Popen[bytes]:
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(logs.absolute() / "compiled"),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
     } | os.environ
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = device
     with (logs / f"{name}.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Tells processes to stop, and kills those that have not by `GRACE`."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + GRACE
+    try:
+        for process in processes:
+            process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

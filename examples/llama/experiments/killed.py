@@ -6,10 +6,13 @@ python -m examples.llama.experiments.killed SIZE WORK RESULTS
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +22,51 @@ import numpy as np
 from examples.llama import checkpoint, metrics, train
 from examples.llama.config import Config
 from examples.llama.experiments import runs
-from examples.llama.experiments.settings import SETTINGS
+from examples.llama.experiments.jobs import STOPPED
+from examples.llama.experiments.settings import SETTINGS, Settings
 from examples.llama.step import TrainState, init_state, make_optimizer
 
 # Without it a GPU adds the gradients of the embedding's rows in any order.
-DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
 
 
-def main(size: str, work: Path, results: Path) -> None:
-    """Trains twice, once killed, and writes `results/killed.json`."""
-    settings = SETTINGS[size]
+def main(size: str, work: Path, results: Path) -> int:
+    """Trains twice, once killed, and writes `results/killed.json`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        RuntimeError: A training run failed, or was done before it could be killed.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        runs.save(_compare(SETTINGS[size], work), results / "killed.json")
+    except KeyboardInterrupt:
+        return STOPPED
+    return 0
+
+
+def _compare(settings: Settings, work: Path) -> dict[str, Any]:
     data = str(work / "corpus" / "python")
     config = Config(data=data, **settings.pretrain | settings.killed)
-    whole, killed = work / "killed" / "whole", work / "killed" / "killed"
-    _start(config, whole).wait()
-    process = _start(config, killed)
+    folder = work / "killed"
+    if folder.exists():  # what was stopped is done anew, for it is short
+        shutil.rmtree(folder)
+    whole, killed = folder / "whole", folder / "killed"
+    _train(config, whole)
     at = random.randrange(config.save_every + 1, config.steps)
-    while len(metrics.read(killed / "metrics.jsonl")) < at:
-        if process.poll() is not None:
-            raise RuntimeError(f"the run in {killed} ended before it could be killed")
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    reached = len(metrics.read(killed / "metrics.jsonl"))
-    _start(config, killed, "--resume").wait()
+    with _training(config, killed) as process:
+        log = killed / "metrics.jsonl"
+        while len(metrics.read(log)) < at and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+        if (status := process.wait()) != -signal.SIGKILL:
+            raise RuntimeError(
+                f"the run in {killed} ended with status {status} before it was killed"
+            )
+    reached = len(metrics.read(log))
+    _train(config, killed, "--resume")
 
     states = [_last(config, out) for out in (whole, killed)]
     leaves = [jax.tree.leaves_with_path(state) for state in states]
@@ -55,7 +79,7 @@ def main(size: str, work: Path, results: Path) -> None:
         [record["loss"] for record in metrics.read(out / "metrics.jsonl")]
         for out in (whole, killed)
     ]
-    result: dict[str, Any] = {
+    return {
         "machine": runs.machine(),
         "options": dataclasses.asdict(config),
         "killed_at": reached,
@@ -63,10 +87,19 @@ def main(size: str, work: Path, results: Path) -> None:
         "arrays_that_differ": differ,
         "losses_equal": losses[0] == losses[1],
     }
-    runs.save(result, results / "killed.json")
 
 
-def _start(config: Config, out: Path, *more: str) -> subprocess.Popen[bytes]:
+def _train(config: Config, out: Path, *more: str) -> None:
+    with _training(config, out, *more) as process:
+        if status := process.wait():
+            raise RuntimeError(f"the run in {out} failed, with status {status}")
+
+
+@contextmanager
+def _training(
+    config: Config, out: Path, *more: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that trains, and does not outlive the block."""
     flags = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in dataclasses.asdict(config).items()
@@ -75,7 +108,12 @@ def _start(config: Config, out: Path, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "examples.llama.train", f"--out={out}"]
     xla = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}"
     environment = os.environ | {"XLA_FLAGS": xla}
-    return subprocess.Popen([*command, *flags, *more], env=environment)
+    process = subprocess.Popen([*command, *flags, *more], env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _last(config: Config, out: Path) -> TrainState:
@@ -86,4 +124,4 @@ def _last(config: Config, out: Path) -> TrainState:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from examples.llama.config import RECIPES, Config
+from examples.llama.config import Config
 from examples.llama.experiments import runs
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import Settings
@@ -36,6 +36,5 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
             work / "longer" / f"{recipe}.json",
         )
         for recipe in ORDER
-        if recipe in RECIPES
     }
     return {name: command for name, command in commands.items() if command}

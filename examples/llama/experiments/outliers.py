@@ -6,6 +6,7 @@ plants them into the bf16 model of `parity`.
 """
 
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import checkpoint, hf, train
-from examples.llama.config import RECIPES, Config
+from examples.llama.config import Config
 from examples.llama.data import batches, load_corpus
 from examples.llama.experiments import parity, runs
 from examples.llama.experiments.plant import plant
 from examples.llama.experiments.probe import operands
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import SETTINGS, Settings
-from examples.llama.step import TrainState, init_state, make_eval, make_optimizer
+from examples.llama.step import PyTree, init_state, make_eval, make_optimizer
 
 SEEDS = (0, 1, 2)
 TRAINED = "trained"
@@ -37,7 +38,7 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
 
     The model without outliers is fine-tuned in bf16 only, for reference.
     """
-    recipes = dict.fromkeys(name for name, _ in parity.ORDER if name in RECIPES)
+    recipes = dict.fromkeys(name for name, _ in parity.ORDER)
     commands = {}
     for recipe in recipes:
         of_recipe = [
@@ -73,7 +74,7 @@ def _run(
 
 def make_models(settings: Settings, work: Path, results: Path) -> None:
     """Writes `models` from the checkpoint of `parity`, and what became of them."""
-    run = parity.base(settings, work)
+    run = parity.base(settings, work, results)
     model, _, corpus = train.build(run.config)
     optimizer, _ = make_optimizer(run.config)
     state = init_state(model, optimizer, None, run.config.seed)
@@ -90,29 +91,34 @@ def make_models(settings: Settings, work: Path, results: Path) -> None:
         for domain, text in {"python": corpus, "cpp": other}.items()
     }
 
-    def describe(state: TrainState) -> dict[str, object]:
-        x = operands(model.config, state.params, tokens)["down"].x
+    def describe(params: PyTree, x: jax.Array) -> dict[str, object]:
+        of = dataclasses.replace(state, params=params)
         return {
             "largest": float(jnp.abs(x).max()),
             "by_layer": jnp.abs(x).max(axis=(1, 2)).tolist(),
-            "val_loss": {name: evaluate(state) for name, evaluate in texts.items()},
+            "val_loss": {name: evaluate(of) for name, evaluate in texts.items()},
         }
 
-    facts: dict[str, object] = {TRAINED: describe(state)}
-    params = {TRAINED: state.params}
-    x = operands(model.config, state.params, tokens)["down"].x
+    def input_of_down(params: PyTree) -> jax.Array:
+        return operands(model.config, params, tokens)["down"].x
+
+    x = input_of_down(state.params)
+    params, facts = {TRAINED: state.params}, {TRAINED: describe(state.params, x)}
     for largest in settings.outliers:
-        planted = plant(params[TRAINED], x, largest)
+        planted = plant(state.params, x, largest)
         params[str(largest)] = planted.params
-        state = dataclasses.replace(state, params=planted.params)
-        facts[str(largest)] = describe(state) | {
+        facts[str(largest)] = describe(
+            planted.params, input_of_down(planted.params)
+        ) | {
             "channels": planted.channels.tolist(),
             "factors": planted.factors.tolist(),
         }
-    runs.save(facts, results / "planted.json")
     for name, folder in models(settings, work).items():
-        if not folder.exists():
-            hf.save(folder, model.config, jax.device_get(params[name]))
+        if folder.exists():  # of a checkpoint that may have been another
+            shutil.rmtree(folder)
+        hf.save(folder, model.config, jax.device_get(params[name]))
+        facts[name]["weights"] = runs.weights(folder)
+    runs.save(facts, results / "planted.json")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ import numpy as np
 
 from examples.llama.experiments import found
 from examples.llama.experiments.studies import criteria, error, gradients
+from fbq_jax import recipes
 from fbq_jax.recipe import BLOCK_SIDES
 
 NOT_RUN = "*Not run yet.*"
 # A run diverges where its loss, averaged over so many steps, rises so far above its
 # lowest.
 _AVERAGED, _RISE = 50, 0.5
+_LOW, _HIGH = recipes.fallback.target_rate
 
 
 def fill(page: Path, results: Path) -> None:
@@ -51,17 +53,25 @@ def parity(results: Path) -> str:
     runs = found.runs(results, "parity")
     if not runs:
         return ""
-    base = found.last_val_loss(runs["bf16-0"]) if "bf16-0" in runs else math.nan
+    # Only losses after all steps can be compared.
+    ended = {
+        name: found.last_val_loss(run)
+        for name, run in runs.items()
+        if run["done"] and "diverged" not in run
+    }
+    base = ended.get("bf16-0", math.nan)
     rows = []
     for name, run in runs.items():
-        loss = found.last_val_loss(run)
-        peak = run["peak_bytes"]
+        loss, peak = found.last_val_loss(run), run["peak_bytes"]
+        how = "diverged" if "diverged" in run else "stopped"
+        difference = ended.get(name, math.nan) - base
+        compared = not math.isnan(difference)
         rows.append(
             [
-                name + ("" if run["done"] else f" (stopped at step {run['steps']})"),
+                name + ("" if name in ended else f" ({how} at step {run['steps']})"),
                 f"{loss:.4f}",
-                f"{loss - base:+.4f}",
-                f"{(loss - base) / base:+.2%}",
+                f"{difference:+.4f}" if compared else "",
+                f"{difference / base:+.2%}" if compared else "",
                 f"{run['tokens_per_s']:,.0f}",
                 "" if peak is None else f"{peak / 1e9:.1f}",
             ]
@@ -119,7 +129,8 @@ def longer(results: Path) -> str:
     """Where each run diverged, and its last validation loss."""
     rows = []
     for name, run in found.runs(results, "longer").items():
-        step = diverged_at(run["loss"])
+        # A gradient that is not finite ends a run whose losses all are.
+        step = run["steps"] if "diverged" in run else diverged_at(run["loss"])
         rows.append(
             [
                 name,
@@ -158,11 +169,11 @@ def diverged_at(loss: list[float | None]) -> int | None:
 
 
 def start(results: Path) -> str:
-    """Training forwards until the rate is in the range for the first time."""
+    """Training forwards until the rate is in its range for the first time."""
     of = found.study(results, "start").get("trained", {})
 
     def forwards(rates: list[float]) -> str:
-        inside = [0.1 <= rate <= 0.3 for rate in rates]
+        inside = [_LOW <= rate <= _HIGH for rate in rates]
         return str(inside.index(True) + 1) if True in inside else f"over {len(rates)}"
 
     rows = [[name, forwards(values["rate"])] for name, values in of.items()]
@@ -178,21 +189,24 @@ def thresholds(results: Path) -> str:
         rates = np.array(of["rate"], float)
         rates = rates[len(rates) // 10 :]
         theta = np.array(of["theta"], float)
-        moved = theta[-1] / theta[0]
+        factors = theta[-1] / theta[0]
         rows.append(
             [
                 found.projection(name),
                 f"{rates.mean():.1%}",
-                f"{((rates >= 0.1) & (rates <= 0.3)).mean():.1%}",
-                f"{moved.min():.2g} to {moved.max():.2g}",
+                f"{((rates >= _LOW) & (rates <= _HIGH)).mean():.1%}",
+                f"{factors.min():.2g} to {factors.max():.2g}",
             ]
         )
-    head = "projection", "mean rate", "in 10 to 30 %", "last threshold / first"
-    return _table(head, rows) if rows else ""
+    if not rows:
+        return ""
+    looks, inside = run["looks"], f"in {_LOW:.0%} to {_HIGH:.0%}"
+    moved = f"threshold at step {looks[-1]} / at step {looks[0]}"
+    return _table(("projection", "mean rate", inside, moved), rows)
 
 
 def _by_model(name: str, columns: Iterable[Any], *path: str) -> Callable[[Path], str]:
-    """A table of a study that found a list of numbers for each model and kind."""
+    """A table of a study that found a list of errors for each model and kind."""
 
     def table(results: Path) -> str:
         rows = []
@@ -201,12 +215,22 @@ def _by_model(name: str, columns: Iterable[Any], *path: str) -> Callable[[Path],
                 of = of[key]
             kinds = of if isinstance(of, dict) else {"": of}
             for kind, values in kinds.items():
-                values = values if isinstance(values, list) else [values]
-                rows.append([model, kind, *(f"{value:.6g}" for value in values)])
+                rows.append([model, kind, *(f"{value:.1e}" for value in values)])
         head = "model", "", *map(str, columns)
         return _table(head, rows) if rows else ""
 
     return table
+
+
+def perplexity(results: Path) -> str:
+    """Perplexity by the side of a block, beside that of the model in float32."""
+    rows = [
+        [model, kind, *(f"{value:.6g}" for value in (of["float"], *of[kind]))]
+        for model, of in found.study(results, "perplexity").items()
+        for kind in ("block", "fallback")
+    ]
+    head = "model", "", "float32", *map(str, BLOCK_SIDES)
+    return _table(head, rows) if rows else ""
 
 
 def blocks(results: Path) -> str:
@@ -215,11 +239,16 @@ def blocks(results: Path) -> str:
     for model, of in found.study(results, "blocks").items():
         for name, layers in of.items():
             cells = np.array([[list(map(int, line)) for line in m] for m in layers])
-            columns = np.sort(cells.mean(axis=(0, 1)))[::-1]
-            busiest = columns[: max(1, len(columns) // 10)].sum()
-            held = f"{busiest / columns.sum():.1%}" if columns.any() else ""
+            # A layer's busiest are its own, so each is sorted before they are averaged.
+            columns = np.sort(cells.mean(axis=1))[:, ::-1].mean(axis=0)
+            width = max(1, len(columns) // 10)
+            held = ""
+            if columns.any():
+                share = columns[:width].sum() / columns.sum()
+                held = f"{share:.1%} in {width} of {len(columns)}"
             rows.append([model, name, f"{cells.mean():.1%}", held])
-    head = "model", "input of", "fall back", "of these in the busiest tenth of channels"
+    busiest = "of these in the busiest tenth of the blocks of channels"
+    head = "model", "input of", "fall back", busiest
     return _table(head, rows) if rows else ""
 
 
@@ -241,7 +270,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "operands": _by_model("operands", gradients.BITS),
     "passes": _by_model("passes", gradients.RATES),
     "nonlinear": _by_model("nonlinear", gradients.SAVED_BITS),
-    "perplexity": _by_model("perplexity", BLOCK_SIDES),
+    "perplexity": perplexity,
     "blocks": blocks,
     "thresholds": thresholds,
     "start": start,

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from examples.llama.config import RECIPES, Config
+from examples.llama.config import Config
 from examples.llama.experiments import runs
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import Settings
@@ -31,19 +31,20 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
             work / "parity" / f"{recipe}-{seed}.json",
         )
         for recipe, seed in ORDER
-        if recipe in RECIPES
     }
     return {name: command for name, command in commands.items() if command}
 
 
-def base(settings: Settings, work: Path) -> Run:
-    """The bf16 run whose model is studied.
+def base(settings: Settings, work: Path, results: Path) -> Run:
+    """The bf16 run whose model is studied: one of `commands`, with its result.
 
     Its checkpoint is too large to be kept with the results, so on another machine it is
-    done again, and its result is not one of `commands`.
+    done again. The result that is there stays as it is then.
     """
-    run = _run(settings, work, work, "bf16", 0)
-    return dataclasses.replace(run, result=work / "base.json")
+    run = _run(settings, work, results, "bf16", 0)
+    if run.is_done():
+        return dataclasses.replace(run, result=work / "base.json")
+    return run
 
 
 def _run(settings: Settings, work: Path, results: Path, recipe: str, seed: int) -> Run:

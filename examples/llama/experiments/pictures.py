@@ -11,11 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from examples.llama.experiments import found
+from examples.llama.experiments.found import Json
 from examples.llama.experiments.studies import criteria, error, gradients
-from examples.llama.plot import COLORS, DASHES, finish, save, smooth
+from examples.llama.plot import COLORS, finish, save, smooth, style
+from fbq_jax import recipes
 from fbq_jax.recipe import BLOCK_SIDES
 
-Json = dict[str, Any]
+TARGET = recipes.fallback.target_rate
 
 
 def draw(results: Path) -> list[str]:
@@ -41,22 +43,22 @@ def parity(runs: dict[str, Json]) -> Figure:
     )
     baseline = _floats(runs["bf16-0"]["loss"]) if "bf16-0" in runs else None
     for index, (name, run) in enumerate(runs.items()):
-        style, loss = _style(index), _floats(run["loss"])
+        line, loss = style(index), _floats(run["loss"])
         steps = 1 + np.arange(len(loss))
-        losses.plot(steps, smooth(loss), label=name, **style)
+        losses.plot(steps, smooth(loss), label=name, **line)
         validated = [int(step) for step in run["val_loss"]]
         losses.plot(
             validated,
             _floats(list(run["val_loss"].values())),
             "o",
-            color=style["color"],
+            color=line["color"],
             markersize=4,
         )
         # Of another seed the batches are others, and a difference means nothing.
         if baseline is not None and name.endswith("-0") and name != "bf16-0":
             shared = min(len(loss), len(baseline))
             difference = smooth(loss[:shared] - baseline[:shared])
-            differences.plot(steps[:shared], difference, **style)
+            differences.plot(steps[:shared], difference, **line)
     # From where the steepest descent is over.
     ends = [_floats(run["loss"])[len(run["loss"]) // 10 :] for run in runs.values()]
     losses.set_ylim(*np.nanquantile(np.concatenate(ends), (0, 0.999)))
@@ -72,14 +74,13 @@ def cost(runs: dict[str, Json]) -> Figure:
     over_time.set(
         title="Validation loss over time", xlabel="seconds", ylabel="nats a token"
     )
-    names = list(runs)
     for index, (name, run) in enumerate(runs.items()):
         tokens = run["options"]["batch"] * run["options"]["seq"]
         seconds = tokens / run["tokens_per_s"]
         steps = np.array([int(step) for step in run["val_loss"]])
         values = _floats(list(run["val_loss"].values()))
-        over_time.plot(steps * seconds, values, label=name, **_style(index))
-    colors = [_style(index)["color"] for index in range(len(names))]
+        over_time.plot(steps * seconds, values, label=name, **style(index))
+    names, colors = list(runs), [style(index)["color"] for index in range(len(runs))]
     rates = [run["tokens_per_s"] / 1e3 for run in runs.values()]
     speed.barh(names, rates, color=colors)
     speed.set(title="Thousand tokens a second")
@@ -99,17 +100,21 @@ def outliers(runs: dict[str, Json]) -> Figure:
     models = [model for model in of if model != "trained" and "bf16" in of[model]]
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    recipes = list(dict.fromkeys(recipe for model in models for recipe in of[model]))
-    for index, recipe in enumerate(recipes):
-        points = []
+    names = list(dict.fromkeys(recipe for model in models for recipe in of[model]))
+    for index, recipe in enumerate(names):
+        line, shift = style(index), (index - len(names) / 2) * 0.8 / len(names)
+        means = []
         for place, model in enumerate(models):
-            baseline = np.mean(of[model]["bf16"])
-            x = place + (index - len(recipes) / 2) * 0.8 / len(recipes)
-            points += [(x, loss - baseline) for loss in of[model].get(recipe, [])]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", label=recipe, **_color(index))
+            losses = np.array(of[model].get(recipe, [np.nan]))
+            losses -= np.mean(of[model]["bf16"])
+            means.append(losses.mean())
+            x = np.full(len(losses), place + shift)
+            axes.plot(x, losses, "o", markersize=4, color=line["color"])
+        places = shift + np.arange(len(models))
+        axes.plot(places, means, linewidth=1, label=recipe, **line)
     axes.set(
-        title="After fine-tuning: validation loss minus the mean of bf16's",
+        title="After fine-tuning: validation loss minus the mean of bf16's "
+        "(circles: seeds)",
         xlabel="largest activation planted",
         ylabel="nats a token",
         xticks=range(len(models)),
@@ -125,21 +130,20 @@ def error_by_bits(models: dict[str, Json]) -> Figure:
 
     def panel(axes: Axes, of: Json) -> None:
         for index, (name, errors) in enumerate(of.items()):
-            style = _color(index)
-            axes.semilogy(error.PLAIN, errors["plain"], label=name, **style)
-            axes.semilogy(error.FALLBACK, errors["fallback"], "--", **style)
+            color = COLORS[index]
+            axes.semilogy(error.PLAIN, errors["plain"], label=name, color=color)
+            axes.semilogy(error.FALLBACK, errors["fallback"], "--", color=color)
         axes.set(xlabel="bits (dashed: with fallback)")
 
     return _panels(models, panel, "relative rms error of a token")
 
 
-def cosine_by_rate(models: dict[str, Json]) -> Figure:
-    """What is missing to a cosine of 1, of `down`'s output, by rate and criterion."""
+def distance_by_rate(models: dict[str, Json]) -> Figure:
+    """1 - cosine of `down`'s output and the exact one, by rate and criterion."""
 
     def panel(axes: Axes, of: Json) -> None:
-        for index, (criterion, cosines) in enumerate(of["down"].items()):
-            missing = 1 - _floats(cosines)
-            axes.plot(criteria.RATES, missing, label=criterion, **_style(index))
+        for index, (criterion, distances) in enumerate(of["down"].items()):
+            axes.plot(criteria.RATES, distances, label=criterion, **style(index))
         axes.set(xlabel="blocks that fall back", yscale="log")
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
@@ -147,12 +151,11 @@ def cosine_by_rate(models: dict[str, Json]) -> Figure:
 
 
 def gradient_by_bits(models: dict[str, Json]) -> Figure:
-    """What is missing to a cosine of 1, of the gradient, by bits of each operand."""
+    """1 - cosine of the gradient and the exact one, by bits of each operand."""
 
     def panel(axes: Axes, of: Json) -> None:
-        for index, (operand, cosines) in enumerate(of.items()):
-            missing = 1 - _floats(cosines)
-            axes.plot(gradients.BITS, missing, label=operand, **_style(index))
+        for index, (operand, distances) in enumerate(of.items()):
+            axes.plot(gradients.BITS, distances, label=operand, **style(index))
         axes.set(xlabel="bits", yscale="log")
 
     return _panels(models, panel, "1 - cosine of the gradient")
@@ -162,9 +165,8 @@ def passes(models: dict[str, Json]) -> Figure:
     """Fallback in the forward product only, and in dW too."""
 
     def panel(axes: Axes, of: Json) -> None:
-        for index, (where, cosines) in enumerate(of.items()):
-            missing = 1 - _floats(cosines)
-            axes.plot(gradients.RATES, missing, label=where, **_style(index))
+        for index, (where, distances) in enumerate(of.items()):
+            axes.plot(gradients.RATES, distances, label=where, **style(index))
         axes.set(xlabel="blocks that fall back", yscale="log")
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
@@ -172,12 +174,11 @@ def passes(models: dict[str, Json]) -> Figure:
 
 
 def nonlinear(models: dict[str, list[float]]) -> Figure:
-    """What norms and gates keep, by bits."""
+    """1 - cosine of the gradient, by the bits that norms and gates keep."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for index, (model, cosines) in enumerate(models.items()):
-        missing = 1 - _floats(cosines)
-        axes.plot(gradients.SAVED_BITS, missing, label=model, **_style(index))
+    for index, (model, distances) in enumerate(models.items()):
+        axes.plot(gradients.SAVED_BITS, distances, label=model, **style(index))
     axes.axvline(10, color="0.6", linestyle=":", zorder=0)
     axes.set(xlabel="bits kept of a value", yscale="log")
     axes.set(ylabel="1 - cosine of the gradient")
@@ -190,7 +191,7 @@ def perplexity(models: dict[str, Json]) -> Figure:
 
     def panel(axes: Axes, of: Json) -> None:
         for index, kind in enumerate(("block", "fallback")):
-            axes.semilogx(BLOCK_SIDES, of[kind], "o-", label=kind, **_color(index))
+            axes.semilogx(BLOCK_SIDES, of[kind], "o-", label=kind, color=COLORS[index])
         axes.axhline(of["float"], color="0.5", linestyle=":", label="float32")
         axes.minorticks_off()
         axes.set_xticks(BLOCK_SIDES, labels=list(map(str, BLOCK_SIDES)))
@@ -230,7 +231,7 @@ def thresholds(runs: dict[str, Json]) -> Figure:
                 axes.set(title=found.projection(name), yscale="log")
             else:
                 axes.set(xlabel="step", ylim=(0, None))
-                axes.axhspan(0.1, 0.3, color="0.87", zorder=0)
+                axes.axhspan(*TARGET, color="0.87", zorder=0)
             finish(axes)
     grid[0, 0].set_ylabel("threshold")
     grid[1, 0].set_ylabel("blocks that fall back")
@@ -245,11 +246,11 @@ def start(models: dict[str, Json]) -> Figure:
     for index, (name, of) in enumerate(models["trained"].items()):
         forwards = 1 + np.arange(len(of["theta"]))
         label = "first batch" if name == "first_batch" else f"{name} of it"
-        thetas.plot(forwards, of["theta"], label=label, **_style(index))
-        rates.plot(forwards, of["rate"], **_style(index))
+        thetas.plot(forwards, of["theta"], label=label, **style(index))
+        rates.plot(forwards, of["rate"], **style(index))
     thetas.set(xlabel="training forward", ylabel="threshold / first batch's")
     thetas.set_yscale("log")
-    rates.axhspan(0.1, 0.3, color="0.87", zorder=0)
+    rates.axhspan(*TARGET, color="0.87", zorder=0)
     rates.set(xlabel="training forward", ylabel="blocks that fall back")
     finish(thetas)
     finish(rates)
@@ -262,7 +263,7 @@ def longer(runs: dict[str, Json]) -> Figure:
     axes = figure.subplots()
     for index, (name, run) in enumerate(runs.items()):
         loss = _floats(run["loss"])
-        axes.plot(1 + np.arange(len(loss)), smooth(loss), label=name, **_style(index))
+        axes.plot(1 + np.arange(len(loss)), smooth(loss), label=name, **style(index))
     axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats a token")
     finish(axes)
     return figure
@@ -284,16 +285,6 @@ def _panels(
         finish(axes)
     panels[0].set_ylabel(ylabel)
     return figure
-
-
-def _style(index: int) -> dict[str, Any]:
-    # The second round of colors has other dashes than the first.
-    dashes = DASHES[(index + index // len(COLORS)) % len(DASHES)]
-    return _color(index) | {"linestyle": dashes}
-
-
-def _color(index: int) -> dict[str, Any]:
-    return {"color": COLORS[index % len(COLORS)]}
 
 
 def _floats(values: Sequence[float | None]) -> np.ndarray:
@@ -321,7 +312,7 @@ PICTURES: dict[str, tuple[Callable[[Path], Json], Callable[[Any], Figure]]] = {
     "thresholds": (_with_fallback, thresholds),
     "outliers": (_runs("outliers"), outliers),
     "error": (_study("error"), error_by_bits),
-    "criteria": (_study("criteria"), cosine_by_rate),
+    "criteria": (_study("criteria"), distance_by_rate),
     "operands": (_study("operands"), gradient_by_bits),
     "passes": (_study("passes"), passes),
     "nonlinear": (_study("nonlinear"), nonlinear),

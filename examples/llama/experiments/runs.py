@@ -7,6 +7,7 @@ those that were stopped.
 """
 
 import dataclasses
+import hashlib
 import json
 import platform
 import shutil
@@ -83,26 +84,33 @@ def do(run: Run) -> None:
 
     Raises:
         KeyboardInterrupt: It was told to stop. What there is of it is written.
+        RunError: It cannot be in its folder. Nothing is written.
     """
     about = dict(run.about)
+    before = metrics.read(run.out / "metrics.jsonl")
     try:
         train.train(run.config, run.out, resume=(run.out / "config.json").exists())
-    except train.RunError as error:
-        write(run, done=True, about=about | {"diverged": str(error)})
+    except train.DivergedError as error:
+        write(run, before, done=True, about=about | {"diverged": str(error)})
         return
     except KeyboardInterrupt:
-        write(run, done=False, about=about)
+        write(run, before, done=False, about=about)
         raise
-    write(run, done=True, about=about)
+    write(run, before, done=True, about=about)
     if not run.config.save_every:
         shutil.rmtree(run.out)
 
 
-def write(run: Run, *, done: bool, about: dict[str, Any]) -> None:
-    """Writes what there is of a run."""
+def write(
+    run: Run, before: list[dict[str, Any]], *, done: bool, about: dict[str, Any]
+) -> None:
+    """Writes what there is of a run, of which this process found the records before."""
     records = metrics.read(run.out / "metrics.jsonl")
     if not records:
         return
+    trained = records != before[: len(records)]
+    if run.config.from_hf is not None:
+        about = about | {"weights": weights(Path(run.config.from_hf))}
     looks = records[:: -(-len(records) // _LOOKS)]
     result = about | {
         "done": done,
@@ -110,7 +118,8 @@ def write(run: Run, *, done: bool, about: dict[str, Any]) -> None:
         "machine": machine(),
         "steps": len(records),
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in records),
-        "peak_bytes": peak_bytes(),
+        # Of a process that took no step it would be what a checkpoint takes.
+        "peak_bytes": peak_bytes() if trained else None,
         "loss": [r["loss"] for r in records],
         "grad_norm": [r["grad_norm"] for r in records],
         "val_loss": {r["step"]: r["val_loss"] for r in records if "val_loss" in r},
@@ -141,6 +150,12 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.8g}") if isinstance(value, float) else value
+
+
+def weights(model: Path) -> str:
+    """The SHA-256 of the weights in a folder that `hf.save` has written."""
+    with (model / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def machine() -> dict[str, str]:

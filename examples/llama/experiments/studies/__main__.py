@@ -45,8 +45,10 @@ def main(name: str, size: str, work: Path, results: Path) -> None:
             model: STUDIES[name](load(settings, work, model))
             for model in outliers.models(settings, work)
         }
-    file = results / "studies" / f"{name}.json"
-    runs.save({"machine": runs.machine(), "found": found}, file)
+    models = outliers.models(settings, work).items()
+    weights = {model: runs.weights(folder) for model, folder in models}
+    result = {"machine": runs.machine(), "weights": weights, "found": found}
+    runs.save(result, results / "studies" / f"{name}.json")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How close a projection's output comes, by the share of blocks that fall back.
+"""How far a projection's output is off, by the share of blocks that fall back.
 
 By each criterion for which blocks these are. All is computed by the library.
 """
@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from examples.llama.experiments.studies.subject import Subject, cosine
+from examples.llama.experiments.studies.subject import Subject, cosine_distance
 from fbq_jax import dispatch, dot_general, recipes
 from fbq_jax.kernels.reference import CRITERIA, Criterion
 
@@ -18,7 +18,7 @@ _MATMUL = (((1,), (0,)), ((), ()))
 
 
 def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
-    """The mean over the layers of the output's cosine similarity to the exact one.
+    """The mean over the layers of 1 - cosine of the output and the exact one.
 
     Returns:
         By projection and criterion, for each of `RATES`.
@@ -27,7 +27,7 @@ def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
         name: {
             criterion: [
                 float(
-                    sum(_similarity(x, w, rate, criterion) for x, w in layers)
+                    sum(_distance(x, w, rate, criterion) for x, w in layers)
                     / len(layers)
                 )
                 for rate in RATES
@@ -40,7 +40,7 @@ def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _similarity(
+def _distance(
     x: jax.Array, w: jax.Array, rate: float, criterion: Criterion
 ) -> jax.Array:
     recipe = dataclasses.replace(recipes.fallback, criterion=criterion)
@@ -49,4 +49,4 @@ def _similarity(
     ordered = jnp.sort(jnp.append(metric.reshape(-1), 0.0), descending=True)
     theta = ordered[jnp.round(rate * metric.size).astype(jnp.int32)]
     y, _ = dot_general(x, w, _MATMUL, recipe=recipe, theta=theta)
-    return cosine(y, x @ w)
+    return cosine_distance(y, x @ w)

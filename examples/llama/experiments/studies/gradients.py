@@ -1,4 +1,4 @@
-"""The gradient's cosine similarity to the exact one, by bits of each operand.
+"""1 - cosine of the gradient and the exact one, by bits of each operand.
 
 And by where fallback is: in the product Y, as the method has it, or in dW as well.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from examples.llama.experiments.studies import emulate
-from examples.llama.experiments.studies.subject import Subject, cosine
+from examples.llama.experiments.studies.subject import Subject, cosine_distance
 from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import PyTree, cross_entropy
 
@@ -23,9 +23,9 @@ SAVED_BITS = tuple(range(4, 13))
 
 def operands(subject: Subject) -> dict[str, list[float]]:
     """With one operand quantized in all projections: for each of `BITS`."""
-    similarity = _similarity(subject)
+    distance = _distance(subject)
     return {
-        operand: [similarity(emulate.bits(**{operand: bits})) for bits in BITS]
+        operand: [distance(emulate.bits(**{operand: bits})) for bits in BITS]
         for operand in OPERANDS
     }
 
@@ -37,11 +37,11 @@ def passes(subject: Subject) -> dict[str, list[float]]:
         "forward", where the share of X's blocks falls back in Y, and "both", where it
         does in dW too.
     """
-    similarity = _similarity(subject)
+    distance = _distance(subject)
 
     def at(forward: float, backward: float) -> float:
         how = emulate.bits(x=8, w=8, dy=8, forward=forward, backward=backward)
-        return similarity(how)
+        return distance(how)
 
     return {
         "forward": [at(rate, 0.0) for rate in RATES],
@@ -56,17 +56,17 @@ def nonlinear(subject: Subject) -> list[float]:
     def at(bits: int) -> float:
         config = dataclasses.replace(subject.config, saved_bits=bits)
         gradient = _gradient(Llama(config), subject.params, subject.text[0])
-        return float(cosine(exact, gradient))
+        return float(cosine_distance(exact, gradient))
 
     return list(map(at, SAVED_BITS))
 
 
-def _similarity(subject: Subject) -> Callable[[emulate.Bits], float]:
+def _distance(subject: Subject) -> Callable[[emulate.Bits], float]:
     def gradient(how: emulate.Bits) -> PyTree:
         return _emulated(subject.config, subject.params, subject.text[0], how)
 
     exact = gradient(emulate.bits())
-    return lambda how: float(cosine(exact, gradient(how)))
+    return lambda how: float(cosine_distance(exact, gradient(how)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
