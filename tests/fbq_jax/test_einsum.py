@@ -207,7 +207,7 @@ def test_nnx_layers_keep_their_state():
     assert oracle.relative(y, exact) < 0.03
 
     model.down.einsum_op = model.up.einsum_op
-    with pytest.raises(ValueError, match="'down' and 'up' share one FallbackDot"):
+    with pytest.raises(ValueError, match="'down' and 'up' share one FallbackEinsum"):
         fbq_jax.nnx.fallback_stats(model)
     apply_rules(model, {".*": None})
     np.testing.assert_array_equal(model(x), exact)
