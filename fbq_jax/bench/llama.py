@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+VOCABULARY = 32_000  # of the models that are trained
 _HEAD = 128  # channels of a head
 _GROUP = 4  # query heads that share keys and values
 _SAVED_BITS = 10
@@ -84,6 +85,12 @@ def trainer(
 def devices(text: str) -> AbstractContextManager[Any]:
     """Has what follows run on the mesh that train.py's ``--mesh`` would make."""
     return mesh.use(mesh.make(text))
+
+
+def random_tokens(sequences: int, length: int) -> np.ndarray:
+    """A step's tokens, int32 ``[1, sequences, length + 1]``, each time the same."""
+    shape = (1, sequences, length + 1)
+    return np.random.default_rng(0).integers(0, VOCABULARY, shape, np.int32)
 
 
 def distribute(tokens: np.ndarray) -> jax.Array:

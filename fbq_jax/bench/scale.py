@@ -24,7 +24,6 @@ from fbq_jax.stats import mean_rate
 
 # (hidden, intermediate, layers, sequences of 2048 tokens a device)
 SHAPES = ((4096, 14336, 4, 8),)
-VOCABULARY = 32_000
 AXES = ("data", "fsdp")  # of meshes with one axis
 # The smaller model: (hidden, intermediate, layers, sequences of all devices).
 RUN = (1024, 4096, 4, 8)
@@ -90,8 +89,7 @@ def _speeds(
     """Rows of a shape on so many devices, by mesh and recipe."""
     hidden, intermediate, layers, sequences = shape
     length, sequences = min(SEQUENCE, hidden), sequences * number
-    draw = np.random.default_rng(0).integers
-    tokens = draw(0, VOCABULARY, (1, sequences, length + 1), np.int32)
+    tokens = llama.random_tokens(sequences, length)
     for mesh in [f"{axis}={number}" for axis in AXES] if number > 1 else [""]:
         baseline: Row | None = None
         exact = 0.0
@@ -102,7 +100,7 @@ def _speeds(
                 intermediate,
                 length,
                 layers=layers,
-                vocabulary=VOCABULARY,
+                vocabulary=llama.VOCABULARY,
                 quantized=recipe is not None,
             )
             with llama.devices(mesh):

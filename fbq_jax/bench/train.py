@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
 from fbq_jax.bench import llama, measure, memory
 from fbq_jax.bench.block import SEQUENCE, choose
@@ -14,7 +13,6 @@ from fbq_jax.stats import mean_rate
 # (hidden, intermediate, layers, sequences of 2048 tokens): TinyLlama's 1.1 billion
 # parameters, and as many in layers as wide as those of Llama 3's 8 billion.
 SHAPES = ((2048, 5632, 22, 8), (4096, 14336, 4, 8))
-VOCABULARY = 32_000
 _STEPS = 8  # before anything is compared or timed
 # By what INT8 may then differ from bf16: nats, and the share of the gradient's norm.
 _LIMITS = {"loss": 0.02, "grad_norm": 0.1}
@@ -38,9 +36,7 @@ def rows(
     for shape in shapes:
         hidden, intermediate, layers, sequences = shape
         sequence = min(SEQUENCE, hidden)
-        draw = np.random.default_rng(0).integers
-        batch = draw(0, VOCABULARY, (1, sequences, sequence + 1), np.int32)
-        tokens = jnp.asarray(batch)
+        tokens = jnp.asarray(llama.random_tokens(sequences, sequence))
         baseline: Row | None = None
         exact: dict[str, float] = {}
         for name, recipe in llama.recipes().items():
@@ -50,7 +46,7 @@ def rows(
                 intermediate,
                 sequence,
                 layers=layers,
-                vocabulary=VOCABULARY,
+                vocabulary=llama.VOCABULARY,
                 quantized=recipe is not None,
             )
             state, step = llama.trainer(config, dot_general)

@@ -168,7 +168,7 @@ def test_train(few_recipes, monkeypatch):
     del few_recipes
     # Twice the same: that recipes are built right the test of a block shows.
     monkeypatch.setattr(llama, "recipes", lambda: {"bf16": None, "again": None})
-    monkeypatch.setattr(train, "VOCABULARY", 256)
+    monkeypatch.setattr(llama, "VOCABULARY", 256)
     measured = list(train.rows([(128, 256, 1, 2)], **HOW))
     weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
     check_speeds(measured, lambda _: 6 * 2 * 128 * (weights + 128 * 128))
