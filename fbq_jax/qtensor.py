@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import dispatch
+from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Block, Criterion, Quantized
 from fbq_jax.kernels.rounding import Rounding
 
@@ -48,12 +49,9 @@ class QTensor:
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """The values that the codes stand for: ``[B, R, C]``, summed in float32."""
         terms = [term for term in (self.main, self.residual) if term is not None]
-        r, c = self.block
-        _, rows, columns = self.shape
         values = jnp.zeros(self.shape, jnp.float32)
-        for codes, scales in terms:
-            scales = jnp.repeat(jnp.repeat(scales, r, axis=1), c, axis=2)
-            values += codes.astype(jnp.float32) * scales[:, :rows, :columns]
+        for term in terms:
+            values += reference.dequantize(term, self.block)
         return values.astype(dtype)
 
     def to_qarray(self) -> Any:

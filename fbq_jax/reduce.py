@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import Block, Quantized
+from fbq_jax.kernels.reference import Block, Quantized, dequantize
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.partition import Axes, Shards, parse
 
@@ -105,13 +105,5 @@ def _scatter_codes(
         x = x.reshape(number, -1, *x.shape[1:])
         return lax.all_to_all(x, names, split_axis=0, concat_axis=0, tiled=True)
 
-    return jnp.sum(_values(Quantized(*map(exchange, codes))), axis=0)
-
-
-def _values(x: Quantized) -> jax.Array:
-    """What codes ``[N, B, R, C]`` stand for, float32."""
-    scales = x.scales
-    for axis, side in zip((2, 3), BLOCK, strict=True):
-        scales = jnp.repeat(scales, side, axis)
-        scales = lax.slice_in_dim(scales, 0, x.codes.shape[axis], axis=axis)
-    return x.codes.astype(jnp.float32) * scales
+    values = dequantize(Quantized(*map(exchange, codes)), BLOCK)  # [number, b, ., .]
+    return jnp.sum(values, axis=0)

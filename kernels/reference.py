@@ -387,6 +387,13 @@ def _metric(
     return jnp.where(jnp.isfinite(scales), metric, jnp.nan)
 
 
+def dequantize(x: Quantized, block: Block) -> jax.Array:
+    """The values that codes ``[..., R, C]`` with a scale a block stand for, float32."""
+    (r, c), (rows, columns) = block, x.codes.shape[-2:]
+    scales = jnp.repeat(jnp.repeat(x.scales, r, axis=-2), c, axis=-1)
+    return x.codes.astype(jnp.float32) * scales[..., :rows, :columns]
+
+
 def _repeat(scales: jax.Array, side: int, size: int) -> jax.Array:
     """One scale a block to one an element, along the last axis."""
     return jnp.repeat(scales, side, axis=-1)[..., :size]
