@@ -44,6 +44,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 linestyle=_DASHES[i // 10 % len(_DASHES)],
                 marker=".",
                 label=name,
+                zorder=len(names) - i,  # the first, on top where lines coincide
             )
         axis.set(title=title, yscale="log")
         axis.tick_params(axis="x", rotation=30)
