@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         "block": "a Llama block, forward and backward, and its memory",
         "profile": "the kernels of such a block",
         "train": "an optimizer step of a Llama of a billion parameters",
-        "scale": "such a step on several GPUs, and its losses there",
+        "scale": "such a step on several GPUs",
+        "losses": "whether training on several GPUs has the losses of one",
         "all": "all of these",
     }
     for name, text in sections.items():

@@ -77,17 +77,15 @@ def first_call(
 
 
 def first_step(
-    step: Any, state: Any, *args: Any, **options: Any
+    step: Any, state: Any, *args: Any
 ) -> tuple[jax.stages.Compiled, float, Any]:
     """As ``first_call``, for a jitted ``(state, *args) -> (state, metrics)``.
-
-    Options are XLA's.
 
     Returns:
       The compiled step, seconds, and the state after it: the old one may be gone.
     """
     start = time.perf_counter()
-    compiled = step.lower(state, *args).compile(compiler_options=options)
+    compiled = step.lower(state, *args).compile()
     state, metrics = compiled(state, *args)
     jax.block_until_ready(metrics)
     return compiled, time.perf_counter() - start, state

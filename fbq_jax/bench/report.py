@@ -17,7 +17,7 @@ class Heading(NamedTuple):
     Attributes:
       title: of the table.
       shape: names of the sizes.
-      rate: unit of ``Row.rate``.
+      rate: unit of ``Row.rate``; None where times are not the point.
       note: what the numbers are.
       baseline: what the ratios are of; None where there are none.
       error_width: characters of a plain table's errors; 0 for none.
@@ -26,7 +26,7 @@ class Heading(NamedTuple):
 
     title: str
     shape: str
-    rate: str
+    rate: str | None
     note: str
     baseline: str | None
     error_width: int = 0
@@ -117,17 +117,24 @@ HEADINGS = {
         "Optimizer step of a Llama on several devices",
         "hidden, MLP, layers, batch",
         "TFLOP/s",
-        _RATIOS.format(
-            baseline="bf16",
-            errors="of the losses, each relative to that of one device, the largest; "
-            "and of a run's losses to those of the same run once more",
-        )
-        + " Batches, rates and tokens are of all devices together; the peak is of one. "
-        "Efficiency is against one device with the same batch for each: sequences of "
-        "2048 tokens, vocabulary 32 000; where losses are compared, of 512 and 1024.",
+        "Milliseconds are sustained, ratios over bf16's rate sustained and in bursts. "
+        "Batches, rates and tokens are of all devices together, in sequences of 2048 "
+        "tokens with a vocabulary of 32 000; the peak is of one. Efficiency is against "
+        "one device with the same batch for each.",
         "bf16",
-        error_width=27,
         others=("mesh", "k tokens/s", "efficiency", "first call, s", "peak, GB"),
+    ),
+    "losses": Heading(
+        "50 steps of a small Llama on one device and on several",
+        "hidden, MLP, layers, batch",
+        None,
+        "Errors are the largest relative differences of a run's losses to those of one "
+        "device, of the same run once more, and of one whose weights were nudged by a "
+        "float32's last bit. Sequences of 512 tokens, a vocabulary of 1024; the batch "
+        "is of all devices together.",
+        None,
+        error_width=50,
+        others=("mesh",),
     ),
 }
 
@@ -156,9 +163,12 @@ def _columns(section: str) -> list[_Column]:
         _Column("by", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
         _Column("fell back", 9, lambda row: _share(row.fallback)),
-        _Column("ms", 8, lambda row: f"{row.ms:.3f}"),
-        _Column(heading.rate, 7, lambda row: f"{row.rate:.4g}"),
     ]
+    if heading.rate is not None:
+        columns += [
+            _Column("ms", 8, lambda row: f"{row.ms:.3f}"),
+            _Column(heading.rate, 7, lambda row: f"{row.rate:.4g}"),
+        ]
     if heading.baseline is not None:
         columns += [
             _Column(f"/ {heading.baseline}", 7, lambda row: f"{row.ratio:.2f}"),

@@ -30,6 +30,7 @@ SECTIONS = (
     "profile",
     "train",
     "scale",
+    "losses",
 )
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton", "jax-triton")
 

@@ -1,9 +1,7 @@
-"""A training step on several devices: how much faster it is, and that it is the same.
+"""How much faster a training step is on several devices.
 
-Speed is *weak scaling*: each device has the batch that one alone would have, and the
-*efficiency* is the tokens a second of N devices over N times those of one.  That the
-steps are the same is asked of a smaller model: its batches are the same however many
-devices share them, and so should its losses be.
+This is *weak scaling*: each device has the batch that one alone would have, and the
+*efficiency* is the tokens a second of N devices over N times those of one.
 """
 
 import dataclasses
@@ -11,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from fbq_jax import recipes
-from fbq_jax.bench import data, llama, measure, memory
+from fbq_jax.bench import llama, measure, memory
 from fbq_jax.bench.block import SEQUENCE, choose
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
@@ -25,11 +21,6 @@ from fbq_jax.stats import mean_rate
 # (hidden, intermediate, layers, sequences of 2048 tokens a device)
 SHAPES = ((4096, 14336, 4, 8),)
 AXES = ("data", "fsdp")  # of meshes with one axis
-# The smaller model: (hidden, intermediate, layers, sequences of all devices).
-RUN = (1024, 4096, 4, 8)
-RUN_SEQUENCE = 512
-RUN_VOCABULARY = 1024
-RUN_STEPS = 50
 
 RECIPES: dict[str, Recipe | None] = {"bf16": None, "fallback": recipes.fallback}
 
@@ -46,9 +37,6 @@ SUMS: dict[str, Recipe] = {
 }
 _STEPS = 4  # before losses are compared and anything is timed
 _LOSS = 0.02  # nats that INT8 may differ from bf16 by then
-# Some kernels, such as the one of the embedding's gradient, sum in the order that
-# threads happen to come in.
-_SAME_EACH_TIME = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 def rows(
@@ -73,9 +61,6 @@ def rows(
         for shape in shapes:
             others = SUMS if n == numbers[-1] > 1 else {}
             yield from _speeds(shape, n, others, alone, implementation, effort)
-    exact: dict[str, np.ndarray] = {}  # losses of one device
-    for n in numbers:
-        yield from _losses(n, exact, implementation, effort)
 
 
 def _speeds(
@@ -134,69 +119,3 @@ def _speeds(
             )
             baseline = baseline or measured
             yield measured
-
-
-def _losses(
-    number: int,
-    exact: dict[str, np.ndarray],
-    implementation: str | None,
-    effort: Effort,
-) -> Iterator[Row]:
-    """Rows of the smaller model's training, twice, on so many devices."""
-    hidden, intermediate, layers, sequences = RUN
-    shape = RUN_STEPS, 1, sequences, RUN_SEQUENCE + 1
-    mesh = {1: "", 2: "fsdp=2"}.get(number, f"data={number // 2},fsdp=2")
-    baseline: Row | None = None
-    for name, recipe in RECIPES.items():
-        by, dot_general = choose(recipe, implementation)
-        config = llama.config(
-            hidden,
-            intermediate,
-            RUN_SEQUENCE,
-            layers=layers,
-            vocabulary=RUN_VOCABULARY,
-            quantized=recipe is not None,
-        )
-        with llama.devices(mesh):
-            batches = [llama.distribute(b) for b in data.walks(RUN_VOCABULARY, shape)]
-            start, step = llama.trainer(config, dot_general, learns=True)
-            compiled, compile_s, state = measure.first_step(
-                step, _copy(start), batches[0], **_SAME_EACH_TIME
-            )
-            losses, again = (_run(compiled, _copy(start), batches) for _ in range(2))
-            rate = mean_rate({"fallback": state.fallback})
-            timing, _ = measure.loop(compiled, state, batches[0], effort=effort)
-        of_one = exact.setdefault(name, losses)
-        measured = row(
-            timing,
-            llama.work(config, sequences * RUN_SEQUENCE),
-            baseline,
-            what=f"{name}, {RUN_STEPS} losses",
-            implementation=by,
-            shape=RUN,
-            mesh=mesh or "one device",
-            fallback=rate,
-            tokens_s=sequences * RUN_SEQUENCE / timing.ms * 1e3,
-            errors={
-                "losses": float(np.max(np.abs(losses - of_one) / of_one)),
-                "repeat": float(np.max(np.abs(losses - again))),
-            },
-            compile_s=compile_s,
-            peak_bytes=memory.peak_bytes(compiled),
-        )
-        baseline = baseline or measured
-        yield measured
-
-
-def _copy(state: Any) -> Any:
-    """A step overwrites the state that it is given."""
-    return jax.tree.map(jnp.copy, state)
-
-
-def _run(step: Any, state: Any, batches: Sequence[Any]) -> np.ndarray:
-    """The losses of a step for each batch, float64."""
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return np.asarray(jax.device_get(losses), np.float64)

@@ -20,6 +20,7 @@ from fbq_jax.bench import (
     gemm,
     linear,
     llama,
+    losses,
     measure,
     memory,
     profile,
@@ -36,6 +37,7 @@ from fbq_jax.bench.measure import Timing
 EFFORT = measure.Effort(warm_up_s=0.0, samples=2, batch_s=0.0, rest_s=0.0, launches=2)
 WHAT = ("bf16", "bf16, again")  # of what test_scale measures
 HOW = {"implementation": "reference", "effort": EFFORT}
+SECTIONS = [importlib.import_module(f"fbq_jax.bench.{n}") for n in results.SECTIONS]
 
 
 def check_speeds(rows, work_per_ms):
@@ -177,8 +179,9 @@ def test_train(few_recipes, monkeypatch):
     assert row.peak_bytes > 0
 
 
-def test_scale(monkeypatch):
-    """With a model of one array, whose steps sum tokens over the devices."""
+@pytest.fixture
+def tiny_steps(monkeypatch):
+    """A model of one array, whose steps sum tokens over as many as five devices."""
 
     @jax.jit
     def step(state, tokens):
@@ -189,18 +192,19 @@ def test_scale(monkeypatch):
     def trainer(config, dot_general, *, learns=False):
         state = llama.step.TrainState(jnp.int32(0), jnp.float32(1.0), {}, {}, ())
         assert dot_general is None
-        assert learns == (config.max_seq_len == scale.RUN_SEQUENCE)
+        assert learns == (config.max_seq_len == losses.SEQUENCE)
         assert config.saved_bits is None
         return jax.device_put(state, llama.mesh.shardings(state)), step
 
     monkeypatch.setattr(llama, "trainer", trainer)
+    monkeypatch.setattr(jax, "device_count", lambda: 5)
+
+
+def test_scale(tiny_steps, monkeypatch):
+    del tiny_steps
     monkeypatch.setattr(scale, "RECIPES", {"bf16": None})
     monkeypatch.setattr(scale, "SUMS", {"bf16, again": None})
-    monkeypatch.setattr(jax, "device_count", lambda: 5)
-    measured = list(scale.rows([(128, 256, 1, 2)], **HOW))
-    speeds = [row for row in measured if row.efficiency is not None]
-    runs = [row for row in measured if row.errors]
-    assert measured == [*speeds, *runs]
+    speeds = list(scale.rows([(128, 256, 1, 2)], **HOW))
     assert [(row.mesh, row.what) for row in speeds] == [
         ("one device", "bf16"),
         *((f"{axis}=4", what) for axis in scale.AXES for what in WHAT),
@@ -211,10 +215,33 @@ def test_scale(monkeypatch):
         assert row.shape == (128, 256, 1, 2 * devices)
         assert row.tokens_s == pytest.approx(2 * devices * 128 / row.ms * 1e3)
         assert row.efficiency == pytest.approx(speeds[0].ms / row.ms)
+
+
+def test_losses(tiny_steps, monkeypatch):
+    del tiny_steps
+    monkeypatch.setattr(losses, "RECIPES", {"float32": (None, jnp.float32)})
+    runs = list(losses.rows([(128, 256, 1, 8)], **HOW))
     assert [row.mesh for row in runs] == ["one device", "fsdp=2", "data=2,fsdp=2"]
     for row in runs:
-        assert row.errors["losses"] < 1e-6
+        assert row.errors["one device"] < 1e-6
         assert row.errors["repeat"] == 0.0
+    assert runs[0].errors["nudged"] < 1e-6
+    assert "nudged" not in runs[1].errors
+
+
+def test_losses_that_differ_are_told(tiny_steps, monkeypatch):
+    del tiny_steps
+    monkeypatch.setattr(losses, "RECIPES", {"float32": (None, jnp.float32)})
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def move(state):
+        return dataclasses.replace(state, params=state.params - 0.5)
+
+    monkeypatch.setattr(losses, "_nudged", move)
+    (row,) = losses.rows([(128, 256, 1, 8)], **HOW)
+    tokens = data.walks(losses.VOCABULARY, (losses.STEPS, 1, 8, losses.SEQUENCE + 1))
+    losses_of_one = tokens.mean(axis=(1, 2, 3)) + 1.0 + 0.25 * np.arange(losses.STEPS)
+    assert row.errors["nudged"] == pytest.approx(0.5 / losses_of_one.min(), rel=1e-3)
 
 
 def test_walks_can_be_learned():
@@ -397,7 +424,7 @@ def test_plain_rows_are_aligned():
 def gpu(monkeypatch):
     """As on a GPU whose benchmark takes no time."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for module in (gemm, quantize, linear, bench_recipes, block, profile, train, scale):
+    for module in SECTIONS:
         name = module.__name__
         monkeypatch.setattr(
             module, "rows", lambda *_, name=name, **__: iter(some_rows(name))
@@ -416,13 +443,13 @@ def test_all_measures_and_stores_every_section(tmp_path, monkeypatch, gpu, capsy
 
 def test_all_goes_without_the_examples(tmp_path, monkeypatch, gpu, capsys):
     del gpu
-    for name in ("block", "profile", "train", "scale", "llama"):
+    for name in ("block", "profile", "train", "scale", "losses", "llama"):
         monkeypatch.delitem(sys.modules, f"fbq_jax.bench.{name}")
         monkeypatch.delattr(fbq_jax.bench, name)
     monkeypatch.setitem(sys.modules, "examples.llama", None)
     how = ["--implementation", "reference", "--out", str(tmp_path / "bench.json")]
     assert main(["all", *how]) == 0
-    assert capsys.readouterr().err.count("without ") == 4
+    assert capsys.readouterr().err.count("without ") == 5
     left = ["gemm", "quantize", "linear", "recipes"]
     assert list(results.load(tmp_path / "bench.json")) == left
     assert main(["block", *how]) == 2
