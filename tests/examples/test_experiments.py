@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -332,7 +333,7 @@ def a_run(recipe: str, **more: Any) -> dict[str, Any]:
         "steps": 20,
         "tokens_per_s": 1000.0,
         "peak_bytes": 2 * 10**9,
-        "loss": [5.0 / step for step in range(1, 21)],
+        "loss": [5.0 / step + len(recipe) / 1000 for step in range(1, 21)],
         "val_loss": {"10": 4.0, "20": 3.0 + len(recipe) / 1000},
         "looks": list(range(1, 21)),
         "fallback": of_layers if recipe == "fallback" else {},
@@ -411,10 +412,10 @@ def test_page_is_drawn_from_the_results_alone(
         assert page.NOT_RUN not in text
         assert drawn.keys() == pictures.PICTURES.keys()
         assert text.count("![") == len(drawn)
-    assert "| fallback-0 | 3.0080 | +0.0040 | +0.13% | 1,000 | 2.0 |" in text
+    assert "| fallback-0 | 3.0080 | +0.0040 | +0.13% | +1.54% | 1,000 | 2.0 |" in text
     assert "| fallback | 3.0080 ± 0.0000 | 3.0080 ± 0.0000 |" in text
-    assert "| block-0 (diverged at step 20) | nan |  |  | 1,000 | 2.0 |" in text
-    assert "| rowwise-0 (stopped at step 9) | 3.0070 |  |  | 1,000 | 2.0 |" in text
+    assert "| block-0 (diverged at step 20) | nan |  |  |  | 1,000 | 2.0 |" in text
+    assert "| rowwise-0 (stopped at step 9) | 3.0070 |  |  |  | 1,000 | 2.0 |" in text
     assert "| block-0 | 20 | at step 20 | nan |" in text
     assert "| trained | absmax | 1.0e-01 |" in text
     assert "| trained | block | 8 | 0.1 |" in text
@@ -423,6 +424,15 @@ def test_page_is_drawn_from_the_results_alone(
     assert "| threshold at step 20 / at step 1 |" in text
     assert "| first_batch | 2 |" in text
     assert "5 of the 5 arrays of the last checkpoint are bit-equal" in text
+
+
+def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+    copy = tmp_path / "EXPERIMENTS.md"
+    copy.write_text(__main__.PAGE.read_text())
+    page.fill(copy, __main__.RESULTS)
+    folder = os.path.relpath(__main__.RESULTS, tmp_path)
+    text = copy.read_text().replace(f"]({folder}/", "](experiments/results/")
+    assert text == __main__.PAGE.read_text()
 
 
 def test_results_of_other_texts_or_models_are_refused(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama.config import RECIPES
+from examples.llama.experiments import found
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +51,23 @@ def test_tables_are_those_of_the_results() -> None:
         start = text.rsplit(" | ", 1)[0] + " |"
         named = text.startswith(("| bf16 |", "| block |", "| fallback |"))
         assert (f"\n{start}\n" in readme) == named
+
+
+def test_the_readme_has_losses_and_costs_of_the_experiments() -> None:
+    folder = ROOT / "examples" / "llama" / "experiments" / "results"
+    runs = found.runs(folder, "parity")
+    names = {"bf16-0": "bf16", "bf16-1": "bf16, another seed"}
+    base = found.last_val_loss(runs["bf16-0"])
+    expected = []
+    for name, run in runs.items():
+        loss = found.last_val_loss(run)
+        to_bf16 = "" if name == "bf16-0" else f" {loss / base - 1:+.2%}"
+        expected.append(
+            f"| {names.get(name, name.removesuffix('-0'))} | {loss:.4f} |{to_bf16} | "
+            f"{run['tokens_per_s']:,.0f} | {run['peak_bytes'] / 1e9:.1f} |"
+        )
+    readme = (ROOT / "README.md").read_text()
+    _, table = readme.split("| validation loss | to bf16 | tokens/s | peak GB |\n")
+    rows = table.partition("\n\n")[0].splitlines()[1:]
+    assert len(rows) == 7
+    assert set(rows) <= set(expected)

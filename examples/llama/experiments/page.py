@@ -63,6 +63,8 @@ def parity(results: Path) -> str:
     rows = []
     for name, run in runs.items():
         loss, peak = found.last_val_loss(run), run["peak_bytes"]
+        # Of the same seed, and so on the same batches.
+        paired = name in ended and name.endswith("-0") and "bf16-0" in ended
         how = "diverged" if "diverged" in run else "stopped"
         difference = ended.get(name, math.nan) - base
         compared = not math.isnan(difference)
@@ -72,11 +74,16 @@ def parity(results: Path) -> str:
                 f"{loss:.4f}",
                 f"{difference:+.4f}" if compared else "",
                 f"{difference / base:+.2%}" if compared else "",
+                f"{_late(run) / _late(runs['bf16-0']) - 1:+.2%}" if paired else "",
                 f"{run['tokens_per_s']:,.0f}",
                 "" if peak is None else f"{peak / 1e9:.1f}",
             ]
         )
-    head = "recipe and seed", "validation loss", "to bf16-0", "", "tokens/s", "peak GB"
+    head = (
+        "recipe and seed",
+        *("validation loss", "to bf16-0", "", "training loss to bf16-0"),
+        *("tokens/s", "peak GB"),
+    )
     run = next(iter(runs.values()))
     options, corpus = run["options"], run["options"]["corpus"]
     tokens = options["steps"] * options["batch"] * options["seq"]
@@ -86,6 +93,11 @@ def parity(results: Path) -> str:
         f"epochs of {corpus['train'] / 1e6:.1f} million; {machine}."
     )
     return f"{about}\n\n{_table(head, rows)}"
+
+
+def _late(run: found.Json) -> float:
+    """The mean training loss of the last tenth of the steps."""
+    return statistics.fmean(run["loss"][-(run["steps"] // 10) :])
 
 
 def outliers(results: Path) -> str:
