@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax import dispatch, gemms, threshold
+from fbq_jax import gemms, ops, threshold
 from fbq_jax.explicit import automatic
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.matrices import DimensionNumbers, as_matrices, check_operands, output_of
@@ -235,7 +235,7 @@ def resolve(
         return theta
 
     def own_quantile() -> jax.Array:
-        metric = dispatch.block_metric(
+        metric = ops.block_metric(
             layer(lax.stop_gradient(x)),
             block=recipe.lhs_block,
             criterion=criterion,

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax import dispatch, gemms, nonlinear
+from fbq_jax import gemms, nonlinear, ops
 from fbq_jax.dot_general import resolve
 from fbq_jax.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.kernels import producers
@@ -104,7 +104,7 @@ def _norm_forward(
         return nonlinear.rms_norm(x, gain, epsilon=norm.epsilon, bits=norm.bits)
 
     theta = resolve(theta, x, spec.recipe, spec.implementation, layer=layer)
-    operand, normalized, rstd = dispatch.rms_norm_quantize(
+    operand, normalized, rstd = ops.rms_norm_quantize(
         x,
         jnp.broadcast_to(gain, (len(x), *gain.shape)),
         _thetas(theta, x),
@@ -265,7 +265,7 @@ def _gated_forward(
         save=save,
     )
     theta = resolve(thetas[1], gate_up, recipe, specs.down.implementation, layer=layer)
-    operand, by_gate, by_up = dispatch.silu_gate_quantize(
+    operand, by_gate, by_up = ops.silu_gate_quantize(
         gate_up,
         _thetas(theta, x),
         seeds_of(seeds[1], LHS_STREAM, x),
@@ -307,7 +307,7 @@ def _gated_mlp_bwd(
     grad = quantize_grad(specs.down, dy, saved.down.seed)
     hidden = gemms.grad_of_lhs(specs.down, saved.down.rhs, grad)
     dw_down = gemms.grad_of_rhs(specs.down, saved.down.lhs, grad, saved.down.seed)
-    grad = dispatch.silu_gate_grad_quantize(
+    grad = ops.silu_gate_grad_quantize(
         hidden,
         saved.by_gate,
         saved.by_up,

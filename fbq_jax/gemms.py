@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax import dispatch
+from fbq_jax import ops
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.operands import (
     SUM_STREAM,
@@ -201,7 +201,7 @@ def _product(
 ) -> jax.Array:
     """A product in INT8, of blocks with these sides if the GEMM has block scales."""
     contraction = max(1, math.prod(rhs.codes.shape[2:]))
-    return dispatch.matmul(
+    return ops.matmul(
         lhs,
         residual,
         rhs,

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax import dispatch
+from fbq_jax import ops
 from fbq_jax.gemms import RHS_NAME
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.matrices import DimensionNumbers, dot_general_of
@@ -116,7 +116,7 @@ def _matmul_fwd(
     spec: Spec, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, Quantized]]:
     outliers, rest = _split(x, spec.threshold)
-    rows = dispatch.quantize_vectors(
+    rows = ops.quantize_vectors(
         rest,
         _no_seeds(x),
         rows="nearest",
@@ -152,7 +152,7 @@ def _split(x: jax.Array, threshold: float) -> tuple[jax.Array, jax.Array]:
 
 def _by_columns(spec: Spec, x: jax.Array) -> Quantized:
     """Codes ``[B, C, R]`` of ``[B, R, C]``, with a scale a column."""
-    columns = dispatch.quantize_vectors(
+    columns = ops.quantize_vectors(
         x,
         _no_seeds(x),
         rows=None,
@@ -169,7 +169,7 @@ def _no_seeds(x: jax.Array) -> jax.Array:
 
 def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:
     """``[B, M, K]`` times ``[B, N, K]``, float32."""
-    return dispatch.matmul(
+    return ops.matmul(
         lhs,
         None,
         rhs,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import dispatch
+from fbq_jax import ops
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.recipe import Quantizer, Recipe
@@ -45,7 +45,7 @@ def quantize_lhs(
         lhs = layouts(rows=recipe.fwd.quantizers[0], columns=columns)
         return lhs, None, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
     in_blocks = columns is not None and columns.scales == "block"
-    main, residual, metric, by_columns = dispatch.quantize_fallback(
+    main, residual, metric, by_columns = ops.quantize_fallback(
         x,
         jnp.broadcast_to(theta, x.shape[:1]),
         seeds,
@@ -112,7 +112,7 @@ def _quantize(
     row_rounding = None if rows is None else rows.rounding
     column_rounding = None if columns is None else columns.rounding
     if how.scales == "block":
-        return dispatch.quantize(
+        return ops.quantize(
             x,
             seeds,
             block=block,
@@ -120,7 +120,7 @@ def _quantize(
             columns=column_rounding,
             implementation=spec.implementation,
         )
-    return dispatch.quantize_vectors(
+    return ops.quantize_vectors(
         *_cut(x, seeds, how.shards),
         rows=row_rounding,
         columns=column_rounding,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import dispatch
+from fbq_jax import ops
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Block, Criterion, Quantized
 from fbq_jax.kernels.rounding import Rounding
@@ -125,7 +125,7 @@ def quantize(
         if rounding == "stochastic":
             raise ValueError("stochastic rounding needs seeds, uint32 [B]")
         seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    main, _ = dispatch.quantize(x, seeds, block=block, rows=rounding, columns=None)
+    main, _ = ops.quantize(x, seeds, block=block, rows=rounding, columns=None)
     assert main is not None
     return QTensor(main, None, block)
 
@@ -150,7 +150,7 @@ def quantize_fallback(
     """
     thetas = jnp.broadcast_to(theta, x.shape[:1])
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    main, residual, metric, _ = dispatch.quantize_fallback(
+    main, residual, metric, _ = ops.quantize_fallback(
         x, thetas, seeds, block=block, criterion=criterion, columns=None
     )
     return QTensor(main, residual, block), metric
@@ -164,6 +164,6 @@ def matmul(lhs: QTensor, rhs: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array
     (m, k), (rhs_k, n) = lhs.block, rhs.block
     if k != rhs_k:
         raise ValueError(f"blocks of {k} and {rhs_k} along the contraction differ")
-    return dispatch.matmul(
+    return ops.matmul(
         lhs.main, lhs.residual, rhs.mT.main, blocks=(m, k, n), dtype=dtype
     )

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax import dispatch, threshold
+from fbq_jax import dispatch, ops, threshold
 from fbq_jax.dot_general import Stats, checked_theta, resolve
 from fbq_jax.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.kernels.ragged import Tiles, cut, from_tiles, to_tiles
@@ -232,7 +232,7 @@ def _matmul_bwd(
     grad = quantize_grad(spec, to_tiles(cotangents[0], tiles), seed)
     assert grad.rows is not None
     assert grad.columns is not None
-    dx = dispatch.ragged_matmul(
+    dx = ops.ragged_matmul(
         grad.rows,
         None,
         rhs,
@@ -241,7 +241,7 @@ def _matmul_bwd(
         dtype=spec.lhs_dtype,
         implementation=spec.implementation,
     )
-    dw = dispatch.ragged_contraction(
+    dw = ops.ragged_contraction(
         lhs,
         grad.columns,
         tiles.groups,
@@ -265,7 +265,7 @@ def _forward(
 ) -> jax.Array:
     assert lhs is not None
     assert rhs is not None
-    y = dispatch.ragged_matmul(
+    y = ops.ragged_matmul(
         lhs,
         residual,
         rhs,

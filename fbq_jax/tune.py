@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import dispatch
+from fbq_jax import dispatch, ops
 from fbq_jax.bench import measure
 from fbq_jax.kernels import table
 from fbq_jax.kernels.reference import Quantized
@@ -68,7 +68,7 @@ def tune(
 ) -> tuple[dict[str, int], float]:
     """The fastest candidate for ``(M, N, K)``, and its time in milliseconds."""
     operands = _operands(sizes, fallback=fallback)
-    definition = functools.partial(dispatch.matmul, blocks=_BLOCKS, dtype=jnp.float32)
+    definition = functools.partial(ops.matmul, blocks=_BLOCKS, dtype=jnp.float32)
     wanted = jax.jit(functools.partial(definition, implementation="reference"))(
         *operands
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from fbq_jax import dispatch, fp8, recipes, threshold
+from fbq_jax import dispatch, fp8, ops, recipes, threshold
 from fbq_jax.dot_general import dot_general
 from fbq_jax.linen_fp8 import Fp8Dot, ScalingMethod
 from fbq_jax.recipe import Recipe
@@ -84,7 +84,7 @@ def by_recipe(
     """A recipe, with a threshold that the middle of its target rate exceeds in x."""
     theta = fallback = None
     if recipe.criterion is not None:
-        metric = dispatch.block_metric(
+        metric = ops.block_metric(
             x[None],
             block=recipe.lhs_block,
             criterion=recipe.criterion,

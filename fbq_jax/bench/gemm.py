@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax import dispatch
+from fbq_jax import dispatch, ops
 from fbq_jax.bench import measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
@@ -84,14 +84,12 @@ def rows(
 
 def _matmul(dtype: jax.typing.DTypeLike, by: str) -> Callable[..., jax.Array]:
     return jax.jit(
-        functools.partial(
-            dispatch.matmul, blocks=_BLOCKS, dtype=dtype, implementation=by
-        )
+        functools.partial(ops.matmul, blocks=_BLOCKS, dtype=dtype, implementation=by)
     )
 
 
 def _codes(key: jax.Array, rows: int, columns: int, by: str) -> Quantized:
-    codes = dispatch.quantize(
+    codes = ops.quantize(
         jax.random.normal(key, (1, rows, columns), jnp.bfloat16),
         jnp.zeros(1, jnp.uint32),
         block=(_SIDE, _SIDE),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import dispatch
+from fbq_jax import dispatch, ops
 from fbq_jax.bench import data, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
@@ -89,8 +89,8 @@ def _cases(
     seeds = jnp.ones(1, jnp.uint32)
     for rounding in ("nearest", "stochastic"):
         rounded = {"block": _BLOCK, "rows": rounding, "columns": rounding}
-        yield _Case(rounding, dispatch.quantize, rounded, (x, seeds), None, 2, 2)
-    metric = dispatch.block_metric(
+        yield _Case(rounding, ops.quantize, rounded, (x, seeds), None, 2, 2)
+    metric = ops.block_metric(
         x, block=_BLOCK, criterion="absmax", implementation=implementation
     )
     ascending = jnp.sort(metric.reshape(-1))
@@ -100,7 +100,7 @@ def _cases(
         taken = float(jnp.mean(metric > theta, dtype=jnp.float32))
         yield _Case(
             "fallback",
-            dispatch.quantize_fallback,
+            ops.quantize_fallback,
             options,
             (x, theta[None], seeds),
             taken,

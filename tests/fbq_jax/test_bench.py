@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fbq_jax.bench
-from fbq_jax import dispatch, recipes
+from fbq_jax import dispatch, ops, recipes
 from fbq_jax.bench import (
     block,
     contenders,
@@ -295,8 +295,8 @@ def spoil(monkeypatch):
 
         monkeypatch.setattr(dispatch, "choose", choose_spoilt)
         for name in ("quantize", "quantize_fallback", "block_metric", "matmul"):
-            replacement = by_definition(getattr(dispatch, name), name == spoilt_op)
-            monkeypatch.setattr(dispatch, name, replacement)
+            replacement = by_definition(getattr(ops, name), name == spoilt_op)
+            monkeypatch.setattr(ops, name, replacement)
 
     def by_definition(op, is_spoilt):
         def replacement(*args, implementation, **options):

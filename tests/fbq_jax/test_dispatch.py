@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import FallbackDot, dispatch, dot_general, recipes
+from fbq_jax import FallbackDot, dispatch, dot_general, ops, recipes
 from fbq_jax.kernels import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -73,15 +73,15 @@ def test_without_jax_triton_it_says_what_to_install(on_gpu):
 
 def test_a_gpu_that_runs_the_reference_warns_once(on_gpu):
     on_gpu("7.5")
-    dispatch._warn_of_reference.cache_clear()
+    dispatch.warn_of_reference.cache_clear()
     x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
     asked = {"block": (32, 32), "rows": "nearest", "columns": None}
     with pytest.warns(UserWarning, match="many times slower than by a kernel: not mos"):
-        dispatch.quantize(x, seeds, **asked)
+        ops.quantize(x, seeds, **asked)
     with warnings.catch_warnings():
-        dispatch.quantize(x, seeds, **asked)
-        dispatch._warn_of_reference.cache_clear()
-        dispatch.quantize(x, seeds, **asked, implementation="reference")
+        ops.quantize(x, seeds, **asked)
+        dispatch.warn_of_reference.cache_clear()
+        ops.quantize(x, seeds, **asked, implementation="reference")
 
 
 def test_what_is_asked_for_is_named_in_errors(monkeypatch):
@@ -109,7 +109,7 @@ def test_seeds_are_for_sums_in_int8(reduce, seeds):
     x = reference.Quantized(jnp.ones((1, 4, 4), jnp.int8), jnp.ones((1, 1, 1)))
     options = {"blocks": BLOCKS, "dtype": jnp.float32}
     with pytest.raises(ValueError, match=f"reduce='{reduce}' with(out)? seeds"):
-        dispatch.matmul(x, None, x, reduce=reduce, seeds=seeds, **options)
+        ops.matmul(x, None, x, reduce=reduce, seeds=seeds, **options)
 
 
 def test_every_op_goes_through_the_choice(monkeypatch):
@@ -119,8 +119,8 @@ def test_every_op_goes_through_the_choice(monkeypatch):
         calls.append((choice.op, len(sides)))
         return getattr(reference, choice.op)
 
-    monkeypatch.setattr(dispatch, "_function", function)
-    dispatch._batched_op.cache_clear()
+    monkeypatch.setattr(dispatch, "function_of", function)
+    ops._batched_op.cache_clear()
     x = jnp.ones((4, 4))
     for recipe in (recipes.fallback, recipes.fallback_rowwise_bwd):
         dot = functools.partial(dot_general, recipe=recipe)
@@ -152,7 +152,7 @@ def test_vmap_of_a_producer_stacks_its_matrices():
     x, gain = (jax.random.normal(k, (3, 1, 40, 160)) for k in keys[:2])
     theta, seeds = jnp.zeros((3, 1)), jnp.zeros(1, jnp.uint32)
     op = functools.partial(
-        dispatch.rms_norm_quantize,
+        ops.rms_norm_quantize,
         epsilon=1e-5,
         bits=10,
         block=(32, 128),

@@ -19,6 +19,7 @@ from fbq_jax import (
     dispatch,
     dot_general,
     fallback_stats,
+    ops,
     ragged_dot,
     recipes,
 )
@@ -197,9 +198,9 @@ def test_on_a_gpu_it_says_that_there_is_no_kernel(monkeypatch):
     assert "not mosaic: it has no kernel for this op; not triton: it" in choice.reason
     with pytest.raises(ValueError, match="cannot do ragged_contraction: it has no ker"):
         dispatch.choose("ragged_contraction", (32, 32, 32), implementation="mosaic")
-    dispatch._warn_of_reference.cache_clear()
+    dispatch.warn_of_reference.cache_clear()
     with pytest.warns(UserWarning, match="ragged_matmul runs by its definition"):
-        dispatch._without_kernels("ragged_matmul", (128, 128, 128), None)
+        ops._without_kernels("ragged_matmul", (128, 128, 128), None)
 
 
 class Experts(nn.Module):

@@ -15,9 +15,9 @@ from fbq_jax import (
     FallbackDot,
     GatedMLP,
     Recipe,
-    dispatch,
     dot_general,
     fallback_dot,
+    ops,
     ragged_dot,
     recipes,
 )
@@ -83,7 +83,7 @@ QUANTIZERS = {
 def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
     """Bit for bit, and without a word, but for the scales of whole vectors."""
     options, args = QUANTIZERS[name]
-    op = functools.partial(getattr(dispatch, name), **options)
+    op = functools.partial(getattr(ops, name), **options)
     x = heavy((1, 4, 128, 64))
     operands = place(mesh_of(), x, *spec), *args
     run = compiled(op, *operands)
@@ -109,7 +109,7 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
 def test_what_cannot_be_cut_between_blocks_is_left_whole(spec, shape):
     mesh = mesh_of(all=8) if "all" in spec else mesh_of()
     options, args = QUANTIZERS["quantize"]
-    op = jax.jit(functools.partial(dispatch.quantize, **options))
+    op = jax.jit(functools.partial(ops.quantize, **options))
     x = heavy(shape)
     assert_equal(op(place(mesh, x, *spec), *args), op(x, *args))
 
@@ -257,7 +257,7 @@ def test_gate_and_up_are_cut_alike():
     """Each device has both, of the same columns."""
     gate, up = heavy((1, 64, 256)), heavy((1, 64, 256), 1)
     op = functools.partial(
-        dispatch.silu_gate_quantize,
+        ops.silu_gate_quantize,
         bits=10,
         block=(SIDE, 64),
         criterion="absmax",

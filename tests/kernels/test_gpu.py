@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import dispatch
+from fbq_jax import dispatch, ops
 from tests.kernels import matmul_cases, producer_cases, quantize_cases
 from tests.kernels.matmul_cases import CASES, Case
 from tests.kernels.test_reference import heavy
@@ -26,9 +26,7 @@ def ops_of(implementation: str, sides=(128, 128, 128)) -> SimpleNamespace:
         pytest.skip(str(refusal))
     return SimpleNamespace(
         **{
-            name: functools.partial(
-                getattr(dispatch, name), implementation=implementation
-            )
+            name: functools.partial(getattr(ops, name), implementation=implementation)
             for name in dispatch.OPS
         }
     )

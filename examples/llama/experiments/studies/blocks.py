@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama.experiments.studies.subject import Subject
-from fbq_jax import dispatch, recipes, threshold
+from fbq_jax import ops, recipes, threshold
 
 
 def study(subject: Subject) -> dict[str, list[list[str]]]:
@@ -20,7 +20,7 @@ def study(subject: Subject) -> dict[str, list[list[str]]]:
 def _map(x: jax.Array) -> list[str]:
     recipe = recipes.fallback
     assert recipe.criterion is not None
-    (metric,) = dispatch.block_metric(
+    (metric,) = ops.block_metric(
         x[None], block=recipe.lhs_block, criterion=recipe.criterion
     )
     falls_back = metric > threshold.quantile(metric, recipe)

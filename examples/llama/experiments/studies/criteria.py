@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama.experiments.studies.subject import Subject, cosine_distance
-from fbq_jax import dispatch, dot_general, recipes
+from fbq_jax import dot_general, ops, recipes
 from fbq_jax.kernels.reference import CRITERIA, Criterion
 
 RATES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -44,7 +44,7 @@ def _distance(
     x: jax.Array, w: jax.Array, rate: float, criterion: Criterion
 ) -> jax.Array:
     recipe = dataclasses.replace(recipes.fallback, criterion=criterion)
-    metric = dispatch.block_metric(x[None], block=recipe.lhs_block, criterion=criterion)
+    metric = ops.block_metric(x[None], block=recipe.lhs_block, criterion=criterion)
     # Between two blocks' metrics, for as many blocks as the rate says.
     ordered = jnp.sort(jnp.append(metric.reshape(-1), 0.0), descending=True)
     theta = ordered[jnp.round(rate * metric.size).astype(jnp.int32)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from examples.llama.experiments.probe import operands
 from examples.llama.experiments.studies.subject import Subject
-from fbq_jax import dispatch, recipes, threshold
+from fbq_jax import ops, recipes, threshold
 
 FACTORS = (0.001, 0.01, 0.1, 10.0, 100.0, 1000.0)  # times the first batch's
 FORWARDS = 24
@@ -27,7 +27,7 @@ def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
         tokens = jnp.asarray(subject.text[i])
         x = operands(subject.config, subject.params, tokens)["down"].x
         metrics.append(
-            dispatch.block_metric(
+            ops.block_metric(
                 x[len(x) // 2, None],
                 block=recipe.lhs_block,
                 criterion=recipe.criterion,
