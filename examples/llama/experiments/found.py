@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Json = dict[str, Any]
 
 
@@ -74,6 +76,14 @@ def last_val_loss(run: Json) -> float:
     if "diverged" in run or not values or values[-1] is None:
         return float("nan")
     return values[-1]
+
+
+def losses_by_time(run: Json) -> tuple[np.ndarray, np.ndarray]:
+    """Validation losses, and after how many seconds of training steps each was."""
+    options = run["options"]
+    seconds_a_step = options["batch"] * options["seq"] / run["tokens_per_s"]
+    steps = np.array(list(map(int, run["val_loss"])))
+    return steps * seconds_a_step, np.array(list(run["val_loss"].values()), float)
 
 
 def by_model_and_recipe(runs: dict[str, Json]) -> dict[str, dict[str, list[float]]]:

@@ -100,6 +100,38 @@ def _late(run: found.Json) -> float:
     return statistics.fmean(run["loss"][-(run["steps"] // 10) :])
 
 
+def cost(results: Path) -> str:
+    """Time and memory of the runs that ended, and when each reached a common loss."""
+    runs = {
+        name: run
+        for name, run in found.runs(results, "parity").items()
+        if run["done"] and "diverged" not in run
+    }
+    if "bf16-0" not in runs:
+        return ""
+    base = runs["bf16-0"]
+    reached = max(map(found.last_val_loss, runs.values()))
+    rows = []
+    for name, run in runs.items():
+        seconds, losses = found.losses_by_time(run)
+        # Both fall from one evaluation to the next; `interp` wants what rises.
+        when = float(np.interp(-reached, -losses, seconds))
+        peaks = run["peak_bytes"], base["peak_bytes"]
+        rows.append(
+            [
+                name,
+                f"{seconds[-1]:.0f}",
+                f"{run['tokens_per_s'] / base['tokens_per_s']:.2f}",
+                f"{when:.0f}",
+                "" if None in peaks else f"{peaks[0] / peaks[1]:.2f}",
+            ]
+        )
+    speed, memory = "speed, / bf16-0", "peak memory, / bf16-0"
+    return _table(
+        ("recipe and seed", "seconds", speed, f"seconds to {reached:.4f}", memory), rows
+    )
+
+
 def outliers(results: Path) -> str:
     """Losses after fine-tuning: the mean of the seeds, and their range."""
     of = found.by_model_and_recipe(found.runs(results, "outliers"))
@@ -274,7 +306,7 @@ def _table(head: Iterable[str], rows: list[list[str]]) -> str:
 # By name, as the page has them.
 TABLES: dict[str, Callable[[Path], str]] = {
     "parity": parity,
-    "cost": lambda results: "As above." if found.runs(results, "parity") else "",
+    "cost": cost,
     "planted": planted,
     "outliers": outliers,
     "error": _by_model("error", error.PLAIN, "down"),

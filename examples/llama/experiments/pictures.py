@@ -75,11 +75,7 @@ def cost(runs: dict[str, Json]) -> Figure:
         title="Validation loss over time", xlabel="seconds", ylabel="nats a token"
     )
     for index, (name, run) in enumerate(runs.items()):
-        tokens = run["options"]["batch"] * run["options"]["seq"]
-        seconds = tokens / run["tokens_per_s"]
-        steps = np.array([int(step) for step in run["val_loss"]])
-        values = _floats(list(run["val_loss"].values()))
-        over_time.plot(steps * seconds, values, label=name, **style(index))
+        over_time.plot(*found.losses_by_time(run), label=name, **style(index))
     names, colors = list(runs), [style(index)["color"] for index in range(len(runs))]
     rates = [run["tokens_per_s"] / 1e3 for run in runs.values()]
     speed.barh(names, rates, color=colors)
