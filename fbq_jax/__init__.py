@@ -16,6 +16,8 @@ from fbq_jax.dot_general import dot_general as dot_general
 from fbq_jax.fused import fuses as fuses
 from fbq_jax.linen import FallbackDot as FallbackDot
 from fbq_jax.linen import fallback_dot as fallback_dot
+from fbq_jax.linen_conv import FallbackConv as FallbackConv
+from fbq_jax.linen_conv import fallback_conv as fallback_conv
 from fbq_jax.linen_einsum import Einsum as Einsum
 from fbq_jax.linen_einsum import FallbackEinsum as FallbackEinsum
 from fbq_jax.linen_einsum import fallback_einsum as fallback_einsum

@@ -84,7 +84,7 @@ def einsum(
         ),
         precision=precision,
         preferred_element_type=preferred_element_type,
-        out_sharding=_before_transposing(out_sharding, order),
+        out_sharding=before_transposing(out_sharding, order),
     )
     return y.transpose(order)
 
@@ -143,7 +143,7 @@ def _label(
     return (*before, *range(-rest, 0), *after)
 
 
-def _before_transposing(
+def before_transposing(
     sharding: NamedSharding | PartitionSpec | None, order: Sequence[int]
 ) -> NamedSharding | PartitionSpec | None:
     """The sharding of what has this one when it is transposed."""

@@ -34,16 +34,16 @@ def layer_weight(
     slot: Variable,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
-    kernel_shape: tuple[int, ...] | None = None,
 ) -> QTensor | None:
     """The codes by which a Linen layer multiplies, or None if it is not frozen.
 
     Where the slot asks for codes, they are made of ``rhs`` and put there, with the
-    shape of the kernel if that is another.
+    shape of the kernel, of which ``rhs`` may be another form.
     """
     state, layer = slot.value, "/".join(module.path) or "(root)"
     assert module.scope is not None
-    stand_in = isinstance(module.scope.get_variable("params", KERNEL), FrozenKernel)
+    kernel = module.scope.get_variable("params", KERNEL)
+    stand_in = isinstance(kernel, FrozenKernel)
     if ASKED in state:
         if state[ASKED] is None:
             check_recipe(dot.recipe, layer)
@@ -54,7 +54,8 @@ def layer_weight(
                 recipe=dot.recipe,
                 implementation=dot.implementation,
             )
-            weight = dataclasses.replace(weight, shape=kernel_shape or rhs.shape)
+            shape = jax.tree.leaves(kernel)[0].shape  # boxed, it may be
+            weight = dataclasses.replace(weight, shape=shape)
             slot.value = {**state, ASKED: weight}
         check_axes(slot.value[ASKED].axes, dimension_numbers, f"layer {layer!r}")
         return slot.value[ASKED].codes

@@ -64,9 +64,7 @@ class _Kernel(nn.Module):
         kernel = jnp.asarray(kernel, dtype)
         # What a frozen layer multiplies by; one that trains makes it on its devices.
         matrix = _as_matrix(kernel) if stays(slot.value) else kernel
-        codes = layer_weight(
-            self.dot_general, self, slot, matrix, _MATRICES, kernel.shape
-        )
+        codes = layer_weight(self.dot_general, self, slot, matrix, _MATRICES)
         return kernel if codes is None else codes.main, bias, slot
 
 

@@ -16,6 +16,8 @@ from fbq_jax.matrices import DimensionNumbers
 from fbq_jax.recipe import Recipe
 from fbq_jax.rules import RulesReport
 
+LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv)
+
 # The object that a report is about, and the layers that it has found so far, each with
 # the pattern that took it.
 _reporting: contextvars.ContextVar[tuple["RulesDot", dict[str, str | None]] | None] = (
@@ -77,7 +79,7 @@ class RulesDot:
         out_sharding: Any = None,
     ) -> jax.Array:
         """``lax.dot_general(lhs, rhs, ...)``, quantized as the layer's rule says."""
-        return (self._dot() or lax.dot_general)(
+        return (self.of_layer() or lax.dot_general)(
             lhs,
             rhs,
             dimension_numbers,
@@ -95,11 +97,11 @@ class RulesDot:
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
         """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, likewise."""
-        dot = self._dot()
+        dot = self.of_layer()
         ragged_dot = lax.ragged_dot if dot is None else dot.ragged_dot
         return ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
 
-    def _dot(self) -> FallbackDot | None:
+    def of_layer(self) -> FallbackDot | None:
         """What the layer that calls computes with; None is float."""
         module = calling_module()
         if module is None:
@@ -129,8 +131,8 @@ class RulesDot:
 
         Returns:
           The layers that called this object and the rules that took them.  Flax's
-          ``Dense``, ``DenseGeneral`` and ``Einsum`` layers that did not call it, for
-          they have another ``dot_general`` or none, count as unmatched.
+          ``Dense``, ``DenseGeneral``, ``Einsum`` and ``Conv`` layers that did not call
+          it, for they have another ``dot_general`` or none, count as unmatched.
         """
         found: dict[str, str | None] = {}
 
@@ -140,7 +142,7 @@ class RulesDot:
             kwargs: dict[str, Any],
             context: nn.module.InterceptorContext,
         ) -> Any:
-            if isinstance(context.module, nn.Dense | nn.DenseGeneral | nn.Einsum):
+            if isinstance(context.module, LAYERS):
                 found.setdefault("/".join(context.module.path), None)
             return call(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from fbq_jax import rules as rules_of_paths
+from fbq_jax.nnx_dot import FallbackConv as FallbackConv
 from fbq_jax.nnx_dot import FallbackDot as FallbackDot
 from fbq_jax.nnx_dot import FallbackEinsum as FallbackEinsum
 from fbq_jax.nnx_dot import FallbackState as FallbackState
@@ -28,7 +29,7 @@ from fbq_jax.recipe import Recipe
 from fbq_jax.rules import RulesReport
 from fbq_jax.stats import SLOT, LayerStats
 
-Layer = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
+Layer = nnx.Linear | nnx.LinearGeneral | nnx.Einsum | nnx.Conv
 
 
 def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
@@ -45,7 +46,8 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
     for path, module in nnx.iter_modules(model):
         if isinstance(module, FallbackDot):
             layer = path[:-1] if path[-1:] == (SLOT,) else path
-            layer = layer[:-1] if layer[-1:] == ("einsum_op",) else layer
+            if layer[-1:] in (("einsum_op",), ("conv_general_dilated",)):
+                layer = layer[:-1]
             stats["/".join(map(str, layer)) or "(root)"] = LayerStats(
                 module.rate[...], module.theta[...], module.count[...]
             )
@@ -61,11 +63,13 @@ def apply_rules(
 ) -> RulesReport:
     """Gives each linear layer of a model the recipe of the first rule that matches it.
 
-    The layers are the model's ``nnx.Linear``, ``nnx.LinearGeneral`` and ``nnx.Einsum``;
-    rules match their paths, such as ``"blocks/0/mlp/up"`` (``fbq_jax.rules``).  A layer
-    gets a ``FallbackDot`` of its own as its ``dot_general``, or a ``FallbackEinsum`` as
-    its ``einsum_op``.  By a rule that is None it gets ``lax.dot_general`` or
-    ``jnp.einsum``: float.  A layer that no rule matches stays as it is.
+    The layers are the model's ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and
+    ``nnx.Conv``; rules match their paths, such as ``"blocks/0/mlp/up"``
+    (``fbq_jax.rules``).  A layer gets a ``FallbackDot`` of its own as its
+    ``dot_general``, a ``FallbackEinsum`` as its ``einsum_op`` or a ``FallbackConv`` as
+    its ``conv_general_dilated``.  By a rule that is None it gets ``lax.dot_general``,
+    ``jnp.einsum`` or ``lax.conv_general_dilated``: float.  A layer that no rule matches
+    stays as it is.
 
     Args:
       model: changed in place, or, on an error, not at all.
@@ -129,6 +133,13 @@ def _set(
             op = nnx.data(op)
         layer.einsum_op = op
         return
+    if isinstance(layer, nnx.Conv):
+        op = nnx.static(lax.conv_general_dilated)
+        if recipe is not None:
+            op = FallbackConv(recipe, rngs=rngs, implementation=implementation)
+            op = nnx.data(op)
+        layer.conv_general_dilated = op
+        return
     op = nnx.static(lax.dot_general)
     if recipe is not None:
         op = nnx.data(FallbackDot(recipe, rngs=rngs, implementation=implementation))
@@ -140,7 +151,7 @@ def _set(
 def _is_stack(layer: Layer) -> bool:
     if isinstance(layer, nnx.Linear):
         return layer.kernel.ndim != 2
-    if isinstance(layer, nnx.Einsum):
+    if isinstance(layer, nnx.Einsum | nnx.Conv):
         return layer.kernel.ndim != len(layer.kernel_shape)
     sizes = (*layer.batch_axis, *layer.in_features, *layer.out_features)
     return layer.kernel.ndim != len(sizes)

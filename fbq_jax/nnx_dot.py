@@ -1,4 +1,4 @@
-"""The quantized ``dot_general`` and einsum of one Flax NNX layer, with its state."""
+"""The quantized op of one Flax NNX layer, with its state."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fbq_jax import threshold
+from fbq_jax.conv import conv_general_dilated
 from fbq_jax.dot_general import stateful_dot_general
 from fbq_jax.einsum import einsum
 from fbq_jax.matrices import DimensionNumbers
@@ -169,3 +170,34 @@ class FallbackEinsum(nnx.Module):
             preferred_element_type,
             out_sharding,
         )
+
+
+class FallbackConv(nnx.Module):
+    """A quantized ``lax.conv_general_dilated`` for one ``nnx.Conv``, with its state.
+
+    ``fbq_jax.FallbackConv`` says what it takes and what overlapping windows cost.  It
+    has a ``FallbackDot``, and takes its arguments.
+
+    >>> op = FallbackConv(rngs=nnx.Rngs(0))
+    >>> layer = nnx.Conv(
+    ...     3, 8, (4, 4), strides=4, conv_general_dilated=op, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 16, 16, 3))).shape
+    (2, 4, 4, 8)
+    >>> op.dot_general.count[...]
+    Array(1, dtype=uint32)
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe = fallback,
+        *,
+        rngs: nnx.Rngs | None = None,
+        implementation: str | None = None,
+    ):
+        self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
+
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any
+    ) -> jax.Array:
+        """``lax.conv_general_dilated(lhs, rhs, ...)``, quantized."""
+        return conv_general_dilated(self.dot_general, lhs, rhs, *args, **kwargs)

@@ -26,7 +26,7 @@ class Call:
 
     Attributes:
       layer: its path.
-      shape: of the kernel, without axes of layers that are stacked.
+      shape: of what it multiplies by, without axes of layers that are stacked.
       dtype: in which it multiplies.
       dimension_numbers: of the product; None until there was one.
     """

@@ -15,24 +15,26 @@ from fbq_jax.frozen import (
     rhs_axes,
     zeros,
 )
-from fbq_jax.nnx_dot import FallbackEinsum
+from fbq_jax.nnx_dot import FallbackConv, FallbackEinsum
 from fbq_jax.nnx_frozen import Call, FreezableDot, FrozenCodes
 from fbq_jax.nnx_unshared import check_unshared
 from fbq_jax.qtensor import QTensor
 
 M = TypeVar("M", bound=nnx.Module)
 
-LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+TAKEN = "freeze takes nnx.Linear, nnx.LinearGeneral, nnx.Einsum and nnx.Conv"
 
 
 def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     """Turns the weights of a model's quantized layers into INT8 codes and scales.
 
     ``fbq_jax.freeze`` for NNX.  The layers are ``nnx.Linear`` and ``nnx.LinearGeneral``
-    (also those of attention) that multiply by a ``fbq_jax.nnx.FallbackDot``, and
-    ``nnx.Einsum`` by a ``fbq_jax.nnx.FallbackEinsum``.  They lose their kernel; codes
-    and scales are the variable ``dot_general.weight``, which an einsum has in its
-    ``einsum_op``.
+    (also those of attention) that multiply by a ``fbq_jax.nnx.FallbackDot``,
+    ``nnx.Einsum`` by a ``fbq_jax.nnx.FallbackEinsum`` and ``nnx.Conv`` by a
+    ``fbq_jax.nnx.FallbackConv``.  They lose their kernel; codes and scales are the
+    variable ``dot_general.weight``, which an einsum has in its ``einsum_op`` and a
+    convolution in its ``conv_general_dilated``.
 
     For a model as abstract as restoring a checkpoint needs it,
     ``nnx.eval_shape(lambda: freeze(Model(rngs=nnx.Rngs(0)), x))``.
@@ -50,8 +52,8 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
       ValueError: no layer multiplies by a ``FallbackDot``, or one is frozen already,
         has no threshold yet, has a recipe that multiplies in floats in the forward
         pass, does not run, or multiplies by its kernel in two ways (an einsum called
-        with subscripts of its own); something else than these layers does; or two of
-        them share one ``FallbackDot``.
+        with subscripts of its own); something else than these layers does; a
+        convolution has a mask; or two of them share one ``FallbackDot``.
 
     >>> import jax.numpy as jnp
     >>> from fbq_jax.nnx import FallbackDot
@@ -81,17 +83,16 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Any, FreezableDot]]:
     layers: dict[str, tuple[Any, FreezableDot]] = {}
     thetas = {}
     modules = list(nnx.iter_modules(model))
-    ops = {id(layer.einsum_op) for _, layer in modules if isinstance(layer, nnx.Einsum)}
+    ops = {id(_op_of(layer)) for _, layer in modules if isinstance(layer, LAYERS)}
     for path, layer in modules:
         dot = _dot_of(layer)
         if dot is None or id(layer) in ops:
             continue
         name = _name(path)
         if not isinstance(layer, LAYERS):
-            raise ValueError(
-                "freeze takes nnx.Linear, nnx.LinearGeneral and nnx.Einsum; "
-                f"{name!r} is a {type(layer).__name__}"
-            )
+            raise ValueError(f"{TAKEN}; {name!r} is a {type(layer).__name__}")
+        if isinstance(layer, nnx.Conv) and layer.mask is not None:
+            raise ValueError(f"freeze takes no nnx.Conv with a mask, as {name!r} has")
         if dot.weight is not None:
             raise ValueError(f"freeze takes a model once; {name!r} is frozen")
         check_recipe(dot.recipe, name)
@@ -101,8 +102,7 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Any, FreezableDot]]:
     for path, module in modules:
         if isinstance(module, FreezableDot) and id(module) not in frozen:
             raise ValueError(
-                "freeze takes nnx.Linear, nnx.LinearGeneral and nnx.Einsum; what else "
-                f"multiplies by {_name(path)!r} would stay in floats"
+                f"{TAKEN}; what else multiplies by {_name(path)!r} would stay in floats"
             )
     if not layers:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
@@ -116,9 +116,15 @@ def _name(path: Sequence[Any]) -> str:
 
 def _dot_of(module: nnx.Module) -> FreezableDot | None:
     """What a module multiplies by, if it can be frozen."""
-    op = vars(module).get("einsum_op", vars(module).get("dot_general"))
-    dot = op.dot_general if isinstance(op, FallbackEinsum) else op
+    op = _op_of(module)
+    dot = op.dot_general if isinstance(op, FallbackEinsum | FallbackConv) else op
     return dot if isinstance(dot, FreezableDot) else None
+
+
+def _op_of(module: nnx.Module) -> Any:
+    """What a module was given to multiply by, if anything."""
+    names = ("dot_general", "einsum_op", "conv_general_dilated")
+    return next((vars(module)[name] for name in names if name in vars(module)), None)
 
 
 def _freeze_layer(layer: Any, dot: FreezableDot) -> None:
@@ -132,15 +138,17 @@ def _freeze_layer(layer: Any, dot: FreezableDot) -> None:
 
     def quantize(kernel: jax.Array, state: dict[str, jax.Array]) -> QTensor:
         return quantize_weight(
-            kernel.astype(call.dtype),
+            kernel.astype(call.dtype).reshape(call.shape),
             dimension_numbers,
             threshold.call_seed(threshold.clean(state)),
             recipe=dot.recipe,
             implementation=dot.implementation,
         ).codes
 
-    for _ in range(kernel.ndim - len(call.shape)):  # axes of stacked layers
+    # A convolution multiplies by its kernel in feature groups.
+    shape = layer.kernel_shape if isinstance(layer, nnx.Conv) else call.shape
+    for _ in range(kernel.ndim - len(shape)):  # axes of stacked layers
         quantize = jax.vmap(quantize)
     dot.weight = nnx.data(FrozenCodes(quantize(kernel, dot.state())))
     dot.axes = rhs_axes(dimension_numbers)
-    layer.kernel = FrozenKernel(call.shape, kernel.dtype)
+    layer.kernel = FrozenKernel(shape, kernel.dtype)

@@ -2,8 +2,10 @@
 
 from flax import nnx
 
-from fbq_jax.nnx_dot import FallbackDot, FallbackEinsum
+from fbq_jax.nnx_dot import FallbackConv, FallbackDot, FallbackEinsum
 from fbq_jax.nnx_fp8 import Fp8Dot
+
+OPS = (FallbackDot, FallbackEinsum, FallbackConv, Fp8Dot)
 
 
 def check_unshared(model: nnx.Module) -> None:
@@ -14,7 +16,8 @@ def check_unshared(model: nnx.Module) -> None:
     ``Fp8Dot``, call it once on the model that you made.
 
     Args:
-      model: with any of ``FallbackDot``, ``FallbackEinsum`` and ``Fp8Dot``.
+      model: with any of ``FallbackDot``, ``FallbackEinsum``, ``FallbackConv`` and
+        ``Fp8Dot``.
 
     Raises:
       ValueError: names two layers that share one.
@@ -31,7 +34,7 @@ give each layer its own
     for path, module in nnx.iter_modules(model):
         name = "/".join(map(str, path)) or "(root)"
         for op in vars(module).values():
-            if not isinstance(op, FallbackDot | FallbackEinsum | Fp8Dot):
+            if not isinstance(op, OPS):
                 continue
             if (owner := owners.setdefault(id(op), name)) != name:
                 raise ValueError(

@@ -32,7 +32,8 @@ def freeze(
     The same model, applied to what is returned, gives bit for bit what it gives for
     ``variables`` in evaluation.  The layers are those that multiply their parameter
     ``kernel`` by a ``FallbackDot`` (Flax's ``Dense``, ``DenseGeneral`` and attention,
-    ``Einsum``, ``NormDense``, ``GatedMLP``); other parameters stay as they are.
+    ``Einsum``, ``Conv``, ``NormDense``, ``GatedMLP``); other parameters stay as they
+    are.
 
     The tree keeps its form but for those layers: the kernel becomes a ``FrozenKernel``,
     which has no leaves, and the layer's state gets a ``FrozenWeight`` with the codes.
@@ -105,10 +106,10 @@ class _LinenKernel(FrozenKernel):
 
     def __jax_array__(self) -> jax.Array:
         module = calling_module()
-        if (
-            module is not None
-            and getattr(module, "dot_general", self) is None
-            and getattr(module, "dot_general_cls", None) is None
+        if module is not None and any(
+            getattr(module, op, self) is None
+            and getattr(module, f"{op}_cls", None) is None
+            for op in ("dot_general", "conv_general_dilated")
         ):
             layer = "/".join(module.path) or "(root)"
             raise ValueError(

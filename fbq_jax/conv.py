@@ -1,0 +1,183 @@
+"""A convolution as one quantized ``dot_general``: its windows times its kernel.
+
+The windows are copies made by slices, exact in every dtype; a NaN reaches the windows
+that hold it and no other.  One value is in ``prod(kernel) / prod(strides)`` of them.
+Where windows lie side by side (patches, 1x1) that is once, and they are the activation
+itself, reshaped.  Where they overlap, a 3x3 convolution makes of its input an array of
+nine times the size; so does the backward pass of the input's gradient, whose parts are
+then summed in the input's dtype.
+
+For the gradient of the kernel the codes of the windows are kept, which is nine bytes a
+value for that 3x3: a block's values share a scale, and a pixel is in blocks of other
+pixels for each place that it has in a window.  ``nn.remat(nn.Conv)`` keeps the input in
+their stead, and makes windows and codes once more.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fbq_jax.einsum import before_transposing
+
+
+def conv_general_dilated(
+    dot_general: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
+    """``lax.conv_general_dilated(lhs, rhs, ...)`` by one call of ``dot_general``.
+
+    A window's values are in the order of the kernel's axes, then by channel.
+
+    Args:
+      dot_general: of the activation, the weight and the other arguments of
+        ``lax.dot_general``.
+      lhs: the activation.
+      rhs: the kernel.
+      window_strides: as for ``lax.conv_general_dilated``, like all that follow.
+      padding: with zeros.
+      lhs_dilation: zeros between the activation's values.
+      rhs_dilation: steps between a window's values.
+      dimension_numbers: any.
+      feature_group_count: the groups are batch dimensions of the product, each with
+        codes and scales of its own.
+      batch_group_count: 1.
+      precision: handed on.
+      preferred_element_type: handed on.
+      out_sharding: the output's sharding, over explicit mesh axes; of one group.
+
+    Raises:
+      TypeError: ``lax.conv_general_dilated``'s own, where shapes do not fit.
+      ValueError: likewise; or the batch is in groups, or the output of several feature
+        groups is asked for with a sharding.
+    """
+    if batch_group_count != 1:
+        raise ValueError(
+            "a quantized convolution takes batch_group_count=1; got "
+            f"{batch_group_count}"
+        )
+    groups = feature_group_count
+    if groups != 1 and out_sharding is not None:
+        raise ValueError(
+            "a quantized convolution takes out_sharding where feature_group_count is "
+            f"1; got {groups} and {out_sharding}"
+        )
+
+    lhs_spec, rhs_spec, out_spec = lax.conv_dimension_numbers(
+        lhs.shape, rhs.shape, dimension_numbers
+    )
+    float_conv = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dimension_numbers,
+        feature_group_count=groups,
+    )
+    shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+    out = jax.eval_shape(float_conv, *shapes)
+    places = [out.shape[axis] for axis in out_spec[2:]]
+    sizes = [rhs.shape[axis] for axis in rhs_spec[2:]]
+    if 0 in places:
+        raise ValueError(
+            f"no window of {tuple(sizes)} fits an input of {lhs.shape} with padding "
+            f"{padding!r}: the output would have the shape {out.shape}"
+        )
+    x = _windows(
+        lhs.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1]),
+        places,
+        sizes,
+        window_strides,
+        padding,
+        lhs_dilation or (1,) * len(places),
+        rhs_dilation or (1,) * len(places),
+    )
+
+    within = (*range(2, x.ndim - 1, 2), x.ndim - 1)
+    weights = (*rhs_spec[2:], rhs_spec[1])
+    order = _order(out_spec)
+    if groups == 1:
+        return dot_general(
+            x,
+            rhs,
+            ((within, weights), ((), ())),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=before_transposing(out_sharding, order),
+        ).transpose(order)
+    to = rhs_spec[0]
+    y = dot_general(
+        _split(x, x.ndim - 1, groups),
+        _split(rhs, to, groups),
+        (
+            ((*within[:-1], x.ndim), tuple(axis + (axis > to) for axis in weights)),
+            ((x.ndim - 1,), (to,)),
+        ),
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    y = jnp.moveaxis(y, 0, -2)
+    return y.reshape(*y.shape[:-2], -1).transpose(order)
+
+
+def _windows(
+    x: jax.Array,
+    places: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+    steps: Sequence[int],
+) -> jax.Array:
+    """Of ``[N, H, W, ..., C]`` the windows ``[N, place, within, place, ..., C]``."""
+    if isinstance(padding, str):
+        reaches = [(n - 1) * step + 1 for n, step in zip(sizes, steps, strict=True)]
+        padding = lax.padtype_to_pads(x.shape[1:-1], reaches, strides, padding)
+    around = [
+        (low, high, n - 1) for (low, high), n in zip(padding, dilation, strict=True)
+    ]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *around, (0, 0, 0)])
+    for i, along in enumerate(zip(places, sizes, strides, steps, strict=True)):
+        x = _windows_along(x, 1 + 2 * i, *along)
+    return x
+
+
+def _windows_along(
+    x: jax.Array, axis: int, places: int, size: int, stride: int, step: int
+) -> jax.Array:
+    """Makes two axes of one: the windows' places, and the values in a window."""
+    if step == 1 and stride == size:
+        x = lax.slice_in_dim(x, 0, places * size, axis=axis)
+        return x.reshape(*x.shape[:axis], places, size, *x.shape[axis + 1 :])
+    reach = (places - 1) * stride + 1
+    starts = range(0, size * step, step)
+    values = [lax.slice_in_dim(x, i, i + reach, stride, axis) for i in starts]
+    return jnp.stack(values, axis + 1)
+
+
+def _split(x: jax.Array, axis: int, groups: int) -> jax.Array:
+    size = x.shape[axis] // groups
+    return x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
+
+
+def _order(out_spec: Sequence[int]) -> tuple[int, ...]:
+    """For each of the output's axes the one of ``[N, ..., C]`` that it is."""
+    batch, channels, *inner = out_spec
+    order = [batch, *inner, channels]
+    return tuple(order.index(axis) for axis in range(len(order)))
