@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fbq_jax.einsum import before_transposing
+from fbq_jax.matrices import DimensionNumbers
 
 
 def conv_general_dilated(
@@ -42,7 +43,8 @@ def conv_general_dilated(
 ) -> jax.Array:
     """``lax.conv_general_dilated(lhs, rhs, ...)`` by one call of ``dot_general``.
 
-    A window's values are in the order of the kernel's axes, then by channel.
+    The left operand is ``[N, *places, *kernel_size, C]``, of which the last axes are
+    contracted; the right one is the kernel as it lies.
 
     Args:
       dot_general: of the activation, the weight and the other arguments of
@@ -109,31 +111,28 @@ def conv_general_dilated(
         rhs_dilation or (1,) * len(places),
     )
 
-    within = (*range(2, x.ndim - 1, 2), x.ndim - 1)
-    weights = (*rhs_spec[2:], rhs_spec[1])
+    within = tuple(range(len(places) + 1, x.ndim))
+    of_kernel = (*rhs_spec[2:], rhs_spec[1])
+    dims: DimensionNumbers = (within, of_kernel), ((), ())
+    if groups != 1:
+        channels, features = x.ndim - 1, rhs_spec[0]
+        x, rhs = _split(x, channels, groups), _split(rhs, features, groups)
+        within = (*within[:-1], channels + 1)
+        of_kernel = tuple(axis + (axis > features) for axis in of_kernel)
+        dims = (within, of_kernel), ((channels,), (features,))
     order = _order(out_spec)
-    if groups == 1:
-        return dot_general(
-            x,
-            rhs,
-            ((within, weights), ((), ())),
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=before_transposing(out_sharding, order),
-        ).transpose(order)
-    to = rhs_spec[0]
     y = dot_general(
-        _split(x, x.ndim - 1, groups),
-        _split(rhs, to, groups),
-        (
-            ((*within[:-1], x.ndim), tuple(axis + (axis > to) for axis in weights)),
-            ((x.ndim - 1,), (to,)),
-        ),
+        x,
+        rhs,
+        dims,
         precision=precision,
         preferred_element_type=preferred_element_type,
+        out_sharding=before_transposing(out_sharding, order),
     )
-    y = jnp.moveaxis(y, 0, -2)
-    return y.reshape(*y.shape[:-2], -1).transpose(order)
+    if groups != 1:
+        y = jnp.moveaxis(y, 0, -2)
+        y = y.reshape(*y.shape[:-2], -1)
+    return y.transpose(order)
 
 
 def _windows(
@@ -145,7 +144,7 @@ def _windows(
     dilation: Sequence[int],
     steps: Sequence[int],
 ) -> jax.Array:
-    """Of ``[N, H, W, ..., C]`` the windows ``[N, place, within, place, ..., C]``."""
+    """Of ``[N, ..., C]`` the windows ``[N, *places, *sizes, C]``."""
     if isinstance(padding, str):
         reaches = [(n - 1) * step + 1 for n, step in zip(sizes, steps, strict=True)]
         padding = lax.padtype_to_pads(x.shape[1:-1], reaches, strides, padding)
@@ -153,22 +152,21 @@ def _windows(
         (low, high, n - 1) for (low, high), n in zip(padding, dilation, strict=True)
     ]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *around, (0, 0, 0)])
-    for i, along in enumerate(zip(places, sizes, strides, steps, strict=True)):
-        x = _windows_along(x, 1 + 2 * i, *along)
+    rank = len(places)
+    along = list(enumerate(zip(places, sizes, strides, steps, strict=True), start=1))
+    for axis, (count, size, stride, step) in reversed(along):
+        if stride == size and step == 1:
+            x = lax.slice_in_dim(x, 0, count * size, axis=axis)
+            x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+            x = jnp.moveaxis(x, axis + 1, rank + 1)
+        else:
+            starts = range(0, size * step, step)
+            reach = (count - 1) * stride + 1
+            x = jnp.stack(
+                [lax.slice_in_dim(x, i, i + reach, stride, axis) for i in starts],
+                rank + 1,
+            )
     return x
-
-
-def _windows_along(
-    x: jax.Array, axis: int, places: int, size: int, stride: int, step: int
-) -> jax.Array:
-    """Makes two axes of one: the windows' places, and the values in a window."""
-    if step == 1 and stride == size:
-        x = lax.slice_in_dim(x, 0, places * size, axis=axis)
-        return x.reshape(*x.shape[:axis], places, size, *x.shape[axis + 1 :])
-    reach = (places - 1) * stride + 1
-    starts = range(0, size * step, step)
-    values = [lax.slice_in_dim(x, i, i + reach, stride, axis) for i in starts]
-    return jnp.stack(values, axis + 1)
 
 
 def _split(x: jax.Array, axis: int, groups: int) -> jax.Array:
