@@ -4,13 +4,14 @@ The windows are copies made by slices, exact in every dtype; a NaN reaches the w
 that hold it and no other.  One value is in ``prod(kernel) / prod(strides)`` of them.
 Where windows lie side by side (patches, 1x1) that is once, and they are the activation
 itself, reshaped.  Where they overlap, a 3x3 convolution makes of its input an array of
-nine times the size; so does the backward pass of the input's gradient, whose parts are
-then summed in the input's dtype.
+nine times the size, and so does the backward pass of the input's gradient, whose parts
+are then summed in the input's dtype.
 
 For the gradient of the kernel the codes of the windows are kept, which is nine bytes a
-value for that 3x3: a block's values share a scale, and a pixel is in blocks of other
-pixels for each place that it has in a window.  ``nn.remat(nn.Conv)`` keeps the input in
-their stead, and makes windows and codes once more.
+value for that 3x3.  Codes of the activation would not do in their stead: the values of
+a block share a scale, and each place that a pixel has in a window puts it into a block
+with other pixels.  ``nn.remat(nn.Conv)`` keeps the activation in floats instead, and
+makes windows and codes once more.
 """
 
 import functools
@@ -65,8 +66,8 @@ def conv_general_dilated(
 
     Raises:
       TypeError: ``lax.conv_general_dilated``'s own, where shapes do not fit.
-      ValueError: likewise; or the batch is in groups, or the output of several feature
-        groups is asked for with a sharding.
+      ValueError: likewise; or the batch is in groups, no window fits into the padded
+        input, or the output of several feature groups is asked for with a sharding.
     """
     if batch_group_count != 1:
         raise ValueError(
