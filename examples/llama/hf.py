@@ -27,6 +27,10 @@ _INDEX = "model.safetensors.index.json"
 _TABLE = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
+# Rows of a tensor that are read at once. Transposed they fill whole lines of the cache,
+# as single rows do not.
+_STRIP = 16
+
 # Fields of LlamaConfig and their names in config.json.
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -111,7 +115,10 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
                     f"{file}: {name} has shape {tensor.shape}, "
                     f"{_CONFIG} asks for {shape}"
                 )
-            view[...] = tensor.reshape(view.shape)
+            tensor = tensor.reshape(view.shape)
+            for start in range(0, view.shape[-2], _STRIP):
+                strip = slice(start, start + _STRIP)
+                view[..., strip, :] = tensor[..., strip, :]
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
 
 

@@ -104,10 +104,21 @@ def init_state(
     seed: int,
 ) -> TrainState:
     """The state before the first step, on the devices of the mesh in use."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
+    init, key = _initializer(model, optimizer), jax.random.key(seed)
+    # Bound to its devices, as a restored state is, so that both run one program.
+    shardings = mesh.shardings(jax.eval_shape(init, key, weights))
+    if weights is not None:
+        weights = jax.tree.map(jax.device_put, weights, shardings.params)
+    return jax.jit(init, out_shardings=shardings)(key, weights)
 
+
+# The same function for the same model, so that runs one after another compile it once.
+@functools.lru_cache(maxsize=4)
+def _initializer(
+    model: Llama, optimizer: optax.GradientTransformation
+) -> Callable[[jax.Array, PyTree | None], TrainState]:
     def init(key: jax.Array, weights: PyTree | None) -> TrainState:
-        variables = model.init(key, tokens)
+        variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
         # A copy: a step overwrites the memory of the state it is given.
         params = (
             variables["params"] if weights is None else jax.tree.map(jnp.copy, weights)
@@ -120,12 +131,7 @@ def init_state(
             opt_state=optimizer.init(params),
         )
 
-    key = jax.random.key(seed)
-    # Bound to its devices, as a restored state is, so that both run one program.
-    shardings = mesh.shardings(jax.eval_shape(init, key, weights))
-    if weights is not None:
-        weights = jax.tree.map(jax.device_put, weights, shardings.params)
-    return jax.jit(init, out_shardings=shardings)(key, weights)
+    return init
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

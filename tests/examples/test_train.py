@@ -347,6 +347,32 @@ def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -
     assert np.any(trained["norm"]["scale"] != params["norm"]["scale"])
 
 
+def test_what_initializes_a_model_is_compiled_once() -> None:
+    sizes = LlamaConfig(
+        vocab_size=8,
+        hidden_size=4,
+        intermediate_size=4,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+    )
+    traced = []
+
+    def init(params: Any) -> Any:
+        traced.append(params)
+        return optax.EmptyState()
+
+    optimizer = optax.GradientTransformation(init, optax.identity().update)
+    states, numbers = [], []
+    for seed in 0, 0, 1:
+        states.append(step.init_state(Llama(sizes), optimizer, None, seed))
+        numbers.append(len(traced))
+    assert len(set(numbers)) == 1
+    first, same, other = (state.params["embed"]["embedding"] for state in states)
+    np.testing.assert_array_equal(first, same)
+    assert np.any(first != other)
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
     sizes = LlamaConfig(
         vocab_size=32,

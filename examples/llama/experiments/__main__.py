@@ -120,11 +120,11 @@ def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:
             commands = {"base": again} | commands
         needs = {"models": base} | dict.fromkeys(of_models, "models")
     commands |= of_models
-    commands |= chosen("longer", longer.commands(settings, work, results))
     if not (results / "killed.json").exists():
         module = "examples.llama.experiments.killed"
         killed = [sys.executable, "-m", module, *arguments]
         commands |= chosen("longer", {"killed": killed})
+    commands |= chosen("longer", longer.commands(settings, work, results))
     return jobs.do(commands, needs, work / "logs", gpus=asked.gpus, until=until)
 
 

@@ -32,6 +32,7 @@ class Planted(NamedTuple):
     factors: jax.Array
 
 
+@jax.jit
 def plant(params: PyTree, x: jax.Array, largest: float) -> Planted:
     """Plants outliers.
 

@@ -47,7 +47,15 @@ FULL = Settings(
     },
     finetune={"batch": 32, "steps": 64, "lr": 2e-5, "eval_every": 64, "save_every": 0},
     # Five times as many steps; of fewer tokens, so that they take minutes.
-    longer={"batch": 4, "steps": 7680, "lr": 1e-2, "clip": 0.0, "eval_every": 768},
+    longer={
+        "batch": 4,
+        "steps": 7680,
+        "lr": 1e-2,
+        "clip": 0.0,
+        "log_every": 64,
+        "eval_every": 768,
+        "save_every": 7680,
+    },
     killed={"batch": 16, "steps": 96, "log_every": 1, "save_every": 32},
     studied=4,
 )
@@ -69,7 +77,7 @@ TOY = Settings(
         "save_every": 8,
     },
     finetune={"steps": 2, "lr": 2e-5, "eval_every": 2, "save_every": 0},
-    longer={"steps": 16, "lr": 3e-1, "clip": 0.0, "eval_every": 8},
+    longer={"steps": 16, "lr": 3e-1, "clip": 0.0, "eval_every": 8, "save_every": 16},
     killed={"log_every": 1, "save_every": 3},
     studied=4,
 )

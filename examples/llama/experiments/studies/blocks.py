@@ -18,10 +18,15 @@ def study(subject: Subject) -> dict[str, list[list[str]]]:
 
 
 def _map(x: jax.Array) -> list[str]:
+    return ["".join(map(str, row)) for row in _fall_back(x).tolist()]
+
+
+@jax.jit
+def _fall_back(x: jax.Array) -> jax.Array:
+    """1 where a block does, int32 [blocks of tokens, blocks of channels]."""
     recipe = recipes.fallback
     assert recipe.criterion is not None
     (metric,) = ops.block_metric(
         x[None], block=recipe.lhs_block, criterion=recipe.criterion
     )
-    falls_back = metric > threshold.quantile(metric, recipe)
-    return ["".join(map(str, row)) for row in falls_back.astype(jnp.int32).tolist()]
+    return (metric > threshold.quantile(metric, recipe)).astype(jnp.int32)

@@ -18,7 +18,7 @@ from examples.llama.step import PyTree, cross_entropy
 OPERANDS = ("x", "w", "dy")
 BITS = (4, 5, 6, 7, 8, 10, 12)
 RATES = (0.0, 0.1, 0.2, 0.3, 0.5)
-SAVED_BITS = tuple(range(4, 13))
+SAVED_BITS = (4, 6, 8, 10, 12)  # each a program of its own
 
 
 def operands(subject: Subject) -> dict[str, list[float]]:
@@ -35,17 +35,19 @@ def passes(subject: Subject) -> dict[str, list[float]]:
 
     Returns:
         "forward", where the share of X's blocks falls back in Y, and "both", where it
-        does in dW too.
+        does in dW too; and both with W in floats, for what W loses may hide it.
     """
     distance = _distance(subject)
 
-    def at(forward: float, backward: float) -> float:
-        how = emulate.bits(x=8, w=8, dy=8, forward=forward, backward=backward)
+    def at(rate: float, w: int, *, both: bool) -> float:
+        backward = rate if both else 0.0
+        how = emulate.bits(x=8, w=w, dy=8, forward=rate, backward=backward)
         return distance(how)
 
     return {
-        "forward": [at(rate, 0.0) for rate in RATES],
-        "both": [at(rate, rate) for rate in RATES],
+        where + of_w: [at(rate, w, both=where == "both") for rate in RATES]
+        for of_w, w in (("", 8), (", W in floats", emulate.FLOAT))
+        for where in ("forward", "both")
     }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from examples.llama.experiments.probe import operands
 from examples.llama.experiments.studies.subject import Subject
@@ -22,38 +23,41 @@ def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
     """
     recipe = recipes.fallback
     assert recipe.criterion is not None
-    metrics = []
+    of_batches = []
     for i in range(FORWARDS):
         tokens = jnp.asarray(subject.text[i])
         x = operands(subject.config, subject.params, tokens)["down"].x
-        metrics.append(
+        of_batches.append(
             ops.block_metric(
                 x[len(x) // 2, None],
                 block=recipe.lhs_block,
                 criterion=recipe.criterion,
             )
         )
-    first = threshold.quantile(metrics[0], recipe)
-    starts = {str(factor): factor * float(first) for factor in FACTORS}
-    found = {"first_batch": threshold.start(recipe)} | {
-        name: threshold.start(dataclasses.replace(recipe, start=theta))
-        for name, theta in starts.items()
+    metrics = jnp.stack(of_batches)
+    first = float(_follow(threshold.start(recipe), metrics)[0][0])
+    starts = {"first_batch": threshold.start(recipe)} | {
+        str(factor): threshold.start(dataclasses.replace(recipe, start=factor * first))
+        for factor in FACTORS
     }
     result = {}
-    for name, state in found.items():
-        rates, thetas = [], []
-        for metric in metrics:
-            theta = state["theta"]
-            theta = jnp.where(theta < 0, threshold.quantile(metric, recipe), theta)
-            state = _update(state, metric, theta)
-            rates.append(float(state["rate"]))
-            thetas.append(float(theta / first))
-        result[name] = {"rate": rates, "theta": thetas}
+    for name, state in starts.items():
+        thetas, rates = (values.tolist() for values in _follow(state, metrics))
+        result[name] = {"rate": rates, "theta": [theta / first for theta in thetas]}
     return result
 
 
 @jax.jit
-def _update(
-    state: threshold.State, metric: jax.Array, theta: jax.Array
-) -> threshold.State:
-    return threshold.update(state, metric, theta, recipes.fallback)
+def _follow(state: threshold.State, metrics: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The thresholds and rates, [F], of forwards with these metrics, [F, ...]."""
+    recipe = recipes.fallback
+
+    def forward(
+        state: threshold.State, metric: jax.Array
+    ) -> tuple[threshold.State, tuple[jax.Array, jax.Array]]:
+        theta = state["theta"]
+        theta = jnp.where(theta < 0, threshold.quantile(metric, recipe), theta)
+        state = threshold.update(state, metric, theta, recipe)
+        return state, (theta, state["rate"])
+
+    return lax.scan(forward, state, metrics)[1]
