@@ -41,8 +41,10 @@ def models(settings: Settings, work: Path) -> dict[str, Path]:
 
 def _ways(settings: Settings) -> dict[str, tuple[Callable[..., Planted], int]]:
     """How outliers are planted, and how large, by the model's name."""
-    divided = {str(largest): (plant, largest) for largest in settings.outliers}
-    return divided | {f"{n}-pairs": (plant_pairs, n) for n in settings.paired}
+    return {
+        **{str(largest): (plant, largest) for largest in settings.outliers},
+        **{f"{largest}-pairs": (plant_pairs, largest) for largest in settings.paired},
+    }
 
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
