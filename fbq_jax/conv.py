@@ -2,10 +2,10 @@
 
 The windows are copies made by slices, exact in every dtype; a NaN reaches the windows
 that hold it and no other.  One value is in ``prod(kernel) / prod(strides)`` of them.
-Where windows lie side by side (patches, 1x1) that is once, and they are the activation
-itself, reshaped.  Where they overlap, a 3x3 convolution makes of its input an array of
-nine times the size, and so does the backward pass of the input's gradient, whose parts
-are then summed in the input's dtype.
+Where windows lie side by side that is once: of patches there is one copy, and of 1x1
+they are the activation itself, reshaped.  Where they overlap, a 3x3 convolution makes
+of its input an array of nine times the size, and so does the backward pass of the
+input's gradient, whose parts are then summed in the input's dtype.
 
 For the gradient of the kernel the codes of the windows are kept, which is nine bytes a
 value for that 3x3.  Codes of the activation would not do in their stead: the values of
@@ -108,8 +108,8 @@ def conv_general_dilated(
         sizes,
         window_strides,
         padding,
-        lhs_dilation or (1,) * len(places),
-        rhs_dilation or (1,) * len(places),
+        (1,) * len(places) if lhs_dilation is None else lhs_dilation,
+        (1,) * len(places) if rhs_dilation is None else rhs_dilation,
     )
 
     within = tuple(range(len(places) + 1, x.ndim))
@@ -132,7 +132,7 @@ def conv_general_dilated(
     )
     if groups != 1:
         y = jnp.moveaxis(y, 0, -2)
-        y = y.reshape(*y.shape[:-2], -1)
+        y = y.reshape(*y.shape[:-2], out.shape[out_spec[1]])
     return y.transpose(order)
 
 

@@ -217,6 +217,15 @@ def calling_module() -> nn.Module | None:
     return flax_module._context.module_stack[-1]
 
 
+def check_dot_general(taker: str, dot_general: object) -> None:
+    """Refuses what cannot be called where a ``dot_general`` is taken."""
+    if not callable(dot_general):
+        raise TypeError(
+            f"{taker} takes a dot_general, such as FallbackDot(recipe); got "
+            f"{dot_general!r}"
+        )
+
+
 def _with_floats(state: threshold.State) -> threshold.State:
     """The state as ``jax.grad`` takes it: it rejects integers."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), state)

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax import lax
 
 from fbq_jax.conv import conv_general_dilated
-from fbq_jax.linen import calling_module, fallback_dot
+from fbq_jax.linen import calling_module, check_dot_general, fallback_dot
 from fbq_jax.linen_rules import RulesDot
 
 
@@ -18,10 +18,10 @@ class FallbackConv:
     """``lax.conv_general_dilated`` of an activation and a kernel, quantized.
 
     It is the product of the convolution's windows with the kernel, as
-    ``fbq_jax.conv`` says, which also says what overlapping windows cost: nothing for
-    patches and 1x1, much memory for 3x3, of which ``nn.remat(nn.Conv)`` keeps none for
-    the backward pass.  Strides, padding, dilations and feature groups are as for the
-    float one.
+    ``fbq_jax.conv`` says, which also says what windows cost: nothing for 1x1, a copy
+    for patches, much memory for 3x3, of which ``nn.remat(nn.Conv)`` keeps none for the
+    backward pass.  Strides, padding, dilations and feature groups are as for the float
+    one.
 
     Attributes:
       dot_general: computes the product and, in a Linen module, keeps its state there:
@@ -29,7 +29,8 @@ class FallbackConv:
         ``lax.conv_general_dilated`` that computes.
 
     Raises:
-      TypeError: ``lax.conv_general_dilated``'s own, where shapes do not fit.
+      TypeError: ``dot_general`` cannot be called, as a ``Recipe`` cannot; or
+        ``lax.conv_general_dilated``'s own, where shapes do not fit.
       ValueError: likewise; or a ``batch_group_count``, a window that is larger than the
         padded input, ``out_sharding`` of several feature groups, or ``nn.ConvLocal``.
 
@@ -43,6 +44,9 @@ class FallbackConv:
     """
 
     dot_general: Callable[..., jax.Array] = fallback_dot
+
+    def __post_init__(self) -> None:
+        check_dot_general("FallbackConv", self.dot_general)
 
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any

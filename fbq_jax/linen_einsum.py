@@ -8,7 +8,7 @@ import jax
 from flax import linen as nn
 
 from fbq_jax.einsum import einsum, parse
-from fbq_jax.linen import fallback_dot
+from fbq_jax.linen import check_dot_general, fallback_dot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class FallbackEinsum:
         a ``FallbackDot``, a ``RulesDot`` or any other.
 
     Raises:
+      TypeError: ``dot_general`` cannot be called, as a ``Recipe`` cannot.
       ValueError: what is asked for is no product of matrices: there are not two
         operands, a label is twice in one, is summed over in one alone, or none is
         summed over; or shapes differ.
@@ -35,6 +36,9 @@ class FallbackEinsum:
     """
 
     dot_general: Callable[..., jax.Array] = fallback_dot
+
+    def __post_init__(self) -> None:
+        check_dot_general("FallbackEinsum", self.dot_general)
 
     def __call__(
         self,

@@ -443,3 +443,16 @@ def test_layers_and_dtypes_that_are_not_taken_are_named():
         local.init(jax.random.key(0), jnp.ones((1, 8, 3)))
     with pytest.raises(TypeError, match="lhs is int8; a quantized dot takes bfloat16"):
         fallback_conv(jnp.ones((1, 2, 4), "int8"), jnp.ones((3, 2, 1)), (1,), "SAME")
+    with pytest.raises(TypeError, match="FallbackConv takes a dot_general, such as "):
+        FallbackConv(recipes.block)
+
+
+def test_an_empty_batch_has_an_empty_output():
+    x, w = jnp.ones((0, 5, 6, 4)), jnp.ones((3, 3, 2, 8))
+    y = fallback_conv(
+        *(x, w, (1, 1), "SAME"),
+        rhs_dilation=np.array([1, 2]),
+        dimension_numbers=NHWC,
+        feature_group_count=2,
+    )
+    assert y.shape == (0, 5, 6, 8)

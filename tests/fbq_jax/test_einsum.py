@@ -146,6 +146,11 @@ def test_another_number_of_operands_is_named():
         fallback_einsum(jnp.ones((2, 2)), [0, 1], [1, 0])
 
 
+def test_a_recipe_is_no_dot_general():
+    with pytest.raises(TypeError, match="FallbackEinsum takes a dot_general, such as "):
+        FallbackEinsum(Recipe())
+
+
 def test_linen_layer_is_flax_s_with_state():
     x = jax.random.normal(jax.random.key(1), (2, 20, 32))
     options = {

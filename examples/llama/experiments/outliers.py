@@ -8,7 +8,6 @@ plants them into the bf16 model of `parity`.
 import dataclasses
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,13 +17,7 @@ from examples.llama import checkpoint, hf, train
 from examples.llama.config import Config
 from examples.llama.data import batches, load_corpus
 from examples.llama.experiments import parity, runs
-from examples.llama.experiments.plant import (
-    WIDER,
-    Planted,
-    plant,
-    plant_pairs,
-    widen,
-)
+from examples.llama.experiments.plant import plant
 from examples.llama.experiments.probe import operands
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import SETTINGS, Settings
@@ -36,15 +29,8 @@ TRAINED = "trained"
 
 def models(settings: Settings, work: Path) -> dict[str, Path]:
     """The models' folders: the trained one, and those with outliers by their size."""
-    return {name: work / "models" / name for name in (TRAINED, *_ways(settings))}
-
-
-def _ways(settings: Settings) -> dict[str, tuple[Callable[..., Planted], int]]:
-    """How outliers are planted, and how large, by the model's name."""
-    return {
-        **{str(largest): (plant, largest) for largest in settings.outliers},
-        **{f"{largest}-pairs": (plant_pairs, largest) for largest in settings.paired},
-    }
+    names = [TRAINED, *map(str, settings.outliers)]
+    return {name: work / "models" / name for name in names}
 
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
@@ -98,19 +84,14 @@ def make_models(settings: Settings, work: Path, results: Path) -> None:
         batches(corpus, "train", seq=seq, batch=settings.studied, seed=0)[0]
     )
     other = load_corpus(work / "corpus" / "cpp")
-    width = model.config.intermediate_size + WIDER
-    wide = model.clone(
-        config=dataclasses.replace(model.config, intermediate_size=width)
-    )
     texts = {
         domain: make_eval(
-            wide, batches(text, "val", seq=seq, batch=settings.studied, seed=0)
+            model, batches(text, "val", seq=seq, batch=settings.studied, seed=0)
         )
         for domain, text in {"python": corpus, "cpp": other}.items()
     }
 
-    def describe(params: PyTree) -> dict[str, object]:
-        x = operands(wide.config, params, tokens)["down"].x
+    def describe(params: PyTree, x: jax.Array) -> dict[str, object]:
         of = dataclasses.replace(state, params=params)
         return {
             "largest": float(jnp.abs(x).max()),
@@ -118,20 +99,24 @@ def make_models(settings: Settings, work: Path, results: Path) -> None:
             "val_loss": {name: evaluate(of) for name, evaluate in texts.items()},
         }
 
-    x = operands(model.config, state.params, tokens)["down"].x
-    params = {TRAINED: widen(state.params)}
-    facts = {TRAINED: describe(params[TRAINED])}
-    for name, (way, largest) in _ways(settings).items():
-        planted = way(state.params, x, largest)
-        params[name] = planted.params
-        facts[name] = describe(planted.params) | {
+    def input_of_down(params: PyTree) -> jax.Array:
+        return operands(model.config, params, tokens)["down"].x
+
+    x = input_of_down(state.params)
+    params, facts = {TRAINED: state.params}, {TRAINED: describe(state.params, x)}
+    for largest in settings.outliers:
+        planted = plant(state.params, x, largest)
+        params[str(largest)] = planted.params
+        facts[str(largest)] = describe(
+            planted.params, input_of_down(planted.params)
+        ) | {
             "channels": planted.channels.tolist(),
             "factors": planted.factors.tolist(),
         }
     for name, folder in models(settings, work).items():
         if folder.exists():  # of a checkpoint that may have been another
             shutil.rmtree(folder)
-        hf.save(folder, wide.config, jax.device_get(params[name]))
+        hf.save(folder, model.config, jax.device_get(params[name]))
         facts[name]["weights"] = runs.weights(folder)
     runs.save(facts, results / "planted.json")
 

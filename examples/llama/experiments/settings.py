@@ -16,7 +16,6 @@ class Settings:
         killed: What differs in those of `killed`.
         studied: Sequences whose activations are studied.
         outliers: The largest activations that are planted.
-        paired: Those that are planted in pairs of channels, too.
     """
 
     vocab_size: int
@@ -27,7 +26,6 @@ class Settings:
     studied: int
     # Reported of GPT2-XL, Llama-3.1 and Qwen-2.5.
     outliers: tuple[int, ...] = (58, 606, 6559)
-    paired: tuple[int, ...] = (606, 6559)
 
 
 # 128 million parameters, 100.7 million tokens, 65 536 a step.

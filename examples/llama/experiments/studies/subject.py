@@ -24,7 +24,7 @@ class Subject:
     """A model and held-out text.
 
     Attributes:
-        name: As `outliers.models` has it.
+        name: "trained", or the largest activation that was planted.
         config: The model's sizes; float32.
         params: Its parameters.
         text: Batches of tokens, int32 [B, S+1].
