@@ -125,25 +125,18 @@ def _set(
     implementation: str | None,
 ) -> None:
     """Gives a layer the op of a recipe."""
-    op: Any
+    in_floats: Any
+    quantized: Any
+    name, in_floats, quantized = "dot_general", lax.dot_general, FallbackDot
     if isinstance(layer, nnx.Einsum):
-        op = nnx.static(jnp.einsum)
-        if recipe is not None:
-            op = FallbackEinsum(recipe, rngs=rngs, implementation=implementation)
-            op = nnx.data(op)
-        layer.einsum_op = op
-        return
-    if isinstance(layer, nnx.Conv):
-        op = nnx.static(lax.conv_general_dilated)
-        if recipe is not None:
-            op = FallbackConv(recipe, rngs=rngs, implementation=implementation)
-            op = nnx.data(op)
-        layer.conv_general_dilated = op
-        return
-    op = nnx.static(lax.dot_general)
+        name, in_floats, quantized = "einsum_op", jnp.einsum, FallbackEinsum
+    elif isinstance(layer, nnx.Conv):
+        name, in_floats = "conv_general_dilated", lax.conv_general_dilated
+        quantized = FallbackConv
+    op = nnx.static(in_floats)
     if recipe is not None:
-        op = nnx.data(FallbackDot(recipe, rngs=rngs, implementation=implementation))
-    layer.dot_general = op
+        op = nnx.data(quantized(recipe, rngs=rngs, implementation=implementation))
+    setattr(layer, name, op)
     if isinstance(layer, nnx.LinearGeneral):
         layer.dot_general_cls = None  # which would go first
 

@@ -128,7 +128,20 @@ class FallbackDot(FreezableDot):
             self.count[...] = new["count"]
 
 
-class FallbackEinsum(nnx.Module):
+class FallbackOp(nnx.Module):
+    """An op that is one product by a ``FallbackDot`` of its own, with its arguments."""
+
+    def __init__(
+        self,
+        recipe: Recipe = fallback,
+        *,
+        rngs: nnx.Rngs | None = None,
+        implementation: str | None = None,
+    ):
+        self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
+
+
+class FallbackEinsum(FallbackOp):
     """A quantized ``jnp.einsum`` for one ``nnx.Einsum``; its state lives in it.
 
     The first operand is the activation (``fbq_jax.FallbackEinsum`` says more).  It has
@@ -142,15 +155,6 @@ class FallbackEinsum(nnx.Module):
     >>> op.dot_general.count[...]
     Array(1, dtype=uint32)
     """
-
-    def __init__(
-        self,
-        recipe: Recipe = fallback,
-        *,
-        rngs: nnx.Rngs | None = None,
-        implementation: str | None = None,
-    ):
-        self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
 
     def __call__(
         self,
@@ -172,7 +176,7 @@ class FallbackEinsum(nnx.Module):
         )
 
 
-class FallbackConv(nnx.Module):
+class FallbackConv(FallbackOp):
     """A quantized ``lax.conv_general_dilated`` for one ``nnx.Conv``, with its state.
 
     ``fbq_jax.FallbackConv`` says what it takes and what overlapping windows cost.  It
@@ -186,15 +190,6 @@ class FallbackConv(nnx.Module):
     >>> op.dot_general.count[...]
     Array(1, dtype=uint32)
     """
-
-    def __init__(
-        self,
-        recipe: Recipe = fallback,
-        *,
-        rngs: nnx.Rngs | None = None,
-        implementation: str | None = None,
-    ):
-        self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
 
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any

@@ -15,7 +15,7 @@ from fbq_jax.frozen import (
     rhs_axes,
     zeros,
 )
-from fbq_jax.nnx_dot import FallbackConv, FallbackEinsum
+from fbq_jax.nnx_dot import FallbackOp
 from fbq_jax.nnx_frozen import Call, FreezableDot, FrozenCodes
 from fbq_jax.nnx_unshared import check_unshared
 from fbq_jax.qtensor import QTensor
@@ -117,7 +117,7 @@ def _name(path: Sequence[Any]) -> str:
 def _dot_of(module: nnx.Module) -> FreezableDot | None:
     """What a module multiplies by, if it can be frozen."""
     op = _op_of(module)
-    dot = op.dot_general if isinstance(op, FallbackEinsum | FallbackConv) else op
+    dot = op.dot_general if isinstance(op, FallbackOp) else op
     return dot if isinstance(dot, FreezableDot) else None
 
 
