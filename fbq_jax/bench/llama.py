@@ -1,14 +1,17 @@
 """The Llama of ``examples/llama``, for the benchmarks of a block and of a step."""
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fbq_jax.bench import measure, memory
 from fbq_jax.bench.contenders import timed_recipes
+from fbq_jax.bench.measure import Effort, Timing
 from fbq_jax.recipe import Recipe
+from fbq_jax.stats import mean_rate
 
 try:
     from examples.llama import flops, mesh, model, step
@@ -80,6 +83,46 @@ def trainer(
     optimizer, schedule = step.make_optimizer(Config(steps=1000, lr=rate))
     state = step.init_state(llama, optimizer, None, seed=0)
     return state, step.make_train_step(llama, optimizer, schedule)
+
+
+class Trained(NamedTuple):
+    """What ``train`` found.
+
+    Attributes:
+      metrics: of the last step before any was timed.
+      fallback: the share of blocks that fell back in it; None where none can.
+      timing: of a step.
+      compile_s: seconds of the first call, compilation included.
+      peak_bytes: as in ``results.Row``.
+    """
+
+    metrics: dict[str, Any]
+    fallback: float | None
+    timing: Timing
+    compile_s: float
+    peak_bytes: int
+
+
+def train(
+    config: model.LlamaConfig,
+    dot_general: Any,
+    tokens: jax.Array,
+    *,
+    steps: int,
+    effort: Effort,
+) -> Trained:
+    """Takes some steps, always on these tokens, and times those that follow.
+
+    Nothing of the model is left in memory, where the next one may need the room.
+    """
+    state, step = trainer(config, dot_general)
+    compiled, compile_s, state = measure.first_step(step, state, tokens)
+    for _ in range(steps):
+        state, metrics = compiled(state, tokens)
+    rate = mean_rate({"fallback": state.fallback})
+    timing, _ = measure.loop(compiled, state, tokens, effort=effort)
+    metrics = jax.device_get(metrics)
+    return Trained(metrics, rate, timing, compile_s, memory.peak_bytes(compiled))
 
 
 def devices(text: str) -> AbstractContextManager[Any]:

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 
 from fbq_jax import recipes
-from fbq_jax.bench import llama, measure, memory
+from fbq_jax.bench import llama, measure
 from fbq_jax.bench.block import SEQUENCE, choose
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.recipe import Recipe, Reduce
-from fbq_jax.stats import mean_rate
 
 # (hidden, intermediate, layers, sequences of 2048 tokens a device)
 SHAPES = ((4096, 14336, 4, 8),)
@@ -89,33 +88,32 @@ def _speeds(
                 quantized=recipe is not None,
             )
             with llama.devices(mesh):
-                placed = llama.distribute(tokens)
-                state, step = llama.trainer(config, dot_general)
-                compiled, compile_s, state = measure.first_step(step, state, placed)
-                for _ in range(_STEPS):
-                    state, metrics = compiled(state, placed)
-                rate = mean_rate({"fallback": state.fallback})
-                timing, state = measure.loop(compiled, state, placed, effort=effort)
-            del state  # before there is that of the next recipe
-            loss = float(metrics["loss"])
+                trained = llama.train(
+                    config,
+                    dot_general,
+                    llama.distribute(tokens),
+                    steps=_STEPS,
+                    effort=effort,
+                )
+            loss = float(trained.metrics["loss"])
             exact = exact or loss
             what = f"the loss of {name} at {shape} on {mesh or 'one device'}"
             measure.require(abs(loss - exact), _LOSS, what)
-            speed = sequences * length / timing.ms * 1e3
+            speed = sequences * length / trained.timing.ms * 1e3
             of_one = alone.setdefault((shape, name.partition(",")[0]), speed)
             measured = row(
-                timing,
+                trained.timing,
                 llama.work(config, sequences * length),
                 baseline,
                 what=name,
                 implementation=by,
                 shape=(*shape[:3], sequences),
                 mesh=mesh or "one device",
-                fallback=rate,
+                fallback=trained.fallback,
                 tokens_s=speed,
                 efficiency=speed / (number * of_one),
-                compile_s=compile_s,
-                peak_bytes=memory.peak_bytes(compiled),
+                compile_s=trained.compile_s,
+                peak_bytes=trained.peak_bytes,
             )
             baseline = baseline or measured
             yield measured

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from fbq_jax.bench import llama, measure, memory
+from fbq_jax.bench import llama, measure
 from fbq_jax.bench.block import SEQUENCE, choose
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
-from fbq_jax.stats import mean_rate
 
 # (hidden, intermediate, layers, sequences of 2048 tokens): TinyLlama's 1.1 billion
 # parameters, and as many in layers as wide as those of Llama 3's 8 billion.
@@ -49,29 +48,26 @@ def rows(
                 vocabulary=llama.VOCABULARY,
                 quantized=recipe is not None,
             )
-            state, step = llama.trainer(config, dot_general)
-            compiled, compile_s, state = measure.first_step(step, state, tokens)
-            for _ in range(_STEPS):
-                state, metrics = compiled(state, tokens)
-            got = {of: float(metrics[of]) for of in _LIMITS}
+            trained = llama.train(
+                config, dot_general, tokens, steps=_STEPS, effort=effort
+            )
+            got = {of: float(trained.metrics[of]) for of in _LIMITS}
             exact = exact or got
             errors = {of: abs(got[of] - exact[of]) for of in _LIMITS}
             errors["grad_norm"] /= exact["grad_norm"]
             for of, limit in _LIMITS.items():
                 measure.require(errors[of], limit, f"{of} of {name} at {shape}")
-            rate = mean_rate({"fallback": state.fallback})
-            timing, state = measure.loop(compiled, state, tokens, effort=effort)
             measured = row(
-                timing,
+                trained.timing,
                 llama.work(config, sequences * sequence),
                 baseline,
                 what=name,
                 implementation=by,
                 shape=shape,
-                fallback=rate,
+                fallback=trained.fallback,
                 errors=errors,
-                compile_s=compile_s,
-                peak_bytes=memory.peak_bytes(compiled),
+                compile_s=trained.compile_s,
+                peak_bytes=trained.peak_bytes,
             )
             baseline = baseline or measured
             yield measured

@@ -54,11 +54,7 @@ def parity(results: Path) -> str:
     if not runs:
         return ""
     # Only losses after all steps can be compared.
-    ended = {
-        name: found.last_val_loss(run)
-        for name, run in runs.items()
-        if run["done"] and "diverged" not in run
-    }
+    ended = {name: found.last_val_loss(run) for name, run in _ended(runs).items()}
     base = ended.get("bf16-0", math.nan)
     rows = []
     for name, run in runs.items():
@@ -95,18 +91,19 @@ def parity(results: Path) -> str:
     return f"{about}\n\n{_table(head, rows)}"
 
 
+def _ended(runs: dict[str, found.Json]) -> dict[str, found.Json]:
+    """The runs that took all of their steps."""
+    return {n: run for n, run in runs.items() if run["done"] and "diverged" not in run}
+
+
 def _late(run: found.Json) -> float:
     """The mean training loss of the last tenth of the steps."""
-    return statistics.fmean(run["loss"][-(run["steps"] // 10) :])
+    return statistics.fmean(run["loss"][-max(1, run["steps"] // 10) :])
 
 
 def cost(results: Path) -> str:
     """Time and memory of the runs that ended, and when each reached a common loss."""
-    runs = {
-        name: run
-        for name, run in found.runs(results, "parity").items()
-        if run["done"] and "diverged" not in run
-    }
+    runs = _ended(found.runs(results, "parity"))
     if "bf16-0" not in runs:
         return ""
     base = runs["bf16-0"]
@@ -114,8 +111,8 @@ def cost(results: Path) -> str:
     rows = []
     for name, run in runs.items():
         seconds, losses = found.losses_by_time(run)
-        # Both fall from one evaluation to the next; `interp` wants what rises.
-        when = float(np.interp(-reached, -losses, seconds))
+        # The lowest so far, turned around: `interp` wants what does not fall.
+        when = float(np.interp(-reached, -np.minimum.accumulate(losses), seconds))
         peaks = run["peak_bytes"], base["peak_bytes"]
         rows.append(
             [
