@@ -1,7 +1,7 @@
 """Pictures of runs: loss and fallback rates over the steps, and recipes compared."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import colormaps
@@ -21,6 +21,8 @@ COLORS = (
     *("#E69F00", "#56B4E9", "#000000", "#999999"),
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+Corner = Literal["upper left", "upper right", "lower right", "best"]
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
@@ -151,15 +153,15 @@ def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([record[name] for record in records], np.float64)
 
 
-def finish(axes: Axes) -> None:
-    """Gives axes the look that all have here, and a legend if there is one."""
+def finish(axes: Axes, legend: Corner = "upper right") -> None:
+    """Gives axes the look that all have here, and a legend, there, if there is one."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     if lines := axes.get_legend_handles_labels()[0]:
         columns = -(-len(lines) // 8)  # no longer than the curves leave room for
-        axes.legend(loc="upper right", frameon=False, ncols=columns)
+        axes.legend(loc=legend, frameon=False, ncols=columns)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama.config import RECIPES
-from examples.llama.experiments import found
+from examples.llama.experiments import found, page
 
 ROOT = Path(__file__).parents[2]
+EXPERIMENTS = ROOT / "examples" / "llama" / "experiments" / "results"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -54,8 +55,7 @@ def test_tables_are_those_of_the_results() -> None:
 
 
 def test_the_readme_has_losses_and_costs_of_the_experiments() -> None:
-    folder = ROOT / "examples" / "llama" / "experiments" / "results"
-    runs = found.runs(folder, "parity")
+    runs = found.runs(EXPERIMENTS, "parity")
     names = {"bf16-0": "bf16", "bf16-1": "bf16, another seed"}
     base = found.last_val_loss(runs["bf16-0"])
     expected = []
@@ -66,8 +66,19 @@ def test_the_readme_has_losses_and_costs_of_the_experiments() -> None:
             f"| {names.get(name, name.removesuffix('-0'))} | {loss:.4f} |{to_bf16} | "
             f"{run['tokens_per_s']:,.0f} | {run['peak_bytes'] / 1e9:.1f} |"
         )
-    readme = (ROOT / "README.md").read_text()
-    _, table = readme.split("| validation loss | to bf16 | tokens/s | peak GB |\n")
-    rows = table.partition("\n\n")[0].splitlines()[1:]
+    rows = rows_of_the_readme("| validation loss | to bf16 | tokens/s | peak GB |")
     assert len(rows) == 7
     assert set(rows) <= set(expected)
+
+
+def test_the_readme_has_what_outliers_cost() -> None:
+    rows = rows_of_the_readme("| recipe | 58 | 606 | 6559 |")
+    assert len(rows) == 6
+    # The page has the model without outliers first, which bf16 alone was trained on.
+    of_page = page.outliers(EXPERIMENTS).splitlines()
+    assert {row.replace(" | ", " |  | ", 1) for row in rows} <= set(of_page)
+
+
+def rows_of_the_readme(head: str) -> list[str]:
+    _, table = (ROOT / "README.md").read_text().split(f"{head}\n")
+    return table.partition("\n\n")[0].splitlines()[1:]

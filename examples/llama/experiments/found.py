@@ -86,12 +86,24 @@ def losses_by_time(run: Json) -> tuple[np.ndarray, np.ndarray]:
     return steps * seconds_a_step, np.array(list(run["val_loss"].values()), float)
 
 
-def by_model_and_recipe(runs: dict[str, Json]) -> dict[str, dict[str, list[float]]]:
-    """The last validation losses of fine-tuning runs that are done, one a seed."""
-    losses: dict[str, dict[str, list[float]]] = {}
+def by_model_and_recipe(
+    runs: dict[str, Json],
+) -> dict[str, dict[str, dict[int, float]]]:
+    """The last validation losses of fine-tuning runs that are done, by their seeds."""
+    losses: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs.values():
         if run["done"]:
-            of_model = losses.setdefault(run["model"], {})
-            of_recipe = of_model.setdefault(run["options"]["recipe"], [])
-            of_recipe.append(last_val_loss(run))
+            of_recipe = losses.setdefault(run["model"], {})
+            of_seed = of_recipe.setdefault(run["options"]["recipe"], {})
+            of_seed[run["options"]["seed"]] = last_val_loss(run)
     return losses
+
+
+def to_bf16(of: dict[str, dict[int, float]], recipe: str) -> np.ndarray:
+    """A model's `by_model_and_recipe` minus bf16's of the same seeds.
+
+    Runs of a seed have the same batches, so that seeds differ far less in this than in
+    their losses.
+    """
+    seeds = of.get(recipe, {}).keys() & of.get("bf16", {}).keys()
+    return np.array([of[recipe][seed] - of["bf16"][seed] for seed in sorted(seeds)])

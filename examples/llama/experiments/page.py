@@ -8,7 +8,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def cost(results: Path) -> str:
 
 
 def outliers(results: Path) -> str:
-    """Losses after fine-tuning: the mean of the seeds, and their range."""
+    """Losses after fine-tuning, and how far they are from bf16's: means and ranges."""
     of = found.by_model_and_recipe(found.runs(results, "outliers"))
     planted = found.one(results, "planted")
     if not of or not planted:
@@ -138,16 +138,23 @@ def outliers(results: Path) -> str:
     models = [model for model in planted if model in of]
     recipes = list(dict.fromkeys(recipe for model in models for recipe in of[model]))
 
-    def cell(losses: list[float] | None) -> str:
-        if losses is None:
-            return ""
+    def cell(model: str, recipe: str) -> str:
+        losses = list(of[model].get(recipe, {}).values())
         if any(map(math.isnan, losses)):
             return f"diverged ({sum(map(math.isnan, losses))} of {len(losses)})"
-        return f"{statistics.fmean(losses):.4f} ± {(max(losses) - min(losses)) / 2:.4f}"
+        if recipe == "bf16":
+            return _mean_and_range(losses, ".5f")
+        differences = found.to_bf16(of[model], recipe)
+        return _mean_and_range(differences, "+.5f") if len(differences) else ""
 
-    rows = [[recipe, *(cell(of[m].get(recipe)) for m in models)] for recipe in recipes]
+    rows = [[recipe, *(cell(model, recipe) for model in models)] for recipe in recipes]
     largest = [f"{model} ({planted[model]['largest']:g})" for model in models]
     return _table(("recipe", *largest), rows)
+
+
+def _mean_and_range(values: Sequence[float] | np.ndarray, form: str) -> str:
+    """The mean, and half of the range."""
+    return f"{np.mean(values):{form}} ± {np.ptp(values) / 2:.5f}"
 
 
 def planted(results: Path) -> str:

@@ -12,12 +12,14 @@ from matplotlib.ticker import PercentFormatter
 
 from examples.llama.experiments import found
 from examples.llama.experiments.found import Json
+from examples.llama.experiments.parity import ORDER
 from examples.llama.experiments.studies import criteria, error, gradients
-from examples.llama.plot import COLORS, finish, save, smooth, style
+from examples.llama.plot import COLORS, Corner, finish, save, smooth, style
 from fbq_jax import recipes
 from fbq_jax.recipe import BLOCK_SIDES
 
 TARGET = recipes.fallback.target_rate
+_RECIPES = list(dict.fromkeys(recipe for recipe, _ in ORDER))
 
 
 def draw(results: Path) -> list[str]:
@@ -31,6 +33,13 @@ def draw(results: Path) -> list[str]:
     return drawn
 
 
+def recipe_style(run: str) -> dict[str, Any]:
+    """The color and the dashes of a recipe, or of a run of it, in every picture."""
+    recipe, _, seed = run.partition("-")
+    of_recipe = style(_RECIPES.index(recipe))
+    return of_recipe if seed in ("", "0") else of_recipe | {"linestyle": ":"}
+
+
 def parity(runs: dict[str, Json]) -> Figure:
     """Loss over steps, and how far each is from bf16's."""
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -42,8 +51,8 @@ def parity(runs: dict[str, Json]) -> Figure:
         ylabel="nats a token",
     )
     baseline = _floats(runs["bf16-0"]["loss"]) if "bf16-0" in runs else None
-    for index, (name, run) in enumerate(runs.items()):
-        line, loss = style(index), _floats(run["loss"])
+    for name, run in runs.items():
+        line, loss = recipe_style(name), _floats(run["loss"])
         steps = 1 + np.arange(len(loss))
         losses.plot(steps, smooth(loss), label=name, **line)
         validated = [int(step) for step in run["val_loss"]]
@@ -74,9 +83,9 @@ def cost(runs: dict[str, Json]) -> Figure:
     over_time.set(
         title="Validation loss over time", xlabel="seconds", ylabel="nats a token"
     )
-    for index, (name, run) in enumerate(runs.items()):
-        over_time.plot(*found.losses_by_time(run), label=name, **style(index))
-    names, colors = list(runs), [style(index)["color"] for index in range(len(runs))]
+    for name, run in runs.items():
+        over_time.plot(*found.losses_by_time(run), label=name, **recipe_style(name))
+    names, colors = list(runs), [recipe_style(name)["color"] for name in runs]
     rates = [run["tokens_per_s"] / 1e3 for run in runs.values()]
     speed.barh(names, rates, color=colors)
     speed.set(title="Thousand tokens a second")
@@ -96,28 +105,31 @@ def outliers(runs: dict[str, Json]) -> Figure:
     models = [model for model in of if model != "trained" and "bf16" in of[model]]
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    names = list(dict.fromkeys(recipe for model in models for recipe in of[model]))
+    names = dict.fromkeys(recipe for model in models for recipe in of[model])
+    names.pop("bf16", None)
     for index, recipe in enumerate(names):
-        line, shift = style(index), (index - len(names) / 2) * 0.8 / len(names)
-        means = []
+        # Side by side, lest they hide each other.
+        shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
+        line, means = recipe_style(recipe), []
         for place, model in enumerate(models):
-            losses = np.array(of[model].get(recipe, [np.nan]))
-            losses -= np.mean(of[model]["bf16"])
-            means.append(losses.mean())
-            x = np.full(len(losses), place + shift)
-            axes.plot(x, losses, "o", markersize=4, color=line["color"])
+            differences = found.to_bf16(of[model], recipe)
+            means.append(differences.mean() if len(differences) else np.nan)
+            places = np.full(len(differences), place + shift)
+            axes.plot(places, differences, "o", markersize=4, color=line["color"])
         places = shift + np.arange(len(models))
         axes.plot(places, means, linewidth=1, label=recipe, **line)
     axes.set(
-        title="After fine-tuning: validation loss minus the mean of bf16's "
+        title="After fine-tuning: validation loss minus bf16's of the same seed "
         "(circles: seeds)",
         xlabel="largest activation planted",
         ylabel="nats a token",
         xticks=range(len(models)),
         xticklabels=models,
     )
-    axes.set_yscale("symlog", linthresh=0.01)
-    finish(axes)
+    # Linear where chance is: what is below bf16 is there, if anything is.
+    axes.set_yscale("symlog", linthresh=1e-4)
+    axes.set_ylim(bottom=min(0.0, axes.dataLim.ymin))
+    finish(axes, "lower right")
     return figure
 
 
@@ -166,7 +178,7 @@ def passes(models: dict[str, Json]) -> Figure:
         axes.set(xlabel="blocks that fall back", yscale="log")
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
-    return _panels(models, panel, "1 - cosine of the gradient")
+    return _panels(models, panel, "1 - cosine of the gradient", legend="best")
 
 
 def nonlinear(models: dict[str, list[float]]) -> Figure:
@@ -193,7 +205,7 @@ def perplexity(models: dict[str, Json]) -> Figure:
         axes.set_xticks(BLOCK_SIDES, labels=list(map(str, BLOCK_SIDES)))
         axes.set(xlabel="side of a block")
 
-    return _panels(models, panel, "perplexity", sharey=False)
+    return _panels(models, panel, "perplexity", sharey=False, legend="upper left")
 
 
 def blocks(models: dict[str, Json]) -> Figure:
@@ -257,10 +269,15 @@ def longer(runs: dict[str, Json]) -> Figure:
     """Training loss at a high learning rate with nothing clipped."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    for index, (name, run) in enumerate(runs.items()):
-        loss = _floats(run["loss"])
-        axes.plot(1 + np.arange(len(loss)), smooth(loss), label=name, **style(index))
+    lowest, highest = [], []
+    for name, run in runs.items():
+        loss = smooth(_floats(run["loss"]))
+        axes.plot(1 + np.arange(len(loss)), loss, label=name, **recipe_style(name))
+        lowest.append(np.nanmin(loss))
+        highest.append(np.nanmax(loss[len(loss) // 40 :]))
     axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats a token")
+    # From where the steepest descent is over.
+    axes.set_ylim(min(lowest) - 0.1, max(highest) + 0.1)
     finish(axes)
     return figure
 
@@ -271,6 +288,7 @@ def _panels(
     ylabel: str,
     *,
     sharey: bool = True,
+    legend: Corner = "upper right",
 ) -> Figure:
     """A panel a model."""
     figure = Figure(figsize=(3.4 * len(models), 4), layout="constrained")
@@ -278,7 +296,7 @@ def _panels(
     for axes, (model, of) in zip(panels, models.items(), strict=True):
         panel(axes, of)
         axes.set_title("trained" if model == "trained" else f"planted {model}")
-        finish(axes)
+        finish(axes, legend)
     panels[0].set_ylabel(ylabel)
     return figure
 
