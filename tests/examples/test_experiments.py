@@ -438,6 +438,15 @@ def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     assert text == __main__.PAGE.read_text()
 
 
+def test_a_page_that_is_not_there_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["all", f"--page={tmp_path / 'none.md'}"])
+    assert stopped.value.code == 2
+    assert "no file" in capsys.readouterr().err
+
+
 def test_results_of_other_texts_or_models_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

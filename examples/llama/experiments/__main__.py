@@ -70,13 +70,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    draws = bool({"draw", "all"} & set(asked.what))
+    if draws and not asked.page.is_file():
+        parser.error(
+            f"--page takes a page with places for tables, as {PAGE.name} has; there is "
+            f"no file {asked.page}"
+        )
     stages = [stage for stage in STAGES if {stage, "all"} & set(asked.what)]
     try:
         left = _do(stages, asked) if stages else []
         if left:
             print(f"time is up; not finished: {', '.join(left)}; run this again")
             return 1
-        if {"draw", "all"} & set(asked.what):
+        if draws:
             print(f"drawn: {', '.join(pictures.draw(asked.results)) or 'nothing'}")
             page.fill(asked.page, asked.results)
     except KeyboardInterrupt:
