@@ -15,14 +15,14 @@ from examples.llama import metrics
 from fbq_jax import Recipe
 
 # Okabe and Ito's colors, which color-blind readers can tell apart, but a gray for their
-# yellow; the dashes keep curves visible that lie on each other.
+# yellow, and a dark purple; the dashes keep curves visible that lie on each other.
 COLORS = (
-    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
-    *("#E69F00", "#56B4E9", "#000000", "#999999"),
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#000000", "#999999", "#661177"),
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
-Corner = Literal["upper left", "upper right", "lower right", "best"]
+Place = Literal["upper left", "upper right", "lower right", "best"]
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
@@ -133,7 +133,7 @@ def _draw_rates(
 
 
 def style(index: int) -> dict[str, Any]:
-    """The color and the dashes of a picture's curve, of 40 that differ."""
+    """The color and the dashes of a picture's curve, of 45 that differ."""
     # The second round of colors has other dashes than the first.
     dashes = DASHES[(index + index // len(COLORS)) % len(DASHES)]
     return {"color": COLORS[index % len(COLORS)], "linestyle": dashes}
@@ -153,8 +153,8 @@ def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([record[name] for record in records], np.float64)
 
 
-def finish(axes: Axes, legend: Corner = "upper right") -> None:
-    """Gives axes the look that all have here, and a legend, there, if there is one."""
+def finish(axes: Axes, legend: Place = "upper right") -> None:
+    """Gives axes the look that all have here; a legend, if their curves have labels."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)

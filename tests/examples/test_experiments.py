@@ -349,7 +349,7 @@ def write_results(results: Path) -> None:
             name = f"{model}-{recipe}-{seed}.json"
             run = a_run(recipe, model=model, weights=f"of {model}")
             run["options"]["seed"] = seed
-            run["val_loss"]["20"] += seed / 10  # of every recipe alike
+            run["val_loss"]["20"] += seed / 10  # of each recipe alike
             runs.save(run, results / "outliers" / name)
     # Its gradient was not finite; its losses all are.
     diverged = a_run("block", diverged="grad_norm is nan at step 20")
@@ -400,20 +400,26 @@ def test_page_is_drawn_from_the_results_alone(
         path.touch()
 
     monkeypatch.setattr(pictures, "save", save)
-    copy, results = tmp_path / "PAGE.md", tmp_path / "results"
-    copy.write_text(__main__.PAGE.read_text())
-    argv = ["draw", f"--page={copy}", f"--results={results}"]
+    results = tmp_path / "results"
+    tables = results / __main__.OTHER_PAGE
+    argv = ["draw", f"--results={results}"]
     assert __main__.main(argv) == 0
     assert not drawn
-    assert copy.read_text().count(page.NOT_RUN) == len(page.TABLES)
+    assert tables.read_text().count(page.NOT_RUN) == len(page.TABLES)
 
     write_results(results)
     for _ in range(2):  # the second time in place of the first
         assert __main__.main(argv) == 0
-        text = copy.read_text()
+        text = tables.read_text()
         assert page.NOT_RUN not in text
         assert drawn.keys() == pictures.PICTURES.keys()
         assert text.count("![") == len(drawn)
+    (axes,) = drawn["outliers"].axes
+    # Three seeds of each of two models.
+    heights = [
+        y for line in axes.lines if line.get_marker() == "o" for y in line.get_ydata()
+    ]
+    np.testing.assert_allclose(heights, [0.004] * 6)
     assert "| fallback-0 | 3.0080 | +0.0040 | +0.13% | +1.54% | 1,000 | 2.0 |" in text
     assert "| bf16 | 3.10400 ± 0.10000 | 3.10400 ± 0.10000 |" in text
     assert "| fallback | +0.00400 ± 0.00000 | +0.00400 ± 0.00000 |" in text
@@ -429,6 +435,35 @@ def test_page_is_drawn_from_the_results_alone(
     assert "5 of the 5 arrays of the last checkpoint are bit-equal" in text
 
 
+def test_stages_that_were_stopped_are_drawn(tmp_path: Path) -> None:
+    write_results(tmp_path)
+    for name in ("606-bf16-0", "606-bf16-1", "606-fallback-2", "58-fallback-2"):
+        (tmp_path / "outliers" / f"{name}.json").unlink()
+    assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
+    text = (tmp_path / __main__.OTHER_PAGE).read_text()
+    # Of 58 seeds 0 and 1 have both, of 606 none.
+    assert "| fallback | +0.00400 ± 0.00000 |  |" in text
+    for run in (tmp_path / "outliers").glob("*-bf16-*.json"):
+        run.unlink()
+    nothing = a_run("bf16", loss=[None] * 20)
+    runs.save(nothing, tmp_path / "longer" / "bf16.json")
+    assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
+    for run in (tmp_path / "longer").iterdir():
+        run.unlink()
+    runs.save(nothing, tmp_path / "longer" / "bf16.json")
+    assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
+
+
+def test_every_recipe_has_a_color_of_its_own() -> None:
+    recipes = {recipe for recipe, _ in parity.ORDER}
+    styles = {recipe: pictures.recipe_style(recipe) for recipe in recipes}
+    assert len({style["color"] for style in styles.values()}) == len(recipes)
+    of_seeds = [pictures.recipe_style(f"bf16-{seed}") for seed in range(2)]
+    assert of_seeds[0] == styles["bf16"]
+    assert of_seeds[1]["color"] == styles["bf16"]["color"]
+    assert of_seeds[1]["linestyle"] != styles["bf16"]["linestyle"]
+
+
 def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     copy = tmp_path / "EXPERIMENTS.md"
     copy.write_text(__main__.PAGE.read_text())
@@ -436,15 +471,9 @@ def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     folder = os.path.relpath(__main__.RESULTS, tmp_path)
     text = copy.read_text().replace(f"]({folder}/", "](experiments/results/")
     assert text == __main__.PAGE.read_text()
-
-
-def test_a_page_that_is_not_there_is_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        __main__.main(["all", f"--page={tmp_path / 'none.md'}"])
-    assert stopped.value.code == 2
-    assert "no file" in capsys.readouterr().err
+    copy.write_text("<!-- nonsense -->\n<!-- end -->")
+    with pytest.raises(found.ResultsError, match="a place for nonsense; there are par"):
+        page.fill(copy, __main__.RESULTS)
 
 
 def test_results_of_other_texts_or_models_are_refused(

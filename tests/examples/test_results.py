@@ -74,7 +74,7 @@ def test_the_readme_has_losses_and_costs_of_the_experiments() -> None:
 def test_the_readme_has_what_outliers_cost() -> None:
     rows = rows_of_the_readme("| recipe | 58 | 606 | 6559 |")
     assert len(rows) == 6
-    # The page has the model without outliers first, which bf16 alone was trained on.
+    # The page's first column is the model without outliers, which bf16 alone has.
     of_page = page.outliers(EXPERIMENTS).splitlines()
     assert {row.replace(" | ", " |  | ", 1) for row in rows} <= set(of_page)
 

@@ -29,6 +29,7 @@ from examples.llama.experiments.settings import SETTINGS
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "EXPERIMENTS.md"
+OTHER_PAGE = "tables.md"
 STAGES = ("parity", "studies", "outliers", "longer")
 
 
@@ -63,28 +64,23 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of the corpus, the runs and their logs (default: %(default)s)",
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder of what is kept"
-    )
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, help="where `draw` writes the tables"
+        "--results",
+        type=Path,
+        default=RESULTS,
+        help=f"folder of what is kept (default: {RESULTS.name} beside this module, "
+        f"whose tables are in {PAGE.name}; those of others are in its {OTHER_PAGE})",
     )
     asked = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    draws = bool({"draw", "all"} & set(asked.what))
-    if draws and not asked.page.is_file():
-        parser.error(
-            f"--page takes a page with places for tables, as {PAGE.name} has; there is "
-            f"no file {asked.page}"
-        )
     stages = [stage for stage in STAGES if {stage, "all"} & set(asked.what)]
     try:
         left = _do(stages, asked) if stages else []
         if left:
             print(f"time is up; not finished: {', '.join(left)}; run this again")
             return 1
-        if draws:
+        if {"draw", "all"} & set(asked.what):
             print(f"drawn: {', '.join(pictures.draw(asked.results)) or 'nothing'}")
-            page.fill(asked.page, asked.results)
+            page.fill(_page(asked.results), asked.results)
     except KeyboardInterrupt:
         print("stopped; run this again to go on", file=sys.stderr)
         return jobs.STOPPED
@@ -92,6 +88,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _page(results: Path) -> Path:
+    """The page of results, which has text of these only where they are committed."""
+    if results.resolve() == RESULTS.resolve():
+        return PAGE
+    tables = results / OTHER_PAGE
+    results.mkdir(parents=True, exist_ok=True)
+    tables.write_text(page.empty())
+    return tables
 
 
 def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:

@@ -99,11 +99,12 @@ def by_model_and_recipe(
     return losses
 
 
-def to_bf16(of: dict[str, dict[int, float]], recipe: str) -> np.ndarray:
-    """A model's `by_model_and_recipe` minus bf16's of the same seeds.
+def to_bf16(losses: dict[str, dict[int, float]], recipe: str) -> np.ndarray:
+    """A recipe's losses of a model minus bf16's, of each seed that both have.
 
-    Runs of a seed have the same batches, so that seeds differ far less in this than in
-    their losses.
+    Runs of a seed have the same batches, so that most of what differs between seeds is
+    not in it.
     """
-    seeds = of.get(recipe, {}).keys() & of.get("bf16", {}).keys()
-    return np.array([of[recipe][seed] - of["bf16"][seed] for seed in sorted(seeds)])
+    of_recipe, of_bf16 = losses.get(recipe, {}), losses.get("bf16", {})
+    seeds = sorted(of_recipe.keys() & of_bf16.keys())
+    return np.array([of_recipe[seed] - of_bf16[seed] for seed in seeds])

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,15 @@ def fill(page: Path, results: Path) -> None:
     """Writes each table, and the picture of its name if there is one, into the page.
 
     Raises:
-        KeyError: The page has a place for a table that is unknown.
+        ResultsError: The page has a place for a table that is unknown.
     """
 
     def place(match: re.Match[str]) -> str:
         name = match[1]
+        if name not in TABLES:
+            raise found.ResultsError(
+                f"{page} has a place for {name}; there are {', '.join(TABLES)}"
+            )
         content = TABLES[name](results) or NOT_RUN
         if (results / f"{name}.png").exists():
             folder = os.path.relpath(results, page.parent)
@@ -46,6 +50,12 @@ def fill(page: Path, results: Path) -> None:
     part = page.with_suffix(".part")
     part.write_text(places.sub(place, text))
     part.replace(page)
+
+
+def empty() -> str:
+    """A page with a place for each table, and nothing else."""
+    places = (f"## {name}\n\n<!-- {name} -->\n\n<!-- end -->\n" for name in TABLES)
+    return "# Experiments\n\n" + "\n".join(places)
 
 
 def parity(results: Path) -> str:
@@ -130,7 +140,7 @@ def cost(results: Path) -> str:
 
 
 def outliers(results: Path) -> str:
-    """Losses after fine-tuning, and how far they are from bf16's: means and ranges."""
+    """Losses of bf16 and what others add to them: means, and half the ranges."""
     of = found.by_model_and_recipe(found.runs(results, "outliers"))
     planted = found.one(results, "planted")
     if not of or not planted:
@@ -142,19 +152,16 @@ def outliers(results: Path) -> str:
         losses = list(of[model].get(recipe, {}).values())
         if any(map(math.isnan, losses)):
             return f"diverged ({sum(map(math.isnan, losses))} of {len(losses)})"
-        if recipe == "bf16":
-            return _mean_and_range(losses, ".5f")
-        differences = found.to_bf16(of[model], recipe)
-        return _mean_and_range(differences, "+.5f") if len(differences) else ""
+        values, sign = np.array(losses), ""
+        if recipe != "bf16":
+            values, sign = found.to_bf16(of[model], recipe), "+"
+        if not len(values):
+            return ""
+        return f"{values.mean():{sign}.5f} ± {np.ptp(values) / 2:.5f}"
 
     rows = [[recipe, *(cell(model, recipe) for model in models)] for recipe in recipes]
     largest = [f"{model} ({planted[model]['largest']:g})" for model in models]
     return _table(("recipe", *largest), rows)
-
-
-def _mean_and_range(values: Sequence[float] | np.ndarray, form: str) -> str:
-    """The mean, and half of the range."""
-    return f"{np.mean(values):{form}} ± {np.ptp(values) / 2:.5f}"
 
 
 def planted(results: Path) -> str:
@@ -206,7 +213,7 @@ def killed(results: Path) -> str:
 
 
 def diverged_at(loss: list[float | None]) -> int | None:
-    """The step at which a training loss has left its lowest for good or for long."""
+    """The first step at which a training loss, averaged, is far above its lowest."""
     values = np.array(loss, np.float64)
     if np.any(bad := ~np.isfinite(values)):
         return 1 + int(np.argmax(bad))

@@ -10,16 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from examples.llama.config import RECIPES
 from examples.llama.experiments import found
 from examples.llama.experiments.found import Json
 from examples.llama.experiments.parity import ORDER
 from examples.llama.experiments.studies import criteria, error, gradients
-from examples.llama.plot import COLORS, Corner, finish, save, smooth, style
+from examples.llama.plot import COLORS, Place, finish, save, smooth, style
 from fbq_jax import recipes
 from fbq_jax.recipe import BLOCK_SIDES
 
 TARGET = recipes.fallback.target_rate
-_RECIPES = list(dict.fromkeys(recipe for recipe, _ in ORDER))
+_RECIPES = list(dict.fromkeys([*(recipe for recipe, _ in ORDER), *RECIPES]))
 
 
 def draw(results: Path) -> list[str]:
@@ -68,6 +69,8 @@ def parity(runs: dict[str, Json]) -> Figure:
             shared = min(len(loss), len(baseline))
             difference = smooth(loss[:shared] - baseline[:shared])
             differences.plot(steps[:shared], difference, **line)
+    # Most are close to bf16, and some are not.
+    differences.set_yscale("symlog", linthresh=0.01)
     # From where the steepest descent is over.
     ends = [_floats(run["loss"])[len(run["loss"]) // 10 :] for run in runs.values()]
     losses.set_ylim(*np.nanquantile(np.concatenate(ends), (0, 0.999)))
@@ -102,11 +105,12 @@ def cost(runs: dict[str, Json]) -> Figure:
 def outliers(runs: dict[str, Json]) -> Figure:
     """Validation loss after fine-tuning, minus bf16's, by the largest activation."""
     of = found.by_model_and_recipe(runs)
-    models = [model for model in of if model != "trained" and "bf16" in of[model]]
+    models = sorted(of.keys() - {"trained"}, key=int)
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     names = dict.fromkeys(recipe for model in models for recipe in of[model])
     names.pop("bf16", None)
+    lowest = 0.0
     for index, recipe in enumerate(names):
         # Side by side, lest they hide each other.
         shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
@@ -114,6 +118,7 @@ def outliers(runs: dict[str, Json]) -> Figure:
         for place, model in enumerate(models):
             differences = found.to_bf16(of[model], recipe)
             means.append(differences.mean() if len(differences) else np.nan)
+            lowest = np.nanmin([lowest, *differences])
             places = np.full(len(differences), place + shift)
             axes.plot(places, differences, "o", markersize=4, color=line["color"])
         places = shift + np.arange(len(models))
@@ -126,9 +131,9 @@ def outliers(runs: dict[str, Json]) -> Figure:
         xticks=range(len(models)),
         xticklabels=models,
     )
-    # Linear where chance is: what is below bf16 is there, if anything is.
+    # Linear around 0, where logarithms have no place for what is below bf16.
     axes.set_yscale("symlog", linthresh=1e-4)
-    axes.set_ylim(bottom=min(0.0, axes.dataLim.ymin))
+    axes.set_ylim(bottom=lowest)
     finish(axes, "lower right")
     return figure
 
@@ -269,15 +274,15 @@ def longer(runs: dict[str, Json]) -> Figure:
     """Training loss at a high learning rate with nothing clipped."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    lowest, highest = [], []
+    shown = []
     for name, run in runs.items():
         loss = smooth(_floats(run["loss"]))
         axes.plot(1 + np.arange(len(loss)), loss, label=name, **recipe_style(name))
-        lowest.append(np.nanmin(loss))
-        highest.append(np.nanmax(loss[len(loss) // 40 :]))
+        # From where the steepest descent is over.
+        shown += [value for value in loss[len(loss) // 40 :] if np.isfinite(value)]
     axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats a token")
-    # From where the steepest descent is over.
-    axes.set_ylim(min(lowest) - 0.1, max(highest) + 0.1)
+    if shown:
+        axes.set_ylim(min(shown) - 0.1, max(shown) + 0.1)
     finish(axes)
     return figure
 
@@ -288,7 +293,7 @@ def _panels(
     ylabel: str,
     *,
     sharey: bool = True,
-    legend: Corner = "upper right",
+    legend: Place = "upper right",
 ) -> Figure:
     """A panel a model."""
     figure = Figure(figsize=(3.4 * len(models), 4), layout="constrained")

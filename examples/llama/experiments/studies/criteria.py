@@ -48,5 +48,7 @@ def _distance(
     # Between two blocks' metrics, for as many blocks as the rate says.
     ordered = jnp.sort(jnp.append(metric.reshape(-1), 0.0), descending=True)
     theta = ordered[jnp.round(rate * metric.size).astype(jnp.int32)]
+    # The product may have summed the largest metric in another order.
+    theta = jnp.where(rate > 0.0, theta, jnp.inf)
     y, _ = dot_general(x, w, _MATMUL, recipe=recipe, theta=theta)
     return cosine_distance(y, x @ w)
