@@ -134,9 +134,10 @@ def _draw_rates(
 
 def style(index: int) -> dict[str, Any]:
     """The color and the dashes of a picture's curve, of 45 that differ."""
-    # The second round of colors has other dashes than the first.
-    dashes = DASHES[(index + index // len(COLORS)) % len(DASHES)]
-    return {"color": COLORS[index % len(COLORS)], "linestyle": dashes}
+    turn, color = divmod(index, len(COLORS))
+    # A color's second turn has other dashes than its first.
+    dashes = DASHES[(color + turn) % len(DASHES)]
+    return {"color": COLORS[color], "linestyle": dashes}
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

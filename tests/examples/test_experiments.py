@@ -390,16 +390,22 @@ def write_results(results: Path) -> None:
     runs.save(killed, results / "killed.json")
 
 
-def test_page_is_drawn_from_the_results_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[str, Figure] = {}
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """The figures that are saved from now on, by name; their files are empty."""
+    figures: dict[str, Figure] = {}
 
     def save(figure: Figure, path: Path) -> None:
-        drawn[path.stem] = figure
+        figures[path.stem] = figure
         path.touch()
 
     monkeypatch.setattr(pictures, "save", save)
+    return figures
+
+
+def test_page_is_drawn_from_the_results_alone(
+    tmp_path: Path, drawn: dict[str, Figure]
+) -> None:
     results = tmp_path / "results"
     tables = results / __main__.OTHER_PAGE
     argv = ["draw", f"--results={results}"]
@@ -435,11 +441,14 @@ def test_page_is_drawn_from_the_results_alone(
     assert "5 of the 5 arrays of the last checkpoint are bit-equal" in text
 
 
-def test_stages_that_were_stopped_are_drawn(tmp_path: Path) -> None:
+def test_stages_that_were_stopped_are_drawn(
+    tmp_path: Path, drawn: dict[str, Figure]
+) -> None:
     write_results(tmp_path)
     for name in ("606-bf16-0", "606-bf16-1", "606-fallback-2", "58-fallback-2"):
         (tmp_path / "outliers" / f"{name}.json").unlink()
     assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
+    assert drawn.keys() == pictures.PICTURES.keys()
     text = (tmp_path / __main__.OTHER_PAGE).read_text()
     # Of 58 seeds 0 and 1 have both, of 606 none.
     assert "| fallback | +0.00400 ± 0.00000 |  |" in text
