@@ -80,7 +80,9 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         if {"draw", "all"} & set(asked.what):
             print(f"drawn: {', '.join(pictures.draw(asked.results)) or 'nothing'}")
-            page.fill(_page(asked.results), asked.results)
+            # The text of PAGE is about the committed results alone.
+            committed = asked.results.resolve() == RESULTS.resolve()
+            page.fill(PAGE if committed else asked.results / OTHER_PAGE, asked.results)
     except KeyboardInterrupt:
         print("stopped; run this again to go on", file=sys.stderr)
         return jobs.STOPPED
@@ -88,16 +90,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _page(results: Path) -> Path:
-    """The page of results, which has text of these only where they are committed."""
-    if results.resolve() == RESULTS.resolve():
-        return PAGE
-    tables = results / OTHER_PAGE
-    results.mkdir(parents=True, exist_ok=True)
-    tables.write_text(page.empty())
-    return tables
 
 
 def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:

@@ -29,6 +29,8 @@ _LOW, _HIGH = recipes.fallback.target_rate
 def fill(page: Path, results: Path) -> None:
     """Writes each table, and the picture of its name if there is one, into the page.
 
+    Where there is no such file, it is of tables and pictures alone.
+
     Raises:
         ResultsError: The page has a place for a table that is unknown.
     """
@@ -45,14 +47,15 @@ def fill(page: Path, results: Path) -> None:
             content += f"\n\n![{name}]({folder}/{name}.png)"
         return f"<!-- {name} -->\n\n{content}\n\n<!-- end -->"
 
-    text = page.read_text()
+    text = page.read_text() if page.exists() else _empty()
     places = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+    page.parent.mkdir(parents=True, exist_ok=True)
     part = page.with_suffix(".part")
     part.write_text(places.sub(place, text))
     part.replace(page)
 
 
-def empty() -> str:
+def _empty() -> str:
     """A page with a place for each table, and nothing else."""
     places = (f"## {name}\n\n<!-- {name} -->\n\n<!-- end -->\n" for name in TABLES)
     return "# Experiments\n\n" + "\n".join(places)

@@ -1,6 +1,6 @@
 """The pictures of EXPERIMENTS.md, each from the JSON of its results alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,7 @@ def parity(runs: dict[str, Json]) -> Figure:
             differences.plot(steps[:shared], difference, **line)
     # Most are close to bf16, and some are not.
     differences.set_yscale("symlog", linthresh=0.01)
-    # From where the steepest descent is over.
-    ends = [_floats(run["loss"])[len(run["loss"]) // 10 :] for run in runs.values()]
-    losses.set_ylim(*np.nanquantile(np.concatenate(ends), (0, 0.999)))
+    _leave_out_the_descent(losses, [_floats(run["loss"]) for run in runs.values()])
     finish(losses)
     finish(differences)
     return figure
@@ -274,15 +272,11 @@ def longer(runs: dict[str, Json]) -> Figure:
     """Training loss at a high learning rate with nothing clipped."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    shown = []
-    for name, run in runs.items():
-        loss = smooth(_floats(run["loss"]))
+    losses = {name: smooth(_floats(run["loss"])) for name, run in runs.items()}
+    for name, loss in losses.items():
         axes.plot(1 + np.arange(len(loss)), loss, label=name, **recipe_style(name))
-        # From where the steepest descent is over.
-        shown += [value for value in loss[len(loss) // 40 :] if np.isfinite(value)]
     axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats a token")
-    if shown:
-        axes.set_ylim(min(shown) - 0.1, max(shown) + 0.1)
+    _leave_out_the_descent(axes, losses.values())
     finish(axes)
     return figure
 
@@ -304,6 +298,13 @@ def _panels(
         finish(axes, legend)
     panels[0].set_ylabel(ylabel)
     return figure
+
+
+def _leave_out_the_descent(axes: Axes, losses: Iterable[np.ndarray]) -> None:
+    """Has the axes show losses from where the steepest descent is over."""
+    shown = np.concatenate([loss[len(loss) // 10 :] for loss in losses])
+    if np.any(finite := np.isfinite(shown)):
+        axes.set_ylim(*np.quantile(shown[finite], (0, 0.999)))
 
 
 def _floats(values: Sequence[float | None]) -> np.ndarray:

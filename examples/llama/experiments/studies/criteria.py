@@ -45,10 +45,11 @@ def _distance(
 ) -> jax.Array:
     recipe = dataclasses.replace(recipes.fallback, criterion=criterion)
     metric = ops.block_metric(x[None], block=recipe.lhs_block, criterion=criterion)
-    # Between two blocks' metrics, for as many blocks as the rate says.
-    ordered = jnp.sort(jnp.append(metric.reshape(-1), 0.0), descending=True)
-    theta = ordered[jnp.round(rate * metric.size).astype(jnp.int32)]
-    # The product may have summed the largest metric in another order.
-    theta = jnp.where(rate > 0.0, theta, jnp.inf)
+    # Between two blocks' metrics, which the product may sum in another order, for as
+    # many blocks as the rate says.
+    ends = jnp.asarray([0.0, jnp.inf])
+    ordered = jnp.sort(jnp.concatenate([metric.reshape(-1), ends]), descending=True)
+    above = jnp.round(rate * metric.size).astype(jnp.int32)
+    theta = (ordered[above] + ordered[above + 1]) / 2
     y, _ = dot_general(x, w, _MATMUL, recipe=recipe, theta=theta)
     return cosine_distance(y, x @ w)
