@@ -141,7 +141,7 @@ def matmul(
     *seeds: jax.Array,
     blocks: tuple[int, int, int],
     dtype: Any,
-    reduce: str,
+    reduce: str | None,
 ) -> Axes:
     """Of ``reference.matmul``; also of what is contracted over rows that are two.
 

@@ -98,7 +98,7 @@ def matmul(
     *,
     blocks: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
-    reduce: str = "float32",
+    reduce: str | None = None,
     seeds: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:

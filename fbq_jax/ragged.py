@@ -58,8 +58,8 @@ def ragged_dot(
         there do not count.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; by default the operands' common one.
-      recipe: what is quantized how; with block scales in all three GEMMs, which over
-        devices sum in float32.
+      recipe: what is quantized how; with block scales in all three GEMMs, and no
+        ``Gemm.reduce``.
       theta: the threshold of fallback, of all groups, as for ``fbq_jax.dot_general``.
       key: likewise, a PRNG key for stochastic rounding.
       implementation: ``"reference"`` or None, ``fbq_jax.dispatch``'s choice.
@@ -173,10 +173,10 @@ def _check_groups(
             "a ragged dot takes a recipe with block scales in all three GEMMs; got "
             f"{recipe}"
         )
-    if any(g.reduce != "float32" for g in (recipe.fwd, recipe.dlhs, recipe.drhs)):
+    if any(g.reduce is not None for g in (recipe.fwd, recipe.dlhs, recipe.drhs)):
         raise ValueError(
-            "a ragged dot sums in float32 over devices; got a recipe with another "
-            f"Gemm.reduce: {recipe}"
+            "a ragged dot sums over devices in the product's own dtype; got a recipe "
+            f"with a Gemm.reduce: {recipe}"
         )
 
 

@@ -52,12 +52,12 @@ class Gemm:
       keeps: what the forward pass keeps for a backward GEMM in floats: X or W as
         ``"floats"``, or its forward ``"codes"``, which then stand for it.
       reduce: what several devices sum their parts of a product in, where its
-        contraction is cut over them: ``"float32"``; ``"bfloat16"``, which is half the
-        traffic and what XLA sums a product of bfloat16 arrays in; or, for drhs,
-        ``"int8"``, codes with stochastic rounding (``fbq_jax.reduce``), again half
-        where each device keeps its share, as with FSDP.  A gradient that is whole on
-        each device is then gathered in its own dtype: with float32 that is more in all
-        than the traffic of bfloat16.
+        contraction is cut over them: None, the product's own dtype, as XLA sums those
+        of ``lax.dot_general``; ``"float32"``; ``"bfloat16"``; or, for drhs,
+        ``"int8"``, codes with stochastic rounding (``fbq_jax.reduce``), half the
+        traffic of bfloat16 where each device keeps its share, as with FSDP.  A gradient
+        that is whole on each device is then gathered in its own dtype: with float32
+        that is more in all than the traffic of bfloat16.
     """
 
     lhs: Rounding | None = "nearest"
@@ -65,7 +65,7 @@ class Gemm:
     scales: Scales | tuple[Scales, Scales] = "block"
     shards: int = 1
     keeps: Keeps = "floats"
-    reduce: Reduce = "float32"
+    reduce: Reduce | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.scales, str):
@@ -272,14 +272,15 @@ def _check_gemm(name: str, gemm: Gemm) -> None:
     check("scales", known, f"one of {SCALES} or a pair of them, for lhs and rhs")
     check("shards", type(shards) is int and shards > 0, "an integer from 1 on")
     check("keeps", keeps in KEEPS, f"one of {KEEPS}")
-    check("reduce", gemm.reduce in REDUCES, f"one of {REDUCES}")
+    known = gemm.reduce in (None, *REDUCES)
+    check("reduce", known, f"one of {REDUCES}, or None for the product's own dtype")
     blocks = scales == ("block", "block")
     if gemm.in_floats:
         check("rhs", gemm.rhs is None, "None where lhs is: floats times floats")
         check("scales", blocks, "nothing (the default) where lhs and rhs are None")
         check("keeps", keeps == "floats" or name != "fwd", "'floats' in fwd")
         takes = "nothing (the default) where lhs and rhs are None: XLA sums it"
-        check("reduce", gemm.reduce == "float32", takes)
+        check("reduce", gemm.reduce is None, takes)
     else:
         check("rhs", gemm.rhs is not None, "a rounding where lhs has one")
         mixed = "block" in scales and not blocks

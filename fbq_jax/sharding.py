@@ -6,9 +6,9 @@ would draw there.  So N devices give the codes and scales of one, bit for bit, w
 word between them, but for these:
 
 - scales of whole rows or columns are agreed on, as the maxima of the shards' maxima;
-- a product whose contraction is cut is summed over the devices in float32 and rounded
-  once, or as ``Gemm.reduce`` says; each device gets the part of the sum that the
-  result's sharding gives it.
+- a product whose contraction is cut is summed over the devices in its own dtype, or as
+  ``Gemm.reduce`` says; each device gets the part of the sum that the result's sharding
+  gives it.
 
 What a device needs of a product's operands and does not have, it fetches as codes.
 """
@@ -86,9 +86,9 @@ def _local(
             matrices = lhs, residual, rhs
             if axes_module.one_scale_a_row(rhs, options["blocks"]):
                 placed["blocks"] = (1, lhs.codes.shape[2], 1)
-            summed_in = reduce.DTYPES[placed.pop("reduce")]
-            if shards.names(axes.contracted):
-                placed["dtype"] = jnp.dtype(summed_in)
+            summed_in = placed.pop("reduce")
+            if summed_in and shards.names(axes.contracted):
+                placed["dtype"] = jnp.dtype(reduce.DTYPES[summed_in])
         results = function(*matrices, **placed)
         split = functools.partial(_split_rows, _groups(axes.operands, operands))
         results = jax.tree.map(split, axes.results, results)
@@ -134,12 +134,8 @@ def _local_ragged(
             size = placed["size"] = options["size"] // shards.number("g")
         else:
             size = len(matrices[-1].codes)
-        # Of parts of a group's product; over groups, all parts but one are zeros.
-        if shards.names(axes.contracted.replace("g", "")):
-            placed["dtype"] = jnp.dtype(jnp.float32)
         here = groups - jnp.int32(size) * shards.place("g").astype(jnp.int32)
-        results = function(*matrices, here, **placed)
-        return reduce.in_floats(results, axes, shards).astype(options["dtype"])
+        return reduce.in_floats(function(*matrices, here, **placed), axes, shards)
 
     return local
 

@@ -92,10 +92,10 @@ class Config:
         "bits of a value that norms and gates keep for the backward pass; 0 keeps "
         f"floats (default: {SAVED_BITS}, and 0 with --recipe bf16)",
     )
-    reduce: str = _option(
-        "float32",
+    reduce: str | None = _option(
+        None,
         "what several devices sum the gradients of quantized layers in: "
-        f"{', '.join(REDUCES)}",
+        f"{', '.join(REDUCES)} (default: the model's dtype, as XLA sums others)",
     )
     batch: int = _option(8, "sequences in a step")
     accumulate: int = _option(1, "microbatches that a step's batch is split into")
@@ -123,7 +123,7 @@ class Config:
                 f"saved_bits takes 0 or an integer from {nonlinear.BITS[0]} to "
                 f"{nonlinear.BITS[-1]}, got {self.saved_bits}"
             )
-        if self.reduce not in REDUCES:
+        if self.reduce not in (None, *REDUCES):
             raise ConfigError(
                 f"reduce takes one of {', '.join(REDUCES)}, got {self.reduce!r}"
             )
@@ -151,10 +151,8 @@ class Config:
     def dot_general(self) -> DotGeneral | None:
         """What multiplies, with gradients summed as `reduce` says; None for bf16."""
         dot_general = RECIPES[self.recipe]
-        if self.reduce == "float32":
+        if self.reduce is None:
             return dot_general
-        if dot_general is None and self.reduce == "bfloat16":
-            return None  # as XLA sums what is in bfloat16 anyway
         if not isinstance(dot_general, FallbackDot):
             raise ConfigError(
                 f"reduce={self.reduce} is of INT8 recipes; {self.recipe} is summed as "

@@ -27,8 +27,8 @@ SEQUENCE = 512
 VOCABULARY = 1024
 STEPS = 50
 
-# What multiplies, and the dtype of all that it does not.  Of bfloat16 gradients each
-# device rounds its part before they are summed.
+# What multiplies, and the dtype of all that it does not.  Gradients are summed in it:
+# each device rounds its part to bfloat16 first.
 RECIPES: dict[str, tuple[Recipe | None, Any]] = {
     "bf16": (None, jnp.bfloat16),
     "fallback": (recipes.fallback, jnp.bfloat16),

@@ -29,9 +29,9 @@ def _summed_in(reduce: Reduce) -> Recipe:
     return dataclasses.replace(recipes.fallback, drhs=drhs)
 
 
-# What devices sum gradients in is by default float32, and for bf16 XLA's bfloat16.
+# What devices sum gradients in is otherwise bfloat16, the layers' dtype.
 SUMS: dict[str, Recipe] = {
-    "fallback, sums in bf16": _summed_in("bfloat16"),
+    "fallback, sums in float32": _summed_in("float32"),
     "fallback, sums in int8": _summed_in("int8"),
 }
 _STEPS = 4  # before losses are compared and anything is timed

@@ -104,11 +104,13 @@ def test_an_unknown_op_is_named():
         dispatch.choose("matmull", BLOCKS)
 
 
-@pytest.mark.parametrize(("reduce", "seeds"), [("int8", None), ("float32", SEEDS)])
+@pytest.mark.parametrize(
+    ("reduce", "seeds"), [("int8", None), (None, SEEDS), ("float32", SEEDS)]
+)
 def test_seeds_are_for_sums_in_int8(reduce, seeds):
     x = reference.Quantized(jnp.ones((1, 4, 4), jnp.int8), jnp.ones((1, 1, 1)))
     options = {"blocks": BLOCKS, "dtype": jnp.float32}
-    with pytest.raises(ValueError, match=f"reduce='{reduce}' with(out)? seeds"):
+    with pytest.raises(ValueError, match=f"reduce={reduce!r} with(out)? seeds"):
         ops.matmul(x, None, x, reduce=reduce, seeds=seeds, **options)
 
 

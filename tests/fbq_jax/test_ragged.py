@@ -171,7 +171,7 @@ def test_no_rows_and_vmap():
         (
             {"recipe": Recipe(fwd=Gemm(reduce="bfloat16"))},
             ValueError,
-            r"sums in float32 over devices; .* another Gemm.reduce: .*'bfloat16'",
+            r"in the product's own dtype; .* with a Gemm.reduce: .*'bfloat16'",
         ),
         ({"theta": -1.0}, ValueError, "at least 0; got -1.0"),
         ({"precision": "highest"}, ValueError, "precision=highest cannot be met"),

@@ -50,7 +50,7 @@ def compiled(reduce, mesh, spec, operands=MATRIX):
     return lambda key: run(*operands, key), collectives(run)
 
 
-EXACT = jax.jit(gradient("float32"))  # on one device
+EXACT = jax.jit(gradient(None))  # on one device
 
 
 def relative(error, exact):
@@ -103,6 +103,19 @@ def test_a_sum_in_bfloat16(spec):
     key = jax.random.key(0)
     want = EXACT(X, W, DY, key)
     assert 1e-3 < relative(sums(key) - want, want) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sum_is_in_the_dtype_of_the_product(dtype):
+    operands = tuple(x.astype(dtype) for x in MATRIX)
+    key = jax.random.key(0)
+    sums = {
+        reduce: compiled(reduce, mesh_of(data=4), (), operands)[0](key)
+        for reduce in (None, "float32", "bfloat16")
+    }
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    assert jnp.all(sums[None] == sums[dtype])
+    assert not jnp.all(sums[None] == sums[other])
 
 
 @pytest.mark.parametrize(
