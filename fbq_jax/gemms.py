@@ -214,13 +214,16 @@ def _product(
 
 
 def _float_product(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
-    """``[B, M, K]`` times ``[B, K, N]`` in their own floats, rounded once."""
+    """``[B, M, K]`` times ``[B, K, N]`` in their own floats, rounded once.
+
+    Devices sum their parts of it in ``dtype``, unless its operands are of a larger one.
+    """
     common = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
     return lax.dot_general(
         lhs.astype(common),
         rhs.astype(common),
         (((2,), (1,)), ((0,), (0,))),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.promote_types(common, dtype),
     ).astype(dtype)
 
 

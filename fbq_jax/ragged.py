@@ -72,9 +72,9 @@ def ragged_dot(
     Raises:
       TypeError: an operand is not of a float dtype above, or ``group_sizes`` is not of
         integers.
-      ValueError: shapes do not fit, the recipe has other scales or sums in other than
-        float32, theta is negative, another precision is asked for, or an
-        implementation with kernels.
+      ValueError: shapes do not fit, the recipe has other scales or a ``Gemm.reduce``,
+        theta is negative, another precision is asked for, or an implementation with
+        kernels.
 
     >>> tokens, experts = jnp.ones((5, 64)), jnp.ones((3, 64, 8))
     >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0, 1]))

@@ -94,8 +94,9 @@ class Config:
     )
     reduce: str | None = _option(
         None,
-        "what several devices sum the gradients of quantized layers in: "
-        f"{', '.join(REDUCES)} (default: the model's dtype, as XLA sums others)",
+        "what several devices sum their parts of an INT8 product in: "
+        f"{', '.join(REDUCES)} (int8: of a kernel's gradient only; default: the "
+        "model's dtype, in which XLA sums all others)",
     )
     batch: int = _option(8, "sequences in a step")
     accumulate: int = _option(1, "microbatches that a step's batch is split into")
@@ -149,18 +150,25 @@ class Config:
             )
 
     def dot_general(self) -> DotGeneral | None:
-        """What multiplies, with gradients summed as `reduce` says; None for bf16."""
+        """What multiplies, with products summed as `reduce` says; None for bf16."""
         dot_general = RECIPES[self.recipe]
         if self.reduce is None:
             return dot_general
         if not isinstance(dot_general, FallbackDot):
             raise ConfigError(
-                f"reduce={self.reduce} is of INT8 recipes; {self.recipe} is summed as "
-                "XLA sums it"
+                f"reduce is of INT8 recipes, got {self.reduce!r} with {self.recipe}: "
+                "leave it out there, XLA sums what is not in INT8"
             )
+        recipe = dot_general.recipe
+        names = ("drhs",) if self.reduce == "int8" else ("fwd", "dlhs", "drhs")
+        gemms = {name: getattr(recipe, name) for name in names}
         reduce: Any = self.reduce
-        drhs = dataclasses.replace(dot_general.recipe.drhs, reduce=reduce)
-        return FallbackDot(dataclasses.replace(dot_general.recipe, drhs=drhs))
+        summed = {
+            name: dataclasses.replace(gemm, reduce=reduce)
+            for name, gemm in gemms.items()
+            if not gemm.in_floats or reduce == "int8"
+        }
+        return FallbackDot(dataclasses.replace(recipe, **summed))
 
 
 @dataclass(frozen=True)

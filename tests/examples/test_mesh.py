@@ -22,7 +22,7 @@ from fbq_jax import fallback_dot
 SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
 RUN = ["--batch=4", "--steps=2", "--lr=1e-4", "--eval-every=2", "--save-every=2"]
 # What compiles soonest; tests/fbq_jax/test_sharding.py has thresholds and rates.
-RECIPE = ["--recipe=block", "--saved-bits=0"]
+RECIPE = ["--recipe=block", "--saved-bits=0", "--reduce=float32"]
 ROOT = Path(__file__).parents[2]
 
 

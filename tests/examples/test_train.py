@@ -238,7 +238,10 @@ def test_config_of_another_version_is_an_error(
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
         ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
         ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
-        ("--reduce=bfloat16 --recipe=bf16", "reduce=bfloat16 is of INT8 recipes"),
+        (
+            "--reduce=bfloat16 --recipe=bf16",
+            "reduce is of INT8 recipes, got 'bfloat16' with bf16",
+        ),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--lr=nan", "lr takes a finite positive number"),
         ("--clip=-1", "clip takes a finite number from 0 on"),
@@ -452,12 +455,23 @@ def test_quantized_recipes_save_ten_bits_unless_asked(
     assert train.build(config)[0].config.saved_bits == saved
 
 
-def test_reduce_is_of_the_gradients(config: Config) -> None:
-    config = dataclasses.replace(config, recipe="fallback", reduce="int8")
+@pytest.mark.parametrize(
+    ("recipe", "reduce", "summed_in"),
+    [
+        ("fallback", None, [None] * 3),
+        ("fallback", "float32", ["float32"] * 3),
+        ("fallback", "int8", [None, None, "int8"]),
+        ("switchback", "float32", ["float32", "float32", None]),  # dW is in floats
+    ],
+)
+def test_reduce_is_of_products_in_int8(
+    config: Config, recipe: str, reduce: str | None, summed_in: list[str | None]
+) -> None:
+    config = dataclasses.replace(config, recipe=recipe, reduce=reduce)
     dot_general = train.build(config)[0].dot_general
     assert isinstance(dot_general, FallbackDot)
     gemms = (getattr(dot_general.recipe, name) for name in ("fwd", "dlhs", "drhs"))
-    assert [gemm.reduce for gemm in gemms] == [None, None, "int8"]
+    assert [gemm.reduce for gemm in gemms] == summed_in
 
 
 def test_model_flop_utilization_where_the_peak_is_known(
