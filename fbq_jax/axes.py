@@ -84,7 +84,8 @@ def quantize(
         _rows(x.shape, block[0]), _blocks("j", x.shape[-1], block[1])
     )
     results = Layouts(_wanted(by_rows, rows), _wanted(by_columns, columns))
-    return Axes((by_rows.codes, "b"), results)
+    agreed = "ij" if x.ndim == 3 else "j"
+    return Axes((by_rows.codes, "b"), results, agreed=agreed)
 
 
 def quantize_vectors(

@@ -8,11 +8,13 @@ share a letter are cut alike.  ``"."`` is an axis that is never cut.
 
 Shardy learns from that how shardings propagate from operands to results and back; what
 each device then does, on its own shard and with the others, is decided here.  An axis
-that cannot be cut as the mesh asks, between elements that stay together, is left whole.
+that cannot be cut as the mesh asks, between elements that stay together, is left whole,
+or cut inside of them where the op can have devices agree; a warning says so.
 """
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -32,11 +34,14 @@ class Axes(NamedTuple):
       results: a tree like that of the results.
       contracted: the letters, in the order of the operands' axes, of what operands have
         in common and results lack.
+      agreed: those whose elements that stay together may be on several devices, where
+        these agree on what the elements share.
     """
 
     operands: tuple[Any, ...]
     results: Any
     contracted: str = ""
+    agreed: str = ""
 
 
 class Shards(NamedTuple):
@@ -47,16 +52,21 @@ class Shards(NamedTuple):
         a letter may be missing.
       scattered: those that a result's axis is cut over beyond ``over``, by a
         contraction whose sum ends up in shards.
+      inside: those that cut, beyond ``over``, between elements that stay together.
       sizes: of the axes of the mesh.
     """
 
     over: Mapping[str, tuple[str, ...]]
     scattered: Mapping[str, tuple[str, ...]]
+    inside: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
 
     def names(self, letters: str) -> tuple[str, ...]:
         """The axes of the mesh that any of the letters is cut over."""
-        return tuple(name for letter in letters for name in self.over.get(letter, ()))
+        cuts = (self.over, self.inside)
+        return tuple(
+            n for letter in letters for cut in cuts for n in cut.get(letter, ())
+        )
 
     def count(self, names: Iterable[str]) -> int:
         """The number of devices along axes of the mesh."""
@@ -75,10 +85,13 @@ class Shards(NamedTuple):
 Local = Callable[[Axes, Shards], Callable[..., Any]]
 
 
-def partitioned(axes_of: Callable[..., Axes], local: Local) -> Callable[..., Any]:
+def partitioned(
+    name: str, axes_of: Callable[..., Axes], local: Local
+) -> Callable[..., Any]:
     """An op that is cut as ``axes_of(*operands)`` says.
 
     Args:
+      name: the op's.
       axes_of: the op's axes, from its operands' shapes.
       local: makes what computes a device's results from its operands; it may use
         collectives over the axes of ``Shards``.
@@ -86,13 +99,13 @@ def partitioned(axes_of: Callable[..., Axes], local: Local) -> Callable[..., Any
 
     def op(*operands: Any) -> Any:
         axes = axes_of(*operands)
-        whole = local(axes, Shards({}, {}, {}))
+        whole = local(axes, Shards({}, {}, {}, {}))
         if jax.sharding.get_abstract_mesh().manual_axes:
             return whole(*operands)  # Inside shard_map an array is a shard already.
         call = custom_partitioning(whole)
         rule, sizes = _rule(axes, operands)
         call.def_partition(
-            functools.partial(_partition, axes, local),
+            functools.partial(_partition, name, axes, local),
             decode_shardings=False,  # Not all of Shardy's can be: see _names.
             sharding_rule=rule,
             reduction_factors=tuple(axes.contracted),
@@ -153,13 +166,19 @@ def _rule(axes: Axes, operands: tuple[Any, ...]) -> tuple[str, dict[str, int]]:
 
 
 def _partition(
-    axes: Axes, local: Local, mesh: Mesh, operands: tuple[Any, ...], results: Any
+    name: str,
+    axes: Axes,
+    local: Local,
+    mesh: Mesh,
+    operands: tuple[Any, ...],
+    results: Any,
 ) -> tuple[Mesh, Callable[..., Any], Any, Any]:
     """The callback of ``custom_partitioning``; arrays are shapes with shardings."""
     if mesh.empty:
         devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
         mesh = Mesh(list(devices), ("devices",))
     shards = _cut(axes, operands, results, mesh)
+    _warn_of_parts(name, axes, operands, shards, mesh)
 
     def on_shards(*operands: Any) -> Any:
         # What is compiled in the context of a caller is not of the caller's mesh.
@@ -167,10 +186,12 @@ def _partition(
             return local(axes, shards)(*operands)
 
     def sharding(scattered: Mapping[str, tuple[str, ...]], words: str) -> NamedSharding:
-        spec = [
-            (*shards.over.get(letter, ()), *scattered.get(letter, ())) or None
-            for letter, _ in parse(words)
-        ]
+        spec = []
+        for letter, together in parse(words):
+            names = (
+                shards.names(letter) if together > 1 else shards.over.get(letter, ())
+            )
+            spec.append((*names, *scattered.get(letter, ())) or None)
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     of_result = functools.partial(sharding, shards.scattered)
@@ -184,11 +205,15 @@ def _partition(
 
 
 class _Cut(NamedTuple):
-    """How an array's axis is cut, or should be, and into how many parts it could."""
+    """How an array's axis is cut, or should be.
+
+    It could be cut into so many parts, of so many elements that stay together.
+    """
 
     letter: str
     names: tuple[str, ...]
     parts: int
+    together: int
 
 
 def _cut(axes: Axes, operands: tuple[Any, ...], results: Any, mesh: Mesh) -> Shards:
@@ -209,33 +234,69 @@ def _cut(axes: Axes, operands: tuple[Any, ...], results: Any, mesh: Mesh) -> Sha
     words, result = largest(axes.results, results)
     made = _cuts(words, result, mesh)
     over: dict[str, tuple[str, ...]] = {}
+    inside: dict[str, tuple[str, ...]] = {}
 
-    def claim(letter: str, names: tuple[str, ...], parts: int) -> None:
-        taken = {name for names in over.values() for name in names}
-        names = tuple(name for name in names if name not in taken)
-        names = _divisors(names, parts, mesh)
-        if names and letter != "." and letter not in over:
-            over[letter] = names
+    def claim(cut: _Cut) -> None:
+        if cut.letter in (".", *over, *inside):
+            return
+        taken = {
+            name for cuts in (over, inside) for names in cuts.values() for name in names
+        }
+        names = tuple(name for name in cut.names if name not in taken)
+        if between := _divisors(names, cut.parts, mesh):
+            over[cut.letter] = between
+        if cut.letter in axes.agreed:
+            shard = cut.parts * cut.together // _devices(between, mesh)
+            if within := _divisors(names[len(between) :], shard, mesh):
+                inside[cut.letter] = within
 
     for letter in axes.contracted:
         each = [cut for cuts in given for cut in cuts if cut.letter == letter]
-        names, parts = each[0][1:]
-        claim(letter, tuple(n for n in names if all(n in c.names for c in each)), parts)
+        names = tuple(n for n in each[0].names if all(n in cut.names for cut in each))
+        claim(each[0]._replace(names=names))
     for cuts in [made, *given] if axes.contracted else [*given, made]:
         for cut in cuts:
             if cut.letter not in axes.contracted:
-                claim(*cut)
+                claim(cut)
 
     summed = {name for letter in axes.contracted for name in over.get(letter, ())}
     scattered: dict[str, tuple[str, ...]] = {}
-    for (letter, names, _), size in zip(made, result.shape, strict=True):
-        have = over.get(letter, ())
-        more = names[len(have) :]
-        if letter != "." and names == have + more and summed.issuperset(more):
-            shard = size // math.prod(mesh.shape[name] for name in have)
+    for cut, size in zip(made, result.shape, strict=True):
+        letter, have = cut.letter, over.get(cut.letter, ())
+        more = cut.names[len(have) :]
+        if letter != "." and cut.names == have + more and summed.issuperset(more):
+            shard = size // _devices(have, mesh)
             scattered[letter] = _divisors(more, shard, mesh)
             summed.difference_update(scattered[letter])
-    return Shards(over, scattered, mesh.shape)
+    return Shards(over, scattered, inside, mesh.shape)
+
+
+def _warn_of_parts(
+    name: str, axes: Axes, operands: tuple[Any, ...], shards: Shards, mesh: Mesh
+) -> None:
+    """Says where shards are not whole blocks, and what that costs."""
+    every = (shards.over, shards.scattered, shards.inside)
+    busy = {axis for cuts in every for names in cuts.values() for axis in names}
+    for words, array in pairs(axes.operands, operands):
+        if len(array.shape) < 3:  # What is as small as a gain is fetched anyway.
+            continue
+        for axis, cut in enumerate(_cuts(words, array, mesh)):
+            fits = cut.letter != "." and cut.parts % _devices(cut.names, mesh) == 0
+            if fits or (set(cut.names) <= busy and cut.letter not in shards.inside):
+                continue
+            cost = (
+                "they agree on its scales, without a kernel, and a product whose "
+                "output is cut so is computed whole by each of them"
+                if cut.letter in shards.inside
+                else "each of them gathers all of it and does the same work"
+            )
+            over = ", ".join(f"{name}={mesh.shape[name]}" for name in cut.names)
+            warnings.warn(
+                f"{name}: axis {axis} of {array.dtype}{list(array.shape)} is cut over "
+                f"{over}, and not into whole blocks of what has a common scale: "
+                f"{cost}. Make what a device has of it a multiple of the block.",
+                stacklevel=2,
+            )
 
 
 def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
@@ -246,7 +307,7 @@ def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
     cuts = []
     for axis, (letter, together) in enumerate(parse(words)):
         names = _names(mesh, {device: at[axis] for device, at in places.items()})
-        cuts.append(_Cut(letter, names, array.shape[axis] // together))
+        cuts.append(_Cut(letter, names, array.shape[axis] // together, together))
     return cuts
 
 
@@ -268,6 +329,10 @@ def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
 
 def _divisors(names: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
     """As many of the axes, from the major one on, as together divide a size."""
-    while size % math.prod(mesh.shape[name] for name in names):
+    while size % _devices(names, mesh):
         names = names[:-1]
     return names
+
+
+def _devices(names: Iterable[str], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in names)

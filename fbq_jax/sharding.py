@@ -5,7 +5,8 @@ device is told where its shard lies, so that it draws the noise that one device 
 would draw there.  So N devices give the codes and scales of one, bit for bit, without a
 word between them, but for these:
 
-- scales of whole rows or columns are agreed on, as the maxima of the shards' maxima;
+- scales of whole rows or columns are agreed on, as the maxima of the shards' maxima,
+  and so are those of an operand's blocks that several devices hold parts of;
 - a product whose contraction is cut is summed over the devices in its own dtype, or as
   ``Gemm.reduce`` says; each device gets the part of the sum that the result's sharding
   gives it.
@@ -23,6 +24,7 @@ from jax import lax
 
 from fbq_jax import axes as axes_module
 from fbq_jax import reduce
+from fbq_jax.agreement import quantize_parts
 from fbq_jax.kernels.reference import Join
 from fbq_jax.kernels.rounding import SPAN, Origin
 from fbq_jax.partition import Axes, Shards, pairs, parse, partitioned
@@ -58,7 +60,7 @@ def sharded(
     """
     axes_of = functools.partial(getattr(axes_module, op), **options)
     local = functools.partial(_local, op, function, options, quantize)
-    return partitioned(axes_of, local)
+    return partitioned(op, axes_of, local)
 
 
 def _local(
@@ -89,7 +91,10 @@ def _local(
             summed_in = placed.pop("reduce")
             if summed_in and shards.names(axes.contracted):
                 placed["dtype"] = jnp.dtype(reduce.DTYPES[summed_in])
-        results = function(*matrices, **placed)
+        compute = function
+        if shards.inside:
+            compute = functools.partial(quantize_parts, shards)
+        results = compute(*matrices, **placed)
         split = functools.partial(_split_rows, _groups(axes.operands, operands))
         results = jax.tree.map(split, axes.results, results)
         if op == "matmul":
@@ -116,7 +121,7 @@ def sharded_ragged(
       options: the op's own.
     """
     axes_of = functools.partial(getattr(axes_module, op), **options)
-    return partitioned(axes_of, functools.partial(_local_ragged, function, options))
+    return partitioned(op, axes_of, functools.partial(_local_ragged, function, options))
 
 
 def _local_ragged(

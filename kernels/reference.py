@@ -96,6 +96,7 @@ def quantize(
     rows: rounding.Rounding | None,
     columns: rounding.Rounding | None,
     origin: rounding.Origin | None = None,
+    join: Callable[[jax.Array], jax.Array] = _identity,
 ) -> Layouts:
     """Quantizes matrices to INT8 with one scale a block, in one or both layouts.
 
@@ -108,8 +109,9 @@ def quantize(
       columns: likewise, of the codes by columns.  Noise belongs to an element, so equal
         roundings give equal codes.
       origin: where the matrices lie in larger ones, which the noise is that of.
+      join: makes the maxima of blocks ``[B, R/r, C/c]`` those of larger blocks.
     """
-    return _layouts(x, seeds, block, rows, columns, origin)
+    return _layouts(x, seeds, block, rows, columns, origin, join)
 
 
 def quantize_vectors(

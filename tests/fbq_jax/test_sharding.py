@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -99,19 +100,45 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
 
 
 @pytest.mark.parametrize(
-    ("spec", "shape"),
+    ("spec", "shape", "parts"),
     [
-        ((None, "tensor", BATCH), (1, 96, 128)),  # three blocks for two devices
-        ((None, "all"), (1, 64, 32)),  # two for eight, which one axis cannot show
-        ((None, "data"), (1, 50, 40)),  # blocks that are not whole
+        ((None, "all"), (1, 64, 96), (8, 3)),  # two blocks for eight devices
+        ((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),  # 3 for 2, twice
+        ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
     ],
 )
-def test_what_cannot_be_cut_between_blocks_is_left_whole(spec, shape):
+def test_devices_agree_on_the_scales_of_blocks_they_share(spec, shape, parts):
+    """Of floats only the parts' maxima travel."""
     mesh = mesh_of(all=8) if "all" in spec else mesh_of()
+    options, args = QUANTIZERS["quantize"]
+    op = functools.partial(ops.quantize, **options)
+    x = heavy(shape).at[0, 40, 20].set(jnp.nan)
+    operands = place(mesh, x, *spec), *args
+    with pytest.warns(UserWarning, match="quantize: axis [12] .* agree on its scales"):
+        run = compiled(op, *operands)
+    assert_equal(run(*operands), jax.jit(op)(x, *args))
+    floats = [w.size for w in collectives(run) if w.dtype != "s8"]
+    assert 0 < max(floats) <= math.prod(parts)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "what"),
+    [
+        ((None, "data"), (1, 50, 40), "1 of .* is cut over data=2"),
+        (
+            (None, None, ("tensor", "data")),
+            (1, 32, 36),
+            "2 of .* is cut over tensor=2, data=2",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_left_whole_with_a_warning(spec, shape, what):
     options, args = QUANTIZERS["quantize"]
     op = jax.jit(functools.partial(ops.quantize, **options))
     x = heavy(shape)
-    assert_equal(op(place(mesh, x, *spec), *args), op(x, *args))
+    with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* gathers"):
+        got = op(place(mesh_of(), x, *spec), *args)
+    assert_equal(got, op(x, *args))
 
 
 class MLP(nn.Module):
@@ -181,6 +208,12 @@ LAYOUTS = {
         {"up": ("fsdp", None), "down": (None, "fsdp")},
         ("fsdp",),
     ),
+    "halves of blocks": (
+        lambda: mesh_of(fsdp=8),
+        {},
+        {"up": ("fsdp", None), "down": (None, "fsdp")},
+        ("fsdp",),
+    ),
     "all": (
         mesh_of,
         {},
@@ -202,6 +235,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:quantize.* agree on its scales")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_give_what_one_gives_and_exchange_codes(layout):
     make_mesh, constraints, kernels, x_spec = LAYOUTS[layout]
