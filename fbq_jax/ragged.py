@@ -72,9 +72,9 @@ def ragged_dot(
     Raises:
       TypeError: an operand is not of a float dtype above, or ``group_sizes`` is not of
         integers.
-      ValueError: shapes do not fit, the recipe has other scales or a ``Gemm.reduce``,
-        theta is negative, another precision is asked for, or an implementation with
-        kernels.
+      ValueError: shapes do not fit, an array is cut over explicit axes, the recipe has
+        other scales or a ``Gemm.reduce``, theta is negative, another precision is asked
+        for, or an implementation with kernels.
 
     >>> tokens, experts = jnp.ones((5, 64)), jnp.ones((3, 64, 8))
     >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0, 1]))
@@ -167,6 +167,12 @@ def _check_groups(
         raise ValueError(
             "a ragged dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], with at "
             f"least one group; got {', '.join(map(str, shapes))}"
+        )
+    types = [jax.typeof(x) for x in (lhs, rhs, group_sizes)]
+    if any(names for x in types for names in x.sharding.spec):
+        raise ValueError(
+            "a ragged dot takes arrays that are whole or cut over automatic axes of a "
+            f"mesh (see jax.sharding.auto_axes); got {', '.join(map(str, types))}"
         )
     if not recipe.in_blocks:
         raise ValueError(

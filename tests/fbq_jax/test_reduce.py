@@ -113,9 +113,15 @@ def test_a_sum_is_in_the_dtype_of_the_product(dtype):
         reduce: compiled(reduce, mesh_of(data=4), (), operands)[0](key)
         for reduce in (None, "float32", "bfloat16")
     }
-    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
-    assert jnp.all(sums[None] == sums[dtype])
-    assert not jnp.all(sums[None] == sums[other])
+    one_device = EXACT(*operands, key)
+    same = {
+        reduce: [float(jnp.mean(got == want)) for want in (sums[dtype], one_device)]
+        for reduce, got in sums.items()
+    }
+    assert same[None][0] == 1.0
+    # In float32 but for its last bits, which a rounding to bfloat16 seldom shows.
+    assert same["float32"][1] > (0.99 if dtype == "bfloat16" else 0.3)
+    assert same["bfloat16"][1] < (0.9 if dtype == "bfloat16" else 0.1)
 
 
 @pytest.mark.parametrize(

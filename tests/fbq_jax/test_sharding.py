@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -201,79 +204,116 @@ def run_sharded(mesh, model, kernels, x_spec):
     return collectives(run)
 
 
+class Layout(NamedTuple):
+    """How a model is cut, and what is summed then, by collective and size."""
+
+    mesh: Callable
+    kernels: dict
+    x: tuple
+    sums: dict
+    hidden: tuple = ()
+    out: tuple = ()
+
+
+# Of the kernels' gradients; over tensor also of Y and dX.
 LAYOUTS = {
-    "fsdp": (
+    "data": Layout(lambda: mesh_of(data=8), {}, ("data",), {("all-reduce", 32768): 2}),
+    "fsdp": Layout(
         lambda: mesh_of(fsdp=4),
-        {},
         {"up": ("fsdp", None), "down": (None, "fsdp")},
         ("fsdp",),
+        {("reduce-scatter", 8192): 2},
     ),
-    "halves of blocks": (
+    "halves of blocks": Layout(
         lambda: mesh_of(fsdp=8),
-        {},
         {"up": ("fsdp", None), "down": (None, "fsdp")},
         ("fsdp",),
+        {("reduce-scatter", 4096): 2},
     ),
-    "all": (
+    "all": Layout(
         mesh_of,
-        {},
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH,),
+        {
+            ("reduce-scatter", 8192): 2,
+            ("all-reduce", 8192): 2,
+            ("all-reduce", 16384): 2,
+        },
     ),
-    "sequence": (
+    "sequence": Layout(
         mesh_of,
-        {"hidden": (BATCH, None, "tensor"), "out": (BATCH, "tensor")},
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH, "tensor"),
+        {("reduce-scatter", 8192): 4, ("all-reduce", 8192): 2},
+        hidden=(BATCH, None, "tensor"),
+        out=(BATCH, "tensor"),
     ),
-    "explicit": (
+    "explicit": Layout(
         lambda: mesh_of(AxisType.Explicit),
-        {},
         {"up": ("fsdp", None), "down": ("fsdp", None)},
         (BATCH,),
+        {("reduce-scatter", 16384): 2, ("all-reduce", 16384): 2},
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:quantize.* agree on its scales")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_devices_give_what_one_gives_and_exchange_codes(layout):
-    make_mesh, constraints, kernels, x_spec = LAYOUTS[layout]
-    words = run_sharded(make_mesh(), MLP(**constraints), kernels, x_spec)
-    gathered = [w for w in words if w.kind == "all-gather"]
-    # Floats are scales, and the blocks' metrics; see threshold.quantile.
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_devices_give_what_one_gives_and_exchange_codes(name):
+    layout = LAYOUTS[name]
+    model = MLP(layout.hidden, layout.out)
+    words = run_sharded(layout.mesh(), model, layout.kernels, layout.x)
     blocks = X.size // SIDE**2 * 2
-    assert all(w.size <= blocks for w in gathered if w.dtype == "f32")
-    assert {w.dtype for w in gathered} <= {"f32", "s8"}
-    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
-    weights = sorted(w.size for w in gathered if w.dtype == "s8")
-    kernel = 128 * 256 // (2 if "tensor" in kernels["up"] else 1)
-    if layout == "sequence":
+    large = [w for w in words if w.size > blocks or w.dtype == "s8"]
+    # What is gathered of floats is smaller: scales, and the blocks' metrics and maxima.
+    gathered = [w for w in large if w.kind == "all-gather"]
+    assert {w.dtype for w in gathered} <= {"s8"}
+    sums = Counter((w.kind, w.size) for w in large if w.kind != "all-gather")
+    assert sums == layout.sums
+
+    weights = sorted(w.size for w in gathered)
+    tensor = 2 if "tensor" in layout.kernels.get("up", ()) else 1
+    if name == "sequence":
         # Forward and backward, of each kernel; and what a column-parallel layer's
         # products take of the tokens of the other devices.
         activations = [2 * 64 * n for n in (128, 128)]
-        assert sorted(set(weights)) == sorted({kernel, *activations})
+        assert set(weights) == {128 * 256 // tensor, *activations}
     else:
-        assert weights == [kernel] * 4
-    assert any(w.kind == "reduce-scatter" for w in words)
+        assert weights == [128 * 256 // tensor] * (4 if layout.kernels else 0)
 
 
 def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
-    make_mesh, _, _, x_spec = LAYOUTS["fsdp"]
-    mesh = make_mesh()
-    w = place(mesh, jnp.ones((128, 256), jnp.bfloat16), "fsdp")
-    x = place(mesh, X.astype(jnp.bfloat16), *x_spec)
-    dims = (((2,), (0,)), ((), ()))
+    """In a step of layers that are scanned: once forward and once backward."""
+    mesh = mesh_of(fsdp=4)
+    tokens = NamedSharding(mesh, P("fsdp"))
+    x = place(mesh, jnp.ones((8 * 64, 128), jnp.bfloat16), "fsdp")
+    up = place(mesh, jnp.ones((2, 128, 256), jnp.bfloat16), None, "fsdp")
+    down = place(mesh, jnp.ones((2, 256, 128), jnp.bfloat16), None, "fsdp")
     dot = functools.partial(dot_general, recipe=Recipe(block=32), theta=2.0)
-    quantized = compiled(lambda x, w: dot(x, w, dims)[0], x, w)
-    plain = compiled(lambda x, w: jax.lax.dot_general(x, w, dims), x, w)
-    wire = [
-        sum(c.bytes for c in collectives(run) if c.kind == "all-gather")
-        for run in (quantized, plain)
-    ]
-    scales = w.size // 32**2 * 4
-    assert wire[0] == w.size + scales
-    assert wire[1] >= 2 * w.size  # XLA for CPUs gathers bfloat16 as float32
+
+    def gathered(multiply):
+        def layer(x, kernels):
+            for w in kernels:
+                y = multiply(x, w, (((1,), (0,)), ((), ())))
+                x = jax.lax.with_sharding_constraint(y, tokens)
+            return x, None
+
+        def loss(kernels, x):
+            y, _ = jax.lax.scan(layer, x, kernels)
+            return jnp.sum(y.astype(jnp.float32))
+
+        shardings = up.sharding, down.sharding
+        step = jax.jit(jax.grad(loss), out_shardings=shardings)
+        words = collectives(step.lower((up, down), x).compile())
+        return [w for w in words if w.kind == "all-gather"]
+
+    quantized = gathered(lambda *args: dot(*args)[0])
+    codes = [w.size for w in quantized if w.dtype == "s8"]
+    # XLA for CPUs gathers bfloat16 as float32.
+    in_floats = [w.size for w in gathered(jax.lax.dot_general)]
+    assert codes == in_floats == [128 * 256] * 4
+    scales = sum(w.bytes for w in quantized if w.dtype == "f32")
+    assert scales == sum(codes) // 32**2 * 4
 
 
 def test_fused_layers():
@@ -378,6 +418,13 @@ def test_experts_stay_where_they_are():
     tiles = (ROWS + EXPERTS * (SIDE - 1)) // SIDE
     sizes = [("all-reduce", tiles * SIDE * 64)] * 2  # Y's half and dX
     assert [(w.kind, w.size) for w in words] == sizes
+
+
+def test_experts_over_explicit_axes_are_an_error():
+    mesh = mesh_of(AxisType.Explicit, expert=2, tensor=2)
+    w = place(mesh, jnp.ones((EXPERTS, 64, 128)), "expert")
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"automatic.*4@expert,64"):
+        ragged_dot(jnp.ones((ROWS, 64)), w, jnp.array([70, 0, 33, 81]))
 
 
 def test_each_device_can_have_groups_of_its_own():
