@@ -21,7 +21,7 @@ COLLECTIONS = ("aqt", "_overwrite_with_gradient")
 
 _NO_EXPERTS = (
     "fbq_jax.maxtext quantizes dense layers; a mixture of experts in MaxText is not "
-    "among them, for its einsums and grouped products keep no state"
+    "among them, for its einsums and grouped products start without a state"
 )
 
 
@@ -64,9 +64,9 @@ class Quantization:
       recipe: what is quantized how.
       collection: where the layers keep their state. ``"aqt"``, for models in NNX,
         MaxText's default, is the only collection that its layers let a bridged op
-        change; ``"_overwrite_with_gradient"``, for models in Linen
-        (``pure_nnx=False``), is the only one that such a step carries on, and no
-        gradients can then be accumulated.
+        change; ``"_overwrite_with_gradient"``, for the models in Linen
+        (``pure_nnx=False``) of older versions, is the only one that such a step carries
+        on, and no gradients can then be accumulated.
       implementation: of the ops, as ``fbq_jax.dispatch`` names them; None leaves the
         choice to it.
 
@@ -85,7 +85,7 @@ class Quantization:
     implementation: str | None = None
 
     quant_mode: ClassVar[str] = "train"
-    # Noise comes of the state: layers need not keep a generator.
+    # Noise comes of the state: a layer drops its generator when it has started.
     needs_apply_rngs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -101,9 +101,9 @@ class Quantization:
         del mesh_axes
         return functools.partial(FallbackDotGeneral, self._dot())
 
-    def einsum(self, dtype: Any = None, *, mesh_axes: tuple[Any, ...] = ()) -> Any:
-        """Raises: MaxText's einsums, of experts, give an op no place for its state."""
-        del dtype, mesh_axes
+    def einsum(self, mesh_axes: tuple[Any, ...] = ()) -> Any:
+        """Raises: MaxText asks for those of experts in a forward, past any start."""
+        del mesh_axes
         raise ValueError(_NO_EXPERTS)
 
     @property
