@@ -159,6 +159,7 @@ def _partition(
     if mesh.empty:
         devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
         mesh = Mesh(list(devices), ("devices",))
+    mesh = _in_primes(mesh)
     shards = _cut(axes, operands, results, mesh)
 
     def on_shards(*operands: Any) -> Any:
@@ -181,6 +182,31 @@ def _partition(
         jax.tree.map(of_result, axes.results),
         jax.tree.map(of_operand, axes.operands),
     )
+
+
+def _in_primes(mesh: Mesh) -> Mesh:
+    """The mesh with an axis for each prime factor of each of its own.
+
+    Shardy may cut over a part of an axis, which JAX has no name for.
+    """
+    factors = {
+        f"{name}/{i}": prime
+        for name, size in mesh.shape.items()
+        for i, prime in enumerate(_primes(size))
+    }
+    return Mesh(mesh.devices.reshape(tuple(factors.values())), tuple(factors))
+
+
+def _primes(size: int) -> list[int]:
+    """The prime factors, in ascending order.
+
+    >>> _primes(24)
+    [2, 2, 2, 3]
+    """
+    for prime in range(2, size + 1):
+        if size % prime == 0:
+            return [prime, *_primes(size // prime)]
+    return []
 
 
 class _Cut(NamedTuple):
@@ -253,7 +279,7 @@ def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
 def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
     """The axes of a mesh along which places differ, the major one first.
 
-    None if Shardy has cut over a part of an axis, which JAX has no name for.
+    None if Shardy has cut over a part of an axis that these do not make up.
     """
     starts = np.vectorize(lambda device: places[device].start or 0)(mesh.devices)
     steps = {
