@@ -115,7 +115,8 @@ def _quantize_parts(
 ) -> Layouts:
     """``quantize_vectors`` of parts ``[B, P, R, C]``, as of more matrices."""
     stack = x.shape[:2]
-    layouts = quantize(x.reshape(-1, *x.shape[2:]), seeds.reshape(-1), **options)
+    merged = x.reshape(seeds.size, *x.shape[2:])
+    layouts = quantize(merged, seeds.reshape(-1), **options)
     return jax.tree.map(lambda y: y.reshape(*stack, *y.shape[1:]), layouts)
 
 
