@@ -8,7 +8,6 @@ Rows may be two axes ``[..., G, R, ...]``, sequences and their tokens, of which 
 be cut; no block straddles two sequences.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
