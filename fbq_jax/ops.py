@@ -122,9 +122,8 @@ def matmul(
             "matmul takes seeds for reduce='int8', and for nothing else; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
-    sides = blocks
-    if residual is None and one_scale_a_row(rhs, blocks):
-        sides = ()
+    vectors = residual is None and one_scale_a_row(rhs, blocks)
+    sides = () if vectors else blocks
     choice = dispatch.choose("matmul", sides, implementation=implementation)
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
         # No kernel starts for nothing.

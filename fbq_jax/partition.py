@@ -8,7 +8,8 @@ share a letter are cut alike.  ``"."`` is an axis that is never cut.
 
 Shardy learns from that how shardings propagate from operands to results and back; what
 each device then does, on its own shard and with the others, is decided here.  An axis
-that cannot be cut as the mesh asks, between elements that stay together, is left whole.
+that cannot be cut as the mesh asks, between elements that stay together, is cut into
+fewer shards, or left whole, on devices that then do the same.
 """
 
 import functools

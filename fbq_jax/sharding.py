@@ -77,15 +77,15 @@ def _local(
         groups = _groups(axes.operands, operands)
         run, placed = function, dict(options)
         if op in _NOISE_COLUMNS:
-            *_, rows, columns = operands[0].shape
-            columns = _NOISE_COLUMNS[op](columns)
-            placed["origin"] = _origin(shards, groups, rows, columns)
+            height, width = operands[0].shape[-2:]
+            width = _NOISE_COLUMNS[op](width)
+            placed["origin"] = _origin(shards, groups, height, width)
         if op == "quantize_vectors":
-            if operands[1].ndim == 2:
-                run = functools.partial(_quantize_parts, function)
             rows, columns = ("gij",) * 2 if options["per_tensor"] else ("j", "gi")
             joins = (_join(shards.names(letters)) for letters in (rows, columns))
             placed["join"] = Join(*joins)
+            if operands[1].ndim == 2:
+                run = functools.partial(_quantize_parts, function)
         if op == "matmul":
             lhs, residual, rhs, *seeds = matrices
             matrices = lhs, residual, rhs
