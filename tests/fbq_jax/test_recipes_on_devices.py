@@ -43,12 +43,14 @@ def maxima(*sizes):
 
 
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
+# Of X's blocks, where no threshold is set; and whether one of them is not finite.
+METRICS = [("all-gather", "f32", T * K // 128**2), ("all-reduce", "pred", 1)]
 WORDS = {
-    "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
+    "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *METRICS],
     "block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "fallback_rowwise_bwd": [
         *(*CODES_OF_W, *SUM),
-        *(*scales(BLOCKS, K, K), *maxima(N, K)),
+        *(*scales(BLOCKS, K, K), *maxima(N, K), *METRICS),
     ],
     "jetfire": [*CODES_OF_W, *SUM, *scales(BLOCKS_OF_32, BLOCKS_OF_32)],
     "switchback": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
