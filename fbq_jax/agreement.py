@@ -17,7 +17,7 @@ from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.partition import Shards
 
 
-def quantize_parts(
+def quantize_shared(
     shards: Shards, x: jax.Array, seeds: jax.Array, *, block: Block, **options: Any
 ) -> Layouts:
     """``reference.quantize`` of a shard, by XLA's operations on any device.

@@ -1,14 +1,13 @@
 """The axes of each op, in the words of ``fbq_jax.partition``.
 
-The letters are b for the stack of matrices; g and i for their rows, j for their
-columns; in a product i for its rows, n for its columns and k for the contraction.
-Elements of a block stay together.
+The letters are b for the stack of matrices; p for parts of them with scales of their
+own; g and i for their rows, j for their columns; in a product i for its rows, n for its
+columns and k for the contraction.  Elements of a block stay together.
 
 Rows may be two axes ``[..., G, R, ...]``, sequences and their tokens, of which both can
 be cut; no block straddles two sequences.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +30,13 @@ VECTORS = (64, 16)
 
 
 def one_scale_a_row(rhs: Quantized, blocks: tuple[int, int, int]) -> bool:
-    """Whether a product has no scales inside its contraction."""
-    return blocks[0] == blocks[2] == 1 and math.prod(rhs.scales.shape[2:]) == 1
+    """Whether a product, or each part of its contraction, has no scales inside it."""
+    return blocks[0] == blocks[2] == 1 and rhs.scales.shape[-1] == 1
+
+
+def in_parts(rhs: Quantized, blocks: tuple[int, int, int]) -> bool:
+    """Whether a contraction is of parts ``[B, P, ., R]`` with scales of their own."""
+    return blocks[0] == blocks[2] == 1 and rhs.scales.ndim == 4
 
 
 def _word(letter: str, together: int = 1) -> str:
@@ -56,13 +60,13 @@ def _rows(shape: tuple[int, ...], side: int) -> tuple[str, str]:
 
 
 def _layouts(
-    row: tuple[str, str], column: tuple[str, str]
+    row: tuple[str, str], column: tuple[str, str], stack: str = "b"
 ) -> tuple[Quantized, Quantized]:
     """Codes and scales by rows and by columns."""
     each = list(zip(row, column, strict=True))
     return (
-        Quantized(*(f"b {i} {j}" for i, j in each)),  # type: ignore[arg-type]
-        Quantized(*(f"b {j} {i}" for i, j in each)),  # type: ignore[arg-type]
+        Quantized(*(f"{stack} {i} {j}" for i, j in each)),  # type: ignore[arg-type]
+        Quantized(*(f"{stack} {j} {i}" for i, j in each)),  # type: ignore[arg-type]
     )
 
 
@@ -98,16 +102,17 @@ def quantize_vectors(
     per_tensor: bool,
 ) -> Axes:
     """Of ``reference.quantize_vectors``."""
-    del seeds, bound, per_tensor
+    del bound, per_tensor
     side, unit = VECTORS
+    stack = "b" if seeds.ndim == 1 else "b p"
     row = _blocks("i", x.shape[-2], side)[0]
-    if x.ndim == 4:
+    if x.ndim == 4 and seeds.ndim == 1:
         row = f"g {row}"
     column = _blocks("j", x.shape[-1], unit)[0]
-    by_rows, _ = _layouts((row, row), (column, "."))
-    by_columns: Any = Quantized(f"b {column} {row}", f"b {column} .")  # type: ignore[arg-type]
+    by_rows, _ = _layouts((row, row), (column, "."), stack)
+    _, by_columns = _layouts((row, "."), (column, column), stack)
     results = Layouts(_wanted(by_rows, rows), _wanted(by_columns, columns))
-    return Axes((by_rows.codes, "b"), results)
+    return Axes((by_rows.codes, stack), results)
 
 
 def quantize_fallback(
@@ -146,23 +151,30 @@ def matmul(
 ) -> Axes:
     """Of ``reference.matmul``; also of what is contracted over rows that are two.
 
-    Seeds, one array, are those of a sum in INT8.
+    Or over parts.  Seeds, one array, are those of a sum in INT8.
     """
     del dtype, reduce
     m, k, n = blocks
+    stack = "b"
     columns = _blocks("n", rhs.codes.shape[1], n)
     depth = _blocks("k", rhs.codes.shape[-1], k)
     if vectors := one_scale_a_row(rhs, blocks):
         depth = _blocks("k", rhs.codes.shape[-1], VECTORS[1])[0], "."
     contracted = depth[0][0].strip(".")
-    if rhs.codes.ndim == 4:  # [B, N, G, R]
+    if in_parts(rhs, blocks):  # [B, P, N, R]
+        stack, contracted = "b p", f"p{contracted}"
+        rows, columns = (
+            _blocks(letter, x.codes.shape[2], 1)
+            for letter, x in (("i", lhs), ("n", rhs))
+        )
+    elif rhs.codes.ndim == 4:  # [B, N, G, R]
         rows = _blocks("i", lhs.codes.shape[1], m)
         depth = f"g {depth[0]}", "." if vectors else f"g {depth[1]}"
         contracted = f"g{contracted}"
     else:
         rows = _rows(lhs.codes.shape, m)
-    left, _ = _layouts(rows, depth)
-    right, _ = _layouts(columns, depth)
+    left, _ = _layouts(rows, depth, stack)
+    right, _ = _layouts(columns, depth, stack)
     operands = left, None if residual is None else left, right, *("b" for _ in seeds)
     return Axes(operands, f"b {rows[0]} {columns[0]}", contracted)
 

@@ -167,26 +167,15 @@ def grad_of_lhs(spec: Spec, rhs: Quantized, grad: Layouts) -> jax.Array:
 def grad_of_rhs(
     spec: Spec, lhs: Quantized, grad: Layouts, seed: jax.Array
 ) -> jax.Array:
-    """The gradient dW, of X and dY by columns, in shards if the recipe has them."""
+    """The gradient dW, of X and dY by columns."""
     assert grad.columns is not None
     m, k, n = spec.recipe.sides
     gemm, sides = spec.recipe.drhs, (k, m, n)
-    if gemm.shards == 1:
-        operands = lhs, None, grad.columns
-        seeds = None
-        if gemm.reduce == "int8":
-            seeds = seeds_of(seed, SUM_STREAM, lhs.codes)
-        return _product(spec, gemm, sides, *operands, spec.rhs_dtype, seeds)
-    # One after the other: at once they would take the bytes of as many dW in float32.
-    shards = jax.tree.map(
-        lambda x: x.reshape(len(x) // gemm.shards, gemm.shards, *x.shape[1:]),
-        (lhs, grad.columns),
-    )
-    dw = jnp.float32(0.0)
-    for i in range(gemm.shards):
-        lhs, rhs = jax.tree.map(lambda x, i=i: x[:, i], shards)
-        dw += _product(spec, gemm, sides, lhs, None, rhs, jnp.float32)
-    return dw.astype(spec.rhs_dtype)
+    operands = lhs, None, grad.columns
+    seeds = None
+    if gemm.reduce == "int8":
+        seeds = seeds_of(seed, SUM_STREAM, lhs.codes)
+    return _product(spec, gemm, sides, *operands, spec.rhs_dtype, seeds)
 
 
 def _product(
@@ -200,7 +189,8 @@ def _product(
     seeds: jax.Array | None = None,
 ) -> jax.Array:
     """A product in INT8, of blocks with these sides if the GEMM has block scales."""
-    contraction = max(1, math.prod(rhs.codes.shape[2:]))
+    first = 2 if gemm.shards == 1 else 3
+    contraction = max(1, math.prod(rhs.codes.shape[first:]))
     return ops.matmul(
         lhs,
         residual,

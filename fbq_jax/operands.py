@@ -121,7 +121,7 @@ def _quantize(
             implementation=spec.implementation,
         )
     return ops.quantize_vectors(
-        *_cut(x, seeds, how.shards),
+        *_in_parts(x, seeds, how.shards),
         rows=row_rounding,
         columns=column_rounding,
         bound=spec.recipe.bound,
@@ -130,16 +130,18 @@ def _quantize(
     )
 
 
-def _cut(x: jax.Array, seeds: jax.Array, shards: int) -> tuple[jax.Array, jax.Array]:
-    """Cuts the rows of matrices into shards, a stack of ``[B * shards]`` of them.
+def _in_parts(
+    x: jax.Array, seeds: jax.Array, number: int
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of matrices in parts, if several: ``[B, P, R, C]``, seeds ``[B, P]``.
 
     The last ones are filled up with zeros, which change neither scales nor sums.
     """
-    if shards == 1:
+    if number == 1:
         return x, seeds
     batch, rows, columns = x.shape
-    size = -(-rows // shards)
-    x = jnp.pad(x, ((0, 0), (0, size * shards - rows), (0, 0)))
-    index = jnp.arange(shards, dtype=jnp.uint32)
-    seeds = fold(seeds[:, None], index[None, :]).reshape(-1)
-    return x.reshape(batch * shards, size, columns), seeds
+    size = -(-rows // number)
+    x = jnp.pad(x, ((0, 0), (0, size * number - rows), (0, 0)))
+    index = jnp.arange(number, dtype=jnp.uint32)
+    seeds = fold(seeds[:, None], index[None, :])
+    return x.reshape(batch, number, size, columns), seeds

@@ -7,7 +7,6 @@ Around what that chooses are the rules of the partitioner (``fbq_jax.sharding``)
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax import dispatch, sharding
+from fbq_jax.axes import one_scale_a_row
 from fbq_jax.dispatch import Choice
 from fbq_jax.kernels import rounding
 from fbq_jax.kernels.packing import Packed
@@ -56,7 +56,11 @@ def quantize_vectors(
     per_tensor: bool = False,
     implementation: str | None = None,
 ) -> Layouts:
-    """``reference.quantize_vectors`` by the implementation chosen."""
+    """``reference.quantize_vectors`` by the implementation chosen.
+
+    Of ``[B, P, R, C]`` with seeds ``[B, P]`` each of the P parts of a matrix has scales
+    and noise of its own; the codes by columns are ``[B, P, C, R]``.
+    """
     choice = dispatch.choose("quantize_vectors", (), implementation=implementation)
     return _batched(
         choice, (), rows=rows, columns=columns, bound=bound, per_tensor=per_tensor
@@ -107,6 +111,9 @@ def matmul(
     Over several devices it is summed as ``reduce`` says, as in ``Gemm``; in INT8 with
     the noise of ``seeds``, uint32 ``[B]``.
 
+    Operands by columns in the parts of ``quantize_vectors`` are contracted over those,
+    too, in float32.
+
     Raises:
       ValueError: a sum in INT8 has no seeds, or another one has.
     """
@@ -115,12 +122,8 @@ def matmul(
             "matmul takes seeds for reduce='int8', and for nothing else; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
-    one_scale_a_row = residual is None and blocks == (
-        1,
-        math.prod(rhs.codes.shape[2:]),
-        1,
-    )
-    sides = () if one_scale_a_row else blocks
+    vectors = residual is None and one_scale_a_row(rhs, blocks)
+    sides = () if vectors else blocks
     choice = dispatch.choose("matmul", sides, implementation=implementation)
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
         # No kernel starts for nothing.
@@ -309,7 +312,8 @@ def _batched_op(
             if not batched:
                 x = jnp.broadcast_to(x, (axis_size, *x.shape))
                 if x.dtype == jnp.uint32:
-                    x = rounding.fold(x, jnp.arange(axis_size)[:, None])
+                    index = jnp.arange(axis_size)
+                    x = rounding.fold(x, jnp.expand_dims(index, range(1, x.ndim)))
             return x.reshape(-1, *x.shape[2:])
 
         stacked = jax.tree.map(stack, list(args), list(in_batched))

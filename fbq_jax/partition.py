@@ -8,8 +8,9 @@ share a letter are cut alike.  ``"."`` is an axis that is never cut.
 
 Shardy learns from that how shardings propagate from operands to results and back; what
 each device then does, on its own shard and with the others, is decided here.  An axis
-that cannot be cut as the mesh asks, between elements that stay together, is left whole,
-or cut inside of them where the op can have devices agree; a warning says so.
+that cannot be cut as the mesh asks, between elements that stay together, is cut into
+fewer shards, or left whole, on devices that then do the same, or inside of what stays
+together where the op can have devices agree.  A warning says so.
 """
 
 import functools
@@ -177,6 +178,7 @@ def _partition(
     if mesh.empty:
         devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
         mesh = Mesh(list(devices), ("devices",))
+    mesh = _in_primes(mesh)
     shards = _cut(axes, operands, results, mesh)
     _warn_of_parts(name, axes, operands, shards, mesh)
 
@@ -202,6 +204,40 @@ def _partition(
         jax.tree.map(of_result, axes.results),
         jax.tree.map(of_operand, axes.operands),
     )
+
+
+def _in_primes(mesh: Mesh) -> Mesh:
+    """The mesh with an axis for each prime factor of each of its own.
+
+    Shardy may cut over a part of an axis, which JAX has no name for.
+    """
+    factors = {
+        f"{name}/{i}": prime
+        for name, size in mesh.shape.items()
+        for i, prime in enumerate(_primes(size))
+    }
+    return Mesh(mesh.devices.reshape(tuple(factors.values())), tuple(factors))
+
+
+def _in_full(names: Iterable[str], mesh: Mesh) -> dict[str, int]:
+    """The sizes of the axes that these are factors of, as far as these make them up."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        axis = name.rpartition("/")[0]
+        sizes[axis] = sizes.get(axis, 1) * mesh.shape[name]
+    return sizes
+
+
+def _primes(size: int) -> list[int]:
+    """The prime factors, in ascending order.
+
+    >>> _primes(24)
+    [2, 2, 2, 3]
+    """
+    for prime in range(2, size + 1):
+        if size % prime == 0:
+            return [prime, *_primes(size // prime)]
+    return []
 
 
 class _Cut(NamedTuple):
@@ -290,7 +326,7 @@ def _warn_of_parts(
                 if cut.letter in shards.inside
                 else "each of them gathers all of it and does the same work"
             )
-            over = ", ".join(f"{name}={mesh.shape[name]}" for name in cut.names)
+            over = ", ".join(f"{n}={k}" for n, k in _in_full(cut.names, mesh).items())
             warnings.warn(
                 f"{name}: axis {axis} of {array.dtype}{list(array.shape)} is cut over "
                 f"{over}, and not into whole blocks of what has a common scale: "
@@ -314,7 +350,7 @@ def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
 def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
     """The axes of a mesh along which places differ, the major one first.
 
-    None if Shardy has cut over a part of an axis, which JAX has no name for.
+    None if Shardy has cut over a part of an axis that these do not make up.
     """
     starts = np.vectorize(lambda device: places[device].start or 0)(mesh.devices)
     steps = {

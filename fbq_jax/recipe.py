@@ -286,8 +286,8 @@ def _check_gemm(name: str, gemm: Gemm) -> None:
         mixed = "block" in scales and not blocks
         check("scales", not mixed, "'block' for both operands or for neither")
         check("keeps", keeps == "floats", "'floats' unless lhs and rhs are None")
-    summed = gemm.reduce != "int8" or (name == "drhs" and shards == 1)
-    check("reduce", summed, "'int8' only in a drhs that is one shard")
+    summed = gemm.reduce != "int8" or name == "drhs"
+    check("reduce", summed, "'int8' only in a drhs")
     can_cut = name == "drhs" and not blocks
     check("shards", shards == 1 or can_cut, "1 but in a drhs without block scales")
 

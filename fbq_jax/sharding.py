@@ -24,8 +24,8 @@ from jax import lax
 
 from fbq_jax import axes as axes_module
 from fbq_jax import reduce
-from fbq_jax.agreement import quantize_parts
-from fbq_jax.kernels.reference import Join
+from fbq_jax.agreement import quantize_shared
+from fbq_jax.kernels.reference import Join, Layouts, Quantized
 from fbq_jax.kernels.rounding import SPAN, Origin
 from fbq_jax.partition import Axes, Shards, pairs, parse, partitioned
 
@@ -56,7 +56,8 @@ def sharded(
 
     Returns:
       The op of matrices ``[B, R, C]`` or ``[B, G, R, C]``, of G times R rows; by
-      columns their codes are ``[B, C, G, R]``.
+      columns their codes are ``[B, C, G, R]``.  Or, of ``quantize_vectors`` and what
+      contracts its codes, in parts ``[B, P, R, C]``.
     """
     axes_of = functools.partial(getattr(axes_module, op), **options)
     local = functools.partial(_local, op, function, options, quantize)
@@ -75,27 +76,32 @@ def _local(
 
     def local(*operands: Any) -> Any:
         matrices = jax.tree.map(_merge_rows, axes.operands, operands)
-        placed = dict(options)
+        groups = _groups(axes.operands, operands)
+        run, placed = function, dict(options)
         if op in _NOISE_COLUMNS:
-            shape = operands[0].shape
-            placed["origin"] = _origin(shards, shape, _NOISE_COLUMNS[op](shape[-1]))
+            height, width = operands[0].shape[-2:]
+            width = _NOISE_COLUMNS[op](width)
+            placed["origin"] = _origin(shards, groups, height, width)
         if op == "quantize_vectors":
             rows, columns = ("gij",) * 2 if options["per_tensor"] else ("j", "gi")
             joins = (_join(shards.names(letters)) for letters in (rows, columns))
             placed["join"] = Join(*joins)
+            if operands[1].ndim == 2:
+                run = functools.partial(_quantize_parts, function)
         if op == "matmul":
             lhs, residual, rhs, *seeds = matrices
             matrices = lhs, residual, rhs
             if axes_module.one_scale_a_row(rhs, options["blocks"]):
-                placed["blocks"] = (1, lhs.codes.shape[2], 1)
+                placed["blocks"] = (1, lhs.codes.shape[-1], 1)
+            if axes_module.in_parts(rhs, options["blocks"]):
+                run = functools.partial(_sum_parts, function)
             summed_in = placed.pop("reduce")
             if summed_in and shards.names(axes.contracted):
                 placed["dtype"] = jnp.dtype(reduce.DTYPES[summed_in])
-        compute = function
         if shards.inside:
-            compute = functools.partial(quantize_parts, shards)
-        results = compute(*matrices, **placed)
-        split = functools.partial(_split_rows, _groups(axes.operands, operands))
+            run = functools.partial(quantize_shared, shards)
+        results = run(*matrices, **placed)
+        split = functools.partial(_split_rows, groups)
         results = jax.tree.map(split, axes.results, results)
         if op == "matmul":
             dtype, add = options["dtype"], reduce.in_floats
@@ -106,6 +112,36 @@ def _local(
         return results
 
     return local
+
+
+def _quantize_parts(
+    quantize: Callable[..., Layouts], x: jax.Array, seeds: jax.Array, **options: Any
+) -> Layouts:
+    """``quantize_vectors`` of parts ``[B, P, R, C]``, as of more matrices."""
+    stack = x.shape[:2]
+    merged = x.reshape(seeds.size, *x.shape[2:])
+    layouts = quantize(merged, seeds.reshape(-1), **options)
+    return jax.tree.map(lambda y: y.reshape(*stack, *y.shape[1:]), layouts)
+
+
+def _sum_parts(
+    multiply: Callable[..., jax.Array],
+    lhs: Quantized,
+    residual: None,
+    rhs: Quantized,
+    *,
+    dtype: Any,
+    **options: Any,
+) -> jax.Array:
+    """The sum of the products of parts ``[B, P, M, R]`` and ``[B, P, N, R]``.
+
+    One after the other: at once they would take the bytes of as many sums in float32.
+    """
+    total = jnp.float32(0.0)
+    for i in range(lhs.codes.shape[1]):
+        left, right = jax.tree.map(lambda x, i=i: x[:, i], (lhs, rhs))
+        total += multiply(left, residual, right, dtype=jnp.float32, **options)
+    return total.astype(dtype)
 
 
 def sharded_ragged(
@@ -173,11 +209,10 @@ def _groups(words: tuple[Any, ...], operands: tuple[Any, ...]) -> int:
     return 1
 
 
-def _origin(shards: Shards, shape: tuple[int, ...], columns: int) -> Origin | None:
-    """Where a shard ``[B, R, C]`` or ``[B, G, R, C]`` lies in the whole matrix."""
+def _origin(shards: Shards, groups: int, rows: int, columns: int) -> Origin | None:
+    """Where a shard, of so many groups of rows, lies in the whole matrix."""
     if not shards.names("gij"):
         return None
-    groups, rows = (1, *shape[1:-1])[-2:]
     merged = jnp.arange(0, groups * rows, SPAN, jnp.uint32)
     group = shards.place("g") * groups + merged // rows
     row = shards.place("i") * rows + merged % rows

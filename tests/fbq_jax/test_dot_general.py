@@ -176,19 +176,19 @@ def test_x_and_dy_draw_uncorrelated_noise_and_keys_change_it():
 
 
 def test_vmap_draws_noise_of_its_own_for_each_example():
-    x = jnp.broadcast_to(heavy((64, 64)), (3, 64, 64))
+    x, dy = (jnp.broadcast_to(heavy((64, 64), i), (3, 64, 64)) for i in (0, 2))
     w = heavy((64, 64), 1)
     seeds = jnp.arange(3, dtype=jnp.uint32)
 
-    def grad_w(x, w):
-        _, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL)[0], x, w)
-        return vjp(jnp.ones((64, 64)))[1]
+    def grad_w(x, dy, recipe):
+        return product(x, w, dy, recipe=recipe)[2]
 
     y = jax.vmap(lambda x: dot_general(x, w, MATMUL, theta=5.0)[0])(x)
     np.testing.assert_array_equal(y[0], y[1])
     np.testing.assert_array_equal(y[2], dot_general(x[0], w, MATMUL, theta=5.0)[0])
-    per_example = jax.vmap(grad_w, in_axes=(0, None))(x, w)
-    assert np.any(np.asarray(per_example[0]) != np.asarray(per_example[1]))
+    for recipe in (recipes.fallback, recipes.aqt_int8_local):
+        per_example = jax.vmap(grad_w, in_axes=(0, 0, None))(x, dy, recipe)
+        assert np.any(np.asarray(per_example[0]) != np.asarray(per_example[1]))
     noise = jax.vmap(lambda seed: rounding.noise(seed, 8, 8))(seeds)
     assert np.unique(np.asarray(noise)).size > 180
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, dot_general
+from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, dot_general, recipes
 from tests.collectives import collectives
 from tests.fbq_jax.test_sharding import SIDE, mesh_of, place
 
@@ -23,9 +23,11 @@ ALIKE = tuple(jnp.tile(x[:2], (4, 1, 1)) if x.ndim == 3 else x for x in MATRIX)
 DIMS = {2: (((2,), (0,)), ((), ())), 3: (((2,), (1,)), ((0,), (0,)))}
 
 
-def gradient(reduce):
+BLOCKS = Recipe(block=SIDE, criterion=None)
+
+
+def gradient(reduce, recipe=BLOCKS):
     """``(x, w, dy, key) -> dW`` whose parts are summed in ``reduce``."""
-    recipe = Recipe(block=SIDE, criterion=None)
     drhs = dataclasses.replace(recipe.drhs, reduce=reduce)
     recipe = dataclasses.replace(recipe, drhs=drhs)
 
@@ -38,14 +40,14 @@ def gradient(reduce):
     return function
 
 
-def compiled(reduce, mesh, spec, operands=MATRIX):
+def compiled(reduce, mesh, spec, operands=MATRIX, recipe=BLOCKS):
     """The gradient dW and its collectives, of tokens cut over all axes but the last."""
     x, w, dy = operands
     tokens = tuple(mesh.shape)[:2]
     cut = (tokens,) if w.ndim == 2 else (None, tokens)
     operands = place(mesh, x, *cut), place(mesh, w, *spec), place(mesh, dy, *cut)
     key = jax.random.key(0)
-    run = jax.jit(gradient(reduce), out_shardings=operands[1].sharding)
+    run = jax.jit(gradient(reduce, recipe), out_shardings=operands[1].sharding)
     run = run.lower(*operands, key).compile()
     return lambda key: run(*operands, key), collectives(run)
 
@@ -95,6 +97,13 @@ def test_a_sum_in_int8(operands, sizes, spec, off, words):
     assert scales < 0.01 * sum(sent)
     others = [w for w in found if w.kind != "all-to-all" and w.dtype != "u32"]  # seeds
     assert [(w.kind, w.size) for w in others] == [("all-gather", s) for s in gathered]
+
+
+def test_a_sum_of_shards_of_the_tokens_in_int8():
+    recipe, key = recipes.aqt_int8_local, jax.random.key(0)
+    sums, _ = compiled("int8", mesh_of(data=4), (), recipe=recipe)
+    want = jax.jit(gradient(None, recipe))(*MATRIX, key)
+    assert relative(sums(key) - want, want) == pytest.approx(0.0130, rel=0.05)
 
 
 @pytest.mark.parametrize("spec", [(), ("data",)], ids=["whole", "cut"])
