@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fbq_jax.cuts import Shards
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
-from fbq_jax.partition import Shards
 
 
 def quantize_shared(

@@ -1,4 +1,4 @@
-"""The axes of each op, in the words of ``fbq_jax.partition``.
+"""The axes of each op, in the words of ``fbq_jax.cuts``.
 
 The letters are b for the stack of matrices; p for parts of them with scales of their
 own; g and i for their rows, j for their columns; in a product i for its rows, n for its
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from fbq_jax.cuts import Axes
 from fbq_jax.kernels import packing
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.producers import GateQuantized, NormQuantized, Operand
@@ -22,7 +23,6 @@ from fbq_jax.kernels.reference import (
     Layouts,
     Quantized,
 )
-from fbq_jax.partition import Axes
 
 # What stays together where there are no blocks: a tile of the kernel's rows, and what
 # a thread stores at once.

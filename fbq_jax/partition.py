@@ -1,87 +1,28 @@
 """How an op is cut over the devices of a mesh.
 
 XLA cannot look into a kernel: it would gather the operands whole on every device.  So
-an op says how its arrays hang together, in words such as ``"b i128 j128"``, one for
-each axis of an array.  A word is a letter, the name of an axis of the op, and the
-number of elements there that stay together (1 if it is left out): arrays whose words
-share a letter are cut alike.  ``"."`` is an axis that is never cut.
-
-Shardy learns from that how shardings propagate from operands to results and back; what
-each device then does, on its own shard and with the others, is decided here.  An axis
-that cannot be cut as the mesh asks, between elements that stay together, is cut into
-fewer shards, or left whole, on devices that then do the same, or inside of what stays
-together where the op can have devices agree.  A warning says so.
+an op says how its arrays hang together, in the words of ``fbq_jax.cuts``.  Shardy
+learns from them how shardings propagate from operands to results and back; what each
+device then does, on its own shard and with the others, is the op's.
 """
 
 import functools
-import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-
-class Axes(NamedTuple):
-    """An op's arrays, in words.
-
-    Attributes:
-      operands: a tuple, for each operand a tree like it, of one string an array.
-      results: a tree like that of the results.
-      contracted: the letters, in the order of the operands' axes, of what operands have
-        in common and results lack.
-      agreed: those whose elements that stay together may be on several devices, where
-        these agree on what the elements share.
-    """
-
-    operands: tuple[Any, ...]
-    results: Any
-    contracted: str = ""
-    agreed: str = ""
-
-
-class Shards(NamedTuple):
-    """What one device has of an op's axes.
-
-    Attributes:
-      over: the axes of the mesh that a letter's axis is cut over, the major one first;
-        a letter may be missing.
-      scattered: those that a result's axis is cut over beyond ``over``, by a
-        contraction whose sum ends up in shards.
-      inside: those that cut, beyond ``over``, between elements that stay together.
-      sizes: of the axes of the mesh.
-    """
-
-    over: Mapping[str, tuple[str, ...]]
-    scattered: Mapping[str, tuple[str, ...]]
-    inside: Mapping[str, tuple[str, ...]]
-    sizes: Mapping[str, int]
-
-    def names(self, letters: str) -> tuple[str, ...]:
-        """The axes of the mesh that any of the letters is cut over."""
-        cuts = (self.over, self.inside)
-        return tuple(
-            n for letter in letters for cut in cuts for n in cut.get(letter, ())
-        )
-
-    def count(self, names: Iterable[str]) -> int:
-        """The number of devices along axes of the mesh."""
-        return math.prod(self.sizes[name] for name in names)
-
-    def number(self, letter: str) -> int:
-        """The number of shards of an axis."""
-        return self.count(self.names(letter))
-
-    def place(self, letter: str) -> jax.Array:
-        """Which of them this device has, uint32 ``[]``."""
-        names = self.names(letter)
-        return jnp.uint32(lax.axis_index(names) if names else 0)
-
+from fbq_jax.cuts import (
+    Axes,
+    Shards,
+    in_primes,
+    pairs,
+    parse,
+    shards_of,
+    warn_of_parts,
+)
 
 Local = Callable[[Axes, Shards], Callable[..., Any]]
 
@@ -115,20 +56,6 @@ def partitioned(
         return call(*operands)
 
     return op
-
-
-def parse(words: str) -> list[tuple[str, int]]:
-    """The letter, and how many elements stay together, of each axis.
-
-    >>> parse("b i128 .")
-    [('b', 1), ('i', 128), ('.', 1)]
-    """
-    return [(word[0], int(word[1:] or 1)) for word in words.split()]
-
-
-def pairs(words: Any, arrays: Any) -> Iterator[tuple[str, Any]]:
-    """The words of each array, and the array."""
-    return zip(jax.tree.leaves(words), jax.tree.leaves(arrays), strict=True)
 
 
 def _rule(axes: Axes, operands: tuple[Any, ...]) -> tuple[str, dict[str, int]]:
@@ -178,9 +105,9 @@ def _partition(
     if mesh.empty:
         devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
         mesh = Mesh(list(devices), ("devices",))
-    mesh = _in_primes(mesh)
-    shards = _cut(axes, operands, results, mesh)
-    _warn_of_parts(name, axes, operands, shards, mesh)
+    mesh = in_primes(mesh)
+    shards = shards_of(axes, operands, results, mesh)
+    warn_of_parts(name, axes, operands, shards, mesh)
 
     def on_shards(*operands: Any) -> Any:
         # What is compiled in the context of a caller is not of the caller's mesh.
@@ -204,171 +131,3 @@ def _partition(
         jax.tree.map(of_result, axes.results),
         jax.tree.map(of_operand, axes.operands),
     )
-
-
-def _in_primes(mesh: Mesh) -> Mesh:
-    """The mesh with an axis for each prime factor of each of its own.
-
-    Shardy may cut over a part of an axis, which JAX has no name for.
-    """
-    factors = {
-        f"{name}/{i}": prime
-        for name, size in mesh.shape.items()
-        for i, prime in enumerate(_primes(size))
-    }
-    return Mesh(mesh.devices.reshape(tuple(factors.values())), tuple(factors))
-
-
-def _in_full(names: Iterable[str], mesh: Mesh) -> dict[str, int]:
-    """The sizes of the axes that these are factors of, as far as these make them up."""
-    sizes: dict[str, int] = {}
-    for name in names:
-        axis = name.rpartition("/")[0]
-        sizes[axis] = sizes.get(axis, 1) * mesh.shape[name]
-    return sizes
-
-
-def _primes(size: int) -> list[int]:
-    """The prime factors, in ascending order.
-
-    >>> _primes(24)
-    [2, 2, 2, 3]
-    """
-    for prime in range(2, size + 1):
-        if size % prime == 0:
-            return [prime, *_primes(size // prime)]
-    return []
-
-
-class _Cut(NamedTuple):
-    """How an array's axis is cut, or should be.
-
-    It could be cut into so many parts, of so many elements that stay together.
-    """
-
-    letter: str
-    names: tuple[str, ...]
-    parts: int
-    together: int
-
-
-def _cut(axes: Axes, operands: tuple[Any, ...], results: Any, mesh: Mesh) -> Shards:
-    """Decides which of the op's axes each axis of the mesh cuts.
-
-    What is contracted is cut where all operands are.  Everything else is cut as a
-    contraction's result is, or else as the operands are, of each the largest array.
-    """
-
-    def largest(words: Any, arrays: Any) -> tuple[str, Any]:
-        return max(pairs(words, arrays), key=lambda pair: math.prod(pair[1].shape))
-
-    given = [
-        _cuts(*largest(words, arrays), mesh)
-        for words, arrays in zip(axes.operands, operands, strict=True)
-        if jax.tree.leaves(words)
-    ]
-    words, result = largest(axes.results, results)
-    made = _cuts(words, result, mesh)
-    over: dict[str, tuple[str, ...]] = {}
-    inside: dict[str, tuple[str, ...]] = {}
-
-    def claim(cut: _Cut) -> None:
-        if cut.letter in (".", *over, *inside):
-            return
-        taken = {
-            name for cuts in (over, inside) for names in cuts.values() for name in names
-        }
-        names = tuple(name for name in cut.names if name not in taken)
-        if between := _divisors(names, cut.parts, mesh):
-            over[cut.letter] = between
-        if cut.letter in axes.agreed:
-            shard = cut.parts * cut.together // _devices(between, mesh)
-            if within := _divisors(names[len(between) :], shard, mesh):
-                inside[cut.letter] = within
-
-    for letter in axes.contracted:
-        each = [cut for cuts in given for cut in cuts if cut.letter == letter]
-        names = tuple(n for n in each[0].names if all(n in cut.names for cut in each))
-        claim(each[0]._replace(names=names))
-    for cuts in [made, *given] if axes.contracted else [*given, made]:
-        for cut in cuts:
-            if cut.letter not in axes.contracted:
-                claim(cut)
-
-    summed = {name for letter in axes.contracted for name in over.get(letter, ())}
-    scattered: dict[str, tuple[str, ...]] = {}
-    for cut, size in zip(made, result.shape, strict=True):
-        letter, have = cut.letter, over.get(cut.letter, ())
-        more = cut.names[len(have) :]
-        if letter != "." and cut.names == have + more and summed.issuperset(more):
-            shard = size // _devices(have, mesh)
-            scattered[letter] = _divisors(more, shard, mesh)
-            summed.difference_update(scattered[letter])
-    return Shards(over, scattered, inside, mesh.shape)
-
-
-def _warn_of_parts(
-    name: str, axes: Axes, operands: tuple[Any, ...], shards: Shards, mesh: Mesh
-) -> None:
-    """Says where shards are not whole blocks, and what that costs."""
-    every = (shards.over, shards.scattered, shards.inside)
-    busy = {axis for cuts in every for names in cuts.values() for axis in names}
-    for words, array in pairs(axes.operands, operands):
-        if len(array.shape) < 3:  # What is as small as a gain is fetched anyway.
-            continue
-        for axis, cut in enumerate(_cuts(words, array, mesh)):
-            fits = cut.letter != "." and cut.parts % _devices(cut.names, mesh) == 0
-            if fits or (set(cut.names) <= busy and cut.letter not in shards.inside):
-                continue
-            cost = (
-                "they agree on its scales, without a kernel, and a product whose "
-                "output is cut so is computed whole by each of them"
-                if cut.letter in shards.inside
-                else "each of them gathers all of it and does the same work"
-            )
-            over = ", ".join(f"{n}={k}" for n, k in _in_full(cut.names, mesh).items())
-            warnings.warn(
-                f"{name}: axis {axis} of {array.dtype}{list(array.shape)} is cut over "
-                f"{over}, and not into whole blocks of what has a common scale: "
-                f"{cost}. Make what a device has of it a multiple of the block.",
-                stacklevel=2,
-            )
-
-
-def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
-    """How an array is cut, axis by axis."""
-    # The shards' places in an array that every sharding divides.
-    shape = (mesh.size,) * len(array.shape)
-    places = array.sharding.devices_indices_map(shape)
-    cuts = []
-    for axis, (letter, together) in enumerate(parse(words)):
-        names = _names(mesh, {device: at[axis] for device, at in places.items()})
-        cuts.append(_Cut(letter, names, array.shape[axis] // together, together))
-    return cuts
-
-
-def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
-    """The axes of a mesh along which places differ, the major one first.
-
-    None if Shardy has cut over a part of an axis that these do not make up.
-    """
-    starts = np.vectorize(lambda device: places[device].start or 0)(mesh.devices)
-    steps = {
-        name: int(starts.take(1, axis).flat[0])
-        for axis, name in enumerate(mesh.axis_names)
-        if mesh.shape[name] > 1 and np.ptp(starts, axis).any()
-    }
-    if math.prod(mesh.shape[name] for name in steps) != len(np.unique(starts)):
-        return ()
-    return tuple(sorted(steps, key=lambda name: -steps[name]))
-
-
-def _divisors(names: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
-    """As many of the axes, from the major one on, as together divide a size."""
-    while size % _devices(names, mesh):
-        names = names[:-1]
-    return names
-
-
-def _devices(names: Iterable[str], mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in names)

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fbq_jax.cuts import Axes, Shards, parse
 from fbq_jax.kernels.reference import Block, Quantized, dequantize
 from fbq_jax.kernels.rounding import fold
-from fbq_jax.partition import Axes, Shards, parse
 
 BLOCK: Block = (128, 128)
 # What a device's part is in, by ``Gemm.reduce``.

@@ -25,9 +25,10 @@ from jax import lax
 from fbq_jax import axes as axes_module
 from fbq_jax import reduce
 from fbq_jax.agreement import quantize_shared
+from fbq_jax.cuts import Axes, Shards, pairs, parse
 from fbq_jax.kernels.reference import Join, Layouts, Quantized
 from fbq_jax.kernels.rounding import SPAN, Origin
-from fbq_jax.partition import Axes, Shards, pairs, parse, partitioned
+from fbq_jax.partition import partitioned
 
 # Of the ops that draw noise: the columns of what they round, given the operand's.
 _NOISE_COLUMNS: dict[str, Callable[[int], int]] = {

@@ -139,7 +139,7 @@ def test_what_cannot_be_cut_is_left_whole_with_a_warning(spec, shape, what):
     options, args = QUANTIZERS["quantize"]
     op = jax.jit(functools.partial(ops.quantize, **options))
     x = heavy(shape)
-    with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* gathers"):
+    with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* gather"):
         got = op(place(mesh_of(), x, *spec), *args)
     assert_equal(got, op(x, *args))
 
