@@ -4,7 +4,6 @@ A device cuts its shard into parts of blocks, the largest that the shard and a b
 both made of, and tells the others their maxima: a float32 each.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax import lax
 from fbq_jax.cuts import Shards
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
+from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 
 
 def quantize_shared(
@@ -39,15 +39,15 @@ def quantize_shared(
 
     parts = part("i", x.shape[1], block[0]), part("j", x.shape[2], block[1])
     in_a_block = block[0] // parts[0], block[1] // parts[1]
-    whole = functools.partial(_of_blocks, shards, in_a_block)
-    own = functools.partial(_of_parts, shards, in_a_block)
-    layouts = reference.quantize(
-        x, seeds, block=parts, join=lambda amax: own(whole(amax), amax.shape), **options
-    )
+    maxima = reference.block_metric(x, block=parts, criterion="absmax")
+    amax = _of_blocks(shards, in_a_block, maxima)
+    own = _of_parts(shards, in_a_block, amax, maxima.shape)
+    layouts = reference.quantize(x, seeds, block=parts, join=lambda _: own, **options)
+    scales, _ = scale_and_inverse(amax)
     by_rows, by_columns = layouts
     return Layouts(
-        by_rows and Quantized(by_rows.codes, whole(by_rows.scales)),
-        by_columns and Quantized(by_columns.codes, whole(by_columns.scales.mT).mT),
+        by_rows and Quantized(by_rows.codes, scales),
+        by_columns and Quantized(by_columns.codes, scales.mT),
     )
 
 
@@ -57,7 +57,7 @@ def _of_blocks(shards: Shards, in_a_block: tuple[int, int], x: jax.Array) -> jax
         if names := shards.inside.get(letter):
             x = lax.all_gather(x, names, axis=axis, tiled=True)
             blocks = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
-            x = jnp.max(x.reshape(blocks), axis + 1)
+            x = find_amax(x.reshape(blocks), axis + 1)
     return x
 
 

@@ -10,6 +10,7 @@ into fewer shards, or left whole, on devices that then do the same, or inside of
 stays together where the op can have devices agree.  A warning says so.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -92,17 +93,31 @@ def pairs(words: Any, arrays: Any) -> Iterator[tuple[str, Any]]:
     return zip(jax.tree.leaves(words), jax.tree.leaves(arrays), strict=True)
 
 
-def in_primes(mesh: Mesh) -> Mesh:
+def in_primes(mesh: Mesh, arrays: Iterable[Any]) -> Mesh:
     """The mesh with an axis for each prime factor of each of its own.
 
-    Shardy may cut over a part of an axis, which JAX has no name for.
+    Shardy may cut an array over a part of an axis, which JAX has no name for.  The
+    factors are in an order in which they name what all arrays are cut over, if any is.
     """
-    factors = {
-        f"{name}/{i}": prime
-        for name, size in mesh.shape.items()
-        for i, prime in enumerate(_primes(size))
-    }
-    return Mesh(mesh.devices.reshape(tuple(factors.values())), tuple(factors))
+    arrays = list(arrays)
+    orders = [
+        sorted({*itertools.permutations(_primes(n))}) for n in mesh.shape.values()
+    ]
+    meshes = []
+    for primes in itertools.product(*orders):
+        factors = {
+            f"{name}/{i}": prime
+            for name, each in zip(mesh.shape, primes, strict=True)
+            for i, prime in enumerate(each)
+        }
+        devices = mesh.devices.reshape(tuple(factors.values()))
+        meshes.append(Mesh(devices, tuple(factors)))
+    suit = (m for m in meshes if all(_named(m, array) for array in arrays))
+    return next(suit, meshes[0])
+
+
+def _named(mesh: Mesh, array: Any) -> bool:
+    return all(cut.named for cut in _cuts(". " * len(array.shape), array, mesh))
 
 
 def _in_full(names: Iterable[str], mesh: Mesh) -> dict[str, int]:
@@ -129,11 +144,13 @@ def _primes(size: int) -> list[int]:
 class _Cut(NamedTuple):
     """How an array's axis is cut, or should be.
 
-    It could be cut into so many parts, of so many elements that stay together.
+    It could be cut into so many parts, of so many elements that stay together.  It is
+    ``named`` unless it is cut in a way that no axes of the mesh make up.
     """
 
     letter: str
     names: tuple[str, ...]
+    named: bool
     parts: int
     together: int
 
@@ -160,7 +177,7 @@ def shards_of(
     over: dict[str, tuple[str, ...]] = {}
     inside: dict[str, tuple[str, ...]] = {}
 
-    def claim(cut: _Cut) -> None:
+    def claim(cut: _Cut, agreed: str) -> None:
         if cut.letter in (".", *over, *inside):
             return
         taken = {
@@ -169,7 +186,7 @@ def shards_of(
         names = tuple(name for name in cut.names if name not in taken)
         if between := _divisors(names, cut.parts, mesh):
             over[cut.letter] = between
-        if cut.letter in axes.agreed:
+        if cut.letter in agreed:
             shard = cut.parts * cut.together // _devices(between, mesh)
             if within := _divisors(names[len(between) :], shard, mesh):
                 inside[cut.letter] = within
@@ -177,11 +194,12 @@ def shards_of(
     for letter in axes.contracted:
         each = [cut for cuts in given for cut in cuts if cut.letter == letter]
         names = tuple(n for n in each[0].names if all(n in cut.names for cut in each))
-        claim(each[0]._replace(names=names))
+        claim(each[0]._replace(names=names), axes.agreed)
     for cuts in [made, *given] if axes.contracted else [*given, made]:
         for cut in cuts:
             if cut.letter not in axes.contracted:
-                claim(cut)
+                # What is whole on a device is quantized there, whatever becomes of it.
+                claim(cut, "" if cuts is made else axes.agreed)
 
     summed = {name for letter in axes.contracted for name in over.get(letter, ())}
     scattered: dict[str, tuple[str, ...]] = {}
@@ -206,19 +224,16 @@ def warn_of_parts(
             continue
         for axis, cut in enumerate(_cuts(words, array, mesh)):
             fits = cut.letter != "." and cut.parts % _devices(cut.names, mesh) == 0
-            if fits or (set(cut.names) <= busy and cut.letter not in shards.inside):
+            agreed = cut.letter in shards.inside
+            if cut.named and (fits or (not agreed and busy.issuperset(cut.names))):
                 continue
-            cost = (
-                "the devices agree on its scales, without a kernel, and a product "
-                "whose output is cut so is computed whole by each"
-                if cut.letter in shards.inside
-                else "devices gather whole blocks, or all of it, and do the same work"
-            )
             over = ", ".join(f"{n}={k}" for n, k in _in_full(cut.names, mesh).items())
+            do = "agree on its scales, without a kernel," if agreed else "gather it"
             warnings.warn(
                 f"{name}: axis {axis} of {array.dtype}{list(array.shape)} is cut over "
-                f"{over}, and not into whole blocks of what has a common scale: "
-                f"{cost}. What a device has of it should be a multiple of the block.",
+                f"{over or 'parts of axes'}, and not into whole blocks of what has a "
+                f"common scale. The devices {do} and may do the same work. What a "
+                "device has of it should be a multiple of the block.",
                 stacklevel=2,
             )
 
@@ -231,14 +246,15 @@ def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
     cuts = []
     for axis, (letter, together) in enumerate(parse(words)):
         names = _names(mesh, {device: at[axis] for device, at in places.items()})
-        cuts.append(_Cut(letter, names, array.shape[axis] // together, together))
+        parts = array.shape[axis] // together
+        cuts.append(_Cut(letter, names or (), names is not None, parts, together))
     return cuts
 
 
-def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
+def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...] | None:
     """The axes of a mesh along which places differ, the major one first.
 
-    None if Shardy has cut over a part of an axis that these do not make up.
+    None if they differ in a way that these do not make up.
     """
     starts = np.vectorize(lambda device: places[device].start or 0)(mesh.devices)
     steps = {
@@ -247,7 +263,7 @@ def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...]:
         if mesh.shape[name] > 1 and np.ptp(starts, axis).any()
     }
     if math.prod(mesh.shape[name] for name in steps) != len(np.unique(starts)):
-        return ()
+        return None
     return tuple(sorted(steps, key=lambda name: -steps[name]))
 
 

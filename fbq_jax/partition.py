@@ -48,7 +48,7 @@ def partitioned(
         rule, sizes = _rule(axes, operands)
         call.def_partition(
             functools.partial(_partition, name, axes, local),
-            decode_shardings=False,  # Not all of Shardy's can be: see _names.
+            decode_shardings=False,  # Not all of Shardy's can be: see in_primes.
             sharding_rule=rule,
             reduction_factors=tuple(axes.contracted),
             **sizes,
@@ -105,7 +105,7 @@ def _partition(
     if mesh.empty:
         devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
         mesh = Mesh(list(devices), ("devices",))
-    mesh = in_primes(mesh)
+    mesh = in_primes(mesh, jax.tree.leaves((operands, results)))
     shards = shards_of(axes, operands, results, mesh)
     warn_of_parts(name, axes, operands, shards, mesh)
 

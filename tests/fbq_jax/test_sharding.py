@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import (
@@ -115,13 +115,28 @@ def test_devices_agree_on_the_scales_of_blocks_they_share(spec, shape, parts):
     mesh = mesh_of(all=8) if "all" in spec else mesh_of()
     options, args = QUANTIZERS["quantize"]
     op = functools.partial(ops.quantize, **options)
-    x = heavy(shape).at[0, 40, 20].set(jnp.nan)
+    x = heavy(shape).at[0, 40, 20].set(jnp.nan).at[0, 1, 70].set(jnp.inf)
     operands = place(mesh, x, *spec), *args
     with pytest.warns(UserWarning, match="quantize: axis [12] .* agree on its scales"):
         run = compiled(op, *operands)
     assert_equal(run(*operands), jax.jit(op)(x, *args))
     floats = [w.size for w in collectives(run) if w.dtype != "s8"]
     assert 0 < max(floats) <= math.prod(parts)
+
+
+def test_six_devices_in_three_pairs():
+    """Shardy cuts over a part of six: pairs have codes alike, and floats stay."""
+    mesh = Mesh(np.array(jax.devices()[:6]), "data")
+    options, args = QUANTIZERS["quantize"]
+
+    def op(x):
+        return ops.quantize(x.reshape(1, 3, 64, 96), *args, **options)
+
+    x = heavy((192, 96))
+    run = compiled(op, place(mesh, x, "data"))
+    assert_equal(run(place(mesh, x, "data")), jax.jit(op)(x))
+    blocks = x.size // SIDE**2
+    assert all(w.size <= blocks for w in collectives(run) if w.dtype != "s8")
 
 
 @pytest.mark.parametrize(
