@@ -228,12 +228,13 @@ def warn_of_parts(
             if cut.named and (fits or (not agreed and busy.issuperset(cut.names))):
                 continue
             over = ", ".join(f"{n}={k}" for n, k in _in_full(cut.names, mesh).items())
+            side = "the block" if cut.letter == "." else cut.together
             do = "agree on its scales, without a kernel," if agreed else "gather it"
             warnings.warn(
                 f"{name}: axis {axis} of {array.dtype}{list(array.shape)} is cut over "
                 f"{over or 'parts of axes'}, and not into whole blocks of what has a "
                 f"common scale. The devices {do} and may do the same work. What a "
-                "device has of it should be a multiple of the block.",
+                f"device has of it should be a multiple of {side}.",
                 stacklevel=2,
             )
 
