@@ -67,7 +67,7 @@ class Shards(NamedTuple):
 
     def count(self, names: Iterable[str]) -> int:
         """The number of devices along axes of the mesh."""
-        return math.prod(self.sizes[name] for name in names)
+        return _devices(names, self.sizes)
 
     def number(self, letter: str) -> int:
         """The number of shards of an axis."""
@@ -187,7 +187,7 @@ def shards_of(
         if between := _divisors(names, cut.parts, mesh):
             over[cut.letter] = between
         if cut.letter in agreed:
-            shard = cut.parts * cut.together // _devices(between, mesh)
+            shard = cut.parts * cut.together // _devices(between, mesh.shape)
             if within := _divisors(names[len(between) :], shard, mesh):
                 inside[cut.letter] = within
 
@@ -207,7 +207,7 @@ def shards_of(
         letter, have = cut.letter, over.get(cut.letter, ())
         more = cut.names[len(have) :]
         if letter != "." and cut.names == have + more and summed.issuperset(more):
-            shard = size // _devices(have, mesh)
+            shard = size // _devices(have, mesh.shape)
             scattered[letter] = _divisors(more, shard, mesh)
             summed.difference_update(scattered[letter])
     return Shards(over, scattered, inside, mesh.shape)
@@ -223,7 +223,9 @@ def warn_of_parts(
         if len(array.shape) < 3:  # What is as small as a gain is fetched anyway.
             continue
         for axis, cut in enumerate(_cuts(words, array, mesh)):
-            fits = cut.letter != "." and cut.parts % _devices(cut.names, mesh) == 0
+            fits = (
+                cut.letter != "." and cut.parts % _devices(cut.names, mesh.shape) == 0
+            )
             agreed = cut.letter in shards.inside
             if cut.named and (fits or (not agreed and busy.issuperset(cut.names))):
                 continue
@@ -270,10 +272,10 @@ def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...] | 
 
 def _divisors(names: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
     """As many of the axes, from the major one on, as together divide a size."""
-    while size % _devices(names, mesh):
+    while size % _devices(names, mesh.shape):
         names = names[:-1]
     return names
 
 
-def _devices(names: Iterable[str], mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in names)
+def _devices(names: Iterable[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[name] for name in names)

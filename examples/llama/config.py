@@ -160,13 +160,12 @@ class Config:
                 "leave it out there, XLA sums what is not in INT8"
             )
         recipe = dot_general.recipe
-        names = ("drhs",) if self.reduce == "int8" else ("fwd", "dlhs", "drhs")
-        gemms = {name: getattr(recipe, name) for name in names}
+        gemms = {name: getattr(recipe, name) for name in ("fwd", "dlhs", "drhs")}
+        names = [name for name, gemm in gemms.items() if not gemm.in_floats]
         reduce: Any = self.reduce
         summed = {
-            name: dataclasses.replace(gemm, reduce=reduce)
-            for name, gemm in gemms.items()
-            if not gemm.in_floats or reduce == "int8"
+            name: dataclasses.replace(gemms[name], reduce=reduce)
+            for name in (["drhs"] if reduce == "int8" else names)
         }
         return FallbackDot(dataclasses.replace(recipe, **summed))
 

@@ -238,6 +238,7 @@ def test_config_of_another_version_is_an_error(
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
         ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
         ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
+        ("--reduce=int8 --recipe=bf16", "reduce is of INT8 recipes, got 'int8' with"),
         (
             "--reduce=bfloat16 --recipe=bf16",
             "reduce is of INT8 recipes, got 'bfloat16' with bf16",

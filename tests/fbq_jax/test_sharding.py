@@ -106,6 +106,7 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
     ("spec", "shape", "parts"),
     [
         ((None, "all"), (1, 64, 96), (8, 3)),  # two blocks for eight devices
+        ((None, "tensor", BATCH), (1, 96, 128), (6, 4)),  # three for two
         ((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),  # 3 for 2, twice
         ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
     ],
@@ -279,6 +280,8 @@ def test_devices_give_what_one_gives_and_exchange_codes(name):
     model = MLP(layout.hidden, layout.out)
     words = run_sharded(layout.mesh(), model, layout.kernels, layout.x)
     blocks = X.size // SIDE**2 * 2
+    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
+    assert {w.dtype for w in words if w.kind == "all-gather"} <= {"f32", "s8"}
     large = [w for w in words if w.size > blocks or w.dtype == "s8"]
     # What is gathered of floats is smaller: scales, and the blocks' metrics and maxima.
     gathered = [w for w in large if w.kind == "all-gather"]
