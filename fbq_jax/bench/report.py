@@ -129,9 +129,9 @@ HEADINGS = {
         "hidden, MLP, layers, batch",
         None,
         "Errors are the largest relative differences of a run's losses to those of one "
-        "device, of the same run once more, and of one whose weights were nudged by a "
-        "float32's last bit. Sequences of 512 tokens, a vocabulary of 1024; the batch "
-        "is of all devices together.",
+        "device, of the same run once more, and of eight whose weights were nudged by "
+        "a float32's last bit. Sequences of 512 tokens, a vocabulary of 1024; the "
+        "batch is of all devices together.",
         None,
         error_width=50,
         others=("mesh",),

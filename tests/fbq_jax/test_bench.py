@@ -234,14 +234,25 @@ def test_losses_that_differ_are_told(tiny_steps, monkeypatch):
     monkeypatch.setattr(losses, "RECIPES", {"float32": (None, jnp.float32)})
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
-    def move(state):
-        return dataclasses.replace(state, params=state.params - 0.5)
+    def move(state, seed):
+        moved = state.params - 0.5 * (seed == losses.NUDGES - 1)
+        return dataclasses.replace(state, params=moved)
 
     monkeypatch.setattr(losses, "_nudged", move)
     (row,) = losses.rows([(128, 256, 1, 8)], **HOW)
     tokens = data.walks(losses.VOCABULARY, (losses.STEPS, 1, 8, losses.SEQUENCE + 1))
     losses_of_one = tokens.mean(axis=(1, 2, 3)) + 1.0 + 0.25 * np.arange(losses.STEPS)
     assert row.errors["nudged"] == pytest.approx(0.5 / losses_of_one.min(), rel=1e-3)
+
+
+def test_nudges_are_last_bits():
+    weights = np.float32([[1.5, -3.0, 1e-3, 0.0], [7.5, 1e9, -6.5, 2.5]])
+    state = llama.step.TrainState(jnp.int32(0), {"w": weights}, {}, {}, ())
+    one, other = (losses._nudged(state, seed).params["w"] for seed in range(2))
+    for nudged in (one, other):
+        up, down = (np.nextafter(weights, np.float32(s * np.inf)) for s in (1, -1))
+        assert np.all((nudged == up) | (nudged == down))
+    assert np.any(one != other)
 
 
 def test_walks_can_be_learned():
