@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -53,7 +54,9 @@ def partitioned(
             reduction_factors=tuple(axes.contracted),
             **sizes,
         )
-        return call(*operands)
+        # XLA's simplifier, on GPUs, takes an instruction's attributes along to what it
+        # makes of it: Shardy would apply the op's rule to a reshape, and crash.
+        return lax.optimization_barrier(call(*operands))
 
     return op
 

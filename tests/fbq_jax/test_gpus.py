@@ -1,20 +1,57 @@
-"""A layer on all GPUs of a machine is the one of a single GPU, by each recipe."""
+"""Layers on several GPUs: they compile for them, and are those of a single one."""
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from fbq_jax import recipes
+from fbq_jax import ops, recipes
+from fbq_jax.kernels.reference import Quantized
 from tests.fbq_jax.test_dot_general import product
 from tests.fbq_jax.test_sharding import assert_close, mesh_of, place
+from tests.gpus import h200s, needs_compiler
 from tests.kernels.test_reference import heavy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices"),
-]
+SEEDS = jnp.zeros(1, jnp.uint32)
 
 
+def compile_for_gpus(function, *shapes):
+    """Compiles for four of them, each with a quarter of the first axis but one."""
+    sharding = NamedSharding(h200s(4, "data"), P(None, "data"))
+    args = (jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes)
+    return jax.jit(function).lower(*args).compile()
+
+
+@needs_compiler
+@pytest.mark.parametrize("op", ["quantize_vectors", "matmul"])
+def test_results_can_be_broadcast(op):
+    """Which XLA for GPUs rewrites before Shardy sees it."""
+
+    def stretched(x):
+        nearest = {"rows": "nearest", "columns": None}
+        lhs = ops.quantize_vectors(x, SEEDS, **nearest).rows
+        result = lhs.scales
+        if op == "matmul":
+            rhs = Quantized(jnp.ones((1, 8, 64), jnp.int8), jnp.ones((1, 8, 1)))
+            options = {"blocks": (1, 64, 1), "dtype": jnp.float32}
+            result = ops.matmul(lhs, None, rhs, **options)
+        return lax.broadcast_in_dim(result, (*result.shape, 5), (0, 1, 2))
+
+    compile_for_gpus(stretched, (1, 512, 64))
+
+
+@needs_compiler
+def test_gradient_from_codes_compiles():
+    def step(x, w, dy):
+        return product(x[0], w[0], dy[0], recipe=recipes.switchback_m)
+
+    compile_for_gpus(step, (1, 512, 256), (1, 256, 128), (1, 512, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
 @pytest.mark.parametrize("name", recipes.NAMED)
 @pytest.mark.parametrize("blocks", ["whole", "shared"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

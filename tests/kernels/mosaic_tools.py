@@ -1,6 +1,5 @@
 """Mosaic GPU kernels without a GPU: interpreted, or compiled for an H200."""
 
-import importlib.util
 import os
 import re
 import tempfile
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+from tests.gpus import h200s
 
 PROCESSORS = 4  # of the interpreted GPU
 
@@ -20,10 +20,6 @@ needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
     reason=f"the Mosaic GPU interpreter of jax {jax.__version__} knows neither "
     "transposed operands nor cluster barriers; jax 0.11 does",
-)
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="jax-cuda13-plugin, XLA's compiler for GPUs, is not installed",
 )
 
 
@@ -65,12 +61,7 @@ def compile_kernels(function: Callable[..., Any], *args: Any) -> list[Kernel]:
       function: to be traced.
       *args: pytrees of ``jax.ShapeDtypeStruct``.
     """
-    config = Path(__file__).with_name("h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=config, topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec())
+    sharding = NamedSharding(h200s(1, "x"), PartitionSpec())
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )

@@ -13,6 +13,7 @@ from fbq_jax.kernels.mosaic import kernel as mosaic_kernel
 from fbq_jax.kernels.mosaic import matmul as module
 from fbq_jax.kernels.mosaic.kernel import SIDE, Config
 from fbq_jax.kernels.reference import Quantized
+from tests.gpus import needs_compiler
 from tests.kernels import matmul_cases, mosaic_tools, triton_tools
 from tests.kernels.matmul_cases import CASES, Case
 
@@ -104,7 +105,7 @@ def test_the_interpreter_sees_races():
         mosaic_tools.interpret(racy)
 
 
-@mosaic_tools.needs_compiler
+@needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2])

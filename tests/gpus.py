@@ -1,0 +1,23 @@
+"""GPUs that are not there, for which XLA compiles all the same."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="jax-cuda13-plugin, XLA's compiler for GPUs, is not installed",
+)
+
+
+def h200s(number: int, axis: str) -> Mesh:
+    """A mesh of so many H200, in one machine."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
+        topology=f"1x1x{number}",
+    )
+    return topologies.make_mesh(topology, (number,), (axis,))
