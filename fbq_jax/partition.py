@@ -42,23 +42,52 @@ def partitioned(
 
     def op(*operands: Any) -> Any:
         axes = axes_of(*operands)
-        whole = local(axes, Shards({}, {}, {}, {}))
+        whole = jax.jit(local(axes, Shards({}, {}, {}, {})))
         if jax.sharding.get_abstract_mesh().manual_axes:
             return whole(*operands)  # Inside shard_map an array is a shard already.
-        call = custom_partitioning(whole)
-        rule, sizes = _rule(axes, operands)
+        # Results leave the op without axes of size one.  Where these are broadcast,
+        # XLA's simplifier for GPUs reshapes them away, and hands the op's attributes on
+        # to the reshape, to which Shardy would apply the op's rule, and crash.
+        shapes = jax.eval_shape(whole, *operands)
+        narrow = axes._replace(results=jax.tree.map(_narrow, axes.results, shapes))
+
+        def squeezed(function: Callable[..., Any], *operands: Any) -> Any:
+            return jax.tree.map(_squeeze, function(*operands), shapes)
+
+        def on_shards(shards: Shards) -> Callable[..., Any]:
+            return functools.partial(squeezed, local(axes, shards))
+
+        call = custom_partitioning(functools.partial(squeezed, whole))
+        rule, sizes = _rule(narrow, operands)
         call.def_partition(
-            functools.partial(_partition, name, axes, local),
+            functools.partial(_partition, name, narrow, on_shards),
             decode_shardings=False,  # Not all of Shardy's can be: see in_primes.
             sharding_rule=rule,
             reduction_factors=tuple(axes.contracted),
             **sizes,
         )
-        # XLA's simplifier, on GPUs, takes an instruction's attributes along to what it
-        # makes of it: Shardy would apply the op's rule to a reshape, and crash.
-        return lax.optimization_barrier(call(*operands))
+        return jax.tree.map(_expand, call(*operands), shapes)
 
     return op
+
+
+def _units(of: Any) -> list[int]:
+    """The axes of size one."""
+    return [axis for axis, size in enumerate(of.shape) if size == 1]
+
+
+def _narrow(words: str, of: Any) -> str:
+    """The words of the others."""
+    sized = zip(words.split(), of.shape, strict=True)
+    return " ".join(word for word, size in sized if size != 1)
+
+
+def _squeeze(x: jax.Array, of: Any) -> jax.Array:
+    return lax.squeeze(x, _units(of))
+
+
+def _expand(x: jax.Array, of: Any) -> jax.Array:
+    return lax.expand_dims(x, _units(of))
 
 
 def _rule(axes: Axes, operands: tuple[Any, ...]) -> tuple[str, dict[str, int]]:
@@ -99,7 +128,7 @@ def _rule(axes: Axes, operands: tuple[Any, ...]) -> tuple[str, dict[str, int]]:
 def _partition(
     name: str,
     axes: Axes,
-    local: Local,
+    local: Callable[[Shards], Callable[..., Any]],
     mesh: Mesh,
     operands: tuple[Any, ...],
     results: Any,
@@ -112,10 +141,10 @@ def _partition(
     shards = shards_of(axes, operands, results, mesh)
     warn_of_parts(name, axes, operands, shards, mesh)
 
-    def on_shards(*operands: Any) -> Any:
+    def run(*operands: Any) -> Any:
         # What is compiled in the context of a caller is not of the caller's mesh.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return local(axes, shards)(*operands)
+            return local(shards)(*operands)
 
     def sharding(scattered: Mapping[str, tuple[str, ...]], words: str) -> NamedSharding:
         spec = []
@@ -130,7 +159,7 @@ def _partition(
     of_operand = functools.partial(sharding, {})
     return (
         mesh,
-        on_shards,
+        run,
         jax.tree.map(of_result, axes.results),
         jax.tree.map(of_operand, axes.operands),
     )

@@ -118,7 +118,7 @@ def _nudged(state: Any, seed: int) -> Any:
     """Each weight a float32's last bit larger or smaller."""
     weights, tree = jax.tree.flatten(state.params)
     keys = jax.random.split(jax.random.key(seed), len(weights))
-    nudged = tree.unflatten(map(_nudge, weights, keys))
+    nudged = jax.tree.unflatten(tree, map(_nudge, weights, keys))
     return dataclasses.replace(state, params=nudged)
 
 
