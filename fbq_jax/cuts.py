@@ -236,7 +236,8 @@ def warn_of_parts(
                 f"{name}: axis {axis} of {array.dtype}{list(array.shape)} is cut over "
                 f"{over or 'parts of axes'}, and not into whole blocks of what has a "
                 f"common scale. The devices {do} and may do the same work. What a "
-                f"device has of it should be a multiple of {side}.",
+                f"device has of it should be a multiple of {side}. Where nothing of "
+                "yours cuts it so, XLA does, unless a sharding constraint forbids it.",
                 stacklevel=2,
             )
 

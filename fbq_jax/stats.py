@@ -85,9 +85,16 @@ def assert_live(
       after: of those after it.
 
     Raises:
+      TypeError: if these are other mappings, such as the variables themselves.
       ValueError: if there is no quantized layer at all, or not the same ones.
       RuntimeError: names the layers whose count did not grow.
     """
+    for stats in (*before.values(), *after.values()):
+        if not isinstance(stats, LayerStats):
+            raise TypeError(
+                "a liveness check compares what fallback_stats returns before and "
+                f"after a step; got a mapping to {type(stats).__name__}"
+            )
     if not before or before.keys() != after.keys():
         raise ValueError(
             "a liveness check compares the same quantized layers before and after a "

@@ -348,6 +348,8 @@ def test_liveness():
         assert_live(before, before)
     with pytest.raises(ValueError, match="got \\[\\] and \\[\\]"):
         assert_live({}, {})
+    with pytest.raises(TypeError, match=r"fallback_stats .*; got a mapping to dict"):
+        assert_live(variables, after)
 
 
 @pytest.mark.parametrize("collection", ["fallback", OWG])
