@@ -42,7 +42,7 @@ def partitioned(
 
     def op(*operands: Any) -> Any:
         axes = axes_of(*operands)
-        whole = jax.jit(local(axes, Shards({}, {}, {}, {})))
+        whole = jax.jit(local(axes, Shards({}, {}, {}, {})))  # To be traced once.
         if jax.sharding.get_abstract_mesh().manual_axes:
             return whole(*operands)  # Inside shard_map an array is a shard already.
         # Results leave the op without axes of size one.  Where these are broadcast,
