@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         # Most of the tests' time is XLA's, compiling for the CPU.
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",  # Other cores run other tests.
         # The new emitters take twice as long for small programs. Later versions have no
         # others, and no such flag.
         "--xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
