@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax.dot_general import dot_general
-from fbq_jax.matrices import DimensionNumbers
-from fbq_jax.recipe import Recipe
+from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dot_general import dot_general
 from fbq_jax.recipes import fallback
+from fbq_jax.recipes.schema import Recipe
 
 MATMUL: DimensionNumbers = (((1,), (0,)), ((), ()))
 

@@ -3,8 +3,8 @@
     python -m fbq_jax.tune [--implementation NAME] [--sizes M,N,K ...] [--out FILE]
 
 Measures every candidate for each shape, with and without fallback, and writes the
-fastest into the table that the kernels read (``fbq_jax.kernels.table``).  Entries of
-other shapes stay.  Nothing is tuned while a model trains.
+fastest into the table that the kernels read (``fbq_jax.kernels.tuning_table``).
+Entries of other shapes stay.  Nothing is tuned while a model trains.
 """
 
 import argparse
@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import dispatch, ops
+from fbq_jax import ops
 from fbq_jax.bench import measure
-from fbq_jax.kernels import table
+from fbq_jax.kernels import tuning_table
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops import dispatch
 
 # (M, N, K) of squares, and of the GEMMs of a Llama block's MLP: two have the tokens as
 # M, that of a weight's gradient has them as K.
@@ -86,9 +87,9 @@ def tune(
 def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.Array]:
     module: Any
     if implementation == "mosaic":
-        from fbq_jax.kernels.mosaic import matmul as module
+        from fbq_jax.kernels.mosaic import gemm as module
     else:
-        from fbq_jax.kernels.triton import matmul as module
+        from fbq_jax.kernels.triton import gemm as module
     config = module.Config(**options)
     return functools.partial(
         module.matmul, blocks=_BLOCKS, dtype=jnp.bfloat16, config=config
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=_sizes, nargs="+", default=SIZES)
     parser.add_argument("--out", type=Path, help="by default the kernels' own table")
     options = parser.parse_args(arguments)
-    out = options.out or table.path(jax.devices()[0].device_kind)
+    out = options.out or tuning_table.path(jax.devices()[0].device_kind)
     if not os.access(out.parent if out.parent.exists() else out.parent.parent, os.W_OK):
         parser.error(f"cannot write {out}: name another file with --out")
     try:
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         best, ms = tune(implementation, sizes, fallback=fallback, effort=measure.QUICK)
         op = f"{implementation}.matmul" + (".fallback" if fallback else "")
         print(f"{op} {'x'.join(map(str, sizes))}: {best}, {ms:.3f} ms", flush=True)
-        new.setdefault(op, {})[table.bucket(sizes)] = best
+        new.setdefault(op, {})[tuning_table.bucket(sizes)] = best
         _write(out, old, new)
     print(f"wrote {out}")
     return 0

@@ -14,7 +14,7 @@ from examples.llama.mesh import PARSER
 from examples.llama.model import REMAT
 from examples.llama.projections import DotGeneral
 from fbq_jax import FallbackDot, Fp8Dot, RecipeError, nonlinear, recipes
-from fbq_jax.recipe import REDUCES
+from fbq_jax.recipes.schema import REDUCES
 
 # What multiplies in the layers; None is jax.lax.dot_general, in bfloat16.
 RECIPES: dict[str, DotGeneral | None] = {

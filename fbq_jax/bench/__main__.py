@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jax
 
-from fbq_jax import dispatch
 from fbq_jax.bench import measure, report, results
+from fbq_jax.ops import dispatch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

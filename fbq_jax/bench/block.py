@@ -13,9 +13,9 @@ from fbq_jax.bench import data, llama, measure, memory
 from fbq_jax.bench.contenders import forward_by
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
-from fbq_jax.linen import FallbackDot
-from fbq_jax.recipe import Recipe
-from fbq_jax.stats import mean_rate
+from fbq_jax.core.layer_stats import mean_rate
+from fbq_jax.linen.dot import FallbackDot
+from fbq_jax.recipes.schema import Recipe
 
 # (hidden, intermediate, tokens)
 SHAPES = tuple(

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from fbq_jax import dispatch, fp8, ops, recipes, threshold
-from fbq_jax.dot_general import dot_general
-from fbq_jax.linen_fp8 import Fp8Dot, ScalingMethod
-from fbq_jax.recipe import Recipe
+from fbq_jax import ops, recipes
+from fbq_jax.core import threshold
+from fbq_jax.core.dot_general import dot_general
+from fbq_jax.fp8 import dot_general as fp8
+from fbq_jax.linen.fp8 import Fp8Dot, ScalingMethod
+from fbq_jax.ops import dispatch
+from fbq_jax.recipes.schema import Recipe
 
 MATMUL = (((1,), (0,)), ((), ()))
 

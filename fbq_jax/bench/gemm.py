@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax import dispatch, ops
+from fbq_jax import ops
 from fbq_jax.bench import measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops import dispatch
 
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 RATES = (0.0, 0.1, 0.2, 0.3)

@@ -10,8 +10,8 @@ import numpy as np
 from fbq_jax.bench import measure, memory
 from fbq_jax.bench.contenders import timed_recipes
 from fbq_jax.bench.measure import Effort, Timing
-from fbq_jax.recipe import Recipe
-from fbq_jax.stats import mean_rate
+from fbq_jax.core.layer_stats import mean_rate
+from fbq_jax.recipes.schema import Recipe
 
 try:
     from examples.llama import flops, mesh, model, step

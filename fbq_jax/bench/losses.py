@@ -18,8 +18,8 @@ from fbq_jax.bench import data, llama, measure
 from fbq_jax.bench.block import choose
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
-from fbq_jax.recipe import Recipe
-from fbq_jax.stats import mean_rate
+from fbq_jax.core.layer_stats import mean_rate
+from fbq_jax.recipes.schema import Recipe
 
 # (hidden, intermediate, layers, sequences of all devices)
 SHAPES = ((1024, 4096, 4, 8),)

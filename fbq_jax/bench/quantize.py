@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import dispatch, ops
+from fbq_jax import ops
 from fbq_jax.bench import data, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.kernels.reference import FallbackQuantized
+from fbq_jax.ops import dispatch
 
 SHAPES = ((8192, 4096), (8192, 14336), (4096, 14336))
 RATES = (0.0, 0.2)

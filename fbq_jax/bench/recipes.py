@@ -12,7 +12,7 @@ from fbq_jax.bench import contenders, data, linear, measure, memory
 from fbq_jax.bench.contenders import MATMUL, Contender
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
-from fbq_jax.llm_int8 import llm_int8_dot
+from fbq_jax.core.llm_int8 import llm_int8_dot
 
 SHAPES = ((8192, 4096, 4096),)
 # X by name: the largest outlier, and of how many channels one has them.  58, 606 and

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from fbq_jax.bench.measure import Timing
-from fbq_jax.kernels import table
+from fbq_jax.kernels import tuning_table
 
 SECTIONS = (
     "gemm",
@@ -118,7 +118,7 @@ def section(rows: Iterable[Row], *, quick: bool) -> dict[str, Any]:
 
 def default_path() -> Path:
     """``bench-<device>.json`` in the current directory."""
-    return Path(f"bench-{table.path(jax.devices()[0].device_kind).name}")
+    return Path(f"bench-{tuning_table.path(jax.devices()[0].device_kind).name}")
 
 
 def load(path: Path) -> dict[str, Any]:

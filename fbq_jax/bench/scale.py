@@ -15,7 +15,7 @@ from fbq_jax.bench import llama, measure
 from fbq_jax.bench.block import SEQUENCE, choose
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
-from fbq_jax.recipe import Recipe, Reduce
+from fbq_jax.recipes.schema import Recipe, Reduce
 
 # (hidden, intermediate, layers, sequences of 2048 tokens a device)
 SHAPES = ((4096, 14336, 4, 8),)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fbq_jax.kernels import packing
-from fbq_jax.kernels.triton.tiles import MAGIC, scale_of
+from fbq_jax.kernels.triton.block_tiles import MAGIC, scale_of
 
 GROUP = tl.constexpr(packing.GROUP)
 TINY = tl.constexpr(packing.TINY)

@@ -22,8 +22,7 @@ from fbq_jax.kernels.reference import (
     Layouts,
     Quantized,
 )
-from fbq_jax.kernels.triton.launch import launch
-from fbq_jax.kernels.triton.tiles import (
+from fbq_jax.kernels.triton.block_tiles import (
     find_amax,
     in_scale,
     load,
@@ -40,6 +39,7 @@ from fbq_jax.kernels.triton.tiles import (
     store_rows,
     sum_abs,
 )
+from fbq_jax.kernels.triton.launch import launch
 
 
 def config(block: Block, *, wide: bool) -> tuple[int, int]:

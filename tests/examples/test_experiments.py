@@ -39,7 +39,7 @@ from examples.llama.experiments.settings import TOY
 from examples.llama.experiments.studies import criteria, error, gradients
 from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import cross_entropy
-from fbq_jax.recipe import BLOCK_SIDES
+from fbq_jax.recipes.schema import BLOCK_SIDES
 
 MODEL = LlamaConfig(
     vocab_size=64,

@@ -14,8 +14,8 @@ import fbq_jax
 from examples.llama import checkpoint
 from examples.llama.model import Llama, LlamaConfig
 from fbq_jax import FallbackDot, Recipe
-from fbq_jax.frozen import FrozenKernel
-from tests.fbq_jax.test_serve import as_trained
+from fbq_jax.core.frozen_weight import FrozenKernel
+from tests.fbq_jax.linen.test_freezing import as_trained
 
 CONFIG = LlamaConfig(
     vocab_size=64,

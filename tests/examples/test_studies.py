@@ -22,8 +22,8 @@ from examples.llama.experiments.studies import (
 from examples.llama.experiments.studies.subject import Subject, cosine_distance
 from examples.llama.model import LlamaConfig
 from fbq_jax import Recipe
+from fbq_jax.core.qtensor import QTensor
 from fbq_jax.kernels import reference
-from fbq_jax.qtensor import QTensor
 from tests.examples.test_experiments import random_params
 
 BLOCK = (128, 128)

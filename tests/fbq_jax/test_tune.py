@@ -7,28 +7,31 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fbq_jax import dispatch, ops, tune
+from fbq_jax import ops, tune
 from fbq_jax.bench import measure
-from fbq_jax.kernels import reference, table
-from fbq_jax.kernels.mosaic import matmul as mosaic
-from fbq_jax.kernels.triton import matmul as triton
+from fbq_jax.kernels import reference, tuning_table
+from fbq_jax.kernels.mosaic import gemm as mosaic
+from fbq_jax.kernels.triton import gemm as triton
+from fbq_jax.ops import dispatch
 
 CONFIGS = {"mosaic": mosaic.Config, "triton": triton.Config}
 
 
-@pytest.mark.parametrize("file", sorted(table.DIRECTORY.glob("*.json")), ids=str)
+@pytest.mark.parametrize("file", sorted(tuning_table.DIRECTORY.glob("*.json")), ids=str)
 def test_the_shipped_tables_hold_configurations(file):
     content = json.loads(file.read_text())
-    assert table.path(content["device"]) == file
+    assert tuning_table.path(content["device"]) == file
     for op, entries in content["entries"].items():
         for bucket, options in entries.items():
             CONFIGS[op.partition(".")[0]](**options)
-            assert table.bucket([int(size) for size in bucket.split("x")]) == bucket
+            assert (
+                tuning_table.bucket([int(size) for size in bucket.split("x")]) == bucket
+            )
 
 
 def test_a_kernel_asks_the_table_and_else_has_a_rule(monkeypatch):
     found = {"mosaic.matmul": {"8192x4096x4096": {"group": 4, "cluster": 1}}}
-    monkeypatch.setattr(table, "_entries", lambda _: found)
+    monkeypatch.setattr(tuning_table, "_entries", lambda _: found)
     sizes = (8000, 4096, 5000)
     assert mosaic.choose_config(sizes, fallback=False) == (4, 1)
     assert mosaic.choose_config(sizes, fallback=True) == (8, 2)

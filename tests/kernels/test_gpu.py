@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import dispatch, ops
-from tests.kernels import matmul_cases, producer_cases, quantize_cases
-from tests.kernels.matmul_cases import CASES, Case
+from fbq_jax import ops
+from fbq_jax.ops import dispatch
+from tests.kernels import fused_cases, gemm_cases, quantize_cases
+from tests.kernels.gemm_cases import CASES, Case
 from tests.kernels.test_reference import heavy
 
 pytestmark = pytest.mark.gpu
@@ -54,37 +55,37 @@ def test_first_choice():
 def test_matmul_against_float64(implementation, name):
     case = CASES[name]
     matmul = ops_of(implementation, case.blocks).matmul
-    matmul_cases.check_against_float64(matmul, case)
+    gemm_cases.check_against_float64(matmul, case)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_matmul_rounds_once(matmul, dtype):
-    matmul_cases.check_rounds_once(matmul, dtype)
+    gemm_cases.check_rounds_once(matmul, dtype)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_matmul_largest_sums(matmul, sign):
-    matmul_cases.check_largest_sums(matmul, sign)
+    gemm_cases.check_largest_sums(matmul, sign)
 
 
 def test_matmul_outlier_that_fell_back(matmul):
-    matmul_cases.check_outlier_that_fell_back(matmul)
+    gemm_cases.check_outlier_that_fell_back(matmul)
 
 
 def test_matmul_scales_far_apart(matmul):
-    matmul_cases.check_scales_far_apart(matmul)
+    gemm_cases.check_scales_far_apart(matmul)
 
 
 def test_matmul_nan_scales(matmul):
-    matmul_cases.check_nan_scales(matmul, (128, 128, 128))
+    gemm_cases.check_nan_scales(matmul, (128, 128, 128))
 
 
 def test_matmul_extreme_codes(matmul):
-    matmul_cases.check_extreme_codes(matmul, k=128)
+    gemm_cases.check_extreme_codes(matmul, k=128)
 
 
 def test_matmul_has_no_race(matmul):
-    args = matmul_cases.operands(Case((1, 2048, 2048, 2048), (128, 128, 128), 0.2))
+    args = gemm_cases.operands(Case((1, 2048, 2048, 2048), (128, 128, 128), 0.2))
     multiply = functools.partial(matmul, blocks=(128, 128, 128), dtype=jnp.bfloat16)
     _check_repeats(multiply, *args)
 
@@ -164,20 +165,20 @@ def test_special_blocks(quantization, dtype):
     quantize_cases.check_special_vectors(quantization, dtype)
 
 
-@pytest.mark.parametrize("case", producer_cases.QUANTIZE)
+@pytest.mark.parametrize("case", fused_cases.QUANTIZE)
 def test_producers(quantization, case):
-    producer_cases.check_norm(quantization, *case)
-    producer_cases.check_gate(quantization, *case)
+    fused_cases.check_norm(quantization, *case)
+    fused_cases.check_gate(quantization, *case)
 
 
-@pytest.mark.parametrize("case", producer_cases.GRAD)
+@pytest.mark.parametrize("case", fused_cases.GRAD)
 def test_gate_gradients(quantization, case):
-    producer_cases.check_grad(quantization, *case)
+    fused_cases.check_grad(quantization, *case)
 
 
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_values_of_producers(quantization, dtype):
-    producer_cases.check_special(quantization, dtype)
+    fused_cases.check_special(quantization, dtype)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])

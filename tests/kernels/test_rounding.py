@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fbq_jax.core.qtensor import quantize
 from fbq_jax.kernels import rounding
-from fbq_jax.qtensor import quantize
 from tests import oracle
 
 SEEDS = jnp.arange(2048, dtype=jnp.uint32)

@@ -17,7 +17,7 @@ import numpy as np
 from examples.llama.experiments import found
 from examples.llama.experiments.studies import criteria, error, gradients
 from fbq_jax import recipes
-from fbq_jax.recipe import BLOCK_SIDES
+from fbq_jax.recipes.schema import BLOCK_SIDES
 
 NOT_RUN = "*Not run yet.*"
 # A run diverges where its loss, averaged over so many steps, rises so far above its

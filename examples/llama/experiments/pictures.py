@@ -17,7 +17,7 @@ from examples.llama.experiments.parity import ORDER
 from examples.llama.experiments.studies import criteria, error, gradients
 from examples.llama.plot import COLORS, Place, finish, save, smooth, style
 from fbq_jax import recipes
-from fbq_jax.recipe import BLOCK_SIDES
+from fbq_jax.recipes.schema import BLOCK_SIDES
 
 TARGET = recipes.fallback.target_rate
 _RECIPES = list(dict.fromkeys([*(recipe for recipe, _ in ORDER), *RECIPES]))

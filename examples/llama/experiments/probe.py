@@ -10,7 +10,7 @@ from jax import lax
 
 from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import PyTree, cross_entropy
-from fbq_jax.linen import calling_module, find_slot
+from fbq_jax.linen.state import calling_module, find_slot
 
 PROJECTIONS = {
     "qkv": ("attention", "qkv", "dense"),

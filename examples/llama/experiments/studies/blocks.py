@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama.experiments.studies.subject import Subject
-from fbq_jax import ops, recipes, threshold
+from fbq_jax import ops, recipes
+from fbq_jax.core import threshold
 
 
 def study(subject: Subject) -> dict[str, list[list[str]]]:

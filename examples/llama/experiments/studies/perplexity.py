@@ -10,7 +10,7 @@ from examples.llama.experiments.studies.subject import Subject
 from examples.llama.model import Llama
 from examples.llama.step import EVAL_BATCHES, PyTree, cross_entropy
 from fbq_jax import FallbackDot, Recipe
-from fbq_jax.recipe import BLOCK_SIDES
+from fbq_jax.recipes.schema import BLOCK_SIDES
 
 
 def study(subject: Subject) -> dict[str, float | list[float]]:

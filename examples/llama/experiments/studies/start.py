@@ -8,7 +8,8 @@ from jax import lax
 
 from examples.llama.experiments.probe import operands
 from examples.llama.experiments.studies.subject import Subject
-from fbq_jax import ops, recipes, threshold
+from fbq_jax import ops, recipes
+from fbq_jax.core import threshold
 
 FACTORS = (0.001, 0.01, 0.1, 10.0, 100.0, 1000.0)  # times the first batch's
 FORWARDS = 24

@@ -1,0 +1,1 @@
+"""Quantized products and layers as functions, without Flax."""

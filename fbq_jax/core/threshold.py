@@ -1,0 +1,150 @@
+"""The delay threshold: start, observe, update (arXiv 2503.08040, Algorithm 2).
+
+A block of an activation falls back where its metric exceeds ``theta``.  ``theta`` is
+known before the activation is seen ("delay": no second pass over the data) and moves
+after each training forward so that the fallback rate stays inside a range.
+
+The paper's public texts leave open how far it moves.  Here it moves towards the value
+that would have given the middle of the range on the blocks just seen, by a factor of
+``alpha`` at the most.  A fixed factor would jump over the range, back and forth without
+end, wherever the blocks' metrics lie closer together than that factor.
+"""
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.kernels import rounding
+from fbq_jax.recipes.schema import Recipe
+
+UNSET = -1.0
+"""The value of theta before any forward has set it."""
+
+
+class State(TypedDict):
+    """What a layer carries from one training forward to the next; scalars.
+
+    Attributes:
+      theta: float32, the threshold of the next forward, ``UNSET`` until one is known.
+      rate: float32, the share of blocks that fell back in the last training forward.
+      count: uint32, the number of training forwards.
+      seed: uint32, the layer's own; with ``count`` it seeds the noise of each call.
+    """
+
+    theta: jax.Array
+    rate: jax.Array
+    count: jax.Array
+    seed: jax.Array
+
+
+def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
+    """The state before the first training forward."""
+    theta = UNSET if recipe.start == "first_batch" else recipe.start
+    return State(
+        theta=jnp.asarray(theta, jnp.float32),
+        rate=jnp.zeros((), jnp.float32),
+        count=jnp.zeros((), jnp.uint32),
+        seed=jnp.asarray(seed, jnp.uint32),
+    )
+
+
+def clean(state: Mapping[str, jax.Array]) -> State:
+    """A state that may come from anywhere: of the dtypes above, or all of it floats.
+
+    A theta that is not finite and positive counts as unset.
+    """
+    theta = jnp.asarray(state["theta"], jnp.float32)
+    return State(
+        theta=jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, UNSET),
+        rate=jnp.asarray(state["rate"], jnp.float32),
+        count=jnp.asarray(state["count"], jnp.uint32),
+        seed=jnp.asarray(state["seed"], jnp.uint32),
+    )
+
+
+def call_seed(state: State) -> jax.Array:
+    """The seed, uint32, of the noise of the next call."""
+    return rounding.fold(state["seed"], state["count"])
+
+
+def quantile(
+    metric: jax.Array, recipe: Recipe, blocks: jax.Array | None = None
+) -> jax.Array:
+    """The theta, float32 ``[]``, that puts the rate in the middle of the target range.
+
+    It is one of the blocks' own metrics: as many blocks exceed it as come nearest to
+    that rate.  ``UNSET`` if that is 0 (zeros tell nothing of the batches to come), if
+    there is no block, or if any block holds a NaN or an Inf.
+
+    Args:
+      metric: the metric of each block, float32 of any shape.
+      recipe: gives the range.
+      blocks: their number, int32 ``[]``, where metric has zeros beside them for blocks
+        that are not there.
+    """
+    unset = jnp.asarray(UNSET, jnp.float32)
+    if not metric.size:
+        return unset
+    low, high = recipe.target_rate
+    above: int | jax.Array
+    if blocks is None:
+        above = min(round((low + high) / 2 * metric.size), metric.size - 1)
+    else:
+        above = jnp.round((low + high) / 2 * blocks.astype(jnp.float32))
+        above = above.astype(jnp.int32)
+        above = jnp.clip(above, 0, blocks - 1)
+    theta = jnp.sort(metric.reshape(-1))[metric.size - 1 - above]
+    return jnp.where(jnp.all(jnp.isfinite(metric)) & (theta > 0.0), theta, unset)
+
+
+def observe(
+    metric: jax.Array, theta: jax.Array, blocks: jax.Array | None = None
+) -> jax.Array:
+    """The fallback rate, float32 ``[]``: the share of blocks above theta.
+
+    ``blocks`` is as for ``quantile``.
+    """
+    if not metric.size:
+        return jnp.zeros((), jnp.float32)
+    above = metric > jnp.maximum(theta, 0.0)
+    if blocks is None:
+        return jnp.mean(above, dtype=jnp.float32)
+    total = jnp.maximum(blocks, 1).astype(jnp.float32)
+    return jnp.sum(above, dtype=jnp.float32) / total
+
+
+def update(
+    state: State,
+    metric: jax.Array,
+    theta: jax.Array,
+    recipe: Recipe,
+    blocks: jax.Array | None = None,
+) -> State:
+    """The state after a training forward.
+
+    Args:
+      state: the state before it.
+      metric: the metric of each block of the activation, float32 of any shape.
+      theta: the threshold that was used, float32 ``[]``: ``state["theta"]``, or the
+        quantile of ``metric`` where that was unset.
+      recipe: gives the target range and alpha.
+      blocks: as for ``quantile``.
+    """
+    rate = observe(metric, theta, blocks)
+    low, high = recipe.target_rate
+
+    def move() -> jax.Array:
+        target = quantile(metric, recipe, blocks)
+        bounded = jnp.clip(target, theta / recipe.alpha, theta * recipe.alpha)
+        return jnp.where((target > 0.0) & (theta > 0.0), bounded, theta)
+
+    outside = (rate < low) | (rate > high)
+    return State(
+        theta=lax.cond(outside, move, lambda: theta),
+        rate=rate,
+        count=state["count"] + jnp.uint32(1),
+        seed=state["seed"],
+    )

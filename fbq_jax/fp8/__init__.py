@@ -1,0 +1,1 @@
+"""FP8 layers, FP8 optimizer state and Smooth-SwiGLU."""

@@ -1,0 +1,226 @@
+"""Matrix products in FP8 with a scale a tensor, forward and backward.
+
+With ``Q4`` and ``Q5`` rounding to nearest in E4M3 and E5M2 (arXiv 2209.05433), a scale
+a tensor, the three GEMMs of ``Y = X . W`` are
+
+    Y = Q4(X) . Q4(W)        dX = Q5(dY) . Q4(W)'        dW = Q4(X)' . Q5(dY)
+
+accumulated in float32, scaled, and rounded once.  The codes that the forward pass makes
+are what the backward pass reads.  A tensor's scale is ``amax / max``, with ``max`` the
+format's largest value, 448 or 57344, and
+
+- *current*: ``amax`` of the tensor itself, which takes a pass over it before its codes;
+- *delayed* (NVIDIA's Transformer Engine, and ``flax.linen.fp8_ops``, whose results
+  these are): the largest ``amax`` of the calls before, kept in a history.  Values
+  beyond that saturate.  While the history has only zeros, or an Inf or a NaN, the scale
+  stays where it was.
+
+A NaN or an Inf makes NaN whatever depends on it (in Flax an Inf saturates).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from fbq_jax.core.dimension_numbers import DimensionNumbers, dot_general_of
+from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
+from fbq_jax.fp8 import scaled_tensor
+from fbq_jax.fp8.scaled_tensor import ScaledTensor
+
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
+
+
+class Scaling(NamedTuple):
+    """A tensor's state under delayed scaling.
+
+    Attributes:
+      scale: float32 ``[]``, the last call's: ``codes * scale`` are the values.
+      amax_history: float32 ``[length]``, the largest magnitudes of as many calls: the
+        last one's, then the others' from the oldest on.
+    """
+
+    scale: jax.Array
+    amax_history: jax.Array
+
+
+class Scalings(NamedTuple):
+    """Those of the activation, of the weight and of the output's gradient."""
+
+    lhs: Scaling
+    rhs: Scaling
+    grad: Scaling
+
+
+def check_history(length: int) -> None:
+    """Raises ValueError if a history cannot be so long; makes no array."""
+    if type(length) is not int or length < 1:
+        raise ValueError(f"Fp8Dot.history takes a positive integer; got {length!r}")
+
+
+def start(length: int) -> Scalings:
+    """The state before the first call: scales of 1, histories of zeros.
+
+    Args:
+      length: of the histories, in calls.
+
+    Raises:
+      ValueError: the length is no positive integer.
+    """
+    check_history(length)
+
+    def scaling() -> Scaling:
+        return Scaling(jnp.ones((), jnp.float32), jnp.zeros(length, jnp.float32))
+
+    return Scalings(scaling(), scaling(), scaling())
+
+
+def dot_general(
+    scalings: Scalings | None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred_element_type: jax.typing.DTypeLike | None,
+    out_sharding: Any,
+) -> jax.Array:
+    """``lax.dot_general(lhs, rhs, ...)`` by ``matmul``; lhs is the activation."""
+
+    def multiply(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+        return matmul(Spec(dtype, x.dtype, w.dtype), x, w, scalings)
+
+    return dot_general_of(
+        multiply,
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        out_sharding,
+    )
+
+
+class Spec(NamedTuple):
+    """What is static: the dtypes of Y, dX and dW."""
+
+    dtype: Any
+    lhs_dtype: Any
+    rhs_dtype: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul(
+    spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
+) -> jax.Array:
+    """Multiplies ``[B, M, K]``, the activation, and ``[B, K, N]``, the weight.
+
+    The gradient with respect to ``scalings`` is its new value: the largest magnitude of
+    the output's gradient is known to the backward pass only.
+
+    Args:
+      spec: what is static.
+      x: bfloat16, float16 or float32.
+      w: likewise.
+      scalings: the state of delayed scaling; None for current scaling.
+
+    Returns:
+      ``[B, M, N]``.
+    """
+    return _matmul_fwd(spec, x, w, scalings)[0]
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves: codes, and the state with X's and W's moved."""
+
+    lhs: ScaledTensor
+    rhs: ScaledTensor
+    scalings: Scalings | None
+
+
+def _matmul_fwd(
+    spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
+) -> tuple[jax.Array, Saved]:
+    old = scalings or (None, None, None)
+    lhs, new_lhs = quantize(x, E4M3, old[0])
+    rhs, new_rhs = quantize(w, E4M3, old[1])
+    # Fast accumulation, where a GPU has one, is for this product only.
+    y = _multiply(lhs, rhs, spec.dtype, lax.Precision.DEFAULT)
+    if scalings is not None:
+        assert new_lhs is not None
+        assert new_rhs is not None
+        scalings = Scalings(new_lhs, new_rhs, scalings.grad)
+    lhs, rhs = checkpoint_name(lhs, LHS_NAME), checkpoint_name(rhs, RHS_NAME)
+    return y, Saved(lhs, rhs, scalings)
+
+
+def _matmul_bwd(
+    spec: Spec, saved: Saved, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, Scalings | None]:
+    lhs, rhs, scalings = saved
+    grad, new_grad = quantize(dy, E5M2, None if scalings is None else scalings.grad)
+    dx = _multiply(grad, _transpose(rhs), spec.lhs_dtype, lax.Precision.HIGHEST)
+    dw = _multiply(_transpose(lhs), grad, spec.rhs_dtype, lax.Precision.HIGHEST)
+    if scalings is not None:
+        assert new_grad is not None
+        scalings = scalings._replace(grad=new_grad)
+    return dx, dw, scalings
+
+
+matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def _multiply(
+    lhs: ScaledTensor, rhs: ScaledTensor, dtype: Any, precision: lax.Precision
+) -> jax.Array:
+    dims = (((2,), (1,)), ((0,), (0,)))
+    y = lax.dot_general(lhs.values, rhs.values, dims, precision, jnp.float32)
+    return (y * (lhs.scale * rhs.scale)).astype(dtype)
+
+
+def _transpose(x: ScaledTensor) -> ScaledTensor:
+    return ScaledTensor(x.values.mT, x.scale)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def quantize(
+    x: jax.Array, dtype: jax.typing.DTypeLike, scaling: Scaling | None
+) -> tuple[ScaledTensor, Scaling | None]:
+    """Codes of a tensor, and its state after it.
+
+    Args:
+      x: bfloat16, float16 or float32, of any shape.
+      dtype: ``E4M3`` or ``E5M2``.
+      scaling: the state before; None for current scaling, which has none.
+
+    >>> state = Scaling(jnp.float32(1.0), jnp.array([0.0, 448.0, 2.0]))
+    >>> x = jnp.array([3.0, -500.0])
+    >>> codes, state = jax.jit(quantize, static_argnums=1)(x, E4M3, state)
+    >>> codes.values, state.amax_history
+    (Array([3, -448], dtype=float8_e4m3fn), Array([500.,   2.,   0.], dtype=float32))
+    """
+    x = x.astype(jnp.float32)
+    if scaling is None:
+        return scaled_tensor.quantize(x, dtype), None
+    largest = float(jnp.finfo(dtype).max)
+    amax = jnp.max(scaling.amax_history)
+    moves = (amax > 0.0) & jnp.isfinite(amax)
+    # In Flax's order of operations, for its results.
+    scale = jnp.where(
+        moves,
+        1.0 / jnp.minimum(largest / amax, scaled_tensor.MAX_FACTOR),
+        scaling.scale,
+    )
+    values = jnp.clip(x / scale, -largest, largest)
+    values = jnp.where(jnp.isfinite(x), values, jnp.nan).astype(dtype)
+    last = jnp.max(jnp.abs(x), initial=0.0)
+    history = jnp.roll(scaling.amax_history, -1).at[0].set(last)
+    return ScaledTensor(values, scale), Scaling(scale, history)
+
+
+@quantize.defjvp
+def _no_derivative(*_: Any) -> Any:
+    raise NotImplementedError("a quantized dot has no second derivative")

@@ -1,0 +1,107 @@
+"""A quantized einsum for Flax Linen and plain JAX."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from fbq_jax.core.einsum import einsum, parse
+from fbq_jax.linen.dot import check_dot_general, fallback_dot
+
+
+@dataclasses.dataclass(frozen=True)
+class FallbackEinsum:
+    """``jnp.einsum`` of an activation and a weight, quantized.
+
+    The first operand is the activation, whatever the subscripts.  Dimensions that both
+    operands and the output have are batch dimensions, with codes and scales of their
+    own; the others are put together to one matrix an operand, in the operand's order.
+
+    Attributes:
+      dot_general: computes the product and, in a Linen module, keeps its state there:
+        a ``FallbackDot``, a ``RulesDot`` or any other.
+
+    Raises:
+      TypeError: ``dot_general`` cannot be called, as a ``Recipe`` cannot.
+      ValueError: what is asked for is no product of matrices: there are not two
+        operands, a label is twice in one, is summed over in one alone, or none is
+        summed over; or shapes differ.
+
+    >>> import jax.numpy as jnp
+    >>> x, w = jnp.ones((2, 5, 64)), jnp.ones((4, 64, 8))
+    >>> fallback_einsum("btd,hdk->bhtk", x, w).shape
+    (2, 4, 5, 8)
+    """
+
+    dot_general: Callable[..., jax.Array] = fallback_dot
+
+    def __post_init__(self) -> None:
+        check_dot_general("FallbackEinsum", self.dot_general)
+
+    def __call__(
+        self,
+        subscripts: str,
+        /,
+        *operands: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
+        return einsum(
+            self.dot_general,
+            subscripts,
+            operands,
+            precision,
+            preferred_element_type,
+            out_sharding,
+        )
+
+
+fallback_einsum = FallbackEinsum()
+
+
+class Einsum(nn.Einsum):
+    """``nn.Einsum`` by a quantized einsum, which Flax's own does not take.
+
+    Parameters, attributes and arguments are those of ``nn.Einsum``, and one more.
+
+    Attributes:
+      einsum_op: of the subscripts, the input and the kernel.
+
+    >>> import jax.numpy as jnp
+    >>> layer = Einsum((16, 2, 8), "...d,dhk->...hk")
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((3, 16)))
+    >>> jax.tree.map(jnp.shape, variables["params"])
+    {'bias': (2, 8), 'kernel': (16, 2, 8)}
+    >>> sorted(variables["fallback"])
+    ['dot_general']
+    """
+
+    einsum_op: Callable[..., jax.Array] = fallback_einsum
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """Multiplies the inputs, the activation, with the kernel; adds the bias."""
+        subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
+        labels = parse(subscripts, inputs.ndim, len(self.shape))
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        sizes = dict(zip(labels.rhs, self.shape, strict=True))
+        bias: jax.Array | None = None
+        if self.use_bias:
+            shape = tuple(sizes[label] for label in labels.out if label in sizes)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        inputs, kernel, bias = promoted
+        y = self.einsum_op(
+            subscripts,
+            inputs,
+            kernel,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+        )
+        if bias is not None:
+            y += bias.reshape([sizes.get(label, 1) for label in labels.out])
+        return y

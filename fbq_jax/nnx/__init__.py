@@ -1,0 +1,21 @@
+"""Quantized layers for Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``.
+
+``apply_rules`` gives the layers of a whole model theirs; ``fallback_stats`` reports
+their thresholds and rates.
+"""
+
+from fbq_jax.nnx.dot import FallbackConv as FallbackConv
+from fbq_jax.nnx.dot import FallbackDot as FallbackDot
+from fbq_jax.nnx.dot import FallbackEinsum as FallbackEinsum
+from fbq_jax.nnx.dot import FallbackState as FallbackState
+from fbq_jax.nnx.fp8 import Fp8Dot as Fp8Dot
+from fbq_jax.nnx.fp8 import Fp8Scaling as Fp8Scaling
+from fbq_jax.nnx.freezing import freeze as freeze
+from fbq_jax.nnx.int8_flow import Int8Attention as Int8Attention
+from fbq_jax.nnx.int8_flow import Int8MLP as Int8MLP
+from fbq_jax.nnx.int8_flow import Int8Sequential as Int8Sequential
+from fbq_jax.nnx.norms import LayerNorm as LayerNorm
+from fbq_jax.nnx.norms import RMSNorm as RMSNorm
+from fbq_jax.nnx.rules import apply_rules as apply_rules
+from fbq_jax.nnx.sharing import check_unshared as check_unshared
+from fbq_jax.nnx.stats import fallback_stats as fallback_stats

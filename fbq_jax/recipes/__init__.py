@@ -1,0 +1,19 @@
+"""Recipes: what is quantized how.  The named ones, and the schema of all."""
+
+from fbq_jax.recipes.presets import NAMED as NAMED
+from fbq_jax.recipes.presets import aqt_int8 as aqt_int8
+from fbq_jax.recipes.presets import aqt_int8_local as aqt_int8_local
+from fbq_jax.recipes.presets import block as block
+from fbq_jax.recipes.presets import fallback as fallback
+from fbq_jax.recipes.presets import fallback_rowwise_bwd as fallback_rowwise_bwd
+from fbq_jax.recipes.presets import jetfire as jetfire
+from fbq_jax.recipes.presets import per_tensor as per_tensor
+from fbq_jax.recipes.presets import per_tensor_bifurcated as per_tensor_bifurcated
+from fbq_jax.recipes.presets import rowwise as rowwise
+from fbq_jax.recipes.presets import switchback as switchback
+from fbq_jax.recipes.presets import switchback_m as switchback_m
+from fbq_jax.recipes.presets import switchback_q as switchback_q
+from fbq_jax.recipes.schema import FLOAT_GEMM as FLOAT_GEMM
+from fbq_jax.recipes.schema import Gemm as Gemm
+from fbq_jax.recipes.schema import Recipe as Recipe
+from fbq_jax.recipes.schema import RecipeError as RecipeError

@@ -1,0 +1,218 @@
+"""The quantized einsum: which product it is, its state, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fbq_jax
+from fbq_jax import (
+    Einsum,
+    FallbackDot,
+    FallbackEinsum,
+    Recipe,
+    RulesDot,
+    dot_general,
+    fallback_einsum,
+    fallback_stats,
+)
+from fbq_jax.core.einsum import einsum
+from fbq_jax.nnx import apply_rules
+from tests import oracle
+from tests.kernels.test_reference import heavy
+
+SMALL = Recipe(block=32)
+
+CASES = {
+    "btd,dhk->bhtk": ((2, 5, 6), (6, 3, 4)),
+    "dhk,btd->thbk": ((6, 3, 4), (2, 5, 6)),  # jnp.einsum may hand over rhs first
+    "bthk,hkd->btd": ((2, 5, 3, 4), (3, 4, 6)),
+    "ebd,edf->ebf": ((3, 5, 6), (3, 6, 4)),
+    "bed,edf->fbe": ((5, 3, 6), (3, 6, 4)),
+    "...d,df->...f": ((2, 3, 6), (6, 4)),
+    "d...,...df->f...": ((6, 2, 3), (3, 6, 4)),
+    " ab , bc ": ((5, 6), (6, 4)),
+    "ba,cb": ((6, 5), (4, 6)),
+    "...ab,...bc": ((2, 5, 6), (2, 6, 4)),
+    "a,a->": ((6,), (6,)),
+    "...,...c->c": ((2, 3), (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("subscripts", CASES)
+def test_subscripts_mean_what_they_do_for_jax(subscripts):
+    """By a float dot, so that labels alone are at stake."""
+    lhs, rhs = (heavy(shape, seed) for seed, shape in enumerate(CASES[subscripts]))
+    got = einsum(jax.lax.dot_general, subscripts, (lhs, rhs), None, None, None)
+    exact = jnp.einsum(subscripts, lhs, rhs)
+    assert got.shape == exact.shape
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-3)
+
+
+def test_values_and_gradients_are_those_of_the_dot():
+    """A batch of products, in float64 from the oracle's codes, and transposed."""
+    x, w = heavy((40, 2, 70), 0), heavy((2, 70, 50), 1)
+    dy = heavy((50, 2, 40), 2)
+
+    @jax.jit
+    def by_einsum(x, w):
+        op = functools.partial(fallback_einsum, "bed,edf->feb")
+        y, vjp = jax.vjp(op, x, w)
+        return y, *vjp(dy)
+
+    @jax.jit
+    def by_dot(x, w):
+        dims = (((2,), (1,)), ((1,), (0,)))
+        y, vjp = jax.vjp(
+            lambda x, w: dot_general(x, w, dims)[0].transpose(2, 0, 1), x, w
+        )
+        return y, *vjp(dy)
+
+    got = by_einsum(x, w)
+    jax.tree.map(np.testing.assert_array_equal, got, by_dot(x, w))
+    theta = np.sort([np.abs(x[:, e]).max() for e in range(2)])[1]  # of 2 blocks
+    exact = [
+        oracle.quantize_fallback(x[:, e], theta, (128, 128))[2]
+        @ oracle.quantize(w[e], (128, 128))[2]
+        for e in range(2)
+    ]
+    assert oracle.relative(got[0], np.stack(exact).transpose(2, 0, 1)) <= 1e-5
+
+
+@pytest.mark.parametrize("subscripts", ["bd,df->bf", "df,bd->bf"])
+def test_the_first_operand_is_the_activation(subscripts):
+    """It alone falls back, here in all blocks; ones are exact in INT8."""
+
+    def dot(*args, **kwargs):
+        return dot_general(*args, theta=1e-6, **kwargs)[0]
+
+    def error(subscripts, lhs, rhs):
+        y = jax.jit(functools.partial(FallbackEinsum(dot), subscripts))(lhs, rhs)
+        return oracle.relative(y, jnp.einsum(subscripts, lhs, rhs))
+
+    x, ones = heavy((64, 64), 0), jnp.ones((64, 64))
+    first, _, second = subscripts.partition("->")[0].partition(",")
+    assert error(subscripts, x, ones) < 1e-3
+    assert error(f"{second},{first}->bf", ones, x) > 1e-2
+
+
+def test_out_sharding_is_that_of_the_output():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
+    x, w = heavy((8, 6), 0), heavy((6, 4), 1)
+    for sharding in (P(None, "a"), NamedSharding(mesh, P("a"))):
+        with jax.set_mesh(mesh):
+            y = einsum(jax.lax.dot_general, "bd,df->fb", (x, w), None, None, sharding)
+        spec = sharding if isinstance(sharding, P) else sharding.spec
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        np.testing.assert_allclose(y, (x @ w).T, rtol=1e-5)
+
+
+ERRORS = [
+    ("ab,bc,cd->ad", (2, 2), "takes two operands, not 3"),
+    ("ab->ba", (2, 2), "takes two operands, not 1"),
+    ("aab,bc->ac", (3, 2), "'aab' has a label twice, .* no diagonals"),
+    ("ab,bc->c", (2, 2), "label 'a' is summed over in one operand alone"),
+    ("...b,bc->c", (2, 2), "a dimension of '...' is summed over in one operand"),
+    ("ab,bc->ad", (2, 2), "output 'ad' takes labels of the operands"),
+    ("ab,bc->aca", (2, 2), "output 'aca' takes labels of the operands, each once"),
+    ("a1,1c->ac", (2, 2), "labels are letters"),
+    ("ab,bc->ac", (3, 2), "'ab' does not fit an operand of 3 dimensions"),
+    ("...ab,bc->ac", (1, 2), "'...ab' does not fit an operand of 1 dimensions"),
+    ("ab,c->abc", (2, 1), "sums over nothing"),
+    ("ab,bc->ac", (2, 2), "label 'b' is 2 long in one and 3 in the other"),
+    ("...b,...bc->...c", (2, 3), "a dimension of '...' is 2 long in one and 3"),
+]
+
+
+@pytest.mark.parametrize(("subscripts", "ndims", "message"), ERRORS)
+def test_what_is_no_product_is_named(subscripts, ndims, message):
+    lhs, rhs = (
+        jnp.ones((size,) * ndim) for size, ndim in zip((2, 3), ndims, strict=True)
+    )
+    with pytest.raises(ValueError, match=f"einsum .*{message}"):
+        fallback_einsum(subscripts, lhs, rhs)
+
+
+def test_another_number_of_operands_is_named():
+    with pytest.raises(ValueError, match="a string of subscripts and two operands"):
+        fallback_einsum("ab->ba", jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match="a string of subscripts and two operands"):
+        fallback_einsum(jnp.ones((2, 2)), [0, 1], [1, 0])
+
+
+def test_a_recipe_is_no_dot_general():
+    with pytest.raises(TypeError, match="FallbackEinsum takes a dot_general, such as "):
+        FallbackEinsum(Recipe())
+
+
+def test_linen_layer_is_flax_s_with_state():
+    x = jax.random.normal(jax.random.key(1), (2, 20, 32))
+    options = {
+        "shape": (32, 2, 24),
+        "dtype": jnp.bfloat16,
+        "bias_init": nn.initializers.normal(),
+    }
+    op = FallbackEinsum(FallbackDot(SMALL))
+    layer = Einsum(einsum_str="btd,dhk->bhtk", einsum_op=op, **options)
+    plain = nn.Einsum(einsum_str="btd,dhk->bhtk", **options)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
+    floats = jax.jit(plain.init)(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], floats["params"])
+    y, updates = jax.jit(functools.partial(layer.apply, mutable=["fallback"]))(
+        variables, x
+    )
+    exact = plain.apply(floats, x)
+    assert y.dtype == exact.dtype
+    assert oracle.relative(y, exact) < 0.02
+    stats = fallback_stats(updates)["(root)"]
+    assert (stats.count, stats.theta > 0) == (1, True)
+
+
+def test_rules_reach_einsum_layers():
+    dot = RulesDot({"0": SMALL, "1": None})
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in ("0", "1", "2"):
+                op = FallbackEinsum(dot)
+                x = Einsum((8, 8), "ab,bc->ac", einsum_op=op, name=name)(x)
+            return x
+
+    report = dot.report(Model(), jax.random.key(0), jnp.ones((4, 8)))
+    assert report == ({"0": "0", "1": "1"}, (), ("2",))
+
+
+class Experts(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Einsum("ebd,edf->ebf", (2, 32, 24), (2, 24), rngs=rngs)
+        self.down = nnx.Einsum("ebf,efd->ebd", (2, 24, 32), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+def test_nnx_layers_keep_their_state():
+    x = jax.random.normal(jax.random.key(1), (2, 40, 32))
+    model, floats = Experts(), Experts()
+    report = apply_rules(model, {".*": SMALL}, rngs=nnx.Rngs(1))
+    assert report == ({"down": ".*", "up": ".*"}, (), ())
+
+    y = nnx.jit(lambda model, x: model(x))(model, x)
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert {path: int(s.count) for path, s in stats.items()} == {"down": 1, "up": 1}
+    exact = floats(x)
+    assert oracle.relative(y, exact) < 0.03
+
+    model.down.einsum_op = model.up.einsum_op
+    with pytest.raises(ValueError, match="'down' and 'up' share one FallbackEinsum"):
+        fbq_jax.nnx.fallback_stats(model)
+    apply_rules(model, {".*": None})
+    np.testing.assert_array_equal(model(x), exact)

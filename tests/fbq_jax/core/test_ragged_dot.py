@@ -1,0 +1,244 @@
+"""The quantized ragged dot against its definition in float64, group by group."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fbq_jax
+from fbq_jax import (
+    FallbackDot,
+    Gemm,
+    Recipe,
+    RulesDot,
+    dot_general,
+    fallback_stats,
+    ops,
+    ragged_dot,
+    recipes,
+)
+from fbq_jax.ops import dispatch
+from tests import oracle
+from tests.kernels.test_reference import heavy
+
+M, K, N = 200, 96, 50
+SIZES = (70, 0, 33, 1, 80)
+X, W, DY = heavy((M, K), 0), heavy((len(SIZES), K, N), 1), heavy((M, N), 2)
+NEAREST = Recipe(block=32, dlhs=Gemm(), drhs=Gemm())
+
+
+def groups(sizes=SIZES):
+    """Each group's number and its rows."""
+    ends = np.cumsum(sizes)
+    return [(g, slice(ends[g] - size, ends[g])) for g, size in enumerate(sizes)]
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def product(x, w, dy, sizes, recipe, **options):
+    """The output, both gradients and the stats."""
+    y, vjp, stats = jax.vjp(
+        lambda x, w: ragged_dot(x, w, sizes, recipe=recipe, **options),
+        x,
+        w,
+        has_aux=True,
+    )
+    return y, *vjp(dy), stats
+
+
+def test_three_gemms_against_float64():
+    """Every operand of every GEMM, tile by tile."""
+    m, k, n = block = (32, 64, 128)
+    recipe, theta = Recipe(block=block), 20.0
+    key = jax.random.key(9)
+    sizes = jnp.array(SIZES)
+    y, dx, dw, stats = product(X, W, DY, sizes, recipe, theta=theta, key=key)
+
+    seed = int(jax.random.bits(key, (), jnp.uint32))
+    want_y, want_dx, want_dw = np.zeros((M, N)), np.zeros((M, K)), np.zeros(W.shape)
+    metrics = []
+    tiles = [
+        (g, slice(start, min(start + m, rows.stop)))
+        for g, rows in groups()
+        for start in range(rows.start, rows.stop, m)
+    ]
+    for t, (g, rows) in enumerate(tiles):
+
+        def noise(stream, x, t=t):
+            of_stream = oracle.fold(oracle.fold(seed, stream), t)
+            return oracle.noise(int(of_stream), (m, x.shape[1]))[: len(x)]
+
+        x, dy = X[rows], DY[rows]
+        *_, x_fwd, metric = oracle.quantize_fallback(x, theta, (m, k))
+        w = oracle.quantize(W[g], (k, n))[2]
+        x_bwd = oracle.quantize(x, (m, k), noise(0, x))[2]
+        dy = oracle.quantize(dy, (m, n), noise(2, dy))[2]
+        want_y[rows], want_dx[rows] = x_fwd @ w, dy @ w.T
+        want_dw[g] += x_bwd.T @ dy
+        metrics.append(metric)
+    for got, want in ((y, want_y), (dx, want_dx), (dw, want_dw)):
+        assert oracle.relative(got, want) <= 1e-5
+    assert not np.any(y[sum(SIZES) :])
+    assert not np.any(dx[sum(SIZES) :])
+    assert not np.any(dw[1])
+    got = np.asarray(stats.metric)
+    np.testing.assert_array_equal(got[: len(tiles)], metrics)
+    assert not np.any(got[len(tiles) :])
+    assert stats.rate == pytest.approx(np.mean(np.stack(metrics) > theta))
+    assert 0.1 < stats.rate < 0.9
+
+
+def test_a_group_computes_as_its_rows_alone():
+    """Bit for bit, but for noise, which belongs to a row's place."""
+    y, dx, dw, _ = product(X, W, DY, jnp.array(SIZES), NEAREST, theta=20.0)
+
+    @jax.jit
+    def alone(x, w, dy):
+        dims = (((1,), (0,)), ((), ()))
+        dot = functools.partial(dot_general, recipe=NEAREST, theta=20.0)
+        y, vjp = jax.vjp(lambda x, w: dot(x, w, dims)[0], x, w)
+        return y, *vjp(dy)
+
+    g, rows = groups()[2]
+    want = alone(X[rows], W[g], DY[rows])
+    jax.tree.map(np.testing.assert_array_equal, (y[rows], dx[rows], dw[g]), want)
+
+
+def test_sizes_are_known_at_run_time_only():
+    """One program for all; empty ones, and more rows than there are."""
+    recipe = Recipe(block=32, criterion=None)
+    step = jax.jit(lambda sizes: ragged_dot(X, W, sizes, recipe=recipe)[0])
+    one, none, many = (
+        step(jnp.array(sizes))
+        for sizes in ((0, M, 0, 0, 0), (0,) * 5, (0, 0, 50, 900, 7))
+    )
+    assert step._cache_size() == 1
+    assert oracle.relative(one, X @ W[1]) < 0.1
+    assert not np.any(none)
+    assert oracle.relative(many[:50], X[:50] @ W[2]) < 0.1
+    assert oracle.relative(many[50:], X[50:] @ W[3]) < 0.1
+
+
+def test_a_first_threshold_counts_the_tiles_that_have_rows():
+    """Of 20 groups 18 are empty, and 4 tiles of 24 are there."""
+    w = jnp.ones((20, K, 8))
+    sizes = jnp.zeros(20, jnp.int32).at[jnp.array([3, 11])].set(64)
+    recipe = Recipe(block=32, target_rate=(0.4, 0.6))
+    _, stats = jax.jit(lambda sizes: ragged_dot(X, w, sizes, recipe=recipe))(sizes)
+    amax = np.abs(X[:128]).reshape(4, 32, 3, 32).max(axis=(1, 3))
+    assert stats.theta == np.sort(amax.ravel())[5]
+    assert stats.rate == 0.5
+
+
+def test_a_nan_stays_in_its_group():
+    x = X.at[69, 3].set(jnp.nan)
+    y, dx, dw, _ = product(x, W, DY, jnp.array(SIZES), NEAREST, theta=20.0)
+    finite = [bool(jnp.all(jnp.isfinite(a))) for a in (y[70:], dx, dw[1:])]
+    assert finite == [True] * 3
+    assert np.all(np.isnan(y[64:70]))  # its block's rows
+    assert np.all(np.isnan(dw[0, :32]))  # and columns
+
+
+def test_no_rows_and_vmap():
+    empty = jnp.zeros(2, jnp.int32)
+    args = jnp.zeros((0, K)), W[:2], jnp.zeros((0, N)), empty, recipes.fallback
+    y, dx, dw, stats = product(*args)
+    assert (y.shape, dx.shape, stats.rate) == ((0, N), (0, K), 0.0)
+    assert not np.any(dw)
+
+    sizes = jnp.array([SIZES, SIZES[::-1]])
+    each = jax.jit(
+        jax.vmap(lambda s: ragged_dot(X, W, s, recipe=NEAREST, theta=20.0)[0])
+    )(sizes)
+    for got, s in zip(each, sizes, strict=True):
+        want = product(X, W, DY, s, NEAREST, theta=20.0)[0]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"lhs": X[None]}, ValueError, r"lhs \[M, K\], .* got \(1, 200, 96\)"),
+        ({"rhs": W[:, 1:]}, ValueError, r"got \(200, 96\), \(5, 95, 50\), \(5,\)"),
+        ({"group_sizes": jnp.array([200])}, ValueError, r"got .*, \(1,\)"),
+        ({"group_sizes": jnp.ones(5)}, TypeError, "group_sizes is float32"),
+        ({"lhs": X.astype(jnp.int32)}, TypeError, "lhs is int32"),
+        ({"recipe": recipes.rowwise}, ValueError, "block scales in all three GEMMs"),
+        (
+            {"recipe": Recipe(fwd=Gemm(reduce="bfloat16"))},
+            ValueError,
+            r"in the product's own dtype; .* with a Gemm.reduce: .*'bfloat16'",
+        ),
+        ({"theta": -1.0}, ValueError, "at least 0; got -1.0"),
+        ({"precision": "highest"}, ValueError, "precision=highest cannot be met"),
+        (
+            {"implementation": "triton"},
+            ValueError,
+            "triton cannot do ragged_mat.* no kernel",
+        ),
+    ],
+)
+def test_what_it_does_not_take_is_named(change, error, message):
+    options = {"lhs": X, "rhs": W, "group_sizes": jnp.array(SIZES), **change}
+    with pytest.raises(error, match=message):
+        ragged_dot(**options)
+
+
+def test_on_a_gpu_it_says_that_there_is_no_kernel(monkeypatch):
+    device = types.SimpleNamespace(compute_capability="9.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: object())
+    choice = dispatch.choose("ragged_matmul", (128, 128, 128))
+    assert choice.implementation == "reference"
+    assert "not mosaic: it has no kernel for this op; not triton: it" in choice.reason
+    with pytest.raises(ValueError, match="cannot do ragged_contraction: it has no ker"):
+        dispatch.choose("ragged_contraction", (32, 32, 32), implementation="mosaic")
+    dispatch.warn_of_reference.cache_clear()
+    with pytest.warns(UserWarning, match="ragged_matmul runs by its definition"):
+        ops._without_kernels("ragged_matmul", (128, 128, 128), None)
+
+
+class Experts(nn.Module):
+    dot: object
+
+    @nn.compact
+    def __call__(self, x, sizes):
+        w = self.param("w", nn.initializers.normal(), (5, K, N))
+        return self.dot.ragged_dot(x, w, sizes)
+
+
+def test_linen_keeps_state():
+    sizes, dot = jnp.array(SIZES), FallbackDot(NEAREST)
+    variables = jax.eval_shape(Experts(dot).init, jax.random.key(0), X, sizes)
+    assert list(fallback_stats(variables)) == ["(root)"]
+
+    @jax.jit
+    def step():
+        variables = {"params": {"w": W}}
+        y, updates = Experts(dot).apply(variables, X, sizes, mutable=["fallback"])
+        return y, updates, dot.ragged_dot(X, W, sizes)
+
+    y, updates, outside = step()
+    np.testing.assert_array_equal(y, outside)
+    stats = fallback_stats(updates)["(root)"]
+    assert (stats.count, stats.theta > 0) == (1, True)
+    assert 0.1 < stats.rate < 0.3
+
+    ruled = Experts(RulesDot({"": NEAREST}))
+    assert ruled.dot.report(ruled, jax.random.key(0), X, sizes).layers == {"": ""}
+    floats = Experts(RulesDot({".+": NEAREST}))
+    exact = jax.lax.ragged_dot(X, W, sizes)
+    got = jax.jit(floats.apply)({"params": {"w": W}}, X, sizes)
+    np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_nnx_keeps_state():
+    dot = fbq_jax.nnx.FallbackDot(NEAREST)
+    nnx.jit(lambda dot, sizes: dot.ragged_dot(X, W, sizes))(dot, jnp.array(SIZES))
+    stats = fbq_jax.nnx.fallback_stats(dot)["(root)"]
+    assert (stats.count[...], stats.theta[...] > 0) == (1, True)

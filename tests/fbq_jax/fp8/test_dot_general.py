@@ -1,0 +1,265 @@
+"""FP8 dot products: their equations, Flax's own op beside them, state in Linen."""
+
+import functools
+
+import flax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState
+
+from fbq_jax import Fp8Dot, fp8_dot, save_codes
+from fbq_jax.fp8 import dot_general as fp8
+from tests.oracle import relative
+
+OWG = "_overwrite_with_gradient"
+HISTORY = 3
+X = jnp.asarray(np.random.default_rng(0).standard_normal((24, 32), np.float32))
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+class Mlp(nn.Module):
+    """Two layers that share one object, or have Flax's op each."""
+
+    dot_general: Fp8Dot | None = Fp8Dot(history=HISTORY)
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"dot_general": self.dot_general}
+        if self.dot_general is None:
+            flax_op = functools.partial(
+                fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=HISTORY
+            )
+            options = {"dot_general_cls": flax_op}
+        x = nn.Dense(48, name="up", **options)(x)
+        return nn.Dense(16, name="down", **options)(nn.silu(x))
+
+
+def loss(variables, x, model):
+    y = model.apply(variables, x)
+    return jnp.mean((y - 1.0) ** 2), y
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def train_step(variables, x, model=Mlp()):  # noqa: B008 (a constant)
+    """Output, gradients of the parameters, and the next variables."""
+    with jax.numpy_dtype_promotion("standard"):  # Flax's op needs it
+        grads, y = jax.grad(loss, has_aux=True)(variables, x, model)
+    params = jax.tree.map(
+        lambda p, g: p - 1e-3 * g, variables["params"], grads["params"]
+    )
+    return y, grads["params"], {"params": params, OWG: grads[OWG]}
+
+
+@functools.cache
+def init(model):
+    return jax.jit(model.init)(jax.random.key(1), X)
+
+
+def test_beside_flax_over_steps():
+    """Inputs that grow and shrink: histories, scales, outputs and gradients agree."""
+    ours, theirs = init(Mlp()), init(Mlp(None))
+    jax.tree.map(np.testing.assert_array_equal, ours["params"], theirs["params"])
+    names = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
+    for scale in (1.0, 4.0, 60.0, 0.2, 0.5, 0.5, 0.5):
+        x = scale * X
+        y, grads, ours = train_step(ours, x)
+        z, flax_grads, theirs = train_step(theirs, x, Mlp(None))
+        assert relative(y, z) <= 1e-6
+        for name, state in ours[OWG].items():
+            (flax_state,) = theirs[OWG][name].values()
+            for operand, flax_name in names.items():
+                got = state["dot_general"][operand]
+                history = flax_state[f"{flax_name}_amax_history"]
+                np.testing.assert_allclose(got["amax_history"], history, rtol=1e-6)
+                flax_scale = flax_state[f"{flax_name}_scale"][0]
+                np.testing.assert_allclose(got["scale"], flax_scale, rtol=1e-6)
+        for got, expected in zip(
+            *map(jax.tree.leaves, (grads, flax_grads)), strict=True
+        ):
+            assert relative(got, expected) <= 1e-6
+        # A code could differ where a weight's last bit does.
+        ours["params"] = theirs["params"]
+    assert ours[OWG]["up"]["dot_general"]["lhs"]["scale"] < 1.0
+
+
+def codes_of(x, dtype, scale):
+    largest = float(ml_dtypes.finfo(dtype).max)
+    x = np.asarray(x, np.float32) / np.float32(scale)
+    return np.clip(x, -largest, largest).astype(dtype).astype(np.float64)
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_equations_in_float64(scaling, dtype):
+    """Codes by the reference cast, products in float64."""
+    rng = np.random.default_rng(3)
+    shapes = ((2, 20, 33), (2, 33, 17), (2, 20, 17))
+    operands = [
+        jnp.asarray(size * rng.standard_normal(shape), dtype)
+        for shape, size in zip(shapes, (3.0, 0.1, 1e-3), strict=True)
+    ]
+    scalings = None
+    amax = [float(jnp.abs(a.astype(jnp.float32)).max()) for a in operands]
+    if scaling == "delayed":  # from half of what is to come: some saturate
+        amax = [a / 2 for a in amax]
+        scalings = fp8.Scalings(
+            *(fp8.Scaling(jnp.float32(9.0), jnp.array([0.0, a, a / 3])) for a in amax)
+        )
+
+    @jax.jit
+    def product(x, w, dy, scalings):
+        multiply = functools.partial(fp8.matmul, fp8.Spec(jnp.float32, dtype, dtype))
+        y, pullback = jax.vjp(multiply, x, w, scalings)
+        return y, *pullback(dy)
+
+    dy = operands[2].astype(jnp.float32)
+    y, dx, dw, new = product(*operands[:2], dy, scalings)
+    formats = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    largest = [np.float32(ml_dtypes.finfo(f).max) for f in formats]
+    scales = [
+        np.float32(1) / (m / np.float32(a)) for m, a in zip(largest, amax, strict=True)
+    ]
+    inputs = [a.astype(jnp.float32) for a in operands]
+    x, w, g = (
+        codes_of(*args) * np.float64(args[2])
+        for args in zip(inputs, formats, scales, strict=True)
+    )
+    # A current scale's product may round to the code's other neighbour, at a tie.
+    assert relative(y, x @ w) <= 1e-5
+    for got, exact in ((dx, g @ w.swapaxes(1, 2)), (dw, x.swapaxes(1, 2) @ g)):
+        assert got.dtype == dtype
+        tolerance = 1e-5 if dtype == jnp.float32 else 2**-8
+        assert relative(got.astype(jnp.float32), exact) <= tolerance
+    if scaling == "current":
+        assert new is None
+        return
+    for old, state, scale, value in zip(scalings, new, scales, inputs, strict=True):
+        assert state.scale == scale
+        assert state.amax_history[0] == np.abs(value).max()
+        # The oldest, in the slot after the last call's, is gone.
+        expected = [old.amax_history[2], old.amax_history[0]]
+        np.testing.assert_array_equal(state.amax_history[1:], expected)
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_non_finite_values_stay_visible(scaling):
+    scalings = fp8.start(2) if scaling == "delayed" else None
+    product = jax.jit(functools.partial(fp8.matmul, fp8.Spec(*[jnp.float32] * 3)))
+    for bad in (np.nan, np.inf, -np.inf):
+        y = product(X[None].at[0, 3, 5].set(bad), X.T[None], scalings)[0]
+        assert np.all(np.isnan(y[3]))
+        if scaling == "delayed":
+            assert np.all(np.isfinite(np.delete(y, 3, axis=0)))
+
+
+def test_an_overflow_leaves_the_scale_where_it_was():
+    model = Mlp()
+    variables = init(model)
+    for x in (X, X, X.at[0, 0].set(jnp.inf)):
+        _, _, variables = train_step(variables, x)
+    before = variables[OWG]["up"]["dot_general"]["lhs"]
+    _, _, after = train_step({**variables, "params": init(model)["params"]}, X)
+    assert after[OWG]["up"]["dot_general"]["lhs"]["scale"] == before["scale"]
+    assert before["amax_history"][0] == np.inf
+
+
+def test_training_with_train_state_and_evaluation():
+    model = Mlp()
+    variables = init(model)
+    with jax.numpy_dtype_promotion("standard"):
+        state = TrainState.create(
+            apply_fn=model.apply, params=variables, tx=optax.sgd(0.1)
+        )
+
+        @jax.jit
+        def step(state):
+            (value, _), grads = jax.value_and_grad(loss, has_aux=True)(
+                state.params, X, model
+            )
+            return state.apply_gradients(grads=grads), value
+
+        losses = []
+        for _ in range(20):
+            state, value = step(state)
+            losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+    slot = state.params[OWG]["down"]["dot_general"]["grad"]
+    assert np.all(slot["amax_history"] > 0)
+    evaluate = jax.jit(functools.partial(model.apply, mutable=[OWG]))
+    y, changed = evaluate(state.params, X)
+    jax.tree.map(np.testing.assert_array_equal, changed[OWG], state.params[OWG])
+    assert np.all(np.isfinite(y))
+
+
+def test_state_from_anywhere_and_a_scan_over_layers():
+    """NumPy's arrays, frozen; one slot a layer of ``nn.scan``, under ``nn.remat``."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(32, dot_general=Fp8Dot(history=HISTORY))(x), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(
+                nn.remat(Layer, policy=save_codes),
+                variable_axes={"params": 0, OWG: 0},
+                split_rngs={"params": True},
+                length=2,
+            )(name="layers")(x, None)[0]
+
+    variables = init(Stack())
+    loaded = flax.core.freeze(jax.tree.map(np.asarray, variables))
+    _, _, after = train_step(loaded, X, Stack())
+    history = after[OWG]["layers"]["Dense_0"]["dot_general"]["lhs"]["amax_history"]
+    assert history.shape == (2, HISTORY)
+    assert history[0, 0] == np.abs(X).max() != history[1, 0]
+
+
+def test_current_scaling_in_plain_jax():
+    dot = Fp8Dot(scaling="current")
+    y = dot(X, X, (((0,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
+    assert (y.dtype, y.shape) == (jnp.bfloat16, (32, 32))
+    assert relative(y.astype(jnp.float32), X.T @ X) < 0.05
+    empty = jax.vjp(lambda x: dot(x, X.T, MATMUL), X[:0])
+    assert empty[1](empty[0])[0].shape == (0, 32)
+
+
+def test_second_derivatives_are_refused():
+    dot = Fp8Dot(scaling="current")
+    first = jax.grad(lambda x: jnp.sum(dot(x, x.T, MATMUL) ** 2))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda x: jnp.sum(first(x)))(X)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Fp8Dot(scaling="now"), ValueError, "'delayed', 'current'.*'now'"),
+        (lambda: Fp8Dot(history=0), ValueError, "positive integer; got 0"),
+        (lambda: fp8_dot(X, X.T, MATMUL), ValueError, "scaling='current'"),
+        (
+            lambda: nn.Dense(2, dot_general=fp8_dot).apply(PARAMS, X),
+            ValueError,
+            "has no state 'dot_general'",
+        ),
+        (
+            lambda: Fp8Dot(scaling="current")(X, X.T.astype(int), MATMUL),
+            TypeError,
+            "rhs is int32",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+PARAMS = {"params": {"kernel": jnp.ones((32, 2)), "bias": jnp.ones(2)}}

@@ -1,0 +1,178 @@
+"""Smooth-SwiGLU: SwiGLU's values and gradients, a bounded output, folded weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax import nonlinear, smooth_swiglu
+from fbq_jax.fp8 import scaled_tensor
+from fbq_jax.fp8.smooth_swiglu import SmoothSwiGLU
+from fbq_jax.kernels import packing
+from tests.fbq_jax.core.test_nonlinear import finite_differences
+
+FORMS = {
+    "per_channel": jax.jit(smooth_swiglu.per_channel),
+    "per_token": jax.jit(smooth_swiglu.per_token),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def normal(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def exact_mlp(x, gate, up, down):
+    return (silu(x @ gate) * (x @ up)) @ down
+
+
+def spiky(shape, seed=0):
+    """A token and a channel that are a thousand times as large as the others."""
+    x = np.array(normal(shape, seed))
+    x[1] *= 1000.0
+    x[:, 2] *= 1000.0
+    return jnp.asarray(x)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_divided_by_its_largest_and_no_larger_than_silu(form, dtype):
+    gate, up = normal((6, 40)).astype(dtype), spiky((6, 40), 1).astype(dtype)
+    y, scale = FORMS[form](gate, up)
+    assert y.dtype == scale.dtype == dtype
+    axis = 0 if form == "per_channel" else 1
+    expected = np.abs(up.astype(jnp.float32)).max(axis, keepdims=True)
+    assert scale.shape == ((40,) if form == "per_channel" else (6, 1))
+    np.testing.assert_array_equal(scale.astype(jnp.float32).ravel(), expected.ravel())
+
+    gate64, up64 = (np.asarray(a.astype(jnp.float32), np.float64) for a in (gate, up))
+    eps = float(jnp.finfo(dtype).eps)
+    values = np.asarray(y.astype(jnp.float32), np.float64)
+    exact = silu(gate64) * up64 / expected
+    np.testing.assert_allclose(values, exact, rtol=4 * eps, atol=eps)
+    assert np.all(np.abs(values) <= (1 + 4 * eps) * np.abs(silu(gate64)))
+
+
+@pytest.mark.parametrize("form", [*FORMS, None])
+def test_values_and_gradients_are_those_of_swiglu(form, monkeypatch):
+    """Against float64 finite differences; the gate saves floats here, not codes."""
+    monkeypatch.setattr(nonlinear, "_quantize", lambda x, _: x)
+    monkeypatch.setattr(packing, "dequantize", lambda x, *_: x)
+    x, gate, up = normal((4, 5), 0), normal((5, 6), 1) / 2.0, normal((5, 6), 2)
+    operands = (x, gate, up.at[:, 1].multiply(100.0), normal((6, 5), 3))
+
+    def mlp(x, gate, up, down):
+        kernels = {"gate": gate, "up": up, "down": down}
+        params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+        return SmoothSwiGLU(6, form).apply({"params": params}, x)
+
+    y, pullback = jax.vjp(jax.jit(mlp), *operands)
+    exact = exact_mlp(*(np.asarray(a, np.float64) for a in operands))
+    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
+    dy = normal(y.shape, 9)
+    expected = finite_differences(exact_mlp, np.asarray(dy, np.float64), operands)
+    for gradient, column in zip(pullback(dy), expected, strict=True):
+        size = np.abs(column).max()
+        np.testing.assert_allclose(gradient, column, rtol=1e-4, atol=1e-5 * size)
+
+
+def e4m3_dot(lhs, rhs, *args, **options):
+    """A product of E4M3, the left operand with a scale of ordinary past steps."""
+    largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    lhs = jnp.clip(lhs * largest / 8.0, -largest, largest).astype(jnp.float8_e4m3fn)
+    lhs = lhs.astype(jnp.float32) * (8.0 / largest)
+    rhs = scaled_tensor.quantize(rhs, jnp.float8_e4m3fn).dequantize()
+    return jax.lax.dot_general(lhs, rhs, *args, **options)
+
+
+@every_form
+def test_fp8_keeps_a_spike_that_it_clips_in_swiglu(form):
+    """Of the down projection alone: one that is quantized with a scale of the past."""
+    gate, up, down = normal((8, 32)), spiky((8, 32), 1), normal((32, 16), 2)
+    exact = (silu(np.asarray(gate, np.float64)) * up) @ np.asarray(down, np.float64)
+    contract = (((1,), (0,)), ((), ()))
+    dot = jax.jit(e4m3_dot, static_argnums=2)
+    y, scale = FORMS[form](gate, up)
+    if form == "per_channel":
+        got = smooth_swiglu.scale_rows(dot, scale)(y, down, contract)
+    else:
+        got = dot(y, down, contract) * scale
+    plain = dot(jax.nn.silu(gate) * up, down, contract)
+
+    def error(got):
+        return np.linalg.norm(got - exact) / np.linalg.norm(exact)
+
+    assert error(got) < 0.06
+    assert error(plain) > 0.9
+
+
+def calibrated():
+    model = SmoothSwiGLU(48)
+    x = normal((32, 16))
+    params = jax.jit(model.init)(jax.random.key(1), x)["params"]
+    apply = functools.partial(model.apply, mutable=["intermediates"])
+    y, sown = jax.jit(apply)({"params": params}, x)
+    return x, params, y, sown["intermediates"]["scale"][0]
+
+
+def test_folded_weights_compute_the_same():
+    x, params, y, scale = calibrated()
+    plain = jax.jit(SmoothSwiGLU(48, smooth=None).apply)
+    folded = smooth_swiglu.fold(params, scale)
+    np.testing.assert_allclose(plain({"params": folded}, x), y, rtol=1e-5, atol=1e-5)
+    up = x @ folded["up"]["kernel"]
+    np.testing.assert_allclose(np.abs(up).max(0), np.ones(48), rtol=1e-5)
+
+    # Powers of two change no mantissa: the bits are those before folding.
+    powers = smooth_swiglu.fold(params, 2.0 ** jnp.floor(jnp.log2(scale)))
+    unfolded = plain({"params": params}, x)
+    np.testing.assert_array_equal(plain({"params": powers}, x), unfolded)
+
+
+def test_zeros_and_empty_batches_have_a_scale_of_one():
+    for form in FORMS:
+        y, scale = FORMS[form](normal((6, 40)), jnp.zeros((6, 40)))
+        assert not np.any(y)
+        assert np.all(scale == 1.0)
+    assert np.all(FORMS["per_channel"](*[jnp.ones((0, 3))] * 2)[1] == 1.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_non_finite_value_shows_in_its_channel_or_token(bad):
+    gate, up = normal((6, 40)), normal((6, 40), 1).at[1, 2].set(bad)
+    for form, index in (("per_channel", 2), ("per_token", 1)):
+        y, scale = FORMS[form](gate, up)
+        assert np.isnan(y[1, 2])
+        # And so in all that the scale is multiplied into.
+        assert np.flatnonzero(~np.isfinite(scale)) == [index]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: SmoothSwiGLU(4, "per_row").init(
+                jax.random.key(0), jnp.ones((1, 2))
+            ),
+            "per_channel.*per_token.*None; got 'per_row'",
+        ),
+        (
+            lambda: smooth_swiglu.fold(KERNELS, jnp.ones((4, 1))),
+            r"of 3 channels; got an array \(4, 1\)",
+        ),
+        (lambda: smooth_swiglu.fold(KERNELS, jnp.array([1.0, 0.0, 2.0])), "from 0.0"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+KERNELS = {name: {"kernel": jnp.ones((3, 3))} for name in ("gate", "up", "down")}

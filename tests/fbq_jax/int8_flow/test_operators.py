@@ -1,0 +1,259 @@
+"""Each INT8 operator against its equations in float64, and what special blocks do."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax.int8_flow.operators import (
+    Dropout,
+    Gelu,
+    LayerNorm,
+    Linear,
+    add,
+    add_grads,
+    grad_to_codes,
+    to_codes,
+)
+from fbq_jax.int8_flow.self_attention import SelfAttention
+from tests import oracle
+from tests.kernels.test_reference import heavy
+
+M, K, N, SIDE = 80, 96, 64, 32
+BLOCK = (SIDE, SIDE)
+SEED = jnp.uint32(7)
+RATE, MASK_STREAM, CORE_STREAM = 0.25, 1, 1
+
+rng = np.random.default_rng(0)
+KERNEL = rng.standard_normal((K, N), np.float32)
+BIAS = rng.standard_normal(N, np.float32)
+GAIN, SHIFT = rng.standard_normal((2, K), np.float32)
+
+
+def values(q):
+    """What codes stand for, in float64."""
+    return oracle.dequantize(np.asarray(q.main.codes[0]), q.main.scales[0], q.block)
+
+
+def linear(x, dy, side):
+    w = oracle.quantize(KERNEL, (side, side))[2]
+    grads = {"kernel": x.T @ dy, "bias": dy.sum(0)}
+    return x @ w + BIAS, dy @ w.T, grads
+
+
+def gelu(x, dy, _):
+    u, du = x + 0.044715 * x**3, 1 + 3 * 0.044715 * x**2
+    t, c = np.tanh(math.sqrt(2 / math.pi) * u), math.sqrt(2 / math.pi)
+    slope = 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * c * du
+    return 0.5 * x * (1 + t), dy * slope, {}
+
+
+def layer_norm(x, dy, _):
+    rstd = 1 / np.sqrt(x.var(1, keepdims=True) + 1e-6)
+    normalized = (x - x.mean(1, keepdims=True)) * rstd
+    h = dy * GAIN
+    projection = normalized * (h * normalized).mean(1, keepdims=True)
+    dx = rstd * (h - h.mean(1, keepdims=True) - projection)
+    grads = {"scale": (dy * normalized).sum(0), "bias": dy.sum(0)}
+    return normalized * GAIN + SHIFT, dx, grads
+
+
+def dropout(x, dy, _):
+    seed = oracle.fold(int(SEED), MASK_STREAM)
+    factor = (oracle.noise(int(seed), x.shape) < 0.5 - RATE) / (1 - RATE)
+    return x * factor, dy * factor, {}
+
+
+CASES = {
+    "linear": (Linear(), {"kernel": KERNEL, "bias": BIAS}, linear, N),
+    "gelu": (Gelu(), {}, gelu, K),
+    "layer_norm": (LayerNorm(), {"scale": GAIN, "bias": SHIFT}, layer_norm, K),
+    "dropout": (Dropout(RATE), {}, dropout, K),
+}
+every_operator = pytest.mark.parametrize("name", CASES)
+
+
+def assert_codes(q, exact, noise=None):
+    """Those of exact values: at most one apart, and that where a rounding decides."""
+    codes, scales, _ = oracle.quantize(exact, q.block, noise)
+    np.testing.assert_allclose(q.main.scales[0], scales, rtol=1e-5)
+    apart = np.abs(np.asarray(q.main.codes[0], np.int32) - codes)
+    assert apart.max() <= 1
+    assert apart.mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [*((name, SIDE) for name in CASES), ("linear", 128)]
+)
+def test_forward_and_backward_are_the_equations(name, side):
+    operator, params, equations, width = CASES[name]
+    x = to_codes(heavy((1, M, K)), side)
+    dy = to_codes(heavy((1, M, width), seed=1), side)
+    exact_y, exact_dx, exact_grads = equations(values(x), values(dy), side)
+
+    y, saved = operator.forward(params, x, SEED)
+    assert_codes(y, exact_y)
+    dx, grads = operator.backward(saved, dy, SEED)
+    assert_codes(dx, exact_dx, oracle.noise(int(SEED), exact_dx.shape))
+    assert grads.keys() == exact_grads.keys()
+    for key, exact in exact_grads.items():
+        assert grads[key].dtype == jnp.float32
+        assert oracle.relative(grads[key], exact) < 1e-5
+
+
+def attention(x, dy, heads, length, weights):
+    """The equations of ``SelfAttention``, and its two quantizations inside."""
+    (w_qkv, b_qkv), (w_out, b_out) = weights
+    width = x.shape[1]
+
+    def of_heads(a):
+        return a.reshape(-1, length, heads, width // heads).swapaxes(1, 2)
+
+    def as_matrix(a):
+        return a.swapaxes(1, 2).reshape(x.shape)
+
+    q, k, v = map(of_heads, np.split(x @ w_qkv + b_qkv, 3, axis=1))
+    scale = 1 / math.sqrt(width // heads)
+    logits = q @ k.mT * scale
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    attended = oracle.quantize(as_matrix(p @ v), BLOCK)[2]
+
+    do = of_heads(dy @ w_out.T)
+    dp = do @ v.mT
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+    parts = [as_matrix(a) for a in (ds @ k, ds.mT @ q, p.mT @ do)]
+    core_seed = int(oracle.fold(int(SEED), CORE_STREAM))
+    dqkv = np.concatenate(parts, axis=1)
+    dqkv = oracle.quantize(dqkv, BLOCK, oracle.noise(core_seed, dqkv.shape))[2]
+    grads = {
+        "qkv": {"kernel": x.T @ dqkv, "bias": dqkv.sum(0)},
+        "out": {"kernel": attended.T @ dy, "bias": dy.sum(0)},
+    }
+    return attended @ w_out + b_out, dqkv @ w_qkv.T, grads
+
+
+def test_attention_is_its_equations():
+    width, heads, length = 32, 2, 16
+    x, dy = (to_codes(heavy((1, 64, width), seed=i) / 2.0, SIDE) for i in range(2))
+    draw = functools.partial(rng.standard_normal, dtype=np.float32)
+    params = {
+        name: {"kernel": draw((width, n)) / 8, "bias": draw(n)}
+        for name, n in (("qkv", 3 * width), ("out", width))
+    }
+    weights = [
+        (oracle.quantize(params[name]["kernel"], BLOCK)[2], params[name]["bias"])
+        for name in ("qkv", "out")
+    ]
+    exact = attention(values(x), values(dy), heads, length, weights)
+
+    operator = SelfAttention(heads, length, dtype=jnp.float32)
+    y, saved = operator.forward(params, x, SEED)
+    dx, grads = operator.backward(saved, dy, SEED)
+    noise = oracle.noise(int(SEED), exact[1].shape)
+    # A value between two codes may fall to the other one, inside or at the end.
+    assert oracle.relative(values(y), oracle.quantize(exact[0], BLOCK)[2]) < 2e-3
+    assert (
+        oracle.relative(values(dx), oracle.quantize(exact[1], BLOCK, noise)[2]) < 2e-3
+    )
+    for name, of_it in exact[2].items():
+        for key, grad in of_it.items():
+            assert oracle.relative(grads[name][key], grad) < 1e-3
+
+
+def test_add_rounds_and_does_not_truncate():
+    a, b = (to_codes(heavy((1, M, K), seed=i), SIDE) for i in range(2))
+    exact = values(a) + values(b)
+    total = add(a, b)
+    assert_codes(total, exact)
+    assert_codes(add_grads(a, b, SEED), exact, oracle.noise(int(SEED), exact.shape))
+    # Truncation would lose half a code of each magnitude; rounding loses what is less.
+    lost = np.sign(exact) * (exact - values(total))
+    step = np.repeat(np.repeat(total.main.scales[0], SIDE, 0), SIDE, 1)[:M, :K]
+    assert abs(np.mean(lost / step)) < 0.05
+
+
+def test_noise_does_not_repeat_from_block_to_block():
+    x = np.tile(rng.standard_normal((SIDE, SIDE), np.float32), (2, 3))
+    codes = np.asarray(grad_to_codes(jnp.asarray(x)[None], SIDE, SEED).main.codes[0])
+    blocks = [codes[where] for _, where in oracle.blocks(codes.shape, BLOCK)]
+    for i, block in enumerate(blocks):
+        assert all(np.mean(block != other) > 0.2 for other in blocks[:i])
+
+
+def test_dropout_has_one_mask_a_seed_in_both_passes():
+    operator, ones = Dropout(RATE), to_codes(jnp.ones((1, M, K)), SIDE)
+    masks = []
+    for seed in (SEED, SEED + jnp.uint32(1)):
+        y, saved = operator.forward({}, ones, seed)
+        dx, _ = operator.backward(saved, ones, seed)
+        np.testing.assert_array_equal(y.main.codes != 0, dx.main.codes != 0)
+        np.testing.assert_allclose(np.unique(y.dequantize()), [0, 1 / (1 - RATE)])
+        masks.append(np.asarray(y.main.codes != 0))
+    kept = np.mean(masks)
+    assert abs(kept - (1 - RATE)) < 4 * math.sqrt(RATE * (1 - RATE) / (2 * M * K))
+    agree = np.mean(masks[0] == masks[1])
+    assert abs(agree - (RATE**2 + (1 - RATE) ** 2)) < 0.03
+
+
+def spoiled(seed, width, bad):
+    """One block of zeros and one with a bad value."""
+    x = np.array(heavy((1, M, width), seed))
+    x[0, :SIDE, :SIDE] = 0.0
+    x[0, SIDE + 3, SIDE + 5] = bad
+    return to_codes(jnp.asarray(x), SIDE)
+
+
+@every_operator
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_value_shows_and_zeros_harm_nothing(name, bad):
+    operator, params, _, width = CASES[name]
+    x, dy = (to_codes(heavy((1, M, size)), SIDE) for size in (K, width))
+    bad_y, saved = operator.forward(params, spoiled(0, K, bad), SEED)
+    good_y, good_saved = operator.forward(params, x, SEED)
+    whole_row = name in ("linear", "layer_norm")
+    block = np.zeros((M, K), bool)
+    block[SIDE : 2 * SIDE, slice(None) if whole_row else slice(SIDE, 2 * SIDE)] = True
+
+    assert np.all(np.isfinite(good_y.dequantize()))
+    nans = np.isnan(bad_y.dequantize()[0])
+    np.testing.assert_array_equal(nans, block[:, : nans.shape[1]])
+
+    bad_dx, grads = operator.backward(good_saved, spoiled(1, width, bad), SEED)
+    np.testing.assert_array_equal(np.isnan(bad_dx.dequantize()[0]), block)
+    for grad in grads.values():
+        columns = np.zeros(grad.shape, bool)
+        columns[..., SIDE : 2 * SIDE] = True
+        np.testing.assert_array_equal(np.isnan(grad), columns)
+    # What the forward pass keeps spoils the gradients too, and never less.
+    dx, grads = operator.backward(saved, dy, SEED)
+    spoils = {"gelu": block, "layer_norm": block}.get(name, np.zeros_like(block))
+    np.testing.assert_array_equal(np.isnan(dx.dequantize()[0]), spoils)
+    if name == "linear":
+        columns = np.zeros((K, N), bool)
+        columns[SIDE : 2 * SIDE] = True
+        np.testing.assert_array_equal(np.isnan(grads["kernel"]), columns)
+
+
+@every_operator
+def test_zeros_alone_give_no_nan(name):
+    operator, params, _, width = CASES[name]
+    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+    y, saved = operator.forward(params, to_codes(zeros((1, M, K)), SIDE), SEED)
+    expected = {"linear": BIAS, "layer_norm": SHIFT}.get(name, np.zeros(K))
+    step = np.abs(expected).max() / 127
+    np.testing.assert_allclose(
+        y.dequantize()[0], np.broadcast_to(expected, (M, len(expected))), atol=step
+    )
+    dx, grads = operator.backward(saved, to_codes(zeros((1, M, width)), SIDE), SEED)
+    assert not np.any(dx.dequantize())
+    assert not any(np.any(grad) for grad in grads.values())
+
+
+def test_float32_between_operators_keeps_the_codes():
+    q = to_codes(heavy((1, M, K)), SIDE)
+    again = to_codes(q.dequantize(), SIDE)
+    np.testing.assert_array_equal(again.main.codes, q.main.codes)
+    np.testing.assert_allclose(again.main.scales, q.main.scales, rtol=3e-7)

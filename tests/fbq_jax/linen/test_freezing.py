@@ -1,0 +1,237 @@
+"""A frozen model is the trained one, bit for bit; what cannot be is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fbq_jax
+from fbq_jax import (
+    FLOAT_GEMM,
+    Einsum,
+    FallbackDot,
+    FallbackEinsum,
+    Gemm,
+    Recipe,
+    fallback_dot,
+    recipes,
+)
+from fbq_jax.core import matmul_vjp
+from fbq_jax.core.frozen_weight import quantize_weight
+from fbq_jax.core.quantize_operands import Spec
+
+RECIPE = Recipe(block=32)
+X = jax.random.normal(jax.random.key(0), (2, 24, 80)).at[0, 3, 5].set(50.0)
+
+
+class Mlp(nn.Module):
+    """Every kind of layer, in bfloat16 but for one."""
+
+    recipe: Recipe = RECIPE
+
+    @nn.compact
+    def __call__(self, x):
+        dot = FallbackDot(self.recipe)
+        y = nn.DenseGeneral((4, 24), dtype=jnp.bfloat16, dot_general=dot)(x)
+        y = nn.silu(y)
+        y = nn.DenseGeneral(80, axis=(-2, -1), dtype=jnp.bfloat16, dot_general=dot)(y)
+        # Without a dtype of its own, and without a bias: the kernel's alone.
+        y = nn.Dense(80, use_bias=False, dot_general=dot)(y.astype(jnp.float32))
+        return nn.Dense(8, dtype=jnp.bfloat16)(y)
+
+
+def as_trained(model, x):
+    """Variables of some later step, without the time that steps take to compile."""
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    return {
+        "params": jax.tree.map(
+            lambda p: jnp.asarray(random.normal(0.0, 0.1, p.shape), p.dtype),
+            shapes["params"],
+        ),
+        # Theta 2.0, and count 2.
+        "fallback": jax.tree.map(
+            lambda s: jnp.full(s.shape, 2, s.dtype), shapes["fallback"]
+        ),
+    }
+
+
+def same_bits(a, b):
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    assert jnp.all(jnp.isfinite(a))
+    return bool(jnp.all(a == b))
+
+
+def test_serves_what_was_trained():
+    model = Mlp()
+    variables = as_trained(model, X)
+    frozen = fbq_jax.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    training = jax.jit(lambda v: model.apply(v, X, mutable=["fallback"]))
+    assert same_bits(jax.jit(model.apply)(frozen, X), training(variables)[0])
+    params = variables["params"]
+    assert frozen["params"]["Dense_1"]["kernel"] is params["Dense_1"]["kernel"]
+
+
+STOCHASTIC_W = Recipe(
+    block=32, fwd=Gemm(rhs="stochastic"), dlhs=Gemm(lhs="stochastic", rhs="stochastic")
+)
+FORWARDS = {
+    (recipe.fwd, recipe.block, recipe.criterion, recipe.bound): recipe
+    for recipe in (
+        *recipes.NAMED.values(),
+        Recipe(block=(32, 64, 128), criterion="l1_rel"),
+        STOCHASTIC_W,
+    )
+}
+
+
+def test_every_forward_is_served():
+    dtype = jnp.bfloat16
+    x = X.reshape(1, -1, 80).astype(dtype)
+    w = jax.random.normal(jax.random.key(2), (80, 144)).astype(dtype)
+    theta, seed = jnp.float32(2.0), jnp.uint32(7)
+    assert len(FORWARDS) > 7
+    for recipe in FORWARDS.values():
+        spec = Spec(recipe, dtype, dtype, dtype, None)
+        weight = quantize_weight(
+            w, (((2,), (0,)), ((), ())), seed, recipe=recipe, implementation=None
+        )
+        y, _ = matmul_vjp.matmul(spec, x, w[None], theta, seed)
+        z, _ = matmul_vjp.matmul(spec, x, weight.codes.main, theta, seed)
+        assert same_bits(z, y)
+
+
+# Needs no training to have a threshold; W's codes depend on the layer's noise.
+STARTED = dataclasses.replace(STOCHASTIC_W, start=2.0)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    layer = nn.Dense(80, dot_general=FallbackDot(STARTED))
+    variables = layer.init(jax.random.key(1), X)
+    return layer, variables, fbq_jax.freeze(layer, variables, X)
+
+
+def test_the_codes_are_those_of_the_weight(dense):
+    layer, variables, frozen = dense
+    assert same_bits(layer.apply(frozen, X), layer.apply(variables, X))
+    codes = frozen["fallback"]["dot_general"]["weight"].codes
+    error = codes.mT.dequantize()[0] - variables["params"]["kernel"]
+    assert codes.block == (32, 32)
+    assert jnp.all(jnp.abs(error) <= 1.01 * jnp.max(codes.main.scales))
+
+
+def test_untrained_layers_are_refused(dense):
+    layer, variables, _ = dense
+    untrained = {**variables["fallback"]["dot_general"], "theta": jnp.float32(-1.0)}
+    variables = {**variables, "fallback": {"dot_general": untrained}}
+    with pytest.raises(ValueError, match=r"no threshold yet .* in: \(root\)\."):
+        fbq_jax.freeze(layer, variables, X)
+
+
+def test_a_frozen_model_does_not_train(dense):
+    layer, _, frozen = dense
+    with pytest.raises(ValueError, match=r"frozen and does not train.*mutable"):
+        layer.apply(frozen, X, mutable=["fallback"])
+    with pytest.raises(ValueError, match="a frozen model does not train: it has no gr"):
+        jax.grad(lambda x: jnp.sum(layer.apply(frozen, x)))(X)
+
+
+def test_what_belongs_together_stays_together(dense):
+    layer, variables, frozen = dense
+    with pytest.raises(ValueError, match="has no codes in the collection 'fallback'"):
+        layer.apply({**frozen, "fallback": variables["fallback"]}, X)
+    with pytest.raises(ValueError, match="both the codes of a frozen weight and a ker"):
+        layer.apply({**frozen, "params": variables["params"]}, X)
+    with pytest.raises(ValueError, match="model multiplies in floats th"):
+        nn.Dense(80).apply(frozen, X)
+    with pytest.raises(ValueError, match="use the recipe that it was trained with"):
+        nn.Dense(80, dot_general=fallback_dot).apply(frozen, X)
+    with pytest.raises(ValueError, match="freeze takes a model once"):
+        fbq_jax.freeze(layer, frozen, X)
+    with pytest.raises(ValueError, match="found no state of a FallbackDot"):
+        fbq_jax.freeze(layer, {"params": variables["params"]}, X)
+
+
+def test_a_forward_in_floats_has_no_codes():
+    recipe = dataclasses.replace(recipes.rowwise, fwd=FLOAT_GEMM)
+    layer = nn.Dense(80, dot_general=FallbackDot(recipe))
+    variables = layer.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"'\(root\)' has no codes to freeze"):
+        fbq_jax.freeze(layer, variables, X)
+
+
+class Twice(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(80, dot_general=FallbackDot(STARTED))
+        return layer(layer(x))
+
+
+def test_a_layer_that_is_called_twice():
+    model = Twice()
+    variables = model.init(jax.random.key(1), X)
+    frozen = fbq_jax.freeze(model, variables, X)
+    assert same_bits(model.apply(frozen, X), model.apply(variables, X))
+
+
+class Experts(nn.Module):
+    """The kernel as two products read it, of which a layer's codes are for one."""
+
+    ways: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        op = FallbackEinsum(FallbackDot(RECIPE))
+        layer = Einsum((2, 80, 80), einsum_op=op, dtype=jnp.bfloat16)
+        return sum(layer(x, way) for way in self.ways)
+
+
+def test_einsums_are_served_by_the_product_they_were_trained_with():
+    there, back = "ebd,edf->bef", "ebd,efd->bef"
+    model, x = Experts((there,)), 0.5 * X  # one block is beyond theta
+    variables = as_trained(model, x)
+    frozen = fbq_jax.freeze(model, variables, x)
+    training = jax.jit(lambda v: model.apply(v, x, mutable=["fallback"]))
+    y, state = training(variables)
+    assert 0.0 < state["fallback"]["Einsum_0"]["dot_general"]["rate"] < 1.0
+    assert same_bits(jax.jit(model.apply)(frozen, x), y)
+    with pytest.raises(ValueError, match=r"over the axes \(1,\).*another, over \(2,\)"):
+        Experts((back,)).apply(frozen, X)
+    with pytest.raises(ValueError, match="layer 'Einsum_0' has codes for one product"):
+        fbq_jax.freeze(Experts((there, back)), variables, X)
+
+
+class Odd(nn.Module):
+    """A layer that is none of Flax's."""
+
+    name_of_weight: str
+    regularized: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param(self.name_of_weight, nn.initializers.lecun_normal(), (80, 80))
+        penalty = jnp.sum(w**2) if self.regularized else 0.0
+        dims = (((2,), (0,)), ((), ()))
+        return FallbackDot(STARTED)(x, w, dims) + penalty
+
+    @nn.compact
+    def without(self, x):
+        return x
+
+
+def test_layers_of_ones_own():
+    plain = Odd("kernel")
+    variables = plain.init(jax.random.key(1), X)
+    frozen = fbq_jax.freeze(plain, variables, X)
+    assert same_bits(plain.apply(frozen, X), plain.apply(variables, X))
+    with pytest.raises(ValueError, match=r"does not run: \(root\)"):
+        fbq_jax.freeze(plain, variables, X, method="without")
+    with pytest.raises(ValueError, match="whose weight is their parameter 'kernel'"):
+        fbq_jax.freeze(Odd("weight"), {**variables, "params": {"weight": X}}, X)
+    with pytest.raises(ValueError, match="reads its kernel in another way"):
+        fbq_jax.freeze(Odd("kernel", regularized=True), variables, X)

@@ -1,0 +1,360 @@
+"""Blocks with an INT8 data flow: what travels and what is kept, gradients, training."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.errors import InvalidRngError
+
+from fbq_jax import Int8Attention, Int8MLP, Int8Sequential, fallback_stats, int8_flow
+from fbq_jax.int8_flow import operators
+from fbq_jax.testing import array_error
+
+BATCH, T, C, HIDDEN, HEADS = 4, 32, 32, 48, 4
+TOKENS = BATCH * T
+CAUSAL = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+MLP = int8_flow.mlp()
+ATTENTION = int8_flow.attention(HEADS, T, attention_fn=CAUSAL, dtype=jnp.float32)
+BLOCKS = int8_flow.Chain((("layers_0", ATTENTION), ("layers_1", MLP)))
+SEED = jnp.uint32(5)
+X = jax.random.normal(jax.random.key(0), (BATCH, T, C))
+
+
+class FloatMLP(nn.Module):
+    """What ``Int8MLP`` stands for."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(HIDDEN, name="up")(nn.LayerNorm(name="norm")(x))
+        return x + nn.Dense(C, name="down")(nn.gelu(h))
+
+
+class Projections(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        qkv = nn.Dense(3 * C, name="qkv")(x).reshape(*x.shape[:2], 3 * HEADS, -1)
+        attended = CAUSAL(*jnp.split(qkv, 3, axis=2))
+        return nn.Dense(C, name="out")(attended.reshape(x.shape))
+
+
+class FloatAttention(nn.Module):
+    """What ``Int8Attention`` stands for."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + Projections(name="attention")(nn.LayerNorm(name="norm")(x))
+
+
+FLOAT = nn.Sequential([FloatAttention(), FloatMLP()])
+INT8 = Int8Sequential([Int8Attention(HEADS, CAUSAL), Int8MLP(HIDDEN)])
+
+
+@functools.cache
+def variables_of_both():
+    return tuple(jax.jit(model.init)(jax.random.key(1), X) for model in (INT8, FLOAT))
+
+
+def test_parameters_are_those_of_flax():
+    ours, flaxs = variables_of_both()
+    jax.tree.map(np.testing.assert_array_equal, ours["params"], flaxs["params"])
+
+
+def cotangent(y):
+    return jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def outputs_and_gradients(operator, params, x, seed):
+    def run(params, x):
+        return int8_flow.apply(operator, params, x, seed=seed)
+
+    y, pullback = jax.vjp(run, params, x)
+    return y, pullback(cotangent(y))
+
+
+def test_near_the_float_blocks():
+    params = variables_of_both()[1]["params"]
+    got = outputs_and_gradients(BLOCKS, params, X, SEED)
+
+    @jax.jit
+    def float_ones(params, x):
+        y, pullback = jax.vjp(lambda p, x: FLOAT.apply({"params": p}, x), params, x)
+        return y, pullback(cotangent(y))
+
+    exact = float_ones(params, X)
+    assert array_error(got[0], exact[0]).relative < 0.02
+    cosines = jax.tree.map(lambda a, b: array_error(a, b).cosine, got[1], exact[1])
+    assert min(jax.tree.leaves(cosines)) > 0.99
+    assert cosines[1] > 0.999
+
+
+def activations(avals):
+    """Those of the size of an activation (weights are smaller) that are not INT8."""
+    return [
+        aval
+        for aval in avals
+        if aval.size >= TOKENS * C and aval.dtype not in (jnp.int8, jnp.uint32)
+    ]
+
+
+@pytest.mark.parametrize("operator", [MLP, ATTENTION, BLOCKS])
+def test_only_int8_travels_between_operators(operator):
+    """Every value of the composition outside of an operator."""
+    params = variables_of_both()[1]["params"]
+    if operator is not BLOCKS:
+        params = params["layers_0" if operator is ATTENTION else "layers_1"]
+    codes = jax.eval_shape(lambda: operators.to_codes(X.reshape(1, -1, C), 32))
+
+    def passes(params, x, dy):
+        y, saved = operator.forward(params, x, SEED)
+        return y, operator.backward(saved, dy, SEED)
+
+    jaxpr, (y, (dx, _)) = jax.make_jaxpr(passes, return_shape=True)(
+        params, codes, codes
+    )
+    assert y.main.codes.dtype == dx.main.codes.dtype == jnp.int8
+    units = [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
+    assert len(units) == 2 * {MLP: 5, ATTENTION: 3, BLOCKS: 8}[operator]
+    between = activations(var.aval for e in jaxpr.eqns for var in e.outvars)
+    kept = []
+    if operator is not MLP:  # attention's core hands itself what it keeps
+        kept = activations(jax.tree.leaves(jax.eval_shape(core_backward, *QKV)))
+    assert shapes_of(between) == shapes_of(kept)
+
+
+QKV = [jax.ShapeDtypeStruct((BATCH, T, HEADS, C // HEADS), jnp.float32)] * 3
+
+
+def core_backward(q, k, v):
+    return jax.vjp(CAUSAL, q, k, v)[1]
+
+
+def shapes_of(avals):
+    return collections.Counter((aval.shape, aval.dtype) for aval in avals)
+
+
+def saved_of(operator, params, x):
+    def saving(params, x):
+        return jax.vjp(
+            lambda p, x: int8_flow.apply(operator, p, x, seed=SEED), params, x
+        )[1]
+
+    return jax.tree.leaves(jax.eval_shape(saving, params, x))
+
+
+def test_what_is_kept_is_int8():
+    x = X.astype(jnp.bfloat16)
+    params = variables_of_both()[1]["params"]
+    kept = saved_of(MLP, params["layers_1"], x)
+    assert not activations(kept)
+    codes = sorted(leaf.shape[1:] for leaf in kept if leaf.dtype == jnp.int8)
+    widths = [(TOKENS, C)] * 2 + [(TOKENS, HIDDEN)] * 2
+    assert codes == sorted([*widths, (C, HIDDEN), (HIDDEN, C)])
+    # One byte a value, and a little: two statistics a token, a scale a block.
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) < 1.2 * sum(
+        np.prod(s) for s in codes
+    )
+
+    checkpointed = jax.checkpoint(CAUSAL)
+    lean = int8_flow.attention(HEADS, T, attention_fn=checkpointed, dtype=jnp.float32)
+    kept = saved_of(lean, params["layers_0"], x)
+    assert shapes_of(activations(kept)) == shapes_of(QKV)
+
+
+def test_gradients_are_unbiased_given_what_is_kept():
+    """Their mean over many seeds is the backward pass without rounding."""
+    draws = 64
+    params = variables_of_both()[1]["params"]["layers_1"]
+    operator = int8_flow.mlp()
+    x, dy = (operators.to_codes(X[i : i + 1], 64) for i in range(2))
+    _, saved = jax.jit(operator.forward)(params, x, SEED)
+    seeds = jnp.arange(draws, dtype=jnp.uint32)
+    draw = jax.jit(jax.vmap(lambda s: operator.backward(saved, dy, s)))
+    dx, grads = draw(seeds)
+
+    def stand_for(codes, value):
+        """The codes' values, with the derivative of what they have been made of."""
+        return codes.dequantize() + value - jax.lax.stop_gradient(value)
+
+    def floats(x, w_up, w_down, gain):
+        _, up, gelu, down = saved
+        normalized = nn.LayerNorm(use_bias=False, use_scale=False).apply({}, x)
+        h = stand_for(up.x, normalized * gain) @ w_up
+        return x + stand_for(down.x, nn.gelu(stand_for(gelu, h))) @ w_down
+
+    weights = (saved[1].w.dequantize(), saved[3].w.dequantize())
+    gain = params["norm"]["scale"][None, None]
+
+    @jax.jit
+    def float_gradients(dy, *operands):
+        return jax.vjp(floats, *operands)[1](dy)
+
+    exact = float_gradients(dy.dequantize(), x.dequantize(), *weights, gain)
+    drawn = {
+        "dx": (jax.vmap(lambda q: q.dequantize())(dx), exact[0]),
+        "up": (grads["up"]["kernel"], exact[1][0]),
+        "down": (grads["down"]["kernel"], exact[2][0]),
+        "scale": (grads["norm"]["scale"], exact[3][0, 0]),
+    }
+    for name, (values, mean) in drawn.items():
+        size = np.linalg.norm(mean)
+        spread = np.linalg.norm(values - mean[None]) / np.sqrt(draws) / size
+        error = np.linalg.norm(jnp.mean(values, axis=0) - mean) / size
+        if name == "down":  # of the kept x and dy alone
+            assert spread < 1e-5
+        else:
+            assert spread > 1e-3
+            assert error < 1.5 * spread / np.sqrt(draws)
+
+
+def test_noise_is_of_the_seed():
+    params = variables_of_both()[1]["params"]
+    run = functools.partial(outputs_and_gradients, BLOCKS, params, X)
+    first, again, other = run(SEED), run(SEED), run(SEED + jnp.uint32(1))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    np.testing.assert_array_equal(first[0], other[0])  # rounded to nearest
+    different = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), first[1], other[1])
+    assert all(jax.tree.leaves(different))
+
+
+def test_each_rounding_draws_noise_of_its_own(monkeypatch):
+    """And an operator has one seed in both passes."""
+    forward, backward, others = [], [], []
+
+    class Probe:
+        def forward(self, params, x, seed):
+            del params
+            forward.append(int(seed))
+            return x, None
+
+        def backward(self, saved, dy, seed):
+            del saved
+            backward.append(int(seed))
+            return dy, {}
+
+    def record(codes, *operands):
+        others.append(int(operands[-1]))
+        return codes
+
+    codes = operators.to_codes(X[:1], 32)
+    monkeypatch.setattr(int8_flow, "add", lambda a, _: a)
+    monkeypatch.setattr(int8_flow, "add_grads", record)
+    monkeypatch.setattr(int8_flow, "grad_to_codes", functools.partial(record, codes))
+    branch = int8_flow.Chain((("a", Probe()), ("b", Probe())))
+    block = int8_flow.Residual(branch)
+    whole = int8_flow.Residual(int8_flow.Chain((("0", block), ("1", block))))
+    _, saved = whole.forward({}, codes, SEED)
+    int8_flow._apply_bwd(whole, 32, (saved, SEED), X[:1])
+    assert forward == backward[::-1]
+    assert len(set(forward + others)) == len(forward) + len(others) == 4 + 4
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_diverged_run_shows(bad):
+    params = variables_of_both()[1]["params"]
+    y, (grads, dx) = outputs_and_gradients(BLOCKS, params, X.at[2, 3, 4].set(bad), SEED)
+    assert np.all(np.isnan(y[2]))
+    assert np.all(np.isfinite(np.delete(y, 2, axis=0)))
+    assert np.all(np.isnan(dx[2]))
+    assert np.all(np.isnan(grads["layers_0"]["attention"]["qkv"]["kernel"]))
+
+
+def test_it_learns_as_the_float_blocks_do():
+    """To give each token the one before it."""
+    steps, optimizer = 120, optax.adam(2e-2)
+    position = jnp.arange(T, dtype=jnp.float32)[:, None]
+    angles = position * 2.0 ** -jnp.arange(C // 4, dtype=jnp.float32)[None, :]
+    places = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
+    places = jnp.broadcast_to(places, (BATCH, T, C // 2))
+
+    def train(model, variables):
+        def step(carry, key):
+            params, state, opt_state = carry
+            tokens = jax.random.normal(key, (BATCH, T, C // 2))
+            x = jnp.concatenate([tokens, places], axis=2)
+
+            def loss_of(params):
+                y, new = model.apply(
+                    {"params": params, **state}, x, mutable=["fallback"]
+                )
+                error = y[:, 1:, : C // 2] - tokens[:, :-1]
+                return jnp.mean(error**2), new
+
+            (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            updates, opt_state = optimizer.update(grads, opt_state)
+            return (optax.apply_updates(params, updates), new, opt_state), loss
+
+        state = {k: v for k, v in variables.items() if k != "params"}
+        opt_state = optimizer.init(variables["params"])
+        carry = variables["params"], state, opt_state
+        keys = jax.random.split(jax.random.key(7), steps)
+        (_, state, _), losses = jax.jit(jax.lax.scan, static_argnums=0)(
+            step, carry, keys
+        )
+        return state, losses
+
+    ours, flaxs = variables_of_both()
+    with jax.numpy_dtype_promotion("standard"):  # optax's
+        state, losses = train(INT8, ours)
+        _, exact = train(FLOAT, flaxs)
+    assert fallback_stats(state)["(root)"].count == steps
+    assert exact[-1] < 0.1 * exact[10]
+    means = (x.reshape(-1, 10).mean(axis=1) for x in (losses, exact))
+    np.testing.assert_allclose(*means, atol=0.03)
+
+
+def test_dropout_is_of_its_own_stream_and_of_training(monkeypatch):
+    layer, plain = Int8MLP(HIDDEN, dropout_rate=0.5), Int8MLP(HIDDEN)
+    assert layer.operator(X, True) == plain.operator(X, False)
+    ours, _ = variables_of_both()
+    variables = {**ours, "params": ours["params"]["layers_1"]}
+    seeds = []
+
+    def apply(operator, params, x, *, seed, block):
+        del params, block
+        seeds.append((operator == layer.operator(x, False), int(seed)))
+        return x
+
+    monkeypatch.setattr(int8_flow, "apply", apply)
+    for key in (0, 0, 1):
+        layer.apply(variables, X, rngs={"dropout": jax.random.key(key)})
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert all(drops for drops, _ in seeds)
+    layer.apply(variables, X, deterministic=True)
+    plain.apply(variables, X)
+    assert seeds[3] == seeds[4]
+    with pytest.raises(InvalidRngError, match="dropout"):
+        layer.apply(variables, X)
+
+
+def init(layer, x=X):
+    jax.eval_shape(layer.init, jax.random.key(0), x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: init(Int8MLP(8, block=48)), "Recipe.block takes one of .32, 64.*48"),
+        (lambda: int8_flow.apply(MLP, {}, X, seed=SEED, block=48), "one of .32.*48"),
+        (lambda: init(Int8MLP(8, dropout_rate=1.0)), "at least 0 and below 1; got 1.0"),
+        (lambda: init(Int8Attention(5)), "got 5 heads and a width of 32"),
+        (
+            lambda: init(Int8Sequential([Int8MLP(8), Int8MLP(8, block=64)])),
+            r"layers of one block; got \[32, 64\]",
+        ),
+        (
+            lambda: init(Int8Sequential([nn.Dense(8)])),
+            "takes Int8MLP and Int8Attention; got Dense",
+        ),
+        (lambda: init(Int8Sequential([])), r"one or more layers.*got \[\]"),
+        (lambda: init(Int8MLP(8), X.astype(jnp.int32)), "x is int32; .* bfloat16"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

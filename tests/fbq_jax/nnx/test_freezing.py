@@ -1,0 +1,200 @@
+"""A frozen NNX model is the trained one, bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from fbq_jax import FLOAT_GEMM, Recipe, recipes
+from fbq_jax.core.frozen_weight import FrozenKernel
+from fbq_jax.nnx import FallbackDot, FallbackEinsum, fallback_stats, freeze
+
+ocp = pytest.importorskip("orbax.checkpoint")
+
+RECIPE = Recipe(block=32)
+X = jax.random.normal(jax.random.key(0), (4, 8, 64)).at[0, 3, 5].set(50.0)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        dot = FallbackDot(RECIPE, rngs=rngs)
+        self.heads = nnx.LinearGeneral(
+            64, (4, 16), dot_general=dot, dtype=jnp.bfloat16, rngs=rngs
+        )
+
+    def __call__(self, x):
+        return x + self.heads(x).reshape(x.shape).astype(x.dtype)
+
+
+class Stack(nnx.Module):
+    """Three blocks under a scan, and a layer without a dtype of its own."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def blocks(rngs):
+            return Block(rngs)
+
+        self.blocks = blocks(rngs)
+        dot = FallbackDot(RECIPE, rngs=rngs)
+        self.head = nnx.Linear(64, 8, use_bias=False, dot_general=dot, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def scan(x, block):
+            return block(x)
+
+        return self.head(scan(x, self.blocks))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    @nnx.jit
+    def train():
+        model = Stack(nnx.Rngs(1))
+        model(X)
+        return model
+
+    return train()
+
+
+@pytest.fixture(scope="module")
+def frozen(trained):
+    return freeze(trained, jax.ShapeDtypeStruct(X.shape, X.dtype))
+
+
+@nnx.jit
+def serve(model, x):
+    return model(x)
+
+
+def test_serves_what_was_trained(trained, frozen):
+    evaluated = nnx.clone(trained)
+    evaluated.eval()
+    y, z = serve(evaluated, X), serve(frozen, X)
+    assert y.dtype == z.dtype
+    assert jnp.all(jnp.isfinite(y))
+    assert jnp.all(y == z)
+    before, after = fallback_stats(trained), fallback_stats(frozen)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
+    # Freezing leaves the trained model as it was.
+    assert trained.head.dot_general.weight is None
+    assert not trained.head.dot_general.use_running_average
+    assert trained.head.kernel.shape == (64, 8)
+
+
+def test_half_the_bytes_of_bfloat16(trained, frozen):
+    layer = frozen.blocks.heads
+    assert layer.kernel == FrozenKernel((64, 4, 16), jnp.dtype("float32"))
+    arrays = jax.tree.leaves(layer.dot_general.weight.get_value())
+    nbytes = sum(array.nbytes for array in arrays)
+    assert 0.5 < nbytes / (2 * trained.blocks.heads.kernel.size) < 0.504
+
+
+def test_saves_and_loads_with_orbax(frozen, tmp_path):
+    like = nnx.eval_shape(lambda: freeze(Stack(nnx.Rngs(0)), X))
+    graphdef, abstract = nnx.split(like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "frozen", nnx.state(frozen))
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = checkpointer.restore(tmp_path / "frozen", abstract)
+    loaded = nnx.merge(graphdef, state)
+    assert jnp.all(serve(loaded, X) == serve(frozen, X))
+
+
+def test_wrong_use_is_refused(frozen):
+    training = nnx.clone(frozen)
+    training.train()
+    with pytest.raises(ValueError, match="a frozen layer does not train"):
+        training(X)
+    with pytest.raises(ValueError, match="a frozen model does not train: it has no gr"):
+        nnx.grad(lambda model: jnp.sum(model(X)))(frozen)
+    with pytest.raises(ValueError, match="freeze takes a model once; 'blocks/heads'"):
+        freeze(frozen, X)
+    layer = nnx.Linear(64, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"no threshold yet .* in: \(root\)\. A train"):
+        freeze(layer, X)
+    with pytest.raises(ValueError, match="no layer that multiplies by a FallbackDot"):
+        freeze(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), X)
+    floats = FallbackDot(dataclasses.replace(recipes.rowwise, fwd=FLOAT_GEMM))
+    layer = nnx.Linear(64, 8, dot_general=floats, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"'\(root\)' has no codes to freeze"):
+        freeze(layer, X)
+
+
+class Idle(nnx.Module):
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return x
+
+
+class Own(nnx.Module):
+    def __init__(self):
+        self.dot_general = FallbackDot(recipes.block)
+
+
+class Beside(Idle):
+    def __init__(self, layer, dot):
+        super().__init__(layer)
+        self.dot = dot
+
+
+def test_layers_that_cannot_be_frozen_are_named():
+    dot = FallbackDot(recipes.block)
+    layer = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="does not run 'layer'"):
+        freeze(Idle(layer), X)
+    with pytest.raises(ValueError, match=r"nnx.Conv; 'layer' is a Own"):
+        freeze(Idle(Own()), X)
+    with pytest.raises(ValueError, match="'layer' is a FallbackEinsum"):
+        freeze(Idle(FallbackEinsum(recipes.block)), X)
+    with pytest.raises(ValueError, match="multiplies by 'dot' would stay in floats"):
+        freeze(Beside(layer, FallbackDot(recipes.block)), X)
+    with pytest.raises(ValueError, match=r"'layer' and '.root.' share one Fallb"):
+        freeze(Beside(layer, dot), X)
+
+
+EXPERTS = X.reshape(2, 16, 64)
+OTHER_WAY = "ebd,efd->bef"
+
+
+class Experts(nnx.Module):
+    def __init__(self):
+        # Needs no training to have a threshold.
+        op = FallbackEinsum(dataclasses.replace(RECIPE, start=5.0))
+        self.up = nnx.Einsum(
+            "ebd,edf->bef",
+            (2, 64, 64),
+            (2, 64),
+            einsum_op=op,
+            dtype=jnp.bfloat16,
+            rngs=nnx.Rngs(0),
+        )
+
+    def __call__(self, x):
+        return self.up(x)
+
+    def twice(self, x):
+        return self.up(x) + self.up(x, OTHER_WAY)
+
+
+def test_einsums_serve_what_they_trained():
+    model = Experts()
+    frozen = freeze(model, EXPERTS)
+    assert frozen.up.kernel == FrozenKernel((2, 64, 64), jnp.dtype("float32"))
+    y = serve(model, EXPERTS)
+    assert fallback_stats(model)["up"].count == 1
+    assert 0.0 < fallback_stats(model)["up"].rate < 1.0
+    assert jnp.all(serve(frozen, EXPERTS) == y)
+    with pytest.raises(ValueError, match=r"over the axes \(1,\).*another, over \(2,\)"):
+        frozen.up(EXPERTS, OTHER_WAY)
+
+
+def test_an_einsum_of_two_products_is_refused(monkeypatch):
+    monkeypatch.setattr(Experts, "__call__", Experts.twice)
+    with pytest.raises(ValueError, match=r"layer 'up' has codes for one product"):
+        freeze(Experts(), EXPERTS)

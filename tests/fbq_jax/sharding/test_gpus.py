@@ -1,0 +1,80 @@
+"""Layers on several GPUs: they compile for them, and are those of a single one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax import ops, recipes
+from fbq_jax.kernels.reference import Quantized
+from tests.fbq_jax.core.test_dot_general import product
+from tests.fbq_jax.sharding.test_sharding import assert_close, mesh_of, place
+from tests.gpus import h200s, needs_compiler
+from tests.kernels.test_reference import heavy
+
+SEEDS = jnp.zeros(1, jnp.uint32)
+
+
+def compile_for_gpus(function, *shapes):
+    """Compiles for four of them, each with a quarter of the first axis but one."""
+    sharding = NamedSharding(h200s(4, "data"), P(None, "data"))
+    args = (jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes)
+    return jax.jit(function).lower(*args).compile()
+
+
+@needs_compiler
+@pytest.mark.parametrize("op", ["quantize_vectors", "matmul"])
+def test_results_can_be_broadcast(op):
+    """Which XLA for GPUs rewrites before Shardy sees it."""
+
+    def stretched(x):
+        nearest = {"rows": "nearest", "columns": None}
+        lhs = ops.quantize_vectors(x, SEEDS, **nearest).rows
+        result = lhs.scales
+        if op == "matmul":
+            rhs = Quantized(jnp.ones((1, 8, 64), jnp.int8), jnp.ones((1, 8, 1)))
+            options = {"blocks": (1, 64, 1), "dtype": jnp.float32}
+            result = ops.matmul(lhs, None, rhs, **options)
+        return lax.broadcast_in_dim(result, (*result.shape, 5), (0, 1, 2))
+
+    compile_for_gpus(stretched, (1, 512, 64))
+
+
+@needs_compiler
+def test_gradient_from_codes_compiles():
+    def step(x, w, dy):
+        return product(x[0], w[0], dy[0], recipe=recipes.switchback_m)
+
+    compile_for_gpus(step, (1, 512, 256), (1, 256, 128), (1, 512, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
+@pytest.mark.parametrize("name", recipes.NAMED)
+@pytest.mark.parametrize("blocks", ["whole", "shared"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.filterwarnings("ignore:quantize.*agree on its scales:UserWarning")
+def test_layer(name, blocks, dtype):
+    """FSDP, whose devices have whole blocks of W's rows or agree on shared ones."""
+    devices = jax.device_count()
+    rows = {"whole": 2 * 128, "shared": 128 + 64}[blocks]
+    tokens, inputs, outputs = devices * 256, devices * rows, 384
+    operands = [
+        heavy(shape, seed).astype(dtype)
+        for seed, shape in enumerate(
+            [(tokens, inputs), (inputs, outputs), (tokens, outputs)]
+        )
+    ]
+    mesh = mesh_of(fsdp=devices)
+    sharded = [place(mesh, x, "fsdp") for x in operands]
+
+    def step(x, w, dy):
+        recipe = recipes.NAMED[name]
+        return product(x, w, dy, recipe=recipe, theta=100.0, key=jax.random.key(0))
+
+    got = jax.jit(step, out_shardings=sharded[0].sharding)(*sharded)
+    # What each device adds to dW is rounded to bfloat16, if that is the dtype.
+    rtol = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}[dtype]
+    assert_close(got, jax.jit(step)(*operands), rtol=rtol)

@@ -1,0 +1,462 @@
+"""Layers and ops under jit with shardings: the numbers of one device, and few words."""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    Recipe,
+    dot_general,
+    fallback_dot,
+    ops,
+    ragged_dot,
+    recipes,
+)
+from fbq_jax.kernels.fused_reference import join_gate_up
+from tests.collectives import collectives
+from tests.kernels.test_reference import heavy
+
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
+)
+
+SIDE = 32
+DOT = FallbackDot(Recipe(block=SIDE))
+SEEDS = jnp.asarray([7], jnp.uint32)
+BATCH = ("data", "fsdp")
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    sizes = sizes or {"data": 2, "fsdp": 2, "tensor": 2}
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def place(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def compiled(function, *args):
+    return jax.jit(function).lower(*args).compile()
+
+
+def assert_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def assert_close(got, want, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+BLOCK = {"block": (SIDE, SIDE)}
+QUANTIZERS = {
+    "quantize": (BLOCK | {"rows": "nearest", "columns": "stochastic"}, (SEEDS,)),
+    "quantize_fallback": (
+        BLOCK | {"criterion": "absmax", "columns": "stochastic"},
+        (jnp.asarray([5.0]), SEEDS),
+    ),
+    "block_metric": (BLOCK | {"criterion": "absmax"}, ()),
+    "quantize_vectors": ({"rows": "stochastic", "columns": "stochastic"}, (SEEDS,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("quantize", (None, BATCH, None, "tensor")),
+        ("quantize_fallback", (None, "data", "tensor", "fsdp")),
+        ("block_metric", (None, None, BATCH, "tensor")),
+        ("quantize_vectors", (None, "data", "tensor", "fsdp")),
+    ],
+)
+def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
+    """Bit for bit, and without a word, but for the scales of whole vectors."""
+    options, args = QUANTIZERS[name]
+    op = functools.partial(getattr(ops, name), **options)
+    x = heavy((1, 4, 128, 64))
+    operands = place(mesh_of(), x, *spec), *args
+    run = compiled(op, *operands)
+    got = run(*operands)
+    assert_equal(got, jax.jit(op)(x, *args))
+    assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(got))
+    words = collectives(run)
+    if name == "quantize_vectors":
+        assert {(w.kind, w.dtype) for w in words} == {("all-reduce", "s32")}
+        assert sum(w.size for w in words) == x.size // 64 // 4 + 64 // 2
+    else:
+        assert not words
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "parts"),
+    [
+        ((None, "all"), (1, 64, 96), (8, 3)),  # two blocks for eight devices
+        ((None, "tensor", BATCH), (1, 96, 128), (6, 4)),  # three for two
+        ((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),  # 3 for 2, twice
+        ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
+    ],
+)
+def test_devices_agree_on_the_scales_of_blocks_they_share(spec, shape, parts):
+    """Of floats only the parts' maxima travel."""
+    mesh = mesh_of(all=8) if "all" in spec else mesh_of()
+    options, args = QUANTIZERS["quantize"]
+    op = functools.partial(ops.quantize, **options)
+    x = heavy(shape).at[0, 40, 20].set(jnp.nan).at[0, 1, 70].set(jnp.inf)
+    operands = place(mesh, x, *spec), *args
+    with pytest.warns(UserWarning, match=r"quantize: axis [12] .* agree on .* of 32"):
+        run = compiled(op, *operands)
+    assert_equal(run(*operands), jax.jit(op)(x, *args))
+    floats = [w.size for w in collectives(run) if w.dtype != "s8"]
+    assert 0 < max(floats) <= math.prod(parts)
+
+
+def test_six_devices_in_three_pairs():
+    """Shardy cuts over a part of six: pairs have codes alike, and floats stay."""
+    mesh = Mesh(np.array(jax.devices()[:6]), "data")
+    options, args = QUANTIZERS["quantize"]
+
+    def op(x):
+        return ops.quantize(x.reshape(1, 3, 64, 96), *args, **options)
+
+    x = heavy((192, 96))
+    run = compiled(op, place(mesh, x, "data"))
+    assert_equal(run(place(mesh, x, "data")), jax.jit(op)(x))
+    blocks = x.size // SIDE**2
+    assert all(w.size <= blocks for w in collectives(run) if w.dtype != "s8")
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "what"),
+    [
+        ((None, "data"), (1, 50, 40), "1 of .* is cut over data=2"),
+        (
+            (None, None, ("tensor", "data")),
+            (1, 32, 36),
+            "2 of .* is cut over tensor=2, data=2",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_left_whole_with_a_warning(spec, shape, what):
+    options, args = QUANTIZERS["quantize"]
+    op = jax.jit(functools.partial(ops.quantize, **options))
+    x = heavy(shape)
+    with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* gather"):
+        got = op(place(mesh_of(), x, *spec), *args)
+    assert_equal(got, op(x, *args))
+
+
+class MLP(nn.Module):
+    """Two layers and what else a sharded model has: the shardings of activations."""
+
+    hidden: tuple = ()
+    out: tuple = ()
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, use_bias=False, dot_general=DOT)
+        h = dense(256, name="up")(x)
+        if self.hidden:
+            h = jax.lax.with_sharding_constraint(h, P(*self.hidden))
+        y = dense(128, name="down")(nn.silu(h))
+        return jax.lax.with_sharding_constraint(y, P(*self.out)) if self.out else y
+
+
+X = jax.random.normal(jax.random.key(0), (8, 64, 128))
+
+
+def step_of(model):
+    def step(params, state, x):
+        def loss(params, x):
+            y, updates = model.apply(
+                {"params": params, "fallback": state}, x, mutable=["fallback"]
+            )
+            return jnp.mean(jnp.sin(y)), (y, updates)
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+
+    return step
+
+
+@functools.cache
+def one_device(model_class):
+    model = MLP() if model_class is MLP else model_class(512, dot_general=DOT)
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    params, state = variables["params"], variables["fallback"]
+    return params, state, jax.jit(step_of(model))(params, state, X)
+
+
+def run_sharded(mesh, model, kernels, x_spec):
+    """The step's results and collectives with kernels of these specs."""
+    params, state, want = one_device(type(model))
+    params = {
+        name: {key: place(mesh, p, *kernels.get(name, ())) for key, p in layer.items()}
+        for name, layer in params.items()
+    }
+    args = params, place(mesh, state), place(mesh, X, *x_spec)
+    shardings = jax.tree.map(lambda p: p.sharding, (args[0], args[2]))
+    with jax.set_mesh(mesh):
+        run = jax.jit(step_of(model), out_shardings=(shardings, None))
+        run = run.lower(*args).compile()
+        got = run(*args)
+        assert_equal(run(*args), got)
+    assert_close(got, want)
+    # The thresholds and rates are of all blocks; counts and seeds are integers.
+    assert_equal(got[1][1], want[1][1])
+    return collectives(run)
+
+
+class Layout(NamedTuple):
+    """How a model is cut, and what is summed then, by collective and size."""
+
+    mesh: Callable
+    kernels: dict
+    x: tuple
+    sums: dict
+    hidden: tuple = ()
+    out: tuple = ()
+
+
+# Of the kernels' gradients; over tensor also of Y and dX.
+LAYOUTS = {
+    "data": Layout(lambda: mesh_of(data=8), {}, ("data",), {("all-reduce", 32768): 2}),
+    "fsdp": Layout(
+        lambda: mesh_of(fsdp=4),
+        {"up": ("fsdp", None), "down": (None, "fsdp")},
+        ("fsdp",),
+        {("reduce-scatter", 8192): 2},
+    ),
+    "halves of blocks": Layout(
+        lambda: mesh_of(fsdp=8),
+        {"up": ("fsdp", None), "down": (None, "fsdp")},
+        ("fsdp",),
+        {("reduce-scatter", 4096): 2},
+    ),
+    "all": Layout(
+        mesh_of,
+        {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
+        (BATCH,),
+        {
+            ("reduce-scatter", 8192): 2,
+            ("all-reduce", 8192): 2,
+            ("all-reduce", 16384): 2,
+        },
+    ),
+    "sequence": Layout(
+        mesh_of,
+        {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
+        (BATCH, "tensor"),
+        {("reduce-scatter", 8192): 4, ("all-reduce", 8192): 2},
+        hidden=(BATCH, None, "tensor"),
+        out=(BATCH, "tensor"),
+    ),
+    "explicit": Layout(
+        lambda: mesh_of(AxisType.Explicit),
+        {"up": ("fsdp", None), "down": ("fsdp", None)},
+        (BATCH,),
+        {("reduce-scatter", 16384): 2, ("all-reduce", 16384): 2},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:quantize.* agree on its scales")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_devices_give_what_one_gives_and_exchange_codes(name):
+    layout = LAYOUTS[name]
+    model = MLP(layout.hidden, layout.out)
+    words = run_sharded(layout.mesh(), model, layout.kernels, layout.x)
+    blocks = X.size // SIDE**2 * 2
+    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
+    assert {w.dtype for w in words if w.kind == "all-gather"} <= {"f32", "s8"}
+    large = [w for w in words if w.size > blocks or w.dtype == "s8"]
+    # What is gathered of floats is smaller: scales, and the blocks' metrics and maxima.
+    gathered = [w for w in large if w.kind == "all-gather"]
+    assert {w.dtype for w in gathered} <= {"s8"}
+    sums = Counter((w.kind, w.size) for w in large if w.kind != "all-gather")
+    assert sums == layout.sums
+
+    weights = sorted(w.size for w in gathered)
+    tensor = 2 if "tensor" in layout.kernels.get("up", ()) else 1
+    if name == "sequence":
+        # Forward and backward, of each kernel; and what a column-parallel layer's
+        # products take of the tokens of the other devices.
+        activations = [2 * 64 * n for n in (128, 128)]
+        assert set(weights) == {128 * 256 // tensor, *activations}
+    else:
+        assert weights == [128 * 256 // tensor] * (4 if layout.kernels else 0)
+
+
+def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
+    """In a step of layers that are scanned: once forward and once backward."""
+    mesh = mesh_of(fsdp=4)
+    tokens = NamedSharding(mesh, P("fsdp"))
+    x = place(mesh, jnp.ones((8 * 64, 128), jnp.bfloat16), "fsdp")
+    up = place(mesh, jnp.ones((2, 128, 256), jnp.bfloat16), None, "fsdp")
+    down = place(mesh, jnp.ones((2, 256, 128), jnp.bfloat16), None, "fsdp")
+    dot = functools.partial(dot_general, recipe=Recipe(block=32), theta=2.0)
+
+    def gathered(multiply):
+        def layer(x, kernels):
+            for w in kernels:
+                y = multiply(x, w, (((1,), (0,)), ((), ())))
+                x = jax.lax.with_sharding_constraint(y, tokens)
+            return x, None
+
+        def loss(kernels, x):
+            y, _ = jax.lax.scan(layer, x, kernels)
+            return jnp.sum(y.astype(jnp.float32))
+
+        shardings = up.sharding, down.sharding
+        step = jax.jit(jax.grad(loss), out_shardings=shardings)
+        words = collectives(step.lower((up, down), x).compile())
+        return [w for w in words if w.kind == "all-gather"]
+
+    quantized = gathered(lambda *args: dot(*args)[0])
+    codes = [w.size for w in quantized if w.dtype == "s8"]
+    # XLA for CPUs gathers bfloat16 as float32.
+    in_floats = [w.size for w in gathered(jax.lax.dot_general)]
+    assert codes == in_floats == [128 * 256] * 4
+    scales = sum(w.bytes for w in quantized if w.dtype == "f32")
+    assert scales == sum(codes) // 32**2 * 4
+
+
+def test_fused_layers():
+    kernels = {"gate_up": ("fsdp", None, "tensor"), "down": ("tensor", "fsdp")}
+    model = GatedMLP(512, dot_general=DOT)
+    words = run_sharded(mesh_of(AxisType.Explicit), model, kernels, (BATCH,))
+    gathered = [w for w in words if w.kind == "all-gather"]
+    codes = sorted(w.size for w in gathered if w.dtype == "s8")
+    assert codes == sorted([128 * 512 // 2, 128 * 1024 // 2] * 2)
+    assert all(w.size <= 4 * X.size // SIDE**2 for w in gathered if w.dtype == "f32")
+    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
+
+
+def test_gate_and_up_are_cut_alike():
+    """Each device has both, of the same columns."""
+    gate, up = heavy((1, 64, 256)), heavy((1, 64, 256), 1)
+    op = functools.partial(
+        ops.silu_gate_quantize,
+        bits=10,
+        block=(SIDE, 64),
+        criterion="absmax",
+        columns="stochastic",
+    )
+    operands = join_gate_up(gate, up), jnp.asarray([5.0]), SEEDS
+    sharded = place(mesh_of(), operands[0], None, "data", "tensor"), *operands[1:]
+    run = compiled(op, *sharded)
+    assert_equal(run(*sharded), jax.jit(op)(*operands))
+    assert not collectives(run)
+
+
+def test_scales_of_whole_rows():
+    """Agreed on, so that a contraction may be cut: dW's, over the batch."""
+    recipe = dataclasses.replace(recipes.fallback_rowwise_bwd, block=SIDE)
+    w = jax.random.normal(jax.random.key(2), (128, 64))
+    dims = (((2,), (0,)), ((), ()))
+
+    def grads(x, w):
+        def loss(x, w):
+            return dot_general(x, w, dims, recipe=recipe, theta=2.0)[0].sum()
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    mesh = mesh_of()
+    sharded = place(mesh, X, BATCH, "tensor"), place(mesh, w, "fsdp")
+    run = compiled(grads, *sharded)
+    assert_close(run(*sharded), jax.jit(grads)(X, w))
+
+
+def test_out_sharding():
+    mesh = mesh_of(AxisType.Explicit, a=4)
+    x, w = X[0], jnp.ones((128, 32))
+    dims = (((1,), (0,)), ((), ()))
+    sharding = NamedSharding(mesh, P("a", None))
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x, w: fallback_dot(x, w, dims, out_sharding=sharding))(x, w)
+    assert y.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_allclose(y, fallback_dot(x, w, dims), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [{"data"}, {"data", "fsdp", "tensor"}])
+def test_shard_map_over_rows_is_the_same_product(axes):
+    """Over some axes of a mesh, and over all."""
+    mesh = mesh_of()
+    w = jax.random.normal(jax.random.key(2), (128, 32))
+    dims = (((2,), (0,)), ((), ()))
+
+    def product(x, w):
+        return dot_general(x, w, dims, recipe=Recipe(block=SIDE), theta=2.5)[0]
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    mapped = jax.shard_map(product, mesh=mesh, axis_names=axes, **specs)
+    np.testing.assert_allclose(
+        jax.jit(mapped)(X, w), jax.jit(product)(X, w), rtol=1e-6, atol=1e-6
+    )
+
+
+ROWS, EXPERTS = 200, 4
+RAGGED = Recipe(block=SIDE)
+
+
+def ragged_step(x, w, sizes):
+    """The output, both gradients and the stats of four experts."""
+    dot = functools.partial(ragged_dot, recipe=RAGGED, theta=20.0)
+    y, vjp, stats = jax.vjp(lambda x, w: dot(x, w, sizes), x, w, has_aux=True)
+    return y, vjp(jnp.sin(y)), stats
+
+
+def test_experts_stay_where_they_are():
+    """Each device multiplies the tokens of its experts; weights do not travel."""
+    mesh = mesh_of(expert=2, tensor=2)
+    x, w = heavy((ROWS, 64)), heavy((EXPERTS, 64, 128), 1)
+    sharded = place(mesh, w, "expert", None, "tensor")
+    groups = jnp.array([70, 0, 33, 81])
+    step = jax.jit(ragged_step, out_shardings=(None, (None, sharded.sharding), None))
+    run = step.lower(x, sharded, groups).compile()
+    y, (dx, dw), stats = run(x, sharded, groups)
+    want_y, (want_dx, want_dw), want_stats = jax.jit(ragged_step)(x, w, groups)
+    # A sum over experts has one part that is not zero.
+    assert_equal((y, dw, stats), (want_y, want_dw, want_stats))
+    assert_close(dx, want_dx)
+    words = collectives(run)
+    tiles = (ROWS + EXPERTS * (SIDE - 1)) // SIDE
+    sizes = [("all-reduce", tiles * SIDE * 64)] * 2  # Y's half and dX
+    assert [(w.kind, w.size) for w in words] == sizes
+
+
+def test_experts_over_explicit_axes_are_an_error():
+    mesh = mesh_of(AxisType.Explicit, expert=2, tensor=2)
+    w = place(mesh, jnp.ones((EXPERTS, 64, 128)), "expert")
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"automatic.*4@expert,64"):
+        ragged_dot(jnp.ones((ROWS, 64)), w, jnp.array([70, 0, 33, 81]))
+
+
+def test_each_device_can_have_groups_of_its_own():
+    """In ``shard_map``, where a device's tokens are sorted by themselves."""
+    mesh = mesh_of(data=2)
+    x, w = heavy((ROWS, 64)), heavy((EXPERTS, 64, 128), 1)
+    groups = jnp.array([[30, 0, 33, 20], [1, 99, 0, 0]])
+
+    def product(x, w, groups):
+        recipe = Recipe(block=SIDE, criterion=None)
+        return ragged_dot(x, w, groups.reshape(-1), recipe=recipe)[0]
+
+    specs = {"in_specs": (P("data"), P(), P("data")), "out_specs": P("data")}
+    got = jax.jit(jax.shard_map(product, mesh=mesh, **specs))(x, w, groups)
+    halves = zip(jnp.split(x, 2), groups, strict=True)
+    want = jnp.concatenate([jax.jit(product)(x, w, g) for x, g in halves])
+    np.testing.assert_array_equal(got, want)

@@ -1,0 +1,175 @@
+"""What every implementation of the ops of ``fused_reference`` must do.
+
+A check takes the module that has the op and compares it with the definition.  Functions
+such as ``exp`` differ in their last bits: scales may by a little, and a code by one
+where it was close to a tie.  What is made of equal floats is equal.
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fbq_jax.kernels import fused_reference, packing
+from tests.kernels.quantize_cases import seeds
+from tests.kernels.test_reference import heavy
+
+# shape of the output, dtype, bits, block, criterion, thresholds, columns.
+QUANTIZE = [
+    ((1, 100, 128), "bfloat16", 10, (128, 128), "absmax", (9.0,), "stochastic"),
+    ((2, 50, 128), "float32", 7, (64, 128), "l1_rel", (0.01, 0.02), "nearest"),
+    ((1, 33, 256), "float16", 12, (32, 128), None, (0.0,), None),
+    ((1, 20, 72), "bfloat16", 10, (32, 128), "l1", (9.0,), "nearest"),
+]
+# shape of dy, dtype, bits, block, rows, columns.
+GRAD = [
+    ((1, 140, 128), "bfloat16", 10, (128, 128), "stochastic", "stochastic"),
+    ((2, 50, 128), "float32", 11, (64, 128), "nearest", "stochastic"),
+    ((1, 40, 256), "float16", 4, (32, 128), None, "nearest"),
+    ((1, 40, 200), "bfloat16", 10, (64, 128), "stochastic", "nearest"),
+]
+
+
+def check_norm(
+    ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, columns
+) -> None:
+    args = {
+        "epsilon": 1e-5,
+        "bits": bits,
+        "block": block,
+        "criterion": criterion,
+        "columns": columns,
+    }
+    gain = 1.0 + 0.5 * jax.random.normal(jax.random.key(0), (shape[0], shape[2]))
+    operands = heavy(shape, dtype=dtype), gain, jnp.asarray(theta, jnp.float32)
+    got = ops.rms_norm_quantize(*operands, seeds(shape[0]), **args)
+    want = _definition("rms_norm_quantize", **args)(*operands, seeds(shape[0]))
+    np.testing.assert_allclose(got.rstd, want.rstd, rtol=1e-6)
+    _check_operand(got.operand, want.operand, block)
+    _check_packed(got.normalized, want.normalized, shape[2], bits)
+
+
+def check_gate(
+    ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, columns
+) -> None:
+    args = {"bits": bits, "block": block, "criterion": criterion, "columns": columns}
+    gate_up = heavy((*shape[:2], 2 * shape[2]), dtype=dtype)
+    operands = gate_up, jnp.asarray(theta, jnp.float32), seeds(shape[0])
+    got = ops.silu_gate_quantize(*operands, **args)
+    want = _definition("silu_gate_quantize", **args)(*operands)
+    _check_operand(got.operand, want.operand, block)
+    for packed, expected in zip(got[1:], want[1:], strict=True):
+        _check_packed(packed, expected, shape[2], bits)
+
+
+def check_grad(ops: types.ModuleType, shape, dtype, bits, block, rows, columns) -> None:
+    """Bit for bit: the same factors give the same products."""
+    pack = jax.jit(packing.quantize, static_argnums=1)
+    by_gate, by_up = (pack(heavy(shape, seed), bits) for seed in (1, 2))
+    by_up = by_up._replace(scales=by_up.scales.at[0, 1, 0].set(0.0))
+    args = {"bits": bits, "block": block, "rows": rows, "columns": columns}
+    operands = heavy(shape, dtype=dtype), by_gate, by_up, seeds(shape[0])
+    got = ops.silu_gate_grad_quantize(*operands, **args)
+    want = _definition("silu_gate_grad_quantize", **args)(*operands)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def check_special(ops: types.ModuleType, dtype: str) -> None:
+    """A NaN, an Inf and zeros are exactly where the definition has them."""
+    shape, block, bits = (1, 96, 128), (32, 128), 10
+    x = np.array(heavy(shape, dtype=np.float32))
+    x[0, 3, 5], x[0, 40, 100], x[0, 41, 7] = np.nan, np.inf, -np.inf
+    x[0, 1] = 0.0
+    x[0, 64:] = 0.0
+    gate_up = jnp.asarray(np.concatenate([x, heavy(shape, 1)], -1)).astype(dtype)
+    x = jnp.asarray(x).astype(dtype)
+    theta, gain = jnp.zeros(1), jnp.ones((1, shape[2]))
+    args = {"bits": bits, "block": block, "criterion": "absmax", "columns": "nearest"}
+
+    norm_args = args | {"epsilon": 1e-5}
+    got = ops.rms_norm_quantize(x, gain, theta, seeds(1), **norm_args)
+    norm = _definition("rms_norm_quantize", **norm_args)
+    want = norm(x, gain, theta, seeds(1))
+    assert np.isnan(want.operand.main.scales).sum() == 2
+    assert (np.asarray(want.operand.main.scales) == 0).sum() == 1
+    assert np.isnan(want.normalized.scales).sum() == 3
+    assert (np.asarray(want.normalized.scales) == 0).sum() == 33
+    _check_operand(got.operand, want.operand, block)
+    _check_packed(got.normalized, want.normalized, shape[2], bits)
+
+    got = ops.silu_gate_quantize(gate_up, theta, seeds(1), **args)
+    want = _definition("silu_gate_quantize", **args)(gate_up, theta, seeds(1))
+    assert np.isnan(want.operand.main.scales).sum() == 2
+    _check_operand(got.operand, want.operand, block)
+    for packed, expected in zip(got[1:], want[1:], strict=True):
+        _check_packed(packed, expected, shape[2], bits)
+
+    grad_args = {"bits": bits, "block": block, "rows": "nearest", "columns": None}
+    dy = x
+    got = ops.silu_gate_grad_quantize(dy, *want[1:], seeds(1), **grad_args)
+    grad = _definition("silu_gate_grad_quantize", **grad_args)
+    want = grad(dy, *want[1:], seeds(1))
+    _check_codes(got.rows, want.rows, block)
+
+
+@functools.cache
+def _definition(name: str, **kwargs):
+    return jax.jit(functools.partial(getattr(fused_reference, name), **kwargs))
+
+
+def _check_operand(got, want, block) -> None:
+    _check_codes(got.main, want.main, block)
+    _check_codes(got.columns, want.columns, block[::-1])
+    np.testing.assert_allclose(got.metric, want.metric, rtol=1e-3)
+    if want.residual is None:
+        assert got.residual is None
+        return
+    # What INT8 lost is a matter of the last bits, so of both terms only the sum tells.
+    taken = np.asarray(want.residual.scales) > 0
+    np.testing.assert_array_equal(np.asarray(got.residual.scales) > 0, taken)
+    values = [
+        _values(part.main, block) + _values(part.residual, block)
+        for part in (got, want)
+    ]
+    taken = _spread(taken, block, want.main.codes.shape)
+    step = _spread(want.main.scales, block, want.main.codes.shape)
+    difference = np.abs(np.where(taken, values[0] - values[1], 0.0))
+    assert np.all(difference <= 0.6 * np.where(taken, step, 1.0))
+    assert np.mean(difference > 0.02 * np.where(taken, step, 1.0)) < 0.01
+
+
+def _check_codes(got, want, block) -> None:
+    """Except where a scale is NaN, whose codes mean nothing."""
+    if want is None:
+        assert got is None
+        return
+    np.testing.assert_allclose(got.scales, want.scales, rtol=1e-5)
+    used = ~np.isnan(_spread(want.scales, block, want.codes.shape))
+    assert got.codes.dtype == want.codes.dtype
+    _check_close(np.where(used, got.codes, 0), np.where(used, want.codes, 0))
+
+
+def _check_packed(got, want, size: int, bits: int) -> None:
+    np.testing.assert_allclose(got.scales, want.scales, rtol=1e-5)
+    assert [p.shape for p in got.planes] == [p.shape for p in want.planes]
+    codes = [np.asarray(packing.unpack(p.planes, size, bits)) for p in (got, want)]
+    used = ~np.isnan(_spread(want.scales, (1, packing.GROUP), codes[0].shape))
+    _check_close(*(np.where(used, c, 0) for c in codes))
+
+
+def _check_close(got, want) -> None:
+    difference = np.abs(got.astype(np.int32) - want.astype(np.int32))
+    assert difference.max() <= 1
+    assert difference.mean() < 0.01
+
+
+def _values(quantized, block):
+    spread = _spread(quantized.scales, block, quantized.codes.shape)
+    return spread * np.asarray(quantized.codes, np.float32)
+
+
+def _spread(per_block, block, shape):
+    per_block = np.repeat(np.repeat(np.asarray(per_block), block[0], 1), block[1], 2)
+    return per_block[:, : shape[1], : shape[2]]

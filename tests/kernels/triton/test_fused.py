@@ -1,0 +1,78 @@
+"""The fused Triton kernels: their numbers, and what they compile to."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fbq_jax.kernels import packing
+from tests.kernels import fused_cases as cases
+from tests.kernels.triton.test_quantize import SHARED
+from tests.kernels.triton_tools import compile_kernels, interpreted
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return interpreted("producers")
+
+
+@pytest.mark.parametrize("case", cases.QUANTIZE)
+def test_rms_norm_quantize(ops, case):
+    cases.check_norm(ops, *case)
+
+
+@pytest.mark.parametrize("case", cases.QUANTIZE)
+def test_silu_gate_quantize(ops, case):
+    cases.check_gate(ops, *case)
+
+
+@pytest.mark.parametrize("case", cases.GRAD)
+def test_silu_gate_grad_quantize(ops, case):
+    cases.check_grad(ops, *case)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_special_values(ops, dtype):
+    cases.check_special(ops, dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "bits", "block", "criterion"),
+    [
+        (90, "bfloat16", 10, (128, 128), "absmax"),
+        (89, "float16", 12, (32, 128), None),
+        (80, "float32", 11, (256, 128), "l1_rel"),
+    ],
+)
+def test_compiles_without_spills(capability, dtype, bits, block, criterion):
+    shape = (1, 4096, 4096)
+    x, theta = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((1,), "float32")
+    gate_up = jax.ShapeDtypeStruct((1, 4096, 8192), dtype)
+    gain = jax.ShapeDtypeStruct((1, 4096), "float32")
+    seeds = jax.ShapeDtypeStruct((1,), "uint32")
+    packed = jax.eval_shape(lambda: packing.quantize(jnp.zeros(shape), bits))
+    compiled = functools.partial(
+        compile_kernels, "producers", capability=capability, bits=bits, block=block
+    )
+    forward = {"criterion": criterion, "columns": "stochastic"}
+    kernels = [
+        *compiled("rms_norm_quantize", x, gain, theta, seeds, epsilon=1e-5, **forward),
+        *compiled("silu_gate_quantize", gate_up, theta, seeds, **forward),
+        *compiled(
+            "silu_gate_grad_quantize",
+            x,
+            packed,
+            packed,
+            seeds,
+            rows="stochastic",
+            columns="stochastic",
+        ),
+    ]
+    assert len(kernels) == 3
+    for kernel in kernels:
+        assert kernel.spills == 0, kernel.name
+        assert kernel.shared <= SHARED[capability], kernel.name
+        # Eight bytes of x or more at a time.
+        assert re.search(r"ld\.global\.v[24]", kernel.ptx), kernel.name
