@@ -69,7 +69,7 @@ def tune(
 ) -> tuple[dict[str, int], float]:
     """The fastest candidate for ``(M, N, K)``, and its time in milliseconds."""
     operands = _operands(sizes, fallback=fallback)
-    definition = functools.partial(ops.matmul, blocks=_BLOCKS, dtype=jnp.float32)
+    definition = functools.partial(ops.matmul, block_shape=_BLOCKS, dtype=jnp.float32)
     wanted = jax.jit(functools.partial(definition, implementation="reference"))(
         *operands
     )
@@ -92,7 +92,7 @@ def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.A
         from fbq_jax.kernels.triton import gemm as module
     config = module.Config(**options)
     return functools.partial(
-        module.matmul, blocks=_BLOCKS, dtype=jnp.bfloat16, config=config
+        module.matmul, block_shape=_BLOCKS, dtype=jnp.bfloat16, config=config
     )
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from fbq_jax.kernels import packing, reference
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Block, Criterion, Layouts, Quantized
-from fbq_jax.kernels.rounding import Origin, Rounding
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding
 
 
 class Operand(NamedTuple):
@@ -35,7 +35,7 @@ class Operand(NamedTuple):
     main: Quantized
     residual: Quantized | None
     metric: jax.Array
-    columns: Quantized | None
+    colwise: Quantized | None
 
 
 class NormQuantized(NamedTuple):
@@ -60,7 +60,7 @@ class GateQuantized(NamedTuple):
 
 def rms_norm_quantize(
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     theta: jax.Array,
     seeds: jax.Array,
     *,
@@ -68,29 +68,29 @@ def rms_norm_quantize(
     bits: int,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
-    origin: Origin | None = None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
 ) -> NormQuantized:
     """Quantizes ``x / sqrt(mean(x**2) + epsilon) * gain``, the means over rows.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
-      gain: float32 ``[B, C]``.
+      norm_scale: float32 ``[B, C]``.
       theta: float32 ``[B]``; see ``reference.quantize_fallback``.
       seeds: uint32 ``[B]``; likewise.
       epsilon: added to the mean square.
       bits: of each code of ``normalized``, 4 to 12.
       block: rows and columns of a block.
       criterion: of fallback; None for nearest codes alone.
-      columns: the rounding of the codes by columns; None for no such codes.
-      origin: where the output lies in a larger one, which the noise is that of.
+      colwise: the rounding of the codes by columns; None for no such codes.
+      global_offset: where the output lies in a larger one, which the noise is that of.
       ops: who quantizes: a module with the ops of ``reference``.
     """
     wide = x.astype(jnp.float32)
     rstd = find_rstd(jnp.mean(wide * wide, axis=-1, keepdims=True), epsilon)
-    y = _round(apply_norm(wide, rstd, gain[:, None, :]), x.dtype)
-    operand = _quantize(ops, y, theta, seeds, block, criterion, columns, origin)
+    y = _round(apply_norm(wide, rstd, norm_scale[:, None, :]), x.dtype)
+    operand = _quantize(ops, y, theta, seeds, block, criterion, colwise, global_offset)
     return NormQuantized(operand, packing.quantize(wide * rstd, bits), rstd)
 
 
@@ -102,8 +102,8 @@ def silu_gate_quantize(
     bits: int,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
-    origin: Origin | None = None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
 ) -> GateQuantized:
     """Quantizes ``silu(gate) * up``.
@@ -115,14 +115,14 @@ def silu_gate_quantize(
       bits: of each code of the factors, 4 to 12.
       block: rows and columns of a block of the output ``[B, R, F]``.
       criterion: of fallback; None for nearest codes alone.
-      columns: the rounding of the codes by columns; None for no such codes.
-      origin: where the output lies in a larger one, which the noise is that of.
+      colwise: the rounding of the codes by columns; None for no such codes.
+      global_offset: where the output lies in a larger one, which the noise is that of.
       ops: who quantizes: a module with the ops of ``reference``.
     """
     gate, up = split_gate_up(gate_up)
     slope, value = silu_factors(gate, up)
     y = _round(value * up.astype(jnp.float32), gate_up.dtype)
-    operand = _quantize(ops, y, theta, seeds, block, criterion, columns, origin)
+    operand = _quantize(ops, y, theta, seeds, block, criterion, colwise, global_offset)
     by_gate, by_up = (packing.quantize(factor, bits) for factor in (slope, value))
     return GateQuantized(operand, by_gate, by_up)
 
@@ -135,9 +135,9 @@ def silu_gate_grad_quantize(
     *,
     bits: int,
     block: Block,
-    rows: Rounding | None,
-    columns: Rounding | None,
-    origin: Origin | None = None,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
 ) -> Layouts:
     """Quantizes the gradient of ``gate_up``: dy times each factor.
@@ -149,9 +149,9 @@ def silu_gate_grad_quantize(
       seeds: uint32 ``[B]``, of the noise.
       bits: of each code of the factors.
       block: rows and columns of a block of the gradient ``[B, R, 2 F]``.
-      rows: the rounding of the codes by rows; None for no such codes.
-      columns: likewise, by columns.
-      origin: where the output lies in a larger one, which the noise is that of.
+      rowwise: the rounding of the codes by rows; None for no such codes.
+      colwise: likewise, by columns.
+      global_offset: where the output lies in a larger one, which the noise is that of.
       ops: who quantizes: a module with the ops of ``reference``.
     """
     halves = [times_packed(dy, factor, bits) for factor in (by_gate, by_up)]
@@ -159,9 +159,9 @@ def silu_gate_grad_quantize(
         join_gate_up(*halves),
         seeds,
         block=block,
-        rows=rows,
-        columns=columns,
-        origin=origin,
+        rowwise=rowwise,
+        colwise=colwise,
+        global_offset=global_offset,
     )
     return quantized
 
@@ -198,9 +198,11 @@ def find_rstd(variance: jax.Array, epsilon: float) -> jax.Array:
     return lax.rsqrt(variance + epsilon)
 
 
-def apply_norm(x: jax.Array, rstd: jax.Array, gain: jax.Array | None) -> jax.Array:
+def apply_norm(
+    x: jax.Array, rstd: jax.Array, norm_scale: jax.Array | None
+) -> jax.Array:
     """``x * rstd * gain`` in float32 and in Flax's order, for its results."""
-    return x * rstd if gain is None else x * (rstd * gain)
+    return x * rstd if norm_scale is None else x * (rstd * norm_scale)
 
 
 def silu_factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -245,8 +247,8 @@ def _quantize(
     seeds: jax.Array,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
-    origin: Origin | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None,
 ) -> Operand:
     if criterion is not None:
         quantized = ops.quantize_fallback(
@@ -255,11 +257,16 @@ def _quantize(
             seeds,
             block=block,
             criterion=criterion,
-            columns=columns,
-            origin=origin,
+            colwise=colwise,
+            global_offset=global_offset,
         )
         return Operand(*quantized)
     main, by_columns = ops.quantize(
-        y, seeds, block=block, rows="nearest", columns=columns, origin=origin
+        y,
+        seeds,
+        block=block,
+        rowwise="nearest",
+        colwise=colwise,
+        global_offset=global_offset,
     )
     return Operand(main, None, jnp.zeros((len(y), 0, 0), jnp.float32), by_columns)

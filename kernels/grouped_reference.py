@@ -87,14 +87,14 @@ def from_tiles(x: jax.Array, tiles: Tiles) -> jax.Array:
     return x.at[tiles.places].get(mode="fill", fill_value=0)
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "dtype"))
+@functools.partial(jax.jit, static_argnames=("block_shape", "dtype"))
 def ragged_matmul(
     lhs: Quantized,
     residual: Quantized | None,
     rhs: Quantized,
     groups: jax.Array,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Multiplies each tile with its group's matrix: ``[T, m, N]`` in ``dtype``.
@@ -104,7 +104,7 @@ def ragged_matmul(
       residual: a second term of lhs, of the same shapes, or None.
       rhs: codes ``[G, N, K]``, scales ``[G, ceil(N/n), ceil(K/k)]``.
       groups: int32 ``[T]``, each tile's group; where it is none of G, zeros.
-      blocks: ``(m, k, n)``, the sides of a block.
+      block_shape: ``(m, k, n)``, the sides of a block.
       dtype: of the output.
     """
 
@@ -112,7 +112,7 @@ def ragged_matmul(
         lhs, residual, group = tile
         lhs, residual = jax.tree.map(lambda x: x[None], (lhs, residual))
         of_group = jax.tree.map(lambda x: x[group][None], rhs)
-        return matmul(lhs, residual, of_group, blocks=blocks, dtype=dtype)[0]
+        return matmul(lhs, residual, of_group, block_shape=block_shape, dtype=dtype)[0]
 
     def nothing(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
         # An empty sum: 0, which varies over the axes of a mesh as the product does.
@@ -127,14 +127,14 @@ def ragged_matmul(
     return lax.map(one, (lhs, residual, groups))
 
 
-@functools.partial(jax.jit, static_argnames=("size", "blocks", "dtype"))
+@functools.partial(jax.jit, static_argnames=("size", "block_shape", "dtype"))
 def ragged_contraction(
     lhs: Quantized,
     rhs: Quantized,
     groups: jax.Array,
     *,
     size: int,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Sums the products of each group's tiles over their rows: ``[G, K, N]``.
@@ -147,7 +147,7 @@ def ragged_contraction(
       rhs: codes ``[T, N, m]``, scales ``[T, ceil(N/n), 1]``.
       groups: int32 ``[T]``, each tile's group; where it is none of G, nothing is added.
       size: G.
-      blocks: ``(k, m, n)``, the sides of a block.
+      block_shape: ``(k, m, n)``, the sides of a block.
       dtype: of the output.
     """
     Tile = tuple[Quantized, Quantized, jax.Array]
@@ -155,7 +155,7 @@ def ragged_contraction(
     def add(sums: jax.Array, tile: Tile) -> jax.Array:
         lhs, rhs, group = tile
         lhs, rhs = jax.tree.map(lambda x: x[None], (lhs, rhs))
-        product = matmul(lhs, None, rhs, blocks=blocks, dtype=jnp.float32)[0]
+        product = matmul(lhs, None, rhs, block_shape=block_shape, dtype=jnp.float32)[0]
         return sums.at[group].add(product)
 
     def one(sums: jax.Array, tile: Tile) -> tuple[jax.Array, None]:

@@ -35,7 +35,7 @@ Block = tuple[int, int]
 Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
-LONGEST = 2**17  # elements of K: 127 * 127 * LONGEST fits into int32
+MAX_INT32_K = 2**17  # elements of K: 127 * 127 * MAX_INT32_K fits into int32
 
 
 class Quantized(NamedTuple):
@@ -53,22 +53,22 @@ class Layouts(NamedTuple):
     its transpose ``[B, C, R]`` with transposed scales.
     """
 
-    rows: Quantized | None
-    columns: Quantized | None
+    rowwise: Quantized | None
+    colwise: Quantized | None
 
 
 def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
-class Join(NamedTuple):
+class AmaxReduce(NamedTuple):
     """Makes ``max |x|`` of parts of vectors that of whole ones, by rows and columns."""
 
-    rows: Callable[[jax.Array], jax.Array]
-    columns: Callable[[jax.Array], jax.Array]
+    rowwise: Callable[[jax.Array], jax.Array]
+    colwise: Callable[[jax.Array], jax.Array]
 
 
-SEPARATE = Join(_identity, _identity)
+SEPARATE = AmaxReduce(_identity, _identity)
 """Of vectors that are whole."""
 
 
@@ -85,7 +85,7 @@ class FallbackQuantized(NamedTuple):
     main: Quantized
     residual: Quantized
     metric: jax.Array
-    columns: Quantized | None
+    colwise: Quantized | None
 
 
 def quantize(
@@ -93,10 +93,10 @@ def quantize(
     seeds: jax.Array,
     *,
     block: Block,
-    rows: rounding.Rounding | None,
-    columns: rounding.Rounding | None,
-    origin: rounding.Origin | None = None,
-    join: Callable[[jax.Array], jax.Array] = _identity,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
+    global_offset: rounding.GlobalOffset | None = None,
+    amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
 ) -> Layouts:
     """Quantizes matrices to INT8 with one scale a block, in one or both layouts.
 
@@ -104,26 +104,26 @@ def quantize(
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       seeds: uint32 ``[B]``, of the noise; not read by nearest rounding.
       block: rows and columns of a block.
-      rows: the rounding, ``"nearest"`` or ``"stochastic"``, of the codes by rows; None
-        for no such codes.
-      columns: likewise, of the codes by columns.  Noise belongs to an element, so equal
+      rowwise: the rounding, ``"nearest"`` or ``"stochastic"``, of the rowwise codes;
+        None for no such codes.
+      colwise: likewise, of the colwise codes.  Noise belongs to an element, so equal
         roundings give equal codes.
-      origin: where the matrices lie in larger ones, which the noise is that of.
-      join: makes the maxima of blocks ``[B, R/r, C/c]`` those of larger blocks.
+      global_offset: where the matrices lie in larger ones, which the noise is that of.
+      amax_reduce: makes the maxima of blocks ``[B, R/r, C/c]`` those of larger blocks.
     """
-    return _layouts(x, seeds, block, rows, columns, origin, join)
+    return _layouts(x, seeds, block, rowwise, colwise, global_offset, amax_reduce)
 
 
 def quantize_vectors(
     x: jax.Array,
     seeds: jax.Array,
     *,
-    rows: rounding.Rounding | None,
-    columns: rounding.Rounding | None,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
-    origin: rounding.Origin | None = None,
-    join: Join = SEPARATE,
+    global_offset: rounding.GlobalOffset | None = None,
+    amax_reduce: AmaxReduce = SEPARATE,
 ) -> Layouts:
     """Quantizes vector-wise: one scale a row by rows, one a column by columns.
 
@@ -133,22 +133,24 @@ def quantize_vectors(
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       seeds: uint32 ``[B]``, of the noise; not read by nearest rounding.
-      rows: the rounding of the codes by rows, ``[B, R, C]`` with scales ``[B, R, 1]``;
-        None for no such codes.
-      columns: likewise, by columns, ``[B, C, R]`` with scales ``[B, C, 1]``.
+      rowwise: the rounding of the rowwise codes, ``[B, R, C]`` with scales
+        ``[B, R, 1]``; None for no such codes.
+      colwise: likewise, of the colwise codes, ``[B, C, R]`` with scales ``[B, C, 1]``.
       bound: what ``amax`` is scaled to: 127, the last code, or 127.5, the edge of what
         rounds to it.  ``v`` is clipped to the last code all the same.
       per_tensor: whether the scales of a matrix are all that of its own ``amax``.
-      origin: where the matrices lie in larger ones, which the noise is that of.
-      join: makes their maxima those of the larger ones.
+      global_offset: where the matrices lie in larger ones, which the noise is that of.
+      amax_reduce: makes their maxima those of the larger ones.
     """
     _, height, width = x.shape
     row, column = (1, max(1, width)), (max(1, height), 1)
     if per_tensor:
         row = column = (max(1, height), max(1, width))
-    layouts = functools.partial(_layouts, x, seeds, origin=origin, bound=bound)
-    by_rows = layouts(row, rows, None, join=join.rows).rows
-    by_columns = layouts(column, None, columns, join=join.columns).columns
+    layouts = functools.partial(
+        _layouts, x, seeds, global_offset=global_offset, bound=bound
+    )
+    by_rows = layouts(row, rowwise, None, amax_reduce=amax_reduce.rowwise).rowwise
+    by_columns = layouts(column, None, colwise, amax_reduce=amax_reduce.colwise).colwise
     return Layouts(
         by_rows and _one_scale_a_row(by_rows),
         by_columns and _one_scale_a_row(by_columns),
@@ -162,8 +164,8 @@ def quantize_fallback(
     *,
     block: Block,
     criterion: Criterion,
-    columns: rounding.Rounding | None,
-    origin: rounding.Origin | None = None,
+    colwise: rounding.Rounding | None,
+    global_offset: rounding.GlobalOffset | None = None,
 ) -> FallbackQuantized:
     """Quantizes to INT8, nearest, with a second term where the metric exceeds theta.
 
@@ -179,11 +181,11 @@ def quantize_fallback(
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       theta: float32 ``[B]``, thresholds in the units of the metric.
-      seeds: uint32 ``[B]``, of the noise; read by stochastic ``columns`` only.
+      seeds: uint32 ``[B]``, of the noise; read by stochastic ``colwise`` only.
       block: rows and columns of a block.
       criterion: which metric.
-      columns: the rounding of the codes by columns; None for no such codes.
-      origin: where the matrices lie in larger ones, which the noise is that of.
+      colwise: the rounding of the codes by columns; None for no such codes.
+      global_offset: where the matrices lie in larger ones, which the noise is that of.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
@@ -198,7 +200,7 @@ def quantize_fallback(
             _from_tiles(residual_codes, x.shape).astype(jnp.int8), residual_scales
         ),
         metric,
-        _layouts(x, seeds, block, None, columns, origin).columns,
+        _layouts(x, seeds, block, None, colwise, global_offset).colwise,
     )
 
 
@@ -214,7 +216,7 @@ def matmul(
     residual: Quantized | None,
     rhs: Quantized,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Multiplies ``lhs [B, M, K]`` (plus its residual) with ``rhs [B, N, K]``.
@@ -231,16 +233,16 @@ def matmul(
       lhs: codes ``[B, M, K]``, scales ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs, of the same shapes, or None.
       rhs: codes ``[B, N, K]``, scales ``[B, ceil(N/n), ceil(K/k)]``.
-      blocks: ``(m, k, n)``, the sides of a block.
+      block_shape: ``(m, k, n)``, the sides of a block.
       dtype: of the output.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
-    m, k, n = blocks
-    if k > LONGEST and lhs.scales.shape[2] == 1:
+    m, k, n = block_shape
+    if k > MAX_INT32_K and lhs.scales.shape[2] == 1:
         # One scale for all of K, which is cut so that int32 holds the products.
-        pieces = -(-lhs.codes.shape[2] // LONGEST)
+        pieces = -(-lhs.codes.shape[2] // MAX_INT32_K)
         lhs, rhs = (
             Quantized(codes, jnp.repeat(scales, pieces, axis=2))
             for codes, scales in (lhs, rhs)
@@ -248,7 +250,7 @@ def matmul(
         if residual is not None:
             scales = jnp.repeat(residual.scales, pieces, axis=2)
             residual = Quantized(residual.codes, scales)
-        k = LONGEST
+        k = MAX_INT32_K
     terms = [lhs] if residual is None else [lhs, residual]
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
 
@@ -321,10 +323,10 @@ def _layouts(
     x: jax.Array,
     seeds: jax.Array,
     block: Block,
-    rows: rounding.Rounding | None,
-    columns: rounding.Rounding | None,
-    origin: rounding.Origin | None,
-    join: Callable[[jax.Array], jax.Array] = _identity,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
+    global_offset: rounding.GlobalOffset | None,
+    amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
     bound: float = 127.0,
 ) -> Layouts:
     tiles = _to_tiles(x.astype(jnp.float32), block)
@@ -333,15 +335,18 @@ def _layouts(
         noise = None
         if mode == "stochastic":
             draw = functools.partial(
-                rounding.noise, rows=x.shape[1], columns=x.shape[2], origin=origin
+                rounding.noise,
+                rows=x.shape[1],
+                columns=x.shape[2],
+                global_offset=global_offset,
             )
             noise = _to_tiles(jax.vmap(draw)(seeds), block)
-        codes, scales = _quantize_tiles(tiles, noise, join, bound)
+        codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound)
         return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
 
     return Layouts(
-        None if rows is None else layout(rows),
-        None if columns is None else _mT(layout(columns)),
+        None if rowwise is None else layout(rowwise),
+        None if colwise is None else _mT(layout(colwise)),
     )
 
 
@@ -358,11 +363,11 @@ def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
 def _quantize_tiles(
     tiles: jax.Array,
     noise: jax.Array | None,
-    join: Callable[[jax.Array], jax.Array] = _identity,
+    amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
     bound: float = 127.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (as float32 tiles) and scales of tiles."""
-    scale, inverse = scale_and_inverse(join(find_amax(tiles, (2, 4))), bound)
+    scale, inverse = scale_and_inverse(amax_reduce(find_amax(tiles, (2, 4))), bound)
     inverse = _spread(inverse)
     v = jnp.clip(tiles * inverse, -127.0, 127.0)
     v = jnp.where(inverse > 0.0, v, 0.0)

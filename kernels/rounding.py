@@ -8,7 +8,7 @@ rounding up is its fraction to about ``2**-16``.
 The noise is counter based: a function of a seed and of an element's row and column in
 the matrix that is rounded.  A kernel may therefore visit the elements in any order,
 tiling or layout, and a transposed copy gets the bits of the original; so does a part of
-a matrix that is told its ``Origin``.
+a matrix that is told its ``GlobalOffset``.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -22,10 +22,10 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: consecutive counters land far apart
 _COLUMN_STREAM = 0x5851F42D
 
-SPAN = 32  # rows that lie together: a divisor of every block's
+ROW_GROUP = 32  # rows that lie together: a divisor of every block's
 
 
-class Origin(NamedTuple):
+class GlobalOffset(NamedTuple):
     """Where a matrix lies in the one that it was cut from.
 
     Attributes:
@@ -37,9 +37,11 @@ class Origin(NamedTuple):
     column: jax.Array
 
 
-def whole(rows: int) -> Origin:
+def whole(rows: int) -> GlobalOffset:
     """The origin of a matrix of its own."""
-    return Origin(jnp.arange(0, rows, SPAN, jnp.uint32), jnp.zeros(1, jnp.uint32))
+    return GlobalOffset(
+        jnp.arange(0, rows, ROW_GROUP, jnp.uint32), jnp.zeros(1, jnp.uint32)
+    )
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -67,7 +69,7 @@ def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def noise(
-    seed: jax.Array, rows: int, columns: int, origin: Origin | None = None
+    seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None = None
 ) -> jax.Array:
     """Uniform noise in (-1/2, 1/2) for a matrix.
 
@@ -79,16 +81,16 @@ def noise(
       seed: uint32 ``[]``.
       rows: number of rows of the matrix.
       columns: number of columns.
-      origin: where it lies in a larger one.
+      global_offset: where it lies in a larger one.
 
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
     row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
     column = jnp.arange(columns, dtype=jnp.uint32)[None, :]
-    if origin is not None:
-        row = row % SPAN + jnp.repeat(origin.rows, SPAN)[:rows, None]
-        column += origin.column[:, None]
+    if global_offset is not None:
+        row = row % ROW_GROUP + jnp.repeat(global_offset.rows, ROW_GROUP)[:rows, None]
+        column += global_offset.column[:, None]
     # Odd, because an even factor loses bits of the other.
     a = fold(seed, row >> 1) | 1
     b = fold(seed ^ jnp.uint32(_COLUMN_STREAM), column) | 1

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import LONGEST, Quantized
+from fbq_jax.kernels.reference import MAX_INT32_K, Quantized
 
 
 def matmul(
@@ -19,17 +19,17 @@ def matmul(
     residual: None,
     rhs: Quantized,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """``reference.matmul`` with ``blocks = (1, K, 1)`` and no residual."""
     assert residual is None
-    assert blocks == (1, lhs.codes.shape[2], 1)
+    assert block_shape == (1, lhs.codes.shape[2], 1)
     product = jnp.float32(0.0)
-    for start in range(0, lhs.codes.shape[2], LONGEST):
+    for start in range(0, lhs.codes.shape[2], MAX_INT32_K):
         product += _product(
-            lhs.codes[:, :, start : start + LONGEST],
-            rhs.codes[:, :, start : start + LONGEST],
+            lhs.codes[:, :, start : start + MAX_INT32_K],
+            rhs.codes[:, :, start : start + MAX_INT32_K],
         ).astype(jnp.float32)
     return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
 

@@ -56,7 +56,7 @@ def timed_recipes() -> dict[str, Recipe]:
     return {
         name: recipe
         for name, recipe in recipes.NAMED.items()
-        if recipe.fwd.in_blocks and recipe.sides == (128, 128, 128)
+        if recipe.fwd.in_blocks and recipe.block_shape == (128, 128, 128)
     }
 
 
@@ -76,7 +76,7 @@ def own(x: jax.Array, implementation: str | None) -> Iterator[Contender]:
 
 def forward_by(recipe: Recipe, implementation: str | None) -> str:
     """The implementation that a recipe's forward GEMM runs by."""
-    sides = recipe.sides if recipe.fwd.in_blocks else ()
+    sides = recipe.block_shape if recipe.fwd.in_blocks else ()
     choice = dispatch.choose("matmul", sides, implementation=implementation)
     return choice.implementation
 
@@ -94,7 +94,7 @@ def by_recipe(
             implementation=implementation,
         )
         theta = threshold.quantile(metric, recipe)
-        fallback = float(threshold.observe(metric, theta))
+        fallback = float(threshold.fallback_rate(metric, theta))
 
     def product_by(implementation: str) -> Product:
         def product(x: jax.Array, w: jax.Array, state: Any, inputs: Any) -> jax.Array:

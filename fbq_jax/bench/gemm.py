@@ -85,7 +85,9 @@ def rows(
 
 def _matmul(dtype: jax.typing.DTypeLike, by: str) -> Callable[..., jax.Array]:
     return jax.jit(
-        functools.partial(ops.matmul, blocks=_BLOCKS, dtype=dtype, implementation=by)
+        functools.partial(
+            ops.matmul, block_shape=_BLOCKS, dtype=dtype, implementation=by
+        )
     )
 
 
@@ -94,10 +96,10 @@ def _codes(key: jax.Array, rows: int, columns: int, by: str) -> Quantized:
         jax.random.normal(key, (1, rows, columns), jnp.bfloat16),
         jnp.zeros(1, jnp.uint32),
         block=(_SIDE, _SIDE),
-        rows="nearest",
-        columns=None,
+        rowwise="nearest",
+        colwise=None,
         implementation=by,
-    ).rows
+    ).rowwise
     assert codes is not None
     return codes
 

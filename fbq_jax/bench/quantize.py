@@ -89,13 +89,13 @@ def _cases(
     x = data.activation(jax.random.key(0), (1, *shape))
     seeds = jnp.ones(1, jnp.uint32)
     for rounding in ("nearest", "stochastic"):
-        rounded = {"block": _BLOCK, "rows": rounding, "columns": rounding}
+        rounded = {"block": _BLOCK, "rowwise": rounding, "colwise": rounding}
         yield _Case(rounding, ops.quantize, rounded, (x, seeds), None, 2, 2)
     metric = ops.block_metric(
         x, block=_BLOCK, criterion="absmax", implementation=implementation
     )
     ascending = jnp.sort(metric.reshape(-1))
-    options = {"block": _BLOCK, "criterion": "absmax", "columns": "stochastic"}
+    options = {"block": _BLOCK, "criterion": "absmax", "colwise": "stochastic"}
     for rate in rates:
         theta = ascending[metric.size - 1 - round(rate * metric.size)]
         taken = float(jnp.mean(metric > theta, dtype=jnp.float32))

@@ -147,7 +147,7 @@ def stateful_dot_general(
     in a frozen layer (``fbq_jax.core.frozen_weight``), whose rhs has a shape and a
     dtype only.
     """
-    before = threshold.clean(state)
+    before = threshold.canonicalize_state(state)
     out, stats = _seeded_dot_general(
         lhs,
         rhs,
@@ -196,7 +196,7 @@ def _seeded_dot_general(
         spec = matmul_vjp.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
         weight = w if codes is None else codes
         y, metric = matmul_vjp.matmul(spec, x, weight, jnp.maximum(theta, 0.0), seed)
-        stats = Stats(threshold.observe(metric, theta), theta, metric)
+        stats = Stats(threshold.fallback_rate(metric, theta), theta, metric)
         return y.reshape(out.shape), stats
 
     main = None if codes is None else codes.main
@@ -213,7 +213,7 @@ def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
     ((8, 256), (200,))
     """
     *lead, last = sizes or (1,)
-    if not lead or 0 in sizes or last % recipe.sides[0] or not recipe.in_blocks:
+    if not lead or 0 in sizes or last % recipe.block_shape[0] or not recipe.in_blocks:
         return (math.prod(sizes),)
     return math.prod(lead), last
 

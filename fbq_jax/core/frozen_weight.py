@@ -92,7 +92,7 @@ def quantize_weight(
     """
     spec = Spec(recipe, w.dtype, w.dtype, w.dtype, implementation)
     matrices = rhs_matrix(w, dimension_numbers)
-    main = quantize_rhs(spec, matrices, seed, save=False).columns
+    main = quantize_rhs(spec, matrices, seed, save=False).colwise
     assert main is not None
     k, n = recipe.rhs_block
     block = (n, k) if recipe.fwd.in_blocks else (1, max(1, matrices.shape[1]))

@@ -59,7 +59,7 @@ def norm_matmul(
     spec: Spec,
     norm: NormSpec,
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
@@ -71,7 +71,7 @@ def norm_matmul(
       norm: epsilon and bits; without means.
       x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
         ``matmul_vjp``.
-      gain: float32 ``[K]``.
+      norm_scale: float32 ``[K]``.
       w: ``[B, K, N]``; of a frozen layer, its codes by columns.
       theta: float32 ``[]``; below 0, it is set from the operand's own blocks.
       seed: uint32 ``[]``, of the noise.
@@ -79,7 +79,9 @@ def norm_matmul(
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]`` in the spec's dtype, and ``Measured``.
     """
-    y, measured, _, _ = _norm_forward(spec, norm, x, gain, w, theta, seed, save=False)
+    y, measured, _, _ = _norm_forward(
+        spec, norm, x, norm_scale, w, theta, seed, save=False
+    )
     return y, measured
 
 
@@ -95,7 +97,7 @@ def _norm_forward(
     spec: Spec,
     norm: NormSpec,
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
@@ -103,24 +105,24 @@ def _norm_forward(
     save: bool,
 ) -> tuple[jax.Array, Measured, SavedNorm, tuple[Operand, Layouts]]:
     def layer(x: jax.Array) -> jax.Array:
-        return nonlinear.rms_norm(x, gain, epsilon=norm.epsilon, bits=norm.bits)
+        return nonlinear.rms_norm(x, norm_scale, epsilon=norm.epsilon, bits=norm.bits)
 
     theta = resolve(theta, x, spec.recipe, spec.implementation, layer=layer)
     operand, normalized, rstd = ops.rms_norm_quantize(
         x,
-        jnp.broadcast_to(gain, (len(x), *gain.shape)),
+        jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
         _thetas(theta, x),
         seeds_of(seed, LHS_STREAM, x),
         epsilon=norm.epsilon,
         bits=norm.bits,
         block=spec.recipe.lhs_block,
         criterion=spec.recipe.criterion,
-        columns=spec.recipe.drhs.lhs if save else None,
+        colwise=spec.recipe.drhs.lhs if save else None,
         implementation=spec.implementation,
     )
     y, rhs = _multiply(spec, operand, w, seed, save=save)
     normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
-    row = jnp.expand_dims(gain, range(x.ndim - 1))
+    row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
     saved = SavedNorm(normalized, rstd, row)
     return y, Measured(theta, operand.metric), saved, (operand, rhs)
 
@@ -138,17 +140,17 @@ def _multiply(
     save: bool,
 ) -> tuple[jax.Array, Layouts]:
     rhs = quantize_rhs(spec, w, seed, save=save)
-    lhs = Layouts(operand.main, operand.columns)
+    lhs = Layouts(operand.main, operand.colwise)
     return matmul_vjp.forward(spec, lhs, operand.residual, rhs), rhs
 
 
 def _saved_matmul(operands: tuple[Operand, Layouts], seed: jax.Array) -> _SavedMatmul:
     operand, rhs = operands
-    assert operand.columns is not None
-    assert rhs.rows is not None
+    assert operand.colwise is not None
+    assert rhs.rowwise is not None
     return _SavedMatmul(
-        checkpoint_name(operand.columns, LHS_NAME),
-        checkpoint_name(rhs.rows, RHS_NAME),
+        checkpoint_name(operand.colwise, LHS_NAME),
+        checkpoint_name(rhs.rowwise, RHS_NAME),
         seed,
     )
 
@@ -157,13 +159,13 @@ def _norm_matmul_fwd(
     spec: Spec,
     norm: NormSpec,
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
 ) -> tuple[tuple[jax.Array, Measured], tuple[SavedNorm, _SavedMatmul]]:
     y, measured, saved, operands = _norm_forward(
-        spec, norm, x, gain, w, theta, seed, save=True
+        spec, norm, x, norm_scale, w, theta, seed, save=True
     )
     return (y, measured), (saved, _saved_matmul(operands, seed))
 
@@ -213,7 +215,7 @@ class _SavedGated(NamedTuple):
 def gated_mlp(
     specs: GatedSpecs,
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     w_up: jax.Array | Quantized,
     w_down: jax.Array | Quantized,
     thetas: tuple[jax.Array, jax.Array],
@@ -225,7 +227,7 @@ def gated_mlp(
       specs: what is static; ``down.lhs_dtype`` is ``up.dtype``.
       x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
         ``matmul_vjp``.
-      gain: float32 ``[K]``.
+      norm_scale: float32 ``[K]``.
       w_up: ``[B, K, 2 F]``, of the gate and of up, as ``fused_reference.join_gate_up``
         puts them together; or codes, likewise.
       w_down: ``[B, F, N]``; or codes.
@@ -235,13 +237,15 @@ def gated_mlp(
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]``, and ``Measured`` of both GEMMs.
     """
-    return _gated_forward(specs, x, gain, w_up, w_down, thetas, seeds, save=False)[0]
+    return _gated_forward(
+        specs, x, norm_scale, w_up, w_down, thetas, seeds, save=False
+    )[0]
 
 
 def _gated_forward(
     specs: GatedSpecs,
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     w_up: jax.Array | Quantized,
     w_down: jax.Array | Quantized,
     thetas: tuple[jax.Array, jax.Array],
@@ -261,7 +265,7 @@ def _gated_forward(
         specs.up,
         specs.norm,
         x,
-        gain,
+        norm_scale,
         w_up,
         thetas[0],
         seeds[0],
@@ -275,7 +279,7 @@ def _gated_forward(
         bits=specs.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
-        columns=recipe.drhs.lhs if save else None,
+        colwise=recipe.drhs.lhs if save else None,
         implementation=specs.down.implementation,
     )
     y, rhs = _multiply(specs.down, operand, w_down, seeds[1], save=save)
@@ -286,14 +290,14 @@ def _gated_forward(
 def _gated_mlp_fwd(
     specs: GatedSpecs,
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     w_up: jax.Array | Quantized,
     w_down: jax.Array | Quantized,
     thetas: tuple[jax.Array, jax.Array],
     seeds: tuple[jax.Array, jax.Array],
 ) -> tuple[tuple[jax.Array, tuple[Measured, Measured]], _SavedGated]:
     out, (norm, by_gate, by_up, operands) = _gated_forward(
-        specs, x, gain, w_up, w_down, thetas, seeds, save=True
+        specs, x, norm_scale, w_up, w_down, thetas, seeds, save=True
     )
     by_gate, by_up = checkpoint_name((by_gate, by_up), SAVED_NAME)
     up, down = (_saved_matmul(*pair) for pair in zip(operands, seeds, strict=True))
@@ -317,8 +321,8 @@ def _gated_mlp_bwd(
         seeds_of(saved.up.seed, GRAD_STREAM, hidden),
         bits=specs.norm.bits,
         block=recipe.grad_block,
-        rows=recipe.dlhs.lhs,
-        columns=recipe.drhs.rhs,
+        rowwise=recipe.dlhs.lhs,
+        colwise=recipe.drhs.rhs,
         implementation=specs.up.implementation,
     )
     dx, dgain, dw_up = _norm_backward(specs.up, specs.norm, saved.norm, saved.up, grad)

@@ -119,10 +119,10 @@ def _matmul_fwd(
     rows = ops.quantize_vectors(
         rest,
         _no_seeds(x),
-        rows="nearest",
-        columns=None,
+        rowwise="nearest",
+        colwise=None,
         implementation=spec.implementation,
-    ).rows
+    ).rowwise
     columns = _by_columns(spec, w)
     assert rows is not None
     y = _multiply(spec, rows, columns) + _multiply_floats(outliers, w)
@@ -155,10 +155,10 @@ def _by_columns(spec: Spec, x: jax.Array) -> Quantized:
     columns = ops.quantize_vectors(
         x,
         _no_seeds(x),
-        rows=None,
-        columns="nearest",
+        rowwise=None,
+        colwise="nearest",
         implementation=spec.implementation,
-    ).columns
+    ).colwise
     assert columns is not None
     return columns
 
@@ -173,7 +173,7 @@ def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:
         lhs,
         None,
         rhs,
-        blocks=(1, max(1, lhs.codes.shape[2]), 1),
+        block_shape=(1, max(1, lhs.codes.shape[2]), 1),
         dtype=jnp.float32,
         implementation=spec.implementation,
     )

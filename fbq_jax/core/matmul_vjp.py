@@ -86,8 +86,8 @@ def _matmul_fwd(
     rhs = quantize_rhs(spec, w, seed, save=True)
     assert not isinstance(w, Quantized)  # quantize_rhs saves nothing of codes
     y = _output(spec, x, w, lhs, residual, rhs)
-    saved_lhs = _to_save(drhs, x, lhs.rows, lhs.columns, LHS_NAME)
-    saved_rhs = _to_save(dlhs, w, rhs.columns, rhs.rows, RHS_NAME)
+    saved_lhs = _to_save(drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
+    saved_rhs = _to_save(dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
     return (y, metric), _Saved(saved_lhs, saved_rhs, seed)
 
 
@@ -150,28 +150,28 @@ def forward(
     spec: Spec, lhs: Layouts, residual: Quantized | None, rhs: Layouts
 ) -> jax.Array:
     """Y, of X by rows and W by columns."""
-    assert lhs.rows is not None
-    assert rhs.columns is not None
-    gemm, sides = spec.recipe.fwd, spec.recipe.sides
-    return _product(spec, gemm, sides, lhs.rows, residual, rhs.columns, spec.dtype)
+    assert lhs.rowwise is not None
+    assert rhs.colwise is not None
+    gemm, sides = spec.recipe.fwd, spec.recipe.block_shape
+    return _product(spec, gemm, sides, lhs.rowwise, residual, rhs.colwise, spec.dtype)
 
 
 def grad_of_lhs(spec: Spec, rhs: Quantized, grad: Layouts) -> jax.Array:
     """The gradient dX, of W and dY by rows."""
-    assert grad.rows is not None
-    m, k, n = spec.recipe.sides
+    assert grad.rowwise is not None
+    m, k, n = spec.recipe.block_shape
     gemm, sides = spec.recipe.dlhs, (m, n, k)
-    return _product(spec, gemm, sides, grad.rows, None, rhs, spec.lhs_dtype)
+    return _product(spec, gemm, sides, grad.rowwise, None, rhs, spec.lhs_dtype)
 
 
 def grad_of_rhs(
     spec: Spec, lhs: Quantized, grad: Layouts, seed: jax.Array
 ) -> jax.Array:
     """The gradient dW, of X and dY by columns."""
-    assert grad.columns is not None
-    m, k, n = spec.recipe.sides
+    assert grad.colwise is not None
+    m, k, n = spec.recipe.block_shape
     gemm, sides = spec.recipe.drhs, (k, m, n)
-    operands = lhs, None, grad.columns
+    operands = lhs, None, grad.colwise
     seeds = None
     if gemm.reduce == "int8":
         seeds = seeds_of(seed, SUM_STREAM, lhs.codes)
@@ -195,7 +195,7 @@ def _product(
         lhs,
         residual,
         rhs,
-        blocks=sides if gemm.in_blocks else (1, contraction, 1),
+        block_shape=sides if gemm.in_blocks else (1, contraction, 1),
         dtype=dtype,
         reduce=gemm.reduce,
         seeds=seeds,

@@ -125,7 +125,7 @@ def quantize(
         if rounding == "stochastic":
             raise ValueError("stochastic rounding needs seeds, uint32 [B]")
         seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    main, _ = ops.quantize(x, seeds, block=block, rows=rounding, columns=None)
+    main, _ = ops.quantize(x, seeds, block=block, rowwise=rounding, colwise=None)
     assert main is not None
     return QTensor(main, None, block)
 
@@ -151,7 +151,7 @@ def quantize_fallback(
     thetas = jnp.broadcast_to(theta, x.shape[:1])
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
     main, residual, metric, _ = ops.quantize_fallback(
-        x, thetas, seeds, block=block, criterion=criterion, columns=None
+        x, thetas, seeds, block=block, criterion=criterion, colwise=None
     )
     return QTensor(main, residual, block), metric
 
@@ -165,5 +165,5 @@ def matmul(lhs: QTensor, rhs: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array
     if k != rhs_k:
         raise ValueError(f"blocks of {k} and {rhs_k} along the contraction differ")
     return ops.matmul(
-        lhs.main, lhs.residual, rhs.mT.main, blocks=(m, k, n), dtype=dtype
+        lhs.main, lhs.residual, rhs.mT.main, block_shape=(m, k, n), dtype=dtype
     )

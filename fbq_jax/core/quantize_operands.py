@@ -42,7 +42,7 @@ def quantize_lhs(
     columns = recipe.drhs.quantizers[0] if save else None
     layouts = functools.partial(_quantize, spec, x, seeds, recipe.lhs_block)
     if recipe.criterion is None:
-        lhs = layouts(rows=recipe.fwd.quantizers[0], columns=columns)
+        lhs = layouts(rowwise=recipe.fwd.quantizers[0], colwise=columns)
         return lhs, None, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
     in_blocks = columns is not None and columns.scales == "block"
     main, residual, metric, by_columns = ops.quantize_fallback(
@@ -51,11 +51,11 @@ def quantize_lhs(
         seeds,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
-        columns=columns.rounding if columns is not None and in_blocks else None,
+        colwise=columns.rounding if columns is not None and in_blocks else None,
         implementation=spec.implementation,
     )
     if not in_blocks:
-        by_columns = layouts(rows=None, columns=columns).columns
+        by_columns = layouts(rowwise=None, colwise=columns).colwise
     return Layouts(main, by_columns), residual, metric
 
 
@@ -77,14 +77,14 @@ def quantize_rhs(
     recipe, seeds = spec.recipe, seeds_of(seed, RHS_STREAM, w)
     rows = recipe.dlhs.quantizers[1] if save else None
     columns = recipe.fwd.quantizers[1]
-    return _quantize(spec, w, seeds, recipe.rhs_block, rows=rows, columns=columns)
+    return _quantize(spec, w, seeds, recipe.rhs_block, rowwise=rows, colwise=columns)
 
 
 def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
     """The codes of dY by rows and by columns, for the GEMMs that are in INT8."""
     recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
-    return _quantize(spec, dy, seeds, recipe.grad_block, rows=rows, columns=columns)
+    return _quantize(spec, dy, seeds, recipe.grad_block, rowwise=rows, colwise=columns)
 
 
 def seeds_of(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
@@ -99,32 +99,32 @@ def _quantize(
     seeds: jax.Array,
     block: Block,
     *,
-    rows: Quantizer | None,
-    columns: Quantizer | None,
+    rowwise: Quantizer | None,
+    colwise: Quantizer | None,
 ) -> Layouts:
     """The codes of a matrix as operands of two GEMMs, by rows and by columns."""
-    if rows is not None and columns is not None and rows[1:] != columns[1:]:
+    if rowwise is not None and colwise is not None and rowwise[1:] != colwise[1:]:
         one = functools.partial(_quantize, spec, x, seeds, block)
-        by_rows = one(rows=rows, columns=None).rows
-        return Layouts(by_rows, one(rows=None, columns=columns).columns)
-    how = rows or columns
+        by_rows = one(rowwise=rowwise, colwise=None).rowwise
+        return Layouts(by_rows, one(rowwise=None, colwise=colwise).colwise)
+    how = rowwise or colwise
     if how is None:
         return Layouts(None, None)
-    row_rounding = None if rows is None else rows.rounding
-    column_rounding = None if columns is None else columns.rounding
+    row_rounding = None if rowwise is None else rowwise.rounding
+    column_rounding = None if colwise is None else colwise.rounding
     if how.scales == "block":
         return ops.quantize(
             x,
             seeds,
             block=block,
-            rows=row_rounding,
-            columns=column_rounding,
+            rowwise=row_rounding,
+            colwise=column_rounding,
             implementation=spec.implementation,
         )
     return ops.quantize_vectors(
         *_in_parts(x, seeds, how.shards),
-        rows=row_rounding,
-        columns=column_rounding,
+        rowwise=row_rounding,
+        colwise=column_rounding,
         bound=spec.recipe.bound,
         per_tensor=how.scales == "tensor",
         implementation=spec.implementation,

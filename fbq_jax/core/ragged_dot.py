@@ -118,7 +118,7 @@ def stateful_ragged_dot(
     implementation: str | None,
 ) -> tuple[jax.Array, threshold.State]:
     """``ragged_dot`` with a layer's state: the output and the state after training."""
-    before = threshold.clean(state)
+    before = threshold.canonicalize_state(state)
     out, stats, blocks = _seeded_ragged_dot(
         lhs,
         rhs,
@@ -149,15 +149,19 @@ def _seeded_ragged_dot(
     """The output, its stats and the number of blocks that hold rows, int32 ``[]``."""
     check_operands(lhs, rhs, precision, preferred_element_type)
     _check_groups(lhs, rhs, group_sizes, recipe)
-    dispatch.choose("ragged_matmul", recipe.sides, implementation=implementation)
+    dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    tiles = cut(group_sizes, lhs.shape[0], recipe.sides[0])
-    blocks = tiles.used * -(-lhs.shape[1] // recipe.sides[1])
+    tiles = cut(group_sizes, lhs.shape[0], recipe.block_shape[0])
+    blocks = tiles.used * -(-lhs.shape[1] // recipe.block_shape[1])
     layer = functools.partial(to_tiles, tiles=tiles)
     theta = resolve(theta, lhs, recipe, implementation, layer=layer, blocks=blocks)
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
     y, metric = _matmul(spec, lhs, rhs, jnp.maximum(theta, 0.0), seed, tiles)
-    return y, Stats(threshold.observe(metric, theta, blocks), theta, metric), blocks
+    return (
+        y,
+        Stats(threshold.fallback_rate(metric, theta, blocks), theta, metric),
+        blocks,
+    )
 
 
 def _check_groups(
@@ -208,7 +212,7 @@ def _matmul(
         spec, to_tiles(x, tiles), theta, seed, save=False
     )
     rhs = quantize_rhs(spec, w, seed, save=False)
-    return _forward(spec, lhs.rows, residual, rhs.columns, tiles), metric
+    return _forward(spec, lhs.rowwise, residual, rhs.colwise, tiles), metric
 
 
 class _Saved(NamedTuple):
@@ -232,9 +236,9 @@ def _matmul_fwd(
         spec, to_tiles(x, tiles), theta, seed, save=True
     )
     rhs = quantize_rhs(spec, w, seed, save=True)
-    y = _forward(spec, lhs.rows, residual, rhs.columns, tiles)
-    saved_lhs = checkpoint_name(lhs.columns, LHS_NAME)
-    saved_rhs = checkpoint_name(rhs.rows, RHS_NAME)
+    y = _forward(spec, lhs.rowwise, residual, rhs.colwise, tiles)
+    saved_lhs = checkpoint_name(lhs.colwise, LHS_NAME)
+    saved_rhs = checkpoint_name(rhs.rowwise, RHS_NAME)
     return (y, metric), _Saved(saved_lhs, saved_rhs, seed, tiles)
 
 
@@ -242,25 +246,25 @@ def _matmul_bwd(
     spec: Spec, saved: _Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
     lhs, rhs, seed, tiles = saved
-    m, k, n = spec.recipe.sides
+    m, k, n = spec.recipe.block_shape
     grad = quantize_grad(spec, to_tiles(cotangents[0], tiles), seed)
-    assert grad.rows is not None
-    assert grad.columns is not None
+    assert grad.rowwise is not None
+    assert grad.colwise is not None
     dx = ops.ragged_matmul(
-        grad.rows,
+        grad.rowwise,
         None,
         rhs,
         tiles.groups,
-        blocks=(m, n, k),
+        block_shape=(m, n, k),
         dtype=spec.lhs_dtype,
         implementation=spec.implementation,
     )
     dw = ops.ragged_contraction(
         lhs,
-        grad.columns,
+        grad.colwise,
         tiles.groups,
         size=len(rhs.codes),
-        blocks=(k, m, n),
+        block_shape=(k, m, n),
         dtype=spec.rhs_dtype,
         implementation=spec.implementation,
     )
@@ -284,7 +288,7 @@ def _forward(
         residual,
         rhs,
         tiles.groups,
-        blocks=spec.recipe.sides,
+        block_shape=spec.recipe.block_shape,
         dtype=spec.dtype,
         implementation=spec.implementation,
     )

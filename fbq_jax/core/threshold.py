@@ -51,7 +51,7 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
     )
 
 
-def clean(state: Mapping[str, jax.Array]) -> State:
+def canonicalize_state(state: Mapping[str, jax.Array]) -> State:
     """A state that may come from anywhere: of the dtypes above, or all of it floats.
 
     A theta that is not finite and positive counts as unset.
@@ -100,7 +100,7 @@ def quantile(
     return jnp.where(jnp.all(jnp.isfinite(metric)) & (theta > 0.0), theta, unset)
 
 
-def observe(
+def fallback_rate(
     metric: jax.Array, theta: jax.Array, blocks: jax.Array | None = None
 ) -> jax.Array:
     """The fallback rate, float32 ``[]``: the share of blocks above theta.
@@ -133,7 +133,7 @@ def update(
       recipe: gives the target range and alpha.
       blocks: as for ``quantile``.
     """
-    rate = observe(metric, theta, blocks)
+    rate = fallback_rate(metric, theta, blocks)
     low, high = recipe.target_rate
 
     def move() -> jax.Array:

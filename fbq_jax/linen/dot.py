@@ -1,8 +1,8 @@
 """Injection into Flax Linen: ``nn.Dense(..., dot_general=fallback_dot)``.
 
 The callable is no module.  It finds the layer that calls it and keeps the layer's state
-in a variable collection, in a slot of the layer's own scope: one object serves a whole
-model, and no two layers share a slot.
+in a variable of the layer's own scope: one object serves a whole model, and no two
+layers share a state.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_general import dot_general, stateful_dot_general
 from fbq_jax.core.ragged_dot import ragged_dot, stateful_ragged_dot
-from fbq_jax.linen.frozen import layer_weight, stays
+from fbq_jax.linen.frozen import is_frozen, layer_weight
 from fbq_jax.linen.state import (
     calling_module,
     find_slot,
@@ -96,10 +96,12 @@ class FallbackDot:
                 out_sharding=out_sharding,
                 implementation=self.implementation,
             )[0]
-        slot = self.slot(module)
+        variable = self.variable(module)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel, which no layer has cast
-        codes = layer_weight(self, module, slot, rhs, dimension_numbers)
-        state = dict(slot.value)  # plain, as its gradient is, even if it came frozen
+        codes = layer_weight(self, module, variable, rhs, dimension_numbers)
+        state = dict(
+            variable.value
+        )  # plain, as its gradient is, even if it came frozen
         out, new = stateful_dot_general(
             state,
             lhs,
@@ -112,7 +114,7 @@ class FallbackDot:
             implementation=self.implementation,
             codes=codes,
         )
-        return self.move(module, slot, new, out)
+        return self.commit(module, variable, new, out)
 
     def ragged_dot(
         self,
@@ -137,9 +139,9 @@ class FallbackDot:
                 recipe=self.recipe,
                 implementation=self.implementation,
             )[0]
-        slot = self.slot(module)
+        variable = self.variable(module)
         out, new = stateful_ragged_dot(
-            dict(slot.value),
+            dict(variable.value),
             lhs,
             rhs,
             group_sizes,
@@ -148,25 +150,29 @@ class FallbackDot:
             recipe=self.recipe,
             implementation=self.implementation,
         )
-        return self.move(module, slot, new, out)
+        return self.commit(module, variable, new, out)
 
-    def move(
-        self, module: nn.Module, slot: Variable, new: threshold.State, out: jax.Array
+    def commit(
+        self,
+        module: nn.Module,
+        variable: Variable,
+        new: threshold.State,
+        out: jax.Array,
     ) -> jax.Array:
         """Puts a call's new state in the place of the old; returns the call's output.
 
         The state stays where it is while the module initializes, or evaluates, and in a
         frozen layer.
         """
-        if module.is_initializing() or stays(slot.value):
+        if module.is_initializing() or is_frozen(variable.value):
             return out
         if self.collection == OVERWRITE_WITH_GRADIENT:
-            return return_as_gradient(out, dict(slot.value), with_floats(new))
+            return return_as_gradient(out, dict(variable.value), with_floats(new))
         if module.is_mutable_collection(self.collection):
-            slot.value = new
+            variable.value = new
         return out
 
-    def slot(self, module: nn.Module) -> Variable:
+    def variable(self, module: nn.Module) -> Variable:
         """The variable of this call (``find_slot``)."""
         return find_slot(module, self.collection, self._start)
 

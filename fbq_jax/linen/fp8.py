@@ -84,8 +84,8 @@ class Fp8Dot:
                 "delayed scaling keeps its state in a Linen module; NNX has "
                 "fbq_jax.nnx.Fp8Dot, and elsewhere there is Fp8Dot(scaling='current')"
             )
-        slot = find_slot(module, OVERWRITE_WITH_GRADIENT, self._start)
-        state = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), slot.value)
+        variable = find_slot(module, OVERWRITE_WITH_GRADIENT, self._start)
+        state = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), variable.value)
         return fp8.Scalings(**{name: fp8.Scaling(**state[name]) for name in state})
 
     def _start(self, *_: Any) -> dict[str, dict[str, jax.Array]]:

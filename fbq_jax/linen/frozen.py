@@ -1,8 +1,8 @@
 """How the codes of a frozen layer reach its dot in Flax Linen.
 
-They are in the layer's slot, which ``nn.scan`` and the like carry along already.
+They are in the layer's variable, which ``nn.scan`` and the like carry along already.
 ``fbq_jax.linen.freeze.freeze`` has them made by the layers themselves: it marks each
-slot and applies the model.
+variable and applies the model.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from fbq_jax.core.qtensor import QTensor
 if TYPE_CHECKING:
     from fbq_jax.linen.dot import FallbackDot
 
-#: Where a slot has its ``FrozenWeight``.
+#: Where a variable has its ``FrozenWeight``.
 WEIGHT = "weight"
 #: Where ``freeze`` asks for one: None, in whose place the layer puts it.
 ASKED = "asked"
@@ -36,16 +36,16 @@ KERNEL = "kernel"
 def layer_weight(
     dot: "FallbackDot",
     module: nn.Module,
-    slot: Variable,
+    variable: Variable,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
 ) -> QTensor | None:
     """The codes by which a Linen layer multiplies, or None if it is not frozen.
 
-    Where the slot asks for codes, they are made of ``rhs`` and put there, with the
+    Where the variable asks for codes, they are made of ``rhs`` and put there, with the
     shape of the kernel, of which ``rhs`` may be another form.
     """
-    state, layer = slot.value, "/".join(module.path) or "(root)"
+    state, layer = variable.value, "/".join(module.path) or "(root)"
     assert module.scope is not None
     kernel = module.scope.get_variable("params", KERNEL)
     stand_in = isinstance(kernel, FrozenKernel)
@@ -55,15 +55,15 @@ def layer_weight(
             weight = quantize_weight(
                 rhs,
                 dimension_numbers,
-                threshold.call_seed(threshold.clean(state)),
+                threshold.call_seed(threshold.canonicalize_state(state)),
                 recipe=dot.recipe,
                 implementation=dot.implementation,
             )
             shape = jax.tree.leaves(kernel)[0].shape  # boxed, it may be
             weight = dataclasses.replace(weight, shape=shape)
-            slot.value = {**state, ASKED: weight}
-        check_axes(slot.value[ASKED].axes, dimension_numbers, f"layer {layer!r}")
-        return slot.value[ASKED].codes
+            variable.value = {**state, ASKED: weight}
+        check_axes(variable.value[ASKED].axes, dimension_numbers, f"layer {layer!r}")
+        return variable.value[ASKED].codes
     if WEIGHT not in state:
         if stand_in:
             raise ValueError(
@@ -92,6 +92,6 @@ def layer_weight(
     return weight.codes
 
 
-def stays(state: Mapping[str, Any]) -> bool:
+def is_frozen(state: Mapping[str, Any]) -> bool:
     """Whether a layer's state is that of a frozen one, or of one being frozen."""
     return WEIGHT in state or ASKED in state

@@ -16,7 +16,7 @@ from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
-from fbq_jax.linen.frozen import layer_weight, stays
+from fbq_jax.linen.frozen import is_frozen, layer_weight
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import automatic
 
@@ -60,12 +60,12 @@ class _Kernel(nn.Module):
         if self.use_bias:
             zeros = nn.initializers.zeros
             bias = self.param("bias", zeros, features, self.param_dtype)
-        slot = self.dot_general.slot(self)
+        variable = self.dot_general.variable(self)
         kernel = jnp.asarray(kernel, dtype)
         # What a frozen layer multiplies by; one that trains makes it on its devices.
-        matrix = _as_matrix(kernel) if stays(slot.value) else kernel
-        codes = layer_weight(self.dot_general, self, slot, matrix, _MATRICES)
-        return kernel if codes is None else codes.main, bias, slot
+        matrix = _as_matrix(kernel) if is_frozen(variable.value) else kernel
+        codes = layer_weight(self.dot_general, self, variable, matrix, _MATRICES)
+        return kernel if codes is None else codes.main, bias, variable
 
 
 class NormDense(nn.Module):
@@ -105,8 +105,8 @@ class NormDense(nn.Module):
         kernel_of = _Kernel(
             self.param_dtype, self.kernel_init, dot, self.use_bias, name="dense"
         )
-        weight, bias, slot = kernel_of(dtype, x.shape[-1], self.features)
-        state, x = threshold.clean(slot.value), x.astype(dtype)
+        weight, bias, variable = kernel_of(dtype, x.shape[-1], self.features)
+        state, x = threshold.canonicalize_state(variable.value), x.astype(dtype)
         if isinstance(weight, Quantized):
             out = jax.ShapeDtypeStruct((*x.shape[:-1], self.features), dtype)
         else:
@@ -116,14 +116,14 @@ class NormDense(nn.Module):
         def layer(
             x: jax.Array,
             weight: jax.Array | Quantized,
-            gain: jax.Array,
+            norm_scale: jax.Array,
             *scalars: jax.Array,
         ) -> tuple[jax.Array, fused_layers.Measured]:
             y, measured = fused_layers.norm_matmul(
                 matmul_vjp.Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
                 NormSpec(False, self.epsilon, self.bits),
                 _as_rows(x, dot.recipe),
-                gain,
+                norm_scale,
                 _as_weights(weight),
                 *scalars,
             )
@@ -137,7 +137,7 @@ class NormDense(nn.Module):
             threshold.call_seed(state),
         )
         new = threshold.update(state, measured.metric, measured.theta, dot.recipe)
-        y = dot.move(self, slot, new, y)
+        y = dot.commit(self, variable, new, y)
         if bias is None:
             return y
         return y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -183,14 +183,14 @@ class GatedMLP(nn.Module):
         shapes = {"gate_up": (size, 2, self.hidden), "down": (self.hidden, size)}
         for name, shape in shapes.items():
             kernel_of = _Kernel(self.param_dtype, self.kernel_init, dot, name=name)
-            weight, _, slot = kernel_of(dtype, *shape)
+            weight, _, variable = kernel_of(dtype, *shape)
             weights.append(weight)
-            slots.append(slot)
-            states.append(threshold.clean(slot.value))
+            slots.append(variable)
+            states.append(threshold.canonicalize_state(variable.value))
 
         def layer(
             x: jax.Array,
-            gain: jax.Array,
+            norm_scale: jax.Array,
             gate_up: jax.Array | Quantized,
             down: jax.Array | Quantized,
             *scalars: tuple[jax.Array, ...],
@@ -201,7 +201,7 @@ class GatedMLP(nn.Module):
                     spec, spec, NormSpec(False, self.epsilon, self.bits)
                 ),
                 _as_rows(x, dot.recipe),
-                gain,
+                norm_scale,
                 _as_weights(gate_up),
                 _as_weights(down),
                 *scalars,
@@ -216,9 +216,9 @@ class GatedMLP(nn.Module):
             tuple(state["theta"] for state in states),
             tuple(threshold.call_seed(state) for state in states),
         )
-        for slot, state, of in zip(slots, states, measured, strict=True):
+        for variable, state, of in zip(slots, states, measured, strict=True):
             new = threshold.update(state, of.metric, of.theta, dot.recipe)
-            y = dot.move(self, slot, new, y)
+            y = dot.commit(self, variable, new, y)
         return y
 
 

@@ -254,8 +254,8 @@ def _run(
     recipe = dataclasses.replace(recipes.jetfire, block=module.block)
     dot = FallbackDot(recipe, module.collection)
     params = module.parameters(x.shape[-1])
-    slot = dot.slot(module)
-    state = threshold.clean(slot.value)
+    variable = dot.variable(module)
+    state = threshold.canonicalize_state(variable.value)
     seed = threshold.call_seed(state)
     if module.dropout_rate > 0.0 and not deterministic:
         bits = jax.random.bits(module.make_rng("dropout"), (), jnp.uint32)
@@ -265,4 +265,4 @@ def _run(
     )
     no_metric = jnp.zeros((0,), jnp.float32)
     new = threshold.update(state, no_metric, state["theta"], recipe)
-    return dot.move(module, slot, new, y)
+    return dot.commit(module, variable, new, y)

@@ -92,7 +92,7 @@ class FallbackDot(FreezableDot):
             implementation=self.implementation,
             codes=self.codes_of(rhs, dimension_numbers),
         )
-        self.move(new)
+        self.commit(new)
         return out
 
     def ragged_dot(
@@ -117,10 +117,10 @@ class FallbackDot(FreezableDot):
             recipe=self.recipe,
             implementation=self.implementation,
         )
-        self.move(new)
+        self.commit(new)
         return out
 
-    def move(self, new: threshold.State) -> None:
+    def commit(self, new: threshold.State) -> None:
         """Puts a call's new state in the place of the old, but in evaluation."""
         if not self.use_running_average:
             self.theta[...] = new["theta"]

@@ -140,7 +140,7 @@ def _freeze_layer(layer: Any, dot: FreezableDot) -> None:
         return quantize_weight(
             kernel.astype(call.dtype).reshape(call.shape),
             dimension_numbers,
-            threshold.call_seed(threshold.clean(state)),
+            threshold.call_seed(threshold.canonicalize_state(state)),
             recipe=dot.recipe,
             implementation=dot.implementation,
         ).codes

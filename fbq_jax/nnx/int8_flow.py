@@ -250,7 +250,9 @@ def _run(
     deterministic: bool | None,
 ) -> jax.Array:
     """The operator of some layers, with the noise of their state, which it moves."""
-    states = [threshold.clean(layer.dot_general.state()) for layer in layers]
+    states = [
+        threshold.canonicalize_state(layer.dot_general.state()) for layer in layers
+    ]
     seed = threshold.call_seed(states[0])
     for layer in layers:
         if layer.dropout_rate(deterministic) > 0.0:
@@ -260,5 +262,5 @@ def _run(
     no_metric = jnp.zeros((0,), jnp.float32)
     for layer, state in zip(layers, states, strict=True):
         dot = layer.dot_general
-        dot.move(threshold.update(state, no_metric, state["theta"], dot.recipe))
+        dot.commit(threshold.update(state, no_metric, state["theta"], dot.recipe))
     return y

@@ -38,21 +38,23 @@ def quantize(
     seeds: jax.Array,
     *,
     block: Block,
-    rows: Rounding | None,
-    columns: Rounding | None,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
     implementation: str | None = None,
 ) -> Layouts:
     """``reference.quantize`` by the implementation chosen."""
     choice = dispatch.choose("quantize", block, implementation=implementation)
-    return _batched(choice, block, block=block, rows=rows, columns=columns)(x, seeds)
+    return _batched(choice, block, block=block, rowwise=rowwise, colwise=colwise)(
+        x, seeds
+    )
 
 
 def quantize_vectors(
     x: jax.Array,
     seeds: jax.Array,
     *,
-    rows: Rounding | None,
-    columns: Rounding | None,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
     implementation: str | None = None,
@@ -64,7 +66,7 @@ def quantize_vectors(
     """
     choice = dispatch.choose("quantize_vectors", (), implementation=implementation)
     return _batched(
-        choice, (), rows=rows, columns=columns, bound=bound, per_tensor=per_tensor
+        choice, (), rowwise=rowwise, colwise=colwise, bound=bound, per_tensor=per_tensor
     )(x, seeds)
 
 
@@ -75,12 +77,12 @@ def quantize_fallback(
     *,
     block: Block,
     criterion: Criterion,
-    columns: Rounding | None,
+    colwise: Rounding | None,
     implementation: str | None = None,
 ) -> FallbackQuantized:
     """``reference.quantize_fallback`` by the implementation chosen."""
     choice = dispatch.choose("quantize_fallback", block, implementation=implementation)
-    options = {"block": block, "criterion": criterion, "columns": columns}
+    options = {"block": block, "criterion": criterion, "colwise": colwise}
     return _batched(choice, block, **options)(x, theta, seeds)
 
 
@@ -101,7 +103,7 @@ def matmul(
     residual: Quantized | None,
     rhs: Quantized,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     reduce: str | None = None,
     seeds: jax.Array | None = None,
@@ -123,13 +125,13 @@ def matmul(
             "matmul takes seeds for reduce='int8', and for nothing else; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
-    vectors = residual is None and one_scale_a_row(rhs, blocks)
-    sides = () if vectors else blocks
+    vectors = residual is None and one_scale_a_row(rhs, block_shape)
+    sides = () if vectors else block_shape
     choice = dispatch.choose("matmul", sides, implementation=implementation)
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
         # No kernel starts for nothing.
         choice = dispatch.choose("matmul", sides, implementation="reference")
-    options = {"blocks": blocks, "dtype": jnp.dtype(dtype), "reduce": reduce}
+    options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype), "reduce": reduce}
     operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
     return _batched(choice, sides, **options)(*operands)
 
@@ -140,13 +142,13 @@ def ragged_matmul(
     rhs: Quantized,
     groups: jax.Array,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     implementation: str | None = None,
 ) -> jax.Array:
     """``ragged.ragged_matmul``, which is all there is."""
-    options = {"blocks": blocks, "dtype": jnp.dtype(dtype)}
-    op = _without_kernels("ragged_matmul", blocks, implementation, **options)
+    options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype)}
+    op = _without_kernels("ragged_matmul", block_shape, implementation, **options)
     return op(lhs, residual, rhs, groups)
 
 
@@ -156,19 +158,19 @@ def ragged_contraction(
     groups: jax.Array,
     *,
     size: int,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     implementation: str | None = None,
 ) -> jax.Array:
     """``ragged.ragged_contraction``, which is all there is."""
-    options = {"size": size, "blocks": blocks, "dtype": jnp.dtype(dtype)}
-    op = _without_kernels("ragged_contraction", blocks, implementation, **options)
+    options = {"size": size, "block_shape": block_shape, "dtype": jnp.dtype(dtype)}
+    op = _without_kernels("ragged_contraction", block_shape, implementation, **options)
     return op(lhs, rhs, groups)
 
 
 def rms_norm_quantize(
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     theta: jax.Array,
     seeds: jax.Array,
     *,
@@ -176,7 +178,7 @@ def rms_norm_quantize(
     bits: int,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
+    colwise: Rounding | None,
     implementation: str | None = None,
 ) -> NormQuantized:
     """``producers.rms_norm_quantize`` by the implementation chosen."""
@@ -190,8 +192,8 @@ def rms_norm_quantize(
         bits=bits,
         block=block,
         criterion=criterion,
-        columns=columns,
-    )(x, gain, theta, seeds)
+        colwise=colwise,
+    )(x, norm_scale, theta, seeds)
 
 
 def silu_gate_quantize(
@@ -202,7 +204,7 @@ def silu_gate_quantize(
     bits: int,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
+    colwise: Rounding | None,
     implementation: str | None = None,
 ) -> GateQuantized:
     """``producers.silu_gate_quantize`` by the implementation chosen."""
@@ -213,7 +215,7 @@ def silu_gate_quantize(
         implementation=implementation,
     )
     return _batched(
-        choice, block, bits=bits, block=block, criterion=criterion, columns=columns
+        choice, block, bits=bits, block=block, criterion=criterion, colwise=colwise
     )(gate_up, theta, seeds)
 
 
@@ -225,8 +227,8 @@ def silu_gate_grad_quantize(
     *,
     bits: int,
     block: Block,
-    rows: Rounding | None,
-    columns: Rounding | None,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
     implementation: str | None = None,
 ) -> Layouts:
     """``producers.silu_gate_grad_quantize`` by the implementation chosen."""
@@ -236,9 +238,9 @@ def silu_gate_grad_quantize(
         width=dy.shape[2],
         implementation=implementation,
     )
-    return _batched(choice, block, bits=bits, block=block, rows=rows, columns=columns)(
-        dy, by_gate, by_up, seeds
-    )
+    return _batched(
+        choice, block, bits=bits, block=block, rowwise=rowwise, colwise=colwise
+    )(dy, by_gate, by_up, seeds)
 
 
 def _batched(

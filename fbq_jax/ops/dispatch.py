@@ -36,7 +36,7 @@ from fbq_jax.kernels import (
 )
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-PRODUCERS = (
+FUSED_OPS = (
     "rms_norm_quantize",
     "silu_gate_quantize",
     "silu_gate_grad_quantize",
@@ -47,7 +47,7 @@ OPS = (
     "quantize_fallback",
     "block_metric",
     "matmul",
-    *PRODUCERS,
+    *FUSED_OPS,
 )
 WITHOUT_KERNELS = ("ragged_matmul", "ragged_contraction")
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
@@ -74,7 +74,7 @@ def choose(
     Args:
       op: one of ``OPS`` or ``WITHOUT_KERNELS``.
       sides: of the blocks; none where a scale is of a whole row or column.
-      width: of ``PRODUCERS``, the length of the rows of what is packed; None for one
+      width: of ``FUSED_OPS``, the length of the rows of what is packed; None for one
         that fits.
       implementation: the one to take; by default what ``FBQ_IMPLEMENTATION`` says, or
         the first that can serve the call.
@@ -143,7 +143,7 @@ def _passes(
 ) -> str:
     """What a reason adds where a kernel does not do all of an op in one pass."""
     group = packing.GROUP
-    if implementation == "reference" or op not in PRODUCERS:
+    if implementation == "reference" or op not in FUSED_OPS:
         return ""
     if sides[1] == group and (width is None or width % group == 0):
         return ""
@@ -167,7 +167,7 @@ def function_of(choice: Choice, sides: Sequence[int]) -> Callable[..., Any]:
     module: ModuleType
     if choice.implementation == "reference":
         return definition(choice.op)
-    if choice.op in PRODUCERS:
+    if choice.op in FUSED_OPS:
         from fbq_jax.kernels.triton import fused as module
     elif choice.op == "quantize_vectors":
         from fbq_jax.kernels.triton import quantize_vectors as module
@@ -184,7 +184,7 @@ def function_of(choice: Choice, sides: Sequence[int]) -> Callable[..., Any]:
 
 def definition(op: str) -> Callable[..., Any]:
     """The function in ``fbq_jax.kernels`` that defines an op."""
-    module = fused_reference if op in PRODUCERS else reference
+    module = fused_reference if op in FUSED_OPS else reference
     return getattr(grouped_reference if op in WITHOUT_KERNELS else module, op)
 
 

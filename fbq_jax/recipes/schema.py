@@ -232,26 +232,29 @@ class Recipe:
     @property
     def lhs_block(self) -> Block:
         """Rows and columns of a block of X."""
-        m, k, _ = self.sides
+        m, k, _ = self.block_shape
         return m, k
 
     @property
     def rhs_block(self) -> Block:
         """Rows and columns of a block of W."""
-        _, k, n = self.sides
+        _, k, n = self.block_shape
         return k, n
 
     @property
     def grad_block(self) -> Block:
         """Rows and columns of a block of dY."""
-        m, _, n = self.sides
+        m, _, n = self.block_shape
         return m, n
 
     @property
-    def sides(self) -> tuple[int, int, int]:
+    def block_shape(self) -> tuple[int, int, int]:
         """Sides of a block along M, K and N."""
         assert isinstance(self.block, tuple)  # as __post_init__ leaves it
         return self.block
+
+    #: The earlier name of ``block_shape``.
+    sides = block_shape
 
 
 def _check_gemm(name: str, gemm: Gemm) -> None:

@@ -99,7 +99,9 @@ def _scatter_codes(
     # An axis of the mesh is summed over once: its place numbers the stage.
     stage = tuple(shards.sizes).index(names[0])
     each = fold(fold(seed, stage), jnp.arange(len(matrices)))
-    codes = quantize(matrices, each, block=BLOCK, rows="stochastic", columns=None).rows
+    codes = quantize(
+        matrices, each, block=BLOCK, rowwise="stochastic", colwise=None
+    ).rowwise
 
     def exchange(x: jax.Array) -> jax.Array:
         x = x.reshape(number, -1, *x.shape[1:])

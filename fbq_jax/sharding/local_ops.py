@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import Join, Layouts, Quantized
-from fbq_jax.kernels.rounding import SPAN, Origin
+from fbq_jax.kernels.reference import AmaxReduce, Layouts, Quantized
+from fbq_jax.kernels.rounding import ROW_GROUP, GlobalOffset
 from fbq_jax.sharding import collectives
 from fbq_jax.sharding import op_rules as axes_module
 from fbq_jax.sharding.assignment import Axes, Shards, pairs, parse
@@ -82,19 +82,19 @@ def _local(
         if op in _NOISE_COLUMNS:
             height, width = operands[0].shape[-2:]
             width = _NOISE_COLUMNS[op](width)
-            placed["origin"] = _origin(shards, groups, height, width)
+            placed["global_offset"] = _global_offset(shards, groups, height, width)
         if op == "quantize_vectors":
             rows, columns = ("gij",) * 2 if options["per_tensor"] else ("j", "gi")
             joins = (_join(shards.names(letters)) for letters in (rows, columns))
-            placed["join"] = Join(*joins)
+            placed["amax_reduce"] = AmaxReduce(*joins)
             if operands[1].ndim == 2:
                 run = functools.partial(_quantize_parts, function)
         if op == "matmul":
             lhs, residual, rhs, *seeds = matrices
             matrices = lhs, residual, rhs
-            if axes_module.one_scale_a_row(rhs, options["blocks"]):
-                placed["blocks"] = (1, lhs.codes.shape[-1], 1)
-            if axes_module.in_parts(rhs, options["blocks"]):
+            if axes_module.one_scale_a_row(rhs, options["block_shape"]):
+                placed["block_shape"] = (1, lhs.codes.shape[-1], 1)
+            if axes_module.in_parts(rhs, options["block_shape"]):
                 run = functools.partial(_sum_parts, function)
             summed_in = placed.pop("reduce")
             if summed_in and shards.names(axes.contracted):
@@ -210,15 +210,17 @@ def _groups(words: tuple[Any, ...], operands: tuple[Any, ...]) -> int:
     return 1
 
 
-def _origin(shards: Shards, groups: int, rows: int, columns: int) -> Origin | None:
+def _global_offset(
+    shards: Shards, groups: int, rows: int, columns: int
+) -> GlobalOffset | None:
     """Where a shard, of so many groups of rows, lies in the whole matrix."""
     if not shards.names("gij"):
         return None
-    merged = jnp.arange(0, groups * rows, SPAN, jnp.uint32)
+    merged = jnp.arange(0, groups * rows, ROW_GROUP, jnp.uint32)
     group = shards.place("g") * groups + merged // rows
     row = shards.place("i") * rows + merged % rows
     column = shards.place("j") * columns
-    return Origin(group * (rows * shards.number("i")) + row, column[None])
+    return GlobalOffset(group * (rows * shards.number("i")) + row, column[None])
 
 
 def _join(names: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:

@@ -29,14 +29,14 @@ from fbq_jax.sharding.assignment import Axes
 VECTORS = (64, 16)
 
 
-def one_scale_a_row(rhs: Quantized, blocks: tuple[int, int, int]) -> bool:
+def one_scale_a_row(rhs: Quantized, block_shape: tuple[int, int, int]) -> bool:
     """Whether a product, or each part of its contraction, has no scales inside it."""
-    return blocks[0] == blocks[2] == 1 and rhs.scales.shape[-1] == 1
+    return block_shape[0] == block_shape[2] == 1 and rhs.scales.shape[-1] == 1
 
 
-def in_parts(rhs: Quantized, blocks: tuple[int, int, int]) -> bool:
+def in_parts(rhs: Quantized, block_shape: tuple[int, int, int]) -> bool:
     """Whether a contraction is of parts ``[B, P, ., R]`` with scales of their own."""
-    return blocks[0] == blocks[2] == 1 and rhs.scales.ndim == 4
+    return block_shape[0] == block_shape[2] == 1 and rhs.scales.ndim == 4
 
 
 def _word(letter: str, together: int = 1) -> str:
@@ -79,15 +79,15 @@ def quantize(
     seeds: jax.Array,
     *,
     block: Block,
-    rows: str | None,
-    columns: str | None,
+    rowwise: str | None,
+    colwise: str | None,
 ) -> Axes:
     """Of ``reference.quantize``."""
     del seeds
     by_rows, by_columns = _layouts(
         _rows(x.shape, block[0]), _blocks("j", x.shape[-1], block[1])
     )
-    results = Layouts(_wanted(by_rows, rows), _wanted(by_columns, columns))
+    results = Layouts(_wanted(by_rows, rowwise), _wanted(by_columns, colwise))
     agreed = "ij" if x.ndim == 3 else "j"
     return Axes((by_rows.codes, "b"), results, agreed=agreed)
 
@@ -96,8 +96,8 @@ def quantize_vectors(
     x: jax.Array,
     seeds: jax.Array,
     *,
-    rows: str | None,
-    columns: str | None,
+    rowwise: str | None,
+    colwise: str | None,
     bound: float,
     per_tensor: bool,
 ) -> Axes:
@@ -111,7 +111,7 @@ def quantize_vectors(
     column = _blocks("j", x.shape[-1], unit)[0]
     by_rows, _ = _layouts((row, row), (column, "."), stack)
     _, by_columns = _layouts((row, "."), (column, column), stack)
-    results = Layouts(_wanted(by_rows, rows), _wanted(by_columns, columns))
+    results = Layouts(_wanted(by_rows, rowwise), _wanted(by_columns, colwise))
     return Axes((by_rows.codes, stack), results)
 
 
@@ -122,14 +122,14 @@ def quantize_fallback(
     *,
     block: Block,
     criterion: str,
-    columns: str | None,
+    colwise: str | None,
 ) -> Axes:
     """Of ``reference.quantize_fallback``."""
     del theta, seeds, criterion
     main, by_columns = _layouts(
         _rows(x.shape, block[0]), _blocks("j", x.shape[-1], block[1])
     )
-    results = FallbackQuantized(main, main, main.scales, _wanted(by_columns, columns))
+    results = FallbackQuantized(main, main, main.scales, _wanted(by_columns, colwise))
     return Axes((main.codes, "b", "b"), results)
 
 
@@ -145,7 +145,7 @@ def matmul(
     residual: Quantized | None,
     rhs: Quantized,
     *seeds: jax.Array,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: Any,
     reduce: str | None,
 ) -> Axes:
@@ -154,14 +154,14 @@ def matmul(
     Or over parts.  Seeds, one array, are those of a sum in INT8.
     """
     del dtype, reduce
-    m, k, n = blocks
+    m, k, n = block_shape
     stack = "b"
     columns = _blocks("n", rhs.codes.shape[1], n)
     depth = _blocks("k", rhs.codes.shape[-1], k)
-    if vectors := one_scale_a_row(rhs, blocks):
+    if vectors := one_scale_a_row(rhs, block_shape):
         depth = _blocks("k", rhs.codes.shape[-1], VECTORS[1])[0], "."
     contracted = depth[0][0].strip(".")
-    if in_parts(rhs, blocks):  # [B, P, N, R]
+    if in_parts(rhs, block_shape):  # [B, P, N, R]
         stack, contracted = "b p", f"p{contracted}"
         rows, columns = (
             _blocks(letter, x.codes.shape[2], 1)
@@ -185,12 +185,12 @@ def ragged_matmul(
     rhs: Quantized,
     groups: jax.Array,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: Any,
 ) -> Axes:
     """Of ``ragged.ragged_matmul``; t for its tiles, g for the groups."""
     del lhs, groups, dtype
-    _, k, n = blocks
+    _, k, n = block_shape
     columns = _blocks("n", rhs.codes.shape[1], n)
     depth = _blocks("k", rhs.codes.shape[2], k)
     left = Quantized(f"t . {depth[0]}", f"t . {depth[1]}")  # type: ignore[arg-type]
@@ -205,12 +205,12 @@ def ragged_contraction(
     groups: jax.Array,
     *,
     size: int,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: Any,
 ) -> Axes:
     """Of ``ragged.ragged_contraction``, likewise."""
     del groups, size, dtype
-    k, _, n = blocks
+    k, _, n = block_shape
     rows = _blocks("k", lhs.codes.shape[1], k)
     columns = _blocks("n", rhs.codes.shape[1], n)
     left, right = (
@@ -224,9 +224,9 @@ def _operand(
     main: Quantized,
     by_columns: Quantized,
     criterion: str | None,
-    columns: str | None,
+    colwise: str | None,
 ) -> Operand:
-    by_columns = _wanted(by_columns, columns)
+    by_columns = _wanted(by_columns, colwise)
     if criterion is None:
         return Operand(main, None, "b . .", by_columns)  # type: ignore[arg-type]
     return Operand(main, main, main.scales, by_columns)
@@ -248,7 +248,7 @@ def _packed(row: str, of: Callable[[int], str], together: int, bits: int) -> Pac
 
 def rms_norm_quantize(
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     theta: jax.Array,
     seeds: jax.Array,
     *,
@@ -256,13 +256,13 @@ def rms_norm_quantize(
     bits: int,
     block: Block,
     criterion: str | None,
-    columns: str | None,
+    colwise: str | None,
 ) -> Axes:
     """Of ``producers.rms_norm_quantize``, whose means are of whole rows."""
-    del gain, theta, seeds, epsilon
+    del norm_scale, theta, seeds, epsilon
     rows = _rows(x.shape, block[0])
     main, by_columns = _layouts(rows, (".", "."))
-    operand = _operand(main, by_columns, criterion, columns)
+    operand = _operand(main, by_columns, criterion, colwise)
     packed = _packed(rows[0], lambda _: ".", packing.GROUP, bits)
     rstd: Any = f"b {rows[0]} ."
     return Axes((main.codes, "b .", "b", "b"), NormQuantized(operand, packed, rstd))
@@ -276,7 +276,7 @@ def silu_gate_quantize(
     bits: int,
     block: Block,
     criterion: str | None,
-    columns: str | None,
+    colwise: str | None,
 ) -> Axes:
     """Of ``producers.silu_gate_quantize``."""
     del theta, seeds
@@ -284,7 +284,7 @@ def silu_gate_quantize(
     together = max(block[1], packing.GROUP)
     of = _turns(gate_up.shape[-1] // 2, together)
     main, by_columns = _layouts(rows, (of(together), of(together // block[1])))
-    operand = _operand(main, by_columns, criterion, columns)
+    operand = _operand(main, by_columns, criterion, colwise)
     packed = _packed(rows[0], of, together, bits)
     operands = f"b {rows[0]} {of(2 * together)}", "b", "b"
     return Axes(operands, GateQuantized(operand, packed, packed))
@@ -298,8 +298,8 @@ def silu_gate_grad_quantize(
     *,
     bits: int,
     block: Block,
-    rows: str | None,
-    columns: str | None,
+    rowwise: str | None,
+    colwise: str | None,
 ) -> Axes:
     """Of ``producers.silu_gate_grad_quantize``."""
     del by_gate, by_up, seeds
@@ -309,6 +309,6 @@ def silu_gate_grad_quantize(
     by_rows, by_columns = _layouts(
         row, (of(2 * together), of(2 * together // block[1]))
     )
-    results = Layouts(_wanted(by_rows, rows), _wanted(by_columns, columns))
+    results = Layouts(_wanted(by_rows, rowwise), _wanted(by_columns, colwise))
     packed = _packed(row[0], of, together, bits)
     return Axes((f"b {row[0]} {of(together)}", packed, packed, "b"), results)

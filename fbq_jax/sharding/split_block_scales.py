@@ -42,7 +42,9 @@ def quantize_shared(
     maxima = reference.block_metric(x, block=parts, criterion="absmax")
     amax = _of_blocks(shards, in_a_block, maxima)
     own = _of_parts(shards, in_a_block, amax, maxima.shape)
-    layouts = reference.quantize(x, seeds, block=parts, join=lambda _: own, **options)
+    layouts = reference.quantize(
+        x, seeds, block=parts, amax_reduce=lambda _: own, **options
+    )
     scales, _ = scale_and_inverse(amax)
     by_rows, by_columns = layouts
     return Layouts(

@@ -25,7 +25,7 @@ def matmul(
     residual: Quantized | None,
     rhs: Quantized,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     config: Config | None = None,
 ) -> jax.Array:
@@ -33,7 +33,7 @@ def matmul(
 
     Sizes that are no multiples of 128 are padded with zeros, in copies of the codes.
     """
-    m, k, n = blocks
+    m, k, n = block_shape
     batch, rows, depth = lhs.codes.shape
     columns = rhs.codes.shape[1]
     sizes = [SIDE * cdiv(size, SIDE) for size in (rows, depth, columns)]

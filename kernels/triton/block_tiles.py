@@ -12,7 +12,7 @@ import triton.language as tl
 from fbq_jax.kernels import rounding, scales
 
 TINY = tl.constexpr(scales.TINY)
-SPAN = tl.constexpr(rounding.SPAN)
+SPAN = tl.constexpr(rounding.ROW_GROUP)
 # Adding it rounds a float32 below 2**22 to an integer, which the low bits then hold.
 MAGIC = tl.constexpr(1.5 * 2**23)
 # Four bytes of 128, less what the bits of MAGIC add to a sum of four shifted codes.

@@ -19,7 +19,7 @@ from fbq_jax.kernels import fused_reference, packing
 from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized, Operand
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Block, Criterion, Layouts, Quantized
-from fbq_jax.kernels.rounding import Origin, Rounding, whole
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, whole
 from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_tiles import (
     find_amax,
@@ -53,7 +53,7 @@ def fuses(block: Block, width: int) -> bool:
 
 def rms_norm_quantize(
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     theta: jax.Array,
     seeds: jax.Array,
     *,
@@ -61,26 +61,26 @@ def rms_norm_quantize(
     bits: int,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
-    origin: Origin | None = None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
 ) -> NormQuantized:
     """See ``fused_reference.rms_norm_quantize``.  XLA computes the means first."""
     options: dict[str, Any] = {
         "bits": bits,
         "block": block,
         "criterion": criterion,
-        "columns": columns,
-        "origin": origin,
+        "colwise": colwise,
+        "global_offset": global_offset,
     }
     if x.size == 0 or not fuses(block, x.shape[2]):
         return fused_reference.rms_norm_quantize(
-            x, gain, theta, seeds, epsilon=epsilon, **options, ops=quantize
+            x, norm_scale, theta, seeds, epsilon=epsilon, **options, ops=quantize
         )
     batch, height, width = x.shape
     wide = x.astype(jnp.float32)
     rstd = fused_reference.find_rstd(jnp.mean(wide * wide, -1, keepdims=True), epsilon)
     operand, normalized, _ = _launch(
-        "norm", x, gain, rstd, theta, seeds, (batch, height, width), **options
+        "norm", x, norm_scale, rstd, theta, seeds, (batch, height, width), **options
     )
     return NormQuantized(operand, normalized, rstd)
 
@@ -93,16 +93,16 @@ def silu_gate_quantize(
     bits: int,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
-    origin: Origin | None = None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
 ) -> GateQuantized:
     """See ``fused_reference.silu_gate_quantize``."""
     options: dict[str, Any] = {
         "bits": bits,
         "block": block,
         "criterion": criterion,
-        "columns": columns,
-        "origin": origin,
+        "colwise": colwise,
+        "global_offset": global_offset,
     }
     batch, height, both = gate_up.shape
     if gate_up.size == 0 or not fuses(block, both // 2):
@@ -124,9 +124,9 @@ def silu_gate_grad_quantize(
     *,
     bits: int,
     block: Block,
-    rows: Rounding | None,
-    columns: Rounding | None,
-    origin: Origin | None = None,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
 ) -> Layouts:
     """See ``fused_reference.silu_gate_grad_quantize``."""
     batch, height, width = dy.shape
@@ -138,9 +138,9 @@ def silu_gate_grad_quantize(
             seeds,
             bits=bits,
             block=block,
-            rows=rows,
-            columns=columns,
-            origin=origin,
+            rowwise=rowwise,
+            colwise=colwise,
+            global_offset=global_offset,
             ops=quantize,
         )
     out = _Outputs((batch, height, 2 * width), block)
@@ -153,12 +153,12 @@ def silu_gate_grad_quantize(
         *_slots(by_up.planes, bits, unused=seeds),
         by_up.scales,
         seeds,
-        *(origin or whole(height)),
+        *(global_offset or whole(height)),
         height,
         width // block[1],
         outputs=[
-            *out.by_rows(wanted=rows is not None),
-            *out.by_columns(wanted=columns is not None),
+            *out.by_rows(wanted=rowwise is not None),
+            *out.by_columns(wanted=colwise is not None),
         ],
         grid=(out.programs // 2,),
         num_warps=num_warps,
@@ -167,12 +167,12 @@ def silu_gate_grad_quantize(
         c=block[1],
         PARTS=block[0] // part,
         BITS=bits,
-        ROWS=rows,
-        COLUMNS=columns,
+        ROWS=rowwise,
+        COLUMNS=colwise,
     )
     return Layouts(
-        None if rows is None else Quantized(codes, scales),
-        None if columns is None else out.columns(column_codes, column_scales),
+        None if rowwise is None else Quantized(codes, scales),
+        None if colwise is None else out.columns(column_codes, column_scales),
     )
 
 
@@ -206,7 +206,7 @@ def _slots(
 def _launch(
     producer: str,
     x: jax.Array,
-    gain: jax.Array,
+    norm_scale: jax.Array,
     rstd: jax.Array,
     theta: jax.Array,
     seeds: jax.Array,
@@ -215,8 +215,8 @@ def _launch(
     bits: int,
     block: Block,
     criterion: Criterion | None,
-    columns: Rounding | None,
-    origin: Origin | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None,
 ) -> tuple[Operand, Packed, Packed]:
     """The output of ``shape``, quantized, and one or two packed arrays."""
     out = _Outputs(shape, block)
@@ -225,18 +225,18 @@ def _launch(
     results = launch(
         _produce,
         x,
-        gain,
+        norm_scale,
         rstd,
         theta,
         seeds,
-        *(origin or whole(out.rows)),
+        *(global_offset or whole(out.rows)),
         out.rows,
         out.blocks[1],
         outputs=[
             *out.by_rows(wanted=True),
             *residual_outputs,
             residual_outputs[1],
-            *out.by_columns(wanted=columns is not None),
+            *out.by_columns(wanted=colwise is not None),
             *out.packed(bits, wanted=True),
             *out.packed(bits, wanted=producer == "gate"),
         ],
@@ -249,11 +249,11 @@ def _launch(
         PRODUCER=producer,
         BITS=bits,
         CRITERION=criterion,
-        COLUMNS=columns,
+        COLUMNS=colwise,
     )
     codes, scales, residual_codes, residual_scales, metric = results[:5]
     main = Quantized(codes, scales)
-    by_columns = None if columns is None else out.columns(*results[5:7])
+    by_columns = None if colwise is None else out.columns(*results[5:7])
     if criterion is None:
         nothing = jnp.zeros((out.batch, 0, 0), jnp.float32)
         operand = Operand(main, None, nothing, by_columns)
@@ -270,7 +270,7 @@ def _launch(
 @triton.jit
 def _produce(
     x,
-    gain,
+    norm_scale,
     rstd,
     theta,
     seeds,
@@ -310,7 +310,7 @@ def _produce(
     amax = 0.0
     for part in range(i * PARTS, (i + 1) * PARTS):
         y, first, second = _make(
-            x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
+            x, norm_scale, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
         )
         planes = (first_8, first_4, first_2, first_1)
         store_packed(planes, first_scales, first, batch, part, j, rows, across, BITS)
@@ -326,7 +326,7 @@ def _produce(
     lost, total = 0.0, 0.0
     for part in range(i * PARTS, (i + 1) * PARTS):
         y, _, _ = _make(
-            x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
+            x, norm_scale, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
         )
         v = in_scale(y, inverse)
         rounded = nearest(v)
@@ -349,14 +349,34 @@ def _produce(
             residual_amax = 0.0
             for part in range(i * PARTS, (i + 1) * PARTS):
                 y, _, _ = _make(
-                    x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
+                    x,
+                    norm_scale,
+                    rstd,
+                    batch,
+                    part,
+                    j,
+                    rows,
+                    across,
+                    part_r,
+                    c,
+                    PRODUCER,
                 )
                 residual = residual_of(y, nearest(in_scale(y, inverse)), scale)
                 residual_amax = tl.maximum(residual_amax, find_amax(residual))
             residual_scale, residual_inverse = scale_of(residual_amax)
             for part in range(i * PARTS, (i + 1) * PARTS):
                 y, _, _ = _make(
-                    x, gain, rstd, batch, part, j, rows, across, part_r, c, PRODUCER
+                    x,
+                    norm_scale,
+                    rstd,
+                    batch,
+                    part,
+                    j,
+                    rows,
+                    across,
+                    part_r,
+                    c,
+                    PRODUCER,
                 )
                 residual = residual_of(y, nearest(in_scale(y, inverse)), scale)
                 rounded = nearest(in_scale(residual, residual_inverse))
@@ -367,7 +387,7 @@ def _produce(
 @triton.jit
 def _make(
     x,
-    gain,
+    norm_scale,
     rstd,
     batch,
     i,
@@ -383,7 +403,7 @@ def _make(
     if PRODUCER == "norm":
         tiles = load(x, batch, i, j, rows, across * c, r, c)
         # Loaded as vectors: layouts of the matrices stay those of x then.
-        column_gain = tl.load(gain + (batch * across + j) * c + tl.arange(0, c))
+        column_gain = tl.load(norm_scale + (batch * across + j) * c + tl.arange(0, c))
         for k in tl.static_range(4):
             row = i * r + 4 * tl.arange(0, r // 4) + k
             row_rstd = tl.load(rstd + batch * rows + row, row < rows, 0.0)[:, None]

@@ -45,7 +45,7 @@ class Config(NamedTuple):
 
 def choose_config(
     sizes: tuple[int, int, int],
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     sm: int,
     *,
     fallback: bool,
@@ -54,14 +54,14 @@ def choose_config(
 
     Args:
       sizes: ``(M, N, K)``.
-      blocks: ``(m, k, n)``, the sides of a block.
+      block_shape: ``(m, k, n)``, the sides of a block.
       sm: compute capability of the GPU, times ten.
       fallback: whether there is a residual.
     """
     M, N, _ = sizes
-    m, k, _ = blocks
+    m, k, _ = block_shape
     op = "triton.matmul.fallback" if fallback else "triton.matmul"
-    if blocks == (128, 128, 128) and (found := tuning_table.lookup(op, sizes)):
+    if block_shape == (128, 128, 128) and (found := tuning_table.lookup(op, sizes)):
         return Config(**found)
     hopper = sm == 90
     if hopper and m >= 128 and k <= 128 and min(M, N) >= 128:
@@ -81,7 +81,7 @@ def matmul(
     residual: Quantized | None,
     rhs: Quantized,
     *,
-    blocks: tuple[int, int, int],
+    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
@@ -92,7 +92,7 @@ def matmul(
       lhs: codes ``[B, M, K]``, scales ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs, of the same shapes, or None.
       rhs: codes ``[B, N, K]``, scales ``[B, ceil(N/n), ceil(K/k)]``.
-      blocks: ``(m, k, n)``, the sides of a block: 32, 64, 128 or 256.
+      block_shape: ``(m, k, n)``, the sides of a block: 32, 64, 128 or 256.
       dtype: of the output.
       sm: compute capability of the GPU it will run on, times ten; None for that of this
         process's first device.
@@ -103,10 +103,12 @@ def matmul(
     """
     if sm is None:
         sm = int(jax.local_devices()[0].compute_capability.replace(".", ""))
-    m, k, n = blocks
+    m, k, n = block_shape
     batch, M, K = lhs.codes.shape
     N = rhs.codes.shape[1]
-    tile = config or choose_config((M, N, K), blocks, sm, fallback=residual is not None)
+    tile = config or choose_config(
+        (M, N, K), block_shape, sm, fallback=residual is not None
+    )
     BM, BN = tile.BM, tile.BN
     lhs, rhs = _align(lhs), _align(rhs)
     if residual is None:

@@ -59,27 +59,27 @@ def quantize(
     seeds: jax.Array,
     *,
     block: Block,
-    rows: rounding.Rounding | None,
-    columns: rounding.Rounding | None,
-    origin: rounding.Origin | None = None,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
+    global_offset: rounding.GlobalOffset | None = None,
 ) -> Layouts:
     """See ``reference.quantize``."""
     operand = _Operand(x, block)
     codes, scales, *by_columns = operand.launch(
         _quantize,
         seeds,
-        *(origin or rounding.whole(operand.rows)),
+        *(global_offset or rounding.whole(operand.rows)),
         outputs=[
-            *operand.by_rows(wanted=rows is not None),
-            *operand.by_columns(wanted=columns is not None),
+            *operand.by_rows(wanted=rowwise is not None),
+            *operand.by_columns(wanted=colwise is not None),
         ],
-        wide="stochastic" in (rows, columns) and x.dtype.itemsize == 4,
-        ROWS=rows,
-        COLUMNS=columns,
+        wide="stochastic" in (rowwise, colwise) and x.dtype.itemsize == 4,
+        ROWS=rowwise,
+        COLUMNS=colwise,
     )
     return Layouts(
-        None if rows is None else Quantized(codes, scales),
-        None if columns is None else operand.columns(*by_columns),
+        None if rowwise is None else Quantized(codes, scales),
+        None if colwise is None else operand.columns(*by_columns),
     )
 
 
@@ -90,8 +90,8 @@ def quantize_fallback(
     *,
     block: Block,
     criterion: Criterion,
-    columns: rounding.Rounding | None,
-    origin: rounding.Origin | None = None,
+    colwise: rounding.Rounding | None,
+    global_offset: rounding.GlobalOffset | None = None,
 ) -> FallbackQuantized:
     """See ``reference.quantize_fallback``."""
     operand = _Operand(x, block)
@@ -99,22 +99,22 @@ def quantize_fallback(
         _quantize_fallback,
         theta,
         seeds,
-        *(origin or rounding.whole(operand.rows)),
+        *(global_offset or rounding.whole(operand.rows)),
         outputs=[
             *operand.by_rows(wanted=True),
             *operand.by_rows(wanted=True),
             operand.by_rows(wanted=True)[1],
-            *operand.by_columns(wanted=columns is not None),
+            *operand.by_columns(wanted=colwise is not None),
         ],
-        wide=columns == "stochastic",
+        wide=colwise == "stochastic",
         CRITERION=criterion,
-        COLUMNS=columns,
+        COLUMNS=colwise,
     )
     return FallbackQuantized(
         Quantized(codes, scales),
         Quantized(residual, residual_scales),
         metric,
-        None if columns is None else operand.columns(*by_columns),
+        None if colwise is None else operand.columns(*by_columns),
     )
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from jax import lax
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.reference import SEPARATE, Join, Layouts, Quantized
+from fbq_jax.kernels.reference import SEPARATE, AmaxReduce, Layouts, Quantized
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.block_tiles import (
     from_bits,
@@ -40,12 +40,12 @@ def quantize_vectors(
     x: jax.Array,
     seeds: jax.Array,
     *,
-    rows: rounding.Rounding | None,
-    columns: rounding.Rounding | None,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
-    origin: rounding.Origin | None = None,
-    join: Join = SEPARATE,
+    global_offset: rounding.GlobalOffset | None = None,
+    amax_reduce: AmaxReduce = SEPARATE,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     if x.size == 0:
@@ -53,11 +53,11 @@ def quantize_vectors(
         return reference.quantize_vectors(
             x,
             seeds,
-            rows=rows,
-            columns=columns,
+            rowwise=rowwise,
+            colwise=colwise,
             bound=bound,
             per_tensor=per_tensor,
-            join=join,
+            amax_reduce=amax_reduce,
         )
     batch, height, width = x.shape
     down, across = -(-height // TILE[0]), -(-width // TILE[1])
@@ -70,8 +70,8 @@ def quantize_vectors(
         r=TILE[0],
         c=TILE[1],
         COLUMN_UNIT=unit,
-        ROWS=rows,
-        COLUMNS=columns,
+        ROWS=rowwise,
+        COLUMNS=colwise,
     )
 
     def output(wanted: object, *shape: int, dtype: type) -> jax.ShapeDtypeStruct:
@@ -83,17 +83,17 @@ def quantize_vectors(
         height,
         width // unit,
         outputs=[
-            output(rows, batch, across, height, dtype=jnp.int32),
-            output(columns, batch, down, width, dtype=jnp.int32),
+            output(rowwise, batch, across, height, dtype=jnp.int32),
+            output(colwise, batch, down, width, dtype=jnp.int32),
         ],
     )
     scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
     # The seeds stand for pointers that are not read.
     row_scales, row_inverses = (
-        (None, seeds) if rows is None else scales(row_tops, join.rows)
+        (None, seeds) if rowwise is None else scales(row_tops, amax_reduce.rowwise)
     )
     column_scales, column_inverses = (
-        (None, seeds) if columns is None else scales(column_tops, join.columns)
+        (None, seeds) if colwise is None else scales(column_tops, amax_reduce.colwise)
     )
     # Columns of codes are padded to 16 bytes, what a thread stores at once.
     padded = -(-height // 16) * 16
@@ -103,12 +103,12 @@ def quantize_vectors(
         row_inverses,
         column_inverses,
         seeds,
-        *(origin or rounding.whole(height)),
+        *(global_offset or rounding.whole(height)),
         height,
         width // unit,
         outputs=[
-            output(rows, batch, height, width, dtype=jnp.int8),
-            output(columns, batch, width, padded, dtype=jnp.int8),
+            output(rowwise, batch, height, width, dtype=jnp.int8),
+            output(colwise, batch, width, padded, dtype=jnp.int8),
         ],
         CLIPPED=bound > 127.0,
     )
@@ -123,7 +123,7 @@ def quantize_vectors(
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("bound", "per_tensor"))
 def _scales(
     tops: jax.Array,
-    join: Callable[[jax.Array], jax.Array],
+    amax_reduce: Callable[[jax.Array], jax.Array],
     *,
     bound: float,
     per_tensor: bool,
@@ -132,7 +132,7 @@ def _scales(
     top = jnp.max(tops, axis=1)
     if per_tensor:
         top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
-    amax = join(lax.bitcast_convert_type(top, jnp.float32))
+    amax = amax_reduce(lax.bitcast_convert_type(top, jnp.float32))
     scales, inverses = scale_and_inverse(amax, bound)
     return scales[:, :, None], inverses
 

@@ -60,7 +60,7 @@ def of_operands(operands: Operands) -> Any:
 
 def test_emulation_has_the_librarys_values_at_8_bits(operands: Operands) -> None:
     x = operands.x[:1]
-    options = {"block": BLOCK, "criterion": "absmax", "columns": None}
+    options = {"block": BLOCK, "criterion": "absmax", "colwise": None}
     quantize = jax.jit(functools.partial(reference.quantize_fallback, **options))
     seeds = jnp.zeros(1, jnp.uint32)
     main, residual, metric, _ = quantize(x, jnp.full(1, 100.0), seeds)

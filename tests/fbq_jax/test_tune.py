@@ -39,7 +39,7 @@ def test_a_kernel_asks_the_table_and_else_has_a_rule(monkeypatch):
 
 def test_the_fastest_is_written_and_other_entries_stay(monkeypatch, tmp_path, capsys):
     def dot(*operands):
-        return reference.matmul(*operands, blocks=(128,) * 3, dtype=jnp.bfloat16)
+        return reference.matmul(*operands, block_shape=(128,) * 3, dtype=jnp.bfloat16)
 
     def by_definition(*operands, implementation, **options):
         assert implementation == "reference"

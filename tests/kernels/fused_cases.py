@@ -40,7 +40,7 @@ def check_norm(
         "bits": bits,
         "block": block,
         "criterion": criterion,
-        "columns": columns,
+        "colwise": columns,
     }
     gain = 1.0 + 0.5 * jax.random.normal(jax.random.key(0), (shape[0], shape[2]))
     operands = heavy(shape, dtype=dtype), gain, jnp.asarray(theta, jnp.float32)
@@ -54,7 +54,7 @@ def check_norm(
 def check_gate(
     ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, columns
 ) -> None:
-    args = {"bits": bits, "block": block, "criterion": criterion, "columns": columns}
+    args = {"bits": bits, "block": block, "criterion": criterion, "colwise": columns}
     gate_up = heavy((*shape[:2], 2 * shape[2]), dtype=dtype)
     operands = gate_up, jnp.asarray(theta, jnp.float32), seeds(shape[0])
     got = ops.silu_gate_quantize(*operands, **args)
@@ -69,7 +69,7 @@ def check_grad(ops: types.ModuleType, shape, dtype, bits, block, rows, columns) 
     pack = jax.jit(packing.quantize, static_argnums=1)
     by_gate, by_up = (pack(heavy(shape, seed), bits) for seed in (1, 2))
     by_up = by_up._replace(scales=by_up.scales.at[0, 1, 0].set(0.0))
-    args = {"bits": bits, "block": block, "rows": rows, "columns": columns}
+    args = {"bits": bits, "block": block, "rowwise": rows, "colwise": columns}
     operands = heavy(shape, dtype=dtype), by_gate, by_up, seeds(shape[0])
     got = ops.silu_gate_grad_quantize(*operands, **args)
     want = _definition("silu_gate_grad_quantize", **args)(*operands)
@@ -86,7 +86,7 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
     gate_up = jnp.asarray(np.concatenate([x, heavy(shape, 1)], -1)).astype(dtype)
     x = jnp.asarray(x).astype(dtype)
     theta, gain = jnp.zeros(1), jnp.ones((1, shape[2]))
-    args = {"bits": bits, "block": block, "criterion": "absmax", "columns": "nearest"}
+    args = {"bits": bits, "block": block, "criterion": "absmax", "colwise": "nearest"}
 
     norm_args = args | {"epsilon": 1e-5}
     got = ops.rms_norm_quantize(x, gain, theta, seeds(1), **norm_args)
@@ -106,12 +106,12 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
     for packed, expected in zip(got[1:], want[1:], strict=True):
         _check_packed(packed, expected, shape[2], bits)
 
-    grad_args = {"bits": bits, "block": block, "rows": "nearest", "columns": None}
+    grad_args = {"bits": bits, "block": block, "rowwise": "nearest", "colwise": None}
     dy = x
     got = ops.silu_gate_grad_quantize(dy, *want[1:], seeds(1), **grad_args)
     grad = _definition("silu_gate_grad_quantize", **grad_args)
     want = grad(dy, *want[1:], seeds(1))
-    _check_codes(got.rows, want.rows, block)
+    _check_codes(got.rowwise, want.rowwise, block)
 
 
 @functools.cache
@@ -121,7 +121,7 @@ def _definition(name: str, **kwargs):
 
 def _check_operand(got, want, block) -> None:
     _check_codes(got.main, want.main, block)
-    _check_codes(got.columns, want.columns, block[::-1])
+    _check_codes(got.colwise, want.colwise, block[::-1])
     np.testing.assert_allclose(got.metric, want.metric, rtol=1e-3)
     if want.residual is None:
         assert got.residual is None

@@ -69,7 +69,7 @@ def exact(lhs, residual, rhs, blocks) -> np.ndarray:
 
 def check_against_float64(matmul, case: Case) -> None:
     args = operands(case)
-    y = matmul(*args, blocks=case.blocks, dtype=jnp.float32)
+    y = matmul(*args, block_shape=case.blocks, dtype=jnp.float32)
     assert y.dtype == jnp.float32
     assert oracle.relative(y, exact(*args, case.blocks)) <= 1e-5
 
@@ -81,7 +81,7 @@ def check_scales_far_apart(matmul) -> None:
     scales = lhs.scales.at[0, 0, 1].mul(10_000.0)
     lhs = Quantized(outlier, scales)
     blocks = 128, 128, 128
-    y = np.asarray(matmul(lhs, None, rhs, blocks=blocks, dtype=jnp.float32))[0]
+    y = np.asarray(matmul(lhs, None, rhs, block_shape=blocks, dtype=jnp.float32))[0]
     wanted = exact(lhs, None, rhs, blocks)[0]
     others = np.arange(128) != 5
     assert oracle.relative(y[others], wanted[others]) <= 1e-6
@@ -93,7 +93,7 @@ def check_largest_sums(matmul, sign: int) -> None:
     codes = jnp.full((1, 128, depth), 127, jnp.int8)
     scales = jnp.full((1, 1, depth // 128), 2.0**-14)
     lhs, rhs = Quantized(sign * codes, scales), Quantized(codes, jnp.ones_like(scales))
-    y = matmul(lhs, None, rhs, blocks=(128, 128, 128), dtype=jnp.bfloat16)
+    y = matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.bfloat16)
     wanted = jnp.full_like(y, sign * 127.0**2 * 2.0**-14 * depth)
     np.testing.assert_array_equal(y, wanted)
 
@@ -108,7 +108,7 @@ def check_outlier_that_fell_back(matmul) -> None:
     lhs = Quantized(main, ones.at[0, 0, 1].set(2000.0))
     residual = Quantized(term, jnp.zeros_like(ones).at[0, 0, 1].set(8.0))
     args = lhs, residual, Quantized(rhs, ones)
-    y = matmul(*args, blocks=(128, 128, 128), dtype=jnp.bfloat16)
+    y = matmul(*args, block_shape=(128, 128, 128), dtype=jnp.bfloat16)
     others = np.arange(128) != 5
     wanted = exact(*args, (128, 128, 128))[0, others]
     # Rounding to bfloat16 alone loses 1.7e-3.
@@ -118,8 +118,8 @@ def check_outlier_that_fell_back(matmul) -> None:
 def check_rounds_once(matmul, dtype) -> None:
     case = CASES["ragged, fallback"]
     args = operands(case)
-    y = matmul(*args, blocks=case.blocks, dtype=dtype)
-    wide = matmul(*args, blocks=case.blocks, dtype=jnp.float32)
+    y = matmul(*args, block_shape=case.blocks, dtype=dtype)
+    wide = matmul(*args, block_shape=case.blocks, dtype=jnp.float32)
     assert y.dtype == dtype
     # Sums in another order may round to the other neighbour, seldom; where terms cancel
     # they may be off by a product or two of the smallest codes.
@@ -132,15 +132,15 @@ def check_rounds_once(matmul, dtype) -> None:
     assert np.mean(y == rounded) > (0.99 if dtype == jnp.bfloat16 else 0.95)
 
 
-def check_nan_scales(matmul, blocks: tuple[int, int, int]) -> None:
+def check_nan_scales(matmul, block_shape: tuple[int, int, int]) -> None:
     """A NaN scale, a residual's too, shows in all that depends on it, nowhere else."""
-    lhs, residual, rhs = operands(Case((1, 300, 300, 300), blocks, 0.3))
+    lhs, residual, rhs = operands(Case((1, 300, 300, 300), block_shape, 0.3))
     assert residual is not None
     lhs = lhs._replace(scales=lhs.scales.at[0, 0, 0].set(jnp.nan))
     residual = residual._replace(scales=residual.scales.at[0, 1, -1].set(jnp.nan))
     rhs = rhs._replace(scales=rhs.scales.at[0, -1, 0].set(jnp.nan))
-    y = matmul(lhs, residual, rhs, blocks=blocks, dtype=jnp.float32)
-    expected = np.isnan(exact(lhs, residual, rhs, blocks))
+    y = matmul(lhs, residual, rhs, block_shape=block_shape, dtype=jnp.float32)
+    expected = np.isnan(exact(lhs, residual, rhs, block_shape))
     assert 0 < expected.mean() < 1
     np.testing.assert_array_equal(np.isnan(y), expected)
 
@@ -154,7 +154,7 @@ def check_extreme_codes(matmul, k: int) -> None:
     )
     negative = operand._replace(codes=-operand.codes)
     for lhs in (operand, negative):
-        y = matmul(lhs, None, operand, blocks=(128, k, 128), dtype=jnp.float32)
+        y = matmul(lhs, None, operand, block_shape=(128, k, 128), dtype=jnp.float32)
         np.testing.assert_allclose(
             y, exact(lhs, None, operand, (128, k, 128)), rtol=1e-5
         )

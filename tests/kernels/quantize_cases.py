@@ -76,19 +76,19 @@ def special(dtype: str) -> jax.Array:
 def check_quantize(
     ops: types.ModuleType, x: jax.Array, block: reference.Block, rows, columns
 ) -> None:
-    args = {"block": block, "rows": rows, "columns": columns}
+    args = {"block": block, "rowwise": rows, "colwise": columns}
     got = ops.quantize(x, seeds(len(x)), **args)
     want = _reference("quantize", **args)(x, seeds(len(x)))
-    _check_quantized(got.rows, want.rows, block)
-    _check_quantized(got.columns, want.columns, block[::-1])
+    _check_quantized(got.rowwise, want.rowwise, block)
+    _check_quantized(got.colwise, want.colwise, block[::-1])
 
 
 def check_vectors(ops: types.ModuleType, x: jax.Array, rows, columns, **scales) -> None:
-    args = {"rows": rows, "columns": columns, **scales}
+    args = {"rowwise": rows, "colwise": columns, **scales}
     got = ops.quantize_vectors(x, seeds(len(x)), **args)
     want = _reference("quantize_vectors", **args)(x, seeds(len(x)))
-    _check_quantized(got.rows, want.rows, (1, x.shape[2]))
-    _check_quantized(got.columns, want.columns, (1, x.shape[1]))
+    _check_quantized(got.rowwise, want.rowwise, (1, x.shape[2]))
+    _check_quantized(got.colwise, want.colwise, (1, x.shape[1]))
 
 
 def check_special_vectors(ops: types.ModuleType, dtype: str) -> None:
@@ -111,12 +111,12 @@ def check_fallback(
     theta: tuple[float, ...],
     columns,
 ) -> None:
-    args = {"block": block, "criterion": criterion, "columns": columns}
+    args = {"block": block, "criterion": criterion, "colwise": columns}
     operands = x, jnp.asarray(theta, jnp.float32), seeds(len(x))
     got = ops.quantize_fallback(*operands, **args)
     want = _reference("quantize_fallback", **args)(*operands)
     _check_quantized(got.main, want.main, block)
-    _check_quantized(got.columns, want.columns, block[::-1])
+    _check_quantized(got.colwise, want.colwise, block[::-1])
     _check_quantized(got.residual, want.residual, block, unused=0.0)
     metric = ops.block_metric(x, block=block, criterion=criterion)
     for value in (got.metric, metric):
@@ -139,22 +139,24 @@ def check_origin(quantize: types.ModuleType, vectors: types.ModuleType) -> None:
     whole = jnp.asarray(np.where(whole > 0, 1.0, np.tanh(whole)), jnp.float32)
     rows, column = np.r_[64:128, 192:256], 72
     part = whole[:, rows, column:]
-    origin = rounding.Origin(
-        jnp.asarray(rows[:: rounding.SPAN], jnp.uint32),
+    origin = rounding.GlobalOffset(
+        jnp.asarray(rows[:: rounding.ROW_GROUP], jnp.uint32),
         jnp.asarray([column], jnp.uint32),
     )
-    modes = {"rows": "stochastic", "columns": "stochastic"}
+    modes = {"rowwise": "stochastic", "colwise": "stochastic"}
     block = {"block": (64, 32)}
     for ops, name, options in (
         (quantize, "quantize", block | modes),
         (vectors, "quantize_vectors", modes),
     ):
         op = functools.partial(getattr(ops, name), **options)
-        got = op(part, seeds(1), origin=origin)
+        got = op(part, seeds(1), global_offset=origin)
         want = _reference(name, **options)(whole, seeds(1))
-        np.testing.assert_array_equal(got.rows.codes, want.rows.codes[:, rows, column:])
         np.testing.assert_array_equal(
-            got.columns.codes, want.columns.codes[:, column:, rows]
+            got.rowwise.codes, want.rowwise.codes[:, rows, column:]
+        )
+        np.testing.assert_array_equal(
+            got.colwise.codes, want.colwise.codes[:, column:, rows]
         )
 
 

@@ -22,13 +22,17 @@ def test_codes_are_the_bits_of_the_cpu(dtype, block, scale):
     x = (heavy((2, 1000, 1500)) * scale).astype(dtype)
     ops = [
         functools.partial(
-            reference.quantize, x, SEEDS, block=block, rows=mode, columns=mode
+            reference.quantize, x, SEEDS, block=block, rowwise=mode, colwise=mode
         )
         for mode in ("nearest", "stochastic")
     ]
     ops.append(
         functools.partial(
-            reference.quantize_vectors, x, SEEDS, rows="nearest", columns="stochastic"
+            reference.quantize_vectors,
+            x,
+            SEEDS,
+            rowwise="nearest",
+            colwise="stochastic",
         )
     )
     ops.append(
@@ -39,7 +43,7 @@ def test_codes_are_the_bits_of_the_cpu(dtype, block, scale):
             SEEDS,
             block=block,
             criterion="absmax",
-            columns="stochastic",
+            colwise="stochastic",
         )
     )
     for op in ops:

@@ -86,7 +86,9 @@ def test_matmul_extreme_codes(matmul):
 
 def test_matmul_has_no_race(matmul):
     args = gemm_cases.operands(Case((1, 2048, 2048, 2048), (128, 128, 128), 0.2))
-    multiply = functools.partial(matmul, blocks=(128, 128, 128), dtype=jnp.bfloat16)
+    multiply = functools.partial(
+        matmul, block_shape=(128, 128, 128), dtype=jnp.bfloat16
+    )
     _check_repeats(multiply, *args)
 
 
@@ -96,7 +98,7 @@ def test_quantization_has_no_race(quantization):
         quantization.quantize_fallback,
         block=(128, 128),
         criterion="l1",
-        columns="stochastic",
+        colwise="stochastic",
     )
     theta = jnp.asarray([500.0], jnp.float32)
 
@@ -204,14 +206,20 @@ def test_small_problems(implementation, seed):
 
     def run(ops):
         lhs = ops.quantize_fallback(
-            x, theta, seeds, block=(m, k), criterion="absmax", columns="stochastic"
+            x, theta, seeds, block=(m, k), criterion="absmax", colwise="stochastic"
         )
-        rhs = ops.quantize(w, seeds, block=(n, k), rows="nearest", columns="stochastic")
+        rhs = ops.quantize(
+            w, seeds, block=(n, k), rowwise="nearest", colwise="stochastic"
+        )
         y = ops.matmul(
-            lhs.main, lhs.residual, rhs.rows, blocks=(m, k, n), dtype=jnp.float32
+            lhs.main,
+            lhs.residual,
+            rhs.rowwise,
+            block_shape=(m, k, n),
+            dtype=jnp.float32,
         )
         taken = lhs.residual.scales
-        return (lhs.main, lhs.columns, lhs.metric, taken, rhs), y
+        return (lhs.main, lhs.colwise, lhs.metric, taken, rhs), y
 
     quantized, y = run(ops_of(implementation, (m, k, n)))
     expected, expected_y = run(ops_of("reference"))

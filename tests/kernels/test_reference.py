@@ -31,7 +31,7 @@ def test_codes_and_scales_are_bit_exact(mode, dtype, block):
     x = heavy((2, 200, 300), dtype=dtype)
     seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)
     quantize = functools.partial(reference.quantize, block=block)
-    got, columns = jax.jit(functools.partial(quantize, rows=mode, columns=mode))(
+    got, columns = jax.jit(functools.partial(quantize, rowwise=mode, colwise=mode))(
         x, seeds
     )
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.mT, b), got, columns)
@@ -49,7 +49,7 @@ def test_vectors_are_bit_exact(mode):
     x[0, 3], x[0, 4], x[0, 5, 9], x[0, 6, 1] = 0.0, 2.0**-119, np.nan, -np.inf
     x[1, :, 3], x[1, :, 4], x[1, 9, 5], x[1, 1, 6] = 0.0, 2.0**-118, np.inf, np.nan
     seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)
-    op = functools.partial(reference.quantize_vectors, rows=mode, columns=mode)
+    op = functools.partial(reference.quantize_vectors, rowwise=mode, colwise=mode)
     rows, columns = jax.jit(op)(x, seeds)
     for i, seed in enumerate([3, 2**32 - 5]):
         noise = oracle.noise(seed, x.shape[1:]) if mode == "stochastic" else None
@@ -68,28 +68,28 @@ def test_vectors_scaled_to_the_edge_of_the_last_code(per_tensor):
     x[1, 3, 4] = np.inf
     op = functools.partial(
         reference.quantize_vectors,
-        rows="nearest",
-        columns="stochastic",
+        rowwise="nearest",
+        colwise="stochastic",
         bound=127.5,
         per_tensor=per_tensor,
     )
     got = jax.jit(op)(x, jnp.asarray([3, 5], jnp.uint32))
-    for i, layout in ((0, got.rows), (0, got.columns)):
-        matrix = x[i] if layout is got.rows else x[i].T
-        noise = 0.0 if layout is got.rows else oracle.noise(3, x[i].shape).T
+    for i, layout in ((0, got.rowwise), (0, got.colwise)):
+        matrix = x[i] if layout is got.rowwise else x[i].T
+        noise = 0.0 if layout is got.rowwise else oracle.noise(3, x[i].shape).T
         amax = np.abs(matrix).max(axis=None if per_tensor else 1, keepdims=True)
         v = np.clip(matrix * (np.float32(127.5) / amax), -127, 127)
         np.testing.assert_array_equal(layout.codes[i], np.rint(v + noise))
         scales = np.broadcast_to(amax / np.float32(127.5), (len(matrix), 1))
         np.testing.assert_array_equal(layout.scales[i], scales)
-    infinite = np.isnan(got.rows.scales[1, :, 0])
+    infinite = np.isnan(got.rowwise.scales[1, :, 0])
     np.testing.assert_array_equal(infinite, per_tensor | (np.arange(40) == 3))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
 def test_no_vectors_of_a_tensor(shape):
     op = functools.partial(
-        reference.quantize_vectors, rows="nearest", columns="nearest"
+        reference.quantize_vectors, rowwise="nearest", colwise="nearest"
     )
     x, seeds = jnp.zeros((1, *shape)), jnp.zeros(1, jnp.uint32)
     of_tensor = functools.partial(op, per_tensor=True)
@@ -106,7 +106,7 @@ def test_fallback_is_bit_exact(criterion, theta):
             reference.quantize_fallback,
             block=block,
             criterion=criterion,
-            columns="stochastic",
+            colwise="stochastic",
         )
     )(x, jnp.asarray([theta], jnp.float32), jnp.asarray([7], jnp.uint32))
     main, residual, _, metric = oracle.quantize_fallback(x[0], theta, block, criterion)
@@ -116,8 +116,8 @@ def test_fallback_is_bit_exact(criterion, theta):
         np.testing.assert_array_equal(got_part.scales[0], part[1])
     np.testing.assert_allclose(got.metric[0], metric, rtol=1e-5)
     codes, scales, _ = oracle.quantize(x[0], block, oracle.noise(7, x.shape[1:]))
-    np.testing.assert_array_equal(got.columns.codes[0], codes.T)
-    np.testing.assert_array_equal(got.columns.scales[0], scales.T)
+    np.testing.assert_array_equal(got.colwise.codes[0], codes.T)
+    np.testing.assert_array_equal(got.colwise.scales[0], scales.T)
     alone = reference.block_metric(x, block=block, criterion=criterion)
     np.testing.assert_allclose(alone, got.metric, rtol=1e-6)
 
@@ -135,39 +135,41 @@ def test_division_is_correctly_rounded():
 
 def quantize_rows(x, block, mode="nearest"):
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    return reference.quantize(x, seeds, block=block, rows=mode, columns=None).rows
+    return reference.quantize(x, seeds, block=block, rowwise=mode, colwise=None).rowwise
 
 
 def quantize_absmax(x, theta, block):
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
     return reference.quantize_fallback(
-        x, theta, seeds, block=block, criterion="absmax", columns=None
+        x, theta, seeds, block=block, criterion="absmax", colwise=None
     )
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "fallback"))
-def multiply(x, w, theta, blocks, fallback):
-    bm, bk, bn = blocks
+@functools.partial(jax.jit, static_argnames=("block_shape", "fallback"))
+def multiply(x, w, theta, block_shape, fallback):
+    bm, bk, bn = block_shape
     rhs = quantize_rows(w, (bn, bk))
     main, residual, _, _ = quantize_absmax(x, theta, (bm, bk))
     if not fallback:
         residual = None
-    return reference.matmul(main, residual, rhs, blocks=blocks, dtype=jnp.float32)
+    return reference.matmul(
+        main, residual, rhs, block_shape=block_shape, dtype=jnp.float32
+    )
 
 
 @settings(max_examples=8, deadline=None)
 @given(
     shape=st.tuples(*[st.integers(1, 300)] * 3),
     batch=st.integers(1, 3),
-    blocks=st.tuples(*[st.sampled_from(SIDES)] * 3),
+    block_shape=st.tuples(*[st.sampled_from(SIDES)] * 3),
     seed=st.integers(0, 2**31),
     fallback=st.booleans(),
 )
-def test_matmul_against_float64(shape, batch, blocks, seed, fallback):
-    (m, k, n), (bm, bk, bn) = shape, blocks
+def test_matmul_against_float64(shape, batch, block_shape, seed, fallback):
+    (m, k, n), (bm, bk, bn) = shape, block_shape
     x, w = heavy((batch, m, k), seed), heavy((batch, n, k), seed + 1)
     theta = 3.0 if fallback else np.inf
-    y = multiply(x, w, jnp.full(batch, theta), blocks, fallback)
+    y = multiply(x, w, jnp.full(batch, theta), block_shape, fallback)
     for i in range(batch):
         lhs = oracle.quantize_fallback(x[i], theta, (bm, bk))[2]
         exact = lhs @ oracle.quantize(w[i], (bn, bk))[2].T
@@ -182,7 +184,7 @@ def test_a_long_contraction_does_not_overflow():
     k = 200_000
     ones = jnp.ones((1, 2, k))
     q = quantize_rows(ones, (128, 128))
-    y = reference.matmul(q, None, q, blocks=(128, 128, 128), dtype=jnp.float32)
+    y = reference.matmul(q, None, q, block_shape=(128, 128, 128), dtype=jnp.float32)
     np.testing.assert_allclose(y, k, rtol=1e-5)
 
 
@@ -192,7 +194,7 @@ def test_zero_blocks_contribute_exactly_zero():
     assert np.all(np.asarray(q.main.scales)[0] == [[q.main.scales[0, 0, 0], 0], [0, 0]])
     w = quantize_rows(heavy((1, 64, 256)), (128, 128))
     y = reference.matmul(
-        q.main, q.residual, w, blocks=(128, 128, 128), dtype=jnp.float32
+        q.main, q.residual, w, block_shape=(128, 128, 128), dtype=jnp.float32
     )
     assert np.all(np.asarray(y)[0, 128:] == 0.0)
 
@@ -210,7 +212,7 @@ def test_a_block_too_small_for_a_scale_counts_as_zero(tiny):
 def test_non_finite_values_show_in_every_row_that_depends_on_them(bad, mode):
     x = heavy((1, 256, 256)).at[0, 130, 5].set(bad)
     q = quantize_rows(x, (128, 128), mode)
-    y = reference.matmul(q, None, q, blocks=(128, 128, 128), dtype=jnp.float32)
+    y = reference.matmul(q, None, q, block_shape=(128, 128, 128), dtype=jnp.float32)
     nan = np.isnan(np.asarray(y[0]))
     assert nan[128:].all()
     assert nan[:, 128:].all()

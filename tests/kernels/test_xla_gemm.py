@@ -21,5 +21,5 @@ def test_against_float64(matmul, shape):
 def test_a_long_contraction_does_not_overflow(matmul):
     k = 140_000
     operand = Quantized(jnp.full((1, 2, k), 127, jnp.int8), jnp.full((1, 2, 1), 1e-3))
-    y = matmul(operand, None, operand, blocks=(1, k, 1), dtype=jnp.float32)
+    y = matmul(operand, None, operand, block_shape=(1, k, 1), dtype=jnp.float32)
     np.testing.assert_allclose(y, 127 * 127 * k * 1e-6, rtol=1e-5)

@@ -59,7 +59,7 @@ def test_quantile_puts_the_rate_in_the_middle():
     metric = jnp.arange(1.0, 101.0).reshape(10, 10)
     theta = threshold.quantile(metric, RECIPE)
     assert theta == 80.0
-    np.testing.assert_allclose(threshold.observe(metric, theta), 0.2, rtol=1e-6)
+    np.testing.assert_allclose(threshold.fallback_rate(metric, theta), 0.2, rtol=1e-6)
     assert threshold.quantile(jnp.ones((1, 1)), RECIPE) == 1.0
 
 

@@ -42,16 +42,16 @@ def spec_of(recipe, dtype=jnp.float32):
     return matmul_vjp.Spec(recipe, dtype, dtype, dtype, None)
 
 
-def unfused_norm_matmul(spec, norm, x, gain, w, theta, seed):
-    y = nonlinear.rms_norm(x, gain, epsilon=norm.epsilon, bits=norm.bits)
+def unfused_norm_matmul(spec, norm, x, norm_scale, w, theta, seed):
+    y = nonlinear.rms_norm(x, norm_scale, epsilon=norm.epsilon, bits=norm.bits)
     theta = resolve(theta, y, spec.recipe, None)
     out, metric = matmul_vjp.matmul(spec, y, w, jnp.maximum(theta, 0.0), seed)
     return out, fused_layers.Measured(theta, metric)
 
 
-def unfused_gated_mlp(specs, x, gain, w_up, w_down, thetas, seeds):
+def unfused_gated_mlp(specs, x, norm_scale, w_up, w_down, thetas, seeds):
     gate_up, up = unfused_norm_matmul(
-        specs.up, specs.norm, x, gain, w_up, thetas[0], seeds[0]
+        specs.up, specs.norm, x, norm_scale, w_up, thetas[0], seeds[0]
     )
     h = nonlinear.silu_gate(
         *fused_reference.split_gate_up(gate_up), bits=specs.norm.bits

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax.errors import InvalidRngError
 
 from fbq_jax import Int8Attention, Int8MLP, Int8Sequential, fallback_stats, int8_flow
-from fbq_jax.int8_flow import operators
+from fbq_jax.int8_flow import blocks, operators
 from fbq_jax.testing import array_error
 
 BATCH, T, C, HIDDEN, HEADS = 4, 32, 32, 48, 4
@@ -181,10 +181,10 @@ def test_gradients_are_unbiased_given_what_is_kept():
         """The codes' values, with the derivative of what they have been made of."""
         return codes.dequantize() + value - jax.lax.stop_gradient(value)
 
-    def floats(x, w_up, w_down, gain):
+    def floats(x, w_up, w_down, norm_scale):
         _, up, gelu, down = saved
         normalized = nn.LayerNorm(use_bias=False, use_scale=False).apply({}, x)
-        h = stand_for(up.x, normalized * gain) @ w_up
+        h = stand_for(up.x, normalized * norm_scale) @ w_up
         return x + stand_for(down.x, nn.gelu(stand_for(gelu, h))) @ w_down
 
     weights = (saved[1].w.dequantize(), saved[3].w.dequantize())
@@ -242,7 +242,7 @@ def test_each_rounding_draws_noise_of_its_own(monkeypatch):
         return codes
 
     codes = operators.to_codes(X[:1], 32)
-    monkeypatch.setattr(int8_flow, "add", lambda a, _: a)
+    monkeypatch.setattr(blocks, "add", lambda a, _: a)
     monkeypatch.setattr(int8_flow, "add_grads", record)
     monkeypatch.setattr(int8_flow, "grad_to_codes", functools.partial(record, codes))
     branch = int8_flow.Chain((("a", Probe()), ("b", Probe())))

@@ -76,7 +76,7 @@ def test_a_gpu_that_runs_the_reference_warns_once(on_gpu):
     on_gpu("7.5")
     dispatch.warn_of_reference.cache_clear()
     x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
-    asked = {"block": (32, 32), "rows": "nearest", "columns": None}
+    asked = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
     with pytest.warns(UserWarning, match="many times slower than by a kernel: not mos"):
         ops.quantize(x, seeds, **asked)
     with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def test_an_unknown_op_is_named():
 )
 def test_seeds_are_for_sums_in_int8(reduce, seeds):
     x = reference.Quantized(jnp.ones((1, 4, 4), jnp.int8), jnp.ones((1, 1, 1)))
-    options = {"blocks": BLOCKS, "dtype": jnp.float32}
+    options = {"block_shape": BLOCKS, "dtype": jnp.float32}
     with pytest.raises(ValueError, match=f"reduce={reduce!r} with(out)? seeds"):
         ops.matmul(x, None, x, reduce=reduce, seeds=seeds, **options)
 
@@ -138,7 +138,7 @@ def test_every_op_goes_through_the_choice(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("op", dispatch.PRODUCERS)
+@pytest.mark.parametrize("op", dispatch.FUSED_OPS)
 def test_a_reason_says_where_one_pass_becomes_two(on_gpu, op):
     on_gpu("9.0")
     assert dispatch.choose(op, (64, 128), width=256).reason == (
@@ -160,7 +160,7 @@ def test_vmap_of_a_producer_stacks_its_matrices():
         bits=10,
         block=(32, 128),
         criterion="absmax",
-        columns=None,
+        colwise=None,
     )
     got = jax.vmap(op, (0, 0, 0, None))(x, gain[:, :, 0], theta, seeds)
     for i in range(3):

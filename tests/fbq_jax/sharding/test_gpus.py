@@ -30,12 +30,12 @@ def test_results_can_be_broadcast(op):
     """Which XLA for GPUs rewrites before Shardy sees it."""
 
     def stretched(x):
-        nearest = {"rows": "nearest", "columns": None}
-        lhs = ops.quantize_vectors(x, SEEDS, **nearest).rows
+        nearest = {"rowwise": "nearest", "colwise": None}
+        lhs = ops.quantize_vectors(x, SEEDS, **nearest).rowwise
         result = lhs.scales
         if op == "matmul":
             rhs = Quantized(jnp.ones((1, 8, 64), jnp.int8), jnp.ones((1, 8, 1)))
-            options = {"blocks": (1, 64, 1), "dtype": jnp.float32}
+            options = {"block_shape": (1, 64, 1), "dtype": jnp.float32}
             result = ops.matmul(lhs, None, rhs, **options)
         return lax.broadcast_in_dim(result, (*result.shape, 5), (0, 1, 2))
 

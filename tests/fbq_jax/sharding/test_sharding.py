@@ -65,13 +65,13 @@ def assert_close(got, want, rtol=1e-5):
 
 BLOCK = {"block": (SIDE, SIDE)}
 QUANTIZERS = {
-    "quantize": (BLOCK | {"rows": "nearest", "columns": "stochastic"}, (SEEDS,)),
+    "quantize": (BLOCK | {"rowwise": "nearest", "colwise": "stochastic"}, (SEEDS,)),
     "quantize_fallback": (
-        BLOCK | {"criterion": "absmax", "columns": "stochastic"},
+        BLOCK | {"criterion": "absmax", "colwise": "stochastic"},
         (jnp.asarray([5.0]), SEEDS),
     ),
     "block_metric": (BLOCK | {"criterion": "absmax"}, ()),
-    "quantize_vectors": ({"rows": "stochastic", "columns": "stochastic"}, (SEEDS,)),
+    "quantize_vectors": ({"rowwise": "stochastic", "colwise": "stochastic"}, (SEEDS,)),
 }
 
 
@@ -353,7 +353,7 @@ def test_gate_and_up_are_cut_alike():
         bits=10,
         block=(SIDE, 64),
         criterion="absmax",
-        columns="stochastic",
+        colwise="stochastic",
     )
     operands = join_gate_up(gate, up), jnp.asarray([5.0]), SEEDS
     sharded = place(mesh_of(), operands[0], None, "data", "tensor"), *operands[1:]

@@ -129,7 +129,7 @@ def test_compiles_to_tensor_core_products_without_spills(
     monkeypatch.setattr(module, "steps", steps)
     monkeypatch.setattr(module, "longest", longest)
     matmul = functools.partial(
-        module.matmul, blocks=(128,) * 3, dtype=dtype, config=Config(8, cluster)
+        module.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(8, cluster)
     )
     operand = Quantized(
         jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8),

@@ -56,7 +56,7 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
     compiled = functools.partial(
         compile_kernels, "producers", capability=capability, bits=bits, block=block
     )
-    forward = {"criterion": criterion, "columns": "stochastic"}
+    forward = {"criterion": criterion, "colwise": "stochastic"}
     kernels = [
         *compiled("rms_norm_quantize", x, gain, theta, seeds, epsilon=1e-5, **forward),
         *compiled("silu_gate_quantize", gate_up, theta, seeds, **forward),
@@ -66,8 +66,8 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
             packed,
             packed,
             seeds,
-            rows="stochastic",
-            columns="stochastic",
+            rowwise="stochastic",
+            colwise="stochastic",
         ),
     ]
     assert len(kernels) == 3

@@ -127,7 +127,7 @@ def compiled(shape, blocks, fallback, sm):
         operand(N, n),
         capability=sm,
         sm=sm,
-        blocks=blocks,
+        block_shape=blocks,
         dtype=jnp.bfloat16,
     )
     assert all(kernel.spills == 0 for kernel in others)

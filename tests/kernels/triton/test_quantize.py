@@ -83,14 +83,14 @@ def test_compiles_without_spills(capability, dtype, block, criterion):
         compile_kernels, "quantize", capability=capability, block=block
     )
     kernels = [
-        *compiled("quantize", x, seeds, rows="stochastic", columns="nearest"),
+        *compiled("quantize", x, seeds, rowwise="stochastic", colwise="nearest"),
         *compiled(
             "quantize_fallback",
             x,
             theta,
             seeds,
             criterion=criterion,
-            columns="stochastic",
+            colwise="stochastic",
         ),
     ]
     check_kernels(kernels, capability)
@@ -114,8 +114,8 @@ def test_vectors_compile_without_spills(capability, dtype, rows, columns, bound)
         x,
         seeds,
         capability=capability,
-        rows=rows,
-        columns=columns,
+        rowwise=rows,
+        colwise=columns,
         bound=bound,
     )
     assert len(kernels) == 2
