@@ -1,1 +1,1 @@
-"""The GEMM as a Pallas Mosaic GPU kernel, for Hopper."""
+"""The block-scaled INT8 GEMM for Hopper, as a Pallas Mosaic GPU kernel."""

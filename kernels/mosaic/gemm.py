@@ -5,19 +5,22 @@ import jax.numpy as jnp
 from jax.experimental.pallas import cdiv
 
 from fbq_jax.kernels import tuning_table
-from fbq_jax.kernels.mosaic.gemm_kernel import (
-    BEYOND,
-    FAR,
-    RANGE,
-    SIDE,
-    STEPS,
+from fbq_jax.kernels.mosaic.gemm_kernel import build
+from fbq_jax.kernels.mosaic.gemm_problem import (
+    PREFETCH_PAD,
+    TILE,
     Config,
-    build,
-    lhs_spans,
+    Operands,
+    Problem,
+)
+from fbq_jax.kernels.mosaic.gemm_promotion import (
+    EXACT_RANGE,
+    OUTLIER_RATIO,
+    STEPS_PER_ACCUMULATOR,
 )
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.triton.abs_sums import longest
-from fbq_jax.kernels.triton.gemm_schedule import steps
+from fbq_jax.kernels.triton.abs_sums import max_abs_sum
+from fbq_jax.kernels.triton.gemm_schedule import list_steps
 
 
 def matmul(
@@ -29,58 +32,99 @@ def matmul(
     dtype: jax.typing.DTypeLike,
     config: Config | None = None,
 ) -> jax.Array:
-    """``reference.matmul``, for blocks whose sides are multiples of 128.
+    """Multiplies as ``reference.matmul`` does, with blocks of multiples of 128.
 
-    Sizes that are no multiples of 128 are padded with zeros, in copies of the codes.
+    Codes are copied and padded with zeros if M, N or K is no multiple of 128.
+
+    Args:
+      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
+      residual: a second term of lhs, of the same shapes, or None.
+      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
+      block_shape: ``(m, k, n)``, each a multiple of 128.
+      dtype: dtype of the output, of 2 or 4 bytes.
+      config: tuning options; by default those of ``choose_config``.
+
+    Returns:
+      ``[B, M, N]`` in ``dtype``.
     """
-    m, k, n = block_shape
-    batch, rows, depth = lhs.codes.shape
-    columns = rhs.codes.shape[1]
-    sizes = [SIDE * cdiv(size, SIDE) for size in (rows, depth, columns)]
-    padded_rows, padded_depth, padded_columns = sizes
-    lhs_codes = [
-        _pad(term.codes, padded_rows, padded_depth)
-        for term in (lhs, residual)
-        if term is not None
-    ]
-    rhs_codes = _pad(rhs.codes, padded_columns, padded_depth)
-    lhs_scales = _spread(lhs.scales, (m, k), padded_rows, padded_depth)
-    rhs_scales = _spread(rhs.scales, (n, k), padded_columns, padded_depth)
-    if residual is None:
-        beyond = ((0, 0), (0, 0), (0, BEYOND))
-        lists: tuple[jax.Array, ...] = (jnp.pad(lhs_scales, beyond),)
-        rhs_scales = jnp.pad(rhs_scales, beyond)
-    else:
-        used = _spread(residual.scales, (m, k), padded_rows, padded_depth)
-        lists = steps(lhs_scales, used, unused=BEYOND, far=FAR)
-    if config is None:
-        config = choose_config((rows, columns, depth), fallback=residual is not None)
-    if padded_columns // SIDE % config.cluster:
-        config = config._replace(cluster=1)
-    kernel = build(
-        (batch, *sizes), residual is not None, jnp.dtype(dtype), config, _processors()
-    )
-    operands = [*lhs_codes, *lists, rhs_codes, rhs_scales]
-    if jnp.dtype(dtype).itemsize == 2:
-        by_lhs = lhs_spans(padded_rows, padded_columns, residual is not None)
-        operands.append(_spans(lhs_codes[0] if by_lhs else rhs_codes))
-    out = kernel(*operands)
-    return out[:, :rows, :columns]
+    _, M, _ = lhs.codes.shape
+    N = rhs.codes.shape[1]
+    problem = _problem(lhs, rhs, residual is not None, dtype, config)
+    operands = _operands(problem, lhs, residual, rhs, block_shape)
+    return build(problem)(operands)[:, :M, :N]
 
 
 def choose_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
-    """The table's configuration for ``(M, N, K)``, or one that suits most shapes."""
+    """The tuned configuration for ``(M, N, K)``, or one that suits most shapes."""
     op = "mosaic.matmul.fallback" if fallback else "mosaic.matmul"
     return Config(**(tuning_table.lookup(op, sizes) or {"group": 8, "cluster": 2}))
 
 
-def _processors() -> int:
+def _problem(
+    lhs: Quantized,
+    rhs: Quantized,
+    fallback: bool,
+    dtype: jax.typing.DTypeLike,
+    config: Config | None,
+) -> Problem:
+    batch, M, K = lhs.codes.shape
+    N = rhs.codes.shape[1]
+    config = config or choose_config((M, N, K), fallback=fallback)
+    if cdiv(N, TILE) % config.cluster:
+        config = config._replace(cluster=1)
+    M, N, K = (TILE * cdiv(size, TILE) for size in (M, N, K))
+    return Problem(batch, M, N, K, fallback, jnp.dtype(dtype), config, _num_sms())
+
+
+def _num_sms() -> int:
     return jax.devices()[0].core_count
 
 
-def _spans(codes: jax.Array) -> jax.Array:
-    """The chunks whose sums stay in range, whatever the other operand's codes."""
-    return RANGE // (STEPS * 128 * jnp.maximum(longest(codes), 1))
+def _operands(
+    problem: Problem,
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    block_shape: tuple[int, int, int],
+) -> Operands:
+    """Pads codes and scales to whole tiles, and lists the steps of each tile row."""
+    (m, k, n), (M, N, K) = block_shape, (problem.M, problem.N, problem.K)
+    lhs_codes, rhs_codes = _pad(lhs.codes, M, K), _pad(rhs.codes, N, K)
+    lhs_scales = _scale_per_tile(lhs.scales, (m, k), M, K)
+    rhs_scales = _scale_per_tile(rhs.scales, (n, k), N, K)
+    residual_codes = order = counts = regular_counts = reset_intervals = None
+    if residual is None:
+        padding = ((0, 0), (0, 0), (0, PREFETCH_PAD))
+        lhs_scales = jnp.pad(lhs_scales, padding)
+        rhs_scales = jnp.pad(rhs_scales, padding)
+    else:
+        residual_codes = _pad(residual.codes, M, K)
+        order, lhs_scales, counts, regular_counts = list_steps(
+            lhs_scales,
+            _scale_per_tile(residual.scales, (m, k), M, K),
+            padding=PREFETCH_PAD,
+            outlier_ratio=OUTLIER_RATIO,
+        )
+    if problem.running_sums:
+        codes = lhs_codes if problem.lhs_bounds_sums else rhs_codes
+        reset_intervals = _reset_intervals(codes)
+    return Operands(
+        lhs_codes,
+        residual_codes,
+        order,
+        lhs_scales,
+        counts,
+        regular_counts,
+        rhs_codes,
+        rhs_scales,
+        reset_intervals,
+    )
+
+
+def _reset_intervals(codes: jax.Array) -> jax.Array:
+    """Iterations in which running sums stay exact, whatever the other operand is."""
+    per_iteration = STEPS_PER_ACCUMULATOR * 128 * jnp.maximum(max_abs_sum(codes), 1)
+    return EXACT_RANGE // per_iteration
 
 
 def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:
@@ -88,10 +132,10 @@ def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:
     return jnp.pad(codes, ((0, 0), (0, rows - r), (0, columns - c)))
 
 
-def _spread(
+def _scale_per_tile(
     scales: jax.Array, block: tuple[int, int], rows: int, columns: int
 ) -> jax.Array:
-    """One scale a block to one for each 128 x 128."""
+    """Repeats the scale of each block for each 128 x 128 tile of codes in it."""
     r, c = block
-    scales = jnp.repeat(jnp.repeat(scales, r // SIDE, axis=1), c // SIDE, axis=2)
-    return scales[:, : rows // SIDE, : columns // SIDE]
+    scales = jnp.repeat(jnp.repeat(scales, r // TILE, axis=1), c // TILE, axis=2)
+    return scales[:, : rows // TILE, : columns // TILE]

@@ -1,4 +1,4 @@
-"""How large the sums of a GEMM with an INT8 operand can become."""
+"""A bound on the partial sums of a GEMM with a given INT8 operand."""
 
 import jax
 import jax.numpy as jnp
@@ -7,39 +7,42 @@ import triton.language as tl
 
 from fbq_jax.kernels.triton.launch import launch
 
-SIDE = 128
+BLOCK = 128
 
 
-def longest(codes: jax.Array) -> jax.Array:
-    """The largest sum of magnitudes of 128 codes that a product takes together.
+def max_abs_sum(codes: jax.Array) -> jax.Array:
+    """The largest sum of absolute values that a product over 128 codes can meet.
+
+        out[b, i] = max over n in row block i and over k of
+                    sum |codes[b, n, 128 k : 128 (k + 1)]|
 
     Args:
       codes: int8 ``[B, N, K]``, N and K multiples of 128.
 
     Returns:
-      int32 ``[B, N/128]``: of the sums of ``|codes|`` over ``[n, 128 k : 128 (k + 1)]``
-      the largest of each 128 rows.
+      int32 ``[B, N/128]``.
     """
     batch, rows, depth = codes.shape
-    down, across = rows // SIDE, depth // SIDE
+    row_blocks, k_blocks = rows // BLOCK, depth // BLOCK
     (sums,) = launch(
-        _longest,
+        _max_abs_sum,
         codes,
-        across,
-        outputs=[jax.ShapeDtypeStruct((batch, down, across), jnp.int32)],
-        grid=(batch * down * across,),
+        k_blocks,
+        outputs=[jax.ShapeDtypeStruct((batch, row_blocks, k_blocks), jnp.int32)],
+        grid=(batch * row_blocks * k_blocks,),
         num_warps=4,
         num_stages=1,
-        SIDE=SIDE,
+        BLOCK=BLOCK,
     )
     return jnp.max(sums, axis=2)
 
 
 @triton.jit
-def _longest(codes, across, sums, SIDE: tl.constexpr):
+def _max_abs_sum(codes, k_blocks, sums, BLOCK: tl.constexpr):
+    """One program computes the largest row sum of one block."""
     program = tl.program_id(0)
-    i, k = program // across, program % across
-    row, column = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
-    codes += (i.to(tl.int64) * SIDE * across + k) * SIDE
-    block = tl.load(codes + row * (across * SIDE) + column).to(tl.int32)
+    i, k = program // k_blocks, program % k_blocks
+    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    codes += (i.to(tl.int64) * BLOCK * k_blocks + k) * BLOCK
+    block = tl.load(codes + row * (k_blocks * BLOCK) + column).to(tl.int32)
     tl.store(sums + program, tl.max(tl.sum(tl.abs(block), axis=1)))

@@ -1,11 +1,12 @@
-"""The K blocks a GEMM with fallback takes, as lists that its K loop walks.
+"""The list of steps that the K loop of a GEMM with fallback walks.
 
-A residual is used in some blocks only.  A branch around its product would stop the
-compiler from pipelining the loads, so the loop over K becomes a loop over a list of
-steps that says, for each, which block to multiply and where it comes from.
+Only some blocks have a residual.  A branch around the product of a residual would keep
+the compiler from pipelining the loads.  So the loop over K becomes a loop over a list
+of steps, which says for each step which K block to multiply, of lhs or of its residual.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,37 +15,48 @@ import triton.language as tl
 
 from fbq_jax.kernels.triton.launch import launch
 
-CHUNK = 1024
+CHUNK = 1024  # blocks that a program handles at a time
 
 
-def steps(
+class StepLists(NamedTuple):
+    """The steps of each row block; ``S = 2 J + padding`` is the length of a list.
+
+    Attributes:
+      order: int32 ``[B, I, S]``: ``2 j`` for K block ``j`` of the first term, and
+        ``2 j + 1`` right after it if its residual is used.  Outlier steps come last;
+        apart from that ``j`` increases.  0 after the last step.
+      scales: float32 ``[B, I, S]``, the scale of each step; 0 after the last step.
+      counts: int32 ``[B, I]``, the number of steps.
+      regular_counts: int32 ``[B, I]``, the number of steps before the outlier steps.
+    """
+
+    order: jax.Array
+    scales: jax.Array
+    counts: jax.Array
+    regular_counts: jax.Array
+
+
+def list_steps(
     scales: jax.Array,
     residual_scales: jax.Array,
     *,
-    unused: int = 0,
-    far: float = math.inf,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Lists, for each row block, the products it is the sum of.
+    padding: int = 0,
+    outlier_ratio: float = math.inf,
+) -> StepLists:
+    """Lists, for each row block, the products that it is the sum of.
 
     Args:
-      scales: float32 ``[B, I, J]``, of the blocks of the first term.
-      residual_scales: float32 ``[B, I, J]``; a block is taken where this is not 0
-        (neither is a NaN).
-      unused: entries to add at the end of each list.
-      far: blocks whose scale is more than so many times the geometric mean of their row
-        block's come after the others.
-
-    Returns:
-      ``order``, int32 ``[B, I, 2 J + unused]``: ``2 j`` for block ``j`` of the first
-      term, after it ``2 j + 1`` for that of the residual if it is taken, in order of
-      ``j`` but for those that are far.  ``scales``, float32, likewise: the steps'
-      scales.  ``counts`` and ``near``, int32 ``[B, I]``: how many steps there are, and
-      how many of blocks that are not far; order and scales are 0 beyond.
+      scales: float32 ``[B, I, J]``, the scales of the blocks of the first term.
+      residual_scales: float32 ``[B, I, J]``.  A residual is used where its scale is not
+        0; a NaN is not 0.
+      padding: number of entries to append to each list.
+      outlier_ratio: a block is an outlier if its scale is more than ``outlier_ratio``
+        times the geometric mean of the positive scales of its row block.
     """
     batch, rows, blocks = scales.shape
-    length = 2 * blocks + unused
-    order, step_scales, counts, near = launch(
-        _steps,
+    length = 2 * blocks + padding
+    lists = launch(
+        _list_steps,
         scales,
         residual_scales,
         blocks,
@@ -58,74 +70,92 @@ def steps(
         num_warps=4,
         num_stages=1,
         CHUNK=min(CHUNK, triton.next_power_of_2(blocks)),
-        UNUSED=unused,
-        FAR=far,
+        PADDING=padding,
+        OUTLIER_RATIO=outlier_ratio,
     )
-    return order, step_scales, counts, near
+    return StepLists(*lists)
 
 
 @triton.jit
-def _steps(
+def _list_steps(
     scales,
     residual_scales,
     blocks,
     order,
     step_scales,
     counts,
-    near,
+    regular_counts,
     CHUNK: tl.constexpr,
-    UNUSED: tl.constexpr,
-    FAR: tl.constexpr,
+    PADDING: tl.constexpr,
+    OUTLIER_RATIO: tl.constexpr,
 ):
+    """One program lists the steps of one row block."""
     row = tl.program_id(0)
     scales += row.to(tl.int64) * blocks
     residual_scales += row.to(tl.int64) * blocks
-    order += row.to(tl.int64) * (2 * blocks + UNUSED)
-    step_scales += row.to(tl.int64) * (2 * blocks + UNUSED)
+    order += row.to(tl.int64) * (2 * blocks + PADDING)
+    step_scales += row.to(tl.int64) * (2 * blocks + PADDING)
+    limit = _outlier_limit(scales, residual_scales, blocks, CHUNK, OUTLIER_RATIO)
+    regular_steps = _count_regular(scales, residual_scales, blocks, limit, CHUNK)
+    regular_before, outliers_before, unused_before = 0, regular_steps, 0
+    for start in range(0, blocks, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        inside = j < blocks
+        scale, residual_scale = _load(scales, residual_scales, start, blocks, CHUNK)
+        is_outlier, has_residual = scale > limit, residual_scale != 0.0
+        own = tl.where(inside, 1 + has_residual.to(tl.int32), 0)
+        regular_own = tl.where(is_outlier, 0, own)
+        outlier_own = tl.where(is_outlier, own, 0)
+        unused = (inside & ~has_residual).to(tl.int32)
+        regular_end = regular_before + tl.cumsum(regular_own, 0)
+        outlier_end = outliers_before + tl.cumsum(outlier_own, 0)
+        unused_end = unused_before + tl.cumsum(unused, 0)
+        main = tl.where(is_outlier, outlier_end, regular_end) - own
+        tl.store(order + main, 2 * j, inside)
+        tl.store(step_scales + main, scale, inside)
+        # A block without residual writes one of the zeros after the last step.
+        other = tl.where(has_residual, main + 1, 2 * blocks - unused_end)
+        tl.store(order + other, tl.where(has_residual, 2 * j + 1, 0), inside)
+        tl.store(step_scales + other, residual_scale, inside)
+        regular_before += tl.sum(regular_own, 0)
+        outliers_before += tl.sum(outlier_own, 0)
+        unused_before += tl.sum(unused, 0)
+    for i in tl.static_range(PADDING):
+        tl.store(order + 2 * blocks + i, 0)
+        tl.store(step_scales + 2 * blocks + i, 0.0)
+    tl.store(regular_counts + row, regular_steps)
+    tl.store(counts + row, outliers_before)
+
+
+@triton.jit
+def _outlier_limit(
+    scales, residual_scales, blocks, CHUNK: tl.constexpr, OUTLIER_RATIO: tl.constexpr
+):
+    """The scale above which a block is an outlier."""
     logarithms, positive = 0.0, 0.0
     for start in range(0, blocks, CHUNK):
         scale, _ = _load(scales, residual_scales, start, blocks, CHUNK)
         logarithms += tl.sum(tl.where(scale > 0.0, tl.log2(scale), 0.0), 0)
         positive += tl.sum((scale > 0.0).to(tl.float32), 0)
-    limit = FAR * tl.exp2(logarithms / tl.maximum(positive, 1.0))
-    near_steps = 0
+    return OUTLIER_RATIO * tl.exp2(logarithms / tl.maximum(positive, 1.0))
+
+
+@triton.jit
+def _count_regular(scales, residual_scales, blocks, limit, CHUNK: tl.constexpr):
+    """The number of steps that are not outlier steps."""
+    regular_steps = 0
     for start in range(0, blocks, CHUNK):
         scale, residual_scale = _load(scales, residual_scales, start, blocks, CHUNK)
-        is_near = (start + tl.arange(0, CHUNK) < blocks) & ~(scale > limit)
-        taken = residual_scale != 0.0
-        near_steps += tl.sum(tl.where(is_near, 1 + taken.to(tl.int32), 0), 0)
-    near_before, far_before, untaken_before = 0, near_steps, 0
-    for start in range(0, blocks, CHUNK):
-        j = start + tl.arange(0, CHUNK)
-        inside = j < blocks
-        scale, residual_scale = _load(scales, residual_scales, start, blocks, CHUNK)
-        is_far, taken = scale > limit, residual_scale != 0.0
-        own = tl.where(inside, 1 + taken.to(tl.int32), 0)
-        near_own, far_own = tl.where(is_far, 0, own), tl.where(is_far, own, 0)
-        untaken = (inside & ~taken).to(tl.int32)
-        near_until = near_before + tl.cumsum(near_own, 0)
-        far_until = far_before + tl.cumsum(far_own, 0)
-        untaken_until = untaken_before + tl.cumsum(untaken, 0)
-        main = tl.where(is_far, far_until, near_until) - own
-        tl.store(order + main, 2 * j, inside)
-        tl.store(step_scales + main, scale, inside)
-        # A block whose residual is not taken owns one of the unused places at the end.
-        other = tl.where(taken, main + 1, 2 * blocks - untaken_until)
-        tl.store(order + other, tl.where(taken, 2 * j + 1, 0), inside)
-        tl.store(step_scales + other, residual_scale, inside)
-        near_before += tl.sum(near_own, 0)
-        far_before += tl.sum(far_own, 0)
-        untaken_before += tl.sum(untaken, 0)
-    for i in tl.static_range(UNUSED):
-        tl.store(order + 2 * blocks + i, 0)
-        tl.store(step_scales + 2 * blocks + i, 0.0)
-    tl.store(near + row, near_steps)
-    tl.store(counts + row, far_before)
+        is_regular = (start + tl.arange(0, CHUNK) < blocks) & ~(scale > limit)
+        has_residual = residual_scale != 0.0
+        steps = tl.where(is_regular, 1 + has_residual.to(tl.int32), 0)
+        regular_steps += tl.sum(steps, 0)
+    return regular_steps
 
 
 @triton.jit
 def _load(scales, residual_scales, start, blocks, CHUNK: tl.constexpr):
-    """The scales of some blocks and of their residuals, 0 beyond the last."""
+    """The scales of ``CHUNK`` blocks and of their residuals, 0 after the last."""
     j = start + tl.arange(0, CHUNK)
     inside = j < blocks
     return tl.load(scales + j, inside, 0.0), tl.load(residual_scales + j, inside, 0.0)

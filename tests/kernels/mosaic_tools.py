@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels without a GPU: interpreted, or compiled for an H200."""
+"""Runs Mosaic GPU kernels in an interpreter, or compiles them for an H200."""
 
 import os
 import re
@@ -14,17 +14,25 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from tests.gpus import h200s
 
-PROCESSORS = 4  # of the interpreted GPU
+NUM_SMS = 4  # multiprocessors of the interpreted GPU
 
 needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
-    reason=f"the Mosaic GPU interpreter of jax {jax.__version__} knows neither "
-    "transposed operands nor cluster barriers; jax 0.11 does",
+    reason=f"the Mosaic GPU interpreter of jax {jax.__version__} lacks transposed "
+    "operands and cluster barriers; install jax 0.11 or newer",
 )
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel; sizes in bytes, registers a thread."""
+    """A compiled kernel.
+
+    Attributes:
+      ptx: its PTX.
+      log: the messages of ptxas.
+      registers: registers per thread.
+      spills: bytes of registers that are stored to memory.
+      shared: bytes of dynamic shared memory.
+    """
 
     ptx: str
     log: str
@@ -34,32 +42,35 @@ class Kernel(NamedTuple):
 
 
 def interpret(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function whose kernels are interpreted; fails where threads race.
+    """Calls a function and interprets its kernels.
 
-    What a kernel does not write is NaN or the largest integer.
+    Memory that a kernel does not write holds NaN or the largest integer.
+
+    Raises:
+      Exception: if threads race.
     """
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    device = AbstractDevice("NVIDIA H200", num_cores=PROCESSORS, platform="gpu")
+    device = AbstractDevice("NVIDIA H200", num_cores=NUM_SMS, platform="gpu")
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
     ):
         out = jax.block_until_ready(function(*args, **kwargs))
-    # Some versions raise, others print and remember.
+    # Some versions of JAX raise an error, others print and record the race.
     if interpret_pallas_call.get_races().races_found:
         raise RuntimeError("RACE DETECTED")
     return out
 
 
 def compile_kernels(function: Callable[..., Any], *args: Any) -> list[Kernel]:
-    """Compiles a function and returns its Mosaic kernels.
+    """Compiles a function for an H200 and returns its Mosaic kernels.
 
-    A kernel that this process compiled before is not compiled again, nor returned.
+    The result lacks kernels that this process has compiled before.
 
     Args:
-      function: to be traced.
-      *args: pytrees of ``jax.ShapeDtypeStruct``.
+      function: the function to trace.
+      *args: its arguments, pytrees of ``jax.ShapeDtypeStruct``.
     """
     sharding = NamedSharding(h200s(1, "x"), PartitionSpec())
     args = jax.tree.map(

@@ -68,12 +68,12 @@ def test_matmul_largest_sums(matmul, sign):
     gemm_cases.check_largest_sums(matmul, sign)
 
 
-def test_matmul_outlier_that_fell_back(matmul):
-    gemm_cases.check_outlier_that_fell_back(matmul)
+def test_matmul_outlier_with_residual(matmul):
+    gemm_cases.check_outlier_with_residual(matmul)
 
 
-def test_matmul_scales_far_apart(matmul):
-    gemm_cases.check_scales_far_apart(matmul)
+def test_matmul_outlier_scale(matmul):
+    gemm_cases.check_outlier_scale(matmul)
 
 
 def test_matmul_nan_scales(matmul):

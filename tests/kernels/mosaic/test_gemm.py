@@ -1,4 +1,4 @@
-"""The Mosaic GEMM, interpreted, and what it compiles to for Hopper."""
+"""The Mosaic GEMM: what it computes in the interpreter, and how it compiles."""
 
 import functools
 import re
@@ -9,71 +9,71 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fbq_jax.kernels.mosaic import gemm as module
-from fbq_jax.kernels.mosaic import gemm_kernel as mosaic_kernel
-from fbq_jax.kernels.mosaic.gemm_kernel import SIDE, Config
+from fbq_jax.kernels.mosaic import gemm, gemm_promotion
+from fbq_jax.kernels.mosaic.gemm_problem import TILE, Config
 from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
 from tests.kernels import gemm_cases, mosaic_tools, triton_tools
 from tests.kernels.gemm_cases import CASES, Case
 
-SHARED = 227 * 1024  # bytes that a thread block of Hopper may have
-CASES_HERE = [
-    name for name, case in CASES.items() if all(s % SIDE == 0 for s in case.blocks)
+SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper may have
+SUPPORTED = [
+    name for name, case in CASES.items() if all(s % TILE == 0 for s in case.blocks)
 ]
-# A batch, several tiles each thread block, and residuals of every kind.
-MANY = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
+# Two matrices, several tiles per thread block, and steps with and without residual.
+MANY_TILES = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(module, "_processors", lambda: mosaic_tools.PROCESSORS)
-    for name in "steps", "longest":
-        function = getattr(triton_tools.interpreted(name), name)
-        monkeypatch.setattr(module, name, function)
+    """Returns the interpreted ``matmul`` for a given configuration."""
+    schedule = triton_tools.interpreted("gemm_schedule")
+    abs_sums = triton_tools.interpreted("abs_sums")
+    monkeypatch.setattr(gemm, "_num_sms", lambda: mosaic_tools.NUM_SMS)
+    monkeypatch.setattr(gemm, "list_steps", schedule.list_steps)
+    monkeypatch.setattr(gemm, "max_abs_sum", abs_sums.max_abs_sum)
     # The interpreter's accumulators start at 0, whatever is stored in them.
-    monkeypatch.setattr(mosaic_kernel, "_start", lambda _: None)
-    monkeypatch.setattr(mosaic_kernel, "_bits", _bits_of_sum)
+    monkeypatch.setattr(gemm_promotion, "reset", lambda _: None)
+    monkeypatch.setattr(gemm_promotion, "biased_float", _biased_float)
 
     def bind(config=None):
-        return functools.partial(
-            mosaic_tools.interpret, functools.partial(module.matmul, config=config)
-        )
+        matmul = functools.partial(gemm.matmul, config=config)
+        return functools.partial(mosaic_tools.interpret, matmul)
 
     return bind
 
 
-def _bits_of_sum(value):
-    bits = value + mosaic_kernel.START_BITS
+def _biased_float(running_sum):
+    bits = running_sum + gemm_promotion.MAGIC_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @mosaic_tools.needs_interpreter
-@pytest.mark.parametrize("name", CASES_HERE)
-def test_against_float64(interpreted, name):
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_matches_float64(interpreted, name):
     gemm_cases.check_against_float64(interpreted(), CASES[name])
 
 
 @mosaic_tools.needs_interpreter
 @pytest.mark.parametrize("config", [Config(1, 1), Config(8, 1), Config(2, 2)])
-def test_configurations(interpreted, config):
-    gemm_cases.check_against_float64(interpreted(config), MANY)
+def test_every_configuration_matches_float64(interpreted, config):
+    gemm_cases.check_against_float64(interpreted(config), MANY_TILES)
 
 
 @mosaic_tools.needs_interpreter
 @pytest.mark.parametrize("sign", [1, -1])
-def test_largest_sums(interpreted, sign):
+def test_largest_sums_are_exact(interpreted, sign):
     gemm_cases.check_largest_sums(interpreted(), sign)
 
 
 @mosaic_tools.needs_interpreter
-def test_outlier_that_fell_back(interpreted):
-    gemm_cases.check_outlier_that_fell_back(interpreted())
+def test_outlier_with_residual_leaves_other_rows_accurate(interpreted):
+    gemm_cases.check_outlier_with_residual(interpreted())
 
 
 @mosaic_tools.needs_interpreter
-def test_scales_far_apart(interpreted):
-    gemm_cases.check_scales_far_apart(interpreted())
+def test_outlier_scale_leaves_other_rows_accurate(interpreted):
+    gemm_cases.check_outlier_scale(interpreted())
 
 
 @mosaic_tools.needs_interpreter
@@ -82,12 +82,12 @@ def test_rounds_once(interpreted):
 
 
 @mosaic_tools.needs_interpreter
-def test_nan_scales(interpreted):
+def test_nan_scales_propagate(interpreted):
     gemm_cases.check_nan_scales(interpreted(), (128, 128, 128))
 
 
 @mosaic_tools.needs_interpreter
-def test_the_interpreter_sees_races():
+def test_interpreter_detects_races():
     def kernel(out, shared):
         shared[...] = jnp.zeros(128, jnp.float32)
         plgpu.commit_smem()
@@ -105,31 +105,29 @@ def test_the_interpreter_sees_races():
         mosaic_tools.interpret(racy)
 
 
+def _stand_in_for_list_steps(scales, residual_scales, *, padding, outlier_ratio):
+    """Returns step lists of the right shapes, without a Triton kernel."""
+    del residual_scales, outlier_ratio
+    batch, rows, blocks = scales.shape
+    count = jnp.zeros((batch, rows), jnp.int32)
+    order = jnp.zeros((batch, rows, 2 * blocks + padding), jnp.int32)
+    return order, order.astype(jnp.float32), count, count
+
+
+def _stand_in_for_max_abs_sum(codes):
+    return jnp.ones((codes.shape[0], codes.shape[1] // TILE), jnp.int32)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_compiles_to_tensor_core_products_without_spills(
-    monkeypatch, cluster, fallback, dtype
-):
-    def steps(scales, residual_scales, *, unused, far):
-        """In place of a Triton kernel, which is not what is compiled here."""
-        del residual_scales, far
-        batch, rows, blocks = scales.shape
-        shape = batch, rows, 2 * blocks + unused
-        count = jnp.zeros((batch, rows), jnp.int32)
-        order = jnp.zeros(shape, jnp.int32)
-        return order, order.astype(jnp.float32), count, count
-
-    monkeypatch.setattr(module, "_processors", lambda: 132)
-
-    def longest(codes):
-        return jnp.ones((codes.shape[0], codes.shape[1] // SIDE), jnp.int32)
-
-    monkeypatch.setattr(module, "steps", steps)
-    monkeypatch.setattr(module, "longest", longest)
+def test_compiles_to_wgmma_without_spills(monkeypatch, cluster, fallback, dtype):
+    monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
+    monkeypatch.setattr(gemm, "list_steps", _stand_in_for_list_steps)
+    monkeypatch.setattr(gemm, "max_abs_sum", _stand_in_for_max_abs_sum)
     matmul = functools.partial(
-        module.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(8, cluster)
+        gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(8, cluster)
     )
     operand = Quantized(
         jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8),
@@ -140,6 +138,6 @@ def test_compiles_to_tensor_core_products_without_spills(
     assert re.search(r"wgmma\.mma_async\S*s32\.s8\.s8", kernel.ptx)
     assert kernel.spills == 0
     assert kernel.shared <= SHARED
-    # ptxas says so (C7510 and its like) when products wait for each other.
+    # ptxas warns (C7510, for example) when products wait for each other.
     assert "serializ" not in kernel.log.lower()
     assert (".multicast::cluster" in kernel.ptx) == (cluster == 2)

@@ -1,0 +1,192 @@
+"""The Triton kernel of the block-scaled INT8 GEMM.
+
+A program computes one tile of the output.  Each step of its loop multiplies one K block
+exactly on the tensor cores, scales the product and adds it to a float32 accumulator.
+A program cannot multiply while it promotes a product in this way.  So tiles are small
+enough for two or three programs to share a multiprocessor: one multiplies while another
+one promotes.
+
+With fallback the loop walks the lists of ``gemm_schedule``.  A step reads a K block of
+the first term or of the residual.  It selects the address to load from and does not
+branch.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gemm_kernel(
+    lhs,
+    lhs_scales,
+    residual,
+    residual_scales,
+    order,
+    step_scales,
+    counts,
+    rhs,
+    rhs_scales,
+    step_count,
+    out,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    m: tl.constexpr,
+    k: tl.constexpr,
+    n: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    HALVES: tl.constexpr,
+    GROUP: tl.constexpr,
+    FALLBACK: tl.constexpr,
+    MAGIC_CONVERSION: tl.constexpr,
+):
+    """Computes one ``[BM, BN]`` tile of the output."""
+    # Sizes are constants to save registers: the compiler folds them into addresses.
+    # The number of steps is not, or the compiler would unroll the loop.
+    HALF: tl.constexpr = BM // HALVES
+    k_blocks: tl.constexpr = (K + k - 1) // k
+    batch, row, column = _tile_origin(M, N, BM, BN, GROUP)
+
+    i = _clamped_range(0, HALF, row, M, BM)
+    lower_i = _clamped_range(HALF, HALF, row, M, BM)
+    j = _clamped_range(0, BN, column, N, BN)
+    c = tl.arange(0, k)
+    lhs += (batch * M + row) * K
+    residual += (batch * M + row) * K
+    rhs += (batch * N + column) * K
+    lhs_offsets = i[:, None] * K + c[None, :]
+    lower_offsets = lower_i[:, None] * K + c[None, :]
+    rhs_offsets = c[:, None] + j[None, :] * K
+
+    # A tile inside one block has one scale; other tiles have one per row or column.
+    lhs_blocks = batch * ((M + m - 1) // m)
+    if m >= BM:
+        lhs_blocks += row // m
+    else:
+        tl.static_assert(HALVES == 1)
+        lhs_blocks += ((row + i) // m)[:, None]
+    lhs_scales += lhs_blocks * k_blocks
+    residual_scales += lhs_blocks * k_blocks
+    rhs_blocks = batch * ((N + n - 1) // n)
+    if n >= BN:
+        rhs_blocks += column // n
+    else:
+        rhs_blocks += ((column + j) // n)[None, :]
+    rhs_scales += rhs_blocks * k_blocks
+
+    if FALLBACK:
+        row_group: tl.constexpr = max(m, BM)
+        list_index = batch * ((M + row_group - 1) // row_group) + row // row_group
+        order += list_index * 2 * k_blocks
+        step_scales += list_index * 2 * k_blocks
+        step_count = tl.load(counts + list_index)
+        next_code = tl.load(order)
+
+    acc = tl.zeros((HALF, BN), tl.float32)
+    lower_acc = acc
+    for step in range(step_count):
+        if FALLBACK:
+            # Read one step ahead, because the addresses of this step depend on it.
+            code = next_code
+            next_code = tl.load(order + tl.minimum(step + 1, step_count - 1))
+            is_main = (code & 1) == 0
+            block = code >> 1
+            codes = tl.where(is_main, lhs, residual)
+            if m >= BM:
+                lhs_scale = tl.load(step_scales + step)
+            else:
+                scales = tl.where(is_main, lhs_scales, residual_scales)
+                lhs_scale = tl.load(scales + block)
+        else:
+            block = step
+            codes = lhs
+            lhs_scale = tl.load(lhs_scales + block)
+        scale = lhs_scale * tl.load(rhs_scales + block)
+        inside = c < K - block * k
+        codes += block * k
+        a = _load(codes + lhs_offsets, inside[None, :], K % k == 0)
+        b = _load(rhs + block * k + rhs_offsets, inside[:, None], K % k == 0)
+        acc = _add_product(acc, a, b, scale, MAGIC_CONVERSION)
+        if HALVES == 2:
+            a = _load(codes + lower_offsets, inside[None, :], K % k == 0)
+            lower_acc = _add_product(lower_acc, a, b, scale, MAGIC_CONVERSION)
+
+    out += (batch * M + row) * N + column
+    _store(out, acc, row, column, 0, M, N)
+    if HALVES == 2:
+        _store(out + HALF * N, lower_acc, row, column, HALF, M, N)
+
+
+@triton.jit
+def _tile_origin(
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The batch index, first row and first column of this program's tile."""
+    row_tiles: tl.constexpr = (M + BM - 1) // BM
+    column_tiles: tl.constexpr = (N + BN - 1) // BN
+    band: tl.constexpr = GROUP * column_tiles
+    batch = (tl.program_id(0) // (row_tiles * column_tiles)).to(tl.int64)
+    tile = tl.program_id(0) % (row_tiles * column_tiles)
+    height = tl.minimum(row_tiles - tile // band * GROUP, GROUP)
+    row = (tile // band * GROUP + tile % band % height) * BM
+    column = tile % band // height * BN
+    return batch, row, column
+
+
+@triton.jit
+def _clamped_range(
+    start: tl.constexpr,
+    length: tl.constexpr,
+    origin,
+    size: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Indices in a tile; those beyond the matrix repeat its last row or column."""
+    index = tl.arange(0, length)
+    if start:
+        index += start
+    if size % tile != 0:
+        index = tl.minimum(index, size - 1 - origin)
+    return index
+
+
+@triton.jit
+def _load(pointers, inside, ALL: tl.constexpr):
+    if ALL:
+        return tl.load(pointers)
+    else:  # noqa: RET505 (only one branch is compiled)
+        return tl.load(pointers, inside, 0)
+
+
+@triton.jit
+def _add_product(acc, a, b, scale, MAGIC_CONVERSION: tl.constexpr):
+    """Returns ``acc`` plus the INT32 product of ``a`` and ``b`` times ``scale``."""
+    if MAGIC_CONVERSION:
+        # While |x| <= 2**22, the bits of the float32 1.5 * 2**23 + x are the bits of
+        # 1.5 * 2**23, plus x. The largest product, 256 * 127 * 127, is less than 2**22.
+        start = tl.full(acc.shape, 0x4B400000, tl.int32)
+        product = tl.dot(a, b, start, out_dtype=tl.int32)
+        product = product.to(tl.float32, bitcast=True) - 12582912.0
+    else:
+        product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+    return tl.fma(product, scale, acc)
+
+
+@triton.jit
+def _store(out, acc, row, column, start, M: tl.constexpr, N: tl.constexpr):
+    """Stores the part of ``acc`` that lies in the ``[M, N]`` matrix.
+
+    ``out`` points at the first element of ``acc``, which is in row ``row + start``.
+    """
+    i = tl.arange(0, acc.shape[0])
+    j = tl.arange(0, acc.shape[1])
+    offsets = i[:, None] * N + j[None, :]
+    columns = (j < N - column)[None, :]
+    pointers, values = out + offsets, acc.to(out.dtype.element_ty)
+    rows = (i < M - row - start)[:, None]
+    tl.store(pointers, values, rows & columns)
