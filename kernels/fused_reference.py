@@ -193,6 +193,12 @@ def _turns(size: int) -> tuple[int, int]:
     return size // packing.GROUP, packing.GROUP
 
 
+def mean_square_rstd(x: jax.Array, epsilon: float) -> jax.Array:
+    """``1 / sqrt(mean(x**2) + epsilon)`` of each row: float32 ``[B, R, 1]``."""
+    wide = x.astype(jnp.float32)
+    return find_rstd(jnp.mean(wide * wide, axis=-1, keepdims=True), epsilon)
+
+
 def find_rstd(variance: jax.Array, epsilon: float) -> jax.Array:
     """``1 / sqrt(variance + epsilon)``."""
     return lax.rsqrt(variance + epsilon)

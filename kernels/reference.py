@@ -68,7 +68,7 @@ class AmaxReduce(NamedTuple):
     colwise: Callable[[jax.Array], jax.Array]
 
 
-SEPARATE = AmaxReduce(_identity, _identity)
+NO_AMAX_REDUCE = AmaxReduce(_identity, _identity)
 """Of vectors that are whole."""
 
 
@@ -123,7 +123,7 @@ def quantize_vectors(
     bound: float = 127.0,
     per_tensor: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
-    amax_reduce: AmaxReduce = SEPARATE,
+    amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
     """Quantizes vector-wise: one scale a row by rows, one a column by columns.
 

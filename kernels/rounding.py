@@ -37,7 +37,7 @@ class GlobalOffset(NamedTuple):
     column: jax.Array
 
 
-def whole(rows: int) -> GlobalOffset:
+def no_offset(rows: int) -> GlobalOffset:
     """The origin of a matrix of its own."""
     return GlobalOffset(
         jnp.arange(0, rows, ROW_GROUP, jnp.uint32), jnp.zeros(1, jnp.uint32)

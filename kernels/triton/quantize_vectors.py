@@ -1,12 +1,13 @@
-"""Vector-wise quantization: one scale a row by rows, one a column by columns.
+"""Vector-wise quantization: rowwise codes with one scale a row, colwise one a column.
 
-A scale depends on all of a row or a column, so there are two passes over the operand:
-for the maxima of each tile, which XLA reduces to scales, and for the codes.
+A scale depends on a whole row or column, so there are two passes over the operand.  The
+first writes the maxima of each tile, which XLA reduces to scales; the second writes
+codes.
 """
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,32 @@ import triton.language as tl
 from jax import lax
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.reference import SEPARATE, AmaxReduce, Layouts, Quantized
+from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, Layouts
 from fbq_jax.kernels.scales import scale_and_inverse
-from fbq_jax.kernels.triton.block_tiles import (
+from fbq_jax.kernels.triton.block_codes import (
+    elementwise_max,
     from_bits,
-    highest,
-    in_column_scales,
-    in_row_scales,
-    load,
     magnitudes,
+    multiply,
     nearest,
-    position,
     stochastic,
-    store_columns,
-    store_rows,
+    widen,
+)
+from fbq_jax.kernels.triton.block_tiles import (
+    load,
+    locate_block,
+    store_colwise,
+    store_rowwise,
 )
 from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.outputs import (
+    Shape,
+    as_layouts,
+    colwise_codes,
+    output,
+    rowwise_codes,
+    split_columns,
+)
 
 TILE = (64, 128)
 NUM_WARPS = 4
@@ -45,141 +56,150 @@ def quantize_vectors(
     bound: float = 127.0,
     per_tensor: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
-    amax_reduce: AmaxReduce = SEPARATE,
+    amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
+    scaling: dict[str, Any] = {"bound": bound, "per_tensor": per_tensor}
     if x.size == 0:
-        # No kernel starts for nothing.
+        # A grid without programs cannot be launched.
         return reference.quantize_vectors(
             x,
             seeds,
             rowwise=rowwise,
             colwise=colwise,
-            bound=bound,
-            per_tensor=per_tensor,
             amax_reduce=amax_reduce,
+            **scaling,
         )
-    batch, height, width = x.shape
-    down, across = -(-height // TILE[0]), -(-width // TILE[1])
-    unit = math.gcd(width, 16)
-    run = functools.partial(
-        launch,
-        grid=(batch * down * across,),
+    modes = {"ROWWISE": rowwise, "COLWISE": colwise}
+    row_maxima, column_maxima = _launch(
+        _find_maxima, x, outputs=_maxima_outputs(x.shape, rowwise, colwise), **modes
+    )
+    # The seeds stand for inverses that are not read.
+    row_scales, row_inverses = column_scales, column_inverses = seeds, seeds
+    if rowwise is not None:
+        row_scales, row_inverses = _scales(row_maxima, amax_reduce.rowwise, **scaling)
+    if colwise is not None:
+        column_scales, column_inverses = _scales(
+            column_maxima, amax_reduce.colwise, **scaling
+        )
+    codes, column_codes = _launch(
+        _round_vectors,
+        x,
+        row_inverses,
+        column_inverses,
+        seeds,
+        *(global_offset or rounding.no_offset(x.shape[1])),
+        outputs=[rowwise_codes(x.shape, rowwise), colwise_codes(x.shape, colwise)],
+        CLIPPED=bound > 127.0,
+        **modes,
+    )
+    return as_layouts(x.shape, (codes, row_scales), (column_codes, column_scales))
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    x: jax.Array,
+    *args: jax.Array,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    **constants: Any,
+) -> Sequence[jax.Array]:
+    """Runs a kernel on every tile of x."""
+    batch, rows, columns = x.shape
+    units, unit = split_columns(columns)
+    return launch(
+        kernel,
+        x,
+        *args,
+        rows,
+        units,
+        outputs=outputs,
+        grid=(batch * triton.cdiv(rows, TILE[0]) * triton.cdiv(columns, TILE[1]),),
         num_warps=NUM_WARPS,
         num_stages=1,
         r=TILE[0],
         c=TILE[1],
         COLUMN_UNIT=unit,
-        ROWS=rowwise,
-        COLUMNS=colwise,
+        **constants,
     )
 
-    def output(wanted: object, *shape: int, dtype: type) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((0,) if wanted is None else shape, dtype)
 
-    row_tops, column_tops = run(
-        _maxima,
-        x,
-        height,
-        width // unit,
-        outputs=[
-            output(rowwise, batch, across, height, dtype=jnp.int32),
-            output(colwise, batch, down, width, dtype=jnp.int32),
-        ],
-    )
-    scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
-    # The seeds stand for pointers that are not read.
-    row_scales, row_inverses = (
-        (None, seeds) if rowwise is None else scales(row_tops, amax_reduce.rowwise)
-    )
-    column_scales, column_inverses = (
-        (None, seeds) if colwise is None else scales(column_tops, amax_reduce.colwise)
-    )
-    # Columns of codes are padded to 16 bytes, what a thread stores at once.
-    padded = -(-height // 16) * 16
-    codes, column_codes = run(
-        _codes,
-        x,
-        row_inverses,
-        column_inverses,
-        seeds,
-        *(global_offset or rounding.whole(height)),
-        height,
-        width // unit,
-        outputs=[
-            output(rowwise, batch, height, width, dtype=jnp.int8),
-            output(colwise, batch, width, padded, dtype=jnp.int8),
-        ],
-        CLIPPED=bound > 127.0,
-    )
-    return Layouts(
-        None if row_scales is None else Quantized(codes, row_scales),
-        None
-        if column_scales is None
-        else Quantized(column_codes[..., :height], column_scales),
-    )
+def _maxima_outputs(
+    shape: Shape, rowwise: object, colwise: object
+) -> list[jax.ShapeDtypeStruct]:
+    """The bits of the maxima of each tile's rows and columns, int32."""
+    batch, rows, columns = shape
+    down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
+    return [
+        output((batch, across, rows), jnp.int32, wanted=rowwise),
+        output((batch, down, columns), jnp.int32, wanted=colwise),
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("bound", "per_tensor"))
 def _scales(
-    tops: jax.Array,
+    maxima: jax.Array,
     amax_reduce: Callable[[jax.Array], jax.Array],
     *,
     bound: float,
     per_tensor: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """From maxima of tiles ``[B, T, N]``, the scales ``[B, N, 1]`` and reciprocals."""
-    top = jnp.max(tops, axis=1)
+    """Scales ``[B, N, 1]`` and inverses ``[B, N]`` from maxima of tiles ``[B, T, N]``.
+
+    Maxima are int32: see ``_find_maxima``.
+    """
+    bits = jnp.max(maxima, axis=1)
     if per_tensor:
-        top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
-    amax = amax_reduce(lax.bitcast_convert_type(top, jnp.float32))
+        bits = jnp.broadcast_to(jnp.max(bits, axis=1, keepdims=True), bits.shape)
+    amax = amax_reduce(lax.bitcast_convert_type(bits, jnp.float32))
     scales, inverses = scale_and_inverse(amax, bound)
     return scales[:, :, None], inverses
 
 
 @triton.jit
-def _maxima(
+def _find_maxima(
     x,
     rows,
     columns,
-    row_tops,
-    column_tops,
+    row_maxima,
+    column_maxima,
     r: tl.constexpr,
     c: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLWISE: tl.constexpr,
 ):
     """``max |x|`` of each row and each column of a tile, as the bits of a float32.
 
-    Bits, which are ordered as the floats with NaN last, because XLA's maximum of floats
-    may lose a NaN.
+    As integers, the bits keep the order of the floats with NaN last.  XLA's maximum of
+    floats may lose a NaN.
     """
     columns *= COLUMN_UNIT
-    batch, i, j, _, _ = position(rows, columns, r, c)
-    bits = magnitudes(load(x, batch, i, j, rows, columns, r, c))
-    if ROWS is not None:
-        row_tops += (batch * tl.cdiv(columns, c) + j) * rows
+    at, _ = locate_block(rows, columns, r, c)
+    batch, i, j, _, _ = at
+    bits = magnitudes(load(x, at, r, c))
+    if ROWWISE is not None:
+        row_maxima += (batch * tl.cdiv(columns, c) + j) * rows
         for k in tl.static_range(4):
             row = i * r + 4 * tl.arange(0, r // 4) + k
             top = from_bits(tl.max(bits[k].to(tl.int32), 1), x.dtype.element_ty)
-            tl.store(row_tops + row, top.to(tl.int32, bitcast=True), row < rows)
-    if COLUMNS is not None:
-        column_tops += (batch * tl.cdiv(rows, r) + i) * columns
+            tl.store(row_maxima + row, top.to(tl.int32, bitcast=True), row < rows)
+    if COLWISE is not None:
+        column_maxima += (batch * tl.cdiv(rows, r) + i) * columns
         column = j * c + tl.arange(0, c)
-        top = from_bits(tl.max(highest(bits).to(tl.int32), 0), x.dtype.element_ty)
+        top = tl.max(elementwise_max(bits).to(tl.int32), 0)
+        top = from_bits(top, x.dtype.element_ty)
         inside = column < columns
-        tl.store(column_tops + column, top.to(tl.int32, bitcast=True), inside)
+        tl.store(column_maxima + column, top.to(tl.int32, bitcast=True), inside)
 
 
 @triton.jit
-def _codes(
+def _round_vectors(
     x,
     row_inverses,
     column_inverses,
     seeds,
-    origin_rows,
-    origin_column,
+    row_offsets,
+    column_offset,
     rows,
     columns,
     codes,
@@ -187,28 +207,49 @@ def _codes(
     r: tl.constexpr,
     c: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLWISE: tl.constexpr,
     CLIPPED: tl.constexpr,
 ):
-    noise = seeds, origin_rows, origin_column
-    columns *= COLUMN_UNIT
-    batch, i, j, _, _ = position(rows, columns, r, c)
-    tiles = load(x, batch, i, j, rows, columns, r, c)
-    if ROWS is not None:
-        v = in_row_scales(tiles, row_inverses + batch * rows, i, rows)
-        rounded = _round(v, noise, batch, i, j, rows, ROWS, CLIPPED)
-        store_rows(codes, rounded, batch, i, j, rows, columns)
-    if COLUMNS is not None:
-        v = in_column_scales(tiles, column_inverses + batch * columns, j, columns)
-        rounded = _round(v, noise, batch, i, j, rows, COLUMNS, CLIPPED)
-        store_columns(column_codes, rounded, batch, i, j, rows, columns)
+    noise = seeds, row_offsets, column_offset
+    at, _ = locate_block(rows, columns * COLUMN_UNIT, r, c)
+    tiles = load(x, at, r, c)
+    if ROWWISE is not None:
+        v = _multiply_rows(tiles, row_inverses, at)
+        store_rowwise(codes, _round(v, noise, at, ROWWISE, CLIPPED), at)
+    if COLWISE is not None:
+        v = _multiply_columns(tiles, column_inverses, at)
+        store_colwise(column_codes, _round(v, noise, at, COLWISE, CLIPPED), at)
 
 
 @triton.jit
-def _round(v, noise, batch, i, j, rows, MODE: tl.constexpr, CLIPPED: tl.constexpr):
+def _multiply_rows(tiles, inverses, at):
+    """Tiles in units of the scales of their rows."""
+    batch, i, _, rows, _ = at
+    r: tl.constexpr = 4 * tiles[0].shape[0]
+    inverses += batch * rows
+    v = ()
+    for k in tl.static_range(4):
+        row = i * r + 4 * tl.arange(0, r // 4)[:, None] + k
+        inverse = tl.load(inverses + row, row < rows, 0.0)
+        v += (widen(tiles[k]) * inverse,)
+    return v
+
+
+@triton.jit
+def _multiply_columns(tiles, inverses, at):
+    """Tiles in units of the scales of their columns."""
+    batch, _, j, _, columns = at
+    c: tl.constexpr = tiles[0].shape[1]
+    inverses += batch * columns
+    column = j * c + tl.arange(0, c)[None, :]
+    return multiply(tiles, tl.load(inverses + column, column < columns, 0.0))
+
+
+@triton.jit
+def _round(v, noise, at, MODE: tl.constexpr, CLIPPED: tl.constexpr):
     if CLIPPED:
         v = [tl.maximum(tl.minimum(x, 127.0), -127.0) for x in v]
     if MODE == "nearest":
         return nearest(v)
-    return stochastic(v, noise, batch, i, j, rows)
+    return stochastic(v, noise, at)

@@ -15,7 +15,7 @@ from tests.kernels.triton_tools import compile_kernels, interpreted
 
 @pytest.fixture(scope="module")
 def ops():
-    return interpreted("producers")
+    return interpreted("fused")
 
 
 @pytest.mark.parametrize("case", cases.QUANTIZE)
@@ -54,7 +54,7 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
     seeds = jax.ShapeDtypeStruct((1,), "uint32")
     packed = jax.eval_shape(lambda: packing.quantize(jnp.zeros(shape), bits))
     compiled = functools.partial(
-        compile_kernels, "producers", capability=capability, bits=bits, block=block
+        compile_kernels, "fused", capability=capability, bits=bits, block=block
     )
     forward = {"criterion": criterion, "colwise": "stochastic"}
     kernels = [

@@ -21,7 +21,7 @@ def ops():
 
 @pytest.fixture(scope="module")
 def vectors():
-    return interpreted("vectors")
+    return interpreted("quantize_vectors")
 
 
 @pytest.mark.parametrize(("shape", "dtype", "block", "rows", "columns"), cases.QUANTIZE)
@@ -109,7 +109,7 @@ def test_vectors_compile_without_spills(capability, dtype, rows, columns, bound)
     x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
     kernels = compile_kernels(
-        "vectors",
+        "quantize_vectors",
         "quantize_vectors",
         x,
         seeds,
@@ -128,4 +128,4 @@ def check_kernels(kernels, capability):
         assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
         assert "ld.global.v4" in kernel.ptx
-        assert "st.global.v4" in kernel.ptx or kernel.name == "_maxima"
+        assert "st.global.v4" in kernel.ptx or kernel.name == "_find_maxima"

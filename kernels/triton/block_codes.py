@@ -1,0 +1,178 @@
+"""Scales, codes, residuals and metrics of tiles, held in a program's registers.
+
+``block_tiles`` describes tiles and ``at``.  Codes stay in the low byte of int32
+elements until they are stored.
+"""
+
+import triton
+import triton.language as tl
+
+from fbq_jax.kernels import rounding, scales
+
+TINY = tl.constexpr(scales.TINY)
+ROW_GROUP = tl.constexpr(rounding.ROW_GROUP)
+# Adding it to a float32 below 2**22 rounds that to an integer and leaves the integer in
+# the low bits.
+MAGIC = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def widen(x):
+    """Converts to float32.
+
+    A shift widens bfloat16 in fewer instructions than the compiler's conversion.
+    """
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def find_amax(tiles):
+    """``max |x|`` of all tiles, as float32; NaN if there is one.
+
+    The maximum is over bits: as integers, magnitudes keep the order of the floats, and
+    NaN is above all of them.
+    """
+    top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32))
+    return from_bits(top, tiles[0].dtype)
+
+
+@triton.jit
+def accumulate_amax(amax, tiles):
+    """The maximum of ``amax`` and ``max |x|`` of the tiles; NaN if either is."""
+    return tl.maximum(amax, find_amax(tiles), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def magnitudes(tiles):
+    """The bits of ``|x|``, as integers as wide as x."""
+    if tiles[0].dtype == tl.float32:
+        bits = [x.to(tl.int32, bitcast=True) & 0x7FFFFFFF for x in tiles]
+    else:
+        bits = [x.to(tl.int16, bitcast=True) & 0x7FFF for x in tiles]
+    return bits
+
+
+@triton.jit
+def elementwise_max(tiles):
+    """The largest of the four tiles at each element."""
+    return tl.maximum(tl.maximum(tiles[0], tiles[1]), tl.maximum(tiles[2], tiles[3]))
+
+
+@triton.jit
+def from_bits(bits, dtype: tl.constexpr):
+    """The float32 value of int32 ``bits``, which hold the bits of a ``dtype``."""
+    if dtype != tl.float32:
+        bits = bits.to(tl.int16)
+    return bits.to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def scale_and_inverse(amax, LIMIT: tl.constexpr = 127.0, TINY: tl.constexpr = TINY):
+    """See ``scales.scale_and_inverse``."""
+    usable = (amax >= TINY) & (amax < float("inf"))
+    divisor = tl.where(usable, amax, 1.0)
+    special = tl.where(amax < TINY, 0.0, float("nan"))
+    scale = tl.where(usable, tl.div_rn(divisor, LIMIT), special)
+    return scale, tl.where(usable, tl.div_rn(LIMIT, divisor), 0.0)
+
+
+@triton.jit
+def multiply(tiles, inverse):
+    """Tiles in units of their scale, in float32.
+
+    There is no clipping.  A value may be one unit in the last place above 127, but it
+    rounds to 127 with any noise.
+    """
+    return [widen(x) * inverse for x in tiles]
+
+
+@triton.jit
+def nearest(v):
+    """Rounds to nearest even."""
+    return [(x + MAGIC).to(tl.int32, bitcast=True) for x in v]
+
+
+@triton.jit
+def stochastic(v, noise, at):
+    """Rounds after adding the noise of ``rounding.noise``.
+
+    ``noise`` is the tuple ``(seeds, row_offsets, column_offset)``: the seeds of the
+    matrices and the two arrays of a ``GlobalOffset``.
+    """
+    seeds, row_offsets, column_offset = noise
+    batch, i, j, rows, _ = at
+    r: tl.constexpr = 4 * v[0].shape[0]
+    c: tl.constexpr = v[0].shape[1]
+    # A part below the last row is not stored but must not read past the row offsets.
+    group = tl.minimum(i * r // ROW_GROUP, tl.cdiv(rows, ROW_GROUP) - 1)
+    first_row = tl.load(row_offsets + group) + i * r % ROW_GROUP
+    seed = tl.load(seeds + batch)
+    column = tl.load(column_offset) + j * c + tl.arange(0, c)[None, :]
+    column_key = _fold(seed ^ 0x5851F42D, column) | 1
+    rounded = ()
+    for k in tl.static_range(2):
+        pair = first_row // 2 + 2 * tl.arange(0, r // 4)[:, None] + k
+        row_key = _fold(seed, pair) | 1
+        product = row_key.to(tl.uint64) * column_key
+        word = product.to(tl.uint32) + (product >> 32).to(tl.uint32) * 0x9E3779B9
+        # The bits of the float 128 + odd / 2**16, for the low and the high half.
+        word |= 0x10001
+        first = (word & 0xFFFF) + 0x43000000
+        second = (word >> 16) + 0x43000000
+        noise = first.to(tl.float32, bitcast=True) - 128.5
+        rounded += ((v[2 * k] + noise + MAGIC).to(tl.int32, bitcast=True),)
+        noise = second.to(tl.float32, bitcast=True) - 128.5
+        rounded += ((v[2 * k + 1] + noise + MAGIC).to(tl.int32, bitcast=True),)
+    return rounded
+
+
+@triton.jit
+def _fold(seed, data):
+    """See ``rounding.fold``."""
+    return _mix(_mix(seed) + data.to(tl.uint32) * 0x9E3779B9)
+
+
+@triton.jit
+def _mix(x):
+    """See ``rounding.mix``."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def residual_of(tiles, rounded, scale):
+    """``x - scale * codes`` in float32, valid where ``scale * 127`` is finite."""
+    residual = ()
+    for k in tl.static_range(4):
+        code = rounded[k].to(tl.float32, bitcast=True) - MAGIC
+        residual += (widen(tiles[k]) - scale * code,)
+    return residual
+
+
+@triton.jit
+def sum_abs(tiles):
+    """``sum |x|``."""
+    x = [tl.abs(widen(tile)) for tile in tiles]
+    return tl.sum(x[0] + x[1] + x[2] + x[3])
+
+
+@triton.jit
+def metric_of(scaling, sums, CRITERION: tl.constexpr):
+    """The metric of ``reference.quantize_fallback``.
+
+    ``scaling`` is ``(amax, scale, inverse)``; ``sums`` are ``sum |x - scale * codes|``
+    and ``sum |x|``.
+    """
+    amax, scale, _ = scaling
+    error, total = sums
+    if CRITERION == "absmax":
+        value = amax
+    else:
+        value = tl.where(scale * 127.0 < float("inf"), error, 0.0)
+        if CRITERION == "l1_rel":
+            value = value / tl.where(total > 0.0, total, 1.0)
+    return tl.where(amax < float("inf"), value, float("nan"))

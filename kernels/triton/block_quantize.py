@@ -1,0 +1,182 @@
+"""Quantization of one block in a Triton program, one part after the other.
+
+The parts of a block lie one below the other and share its scale.  A program goes over
+them twice: for the maximum, and for the codes.  The second time the values come from a
+cache, or are computed once more.
+
+Device functions share these arguments, besides those of ``block_tiles``:
+
+- ``VALUES``, ``operands``: where values come from.  ``VALUES(operands, at, r, c)`` is a
+  device function that returns the tiles of one part of ``r x c`` elements.
+  ``block_tiles.load`` is one, whose operand is a pointer.
+- ``held``: the tiles of a block of one part, where registers keep them; else ().
+- ``shape``: ``(PARTS, r, c)``, the number of parts of a block, and the shape of one.
+- ``scaling``: ``(amax, scale, inverse)`` of a block.
+- ``modes``: ``(rowwise, colwise, criterion)``: the rounding of each layout or None, and
+  the criterion of fallback or None.
+"""
+
+import triton
+import triton.language as tl
+
+from fbq_jax.kernels.triton.block_codes import (
+    accumulate_amax,
+    find_amax,
+    metric_of,
+    multiply,
+    nearest,
+    residual_of,
+    scale_and_inverse,
+    stochastic,
+    sum_abs,
+)
+from fbq_jax.kernels.triton.block_tiles import (
+    load,
+    part_at,
+    store_colwise,
+    store_rowwise,
+)
+
+
+@triton.jit
+def load_and_measure(x, at, shape):
+    """Loads a block: ``held``, and ``max |x|`` of all its parts."""
+    PARTS: tl.constexpr = shape[0]
+    r: tl.constexpr = shape[1]
+    c: tl.constexpr = shape[2]
+    i = at[1]
+    tiles = load(x, part_at(at, i * PARTS), r, c)
+    amax = find_amax(tiles)
+    for part in range(i * PARTS + 1, (i + 1) * PARTS):
+        amax = accumulate_amax(amax, load(x, part_at(at, part), r, c))
+    return (tiles if PARTS == 1 else ()), amax
+
+
+@triton.jit
+def store_scale(amax, scales, offsets):
+    """Stores a block's scale for both layouts and returns its ``scaling``."""
+    scale, inverse = scale_and_inverse(amax)
+    tl.store(scales[0] + offsets[0], scale)
+    tl.store(scales[1] + offsets[1], scale)
+    return amax, scale, inverse
+
+
+@triton.jit
+def quantize_parts(
+    VALUES: tl.constexpr, operands, held, scaling, noise, outputs, at, shape, modes
+):
+    """Rounds a block and stores its codes in the layouts asked for.
+
+    ``outputs`` are the rowwise and the colwise codes.
+
+    Returns:
+      ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``.  Each is 0
+      where the criterion does not need it.
+    """
+    PARTS: tl.constexpr = shape[0]
+    r: tl.constexpr = shape[1]
+    c: tl.constexpr = shape[2]
+    CRITERION: tl.constexpr = modes[2]
+    _, scale, inverse = scaling
+    i = at[1]
+    error, total = 0.0, 0.0
+    for part in range(i * PARTS, (i + 1) * PARTS):
+        here = part_at(at, part)
+        tiles = held if len(held) > 0 else VALUES(operands, here, r, c)
+        v = multiply(tiles, inverse)
+        _store_rounded(outputs, v, noise, here, modes[0], modes[1])
+        if CRITERION == "l1" or CRITERION == "l1_rel":
+            error += sum_abs(residual_of(tiles, nearest(v), scale))
+        if CRITERION == "l1_rel":
+            total += sum_abs(tiles)
+    return error, total
+
+
+@triton.jit
+def _store_rounded(outputs, v, noise, at, ROWWISE: tl.constexpr, COLWISE: tl.constexpr):
+    """Rounds values in units of their scale and stores the layouts asked for."""
+    codes, colwise_codes = outputs
+    if ROWWISE == "nearest" or COLWISE == "nearest":
+        rounded = nearest(v)
+        if ROWWISE == "nearest":
+            store_rowwise(codes, rounded, at)
+        if COLWISE == "nearest":
+            store_colwise(colwise_codes, rounded, at)
+    if ROWWISE == "stochastic" or COLWISE == "stochastic":
+        noisy = stochastic(v, noise, at)
+        if ROWWISE == "stochastic":
+            store_rowwise(codes, noisy, at)
+        if COLWISE == "stochastic":
+            store_colwise(colwise_codes, noisy, at)
+
+
+@triton.jit
+def quantize_with_fallback(
+    VALUES: tl.constexpr,
+    operands,
+    held,
+    amax,
+    theta,
+    noise,
+    outputs,
+    at,
+    offsets,
+    shape,
+    COLWISE: tl.constexpr,
+    CRITERION: tl.constexpr,
+):
+    """Stores all that ``reference.quantize_fallback`` returns of one block.
+
+    ``outputs`` are codes, scales, residual codes, residual scales, metrics, colwise
+    codes and colwise scales.  Without a criterion there is neither metric nor residual.
+    """
+    codes, scales, residual_codes, residual_scales, metrics = outputs[:5]
+    colwise_codes, colwise_scales = outputs[5:]
+    offset = offsets[0]
+    modes: tl.constexpr = ("nearest", COLWISE, CRITERION)
+    scaling = store_scale(amax, (scales, colwise_scales), offsets)
+    stored = codes, colwise_codes
+    sums = quantize_parts(
+        VALUES, operands, held, scaling, noise, stored, at, shape, modes
+    )
+    if CRITERION is not None:
+        metric = metric_of(scaling, sums, CRITERION)
+        tl.store(metrics + offset, metric)
+        residual_scale = 0.0
+        # The second condition is false where scale * 127 overflows.
+        if (metric > tl.load(theta + at[0])) & (scaling[1] * 127.0 < float("inf")):
+            residual_scale = _store_residual(
+                VALUES, operands, scaling, residual_codes, at, shape
+            )
+        tl.store(residual_scales + offset, residual_scale)
+
+
+@triton.jit
+def _store_residual(VALUES: tl.constexpr, operands, scaling, codes, at, shape):
+    """Stores the codes of a block's residual and returns its scale.
+
+    Values are loaded or computed again.  Registers that held them until here would slow
+    every block down.
+    """
+    PARTS: tl.constexpr = shape[0]
+    r: tl.constexpr = shape[1]
+    c: tl.constexpr = shape[2]
+    i = at[1]
+    amax = 0.0
+    for part in range(i * PARTS, (i + 1) * PARTS):
+        tiles = VALUES(operands, part_at(at, part), r, c)
+        amax = tl.maximum(amax, find_amax(_nearest_residual(tiles, scaling)))
+    residual_scale, inverse = scale_and_inverse(amax)
+    for part in range(i * PARTS, (i + 1) * PARTS):
+        here = part_at(at, part)
+        tiles = VALUES(operands, here, r, c)
+        rounded = nearest(multiply(_nearest_residual(tiles, scaling), inverse))
+        store_rowwise(codes, rounded, here)
+    return residual_scale
+
+
+@triton.jit
+def _nearest_residual(tiles, scaling):
+    """What nearest rounding loses of the tiles."""
+    _, scale, inverse = scaling
+    return residual_of(tiles, nearest(multiply(tiles, inverse)), scale)

@@ -1,0 +1,13 @@
+"""The fused quantization ops as Triton kernels: a layer and its quantization at once.
+
+One program computes and quantizes one block.  Values and what is saved need more
+registers than a block has, so the block is processed in parts.  Each part is computed
+twice: for the scale, which all parts share, together with what is saved; and for the
+codes, from inputs that a cache then holds.
+"""
+
+from fbq_jax.kernels.triton.fused.gate import silu_gate_quantize
+from fbq_jax.kernels.triton.fused.gate_grad import silu_gate_grad_quantize
+from fbq_jax.kernels.triton.fused.norm import rms_norm_quantize
+
+__all__ = ["rms_norm_quantize", "silu_gate_grad_quantize", "silu_gate_quantize"]

@@ -1,0 +1,175 @@
+"""The gradient of the SiLU gate and its quantization."""
+
+from typing import Any
+
+import jax
+import triton
+import triton.language as tl
+
+from fbq_jax.kernels import fused_reference
+from fbq_jax.kernels.packing import Packed
+from fbq_jax.kernels.reference import Block, Layouts
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, no_offset
+from fbq_jax.kernels.triton import quantize
+from fbq_jax.kernels.triton.block_codes import (
+    accumulate_amax,
+    scale_and_inverse,
+    widen,
+)
+from fbq_jax.kernels.triton.block_quantize import quantize_parts
+from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
+from fbq_jax.kernels.triton.fused.launch_fused import (
+    NUM_WARPS,
+    can_fuse,
+    planes_by_width,
+)
+from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
+from fbq_jax.kernels.triton.packed import load_packed
+
+PART_ROWS = 32  # The fastest on an H200.
+
+
+def silu_gate_grad_quantize(
+    dy: jax.Array,
+    gate_factor: Packed,
+    up_factor: Packed,
+    seeds: jax.Array,
+    *,
+    bits: int,
+    block: Block,
+    **options: Any,
+) -> Layouts:
+    """See ``fused_reference.silu_gate_grad_quantize``."""
+    if not can_fuse(dy.shape, block):
+        return fused_reference.silu_gate_grad_quantize(
+            dy,
+            gate_factor,
+            up_factor,
+            seeds,
+            bits=bits,
+            block=block,
+            **options,
+            ops=quantize,
+        )
+    return _launch(dy, gate_factor, up_factor, seeds, bits, block, **options)
+
+
+def _launch(
+    dy: jax.Array,
+    gate_factor: Packed,
+    up_factor: Packed,
+    seeds: jax.Array,
+    bits: int,
+    block: Block,
+    *,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
+) -> Layouts:
+    batch, rows, columns = dy.shape
+    shape = batch, rows, 2 * columns
+    out = BlockOutputs(shape, block)
+    results = launch(
+        _silu_gate_grad_quantize,
+        dy,
+        *planes_by_width(gate_factor, bits, unused=seeds),
+        gate_factor.scales,
+        *planes_by_width(up_factor, bits, unused=seeds),
+        up_factor.scales,
+        seeds,
+        *(global_offset or no_offset(rows)),
+        rows,
+        columns // block[1],
+        outputs=[*out.rowwise(rowwise), *out.colwise(colwise)],
+        grid=(out.programs // 2,),
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        r=block[0],
+        c=block[1],
+        PARTS=block[0] // PART_ROWS,
+        BITS=bits,
+        ROWWISE=rowwise,
+        COLWISE=colwise,
+    )
+    return as_layouts(shape, results[:2], results[2:])
+
+
+@triton.jit
+def _silu_gate_grad_quantize(
+    dy,
+    gate_plane_8,
+    gate_plane_4,
+    gate_plane_2,
+    gate_plane_1,
+    gate_scales,
+    up_plane_8,
+    up_plane_4,
+    up_plane_2,
+    up_plane_1,
+    up_scales,
+    seeds,
+    row_offsets,
+    column_offset,
+    rows,
+    groups,
+    codes,
+    scales,
+    colwise_codes,
+    colwise_scales,
+    r: tl.constexpr,
+    c: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLWISE: tl.constexpr,
+):
+    """Each program quantizes a block of the gate's gradient and the one of up's."""
+    shape: tl.constexpr = (PARTS, r // PARTS, c)
+    modes: tl.constexpr = (ROWWISE, COLWISE, None)
+    gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
+    up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
+    factors = gate_packed, up_packed
+    noise = seeds, row_offsets, column_offset
+    outputs = codes, colwise_codes
+    at, _ = locate_block(rows, groups * c, r, c)
+    batch, i, j, _, _ = at
+    columns, down = 2 * groups * c, tl.cdiv(rows, r)
+    for half in tl.static_range(2):
+        factor = factors[half]
+        to = 2 * j + half
+        amax = 0.0
+        for part in range(i * PARTS, (i + 1) * PARTS):
+            y = _values((dy, factor, j, groups, BITS), part_at(at, part), r // PARTS, c)
+            amax = accumulate_amax(amax, y)
+        scale, inverse = scale_and_inverse(amax)
+        tl.store(scales + (batch * down + i) * (2 * groups) + to, scale)
+        tl.store(colwise_scales + (batch * (2 * groups) + to) * down + i, scale)
+        scaling = amax, scale, inverse
+        to_at = batch, i, to, rows, columns
+        quantize_parts(
+            _values,
+            (dy, factor, j, groups, BITS),
+            (),
+            scaling,
+            noise,
+            outputs,
+            to_at,
+            shape,
+            modes,
+        )
+
+
+@triton.jit
+def _values(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """The tiles of dy times a packed factor, in the dtype of dy."""
+    dy, factor, j, groups, _ = operands
+    BITS: tl.constexpr = operands[4]
+    batch, i, _, rows, _ = at
+    dy_at = batch, i, j, rows, groups * c
+    tiles = load(dy, dy_at, r, c)
+    factors = load_packed(factor, dy_at, groups, r, BITS)
+    y = ()
+    for k in tl.static_range(4):
+        y += ((widen(tiles[k]) * factors[k]).to(tiles[k].dtype),)  # type: ignore[assignment]
+    return y

@@ -1,0 +1,85 @@
+"""The arrays that quantizing kernels write, and the layouts they become.
+
+A kernel always gets a pointer for each output.  An output that nobody asked for is an
+array of shape ``[0]``, which the kernel does not touch.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax.kernels.reference import Block, Layouts, Quantized
+
+Shape = tuple[int, ...]
+
+
+def output(
+    shape: Shape, dtype: jax.typing.DTypeLike, *, wanted: object = True
+) -> jax.ShapeDtypeStruct:
+    """An output, of no elements where ``wanted`` is None or False."""
+    absent = wanted is None or wanted is False
+    return jax.ShapeDtypeStruct((0,) if absent else shape, dtype)
+
+
+def rowwise_codes(shape: Shape, wanted: object = True) -> jax.ShapeDtypeStruct:
+    """Int8 codes of matrices ``[B, R, C]``."""
+    return output(shape, jnp.int8, wanted=wanted)
+
+
+def colwise_codes(shape: Shape, wanted: object = True) -> jax.ShapeDtypeStruct:
+    """Int8 codes ``[B, C, R']`` of the transposed matrices ``[B, R, C]``.
+
+    A thread stores 16 bytes at once, so R is padded to a multiple of 16.
+    """
+    batch, rows, columns = shape
+    return output((batch, columns, -(-rows // 16) * 16), jnp.int8, wanted=wanted)
+
+
+def as_layouts(
+    shape: Shape, rowwise: Sequence[jax.Array], colwise: Sequence[jax.Array]
+) -> Layouts:
+    """Layouts from the codes and scales of each, without the padding of columns."""
+    (codes, scales), (colwise_codes, colwise_scales) = rowwise, colwise
+    trimmed = colwise_codes[..., : shape[1]]
+    return Layouts(
+        None if codes.ndim == 1 else Quantized(codes, scales),
+        None if colwise_codes.ndim == 1 else Quantized(trimmed, colwise_scales),
+    )
+
+
+def split_columns(columns: int) -> tuple[int, int]:
+    """``(columns / unit, unit)`` with a unit of at most 16.
+
+    A kernel gets the unit as a constant.  The compiler then knows that rows start at a
+    multiple of it and loads as many elements at once.
+    """
+    unit = math.gcd(columns, 16)
+    return columns // unit, unit
+
+
+class BlockOutputs:
+    """The outputs of a kernel that quantizes matrices ``[B, R, C]`` by blocks.
+
+    Attributes:
+      shape: ``(B, R, C)``.
+      blocks: the numbers of blocks along R and C.
+      programs: the number of blocks in all matrices.
+      scales: one float32 a block, ``[B, R/r, C/c]``.
+    """
+
+    def __init__(self, shape: Shape, block: Block) -> None:
+        batch, rows, columns = self.shape = shape
+        self.blocks = -(-rows // block[0]), -(-columns // block[1])
+        self.programs = batch * math.prod(self.blocks)
+        self.scales = output((batch, *self.blocks), jnp.float32)
+
+    def rowwise(self, wanted: object = True) -> list[jax.ShapeDtypeStruct]:
+        """Rowwise codes and scales.  Scales are written in any case."""
+        return [rowwise_codes(self.shape, wanted), self.scales]
+
+    def colwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
+        """Colwise codes and scales.  Scales are written in any case."""
+        scales = output((self.shape[0], *self.blocks[::-1]), jnp.float32)
+        return [colwise_codes(self.shape, wanted), scales]
