@@ -28,6 +28,7 @@ from fbq_jax.linen.state import (
 )
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.layer_names import layer_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,18 +103,19 @@ class FallbackDot:
         state = dict(
             variable.value
         )  # plain, as its gradient is, even if it came frozen
-        out, new = stateful_dot_general(
-            state,
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            recipe=self.recipe,
-            out_sharding=out_sharding,
-            implementation=self.implementation,
-            codes=codes,
-        )
+        with layer_name("/".join(module.path) or type(module).__name__):
+            out, new = stateful_dot_general(
+                state,
+                lhs,
+                rhs,
+                dimension_numbers,
+                precision,
+                preferred_element_type,
+                recipe=self.recipe,
+                out_sharding=out_sharding,
+                implementation=self.implementation,
+                codes=codes,
+            )
         return self.commit(module, variable, new, out)
 
     def ragged_dot(
@@ -140,16 +142,17 @@ class FallbackDot:
                 implementation=self.implementation,
             )[0]
         variable = self.variable(module)
-        out, new = stateful_ragged_dot(
-            dict(variable.value),
-            lhs,
-            rhs,
-            group_sizes,
-            precision,
-            preferred_element_type,
-            recipe=self.recipe,
-            implementation=self.implementation,
-        )
+        with layer_name("/".join(module.path) or type(module).__name__):
+            out, new = stateful_ragged_dot(
+                dict(variable.value),
+                lhs,
+                rhs,
+                group_sizes,
+                precision,
+                preferred_element_type,
+                recipe=self.recipe,
+                implementation=self.implementation,
+            )
         return self.commit(module, variable, new, out)
 
     def commit(

@@ -1,1 +1,1 @@
-"""How ops are partitioned over the devices of a mesh."""
+"""Partitions ops over the devices of a mesh."""

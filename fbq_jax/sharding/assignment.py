@@ -1,19 +1,15 @@
-"""Which axes of an op the axes of a mesh cut.
+"""Assigns the axes of a mesh to the factors of an op.
 
-An op says how its arrays hang together, in words such as ``"b i128 j128"``, one for
-each axis of an array.  A word is a letter, the name of an axis of the op, and the
-number of elements there that stay together (1 if it is left out): arrays whose words
-share a letter are cut alike.  ``"."`` is an axis that is never cut.
-
-An axis that cannot be cut as the mesh asks, between elements that stay together, is cut
-into fewer shards, or left whole, on devices that then do the same, or inside of what
-stays together where the op can have devices agree.  A warning says so.
+A factor is sharded between units of its granularity.  Where a mesh asks for shards that
+are no whole units, the axis is split over fewer devices, or over none, and devices
+repeat each other's work; or, where the rule allows it, blocks are split between devices
+(``fbq_jax.sharding.split_block_scales``).  A warning says so.
 """
 
+import dataclasses
 import itertools
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,261 +18,348 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from fbq_jax.sharding.layer_names import warn_once
+from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    ShardingRule,
+    pair_leaves,
+    parse_factors,
+)
 
-class Axes(NamedTuple):
-    """An op's arrays, in words.
-
-    Attributes:
-      operands: a tuple, for each operand a tree like it, of one string an array.
-      results: a tree like that of the results.
-      contracted: the letters, in the order of the operands' axes, of what operands have
-        in common and results lack.
-      agreed: those whose elements that stay together may be on several devices, where
-        these agree on what the elements share.
-    """
-
-    operands: tuple[Any, ...]
-    results: Any
-    contracted: str = ""
-    agreed: str = ""
+MeshAxes = tuple[str, ...]
 
 
-class Shards(NamedTuple):
-    """What one device has of an op's axes.
+class ShardAssignment(NamedTuple):
+    """The axes of a mesh that shard each factor; a missing factor is not sharded.
 
     Attributes:
-      over: the axes of the mesh that a letter's axis is cut over, the major one first;
-        a letter may be missing.
-      scattered: those that a result's axis is cut over beyond ``over``, by a
-        contraction whose sum ends up in shards.
-      inside: those that cut, beyond ``over``, between elements that stay together.
-      sizes: of the axes of the mesh.
+      mesh_axes: shard a factor between units of its granularity, the major axis first.
+      reduce_scatter_axes: shard a result's factor beyond ``mesh_axes``, because the sum
+        over a contraction is scattered over them.
+      intra_block_axes: split the units of a factor, beyond ``mesh_axes``.
+      mesh_shape: the size of each axis of the mesh.
     """
 
-    over: Mapping[str, tuple[str, ...]]
-    scattered: Mapping[str, tuple[str, ...]]
-    inside: Mapping[str, tuple[str, ...]]
-    sizes: Mapping[str, int]
+    mesh_axes: Mapping[str, MeshAxes]
+    reduce_scatter_axes: Mapping[str, MeshAxes]
+    intra_block_axes: Mapping[str, MeshAxes]
+    mesh_shape: Mapping[str, int]
 
-    def names(self, letters: str) -> tuple[str, ...]:
-        """The axes of the mesh that any of the letters is cut over."""
-        cuts = (self.over, self.inside)
+    def axes_of(self, factors: str) -> MeshAxes:
+        """The axes of the mesh that shard an operand along any of the factors."""
+        assigned = self.mesh_axes, self.intra_block_axes
         return tuple(
-            n for letter in letters for cut in cuts for n in cut.get(letter, ())
+            axis
+            for factor in factors
+            for axes in assigned
+            for axis in axes.get(factor, ())
         )
 
-    def count(self, names: Iterable[str]) -> int:
+    def device_count(self, axes: Iterable[str]) -> int:
         """The number of devices along axes of the mesh."""
-        return _devices(names, self.sizes)
+        return _device_count(axes, self.mesh_shape)
 
-    def number(self, letter: str) -> int:
-        """The number of shards of an axis."""
-        return self.count(self.names(letter))
+    def shard_count(self, factor: str) -> int:
+        """The number of shards along a factor."""
+        return self.device_count(self.axes_of(factor))
 
-    def place(self, letter: str) -> jax.Array:
-        """Which of them this device has, uint32 ``[]``."""
-        names = self.names(letter)
-        return jnp.uint32(lax.axis_index(names) if names else 0)
+    def shard_index(self, factor: str) -> jax.Array:
+        """The index of this device's shard along a factor, uint32 ``[]``."""
+        axes = self.axes_of(factor)
+        return jnp.uint32(lax.axis_index(axes) if axes else 0)
 
 
-def parse(words: str) -> list[tuple[str, int]]:
-    """The letter, and how many elements stay together, of each axis.
+UNASSIGNED = ShardAssignment({}, {}, {}, {})
 
-    >>> parse("b i128 .")
-    [('b', 1), ('i', 128), ('.', 1)]
+
+@dataclasses.dataclass(frozen=True)
+class ShardedArray:
+    """An array and the axes of the mesh that shard each of its axes.
+
+    ``mesh_axes`` is None for an axis whose sharding no axes of the mesh express.
     """
-    return [(word[0], int(word[1:] or 1)) for word in words.split()]
+
+    shape: tuple[int, ...]
+    dtype: Any
+    mesh_axes: tuple[MeshAxes | None, ...]
 
 
-def pairs(words: Any, arrays: Any) -> Iterator[tuple[str, Any]]:
-    """The words of each array, and the array."""
-    return zip(jax.tree.leaves(words), jax.tree.leaves(arrays), strict=True)
+def factor_mesh_axes(mesh: Mesh, arrays: Any) -> tuple[Mesh, Any]:
+    """Splits the axes of a mesh into axes of prime size.
 
+    Shardy may shard an array over a part of a mesh axis, which JAX has no name for.
+    The prime factors of an axis can be ordered in several ways; the order is one in
+    which the new axes express the sharding of every array, if there is such an order.
 
-def in_primes(mesh: Mesh, arrays: Iterable[Any]) -> Mesh:
-    """The mesh with an axis for each prime factor of each of its own.
+    Args:
+      mesh: the mesh.
+      arrays: a tree of shapes with shardings.
 
-    Shardy may cut an array over a part of an axis, which JAX has no name for.  The
-    factors are in an order in which they name what all arrays are cut over, if any is.
+    Returns:
+      A mesh with axes such as ``"data/0"``, and the tree of ``ShardedArray``.
     """
-    arrays = list(arrays)
     orders = [
-        sorted({*itertools.permutations(_primes(n))}) for n in mesh.shape.values()
+        sorted({*itertools.permutations(_prime_factors(n))})
+        for n in mesh.shape.values()
     ]
-    meshes = []
-    for primes in itertools.product(*orders):
-        factors = {
-            f"{name}/{i}": prime
-            for name, each in zip(mesh.shape, primes, strict=True)
-            for i, prime in enumerate(each)
-        }
-        devices = mesh.devices.reshape(tuple(factors.values()))
-        meshes.append(Mesh(devices, tuple(factors)))
-    suit = (m for m in meshes if all(_named(m, array) for array in arrays))
-    return next(suit, meshes[0])
+    candidates = (_read(mesh, arrays, primes) for primes in itertools.product(*orders))
+    first = next(candidates)
+    return next(filter(_is_expressed, itertools.chain([first], candidates)), first)
 
 
-def _named(mesh: Mesh, array: Any) -> bool:
-    return all(cut.named for cut in _cuts(". " * len(array.shape), array, mesh))
+def _read(
+    mesh: Mesh, arrays: Any, primes: tuple[tuple[int, ...], ...]
+) -> tuple[Mesh, Any]:
+    """The mesh with its axes split in this order, and the arrays on it."""
+    sizes = {
+        f"{axis}/{i}": prime
+        for axis, factors in zip(mesh.shape, primes, strict=True)
+        for i, prime in enumerate(factors)
+    }
+    factored = Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))
+    return factored, jax.tree.map(lambda array: _read_array(factored, array), arrays)
 
 
-def _in_full(names: Iterable[str], mesh: Mesh) -> dict[str, int]:
-    """The sizes of the axes that these are factors of, as far as these make them up."""
-    sizes: dict[str, int] = {}
-    for name in names:
-        axis = name.rpartition("/")[0]
-        sizes[axis] = sizes.get(axis, 1) * mesh.shape[name]
-    return sizes
+def _is_expressed(candidate: tuple[Mesh, Any]) -> bool:
+    """Whether the mesh expresses the sharding of every array."""
+    return all(None not in array.mesh_axes for array in jax.tree.leaves(candidate[1]))
 
 
-def _primes(size: int) -> list[int]:
+def _prime_factors(size: int) -> list[int]:
     """The prime factors, in ascending order.
 
-    >>> _primes(24)
+    >>> _prime_factors(24)
     [2, 2, 2, 3]
     """
     for prime in range(2, size + 1):
         if size % prime == 0:
-            return [prime, *_primes(size // prime)]
+            return [prime, *_prime_factors(size // prime)]
     return []
 
 
-class _Cut(NamedTuple):
-    """How an array's axis is cut, or should be.
-
-    It could be cut into so many parts, of so many elements that stay together.  It is
-    ``named`` unless it is cut in a way that no axes of the mesh make up.
-    """
-
-    letter: str
-    names: tuple[str, ...]
-    named: bool
-    parts: int
-    together: int
-
-
-def shards_of(
-    axes: Axes, operands: tuple[Any, ...], results: Any, mesh: Mesh
-) -> Shards:
-    """Decides which of the op's axes each axis of the mesh cuts.
-
-    What is contracted is cut where all operands are.  Everything else is cut as a
-    contraction's result is, or else as the operands are, of each the largest array.
-    """
-
-    def largest(words: Any, arrays: Any) -> tuple[str, Any]:
-        return max(pairs(words, arrays), key=lambda pair: math.prod(pair[1].shape))
-
-    given = [
-        _cuts(*largest(words, arrays), mesh)
-        for words, arrays in zip(axes.operands, operands, strict=True)
-        if jax.tree.leaves(words)
-    ]
-    words, result = largest(axes.results, results)
-    made = _cuts(words, result, mesh)
-    over: dict[str, tuple[str, ...]] = {}
-    inside: dict[str, tuple[str, ...]] = {}
-
-    def claim(cut: _Cut, agreed: str) -> None:
-        if cut.letter in (".", *over, *inside):
-            return
-        taken = {
-            name for cuts in (over, inside) for names in cuts.values() for name in names
-        }
-        names = tuple(name for name in cut.names if name not in taken)
-        if between := _divisors(names, cut.parts, mesh):
-            over[cut.letter] = between
-        if cut.letter in agreed:
-            shard = cut.parts * cut.together // _devices(between, mesh.shape)
-            if within := _divisors(names[len(between) :], shard, mesh):
-                inside[cut.letter] = within
-
-    for letter in axes.contracted:
-        each = [cut for cuts in given for cut in cuts if cut.letter == letter]
-        names = tuple(n for n in each[0].names if all(n in cut.names for cut in each))
-        claim(each[0]._replace(names=names), axes.agreed)
-    for cuts in [made, *given] if axes.contracted else [*given, made]:
-        for cut in cuts:
-            if cut.letter not in axes.contracted:
-                # What is whole on a device is quantized there, whatever becomes of it.
-                claim(cut, "" if cuts is made else axes.agreed)
-
-    summed = {name for letter in axes.contracted for name in over.get(letter, ())}
-    scattered: dict[str, tuple[str, ...]] = {}
-    for cut, size in zip(made, result.shape, strict=True):
-        letter, have = cut.letter, over.get(cut.letter, ())
-        more = cut.names[len(have) :]
-        if letter != "." and cut.names == have + more and summed.issuperset(more):
-            shard = size // _devices(have, mesh.shape)
-            scattered[letter] = _divisors(more, shard, mesh)
-            summed.difference_update(scattered[letter])
-    return Shards(over, scattered, inside, mesh.shape)
-
-
-def warn_of_parts(
-    name: str, axes: Axes, operands: tuple[Any, ...], shards: Shards, mesh: Mesh
-) -> None:
-    """Says where shards are not whole blocks, and what that costs."""
-    every = (shards.over, shards.scattered, shards.inside)
-    busy = {axis for cuts in every for names in cuts.values() for axis in names}
-    for words, array in pairs(axes.operands, operands):
-        if len(array.shape) < 3:  # What is as small as a gain is fetched anyway.
-            continue
-        for axis, cut in enumerate(_cuts(words, array, mesh)):
-            fits = (
-                cut.letter != "." and cut.parts % _devices(cut.names, mesh.shape) == 0
-            )
-            agreed = cut.letter in shards.inside
-            if cut.named and (fits or (not agreed and busy.issuperset(cut.names))):
-                continue
-            over = ", ".join(f"{n}={k}" for n, k in _in_full(cut.names, mesh).items())
-            side = "the block" if cut.letter == "." else cut.together
-            do = "agree on its scales, without a kernel," if agreed else "gather it"
-            warnings.warn(
-                f"{name}: axis {axis} of {array.dtype}{list(array.shape)} is cut over "
-                f"{over or 'parts of axes'}, and not into whole blocks of what has a "
-                f"common scale. The devices {do} and may do the same work. What a "
-                f"device has of it should be a multiple of {side}. Where nothing of "
-                "yours cuts it so, XLA does, unless a sharding constraint forbids it.",
-                stacklevel=2,
-            )
-
-
-def _cuts(words: str, array: Any, mesh: Mesh) -> list[_Cut]:
-    """How an array is cut, axis by axis."""
-    # The shards' places in an array that every sharding divides.
+def _read_array(mesh: Mesh, array: Any) -> ShardedArray:
+    # The shards' slices of an array that every sharding divides.
     shape = (mesh.size,) * len(array.shape)
-    places = array.sharding.devices_indices_map(shape)
-    cuts = []
-    for axis, (letter, together) in enumerate(parse(words)):
-        names = _names(mesh, {device: at[axis] for device, at in places.items()})
-        parts = array.shape[axis] // together
-        cuts.append(_Cut(letter, names or (), names is not None, parts, together))
-    return cuts
-
-
-def _names(mesh: Mesh, places: Mapping[jax.Device, slice]) -> tuple[str, ...] | None:
-    """The axes of a mesh along which places differ, the major one first.
-
-    None if they differ in a way that these do not make up.
-    """
-    starts = np.vectorize(lambda device: places[device].start or 0)(mesh.devices)
-    steps = {
-        name: int(starts.take(1, axis).flat[0])
-        for axis, name in enumerate(mesh.axis_names)
-        if mesh.shape[name] > 1 and np.ptp(starts, axis).any()
+    slices = array.sharding.devices_indices_map(shape)
+    starts = {
+        device: [axis.start or 0 for axis in place] for device, place in slices.items()
     }
-    if math.prod(mesh.shape[name] for name in steps) != len(np.unique(starts)):
+    read = (
+        _axes_along(mesh, {device: start[axis] for device, start in starts.items()})
+        for axis in range(len(shape))
+    )
+    return ShardedArray(array.shape, array.dtype, tuple(read))
+
+
+def _axes_along(mesh: Mesh, starts: Mapping[jax.Device, int]) -> MeshAxes | None:
+    """The axes of the mesh along which shards start elsewhere, the major one first.
+
+    Returns None if the starts do not follow the axes of the mesh.
+    """
+    grid = np.vectorize(starts.__getitem__, otypes=[int])(mesh.devices)
+    steps = {
+        name: int(grid.take(1, axis).flat[0])
+        for axis, name in enumerate(mesh.axis_names)
+        if mesh.shape[name] > 1 and np.ptp(grid, axis).any()
+    }
+    if _device_count(steps, mesh.shape) != len(np.unique(grid)):
         return None
     return tuple(sorted(steps, key=lambda name: -steps[name]))
 
 
-def _divisors(names: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
-    """As many of the axes, from the major one on, as together divide a size."""
-    while size % _devices(names, mesh.shape):
-        names = names[:-1]
-    return names
+class _ShardedAxis(NamedTuple):
+    """An axis of an array with its factor, and the mesh axes that shard it."""
+
+    factor: str
+    granularity: int
+    size: int
+    mesh_axes: MeshAxes
+    is_expressed: bool
+
+    @property
+    def units(self) -> int:
+        return self.size // self.granularity
 
 
-def _devices(names: Iterable[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[name] for name in names)
+def _sharded_axes(words: str, array: ShardedArray) -> list[_ShardedAxis]:
+    axes = zip(parse_factors(words), array.shape, array.mesh_axes, strict=True)
+    return [
+        _ShardedAxis(*factor, size, names or (), names is not None)
+        for factor, size, names in axes
+    ]
+
+
+def _largest(words: Any, arrays: Any) -> list[_ShardedAxis]:
+    """The axes of the largest array."""
+    pairs = pair_leaves(words, arrays)
+    return _sharded_axes(*max(pairs, key=lambda pair: math.prod(pair[1].shape)))
+
+
+class _Assigner:
+    """Assigns each axis of a mesh to the first factor that asks for it."""
+
+    def __init__(self, mesh_shape: Mapping[str, int]):
+        self.mesh_shape = mesh_shape
+        self.mesh_axes: dict[str, MeshAxes] = {}
+        self.intra_block_axes: dict[str, MeshAxes] = {}
+
+    def assign(self, axis: _ShardedAxis, splittable: str) -> None:
+        """Shards a factor as an array's axis is, as far as that is possible."""
+        if axis.factor in (UNSHARDED, *self.mesh_axes, *self.intra_block_axes):
+            return
+        assigned = self.mesh_axes.values(), self.intra_block_axes.values()
+        taken = {name for axes in itertools.chain(*assigned) for name in axes}
+        free = tuple(name for name in axis.mesh_axes if name not in taken)
+        between = _dividing(free, axis.units, self.mesh_shape)
+        if between:
+            self.mesh_axes[axis.factor] = between
+        if axis.factor in splittable:
+            units = axis.units // _device_count(between, self.mesh_shape)
+            elements = units * axis.granularity
+            if inside := _dividing(free[len(between) :], elements, self.mesh_shape):
+                self.intra_block_axes[axis.factor] = inside
+
+
+def assign_mesh_axes(
+    rule: ShardingRule, operands: tuple[Any, ...], results: Any, mesh: Mesh
+) -> ShardAssignment:
+    """Decides which factor of an op each axis of the mesh shards.
+
+    A contracted factor is sharded over the axes that shard it in all operands.  Every
+    other factor is sharded as in the result of a contraction, or else as in the
+    operands; of each operand the largest array decides.
+
+    Args:
+      rule: the op's.
+      operands: trees of ``ShardedArray``.
+      results: a tree of ``ShardedArray``.
+      mesh: from ``factor_mesh_axes``.
+    """
+    assigner = _Assigner(mesh.shape)
+    given = [
+        _largest(words, arrays)
+        for words, arrays in zip(rule.operands, operands, strict=True)
+        if jax.tree.leaves(words)
+    ]
+    result = _largest(rule.results, results)
+    for factor in rule.contracted:
+        assigner.assign(_common_axis(factor, given), rule.splittable)
+    for axes in [result, *given] if rule.contracted else [*given, result]:
+        # A block that one device holds whole is not split because of the result.
+        splittable = "" if axes is result else rule.splittable
+        for axis in axes:
+            if axis.factor not in rule.contracted:
+                assigner.assign(axis, splittable)
+    return ShardAssignment(
+        assigner.mesh_axes,
+        _reduce_scatter_axes(rule, assigner, result),
+        assigner.intra_block_axes,
+        mesh.shape,
+    )
+
+
+def _common_axis(factor: str, operands: list[list[_ShardedAxis]]) -> _ShardedAxis:
+    """A factor's axis with the mesh axes that shard it in every operand that has it."""
+    first, *others = (a for axes in operands for a in axes if a.factor == factor)
+    names = (n for n in first.mesh_axes if all(n in a.mesh_axes for a in others))
+    return first._replace(mesh_axes=tuple(names))
+
+
+def _reduce_scatter_axes(
+    rule: ShardingRule, assigner: _Assigner, axes: list[_ShardedAxis]
+) -> dict[str, MeshAxes]:
+    """The axes that share out the sum over a contraction, by factor of the result."""
+    summed = {n for f in rule.contracted for n in assigner.mesh_axes.get(f, ())}
+    scattered: dict[str, MeshAxes] = {}
+    for axis in axes:
+        have = assigner.mesh_axes.get(axis.factor, ())
+        more = axis.mesh_axes[len(have) :]
+        is_prefix = axis.mesh_axes == have + more
+        if axis.factor != UNSHARDED and is_prefix and summed.issuperset(more):
+            shard = axis.size // _device_count(have, assigner.mesh_shape)
+            scattered[axis.factor] = _dividing(more, shard, assigner.mesh_shape)
+            summed.difference_update(scattered[axis.factor])
+    return scattered
+
+
+def warn_misaligned_shards(
+    name: str,
+    rule: ShardingRule,
+    operands: tuple[Any, ...],
+    assignment: ShardAssignment,
+) -> None:
+    """Warns where shards are not whole units, and says what that costs.
+
+    A cause is a mesh axis that shards an axis of some size; it gives one warning for
+    each layer, however many ops of the layer meet it.
+
+    Args:
+      name: the op's.
+      rule: the op's.
+      operands: trees of ``ShardedArray``.
+      assignment: from ``assign_mesh_axes``.
+    """
+    fields = assignment[:3]
+    used = {name for field in fields for axes in field.values() for name in axes}
+    for words, array in pair_leaves(rule.operands, operands):
+        if len(array.shape) < 3:  # A norm's scale and the like are cheap to gather.
+            continue
+        for i, axis in enumerate(_sharded_axes(words, array)):
+            is_split = axis.factor in assignment.intra_block_axes
+            if _is_aligned(axis, assignment) or (
+                axis.is_expressed and not is_split and used.issuperset(axis.mesh_axes)
+            ):
+                continue
+            over = _mesh_axis_names(axis, assignment.mesh_shape)
+            text = _misalignment(axis, f"axis {i} of {_type_of(array)}", over, is_split)
+            warn_once(name, operands, (over, axis.size), text)
+
+
+def _is_aligned(axis: _ShardedAxis, assignment: ShardAssignment) -> bool:
+    """Whether every shard of an axis is made of whole units."""
+    shards = assignment.device_count(axis.mesh_axes)
+    return axis.is_expressed and (
+        shards == 1 or (axis.factor != UNSHARDED and axis.units % shards == 0)
+    )
+
+
+def _misalignment(axis: _ShardedAxis, where: str, over: str, is_split: bool) -> str:
+    problem = "the op needs whole rows"
+    if axis.granularity > 1:
+        problem = f"shards are not multiples of {axis.granularity}"
+    elif axis.factor != UNSHARDED:
+        problem = "shards are not equal"
+    cost = (
+        "scales are all-reduced, without a GPU kernel"
+        if is_split
+        else "devices gather the axis and may repeat each other's work"
+    )
+    return (
+        f"{where} is sharded over {over}, but {problem}: {cost}. Pad the axis or shard "
+        "another one. If no sharding of yours asks for this, XLA chose it; a sharding "
+        "constraint prevents it."
+    )
+
+
+def _type_of(array: ShardedArray) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _mesh_axis_names(axis: _ShardedAxis, mesh_shape: Mapping[str, int]) -> str:
+    """The axes of the user's mesh, with the sizes of what shards this axis."""
+    sizes: dict[str, int] = {}
+    for name in axis.mesh_axes:
+        full = name.rpartition("/")[0]
+        sizes[full] = sizes.get(full, 1) * mesh_shape[name]
+    return ", ".join(f"{n}={k}" for n, k in sizes.items()) or "parts of mesh axes"
+
+
+def _dividing(axes: MeshAxes, size: int, mesh_shape: Mapping[str, int]) -> MeshAxes:
+    """As many axes, from the major one on, as together divide a size."""
+    while size % _device_count(axes, mesh_shape):
+        axes = axes[:-1]
+    return axes
+
+
+def _device_count(axes: Iterable[str], mesh_shape: Mapping[str, int]) -> int:
+    return math.prod(mesh_shape[name] for name in axes)

@@ -1,4 +1,4 @@
-"""Axes of a mesh that are explicit, part of the arrays' types."""
+"""Support for explicit mesh axes, which are part of the types of arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +10,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 def automatic(
     function: Callable[..., tuple[jax.Array, Any]], out: jax.ShapeDtypeStruct
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """A function in which explicit axes are automatic.
+    """Wraps a function so that explicit mesh axes are automatic inside it.
 
-    Stacks of matrices and blocks have no shardings that a type could name.
+    No type can express the sharding of stacked matrices or of blocks.
 
     Args:
-      function: of arrays that it is given, none of them by closure.  Returns an array,
-        and a tree of arrays that every device gets whole.
-      out: the shape of that array, and the sharding that it has outside.
+      function: returns an array and a tree of arrays.  It takes every array as an
+        argument, none by closure.
+      out: the shape of the returned array, and its sharding outside the function.
+
+    Returns:
+      The wrapped function.  Every device gets the whole of the returned tree.
     """
     mesh = out.sharding.mesh if out.sharding is not None else None
     if mesh is None or not mesh.explicit_axes:
         return function
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     return jax.sharding.auto_axes(
-        function, axes=mesh.explicit_axes, out_sharding=(out.sharding, everywhere)
+        function, axes=mesh.explicit_axes, out_sharding=(out.sharding, replicated)
     )

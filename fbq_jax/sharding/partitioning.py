@@ -1,14 +1,13 @@
-"""How an op is cut over the devices of a mesh.
+"""Partitions an op over the devices of a mesh.
 
-XLA cannot look into a kernel: it would gather the operands whole on every device.  So
-an op says how its arrays hang together, in the words of
-``fbq_jax.sharding.assignment``.  Shardy learns from them how shardings propagate from
-operands to results and back; what each device then does, on its own shard and with the
-others, is the op's.
+XLA cannot look into a kernel, and would gather its operands whole on every device.  So
+an op has a rule (``fbq_jax.sharding.rule_language``), by which Shardy propagates
+shardings between operands and results, and a function of one device's shards.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,119 +16,139 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fbq_jax.sharding.assignment import (
-    Axes,
-    Shards,
-    in_primes,
-    pairs,
-    parse,
-    shards_of,
-    warn_of_parts,
+    UNASSIGNED,
+    MeshAxes,
+    assign_mesh_axes,
+    factor_mesh_axes,
+    warn_misaligned_shards,
+)
+from fbq_jax.sharding.local_ops import Shard
+from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    Factor,
+    ShardingRule,
+    parse_factors,
+    word,
 )
 
-Local = Callable[[Axes, Shards], Callable[..., Any]]
+Local = Callable[[Shard], Callable[..., Any]]
 
 
 def partitioned(
-    name: str, axes_of: Callable[..., Axes], local: Local
+    name: str, rule_of: Callable[..., ShardingRule], local: Local
 ) -> Callable[..., Any]:
-    """An op that is cut as ``axes_of(*operands)`` says.
+    """An op that is partitioned as ``rule_of(*operands)`` says.
 
     Args:
       name: the op's.
-      axes_of: the op's axes, from its operands' shapes.
-      local: makes what computes a device's results from its operands; it may use
-        collectives over the axes of ``Shards``.
+      rule_of: makes the op's sharding rule from the shapes of its operands.
+      local: makes the function that computes a device's results from its operands.  The
+        function may use collectives over the axes of the shard's assignment.
     """
-
-    def op(*operands: Any) -> Any:
-        axes = axes_of(*operands)
-        whole = jax.jit(local(axes, Shards({}, {}, {}, {})))  # To be traced once.
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return whole(*operands)  # Inside shard_map an array is a shard already.
-        # Results leave the op without axes of size one.  Where these are broadcast,
-        # XLA's simplifier for GPUs reshapes them away, and hands the op's attributes on
-        # to the reshape, to which Shardy would apply the op's rule, and crash.
-        shapes = jax.eval_shape(whole, *operands)
-        narrow = axes._replace(results=jax.tree.map(_narrow, axes.results, shapes))
-
-        def squeezed(function: Callable[..., Any], *operands: Any) -> Any:
-            return jax.tree.map(_squeeze, function(*operands), shapes)
-
-        def on_shards(shards: Shards) -> Callable[..., Any]:
-            return functools.partial(squeezed, local(axes, shards))
-
-        call = custom_partitioning(functools.partial(squeezed, whole))
-        rule, sizes = _rule(narrow, operands)
-        call.def_partition(
-            functools.partial(_partition, name, narrow, on_shards),
-            decode_shardings=False,  # Not all of Shardy's can be: see in_primes.
-            sharding_rule=rule,
-            reduction_factors=tuple(axes.contracted),
-            **sizes,
-        )
-        return jax.tree.map(_expand, call(*operands), shapes)
-
-    return op
+    return functools.partial(_call, name, rule_of, local)
 
 
-def _units(of: Any) -> list[int]:
-    """The axes of size one."""
-    return [axis for axis, size in enumerate(of.shape) if size == 1]
+def _call(
+    name: str,
+    rule_of: Callable[..., ShardingRule],
+    local: Local,
+    *operands: Any,
+) -> Any:
+    rule = rule_of(*operands)
+    whole = jax.jit(local(Shard(rule, UNASSIGNED)))  # jit: it is traced once.
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return whole(*operands)  # Inside shard_map an array is a shard already.
+    # Results leave the op without axes of size one.  Where these are broadcast, XLA's
+    # simplifier for GPUs reshapes them away, and gives the op's attributes to the
+    # reshape.  Shardy would then apply the op's rule to the reshape, and crash.
+    shapes = jax.eval_shape(whole, *operands)
+    words = jax.tree.map(_squeeze_words, rule.results, shapes)
+    squeezed_rule = rule._replace(results=words)
+    call = custom_partitioning(functools.partial(_squeezed, shapes, whole))
+    text, sizes = _shardy_rule(squeezed_rule, operands)
+    call.def_partition(
+        functools.partial(_partition, name, squeezed_rule, rule, local, shapes),
+        decode_shardings=False,  # Shardy's are not always NamedShardings of the mesh.
+        sharding_rule=text,
+        reduction_factors=tuple(rule.contracted),
+        **sizes,
+    )
+    return jax.tree.map(_expand, call(*operands), shapes)
 
 
-def _narrow(words: str, of: Any) -> str:
-    """The words of the others."""
-    sized = zip(words.split(), of.shape, strict=True)
-    return " ".join(word for word, size in sized if size != 1)
+def _squeezed(shapes: Any, function: Callable[..., Any], *operands: Any) -> Any:
+    """The function's results without the axes that have size one in ``shapes``."""
+    return jax.tree.map(_squeeze, function(*operands), shapes)
 
 
-def _squeeze(x: jax.Array, of: Any) -> jax.Array:
-    return lax.squeeze(x, _units(of))
+def _unit_axes(shape: Any) -> list[int]:
+    return [axis for axis, size in enumerate(shape.shape) if size == 1]
 
 
-def _expand(x: jax.Array, of: Any) -> jax.Array:
-    return lax.expand_dims(x, _units(of))
+def _squeeze_words(words: str, shape: Any) -> str:
+    sized = zip(words.split(), shape.shape, strict=True)
+    return " ".join(text for text, size in sized if size != 1)
 
 
-def _rule(axes: Axes, operands: tuple[Any, ...]) -> tuple[str, dict[str, int]]:
+def _squeeze(x: jax.Array, shape: Any) -> jax.Array:
+    return lax.squeeze(x, _unit_axes(shape))
+
+
+def _expand(x: jax.Array, shape: Any) -> jax.Array:
+    return lax.expand_dims(x, _unit_axes(shape))
+
+
+def _shardy_rule(
+    rule: ShardingRule, operands: tuple[Any, ...]
+) -> tuple[str, dict[str, int]]:
     """The rule for Shardy, and the sizes of factors that are no array's whole axis.
 
-    An axis whose elements stay together is a compound factor, of which only the major
-    one is in other arrays.
+    An axis with a granularity is a compound factor.  Only its major part is a factor of
+    other arrays.
     """
-    sizes, dims = {}, set()
-    for words, array in pairs(axes.operands, operands):
-        for (letter, together), size in zip(parse(words), array.shape, strict=True):
-            sizes[letter] = size // together
-    unnamed = 0
-
-    def factors(words: str) -> str:
-        nonlocal unnamed
-        text = []
-        for letter, together in parse(words):
-            factor = letter
-            if letter == ".":
-                unnamed += 1
-                factor = f"x{unnamed}"
-            elif together > 1:
-                sizes[f"{letter}{together}"] = together
-                factor = f"({letter} {letter}{together})"
-            dims.add(factor)
-            text.append(factor)
-        return " ".join(text)
-
     sides = [
-        ", ".join(factors(words) for words in jax.tree.leaves(side))
-        for side in (axes.operands, axes.results)
+        [parse_factors(words) for words in jax.tree.leaves(side)]
+        for side in (rule.operands, rule.results)
     ]
-    parts = {f: size for f, size in sizes.items() if f not in dims and f != "."}
-    return " -> ".join(sides), parts
+    shapes = [array.shape for array in jax.tree.leaves(operands)]
+    sizes = {
+        factor.name: size // factor.granularity
+        for factors, shape in zip(sides[0], shapes, strict=True)
+        for factor, size in zip(factors, shape, strict=True)
+    }
+    factors = [factor for arrays in (*sides[0], *sides[1]) for factor in arrays]
+    compound = filter(_is_compound, factors)
+    sizes |= {word(*factor): factor.granularity for factor in compound}
+    whole_axes = {factor.name for factor in factors if factor.granularity == 1}
+    unsharded = itertools.count(1)
+    text = " -> ".join(
+        ", ".join(
+            " ".join(_shardy_axis(factor, unsharded) for factor in array)
+            for array in side
+        )
+        for side in sides
+    )
+    parts = {n: k for n, k in sizes.items() if n not in (UNSHARDED, *whole_axes)}
+    return text, parts
+
+
+def _is_compound(factor: Factor) -> bool:
+    return factor.name != UNSHARDED and factor.granularity > 1
+
+
+def _shardy_axis(factor: Factor, unsharded: Iterator[int]) -> str:
+    """An axis in Shardy's language, where every unsharded axis has its own factor."""
+    if factor.name == UNSHARDED:
+        return f"x{next(unsharded)}"
+    return f"({factor.name} {word(*factor)})" if _is_compound(factor) else factor.name
 
 
 def _partition(
     name: str,
-    axes: Axes,
-    local: Callable[[Shards], Callable[..., Any]],
+    squeezed_rule: ShardingRule,
+    rule: ShardingRule,
+    local: Local,
+    shapes: Any,
     mesh: Mesh,
     operands: tuple[Any, ...],
     results: Any,
@@ -138,29 +157,29 @@ def _partition(
     if mesh.empty:
         devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
         mesh = Mesh(list(devices), ("devices",))
-    mesh = in_primes(mesh, jax.tree.leaves((operands, results)))
-    shards = shards_of(axes, operands, results, mesh)
-    warn_of_parts(name, axes, operands, shards, mesh)
+    mesh, (operands, results) = factor_mesh_axes(mesh, (operands, results))
+    assignment = assign_mesh_axes(squeezed_rule, operands, results, mesh)
+    warn_misaligned_shards(name, squeezed_rule, operands, assignment)
 
     def run(*operands: Any) -> Any:
-        # What is compiled in the context of a caller is not of the caller's mesh.
+        # A caller may compile in the context of another mesh.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return local(shards)(*operands)
+            return _squeezed(shapes, local(Shard(rule, assignment)), *operands)
 
-    def sharding(scattered: Mapping[str, tuple[str, ...]], words: str) -> NamedSharding:
+    def sharding(scattered: Mapping[str, MeshAxes], words: str) -> NamedSharding:
         spec = []
-        for letter, together in parse(words):
-            names = (
-                shards.names(letter) if together > 1 else shards.over.get(letter, ())
-            )
-            spec.append((*names, *scattered.get(letter, ())) or None)
+        for factor, granularity in parse_factors(words):
+            axes = assignment.mesh_axes.get(factor, ())
+            if granularity > 1:
+                axes = assignment.axes_of(factor)
+            spec.append((*axes, *scattered.get(factor, ())) or None)
         return NamedSharding(mesh, PartitionSpec(*spec))
 
-    of_result = functools.partial(sharding, shards.scattered)
+    of_result = functools.partial(sharding, assignment.reduce_scatter_axes)
     of_operand = functools.partial(sharding, {})
     return (
         mesh,
         run,
-        jax.tree.map(of_result, axes.results),
-        jax.tree.map(of_operand, axes.operands),
+        jax.tree.map(of_result, squeezed_rule.results),
+        jax.tree.map(of_operand, rule.operands),
     )

@@ -1,0 +1,172 @@
+"""The GEMMs of rows in groups, each with its own matrix (mixture of experts)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax.kernels import grouped_reference
+from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.ops.products import BlockShape
+from fbq_jax.ops.transformations import call
+from fbq_jax.sharding import collectives
+from fbq_jax.sharding.local_ops import Shard
+from fbq_jax.sharding.rule_language import UNSHARDED, ShardingRule, block_axis
+
+
+def ragged_matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    block_shape: BlockShape,
+    dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies tiles of rows ``[T, m, K]``, each with its group's ``rhs [N, K]``.
+
+    Args:
+      lhs: codes int8 ``[T, m, K]`` and scales float32 ``[T, 1, ceil(K/k)]``.
+      residual: a second term of lhs, of the same shapes, or None.
+      rhs: codes int8 ``[G, N, K]`` and scales float32 ``[G, ceil(N/n), ceil(K/k)]``.
+      groups: int32 ``[T]``, the group of each tile.
+      block_shape: ``(m, k, n)``, the sides of a block.
+      dtype: the result's.
+      implementation: ``"reference"`` or None; there is no kernel.
+
+    Returns:
+      ``[T, m, N]`` in ``dtype``.
+    """
+    return call(
+        RAGGED_MATMUL,
+        (lhs, residual, rhs, groups),
+        block_shape,
+        implementation=implementation,
+        block_shape=block_shape,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def ragged_contraction(
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    size: int,
+    block_shape: BlockShape,
+    dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Sums the products of each group's tiles over their rows.
+
+    Args:
+      lhs: codes int8 ``[T, K, m]`` and scales float32 ``[T, ceil(K/k), 1]``.
+      rhs: codes int8 ``[T, N, m]`` and scales float32 ``[T, ceil(N/n), 1]``.
+      groups: int32 ``[T]``, the group of each tile.
+      size: G, the number of groups.
+      block_shape: ``(k, m, n)``, the sides of a block.
+      dtype: the result's.
+      implementation: ``"reference"`` or None; there is no kernel.
+
+    Returns:
+      ``[G, K, N]`` in ``dtype``; zeros for a group without tiles.
+    """
+    return call(
+        RAGGED_CONTRACTION,
+        (lhs, rhs, groups),
+        block_shape,
+        implementation=implementation,
+        size=size,
+        block_shape=block_shape,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def _matmul_rule(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    block_shape: BlockShape,
+    dtype: Any,
+) -> ShardingRule:
+    del lhs, groups, dtype
+    _, k, n = block_shape
+    columns = block_axis("n", rhs.codes.shape[1], n)
+    depth = block_axis("k", rhs.codes.shape[2], k)
+    words: Any = Quantized
+    left = words(f"t . {depth.codes}", f"t . {depth.scales}")
+    right = words(*(f"e {n} {k}" for n, k in zip(columns, depth, strict=True)))
+    operands = left, None if residual is None else left, right, "t"
+    contracted = f"{depth.codes[0].strip(UNSHARDED)}e"
+    return ShardingRule(operands, f"t . {columns.codes}", contracted)
+
+
+def _contraction_rule(
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: jax.Array,
+    *,
+    size: int,
+    block_shape: BlockShape,
+    dtype: Any,
+) -> ShardingRule:
+    del groups, size, dtype
+    k, _, n = block_shape
+    rows = block_axis("k", lhs.codes.shape[1], k)
+    columns = block_axis("n", rhs.codes.shape[1], n)
+    words: Any = Quantized
+    left, right = (
+        words(f"t {axis.codes} .", f"t {axis.scales} .") for axis in (rows, columns)
+    )
+    return ShardingRule((left, right, "t"), f"e {rows.codes} {columns.codes}", "t")
+
+
+def _matmul_on_shard(
+    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
+) -> jax.Array:
+    """Multiplies the tiles whose groups this device has; the others give zeros."""
+    lhs, residual, rhs, groups = operands
+    groups = _local_groups(groups, len(rhs.codes), shard)
+    part = run(lhs, residual, rhs, groups, **options)
+    return collectives.sum_in_float(part, shard)
+
+
+def _contraction_on_shard(
+    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
+) -> jax.Array:
+    """Sums the products of this device's tiles, for the groups that it has."""
+    lhs, rhs, groups = operands
+    size = options["size"] // shard.assignment.shard_count("e")
+    groups = _local_groups(groups, size, shard)
+    part = run(lhs, rhs, groups, **options | {"size": size})
+    return collectives.sum_in_float(part, shard)
+
+
+def _local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
+    """The groups' numbers, counted from the first of the ``size`` on this device."""
+    index = shard.assignment.shard_index("e").astype(jnp.int32)
+    return groups - jnp.int32(size) * index
+
+
+RAGGED_MATMUL = register(
+    Op(
+        "ragged_matmul",
+        reference=grouped_reference.ragged_matmul,
+        sharding_rule=_matmul_rule,
+        on_shard=_matmul_on_shard,
+        stacks=False,
+    )
+)
+RAGGED_CONTRACTION = register(
+    Op(
+        "ragged_contraction",
+        reference=grouped_reference.ragged_contraction,
+        sharding_rule=_contraction_rule,
+        on_shard=_contraction_on_shard,
+        stacks=False,
+    )
+)

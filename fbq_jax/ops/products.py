@@ -1,0 +1,190 @@
+"""The GEMM of quantized matrices."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax.kernels import reference
+from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops import dispatch
+from fbq_jax.ops.backends import mosaic_refusal, triton_refusal
+from fbq_jax.ops.op import Kernel, LocalOp, Op, register
+from fbq_jax.ops.quantization import QUANTIZE, VECTOR_GRANULARITY
+from fbq_jax.ops.transformations import call
+from fbq_jax.sharding import collectives
+from fbq_jax.sharding.local_ops import Shard
+from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    AxisWords,
+    ShardingRule,
+    block_axis,
+    layout_words,
+    row_axes,
+)
+
+BlockShape = tuple[int, int, int]
+
+
+def matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    *,
+    block_shape: BlockShape,
+    dtype: jax.typing.DTypeLike,
+    reduce: str | None = None,
+    seeds: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies ``lhs [B, M, K]``, plus its residual, with ``rhs [B, N, K]``.
+
+    The operands may also be rowwise codes ``[B, G, R, K]`` for lhs, colwise codes
+    ``[B, M, G, R]`` and ``[B, N, G, R]``, or the colwise parts ``[B, P, M, R]`` and
+    ``[B, P, N, R]`` of ``quantize_vectors``, whose products are summed in float32.
+
+    Args:
+      lhs: codes int8 and scales float32, one a block.
+      residual: a second term of lhs, of the same shapes, or None.
+      rhs: codes int8 and scales float32, one a block.
+      block_shape: ``(m, k, n)``, the sides of a block.
+      dtype: the result's.
+      reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``, in which devices sum partial
+        products; by default the dtype of the result.
+      seeds: uint32 ``[B]``, of the noise of a sum in INT8.
+      implementation: as ``dispatch.choose`` takes it.
+
+    Returns:
+      ``[B, M, N]`` or ``[B, G, R, N]`` in ``dtype``.
+
+    Raises:
+      ValueError: a sum in INT8 has no seeds, or another sum has seeds.
+    """
+    if (reduce == "int8") != (seeds is not None):
+        raise ValueError(
+            "matmul takes seeds for reduce='int8', and for nothing else; got "
+            f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
+        )
+    has_blocks = residual is not None or not _has_row_scales(rhs, block_shape)
+    sides = block_shape if has_blocks else ()
+    if 0 in (*lhs.codes.shape, *rhs.codes.shape):
+        dispatch.choose("matmul", sides, implementation=implementation)
+        implementation = "reference"  # No kernel starts on empty operands.
+    return call(
+        MATMUL,
+        (lhs, residual, rhs, *(() if seeds is None else (seeds,))),
+        sides,
+        implementation=implementation,
+        block_shape=block_shape,
+        dtype=jnp.dtype(dtype),
+        reduce=reduce,
+    )
+
+
+def _has_row_scales(rhs: Quantized, block_shape: BlockShape) -> bool:
+    """Whether a product, or that of each part, has one scale a row of lhs and rhs."""
+    return block_shape[0] == block_shape[2] == 1 and rhs.scales.shape[-1] == 1
+
+
+def _has_parts(rhs: Quantized, block_shape: BlockShape) -> bool:
+    """Whether the operands are parts ``[B, P, ., R]`` with their own scales."""
+    return block_shape[0] == block_shape[2] == 1 and rhs.scales.ndim == 4
+
+
+def _matmul_rule(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    *seeds: jax.Array,
+    block_shape: BlockShape,
+    dtype: Any,
+    reduce: str | None,
+) -> ShardingRule:
+    del dtype, reduce
+    m, k, n = block_shape
+    stack = "b"
+    columns = block_axis("n", rhs.codes.shape[1], n)
+    depth = block_axis("k", rhs.codes.shape[-1], k)
+    if vectors := _has_row_scales(rhs, block_shape):
+        side = VECTOR_GRANULARITY[1]
+        depth = AxisWords(block_axis("k", rhs.codes.shape[-1], side).codes, UNSHARDED)
+    contracted = depth.codes[0].strip(UNSHARDED)
+    if _has_parts(rhs, block_shape):  # [B, P, N, R]
+        stack, contracted = "b p", f"p{contracted}"
+        rows = block_axis("i", lhs.codes.shape[2], 1)
+        columns = block_axis("n", rhs.codes.shape[2], 1)
+    elif rhs.codes.ndim == 4:  # [B, N, G, R]
+        rows = block_axis("i", lhs.codes.shape[1], m)
+        scales = UNSHARDED if vectors else f"g {depth.scales}"
+        depth, contracted = AxisWords(f"g {depth.codes}", scales), f"g{contracted}"
+    else:
+        rows = row_axes(lhs.codes.shape, m)
+    left, _ = layout_words(rows, depth, stack)
+    right, _ = layout_words(columns, depth, stack)
+    operands = left, None if residual is None else left, right, *("b" for _ in seeds)
+    return ShardingRule(operands, f"b {rows.codes} {columns.codes}", contracted)
+
+
+def _matmul_on_shard(
+    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
+) -> jax.Array:
+    """The product of this device's shards, summed over the devices."""
+    lhs, residual, rhs, *seeds = operands
+    dtype, reduce = options["dtype"], options["reduce"]
+    block_shape, partial_dtype = options["block_shape"], dtype
+    if reduce and shard.assignment.axes_of(shard.rule.contracted):
+        partial_dtype = jnp.dtype(collectives.PARTIAL_DTYPES[reduce])
+    part = shard.run(
+        functools.partial(_multiply, run, block_shape),
+        (lhs, residual, rhs),
+        dtype=partial_dtype,
+    )
+    if reduce != "int8":
+        return collectives.sum_in_float(part, shard).astype(dtype)
+    quantize = dataclasses.replace(run, op=QUANTIZE, block_shape=collectives.BLOCK)
+    return collectives.sum_in_int8(
+        part, shard, seeds=seeds[0], quantize=quantize, dtype=dtype
+    ).astype(dtype)
+
+
+def _multiply(
+    run: LocalOp,
+    block_shape: BlockShape,
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    *,
+    dtype: Any,
+) -> jax.Array:
+    """The product of matrices with merged rows, or of parts."""
+    if _has_row_scales(rhs, block_shape):
+        block_shape = (1, lhs.codes.shape[-1], 1)
+    if not _has_parts(rhs, block_shape):
+        return run(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
+    # One after the other: all at once they need memory for P sums in float32.
+    total = jnp.float32(0.0)
+    for i in range(lhs.codes.shape[1]):
+        left, right = jax.tree.map(lambda x, i=i: x[:, i], (lhs, rhs))
+        total += run(left, residual, right, block_shape=block_shape, dtype=jnp.float32)
+    return total.astype(dtype)
+
+
+_XLA = "fbq_jax.kernels.xla_gemm"
+MATMUL = register(
+    Op(
+        "matmul",
+        reference=reference.matmul,
+        sharding_rule=_matmul_rule,
+        on_shard=_matmul_on_shard,
+        kernels={
+            "mosaic": Kernel(
+                "fbq_jax.kernels.mosaic.gemm", mosaic_refusal, blockless_module=_XLA
+            ),
+            "triton": Kernel(
+                "fbq_jax.kernels.triton.gemm", triton_refusal, blockless_module=_XLA
+            ),
+        },
+    )
+)

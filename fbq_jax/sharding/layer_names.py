@@ -1,0 +1,87 @@
+"""Which layers of a model call an op, for warnings.
+
+XLA partitions a program after it is traced, when nothing says which layer an op belongs
+to.  Besides, JAX traces an op once for all layers that call it with equal shapes.  So
+every call of an op records its layer here while the caller is traced.
+"""
+
+import contextlib
+import re
+import warnings
+from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+_layer: ContextVar[str | None] = ContextVar("layer", default=None)
+_known_layers: set[str] = set()
+_callers: dict[Hashable, dict[str, None]] = {}  # keys in the order of the first calls
+_warned: set[tuple[str | None, Hashable]] = set()
+
+
+@contextlib.contextmanager
+def layer_name(path: str) -> Iterator[None]:
+    """Names the layer whose ops are traced in this context.
+
+    >>> with layer_name("encoder/up"):
+    ...     current_layer()
+    'encoder/up'
+    """
+    _known_layers.add(path)
+    token = _layer.set(path)
+    try:
+        yield
+    finally:
+        _layer.reset(token)
+
+
+def current_layer() -> str | None:
+    """The path of the layer that is being traced, or None outside any layer.
+
+    Outside ``layer_name``, as in a backward pass, the path is that of the enclosing
+    ``jax.named_scope``s; Linen opens one for each module.
+    """
+    if path := _layer.get():
+        return path
+    stack = str(source_info_util.current_name_stack())  # "transpose(jvp(MLP))/up"
+    scopes = re.sub(r"\w+\(|\)", "", stack).split("/")
+    paths = ["/".join(scopes[i:]) for i in range(len(scopes))]
+    # Linen's outermost scope is the root module's class, which no path contains.
+    return next((path for path in paths if path in _known_layers), paths[0]) or None
+
+
+def record_layer(op: str, operands: Any) -> None:
+    """Records that the current layer calls an op with operands of these shapes."""
+    if layer := current_layer():
+        _callers.setdefault(_call_of(op, operands), {})[layer] = None
+
+
+def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
+    """Warns of a cause, once for each layer that it concerns.
+
+    Args:
+      op: the op's name, which the warning starts with where no layer is known.
+      operands: the op's, or their shapes.
+      cause: is equal in warnings that are about the same thing.
+      text: of the warning, without the layer.
+    """
+    callers = _callers.get(_call_of(op, operands), {})
+    layers: list[str | None] = [*callers] or [None]
+    new = [layer for layer in layers if (layer, cause) not in _warned]
+    _warned.update((layer, cause) for layer in new)
+    if new:
+        names = ", ".join(layer or op for layer in new[:3])
+        more = f" and {len(new) - 3} more layers" * (len(new) > 3)
+        warnings.warn(f"{names}{more}: {text}", stacklevel=2)
+
+
+def clear_warnings() -> None:
+    """Forgets what has been warned of, so that the next occurrence warns again."""
+    _warned.clear()
+
+
+def _call_of(op: str, operands: Any) -> Hashable:
+    leaves = jax.tree.leaves(operands)
+    return op, tuple((tuple(x.shape), str(x.dtype)) for x in leaves)

@@ -1,0 +1,216 @@
+"""An op is one record, from which all that JAX and the library need follows."""
+
+import ast
+import functools
+import importlib.util
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax import dot_general, ops, recipes
+from fbq_jax.kernels import packing, reference
+from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops import dispatch
+from fbq_jax.ops.op import OPS, Kernel, Op
+from fbq_jax.ops.transformations import call
+from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    ShardingRule,
+    factor_names,
+    pair_leaves,
+)
+
+MATMUL = (((1,), (0,)), ((), ()))
+SEEDS = jnp.zeros(1, jnp.uint32)
+THETA = jnp.ones(1)
+X = jax.random.normal(jax.random.key(0), (1, 64, 256))
+GATED = jax.random.normal(jax.random.key(1), (1, 64, 512))
+BLOCK = {"block": (32, 32)}
+FUSED_BLOCK = {"block": (32, 128), "bits": 10}
+BOTH = {"rowwise": "nearest", "colwise": "nearest"}
+ABSMAX = {"criterion": "absmax"}
+PRODUCT = {"block_shape": (32, 32, 32), "dtype": jnp.float32}
+SLOPES = packing.quantize(X, 10)
+CODES = Quantized(jnp.ones((2, 32, 64), jnp.int8), jnp.ones((2, 1, 2)))
+TILES = Quantized(jnp.ones((2, 64, 32), jnp.int8), jnp.ones((2, 2, 1)))
+GROUPS = jnp.arange(2)
+
+# Operands and options of each op.
+CALLS = {
+    "quantize": ((X, SEEDS), BLOCK | BOTH),
+    "quantize_vectors": ((X, SEEDS), BOTH | {"bound": 127.0, "per_tensor": False}),
+    "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),
+    "block_metric": ((X,), BLOCK | ABSMAX),
+    "matmul": ((CODES, None, CODES), PRODUCT | {"reduce": None}),
+    "rms_norm_quantize": (
+        (X, X[:, 0], THETA, SEEDS),
+        FUSED_BLOCK | ABSMAX | {"epsilon": 1e-5, "colwise": None},
+    ),
+    "silu_gate_quantize": (
+        (GATED, THETA, SEEDS),
+        FUSED_BLOCK | ABSMAX | {"colwise": None},
+    ),
+    "silu_gate_grad_quantize": ((X, SLOPES, SLOPES, SEEDS), FUSED_BLOCK | BOTH),
+    "ragged_matmul": ((CODES, None, CODES, GROUPS), PRODUCT),
+    "ragged_contraction": ((TILES, TILES, GROUPS), PRODUCT | {"size": 2}),
+}
+each_op = pytest.mark.parametrize("name", CALLS)
+
+
+def shapes_of(name, map_operands=lambda run, operands: run(*operands)):
+    operands, options = CALLS[name]
+    run = functools.partial(getattr(ops, name), **options)
+    return jax.eval_shape(functools.partial(map_operands, run), operands)
+
+
+def test_every_function_of_ops_has_a_record():
+    functions = {name for name, _ in inspect.getmembers(ops, inspect.isfunction)}
+    assert functions == set(OPS) == set(CALLS)
+
+
+@each_op
+def test_a_rule_has_a_word_for_every_axis(name):
+    operands, options = CALLS[name]
+    rule = OPS[name].sharding_rule(*operands, **options)
+    pairs = [
+        *pair_leaves(rule.operands, operands),
+        *pair_leaves(rule.results, shapes_of(name)),
+    ]
+    assert all(len(words.split()) == array.ndim for words, array in pairs)
+    given, made = (
+        set("".join(map(factor_names, jax.tree.leaves(side)))) - {UNSHARDED}
+        for side in (rule.operands, rule.results)
+    )
+    assert set(rule.contracted) == given - made
+    assert set(rule.splittable) <= made
+
+
+@each_op
+def test_kernels_are_functions_of_modules_and_take_what_the_reference_takes(name):
+    """Without importing them: that needs a GPU's libraries."""
+    assert set(OPS[name].kernels) <= set(dispatch.IMPLEMENTATIONS)
+    options = CALLS[name][1].keys() - {"reduce"}
+    parameters = inspect.signature(OPS[name].reference).parameters.values()
+    takes = {p.name for p in parameters if p.default is p.empty} | options
+    for kernel in OPS[name].kernels.values():
+        for module in filter(None, (kernel.module, kernel.blockless_module)):
+            tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+            (function,) = (
+                node
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef) and node.name == name
+            )
+            arguments = [*function.args.args, *function.args.kwonlyargs]
+            assert takes <= {argument.arg for argument in arguments}
+
+
+@each_op
+def test_vmap_maps_every_operand(name):
+    def mapped(run, operands):
+        return jax.vmap(lambda *xs: run(*xs))(
+            *jax.tree.map(lambda x: jnp.stack([x] * 3), operands)
+        )
+
+    want = jax.tree.map(lambda x: (3, *x.shape), shapes_of(name))
+    assert jax.tree.map(lambda x: x.shape, shapes_of(name, mapped)) == want
+
+
+@each_op
+def test_no_op_has_a_derivative(name):
+    def differentiated(run, operands):
+        leaves, tree = jax.tree.flatten(operands)
+        floats = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]
+
+        def of_floats(*values):
+            changed = [*leaves]
+            for i, value in zip(floats, values, strict=True):
+                changed[i] = value
+            return run(*tree.unflatten(changed))
+
+        primals = [leaves[i] for i in floats]
+        return jax.jvp(of_floats, primals, primals)
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        shapes_of(name, differentiated)
+
+
+def test_vmap_stacks_the_matrices_of_a_fused_op():
+    x, scale = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(2, 1, 40, 160), (2, 1, 160)])
+    )
+    theta, seeds = jnp.zeros((2, 1)), jnp.zeros(1, jnp.uint32)
+    options = FUSED_BLOCK | ABSMAX | {"epsilon": 1e-5, "colwise": None}
+    op = functools.partial(ops.rms_norm_quantize, **options)
+
+    @jax.jit
+    def both():
+        mapped = jax.vmap(op, (0, 0, 0, None))(x, scale, theta, seeds)
+        each = [op(x[i], scale[i], theta[i], seeds) for i in range(2)]
+        return mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+    jax.tree.map(np.testing.assert_array_equal, *both())
+
+
+@pytest.mark.parametrize(
+    ("reduce", "seeds"), [("int8", None), (None, SEEDS), ("float32", SEEDS)]
+)
+def test_seeds_are_for_sums_in_int8(reduce, seeds):
+    with pytest.raises(ValueError, match=f"reduce={reduce!r} with(out)? seeds"):
+        ops.matmul(CODES, None, CODES, reduce=reduce, seeds=seeds, **PRODUCT)
+
+
+def test_every_op_of_a_layer_goes_through_the_choice(monkeypatch):
+    calls = []
+
+    def implementation(op, name, block_shape):
+        calls.append((op.name, name, len(block_shape)))
+        return getattr(reference, op.name)
+
+    monkeypatch.setattr(Op, "implementation", implementation)
+    x = jax.ShapeDtypeStruct((4, 5), jnp.float32)  # a shape that no other test traces
+    for recipe in (recipes.fallback, recipes.fallback_rowwise_bwd):
+        dot = functools.partial(dot_general, recipe=recipe)
+        jax.eval_shape(jax.grad(lambda x, dot=dot: dot(x, x.T, MATMUL)[0].sum()), x)
+    assert set(calls) == {
+        ("block_metric", "reference", 2),
+        ("quantize", "reference", 2),
+        ("quantize_vectors", "reference", 0),
+        ("quantize_fallback", "reference", 2),
+        ("matmul", "reference", 3),
+        ("matmul", "reference", 0),
+    }
+
+
+def double(x, *, by):
+    """Stands for the kernel of a new backend."""
+    return x * by
+
+
+def test_one_record_makes_a_new_op_and_one_entry_a_new_backend(monkeypatch):
+    record = Op(
+        "double",
+        reference=double,
+        sharding_rule=lambda *_, **__: ShardingRule(("b i j",), "b i j"),
+        on_shard=lambda run, _, operands, options: run(*operands, **options),
+        kernels={"tpu": Kernel(__name__, refusal=lambda _: None)},
+    )
+    monkeypatch.setitem(OPS, "double", record)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", ("tpu", "reference"))
+    assert dispatch.choose("double", ()).implementation == "tpu"
+
+    @jax.jit
+    def run(x):
+        return jax.vmap(lambda x: call(record, (x,), (), implementation=None, by=2.0))(
+            x
+        )
+
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, None, "a")
+    x = jax.device_put(X[None], jax.sharding.NamedSharding(mesh, spec))
+    np.testing.assert_array_equal(run(x), 2 * X[None])
+    assert run(x).sharding.is_equivalent_to(x.sharding, x.ndim)
