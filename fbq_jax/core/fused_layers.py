@@ -1,18 +1,16 @@
-"""Linear layers together with the layer before them, which leaves no floats behind.
+"""Linear layers fused with the layers that feed them, without floats in between.
 
     norm_matmul   rms_norm(x) . W
     gated_mlp     (silu(gate) * up) . W_down    where [gate, up] = rms_norm(x) . W_up
 
-The numbers are those of ``fbq_jax.nonlinear`` and ``fbq_jax.core.matmul_vjp`` one after
-another (but for a gate in bfloat16 or float16, which here is rounded once).  The
-operands of the GEMMs come quantized from the ops of ``fbq_jax.kernels.fused_reference``
-and are in no other form in memory.  Kept for the backward pass are INT8 codes of each
-GEMM's operands, packed codes of the norm and of the gate's two factors, and no floats
-but scales and the norm's ``rstd``.
+The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.matmul_vjp``, except
+that a bfloat16 or float16 gate is rounded once instead of twice.  The fused
+quantization ops of ``fbq_jax.kernels.fused_reference`` write the GEMMs' operands, so
+these exist in memory only as INT8 values.  The backward pass reads the quantized
+operands of each GEMM, packed values of the norm and of the gate's two factors, and the
+only floats it reads are scales and the norm's ``rstd``.
 
-A recipe with other scales than those of blocks, with a GEMM in floats, or that rounds X
-stochastically in the forward GEMM, asks for what these ops do not give; ``fuses``
-tells.
+``fuses`` tells which recipes these layers support.
 """
 
 import functools
@@ -42,92 +40,140 @@ from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.recipes.schema import Recipe
 
 
-class Measured(NamedTuple):
-    """The threshold that a GEMM used and the metric of each block of its lhs."""
+class FusedSpec(NamedTuple):
+    """Static arguments: the GEMMs, which share one spec, and the norm.
+
+    Attributes:
+      gemm: recipe, dtypes and implementation; ``lhs_dtype`` is the dtype of x.
+      norm: epsilon and bits; ``centered`` is False.
+    """
+
+    gemm: Spec
+    norm: NormSpec
+
+
+class GemmScalars(NamedTuple):
+    """Traced scalars of one GEMM.
+
+    Attributes:
+      theta: float32 ``[]``, the fallback threshold; below 0, it is set from the
+        operand's own blocks.
+      seed: uint32 ``[]``, seeds the noise of stochastic rounding.
+    """
+
+    theta: jax.Array
+    seed: jax.Array
+
+
+class GemmStats(NamedTuple):
+    """What the forward pass of one GEMM measures.
+
+    Attributes:
+      theta: float32 ``[]``, the threshold in use.
+      metric: float32, the metric of each block of the left operand.
+    """
 
     theta: jax.Array
     metric: jax.Array
 
 
-def fuses(recipe: Recipe) -> bool:
-    """Whether the layers here can follow a recipe."""
-    return recipe.in_blocks and recipe.fwd.lhs == "nearest"
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def norm_matmul(
-    spec: Spec,
-    norm: NormSpec,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    w: jax.Array | Quantized,
-    theta: jax.Array,
-    seed: jax.Array,
-) -> tuple[jax.Array, Measured]:
-    """Multiplies the root mean square normalization of x with w.
-
-    Args:
-      spec: of the GEMM; ``lhs_dtype`` is that of x.
-      norm: epsilon and bits; without means.
-      x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
-        ``matmul_vjp``.
-      norm_scale: float32 ``[K]``.
-      w: ``[B, K, N]``; of a frozen layer, its codes by columns.
-      theta: float32 ``[]``; below 0, it is set from the operand's own blocks.
-      seed: uint32 ``[]``, of the noise.
-
-    Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]`` in the spec's dtype, and ``Measured``.
-    """
-    y, measured, _, _ = _norm_forward(
-        spec, norm, x, norm_scale, w, theta, seed, save=False
-    )
-    return y, measured
-
-
 class _SavedMatmul(NamedTuple):
-    """X by columns, W by rows, and the seed of dY's noise."""
+    """X colwise, W rowwise, and the seed of dY's noise."""
 
     lhs: Quantized
     rhs: Quantized
     seed: jax.Array
 
 
-def _norm_forward(
-    spec: Spec,
-    norm: NormSpec,
+class _SavedGated(NamedTuple):
+    norm: SavedNorm
+    up: _SavedMatmul | None
+    gate_factor: Packed
+    up_factor: Packed
+    down: _SavedMatmul | None
+
+
+def fuses(recipe: Recipe) -> bool:
+    """Whether the fused layers support a recipe.
+
+    They need block scales in all three GEMMs and nearest rounding of X in the forward
+    GEMM.
+    """
+    return recipe.in_blocks and recipe.fwd.lhs == "nearest"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def norm_matmul(
+    spec: FusedSpec,
     x: jax.Array,
     norm_scale: jax.Array,
     w: jax.Array | Quantized,
-    theta: jax.Array,
-    seed: jax.Array,
+    scalars: GemmScalars,
+) -> tuple[jax.Array, GemmStats]:
+    """Multiplies the root mean square normalization of x by w.
+
+    Args:
+      spec: static arguments.
+      x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
+        ``matmul_vjp.matmul``.
+      norm_scale: float32 ``[K]``.
+      w: float ``[B, K, N]``, or the colwise INT8 values of a frozen layer.
+      scalars: threshold and seed.
+
+    Returns:
+      ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the GEMM's stats.
+    """
+    return _norm_matmul(spec, x, norm_scale, w, scalars, save=False)[0]
+
+
+def _norm_matmul(
+    spec: FusedSpec,
+    x: jax.Array,
+    norm_scale: jax.Array,
+    w: jax.Array | Quantized,
+    scalars: GemmScalars,
     *,
+    save: bool = True,
+) -> tuple[tuple[jax.Array, GemmStats], tuple[SavedNorm, _SavedMatmul | None]]:
+    theta, operand, saved_norm = _quantize_norm(spec, x, norm_scale, scalars, save)
+    y, saved = _multiply(spec.gemm, operand, w, scalars.seed, save=save)
+    return (y, GemmStats(theta, operand.metric)), (saved_norm, saved)
+
+
+def _quantize_norm(
+    spec: FusedSpec,
+    x: jax.Array,
+    norm_scale: jax.Array,
+    scalars: GemmScalars,
     save: bool,
-) -> tuple[jax.Array, Measured, SavedNorm, tuple[Operand, Layouts]]:
+) -> tuple[jax.Array, Operand, SavedNorm]:
+    """The threshold, the norm's quantized output, and the norm's residuals."""
+    gemm, norm = spec
+    recipe = gemm.recipe
+
     def layer(x: jax.Array) -> jax.Array:
         return nonlinear.rms_norm(x, norm_scale, epsilon=norm.epsilon, bits=norm.bits)
 
-    theta = resolve(theta, x, spec.recipe, spec.implementation, layer=layer)
+    theta = resolve(scalars.theta, x, recipe, gemm.implementation, layer=layer)
     operand, normalized, rstd = ops.rms_norm_quantize(
         x,
         jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
         _thetas(theta, x),
-        seeds_of(seed, LHS_STREAM, x),
+        seeds_of(scalars.seed, LHS_STREAM, x),
         epsilon=norm.epsilon,
         bits=norm.bits,
-        block=spec.recipe.lhs_block,
-        criterion=spec.recipe.criterion,
-        colwise=spec.recipe.drhs.lhs if save else None,
-        implementation=spec.implementation,
+        block=recipe.lhs_block,
+        criterion=recipe.criterion,
+        colwise=recipe.drhs.lhs if save else None,
+        implementation=gemm.implementation,
     )
-    y, rhs = _multiply(spec, operand, w, seed, save=save)
     normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
-    row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
-    saved = SavedNorm(normalized, rstd, row)
-    return y, Measured(theta, operand.metric), saved, (operand, rhs)
+    scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
+    return theta, operand, SavedNorm(normalized, rstd, scale_row)
 
 
 def _thetas(theta: jax.Array, x: jax.Array) -> jax.Array:
+    """One threshold, at least 0, for each matrix of the stack x."""
     return jnp.broadcast_to(jnp.maximum(theta, 0.0), x.shape[:1])
 
 
@@ -138,195 +184,149 @@ def _multiply(
     seed: jax.Array,
     *,
     save: bool,
-) -> tuple[jax.Array, Layouts]:
+) -> tuple[jax.Array, _SavedMatmul | None]:
+    """Y, and the GEMM's residuals if ``save``."""
     rhs = quantize_rhs(spec, w, seed, save=save)
     lhs = Layouts(operand.main, operand.colwise)
-    return matmul_vjp.forward(spec, lhs, operand.residual, rhs), rhs
-
-
-def _saved_matmul(operands: tuple[Operand, Layouts], seed: jax.Array) -> _SavedMatmul:
-    operand, rhs = operands
-    assert operand.colwise is not None
+    y = matmul_vjp.forward(spec, lhs, operand.residual, rhs)
+    if not save:
+        return y, None
+    assert lhs.colwise is not None
     assert rhs.rowwise is not None
-    return _SavedMatmul(
-        checkpoint_name(operand.colwise, LHS_NAME),
-        checkpoint_name(rhs.rowwise, RHS_NAME),
-        seed,
-    )
-
-
-def _norm_matmul_fwd(
-    spec: Spec,
-    norm: NormSpec,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    w: jax.Array | Quantized,
-    theta: jax.Array,
-    seed: jax.Array,
-) -> tuple[tuple[jax.Array, Measured], tuple[SavedNorm, _SavedMatmul]]:
-    y, measured, saved, operands = _norm_forward(
-        spec, norm, x, norm_scale, w, theta, seed, save=True
-    )
-    return (y, measured), (saved, _saved_matmul(operands, seed))
+    saved_lhs = checkpoint_name(lhs.colwise, LHS_NAME)
+    saved_rhs = checkpoint_name(rhs.rowwise, RHS_NAME)
+    return y, _SavedMatmul(saved_lhs, saved_rhs, seed)
 
 
 def _norm_matmul_bwd(
-    spec: Spec,
-    norm: NormSpec,
+    spec: FusedSpec,
     saved: tuple[SavedNorm, _SavedMatmul],
-    cotangents: tuple[jax.Array, Measured],
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    cotangents: tuple[jax.Array, GemmStats],
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    saved_norm, saved_matmul = saved
     dy, _ = cotangents
-    grad = quantize_grad(spec, dy, saved[1].seed)
-    return (*_norm_backward(spec, norm, *saved, grad), None, None)
+    grad = quantize_grad(spec.gemm, dy, saved_matmul.seed)
+    dnormalized, dw = _matmul_grads(spec.gemm, saved_matmul, grad)
+    return (*_norm_grads(spec, saved_norm, dnormalized), dw, None)
 
 
-def _norm_backward(
-    spec: Spec, norm: NormSpec, saved: SavedNorm, codes: _SavedMatmul, grad: Layouts
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of x, gain and w."""
-    dy = matmul_vjp.grad_of_lhs(spec, codes.rhs, grad)
-    dw = matmul_vjp.grad_of_rhs(spec, codes.lhs, grad, codes.seed)
-    dx, dgain = nonlinear.norm_bwd(norm, saved, dy.astype(jnp.float32))
-    assert dgain is not None
-    return dx.astype(spec.lhs_dtype), dgain.reshape(-1), dw
+def _matmul_grads(
+    spec: Spec, saved: _SavedMatmul, grad: Layouts
+) -> tuple[jax.Array, jax.Array]:
+    """Multiplies the quantized dY: returns dX and dW."""
+    dx = matmul_vjp.grad_of_lhs(spec, saved.rhs, grad)
+    return dx, matmul_vjp.grad_of_rhs(spec, saved.lhs, grad, saved.seed)
 
 
-norm_matmul.defvjp(_norm_matmul_fwd, _norm_matmul_bwd)
+def _norm_grads(
+    spec: FusedSpec, saved: SavedNorm, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of x and ``norm_scale``."""
+    dx, dscale = nonlinear.norm_bwd(spec.norm, saved, dy.astype(jnp.float32))
+    assert dscale is not None
+    return dx.astype(spec.gemm.lhs_dtype), dscale.reshape(-1)
 
 
-class GatedSpecs(NamedTuple):
-    """What is static of ``gated_mlp``: both GEMMs, of one recipe, and the norm."""
-
-    up: Spec
-    down: Spec
-    norm: NormSpec
-
-
-class _SavedGated(NamedTuple):
-    norm: SavedNorm
-    up: _SavedMatmul
-    by_gate: Packed
-    by_up: Packed
-    down: _SavedMatmul
+norm_matmul.defvjp(_norm_matmul, _norm_matmul_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_mlp(
-    specs: GatedSpecs,
+    spec: FusedSpec,
     x: jax.Array,
     norm_scale: jax.Array,
     w_up: jax.Array | Quantized,
     w_down: jax.Array | Quantized,
-    thetas: tuple[jax.Array, jax.Array],
-    seeds: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, tuple[Measured, Measured]]:
-    """A norm, SwiGLU (arXiv 2002.05202) and the GEMM that follows.
+    scalars: tuple[GemmScalars, GemmScalars],
+) -> tuple[jax.Array, tuple[GemmStats, GemmStats]]:
+    """Applies a norm, SwiGLU (arXiv 2002.05202) and the down projection.
 
     Args:
-      specs: what is static; ``down.lhs_dtype`` is ``up.dtype``.
+      spec: static arguments; x, the hidden layer and the output share one dtype.
       x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
-        ``matmul_vjp``.
+        ``matmul_vjp.matmul``.
       norm_scale: float32 ``[K]``.
-      w_up: ``[B, K, 2 F]``, of the gate and of up, as ``fused_reference.join_gate_up``
-        puts them together; or codes, likewise.
-      w_down: ``[B, F, N]``; or codes.
-      thetas: of both GEMMs, float32 ``[]``; below 0, set from the operand's own blocks.
-      seeds: of both GEMMs, uint32 ``[]``.
+      w_up: float ``[B, K, 2 F]``, the kernels of gate and up as
+        ``fused_reference.join_gate_up`` joins them, or the colwise INT8 values of a
+        frozen layer.
+      w_down: float ``[B, F, N]``, or the colwise INT8 values of a frozen layer.
+      scalars: thresholds and seeds of both GEMMs.
 
     Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]``, and ``Measured`` of both GEMMs.
+      ``[B, M, N]`` or ``[B, G, R, N]``, and the stats of both GEMMs.
     """
-    return _gated_forward(
-        specs, x, norm_scale, w_up, w_down, thetas, seeds, save=False
-    )[0]
+    return _gated_mlp(spec, x, norm_scale, w_up, w_down, scalars, save=False)[0]
 
 
-def _gated_forward(
-    specs: GatedSpecs,
+def _gated_mlp(
+    spec: FusedSpec,
     x: jax.Array,
     norm_scale: jax.Array,
     w_up: jax.Array | Quantized,
     w_down: jax.Array | Quantized,
-    thetas: tuple[jax.Array, jax.Array],
-    seeds: tuple[jax.Array, jax.Array],
+    scalars: tuple[GemmScalars, GemmScalars],
     *,
-    save: bool,
-) -> tuple[
-    tuple[jax.Array, tuple[Measured, Measured]], tuple[SavedNorm, Packed, Packed, list]
-]:
-    def layer(gate_up: jax.Array) -> jax.Array:
-        return nonlinear.silu_gate(
-            *fused_reference.split_gate_up(gate_up), bits=specs.norm.bits
-        )
-
-    recipe = specs.up.recipe
-    gate_up, up_measured, saved, up_operands = _norm_forward(
-        specs.up,
-        specs.norm,
-        x,
-        norm_scale,
-        w_up,
-        thetas[0],
-        seeds[0],
-        save=save,
+    save: bool = True,
+) -> tuple[tuple[jax.Array, tuple[GemmStats, GemmStats]], _SavedGated]:
+    (gate_up, up_stats), (saved_norm, saved_up) = _norm_matmul(
+        spec, x, norm_scale, w_up, scalars[0], save=save
     )
-    theta = resolve(thetas[1], gate_up, recipe, specs.down.implementation, layer=layer)
-    operand, by_gate, by_up = ops.silu_gate_quantize(
+    theta, operand, factors = _quantize_gate(spec, gate_up, scalars[1], save)
+    y, saved_down = _multiply(spec.gemm, operand, w_down, scalars[1].seed, save=save)
+    stats = up_stats, GemmStats(theta, operand.metric)
+    saved = _SavedGated(saved_norm, saved_up, *factors, saved_down)
+    return (y, stats), saved
+
+
+def _quantize_gate(
+    spec: FusedSpec, gate_up: jax.Array, scalars: GemmScalars, save: bool
+) -> tuple[jax.Array, Operand, tuple[Packed, Packed]]:
+    """The threshold, the gate's quantized output, and the factors of its gradients."""
+    gemm, norm = spec
+    recipe = gemm.recipe
+
+    def layer(gate_up: jax.Array) -> jax.Array:
+        gate, up = fused_reference.split_gate_up(gate_up)
+        return nonlinear.silu_gate(gate, up, bits=norm.bits)
+
+    theta = resolve(scalars.theta, gate_up, recipe, gemm.implementation, layer=layer)
+    operand, *factors = ops.silu_gate_quantize(
         gate_up,
-        _thetas(theta, x),
-        seeds_of(seeds[1], LHS_STREAM, x),
-        bits=specs.norm.bits,
+        _thetas(theta, gate_up),
+        seeds_of(scalars.seed, LHS_STREAM, gate_up),
+        bits=norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
         colwise=recipe.drhs.lhs if save else None,
-        implementation=specs.down.implementation,
+        implementation=gemm.implementation,
     )
-    y, rhs = _multiply(specs.down, operand, w_down, seeds[1], save=save)
-    measured = up_measured, Measured(theta, operand.metric)
-    return (y, measured), (saved, by_gate, by_up, [up_operands, (operand, rhs)])
-
-
-def _gated_mlp_fwd(
-    specs: GatedSpecs,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    w_up: jax.Array | Quantized,
-    w_down: jax.Array | Quantized,
-    thetas: tuple[jax.Array, jax.Array],
-    seeds: tuple[jax.Array, jax.Array],
-) -> tuple[tuple[jax.Array, tuple[Measured, Measured]], _SavedGated]:
-    out, (norm, by_gate, by_up, operands) = _gated_forward(
-        specs, x, norm_scale, w_up, w_down, thetas, seeds, save=True
-    )
-    by_gate, by_up = checkpoint_name((by_gate, by_up), SAVED_NAME)
-    up, down = (_saved_matmul(*pair) for pair in zip(operands, seeds, strict=True))
-    return out, _SavedGated(norm, up, by_gate, by_up, down)
+    return theta, operand, checkpoint_name(tuple(factors), SAVED_NAME)
 
 
 def _gated_mlp_bwd(
-    specs: GatedSpecs,
+    spec: FusedSpec,
     saved: _SavedGated,
-    cotangents: tuple[jax.Array, tuple[Measured, Measured]],
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, None, None]:
+    cotangents: tuple[jax.Array, tuple[GemmStats, GemmStats]],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, None]:
     dy, _ = cotangents
-    recipe = specs.up.recipe
-    grad = quantize_grad(specs.down, dy, saved.down.seed)
-    hidden = matmul_vjp.grad_of_lhs(specs.down, saved.down.rhs, grad)
-    dw_down = matmul_vjp.grad_of_rhs(specs.down, saved.down.lhs, grad, saved.down.seed)
-    grad = ops.silu_gate_grad_quantize(
-        hidden,
-        saved.by_gate,
-        saved.by_up,
-        seeds_of(saved.up.seed, GRAD_STREAM, hidden),
-        bits=specs.norm.bits,
+    gemm, recipe = spec.gemm, spec.gemm.recipe
+    assert saved.up is not None
+    assert saved.down is not None
+    grad = quantize_grad(gemm, dy, saved.down.seed)
+    dhidden, dw_down = _matmul_grads(gemm, saved.down, grad)
+    dgate_up = ops.silu_gate_grad_quantize(
+        dhidden,
+        saved.gate_factor,
+        saved.up_factor,
+        seeds_of(saved.up.seed, GRAD_STREAM, dhidden),
+        bits=spec.norm.bits,
         block=recipe.grad_block,
         rowwise=recipe.dlhs.lhs,
         colwise=recipe.drhs.rhs,
-        implementation=specs.up.implementation,
+        implementation=gemm.implementation,
     )
-    dx, dgain, dw_up = _norm_backward(specs.up, specs.norm, saved.norm, saved.up, grad)
-    return dx, dgain, dw_up, dw_down, None, None
+    dnormalized, dw_up = _matmul_grads(gemm, saved.up, dgate_up)
+    return (*_norm_grads(spec, saved.norm, dnormalized), dw_up, dw_down, None)
 
 
-gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
+gated_mlp.defvjp(_gated_mlp, _gated_mlp_bwd)

@@ -1,10 +1,11 @@
 """Non-linear layers that compute in float and save INT10 for the backward pass.
 
-The forward pass is that of Flax and ``jax.nn``.  What it leaves for the backward pass
-is held in ``bits`` bits (arXiv 2503.08040 takes 10), rounded to nearest, in groups of
-128 channels with a float32 scale each: 1.28 bytes a value instead of bfloat16's 2.
+The forward pass equals Flax's and ``jax.nn``'s.  The values saved for the backward pass
+are rounded to nearest and packed in ``bits`` bits each (10 in arXiv 2503.08040), with
+one float32 scale for each group of 128 channels: 1.28 bytes a value, where bfloat16
+takes 2.
 
-Saved is what the backward pass multiplies by, not the layer's input:
+The layers save the factors that the backward pass multiplies by, not their input:
 
 =========== ================================== =========================================
 rms_norm,   normalized = (x - mean) * rstd     dx = rstd * (g - mean(g) - normalized *
@@ -13,13 +14,13 @@ gelu        slope = gelu'(x)                   dx = dy * slope
 silu_gate   silu(gate), up * silu'(gate)       dup, dgate = dy * each
 =========== ================================== =========================================
 
-(without means in ``rms_norm``).  An error of half a code stays one, whereas that of a
-code of x would pass through the derivative: where a group has an outlier, codes of x
-leave little of the slopes of its other values.  The norms' ``rstd``, one value a row,
-is saved as it is.
+(``rms_norm`` has no means.)  A rounding error of half a step in a factor stays half a
+step in the gradient.  An error in x would pass through the derivative: where a group
+has an outlier, rounded values of x would say little about the slopes of the others.
+The norms also save ``rstd`` in float32, one value a row.
 
-A NaN or an Inf in the input makes the gradients that depend on its group NaN, in the
-norms those of its row.  There are no second derivatives (they raise).
+A NaN or an Inf in the input turns the gradients of its group into NaN, in the norms
+those of its row.  Second derivatives raise ``NotImplementedError``.
 """
 
 import functools
@@ -32,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax.core.dimension_numbers import DTYPES
 from fbq_jax.kernels import fused_reference, packing
 
-# checkpoint_name of what the forward pass saves for the backward pass.
+# The checkpoint_name of the values saved for the backward pass.
 SAVED_NAME = "fbq_nonlinear"
 
 BITS = range(4, 13)
@@ -47,18 +48,21 @@ def rms_norm(
 ) -> jax.Array:
     """Root mean square normalization (arXiv 1910.07467) over the last axis.
 
+        y = x / sqrt(mean(x^2) + epsilon) * scale
+
     Args:
       x: bfloat16, float16 or float32 ``[..., C]``.
-      scale: float ``[C]``, multiplied in, or None.
+      scale: float ``[C]``, multiplies the normalized values; None for no scale.
       epsilon: added to the mean square.
-      bits: of each value saved for the backward pass, 4 to 12.
+      bits: bits per value saved for the backward pass, 4 to 12.
 
     Returns:
       An array of x's shape and dtype, computed in float32.
 
     Raises:
-      TypeError: x is of another dtype.
-      ValueError: a shape does not fit, or there are no such codes.
+      TypeError: x has another dtype.
+      ValueError: x has no axis, a parameter is not ``[C]``, or ``bits`` is out of
+        range.
 
     >>> rms_norm(jnp.array([1.0, 7.0]), jnp.array([1.0, 2.0])).round(1)
     Array([0.2, 2.8], dtype=float32)
@@ -76,19 +80,22 @@ def layer_norm(
 ) -> jax.Array:
     """Layer normalization (arXiv 1607.06450) over the last axis.
 
+        y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias
+
     Args:
       x: bfloat16, float16 or float32 ``[..., C]``.
-      scale: float ``[C]``, multiplied in, or None.
-      bias: float ``[C]``, added, or None.
+      scale: float ``[C]``, multiplies the normalized values; None for no scale.
+      bias: float ``[C]``, added at the end; None for no bias.
       epsilon: added to the variance.
-      bits: of each value saved for the backward pass, 4 to 12.
+      bits: bits per value saved for the backward pass, 4 to 12.
 
     Returns:
       An array of x's shape and dtype, computed in float32.
 
     Raises:
-      TypeError: x is of another dtype.
-      ValueError: a shape does not fit, or there are no such codes.
+      TypeError: x has another dtype.
+      ValueError: x has no axis, a parameter is not ``[C]``, or ``bits`` is out of
+        range.
 
     >>> layer_norm(jnp.array([1.0, 2.0, 3.0])).round(3)
     Array([-1.225,  0.   ,  1.225], dtype=float32)
@@ -97,16 +104,19 @@ def layer_norm(
 
 
 def gelu(x: jax.Array, approximate: bool = True, *, bits: int = 10) -> jax.Array:
-    """``jax.nn.gelu(x, approximate)``.
+    """``jax.nn.gelu(x, approximate)``, the Gaussian error linear unit.
 
     Args:
       x: bfloat16, float16 or float32 ``[..., C]``.
-      approximate: tanh's approximation or, if False, the error function.
-      bits: of each value saved for the backward pass, 4 to 12.
+      approximate: True for the tanh approximation, False for the error function.
+      bits: bits per value saved for the backward pass, 4 to 12.
+
+    Returns:
+      An array of x's shape and dtype.
 
     Raises:
-      TypeError: x is of another dtype.
-      ValueError: x has no axis, or there are no such codes.
+      TypeError: x has another dtype.
+      ValueError: x has no axis, or ``bits`` is out of range.
     """
     _check(bits, x=x)
     return _gelu(approximate, bits, x)
@@ -117,36 +127,39 @@ def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:
 
     Args:
       gate: bfloat16, float16 or float32 ``[..., C]``.
-      up: of gate's shape and dtype.
-      bits: of each value saved for the backward pass, 4 to 12.
+      up: an array of gate's shape and dtype.
+      bits: bits per value saved for the backward pass, 4 to 12.
+
+    Returns:
+      An array of gate's shape and dtype.
 
     Raises:
-      TypeError: an operand is of another dtype.
-      ValueError: the operands differ in shape or dtype or have no axis, or there are
-        no such codes.
+      TypeError: an operand has another dtype.
+      ValueError: the operands differ in shape or dtype or have no axis, or ``bits`` is
+        out of range.
     """
     _check(bits, gate=gate, up=up)
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(
-            f"gate and up have one shape and dtype; got {gate.dtype} {gate.shape} and "
-            f"{up.dtype} {up.shape}"
+            "gate and up must have the same shape and dtype; got "
+            f"{gate.dtype} {gate.shape} and {up.dtype} {up.shape}"
         )
     return _silu_gate(bits, gate, up)
 
 
 def _check(bits: int, **operands: jax.Array) -> None:
     if type(bits) is not int or bits not in BITS:
-        raise ValueError(f"bits takes an integer from 4 to 12; got {bits!r}")
+        raise ValueError(f"bits must be an integer from 4 to 12; got {bits!r}")
     for name, x in operands.items():
         if x.dtype not in DTYPES:
             accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-            raise TypeError(f"{name} is {x.dtype}; what is saved takes {accepted}")
+            raise TypeError(f"{name} is {x.dtype}; this layer takes {accepted}")
         if not x.ndim:
-            raise ValueError(f"{name} has no axis to form groups along")
+            raise ValueError(f"{name} has no axis; this layer takes [..., C]")
 
 
 class NormSpec(NamedTuple):
-    """What is static: whether the mean is subtracted, epsilon, bits."""
+    """Static arguments: whether to subtract the mean, epsilon and bits."""
 
     centered: bool
     epsilon: float
@@ -160,13 +173,14 @@ def _norm(
     for name, parameter in (("scale", scale), ("bias", bias)):
         if parameter is not None and parameter.shape != x.shape[-1:]:
             raise ValueError(
-                f"{name} has one value a channel, {x.shape[-1:]}; got {parameter.shape}"
+                f"{name} must have one value per channel, {x.shape[-1:]}; got "
+                f"{parameter.shape}"
             )
 
     def as_row(parameter: jax.Array) -> jax.Array:
         return jnp.expand_dims(parameter.astype(jnp.float32), range(x.ndim - 1))
 
-    # The casts' own derivatives give each gradient the dtype of its operand.
+    # The derivative of each cast gives a gradient the dtype of its operand.
     row = None if scale is None else as_row(scale)
     y = _scaled_norm(spec, x.astype(jnp.float32), row)
     if bias is not None:
@@ -175,7 +189,7 @@ def _norm(
 
 
 class SavedNorm(NamedTuple):
-    """What a norm saves; ``rstd`` is ``1 / sqrt(variance + epsilon)`` of each row."""
+    """A norm's residuals; ``rstd`` is ``1 / sqrt(variance + epsilon)`` of each row."""
 
     normalized: packing.Packed
     rstd: jax.Array
@@ -190,7 +204,7 @@ def _scaled_norm(spec: NormSpec, x: jax.Array, scale: jax.Array | None) -> jax.A
 def _scaled_norm_fwd(
     spec: NormSpec, x: jax.Array, scale: jax.Array | None
 ) -> tuple[jax.Array, SavedNorm]:
-    # In Flax's order of operations, for its results.
+    # The order of operations is Flax's, for equal results.
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     if spec.centered:
         mean = jnp.mean(x, axis=-1, keepdims=True)
@@ -205,7 +219,7 @@ def _scaled_norm_fwd(
 def norm_bwd(
     spec: NormSpec, saved: SavedNorm, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of x and of the scale (as a row), float32, from dy in float32."""
+    """The float32 gradients of x and of the scale (as a row), from float32 dy."""
     normalized = packing.dequantize(saved.normalized, dy.shape[-1], spec.bits)
     grad, dscale = dy, None
     if saved.scale is not None:
@@ -261,10 +275,8 @@ def _silu_gate_fwd(
 def _silu_gate_bwd(
     bits: int, saved: tuple[packing.Packed, ...], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    by_gate, by_up = (
-        fused_reference.times_packed(dy, factor, bits) for factor in saved
-    )
-    return by_gate, by_up
+    dgate, dup = (fused_reference.times_packed(dy, factor, bits) for factor in saved)
+    return dgate, dup
 
 
 _silu_gate.defvjp(_silu_gate_fwd, _silu_gate_bwd)
@@ -277,10 +289,12 @@ def _save(x: jax.Array, bits: int) -> packing.Packed:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 @functools.partial(jax.jit, static_argnums=1)
 def _quantize(x: jax.Array, bits: int) -> packing.Packed:
-    """Without a derivative: rounding's own is 0, which would pass for an answer."""
+    """Packs x; has no derivative, since rounding's own, 0, would be silently wrong."""
     return packing.quantize(x, bits)
 
 
 @_quantize.defjvp
 def _no_derivative(*_: Any) -> Any:
-    raise NotImplementedError("a layer that saves codes has no second derivative")
+    raise NotImplementedError(
+        "a layer that saves quantized values has no second derivative"
+    )

@@ -1,24 +1,25 @@
 """AdamW with FP8 moments, for optax (arXiv 2409.12517).
 
-With ``g`` a gradient, moments ``m`` and ``v`` that are read and written in FP8, and
-AdamW's own step in float32 between,
+The moments ``m`` and ``v`` are stored in FP8; the update itself runs in float32.  With
+a gradient ``g``, step ``t`` and stored moments ``m~`` and ``v~``:
 
     m = b1 m~ + (1 - b1) g        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     v = b2 v~ + (1 - b2) g^2      m~ = E4M3(m)    v~ = E5M2(v)
 
-Each tensor has a scale of its own, which takes its largest magnitude to the format's
-largest finite value: 448 in E4M3 (the paper's hardware has 240) and 57344 in E5M2.
+Each tensor has one scale, which maps its largest magnitude to the format's largest
+finite value: 448 in E4M3 (240 on the paper's hardware) and 57344 in E5M2.
 
-**Range.**  The second moment is divided by, hence E5M2.  Gradients that stay below
-1/87000 of their tensor's largest still have a ``v~`` of 0, and above 1/460000 an ``m~``
-that is not 0: should the next gradient be exactly 0, the step is ``m / eps``.
+**Range.**  The update divides by the second moment, which therefore takes E5M2's wider
+range.  Where gradients stay below 1/87000 of their tensor's largest, ``v~`` is 0; above
+1/460000, ``m~`` is not.  Between the two, a next gradient of exactly 0 gives the step
+``m / eps``.
 
-**Rounding and b2.**  E5M2 has two bits of mantissa: neighbours are 12 to 25 % apart,
-and nearest rounding takes back what moves ``v`` by less than half of that.  With
-``b2 = 0.95``, the authors', a ``g^2`` of some 3.5 ``v`` moves it up, with 0.999 only
-one of some 100 ``v``; what moves it down is its tensor's scale alone.  That trains as
-float32 does with 0.95, but leaves ``v`` behind with 0.999, where stochastic rounding
-does not.
+**Rounding and b2.**  E5M2 has two mantissa bits, so neighbours are 12 to 25 % apart,
+and nearest rounding undoes any change of ``v`` by less than half of that.  With
+``b2 = 0.95``, the paper's value, ``v`` grows once ``g^2`` reaches about ``3.5 v``; with
+0.999, only at about ``100 v``.  It shrinks only with its tensor's scale.  With 0.95
+this trains like float32.  With 0.999 nearest rounding leaves ``v`` behind; stochastic
+rounding does not.
 """
 
 from collections.abc import Callable
@@ -36,12 +37,12 @@ MU_STREAM, NU_STREAM = range(2)
 
 
 class Fp8AdamState(NamedTuple):
-    """2 bytes a parameter, and 8 a tensor.
+    """The state of ``scale_by_fp8_adam``: 2 bytes a parameter and 8 a tensor.
 
     Attributes:
       count: int32 ``[]``, the number of updates.
-      mu: first moments, ``ScaledTensor`` of float8_e4m3fn.
-      nu: second moments, ``ScaledTensor`` of float8_e5m2.
+      mu: first moments, ``ScaledTensor`` in float8_e4m3fn.
+      nu: second moments, ``ScaledTensor`` in float8_e5m2.
     """
 
     count: jax.Array  # type: ignore[assignment] # optax's name, and a tuple's method
@@ -50,11 +51,11 @@ class Fp8AdamState(NamedTuple):
 
 
 class MasterWeightsState(NamedTuple):
-    """What ``with_master_weights`` keeps.
+    """The state of ``with_master_weights``.
 
     Attributes:
-      master: the parameters, in float32 or as ``ScaledTensor`` of float16.
-      inner: the state of the transformation inside.
+      master: the parameters, in float32 or as ``ScaledTensor`` in float16.
+      inner: the state of the wrapped transformation.
     """
 
     master: optax.Params
@@ -72,21 +73,21 @@ def fp8_adamw(
     rounding: Rounding = "nearest",
     master_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.adamw`` with its moments in FP8.
+    """``optax.adamw`` with FP8 moments.
 
     Args:
       learning_rate: a number or a schedule.
       b1: decay of the first moment.
-      b2: decay of the second moment; above 0.95 stochastic rounding is the better one.
-      eps: added to the root of the second moment.
-      weight_decay: decoupled, and multiplied by the learning rate.
-      mask: of ``optax.add_decayed_weights``: what decays.
-      rounding: of the moments, ``"nearest"`` or ``"stochastic"``.
-      master_dtype: float32 or float16 for a copy of the parameters in the state, which
-        the updates go to (``with_master_weights``); None for none.
+      b2: decay of the second moment.  Above 0.95 use stochastic rounding.
+      eps: added to the square root of the second moment.
+      weight_decay: decoupled weight decay, multiplied by the learning rate.
+      mask: selects the parameters that decay, as in ``optax.add_decayed_weights``.
+      rounding: rounding of the moments, ``"nearest"`` or ``"stochastic"``.
+      master_dtype: float32 or float16 keeps a copy of the parameters in the state, to
+        which the updates apply (``with_master_weights``); None keeps none.
 
     Raises:
-      ValueError: there is no such rounding or master dtype.
+      ValueError: ``rounding`` or ``master_dtype`` is not one of these.
 
     >>> params = {"w": jnp.array([3.0, -2.0])}
     >>> optimizer = fp8_adamw(0.1)
@@ -113,35 +114,25 @@ def scale_by_fp8_adam(
     *,
     rounding: Rounding = "nearest",
 ) -> optax.GradientTransformation:
-    """``optax.scale_by_adam`` with its moments in FP8; the arguments of ``fp8_adamw``.
+    """``optax.scale_by_adam`` with FP8 moments.
 
-    The noise of stochastic rounding is drawn from the count of updates.
+    The count of updates seeds the noise of stochastic rounding.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second moment.  Above 0.95 use stochastic rounding.
+      eps: added to the square root of the second moment.
+      rounding: rounding of the moments, ``"nearest"`` or ``"stochastic"``.
+
+    Raises:
+      ValueError: ``rounding`` is not one of these.
     """
     if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding takes one of {ROUNDINGS}; got {rounding!r}")
-    noisy = rounding == "stochastic"
-
-    def store(tree: optax.Updates, dtype: Any, seed: jax.Array) -> optax.Updates:
-        leaves, structure = jax.tree.flatten(tree)
-        stored = [
-            scaled_tensor.quantize(x, dtype, fold(seed, i) if noisy else None)
-            for i, x in enumerate(leaves)
-        ]
-        return jax.tree.unflatten(structure, stored)
-
-    def store_state(
-        count: jax.Array, mu: optax.Updates, nu: optax.Updates
-    ) -> Fp8AdamState:
-        seed = count.astype(jnp.uint32)
-        return Fp8AdamState(
-            count,
-            store(mu, jnp.float8_e4m3fn, fold(seed, MU_STREAM)),
-            store(nu, jnp.float8_e5m2, fold(seed, NU_STREAM)),
-        )
+        raise ValueError(f"rounding must be one of {ROUNDINGS}; got {rounding!r}")
 
     def init(params: optax.Params) -> Fp8AdamState:
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-        return store_state(jnp.zeros((), jnp.int32), zeros, zeros)
+        return _store_moments(jnp.zeros((), jnp.int32), zeros, zeros, rounding)
 
     def update(
         updates: optax.Updates, state: Fp8AdamState, params: optax.Params | None = None
@@ -150,41 +141,71 @@ def scale_by_fp8_adam(
         count = optax.safe_increment(state.count)
         t = count.astype(jnp.float32)
 
-        def moment(order: int, decay: float, stored: optax.Updates) -> optax.Updates:
-            def step(g: jax.Array, old: ScaledTensor) -> jax.Array:
-                new = g.astype(jnp.float32) ** order
-                return decay * old.dequantize() + (1.0 - decay) * new
-
-            return jax.tree.map(step, updates, stored)
-
         def direction(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             m, v = m / (1.0 - b1**t), v / (1.0 - b2**t)
             return (m / (jnp.sqrt(v) + eps)).astype(g.dtype)
 
-        mu, nu = moment(1, b1, state.mu), moment(2, b2, state.nu)
-        new = store_state(count, mu, nu)
+        mu = _decay_moments(updates, state.mu, 1, b1)
+        nu = _decay_moments(updates, state.nu, 2, b2)
+        new = _store_moments(count, mu, nu, rounding)
         return jax.tree.map(direction, updates, mu, nu), new
 
     return optax.GradientTransformation(init, update)
 
 
+def _decay_moments(
+    grads: optax.Updates, stored: optax.Updates, order: int, decay: float
+) -> optax.Updates:
+    """``decay * stored + (1 - decay) * g^order`` in float32."""
+
+    def step(g: jax.Array, old: ScaledTensor) -> jax.Array:
+        new = g.astype(jnp.float32) ** order
+        return decay * old.dequantize() + (1.0 - decay) * new
+
+    return jax.tree.map(step, grads, stored)
+
+
+def _store_moments(
+    count: jax.Array, mu: optax.Updates, nu: optax.Updates, rounding: Rounding
+) -> Fp8AdamState:
+    """Rounds both moments to FP8."""
+
+    def store(tree: optax.Updates, dtype: Any, stream: int) -> optax.Updates:
+        seed = fold(count.astype(jnp.uint32), stream)
+        leaves, structure = jax.tree.flatten(tree)
+        stored = [
+            scaled_tensor.quantize(
+                x, dtype, fold(seed, i) if rounding == "stochastic" else None
+            )
+            for i, x in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(structure, stored)
+
+    return Fp8AdamState(
+        count,
+        store(mu, jnp.float8_e4m3fn, MU_STREAM),
+        store(nu, jnp.float8_e5m2, NU_STREAM),
+    )
+
+
 def with_master_weights(
     inner: optax.GradientTransformation, dtype: jax.typing.DTypeLike
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps parameters of more bits than those that the model computes with.
+    """Keeps a copy of the parameters with more bits than the model's own.
 
-    ``inner`` sees gradients and parameters in float32 and its updates go to the copy;
-    what comes out takes the model's parameters to the copy's values, rounded to theirs
-    (to a last bit, which no later step builds on).  A float16 copy has a scale a tensor
-    (the paper's, arXiv 2409.12517): 11 bits, so that an update below 2**-12 of its
-    parameter is lost.
+    ``inner`` reads float32 gradients and the copy, and its updates apply to the copy.
+    The returned updates move the model's parameters to the copy's values, rounded to
+    the model's dtype (up to one last bit, which does not accumulate).
+
+    A float16 copy has one scale per tensor, as in the paper (arXiv 2409.12517).  It has
+    11 bits, so it loses an update below 2**-12 of its parameter.
 
     Args:
       inner: any transformation.
-      dtype: float32 or float16.
+      dtype: dtype of the copy, float32 or float16.
 
     Raises:
-      ValueError: another dtype.
+      ValueError: ``dtype`` is another dtype, or ``update`` is called without params.
 
     >>> optimizer = with_master_weights(optax.sgd(1e-3), jnp.float32)
     >>> params = jnp.ones(1, jnp.bfloat16)
@@ -197,24 +218,13 @@ def with_master_weights(
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.float16):
-        raise ValueError(f"master weights are of float32 or float16; got {dtype}")
+        raise ValueError(f"master weights must be float32 or float16; got {dtype}")
     inner = optax.with_extra_args_support(inner)
-    narrow = dtype != jnp.float32
-
-    def store(params: optax.Params) -> optax.Params:
-        if not narrow:
-            return params
-        return jax.tree.map(lambda p: scaled_tensor.quantize(p, dtype), params)
-
-    def load(like: optax.Params, master: optax.Params) -> optax.Params:
-        if not narrow:
-            return master
-        return jax.tree.map(lambda _, m: m.dequantize(), like, master)
 
     def init(params: optax.Params) -> MasterWeightsState:
-        # Copied even if they are float32: a step may donate both.
+        # A copy even of float32 parameters: a step may donate both.
         exact = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
-        return MasterWeightsState(store(exact), inner.init(exact))
+        return MasterWeightsState(_store_master(exact, dtype), inner.init(exact))
 
     def update(
         updates: optax.Updates,
@@ -223,13 +233,27 @@ def with_master_weights(
         **extra: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
-            raise ValueError("with_master_weights moves params: pass them to update")
-        before = load(params, state.master)
+            raise ValueError("with_master_weights needs params: pass them to update")
+        before = _load_master(state.master, params, dtype)
         grads = optax.tree.cast(updates, jnp.float32)
         moves, inner_state = inner.update(grads, state.inner, before, **extra)
-        master = store(optax.apply_updates(before, moves))
-        after = optax.tree.cast_like(load(params, master), params)
+        master = _store_master(optax.apply_updates(before, moves), dtype)
+        after = optax.tree.cast_like(_load_master(master, params, dtype), params)
         moves = jax.tree.map(lambda new, old: new - old, after, params)
         return moves, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _store_master(params: optax.Params, dtype: Any) -> optax.Params:
+    """Float32 parameters as the copy holds them."""
+    if dtype == jnp.float32:
+        return params
+    return jax.tree.map(lambda p: scaled_tensor.quantize(p, dtype), params)
+
+
+def _load_master(master: optax.Params, like: optax.Params, dtype: Any) -> optax.Params:
+    """The copy in float32; ``like`` has the structure of the parameters."""
+    if dtype == jnp.float32:
+        return master
+    return jax.tree.map(lambda _, m: m.dequantize(), like, master)

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 
 from fbq_jax.kernels import rounding
 
-# A factor stays below this, for its inverse to be no subnormal, which devices flush.
+# Bounds a factor so that its inverse is not subnormal: devices flush those to 0.
 MAX_FACTOR = 2.0**126
 
 
 class ScaledTensor(NamedTuple):
-    """``values * scale``.
+    """A tensor as ``values * scale``.
 
     Attributes:
-      values: of a narrow float dtype, of the tensor's shape.
+      values: float8_e4m3fn, float8_e5m2 or float16, of the tensor's shape.
       scale: float32 ``[]``.
     """
 
@@ -23,7 +23,7 @@ class ScaledTensor(NamedTuple):
     scale: jax.Array
 
     def dequantize(self) -> jax.Array:
-        """The tensor in float32."""
+        """Returns the tensor in float32."""
         return self.values.astype(jnp.float32) * self.scale
 
 
@@ -34,12 +34,13 @@ def quantize(
 
         values = round(x * max(dtype) / max |x|)        scale = max |x| / max(dtype)
 
-    A NaN or an Inf makes the whole tensor NaN.
+    A NaN or an Inf turns the whole tensor into NaN.
 
     Args:
       x: float32, of any shape.
       dtype: float8_e4m3fn, float8_e5m2 or float16.
-      seed: uint32 ``[]``, of stochastic rounding; None for nearest, ties to even.
+      seed: uint32 ``[]``, seeds stochastic rounding; None rounds to nearest, ties to
+        even.
 
     >>> quantize(jnp.array([0.0, 0.3, 2.0]), jnp.float8_e4m3fn).values
     Array([0, 64, 448], dtype=float8_e4m3fn)
@@ -47,7 +48,7 @@ def quantize(
     largest = float(jnp.finfo(dtype).max)
     amax = jnp.max(jnp.abs(x), initial=0.0)
     factor = jnp.minimum(largest / amax, MAX_FACTOR)
-    # The product may round to a little above the largest value.
+    # The product can round to just above the largest value.
     scaled = jnp.clip(x * factor, -largest, largest)
     if seed is not None:
         scaled = _round_stochastically(scaled, dtype, seed)
@@ -57,9 +58,9 @@ def quantize(
 def _round_stochastically(
     x: jax.Array, dtype: jax.typing.DTypeLike, seed: jax.Array
 ) -> jax.Array:
-    """To a multiple of the distance between the neighbours of x in ``dtype``."""
+    """Rounds x to one of its two neighbours in ``dtype``, with float32 values."""
     info = jnp.finfo(dtype)
-    _, exponent = jnp.frexp(x)  # of x = mantissa * 2**exponent, mantissa in [1/2, 1)
+    _, exponent = jnp.frexp(x)  # x = mantissa * 2**exponent, mantissa in [1/2, 1)
     step = jnp.maximum(exponent - 1, info.minexp) - info.nmant
     columns = x.shape[-1] if x.ndim else 1
     noise = rounding.noise(seed, x.size // max(1, columns), columns).reshape(x.shape)

@@ -1,16 +1,16 @@
-"""Blocks of operators between which only INT8 travels (arXiv 2403.12422).
+"""Blocks of operators that exchange INT8 values (arXiv 2403.12422).
 
     h = dropout(linear(gelu(linear(layer_norm(x)))))        y = add(x, h)
 
-JAX gives INT8 arrays no cotangents, so what ``jax.grad`` sees of a composition is one
-function with a derivative of its own, ``apply``: floats at its ends, and in it the
-operators' own backward passes on quantized gradients.  Between two compositions floats
-lose nothing if they are float32: what has been codes gets the same codes again.
+JAX has no cotangents for INT8 arrays, so ``apply`` makes a composition one
+``custom_vjp`` function: floats at both ends, and inside it the operators' own backward
+passes on quantized gradients.  Float32 between two compositions loses nothing:
+quantizing a dequantized array again gives the same codes.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,31 +34,35 @@ from fbq_jax.int8_flow.self_attention import SelfAttention
 from fbq_jax.kernels import rounding
 from fbq_jax.recipes.schema import BLOCK_SIDES
 
-# Beyond the streams of operators, which count from 0.
+# Above the streams of the operators, which count from 0.
 _ADD_STREAM, _GRAD_STREAM = 1 << 16, (1 << 16) + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Operators one after another, by name; each has the parameters of its name."""
+    """Named operators in sequence; ``params[name]`` has the parameters of each.
+
+    An operator without parameters needs no entry.
+    """
 
     operators: tuple[tuple[str, Operator], ...]
 
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, list[Any]]:
-        """Through all of them."""
+        """Runs the operators first to last."""
         saved = []
         for i, (name, operator) in enumerate(self.operators):
-            own = params.get(name, {})
-            x, kept = operator.forward(own, x, rounding.fold(seed, i))
-            saved.append(kept)
+            x, residuals = operator.forward(
+                params.get(name, {}), x, rounding.fold(seed, i)
+            )
+            saved.append(residuals)
         return x, saved
 
     def backward(
         self, saved: list[Any], dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, Any]]:
-        """Back through all of them."""
+        """Runs the backward passes last to first."""
         grads = {}
         for i, (name, operator) in reversed(list(enumerate(self.operators))):
             dy, own = operator.backward(saved[i], dy, rounding.fold(seed, i))
@@ -68,33 +72,41 @@ class Chain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual:
-    """A branch, and the sum of its input and output."""
+class SkipConnection:
+    """``x + branch(x)``."""
 
     branch: Operator
 
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, Any]:
-        """The sum of x and what the branch gives."""
+        """Adds x and the branch's output."""
         y, saved = self.branch.forward(params, x, seed)
         return add(x, y), saved
 
     def backward(
         self, saved: Any, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, Any]]:
-        """The sum of dy and what the branch gives back."""
+        """Adds dy and the branch's gradient."""
         dx, grads = self.branch.backward(saved, dy, seed)
         return add_grads(dy, dx, rounding.fold(seed, _ADD_STREAM)), grads
 
 
 def mlp(
     *, epsilon: float = 1e-6, use_bias: bool = True, dropout_rate: float = 0.0
-) -> Residual:
-    """A Transformer's MLP, before it a norm, around it the residual connection.
+) -> SkipConnection:
+    """A Transformer's pre-norm MLP block, ``x + dropout(down(gelu(up(norm(x)))))``.
 
     Its parameters are ``norm`` (``scale``, ``bias``), ``up`` and ``down`` (``kernel``,
     ``bias``).
+
+    Args:
+      epsilon: added to the variance.
+      use_bias: whether ``up`` and ``down`` have biases.
+      dropout_rate: probability of a zero, at least 0 and below 1.
+
+    Raises:
+      ValueError: ``dropout_rate`` is out of range.
     """
     operators: list[tuple[str, Operator]] = [
         ("norm", LayerNorm(epsilon)),
@@ -102,7 +114,7 @@ def mlp(
         ("gelu", Gelu()),
         ("down", Linear(use_bias)),
     ]
-    return _residual(operators, dropout_rate)
+    return _with_skip(operators, dropout_rate)
 
 
 def attention(
@@ -114,56 +126,47 @@ def attention(
     epsilon: float = 1e-6,
     use_bias: bool = True,
     dropout_rate: float = 0.0,
-) -> Residual:
-    """Self-attention, before it a norm, around it the residual connection.
+) -> SkipConnection:
+    """A Transformer's pre-norm attention block, ``x + dropout(attention(norm(x)))``.
 
-    Its parameters are ``norm`` (``scale``, ``bias``) and ``attention``, of ``qkv`` and
-    ``out`` (``kernel``, ``bias``).  ``SelfAttention`` has the arguments.
+    Its parameters are ``norm`` (``scale``, ``bias``) and ``attention``, with ``qkv``
+    and ``out`` (``kernel``, ``bias``).
+
+    Args:
+      num_heads: H, a divisor of C.
+      length: T, the tokens in a sequence.
+      dtype: dtype of the attention core.
+      attention_fn: the core, which maps q, k and v ``[B, T, H, C/H]`` to an output of
+        that shape.
+      epsilon: added to the variance.
+      use_bias: whether the projections have biases.
+      dropout_rate: probability of a zero, at least 0 and below 1.
+
+    Raises:
+      ValueError: ``dropout_rate`` is out of range.
     """
     operators: list[tuple[str, Operator]] = [
         ("norm", LayerNorm(epsilon)),
         ("attention", SelfAttention(num_heads, length, dtype, attention_fn, use_bias)),
     ]
-    return _residual(operators, dropout_rate)
+    return _with_skip(operators, dropout_rate)
 
 
-def _residual(operators: list[tuple[str, Operator]], dropout_rate: float) -> Residual:
-    check_dropout(dropout_rate)
+def _with_skip(
+    operators: list[tuple[str, Operator]], dropout_rate: float
+) -> SkipConnection:
+    check_dropout_rate(dropout_rate)
     if dropout_rate > 0.0:
         operators = [*operators, ("dropout", Dropout(dropout_rate))]
-    return Residual(Chain(tuple(operators)))
+    return SkipConnection(Chain(tuple(operators)))
 
 
-def check_dropout(dropout_rate: float) -> None:
-    """Raises ValueError unless a rate is that of what may be dropped out."""
+def check_dropout_rate(dropout_rate: float) -> None:
+    """Raises ValueError unless ``0 <= dropout_rate < 1``."""
     if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"dropout_rate is at least 0 and below 1; got {dropout_rate}")
-
-
-def check_heads(num_heads: int, size: int) -> None:
-    """Raises ValueError unless a width is one of so many heads."""
-    if num_heads < 1 or size % num_heads:
         raise ValueError(
-            "num_heads is at least 1 and divides the width of the input; got "
-            f"{num_heads} heads and a width of {size}"
+            f"dropout_rate must be at least 0 and below 1; got {dropout_rate}"
         )
-
-
-def field_of_all(layers: Sequence[Any], field: str) -> Any:
-    """What the layers of an ``Int8Sequential`` have in common, or an error."""
-    others = {type(layer).__name__ for layer in layers if not hasattr(layer, field)}
-    if others:
-        raise TypeError(
-            "Int8Sequential takes Int8MLP and Int8Attention; got "
-            f"{', '.join(sorted(others))}"
-        )
-    values = {getattr(layer, field) for layer in layers}
-    if len(values) != 1:
-        raise ValueError(
-            f"Int8Sequential takes one or more layers of one {field}; got "
-            f"{sorted(values)}"
-        )
-    return values.pop()
 
 
 def apply(
@@ -174,22 +177,23 @@ def apply(
     seed: jax.Array,
     block: int = 32,
 ) -> jax.Array:
-    """Runs operators on floats, with INT8 between them, forward and backward.
+    """Runs operators on a float array, with INT8 between them, forward and backward.
 
     Args:
-      operator: such as ``mlp()`` or a ``Chain`` of them.
-      params: float arrays in dictionaries, as the operator names them.
-      x: bfloat16, float16 or float32 ``[..., C]``; its rows are those of one matrix.
-      seed: uint32 ``[]``, of the noise of gradients and of dropout's masks; training
-        passes a new one each call.
-      block: the side of a block that shares a scale, 32, 64, 128 or 256.
+      operator: for example ``mlp()``, or a ``Chain`` of such blocks.
+      params: float arrays in nested dictionaries, under the operator's names.
+      x: bfloat16, float16 or float32 ``[..., C]``; all axes before C become the rows of
+        one matrix.
+      seed: uint32 ``[]``, seeds the noise of gradients and dropout masks.  Training
+        passes a new one in each call.
+      block: the side of the square blocks that share a scale: 32, 64, 128 or 256.
 
     Returns:
-      What the operator gives, ``[..., N]`` in x's dtype.
+      The output, ``[..., N]`` in x's dtype.
 
     Raises:
-      TypeError: x is of another dtype.
-      ValueError: there are no such blocks.
+      TypeError: x has another dtype.
+      ValueError: ``block`` is another number.
 
     >>> params = {
     ...     "norm": {"scale": jnp.ones(4), "bias": jnp.zeros(4)},
@@ -203,7 +207,7 @@ def apply(
         accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
         raise TypeError(f"x is {x.dtype}; the INT8 data flow takes {accepted}")
     if block not in BLOCK_SIDES:
-        raise ValueError(f"block takes one of {BLOCK_SIDES}; got {block!r}")
+        raise ValueError(f"block must be one of {BLOCK_SIDES}; got {block!r}")
     params = jax.tree.map(lambda p: p.astype(jnp.float32), dict(params))
     y = _apply(operator, block, params, x.reshape(1, -1, x.shape[-1]), seed)
     return y.reshape(*x.shape[:-1], y.shape[-1])

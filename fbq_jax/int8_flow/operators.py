@@ -1,13 +1,14 @@
-"""Operators that take and give INT8: linear, GELU, LayerNorm, dropout, add.
+"""Operators with INT8 inputs and outputs: linear, GELU, LayerNorm, dropout, add.
 
-Jetfire's *INT8 data flow* (arXiv 2403.12422): activations and their gradients go from
-one operator to the next as codes with a scale for each block, 32x32 in the paper.  An
-operator dequantizes what it reads, computes in float32 and quantizes what it gives:
+In Jetfire's *INT8 data flow* (arXiv 2403.12422), activations and their gradients pass
+from one operator to the next as INT8 values with one scale per block (32x32 in the
+paper).  An operator dequantizes its input, computes in float32 and quantizes its
+output:
 
 =========== ========================== ================================== ============
-operator    forward, y =               backward, dx =                     keeps
+operator    forward, y =               backward, dx =                     saves
 =========== ========================== ================================== ============
-Linear      Q(x W + b), W in codes     S(dy W'), dW = x' dy               x, W
+Linear      Q(x Q(W) + b)              S(dy Q(W)'), dW = x' dy            x, Q(W)
 Gelu        Q(gelu(x))                 S(dy * gelu'(x))                   x
 LayerNorm   Q(normalized * g + b)      S(rstd * (h - mean(h) -            x, mean, rstd
                                        normalized * mean(h *
@@ -16,12 +17,12 @@ Dropout     Q(x * mask / keep)         S(dy * mask / keep)                nothin
 add         Q(a + b)                   dy, to both                        nothing
 =========== ========================== ================================== ============
 
-``Q`` rounds to nearest and ``S`` stochastically, each use with noise of its own, so
-that gradients are unbiased: given what the forward pass keeps, every backward pass is
-linear in ``dy``.  The gradients of parameters are float32.  A NaN or an Inf makes its
-block NaN, and so all that depends on the block; a block of zeros stays zero.
+``Q`` rounds to nearest.  ``S`` rounds stochastically, and each use draws independent
+noise.  Every backward pass is linear in ``dy``, so gradients are unbiased given the
+saved values.  Parameter gradients are float32.  A NaN or an Inf turns its whole block
+into NaN, and so everything that depends on the block; a block of zeros stays zero.
 
-An operator is compiled as a unit (``jax.jit``): the floats in it are its own.
+Each pass of an operator is one ``jax.jit`` program: no float activation leaves it.
 """
 
 import dataclasses
@@ -40,53 +41,56 @@ from fbq_jax.kernels.fused_reference import find_rstd, with_slope
 
 Params = Mapping[str, Any]
 
-# Decorates the passes of an operator.
+# Compiles one pass of an operator as a unit.
 unit = functools.partial(jax.jit, static_argnums=0)
 
 _MASK_STREAM = 1
 
 
 class Operator(Protocol):
-    """A step of the data flow; hashable, for it is static."""
+    """One step of the data flow.  Operators are static arguments, hence hashable."""
 
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, Any]:
-        """Gives the output, and what the backward pass reads.
+        """Returns the output and the residuals of the backward pass.
 
         Args:
           params: float32 arrays by name.
-          x: ``[1, M, C]`` in square blocks.
-          seed: uint32 ``[]``, of the noise.
+          x: INT8 ``[1, M, C]`` in square blocks.
+          seed: uint32 ``[]``, seeds the operator's noise.
         """
 
     def backward(
         self, saved: Any, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, Any]]:
-        """Gives the gradients of x and, in float32, of the parameters.
+        """Returns the gradient of x and the float32 gradients of the parameters.
 
         Args:
-          saved: what ``forward`` gave.
-          dy: the gradient of its output.
-          seed: the one that ``forward`` had.
+          saved: the residuals that ``forward`` returned.
+          dy: the gradient of the output.
+          seed: the seed that ``forward`` received.
         """
 
 
 def to_codes(x: jax.Array, side: int) -> QTensor:
-    """Quantizes float ``[1, M, C]`` in blocks of ``side``, to nearest.
+    """Quantizes float ``[1, M, C]`` in ``side x side`` blocks, to nearest.
 
-    A checkpoint policy may save the codes (``fbq_jax.save_codes``).
+    A checkpoint policy can save the result (``fbq_jax.save_codes``).
     """
     return checkpoint_name(quantize(x, block=(side, side)), SAVED_NAME)
 
 
 def grad_to_codes(dy: jax.Array, side: int, seed: jax.Array) -> QTensor:
-    """Likewise, stochastically, with the noise of ``seed``, uint32 ``[]``."""
+    """Quantizes float ``[1, M, C]`` in ``side x side`` blocks, stochastically.
+
+    ``seed``, uint32 ``[]``, seeds the noise.
+    """
     return quantize(dy, block=(side, side), rounding="stochastic", seeds=seed[None])
 
 
 class SavedLinear(NamedTuple):
-    """The codes of both operands."""
+    """Both quantized operands of a linear layer."""
 
     x: QTensor
     w: QTensor
@@ -94,9 +98,9 @@ class SavedLinear(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """``x W + b``, of ``kernel [K, N]`` and, if it has one, ``bias [N]``.
+    """``x W + b``; the parameters are ``kernel [K, N]`` and an optional ``bias [N]``.
 
-    Products are of INT8, exact in a block and summed over blocks in float32.
+    INT8 products are exact inside a block; blocks are summed in float32.
     """
 
     use_bias: bool = True
@@ -105,7 +109,7 @@ class Linear:
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, SavedLinear]:
-        """The output's codes."""
+        """Returns the quantized output and both operands."""
         del seed
         y, saved = linear(params, x, use_bias=self.use_bias)
         return to_codes(y, x.block[0]), saved
@@ -114,7 +118,7 @@ class Linear:
     def backward(
         self, saved: SavedLinear, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
-        """The gradients of x, kernel and bias."""
+        """Returns the gradients of x, kernel and bias."""
         dx, grads = linear_grads(saved, dy, use_bias=self.use_bias)
         return grad_to_codes(dx, dy.block[0], seed), grads
 
@@ -122,7 +126,7 @@ class Linear:
 def linear(
     params: Params, x: QTensor, *, use_bias: bool
 ) -> tuple[jax.Array, SavedLinear]:
-    """``x W + b`` in float32, before it is quantized."""
+    """``x W + b`` in float32, not yet quantized, and both operands."""
     w = to_codes(params["kernel"][None], x.block[0])
     y = matmul(x, w, jnp.float32)
     if use_bias:
@@ -133,7 +137,7 @@ def linear(
 def linear_grads(
     saved: SavedLinear, dy: QTensor, *, use_bias: bool
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The gradients of x, before it is quantized, and of the parameters."""
+    """The float32 gradients of x, not yet quantized, and of the parameters."""
     dx = matmul(dy, saved.w.mT, jnp.float32)
     grads = {"kernel": matmul(saved.x.mT, dy, jnp.float32)[0]}
     if use_bias:
@@ -147,13 +151,13 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Gelu:
-    """``jax.nn.gelu``, by the hyperbolic tangent, as GPT-2 has it."""
+    """GELU in its tanh approximation, ``jax.nn.gelu(x, approximate=True)``."""
 
     @unit
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, QTensor]:
-        """The output's codes."""
+        """Returns the quantized output and x."""
         del params, seed
         return to_codes(_gelu(x.dequantize()), x.block[0]), x
 
@@ -161,13 +165,13 @@ class Gelu:
     def backward(
         self, saved: QTensor, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
-        """The gradient of x."""
+        """Returns the gradient of x."""
         _, slope = with_slope(_gelu, saved.dequantize())
         return grad_to_codes(dy.dequantize() * slope, dy.block[0], seed), {}
 
 
 class _SavedNorm(NamedTuple):
-    """Codes, and float32 statistics of each row ``[1, M, 1]``."""
+    """The quantized input, float32 statistics ``[1, M, 1]`` and ``scale [1, 1, C]``."""
 
     x: QTensor
     mean: jax.Array
@@ -177,9 +181,9 @@ class _SavedNorm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerNorm:
-    """Layer normalization with a ``scale [C]`` and a ``bias [C]``.
+    """Layer normalization with parameters ``scale [C]`` and ``bias [C]``.
 
-    Its statistics are those of the values that the codes of x stand for.
+    The statistics are computed from the dequantized input.
     """
 
     epsilon: float = 1e-6
@@ -188,7 +192,7 @@ class LayerNorm:
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, _SavedNorm]:
-        """The output's codes."""
+        """Returns the quantized output, x and its statistics."""
         del seed
         values = x.dequantize()
         mean = jnp.mean(values, axis=-1, keepdims=True)
@@ -203,7 +207,7 @@ class LayerNorm:
     def backward(
         self, saved: _SavedNorm, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
-        """The gradients of x, scale and bias."""
+        """Returns the gradients of x, scale and bias."""
         x, mean, rstd, scale = saved
         normalized = (x.dequantize() - mean) * rstd
         dy_values = dy.dequantize()
@@ -219,9 +223,9 @@ class LayerNorm:
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Zeros a value with probability ``rate``, and divides the others by ``1 - rate``.
+    """Zeros each value with probability ``rate`` and divides the rest by ``1 - rate``.
 
-    The mask is a function of the seed, drawn again in the backward pass.  Its
+    The mask is a function of the seed, so the backward pass draws it again.  The
     probability is exact to 2**-16.
     """
 
@@ -231,7 +235,7 @@ class Dropout:
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, tuple[()]]:
-        """The output's codes."""
+        """Returns the quantized output; nothing is saved."""
         del params
         return to_codes(self._drop(x, seed), x.block[0]), ()
 
@@ -239,7 +243,7 @@ class Dropout:
     def backward(
         self, saved: tuple[()], dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, jax.Array]]:
-        """The gradient of x."""
+        """Returns the gradient of x."""
         del saved
         return grad_to_codes(self._drop(dy, seed), dy.block[0], seed), {}
 
@@ -253,11 +257,11 @@ class Dropout:
 
 @jax.jit
 def add(a: QTensor, b: QTensor) -> QTensor:
-    """The sum of activations, rounded to nearest."""
+    """The sum of two activations, rounded to nearest."""
     return to_codes(a.dequantize() + b.dequantize(), a.block[0])
 
 
 @jax.jit
 def add_grads(a: QTensor, b: QTensor, seed: jax.Array) -> QTensor:
-    """The sum of gradients, rounded stochastically."""
+    """The sum of two gradients, rounded stochastically."""
     return grad_to_codes(a.dequantize() + b.dequantize(), a.block[0], seed)

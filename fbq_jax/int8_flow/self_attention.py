@@ -1,4 +1,4 @@
-"""Self-attention as an operator of the INT8 data flow; its core is in floats."""
+"""Self-attention as an operator of the INT8 data flow, with a floating-point core."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,29 +19,30 @@ from fbq_jax.int8_flow.operators import (
 )
 from fbq_jax.kernels import rounding
 
-# Of the noise of dQKV; dX draws from the operator's own seed.
+# The noise of dQKV; dX draws from the operator's seed itself.
 _CORE_STREAM = 1
 
 
 class _SavedAttention(NamedTuple):
     qkv: SavedLinear
-    core: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    core_vjp: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
     out: SavedLinear
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfAttention:
-    """Multi-head self-attention with its two projections, ``qkv`` and ``out``.
+    """Multi-head self-attention with two projections, ``qkv`` and ``out``.
 
-    The projections multiply INT8.  Between them is the core in floats: as in the paper,
-    what enters it is not quantized, q, k and v forward and its output's gradient
-    backward; and it keeps for its own backward pass what its function does.
+    The projections multiply INT8 values.  The core between them stays in floating
+    point, as in the paper: q, k and v enter it unquantized, and so does its output's
+    gradient in the backward pass.  ``attention_fn`` decides what the core saves.
 
     Attributes:
-      num_heads: H, which divides C.
-      length: T, of a sequence; x is ``[1, B T, C]``.
-      dtype: of the core.
-      attention_fn: the core: q, k and v ``[B, T, H, C/H]`` to the output, likewise.
+      num_heads: H, a divisor of C.
+      length: T, the tokens in a sequence; x is ``[1, B T, C]``.
+      dtype: dtype of the core.
+      attention_fn: the core, which maps q, k and v ``[B, T, H, C/H]`` to an output of
+        that shape.
       use_bias: whether the projections have biases.
     """
 
@@ -55,24 +56,24 @@ class SelfAttention:
     def forward(
         self, params: Params, x: QTensor, seed: jax.Array
     ) -> tuple[QTensor, _SavedAttention]:
-        """The output's codes."""
+        """Returns the quantized output and the residuals of all three parts."""
         del seed
         qkv, saved_qkv = linear(params["qkv"], x, use_bias=self.use_bias)
-        heads = (self._heads(part) for part in jnp.split(qkv, 3, axis=-1))
-        attended, core = jax.vjp(self.attention_fn, *heads)
+        heads = (self._split_heads(part) for part in jnp.split(qkv, 3, axis=-1))
+        attended, core_vjp = jax.vjp(self.attention_fn, *heads)
         attended = attended.reshape(x.shape).astype(jnp.float32)
         codes = to_codes(attended, x.block[0])
         y, saved_out = linear(params["out"], codes, use_bias=self.use_bias)
-        saved = _SavedAttention(saved_qkv, core, saved_out)
+        saved = _SavedAttention(saved_qkv, core_vjp, saved_out)
         return to_codes(y, x.block[0]), saved
 
     @unit
     def backward(
         self, saved: _SavedAttention, dy: QTensor, seed: jax.Array
     ) -> tuple[QTensor, dict[str, dict[str, jax.Array]]]:
-        """The gradients of x and of both projections."""
+        """Returns the gradients of x and of both projections."""
         dattended, out_grads = linear_grads(saved.out, dy, use_bias=self.use_bias)
-        parts = saved.core(self._heads(dattended))
+        parts = saved.core_vjp(self._split_heads(dattended))
         dqkv = jnp.concatenate(
             [part.reshape(dy.shape).astype(jnp.float32) for part in parts], axis=-1
         )
@@ -81,6 +82,6 @@ class SelfAttention:
         grads = {"qkv": qkv_grads, "out": out_grads}
         return grad_to_codes(dx, dy.block[0], seed), grads
 
-    def _heads(self, x: jax.Array) -> jax.Array:
+    def _split_heads(self, x: jax.Array) -> jax.Array:
         shape = (-1, self.length, self.num_heads, x.shape[-1] // self.num_heads)
         return x.reshape(shape).astype(self.dtype)

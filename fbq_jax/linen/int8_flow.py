@@ -1,6 +1,5 @@
 """Flax Linen modules of Transformer blocks with INT8 between their operators."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,91 +7,44 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fbq_jax import recipes
 from fbq_jax.core import threshold
-from fbq_jax.int8_flow import blocks
+from fbq_jax.int8_flow import layers as shared
+from fbq_jax.int8_flow.blocks import Chain
+from fbq_jax.int8_flow.layers import Initializer, ParamSpec, ParamSpecs
 from fbq_jax.int8_flow.operators import Operator
-from fbq_jax.kernels import rounding
 from fbq_jax.linen.dot import FallbackDot
 
-Initializer = Callable[..., jax.Array]
 Params = dict[str, Any]
 
 
-class _Norm(nn.Module):
-    """The parameters of ``nn.LayerNorm``, under their names."""
+class Int8MLP(shared.MLPBlock, nn.Module):
+    """A Transformer's MLP block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
-    param_dtype: Any
+    Computes ``x + dropout(down(gelu(up(norm(x)))))``.  Operations exchange INT8 values
+    with one scale per block, forward and backward, and save only such values for the
+    backward pass (``fbq_jax.int8_flow``).  The parameters are those of one
+    ``nn.LayerNorm`` and two ``nn.Dense``, under the names above.
 
-    @nn.compact
-    def __call__(self, size: int) -> Params:
-        start = {"scale": nn.initializers.ones, "bias": nn.initializers.zeros}
-        return {
-            name: self.param(name, init, (size,), self.param_dtype)
-            for name, init in start.items()
-        }
-
-
-class _Dense(nn.Module):
-    """The parameters of ``nn.Dense``, under their names."""
-
-    use_bias: bool
-    kernel_init: Initializer
-    param_dtype: Any
-
-    @nn.compact
-    def __call__(self, size: int, features: int) -> Params:
-        shape, dtype = (size, features), self.param_dtype
-        params = {"kernel": self.param("kernel", self.kernel_init, shape, dtype)}
-        if self.use_bias:
-            zeros = nn.initializers.zeros
-            params["bias"] = self.param("bias", zeros, (features,), dtype)
-        return params
-
-
-class _Projections(nn.Module):
-    """The parameters of ``int8_operators.SelfAttention``."""
-
-    use_bias: bool
-    kernel_init: Initializer
-    param_dtype: Any
-
-    @nn.compact
-    def __call__(self, size: int) -> Params:
-        options = self.use_bias, self.kernel_init, self.param_dtype
-        return {
-            "qkv": _Dense(*options, name="qkv")(size, 3 * size),
-            "out": _Dense(*options, name="out")(size, size),
-        }
-
-
-class Int8MLP(nn.Module):
-    """A Transformer's MLP with an INT8 data flow (Jetfire, arXiv 2403.12422).
-
-    ``x + dropout(down(gelu(up(norm(x)))))``, where all that goes from one operation to
-    the next, forward and backward, and all that is kept for the backward pass are INT8
-    codes with a scale a block (``fbq_jax.int8_flow``).  The parameters are those of
-    ``nn.LayerNorm`` and two ``nn.Dense`` with the names above.
-
-    Its state is that of ``FallbackDot``: a training step makes the collection mutable,
-    and each then has noise of its own.
+    The state is that of ``FallbackDot``: a training step makes the collection mutable,
+    so that each step draws new noise.
 
     Attributes:
       hidden: the width between the two projections.
-      dropout_rate: the probability of a zero; needs the RNG stream ``"dropout"``.
-      block: the side of a block that shares a scale: 32, 64, 128 or 256.
+      dropout_rate: probability of a zero, at least 0 and below 1; needs the RNG stream
+        ``"dropout"`` if it is above 0.
+      block: the side of the square blocks that share a scale: 32, 64, 128 or 256.
       epsilon: added to the norm's variance.
       use_bias: whether the projections have biases.
-      param_dtype: of the parameters.
+      param_dtype: dtype of the parameters.
       kernel_init: the kernels' initializer.
-      collection: of the state.
+      collection: name of the state's variable collection.
 
-    >>> layer, x = Int8MLP(64), jnp.ones((2, 8, 16))
-    >>> variables = layer.init(jax.random.key(0), x)
+    >>> layer, x = Int8MLP(16), jnp.ones((2, 8))
+    >>> variables = jax.jit(layer.init)(jax.random.key(0), x)
     >>> sorted(variables["params"])
     ['down', 'norm', 'up']
     >>> layer.apply(variables, x).shape
-    (2, 8, 16)
+    (2, 8)
     """
 
     hidden: int
@@ -106,50 +58,47 @@ class Int8MLP(nn.Module):
 
     @nn.compact
     def parameters(self, size: int) -> Params:
-        """The parameters, for inputs of that width."""
-        options = self.use_bias, self.kernel_init, self.param_dtype
-        return {
-            "norm": _Norm(self.param_dtype, name="norm")(size),
-            "up": _Dense(*options, name="up")(size, self.hidden),
-            "down": _Dense(*options, name="down")(self.hidden, size),
-        }
+        """Creates or reads the parameters for inputs of width ``size``."""
+        specs = shared.mlp_params(
+            size, self.hidden, use_bias=self.use_bias, kernel_init=self.kernel_init
+        )
+        return _create(specs, self.param_dtype)
 
     def operator(self, x: jax.Array, deterministic: bool) -> Operator:
-        """What computes with them."""
-        del x
-        return blocks.mlp(
-            epsilon=self.epsilon,
-            use_bias=self.use_bias,
-            dropout_rate=0.0 if deterministic else self.dropout_rate,
-        )
+        """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
+        return self._operator(x, 0.0 if deterministic else self.dropout_rate)
 
     def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
-        """Maps ``[..., C]`` to the same shape; ``deterministic`` drops nothing out."""
+        """Maps ``[..., C]`` to the same shape.
+
+        ``deterministic`` disables dropout.
+        """
         return _run(self, x, deterministic)
 
 
-class Int8Attention(nn.Module):
-    """Self-attention with an INT8 data flow (Jetfire, arXiv 2403.12422).
+class Int8Attention(shared.AttentionBlock, nn.Module):
+    """A self-attention block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
-    ``x + dropout(attention(norm(x)))``, with INT8 between the operations as in
-    ``Int8MLP``, but for the core of attention, which computes in floats, reads them and
-    keeps what ``attention_fn`` keeps (with ``jax.checkpoint`` around it: q, k and v).
+    Computes ``x + dropout(attention(norm(x)))``, with INT8 between the operations as in
+    ``Int8MLP``.  Only the attention core stays in floating point: it reads floats and
+    saves what ``attention_fn`` saves (q, k and v with ``jax.checkpoint`` around it).
 
     Attributes:
-      num_heads: H, which divides C.
-      attention_fn: q, k and v ``[B, T, H, C/H]`` to the output, likewise; causal is
+      num_heads: H, a divisor of C.
+      attention_fn: the core, which maps q, k and v ``[B, T, H, C/H]`` to an output of
+        that shape.  For causal attention pass
         ``functools.partial(jax.nn.dot_product_attention, is_causal=True)``.
-      dropout_rate: of the output, as in ``Int8MLP``.
-      block: likewise.
-      epsilon: likewise.
-      use_bias: likewise.
-      dtype: of the core; None takes that of the input.
-      param_dtype: as in ``Int8MLP``.
-      kernel_init: likewise.
-      collection: likewise.
+      dropout_rate: probability of a zero in the output of attention, as in ``Int8MLP``.
+      block: the side of the square blocks that share a scale: 32, 64, 128 or 256.
+      epsilon: added to the norm's variance.
+      use_bias: whether the projections have biases.
+      dtype: dtype of the core; None takes the input's.
+      param_dtype: dtype of the parameters.
+      kernel_init: the kernels' initializer.
+      collection: name of the state's variable collection.
 
     >>> layer, x = Int8Attention(4), jnp.ones((2, 8, 16))
-    >>> variables = layer.init(jax.random.key(0), x)
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     >>> jax.tree.map(jnp.shape, variables["params"]["attention"]["qkv"])
     {'bias': (48,), 'kernel': (16, 48)}
     """
@@ -167,43 +116,37 @@ class Int8Attention(nn.Module):
 
     @nn.compact
     def parameters(self, size: int) -> Params:
-        """The parameters, for inputs of that width."""
-        blocks.check_heads(self.num_heads, size)
-        options = self.use_bias, self.kernel_init, self.param_dtype
-        return {
-            "norm": _Norm(self.param_dtype, name="norm")(size),
-            "attention": _Projections(*options, name="attention")(size),
-        }
+        """Creates or reads the parameters for inputs of width ``size``."""
+        specs = shared.attention_params(
+            size, self.num_heads, use_bias=self.use_bias, kernel_init=self.kernel_init
+        )
+        return _create(specs, self.param_dtype)
 
     def operator(self, x: jax.Array, deterministic: bool) -> Operator:
-        """What computes with them."""
-        return blocks.attention(
-            self.num_heads,
-            x.shape[-2],
-            dtype=self.dtype or x.dtype,
-            attention_fn=self.attention_fn,
-            epsilon=self.epsilon,
-            use_bias=self.use_bias,
-            dropout_rate=0.0 if deterministic else self.dropout_rate,
-        )
+        """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
+        return self._operator(x, 0.0 if deterministic else self.dropout_rate)
 
     def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
-        """Maps ``[..., T, C]`` to the same; ``deterministic`` drops nothing out."""
+        """Maps ``[..., T, C]`` to the same shape.
+
+        ``deterministic`` disables dropout.
+        """
         return _run(self, x, deterministic)
 
 
 class Int8Sequential(nn.Module):
-    """Blocks one after another with INT8 between them too.
+    """INT8 blocks in sequence, with INT8 between the blocks as well.
 
-    The residual stream and its gradient then never are floats, and the floats of
-    parameters and of attention's core are the only ones.
+    The residual stream and its gradient then never become floats.  The only floats are
+    the parameters and the attention cores.
 
     Attributes:
-      layers: ``Int8MLP`` and ``Int8Attention``, of one ``block`` and
-        one ``collection``.
+      layers: ``Int8MLP`` and ``Int8Attention`` modules with the same ``block`` and the
+        same ``collection``.
 
     >>> blocks = Int8Sequential([Int8Attention(4), Int8MLP(64)])
-    >>> variables = blocks.init(jax.random.key(0), jnp.ones((2, 8, 16)))
+    >>> x = jnp.ones((2, 8, 16))
+    >>> variables = jax.eval_shape(blocks.init, jax.random.key(0), x)
     >>> sorted(variables["params"])
     ['layers_0', 'layers_1']
     """
@@ -212,37 +155,56 @@ class Int8Sequential(nn.Module):
 
     @property
     def block(self) -> int:
-        """The layers' own."""
-        return blocks.field_of_all(self.layers, "block")
+        """The layers' common ``block``."""
+        return shared.common_field(self.layers, "block")
 
     @property
     def collection(self) -> str:
-        """The layers' own."""
-        return blocks.field_of_all(self.layers, "collection")
+        """The layers' common ``collection``."""
+        return shared.common_field(self.layers, "collection")
 
     @property
     def dropout_rate(self) -> float:
-        """The largest of the layers'."""
+        """The largest of the layers' dropout rates."""
         return max(layer.dropout_rate for layer in self.layers)
 
     def parameters(self, size: int) -> Params:
-        """The parameters of each layer, under ``layers_0`` and so on."""
-        return {
-            f"layers_{i}": layer.parameters(size) for i, layer in enumerate(self.layers)
-        }
+        """Creates or reads the layers' parameters, under ``layers_0`` and so on."""
+        return shared.named(layer.parameters(size) for layer in self.layers)
 
     def operator(self, x: jax.Array, deterministic: bool) -> Operator:
         """The layers' operators in a chain."""
-        return blocks.Chain(
-            tuple(
-                (f"layers_{i}", layer.operator(x, deterministic))
-                for i, layer in enumerate(self.layers)
-            )
-        )
+        operators = (layer.operator(x, deterministic) for layer in self.layers)
+        return Chain(tuple(shared.named(operators).items()))
 
     def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
-        """Maps ``[..., T, C]`` to the same; ``deterministic`` drops nothing out."""
+        """Maps ``[..., T, C]`` to the same shape.
+
+        ``deterministic`` disables dropout.
+        """
         return _run(self, x, deterministic)
+
+
+class _Parameters(nn.Module):
+    """A scope that holds the parameters of one layer."""
+
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, specs: ParamSpecs) -> Params:
+        return {
+            name: self.param(name, *spec, self.param_dtype)
+            if isinstance(spec, ParamSpec)
+            else _Parameters(self.param_dtype, name=name)(spec)
+            for name, spec in specs.items()
+        }
+
+
+def _create(specs: dict[str, ParamSpecs], param_dtype: Any) -> Params:
+    """Creates or reads parameters in submodules of the module that is running."""
+    return {
+        name: _Parameters(param_dtype, name=name)(spec) for name, spec in specs.items()
+    }
 
 
 def _run(
@@ -250,19 +212,19 @@ def _run(
     x: jax.Array,
     deterministic: bool,
 ) -> jax.Array:
-    """A module's operator on its parameters, with the noise of its state."""
-    recipe = dataclasses.replace(recipes.jetfire, block=module.block)
+    """Runs a module's operator with noise from its state, and updates the state."""
+    recipe = shared.recipe_of(module.block)
     dot = FallbackDot(recipe, module.collection)
     params = module.parameters(x.shape[-1])
     variable = dot.variable(module)
     state = threshold.canonicalize_state(variable.value)
-    seed = threshold.call_seed(state)
-    if module.dropout_rate > 0.0 and not deterministic:
-        bits = jax.random.bits(module.make_rng("dropout"), (), jnp.uint32)
-        seed = rounding.fold(seed, bits)
-    y = blocks.apply(
-        module.operator(x, deterministic), params, x, seed=seed, block=module.block
+    drops = module.dropout_rate > 0.0 and not deterministic
+    y = shared.run(
+        module.operator(x, deterministic),
+        params,
+        x,
+        state,
+        [module.make_rng("dropout")] if drops else [],
+        block=module.block,
     )
-    no_metric = jnp.zeros((0,), jnp.float32)
-    new = threshold.update(state, no_metric, state["theta"], recipe)
-    return dot.commit(module, variable, new, y)
+    return dot.commit(module, variable, shared.next_state(state, recipe), y)

@@ -1,4 +1,4 @@
-"""Flax Linen's norms, with INT10 saved for the backward pass."""
+"""Flax Linen norms that save INT10 for the backward pass."""
 
 from typing import Any
 
@@ -11,15 +11,17 @@ from fbq_jax.core import nonlinear
 
 
 class RMSNorm(nn.Module):
-    """``nn.RMSNorm`` over the last axis: the same parameters, the same output.
+    """``nn.RMSNorm`` over the last axis, with the same parameters and output.
+
+    ``fbq_jax.nonlinear.rms_norm`` computes it and says what the backward pass saves.
 
     Attributes:
       epsilon: added to the mean square.
-      dtype: of the output; None takes that of the input and parameters together.
-      param_dtype: of the parameters.
-      use_scale: whether there is a parameter ``scale``, ``[C]``.
-      scale_init: its initializer.
-      bits: of each value saved for the backward pass, 4 to 12.
+      dtype: dtype of the output; None promotes the input's and the parameters' dtypes.
+      param_dtype: dtype of the parameters.
+      use_scale: whether the norm has a parameter ``scale [C]``.
+      scale_init: the scale's initializer.
+      bits: bits per value saved for the backward pass, 4 to 12.
 
     >>> norm = RMSNorm()
     >>> x = jnp.ones((2, 8))
@@ -37,7 +39,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes ``[..., C]``."""
+        """Normalizes ``[..., C]`` over its last axis."""
         scale = None
         if self.use_scale:
             scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
@@ -49,17 +51,19 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``nn.LayerNorm`` over the last axis: the same parameters, the same output.
+    """``nn.LayerNorm`` over the last axis, with the same parameters and output.
+
+    ``fbq_jax.nonlinear.layer_norm`` computes it and says what the backward pass saves.
 
     Attributes:
       epsilon: added to the variance.
-      dtype: of the output; None takes that of the input and parameters together.
-      param_dtype: of the parameters.
-      use_bias: whether there is a parameter ``bias``, ``[C]``.
-      use_scale: whether there is a parameter ``scale``, ``[C]``.
-      bias_init: the bias' initializer.
+      dtype: dtype of the output; None promotes the input's and the parameters' dtypes.
+      param_dtype: dtype of the parameters.
+      use_bias: whether the norm has a parameter ``bias [C]``.
+      use_scale: whether the norm has a parameter ``scale [C]``.
+      bias_init: the bias's initializer.
       scale_init: the scale's initializer.
-      bits: of each value saved for the backward pass, 4 to 12.
+      bits: bits per value saved for the backward pass, 4 to 12.
     """
 
     epsilon: float = 1e-6
@@ -73,7 +77,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes ``[..., C]``."""
+        """Normalizes ``[..., C]`` over its last axis."""
         scale = bias = None
         if self.use_scale:
             scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)

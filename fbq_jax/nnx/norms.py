@@ -1,4 +1,4 @@
-"""Flax NNX's norms, with INT10 saved for the backward pass."""
+"""Flax NNX norms that save INT10 for the backward pass."""
 
 from typing import Any
 
@@ -11,17 +11,19 @@ from fbq_jax.core import nonlinear
 
 
 class RMSNorm(nnx.Module):
-    """``nnx.RMSNorm`` over the last axis: the same parameters, the same output.
+    """``nnx.RMSNorm`` over the last axis, with the same parameters and output.
+
+    ``fbq_jax.nonlinear.rms_norm`` computes it and says what the backward pass saves.
 
     Args:
-      num_features: the size C of the last axis.
+      num_features: C, the size of the last axis.
       epsilon: added to the mean square.
-      dtype: of the output; None takes that of the input and parameters together.
-      param_dtype: of the parameters.
-      use_scale: whether there is a parameter ``scale``, ``[C]``.
-      scale_init: its initializer.
-      bits: of each value saved for the backward pass, 4 to 12.
-      rngs: for the parameters.
+      dtype: dtype of the output; None promotes the input's and the parameters' dtypes.
+      param_dtype: dtype of the parameters.
+      use_scale: whether the norm has a parameter ``scale [C]``.
+      scale_init: the scale's initializer.
+      bits: bits per value saved for the backward pass, 4 to 12.
+      rngs: seeds the parameters.
 
     >>> norm = RMSNorm(8, rngs=nnx.Rngs(0))
     >>> norm(jnp.ones((2, 8))).shape
@@ -44,26 +46,28 @@ class RMSNorm(nnx.Module):
         self.scale = _param(use_scale, scale_init, num_features, param_dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes ``[..., C]``."""
+        """Normalizes ``[..., C]`` over its last axis."""
         scale = None if self.scale is None else self.scale[...]
         x, scale = promote_dtype((x, scale), dtype=self.dtype)
         return nonlinear.rms_norm(x, scale, epsilon=self.epsilon, bits=self.bits)
 
 
 class LayerNorm(nnx.Module):
-    """``nnx.LayerNorm`` over the last axis: the same parameters, the same output.
+    """``nnx.LayerNorm`` over the last axis, with the same parameters and output.
+
+    ``fbq_jax.nonlinear.layer_norm`` computes it and says what the backward pass saves.
 
     Args:
-      num_features: the size C of the last axis.
+      num_features: C, the size of the last axis.
       epsilon: added to the variance.
-      dtype: of the output; None takes that of the input and parameters together.
-      param_dtype: of the parameters.
-      use_bias: whether there is a parameter ``bias``, ``[C]``.
-      use_scale: whether there is a parameter ``scale``, ``[C]``.
-      bias_init: the bias' initializer.
+      dtype: dtype of the output; None promotes the input's and the parameters' dtypes.
+      param_dtype: dtype of the parameters.
+      use_bias: whether the norm has a parameter ``bias [C]``.
+      use_scale: whether the norm has a parameter ``scale [C]``.
+      bias_init: the bias's initializer.
       scale_init: the scale's initializer.
-      bits: of each value saved for the backward pass, 4 to 12.
-      rngs: for the parameters.
+      bits: bits per value saved for the backward pass, 4 to 12.
+      rngs: seeds the parameters.
     """
 
     def __init__(
@@ -81,12 +85,12 @@ class LayerNorm(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.epsilon, self.dtype, self.bits = epsilon, dtype, bits
-        # The scale first, as in Flax: they draw from one stream.
+        # Flax draws the scale first; both come from one stream.
         self.scale = _param(use_scale, scale_init, num_features, param_dtype, rngs)
         self.bias = _param(use_bias, bias_init, num_features, param_dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes ``[..., C]``."""
+        """Normalizes ``[..., C]`` over its last axis."""
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
         x, scale, bias = promote_dtype((x, scale, bias), dtype=self.dtype)
@@ -102,6 +106,7 @@ def _param(
     dtype: Any,
     rngs: nnx.Rngs,
 ) -> nnx.Param | None:
+    """A parameter ``[size]``, or None where the norm does not use it."""
     if not used:
         return nnx.data(None)
     return nnx.Param(init(rngs.params(), (size,), dtype))
