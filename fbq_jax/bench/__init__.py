@@ -1,1 +1,1 @@
-"""Measures what the library costs on the GPU at hand: ``python -m fbq_jax.bench``."""
+"""Benchmarks of the library on this machine's GPU: ``python -m fbq_jax.bench``."""

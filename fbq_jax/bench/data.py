@@ -1,18 +1,17 @@
-"""What the benchmark multiplies: never zeros, which a GPU computes with less power."""
+"""Random operands. None are zeros, which a GPU multiplies with less power."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def activation(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A bf16 array with tails as activations have them: Student's t, four degrees.
+    """A bf16 array with heavy tails, as activations have: Student's t, 4 degrees.
 
-    That is a normal variable over the root of a mean of two exponential ones, which
-    compiles and runs much faster than ``jax.random.t``.
+    The sample is a normal variable over the square root of the mean of two exponential
+    ones. It compiles and runs much faster than ``jax.random.t``.
     """
     numerator, denominator = jax.random.split(key)
     scale = jnp.mean(jax.random.exponential(denominator, (2, *shape)), axis=0)
@@ -23,10 +22,16 @@ def activation(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def swiglu(
     key: jax.Array, shape: tuple[int, ...], largest: float, channels_apart: int
 ) -> jax.Array:
-    """A SwiGLU's output in bf16, with the outliers of large models.
+    """A SwiGLU output in bf16 with the outliers of large models.
 
-    One channel of ``channels_apart`` has them, in one token of 64: magnitudes from 10
-    on, evenly spread over the powers of ten up to ``largest``, which one of them is.
+    Every ``channels_apart``-th channel has an outlier in one token of 64. Magnitudes
+    start at 10 and are log-uniform up to ``largest``, which the first token reaches.
+
+    Args:
+      key: the PRNG key.
+      shape: ``[tokens, channels]``.
+      largest: the largest magnitude, above 10.
+      channels_apart: the distance between channels with outliers.
     """
     gate_key, up_key, place_key, size_key = jax.random.split(key, 4)
     gate = jax.random.normal(gate_key, shape)
@@ -38,14 +43,3 @@ def swiglu(
     first = (jnp.arange(tokens) == 0)[:, None]
     outliers = jnp.sign(y) * jnp.where(first, largest, sizes)
     return jnp.where((drawn | first) & has_outliers, outliers, y).astype(jnp.bfloat16)
-
-
-def walks(vocabulary: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Tokens int32 ``[..., S]`` that can be learned: each has four that may follow."""
-    draw = np.random.default_rng(0).integers
-    following = draw(0, vocabulary, (vocabulary, 4), np.int32)
-    choices = draw(0, 4, shape)
-    tokens = draw(0, vocabulary, shape, np.int32)
-    for i in range(1, shape[-1]):
-        tokens[..., i] = following[tokens[..., i - 1], choices[..., i]]
-    return tokens

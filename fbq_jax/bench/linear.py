@@ -1,4 +1,4 @@
-"""A linear layer's three products, forward and backward, beside what else there is."""
+"""A linear layer's three products, forward and backward, against other libraries."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,20 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.bench import contenders, data, measure
-from fbq_jax.bench.contenders import MATMUL, Contender, Product
+from fbq_jax.bench import baselines, data, matmuls, measure
+from fbq_jax.bench.matmuls import MATMUL, Matmul, Product
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
+SETTLING_STEPS = 2  # until delayed scales fit these operands
 _ARRAYS = ("y", "dx", "dw")
-# bf16 outputs whose float32 sums were in another order: some round the other way.
-_LIMIT = 1e-3
-# The definition is slow to compile: it is asked for a corner of this size.
+_INT8_LIMIT = 0.1  # error of INT8 against float32
+# bf16 outputs of float32 sums in another order: some values round the other way.
+_REFERENCE_LIMIT = 1e-3
+# The reference compiles slowly: it computes only a corner of this size.
 _CORNER = 1024
-# What INT8 may lose against float32.
-_LOSS = 0.1
-SETTLING_STEPS = 2  # until scales that lag a step belong to these operands
 
 
 def rows(
@@ -31,15 +30,15 @@ def rows(
 ) -> Iterator[Row]:
     """Measures ``Y = X . W``, ``dX`` and ``dW`` of each ``(M, K, N)``, bf16 in and out.
 
-    The threshold is one that a fifth of X's blocks exceed, and a key makes the rounding
-    stochastic, as in training.  The work counted is that of the products, ``6 M K N``,
-    whatever else a recipe computes.
+    A fifth of X's blocks exceed the threshold, and a key makes the rounding stochastic,
+    as in training. Work counts the products' ``6 M K N`` operations and nothing that a
+    recipe adds.
 
     Raises:
-      WrongResultError: if a product or gradient differs from the definition's, on a
-        corner of the operands, or from float32 by more than INT8 loses.
+      WrongResultError: if a product or gradient differs from the reference on a corner
+        of the operands, or from float32 by more than INT8 may.
     """
-    others = list(contenders.others())
+    int8_libraries = list(baselines.installed_int8_libraries())
     for shape in shapes:
         M, K, N = shape
         keys = jax.random.split(jax.random.key(0), 3)
@@ -48,49 +47,51 @@ def rows(
         dy = jax.random.normal(keys[2], (M, N), jnp.bfloat16)
         exact = exact_products(x, w, dy)
         baseline: Row | None = None
-        for contender in (
-            contenders.bf16(),
-            *contenders.own(x, implementation),
-            contenders.flax_fp8(x, w),
-            *others,
+        for matmul in (
+            baselines.bf16(),
+            *matmuls.timed(x, implementation),
+            baselines.flax_fp8(x, w),
+            *int8_libraries,
         ):
-            measured = _measure(contender, (x, w, dy), exact, baseline, effort)
+            measured = _measure(matmul, (x, w, dy), exact, baseline, effort)
             baseline = baseline or measured
             yield measured
 
 
 def _measure(
-    contender: Contender,
+    matmul: Matmul,
     operands: tuple[jax.Array, jax.Array, jax.Array],
     exact: tuple[jax.Array, ...],
     baseline: Row | None,
     effort: Effort,
 ) -> Row:
-    x, w, dy = operands
+    x, w, _ = operands
     (M, K), (_, N) = x.shape, w.shape
-    product, state, inputs = contender.product, contender.state, contender.inputs
-    step, compile_s = measure.first_call(step_of(product), x, w, dy, state, inputs)
-    _check(contender, operands)
+    state, inputs = matmul.state, matmul.inputs
+    step, compile_s = measure.first_call(
+        step_of(matmul.product), *operands, state, inputs
+    )
+    _check_reference(matmul, operands)
     for _ in range(SETTLING_STEPS):
-        *arrays, state = step(x, w, dy, state, inputs)
+        *arrays, state = step(*operands, state, inputs)
     errors = dict(zip(_ARRAYS, map(measure.relative_error, arrays, exact), strict=True))
     for name, error in errors.items():
-        measure.require(error, _LOSS, f"{name} of {contender.name} at {(M, K, N)}")
+        measure.require(error, _INT8_LIMIT, f"{name} of {matmul.name} at {(M, K, N)}")
     return row(
-        measure.timing(step, x, w, dy, state, inputs, effort=effort),
+        measure.timing(step, *operands, state, inputs, effort=effort),
         6.0 * M * K * N,
         baseline,
-        what=contender.name,
-        implementation=contender.implementation,
+        what=matmul.name,
+        implementation=matmul.implementation,
         shape=(M, K, N),
-        fallback=contender.fallback,
+        fallback=matmul.fallback,
         errors=errors,
         compile_s=compile_s,
     )
 
 
 def step_of(product: Product) -> Callable[..., tuple[Any, ...]]:
-    """``(y, dx, dw, new state)`` of a product."""
+    """The function ``(x, w, dy, state, inputs) -> (y, dx, dw, new state)``."""
 
     def step(
         x: jax.Array, w: jax.Array, dy: jax.Array, state: Any, inputs: Any
@@ -104,21 +105,19 @@ def step_of(product: Product) -> Callable[..., tuple[Any, ...]]:
     return step
 
 
-def _check(
-    contender: Contender, operands: tuple[jax.Array, jax.Array, jax.Array]
+def _check_reference(
+    matmul: Matmul, operands: tuple[jax.Array, jax.Array, jax.Array]
 ) -> None:
-    """Refuses what differs from the definition, on a corner of the operands."""
-    if contender.definition is None:
+    """Raises if a corner of the results differs from the reference's."""
+    if matmul.reference is None:
         return
-    corner = tuple(operand[:_CORNER, :_CORNER] for operand in operands)
-    # Op by op, so that shapes and recipes share what they compile.
-    *actual, _ = step_of(contender.product)(*corner, contender.state, contender.inputs)
-    *wanted, _ = step_of(contender.definition)(
-        *corner, contender.state, contender.inputs
-    )
-    for name, *pair in zip(_ARRAYS, actual, wanted, strict=True):
-        what = f"{name} of {contender.name} by {contender.implementation}"
-        measure.require(measure.relative_error(*pair), _LIMIT, what)
+    args = *(x[:_CORNER, :_CORNER] for x in operands), matmul.state, matmul.inputs
+    # Eager, so that shapes and recipes share compiled ops.
+    *actual, _ = step_of(matmul.product)(*args)
+    *expected, _ = step_of(matmul.reference)(*args)
+    for name, *pair in zip(_ARRAYS, actual, expected, strict=True):
+        what = f"{name} of {matmul.name} by {matmul.implementation}"
+        measure.require(measure.relative_error(*pair), _REFERENCE_LIMIT, what)
 
 
 @jax.jit

@@ -1,10 +1,12 @@
-"""How long a program takes on the device, and whether it computes what it should.
+"""Times programs on the device and checks their results.
 
-A GPU under its power limit slows down within a second of heavy work: one fast launch
-says little about training.  So there are two figures.  *Sustained* is the time of a
-call among many, back to back, after a warm-up: what training sees, launches and gaps
-included.  *Burst* is the time of a call's kernels on a rested card: what the code could
-do where power and host are no limit.
+Under heavy work a GPU reaches its power limit and slows down within a second, so a
+single fast launch says little about training. Two times are measured:
+
+- *Sustained*: the time per call of many calls back to back, after a warm-up. This is
+  what training sees, launches and gaps included.
+- *Burst*: the time of one call's kernels on a rested GPU. Neither power nor the host
+  limits it.
 """
 
 import statistics
@@ -17,21 +19,21 @@ import jax.numpy as jnp
 
 
 class WrongResultError(Exception):
-    """A program's result is not what it should be: nothing is timed."""
+    """A program's result is wrong, so its time is not reported."""
 
 
 class NoKernelsError(Exception):
-    """The profiler does not tell the kernels of a program apart."""
+    """The profiler cannot time single kernels on this machine."""
 
 
 class Effort(NamedTuple):
-    """How much measuring one figure takes.
+    """How much time a measurement takes.
 
     Attributes:
       warm_up_s: seconds of continuous calls before the first sample.
       samples: number of samples of the sustained time.
-      batch_s: the least seconds of a sample, a batch of calls.
-      rest_s: seconds without a call before a burst.
+      batch_s: minimum seconds of a sample, which is a batch of calls.
+      rest_s: idle seconds before a burst.
       launches: number of calls of a burst.
     """
 
@@ -47,13 +49,13 @@ QUICK = Effort(warm_up_s=0.2, samples=10, batch_s=0.01, rest_s=0.2, launches=5)
 
 
 class Timing(NamedTuple):
-    """Medians, in milliseconds a call.
+    """Median milliseconds per call.
 
     Attributes:
       ms: sustained.
       burst_ms: in a burst.
-      burst_of: what ``burst_ms`` covers: ``"kernels"``, their time on the GPU's clock,
-        or, where that cannot be had, ``"calls"``, launch and host included.
+      burst_of: what ``burst_ms`` covers: ``"kernels"``, timed by the GPU, or
+        ``"calls"``, with launch and host time, where kernels cannot be timed.
     """
 
     ms: float
@@ -67,8 +69,8 @@ def first_call(
     """Compiles a function for its arguments and calls it once.
 
     Returns:
-      The compiled function, and the seconds from tracing to the first result.  A kernel
-      that this process has compiled before, for another program, counts little.
+      The compiled function, and the seconds from tracing to the first result. A kernel
+      that this process has compiled for another program adds little.
     """
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*args).compile()
@@ -79,35 +81,17 @@ def first_call(
 def first_step(
     step: Any, state: Any, *args: Any
 ) -> tuple[jax.stages.Compiled, float, Any]:
-    """As ``first_call``, for a jitted ``(state, *args) -> (state, metrics)``.
+    """Compiles a jitted ``(state, *args) -> (state, metrics)`` and calls it once.
 
     Returns:
-      The compiled step, seconds, and the state after it: the old one may be gone.
+      The compiled step, the seconds as in ``first_call``, and the new state. The old
+      state may have been donated.
     """
     start = time.perf_counter()
     compiled = step.lower(state, *args).compile()
     state, metrics = compiled(state, *args)
     jax.block_until_ready(metrics)
     return compiled, time.perf_counter() - start, state
-
-
-def loop(
-    step: Callable[..., Any], state: Any, *args: Any, effort: Effort
-) -> tuple[Timing, Any]:
-    """Measures a step whose state goes from one call to the next.
-
-    A burst is of calls: several states at once may be more than memory holds.
-    """
-
-    def call() -> Any:
-        nonlocal state
-        state, metrics = step(state, *args)
-        return metrics
-
-    sustained = _sustained(call, (), effort)
-    time.sleep(effort.rest_s)
-    calls = [_batch(call, (), 1) for _ in range(effort.launches)]
-    return Timing(sustained, 1e3 * statistics.median(calls), "calls"), state
 
 
 def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
@@ -118,15 +102,32 @@ def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
     kernels = _kernel_times(function, args, effort.launches)
     if kernels is not None:
         return Timing(sustained, statistics.median(kernels), "kernels")
-    calls = [_batch(function, args, 1) for _ in range(effort.launches)]
-    return Timing(sustained, 1e3 * statistics.median(calls), "calls")
+    return Timing(sustained, _burst_of_calls(function, args, effort), "calls")
+
+
+def step_timing(
+    step: Callable[..., Any], state: Any, *args: Any, effort: Effort
+) -> Timing:
+    """Times a step ``(state, *args) -> (state, metrics)`` that donates its state.
+
+    The burst times calls, since memory may not hold the states of several at once.
+    """
+
+    def call() -> Any:
+        nonlocal state
+        state, metrics = step(state, *args)
+        return metrics
+
+    sustained = _sustained(call, (), effort)
+    time.sleep(effort.rest_s)
+    return Timing(sustained, _burst_of_calls(call, (), effort), "calls")
 
 
 def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
-    """The kernels of one call of a compiled program, and their milliseconds.
+    """The names and milliseconds of the kernels of one call of a compiled program.
 
     Raises:
-      NoKernelsError: on a machine without CUPTI.
+      NoKernelsError: if the machine has no CUPTI.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -138,20 +139,20 @@ def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
 
 
 def relative_error(actual: jax.Array, exact: jax.Array) -> float:
-    """Frobenius norm of the difference over that of ``exact``, in float32."""
+    """``||actual - exact|| / ||exact||`` in the Frobenius norm, in float32."""
     return float(_relative_error(actual, exact))
 
 
 def require(error: float, limit: float, what: str) -> None:
-    """Refuses to go on with a wrong result.
+    """Checks an error against its limit.
 
     Raises:
       WrongResultError: if the error is NaN or above the limit.
     """
     if not error <= limit:
         raise WrongResultError(
-            f"{what} is wrong: its error against the definition is {error:.1e}, "
-            f"at most {limit:.0e} is right; nothing was timed"
+            f"{what} is wrong: its error is {error:.1e}, the limit is {limit:.0e}; "
+            "its time is not reported"
         )
 
 
@@ -165,18 +166,27 @@ def _relative_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
 def _sustained(
     function: Callable[..., Any], args: tuple[Any, ...], effort: Effort
 ) -> float:
+    """Median milliseconds per call; warms up and finds the calls of a batch first."""
     end = time.perf_counter() + effort.warm_up_s
     calls, seconds = 1, 0.0
     while time.perf_counter() < end or seconds < effort.batch_s:
         if seconds < effort.batch_s:
             calls *= 2
-        seconds = _batch(function, args, calls)
-    samples = [_batch(function, args, calls) / calls for _ in range(effort.samples)]
+        seconds = _seconds(function, args, calls)
+    samples = [_seconds(function, args, calls) / calls for _ in range(effort.samples)]
     return 1e3 * statistics.median(samples)
 
 
-def _batch(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:
-    """Seconds of calls one after the other; the device runs them in that order."""
+def _burst_of_calls(
+    function: Callable[..., Any], args: tuple[Any, ...], effort: Effort
+) -> float:
+    """Median milliseconds of single calls."""
+    calls = [_seconds(function, args, 1) for _ in range(effort.launches)]
+    return 1e3 * statistics.median(calls)
+
+
+def _seconds(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:
+    """Seconds that several calls take; the device runs them in order."""
     start = time.perf_counter()
     for _ in range(calls):
         out = function(*args)
@@ -187,13 +197,13 @@ def _batch(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> f
 def _kernel_times(
     function: Callable[..., Any], args: tuple[Any, ...], launches: int
 ) -> list[float] | None:
-    """Milliseconds of the kernels of each launch; None where nothing can tell them."""
+    """Milliseconds of each launch's kernels; None where they cannot be timed."""
     if jax.default_backend() != "gpu":
         return None
     from jax.experimental.mosaic.gpu import profiler
 
     try:
         _, times = profiler.measure(function, iterations=launches)(*args)
-    except RuntimeError:  # no CUPTI, or kernels that are not the same each time
+    except RuntimeError:  # There is no CUPTI, or the kernels differ between launches.
         return None
-    return times  # None where no kernel ran, as in a copy
+    return times  # None if no kernel ran, as in a copy.

@@ -1,4 +1,4 @@
-"""The memory of a differentiated program, as its compiled form has it."""
+"""The memory of a differentiated program, from its compiled form."""
 
 import math
 from collections.abc import Callable
@@ -11,23 +11,22 @@ from jax import lax
 def saved_bytes(
     function: Callable[[Any, jax.Array], jax.Array], params: Any, x: jax.Array
 ) -> float:
-    """Bytes that a function keeps from its forward to its backward pass, a row of x.
+    """Bytes saved for the backward pass, per row of x.
 
-    The forward pass is compiled by itself, and what it gives beside its output is
-    counted, each array once.  Arrays that are as large for half of x are not: they
-    belong to the parameters.
+    Compiles the forward pass alone and counts each distinct residual once. A residual
+    whose size does not change with half of x belongs to the parameters and is left out.
 
     Args:
       function: differentiable, ``(params, x) -> y``.
       params: a pytree of arrays.
-      x: ``[B, ...]`` with an even B; a row is one of B.
+      x: ``[B, ...]`` with an even number B of rows.
     """
 
     def forward(params: Any, x: jax.Array) -> list[jax.Array]:
         _, vjp = jax.vjp(function, params, x)
-        # The barrier makes outputs of inputs, too.
-        unique = {id(leaf): leaf for leaf in jax.tree.leaves(vjp)}
-        return lax.optimization_barrier(list(unique.values()))
+        residuals = {id(leaf): leaf for leaf in jax.tree.leaves(vjp)}
+        # Without the barrier, inputs returned as they are would not be outputs.
+        return lax.optimization_barrier(list(residuals.values()))
 
     half = jax.ShapeDtypeStruct((len(x) // 2, *x.shape[1:]), x.dtype)
     pairs = zip(
@@ -35,13 +34,13 @@ def saved_bytes(
         jax.eval_shape(forward, params, half),
         strict=True,
     )
-    of_params = sum(_bytes(leaf) for leaf, same in pairs if leaf.shape == same.shape)
+    of_params = sum(_bytes(leaf) for leaf, other in pairs if leaf.shape == other.shape)
     memory = _analysis(jax.jit(forward).lower(params, x).compile())
     return (memory.output_size_in_bytes - of_params) / len(x)
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """What a program has allocated at once: arguments, outputs and temporaries."""
+    """Bytes that a program has allocated at once: arguments, outputs, temporaries."""
     memory = _analysis(compiled)
     return (
         memory.argument_size_in_bytes

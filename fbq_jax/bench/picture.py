@@ -1,4 +1,4 @@
-"""A picture of the section ``recipes``: errors as the activation's outliers grow."""
+"""The picture of the section ``recipes``: errors as outliers grow."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ try:
     from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "pictures are drawn with Matplotlib: pip install matplotlib", name=error.name
+        "picture needs Matplotlib: pip install matplotlib", name=error.name
     ) from error
 
 _PANELS = {
@@ -22,29 +22,29 @@ _DASHES = ("-", "--", ":")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the errors of each recipe over the sets of operands.
+    """Plots the errors of each recipe over the inputs.
 
     Args:
-      rows: of the section.
-      path: of the picture, in a format that Matplotlib knows by its suffix.
+      rows: the rows of the section.
+      path: the picture; its suffix selects one of Matplotlib's formats.
 
     Raises:
-      ResultsError: if it cannot be written.
+      ResultsError: if the picture cannot be written.
     """
     names = list(dict.fromkeys(row.what for row in rows))
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, len(_PANELS))
     for axis, (error, title) in zip(axes, _PANELS.items(), strict=True):
         for i, name in enumerate(names):
-            of_name = [row for row in rows if row.what == name]
+            of_recipe = [row for row in rows if row.what == name]
             axis.plot(
-                [row.data for row in of_name],
-                [row.errors[error] for row in of_name],
+                [row.data for row in of_recipe],
+                [row.errors[error] for row in of_recipe],
                 color=colormaps["tab10"](i % 10),
                 linestyle=_DASHES[i // 10 % len(_DASHES)],
                 marker=".",
                 label=name,
-                zorder=len(names) - i,  # the first, on top where lines coincide
+                zorder=len(names) - i,  # the first line on top
             )
         axis.set(title=title, yscale="log")
         axis.tick_params(axis="x", rotation=30)

@@ -1,4 +1,4 @@
-"""Quantization by the bytes it has to move, beside a copy on the same device."""
+"""Quantization by the bytes it has to move, against a copy on the same device."""
 
 import functools
 import math
@@ -24,11 +24,16 @@ _FLOAT32_BYTES = 4
 
 
 class _Case(NamedTuple):
-    """One op to measure: its name, options and arguments, and what it stores a block.
+    """One op to measure.
 
     Attributes:
-      layouts: numbers of INT8 codes stored for an element.
-      per_block: float32 values stored for a block.
+      what: the op's name in the table.
+      op: a function of ``fbq_jax.ops``.
+      options: its keyword arguments.
+      args: its arrays; the first is the operand.
+      fallback: the share of blocks that fall back; None without fallback.
+      layouts: INT8 values stored per element of the operand.
+      per_block: float32 values stored per block.
     """
 
     what: str
@@ -39,6 +44,14 @@ class _Case(NamedTuple):
     layouts: float
     per_block: int
 
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that must be read and written."""
+        x = self.args[0]
+        blocks = math.prod(-(-size // _SIDE) for size in x.shape[1:])
+        stored = self.layouts * x.size + self.per_block * blocks * _FLOAT32_BYTES
+        return x.nbytes + stored
+
 
 def rows(
     shapes: Sequence[tuple[int, ...]],
@@ -48,39 +61,45 @@ def rows(
     implementation: str | None,
     effort: Effort,
 ) -> Iterator[Row]:
-    """Measures a copy, then for each shape plain and fallback quantization of bf16.
+    """Measures a copy, then plain and fallback quantization of each bf16 shape.
 
-    The bytes counted are those that must move: the operand once, and the codes, scales
-    and metrics that are stored, the residual's codes in the blocks that fell back.
+    Work counts the bytes that must move: the operand once, the stored codes, scales
+    and metrics, and the residual codes of blocks that fall back.
 
     Raises:
-      WrongResultError: if codes, scales or metrics differ from the definition's.
+      WrongResultError: if codes, scales or metrics differ from the reference.
     """
-    by = dispatch.choose("quantize", _BLOCK, implementation=implementation)
+    choice = dispatch.choose("quantize", _BLOCK, implementation=implementation)
     copy = _copy(copy_shape, effort)
     yield copy
     for shape in shapes:
-        for case in _cases(shape, rates, by.implementation):
-            run, definition = (
-                jax.jit(functools.partial(case.op, **case.options, implementation=name))
-                for name in (by.implementation, "reference")
-            )
-            error = _differing(run(*case.args), definition(*case.args))
-            what = f"{case.what} of {shape} by {by.implementation}"
-            measure.require(error, 0.0, what)
-            x = case.args[0]
-            blocks = math.prod(-(-size // _SIDE) for size in shape)
-            stored = case.layouts * x.size + case.per_block * blocks * _FLOAT32_BYTES
-            yield row(
-                measure.timing(run, *case.args, effort=effort),
-                x.nbytes + stored,
-                copy,
-                what=case.what,
-                implementation=by.implementation,
-                shape=shape,
-                fallback=case.fallback,
-                errors={"differ": error},
-            )
+        for case in _cases(shape, rates, choice.implementation):
+            yield _measure(case, shape, choice.implementation, copy, effort)
+
+
+def _measure(
+    case: _Case,
+    shape: tuple[int, ...],
+    implementation: str,
+    copy: Row,
+    effort: Effort,
+) -> Row:
+    run, reference = (
+        jax.jit(functools.partial(case.op, **case.options, implementation=name))
+        for name in (implementation, "reference")
+    )
+    error = _differing(run(*case.args), reference(*case.args))
+    measure.require(error, 0.0, f"{case.what} of {shape} by {implementation}")
+    return row(
+        measure.timing(run, *case.args, effort=effort),
+        case.moved_bytes,
+        copy,
+        what=case.what,
+        implementation=implementation,
+        shape=shape,
+        fallback=case.fallback,
+        errors={"differ": error},
+    )
 
 
 def _cases(
@@ -95,17 +114,16 @@ def _cases(
         x, block=_BLOCK, criterion="absmax", implementation=implementation
     )
     ascending = jnp.sort(metric.reshape(-1))
-    options = {"block": _BLOCK, "criterion": "absmax", "colwise": "stochastic"}
     for rate in rates:
         theta = ascending[metric.size - 1 - round(rate * metric.size)]
-        taken = float(jnp.mean(metric > theta, dtype=jnp.float32))
+        fallback = float(jnp.mean(metric > theta, dtype=jnp.float32))
         yield _Case(
             "fallback",
             ops.quantize_fallback,
-            options,
+            {"block": _BLOCK, "criterion": "absmax", "colwise": "stochastic"},
             (x, theta[None], seeds),
-            taken,
-            2 + taken,
+            fallback,
+            2 + fallback,
             4,  # scales of both layouts and of the residual, and the metric
         )
 
@@ -114,19 +132,30 @@ def _copy(shape: tuple[int, ...], effort: Effort) -> Row:
     """The faster of a copy and an element-wise program on one large array."""
     x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     programs = {"copy": jax.jit(jnp.copy), "copy, x + 1": jax.jit(lambda x: x + 1)}
+    copies = []
     for what, program in programs.items():
         if program(x).unsafe_buffer_pointer() == x.unsafe_buffer_pointer():
             raise measure.WrongResultError(f"{what} returned its argument's memory")
-    copies = []
-    for what, program in programs.items():
         timing = measure.timing(program, x, effort=effort)
         if timing.burst_of == "calls":
-            # The profiler sees no kernel in a plain copy, which no power limit slows.
+            # The profiler sees no kernel in a plain copy, but a copy draws too little
+            # power to be slowed down: its burst takes as long.
             timing = timing._replace(burst_ms=timing.ms)
         copies.append(
             row(timing, 2 * x.nbytes, what=what, implementation="xla", shape=shape)
         )
     return min(copies, key=lambda row: row.ms)
+
+
+def _differing(actual: Any, expected: Any) -> float:
+    """The share of values that differ, without residual codes that are not read."""
+    if isinstance(actual, FallbackQuantized):
+        codes, scales = actual.residual
+        _, rows, columns = codes.shape
+        is_read = jnp.repeat(jnp.repeat(scales > 0.0, _SIDE, axis=1), _SIDE, axis=2)
+        codes = jnp.where(is_read[:, :rows, :columns], codes, 0)
+        actual = actual._replace(residual=actual.residual._replace(codes=codes))
+    return float(_share_differing(actual, expected))
 
 
 @jax.jit
@@ -136,14 +165,3 @@ def _share_differing(actual: Any, expected: Any) -> jax.Array:
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     ]
     return sum(different) / sum(a.size for a in jax.tree.leaves(actual))
-
-
-def _differing(actual: Any, expected: Any) -> float:
-    """The share of all values that differ; a residual's codes count where it is."""
-    if isinstance(actual, FallbackQuantized):
-        codes, scales = actual.residual
-        _, rows, columns = codes.shape
-        taken = jnp.repeat(jnp.repeat(scales > 0.0, _SIDE, axis=1), _SIDE, axis=2)
-        codes = jnp.where(taken[:, :rows, :columns], codes, 0)
-        actual = actual._replace(residual=actual.residual._replace(codes=codes))
-    return float(_share_differing(actual, expected))

@@ -1,29 +1,38 @@
-"""Every recipe's errors, on operands with ever larger outliers, its bytes and time."""
+"""The errors of every recipe as outliers grow, with its saved bytes and its time."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import fbq_jax.recipes
-from fbq_jax.bench import contenders, data, linear, measure, memory
-from fbq_jax.bench.contenders import MATMUL, Contender
+from fbq_jax.bench import baselines, data, linear, matmuls, measure, memory
+from fbq_jax.bench.matmuls import Matmul
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
-from fbq_jax.core.llm_int8 import llm_int8_dot
 
 SHAPES = ((8192, 4096, 4096),)
-# X by name: the largest outlier, and of how many channels one has them.  58, 606 and
-# 6559 are the largest activations reported for GPT2-XL, Llama-3.1 and Qwen-2.5.  One
-# channel of 1024 is in an eighth of the blocks of 128: of those, fallback can take all.
+# X by name: the largest outlier, and the distance between channels with outliers.
+# 58, 606 and 6559 are the largest activations reported for GPT2-XL, Llama-3.1 and
+# Qwen-2.5. One channel in 1024 reaches an eighth of the blocks of 128, which can all
+# fall back; one in 256 reaches half of them.
 OUTLIERS = {
     "up to 58": (58.0, 1024),
     "up to 606": (606.0, 1024),
     "up to 6559": (6559.0, 1024),
     "606, 1/2 of blocks": (606.0, 256),
 }
+
+
+class _Operands(NamedTuple):
+    """The operands of a layer: every X by name, W, dY, and the exact results by X."""
+
+    xs: dict[str, jax.Array]
+    w: jax.Array
+    dy: jax.Array
+    exact: dict[str, tuple[jax.Array, ...]]
 
 
 def rows(
@@ -34,83 +43,81 @@ def rows(
 ) -> Iterator[Row]:
     """Measures ``Y = X . W``, ``dX`` and ``dW`` of each ``(M, K, N)``, bf16 in and out.
 
-    X is Gaussian, or a SwiGLU's output with outliers up to those of large models, in an
-    eighth of its blocks or in half of them; the others are Gaussian.  Nothing is
-    refused: how wrong a recipe becomes is the result.
+    X is Gaussian, or a SwiGLU output with the outliers of ``OUTLIERS``. W and dY are
+    Gaussian. No error is too large: the errors are the result.
     """
     for shape in shapes:
-        M, K, N = shape
-        keys = jax.random.split(jax.random.key(0), 3)
-        w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
-        dy = jax.random.normal(keys[2], (M, N), jnp.bfloat16)
-        xs = {"Gaussian": jax.random.normal(keys[0], (M, K), jnp.bfloat16)} | {
-            name: data.swiglu(keys[0], (M, K), *outliers)
-            for name, outliers in OUTLIERS.items()
-        }
-        exact = {name: linear.exact_products(x, w, dy) for name, x in xs.items()}
-        baselines: dict[str, Row] = {}
-        for make in _contenders(implementation):
-            for measured in _rows_of(make, xs, w, dy, exact, baselines, effort):
+        operands = _operands(shape)
+        baseline: dict[str, Row] = {}
+        for matmul_of in _matmuls(implementation):
+            for measured in _rows(matmul_of, operands, baseline, effort):
                 yield measured
                 assert measured.data is not None
-                baselines.setdefault(measured.data, measured)
+                baseline.setdefault(measured.data, measured)
 
 
-def _contenders(
-    implementation: str | None,
-) -> Iterator[Callable[[jax.Array], Contender]]:
-    """bf16, and each recipe, given the activation."""
-    yield lambda _: contenders.bf16()
+def _operands(shape: tuple[int, ...]) -> _Operands:
+    M, K, N = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
+    dy = jax.random.normal(keys[2], (M, N), jnp.bfloat16)
+    xs = {"Gaussian": jax.random.normal(keys[0], (M, K), jnp.bfloat16)} | {
+        name: data.swiglu(keys[0], (M, K), *outliers)
+        for name, outliers in OUTLIERS.items()
+    }
+    exact = {name: linear.exact_products(x, w, dy) for name, x in xs.items()}
+    return _Operands(xs, w, dy, exact)
+
+
+def _matmuls(implementation: str | None) -> Iterator[Callable[[jax.Array], Matmul]]:
+    """bf16, then every recipe, as functions of the activation."""
+    yield lambda _: baselines.bf16()
     for name, recipe in fbq_jax.recipes.NAMED.items():
-        by = contenders.forward_by(recipe, implementation)
-        yield functools.partial(contenders.by_recipe, name, recipe, by)
-    yield lambda _: contenders.own_fp8("delayed")
-    yield lambda _: contenders.own_fp8("current")
-    yield lambda _: Contender(
-        "llm_int8", "xla", lambda x, w, *_: llm_int8_dot(x, w, MATMUL)
-    )
+        chosen = matmuls.forward_implementation(recipe, implementation)
+        yield functools.partial(matmuls.from_recipe, name, recipe, chosen)
+    yield lambda _: matmuls.fp8_dot("delayed")
+    yield lambda _: matmuls.fp8_dot("current")
+    yield lambda _: matmuls.llm_int8()
 
 
-def _rows_of(
-    make: Callable[[jax.Array], Contender],
-    xs: dict[str, jax.Array],
-    w: jax.Array,
-    dy: jax.Array,
-    exact: dict[str, tuple[jax.Array, ...]],
-    baselines: dict[str, Row],
+def _rows(
+    matmul_of: Callable[[jax.Array], Matmul],
+    operands: _Operands,
+    baseline: dict[str, Row],
     effort: Effort,
 ) -> Iterator[Row]:
-    """One contender's rows, of a program that is compiled once."""
+    """One product's rows. All of them share a compiled program."""
+    _, w, dy, exact = operands
     compiled: Any = None
-    for name, x in xs.items():
-        contender = make(x)
-        state, inputs = contender.state, contender.inputs
+    for name, x in operands.xs.items():
+        matmul = matmul_of(x)
+        state, inputs = matmul.state, matmul.inputs
         if compiled is None:
-            step = linear.step_of(contender.product)
+            step = linear.step_of(matmul.product)
             compiled, compile_s = measure.first_call(step, x, w, dy, state, inputs)
-            saved = _saved_bytes(contender, x, w)
+            saved_bytes = _saved_bytes(matmul, x, w)
         for _ in range(linear.SETTLING_STEPS):
             *arrays, state = compiled(x, w, dy, state, inputs)
         yield row(
             measure.timing(compiled, x, w, dy, state, inputs, effort=effort),
             6.0 * x.size * w.shape[1],
-            baselines.get(name),
-            what=contender.name,
+            baseline.get(name),
+            what=matmul.name,
             data=name,
-            implementation=contender.implementation,
+            implementation=matmul.implementation,
             shape=(*x.shape, w.shape[1]),
-            fallback=contender.fallback,
+            fallback=matmul.fallback,
             errors=_errors(arrays, exact[name]),
             compile_s=compile_s,
-            saved_bytes=saved,
+            saved_bytes=saved_bytes,
         )
 
 
-def _saved_bytes(contender: Contender, x: jax.Array, w: jax.Array) -> float:
-    """A token, of X and what belongs to it."""
+def _saved_bytes(matmul: Matmul, x: jax.Array, w: jax.Array) -> float:
+    """Bytes of X and its scales saved for the backward pass, per token."""
 
     def product(w: jax.Array, x: jax.Array) -> jax.Array:
-        return contender.product(x, w, contender.state, contender.inputs)
+        return matmul.product(x, w, matmul.state, matmul.inputs)
 
     return memory.saved_bytes(product, w, x)
 
@@ -118,10 +125,10 @@ def _saved_bytes(contender: Contender, x: jax.Array, w: jax.Array) -> float:
 def _errors(
     arrays: Sequence[jax.Array], exact: Sequence[jax.Array]
 ) -> dict[str, float]:
-    """Relative ones: of each array, and of a token's row of Y and a channel's of dW.
+    """Relative errors of the arrays, of Y's rows (tokens) and of dW's rows (channels).
 
-    The latter are means over the rows: what outliers do to the rest does not show in
-    norms of which the outliers are the most.
+    Outliers dominate an array's norm and hide the error of the other rows. The errors
+    of rows are averaged, so that every row counts.
     """
     whole = map(measure.relative_error, arrays, exact)
     (y, _, dw), (exact_y, _, exact_dw) = arrays, exact
@@ -134,5 +141,5 @@ def _errors(
 @jax.jit
 def _mean_row_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
     difference = actual.astype(jnp.float32) - exact
-    lost, whole = (jnp.linalg.norm(x, axis=1) for x in (difference, exact))
-    return jnp.mean(lost / jnp.maximum(whole, jnp.finfo(jnp.float32).tiny))
+    errors, norms = (jnp.linalg.norm(x, axis=1) for x in (difference, exact))
+    return jnp.mean(errors / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny))

@@ -1,140 +1,129 @@
-"""Tables of measured rows: plain text as they come, Markdown of a file."""
+"""Tables of measured rows: plain text row by row, and Markdown from a file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fbq_jax.bench.results import Row
 
-_RATIOS = (
-    "Milliseconds are sustained, ratios over the {baseline}'s rate sustained and in "
-    "bursts; errors: {errors}."
-)
-
 
 class Heading(NamedTuple):
-    """What a section's table holds.
+    """What a section's table shows.
 
     Attributes:
-      title: of the table.
-      shape: names of the sizes.
-      rate: unit of ``Row.rate``; None where times are not the point.
+      title: the table's title.
+      shape: the names of the sizes in ``Row.shape``.
+      rate: the unit of ``Row.rate``; None leaves out the times.
+      ratio: the title of ``Row.ratio``; None leaves out the ratios.
       note: what the numbers are.
-      baseline: what the ratios are of; None where there are none.
-      error_width: characters of a plain table's errors; 0 for none.
-      others: further columns.
+      error_width: characters of the errors in a plain table; 0 leaves them out.
+      columns: the titles of further columns.
     """
 
     title: str
     shape: str
     rate: str | None
+    ratio: str | None
     note: str
-    baseline: str | None
     error_width: int = 0
-    others: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
+_SPEEDUP = "speedup vs bf16"
+_TIMES = (
+    "Times are sustained milliseconds per call. Speedups compare rates with bf16's, "
+    "sustained and in bursts."
+)
 HEADINGS = {
     "gemm": Heading(
         "INT8 GEMM with 128 x 128 block scales, bf16 out",
         "M, N, K",
         "TFLOP/s",
-        _RATIOS.format(
-            baseline="bf16",
-            errors="outputs in float32 and in bf16 against the definition's in float32",
-        ),
-        "bf16",
+        _SPEEDUP,
+        f"{_TIMES} Errors compare the float32 and the bf16 output with the reference "
+        "in float32.",
         error_width=28,
     ),
     "quantize": Heading(
         "Quantization of bf16 in both layouts",
         "rows, columns",
         "TB/s",
-        _RATIOS.format(
-            baseline="copy",
-            errors="share of codes, scales and metrics that differ from the "
-            "definition's",
-        ),
-        "copy",
+        "rate vs copy",
+        "Times are sustained milliseconds per call. Ratios compare rates with "
+        "the copy's, sustained and in bursts. The error is the share of codes, scales "
+        "and metrics that differ from the reference.",
         error_width=14,
     ),
     "linear": Heading(
         "Linear layer, forward and backward: Y, dX and dW",
         "M, K, N",
         "TFLOP/s",
-        _RATIOS.format(
-            baseline="bf16", errors="against float32 products of the same operands"
-        ),
-        "bf16",
+        _SPEEDUP,
+        f"{_TIMES} Errors compare with float32 products of the same operands.",
         error_width=35,
-        others=("first call, s",),
+        columns=("first call, s",),
     ),
     "recipes": Heading(
         "Recipes, in a linear layer, on activations with outliers",
         "M, K, N",
         "TFLOP/s",
-        _RATIOS.format(
-            baseline="bf16",
-            errors="against float32 products of the same operands, of dX, and means of "
-            "those of a token's row of Y and of an input channel's row of dW",
-        )
-        + " Saved is what the forward pass leaves of X for the backward pass.",
-        "bf16",
+        _SPEEDUP,
+        f"{_TIMES} Errors compare with float32 products of the same operands: for dX "
+        "the whole array, for Y the mean over its rows (tokens), for dW the mean over "
+        "its rows (input channels). Saved is what the forward pass keeps of X for the "
+        "backward pass.",
         error_width=65,
-        others=("X", "saved, kB a token"),
+        columns=("X", "saved, kB/token"),
     ),
     "block": Heading(
         "Llama block, forward and backward, in sequences of 2048 tokens",
         "hidden, MLP, tokens",
         "TFLOP/s",
-        _RATIOS.format(baseline="bf16", errors="against the bf16 block's")
-        + " Saved is what the forward pass leaves for the backward pass, without "
-        "weights; the peak has arguments and gradients, too.",
-        "bf16",
+        _SPEEDUP,
+        f"{_TIMES} Errors compare with the bf16 block. Saved is what the forward pass "
+        "keeps for the backward pass, without weights. Peak memory includes arguments "
+        "and gradients.",
         error_width=21,
-        others=("first call, s", "saved, kB a token", "peak, GB"),
+        columns=("first call, s", "saved, kB/token", "peak, GB"),
     ),
     "profile": Heading(
         "Kernels of a Llama block, forward and backward",
         "hidden, MLP, tokens",
         "%",
-        "Milliseconds are those of one call on a rested card, of all kernels of a "
-        "name together.",
         None,
+        "Times are milliseconds of one call on a rested GPU. A row adds up all kernels "
+        "of one name.",
     ),
     "train": Heading(
         "Optimizer step of a Llama, vocabulary 32 000, sequences of 2048 tokens",
         "hidden, MLP, layers, batch",
         "TFLOP/s",
-        _RATIOS.format(
-            baseline="bf16",
-            errors="of the loss, in nats, and of the gradient's norm, to bf16's",
-        ),
-        "bf16",
+        _SPEEDUP,
+        f"{_TIMES} Errors compare with bf16: the loss in nats, the gradient norm "
+        "relatively.",
         error_width=30,
-        others=("first call, s", "peak, GB"),
+        columns=("first call, s", "peak, GB"),
     ),
-    "scale": Heading(
+    "scaling": Heading(
         "Optimizer step of a Llama on several devices",
         "hidden, MLP, layers, batch",
         "TFLOP/s",
-        "Milliseconds are sustained, ratios over bf16's rate sustained and in bursts. "
-        "Batches, rates and tokens are of all devices together, in sequences of 2048 "
-        "tokens with a vocabulary of 32 000; the peak is of one. Efficiency is against "
-        "one device with the same batch for each.",
-        "bf16",
-        others=("mesh", "k tokens/s", "efficiency", "first call, s", "peak, GB"),
+        _SPEEDUP,
+        f"{_TIMES} Batches, rates and tokens are of all devices together, in sequences "
+        "of 2048 tokens with a vocabulary of 32 000. Peak memory is of one device. "
+        "Efficiency compares with one device that has the same batch per device.",
+        columns=("mesh", "k tokens/s", "efficiency", "first call, s", "peak, GB"),
     ),
-    "losses": Heading(
+    "parity": Heading(
         "50 steps of a small Llama on one device and on several",
         "hidden, MLP, layers, batch",
         None,
-        "Errors are the largest relative differences of a run's losses to those of one "
-        "device, of the same run once more, and of eight whose weights were nudged by "
-        "a float32's last bit. Sequences of 512 tokens, a vocabulary of 1024; the "
-        "batch is of all devices together.",
         None,
+        "Errors are the largest relative differences of a run's losses: to one device, "
+        "to a repetition of the run, and to eight runs whose weights start one float32 "
+        "ulp away. Sequences have 512 tokens, the vocabulary 1024; the batch is of all "
+        "devices together.",
         error_width=50,
-        others=("mesh",),
+        columns=("mesh",),
     ),
 }
 
@@ -145,45 +134,62 @@ class _Column(NamedTuple):
     cell: Callable[[Row], str]
 
 
-_OTHERS = (
+_COLUMNS = (
     _Column("mesh", 13, lambda row: row.mesh or ""),
-    _Column("k tokens/s", 10, lambda row: _optional(row.tokens_s, 1e3)),
-    _Column("efficiency", 10, lambda row: _share(row.efficiency)),
+    _Column("k tokens/s", 10, lambda row: _number(row.tokens_s, 1e3)),
+    _Column("efficiency", 10, lambda row: _percent(row.efficiency)),
     _Column("X", 18, lambda row: row.data or ""),
-    _Column("first call, s", 13, lambda row: _optional(row.compile_s, 1.0)),
-    _Column("saved, kB a token", 17, lambda row: _optional(row.saved_bytes, 1e3)),
-    _Column("peak, GB", 8, lambda row: _optional(row.peak_bytes, 1e9)),
+    _Column("first call, s", 13, lambda row: _number(row.compile_s, 1.0)),
+    _Column("saved, kB/token", 15, lambda row: _number(row.saved_bytes, 1e3)),
+    _Column("peak, GB", 8, lambda row: _number(row.peak_bytes, 1e9)),
 )
+
+
+def text_head(section: str) -> str:
+    """The title and the head of a section's plain table."""
+    head = "  ".join(f"{column.title:<{column.width}}" for column in _columns(section))
+    return f"\n{HEADINGS[section].title}\n{head}"
+
+
+def text_row(section: str, row: Row) -> str:
+    """One row of a plain table; fixed widths align it with the head."""
+    cells = [f"{column.cell(row):<{column.width}}" for column in _columns(section)]
+    return "  ".join(cells).rstrip()
+
+
+def markdown(sections: Mapping[str, Any]) -> str:
+    """The Markdown tables of the sections that ``results.load`` returns."""
+    return "\n\n".join(_markdown_table(*item) for item in sections.items())
 
 
 def _columns(section: str) -> list[_Column]:
     heading = HEADINGS[section]
     columns = [
-        _Column("what", 29, lambda row: row.what),
-        _Column("by", 9, lambda row: row.implementation),
+        _Column("name", 29, lambda row: row.what),
+        _Column("backend", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
-        _Column("fell back", 9, lambda row: _share(row.fallback)),
+        _Column("fallback rate", 13, lambda row: _percent(row.fallback)),
     ]
     if heading.rate is not None:
         columns += [
             _Column("ms", 8, lambda row: f"{row.ms:.3f}"),
             _Column(heading.rate, 7, lambda row: f"{row.rate:.4g}"),
         ]
-    if heading.baseline is not None:
+    if heading.ratio is not None:
         columns += [
-            _Column(f"/ {heading.baseline}", 7, lambda row: f"{row.ratio:.2f}"),
+            _Column(heading.ratio, 15, lambda row: f"{row.ratio:.2f}"),
             _Column("in bursts", 9, lambda row: f"{row.burst_ratio:.2f}"),
         ]
     if heading.error_width:
         columns.append(_Column("error", heading.error_width, _errors))
-    return columns + [other for other in _OTHERS if other.title in heading.others]
+    return columns + [column for column in _COLUMNS if column.title in heading.columns]
 
 
-def _share(value: float | None) -> str:
+def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _optional(value: float | None, unit: float) -> str:
+def _number(value: float | None, unit: float) -> str:
     return "" if value is None else f"{value / unit:.1f}"
 
 
@@ -191,26 +197,9 @@ def _errors(row: Row) -> str:
     return " ".join(f"{name} {error:.1e}" for name, error in row.errors.items())
 
 
-def text_head(section: str) -> str:
-    """Title and head of a plain table."""
-    head = "  ".join(f"{column.title:<{column.width}}" for column in _columns(section))
-    return f"\n{HEADINGS[section].title}\n{head}"
-
-
-def text_row(section: str, row: Row) -> str:
-    """A row of a plain table, which needs no other row to be aligned."""
-    cells = [f"{column.cell(row):<{column.width}}" for column in _columns(section)]
-    return "  ".join(cells).rstrip()
-
-
-def markdown(sections: dict[str, Any]) -> str:
-    """The tables of the sections of a file, as ``results.load`` gives them."""
-    return "\n\n".join(_markdown_table(*item) for item in sections.items())
-
-
-def _markdown_table(section: str, content: dict[str, Any]) -> str:
+def _markdown_table(section: str, content: Mapping[str, Any]) -> str:
     if section == "recipes":
-        head, cells = _by_recipe(content["rows"])
+        head, cells = _recipes_table(content["rows"])
     else:
         columns = _columns(section)
         head = [column.title for column in columns]
@@ -220,36 +209,39 @@ def _markdown_table(section: str, content: dict[str, Any]) -> str:
     return "\n".join([_caption(section, content), "", *lines])
 
 
-def _by_recipe(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the recipes' table: one for each, with its errors by X.
+def _recipes_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of the recipes' table: one per recipe, errors by X.
 
-    Its time is the one on the X that takes longest; dX and the bytes are those of any.
+    The time is that of the slowest X. The error of dX and the bytes do not depend on X.
     """
     of_recipe: dict[str, list[Row]] = {}
     for row in rows:
         of_recipe.setdefault(row.what, []).append(row)
     xs = list(dict.fromkeys(row.data or "" for row in rows))
-    head = ["recipe", "by", "saved, kB a token", "ms", "/ bf16", "dX"]
+    head = ["recipe", "backend", "saved, kB/token", "ms", _SPEEDUP, "dX"]
     head += [f"{array}, {x}" for array in ("Y", "dW") for x in xs]
-    cells = []
-    for name, measured in of_recipe.items():
-        slowest = min(measured, key=lambda row: row.ratio)
-        by_x = {row.data: row.errors for row in measured}  # not all, if it was stopped
-        errors: list[float | None] = [slowest.errors["dx"]]
-        errors += [
-            by_x[x][of] if x in by_x else None
-            for of in ("token", "channel")
+    return head, [_recipe_cells(measured, xs) for measured in of_recipe.values()]
+
+
+def _recipe_cells(rows: Sequence[Row], xs: Sequence[str]) -> list[str]:
+    slowest = min(rows, key=lambda row: row.ratio)
+    errors = {row.data: row.errors for row in rows}  # An interrupted run lacks some X.
+    return [
+        slowest.what,
+        slowest.implementation,
+        _number(slowest.saved_bytes, 1e3),
+        f"{slowest.ms:.3f}",
+        f"{slowest.ratio:.2f}",
+        f"{slowest.errors['dx']:.1e}",
+        *(
+            f"{errors[x][name]:.1e}" if x in errors else ""
+            for name in ("token", "channel")
             for x in xs
-        ]
-        cells.append(
-            [name, slowest.implementation, _optional(slowest.saved_bytes, 1e3)]
-            + [f"{slowest.ms:.3f}", f"{slowest.ratio:.2f}"]
-            + ["" if error is None else f"{error:.1e}" for error in errors]
-        )
-    return head, cells
+        ),
+    ]
 
 
-def _caption(section: str, content: dict[str, Any]) -> str:
+def _caption(section: str, content: Mapping[str, Any]) -> str:
     heading = HEADINGS[section]
     versions = ", ".join(f"{name} {v}" for name, v in content["versions"].items())
     driver = f", driver {content['driver']}" if content["driver"] else ""

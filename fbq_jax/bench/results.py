@@ -1,7 +1,7 @@
-"""Measured rows, and the JSON file that keeps them.
+"""Measured rows, and the JSON file that stores them.
 
-The file holds a section for each subcommand, with the machine and the versions that it
-was measured with: measuring one section leaves the others as they are.
+The file holds one section for each benchmark, with the machine and the versions that
+it was measured with. Measuring a section leaves the others as they are.
 """
 
 import dataclasses
@@ -29,41 +29,43 @@ SECTIONS = (
     "block",
     "profile",
     "train",
-    "scale",
-    "losses",
+    "scaling",
+    "parity",
 )
+# The names in the file of sections that were renamed since.
+_KEYS = {name: name for name in SECTIONS} | {"scaling": "scale", "parity": "losses"}
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton", "jax-triton")
 
 
 class ResultsError(Exception):
-    """A file of results cannot be read or written."""
+    """A results file cannot be read or written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured program.
+    """One measured program. The fields are the keys in the file.
 
     Attributes:
-      what: its name.
-      data: what it computed on, where a section has several.
-      implementation: what computed it, ``"xla"`` for a baseline.
-      shape: the sizes, as the section's table heads them.
-      mesh: the devices, where a section is of several.
-      fallback: the share of blocks that fell back, None where none can.
-      ms: sustained milliseconds a call.
-      burst_ms: milliseconds a call of a rested card.
+      what: the program's name.
+      data: the name of its input, in sections with several.
+      implementation: the backend that computes it; ``"xla"`` for a baseline.
+      shape: the sizes; ``report.HEADINGS`` names them.
+      mesh: the devices, in sections that use several.
+      fallback: the share of blocks that fall back; None without fallback.
+      ms: sustained milliseconds per call.
+      burst_ms: milliseconds per call on a rested GPU.
       burst_of: what ``burst_ms`` covers, as in ``measure.Timing``.
-      rate: 1e12 operations or bytes a second, sustained; of a kernel its share of a
-        program's time, in percent.
-      ratio: the rate over that of the section's baseline, sustained.
+      rate: sustained 1e12 operations or bytes per second; for a kernel, its percentage
+        of the program's time.
+      ratio: the rate divided by the baseline's, sustained.
       burst_ratio: the same in bursts.
-      tokens_s: tokens a second, sustained.
-      efficiency: those over what as many devices would do that each were alone.
-      errors: relative errors by name; against what, the section says.
+      tokens_s: sustained tokens per second.
+      efficiency: ``tokens_s`` of N devices over N times that of one device.
+      errors: errors by name; ``report.HEADINGS`` defines them.
       compile_s: seconds of the first call, compilation included.
-      saved_bytes: what the forward pass leaves for the backward pass, a token.
-      peak_bytes: what the program has allocated at once, arguments included, on a
-        device.
+      saved_bytes: bytes saved for the backward pass, per token.
+      peak_bytes: bytes that the program has allocated at once on a device, arguments
+        included.
     """
 
     what: str
@@ -87,12 +89,12 @@ class Row:
 
 
 def row(timing: Timing, work: float, baseline: Row | None = None, **labels: Any) -> Row:
-    """A row of a timing and of what was done in it.
+    """The row of a timed program.
 
     Args:
-      timing: of one call.
-      work: of one call, operations or bytes.
-      baseline: what the ratios are of; None for a baseline itself.
+      timing: the time of one call.
+      work: operations or bytes of one call.
+      baseline: the row that the ratios compare with; None for a baseline itself.
       **labels: the other fields of ``Row``.
     """
     rate = work / timing.ms / 1e9
@@ -105,7 +107,7 @@ def row(timing: Timing, work: float, baseline: Row | None = None, **labels: Any)
 
 
 def section(rows: Iterable[Row], *, quick: bool) -> dict[str, Any]:
-    """Rows as a section of the file, with where and when they were measured."""
+    """A section of the file: the rows, and where and when they were measured."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "device": jax.devices()[0].device_kind,
@@ -122,30 +124,30 @@ def default_path() -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The sections of a file.
+    """The sections of a file by name.
 
     Raises:
-      ResultsError: if it cannot be read or is not a file of this module.
+      ResultsError: if the file cannot be read or holds something else.
     """
+    names = {key: name for name, key in _KEYS.items()}
     try:
-        sections = json.loads(path.read_text())
-        for content in sections.values():
-            content["rows"] = [_read_row(values) for values in content["rows"]]
-        unknown = set(sections) - set(SECTIONS)
+        sections = {
+            names[key]: content | {"rows": [_read_row(row) for row in content["rows"]]}
+            for key, content in json.loads(path.read_text()).items()
+        }
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ResultsError(f"{path} does not hold results of this command") from error
-    if unknown:
-        raise ResultsError(f"{path} does not hold results of this command")
+        raise ResultsError(f"{path} does not hold benchmark results") from error
     return sections
 
 
 def check_writable(path: Path) -> None:
-    """Finds out before anything is measured that ``merge`` would fail.
+    """Checks before anything is measured that ``merge`` can write.
 
     Raises:
-      ResultsError: if the file's folder cannot be written, or something else is there.
+      ResultsError: if the folder is missing or read-only, or the file holds something
+        else.
     """
     if not path.parent.is_dir():
         raise ResultsError(f"cannot write {path}: there is no folder {path.parent}")
@@ -156,11 +158,11 @@ def check_writable(path: Path) -> None:
 
 
 def merge(path: Path, name: str, content: dict[str, Any]) -> None:
-    """Puts a section into a file, beside the sections that are there."""
+    """Writes a section into a file and keeps the other sections."""
     sections = json.loads(path.read_text()) if path.exists() else {}
-    sections[name] = content
+    sections[_KEYS[name]] = content
+    ordered = {key: sections[key] for key in _KEYS.values() if key in sections}
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    ordered = {name: sections[name] for name in SECTIONS if name in sections}
     unfinished.write_text(json.dumps(ordered, indent=1) + "\n")
     unfinished.replace(path)
 
@@ -180,7 +182,7 @@ def _versions() -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version, None where there is none that tells it."""
+    """The version of the NVIDIA driver; None where ``nvidia-smi`` does not tell it."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -1,0 +1,1 @@
+"""Benchmarks of the Llama on this machine's GPUs."""

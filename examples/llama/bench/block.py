@@ -1,0 +1,174 @@
+"""One Llama block, forward and backward, in bf16 and with each recipe.
+
+The block is attention and SwiGLU, each after an RMSNorm. A quantized block saves INT10
+for its non-linear layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from examples.llama import model
+from examples.llama.bench import harness
+from fbq_jax import Recipe
+from fbq_jax.bench import data, measure, memory
+from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.results import Row, row
+from fbq_jax.core.layer_stats import mean_rate
+
+# (hidden, intermediate, tokens)
+SHAPES = tuple(
+    (*sizes, tokens)
+    for tokens in (16384, 8192)
+    for sizes in ((4096, 14336), (2048, 5632), (8192, 28672))
+)
+# Recipes and remat policies that the first shape is also measured with.
+REMATS = (("bf16", "full"), ("fallback", "codes"), ("fallback", "full"))
+_INT8_LIMIT = 0.2  # error of INT8 against bf16, in a gradient of random weights
+_SETTLING_STEPS = 4  # until the thresholds fit these operands
+
+
+class Program(NamedTuple):
+    """A compiled block.
+
+    Attributes:
+      config: the block's sizes.
+      implementation: the backend of its GEMMs.
+      forward: the differentiable function ``(params, x) -> y``.
+      step: compiled ``(params, x, dy, variables) -> (y, dx, dparams, variables)``.
+      operands: the arguments of the step.
+      compile_s: seconds of its first call.
+    """
+
+    config: model.LlamaConfig
+    implementation: str
+    forward: Callable[[Any, jax.Array], jax.Array]
+    step: Any
+    operands: tuple[Any, jax.Array, jax.Array, Any]
+    compile_s: float
+
+
+def rows(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    implementation: str | None,
+    effort: Effort,
+) -> Iterator[Row]:
+    """Measures each ``(hidden, intermediate, tokens)``, in sequences of 2048 tokens.
+
+    Work counts the matrix products and causal attention.
+
+    Raises:
+      WrongResultError: if an output or gradient differs from bf16's by more than INT8
+        may.
+    """
+    # A burst keeps the results of all its calls, gradients of all weights.
+    effort = effort._replace(launches=min(effort.launches, 5))
+    recipes = harness.recipes()
+    saved: dict[tuple[Any, ...], float] = {}  # by name and widths
+    for shape in shapes:
+        baseline: Row | None = None
+        exact: tuple[jax.Array, ...] = ()
+        policies = [(name, "none") for name in recipes]
+        for name, remat in [*policies, *(REMATS if shape == shapes[0] else ())]:
+            program = prepare(shape, recipes[name], implementation, remat)
+            y_and_dx = program.step(*program.operands)[:2]
+            exact = exact or y_and_dx
+            what = name if remat == "none" else f"{name}, remat {remat}"
+            errors = _check(y_and_dx, exact, f"{what} at {shape}")
+            # Saved bytes per token do not depend on the number of tokens.
+            if (block := (what, *shape[:2])) not in saved:
+                saved[block] = _saved_bytes(program)
+            measured = row(
+                measure.timing(program.step, *program.operands, effort=effort),
+                harness.work(program.config, shape[-1]),
+                baseline,
+                what=what,
+                implementation=program.implementation,
+                shape=shape,
+                fallback=mean_rate(program.operands[-1]),
+                errors=errors,
+                compile_s=program.compile_s,
+                saved_bytes=saved[block],
+                peak_bytes=memory.peak_bytes(program.step),
+            )
+            baseline = baseline or measured
+            yield measured
+
+
+def prepare(
+    shape: tuple[int, ...],
+    recipe: Recipe | None,
+    implementation: str | None,
+    remat: str = "none",
+) -> Program:
+    """Compiles a block with random weights and lets its thresholds settle."""
+    hidden, intermediate, tokens = shape
+    sequence = min(harness.SEQUENCE, tokens // 2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x_shape = (tokens // sequence, sequence, hidden)
+    x, dy = (data.activation(key, x_shape) for key in keys[:2])
+    backend, dot_general = harness.dot_general(recipe, implementation)
+    config = harness.config(
+        hidden, intermediate, sequence, quantized=recipe is not None, remat=remat
+    )
+    layer, tables = harness.layer(config, dot_general)
+    variables = jax.jit(layer.init)(keys[2], x, tables)
+    params = variables.pop("params")
+    forward = _forward(layer, tables)
+    step, compile_s = measure.first_call(_step(forward), params, x, dy, variables)
+    for _ in range(_SETTLING_STEPS if recipe is not None else 0):
+        *_, variables = step(params, x, dy, variables)
+    return Program(
+        config,
+        backend,
+        lambda params, x: forward(params, x, variables)[0],
+        step,
+        (params, x, dy, variables),
+        compile_s,
+    )
+
+
+# (params, x, variables) -> (y, variables)
+_Forward = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def _forward(layer: model.Layer, tables: tuple[jax.Array, jax.Array]) -> _Forward:
+    def forward(params: Any, x: jax.Array, variables: Any) -> tuple[jax.Array, Any]:
+        (y, _), variables = layer.apply(
+            {"params": params, **variables}, x, tables, mutable=list(variables)
+        )
+        return y, variables
+
+    return forward
+
+
+def _step(forward: _Forward) -> Callable[..., tuple[Any, ...]]:
+    def step(
+        params: Any, x: jax.Array, dy: jax.Array, variables: Any
+    ) -> tuple[Any, ...]:
+        y, vjp, variables = jax.vjp(
+            lambda params, x: forward(params, x, variables), params, x, has_aux=True
+        )
+        dparams, dx = vjp(dy)
+        return y, dx, dparams, variables
+
+    return step
+
+
+def _check(
+    actual: Sequence[jax.Array], exact: Sequence[jax.Array], what: str
+) -> dict[str, float]:
+    """The errors of ``(y, dx)``; raises if one is above the limit."""
+    errors = {}
+    for name, *pair in zip(("y", "dx"), actual, exact, strict=True):
+        errors[name] = measure.relative_error(*pair)
+        measure.require(errors[name], _INT8_LIMIT, f"{name} of {what}")
+    return errors
+
+
+def _saved_bytes(program: Program) -> float:
+    """Bytes saved for the backward pass, per token."""
+    params, x, _, _ = program.operands
+    return memory.saved_bytes(program.forward, params, x) / x.shape[1]

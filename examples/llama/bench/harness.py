@@ -1,0 +1,199 @@
+"""What the benchmarks share: the example's model and training step, at any size."""
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.llama import flops, mesh, model, step
+from examples.llama.config import Config
+from fbq_jax import FallbackDot, Recipe
+from fbq_jax.bench import matmuls, measure, memory, results
+from fbq_jax.bench.measure import Effort, Timing
+from fbq_jax.bench.results import Row
+from fbq_jax.core.layer_stats import mean_rate
+
+SEQUENCE = 2048  # tokens
+VOCABULARY = 32_000  # of the trained models
+ONE_DEVICE = "one device"  # the mesh's name in results
+_HEAD_DIM = 128
+_QUERIES_PER_KV_HEAD = 4
+_SAVED_BITS = 10
+# A model would learn a repeated batch by heart. Its gradients would vanish, and a GPU
+# multiplies zeros with less power. This learning rate changes nothing.
+_NO_LEARNING = 1e-6
+
+
+def recipes() -> dict[str, Recipe | None]:
+    """The recipes to measure by name; None is bf16, the baseline."""
+    return {"bf16": None} | matmuls.timed_recipes()
+
+
+def dot_general(recipe: Recipe | None, implementation: str | None) -> tuple[str, Any]:
+    """The backend and the ``dot_general`` of a recipe; None is bf16 by XLA."""
+    if recipe is None:
+        return "xla", None
+    chosen = matmuls.forward_implementation(recipe, implementation)
+    return chosen, FallbackDot(recipe, implementation=implementation)
+
+
+def config(
+    hidden: int,
+    intermediate: int,
+    sequence: int,
+    *,
+    layers: int = 1,
+    vocabulary: int = 1,
+    quantized: bool,
+    **options: Any,
+) -> model.LlamaConfig:
+    """Grouped-query attention with heads of 128 channels; INT10 saved if quantized."""
+    heads = hidden // _HEAD_DIM
+    return model.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // _QUERIES_PER_KV_HEAD),
+        max_seq_len=sequence,
+        saved_bits=_SAVED_BITS if quantized else None,
+        **options,
+    )
+
+
+def layer(
+    config: model.LlamaConfig, dot_general: Any
+) -> tuple[model.Layer, tuple[jax.Array, jax.Array]]:
+    """A layer and its rotary tables."""
+    tables = model.rotary_tables(config, config.max_seq_len)
+    return model.remat_layer(config)(config, dot_general), tables
+
+
+def trainer(
+    config: model.LlamaConfig, dot_general: Any, *, learns: bool = False
+) -> tuple[step.TrainState, Any]:
+    """The initial training state of a model and its jitted training step.
+
+    Args:
+      config: the model's sizes.
+      dot_general: the layers' product; None for bf16.
+      learns: whether the learning rate is the example's, or too small to matter.
+    """
+    llama = model.Llama(config, dot_general)
+    rate = Config.lr if learns else _NO_LEARNING
+    optimizer, schedule = step.make_optimizer(Config(steps=1000, lr=rate))
+    state = step.init_state(llama, optimizer, None, seed=0)
+    return state, step.make_train_step(llama, optimizer, schedule)
+
+
+class Trained(NamedTuple):
+    """A measured training step.
+
+    Attributes:
+      implementation: the backend of the recipe's GEMMs.
+      metrics: of the last step before timing.
+      fallback: the mean fallback rate of that step; None without fallback.
+      timing: the time of a step.
+      work: operations of a step.
+      compile_s: seconds of the first call, compilation included.
+      peak_bytes: as in ``results.Row``.
+    """
+
+    implementation: str
+    metrics: dict[str, Any]
+    fallback: float | None
+    timing: Timing
+    work: float
+    compile_s: float
+    peak_bytes: int
+
+    def row(self, baseline: Row | None, **labels: Any) -> Row:
+        """The row of these results."""
+        return results.row(
+            self.timing,
+            self.work,
+            baseline,
+            implementation=self.implementation,
+            fallback=self.fallback,
+            compile_s=self.compile_s,
+            peak_bytes=self.peak_bytes,
+            **labels,
+        )
+
+
+def train(
+    shape: tuple[int, ...],
+    recipe: Recipe | None,
+    implementation: str | None,
+    mesh: str = "",
+    *,
+    steps: int,
+    effort: Effort,
+) -> Trained:
+    """Takes training steps on one random batch and times those that follow.
+
+    The model is freed on return, since the next one may need its memory.
+
+    Args:
+      shape: ``(hidden, intermediate, layers, sequences)``.
+      recipe: the layers' recipe; None for bf16.
+      implementation: of the library's ops; None for the default.
+      mesh: as ``--mesh`` of the training command.
+      steps: number of steps before timing.
+      effort: of the timing.
+    """
+    hidden, intermediate, layers, sequences = shape
+    backend, product = dot_general(recipe, implementation)
+    llama = config(
+        hidden,
+        intermediate,
+        min(SEQUENCE, hidden),
+        layers=layers,
+        vocabulary=VOCABULARY,
+        quantized=recipe is not None,
+    )
+    with devices(mesh):
+        tokens = distribute(_random_tokens(sequences, llama.max_seq_len))
+        state, step = trainer(llama, product)
+        compiled, compile_s, state = measure.first_step(step, state, tokens)
+        for _ in range(steps):
+            state, metrics = compiled(state, tokens)
+        fallback = mean_rate({"fallback": state.fallback})
+        metrics = jax.device_get(metrics)
+        timing = measure.step_timing(compiled, state, tokens, effort=effort)
+    return Trained(
+        backend,
+        metrics,
+        fallback,
+        timing,
+        work(llama, sequences * llama.max_seq_len),
+        compile_s,
+        memory.peak_bytes(compiled),
+    )
+
+
+def devices(text: str) -> AbstractContextManager[Any]:
+    """A context that runs on the mesh that ``--mesh`` of the training command makes."""
+    return mesh.use(mesh.make(text))
+
+
+def distribute(tokens: np.ndarray) -> jax.Array:
+    """Puts a step's tokens ``[N, B/N, S+1]`` on the mesh in use."""
+    return jnp.asarray(mesh.distribute(tokens, None, "batch", None))
+
+
+def work(config: model.LlamaConfig, tokens: int) -> float:
+    """Operations of a step on tokens in sequences of the longest length.
+
+    Counts the matrix products of layers and head, and causal attention.
+    """
+    return float(tokens * flops.per_token(config, config.max_seq_len))
+
+
+def _random_tokens(sequences: int, length: int) -> np.ndarray:
+    """Tokens int32 ``[1, sequences, length + 1]``, always the same."""
+    shape = (1, sequences, length + 1)
+    return np.random.default_rng(0).integers(0, VOCABULARY, shape, np.int32)

@@ -1,0 +1,104 @@
+"""Weak scaling: how much faster a training step is on several devices.
+
+Each device has the batch that one device alone would have. The *efficiency* is the
+tokens per second of N devices over N times those of one.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from examples.llama.bench import harness
+from fbq_jax import Recipe, recipes
+from fbq_jax.bench import measure
+from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.results import Row
+from fbq_jax.recipes.schema import Reduce
+
+# (hidden, intermediate, layers, sequences of 2048 tokens per device)
+SHAPES = ((4096, 14336, 4, 8),)
+AXES = ("data", "fsdp")  # One at a time makes the mesh.
+
+RECIPES: dict[str, Recipe | None] = {"bf16": None, "fallback": recipes.fallback}
+
+
+def _reduce_in(dtype: Reduce) -> Recipe:
+    drhs = dataclasses.replace(recipes.fallback.drhs, reduce=dtype)
+    return dataclasses.replace(recipes.fallback, drhs=drhs)
+
+
+# Gradients are otherwise summed across devices in bfloat16, the layers' dtype.
+REDUCES: dict[str, Recipe] = {
+    "fallback, sums in float32": _reduce_in("float32"),
+    "fallback, sums in int8": _reduce_in("int8"),
+}
+_STEPS = 4  # before losses are compared and anything is timed
+_LOSS_LIMIT = 0.02  # nats between INT8 and bf16 after these steps
+
+
+def rows(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    implementation: str | None,
+    effort: Effort,
+) -> Iterator[Row]:
+    """Measures each ``(hidden, intermediate, layers, sequences per device)``.
+
+    Runs on one device, on all (to a power of two), then on the powers of two between.
+    Only the largest mesh measures ``REDUCES``.
+
+    Raises:
+      WrongResultError: if a recipe's loss after a few steps is not bf16's.
+    """
+    numbers = [2**i for i in range(jax.device_count().bit_length())]
+    # Steps are long, and there are many programs.
+    effort = effort._replace(samples=min(effort.samples, 8), launches=4)
+    alone: dict[Any, float] = {}  # tokens per second of one device
+    for n in dict.fromkeys((1, numbers[-1], *numbers)):
+        programs = RECIPES | (REDUCES if n == numbers[-1] > 1 else {})
+        for shape in shapes:
+            for mesh in [f"{axis}={n}" for axis in AXES] if n > 1 else [""]:
+                on_devices = (*shape[:3], shape[3] * n)
+                yield from _rows_on(
+                    mesh, on_devices, n, programs, alone, implementation, effort
+                )
+
+
+def _rows_on(
+    mesh: str,
+    shape: tuple[int, ...],
+    number: int,
+    programs: dict[str, Recipe | None],
+    alone: dict[Any, float],
+    implementation: str | None,
+    effort: Effort,
+) -> Iterator[Row]:
+    """Measures a shape on one mesh; notes the speeds of one device in ``alone``."""
+    hidden, *_, sequences = shape
+    per_device = (*shape[:3], sequences // number)
+    tokens = sequences * min(harness.SEQUENCE, hidden)
+    mesh_name = mesh or harness.ONE_DEVICE
+    baseline: Row | None = None
+    exact = 0.0
+    for name, recipe in programs.items():
+        trained = harness.train(
+            shape, recipe, implementation, mesh, steps=_STEPS, effort=effort
+        )
+        loss = float(trained.metrics["loss"])
+        exact = exact or loss
+        what = f"the loss of {name} at {shape} on {mesh_name}"
+        measure.require(abs(loss - exact), _LOSS_LIMIT, what)
+        speed = tokens / trained.timing.ms * 1e3
+        of_one = alone.setdefault((*per_device, name.partition(",")[0]), speed)
+        measured = trained.row(
+            baseline,
+            what=name,
+            shape=shape,
+            mesh=mesh_name,
+            tokens_s=speed,
+            efficiency=speed / (number * of_one),
+        )
+        baseline = baseline or measured
+        yield measured

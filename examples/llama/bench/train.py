@@ -1,0 +1,48 @@
+"""An optimizer step of a Llama with a billion parameters, in bf16 and by recipe."""
+
+from collections.abc import Iterator, Sequence
+
+from examples.llama.bench import harness
+from fbq_jax.bench import measure
+from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.results import Row
+
+# (hidden, intermediate, layers, sequences of 2048 tokens): TinyLlama's 1.1 billion
+# parameters, and as many in layers as wide as those of Llama 3 8B.
+SHAPES = ((2048, 5632, 22, 8), (4096, 14336, 4, 8))
+_STEPS = 8  # before anything is compared or timed
+# The limits of INT8's errors: nats, and a share of the gradient norm.
+_LIMITS = {"loss": 0.02, "grad_norm": 0.1}
+
+
+def rows(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    implementation: str | None,
+    effort: Effort,
+) -> Iterator[Row]:
+    """Measures each ``(hidden, intermediate, layers, sequences)``.
+
+    A step is AdamW on float32 weights, always with the same random tokens. Work counts
+    the matrix products and causal attention.
+
+    Raises:
+      WrongResultError: if the loss or the gradient norm differs from bf16's by more
+        than INT8 may.
+    """
+    for shape in shapes:
+        baseline: Row | None = None
+        exact: dict[str, float] = {}
+        for name, recipe in harness.recipes().items():
+            trained = harness.train(
+                shape, recipe, implementation, steps=_STEPS, effort=effort
+            )
+            actual = {of: float(trained.metrics[of]) for of in _LIMITS}
+            exact = exact or actual
+            errors = {of: abs(actual[of] - exact[of]) for of in _LIMITS}
+            errors["grad_norm"] /= exact["grad_norm"]
+            for of, limit in _LIMITS.items():
+                measure.require(errors[of], limit, f"{of} of {name} at {shape}")
+            measured = trained.row(baseline, what=name, shape=shape, errors=errors)
+            baseline = baseline or measured
+            yield measured

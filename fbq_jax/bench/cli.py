@@ -1,0 +1,116 @@
+"""What the benchmarks' command lines share: options, checks, output and exit status."""
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from fbq_jax.bench import measure, report, results
+from fbq_jax.ops import dispatch
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be done here."""
+
+
+def exit_status(program: str, action: Callable[[], None]) -> int:
+    """Runs an action and reports the expected errors in one line on stderr.
+
+    Returns:
+      0 for success, 1 for a measurement that failed, 2 for a usage error.
+    """
+    try:
+        action()
+    except (UsageError, results.ResultsError, ModuleNotFoundError) as error:
+        return _fail(program, error, 2)
+    except (measure.WrongResultError, measure.NoKernelsError) as error:
+        return _fail(program, error, 1)
+    return 0
+
+
+def _fail(program: str, error: Exception, status: int) -> int:
+    print(f"{program}: {error}", file=sys.stderr)
+    return status
+
+
+def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -> Any:
+    """Adds a subcommand for each section, and ``all``.
+
+    Args:
+      parser: gets the subcommands.
+      sections: name to what the section measures.
+
+    Returns:
+      The parser's subcommands, to which the caller may add others.
+    """
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in {**sections, "all": "all of these"}.items():
+        command = commands.add_parser(name, help=text, description=f"Measures {text}.")
+        command.add_argument(
+            "--out",
+            type=Path,
+            metavar="FILE",
+            help="the JSON file to write this section into; its other sections stay "
+            "(default: bench-DEVICE.json)",
+        )
+        command.add_argument(
+            "--implementation",
+            choices=dispatch.IMPLEMENTATIONS,
+            help="the implementation of the library's ops (default: chosen by device)",
+        )
+        command.add_argument(
+            "--quick", action="store_true", help="half the sizes, fewer samples"
+        )
+    return commands
+
+
+def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> None:
+    """Measures the section that the options name, or all.
+
+    Args:
+      package: the package with a module for each section.
+      sections: the sections that ``all`` measures, in order.
+      options: the parsed arguments of ``add_sections``.
+
+    Raises:
+      UsageError: if there is no GPU, or the implementation does not run on it.
+      ResultsError: if the results cannot be stored.
+    """
+    _check_device(options.implementation)
+    path = options.out or results.default_path()
+    results.check_writable(path)
+    for name in sections if options.command == "all" else [options.command]:
+        _measure(name, importlib.import_module(f"{package}.{name}"), path, options)
+    print(f"\nwritten to {path}")
+
+
+def _check_device(implementation: str | None) -> None:
+    if (backend := jax.default_backend()) != "gpu":
+        raise UsageError(f"measuring needs a GPU; JAX's default backend is {backend}")
+    try:
+        dispatch.choose("matmul", (128,) * 3, implementation=implementation)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _measure(
+    name: str, section: ModuleType, path: Path, options: argparse.Namespace
+) -> None:
+    quick = options.quick
+    print(report.text_head(name), flush=True)
+    content = results.section([], quick=quick)
+    for row in section.rows(
+        [tuple(n // 2 for n in s) if quick else s for s in section.SHAPES],
+        implementation=options.implementation,
+        effort=measure.QUICK if quick else measure.FULL,
+    ):
+        print(report.text_row(name, row), flush=True)
+        content["rows"].append(dataclasses.asdict(row))
+        # Stored after each row, so that an interrupted run leaves what it measured.
+        results.merge(path, name, content)

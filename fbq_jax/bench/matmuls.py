@@ -1,0 +1,132 @@
+"""The differentiable matrix products that a linear layer is measured with."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from fbq_jax import ops, recipes
+from fbq_jax.core import threshold
+from fbq_jax.core.dot_general import dot_general
+from fbq_jax.core.llm_int8 import llm_int8_dot
+from fbq_jax.fp8 import dot_general as fp8
+from fbq_jax.linen.fp8 import Fp8Dot, ScalingMethod
+from fbq_jax.ops import dispatch
+from fbq_jax.recipes.schema import Recipe
+
+MATMUL = (((1,), (0,)), ((), ()))
+
+# product(x, w, state, inputs) -> y
+Product = Callable[[jax.Array, jax.Array, Any, Any], jax.Array]
+
+
+class Matmul(NamedTuple):
+    """One way to compute ``x @ w`` and its gradients.
+
+    Attributes:
+      name: the recipe or library.
+      implementation: the backend that computes it.
+      product: the differentiable function ``(x, w, state, inputs) -> y``.
+      state: a pytree that the backward pass updates: its gradient is its new value.
+      inputs: a pytree that is not differentiated, such as a threshold or a PRNG key.
+      fallback: the share of x's blocks that fall back; None without fallback.
+      reference: the product that this one must agree with; None for other libraries.
+    """
+
+    name: str
+    implementation: str
+    product: Product
+    state: Any = ()
+    inputs: Any = ()
+    fallback: float | None = None
+    reference: Product | None = None
+
+
+def timed_recipes() -> dict[str, Recipe]:
+    """The named recipes built for speed: fallback or not, with Y in blocks of 128."""
+    return {
+        name: recipe
+        for name, recipe in recipes.NAMED.items()
+        if recipe.fwd.in_blocks and recipe.block_shape == (128, 128, 128)
+    }
+
+
+def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
+    """The ``timed_recipes`` for the activation x.
+
+    If the library chooses the implementation and takes ``mosaic``, the recipe
+    ``fallback`` also comes with ``triton``, which other GPUs run.
+    """
+    for name, recipe in timed_recipes().items():
+        chosen = forward_implementation(recipe, implementation)
+        yield from_recipe(name, recipe, chosen, x)
+        also_triton = implementation is None and chosen == "mosaic"
+        if also_triton and recipe is recipes.fallback:
+            yield from_recipe(name, recipe, "triton", x)
+
+
+def forward_implementation(recipe: Recipe, implementation: str | None) -> str:
+    """The implementation of a recipe's forward GEMM on this device."""
+    block_shape = recipe.block_shape if recipe.fwd.in_blocks else ()
+    choice = dispatch.choose("matmul", block_shape, implementation=implementation)
+    return choice.implementation
+
+
+def from_recipe(name: str, recipe: Recipe, implementation: str, x: jax.Array) -> Matmul:
+    """A recipe's product.
+
+    The threshold is the quantile of x's blocks that gives the middle of the recipe's
+    target range of fallback rates.
+    """
+    theta = fallback = None
+    if recipe.criterion is not None:
+        metric = ops.block_metric(
+            x[None],
+            block=recipe.lhs_block,
+            criterion=recipe.criterion,
+            implementation=implementation,
+        )
+        theta = threshold.quantile(metric, recipe)
+        fallback = float(threshold.fallback_rate(metric, theta))
+    return Matmul(
+        name,
+        implementation,
+        _recipe_product(recipe, implementation),
+        inputs=(theta, jax.random.key(1)),
+        fallback=fallback,
+        reference=_recipe_product(recipe, "reference"),
+    )
+
+
+def _recipe_product(recipe: Recipe, implementation: str) -> Product:
+    def product(x: jax.Array, w: jax.Array, state: Any, inputs: Any) -> jax.Array:
+        del state
+        theta, key = inputs
+        y, _ = dot_general(
+            x,
+            w,
+            MATMUL,
+            recipe=recipe,
+            theta=theta,
+            key=key,
+            implementation=implementation,
+        )
+        return y
+
+    return product
+
+
+def fp8_dot(scaling: ScalingMethod) -> Matmul:
+    """The product of ``Fp8Dot``, with the state of delayed scaling."""
+
+    def product(x: jax.Array, w: jax.Array, state: Any, _: Any) -> jax.Array:
+        spec = fp8.Spec(x.dtype, x.dtype, w.dtype)
+        return fp8.matmul(spec, x[None], w[None], state)[0]
+
+    state = fp8.start(Fp8Dot().history) if scaling == "delayed" else None
+    return Matmul(f"fp8_{scaling}", "xla", product, state=state)
+
+
+def llm_int8() -> Matmul:
+    """The product of ``llm_int8_dot``."""
+    return Matmul("llm_int8", "xla", lambda x, w, *_: llm_int8_dot(x, w, MATMUL))

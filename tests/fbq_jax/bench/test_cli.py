@@ -1,0 +1,110 @@
+"""The command lines of both benchmarks, without measuring anything."""
+
+import importlib
+import json
+
+import jax
+import pytest
+
+from examples.llama.bench import __main__ as llama
+from fbq_jax.bench import __main__ as library
+from fbq_jax.bench import measure, results
+from tests.fbq_jax.bench.tools import some_rows
+
+PROGRAMS = {"fbq_jax.bench": library, "examples.llama.bench": llama}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU, whose benchmarks take no time."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for package, program in PROGRAMS.items():
+        for name in program.SECTIONS:
+            monkeypatch.setattr(
+                importlib.import_module(f"{package}.{name}"),
+                "rows",
+                lambda *_, name=name, **__: iter(some_rows(name)),
+            )
+
+
+def test_the_programs_measure_every_section():
+    assert (*library.SECTIONS, *llama.SECTIONS) == results.SECTIONS
+
+
+@pytest.mark.usefixtures("gpu")
+def test_all_measures_and_stores_every_section(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for program in PROGRAMS.values():
+        assert program.main(["all", "--quick", "--implementation", "reference"]) == 0
+        assert "written to bench-cpu.json" in capsys.readouterr().out
+    sections = results.load(tmp_path / "bench-cpu.json")
+    assert {name: sections[name]["rows"][1].what for name in sections} == {
+        name: name for name in results.SECTIONS
+    }
+    assert json.loads((tmp_path / "bench-cpu.json").read_text()).keys() >= {"losses"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_failed_measurement_is_one_line_and_status_1(tmp_path, monkeypatch, capsys):
+    def rows(*_, **__):
+        yield some_rows()[0]
+        measure.require(1.0, 0.1, "it")
+
+    monkeypatch.setattr(importlib.import_module("fbq_jax.bench.gemm"), "rows", rows)
+    out = tmp_path / "bench.json"
+    command = ["gemm", "--implementation", "reference", "--out", str(out)]
+    assert library.main(command) == 1
+    assert capsys.readouterr().err.startswith("fbq_jax.bench: it is wrong: its error")
+    assert [row.what for row in results.load(out)["gemm"]["rows"]] == ["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "now"), [("block", "block"), ("scale", "scaling"), ("losses", "parity")]
+)
+def test_a_moved_section_names_the_new_command(name, now, capsys):
+    assert library.main([name, "--quick"]) == 2
+    err = capsys.readouterr().err
+    assert f"run python -m examples.llama.bench {now}\n" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text('{"answer": 42}')
+    for path, message in (
+        (tmp_path / "no" / "file.json", "there is no folder"),
+        (other, "does not hold benchmark results"),
+    ):
+        command = ["gemm", "--implementation", "reference", "--out", str(path)]
+        assert library.main(command) == 2
+        out, err = capsys.readouterr()
+        assert message in err
+        assert err.count("\n") == 1
+        assert not out
+    assert other.read_text() == '{"answer": 42}'
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_measuring_needs_a_gpu(program, capsys):
+    section = next(iter(PROGRAMS[program].SECTIONS))
+    assert PROGRAMS[program].main([section]) == 2
+    assert capsys.readouterr().err == (
+        f"{program}: measuring needs a GPU; JAX's default backend is "
+        f"{jax.default_backend()}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["speed"], "invalid choice: 'speed'"),
+        (["gemm", "--implementation", "cublas"], "invalid choice: 'cublas'"),
+    ],
+)
+def test_a_usage_error_names_the_choice(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        library.main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""The results file, its tables and its picture."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from fbq_jax.bench import report, results
+from fbq_jax.bench.__main__ import main
+from tests.fbq_jax.bench.tools import some_rows
+
+
+def test_a_section_is_replaced_and_the_others_stay(tmp_path):
+    path = tmp_path / "bench.json"
+    for name, what in (("linear", "a"), ("gemm", "b"), ("linear", "c")):
+        results.merge(path, name, results.section(some_rows(what), quick=False))
+    sections = results.load(path)
+    assert list(sections) == ["gemm", "linear"]
+    assert [row.what for row in sections["gemm"]["rows"]] == ["bf16", "b"]
+    assert sections["linear"]["rows"] == some_rows("c")
+    assert sections["gemm"]["versions"]["jax"] == jax.__version__
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_renamed_sections_keep_their_keys_in_the_file(tmp_path):
+    path = tmp_path / "bench.json"
+    for name in ("parity", "scaling", "train"):
+        results.merge(path, name, results.section(some_rows(), quick=False))
+    assert list(json.loads(path.read_text())) == ["train", "scale", "losses"]
+    assert list(results.load(path)) == ["train", "scaling", "parity"]
+
+
+def test_ratios():
+    _, row = some_rows()
+    assert (row.rate, row.ratio, row.burst_ratio) == (4.0, 2.0, 1.25)
+
+
+def test_every_section_has_a_heading():
+    assert tuple(report.HEADINGS) == results.SECTIONS
+
+
+def test_table(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    results.merge(path, "gemm", results.section(some_rows(), quick=True))
+    assert main(["table", str(path)]) == 0
+    caption, _, head, rule, _, row = capsys.readouterr().out.splitlines()
+    assert "on cpu" in caption
+    assert "quick" in caption
+    assert head == (
+        "| name | backend | M, N, K | fallback rate | ms | TFLOP/s "
+        "| speedup vs bf16 | in bursts | error |"
+    )
+    assert rule.count("---") == head.count("|") - 1
+    assert row == (
+        "| INT8 | mosaic | 1, 2, 3 | 20.0% | 1.000 | 4 | 2.00 | 1.25 | y 1.0e-03 |"
+    )
+
+
+def test_the_table_of_a_missing_file(tmp_path, capsys):
+    assert main(["table", str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_plain_rows_are_aligned_with_the_head():
+    _, title, head = report.text_head("gemm").split("\n")
+    assert "GEMM" in title
+    for row in some_rows():
+        assert report.text_row("gemm", row).index(f"{row.ms:.3f}") == head.index("ms ")
+
+
+def test_picture(tmp_path, capsys):
+    path, picture = tmp_path / "bench.json", tmp_path / "recipes.png"
+    assert main(["picture", str(path), str(picture)]) == 2
+    rows = [
+        dataclasses.replace(row, data=x, errors={"token": e, "dx": e, "channel": e})
+        for row in some_rows()
+        for x, e in (("Gaussian", 1e-3), ("up to 58", 2e-2))
+    ]
+    results.merge(path, "gemm", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(picture)]) == 2
+    assert "has no section recipes" in capsys.readouterr().err
+    results.merge(path, "recipes", results.section(rows, quick=False))
+    assert main(["picture", str(path), str(tmp_path / "recipes.what")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["picture", str(path), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ['{"answer": 42}', '{"gemm": {"rows": [1]}}', "["])
+def test_other_files_are_refused(text, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(results.ResultsError, match="does not hold benchmark results"):
+        results.load(path)

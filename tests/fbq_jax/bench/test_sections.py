@@ -1,0 +1,191 @@
+"""The library's benchmarks, at sizes that a CPU multiplies with the reference."""
+
+import importlib.util
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax import ops, recipes
+from fbq_jax.bench import (
+    baselines,
+    data,
+    gemm,
+    linear,
+    matmuls,
+    measure,
+    memory,
+    quantize,
+)
+from fbq_jax.bench import recipes as bench_recipes
+from fbq_jax.ops import dispatch
+from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates
+
+
+def test_gemm():
+    shape = (256, 128, 512)
+    rows = list(gemm.rows([shape], [0.25, 0.5], **OPTIONS))
+    check_rates(rows, lambda _: 2 * 256 * 128 * 512)
+    bf16, *int8 = rows
+    assert (bf16.what, bf16.implementation) == ("bf16", "xla")
+    assert (bf16.ratio, bf16.burst_ratio) == (1.0, 1.0)
+    for row, rate in zip(int8, [0.25, 0.5], strict=True):
+        assert (row.shape, row.fallback) == (shape, rate)
+        assert row.ratio == pytest.approx(bf16.ms / row.ms)
+        assert row.burst_ratio == pytest.approx(bf16.burst_ms / row.burst_ms)
+
+
+def test_quantize():
+    shape = (500, 1024)
+    copy, *rows = quantize.rows([shape], [0.0, 0.5], (64, 256), **OPTIONS)
+    assert copy.rate == pytest.approx(4 * 64 * 256 / copy.ms / 1e9)
+    elements, blocks = 500 * 1024, 4 * 8
+    stored = {
+        "nearest": lambda _: 2 * elements + 8 * blocks,
+        "stochastic": lambda _: 2 * elements + 8 * blocks,
+        "fallback": lambda row: (2 + row.fallback) * elements + 16 * blocks,
+    }
+    check_rates(rows, lambda row: 2 * elements + stored[row.what](row))
+    assert [row.fallback for row in rows] == [None, None, 0.0, pytest.approx(0.5, 0.1)]
+    assert all(row.ratio == pytest.approx(row.rate / copy.rate) for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
+def test_linear(monkeypatch):
+    only = types.SimpleNamespace(NAMED={"block": recipes.block})
+    monkeypatch.setattr(matmuls, "recipes", only)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        # AQT and Qwix, where they are installed, promote.
+        measured = list(linear.rows([(256, 640, 128)], **OPTIONS))
+    rows = {row.what: row for row in measured}
+    check_rates(measured, lambda _: 6 * 256 * 640 * 128)
+    assert {"bf16", "block", "Flax Fp8DotGeneral"} <= set(rows)
+    for name, row in rows.items():
+        assert set(row.errors) == {"y", "dx", "dw"}, name
+        assert all(0.0 < error < 0.2 for error in row.errors.values())
+        assert row.compile_s > 0.0
+    assert rows["bf16"].errors["dw"] < 0.01 < rows["block"].errors["dw"]
+
+
+def test_recipes(monkeypatch):
+    named = {name: recipes.NAMED[name] for name in ("block", "fallback")}
+    monkeypatch.setattr(recipes, "NAMED", named)
+    monkeypatch.setattr(bench_recipes, "OUTLIERS", {"up to 6559": (6559.0, 256)})
+    shape = 256, 512, 128
+    rows = {(row.what, row.data): row for row in bench_recipes.rows([shape], **OPTIONS)}
+    check_rates(rows.values(), lambda _: 6 * 256 * 512 * 128)
+    names = ["bf16", *named, "fp8_delayed", "fp8_current", "llm_int8"]
+    assert list(rows) == [(n, x) for n in names for x in ("Gaussian", "up to 6559")]
+    token = {name: rows[name, "up to 6559"].errors["token"] for name in names}
+    # Outliers cost precision in the other tokens of their block.
+    assert token["bf16"] < 0.003
+    assert token["block"] > 3 * token["fallback"] > 0.01
+    assert max(rows["bf16", "Gaussian"].errors.values()) < 0.003
+    assert rows["block", "Gaussian"].saved_bytes == pytest.approx(512, rel=0.05)
+    assert rows["bf16", "Gaussian"].saved_bytes == pytest.approx(1024, abs=1)
+    assert rows["block", "Gaussian"].ratio == pytest.approx(
+        rows["bf16", "Gaussian"].ms / rows["block", "Gaussian"].ms
+    )
+
+
+def test_swiglu_has_the_outliers_that_are_asked_for():
+    x = data.swiglu(jax.random.key(0), (512, 1024), 606.0, 256).astype(jnp.float32)
+    assert float(jnp.max(jnp.abs(x))) == float(jnp.bfloat16(606.0))
+    outliers = jnp.abs(x) >= 20.0
+    assert 0 < int(jnp.sum(outliers)) < 1e-3 * x.size
+    assert set(np.flatnonzero(outliers.any(0)) % 256) == {0}
+
+
+def test_saved_bytes():
+    w = jnp.ones((64, 32), jnp.bfloat16)
+    x = jnp.ones((4, 16, 64), jnp.bfloat16)
+
+    def saved(function):
+        return memory.saved_bytes(function, w, x)
+
+    # Per row of x, up to a few bytes of bookkeeping for each output.
+    assert saved(lambda w, x: x @ w) == pytest.approx(16 * 64 * 2, abs=32)
+    assert saved(lambda w, x: jnp.sin(x) @ w) == pytest.approx(16 * 64 * 4, abs=32)
+
+
+def test_recipes_in_blocks_of_128_are_timed():
+    x = data.activation(jax.random.key(0), (640, 1024))
+    timed = {matmul.name: matmul for matmul in matmuls.timed(x, "reference")}
+    assert list(timed) == ["fallback", "block", "fallback_rowwise_bwd"]
+    assert list(matmuls.timed_recipes()) == list(timed)
+    assert timed["fallback"].fallback == pytest.approx(0.2, 0.1)
+    assert timed["block"].fallback is None
+
+
+def test_libraries_that_are_not_installed_are_named(capsys):
+    found = {matmul.name for matmul in baselines.installed_int8_libraries()}
+    err = capsys.readouterr().err
+    for package, name in (("qwix", "Qwix INT8"), ("aqt", "AQT INT8")):
+        installed = importlib.util.find_spec(package) is not None
+        assert (name in found) == installed
+        assert (f"without {package}_int8: " in err) != installed
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Adds 1 to one value of an op's output where the implementation is not given."""
+
+    def spoil_op(spoilt_op):
+        choose = dispatch.choose
+
+        def choose_spoilt(op, sides, *, implementation):
+            if implementation in (None, "spoilt"):
+                return dispatch.Choice(op, "spoilt", "for the test")
+            return choose(op, sides, implementation=implementation)
+
+        monkeypatch.setattr(dispatch, "choose", choose_spoilt)
+        for name in ("quantize", "quantize_fallback", "block_metric", "matmul"):
+            replacement = with_reference(getattr(ops, name), name == spoilt_op)
+            monkeypatch.setattr(ops, name, replacement)
+
+    def with_reference(op, is_spoilt):
+        def replacement(*args, implementation, **options):
+            out = op(*args, implementation="reference", **options)
+            if implementation == "reference" or not is_spoilt:
+                return out
+            leaves, tree = jax.tree.flatten(out)
+            leaves[0] = leaves[0].at[0, 0, 0].add(1)
+            return jax.tree.unflatten(tree, leaves)
+
+        return replacement
+
+    return spoil_op
+
+
+def test_a_wrong_gemm_is_refused(spoil):
+    spoil("matmul")
+    rows = gemm.rows([(128, 128, 128)], [0.0], implementation=None, effort=EFFORT)
+    with pytest.raises(
+        measure.WrongResultError, match="by spoilt with float32 output is"
+    ):
+        list(rows)
+
+
+def test_wrong_codes_are_refused(spoil):
+    spoil("quantize_fallback")
+    rows = quantize.rows(
+        [(128, 128)], [0.0], (8, 8), implementation=None, effort=EFFORT
+    )
+    with pytest.raises(measure.WrongResultError, match=r"fallback .* by spoilt is"):
+        list(rows)
+
+
+def test_a_wrong_layer_is_refused(monkeypatch):
+    wrong = baselines.bf16()._replace(
+        name="mine", reference=lambda x, w, *_: x @ (1.01 * w)
+    )
+    monkeypatch.setattr(baselines, "bf16", lambda: wrong)
+    with pytest.raises(measure.WrongResultError, match=r"y of mine by xla is wrong"):
+        list(linear.rows([(16, 8, 4)], **OPTIONS))
+
+
+def test_a_nan_is_wrong():
+    with pytest.raises(measure.WrongResultError, match=r"its error is nan"):
+        measure.require(float("nan"), 1e-5, "it")
