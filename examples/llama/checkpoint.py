@@ -1,9 +1,9 @@
-"""Checkpoints: Orbax writes them, checksums say whether they can be trusted.
+"""Checkpoints: written by Orbax and verified by checksums.
 
-Orbax writes a checkpoint under a temporary name and renames it when it is whole. It
-does not notice every byte that changes later on, and it reports a truncated file in
-pages of text; so the files' SHA-256 sums are kept beside them (`sha256sum --check
-SHA256SUMS` reads them too) and compared before anything is restored.
+Orbax writes a checkpoint under a temporary name and renames it when it is complete. It
+does not detect every later change of a byte, and it reports a truncated file in pages
+of text. `save` therefore stores the SHA-256 sums of the files beside them, and
+`restore` compares the sums first. `sha256sum --check SHA256SUMS` also reads them.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ def save(folder: Path, step: int, state: object) -> None:
     """Writes the checkpoint `folder/<step>` and keeps the one before it.
 
     Args:
-        folder: Where the checkpoints of one run are.
-        step: Its number, higher than those already there.
+        folder: The folder of a run's checkpoints.
+        step: The number of the checkpoint, higher than all existing ones.
         state: A pytree of arrays.
     """
     with _manager(folder) as manager:
         manager.save(step, args=ocp.args.StandardSave(state))
-    if is_first():  # of the processes, each of which has written its arrays' parts
+    if is_first():  # every process has written its shards
         sums = folder / str(step) / _SUMS
         part = sums.with_suffix(".part")
         part.write_text(_checksums(sums.parent))
@@ -42,7 +42,7 @@ def save(folder: Path, step: int, state: object) -> None:
 
 
 def any_in(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint; a run may stop before its first one."""
+    """Whether `folder` holds a checkpoint; a run can stop before its first one."""
     if not folder.exists():
         return False
     with _manager(folder) as manager:
@@ -53,16 +53,17 @@ def restore(folder: Path, like: T) -> T:
     """Reads the latest checkpoint.
 
     Args:
-        folder: Where the checkpoints of one run are.
-        like: A pytree of arrays of the same structure, shapes and dtypes, on the
-            devices where those restored should be; any mesh will do.
+        folder: The folder of a run's checkpoints.
+        like: A pytree of arrays with the structure, shapes and dtypes of the
+            checkpoint, and the shardings to restore it with. The mesh need not be the
+            one that the checkpoint was saved from.
 
     Returns:
         The pytree that was saved.
 
     Raises:
-        RestoreError: There is none, its files are not those that were written, or it
-            is of another structure than `like`.
+        RestoreError: There is no checkpoint, its files have changed, or its structure
+            differs from `like`.
     """
     with _manager(folder) as manager:
         steps = sorted(manager.all_steps())
@@ -86,11 +87,11 @@ def restore(folder: Path, like: T) -> T:
         try:
             return manager.restore(steps[-1], args=ocp.args.StandardRestore(like))
         except ValueError as error:
-            # The files are whole, so it is their structure.
+            # The files are intact, so the structure differs.
             raise RestoreError(
-                f"the checkpoint {latest} is of another model, or another version of "
-                "this example: its arrays have other names or shapes. Start again with "
-                "another --out, or go on with the version that wrote it."
+                f"the checkpoint {latest} belongs to another model or to another "
+                "version of this example: its arrays have other names or shapes. Start "
+                "again with another --out, or continue with the version that wrote it."
             ) from error
 
 

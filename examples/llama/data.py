@@ -1,8 +1,8 @@
-"""Text in, batches of token ids out.
+"""Reads text or token ids and serves batches.
 
-A corpus is two runs of token ids, one to train on and one held out. Batch number i
-is a pure function of (seed, i): a run that resumes at step i asks for batch i, and
-no iterator state needs saving.
+A corpus has two sequences of token ids, one for training and one that is held out.
+Batch i is a pure function of (seed, i): a run that resumes at step i reads batch i, and
+no iterator state has to be saved.
 """
 
 import sysconfig
@@ -15,13 +15,14 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-# Stands between documents. Text holds no NUL byte, so the 256 bytes suffice.
+# Separates documents. Text contains no NUL byte, so 256 token ids suffice.
 SEPARATOR = b"\0"
 
-# Every 20th file is held out for validation, or the last 20th of a few files.
+# Every 20th file is held out for validation. With fewer files it is the last 20th of
+# the text.
 HELD_OUT = 20
 
-# Folders inside the standard library that are not its source.
+# Folders of the standard library that are not its source.
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -31,12 +32,12 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids to train on and token ids held out.
+    """Token ids for training and for validation.
 
     Attributes:
-        train: Token ids, shape [n], an unsigned integer dtype.
-        val: Held-out token ids, shape [m], the same dtype.
-        vocab_size: The number of ids a model of this corpus needs.
+        train: The training tokens, shape [n], an unsigned integer dtype.
+        val: The held-out tokens, shape [m], the same dtype.
+        vocab_size: The vocabulary size that a model of this corpus needs.
     """
 
     train: np.ndarray
@@ -44,7 +45,7 @@ class Corpus:
     vocab_size: int
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raises DataError if some token id is not below `vocab_size`."""
+        """Raises DataError if a token id is not below `vocab_size`."""
         largest = max(int(part.max(initial=0)) for part in (self.train, self.val))
         if largest >= vocab_size:
             raise DataError(
@@ -53,10 +54,10 @@ class Corpus:
             )
 
     def fingerprint(self) -> dict[str, int]:
-        """Tells this corpus from another: its sizes in tokens and a checksum.
+        """Returns the sizes in tokens and a checksum, which identify the corpus.
 
-        The checksum reads a million or two evenly spaced tokens of each part: all
-        there is in a small corpus, and quick in a large one.
+        The checksum covers one to two million evenly spaced tokens of each part, which
+        is all of a small corpus and fast for a large one.
         """
         crc = 0
         for part in (self.train, self.val):
@@ -69,81 +70,77 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
     """Reads a corpus and splits it.
 
     Args:
-        path: A file (its last 20th is held out), a folder (all of its UTF-8 files;
-            every 20th is held out, or of fewer than 20 files the last 20th of the
-            text), a nanoGPT `.bin` file of uint16 token ids, or a folder with
-            `train.bin` and `val.bin` and perhaps their `tokenizer.json`, which then
-            says how large the vocabulary is. None reads the source of the running
+        path: One of the following. A text file: its last 20th is held out. A folder
+            of UTF-8 files: every 20th file is held out, or the last 20th of the text
+            if there are fewer than 20 files. A nanoGPT `.bin` file of uint16 token
+            ids. A folder with `train.bin`, `val.bin` and optionally `tokenizer.json`,
+            which sets the vocabulary size. None reads the source of the running
             Python's standard library.
-        tokenizer: Encodes the text, each document by itself: where documents begin
-            is marked by what it puts at the start of a text, as Llama's does. None
-            takes the bytes themselves, with a NUL between documents.
+        tokenizer: Encodes each document separately, and marks the beginning of a
+            document as Llama's tokenizer does. None uses the bytes as token ids, with
+            a NUL between documents.
 
     Returns:
         The corpus.
 
     Raises:
-        DataError: Nothing is at `path`, or nothing readable.
+        DataError: `path` does not exist or cannot be read.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [file.relative_to(root) for file in root.rglob("*.py")]
         files = [file for file in files if _NOT_SOURCE.isdisjoint(file.parts)]
-        return _corpus_of_texts(_read_texts(root, files), root, tokenizer)
+        return _from_texts(_read_texts(root, files), root, tokenizer)
     if not path.exists():
         raise DataError(f"data: {path} does not exist")
     if not path.is_dir():
         if path.suffix == ".bin":
-            return _corpus_of_ids(*_split_tail(_memory_map(path)))
-        return _corpus_of_texts([path.read_bytes()], path, tokenizer)
-    train, val = path / "train.bin", path / "val.bin"
-    if train.exists() and val.exists():
-        corpus = _corpus_of_ids(_memory_map(train), _memory_map(val))
-        if not (file := path / "tokenizer.json").exists():
-            return corpus
-        vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
-        corpus.check_fits(vocab_size)
-        return replace(corpus, vocab_size=vocab_size)
+            return _from_ids(*_split_tail(_memory_map(path)))
+        return _from_texts([path.read_bytes()], path, tokenizer)
+    if (path / "train.bin").exists() and (path / "val.bin").exists():
+        return _load_ids(path)
     files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
-    return _corpus_of_texts(_read_texts(path, files), path, tokenizer)
+    return _from_texts(_read_texts(path, files), path, tokenizer)
 
 
 def is_token_ids(path: Path | None) -> bool:
-    """Whether `load_corpus` takes `path` for token ids rather than text."""
+    """Whether `load_corpus` reads `path` as token ids rather than as text."""
     return path is not None and (path.suffix == ".bin" or (path / "train.bin").exists())
 
 
 def batches(
     corpus: Corpus, part: Literal["train", "val"], *, seq: int, batch: int, seed: int
 ) -> grain.MapDataset[np.ndarray]:
-    """Endless shuffled batches with random access; each epoch has its own order.
+    """Returns endless shuffled batches with random access.
+
+    Each epoch has another order.
 
     Args:
         corpus: The token ids.
-        part: Which of them.
-        seq: Inputs in a window, in tokens.
-        batch: Windows in a batch.
-        seed: Seed of the order.
+        part: The part of the corpus to read.
+        seq: The number of inputs in a window, in tokens.
+        batch: The number of windows in a batch.
+        seed: The seed of the order.
 
     Returns:
-        A dataset whose item i is batch i: int32 of shape [batch, seq + 1], where
-        columns [:-1] are inputs and [1:] are their targets.
+        A dataset whose item i is batch i: int32 [batch, seq + 1]. The inputs are
+        columns [:-1] and their targets are columns [1:].
 
     Raises:
-        DataError: There is not one window.
+        DataError: The part is shorter than one window.
     """
     windows = _Windows(getattr(corpus, part), seq)
     if not len(windows):
         raise DataError(
             f"data: the {part} part has {len(windows.tokens)} tokens, fewer than one "
-            f"window of {seq + 1}; give more data or a smaller --seq"
+            f"window of {seq + 1}; provide more data or a smaller --seq"
         )
     return grain.MapDataset.source(windows).seed(seed).shuffle().repeat().batch(batch)
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """Windows of seq + 1 tokens; the last of one is the first of the next."""
+    """Windows of seq + 1 tokens; adjacent windows share one token."""
 
     tokens: np.ndarray
     seq: int
@@ -157,7 +154,7 @@ class _Windows:
 
 
 def _read_texts(root: Path, files: list[Path]) -> list[bytes]:
-    """The files (relative to root) that are UTF-8 and not hidden, in sorted order."""
+    """Reads the files (relative to root) that are UTF-8 and not hidden, sorted."""
     texts = []
     for file in sorted(files):
         if any(part.startswith(".") for part in file.parts):
@@ -171,11 +168,9 @@ def _read_texts(root: Path, files: list[Path]) -> list[bytes]:
     return texts
 
 
-def _corpus_of_texts(
-    texts: list[bytes], path: Path, tokenizer: Tokenizer | None
-) -> Corpus:
+def _from_texts(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> Corpus:
     if not any(texts):
-        raise DataError(f"data: {path} holds no text (UTF-8 files that are not empty)")
+        raise DataError(f"data: {path} holds no text (non-empty UTF-8 files)")
     vocab_size = tokenizer.get_vocab_size() if tokenizer else 256
     if len(texts) < HELD_OUT:
         return Corpus(*_split_tail(_encode(texts, path, tokenizer)), vocab_size)
@@ -192,7 +187,7 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
         encodings = tokenizer.encode_batch([text.decode() for text in texts])
     except UnicodeDecodeError as error:
         raise DataError(
-            f"data: {path} is not UTF-8 ({error}), which the tokenizer needs"
+            f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
         ) from error
     return np.concatenate([np.array(item.ids, np.uint32) for item in encodings])
 
@@ -201,17 +196,29 @@ def _memory_map(path: Path) -> np.ndarray:
     size = path.stat().st_size
     if size == 0 or size % 2:
         raise DataError(
-            f"data: {path} has {size} bytes; a .bin file is a row of uint16 token ids"
+            f"data: {path} has {size} bytes; a .bin file holds uint16 token ids"
         )
     return np.memmap(path, np.uint16, mode="r")
 
 
 def _split_tail(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    cut = len(ids) - len(ids) // HELD_OUT
-    return ids[:cut], ids[cut:]
+    end = len(ids) - len(ids) // HELD_OUT
+    return ids[:end], ids[end:]
 
 
-def _corpus_of_ids(train: np.ndarray, val: np.ndarray) -> Corpus:
-    # Such a file does not say how large its vocabulary is.
+def _load_ids(folder: Path) -> Corpus:
+    """Reads `train.bin`, `val.bin` and, if it exists, `tokenizer.json`."""
+    corpus = _from_ids(
+        _memory_map(folder / "train.bin"), _memory_map(folder / "val.bin")
+    )
+    if not (file := folder / "tokenizer.json").exists():
+        return corpus
+    vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
+    corpus.check_fits(vocab_size)
+    return replace(corpus, vocab_size=vocab_size)
+
+
+def _from_ids(train: np.ndarray, val: np.ndarray) -> Corpus:
+    # The file format does not store the vocabulary size.
     vocab_size = 1 + max(int(train.max()), int(val.max(initial=0)))
     return Corpus(train, val, vocab_size)

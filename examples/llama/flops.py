@@ -1,15 +1,15 @@
-"""What a step computes, over what the device could: model FLOP utilization.
+"""Model FLOPs and the peaks of devices, for the model FLOP utilization.
 
-The count is that of PaLM (arXiv 2204.02311, appendix B): the matrix products that the
-model asks for, and nothing that a recipe or a remat policy adds to them.
+FLOPs are counted as in PaLM (arXiv 2204.02311, appendix B): the matrix products of the
+model, without the work that a recipe or rematerialization adds.
 """
 
 import jax
 
-from examples.llama.model import LlamaConfig
+from examples.llama.model_config import LlamaConfig
 
-# Dense bfloat16 peaks by the vendor's data sheets, in FLOP/s. The first name that a
-# device's begins with, word by word, counts.
+# Dense bfloat16 peaks in FLOP/s, from the vendor's data sheets. The first entry whose
+# words a device's name begins with applies.
 PEAKS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA GH200": 989.4e12,
@@ -26,18 +26,19 @@ PEAKS = {
 
 
 def per_token(config: LlamaConfig, seq_len: int) -> int:
-    """FLOPs of a training step per token, forward and backward.
+    """Returns the FLOPs per token of a training step, forward and backward.
 
         6 * (parameters of matrix products) + 6 * layers * heads * head_dim * seq_len
 
-    Each parameter multiplies and adds once forward and twice backward. Attention's
-    two products do so over the positions; PaLM counts all of them (12 where this has
-    6), this the half that is not masked. The embedding's look-up counts nothing, the
-    head does even if it shares the embedding's table.
+    Each parameter of a matrix product takes one multiply-add in the forward pass and
+    two in the backward pass. The two products of attention take as many per position.
+    This counts the half that is not masked; PaLM counts all of it, a factor of 12 in
+    place of 6. The embedding lookup counts nothing. The head counts even if it shares
+    the embedding table.
 
     Args:
-        config: the model's sizes.
-        seq_len: tokens in a sequence.
+        config: The sizes of the model.
+        seq_len: The number of tokens in a sequence.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
@@ -49,8 +50,8 @@ def per_token(config: LlamaConfig, seq_len: int) -> int:
 
 
 def peak() -> float | None:
-    """The first device's dense bfloat16 peak in FLOP/s, None where it is not known."""
-    # "NVIDIA A100-SXM4-80GB" is an "NVIDIA A100 ", and an "NVIDIA L40" no "NVIDIA L4 ".
+    """Returns the first device's dense bfloat16 peak in FLOP/s; None if unknown."""
+    # With a trailing space "NVIDIA L40" does not match "NVIDIA L4 ".
     kind = jax.devices()[0].device_kind.replace("-", " ") + " "
     matching = (peak for name, peak in PEAKS.items() if kind.startswith(name + " "))
     return next(matching, None)

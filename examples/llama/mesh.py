@@ -1,9 +1,9 @@
-"""Several devices: which there are, and what of a run each of them holds.
+"""Several devices: the mesh, and how a run's arrays are sharded over it.
 
-A mesh has up to three axes. Over "data" and "fsdp" the sequences of a batch are cut;
-over "fsdp" also the parameters, their gradients and the optimizer's moments: a layer
-then fetches what it multiplies by, as INT8 codes. Over "tensor" each layer's heads and
-the width of its MLP are cut. The names below decide it; XLA does the rest.
+A mesh has up to three axes. "data" and "fsdp" shard the sequences of a batch. "fsdp"
+also shards the parameters, their gradients and the optimizer's moments; a layer then
+gathers its weights as INT8 codes. "tensor" shards the heads and the width of the MLP.
+`PARAMETERS` and `RULES` decide the sharding, and XLA inserts the collectives.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from jax.sharding import (
 
 AXES = ("data", "fsdp", "tensor")
 
-# What the axes of parameters are, by the end of the parameter's path; the layers of
-# `nn.scan` come before them. Other parameters are small and whole on each device.
+# The logical axes of each parameter, by the last two names of its path. `nn.scan` puts
+# the layers before them. All other parameters are small, and are replicated.
 PARAMETERS: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("embed", "embedding"): ("vocab", "embed"),
     ("dense", "kernel"): ("embed", "heads"),
@@ -36,6 +36,7 @@ PARAMETERS: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("down", "kernel"): ("mlp", "embed"),
     ("lm_head", "kernel"): ("embed", "vocab"),
 }
+# The mesh axes that shard each logical axis.
 RULES = {
     "batch": ("data", "fsdp"),
     "embed": ("fsdp",),
@@ -44,32 +45,34 @@ RULES = {
     "vocab": ("tensor",),
 }
 
-# The options that say what there is to run on.
+# The options that select devices and processes.
 PARSER = argparse.ArgumentParser(add_help=False)
 PARSER.add_argument(
     "--mesh",
     default="",
-    help="devices along each axis, such as data=2,fsdp=2,tensor=2 (any of them)",
+    help="devices along each axis, such as data=2,fsdp=2,tensor=2, or a subset",
 )
 PARSER.add_argument(
     "--hosts",
     nargs="?",
     const="",
     metavar="ADDRESS,N,I",
-    help="be process I of N, which meet at ADDRESS (host:port of the first one); on a "
-    "cluster that JAX knows, such as Slurm's, all three can be left out",
+    help="run as process I of N; ADDRESS is host:port of the first process. Leave out "
+    "the value on a cluster that JAX detects, such as Slurm",
 )
 
 
 class MeshError(ValueError):
-    """There is no such mesh here."""
+    """The mesh or the processes that were asked for are not available."""
 
 
 def join(argv: Sequence[str]) -> None:
-    """Meets the other processes, if `argv` says so, before JAX looks for devices.
+    """Connects to the other processes if `argv` contains --hosts.
+
+    Call it before JAX initializes its devices.
 
     Raises:
-        MeshError: --hosts is not as it should be.
+        MeshError: The value of --hosts is malformed.
     """
     hosts = PARSER.parse_known_args(argv)[0].hosts
     if hosts is None:
@@ -82,20 +85,26 @@ def join(argv: Sequence[str]) -> None:
         jax.distributed.initialize(address, int(count), int(index))
     except ValueError as error:
         raise MeshError(
-            f"hosts takes host:port, a number of processes and which of them this is, "
+            "hosts takes host:port, the number of processes and the index of this one, "
             f"such as 10.0.0.1:1234,2,0; got {hosts!r} ({error})"
         ) from error
 
 
 def make(text: str) -> Mesh | None:
-    """The mesh that --mesh asks for; None for one device.
+    """Builds the mesh that --mesh describes; None stands for one device.
+
+    Args:
+        text: Sizes by axis, such as ``"data=2,fsdp=4"``; empty for one device.
 
     Raises:
-        MeshError: An axis is unknown or no number, or there are not so many devices.
+        MeshError: An axis is unknown, a size is not a positive integer, or the number
+            of devices does not fit.
     """
     if not text:
         if jax.process_count() > 1:
-            raise MeshError("several processes need a --mesh over all of their devices")
+            raise MeshError(
+                "several processes need a --mesh that covers all of their devices"
+            )
         return None
     sizes = {}
     for part in text.split(","):
@@ -108,7 +117,7 @@ def make(text: str) -> Mesh | None:
         sizes[name] = int(size)
     needed, devices = int(np.prod(list(sizes.values()))), jax.devices()
     if needed > len(devices) or (jax.process_count() > 1 and needed < len(devices)):
-        raise MeshError(f"mesh {text} is of {needed} devices; there are {len(devices)}")
+        raise MeshError(f"mesh {text} needs {needed} devices; there are {len(devices)}")
     return jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
@@ -118,37 +127,41 @@ def make(text: str) -> Mesh | None:
 
 
 def use(devices: Mesh | None) -> AbstractContextManager[Any]:
-    """Has what follows run on a mesh, or on one device."""
+    """Returns a context in which computations run on a mesh, or on one device."""
     return nullcontext() if devices is None else jax.set_mesh(devices)
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
-    """How an array with axes of these names is cut over the mesh in use.
+    """Returns the partition of an array over the mesh in use.
 
-    An axis that its devices do not divide is left whole.
+    An axis whose size is not a multiple of its devices is replicated.
+
+    Args:
+        shape: The shape of the array.
+        names: The logical axes of the array, keys of `RULES` or None.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    cuts: list[tuple[str, ...] | None] = []
+    partitions: list[tuple[str, ...] | None] = []
     for size, name in zip(shape, names, strict=True):
-        over = tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
-        number = int(np.prod([mesh.shape[axis] for axis in over]))
-        cuts.append(over if over and size % number == 0 else None)
-    return PartitionSpec(*cuts)
+        axes = tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
+        shards = int(np.prod([mesh.shape[axis] for axis in axes]))
+        partitions.append(axes if axes and size % shards == 0 else None)
+    return PartitionSpec(*partitions)
 
 
 def specs(state: Any) -> Any:
-    """How each array of a training state, or of its shape, is cut."""
+    """Returns the partition of each array, or shape, of a training state."""
 
-    def of(path: Sequence[Any], array: Any) -> PartitionSpec:
+    def partition(path: Sequence[Any], array: Any) -> PartitionSpec:
         end: Any = tuple(getattr(key, "key", None) for key in path[-2:])
         names = PARAMETERS.get(end, ())
         return spec(array.shape, (None,) * (array.ndim - len(names)) + names)
 
-    return jax.tree.map_with_path(of, state)
+    return jax.tree.map_with_path(partition, state)
 
 
 def shardings(state: Any) -> Any:
-    """Where each array of a training state is: on the mesh in use, or one device."""
+    """Returns the sharding of each array of a training state on the devices in use."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         one_device = SingleDeviceSharding(jax.devices()[0])
@@ -157,15 +170,25 @@ def shardings(state: Any) -> Any:
 
 
 def constrain(x: Any, *names: str | None) -> Any:
-    """Cuts an array as its axes' names say; without names, a training state."""
+    """Constrains the sharding of an array, or of a training state.
+
+    Args:
+        x: An array; without names, a training state.
+        *names: The logical axes of the array.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    cut = spec(x.shape, names) if names else specs(x)
-    return jax.lax.with_sharding_constraint(x, cut)
+    partition = spec(x.shape, names) if names else specs(x)
+    return jax.lax.with_sharding_constraint(x, partition)
 
 
 def distribute(tokens: np.ndarray, *names: str | None) -> Any:
-    """Puts a batch that every process has on the devices, each its part."""
+    """Puts a batch on the devices in use; every process holds the complete batch.
+
+    Args:
+        tokens: The batch.
+        *names: The logical axes of the batch.
+    """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return tokens
@@ -174,40 +197,40 @@ def distribute(tokens: np.ndarray, *names: str | None) -> Any:
 
 
 def size() -> int:
-    """The number of devices in use."""
+    """Returns the number of devices in use."""
     return max(1, jax.sharding.get_abstract_mesh().size)
 
 
 def check_batch(sequences: int) -> None:
-    """Raises MeshError unless the mesh in use divides a batch."""
+    """Raises MeshError if the mesh in use does not divide a batch."""
     mesh = jax.sharding.get_abstract_mesh()
-    number = int(np.prod([mesh.shape.get(axis, 1) for axis in RULES["batch"]]))
-    if sequences % number:
+    shards = int(np.prod([mesh.shape.get(axis, 1) for axis in RULES["batch"]]))
+    if sequences % shards:
         raise MeshError(
-            f"the mesh cuts a batch into {number} parts, which does not divide the "
-            f"{sequences} sequences of one (batch / accumulate)"
+            f"the mesh splits a batch into {shards} shards, which does not divide the "
+            f"{sequences} sequences of a microbatch (batch / accumulate)"
         )
 
 
 def collect(params: Any) -> Any:
-    """All of a model's parameters, on the host; every process takes part."""
+    """Gathers all parameters of a model on the host; every process must call it."""
     if jax.process_count() == 1:
         return params
     return multihost_utils.process_allgather(params, tiled=True)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and prints."""
+    """Whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
-def wait(what: str) -> None:
-    """Waits until all processes have come here."""
-    multihost_utils.sync_global_devices(what)
+def wait(name: str) -> None:
+    """Waits until all processes reach the barrier of this name."""
+    multihost_utils.sync_global_devices(name)
 
 
 def any_of(flag: bool) -> bool:
-    """Whether the flag of any process is set, so that all do the same."""
+    """Whether any process has set its flag; the same value in all processes."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())

@@ -1,4 +1,4 @@
-"""A run's numbers: logged as JSON lines that survive a crash, and summed up."""
+"""The metrics of a run: a log of JSON lines that survives a crash, and summaries."""
 
 import json
 import math
@@ -15,30 +15,30 @@ import numpy as np
 
 
 class MetricsError(ValueError):
-    """The records of a run are damaged."""
+    """The metrics file of a run is damaged."""
 
 
 class MetricsLog:
-    """Appends one JSON object a step, each on a line of its own, at once.
+    """Writes one JSON object per step, each on its own line, without buffering.
 
-    A number that is not finite is written as null, for JSON has no other way.
+    Numbers that are not finite are written as null, because JSON cannot express them.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
-        """Opens `path` to go on after a step.
+        """Opens `path` to continue after a step.
 
-        What a killed run wrote about later steps is dropped, for these steps will be
-        run again, and so is a line that was cut off.
+        Records of later steps, which will run again, are dropped, and so is a truncated
+        line.
 
         Raises:
-            MetricsError: A step up to `after_step` has no record; nothing is changed.
+            MetricsError: A step up to `after_step` has no record. The file is not
+                changed.
         """
         kept = read(path)[:after_step]
         if [record.get("step") for record in kept] != list(range(1, after_step + 1)):
             raise MetricsError(
-                f"{path} is damaged: it should have a line for each of the "
-                f"{after_step} steps before the checkpoint. Start again with another "
-                "--out."
+                f"{path} is damaged: it must have a line for each of the {after_step} "
+                "steps before the checkpoint. Start again with another --out."
             )
         part = path.with_suffix(".part")
         part.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -46,7 +46,7 @@ class MetricsLog:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends `record`: numbers and arrays, in dictionaries however deep."""
+        """Appends `record`: numbers and arrays in nested dictionaries."""
         self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records in `path`, up to a line that was cut off; none if it is missing."""
+    """Reads the records in `path` up to a truncated line; none if it does not exist."""
     records = []
     if path.exists():
         for line in path.read_text().splitlines():
@@ -83,14 +83,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in four numbers.
+    """The summary of a run.
 
     Attributes:
-        loss: Mean training loss over the last 20 steps, in nats a token.
-        val_loss: The last validation loss, in nats a token.
-        tokens_per_s: The median over the steps, in tokens a second.
-        mfu: The median of the model FLOP utilization, as a share of the device's
-            bfloat16 peak; None where that is not known.
+        loss: The mean training loss of the last 20 steps, in nats per token.
+        val_loss: The last validation loss, in nats per token.
+        tokens_per_s: The median speed over the steps, in tokens per second.
+        mfu: The median model FLOP utilization, as a fraction of the device's bfloat16
+            peak; None if the peak is unknown.
     """
 
     loss: float
@@ -100,7 +100,7 @@ class Summary:
 
 
 def summarize(records: list[dict[str, Any]]) -> Summary:
-    """Sums up the records of a finished run."""
+    """Summarizes the records of a finished run."""
     mfu = [record["mfu"] for record in records if "mfu" in record]
     return Summary(
         loss=statistics.fmean(record["loss"] for record in records[-20:]),
@@ -111,7 +111,7 @@ def summarize(records: list[dict[str, Any]]) -> Summary:
 
 
 def report(out: Path) -> str:
-    """How the finished run in `out` went, and where its files are."""
+    """Describes the finished run in `out`: its losses, its speed and its files."""
     run = summarize(read(out / "metrics.jsonl"))
     mfu = "" if run.mfu is None else f", {run.mfu:.1%} model FLOP utilization"
     lines = [
@@ -130,7 +130,7 @@ def report(out: Path) -> str:
 
 
 def write_comparison(runs: list[Path], path: Path) -> None:
-    """Writes as JSON what finished runs ended with, and on what they ran."""
+    """Writes the summaries of finished runs, their options and the machine as JSON."""
     summaries = {
         out.name: asdict(summarize(read(out / "metrics.jsonl"))) for out in runs
     }
@@ -151,7 +151,7 @@ def write_comparison(runs: list[Path], path: Path) -> None:
 
 
 def compare(runs: list[Path]) -> str:
-    """A table of finished runs' final losses and how far each is from the first's."""
+    """Returns a table of final losses, with the differences from the first run."""
     summaries = [summarize(read(out / "metrics.jsonl")) for out in runs]
     first, names = summaries[0], max(12, *(len(out.name) + 2 for out in runs))
     head = f"{'training loss':^20}{'validation loss':^20}{'tokens/s':>12}"

@@ -1,4 +1,4 @@
-"""Pictures of runs: loss and fallback rates over the steps, and recipes compared."""
+"""Plots of runs: losses and fallback rates over the steps, and recipes compared."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from examples.llama import metrics
 from fbq_jax import Recipe
 
-# Okabe and Ito's colors, which color-blind readers can tell apart, but a gray for their
-# yellow, and a dark purple; the dashes keep curves visible that lie on each other.
+# The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and a
+# dark purple. Dashes keep overlapping curves visible.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#999999", "#661177"),
@@ -28,12 +28,12 @@ Place = Literal["upper left", "upper right", "lower right", "best"]
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
     """Draws `curves.png` from the `metrics.jsonl` of a run.
 
-    Above is the loss. Below, for a recipe with fallback, each projection has a panel
-    with the fallback rate of every layer and the range that its threshold aims at.
+    The top shows the losses. For a recipe with fallback the bottom has a panel for each
+    projection, with the fallback rate of every layer and the target range.
 
     Args:
-        run: The run's folder.
-        recipe: What it trains with; None for bf16.
+        run: The folder of the run.
+        recipe: The recipe of the run; None for bf16 and FP8.
     """
     records = metrics.read(run / "metrics.jsonl")
     if recipe is None or recipe.criterion is None:
@@ -53,11 +53,12 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
 
 
 def draw_comparison(runs: list[Path], path: Path) -> None:
-    """Draws the losses of runs, and how far each is from the first's.
+    """Draws the losses of runs, and their differences from the first run.
 
     Args:
-        runs: The runs' folders, of the same steps; their names label the curves.
-        path: Where to write the picture.
+        runs: The folders of runs with the same number of steps. Their names label the
+            curves.
+        path: The file to write.
     """
     figure = Figure(figsize=(10, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
@@ -70,10 +71,10 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
         xlabel="step",
         ylabel="nats a token",
     )
-    of_runs = [metrics.read(run / "metrics.jsonl") for run in runs]
-    baseline = _column(of_runs[0], "loss")
-    final = [_column(records, "loss")[-20:].mean() for records in of_runs]
-    for index, (run, records) in enumerate(zip(runs, of_runs, strict=True)):
+    run_records = [metrics.read(run / "metrics.jsonl") for run in runs]
+    baseline = _column(run_records[0], "loss")
+    final = [_column(records, "loss")[-20:].mean() for records in run_records]
+    for index, (run, records) in enumerate(zip(runs, run_records, strict=True)):
         line = style(index)
         label = f"{run.name} {final[index]:.4f}"
         if index:
@@ -122,7 +123,11 @@ def _draw_rates(
         f"Fallback rate, smoothed (shaded: target, {low:.0%} to {high:.0%})"
     )
 
-    # One colorbar tells the layers apart in all panels.
+    _draw_layer_colorbar(figure, panels, colors)
+
+
+def _draw_layer_colorbar(figure: SubFigure, panels: Any, colors: np.ndarray) -> None:
+    """Draws one colorbar for the layers of all panels."""
     layers = len(colors)
     norm = BoundaryNorm(range(layers + 1), layers)
     scale = ScalarMappable(norm, ListedColormap(colors))
@@ -133,17 +138,17 @@ def _draw_rates(
 
 
 def style(index: int) -> dict[str, Any]:
-    """The color and the dashes of a picture's curve, of 45 that differ."""
-    turn, color = divmod(index, len(COLORS))
-    # A color's second turn has other dashes than its first.
-    dashes = DASHES[(color + turn) % len(DASHES)]
+    """Returns the color and the dashes of a curve; the first 45 styles differ."""
+    cycle, color = divmod(index, len(COLORS))
+    # A color has other dashes in each cycle.
+    dashes = DASHES[(color + cycle) % len(DASHES)]
     return {"color": COLORS[color], "linestyle": dashes}
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The mean around each step, over up to one part in 20 of all steps."""
+    """Returns centered means over windows of up to a twentieth of the steps."""
     steps, reach = np.arange(len(values)), len(values) // 40
-    # At the start no further ahead than back, lest the steep descent look lower.
+    # Windows stay symmetric at the start, where the loss falls steeply.
     start = np.maximum(steps - reach, 0)
     end = np.minimum(np.minimum(steps + reach, 2 * steps), len(values) - 1) + 1
     sums = np.cumsum(np.pad(values, (1, 0)))
@@ -155,18 +160,18 @@ def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def finish(axes: Axes, legend: Place = "upper right") -> None:
-    """Gives axes the look that all have here; a legend, if their curves have labels."""
+    """Applies the common style to axes, and a legend if curves have labels."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     if lines := axes.get_legend_handles_labels()[0]:
-        columns = -(-len(lines) // 8)  # no longer than the curves leave room for
+        columns = -(-len(lines) // 8)  # a taller legend would cover the curves
         axes.legend(loc=legend, frameon=False, ncols=columns)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG, whole or not at all."""
+    """Writes a PNG file atomically."""
     part = path.with_suffix(".part")
     figure.savefig(part, format="png", dpi=120)
     part.replace(path)

@@ -1,58 +1,62 @@
-"""The projections that read a norm's output, together with that norm.
+"""The projections of a layer, and the norms whose outputs they read.
 
-By a recipe that allows it, and where the backward pass keeps packed codes, norm and
-projections are the fused layers of ``fbq_jax``: what a norm or a gate computes is
-quantized where it is computed. Otherwise they are Flax's modules one after another.
-Parameters and state have the same names either way.
+Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it and
+the backward pass reads packed codes: the fused layer quantizes values where it computes
+them. Otherwise norm and projection are separate Flax modules. Both variants use the
+same names for parameters and state.
 """
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 import fbq_jax
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import nonlinear
-
-if TYPE_CHECKING:
-    from examples.llama.model import LlamaConfig
 
 DotGeneral = Callable[..., jax.Array]
 INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 
 def norm_dense(
-    config: "LlamaConfig",
+    config: LlamaConfig,
     dot_general: DotGeneral | None,
     features: int,
     *,
     use_bias: bool,
     name: str,
 ) -> nn.Module:
-    """A norm, ``"norm"``, and one projection, ``"dense"``: ``[..., K]`` to features."""
+    """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module.
+
+    The module maps [..., K] to [..., features].
+    """
     if not fuses(config, dot_general):
         return _NormDense(config, features, use_bias, dot_general, name=name)
     return fbq_jax.NormDense(
-        features, use_bias=use_bias, **_options(config, dot_general), name=name
+        features, use_bias=use_bias, **_fused_options(config, dot_general), name=name
     )
 
 
 def gated_mlp(
-    config: "LlamaConfig", dot_general: DotGeneral | None, *, name: str
+    config: LlamaConfig, dot_general: DotGeneral | None, *, name: str
 ) -> nn.Module:
-    """SwiGLU after a norm: ``"norm"``, ``"gate_up"`` and ``"down"``."""
+    """Returns a norm and SwiGLU as one module: ``"norm"``, ``"gate_up"``, ``"down"``.
+
+    The module maps [..., hidden_size] to the same shape.
+    """
     if not fuses(config, dot_general):
         return _GatedMLP(config, dot_general, name=name)
     return fbq_jax.GatedMLP(
-        config.intermediate_size, **_options(config, dot_general), name=name
+        config.intermediate_size, **_fused_options(config, dot_general), name=name
     )
 
 
-def fuses(config: "LlamaConfig", dot_general: DotGeneral | None) -> bool:
-    """Whether layers are fused; see the top of this file."""
+def fuses(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
+    """Whether norms and projections run as fused layers of ``fbq_jax``."""
     return (
         config.saved_bits is not None
         and isinstance(dot_general, fbq_jax.FallbackDot)
@@ -61,9 +65,9 @@ def fuses(config: "LlamaConfig", dot_general: DotGeneral | None) -> bool:
 
 
 def dense(
-    config: "LlamaConfig", dot_general: DotGeneral | None = None
+    config: LlamaConfig, dot_general: DotGeneral | None = None
 ) -> Callable[..., nn.Dense]:
-    """A projection, given its features, whether it has a bias, and its name."""
+    """Returns a constructor of projections that takes ``features`` and ``name``."""
     return functools.partial(
         nn.Dense,
         use_bias=False,
@@ -73,8 +77,8 @@ def dense(
     )
 
 
-def norm(config: "LlamaConfig", name: str) -> Callable[[jax.Array], jax.Array]:
-    """RMSNorm, computed in float32."""
+def norm(config: LlamaConfig, name: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
     module: nn.Module
     if config.saved_bits is None:
         module = nn.RMSNorm(epsilon=config.norm_eps, name=name)
@@ -85,7 +89,9 @@ def norm(config: "LlamaConfig", name: str) -> Callable[[jax.Array], jax.Array]:
     return lambda x: module(x.astype(jnp.float32)).astype(config.dtype)
 
 
-def _options(config: "LlamaConfig", dot_general: DotGeneral | None) -> dict[str, Any]:
+def _fused_options(
+    config: LlamaConfig, dot_general: DotGeneral | None
+) -> dict[str, Any]:
     return {
         "epsilon": config.norm_eps,
         "bits": config.saved_bits,
@@ -96,7 +102,7 @@ def _options(config: "LlamaConfig", dot_general: DotGeneral | None) -> dict[str,
 
 
 class _NormDense(nn.Module):
-    config: "LlamaConfig"
+    config: LlamaConfig
     features: int
     use_bias: bool
     dot_general: DotGeneral | None
@@ -108,10 +114,10 @@ class _NormDense(nn.Module):
         return project(self.features, use_bias=self.use_bias, name="dense")(x)
 
 
-class _Pair(nn.Module):
-    """Gate and up as one product, of a kernel ``[K, 2, F]``."""
+class _GateUp(nn.Module):
+    """Gate and up as one product with a kernel [K, 2, F]."""
 
-    config: "LlamaConfig"
+    config: LlamaConfig
     dot_general: DotGeneral | None
 
     @nn.compact
@@ -119,14 +125,14 @@ class _Pair(nn.Module):
         config, size = self.config, x.shape[-1]
         shape = size, 2, config.intermediate_size
         kernel = self.param("kernel", INITIALIZER, shape, jnp.float32)
-        # Not of three axes, whose product XLA would transpose.
+        # XLA would transpose the product of a kernel with three axes.
         kernel = kernel.astype(config.dtype).reshape(size, -1)
         multiply = self.dot_general or jax.lax.dot_general
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 class _GatedMLP(nn.Module):
-    config: "LlamaConfig"
+    config: LlamaConfig
     dot_general: DotGeneral | None
 
     @nn.compact
@@ -134,7 +140,7 @@ class _GatedMLP(nn.Module):
         config = self.config
         project = dense(config, self.dot_general)
         x = norm(config, "norm")(x)
-        gate_up = _Pair(config, self.dot_general, name="gate_up")(x)
+        gate_up = _GateUp(config, self.dot_general, name="gate_up")(x)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         if config.saved_bits is None:
             x = nn.silu(gate) * up

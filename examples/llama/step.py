@@ -1,9 +1,10 @@
-"""One step of training: what it carries, and what it does with a batch.
+"""One training step, its state, and validation.
 
-The quantized layers keep their thresholds in the collection "fallback". A step carries
-it along as it would batch statistics: `apply` gets it mutable and returns the new one.
-Delayed FP8 keeps its scales in a collection of Flax's, whose new values are its
-gradient: the largest gradient of a layer's output is known to the backward pass only.
+Quantized layers keep their thresholds in the collection "fallback". A step treats it
+like batch statistics: `apply` receives it as mutable and returns the updated one.
+Delayed FP8 keeps its scales in Flax's overwrite-with-gradient collection, whose
+gradient is the new state, because only the backward pass knows the largest gradient of
+a layer's output.
 """
 
 import functools
@@ -29,13 +30,14 @@ PyTree = Any
 
 @flax.struct.dataclass
 class TrainState:
-    """What a step reads and replaces, and what a checkpoint holds.
+    """The state that a step updates and a checkpoint stores.
 
     Attributes:
-        step: int32 [], the number of steps taken.
+        step: The number of steps taken, int32 [].
         params: The master weights, float32.
-        fallback: The state of layers in INT8; empty for others.
-        overwritten: That of layers in FP8 with delayed scaling; empty for others.
+        fallback: The state of INT8 layers; empty if there are none.
+        overwritten: The state of FP8 layers with delayed scaling; empty if there are
+            none.
         opt_state: The optimizer's moments, float32.
     """
 
@@ -46,7 +48,7 @@ class TrainState:
     opt_state: optax.OptState
 
     def variables(self) -> dict[str, PyTree]:
-        """What the model takes."""
+        """Returns the variables of the model."""
         return {
             "params": self.params,
             "fallback": self.fallback,
@@ -54,19 +56,18 @@ class TrainState:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Rate, theta and count of each quantized layer, on the host."""
+        """Returns rate, theta and count of each quantized layer, on the host."""
         return jax.device_get(fallback_stats({"fallback": self.fallback}))
 
 
 def make_optimizer(
     config: Config,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipping; its learning rate warms up, then falls along a cosine."""
+    """Returns AdamW with clipping, and its schedule: linear warmup, cosine decay."""
     return _optimizer(config.steps, config.lr, config.clip)
 
 
-# The same objects for the same numbers, so that runs that differ in other things share
-# one compiled step.
+# Cached, so that runs with the same optimizer share one compiled step.
 @functools.lru_cache(maxsize=4)
 def _optimizer(
     steps: int, lr: float, clip: float
@@ -81,7 +82,7 @@ def _optimizer(
     )
 
     def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
-        # Not by rank: the layers' norms and biases are stacked to matrices, too.
+        # The rank does not tell: stacked norms and biases also have two axes.
         return path[-1].key in ("kernel", "embedding")
 
     optimizer = optax.chain(
@@ -103,23 +104,30 @@ def init_state(
     weights: PyTree | None,
     seed: int,
 ) -> TrainState:
-    """The state before the first step, on the devices of the mesh in use."""
+    """Returns the state before the first step, on the devices in use.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        weights: Parameters to start from; None initializes new ones.
+        seed: The seed of new parameters and of the layers' state.
+    """
     init, key = _initializer(model, optimizer), jax.random.key(seed)
-    # Bound to its devices, as a restored state is, so that both run one program.
+    # Explicit shardings, as a restored state has, so that both use the same program.
     shardings = mesh.shardings(jax.eval_shape(init, key, weights))
     if weights is not None:
         weights = jax.tree.map(jax.device_put, weights, shardings.params)
     return jax.jit(init, out_shardings=shardings)(key, weights)
 
 
-# The same function for the same model, so that runs one after another compile it once.
+# Cached, so that consecutive runs of one model compile it once.
 @functools.lru_cache(maxsize=4)
 def _initializer(
     model: Llama, optimizer: optax.GradientTransformation
 ) -> Callable[[jax.Array, PyTree | None], TrainState]:
     def init(key: jax.Array, weights: PyTree | None) -> TrainState:
         variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
-        # A copy: a step overwrites the memory of the state it is given.
+        # Copied, because a step donates the memory of its state.
         params = (
             variables["params"] if weights is None else jax.tree.map(jnp.copy, weights)
         )
@@ -135,7 +143,12 @@ def _initializer(
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over the tokens, in nats: float32 [B, S, V], int32 [B, S] -> float32 []."""
+    """Mean cross-entropy in nats per token, float32 [].
+
+    Args:
+        logits: float32 [B, S, V].
+        targets: int32 [B, S].
+    """
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
@@ -143,10 +156,11 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def make_train_step(
     model: Llama, optimizer: optax.GradientTransformation, schedule: optax.Schedule
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, Any]]]:
-    """Returns the jitted step (state, int32 tokens [N, B/N, S+1]) -> state, metrics.
+    """Returns the jitted training step, ``(state, tokens) -> (state, metrics)``.
 
-    It averages the gradients of the N microbatches. Each moves the layers' state, which
-    goes from one to the next. The old state is donated.
+    ``tokens`` is int32 [N, B/N, S+1]. The step averages the gradients of the N
+    microbatches; each microbatch also updates the state of the layers for the next one.
+    The old state is donated.
     """
 
     def loss_fn(
@@ -174,7 +188,7 @@ def make_train_step(
             (loss, fallback), grads = jax.value_and_grad(loss_fn, has_aux=True)(
                 differentiated, fallback, tokens
             )
-            # Reduced to the shard of each device here, and not for the norm as a whole.
+            # Reduce-scattered here, so that no device holds the complete gradient.
             total = mesh.constrain(optax.tree.add(total, grads["params"]))
             return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
 
@@ -197,10 +211,10 @@ def make_train_step(
             "loss": losses.mean(),
             "lr": schedule(state.step),
             "grad_norm": optax.tree.norm(grads),
-            # Measured here: the next step takes the state and its memory away.
+            # Copied to the metrics, because the next step donates the state.
             "fallback": {
-                layer: {"rate": of_layer.rate, "theta": of_layer.theta}
-                for layer, of_layer in stats.items()
+                name: {"rate": layer.rate, "theta": layer.theta}
+                for name, layer in stats.items()
             },
         }
 
@@ -208,7 +222,7 @@ def make_train_step(
 
 
 def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float]:
-    """Returns the validation: state -> mean loss over the same batches every time."""
+    """Returns a function from a state to its mean loss on a fixed set of batches."""
 
     def evaluate(state: TrainState) -> float:
         tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
@@ -222,6 +236,6 @@ def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float
 def _val_loss(
     model: Llama, variables: dict[str, PyTree], tokens: jax.Array
 ) -> jax.Array:
-    # Nothing is mutable here, so the thresholds stay where they are.
+    # Nothing is mutable, so the thresholds do not change.
     logits: Any = model.apply(variables, tokens[:, :-1])
     return cross_entropy(logits, tokens[:, 1:])

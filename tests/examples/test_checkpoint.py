@@ -95,5 +95,5 @@ def test_remedy_for_the_only_checkpoint(tmp_path: Path) -> None:
 def test_another_structure_is_an_error(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, train_state(1))
     like = dataclasses.replace(train_state(0), overwritten={"scale": jnp.ones(3)})
-    with pytest.raises(checkpoint.RestoreError, match="of another model, or another"):
+    with pytest.raises(checkpoint.RestoreError, match="belongs to another model or"):
         checkpoint.restore(tmp_path, like)

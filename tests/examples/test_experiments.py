@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from examples.llama import metrics, train
+from examples.llama import metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.data import load_corpus
 from examples.llama.experiments import (
     __main__,
     corpus,
-    found,
     jobs,
     longer,
     outliers,
@@ -32,14 +31,18 @@ from examples.llama.experiments import (
     pictures,
     plant,
     probe,
+    result_files,
+    run_pictures,
+    run_tables,
     runs,
     studies,
 )
 from examples.llama.experiments.settings import TOY
 from examples.llama.experiments.studies import criteria, error, gradients
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.experiments.studies.perplexity import BLOCK_SIDES
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from examples.llama.step import cross_entropy
-from fbq_jax.recipes.schema import BLOCK_SIDES
 
 MODEL = LlamaConfig(
     vocab_size=64,
@@ -195,8 +198,8 @@ def test_runs_are_continued_and_done_once(
         if not resume:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "train", fake)
-    monkeypatch.setattr(train, "read_options", lambda _: {})
+    monkeypatch.setattr(training, "train", fake)
+    monkeypatch.setattr(run_folder, "read_options", lambda _: {})
     file = tmp_path / "runs.json"
     for status in (jobs.STOPPED, 0):
         command = runs.command([asked], file)
@@ -234,15 +237,15 @@ def test_only_a_run_that_diverged_is_done(
 
     monkeypatch.setattr(runs, "write", lambda *_, about, **__: written.append(about))
     written: list[dict[str, Any]] = []
-    monkeypatch.setattr(train, "train", fail(train.RunError("in use")))
-    with pytest.raises(train.RunError, match="in use"):
+    monkeypatch.setattr(training, "train", fail(run_folder.RunError("in use")))
+    with pytest.raises(run_folder.RunError, match="in use"):
         runs.do(asked)
-    monkeypatch.setattr(train, "train", fail(train.DivergedError("loss is nan")))
+    monkeypatch.setattr(training, "train", fail(training.DivergedError("loss is nan")))
     runs.do(asked)
     assert written == [{"diverged": "loss is nan"}]
     monkeypatch.undo()
-    with pytest.raises(train.DivergedError, match="grad_norm is nan at step 3"):
-        train.check_finite({"step": 3, "grad_norm": math.nan}, asked.out)
+    with pytest.raises(training.DivergedError, match="grad_norm is nan at step 3"):
+        training.check_finite({"step": 3, "grad_norm": math.nan}, asked.out)
 
 
 def test_base_is_trained_again_where_its_model_is_gone(
@@ -465,9 +468,9 @@ def test_stages_that_were_stopped_are_drawn(
 
 def test_every_recipe_has_a_color_of_its_own() -> None:
     recipes = {recipe for recipe, _ in parity.ORDER}
-    styles = {recipe: pictures.recipe_style(recipe) for recipe in recipes}
+    styles = {recipe: run_pictures.recipe_style(recipe) for recipe in recipes}
     assert len({style["color"] for style in styles.values()}) == len(recipes)
-    of_seeds = [pictures.recipe_style(f"bf16-{seed}") for seed in range(2)]
+    of_seeds = [run_pictures.recipe_style(f"bf16-{seed}") for seed in range(2)]
     assert of_seeds[0] == styles["bf16"]
     assert of_seeds[1]["color"] == styles["bf16"]["color"]
     assert of_seeds[1]["linestyle"] != styles["bf16"]["linestyle"]
@@ -481,7 +484,9 @@ def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     text = copy.read_text().replace(f"]({folder}/", "](experiments/results/")
     assert text == __main__.PAGE.read_text()
     copy.write_text("<!-- nonsense -->\n<!-- end -->")
-    with pytest.raises(found.ResultsError, match="a place for nonsense; there are par"):
+    with pytest.raises(
+        result_files.ResultsError, match="a place for nonsense"
+    ):
         page.fill(copy, __main__.RESULTS)
 
 
@@ -489,19 +494,21 @@ def test_results_of_other_texts_or_models_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_results(tmp_path)
-    planted = found.one(tmp_path, "planted")
+    planted = result_files.one(tmp_path, "planted")
     planted["58"]["weights"] = "others"
     runs.save(planted, tmp_path / "planted.json")
-    with pytest.raises(found.ResultsError, match="SHA-256 of 58, not others"):
-        found.runs(tmp_path, "outliers")
-    with pytest.raises(found.ResultsError, match=r"error\.json is of another model 58"):
-        found.study(tmp_path, "error")
+    with pytest.raises(result_files.ResultsError, match="SHA-256 of 58, not others"):
+        result_files.runs(tmp_path, "outliers")
+    with pytest.raises(
+        result_files.ResultsError, match="belongs to another model 58"
+    ):
+        result_files.study(tmp_path, "error")
     other = a_run("block")
     other["options"]["corpus"] = {"train": 321}
     runs.save(other, tmp_path / "parity" / "block-0.json")
     assert __main__.main(["draw", f"--results={tmp_path}"]) == 1
     error = capsys.readouterr().err
-    assert "block-0.json is of another text" in error
+    assert "block-0.json belongs to another text" in error
     assert "'train': 321}, not {'train': 320}" in error
 
 
@@ -514,4 +521,4 @@ def test_results_of_other_texts_or_models_are_refused(
     ],
 )
 def test_divergence_is_a_rise_that_lasts(loss: list[Any], step: int | None) -> None:
-    assert page.diverged_at(loss) == step
+    assert run_tables.diverged_at(loss) == step

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from examples.llama import flops
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])

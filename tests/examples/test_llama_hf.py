@@ -16,7 +16,8 @@ import safetensors.numpy
 import tokenizers
 
 from examples.llama import hf
-from examples.llama.model import Llama, LlamaConfig, RopeScaling
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig, RopeScaling
 from tests.examples import make_hf_fixture
 
 FAMILIES = ["llama", "qwen2"]
@@ -298,13 +299,13 @@ def truncate(file: Path) -> None:
     ("damage", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
-        (lambda f: truncate(f / "config.json"), "config.json is no JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), "holds no JSON object"),
+        (lambda f: truncate(f / "config.json"), "config.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "does not hold a JSON object"),
         (
             lambda f: (f / "model.safetensors").unlink(),
             "has neither model.safetensors nor model.safetensors.index.json",
         ),
-        (lambda f: truncate(f / "model.safetensors"), "is no safetensors file"),
+        (lambda f: truncate(f / "model.safetensors"), "is not a safetensors file"),
         (
             lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")),
             "lacks model.norm.weight$",

@@ -14,13 +14,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import fbq_jax
-from examples.llama.model import (
-    Llama,
-    LlamaConfig,
-    RopeScaling,
-    rotary_tables,
-    rotate,
-)
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig, RopeScaling
+from examples.llama.rotary import rotary_tables, rotate
 
 CONFIG = LlamaConfig(
     vocab_size=40,

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import pytest
 
 from examples.llama import attention
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import fallback_dot
 
 HIDDEN, MLP, LAYERS, SEQ = 512, 1792, 3, 128

@@ -15,8 +15,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from examples.llama import checkpoint, mesh, metrics, step, train
-from examples.llama.config import parse_command
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.build import build
+from examples.llama.command_line import parse_command
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import fallback_dot
 
 SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
@@ -84,7 +86,7 @@ def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) ->
     # What eight devices wrote opens on four, cut in another way, and on one.
     command = parse_command(options)
     config = train.configure(command, None)
-    model, optimizer = train.build(config)[0], train.make_optimizer(config)[0]
+    model, optimizer = build(config)[0], step.make_optimizer(config)[0]
     like = step.init_state(model, optimizer, None, 1)
     restored = []
     for text in ("", "fsdp=4"):
@@ -136,8 +138,8 @@ def test_every_matrix_is_cut() -> None:
         ("--mesh=data=2,rows=2", "mesh takes sizes for data, fsdp, tensor, .*rows=2"),
         ("--mesh=data=2,data=2", "mesh takes sizes"),
         ("--mesh=data", "mesh takes sizes"),
-        ("--mesh=data=16", "mesh data=16 is of 16 devices; there are 8"),
-        ("--mesh=data=8", "into 8 parts, which does not divide the 4 sequences"),
+        ("--mesh=data=16", "mesh data=16 needs 16 devices; there are 8"),
+        ("--mesh=data=8", "into 8 shards, which does not divide the 4 sequences"),
         ("--hosts=here", "hosts takes host:port, .*; got 'here'"),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 
 from examples.llama.config import RECIPES, Config
 from examples.llama.data import batches, load_corpus
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from examples.llama.step import init_state, make_eval, make_optimizer, make_train_step
 
 # Runs are kept and read again: by one process of a parallel run.

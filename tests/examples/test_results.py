@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama.config import RECIPES
-from examples.llama.experiments import found, page
+from examples.llama.experiments import result_files, run_tables
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "examples" / "llama" / "experiments" / "results"
@@ -55,12 +55,12 @@ def test_tables_are_those_of_the_results() -> None:
 
 
 def test_the_readme_has_losses_and_costs_of_the_experiments() -> None:
-    runs = found.runs(EXPERIMENTS, "parity")
+    runs = result_files.runs(EXPERIMENTS, "parity")
     names = {"bf16-0": "bf16", "bf16-1": "bf16, another seed"}
-    base = found.last_val_loss(runs["bf16-0"])
+    base = result_files.last_val_loss(runs["bf16-0"])
     expected = []
     for name, run in runs.items():
-        loss = found.last_val_loss(run)
+        loss = result_files.last_val_loss(run)
         to_bf16 = "" if name == "bf16-0" else f" {loss / base - 1:+.2%}"
         expected.append(
             f"| {names.get(name, name.removesuffix('-0'))} | {loss:.4f} |{to_bf16} | "
@@ -75,7 +75,7 @@ def test_the_readme_has_what_outliers_cost() -> None:
     rows = rows_of_the_readme("| recipe | 58 | 606 | 6559 |")
     assert len(rows) == 6
     # The page's first column is the model without outliers, which bf16 alone has.
-    of_page = page.outliers(EXPERIMENTS).splitlines()
+    of_page = run_tables.outliers(EXPERIMENTS).splitlines()
     assert {row.replace(" | ", " |  | ", 1) for row in rows} <= set(of_page)
 
 

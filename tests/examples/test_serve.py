@@ -12,7 +12,8 @@ from safetensors import flax as safetensors
 
 import fbq_jax
 from examples.llama import checkpoint
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, Recipe
 from fbq_jax.core.frozen_weight import FrozenKernel
 from tests.fbq_jax.linen.test_freezing import as_trained

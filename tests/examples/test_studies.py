@@ -20,7 +20,7 @@ from examples.llama.experiments.studies import (
     start,
 )
 from examples.llama.experiments.studies.subject import Subject, cosine_distance
-from examples.llama.model import LlamaConfig
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import Recipe
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.kernels import reference
@@ -139,7 +139,7 @@ def test_perplexity_is_close_with_small_blocks(
     monkeypatch.setattr(perplexity, "BLOCK_SIDES", ())
     monkeypatch.setattr(perplexity, "EVAL_BATCHES", 2)
     exact = perplexity.study(subject)["float"]
-    quantized = perplexity.of_recipe(subject, Recipe(block=32))
+    quantized = perplexity.with_recipe(subject, Recipe(block=32))
     assert quantized == pytest.approx(exact, rel=0.02)
     assert quantized != exact
 

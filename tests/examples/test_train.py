@@ -15,9 +15,21 @@ import numpy as np
 import optax
 import pytest
 
-from examples.llama import checkpoint, flops, hf, metrics, step, train
-from examples.llama.config import Config, ConfigError, parse_command
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama import (
+    checkpoint,
+    flops,
+    hf,
+    metrics,
+    run_folder,
+    step,
+    train,
+    training,
+)
+from examples.llama.build import build
+from examples.llama.command_line import parse_command
+from examples.llama.config import Config, ConfigError
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot
 from tests.examples.make_hf_fixture import FIXTURE
 
@@ -69,14 +81,14 @@ def records_of(run: Path) -> list[dict[str, Any]]:
 
 def stop_after(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Presses Ctrl-C during step `last`."""
-    show = train.show
+    show = training.show
 
     def press(bar: Any, record: dict[str, Any]) -> None:
         show(bar, record)
         if record["step"] == last:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(train, "show", press)
+    monkeypatch.setattr(training, "show", press)
 
 
 def flags(config: Config, *more: str) -> list[str]:
@@ -234,18 +246,21 @@ def test_config_of_another_version_is_an_error(
         ("--compare=bf16,fp4", "recipe takes one of .* got 'fp4'"),
         ("--compare=bf16 --recipe=block", "leave --recipe out"),
         ("--batch=6 --accumulate=4", r"accumulate takes a divisor of batch \(6\)"),
-        ("--steps=0", "steps takes an integer from 1 on, got 0"),
+        ("--steps=0", "steps takes an integer of at least 1, got 0"),
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
         ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
         ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
-        ("--reduce=int8 --recipe=bf16", "reduce is of INT8 recipes, got 'int8' with"),
+        (
+            "--reduce=int8 --recipe=bf16",
+            "reduce applies to INT8 recipes only",
+        ),
         (
             "--reduce=bfloat16 --recipe=bf16",
-            "reduce is of INT8 recipes, got 'bfloat16' with bf16",
+            "reduce applies to INT8 recipes only, got 'bfloat16' with bf16",
         ),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--lr=nan", "lr takes a finite positive number"),
-        ("--clip=-1", "clip takes a finite number from 0 on"),
+        ("--clip=-1", "clip takes a finite number of at least 0"),
         ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
         ("--data=/nowhere", "/nowhere does not exist"),
         ("--from-hf=/nowhere", "/nowhere"),
@@ -270,8 +285,8 @@ def test_loss_that_is_not_finite_stops_the_run(
         params = state.params | {"embed": {"embedding": table * jnp.nan}}
         return dataclasses.replace(state, params=params)
 
-    monkeypatch.setattr(train, "init_state", poisoned)
-    with pytest.raises(train.RunError, match="loss is nan at step 1"):
+    monkeypatch.setattr(training, "init_state", poisoned)
+    with pytest.raises(run_folder.RunError, match="loss is nan at step 1"):
         train.train(config, tmp_path)
     assert [record["loss"] for record in records_of(tmp_path)] == [None]
     assert not (tmp_path / "checkpoints").exists()
@@ -290,7 +305,7 @@ def test_thresholds_that_never_move_stop_the_run(
 
         return forget
 
-    monkeypatch.setattr(train, "make_train_step", forgetful)
+    monkeypatch.setattr(training, "make_train_step", forgetful)
     with pytest.raises(RuntimeError, match="layers/mlp/down"):
         train.train(config, tmp_path)
 
@@ -338,13 +353,13 @@ def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -
     config = Config(
         recipe="bf16", data=str(ids), from_hf=str(tmp_path / "hf"), batch=4, seq=16
     )
-    model, weights, corpus = train.build(config)
-    optimizer, _ = train.make_optimizer(config)
+    model, weights, corpus = build(config)
+    optimizer, _ = step.make_optimizer(config)
     state = step.init_state(model, optimizer, weights, seed=0)
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     assert model.config.vocab_size == corpus.vocab_size == 256
     with pytest.raises(ConfigError, match="seq takes at most 16"):
-        train.build(dataclasses.replace(config, seq=17))
+        build(dataclasses.replace(config, seq=17))
     train.train(dataclasses.replace(config, steps=1), tmp_path / "run")
     saved, trained = hf.load(tmp_path / "run" / "hf")
     assert saved == sizes
@@ -405,8 +420,8 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
 
 
 def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -> None:
-    model, _, _ = train.build(config)
-    optimizer, _ = train.make_optimizer(config)
+    model, _, _ = build(config)
+    optimizer, _ = step.make_optimizer(config)
     state = step.init_state(model, optimizer, None, config.seed)
     state = checkpoint.restore(whole_run / "checkpoints", state)
     for stats in state.stats().values():
@@ -427,8 +442,8 @@ def test_delayed_fp8_takes_its_scales_along_and_resumes_bit_for_bit(
     train.train(config, tmp_path / "run", resume=True)
     assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
 
-    model, _, _ = train.build(config)
-    optimizer, _ = train.make_optimizer(config)
+    model, _, _ = build(config)
+    optimizer, _ = step.make_optimizer(config)
     state = step.init_state(model, optimizer, None, config.seed)
     state = checkpoint.restore(tmp_path / "run" / "checkpoints", state)
     for path, leaf in jax.tree.leaves_with_path(state.overwritten):
@@ -453,7 +468,7 @@ def test_quantized_recipes_save_ten_bits_unless_asked(
     config: Config, recipe: str, asked: int | None, saved: int | None
 ) -> None:
     config = dataclasses.replace(config, recipe=recipe, saved_bits=asked)
-    assert train.build(config)[0].config.saved_bits == saved
+    assert build(config)[0].config.saved_bits == saved
 
 
 @pytest.mark.parametrize(
@@ -469,7 +484,7 @@ def test_reduce_is_of_products_in_int8(
     config: Config, recipe: str, reduce: str | None, summed_in: list[str | None]
 ) -> None:
     config = dataclasses.replace(config, recipe=recipe, reduce=reduce)
-    dot_general = train.build(config)[0].dot_general
+    dot_general = build(config)[0].dot_general
     assert isinstance(dot_general, FallbackDot)
     gemms = (getattr(dot_general.recipe, name) for name in ("fwd", "dlhs", "drhs"))
     assert [gemm.reduce for gemm in gemms] == summed_in
@@ -485,7 +500,7 @@ def test_model_flop_utilization_where_the_peak_is_known(
     argv = flags(dataclasses.replace(config, steps=2), f"--out={tmp_path / 'run'}")
     assert train.main(argv) == 0
     output = capsys.readouterr()
-    per_token = flops.per_token(train.build(config)[0].config, config.seq)
+    per_token = flops.per_token(build(config)[0].config, config.seq)
     records = metrics.read(tmp_path / "run" / "metrics.jsonl")
     for record in records:
         expected = record["tokens_per_s"] * per_token / 1e9
@@ -499,14 +514,14 @@ def test_recipes_start_from_the_same_weights(config: Config) -> None:
     params = []
     for recipe in "bf16", "fallback":
         config = dataclasses.replace(config, recipe=recipe)
-        model, _, _ = train.build(config)
-        optimizer, _ = train.make_optimizer(config)
+        model, _, _ = build(config)
+        optimizer, _ = step.make_optimizer(config)
         params.append(step.init_state(model, optimizer, None, config.seed).params)
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
 def test_weight_decay_spares_norms_and_biases(config: Config) -> None:
-    optimizer, _ = train.make_optimizer(config)
+    optimizer, _ = step.make_optimizer(config)
     names = "kernel", "embedding", "scale", "bias"
     params = {"layers": {name: jnp.ones((2, 4)) for name in names}}
     zeros = optax.tree.zeros_like(params)
@@ -519,7 +534,7 @@ def test_weight_decay_spares_norms_and_biases(config: Config) -> None:
 def test_gradients_are_clipped_to_the_norm_asked_for(
     config: Config, clip: float, norm: float
 ) -> None:
-    optimizer, _ = train.make_optimizer(dataclasses.replace(config, clip=clip))
+    optimizer, _ = step.make_optimizer(dataclasses.replace(config, clip=clip))
     params = {"kernel": jnp.ones((2, 2))}
     gradient = {"kernel": jnp.full((2, 2), 10.0)}
     _, (_, (adam, *_)) = optimizer.update(gradient, optimizer.init(params), params)
@@ -528,7 +543,7 @@ def test_gradients_are_clipped_to_the_norm_asked_for(
 
 def test_learning_rate_warms_up_and_falls(config: Config) -> None:
     config = dataclasses.replace(config, steps=100, lr=1.0)
-    _, schedule = train.make_optimizer(config)
+    _, schedule = step.make_optimizer(config)
     rates = np.array([float(schedule(jnp.int32(i))) for i in range(101)])
     assert rates[0] == pytest.approx(1 / 11)
     assert rates.argmax() == 10
@@ -576,8 +591,8 @@ def test_a_resumed_comparison_starts_the_rest_alike(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("metrics.jsonl", "", "should have a line for each"),
-        ("metrics.jsonl", "3\n", "should have a line for each"),
+        ("metrics.jsonl", "", "must have a line for each"),
+        ("metrics.jsonl", "3\n", "must have a line for each"),
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "3", "config.json is damaged"),
     ],

@@ -1,1 +1,1 @@
-"""Evidence that it trains: the runs and studies behind EXPERIMENTS.md."""
+"""The training runs and studies behind EXPERIMENTS.md."""

@@ -1,9 +1,9 @@
-"""Does the experiments and draws what came of them.
+"""Runs the experiments and draws their results.
 
     python -m examples.llama.experiments all --gpus 4
 
-What is done is not done again, and what was stopped goes on, so that time can be given
-in pieces (`--limit`). The results are JSON; `draw` needs nothing else.
+Finished work is not repeated, and stopped work continues, so that the experiments can
+run in pieces (`--limit`). The results are JSON files, the only input of `draw`.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from examples.llama.experiments import (
     corpus,
-    found,
     jobs,
     longer,
     outliers,
@@ -25,6 +24,7 @@ from examples.llama.experiments import (
     runs,
     studies,
 )
+from examples.llama.experiments.result_files import ResultsError
 from examples.llama.experiments.settings import SETTINGS
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,31 +32,58 @@ PAGE = Path(__file__).parents[1] / "EXPERIMENTS.md"
 OTHER_PAGE = "tables.md"
 STAGES = ("parity", "studies", "outliers", "longer")
 
+Commands = dict[str, list[str]]
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Does what the command line asks for; returns the exit status."""
+    """Runs the command line and returns the exit status."""
+    asked = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stages = [stage for stage in STAGES if {stage, "all"} & set(asked.what)]
+    try:
+        left = _run(stages, asked) if stages else []
+        if left:
+            print(f"time is up; not finished: {', '.join(left)}; run this again")
+            return 1
+        if {"draw", "all"} & set(asked.what):
+            _draw(asked.results)
+    except KeyboardInterrupt:
+        print("stopped; run this again to continue", file=sys.stderr)
+        return jobs.STOPPED
+    except (jobs.JobError, ResultsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.llama.experiments",
-        description="Does the experiments and draws what came of them.",
+        description="Runs the experiments and draws their results.",
     )
     parser.add_argument(
         "what",
         nargs="+",
         choices=(*STAGES, "draw", "all"),
-        help="pretraining by each recipe; studies of its bf16 model; fine-tuning of "
-        "it with outliers; long runs, and one that is killed; the pictures",
+        help="parity: pretraining with each recipe; studies: studies of its bf16 "
+        "model; outliers: fine-tuning of that model with outliers; longer: long runs, "
+        "and one that is killed and resumed; draw: the pictures and tables",
     )
-    parser.add_argument("--gpus", type=int, default=0, help="0 (default): on the CPU")
     parser.add_argument(
-        "--limit", type=float, default=1e9, help="seconds after which runs stop"
+        "--gpus", type=int, default=0, help="number of GPUs; 0 (default) uses the CPU"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1e9, help="seconds after which runs are stopped"
     )
     parser.add_argument(
         "--only",
         default="",
         metavar="REGEX",
-        help="leave out what has another name, such as outliers-(bf16|fallback)",
+        help="skip commands with other names, as in outliers-(bf16|fallback)",
     )
-    parser.add_argument("--size", choices=SETTINGS, default="full")
+    parser.add_argument(
+        "--size", choices=SETTINGS, default="full", help="size (default: %(default)s)"
+    )
     parser.add_argument(
         "--work",
         type=Path,
@@ -67,69 +94,65 @@ def main(argv: list[str] | None = None) -> int:
         "--results",
         type=Path,
         default=RESULTS,
-        help=f"folder of what is kept (default: {RESULTS.name} beside this module, "
-        f"whose tables are in {PAGE.name}; those of others are in its {OTHER_PAGE})",
+        help=f"folder of the results (default: {RESULTS.name} beside this module, with "
+        f"tables in {PAGE.name}; another folder has its tables in {OTHER_PAGE})",
     )
-    asked = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    stages = [stage for stage in STAGES if {stage, "all"} & set(asked.what)]
-    try:
-        left = _do(stages, asked) if stages else []
-        if left:
-            print(f"time is up; not finished: {', '.join(left)}; run this again")
-            return 1
-        if {"draw", "all"} & set(asked.what):
-            print(f"drawn: {', '.join(pictures.draw(asked.results)) or 'nothing'}")
-            # The text of PAGE is about the committed results alone.
-            committed = asked.results.resolve() == RESULTS.resolve()
-            page.fill(PAGE if committed else asked.results / OTHER_PAGE, asked.results)
-    except KeyboardInterrupt:
-        print("stopped; run this again to go on", file=sys.stderr)
-        return jobs.STOPPED
-    except (jobs.JobError, found.ResultsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser
 
 
-def _do(stages: list[str], asked: argparse.Namespace) -> list[str]:
-    """Does the stages; returns the names of what is not finished."""
+def _draw(results: Path) -> None:
+    print(f"drawn: {', '.join(pictures.draw(results)) or 'nothing'}")
+    # The prose of PAGE describes the committed results only.
+    committed = results.resolve() == RESULTS.resolve()
+    page.fill(PAGE if committed else results / OTHER_PAGE, results)
+
+
+def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:
+    """Runs the stages; returns the names of unfinished commands."""
     until = time.monotonic() + asked.limit
     settings, work, results = SETTINGS[asked.size], asked.work, asked.results
-    arguments = asked.size, str(work), str(results)
     corpus.prepare(work / "corpus", settings.vocab_size)
     print(f"corpus ready, {until - time.monotonic():.0f} s left", flush=True)
 
-    def chosen(stage: str, commands: dict[str, list[str]]) -> dict[str, list[str]]:
+    def chosen(stage: str, commands: Commands) -> Commands:
         names = [name for name in commands if re.search(asked.only, name)]
         return {name: commands[name] for name in names if stage in stages}
 
-    needs: dict[str, str] = {}
+    arguments = asked.size, str(work), str(results)
     commands = chosen("parity", parity.commands(settings, work, results))
-    of_models = chosen("studies", studies.commands(*arguments))
-    of_models |= chosen("outliers", outliers.commands(settings, work, results))
-    # The last is written when all are.
+    on_models = chosen("studies", studies.commands(*arguments))
+    on_models |= chosen("outliers", outliers.commands(settings, work, results))
+    needs: dict[str, str] = {}
+    # Planting writes this file last.
     made = [*outliers.models(settings, work).values(), results / "planted.json"]
-    if of_models and not all(path.exists() for path in made):
-        # First, for much waits for it; it waits for the run in bf16 alone.
-        module = "examples.llama.experiments.outliers"
-        commands = {"models": [sys.executable, "-m", module, *arguments]} | commands
-        base, run = "parity-bf16-0", parity.base(settings, work, results)
-        last = run.out / "checkpoints" / str(run.config.steps)
-        if base not in commands and not last.exists():
-            base = "base"
-            if run.is_done():  # and its model is gone
-                run.result.unlink()
-            again = runs.command([run], work / "base.runs.json")
-            commands = {"base": again} | commands
-        needs = {"models": base} | dict.fromkeys(of_models, "models")
-    commands |= of_models
+    if on_models and not all(path.exists() for path in made):
+        first = _make_models(asked, commands)
+        # They start first, because many commands wait for the models. The models wait
+        # for the bf16 run only.
+        commands = first | commands
+        base = "base" if "base" in first else "parity-bf16-0"
+        needs = {"models": base} | dict.fromkeys(on_models, "models")
+    commands |= on_models
     if not (results / "killed.json").exists():
-        module = "examples.llama.experiments.killed"
-        killed = [sys.executable, "-m", module, *arguments]
+        killed = [sys.executable, "-m", "examples.llama.experiments.killed", *arguments]
         commands |= chosen("longer", {"killed": killed})
     commands |= chosen("longer", longer.commands(settings, work, results))
     return jobs.do(commands, needs, work / "logs", gpus=asked.gpus, until=until)
+
+
+def _make_models(asked: argparse.Namespace, commands: Commands) -> Commands:
+    """The command that plants outliers and, if the bf16 model is gone, its run."""
+    settings, work, results = SETTINGS[asked.size], asked.work, asked.results
+    module = "examples.llama.experiments.outliers"
+    arguments = asked.size, str(work), str(results)
+    models = {"models": [sys.executable, "-m", module, *arguments]}
+    run = parity.base(settings, work, results)
+    last = run.out / "checkpoints" / str(run.config.steps)
+    if "parity-bf16-0" in commands or last.exists():
+        return models
+    if run.is_done():  # but its checkpoint is gone
+        run.result.unlink()
+    return {"base": runs.command([run], work / "base.runs.json")} | models
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The text of the experiments: what the installed Python packages consist of.
+"""The text of the experiments: the files of the installed Python packages.
 
-Models learn Python and its documentation; C++, in the packages' headers, is the domain
-that they have not seen. Both are written once, as token ids of one byte-level BPE, into
-folders that the trainer reads.
+Models are pretrained on Python and its documentation. C++, from the headers of the
+packages, is the unseen domain for fine-tuning. Both are encoded once with the same
+byte-level BPE and written to folders that the trainer reads.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ DOMAINS = {
     "python": (".py", ".pyi", ".pyx", ".pxd", ".md", ".rst", ".txt"),
     "cpp": (".h", ".hpp", ".hh", ".cuh", ".inl", ".cu", ".cpp", ".cc", ".c"),
 }
-LONGEST = 2**20  # bytes of a file; longer ones are tables that a program wrote
-SAMPLE = 2**25  # bytes that the tokenizer learns from
-_CHUNK = 2**26  # bytes that are encoded at once
-END = "<|end|>"  # stands after each document
+MAX_FILE_SIZE = 2**20  # bytes; larger files are generated tables
+SAMPLE = 2**25  # bytes that the tokenizer is trained on
+_CHUNK = 2**26  # bytes to encode at once
+END = "<|end|>"  # follows each document
 
 
 def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) -> None:
-    """Writes `folder/<domain>/{train.bin,val.bin,tokenizer.json}`, if not yet there.
+    """Writes `folder/<domain>/{train.bin,val.bin,tokenizer.json}` once.
 
-    Every 20th file is held out. A file that repeats another is left out, so that
-    nothing held out is trained on.
+    Every 20th file is held out. Duplicate files are skipped, so that no held-out text
+    is trained on.
 
     Args:
-        folder: Where to; it appears whole or not at all.
-        vocab_size: Token ids that the tokenizer has, at most 65536.
-        roots: Folders to read; by default the standard library and the packages of
+        folder: The folder to write; it appears atomically.
+        vocab_size: The vocabulary size of the tokenizer, at most 65536.
+        roots: The folders to read; by default the standard library and the packages of
             the running Python.
     """
     if folder.exists():
@@ -44,7 +44,7 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
         names = "stdlib", "purelib", "platlib"
         roots = sorted({Path(sysconfig.get_path(name)) for name in names})
     texts = {domain: _read(roots, suffixes) for domain, suffixes in DOMAINS.items()}
-    tokenizer = _learn(texts["python"], vocab_size)
+    tokenizer = _train_tokenizer(texts["python"], vocab_size)
     part = folder.with_suffix(".part")
     facts = {}
     for domain, documents in texts.items():
@@ -62,14 +62,14 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
 
 
 def _read(roots: Sequence[Path], suffixes: Sequence[str]) -> list[str]:
-    """The files of these kinds that are UTF-8, each text once, in sorted order."""
+    """Reads the UTF-8 files with these suffixes, sorted and without duplicates."""
     texts: dict[bytes, str] = {}
     for root in roots:
         for file in sorted(root.rglob("*")):
             if file.suffix not in suffixes or not file.is_file():
                 continue
             data = file.read_bytes()
-            if not 0 < len(data) <= LONGEST:
+            if not 0 < len(data) <= MAX_FILE_SIZE:
                 continue
             try:
                 text = data.decode()
@@ -79,8 +79,8 @@ def _read(roots: Sequence[Path], suffixes: Sequence[str]) -> list[str]:
     return list(texts.values())
 
 
-def _learn(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of an evenly spaced sample of the documents."""
+def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE on an evenly spaced sample of the documents."""
     size = sum(map(len, texts))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -96,7 +96,7 @@ def _learn(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, int]:
-    """Writes the texts' ids as uint16; returns how much of what there was."""
+    """Writes the token ids as uint16; returns the numbers of files, bytes, tokens."""
     end, tokens = tokenizer.token_to_id(END), 0
     with file.open("wb") as out:
         for chunk in _chunks(texts):

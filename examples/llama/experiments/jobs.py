@@ -1,4 +1,4 @@
-"""A queue: as many processes at a time as there are GPUs, until the time is up."""
+"""A queue of processes, one per GPU, with a time limit."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# A process that was told to stop, and can go on later, exits with it.
+# The exit status of a process that was stopped and can continue later.
 STOPPED = 130
-# Seconds that a process has to write a checkpoint once it is told to stop.
+# Seconds that a process has to write a checkpoint after it is told to stop.
 GRACE = 60.0
 
 
 class JobError(RuntimeError):
-    """A process failed."""
+    """A process failed, or there are too few GPUs."""
 
 
 def do(
@@ -25,69 +25,105 @@ def do(
     gpus: int,
     until: float,
 ) -> list[str]:
-    """Does commands, each in a process of its own, each process on a GPU of its own.
+    """Runs commands as processes, at most one per GPU.
 
     Args:
-        commands: By name, in the order in which they matter.
-        needs: Which of them, if there is such a one, has to be finished before another.
-        logs: Folder of what they print; also of what they compile, which those that
-            compile the same need not do again.
-        gpus: Number of GPUs; 0 has one process on the CPU.
-        until: When running processes are told to stop, by `time.monotonic`.
+        commands: The commands by name, in order of priority.
+        needs: The command that must finish before another one starts, by the name of
+            the latter. Names that are not in `commands` count as finished.
+        logs: The folder of the processes' output and of their shared compilation cache.
+        gpus: The number of GPUs; 0 runs one process at a time on the CPU.
+        until: The time, by `time.monotonic`, at which running processes are stopped.
 
     Returns:
-        The names of the commands that are not finished.
+        The names of the commands that did not finish.
 
     Raises:
-        JobError: A process failed; names its log. The others have gone on. Or there
-            are fewer GPUs in CUDA_VISIBLE_DEVICES.
-        KeyboardInterrupt: Ctrl-C. The running processes were told to stop, and have.
+        JobError: A process failed, or CUDA_VISIBLE_DEVICES lists fewer GPUs. If a
+            process fails, the others still run; the message names its log.
+        KeyboardInterrupt: Ctrl-C. All running processes have been stopped.
     """
-    free: list[str | None] = [*_devices(gpus)] or [None]
     logs.mkdir(parents=True, exist_ok=True)
-    queue = list(commands)
-    running: dict[str, tuple[subprocess.Popen[bytes], str | None]] = {}
-    unfinished, failed = list(queue), []
+    queue = _Queue(commands, needs, logs, gpus)
+    try:
+        while time.monotonic() < until and not queue.is_empty():
+            if not queue.start_next():
+                time.sleep(0.1)
+                queue.collect([STOPPED])
+    finally:
+        queue.stop()
+    queue.collect([STOPPED, -signal.SIGTERM, -signal.SIGKILL])
+    if queue.failed:
+        files = ", ".join(str(logs / f"{name}.log") for name in queue.failed)
+        raise JobError(f"failed: {', '.join(queue.failed)}; see {files}")
+    return queue.unfinished
 
-    def look(stopped: Sequence[int]) -> None:
-        for name, (process, device) in list(running.items()):
+
+class _Queue:
+    """The waiting and the running processes.
+
+    Attributes:
+        unfinished: The names of the commands that have not finished.
+        failed: The names of the commands that failed.
+    """
+
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        needs: Mapping[str, str],
+        logs: Path,
+        gpus: int,
+    ) -> None:
+        self.unfinished: list[str] = list(commands)
+        self.failed: list[str] = []
+        self._commands, self._needs, self._logs = commands, needs, logs
+        self._waiting = list(commands)
+        self._free: list[str | None] = [*_devices(gpus)] or [None]
+        self._running: dict[str, tuple[subprocess.Popen[bytes], str | None]] = {}
+
+    def _ready(self) -> list[str]:
+        blocked_by = self._needs.get
+        return [n for n in self._waiting if blocked_by(n) not in self.unfinished]
+
+    def is_empty(self) -> bool:
+        """Whether nothing is running and nothing can start."""
+        return not (self._running or self._ready())
+
+    def start_next(self) -> bool:
+        """Starts the next process if a device is free; whether it did."""
+        ready = self._ready()
+        if not (ready and self._free):
+            return False
+        name, device = ready[0], self._free.pop(0)
+        self._waiting.remove(name)
+        print(name + (f" on GPU {device}" if device else ""), flush=True)
+        process = _start(self._commands[name], self._logs, name, device)
+        self._running[name] = process, device
+        return True
+
+    def collect(self, stopped: Sequence[int]) -> None:
+        """Removes ended processes; `stopped` are statuses that are not failures."""
+        for name, (process, device) in list(self._running.items()):
             if (status := process.poll()) is None:
                 continue
-            del running[name]
-            free.append(device)
+            del self._running[name]
+            self._free.append(device)
             if status == 0:
-                unfinished.remove(name)
+                self.unfinished.remove(name)
                 print(f"{name} is done", flush=True)
             elif status in stopped:
                 print(f"{name} stopped", flush=True)
             else:
-                failed.append(name)
-                print(f"{name} failed, with status {status}", flush=True)
+                self.failed.append(name)
+                print(f"{name} failed with status {status}", flush=True)
 
-    try:
-        while time.monotonic() < until:
-            ready = [name for name in queue if needs.get(name) not in unfinished]
-            if not (running or ready):
-                break
-            if ready and free:
-                name, device = ready[0], free.pop(0)
-                queue.remove(name)
-                print(name + (f" on GPU {device}" if device else ""), flush=True)
-                running[name] = _start(commands[name], logs, name, device), device
-                continue
-            time.sleep(0.1)
-            look([STOPPED])
-    finally:
-        _stop([process for process, _ in running.values()])
-    look([STOPPED, -signal.SIGTERM, -signal.SIGKILL])
-    if failed:
-        names = ", ".join(str(logs / f"{name}.log") for name in failed)
-        raise JobError(f"failed: {', '.join(failed)}; see {names}")
-    return unfinished
+    def stop(self) -> None:
+        """Stops all running processes."""
+        _stop([process for process, _ in self._running.values()])
 
 
 def _devices(gpus: int) -> list[str]:
-    """The first GPUs of those that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    """Returns the first usable GPUs, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return list(map(str, range(gpus)))
@@ -113,7 +149,7 @@ def _start(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Tells processes to stop, and kills those that have not by `GRACE`."""
+    """Terminates processes, and kills those that still run after `GRACE` seconds."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + GRACE

@@ -1,6 +1,8 @@
-"""A run that is killed at a random step and resumed ends as one that never was.
+"""Compares a run that is killed at a random step and resumed with a complete run.
 
-python -m examples.llama.experiments.killed SIZE WORK RESULTS
+    python -m examples.llama.experiments.killed SIZE WORK RESULTS
+
+Both runs must end with the same arrays, bit for bit.
 """
 
 import dataclasses
@@ -19,25 +21,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.llama import checkpoint, metrics, train
+from examples.llama import checkpoint, metrics
+from examples.llama.build import build
 from examples.llama.config import Config
 from examples.llama.experiments import runs
 from examples.llama.experiments.jobs import STOPPED
 from examples.llama.experiments.settings import SETTINGS, Settings
 from examples.llama.step import TrainState, init_state, make_optimizer
 
-# Without it a GPU adds the gradients of the embedding's rows in any order.
+# Without this flag a GPU sums the gradients of the embedding in any order.
 DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
 
 
 def main(size: str, work: Path, results: Path) -> int:
-    """Trains twice, once killed, and writes `results/killed.json`.
+    """Trains twice, kills one of the runs, and writes `results/killed.json`.
 
     Returns:
         The exit status.
 
     Raises:
-        RuntimeError: A training run failed, or was done before it could be killed.
+        RuntimeError: A run failed, or ended before it could be killed.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -51,34 +54,22 @@ def _compare(settings: Settings, work: Path) -> dict[str, Any]:
     data = str(work / "corpus" / "python")
     config = Config(data=data, **settings.pretrain | settings.killed)
     folder = work / "killed"
-    if folder.exists():  # what was stopped is done anew, for it is short
+    if folder.exists():  # a stopped comparison starts over, because it is short
         shutil.rmtree(folder)
-    whole, killed = folder / "whole", folder / "killed"
-    _train(config, whole)
-    at = random.randrange(config.save_every + 1, config.steps)
-    with _training(config, killed) as process:
-        log = killed / "metrics.jsonl"
-        while len(metrics.read(log)) < at and process.poll() is None:
-            time.sleep(0.01)
-        process.kill()
-        if (status := process.wait()) != -signal.SIGKILL:
-            raise RuntimeError(
-                f"the run in {killed} ended with status {status} before it was killed"
-            )
-    reached = len(metrics.read(log))
-    _train(config, killed, "--resume")
+    outs = folder / "whole", folder / "killed"
+    _train(config, outs[0])
+    _train_and_kill(config, outs[1])
+    logs = [out / "metrics.jsonl" for out in outs]
+    reached = len(metrics.read(logs[1]))
+    _train(config, outs[1], "--resume")
 
-    states = [_last(config, out) for out in (whole, killed)]
-    leaves = [jax.tree.leaves_with_path(state) for state in states]
+    leaves = [jax.tree.leaves_with_path(_last_state(config, out)) for out in outs]
     differ = [
         jax.tree_util.keystr(path)
         for (path, a), (_, b) in zip(*leaves, strict=True)
         if not np.array_equal(np.asarray(a), np.asarray(b))
     ]
-    losses = [
-        [record["loss"] for record in metrics.read(out / "metrics.jsonl")]
-        for out in (whole, killed)
-    ]
+    losses = [[record["loss"] for record in metrics.read(log)] for log in logs]
     return {
         "machine": runs.machine(),
         "options": dataclasses.asdict(config),
@@ -89,17 +80,32 @@ def _compare(settings: Settings, work: Path) -> dict[str, Any]:
     }
 
 
+def _train_and_kill(config: Config, out: Path) -> None:
+    """Kills a run at a random step after its first checkpoint."""
+    step = random.randrange(config.save_every + 1, config.steps)
+    with _training(config, out) as process:
+        while len(metrics.read(out / "metrics.jsonl")) < step:
+            if process.poll() is not None:
+                break
+            time.sleep(0.01)
+        process.kill()
+        if (status := process.wait()) != -signal.SIGKILL:
+            raise RuntimeError(
+                f"the run in {out} ended with status {status} before it was killed"
+            )
+
+
 def _train(config: Config, out: Path, *more: str) -> None:
     with _training(config, out, *more) as process:
         if status := process.wait():
-            raise RuntimeError(f"the run in {out} failed, with status {status}")
+            raise RuntimeError(f"the run in {out} failed with status {status}")
 
 
 @contextmanager
 def _training(
     config: Config, out: Path, *more: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that trains, and does not outlive the block."""
+    """Starts a training process that does not outlive the block."""
     flags = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in dataclasses.asdict(config).items()
@@ -116,8 +122,8 @@ def _training(
         process.wait()
 
 
-def _last(config: Config, out: Path) -> TrainState:
-    model, _, _ = train.build(config)
+def _last_state(config: Config, out: Path) -> TrainState:
+    model, _, _ = build(config)
     optimizer, _ = make_optimizer(config)
     like = init_state(model, optimizer, None, config.seed)
     return checkpoint.restore(out / "checkpoints", like)

@@ -1,4 +1,4 @@
-"""Five times as many steps at a high learning rate, with nothing clipped."""
+"""Pretraining with five times the steps, a high learning rate and no clipping."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ ORDER = (
 
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
-    """The runs, each in a process of its own."""
+    """Returns the commands of the runs, one process each."""
     options = settings.pretrain | settings.longer
     data = str(work / "corpus" / "python")
     commands = {

@@ -1,8 +1,8 @@
-"""Fine-tuning of models with outliers, by each recipe.
+"""Fine-tuning of models with outliers, with each recipe.
 
     python -m examples.llama.experiments.outliers SIZE WORK RESULTS
 
-plants them into the bf16 model of `parity`.
+plants outliers in the bf16 model of `parity`.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from examples.llama import checkpoint, hf, train
+from examples.llama import checkpoint, hf
+from examples.llama.build import build
 from examples.llama.config import Config
 from examples.llama.data import batches, load_corpus
 from examples.llama.experiments import parity, runs
@@ -28,35 +29,35 @@ TRAINED = "trained"
 
 
 def models(settings: Settings, work: Path) -> dict[str, Path]:
-    """The models' folders: the trained one, and those with outliers by their size."""
+    """Returns the folders of the trained model and of the models with outliers."""
     names = [TRAINED, *map(str, settings.outliers)]
     return {name: work / "models" / name for name in names}
 
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
-    """The fine-tuning runs, those of a recipe in one process.
+    """Returns the commands of the fine-tuning runs, one process for each recipe.
 
     The model without outliers is fine-tuned in bf16 only, for reference.
     """
     recipes = dict.fromkeys(name for name, _ in parity.ORDER)
     commands = {}
     for recipe in recipes:
-        of_recipe = [
+        recipe_runs = [
             _run(settings, work, results, name, recipe, seed)
             for seed in SEEDS
             for name in models(settings, work)
             if name != TRAINED or recipe == "bf16"
         ]
         file = work / "outliers" / f"{recipe}.json"
-        commands[f"outliers-{recipe}"] = runs.command(of_recipe, file)
+        commands[f"outliers-{recipe}"] = runs.command(recipe_runs, file)
     return {name: command for name, command in commands.items() if command}
 
 
 def _run(
     settings: Settings, work: Path, results: Path, model: str, recipe: str, seed: int
 ) -> Run:
-    every = ("seq", "batch", "log_every", "steps", "eval_every")
-    options = {name: settings.pretrain[name] for name in every} | settings.finetune
+    shared = ("seq", "batch", "log_every", "steps", "eval_every")
+    options = {name: settings.pretrain[name] for name in shared} | settings.finetune
     name = f"{model}-{recipe}-{seed}"
     return Run(
         Config(
@@ -73,48 +74,43 @@ def _run(
 
 
 def make_models(settings: Settings, work: Path, results: Path) -> None:
-    """Writes `models` from the checkpoint of `parity`, and what became of them."""
+    """Writes `models` from the checkpoint of `parity`, and describes them as JSON."""
     run = parity.base(settings, work, results)
-    model, _, corpus = train.build(run.config)
+    model, _, corpus = build(run.config)
     optimizer, _ = make_optimizer(run.config)
     state = init_state(model, optimizer, None, run.config.seed)
     state = checkpoint.restore(run.out / "checkpoints", state)
-    seq = run.config.seq
-    tokens = jnp.asarray(
-        batches(corpus, "train", seq=seq, batch=settings.studied, seed=0)[0]
-    )
-    other = load_corpus(work / "corpus" / "cpp")
-    texts = {
-        domain: make_eval(
-            model, batches(text, "val", seq=seq, batch=settings.studied, seed=0)
-        )
-        for domain, text in {"python": corpus, "cpp": other}.items()
+    sizes = {"seq": run.config.seq, "batch": settings.studied}
+    tokens = jnp.asarray(batches(corpus, "train", seed=0, **sizes)[0])
+    texts = {"python": corpus, "cpp": load_corpus(work / "corpus" / "cpp")}
+    evaluate = {
+        domain: make_eval(model, batches(text, "val", seed=0, **sizes))
+        for domain, text in texts.items()
     }
-
-    def describe(params: PyTree, x: jax.Array) -> dict[str, object]:
-        of = dataclasses.replace(state, params=params)
-        return {
-            "largest": float(jnp.abs(x).max()),
-            "by_layer": jnp.abs(x).max(axis=(1, 2)).tolist(),
-            "val_loss": {name: evaluate(of) for name, evaluate in texts.items()},
-        }
 
     def input_of_down(params: PyTree) -> jax.Array:
         return operands(model.config, params, tokens)["down"].x
 
+    def describe(params: PyTree) -> dict[str, object]:
+        peaks = jnp.abs(input_of_down(params)).max(axis=(1, 2))
+        changed = dataclasses.replace(state, params=params)
+        return {
+            "largest": float(peaks.max()),
+            "by_layer": peaks.tolist(),
+            "val_loss": {name: loss(changed) for name, loss in evaluate.items()},
+        }
+
+    params, facts = {TRAINED: state.params}, {TRAINED: describe(state.params)}
     x = input_of_down(state.params)
-    params, facts = {TRAINED: state.params}, {TRAINED: describe(state.params, x)}
     for largest in settings.outliers:
         planted = plant(state.params, x, largest)
         params[str(largest)] = planted.params
-        facts[str(largest)] = describe(
-            planted.params, input_of_down(planted.params)
-        ) | {
+        facts[str(largest)] = describe(planted.params) | {
             "channels": planted.channels.tolist(),
             "factors": planted.factors.tolist(),
         }
     for name, folder in models(settings, work).items():
-        if folder.exists():  # of a checkpoint that may have been another
+        if folder.exists():  # it may come from another checkpoint
             shutil.rmtree(folder)
         hf.save(folder, model.config, jax.device_get(params[name]))
         facts[name]["weights"] = runs.weights(folder)

@@ -1,4 +1,4 @@
-"""Pretraining by each recipe: the same weights, the same data in the same order."""
+"""Pretraining with each recipe, from the same weights and on the same batches."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ from examples.llama.experiments import runs
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import Settings
 
-# Recipe and seed, the most telling first: time may be up before the last.
+# Recipe and seed, the most informative first, in case time runs out.
 ORDER = (
     ("bf16", 0),
     ("fallback", 0),
@@ -24,7 +24,7 @@ ORDER = (
 
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
-    """The runs, each in a process of its own, so that its peak memory is its own."""
+    """Returns the commands of the runs, one process each to separate peak memory."""
     commands = {
         f"parity-{recipe}-{seed}": runs.command(
             [_run(settings, work, results, recipe, seed)],
@@ -36,10 +36,10 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
 
 
 def base(settings: Settings, work: Path, results: Path) -> Run:
-    """The bf16 run whose model is studied: one of `commands`, with its result.
+    """Returns the bf16 run whose model is studied.
 
-    Its checkpoint is too large to be kept with the results, so on another machine it is
-    done again. The result that is there stays as it is then.
+    Its checkpoint is too large to store with the results, so another machine repeats
+    the run. An existing result is then not overwritten.
     """
     run = _run(settings, work, results, "bf16", 0)
     if run.is_done():

@@ -1,16 +1,17 @@
-"""What the projections of a model multiply, forward and backward."""
+"""Records the operands of a model's projections in the forward and backward pass."""
 
 import functools
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from examples.llama.step import PyTree, cross_entropy
-from fbq_jax.linen.state import calling_module, find_slot
 
 PROJECTIONS = {
     "qkv": ("attention", "qkv", "dense"),
@@ -21,7 +22,13 @@ PROJECTIONS = {
 
 
 class Operands(NamedTuple):
-    """Of one projection in all layers: X [L, M, K], W [L, K, N], dY [L, M, N]."""
+    """The operands of one projection in all layers.
+
+    Attributes:
+        x: The activations, [L, M, K].
+        w: The weights, [L, K, N].
+        dy: The gradients of the outputs, [L, M, N].
+    """
 
     x: jax.Array
     w: jax.Array
@@ -31,20 +38,20 @@ class Operands(NamedTuple):
 def operands(
     config: LlamaConfig, params: PyTree, tokens: jax.Array
 ) -> dict[str, Operands]:
-    """What the projections multiply as the model reads tokens and learns from them.
+    """Returns the operands of the projections in one training step.
 
     Args:
-        config: The model's; its `dtype` is the operands'.
-        params: Its parameters.
+        config: The configuration of the model; the operands have its `dtype`.
+        params: The parameters of the model.
         tokens: int32 [B, S+1]; M is B * S.
 
     Returns:
-        By the names in `PROJECTIONS`.
+        The operands by the names in `PROJECTIONS`.
     """
-    gradients, kept = _measure(config, params, tokens)
+    gradients, recorded = _record(config, params, tokens)
 
     def find(tree: PyTree, path: tuple[str, ...]) -> Any:
-        for name in ("layers", *path, "dot_general"):
+        for name in ("layers", *path):
             tree = tree[name]
         return tree
 
@@ -53,42 +60,65 @@ def operands(
 
     return {
         name: Operands(
-            x=as_matrices(find(kept, path)["x"]),
-            w=find(kept, path)["w"],
-            dy=as_matrices(find(gradients, path)),
+            x=as_matrices(find(recorded, path)["x"]),
+            w=find(recorded, path)["w"],
+            dy=as_matrices(find(gradients, path)["dy"]),
         )
         for name, path in PROJECTIONS.items()
     }
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _measure(
+def _record(
     config: LlamaConfig, params: PyTree, tokens: jax.Array
 ) -> tuple[PyTree, PyTree]:
-    model, inputs = Llama(config, _multiply), tokens[:, :-1]
-    shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)
-    zeros = jax.tree.map(jnp.zeros_like, shapes[OVERWRITE_WITH_GRADIENT])
+    """Returns the gradients of the outputs, and X and W, by layer."""
+    recorder = _Recorder()
+    model, inputs = Llama(config, recorder.dot_general), tokens[:, :-1]
 
     def loss(zeros: PyTree) -> tuple[jax.Array, PyTree]:
-        logits, kept = model.apply(
+        logits, recorded = model.apply(
             {"params": params, OVERWRITE_WITH_GRADIENT: zeros},
             inputs,
             mutable=["fallback"],
         )
-        return cross_entropy(logits, tokens[:, 1:]), kept["fallback"]
+        return cross_entropy(logits, tokens[:, 1:]), recorded["fallback"]
 
-    return jax.grad(loss, has_aux=True)(zeros)
+    with nn.intercept_methods(recorder.intercept):
+        shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)
+        zeros = jax.tree.map(jnp.zeros_like, shapes[OVERWRITE_WITH_GRADIENT])
+        return jax.grad(loss, has_aux=True)(zeros)
 
 
-def _multiply(lhs: jax.Array, rhs: jax.Array, dims: Any, *_: Any, **__: Any) -> Any:
-    """A `dot_general` that keeps its operands where layers keep their state.
+class _Recorder:
+    """A `dot_general` that stores its operands in the module that calls it.
 
-    What it adds to the output, zeros, has the output's gradient.
+    It uses the collections that `Llama` stacks over its layers.
     """
-    out = lax.dot_general(lhs, rhs, dims)
-    module = calling_module()
-    assert module is not None
-    kept = find_slot(module, "fallback", lambda *_: None)
-    kept.value = {"x": lhs, "w": rhs}
-    zeros = find_slot(module, OVERWRITE_WITH_GRADIENT, lambda *_: jnp.zeros_like(out))
-    return out + zeros.value
+
+    def __init__(self) -> None:
+        self._callers: list[nn.Module] = []
+
+    def intercept(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Keeps track of the module whose method is running."""
+        self._callers.append(context.module)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._callers.pop()
+
+    def dot_general(
+        self, lhs: jax.Array, rhs: jax.Array, dims: Any, *_: Any, **__: Any
+    ) -> jax.Array:
+        """Multiplies; the gradient of the perturbation is that of the output."""
+        module = self._callers[-1]
+        for name, operand in ("x", lhs), ("w", rhs):
+            module.sow(
+                "fallback", name, operand, reduce_fn=_latest, init_fn=lambda: None
+            )
+        out = lax.dot_general(lhs, rhs, dims)
+        return module.perturb("dy", out, collection=OVERWRITE_WITH_GRADIENT)
+
+
+def _latest(_: Any, value: jax.Array) -> jax.Array:
+    return value

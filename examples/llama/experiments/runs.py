@@ -1,9 +1,9 @@
-"""One training run, and the JSON file that is left of it.
+"""Training runs and their JSON results.
 
     python -m examples.llama.experiments.runs RUNS.json
 
-does the runs that `command` has written into the file, one after another, and continues
-those that were stopped.
+executes the runs that `command` wrote to the file, one after another, and continues
+runs that were stopped.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from typing import Any
 
 import jax
 
-from examples.llama import metrics, train
+from examples.llama import metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.experiments.jobs import STOPPED
 
-_LOOKS = 128  # at the layers' rates and thresholds, at most
+_MAX_LOOKS = 128  # recorded values of each rate and threshold
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "fbq-jax")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run to do.
+    """A run to execute.
 
     Attributes:
-        config: What to train.
+        config: The options of the run.
         out: The folder of the run.
-        result: The file of its numbers; a run that has one is done.
-        about: What else is written there, to tell the run from others.
+        result: The file of the results.
+        about: Further entries of the results, which identify the run.
     """
 
     config: Config
@@ -46,7 +46,7 @@ class Run:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` takes."""
+        """Returns the run as JSON, for `from_json`."""
         return {
             "config": dataclasses.asdict(self.config),
             "out": str(self.out.absolute()),
@@ -56,7 +56,7 @@ class Run:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Run":
-        """The run that was written."""
+        """Returns the run that `to_json` stored."""
         return cls(
             Config(**stored["config"]),
             Path(stored["out"]),
@@ -65,12 +65,12 @@ class Run:
         )
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or by diverging."""
+        """Whether the run has ended, by completing or by diverging."""
         return self.result.exists() and json.loads(self.result.read_text())["done"]
 
 
 def command(runs: Sequence[Run], file: Path) -> list[str]:
-    """Writes the file and returns what does its runs; nothing if all are done."""
+    """Writes the file and returns the command for its runs; empty if all are done."""
     left = [run.to_json() for run in runs if not run.is_done()]
     if not left:
         return []
@@ -80,17 +80,17 @@ def command(runs: Sequence[Run], file: Path) -> list[str]:
 
 
 def do(run: Run) -> None:
-    """Trains, or goes on training, and writes the result.
+    """Trains, or continues to train, and writes the result.
 
     Raises:
-        KeyboardInterrupt: It was told to stop. What there is of it is written.
-        RunError: It cannot be in its folder. Nothing is written.
+        KeyboardInterrupt: A signal stopped the run. Its partial result is written.
+        RunError: The folder cannot be used. Nothing is written.
     """
     about = dict(run.about)
     before = metrics.read(run.out / "metrics.jsonl")
     try:
-        train.train(run.config, run.out, resume=(run.out / "config.json").exists())
-    except train.DivergedError as error:
+        training.train(run.config, run.out, resume=run_folder.has_run(run.out))
+    except training.DivergedError as error:
         write(run, before, done=True, about=about | {"diverged": str(error)})
         return
     except KeyboardInterrupt:
@@ -104,21 +104,28 @@ def do(run: Run) -> None:
 def write(
     run: Run, before: list[dict[str, Any]], *, done: bool, about: dict[str, Any]
 ) -> None:
-    """Writes what there is of a run, of which this process found the records before."""
+    """Writes the result of a run as far as it has come.
+
+    Args:
+        run: The run.
+        before: The records that existed when this process started.
+        done: Whether the run has ended.
+        about: Further entries of the result.
+    """
     records = metrics.read(run.out / "metrics.jsonl")
     if not records:
         return
     trained = records != before[: len(records)]
     if run.config.from_hf is not None:
         about = about | {"weights": weights(Path(run.config.from_hf))}
-    looks = records[:: -(-len(records) // _LOOKS)]
+    looks = records[:: -(-len(records) // _MAX_LOOKS)]
     result = about | {
         "done": done,
-        "options": train.read_options(run.out),
+        "options": run_folder.read_options(run.out),
         "machine": machine(),
         "steps": len(records),
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in records),
-        # Of a process that took no step it would be what a checkpoint takes.
+        # Without a step this process has only seen the memory of a checkpoint.
         "peak_bytes": peak_bytes() if trained else None,
         "loss": [r["loss"] for r in records],
         "grad_norm": [r["grad_norm"] for r in records],
@@ -136,11 +143,11 @@ def write(
 
 
 def save(result: Any, file: Path) -> None:
-    """Writes JSON, its floats to eight digits, about what float32 has."""
+    """Writes JSON with floats of eight digits, about the precision of float32."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     text = json.dumps(_rounded(result), separators=(",", ":"))
-    part.write_text(text.replace(',"', ',\n"') + "\n")  # a list of numbers is a line
+    part.write_text(text.replace(',"', ',\n"') + "\n")  # one line per list
     part.replace(file)
 
 
@@ -153,13 +160,13 @@ def _rounded(value: Any) -> Any:
 
 
 def weights(model: Path) -> str:
-    """The SHA-256 of the weights in a folder that `hf.save` has written."""
+    """Returns the SHA-256 of the weights in a folder that `hf.save` wrote."""
     with (model / "model.safetensors").open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were measured on."""
+    """Describes the device and the versions of the packages."""
     return {
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
@@ -168,13 +175,13 @@ def machine() -> dict[str, str]:
 
 
 def peak_bytes() -> int | None:
-    """The most memory that this process had in use; None where it is not known."""
+    """Returns the peak device memory of this process; None if unknown."""
     stats = jax.devices()[0].memory_stats()
     return None if stats is None else int(stats["peak_bytes_in_use"])
 
 
 def main(file: Path) -> int:
-    """Does the runs in the file; returns the exit status."""
+    """Executes the runs in the file and returns the exit status."""
     try:
         for stored in json.loads(file.read_text()):
             do(Run.from_json(stored))

@@ -1,4 +1,4 @@
-"""How large the experiments are: as reported, or small enough to see them all run."""
+"""The sizes of the experiments: as reported, or small enough for a CPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +9,13 @@ class Settings:
     """Sizes of the experiments.
 
     Attributes:
-        vocab_size: Of the tokenizer.
-        pretrain: Options of `Config` for the runs of `parity`.
-        finetune: What differs in those of `outliers`, which start from one of them.
-        longer: What differs in those of `longer`.
-        killed: What differs in those of `killed`.
-        studied: Sequences whose activations are studied.
-        outliers: The largest activations that are planted.
+        vocab_size: The vocabulary size of the tokenizer.
+        pretrain: The options of the runs in `parity`.
+        finetune: Options of the runs in `outliers` that differ from `pretrain`.
+        longer: Options of the runs in `longer` that differ from `pretrain`.
+        killed: Options of the runs in `killed` that differ from `pretrain`.
+        studied: The number of sequences whose activations are studied.
+        outliers: The largest planted activations, one model each.
     """
 
     vocab_size: int
@@ -24,11 +24,11 @@ class Settings:
     longer: dict[str, Any]
     killed: dict[str, Any]
     studied: int
-    # Reported of GPT2-XL, Llama-3.1 and Qwen-2.5.
+    # The largest activations reported for GPT2-XL, Llama-3.1 and Qwen-2.5.
     outliers: tuple[int, ...] = (58, 606, 6559)
 
 
-# 128 million parameters, 100.7 million tokens, 65 536 a step.
+# 128 million parameters and 100.7 million tokens, 65 536 per step.
 FULL = Settings(
     vocab_size=16384,
     pretrain={
@@ -46,7 +46,7 @@ FULL = Settings(
         "save_every": 1536,
     },
     finetune={"batch": 32, "steps": 64, "lr": 2e-5, "eval_every": 64, "save_every": 0},
-    # Five times as many steps; of fewer tokens, so that they take minutes.
+    # Five times as many steps, with fewer tokens, so that they take minutes.
     longer={
         "batch": 4,
         "steps": 7680,

@@ -1,4 +1,4 @@
-"""What quantization does to what a trained model multiplies."""
+"""Studies of quantization errors in the matrix products of a trained model."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ NAMES = (
 
 
 def commands(size: str, work: str, results: str) -> dict[str, list[str]]:
-    """The studies, each in a process of its own."""
+    """Returns the commands of the studies, one process each."""
     module = "examples.llama.experiments.studies"
     return {
         f"study-{name}": [sys.executable, "-m", module, name, size, work, results]

@@ -1,4 +1,4 @@
-"""Does one study of all models and writes what it found.
+"""Runs one study on all models and writes its results.
 
 python -m examples.llama.experiments.studies NAME SIZE WORK RESULTS
 """
@@ -37,9 +37,9 @@ assert tuple(STUDIES) == NAMES
 
 
 def main(name: str, size: str, work: Path, results: Path) -> None:
-    """Does the study and writes `results/studies/<name>.json`."""
+    """Runs a study and writes `results/studies/<name>.json`."""
     settings = SETTINGS[size]
-    # A GPU's default for float32 keeps 10 bits.
+    # A GPU multiplies float32 with 10 bits by default.
     with jax.default_matmul_precision("highest"):
         found = {
             model: STUDIES[name](load(settings, work, model))

@@ -1,7 +1,7 @@
-"""Matrix products of operands with any number of bits, in float32 floats.
+"""Emulates matrix products of operands with any number of bits, in float32.
 
-The library's own have 8. Blocks, scales and fallback are the library's, so that 8 bits
-give its values; rounding is to nearest throughout.
+Blocks, scales and fallback are as in the library, so that 8 bits reproduce its values.
+All rounding is to nearest.
 """
 
 from typing import Any, NamedTuple
@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 128
-FLOAT = 32  # bits, and more: not quantized
+FLOAT = 32  # from this number of bits on, values are not quantized
 
 
 class Bits(NamedTuple):
-    """Bits of the operands, and which shares of X's blocks have a residual.
+    """The bits of the operands, and the fallback rates of X.
 
     Attributes:
-        x: Bits of X, and of its residual; int32 [].
-        w: Of W, likewise.
-        dy: Of dY, likewise.
-        forward: The share of blocks that fall back in Y; float32 [].
-        backward: The share of them in dW, likewise.
+        x: The bits of X, and of its residual, int32 [].
+        w: The bits of W, int32 [].
+        dy: The bits of dY, int32 [].
+        forward: The fallback rate in the forward product Y, float32 [].
+        backward: The fallback rate in the weight gradient dW, float32 [].
     """
 
     x: jax.Array
@@ -39,7 +39,7 @@ def bits(
     forward: float = 0.0,
     backward: float = 0.0,
 ) -> Bits:
-    """`Bits` of numbers."""
+    """Returns `Bits` of Python numbers."""
     return Bits(
         x=jnp.int32(x),
         w=jnp.int32(w),
@@ -50,7 +50,7 @@ def bits(
 
 
 def quantize(x: jax.Array, bits: jax.Array | int) -> jax.Array:
-    """The values of the codes of a float32 matrix [R, C], with a scale a block."""
+    """Returns the quantized values of a float32 matrix [R, C], one scale per block."""
     tiles = _tiles(x)
     largest = jnp.ldexp(jnp.float32(1.0), bits - 1) - 1
     amax = jnp.max(jnp.abs(tiles), axis=(1, 3), keepdims=True)
@@ -62,7 +62,13 @@ def quantize(x: jax.Array, bits: jax.Array | int) -> jax.Array:
 def fall_back(
     x: jax.Array, bits: jax.Array | int, rate: jax.Array | float
 ) -> jax.Array:
-    """The same with a second term in the share `rate` of blocks with the largest."""
+    """Returns quantized values with a second term in some blocks.
+
+    Args:
+        x: A float32 matrix [R, C].
+        bits: The bits of each term.
+        rate: The fraction of blocks with a second term: those with the largest absmax.
+    """
     main = quantize(x, bits)
     amax = jnp.max(jnp.abs(_tiles(x)), axis=(1, 3), keepdims=True)
     rank = jnp.argsort(jnp.argsort(-amax.reshape(-1))).reshape(amax.shape)
@@ -72,10 +78,10 @@ def fall_back(
 
 
 def dot_general(how: Bits) -> Any:
-    """A `lax.dot_general` for `Llama`, of operands with these bits."""
+    """Returns a `lax.dot_general` for `Llama` whose operands have these bits."""
 
     def multiply(lhs: jax.Array, rhs: jax.Array, *_: Any, **__: Any) -> jax.Array:
-        # All that a Llama asks for is [..., K] times [K, N].
+        # Llama only multiplies [..., K] by [K, N].
         y = _matmul(lhs.reshape(-1, lhs.shape[-1]), rhs, how)
         return y.reshape(*lhs.shape[:-1], -1)
 

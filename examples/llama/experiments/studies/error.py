@@ -1,4 +1,4 @@
-"""The error of a projection's input by bits, plain and with fallback."""
+"""The error of a projection's input by bits, with and without fallback."""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ RATE = 0.2
 
 
 def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
-    """The relative rms error of a token's values, its mean over tokens and layers.
+    """Measures the relative rms error of a token, averaged over tokens and layers.
 
-    Not that of all values together, of which the outliers would be the most.
+    The error of all values together would be dominated by the outliers.
 
     Returns:
-        By projection: "plain", for `PLAIN` bits in 128x128 blocks, and "fallback", for
-        `FALLBACK` bits with a second term of as many in `RATE` of the blocks.
+        By projection: "plain", the errors for `PLAIN` bits in 128x128 blocks; and
+        "fallback", the errors for `FALLBACK` bits with a second term of as many bits
+        in a fraction `RATE` of the blocks.
     """
     return {
         name: {
@@ -31,7 +32,7 @@ def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
 
 @jax.jit
 def _error(x: jax.Array, bits: int, rate: float) -> jax.Array:
-    """Of [L, M, K]."""
+    """The mean error of the tokens of ``x`` [L, M, K]."""
     values = jax.vmap(lambda x: emulate.fall_back(x, bits, rate))(x)
-    lost, whole = (jnp.linalg.norm(of, axis=2) for of in (values - x, x))
-    return jnp.mean(lost / jnp.maximum(whole, jnp.finfo(jnp.float32).tiny))
+    error, norm = jnp.linalg.norm(values - x, axis=2), jnp.linalg.norm(x, axis=2)
+    return jnp.mean(error / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))

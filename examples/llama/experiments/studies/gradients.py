@@ -1,6 +1,6 @@
-"""1 - cosine of the gradient and the exact one, by bits of each operand.
+"""The error of the gradient by bits, by where fallback applies, and by saved bits.
 
-And by where fallback is: in the product Y, as the method has it, or in dW as well.
+The error is 1 - cosine of the gradient and the exact one.
 """
 
 import dataclasses
@@ -12,17 +12,18 @@ import jax
 
 from examples.llama.experiments.studies import emulate
 from examples.llama.experiments.studies.subject import Subject, cosine_distance
-from examples.llama.model import Llama, LlamaConfig
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from examples.llama.step import PyTree, cross_entropy
 
 OPERANDS = ("x", "w", "dy")
 BITS = (4, 5, 6, 7, 8, 10, 12)
 RATES = (0.0, 0.1, 0.2, 0.3, 0.5)
-SAVED_BITS = (4, 6, 8, 10, 12)  # each a program of its own
+SAVED_BITS = (4, 6, 8, 10, 12)  # each compiles a program
 
 
 def operands(subject: Subject) -> dict[str, list[float]]:
-    """With one operand quantized in all projections: for each of `BITS`."""
+    """Returns the errors with one operand quantized, by operand, for each of `BITS`."""
     distance = _distance(subject)
     return {
         operand: [distance(emulate.bits(**{operand: bits})) for bits in BITS]
@@ -31,11 +32,12 @@ def operands(subject: Subject) -> dict[str, list[float]]:
 
 
 def passes(subject: Subject) -> dict[str, list[float]]:
-    """With X, W and dY in 8 bits: for each of `RATES`.
+    """Measures the error with X, W and dY in 8 bits, for each of `RATES`.
 
     Returns:
-        "forward", where the share of X's blocks falls back in Y, and "both", where it
-        does in dW too; and both with W in floats, for what W loses may hide it.
+        "forward": blocks of X fall back in the forward product only. "both": they also
+        fall back in dW. The error of W can hide the difference, so each variant is
+        also measured with W in float.
     """
     distance = _distance(subject)
 
@@ -52,7 +54,7 @@ def passes(subject: Subject) -> dict[str, list[float]]:
 
 
 def nonlinear(subject: Subject) -> list[float]:
-    """With norms and gates that keep so few bits: for each of `SAVED_BITS`."""
+    """Returns the errors of norms and gates that save each of `SAVED_BITS`."""
     exact = _gradient(Llama(subject.config), subject.params, subject.text[0])
 
     def at(bits: int) -> float:
@@ -80,7 +82,7 @@ def _emulated(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _gradient(model: Llama, params: PyTree, tokens: jax.Array) -> PyTree:
-    """With respect to the layers' parameters."""
+    """The gradient with respect to the parameters of the layers."""
 
     def loss(layers: PyTree) -> jax.Array:
         variables = {"params": {**params, "layers": layers}}

@@ -1,4 +1,4 @@
-"""Perplexity by the size of a block, with and without fallback."""
+"""Perplexity by block size, with and without fallback."""
 
 import functools
 import math
@@ -10,27 +10,30 @@ from examples.llama.experiments.studies.subject import Subject
 from examples.llama.model import Llama
 from examples.llama.step import EVAL_BATCHES, PyTree, cross_entropy
 from fbq_jax import FallbackDot, Recipe
-from fbq_jax.recipes.schema import BLOCK_SIDES
+
+BLOCK_SIDES = (32, 64, 128, 256)
 
 
 def study(subject: Subject) -> dict[str, float | list[float]]:
-    """Of the model in float32, and of its projections in INT8.
+    """Measures the perplexity in float32 and with INT8 projections.
 
     Returns:
-        "float"; "block" and "fallback", for each of `BLOCK_SIDES`. A layer's threshold
-        is that of its own blocks, which puts the rate into the middle of the range.
+        "float": the perplexity in float32. "block" and "fallback": the perplexities for
+        each of `BLOCK_SIDES`. The threshold of a layer is the quantile of its own
+        blocks, which puts the fallback rate in the middle of the range.
     """
     return {
         "float": _perplexity(subject, Llama(subject.config)),
         "block": [
-            of_recipe(subject, Recipe(block=b, criterion=None)) for b in BLOCK_SIDES
+            with_recipe(subject, Recipe(block=side, criterion=None))
+            for side in BLOCK_SIDES
         ],
-        "fallback": [of_recipe(subject, Recipe(block=b)) for b in BLOCK_SIDES],
+        "fallback": [with_recipe(subject, Recipe(block=b)) for b in BLOCK_SIDES],
     }
 
 
-def of_recipe(subject: Subject, recipe: Recipe) -> float:
-    """With projections by a recipe."""
+def with_recipe(subject: Subject, recipe: Recipe) -> float:
+    """Returns the perplexity with the projections in INT8."""
     return _perplexity(subject, Llama(subject.config, FallbackDot(recipe)))
 
 
@@ -42,6 +45,6 @@ def _perplexity(subject: Subject, model: Llama) -> float:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _loss(model: Llama, params: PyTree, tokens: jax.Array) -> jax.Array:
-    # Where the state is mutable it starts anew: with thresholds that are not known.
+    # Without a state each batch sets its own thresholds.
     logits, _ = model.apply({"params": params}, tokens[:, :-1], mutable=["fallback"])
     return cross_entropy(logits, tokens[:, 1:])

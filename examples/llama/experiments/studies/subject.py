@@ -1,4 +1,4 @@
-"""The models that are studied, and the text that they read."""
+"""The models under study, and the text that they read."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from examples.llama.data import batches, load_corpus
 from examples.llama.experiments import outliers
 from examples.llama.experiments.probe import Operands, operands
 from examples.llama.experiments.settings import Settings
-from examples.llama.model import LlamaConfig
+from examples.llama.model_config import LlamaConfig
 from examples.llama.step import PyTree
 
 
@@ -24,10 +24,10 @@ class Subject:
     """A model and held-out text.
 
     Attributes:
-        name: "trained", or the largest activation that was planted.
-        config: The model's sizes; float32.
-        params: Its parameters.
-        text: Batches of tokens, int32 [B, S+1].
+        name: "trained", or the largest planted activation.
+        config: The configuration of the model, in float32.
+        params: The parameters of the model.
+        text: Batches of tokens, int32 [B, S+1] each.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Subject:
 
     @functools.cached_property
     def operands(self) -> dict[str, Operands]:
-        """What the projections multiply, as the first batch is read."""
+        """The operands of the projections on the first batch."""
         return operands(self.config, self.params, jnp.asarray(self.text[0]))
 
 
 def load(settings: Settings, work: Path, name: str) -> Subject:
-    """Reads one of `outliers.models`."""
+    """Loads one of `outliers.models`."""
     config, params = hf.load(outliers.models(settings, work)[name])
     config = dataclasses.replace(config, dtype=jnp.float32)
     corpus = load_corpus(work / "corpus" / "python")
@@ -53,10 +53,10 @@ def load(settings: Settings, work: Path, name: str) -> Subject:
 
 @jax.jit
 def cosine_distance(a: PyTree, b: PyTree) -> jax.Array:
-    """1 - cosine similarity of arrays, or of all arrays of two pytrees together.
+    """Returns 1 - cosine similarity of two arrays, or of two pytrees as vectors.
 
-    It is 1 where one of them is 0: all of it was rounded off. Computed as half the
-    squared distance of the two directions, for 1 - cosine has no digits below 1e-7.
+    The distance is 1 if either is zero. It is computed as half the squared distance of
+    the directions, because 1 - cosine has no significant digits below 1e-7.
     """
 
     def direction(tree: PyTree) -> tuple[jax.Array, PyTree]:

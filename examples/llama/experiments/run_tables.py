@@ -1,0 +1,208 @@
+"""The tables of EXPERIMENTS.md about training runs."""
+
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from examples.llama.experiments import result_files
+from examples.llama.experiments.markdown import table
+from examples.llama.experiments.result_files import Json
+from fbq_jax import recipes
+
+# A run counts as diverged where the mean loss of this many steps exceeds its minimum by
+# this much.
+_WINDOW, _RISE = 50, 0.5
+_LOW, _HIGH = recipes.fallback.target_rate
+
+
+def parity(results: Path) -> str:
+    """Final validation losses, their differences from bf16, speed and memory."""
+    runs = result_files.runs(results, "parity")
+    if not runs:
+        return ""
+    # Only losses after all steps are comparable.
+    ended = {n: result_files.last_val_loss(run) for n, run in _ended(runs).items()}
+    base = ended.get("bf16-0", math.nan)
+    rows = []
+    for name, run in runs.items():
+        loss, peak = result_files.last_val_loss(run), run["peak_bytes"]
+        # Training losses are comparable on the same batches, those of the same seed.
+        paired = name in ended and name.endswith("-0") and "bf16-0" in ended
+        how = "diverged" if "diverged" in run else "stopped"
+        difference = ended.get(name, math.nan) - base
+        compared = not math.isnan(difference)
+        rows.append(
+            [
+                name + ("" if name in ended else f" ({how} at step {run['steps']})"),
+                f"{loss:.4f}",
+                f"{difference:+.4f}" if compared else "",
+                f"{difference / base:+.2%}" if compared else "",
+                f"{_late(run) / _late(runs['bf16-0']) - 1:+.2%}" if paired else "",
+                f"{run['tokens_per_s']:,.0f}",
+                "" if peak is None else f"{peak / 1e9:.1f}",
+            ]
+        )
+    head = (
+        "recipe and seed",
+        *("validation loss", "vs bf16-0", "", "training loss vs bf16-0"),
+        *("tokens/s", "peak GB"),
+    )
+    return f"{_about(next(iter(runs.values())))}\n\n{table(head, rows)}"
+
+
+def _about(run: Json) -> str:
+    """The size of the runs, and the machine."""
+    options, corpus = run["options"], run["options"]["corpus"]
+    tokens = options["steps"] * options["batch"] * options["seq"]
+    machine = ", ".join(f"{name} {version}" for name, version in run["machine"].items())
+    return (
+        f"{tokens / 1e6:.1f} million tokens per run, {tokens / corpus['train']:.2f} "
+        f"epochs of {corpus['train'] / 1e6:.1f} million; {machine}."
+    )
+
+
+def _ended(runs: dict[str, Json]) -> dict[str, Json]:
+    """The runs that took all of their steps."""
+    return {n: run for n, run in runs.items() if run["done"] and "diverged" not in run}
+
+
+def _late(run: Json) -> float:
+    """The mean training loss of the last tenth of the steps."""
+    return statistics.fmean(run["loss"][-max(1, run["steps"] // 10) :])
+
+
+def cost(results: Path) -> str:
+    """Time and memory of completed runs, and when each reached a common loss."""
+    runs = _ended(result_files.runs(results, "parity"))
+    if "bf16-0" not in runs:
+        return ""
+    base = runs["bf16-0"]
+    reached = max(map(result_files.last_val_loss, runs.values()))
+    rows = []
+    for name, run in runs.items():
+        seconds, losses = result_files.losses_by_time(run)
+        # `interp` needs increasing values: the negative of the lowest loss so far.
+        when = float(np.interp(-reached, -np.minimum.accumulate(losses), seconds))
+        peaks = run["peak_bytes"], base["peak_bytes"]
+        rows.append(
+            [
+                name,
+                f"{seconds[-1]:.0f}",
+                f"{run['tokens_per_s'] / base['tokens_per_s']:.2f}",
+                f"{when:.0f}",
+                "" if None in peaks else f"{peaks[0] / peaks[1]:.2f}",
+            ]
+        )
+    speed, memory = "speedup vs bf16-0", "peak memory vs bf16-0"
+    return table(
+        ("recipe and seed", "seconds", speed, f"seconds to {reached:.4f}", memory), rows
+    )
+
+
+def outliers(results: Path) -> str:
+    """Losses of bf16 and differences from them: means and half ranges over seeds."""
+    losses = result_files.losses_by_model(result_files.runs(results, "outliers"))
+    planted = result_files.one(results, "planted")
+    if not losses or not planted:
+        return ""
+    models = [model for model in planted if model in losses]
+    names = dict.fromkeys(recipe for model in models for recipe in losses[model])
+    rows = [[name, *(_loss_cell(losses[m], name) for m in models)] for name in names]
+    largest = [f"{model} ({planted[model]['largest']:g})" for model in models]
+    return table(("recipe", *largest), rows)
+
+
+def _loss_cell(losses: dict[str, dict[int, float]], recipe: str) -> str:
+    """The losses of a model by a recipe; those of bf16 are absolute."""
+    values = list(losses.get(recipe, {}).values())
+    if diverged := sum(map(math.isnan, values)):
+        return f"diverged ({diverged} of {len(values)})"
+    numbers, sign = np.array(values), ""
+    if recipe != "bf16":
+        numbers, sign = result_files.differences_from_bf16(losses, recipe), "+"
+    if not len(numbers):
+        return ""
+    return f"{numbers.mean():{sign}.5f} ± {np.ptp(numbers) / 2:.5f}"
+
+
+def planted(results: Path) -> str:
+    """The largest activations and the losses of the models with outliers."""
+    models = result_files.one(results, "planted")
+    rows = [
+        [
+            name,
+            f"{model['largest']:g}",
+            f"{model['val_loss']['python']:.6f}",
+            f"{model['val_loss']['cpp']:.6f}",
+        ]
+        for name, model in models.items()
+    ]
+    return table(("model", "largest activation", "loss on Python", "on C++"), rows)
+
+
+def longer(results: Path) -> str:
+    """Where each long run diverged, and its last validation loss."""
+    rows = []
+    for name, run in result_files.runs(results, "longer").items():
+        # A run can end at a gradient that is not finite although all losses are.
+        step = run["steps"] if "diverged" in run else diverged_at(run["loss"])
+        rows.append(
+            [
+                name,
+                str(run["steps"]) + ("" if run["done"] else " (stopped)"),
+                "no" if step is None else f"at step {step}",
+                f"{result_files.last_val_loss(run):.4f}",
+            ]
+        )
+    return table(("recipe", "steps", "diverged", "last validation loss"), rows)
+
+
+def diverged_at(loss: list[float | None]) -> int | None:
+    """Returns the first step whose smoothed loss is far above the minimum so far."""
+    values = np.array(loss, np.float64)
+    if np.any(bad := ~np.isfinite(values)):
+        return 1 + int(np.argmax(bad))
+    width = min(_WINDOW, len(values))
+    means = np.convolve(values, np.full(width, 1 / width), "valid")
+    risen = means > np.minimum.accumulate(means) + _RISE
+    return width + int(np.argmax(risen)) if risen.any() else None
+
+
+def killed(results: Path) -> str:
+    """Whether the killed run ended like the complete one."""
+    run = result_files.one(results, "killed")
+    if not run:
+        return ""
+    differ = run["arrays_that_differ"]
+    return (
+        f"Killed after step {run['killed_at']} of {run['options']['steps']}: "
+        f"{run['arrays'] - len(differ)} of the {run['arrays']} arrays of the last "
+        f"checkpoint are bit-equal, the losses of all steps are "
+        f"{'equal' if run['losses_equal'] else 'not equal'}."
+    )
+
+
+def thresholds(results: Path) -> str:
+    """How often each projection's rate is in its range after the first tenth."""
+    run = result_files.one(results, "parity/fallback-0")
+    if not run.get("fallback"):
+        return ""
+    rows = []
+    for name, layer in run["fallback"].items():
+        rates = np.array(layer["rate"], float)
+        rates = rates[len(rates) // 10 :]
+        theta = np.array(layer["theta"], float)
+        factors = theta[-1] / theta[0]
+        rows.append(
+            [
+                result_files.projection(name),
+                f"{rates.mean():.1%}",
+                f"{((rates >= _LOW) & (rates <= _HIGH)).mean():.1%}",
+                f"{factors.min():.2g} to {factors.max():.2g}",
+            ]
+        )
+    looks, inside = run["looks"], f"in {_LOW:.0%} to {_HIGH:.0%}"
+    moved = f"threshold at step {looks[-1]} / at step {looks[0]}"
+    return table(("projection", "mean rate", inside, moved), rows)

@@ -1,0 +1,10 @@
+"""Hugging Face checkpoints of the Llama and Qwen2 families.
+
+A checkpoint is a folder with ``config.json`` and the weights. The weights are in
+``model.safetensors``, or in the shards that ``model.safetensors.index.json`` lists.
+"""
+
+from examples.llama.hf.checkpoint import load as load
+from examples.llama.hf.checkpoint import load_tokenizer as load_tokenizer
+from examples.llama.hf.checkpoint import save as save
+from examples.llama.hf.files import CheckpointError as CheckpointError

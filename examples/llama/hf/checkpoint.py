@@ -1,0 +1,168 @@
+"""Reads and writes checkpoints in Hugging Face's format."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+import tokenizers
+
+from examples.llama.hf.config_json import from_json, to_json
+from examples.llama.hf.files import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    open_tensors,
+    read_json,
+    read_tensor,
+    weight_files,
+)
+from examples.llama.hf.tensor_views import HEAD, TABLE, parameter_shapes, tensor_views
+from examples.llama.model_config import LlamaConfig
+
+# Rows of a tensor that are copied at once: when transposed, they fill cache lines,
+# which single rows do not.
+_ROWS_PER_COPY = 16
+
+
+def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
+    """Reads a checkpoint.
+
+    Args:
+        folder: The folder of the checkpoint, in the format of transformers'
+            ``save_pretrained`` and of `save`. The weights are float32, float16 or
+            bfloat16.
+
+    Returns:
+        The configuration, and the parameters of ``Llama`` as float32 NumPy arrays.
+        ``dtype``, ``remat`` and ``saved_bits`` of the configuration have their
+        defaults; ``dataclasses.replace`` changes them.
+
+    Raises:
+        CheckpointError: A file or a tensor is missing, unreadable, unexpected or has
+            the wrong shape, or the model is not supported. The message names it.
+    """
+    folder = Path(folder)
+    config = from_json(read_json(folder / CONFIG), folder / CONFIG)
+    shapes = parameter_shapes(config)
+    flat = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+    expected = {name: (view, shape) for name, view, shape in tensor_views(config, flat)}
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for file in weight_files(folder):
+            opened = stack.enter_context(open_tensors(file))
+            files.update(dict.fromkeys(opened.keys(), (file, opened)))
+        # Early checkpoints of Llama 2 also store the rotary frequencies.
+        found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+        if config.tie_embeddings and {TABLE, HEAD} <= found:
+            _check_tied(folder, files)
+            found.remove(HEAD)
+        _check_names(folder, expected, found)
+        for name in sorted(found):
+            tensor = read_tensor(*files[name], name)
+            _fill(*expected[name], tensor, f"{files[name][0]}: {name}")
+    return config, flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def save(folder: str | Path, config: LlamaConfig, params: Mapping[str, Any]) -> None:
+    """Writes a float32 checkpoint that `load` and transformers can read.
+
+    The checkpoint is a Qwen2 if ``config.qkv_bias`` is set, and a Llama otherwise. The
+    folder appears atomically. The tokenizer is not part of a model; copy its files into
+    the folder afterwards.
+
+    Args:
+        folder: The folder to write. It must not exist or must be empty.
+        config: The configuration of the model. ``dtype``, ``remat`` and ``saved_bits``
+            are not stored.
+        params: The parameters of ``Llama(config)``, float32 arrays.
+
+    Raises:
+        FileExistsError: ``folder`` is a file or is not empty.
+        CheckpointError: ``params`` do not belong to ``Llama(config)``.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} already exists; save takes a new folder")
+    flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
+    _check_parameters(config, flat)
+    host = {path: np.asarray(array) for path, array in flat.items()}
+    tensors = {
+        name: np.ascontiguousarray(view).reshape(shape)
+        for name, view, shape in tensor_views(config, host)
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name}."
+    ) as scratch:
+        complete = Path(scratch) / "checkpoint"
+        complete.mkdir()
+        text = json.dumps(to_json(config), indent=2) + "\n"
+        (complete / CONFIG).write_text(text)
+        # transformers rejects weights without this metadata.
+        safetensors.numpy.save_file(tensors, complete / WEIGHTS, {"format": "pt"})
+        complete.rename(folder)
+
+
+def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
+    """Reads the checkpoint's ``tokenizer.json``; None if it has none.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    file = Path(folder) / "tokenizer.json"
+    if not file.exists():
+        return None
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _fill(
+    view: np.ndarray, shape: tuple[int, ...], tensor: np.ndarray, name: str
+) -> None:
+    """Copies a tensor of this shape into its view."""
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{name} has shape {tensor.shape}, {CONFIG} asks for {shape}"
+        )
+    tensor = tensor.reshape(view.shape)
+    for start in range(0, view.shape[-2], _ROWS_PER_COPY):
+        rows = slice(start, start + _ROWS_PER_COPY)
+        view[..., rows, :] = tensor[..., rows, :]
+
+
+def _check_tied(folder: Path, files: Mapping[str, tuple[Path, Any]]) -> None:
+    """Checks that a shared table stored under two names is the same."""
+    table, head = (read_tensor(*files[name], name) for name in (TABLE, HEAD))
+    if not np.array_equal(table, head):
+        raise CheckpointError(
+            f"{folder}: {HEAD} differs from {TABLE}, but {CONFIG} says "
+            "tie_word_embeddings"
+        )
+
+
+def _check_parameters(config: LlamaConfig, flat: Mapping[str, Any]) -> None:
+    shapes = parameter_shapes(config)
+    _check_names("params", shapes, flat)
+    for path, shape in shapes.items():
+        if flat[path].shape != shape or flat[path].dtype != jnp.float32:
+            raise CheckpointError(
+                f"params: {path} takes float32 {shape}, "
+                f"got {flat[path].dtype} {flat[path].shape}"
+            )
+
+
+def _check_names(where: object, expected: Iterable[str], found: Iterable[str]) -> None:
+    missing, extra = set(expected) - set(found), set(found) - set(expected)
+    for problem, names in ("lacks", missing), ("has the unexpected", extra):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(f"{where} {problem} {min(names)}{more}")

@@ -1,0 +1,132 @@
+"""The translation between config.json and `LlamaConfig`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from examples.llama.hf.files import CheckpointError
+from examples.llama.model_config import LlamaConfig, RopeScaling
+
+# Fields of LlamaConfig and their names in config.json.
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "norm_eps": "rms_norm_eps",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_seq_len": "max_position_embeddings",
+}
+# Models without grouped queries omit the first, models whose heads share hidden_size
+# the second.
+_OPTIONAL = ("num_key_value_heads", "head_dim")
+# The values that the model implements; any other value means another architecture.
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama", "qwen2"),
+    "hidden_act": ("silu",),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,),
+    "dual_chunk_attention_config": (None,),
+}
+_ROPE_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
+def from_json(stored: Mapping[str, Any], file: Path) -> LlamaConfig:
+    """Builds the configuration that ``config.json`` describes.
+
+    Args:
+        stored: The content of the file.
+        file: The file, for error messages.
+
+    Raises:
+        CheckpointError: A field is missing or out of range, or the model is not
+            supported.
+    """
+    # transformers 5 stores in rope_parameters what older versions store at the top.
+    rope_keys = ("rope_theta", "partial_rotary_factor")
+    rope = {key: stored[key] for key in rope_keys if key in stored}
+    rope |= stored.get("rope_parameters") or stored.get("rope_scaling") or {}
+    _check_supported(stored, rope, file)
+    fields: dict[str, Any] = {name: stored.get(key) for name, key in _FIELDS.items()}
+    fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
+    try:
+        return LlamaConfig(
+            **fields,
+            rope_theta=rope.get("rope_theta", 10000.0),
+            rope_scaling=_rope_scaling(rope),
+            qkv_bias=stored["model_type"] == "qwen2",
+            tie_embeddings=stored.get("tie_word_embeddings", False),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def to_json(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the content of config.json: a Qwen2 if QKV has a bias, else a Llama."""
+    family = "Qwen2" if config.qkv_bias else "Llama"
+    stored = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        **{key: getattr(config, name) for name, key in _FIELDS.items()},
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": "float32",
+        # transformers would default to the ids of Llama 2's tokenizer.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if config.rope_scaling is not None:
+        scaling = {key: getattr(config.rope_scaling, key) for key in _ROPE_SCALING}
+        stored["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    return stored
+
+
+def _check_supported(
+    stored: Mapping[str, Any], rope: Mapping[str, Any], file: Path
+) -> None:
+    for key, accepted in _ACCEPTED.items():
+        value = stored.get(key, rope.get(key))
+        if value not in accepted:
+            raise CheckpointError(
+                f"{file}: {key} is {value!r}, supported: "
+                + " or ".join(map(repr, accepted))
+            )
+    for key in _FIELDS.values():
+        if key not in stored and key not in _OPTIONAL:
+            raise CheckpointError(f"{file} lacks {key}")
+    if _uses_sliding_window(stored):
+        raise CheckpointError(f"{file}: sliding-window attention is not supported")
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return None
+    if rope_type != "llama3":
+        raise ValueError(
+            f"RoPE type {rope_type!r} is not supported: default and llama3 are"
+        )
+    factors: dict[str, Any] = {key: rope.get(key) for key in _ROPE_SCALING}
+    return RopeScaling(**factors)
+
+
+def _uses_sliding_window(stored: Mapping[str, Any]) -> bool:
+    if stored.get("layer_types") is not None:
+        return "sliding_attention" in stored["layer_types"]
+    # Older Qwen2: the layers from max_window_layers on, if the window is enabled.
+    return bool(
+        stored.get("use_sliding_window")
+        and stored.get("sliding_window") is not None
+        and stored.get("max_window_layers", 0) < stored["num_hidden_layers"]
+    )

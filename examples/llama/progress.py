@@ -1,0 +1,42 @@
+"""The progress bar of a run, and requests to stop it."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+
+def show(bar: tqdm, record: dict[str, Any]) -> None:
+    """Advances the progress bar by one step and shows the metrics of that step."""
+    shown = {
+        "loss": f"{record['loss']:.3f}",
+        "tokens/s": f"{record['tokens_per_s']:,.0f}",
+    }
+    if "mfu" in record:
+        shown["mfu"] = f"{record['mfu']:.1%}"
+    if rates := [layer["rate"].mean() for layer in record["fallback"].values()]:
+        shown["fallback"] = f"{sum(rates) / len(rates):.0%}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update()
+
+
+@contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """Yields an event that Ctrl-C or SIGTERM sets; a second signal interrupts."""
+    event = threading.Event()
+
+    def request(signum: int, _: object) -> None:
+        tqdm.write("stopping after this step; press Ctrl-C again to stop at once")
+        event.set()
+        signal.signal(signum, signal.default_int_handler)
+
+    signals = signal.SIGINT, signal.SIGTERM
+    previous = [signal.signal(signum, request) for signum in signals]
+    try:
+        yield event
+    finally:
+        for signum, handler in zip(signals, previous, strict=True):
+            signal.signal(signum, handler)

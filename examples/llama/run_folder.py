@@ -1,0 +1,96 @@
+"""The folder of a run and its config.json."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from examples.llama.config import Config, ConfigError
+from examples.llama.data import Corpus
+
+# Entries of config.json beside the options: the fingerprint of the data, and the order
+# of the QKV columns in a checkpoint, which differs in older checkpoints.
+FACTS = {"corpus", "columns"}
+COLUMNS = "in turns"
+
+
+class RunError(RuntimeError):
+    """A run cannot start in its folder or cannot continue."""
+
+
+def has_run(out: Path) -> bool:
+    """Whether a run has started in `out`."""
+    return (out / "config.json").exists()
+
+
+def check_folder(out: Path, config: Config, resume: bool) -> None:
+    """Checks that a run can be in `out`, before its data is read.
+
+    Raises:
+        RunError: A new run's folder is in use or lies inside the data; or there is no
+            run to resume.
+    """
+    if resume:
+        read_options(out)
+    elif has_run(out):
+        raise RunError(
+            f"{out} already holds a run: continue it with --resume, or choose another "
+            "folder with --out"
+        )
+    if config.data is not None and Path(config.data).resolve() in out.resolve().parents:
+        raise RunError(
+            f"{out} is inside the data, {config.data}, which the files of the run "
+            "would change; choose another folder with --out"
+        )
+
+
+def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
+    """Writes the config.json of a new run, or compares it with that of a resumed run.
+
+    Raises:
+        ConfigError: The resumed run has other options or other data.
+        RunError: The folder cannot be created.
+    """
+    file = out / "config.json"
+    options = dataclasses.asdict(config) | {
+        "corpus": corpus.fingerprint(),
+        "columns": COLUMNS,
+    }
+    if resume:
+        for name, stored in read_options(out).items():
+            if options[name] != stored:
+                raise ConfigError(
+                    f"the run in {out} has {name} = {stored}, so it cannot be resumed "
+                    f"with {name} = {options[name]}"
+                )
+        return
+    part = file.with_suffix(".part")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(options, indent=2) + "\n")
+    except OSError as error:
+        raise RunError(f"{out} cannot be a run's folder: {error.strerror}") from error
+    part.replace(file)
+
+
+def read_options(out: Path) -> dict[str, Any]:
+    """Reads the options of the run in `out` and the fingerprint of its corpus.
+
+    Raises:
+        RunError: There is no run, its config.json is damaged, or another version of
+            this example wrote it.
+    """
+    file = out / "config.json"
+    if not file.exists():
+        raise RunError(f"{out} holds no run to resume: {file} does not exist")
+    try:
+        options = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{file} is damaged: {error}") from error
+    known = {option.name for option in dataclasses.fields(Config)} | FACTS
+    if options.keys() != known:
+        raise RunError(
+            f"another version of this example wrote {file}; the versions differ in "
+            f"{', '.join(sorted(options.keys() ^ known))}"
+        )
+    return options

@@ -1,0 +1,209 @@
+"""Trains one model: the loop over steps, with metrics, validation and checkpoints."""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from tqdm import tqdm
+
+from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
+from examples.llama.build import build
+from examples.llama.config import Config
+from examples.llama.data import batches
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
+from examples.llama.progress import show, stop_requests
+from examples.llama.run_folder import RunError, check_folder, enter_folder
+from examples.llama.step import (
+    TrainState,
+    init_state,
+    make_eval,
+    make_optimizer,
+    make_train_step,
+)
+from fbq_jax import FallbackDot, Recipe, assert_live
+
+
+class DivergedError(RunError):
+    """A loss or a gradient is no longer finite."""
+
+
+def train(config: Config, out: Path, *, resume: bool = False) -> None:
+    """Trains one model.
+
+    Args:
+        config: The options of the run.
+        out: The folder of the run: a new one, or the one to resume.
+        resume: Whether to continue the run in `out`. Its steps are then bit for bit
+            those of an uninterrupted run.
+
+    Raises:
+        ConfigError: The model cannot be built, or a resumed run has other options.
+        DataError: The data cannot be read or does not fit.
+        RestoreError: The checkpoint to resume from is damaged.
+        MetricsError: The metrics of the steps before it are damaged.
+        RunError: `out` is in use, or the loss is no longer finite.
+        KeyboardInterrupt: A signal stopped the run; it can be resumed.
+    """
+    check_folder(out, config, resume)
+    mesh.wait("checked")
+    mesh.check_batch(config.batch // config.accumulate)
+    model, weights, corpus = build(config)
+    sizes = {"seq": config.seq, "batch": config.batch}
+    optimizer, schedule = make_optimizer(config)
+    loop = _Loop(
+        config=config,
+        out=out,
+        model=model,
+        data=batches(corpus, "train", seed=config.seed, **sizes),
+        train_step=make_train_step(model, optimizer, schedule),
+        evaluate=make_eval(model, batches(corpus, "val", seed=0, **sizes)),
+    )
+    state = init_state(model, optimizer, weights, config.seed)
+    if mesh.is_first():
+        enter_folder(out, config, corpus, resume)
+    mesh.wait("entered")
+    if resume and checkpoint.any_in(out / "checkpoints"):
+        state = checkpoint.restore(out / "checkpoints", state)
+    if mesh.is_first():
+        devices = mesh.size()
+        print(
+            f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
+            f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
+            f"{len(corpus.train):,} training tokens"
+        )
+    state, stopped = loop.run(state)
+    if config.from_hf is not None and config.save_every:
+        _export(config.from_hf, model.config, state, out / "hf")
+    if stopped:  # during the last step: the caller must not start another run
+        raise KeyboardInterrupt
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """The loop over the steps of a run."""
+
+    config: Config
+    out: Path
+    model: Llama
+    data: Sequence[Any]
+    train_step: Callable[..., tuple[TrainState, dict[str, Any]]]
+    evaluate: Callable[[TrainState], float]
+
+    def run(self, state: TrainState) -> tuple[TrainState, bool]:
+        """Takes the remaining steps.
+
+        Returns:
+            The last state, and whether a signal arrived during the last step.
+
+        Raises:
+            KeyboardInterrupt: A signal arrived before the last step.
+        """
+        config, first = self.config, int(state.step) + 1
+        stats_before, stopped = state.stats(), False
+        with (
+            _open_log(self.out / "metrics.jsonl", first - 1) as log,
+            self._progress_bar(first - 1) as bar,
+            stop_requests() as stop,
+        ):
+            pending: list[dict[str, Any]] = []
+            started = time.perf_counter()
+            for step in range(first, config.steps + 1):
+                state, measured = self.train_step(state, self._batch(step))
+                pending.append({"step": step, **measured})
+                last = step == config.steps
+                evaluates = last or step % config.eval_every == 0
+                saves = config.save_every and (last or step % config.save_every == 0)
+                reads = step == first or step % config.log_every == 0
+                # Several processes must agree when to stop, so they wait for a read.
+                reads |= stop.is_set() and jax.process_count() == 1
+                if not (reads or evaluates or saves):
+                    continue  # without waiting for the device
+                records = self._read(pending, started)
+                if evaluates:
+                    records[-1]["val_loss"] = self.evaluate(state)
+                for record in records:
+                    if log is not None:
+                        log.write(record)
+                    show(bar, record)
+                    check_finite(record, self.out)
+                if step == first and self._recipe() is not None:
+                    assert_live(stats_before, state.stats())
+                stopped = mesh.any_of(stop.is_set())
+                if saves or (stopped and config.save_every):
+                    self._save(step, state)
+                if stopped and not last:
+                    raise KeyboardInterrupt
+                started = time.perf_counter()
+        return state, stopped
+
+    def _recipe(self) -> Recipe | None:
+        dot_general = self.model.dot_general
+        return dot_general.recipe if isinstance(dot_general, FallbackDot) else None
+
+    def _progress_bar(self, done: int) -> tqdm:
+        return tqdm(
+            initial=done,
+            total=self.config.steps,
+            unit="step",
+            disable=not mesh.is_first(),
+        )
+
+    def _batch(self, step: int) -> Any:
+        """The tokens of a step, [N, B/N, S+1], on the devices in use."""
+        tokens = self.data[step - 1]
+        tokens = tokens.reshape(self.config.accumulate, -1, self.config.seq + 1)
+        return mesh.distribute(tokens, None, "batch", None)
+
+    def _read(
+        self, pending: list[dict[str, Any]], started: float
+    ) -> list[dict[str, Any]]:
+        """Reads the metrics of pending steps from the device and adds the speed."""
+        records = jax.device_get(pending)
+        pending.clear()
+        seconds = (time.perf_counter() - started) / len(records)
+        tokens_per_s = self.config.batch * self.config.seq / seconds
+        speed = {"tokens_per_s": tokens_per_s}
+        if (peak := flops.peak()) is not None:
+            flops_per_token = flops.per_token(self.model.config, self.config.seq)
+            speed["mfu"] = tokens_per_s * flops_per_token / (peak * mesh.size())
+        return [record | speed for record in records]
+
+    def _save(self, step: int, state: TrainState) -> None:
+        checkpoint.save(self.out / "checkpoints", step, state)
+        if mesh.is_first():
+            plot.draw_curves(self.out, self._recipe())
+
+
+def _open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
+    """The metrics of the run after a step; None in all processes but the first."""
+    if not mesh.is_first():
+        return nullcontext()
+    return metrics.MetricsLog(file, after_step)
+
+
+def check_finite(record: dict[str, Any], out: Path) -> None:
+    """Raises DivergedError if a loss or the gradient norm of a step is not finite."""
+    for name in ("loss", "grad_norm", "val_loss"):
+        if not math.isfinite(record.get(name, 0.0)):
+            raise DivergedError(
+                f"{name} is {record[name]} at step {record['step']} "
+                f"({out / 'metrics.jsonl'} has all steps); try a smaller --lr and "
+                "another --out"
+            )
+
+
+def _export(source: str, config: LlamaConfig, state: TrainState, folder: Path) -> None:
+    """Writes a tuned model in Hugging Face's format, with its tokenizer."""
+    params = mesh.collect(state.params)
+    if mesh.is_first() and not folder.exists():
+        hf.save(folder, config, params)
+        if (tokenizer := Path(source) / "tokenizer.json").exists():
+            shutil.copy(tokenizer, folder)
