@@ -10,7 +10,6 @@ from fbq_jax.kernels.reference import Quantized
 from tests.kernels import gemm_cases
 from tests.kernels.gemm_cases import Case
 
-
 MATMULS = [
     jax.jit(module.matmul, static_argnames=("block_shape", "dtype"))
     for module in (xla_gemm, reference)
