@@ -4,7 +4,7 @@
 
 Measures every candidate for each shape, with and without fallback, and writes the
 fastest into the table that the kernels read (``fbq_jax.kernels.tuning_table``).
-Entries of other shapes stay.  Nothing is tuned while a model trains.
+Entries of other shapes stay in the table.  Training never tunes anything.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from fbq_jax.kernels import tuning_table
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 
-# (M, N, K) of squares, and of the GEMMs of a Llama block's MLP: two have the tokens as
-# M, that of a weight's gradient has them as K.
+# (M, N, K) of squares, and of the GEMMs of a Llama block's MLP. The tokens are M in two
+# of them, and K in the gradient of a weight.
 SIZES = (
     (4096, 4096, 4096),
     (8192, 4096, 4096),
@@ -37,13 +37,13 @@ SIZES = (
     (4096, 14336, 8192),
     (14336, 4096, 8192),
 )
-RATE = 0.2
-_BLOCKS = (128, 128, 128)
-_LIMIT = 5e-3  # rounding to bf16
+FALLBACK_RATE = 0.2
+_BLOCK_SHAPE = (128, 128, 128)
+_MAX_ERROR = 5e-3  # relative; the output is rounded to bfloat16
 
 
 def candidates(implementation: str) -> list[dict[str, int]]:
-    """The configurations that are worth measuring."""
+    """The configurations to measure, as options of the kernel's ``Config``."""
     if implementation == "mosaic":
         return [
             {"group": group, "cluster": cluster}
@@ -69,15 +69,18 @@ def tune(
 ) -> tuple[dict[str, int], float]:
     """The fastest candidate for ``(M, N, K)``, and its time in milliseconds."""
     operands = _operands(sizes, fallback=fallback)
-    definition = functools.partial(ops.matmul, block_shape=_BLOCKS, dtype=jnp.float32)
-    wanted = jax.jit(functools.partial(definition, implementation="reference"))(
-        *operands
+    reference = functools.partial(
+        ops.matmul,
+        block_shape=_BLOCK_SHAPE,
+        dtype=jnp.float32,
+        implementation="reference",
     )
+    expected = jax.jit(reference)(*operands)
     times = {}
     for options in candidates(implementation):
         matmul = jax.jit(_matmul(implementation, options))
-        error = measure.relative_error(matmul(*operands), wanted)
-        measure.require(error, _LIMIT, f"{implementation} with {options}")
+        error = measure.relative_error(matmul(*operands), expected)
+        measure.require(error, _MAX_ERROR, f"{implementation} with {options}")
         timing = measure.timing(matmul, *operands, effort=effort)
         times[tuple(options.items())] = timing.ms
     best = min(times, key=times.__getitem__)
@@ -92,14 +95,14 @@ def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.A
         from fbq_jax.kernels.triton import gemm as module
     config = module.Config(**options)
     return functools.partial(
-        module.matmul, block_shape=_BLOCKS, dtype=jnp.bfloat16, config=config
+        module.matmul, block_shape=_BLOCK_SHAPE, dtype=jnp.bfloat16, config=config
     )
 
 
 def _operands(
     sizes: tuple[int, int, int], *, fallback: bool
 ) -> tuple[Quantized, Quantized | None, Quantized]:
-    """Codes of Gaussian data, and of a residual that is used at random."""
+    """Returns lhs, its residual and rhs: Gaussian codes, residuals used at random."""
     M, N, K = sizes
     keys = jax.random.split(jax.random.key(0), 4)
 
@@ -109,8 +112,8 @@ def _operands(
         return Quantized(codes, jnp.full((1, -(-rows // 128), -(-K // 128)), 1e-2))
 
     residual = quantized(keys[1], M)
-    used = jax.random.uniform(keys[3], residual.scales.shape) < RATE
-    residual = residual._replace(scales=jnp.where(used, residual.scales, 0.0))
+    is_used = jax.random.uniform(keys[3], residual.scales.shape) < FALLBACK_RATE
+    residual = residual._replace(scales=jnp.where(is_used, residual.scales, 0.0))
     return quantized(keys[0], M), residual if fallback else None, quantized(keys[2], N)
 
 
@@ -118,10 +121,10 @@ _Entries = dict[str, dict[str, dict[str, int]]]
 
 
 def _read(file: Path) -> _Entries:
-    """The entries of a table's file, none if there is no file.
+    """Reads the entries of a table; there are none if the file does not exist.
 
     Raises:
-      ValueError: if it is not a table.
+      ValueError: if the file is not a table.
     """
     if not file.exists():
         return {}
@@ -133,7 +136,7 @@ def _read(file: Path) -> _Entries:
 
 
 def _write(file: Path, old: _Entries, new: _Entries) -> None:
-    """Writes old entries and new ones, all or nothing."""
+    """Replaces a table by its old entries and the new ones, in one step."""
     merged = {op: {**old.get(op, {}), **new.get(op, {})} for op in sorted({*old, *new})}
     content = {"device": jax.devices()[0].device_kind, "entries": merged}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -149,27 +152,33 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-_sizes.__name__ = "M,N,K"  # what argparse calls it in an error
+_sizes.__name__ = "M,N,K"  # argparse names it so in an error message
 
 
-def _that_run(implementations: Sequence[str]) -> Iterator[str]:
+def _available(implementations: Sequence[str]) -> Iterator[str]:
+    """The implementations that run on this device; prints why others do not."""
     for implementation in implementations:
         try:
-            dispatch.choose("matmul", _BLOCKS, implementation=implementation)
-        except ValueError as refusal:
-            print(f"left out: {refusal}")
+            dispatch.choose("matmul", _BLOCK_SHAPE, implementation=implementation)
+        except ValueError as error:
+            print(f"left out: {error}")
         else:
             yield implementation
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fbq_jax.tune", description=__doc__)
     parser.add_argument(
         "--implementation", choices=("mosaic", "triton"), help="by default both"
     )
     parser.add_argument("--sizes", type=_sizes, nargs="+", default=SIZES)
     parser.add_argument("--out", type=Path, help="by default the kernels' own table")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = _parser()
     options = parser.parse_args(arguments)
     out = options.out or tuning_table.path(jax.devices()[0].device_kind)
     if not os.access(out.parent if out.parent.exists() else out.parent.parent, os.W_OK):
@@ -179,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     asked = [options.implementation] if options.implementation else ["mosaic", "triton"]
-    implementations = list(_that_run(asked))
+    implementations = list(_available(asked))
     if not implementations:
         print("fbq_jax.tune: no kernel to tune runs here", file=sys.stderr)
         return 2

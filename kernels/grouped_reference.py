@@ -1,13 +1,12 @@
-"""GEMMs of rows in groups, each with a matrix of its own, in plain ``jax.numpy``.
+"""GEMMs of rows in groups, each group with its own matrix, in plain ``jax.numpy``.
 
-The rows of a group follow one another, and groups may have any number of them, so that
-the groups' shares of one array are known at run time only ("ragged", as in
-``jax.lax.ragged_dot``).  They are cut into tiles of ``m`` rows, each of one group; the
-last of a group is filled up with zeros.  So a block belongs to one group, and a group's
-codes, scales and products are those that its rows have alone.
+The rows of a group follow one another.  The sizes of the groups are known at run time
+only, as in ``jax.lax.ragged_dot``.  The rows are split into tiles of ``m`` rows of one
+group, and the last tile of a group is padded with zeros.  So a block belongs to one
+group, and a group has the codes, scales and products that its rows have alone.
 
-As ops go these have a definition and no kernel.  Tiles are multiplied one after the
-other, so that there is never a matrix a tile in memory.
+These ops have a reference and no kernel.  Tiles are multiplied one after the other, so
+memory never holds one matrix per tile.
 """
 
 import functools
@@ -21,32 +20,32 @@ from fbq_jax.kernels.reference import Quantized, matmul
 
 
 class Tiles(NamedTuple):
-    """Where the M rows of G groups are in T tiles; int32.
+    """Assigns the M rows of G groups to T tiles; all fields are int32.
 
     Attributes:
-      rows: ``[T, m]``, the row at each place of each tile; M where there is none.
-      places: ``[M]``, each row's place among all ``T * m``; that number where it is in
-        none, because it comes after the last group.
-      groups: ``[T]``, each tile's group; any where the tile is empty.
-      used: ``[]``, the number of tiles that hold a row, which come first.
+      rows: ``[T, m]``, the row at each position of each tile; M where there is none.
+      positions: ``[M]``, each row's position among all ``T * m``; ``T * m`` for rows
+        after the last group, which are in no tile.
+      groups: ``[T]``, each tile's group; any group for a tile without rows.
+      used: ``[]``, the number of tiles with rows.  They come first.
     """
 
     rows: jax.Array
-    places: jax.Array
+    positions: jax.Array
     groups: jax.Array
     used: jax.Array
 
 
-def cut(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
-    """Cuts rows in groups into tiles.
+def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
+    """Splits the rows of each group into tiles.
 
-    There are as many tiles as groups of any sizes can need: ``M/m``, and almost one
-    more for each group.
+    The number of tiles suffices for groups of any sizes: ``M/m``, and almost one more
+    for each group.
 
     Args:
       group_sizes: integers ``[G]``, the number of rows of each group.
-      rows: M, of which the groups take the first.
-      m: the rows of a tile.
+      rows: M.  The groups take the first rows.
+      m: number of rows of a tile.
     """
     groups = group_sizes.shape[0]
     tiles = (rows + min(groups, rows) * (m - 1)) // m
@@ -60,31 +59,31 @@ def cut(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
         return jnp.minimum(found, groups - 1)
 
     tile = jnp.arange(tiles, dtype=jnp.int32)
-    of_tile = group_of(tile, tile_ends)
-    first = starts[of_tile] + (tile - tile_starts[of_tile]) * m
+    tile_group = group_of(tile, tile_ends)
+    first = starts[tile_group] + (tile - tile_starts[tile_group]) * m
     row = first[:, None] + jnp.arange(m, dtype=jnp.int32)[None, :]
-    is_row = (tile < tile_ends[-1])[:, None] & (row < ends[of_tile][:, None])
+    is_row = (tile < tile_ends[-1])[:, None] & (row < ends[tile_group][:, None])
 
     row_index = jnp.arange(rows, dtype=jnp.int32)
-    of_row = group_of(row_index, ends)
-    place = tile_starts[of_row] * m + row_index - starts[of_row]
+    row_group = group_of(row_index, ends)
+    position = tile_starts[row_group] * m + row_index - starts[row_group]
     return Tiles(
         jnp.where(is_row, row, rows),
-        jnp.where(row_index < ends[-1], place, tiles * m),
-        of_tile,
+        jnp.where(row_index < ends[-1], position, tiles * m),
+        tile_group,
         tile_ends[-1],
     )
 
 
 def to_tiles(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """The rows ``[M, C]`` in tiles ``[T, m, C]``, with zeros where there is no row."""
+    """Copies rows ``[M, C]`` to tiles ``[T, m, C]``, with zeros for missing rows."""
     return x.at[tiles.rows].get(mode="fill", fill_value=0)
 
 
 def from_tiles(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """The rows ``[M, C]`` of tiles ``[T, m, C]``, zeros for those in no group."""
+    """Copies tiles ``[T, m, C]`` to rows ``[M, C]``, with zeros for ungrouped rows."""
     x = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-    return x.at[tiles.places].get(mode="fill", fill_value=0)
+    return x.at[tiles.positions].get(mode="fill", fill_value=0)
 
 
 @functools.partial(jax.jit, static_argnames=("block_shape", "dtype"))
@@ -97,34 +96,38 @@ def ragged_matmul(
     block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies each tile with its group's matrix: ``[T, m, N]`` in ``dtype``.
+    """Multiplies each tile with its group's matrix, as ``reference.matmul`` does.
 
     Args:
-      lhs: codes ``[T, m, K]``, scales ``[T, 1, ceil(K/k)]``.
+      lhs: codes int8 ``[T, m, K]``, scales float32 ``[T, 1, ceil(K/k)]``.
       residual: a second term of lhs, of the same shapes, or None.
-      rhs: codes ``[G, N, K]``, scales ``[G, ceil(N/n), ceil(K/k)]``.
-      groups: int32 ``[T]``, each tile's group; where it is none of G, zeros.
-      block_shape: ``(m, k, n)``, the sides of a block.
-      dtype: of the output.
+      rhs: codes int8 ``[G, N, K]``, scales float32 ``[G, ceil(N/n), ceil(K/k)]``.
+      groups: int32 ``[T]``, each tile's group.  A tile whose group is not in
+        ``[0, G)`` has zeros.
+      block_shape: ``(m, k, n)``, the size of a block along rows, K and N.
+      dtype: dtype of the output.
+
+    Returns:
+      ``[T, m, N]`` in ``dtype``.
     """
 
     def multiply(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
         lhs, residual, group = tile
         lhs, residual = jax.tree.map(lambda x: x[None], (lhs, residual))
-        of_group = jax.tree.map(lambda x: x[group][None], rhs)
-        return matmul(lhs, residual, of_group, block_shape=block_shape, dtype=dtype)[0]
+        matrix = jax.tree.map(lambda x: x[group][None], rhs)
+        return matmul(lhs, residual, matrix, block_shape=block_shape, dtype=dtype)[0]
 
-    def nothing(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
-        # An empty sum: 0, which varies over the axes of a mesh as the product does.
+    def zeros(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
+        # An empty sum over the operands varies over mesh axes as their product does.
         zero = jnp.sum(tile[0].scales[:0]) + jnp.sum(rhs.scales[:0])
         shape = tile[0].codes.shape[0], rhs.codes.shape[1]
         return jnp.broadcast_to(zero.astype(dtype), shape)
 
-    def one(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
-        there = (tile[2] >= 0) & (tile[2] < len(rhs.codes))
-        return lax.cond(there, multiply, nothing, tile)
+    def multiply_tile(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
+        is_valid = (tile[2] >= 0) & (tile[2] < len(rhs.codes))
+        return lax.cond(is_valid, multiply, zeros, tile)
 
-    return lax.map(one, (lhs, residual, groups))
+    return lax.map(multiply_tile, (lhs, residual, groups))
 
 
 @functools.partial(jax.jit, static_argnames=("size", "block_shape", "dtype"))
@@ -137,18 +140,22 @@ def ragged_contraction(
     block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Sums the products of each group's tiles over their rows: ``[G, K, N]``.
+    """Multiplies over the rows of each tile, and sums the products of each group.
 
-    The sums are in float32 and rounded once to ``dtype``; a group without tiles has
+    The sums are in float32 and rounded once to ``dtype``.  A group without tiles has
     zeros.
 
     Args:
-      lhs: codes ``[T, K, m]``, scales ``[T, ceil(K/k), 1]``.
-      rhs: codes ``[T, N, m]``, scales ``[T, ceil(N/n), 1]``.
-      groups: int32 ``[T]``, each tile's group; where it is none of G, nothing is added.
+      lhs: codes int8 ``[T, K, m]``, scales float32 ``[T, ceil(K/k), 1]``.
+      rhs: codes int8 ``[T, N, m]``, scales float32 ``[T, ceil(N/n), 1]``.
+      groups: int32 ``[T]``, each tile's group.  A tile whose group is not in
+        ``[0, G)`` adds nothing.
       size: G.
-      block_shape: ``(k, m, n)``, the sides of a block.
-      dtype: of the output.
+      block_shape: ``(k, m, n)``, the size of a block along K, rows and N.
+      dtype: dtype of the output.
+
+    Returns:
+      ``[G, K, N]`` in ``dtype``.
     """
     Tile = tuple[Quantized, Quantized, jax.Array]
 
@@ -158,10 +165,10 @@ def ragged_contraction(
         product = matmul(lhs, None, rhs, block_shape=block_shape, dtype=jnp.float32)[0]
         return sums.at[group].add(product)
 
-    def one(sums: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
-        there = (tile[2] >= 0) & (tile[2] < size)
-        return lax.cond(there, add, lambda sums, _: sums, sums, tile), None
+    def add_tile(sums: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
+        is_valid = (tile[2] >= 0) & (tile[2] < size)
+        return lax.cond(is_valid, add, lambda sums, _: sums, sums, tile), None
 
     shape = (size, lhs.codes.shape[1], rhs.codes.shape[1])
     sums = jnp.zeros(shape, jnp.float32)
-    return lax.scan(one, sums, (lhs, rhs, groups))[0].astype(dtype)
+    return lax.scan(add_tile, sums, (lhs, rhs, groups))[0].astype(dtype)

@@ -1,11 +1,11 @@
-"""The table of kernel configurations that were found fastest, by measuring.
+"""The table of the fastest measured kernel configurations.
 
-A file ``tables/<device kind>.json`` holds, for an op and a bucket of sizes, the options
-of a kernel's ``Config``.  A shape's bucket is each of its sizes rounded to a power of
-two.  A kernel asks here first, and else goes by a rule of its own: so what runs depends
-on nothing but the device, the shape and this file, and is the same every time.
+A file ``tables/<device kind>.json`` holds the options of a kernel's ``Config`` for each
+op and each bucket of sizes.  The bucket of a shape rounds each size to a power of two.
+A kernel looks here first and has a rule for shapes without an entry.  So the choice
+depends only on the device, the shape and this file, and is the same in every run.
 
-``python -m fbq_jax.tune`` measures, and writes entries.
+``python -m fbq_jax.tune`` measures configurations and writes entries.
 """
 
 import functools
@@ -22,7 +22,7 @@ DIRECTORY = Path(__file__).parent / "tables"
 
 
 def path(device_kind: str) -> Path:
-    """The file of a kind of device."""
+    """The file for a kind of device, such as ``"NVIDIA H200"``."""
     slug = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
     return DIRECTORY / f"{slug}.json"
 
@@ -37,7 +37,7 @@ def bucket(sizes: Sequence[int]) -> str:
 
 
 def lookup(op: str, sizes: Sequence[int]) -> dict[str, Any] | None:
-    """The options of an op's kernel for a shape on this process's device, if known."""
+    """The options for an op and a shape on the first device, or None if not tuned."""
     entries = _entries(jax.devices()[0].device_kind)
     return entries.get(op, {}).get(bucket(sizes))
 

@@ -1,10 +1,11 @@
-"""The GEMM of operands with one scale a row: XLA's own INT8 product.
+"""The GEMM of operands with one scale per row: XLA's own INT8 product.
 
-With no scale inside K there is nothing to promote, and XLA's product of two operands
-that are contiguous along K is as fast as the tensor cores allow.  They are
-contiguous because a kernel has stored them so.  Of codes that XLA computes itself it
-may change the layout instead of transposing them, and multiply those by a kernel of its
-own that is several times slower.
+There is no scale inside K, so no product needs promotion, and XLA's product of two
+operands that are contiguous along K is as fast as the tensor cores allow.
+
+The operands are contiguous along K because a kernel has stored them so.  If XLA
+computes the codes itself, it may change their layout instead of transposing them.  It
+then multiplies with a kernel that is several times slower.
 """
 
 import jax
@@ -22,7 +23,18 @@ def matmul(
     block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """``reference.matmul`` with ``blocks = (1, K, 1)`` and no residual."""
+    """Multiplies as ``reference.matmul`` does, with one scale per row.
+
+    Args:
+      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, M, 1]``.
+      residual: must be None.
+      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, N, 1]``.
+      block_shape: must be ``(1, K, 1)``.
+      dtype: dtype of the output.
+
+    Returns:
+      ``[B, M, N]`` in ``dtype``.
+    """
     assert residual is None
     assert block_shape == (1, lhs.codes.shape[2], 1)
     product = jnp.float32(0.0)
@@ -35,12 +47,13 @@ def matmul(
 
 
 def _product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Codes ``[B, M, K]`` times ``[B, N, K]``: int32 ``[B, M, N]``.
+    """Multiplies codes ``[B, M, K]`` and ``[B, N, K]``: int32 ``[B, M, N]``.
 
-    Kept apart from what is done with it: XLA's own kernels take no scales, and one that
-    it writes to take them may be five times slower (jax 0.11.2 on an H200).
+    The barrier keeps XLA from fusing the scaling into the product.  Its library kernels
+    take no scales, and the kernel that it generates instead may be five times slower
+    (jax 0.11.2 on an H200).
     """
-    if len(lhs) == 1:  # as matrices: the fastest kernels have no batch
+    if len(lhs) == 1:  # The fastest library kernels have no batch dimension.
         product = lax.dot_general(
             lhs[0],
             rhs[0],

@@ -1,4 +1,4 @@
-"""GPUs that are not there, for which XLA compiles all the same."""
+"""Descriptions of GPUs, for which XLA compiles without having one."""
 
 import importlib.util
 from pathlib import Path
@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="jax-cuda13-plugin, XLA's compiler for GPUs, is not installed",
+    reason="needs jax-cuda13-plugin, XLA's compiler for GPUs",
 )
 
 
 def h200s(number: int, axis: str) -> Mesh:
-    """A mesh of so many H200, in one machine."""
+    """Returns a mesh of H200s in one machine, to compile for."""
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=Path(__file__).with_name("h200.txtpb").read_text(),

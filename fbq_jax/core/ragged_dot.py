@@ -28,7 +28,7 @@ from fbq_jax.core.quantize_operands import (
     quantize_lhs,
     quantize_rhs,
 )
-from fbq_jax.kernels.grouped_reference import Tiles, cut, from_tiles, to_tiles
+from fbq_jax.kernels.grouped_reference import Tiles, assign_tiles, from_tiles, to_tiles
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
@@ -151,7 +151,7 @@ def _seeded_ragged_dot(
     _check_groups(lhs, rhs, group_sizes, recipe)
     dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
     dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    tiles = cut(group_sizes, lhs.shape[0], recipe.block_shape[0])
+    tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
     blocks = tiles.used * -(-lhs.shape[1] // recipe.block_shape[1])
     layer = functools.partial(to_tiles, tiles=tiles)
     theta = resolve(theta, lhs, recipe, implementation, layer=layer, blocks=blocks)

@@ -144,10 +144,11 @@ def buffer_types(problem: Problem) -> Buffers:
     )
     full = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
     arrivals: Any = {"num_arrivals": CONSUMERS, "num_barriers": stages}
-    if problem.config.cluster > 1:
-        empty = plgpu.ClusterBarrier(collective_axes=("block",), **arrivals)
-    else:
-        empty = plgpu.Barrier(**arrivals)
+    empty = (
+        plgpu.ClusterBarrier(collective_axes=("block",), **arrivals)
+        if problem.config.cluster > 1
+        else plgpu.Barrier(**arrivals)
+    )
     return Buffers(codes, codes, out, full, empty)
 
 

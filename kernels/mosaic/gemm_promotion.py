@@ -75,26 +75,29 @@ class RunningSums:
         Returns:
           The new sums, and the number of steps they have taken.
         """
+        interval = work.reset_interval
+        assert interval is not None
         iterations = lax.div(work.regular_steps, jnp.int32(UNROLL))
-        add = functools.partial(self._add_interval, work, iterations)
-        intervals = pl.cdiv(iterations, work.reset_interval)
-        sums = lax.fori_loop(0, intervals, add, sums)
+
+        def add_interval(n: jax.Array, sums: Sums) -> Sums:
+            before = n * interval
+            count = jnp.minimum(iterations - before, interval)
+            return self._add_interval(work.tile, before * UNROLL, count, sums)
+
+        intervals = pl.cdiv(iterations, interval)
+        sums = lax.fori_loop(0, intervals, add_interval, sums)
         return sums, iterations * UNROLL
 
     def _add_interval(
-        self, work: Work, iterations: jax.Array, n: jax.Array, sums: Sums
+        self, tile: Tile, first_step: jax.Array, count: jax.Array, sums: Sums
     ) -> Sums:
-        """Adds the steps between two resets of the accumulators."""
-        assert work.reset_interval is not None
-        before = n * work.reset_interval
-        count = jnp.minimum(iterations - before, work.reset_interval)
-        first_step = before * UNROLL
+        """Adds ``count`` iterations of steps, and resets the accumulators first."""
 
         def add(*accumulators: Any) -> Sums:
             for accumulator in accumulators:
                 reset(accumulator)
             body = functools.partial(
-                self._add_iteration, accumulators, work.tile, first_step, count
+                self._add_iteration, accumulators, tile, first_step, count
             )
             return lax.fori_loop(0, count, body, sums)
 

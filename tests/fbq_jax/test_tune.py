@@ -1,4 +1,4 @@
-"""The table of configurations, and the command that writes it."""
+"""The tuning table, and the command that writes it."""
 
 import json
 import types
@@ -18,7 +18,7 @@ CONFIGS = {"mosaic": mosaic.Config, "triton": triton.Config}
 
 
 @pytest.mark.parametrize("file", sorted(tuning_table.DIRECTORY.glob("*.json")), ids=str)
-def test_the_shipped_tables_hold_configurations(file):
+def test_shipped_tables_hold_valid_configurations(file):
     content = json.loads(file.read_text())
     assert tuning_table.path(content["device"]) == file
     for op, entries in content["entries"].items():
@@ -29,7 +29,7 @@ def test_the_shipped_tables_hold_configurations(file):
             )
 
 
-def test_a_kernel_asks_the_table_and_else_has_a_rule(monkeypatch):
+def test_kernel_reads_the_table_or_falls_back_to_a_rule(monkeypatch):
     found = {"mosaic.matmul": {"8192x4096x4096": {"group": 4, "cluster": 1}}}
     monkeypatch.setattr(tuning_table, "_entries", lambda _: found)
     sizes = (8000, 4096, 5000)
@@ -37,17 +37,17 @@ def test_a_kernel_asks_the_table_and_else_has_a_rule(monkeypatch):
     assert mosaic.choose_config(sizes, fallback=True) == (8, 2)
 
 
-def test_the_fastest_is_written_and_other_entries_stay(monkeypatch, tmp_path, capsys):
+def test_writes_the_fastest_and_keeps_other_entries(monkeypatch, tmp_path, capsys):
     def dot(*operands):
         return reference.matmul(*operands, block_shape=(128,) * 3, dtype=jnp.bfloat16)
 
-    def by_definition(*operands, implementation, **options):
+    def reference_matmul(*operands, implementation, **options):
         assert implementation == "reference"
         return reference.matmul(*operands, **options)
 
     times = iter([3.0, 1.0, 2.0, 4.0] * 2)
     monkeypatch.setattr(dispatch, "choose", lambda *_, **__: None)
-    monkeypatch.setattr(ops, "matmul", by_definition)
+    monkeypatch.setattr(ops, "matmul", reference_matmul)
     monkeypatch.setattr(tune, "_matmul", lambda *_: dot)
     monkeypatch.setattr(
         measure,
@@ -69,16 +69,16 @@ def test_the_fastest_is_written_and_other_entries_stay(monkeypatch, tmp_path, ca
     assert "mosaic.matmul.fallback 256x128x300" in capsys.readouterr().out
 
 
-def test_without_a_gpu_it_says_so(tmp_path, capsys):
+def test_reports_that_no_kernel_runs_without_a_gpu(tmp_path, capsys):
     assert tune.main(["--out", str(tmp_path / "table.json")]) == 2
-    said = capsys.readouterr()
-    assert "left out: implementation=mosaic cannot do matmul" in said.out
-    assert "no kernel to tune runs here" in said.err
+    printed = capsys.readouterr()
+    assert "left out: implementation=mosaic cannot do matmul" in printed.out
+    assert "no kernel to tune runs here" in printed.err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", ["{}", "[", "[]"])
-def test_what_is_no_table_is_not_overwritten(content, tmp_path, capsys):
+def test_refuses_to_overwrite_a_file_that_is_no_table(content, tmp_path, capsys):
     out = tmp_path / "table.json"
     out.write_text(content)
     with pytest.raises(SystemExit):
@@ -88,7 +88,7 @@ def test_what_is_no_table_is_not_overwritten(content, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("sizes", ["1,2", "a,b,c", "0,1,1"])
-def test_bad_sizes_are_named(sizes, capsys):
+def test_invalid_sizes_are_reported(sizes, capsys):
     with pytest.raises(SystemExit):
         tune.main(["--sizes", sizes])
     assert f"invalid M,N,K value: {sizes!r}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: numbers, bits, special values, and the same bits each time."""
+"""The kernels on a GPU: accuracy, equal bits, special values and repeatability."""
 
 import functools
 from types import SimpleNamespace
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.gpu
 SIDES = (32, 64, 128, 256)
 
 
-def ops_of(implementation: str, sides=(128, 128, 128)) -> SimpleNamespace:
-    """The ops, by an implementation that can serve such blocks here."""
+def ops_of(implementation: str, block_shape=(128, 128, 128)) -> SimpleNamespace:
+    """The ops of an implementation; skips the test if it does not run here."""
     try:
-        dispatch.choose("matmul", sides, implementation=implementation)
-    except ValueError as refusal:
-        pytest.skip(str(refusal))
+        dispatch.choose("matmul", block_shape, implementation=implementation)
+    except ValueError as error:
+        pytest.skip(str(error))
     return SimpleNamespace(
         **{
             name: functools.partial(getattr(ops, name), implementation=implementation)
@@ -44,7 +44,7 @@ def quantization():
 
 
 def test_first_choice():
-    """Without which the tests below could all be skipped."""
+    """If no kernel ran here, all tests below would be skipped."""
     hopper = jax.devices()[0].compute_capability == "9.0"
     expected = "mosaic" if hopper else "triton"
     assert dispatch.choose("matmul", (128, 128, 128)).implementation == expected
@@ -52,7 +52,7 @@ def test_first_choice():
 
 @pytest.mark.parametrize("implementation", dispatch.IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_matmul_against_float64(implementation, name):
+def test_matmul_matches_float64(implementation, name):
     case = CASES[name]
     matmul = ops_of(implementation, case.blocks).matmul
     gemm_cases.check_against_float64(matmul, case)
@@ -102,18 +102,18 @@ def test_quantization_has_no_race(quantization):
     )
     theta = jnp.asarray([500.0], jnp.float32)
 
-    def written(*args):
-        """Codes of residuals that are not taken are not written."""
+    def quantize_and_mask(*args):
+        """Sets codes of unused residuals, which the kernel does not write, to 0."""
         out = quantize(*args)
-        taken = jnp.repeat(jnp.repeat(out.residual.scales != 0, 128, 1), 128, 2)
-        codes = jnp.where(taken, out.residual.codes, jnp.int8(0))
+        is_used = jnp.repeat(jnp.repeat(out.residual.scales != 0, 128, 1), 128, 2)
+        codes = jnp.where(is_used, out.residual.codes, jnp.int8(0))
         return out._replace(residual=out.residual._replace(codes=codes))
 
-    _check_repeats(written, x, theta, quantize_cases.seeds(1))
+    _check_repeats(quantize_and_mask, x, theta, quantize_cases.seeds(1))
 
 
 def _check_repeats(function, *args):
-    """A hundred times the same bits."""
+    """A hundred calls must return the same bits."""
     first = function(*args)
 
     @jax.jit
@@ -151,7 +151,7 @@ def test_vectors(quantization, shape, dtype, rows, columns):
     quantize_cases.check_vectors(quantization, x, rows, columns)
 
 
-def test_scale_of_a_tensor(quantization):
+def test_per_tensor_scale(quantization):
     quantize_cases.check_scale_of_a_tensor(quantization, heavy((2, 300, 141)))
 
 
@@ -168,7 +168,7 @@ def test_special_blocks(quantization, dtype):
 
 
 @pytest.mark.parametrize("case", fused_cases.QUANTIZE)
-def test_producers(quantization, case):
+def test_fused_quantization(quantization, case):
     fused_cases.check_norm(quantization, *case)
     fused_cases.check_gate(quantization, *case)
 
@@ -179,17 +179,17 @@ def test_gate_gradients(quantization, case):
 
 
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
-def test_special_values_of_producers(quantization, dtype):
+def test_special_values_of_fused_quantization(quantization, dtype):
     fused_cases.check_special(quantization, dtype)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 @pytest.mark.parametrize("seed", range(10))
 def test_small_problems(implementation, seed):
-    """10 000 in all: 500 of each of 20 random shapes, as one batch.
+    """Each of 20 random shapes runs as a batch of 500 problems.
 
-    From floats to their product, with a threshold, a seed and data of each one's own;
-    the reference on the same GPU is what they are compared with.
+    A problem quantizes floats and multiplies, with its own threshold, seed and data.
+    The result is compared with the reference on the same GPU.
     """
     rng = np.random.default_rng(seed)
     batch = 500
@@ -218,14 +218,14 @@ def test_small_problems(implementation, seed):
             block_shape=(m, k, n),
             dtype=jnp.float32,
         )
-        taken = lhs.residual.scales
-        return (lhs.main, lhs.colwise, lhs.metric, taken, rhs), y
+        residual_scales = lhs.residual.scales
+        return (lhs.main, lhs.colwise, lhs.metric, residual_scales, rhs), y
 
     quantized, y = run(ops_of(implementation, (m, k, n)))
     expected, expected_y = run(ops_of("reference"))
     assert 0 < jnp.mean(expected[3] != 0) < 1
     jax.tree.map(np.testing.assert_array_equal, quantized, expected)
-    # Sums in another order differ by as much, whatever cancels in them.
+    # The error of sums in another order is relative to the operands, not to the result.
     error, x_size, w_size = (
         jnp.linalg.norm(z, axis=(1, 2)) for z in (y - expected_y, x, w.astype(x.dtype))
     )

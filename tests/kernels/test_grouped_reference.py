@@ -1,32 +1,34 @@
-"""How rows in groups are cut into tiles."""
+"""How the rows of groups are assigned to tiles."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.kernels.grouped_reference import cut, from_tiles, to_tiles
+from fbq_jax.kernels.grouped_reference import assign_tiles, from_tiles, to_tiles
 
 M, ROWS = 32, 200
 X = jax.random.normal(jax.random.key(0), (ROWS, 3))
 SIZES = [
-    (70, 0, 33, 1, 80, 0),  # of 200: the last rows are in no group
-    (0, 0, 32, 0, 168, 0),  # whole tiles, empty groups at both ends
+    (70, 0, 33, 1, 80, 0),  # The last 16 rows are in no group.
+    (0, 0, 32, 0, 168, 0),  # One group fills its tile; groups at both ends are empty.
     (0, 0, 0, 0, 0, 0),
-    (0, 0, 100, 150, 7, 0),  # of which 100 rows are there
-    (1,) * 200,  # as many tiles as there can be
+    (0, 0, 100, 150, 7, 0),  # The sizes exceed the number of rows.
+    (1,) * 200,  # The largest possible number of tiles.
 ]
 
 
 @jax.jit
-def there_and_back(sizes):
-    tiles = cut(sizes, ROWS, M)
+def round_trip(sizes):
+    tiles = assign_tiles(sizes, ROWS, M)
     return tiles, from_tiles(to_tiles(X, tiles), tiles)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_tiles_hold_each_group_s_rows_in_order(sizes):
-    tiles, back = there_and_back(jnp.array(sizes, jnp.uint32))
+@pytest.mark.parametrize(
+    "sizes", SIZES, ids=lambda sizes: f"{len(sizes)} groups, {sum(sizes)} rows"
+)
+def test_tiles_hold_the_rows_of_each_group_in_order(sizes):
+    tiles, back = jax.device_get(round_trip(jnp.array(sizes, jnp.uint32)))
     ends = np.minimum(np.cumsum(sizes), ROWS)
     expected = []
     for group, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -37,13 +39,19 @@ def test_tiles_hold_each_group_s_rows_in_order(sizes):
     for t, (group, row) in enumerate(expected):
         assert tiles.groups[t] == group
         np.testing.assert_array_equal(tiles.rows[t], row)
-    assert np.all(np.asarray(tiles.rows[len(expected) :]) == ROWS)
+    assert np.all(tiles.rows[len(expected) :] == ROWS)
 
     np.testing.assert_array_equal(back[: ends[-1]], X[: ends[-1]])
     assert not np.any(back[ends[-1] :])
 
 
 def test_no_rows():
-    tiles = cut(jnp.array([0, 0]), 0, 32)
-    assert to_tiles(jnp.zeros((0, 5)), tiles).shape == (0, 32, 5)
-    assert from_tiles(jnp.zeros((0, 32, 5)), tiles).shape == (0, 5)
+    @jax.jit
+    def to_tiles_and_back(sizes):
+        tiles = assign_tiles(sizes, 0, 32)
+        x = to_tiles(jnp.zeros((0, 5)), tiles)
+        return x, from_tiles(x, tiles)
+
+    x, back = to_tiles_and_back(jnp.array([0, 0]))
+    assert x.shape == (0, 32, 5)
+    assert back.shape == (0, 5)

@@ -1,5 +1,6 @@
-"""The GEMM of operands with one scale a row, by XLA and by the definition."""
+"""The GEMM of operands with one scale per row: XLA's and the reference."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,16 +10,21 @@ from fbq_jax.kernels.reference import Quantized
 from tests.kernels import gemm_cases
 from tests.kernels.gemm_cases import Case
 
+MATMULS = [
+    jax.jit(module.matmul, static_argnames=("block_shape", "dtype"))
+    for module in (xla_gemm, reference)
+]
 
-@pytest.mark.parametrize("matmul", [xla_gemm.matmul, reference.matmul])
+
+@pytest.mark.parametrize("matmul", MATMULS, ids=["xla", "reference"])
 @pytest.mark.parametrize("shape", [(1, 70, 300, 90), (3, 33, 64, 20), (1, 1, 7, 1)])
-def test_against_float64(matmul, shape):
+def test_matches_float64(matmul, shape):
     case = Case(shape, (1, shape[2], 1), None)
     gemm_cases.check_against_float64(matmul, case)
 
 
-@pytest.mark.parametrize("matmul", [xla_gemm.matmul, reference.matmul])
-def test_a_long_contraction_does_not_overflow(matmul):
+@pytest.mark.parametrize("matmul", MATMULS, ids=["xla", "reference"])
+def test_long_contraction_does_not_overflow(matmul):
     k = 140_000
     operand = Quantized(jnp.full((1, 2, k), 127, jnp.int8), jnp.full((1, 2, 1), 1e-3))
     y = matmul(operand, None, operand, block_shape=(1, k, 1), dtype=jnp.float32)
