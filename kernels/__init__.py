@@ -1,1 +1,5 @@
-"""The ops: ``reference`` defines them in plain ``jax.numpy``."""
+"""Quantization and INT8 GEMMs on arrays: definitions in ``jax.numpy``, and kernels.
+
+``reference``, ``fused_reference`` and ``grouped_reference`` define the ops.  The
+packages ``triton`` and ``mosaic`` implement them for GPUs.
+"""

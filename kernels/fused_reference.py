@@ -1,15 +1,14 @@
-"""Layers whose output is only read by quantization, as ops of one pass.
+"""The definition of the fused quantization ops: a layer and the quantization after it.
 
-A norm or a gate before a linear layer, or a gate's gradient before the gradients of
-one, writes floats that nothing but quantization reads.  Each op here is the layer and
-the quantization of its output in one: codes and scales come out, with what the layer
-saves for its backward pass, and no floats.
+The output of a norm or a gate in front of a linear layer is read by quantization only,
+and so is the gradient of a gate.  Each op here is such a layer together with the
+quantization of its output.  It returns codes, scales and what the layer saves for its
+backward pass, but not the output itself.
 
-An op is defined as the composition of the layer and ``reference``'s quantization; an
-implementation that cannot fuse the two is the same composition with a quantization of
-its own (``ops``).  A layer computes in float32, and its output is rounded once to its
-dtype before it is quantized.
-Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
+The definition of an op is the layer followed by the quantization of ``reference``.  An
+implementation that cannot fuse both passes its own quantization as ``ops``.  Layers
+compute in float32 and round their output once, to the dtype of the input, before it is
+quantized.  Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
 """
 
 from collections.abc import Callable
@@ -27,9 +26,9 @@ from fbq_jax.kernels.rounding import GlobalOffset, Rounding
 
 
 class Operand(NamedTuple):
-    """``reference.FallbackQuantized``, or what is left of it without a criterion.
+    """``reference.FallbackQuantized``, for quantization with or without fallback.
 
-    Then ``residual`` is None and ``metric`` is ``[B, 0, 0]``.
+    Without fallback, ``residual`` is None and ``metric`` has shape ``[B, 0, 0]``.
     """
 
     main: Quantized
@@ -39,10 +38,12 @@ class Operand(NamedTuple):
 
 
 class NormQuantized(NamedTuple):
-    """A norm's output, quantized, and what its backward pass reads.
+    """The quantized output of a norm and what its backward pass reads.
 
-    ``normalized`` are the packed codes of ``x * rstd``; ``rstd`` is float32
-    ``[B, R, 1]``.
+    Attributes:
+      operand: the quantized output ``[B, R, C]``.
+      normalized: ``x * rstd`` ``[B, R, C]``, packed.
+      rstd: the reciprocal root mean square of each row, float32 ``[B, R, 1]``.
     """
 
     operand: Operand
@@ -51,11 +52,17 @@ class NormQuantized(NamedTuple):
 
 
 class GateQuantized(NamedTuple):
-    """A gate's output, quantized, and the packed factors of its gradients."""
+    """The quantized output of a gate and the factors of its gradients.
+
+    Attributes:
+      operand: the quantized output ``[B, R, F]``.
+      gate_factor: ``up * silu'(gate)`` ``[B, R, F]``, packed.
+      up_factor: ``silu(gate)`` ``[B, R, F]``, packed.
+    """
 
     operand: Operand
-    by_gate: Packed
-    by_up: Packed
+    gate_factor: Packed
+    up_factor: Packed
 
 
 def rms_norm_quantize(
@@ -72,23 +79,23 @@ def rms_norm_quantize(
     global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
 ) -> NormQuantized:
-    """Quantizes ``x / sqrt(mean(x**2) + epsilon) * gain``, the means over rows.
+    """Quantizes the RMS norm ``x / sqrt(mean(x**2) + epsilon) * norm_scale`` of rows.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       norm_scale: float32 ``[B, C]``.
-      theta: float32 ``[B]``; see ``reference.quantize_fallback``.
-      seeds: uint32 ``[B]``; likewise.
-      epsilon: added to the mean square.
-      bits: of each code of ``normalized``, 4 to 12.
+      theta: float32 ``[B]``, the thresholds of fallback; not read without a criterion.
+      seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
+      epsilon: a constant added to the mean square.
+      bits: the bits of each code of ``normalized``, 4 to 12.
       block: rows and columns of a block.
-      criterion: of fallback; None for nearest codes alone.
-      colwise: the rounding of the codes by columns; None for no such codes.
-      global_offset: where the output lies in a larger one, which the noise is that of.
-      ops: who quantizes: a module with the ops of ``reference``.
+      criterion: the criterion of fallback, as in ``reference.quantize_fallback``; None
+        for quantization without fallback.
+      colwise: the rounding of the colwise codes, or None to omit this layout.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
+      ops: the module whose quantization ops are used.
     """
-    wide = x.astype(jnp.float32)
-    rstd = find_rstd(jnp.mean(wide * wide, axis=-1, keepdims=True), epsilon)
+    wide, rstd = x.astype(jnp.float32), mean_square_rstd(x, epsilon)
     y = _round(apply_norm(wide, rstd, norm_scale[:, None, :]), x.dtype)
     operand = _quantize(ops, y, theta, seeds, block, criterion, colwise, global_offset)
     return NormQuantized(operand, packing.quantize(wide * rstd, bits), rstd)
@@ -109,28 +116,31 @@ def silu_gate_quantize(
     """Quantizes ``silu(gate) * up``.
 
     Args:
-      gate_up: bfloat16, float16 or float32 ``[B, R, 2 F]``, of ``join_gate_up``.
-      theta: float32 ``[B]``; see ``reference.quantize_fallback``.
-      seeds: uint32 ``[B]``; likewise.
-      bits: of each code of the factors, 4 to 12.
+      gate_up: bfloat16, float16 or float32 ``[B, R, 2 F]``, as ``join_gate_up``
+        returns it.
+      theta: float32 ``[B]``, the thresholds of fallback; not read without a criterion.
+      seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
+      bits: the bits of each code of the factors, 4 to 12.
       block: rows and columns of a block of the output ``[B, R, F]``.
-      criterion: of fallback; None for nearest codes alone.
-      colwise: the rounding of the codes by columns; None for no such codes.
-      global_offset: where the output lies in a larger one, which the noise is that of.
-      ops: who quantizes: a module with the ops of ``reference``.
+      criterion: the criterion of fallback, as in ``reference.quantize_fallback``; None
+        for quantization without fallback.
+      colwise: the rounding of the colwise codes, or None to omit this layout.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
+      ops: the module whose quantization ops are used.
     """
     gate, up = split_gate_up(gate_up)
     slope, value = silu_factors(gate, up)
     y = _round(value * up.astype(jnp.float32), gate_up.dtype)
     operand = _quantize(ops, y, theta, seeds, block, criterion, colwise, global_offset)
-    by_gate, by_up = (packing.quantize(factor, bits) for factor in (slope, value))
-    return GateQuantized(operand, by_gate, by_up)
+    return GateQuantized(
+        operand, packing.quantize(slope, bits), packing.quantize(value, bits)
+    )
 
 
 def silu_gate_grad_quantize(
     dy: jax.Array,
-    by_gate: Packed,
-    by_up: Packed,
+    gate_factor: Packed,
+    up_factor: Packed,
     seeds: jax.Array,
     *,
     bits: int,
@@ -140,21 +150,21 @@ def silu_gate_grad_quantize(
     global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
 ) -> Layouts:
-    """Quantizes the gradient of ``gate_up``: dy times each factor.
+    """Quantizes the gradient of ``gate_up``, which is dy times each factor.
 
     Args:
       dy: bfloat16, float16 or float32 ``[B, R, F]``.
-      by_gate: of ``silu_gate_quantize``.
-      by_up: likewise.
-      seeds: uint32 ``[B]``, of the noise.
-      bits: of each code of the factors.
+      gate_factor: the packed factor of the gate's gradient, of ``silu_gate_quantize``.
+      up_factor: the packed factor of up's gradient, of ``silu_gate_quantize``.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      bits: the bits of each code of the factors.
       block: rows and columns of a block of the gradient ``[B, R, 2 F]``.
-      rowwise: the rounding of the codes by rows; None for no such codes.
-      colwise: likewise, by columns.
-      global_offset: where the output lies in a larger one, which the noise is that of.
-      ops: who quantizes: a module with the ops of ``reference``.
+      rowwise: the rounding of the rowwise codes, or None to omit this layout.
+      colwise: the rounding of the colwise codes, or None to omit this layout.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
+      ops: the module whose quantization ops are used.
     """
-    halves = [times_packed(dy, factor, bits) for factor in (by_gate, by_up)]
+    halves = [times_packed(dy, factor, bits) for factor in (gate_factor, up_factor)]
     quantized: Layouts = ops.quantize(
         join_gate_up(*halves),
         seeds,
@@ -167,27 +177,28 @@ def silu_gate_grad_quantize(
 
 
 def join_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Two ``[..., F]`` as one ``[..., 2 F]``, in which they take turns.
+    """Interleaves gate and up ``[..., F]`` in one array ``[..., 2 F]``.
 
-    By 128 columns, so that a part of the whole, on one device, has both; all of the
-    gate and then all of up where F is no multiple of that.
+    They alternate every 128 columns, so that each shard of the columns has both.  If F
+    is not a multiple of 128, then all of up follows all of the gate.
     """
     *lead, size = gate.shape
-    shape = (*lead, *_turns(size))
+    shape = (*lead, *_interleaving(size))
     pairs = jnp.stack([gate.reshape(shape), up.reshape(shape)], axis=-2)
     return pairs.reshape(*lead, 2 * size)
 
 
 def split_gate_up(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two of ``join_gate_up``."""
+    """Reverses ``join_gate_up``."""
     *lead, both = gate_up.shape
-    turns, group = _turns(both // 2)
-    pairs = gate_up.reshape(*lead, turns, 2, group)
+    groups, width = _interleaving(both // 2)
+    pairs = gate_up.reshape(*lead, groups, 2, width)
     gate, up = (pairs[..., i, :].reshape(*lead, both // 2) for i in range(2))
     return gate, up
 
 
-def _turns(size: int) -> tuple[int, int]:
+def _interleaving(size: int) -> tuple[int, int]:
+    """The number of groups of columns that alternate, and their width."""
     if size % packing.GROUP:
         return 1, size
     return size // packing.GROUP, packing.GROUP
@@ -200,22 +211,25 @@ def mean_square_rstd(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def find_rstd(variance: jax.Array, epsilon: float) -> jax.Array:
-    """``1 / sqrt(variance + epsilon)``."""
+    """``1 / sqrt(variance + epsilon)`` in float32."""
     return lax.rsqrt(variance + epsilon)
 
 
 def apply_norm(
     x: jax.Array, rstd: jax.Array, norm_scale: jax.Array | None
 ) -> jax.Array:
-    """``x * rstd * gain`` in float32 and in Flax's order, for its results."""
+    """``x * (rstd * norm_scale)`` in float32.
+
+    The order of the products is that of Flax, whose results this matches.
+    """
     return x * rstd if norm_scale is None else x * (rstd * norm_scale)
 
 
 def silu_factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the gradient of ``silu(gate) * up`` is multiplied by, in float32.
+    """The factors of both gradients of ``silu(gate) * up``, in float32.
 
     Returns:
-      For the gate's gradient, ``up * silu'(gate)``; for up's, ``silu(gate)``.
+      ``up * silu'(gate)`` for the gate's gradient, ``silu(gate)`` for up's gradient.
     """
     value, slope = with_slope(jax.nn.silu, gate)
     return up.astype(jnp.float32) * slope, value
@@ -224,22 +238,22 @@ def silu_factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
 def with_slope(
     function: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """An elementwise function's value and derivative, in float32."""
+    """The value and the derivative of an elementwise function, in float32."""
     x = x.astype(jnp.float32)
     return jax.jvp(function, (x,), (jnp.ones_like(x),))
 
 
 def times_packed(dy: jax.Array, packed: Packed, bits: int) -> jax.Array:
-    """The product with what was saved, in float32, rounded once."""
+    """``dy`` times a packed array, in float32, rounded once to the dtype of dy."""
     factor = packing.dequantize(packed, dy.shape[-1], bits)
     return _round(dy.astype(jnp.float32) * factor, dy.dtype)
 
 
 def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Rounds float32, also where a compiler would leave out a cast and its reverse.
+    """Rounds float32 to a dtype, even where a compiler would drop a cast and back.
 
-    To bfloat16 only, which has float32's exponents: to float16's, XLA's operation
-    would make zeros of its subnormal numbers.
+    ``reduce_precision`` serves bfloat16 only, which has the exponents of float32.  With
+    the exponents of float16 it would flush subnormal numbers to zero.
     """
     if dtype == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -267,7 +281,7 @@ def _quantize(
             global_offset=global_offset,
         )
         return Operand(*quantized)
-    main, by_columns = ops.quantize(
+    main, transposed = ops.quantize(
         y,
         seeds,
         block=block,
@@ -275,4 +289,4 @@ def _quantize(
         colwise=colwise,
         global_offset=global_offset,
     )
-    return Operand(main, None, jnp.zeros((len(y), 0, 0), jnp.float32), by_columns)
+    return Operand(main, None, jnp.zeros((len(y), 0, 0), jnp.float32), transposed)

@@ -1,22 +1,24 @@
-"""Codes of 4 to 12 bits for what is only kept, packed without a bit to spare.
+"""Packed codes of 4 to 12 bits, for arrays that are saved for the backward pass.
 
-Values along the last axis form groups of 128; the last group may be shorter.  Per
+Values along the last axis form groups of 128; the last group may be shorter.  For each
 group, with ``limit = 2**(bits - 1) - 1``,
 
     scale = amax / limit                                          (float32)
     codes = round_half_even(clip(x * (limit / amax), -limit, limit))
 
-and special groups are those of ``fbq_jax.kernels.reference``: scale 0 where ``amax`` is
-tiny, scale NaN where it is not finite.
+As in ``fbq_jax.kernels.reference``, the scale is 0 where ``amax`` is tiny and NaN where
+it is not finite.
 
-``codes + limit`` has ``bits`` bits.  They are cut, from the top, into chunks whose
-widths are powers of two (10 bits into 8 and 2), and the chunks of one width make a
-plane of bytes.  A byte of a plane holds the chunks of ``8 / width`` values of one
-group, which lie as far apart as the group has bytes in it: of 128 values with chunks of
-2 bits, byte j has values j, j + 32, j + 64 and j + 96.  Neighbouring values thus lie in
-neighbouring bytes, at one shift: loads are aligned, packing and unpacking are
-elementwise, and nothing moves between the lanes of a GPU.  Nor does anything between
-groups, so that an array that is sharded by whole groups stays where it is.
+The word ``codes + limit`` has ``bits`` bits.  It is split, from the top, into chunks
+whose widths are powers of two: 10 bits become 8 and 2.  The chunks of one width form a
+plane of bytes without spare bits.  A byte of a plane holds the chunks of ``8 / width``
+values of one group.  Their distance is the number of bytes that the group has in the
+plane: with 128 values and chunks of 2 bits, byte j holds values j, j + 32, j + 64 and
+j + 96.
+
+Neighbouring values thus lie in neighbouring bytes at the same shift.  Loads are
+aligned, packing and unpacking are elementwise, and nothing moves between the lanes of a
+GPU or between groups.  An array that is sharded at group boundaries stays in place.
 """
 
 from typing import NamedTuple
@@ -28,14 +30,15 @@ from jax import lax
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 
 GROUP = 128
-TINY = 2.0**-114  # keeps scale and inverse normal up to 12 bits
+TINY = 2.0**-114  # The least amax whose scale and inverse are normal, up to 12 bits.
 
 
 class Packed(NamedTuple):
-    """Packed codes and the scales of their groups.
+    """Packed codes of values ``[..., C]`` and the scales of their groups.
 
-    ``planes`` are uint8 ``[..., ceil(C * width / 8)]``, one for each chunk width;
-    ``scales`` are float32 ``[..., ceil(C / 128)]``.
+    Attributes:
+      planes: uint8 ``[..., ceil(C * width / 8)]``, one for each of ``chunk_widths``.
+      scales: float32 ``[..., ceil(C / 128)]``.
     """
 
     planes: tuple[jax.Array, ...]
@@ -43,7 +46,7 @@ class Packed(NamedTuple):
 
 
 def chunk_widths(bits: int) -> tuple[int, ...]:
-    """The powers of two that sum to ``bits``, from the largest.
+    """The powers of two that sum to ``bits``, in descending order.
 
     >>> chunk_widths(10), chunk_widths(7)
     ((8, 2), (4, 2, 1))
@@ -52,21 +55,22 @@ def chunk_widths(bits: int) -> tuple[int, ...]:
 
 
 def quantize(x: jax.Array, bits: int) -> Packed:
-    """Quantizes float32 ``[..., C]`` to ``bits`` bits, nearest, and packs the codes."""
-    size, limit = x.shape[-1], 2 ** (bits - 1) - 1
+    """Rounds float32 ``[..., C]`` to codes of ``bits`` bits and packs them."""
+    *lead, size = x.shape
+    count, limit = -(-size // GROUP), 2 ** (bits - 1) - 1
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % GROUP)]
-    groups = jnp.pad(x, padding).reshape(*x.shape[:-1], -(-size // GROUP), GROUP)
+    groups = jnp.pad(x, padding).reshape(*lead, count, GROUP)
     scales, inverse = scale_and_inverse(find_amax(groups, -1), float(limit), TINY)
     inverse = inverse[..., None]
     v = jnp.clip(groups * inverse, -limit, limit)
     v = jnp.round(jnp.where(inverse > 0.0, v, 0.0))
-    codes = v.astype(jnp.int32).reshape(*x.shape[:-1], -(-size // GROUP) * GROUP)
+    codes = v.astype(jnp.int32).reshape(*lead, count * GROUP)
     return Packed(pack(codes[..., :size], bits), scales)
 
 
 def dequantize(packed: Packed, size: int, bits: int) -> jax.Array:
-    """The float32 ``[..., size]`` that packed codes stand for."""
-    # Not jnp.repeat, which explicit mesh axes would have told a sharding.
+    """Returns the float32 values ``[..., size]`` of packed codes of ``bits`` bits."""
+    # Explicit mesh axes would require an output sharding of jnp.repeat.
     *lead, groups = packed.scales.shape
     scales = jnp.broadcast_to(packed.scales[..., None], (*lead, groups, GROUP))
     scales = scales.reshape(*lead, groups * GROUP)[..., :size]
@@ -74,57 +78,62 @@ def dequantize(packed: Packed, size: int, bits: int) -> jax.Array:
 
 
 def pack(codes: jax.Array, bits: int) -> tuple[jax.Array, ...]:
-    """Packs int32 codes ``[..., C]`` of at most ``2**(bits - 1) - 1`` in magnitude."""
+    """Packs int32 codes ``[..., C]`` with magnitudes of at most ``2**(bits - 1) - 1``.
+
+    Returns:
+      The planes of ``Packed``.
+    """
     words = codes + (2 ** (bits - 1) - 1)
     planes, shift = [], bits
     for width in chunk_widths(bits):
         shift -= width
         chunks = (words >> shift & (2**width - 1)).astype(jnp.uint8)
-        packed = [_pack(part, width) for part in _split(chunks, words.shape[-1], 8)]
-        planes.append(_join(packed))
+        groups = _split_groups(chunks, words.shape[-1], 8)
+        planes.append(_join_groups([_pack(group, width) for group in groups]))
     return tuple(planes)
 
 
 def unpack(planes: tuple[jax.Array, ...], size: int, bits: int) -> jax.Array:
-    """The int32 codes ``[..., size]`` of ``pack``."""
+    """Reverses ``pack``: returns int32 codes ``[..., size]``."""
     words = jnp.zeros((*planes[0].shape[:-1], size), jnp.int32)
     for plane, width in zip(planes, chunk_widths(bits), strict=True):
-        parts = [_unpack(part, width) for part in _split(plane, size, width)]
-        words = words << width | _join(parts)[..., :size].astype(jnp.int32)
+        groups = [_unpack(group, width) for group in _split_groups(plane, size, width)]
+        words = words << width | _join_groups(groups)[..., :size].astype(jnp.int32)
     return words - (2 ** (bits - 1) - 1)
 
 
-def _split(x: jax.Array, size: int, width: int) -> list[jax.Array]:
-    """Cuts ``[..., size * width / 8]`` into groups ``[..., g, n]``.
+def _split_groups(x: jax.Array, size: int, width: int) -> list[jax.Array]:
+    """Splits ``[..., size * width / 8]`` into groups ``[..., g, n]``.
 
-    Whole ones are first; what is left of ``size`` values is a group of its own.
+    The first array holds the full groups.  A shorter last group is a second array.
     """
-    whole, n = size // GROUP, GROUP * width // 8
-    groups = [x[..., : whole * n].reshape(*x.shape[:-1], whole, n)]
+    full, n = size // GROUP, GROUP * width // 8
+    groups = [x[..., : full * n].reshape(*x.shape[:-1], full, n)]
     if size % GROUP:
-        groups.append(x[..., None, whole * n :])
+        groups.append(x[..., None, full * n :])
     return groups
 
 
-def _join(parts: list[jax.Array]) -> jax.Array:
-    flat = [p.reshape(*p.shape[:-2], p.shape[-2] * p.shape[-1]) for p in parts]
+def _join_groups(groups: list[jax.Array]) -> jax.Array:
+    """Reverses ``_split_groups``."""
+    flat = [x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1]) for x in groups]
     return jnp.concatenate(flat, axis=-1)
 
 
 def _pack(chunks: jax.Array, width: int) -> jax.Array:
-    """Chunks of ``width`` bits ``[..., g, n]`` to bytes ``[..., g, n * width / 8]``."""
-    n, a_byte = chunks.shape[-1], 8 // width
-    padding = [(0, 0)] * (chunks.ndim - 1) + [(0, -n % a_byte)]
-    stride = -(-n // a_byte)
-    chunks = jnp.pad(chunks, padding).reshape(*chunks.shape[:-1], a_byte, stride)
+    """Packs chunks ``[..., g, n]`` into bytes ``[..., g, n * width / 8]``."""
+    n, per_byte = chunks.shape[-1], 8 // width
+    padding = [(0, 0)] * (chunks.ndim - 1) + [(0, -n % per_byte)]
+    stride = -(-n // per_byte)
+    chunks = jnp.pad(chunks, padding).reshape(*chunks.shape[:-1], per_byte, stride)
     packed = chunks[..., 0, :]
-    for i in range(1, a_byte):
+    for i in range(1, per_byte):
         packed |= chunks[..., i, :] << (i * width)
     return packed
 
 
 def _unpack(packed: jax.Array, width: int) -> jax.Array:
-    """Bytes ``[..., g, n]`` to chunks ``[..., g, n * 8 / width]``."""
+    """Unpacks bytes ``[..., g, n]`` into chunks ``[..., g, n * 8 / width]``."""
     *lead, n = packed.shape
     shape = (*lead, 8 // width, n)
     shift = lax.broadcasted_iota(jnp.uint8, shape, len(lead)) * width

@@ -1,23 +1,31 @@
-"""The ops in plain ``jax.numpy``: their definition, the oracle and the CPU path.
+"""The definition of quantization and of the INT8 GEMM, in plain ``jax.numpy``.
 
-An operand is a stack of matrices ``[B, R, C]``, cut into blocks of ``block = (r, c)``
-elements; blocks at the lower and right edges may be partial.  Per block
+These functions define the numerics of the library (arXiv:2503.08040).  They
+run on CPUs, and all kernels are tested against them.
+
+An operand is a stack of matrices ``[B, R, C]``.  A grid of blocks of
+``block = (r, c)`` elements covers each matrix; blocks at the lower and right edges may
+be partial.  For each block,
 
     amax  = max |x|
     scale = amax / 127                                  (float32)
     v     = clip(x * (127 / amax), -127, 127)           (float32)
     codes = round_half_even(v + noise)                  (int8, never -128)
 
-Every other implementation agrees with these codes and scales bit for bit, on every
-device, which shapes the code.  A float product that is added to something is clipped
-first, because a compiler may otherwise fuse the two into one rounding.  The quotients
-are rounded as IEEE 754 asks, by a division of their own (``scales``), because XLA's is
-not.
+with the noise of ``rounding``, or none for nearest rounding.
 
-Two kinds of block are special.  One whose ``amax`` is below ``scales.TINY`` (its scale
-or its reciprocal would leave the normal floats) counts as all zero: scale 0, codes 0.
-One that holds a NaN or an Inf has scale NaN, so that everything computed from it is
-NaN: quantization never hides a diverged run.  Its codes mean nothing (here zeros).
+Two kinds of blocks are special:
+
+- If ``amax < 2**-118``, then the scale or its reciprocal would not be a normal float.
+  The block counts as zero: its scale and its codes are 0.
+- If a block holds a NaN or an Inf, then its scale is NaN, and so is everything that is
+  computed from it.  Quantization never hides a diverged run.  The codes have no meaning
+  (here they are 0).
+
+Every implementation has the same codes and scales, bit for bit, on every device.  Two
+habits of this code serve that.  A product is clipped before it is added to something,
+because a compiler could otherwise fuse both into one rounding.  Quotients come from
+``scales.divide``, because XLA does not round them correctly.
 """
 
 import functools
@@ -35,7 +43,7 @@ Block = tuple[int, int]
 Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
-MAX_INT32_K = 2**17  # elements of K: 127 * 127 * MAX_INT32_K fits into int32
+MAX_INT32_K = 2**17  # The longest K of exact products: 127 * 127 * K fits into int32.
 
 
 class Quantized(NamedTuple):
@@ -46,11 +54,11 @@ class Quantized(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """An operand's codes in the layouts asked for; None for the others.
+    """A quantized operand in one or both layouts; None for a layout not asked for.
 
-    A tensor core takes both operands contiguous along the contraction, so an operand
-    of two GEMMs may be needed twice: by ``rows``, as it lies, and by ``columns``, as
-    its transpose ``[B, C, R]`` with transposed scales.
+    INT8 tensor cores read both operands contiguously along the contraction.  An operand
+    of two GEMMs may therefore be needed twice: ``rowwise``, as codes ``[B, R, C]``, and
+    ``colwise``, as codes of the transpose ``[B, C, R]`` with transposed scales.
     """
 
     rowwise: Quantized | None
@@ -62,24 +70,29 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 class AmaxReduce(NamedTuple):
-    """Makes ``max |x|`` of parts of vectors that of whole ones, by rows and columns."""
+    """Reduces ``max |x|`` over the shards of rows and of columns.
+
+    Each function maps the maxima ``[B, N]`` of local vectors to those of global ones.
+    """
 
     rowwise: Callable[[jax.Array], jax.Array]
     colwise: Callable[[jax.Array], jax.Array]
 
 
 NO_AMAX_REDUCE = AmaxReduce(_identity, _identity)
-"""Of vectors that are whole."""
+"""For vectors that are not sharded."""
 
 
 class FallbackQuantized(NamedTuple):
-    """A quantized operand, its residual, and what decides where that is used.
+    """An operand of two INT8 terms: ``main`` plus, in some blocks, ``residual``.
 
-    ``residual`` has scale 0 in the blocks that do not fall back; its codes there mean
-    nothing, like those of a block whose scale is NaN (an implementation need not write
-    them; the reference leaves zeros).
-    ``metric`` is the criterion's value, float32, one a block.  ``columns`` is as in
-    ``Layouts``, of the operand without its residual.
+    Attributes:
+      main: the rowwise layout.
+      residual: a second term of the same shapes.  Its scale is 0 in blocks that do not
+        fall back.  Codes of blocks whose scale is 0 or NaN have no meaning: the
+        reference has zeros there, and a kernel need not write them.
+      metric: what the criterion compares with theta, float32 ``[B, R/r, C/c]``.
+      colwise: the colwise layout of ``main``, or None.
     """
 
     main: Quantized
@@ -98,18 +111,20 @@ def quantize(
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
 ) -> Layouts:
-    """Quantizes matrices to INT8 with one scale a block, in one or both layouts.
+    """Quantizes matrices to INT8 with one scale per block, in one or both layouts.
+
+    Noise belongs to an element, so equal roundings give equal codes in both layouts.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
-      seeds: uint32 ``[B]``, of the noise; not read by nearest rounding.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
       block: rows and columns of a block.
-      rowwise: the rounding, ``"nearest"`` or ``"stochastic"``, of the rowwise codes;
-        None for no such codes.
-      colwise: likewise, of the colwise codes.  Noise belongs to an element, so equal
-        roundings give equal codes.
-      global_offset: where the matrices lie in larger ones, which the noise is that of.
-      amax_reduce: makes the maxima of blocks ``[B, R/r, C/c]`` those of larger blocks.
+      rowwise: the rounding of the rowwise codes, ``"nearest"`` or ``"stochastic"``, or
+        None to omit this layout.
+      colwise: the rounding of the colwise codes, or None to omit this layout.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
+      amax_reduce: maps the maxima of local blocks ``[B, R/r, C/c]`` to the maxima of
+        the global blocks that they are parts of.
     """
     return _layouts(x, seeds, block, rowwise, colwise, global_offset, amax_reduce)
 
@@ -125,22 +140,23 @@ def quantize_vectors(
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
-    """Quantizes vector-wise: one scale a row by rows, one a column by columns.
+    """Quantizes to INT8 with one scale per row (rowwise) or per column (colwise).
 
-    So that a GEMM has no scale inside its contraction.  The two layouts hold different
-    codes, with the same noise, unless all of a matrix shares one scale.
+    A GEMM of such operands has no scale inside its contraction.  The layouts share the
+    noise but not the codes, unless ``per_tensor``.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
-      seeds: uint32 ``[B]``, of the noise; not read by nearest rounding.
-      rowwise: the rounding of the rowwise codes, ``[B, R, C]`` with scales
-        ``[B, R, 1]``; None for no such codes.
-      colwise: likewise, of the colwise codes, ``[B, C, R]`` with scales ``[B, C, 1]``.
-      bound: what ``amax`` is scaled to: 127, the last code, or 127.5, the edge of what
-        rounds to it.  ``v`` is clipped to the last code all the same.
-      per_tensor: whether the scales of a matrix are all that of its own ``amax``.
-      global_offset: where the matrices lie in larger ones, which the noise is that of.
-      amax_reduce: makes their maxima those of the larger ones.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      rowwise: the rounding of the rowwise codes ``[B, R, C]``, with scales
+        ``[B, R, 1]``, or None to omit this layout.
+      colwise: the rounding of the colwise codes ``[B, C, R]``, with scales
+        ``[B, C, 1]``, or None to omit this layout.
+      bound: the value that ``amax`` is scaled to, in place of 127.  With 127.5, values
+        fill the interval that rounds to the last code; they are still clipped to 127.
+      per_tensor: whether all rows and columns of a matrix share one scale.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
+      amax_reduce: the reduction of maxima over shards of vectors.
     """
     _, height, width = x.shape
     row, column = (1, max(1, width)), (max(1, height), 1)
@@ -149,11 +165,11 @@ def quantize_vectors(
     layouts = functools.partial(
         _layouts, x, seeds, global_offset=global_offset, bound=bound
     )
-    by_rows = layouts(row, rowwise, None, amax_reduce=amax_reduce.rowwise).rowwise
-    by_columns = layouts(column, None, colwise, amax_reduce=amax_reduce.colwise).colwise
+    main = layouts(row, rowwise, None, amax_reduce=amax_reduce.rowwise).rowwise
+    transposed = layouts(column, None, colwise, amax_reduce=amax_reduce.colwise).colwise
     return Layouts(
-        by_rows and _one_scale_a_row(by_rows),
-        by_columns and _one_scale_a_row(by_columns),
+        main and _one_scale_per_row(main),
+        transposed and _one_scale_per_row(transposed),
     )
 
 
@@ -167,25 +183,27 @@ def quantize_fallback(
     colwise: rounding.Rounding | None,
     global_offset: rounding.GlobalOffset | None = None,
 ) -> FallbackQuantized:
-    """Quantizes to INT8, nearest, with a second term where the metric exceeds theta.
+    """Quantizes to INT8 with a second INT8 term in blocks whose metric exceeds theta.
 
-    The residual ``x - scale * codes`` (float32) is quantized like an operand of its
-    own, with its own scales.  The metric of a block is, by ``criterion``,
+    This is the fallback quantization of arXiv:2503.08040.  Rowwise codes are rounded to
+    nearest.  The residual ``x - scale * codes`` (float32) of a block that falls back is
+    quantized in the same way, with its own scale.  The criterion selects the metric of
+    a block:
 
     - ``absmax``: ``max |x|``;
     - ``l1``: ``sum |x - scale * codes|``, the error of plain INT8;
-    - ``l1_rel``: that error divided by ``sum |x|`` (0 for an all-zero block).
+    - ``l1_rel``: that error divided by ``sum |x|``, and 0 for an all-zero block.
 
-    It is NaN for a block with a NaN or an Inf, which never falls back.
+    A block with a NaN or an Inf has metric NaN and never falls back.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
-      theta: float32 ``[B]``, thresholds in the units of the metric.
-      seeds: uint32 ``[B]``, of the noise; read by stochastic ``colwise`` only.
+      theta: float32 ``[B]``, the thresholds, in units of the metric.
+      seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
       block: rows and columns of a block.
-      criterion: which metric.
-      colwise: the rounding of the codes by columns; None for no such codes.
-      global_offset: where the matrices lie in larger ones, which the noise is that of.
+      criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
+      colwise: the rounding of the colwise codes, or None to omit this layout.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
@@ -205,7 +223,7 @@ def quantize_fallback(
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
-    """The metric of ``quantize_fallback`` alone: float32, one a block."""
+    """Computes only the metric of ``quantize_fallback``, float32 ``[B, R/r, C/c]``."""
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
     return _metric(tiles, _residual(tiles, codes, scales), scales, criterion)
@@ -219,39 +237,33 @@ def matmul(
     block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies ``lhs [B, M, K]`` (plus its residual) with ``rhs [B, N, K]``.
+    """Multiplies ``lhs [B, M, K]``, plus its residual, with ``rhs [B, N, K]``.
 
         out[m, n] = sum_k (s_lhs[m, k] * I[m, n, k] + s_res[m, k] * J[m, n, k])
                     * s_rhs[n, k]
 
-    with ``k`` over K blocks; ``I`` and ``J`` are exact integer products of lhs' and the
-    residual's codes with those of rhs.  Scaled block products are summed in float32 and
-    rounded once to the output's dtype.  Both operands are contiguous along K, as INT8
-    tensor cores need them.
+    Here ``k`` counts blocks of K; ``I`` and ``J`` are the exact integer products of the
+    codes of lhs and of the residual with the codes of rhs.  Scaled block products are
+    summed in float32 and rounded once to ``dtype``.
 
     Args:
       lhs: codes ``[B, M, K]``, scales ``[B, ceil(M/m), ceil(K/k)]``.
-      residual: a second term of lhs, of the same shapes, or None.
+      residual: a second term of lhs with the same shapes, or None.
       rhs: codes ``[B, N, K]``, scales ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, the sides of a block.
-      dtype: of the output.
+      block_shape: ``(m, k, n)``: lhs has blocks of ``m x k``, rhs of ``n x k``.
+      dtype: the dtype of the output.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
     m, k, n = block_shape
-    if k > MAX_INT32_K and lhs.scales.shape[2] == 1:
-        # One scale for all of K, which is cut so that int32 holds the products.
-        pieces = -(-lhs.codes.shape[2] // MAX_INT32_K)
-        lhs, rhs = (
-            Quantized(codes, jnp.repeat(scales, pieces, axis=2))
-            for codes, scales in (lhs, rhs)
-        )
-        if residual is not None:
-            scales = jnp.repeat(residual.scales, pieces, axis=2)
-            residual = Quantized(residual.codes, scales)
-        k = MAX_INT32_K
     terms = [lhs] if residual is None else [lhs, residual]
+    if k > MAX_INT32_K and lhs.scales.shape[2] == 1:
+        # K has one scale but is too long for exact int32 sums, so it is split.
+        pieces = -(-lhs.codes.shape[2] // MAX_INT32_K)
+        terms = [_repeat_scales(term, pieces) for term in terms]
+        rhs = _repeat_scales(rhs, pieces)
+        k = MAX_INT32_K
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
 
     def add_block(
@@ -267,14 +279,8 @@ def matmul(
             acc += product * (row_scale * column_scale)
         return acc, None
 
-    # Zeros, as empty sums over the operands: so they vary over the axes of a mesh, and
-    # are sharded, as what will be added to them.
-    row_zeros, column_zeros = (
-        jnp.sum(codes[:, :, :0], axis=2, dtype=jnp.float32)
-        for codes in (lhs.codes, rhs.codes)
-    )
-    acc = row_zeros[:, :, None] + column_zeros[:, None, :]
     operands = ([_split_k(term, k) for term in terms], _split_k(rhs, k))
+    acc = _zero_product(lhs.codes, rhs.codes)
     return lax.scan(add_block, acc, operands)[0].astype(dtype)
 
 
@@ -282,13 +288,13 @@ _BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
 
 
 def _int_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Codes ``[B, M, k]`` times ``[B, N, k]``, exact: float32 ``[B, M, N]``."""
+    """The exact product of codes ``[B, M, k]`` and ``[B, N, k]``, as float32."""
     product = lax.dot_general(lhs, rhs, _BATCHED_NT, preferred_element_type=jnp.int32)
     return product.astype(jnp.float32)
 
 
 def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The same, exact up to 1040 elements of K: float32 holds 127 * 127 * 1040.
+    """``_int_product`` in float32, exact for k up to 1040.
 
     XLA for GPUs (jax 0.11.2 on an H200) gives wrong INT8 products for some small
     operands that are padded and transposed first.
@@ -301,8 +307,25 @@ def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     )
 
 
+def _zero_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Zeros ``[B, M, N]`` in float32.
+
+    They are empty sums over the operands, so that they are sharded like the products
+    and vary over the same mesh axes.
+    """
+    rows, columns = (
+        jnp.sum(codes[:, :, :0], axis=2, dtype=jnp.float32) for codes in (lhs, rhs)
+    )
+    return rows[:, :, None] + columns[:, None, :]
+
+
+def _repeat_scales(operand: Quantized, pieces: int) -> Quantized:
+    """Gives each piece of K the one scale that all of K has."""
+    return Quantized(operand.codes, jnp.repeat(operand.scales, pieces, axis=2))
+
+
 def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
-    """Zero-pads ``[B, R, C]`` to whole blocks: ``[B, R/r, r, C/c, c]``."""
+    """Pads ``[B, R, C]`` with zeros and splits it into ``[B, R/r, r, C/c, c]``."""
     batch, rows, columns = x.shape
     r, c = block
     x = jnp.pad(x, ((0, 0), (0, -rows % r), (0, -columns % c)))
@@ -310,12 +333,13 @@ def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
 
 
 def _from_tiles(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The reverse of ``_to_tiles``, for an operand of ``shape``."""
     batch, i, r, j, c = tiles.shape
     return tiles.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
 
 
 def _spread(per_block: jax.Array) -> jax.Array:
-    """Makes one value a block broadcast against tiles."""
+    """Adds axes, so that one value per block broadcasts against tiles."""
     return per_block[:, :, None, :, None]
 
 
@@ -350,8 +374,8 @@ def _layouts(
     )
 
 
-def _one_scale_a_row(x: Quantized) -> Quantized:
-    """With the scale of a matrix, or else its rows' own, written for each row."""
+def _one_scale_per_row(x: Quantized) -> Quantized:
+    """Broadcasts scales ``[B, 1, 1]`` or ``[B, R, 1]`` to ``[B, R, 1]``."""
     shape = (*x.codes.shape[:2], x.scales.shape[2])
     return Quantized(x.codes, jnp.broadcast_to(x.scales, shape))
 
@@ -366,7 +390,7 @@ def _quantize_tiles(
     amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
     bound: float = 127.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes (as float32 tiles) and scales of tiles."""
+    """Returns codes, as float32 tiles, and scales ``[B, R/r, C/c]``."""
     scale, inverse = scale_and_inverse(amax_reduce(find_amax(tiles, (2, 4))), bound)
     inverse = _spread(inverse)
     v = jnp.clip(tiles * inverse, -127.0, 127.0)
@@ -375,7 +399,7 @@ def _quantize_tiles(
 
 
 def _residual(tiles: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """What INT8 lost: ``x - scale * codes``, 0 in a block without a finite scale."""
+    """``x - scale * codes``, and 0 in a block without a finite scale."""
     limit = _spread(scales * 127.0)
     product = jnp.clip(_spread(scales) * codes, -limit, limit)
     return jnp.where(jnp.isfinite(limit), tiles - product, 0.0)
@@ -395,19 +419,19 @@ def _metric(
 
 
 def dequantize(x: Quantized, block: Block) -> jax.Array:
-    """The values that codes ``[..., R, C]`` with a scale a block stand for, float32."""
+    """Multiplies codes ``[..., R, C]`` with the scales of their blocks, in float32."""
     (r, c), (rows, columns) = block, x.codes.shape[-2:]
     scales = jnp.repeat(jnp.repeat(x.scales, r, axis=-2), c, axis=-1)
     return x.codes.astype(jnp.float32) * scales[..., :rows, :columns]
 
 
 def _repeat(scales: jax.Array, side: int, size: int) -> jax.Array:
-    """One scale a block to one an element, along the last axis."""
+    """Repeats one scale per block to one per element along the last axis."""
     return jnp.repeat(scales, side, axis=-1)[..., :size]
 
 
 def _split_k(operand: Quantized, k: int) -> Quantized:
-    """Moves K blocks first: codes ``[K/k, B, R, k]``, scales ``[K/k, B, R/r]``."""
+    """Moves blocks of K first: codes ``[K/k, B, R, k]``, scales ``[K/k, B, R/r]``."""
     codes, scales = operand
     batch, rows, size = codes.shape
     codes = jnp.pad(codes, ((0, 0), (0, 0), (0, -size % k)))

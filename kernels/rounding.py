@@ -1,14 +1,14 @@
-"""Nearest and stochastic rounding, and the noise that every implementation draws.
+"""Nearest and stochastic rounding, and the noise that all implementations share.
 
-Stochastic rounding here is nearest rounding of ``v + w`` with ``w`` uniform in
-(-1/2, 1/2), an odd multiple of ``2**-16``.  For an integer ``v``, a code, the sum is
-exact in float32 and no tie, so that an integer never moves; for any other the chance of
-rounding up is its fraction to about ``2**-16``.
+Stochastic rounding of ``v`` is nearest rounding of ``v + w``.  The noise ``w`` is
+uniform over the odd multiples of ``2**-16`` in (-1/2, 1/2).  An integer ``v`` of 8 bits
+never moves, because ``v + w`` is exact in float32 and is not a tie.  Any other value
+rounds up with a probability equal to its fraction, to within about ``2**-16``.
 
-The noise is counter based: a function of a seed and of an element's row and column in
-the matrix that is rounded.  A kernel may therefore visit the elements in any order,
-tiling or layout, and a transposed copy gets the bits of the original; so does a part of
-a matrix that is told its ``GlobalOffset``.
+The noise is counter based: it depends only on a seed and on an element's row and column
+in the global matrix.  A kernel may therefore visit elements in any order, tiling or
+layout.  A transposed copy gets the noise of the original, and so does a shard that
+knows its ``GlobalOffset``.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -19,18 +19,19 @@ import jax.numpy as jnp
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: consecutive counters land far apart
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio, which spreads consecutive counters.
 _COLUMN_STREAM = 0x5851F42D
 
-ROW_GROUP = 32  # rows that lie together: a divisor of every block's
+ROW_GROUP = 32  # Rows that are adjacent in the global matrix; divides all blocks.
 
 
 class GlobalOffset(NamedTuple):
-    """Where a matrix lies in the one that it was cut from.
+    """The offset of a shard in the global matrix, which selects its noise.
 
     Attributes:
-      rows: uint32 ``[ceil(R/32)]``, the index there of the first of each 32 rows; even.
-      column: uint32 ``[1]``, the index of the first column.
+      rows: uint32 ``[ceil(R/32)]``, the global index of the first row of each group of
+        32 rows.  Must be even.
+      column: uint32 ``[1]``, the global index of the first column.
     """
 
     rows: jax.Array
@@ -38,14 +39,14 @@ class GlobalOffset(NamedTuple):
 
 
 def no_offset(rows: int) -> GlobalOffset:
-    """The origin of a matrix of its own."""
+    """The offset of a matrix of so many rows that is not part of a larger one."""
     return GlobalOffset(
         jnp.arange(0, rows, ROW_GROUP, jnp.uint32), jnp.zeros(1, jnp.uint32)
     )
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """Scrambles uint32 words: murmur3's 32-bit finalizer, a bijection."""
+    """Scrambles uint32 words with MurmurHash3's 32-bit finalizer, a bijection."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -57,9 +58,9 @@ def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
 
 
 def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Bits 32 to 63 of the product of uint32.
+    """Bits 32 to 63 of the product of two uint32.
 
-    Of 16-bit halves, because XLA cannot partition an operation of its own for this.
+    The sum is over 16-bit halves, because XLA cannot partition its own operation.
     """
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = b >> 16, b & 0xFFFF
@@ -71,17 +72,20 @@ def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
 def noise(
     seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None = None
 ) -> jax.Array:
-    """Uniform noise in (-1/2, 1/2) for a matrix.
+    """Draws the noise of a matrix, uniform in (-1/2, 1/2).
 
-    Two rows and a column share a word: the halves, mixed, of the 64-bit product of a
-    hash of the rows and one of the column.  The first row's noise is the low half of
-    the word, the second's the high one.  So a kernel pays one product for two elements.
+    With ``a = fold(seed, row // 2) | 1`` and ``b = fold(seed ^ stream, column) | 1``,
+
+        word = (a * b mod 2**32) + floor(a * b / 2**32) * golden  (mod 2**32).
+
+    The low half of the word is the noise of the even row, the high half that of the odd
+    row.  A kernel thus pays one product for two elements.
 
     Args:
       seed: uint32 ``[]``.
-      rows: number of rows of the matrix.
-      columns: number of columns.
-      global_offset: where it lies in a larger one.
+      rows: the number of rows of the matrix.
+      columns: the number of columns of the matrix.
+      global_offset: the offset of the matrix in the global one; None for no offset.
 
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
@@ -91,7 +95,7 @@ def noise(
     if global_offset is not None:
         row = row % ROW_GROUP + jnp.repeat(global_offset.rows, ROW_GROUP)[:rows, None]
         column += global_offset.column[:, None]
-    # Odd, because an even factor loses bits of the other.
+    # An even factor would lose bits of the other one.
     a = fold(seed, row >> 1) | 1
     b = fold(seed ^ jnp.uint32(_COLUMN_STREAM), column) | 1
     words = a * b + _high_half(a, b) * jnp.uint32(_GOLDEN)

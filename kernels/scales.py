@@ -1,17 +1,17 @@
-"""Absmax scales: one float32 a block, the same bits on every device."""
+"""Absmax scales in float32, with the same bits on every device."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-TINY = 2.0**-118  # keeps the scale of INT8 codes and its inverse normal
+TINY = 2.0**-118  # The least amax whose INT8 scale and inverse are normal floats.
 
 
 def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """``max |x|`` of float32 along axes, NaN where one is.
+    """``max |x|`` of float32 along axes; NaN if there is one.
 
-    A maximum of the bits: as integers, non-negative floats keep their order and NaN
-    comes last, whereas XLA's float maximum may lose a NaN on CPUs.
+    The maximum is over bits: as integers, non-negative floats keep their order with NaN
+    last.  XLA's maximum of floats may lose a NaN on CPUs.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)
@@ -20,10 +20,15 @@ def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
 def scale_and_inverse(
     amax: jax.Array, limit: float = 127.0, tiny: float = TINY
 ) -> tuple[jax.Array, jax.Array]:
-    """``amax / limit`` and ``limit / amax``, where ``limit`` is the largest code.
+    """Computes ``amax / limit`` and ``limit / amax``.
 
-    Below ``tiny``, which keeps both of them normal, a block counts as all zero: both
-    are 0.  Where ``amax`` is not finite the scale is NaN and the inverse 0.
+    Both are 0 where ``amax < tiny``.  The scale is NaN and the inverse 0 where ``amax``
+    is not finite.
+
+    Args:
+      amax: float32 of any shape.
+      limit: the largest code.
+      tiny: a bound above which both results are normal floats.
     """
     finite = jnp.isfinite(amax)
     usable = finite & (amax >= tiny)
@@ -33,19 +38,23 @@ def scale_and_inverse(
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b`` of positive float32, correctly rounded; all three normal.
+    """Divides positive float32 with correct rounding.
 
-    XLA turns a division by a constant into a product, and on NVIDIA GPUs a quotient of
-    its own is off by up to 2 ulp.  So the quotient of the mantissas, an integer of 24
-    bits, is estimated twice, the second time from the remainder that the first leaves;
-    both products are exact modulo 2**32.  (A quotient of two floats is never halfway
-    between two others.)
+    Operands and quotient must be normal.  XLA does not round correctly: it replaces a
+    division by a constant with a product, and on NVIDIA GPUs its quotient is off by up
+    to 2 ulp.
+
+    The quotient of the mantissas is an integer of 24 bits.  A float division estimates
+    it, and a second one, of the exact remainder that the estimate leaves, corrects it.
+    Both products are exact modulo 2**32.  A quotient of two floats is never halfway
+    between two neighbouring floats, so there are no ties.
     """
     a_bits = lax.bitcast_convert_type(a, jnp.int32)
     b_bits = lax.bitcast_convert_type(b, jnp.int32)
     hidden, mask = jnp.int32(1 << 23), jnp.int32((1 << 23) - 1)
     dividend, divisor = a_bits & mask | hidden, b_bits & mask | hidden
-    short = (dividend < divisor).astype(jnp.int32)  # the quotient's leading digit is 0
+    # One more bit is needed where the quotient of the mantissas is below 1.
+    short = (dividend < divisor).astype(jnp.int32)
     wide_divisor = divisor.astype(jnp.float32)
     estimate = dividend.astype(jnp.float32) / wide_divisor * 2.0**23
     quotient = estimate.astype(jnp.int32) << short

@@ -81,9 +81,9 @@ def quantize_fallback(
         CRITERION=criterion,
         COLWISE=colwise,
     )
-    layouts = as_layouts(x.shape, results[:2], results[5:])
-    residual = Quantized(*results[2:4])
-    return FallbackQuantized(layouts.rowwise, residual, results[4], layouts.colwise)
+    main, residual = Quantized(*results[:2]), Quantized(*results[2:4])
+    colwise_layout = as_layouts(x.shape, results[:2], results[5:]).colwise
+    return FallbackQuantized(main, residual, results[4], colwise_layout)
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:

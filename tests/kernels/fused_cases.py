@@ -28,7 +28,7 @@ GRAD = [
     ((1, 140, 128), "bfloat16", 10, (128, 128), "stochastic", "stochastic"),
     ((2, 50, 128), "float32", 11, (64, 128), "nearest", "stochastic"),
     ((1, 40, 256), "float16", 4, (32, 128), None, "nearest"),
-    ((1, 40, 200), "bfloat16", 10, (64, 128), "stochastic", "nearest"),
+    ((1, 20, 72), "bfloat16", 10, (32, 128), "stochastic", "nearest"),
 ]
 
 

@@ -152,7 +152,7 @@ def test_vectors(quantization, shape, dtype, rows, columns):
 
 
 def test_per_tensor_scale(quantization):
-    quantize_cases.check_scale_of_a_tensor(quantization, heavy((2, 300, 141)))
+    quantize_cases.check_per_tensor_scale(quantization, heavy((2, 300, 141)))
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])

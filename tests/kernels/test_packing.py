@@ -37,16 +37,20 @@ def test_every_code_comes_back_at_every_place_of_a_byte(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("size", [0, 1, 5, 127, 128, 129, 300])
-def test_no_bit_is_spare(bits, size):
-    limit = 2 ** (bits - 1) - 1
-    codes = np.random.default_rng(size).integers(-limit, limit + 1, (2, 3, size))
-    planes, back = pack_and_back(jnp.asarray(codes, jnp.int32), bits)
-    np.testing.assert_array_equal(back, codes)
+def test_planes_have_no_spare_byte(bits):
+    limit, sizes = 2 ** (bits - 1) - 1, (0, 1, 5, 127, 128, 129, 300)
     widths = packing.chunk_widths(bits)
     assert sum(widths) == bits
-    sizes = [-(-size * width // 8) for width in widths]
-    assert [plane.shape for plane in planes] == [(2, 3, n) for n in sizes]
+    codes = [
+        np.random.default_rng(n).integers(-limit, limit + 1, (2, 3, n), np.int32)
+        for n in sizes
+    ]
+    # One program for all sizes.
+    packed = jax.jit(lambda codes: [pack_and_back(x, bits) for x in codes])(codes)
+    for size, x, (planes, back) in zip(sizes, codes, packed, strict=True):
+        np.testing.assert_array_equal(back, x)
+        shapes = [(2, 3, -(-size * width // 8)) for width in widths]
+        assert [plane.shape for plane in planes] == shapes
 
 
 def test_the_layout_is_the_one_described():

@@ -118,7 +118,10 @@ def test_fallback_is_bit_exact(criterion, theta):
     codes, scales, _ = oracle.quantize(x[0], block, oracle.noise(7, x.shape[1:]))
     np.testing.assert_array_equal(got.colwise.codes[0], codes.T)
     np.testing.assert_array_equal(got.colwise.scales[0], scales.T)
-    alone = reference.block_metric(x, block=block, criterion=criterion)
+    metric_alone = functools.partial(
+        reference.block_metric, block=block, criterion=criterion
+    )
+    alone = jax.jit(metric_alone)(x)
     np.testing.assert_allclose(alone, got.metric, rtol=1e-6)
 
 
@@ -133,15 +136,24 @@ def test_division_is_correctly_rounded():
     np.testing.assert_array_equal(quotient(amax, top), amax / top)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def quantize_rows(x, block, mode="nearest"):
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
     return reference.quantize(x, seeds, block=block, rowwise=mode, colwise=None).rowwise
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def quantize_absmax(x, theta, block):
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
     return reference.quantize_fallback(
         x, theta, seeds, block=block, criterion="absmax", colwise=None
+    )
+
+
+@jax.jit
+def multiply_quantized(lhs, residual, rhs):
+    return reference.matmul(
+        lhs, residual, rhs, block_shape=(128, 128, 128), dtype=jnp.float32
     )
 
 
@@ -184,7 +196,7 @@ def test_a_long_contraction_does_not_overflow():
     k = 200_000
     ones = jnp.ones((1, 2, k))
     q = quantize_rows(ones, (128, 128))
-    y = reference.matmul(q, None, q, block_shape=(128, 128, 128), dtype=jnp.float32)
+    y = multiply_quantized(q, None, q)
     np.testing.assert_allclose(y, k, rtol=1e-5)
 
 
@@ -193,9 +205,7 @@ def test_zero_blocks_contribute_exactly_zero():
     q = quantize_absmax(x, jnp.zeros(1), (128, 128))
     assert np.all(np.asarray(q.main.scales)[0] == [[q.main.scales[0, 0, 0], 0], [0, 0]])
     w = quantize_rows(heavy((1, 64, 256)), (128, 128))
-    y = reference.matmul(
-        q.main, q.residual, w, block_shape=(128, 128, 128), dtype=jnp.float32
-    )
+    y = multiply_quantized(q.main, q.residual, w)
     assert np.all(np.asarray(y)[0, 128:] == 0.0)
 
 
@@ -207,17 +217,22 @@ def test_a_block_too_small_for_a_scale_counts_as_zero(tiny):
     assert not np.any(q.scales)
 
 
+@jax.jit
+def relative_l1(x):
+    return reference.block_metric(x, block=(128, 128), criterion="l1_rel")
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
 def test_non_finite_values_show_in_every_row_that_depends_on_them(bad, mode):
     x = heavy((1, 256, 256)).at[0, 130, 5].set(bad)
     q = quantize_rows(x, (128, 128), mode)
-    y = reference.matmul(q, None, q, block_shape=(128, 128, 128), dtype=jnp.float32)
+    y = multiply_quantized(q, None, q)
     nan = np.isnan(np.asarray(y[0]))
     assert nan[128:].all()
     assert nan[:, 128:].all()
     assert not nan[:128, :128].any()
-    metric = reference.block_metric(x, block=(128, 128), criterion="l1_rel")
+    metric = relative_l1(x)
     np.testing.assert_array_equal(np.isnan(metric[0]), [[False, False], [True, False]])
 
 

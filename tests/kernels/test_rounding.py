@@ -1,5 +1,7 @@
 """The noise of stochastic rounding: unbiased, uncorrelated, tied to its place."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +15,13 @@ from tests import oracle
 SEEDS = jnp.arange(2048, dtype=jnp.uint32)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def draw(rows: int, columns: int, seeds: jax.Array) -> jax.Array:
+    return jax.vmap(lambda seed: rounding.noise(seed, rows, columns))(seeds)
+
+
 def draws(rows: int, columns: int, seeds: jax.Array = SEEDS) -> np.ndarray:
-    return np.asarray(jax.vmap(lambda seed: rounding.noise(seed, rows, columns))(seeds))
+    return np.asarray(draw(rows, columns, seeds))
 
 
 def test_matches_the_hash_written_in_numpy():

@@ -181,8 +181,14 @@ def _interpreting() -> Any:
     patch_language = interpreter._patch_lang
     convert_float = interpreter._convert_float
     scopes = contextlib.ExitStack()
+    nothing = types.SimpleNamespace(restore=lambda: None)
+    patched: list[Any] = []
 
     def patch(fn: Any) -> Any:
+        """Patches once: the functions that a kernel calls find the language patched."""
+        if patched:
+            return nothing
+        patched.append(fn)
         scope = patch_language(fn)
         scope.set_attr(tl.tensor, "__index__", lambda x: int(x.handle.data.item()))
         for module in (tl, tl.core, tl.standard):
@@ -191,7 +197,7 @@ def _interpreting() -> Any:
                     function = interpreter.InterpretedFunction(value.fn)
                     scope.set_attr(module, name, function)
         scopes.callback(scope.restore)
-        return types.SimpleNamespace(restore=scopes.close)
+        return nothing
 
     def convert(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
         if (source, target) == (tl.float32, tl.bfloat16):

@@ -109,7 +109,8 @@ def _as_packed(results: Sequence[jax.Array]) -> Packed:
 
 
 def _as_operand(results: Sequence[Any], shape: Shape, criterion: str | None) -> Operand:
-    main, colwise = as_layouts(shape, results[:2], results[5:])
+    main = Quantized(*results[:2])
+    colwise = as_layouts(shape, results[:2], results[5:]).colwise
     if criterion is None:
         return Operand(main, None, jnp.zeros((shape[0], 0, 0), jnp.float32), colwise)
     return Operand(main, Quantized(*results[2:4]), results[4], colwise)

@@ -1,4 +1,4 @@
-"""The Triton kernels that quantize: their bits, and what they compile to."""
+"""The quantizing Triton kernels: their results, and their compiled code."""
 
 import functools
 
@@ -10,7 +10,7 @@ from tests.kernels import quantize_cases as cases
 from tests.kernels.test_reference import heavy
 from tests.kernels.triton_tools import compile_kernels, interpreted
 
-# Shared memory that one program may take, by capability.
+# The most shared memory of one program, in bytes, by compute capability.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
@@ -24,26 +24,26 @@ def vectors():
     return interpreted("quantize_vectors")
 
 
-@pytest.mark.parametrize(("shape", "dtype", "block", "rows", "columns"), cases.QUANTIZE)
-def test_quantize(ops, shape, dtype, block, rows, columns):
-    cases.check_quantize(ops, heavy(shape, dtype=dtype), block, rows, columns)
+@pytest.mark.parametrize("case", cases.QUANTIZE)
+def test_quantize(ops, case):
+    shape, dtype, *options = case
+    cases.check_quantize(ops, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "block", "criterion", "theta", "columns"), cases.FALLBACK
-)
-def test_fallback(ops, shape, dtype, block, criterion, theta, columns):
-    x = heavy(shape, dtype=dtype)
-    cases.check_fallback(ops, x, block, criterion, theta, columns)
+@pytest.mark.parametrize("case", cases.FALLBACK)
+def test_fallback(ops, case):
+    shape, dtype, *options = case
+    cases.check_fallback(ops, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "rows", "columns"), cases.VECTORS)
-def test_vectors(vectors, shape, dtype, rows, columns):
-    cases.check_vectors(vectors, heavy(shape, dtype=dtype), rows, columns)
+@pytest.mark.parametrize("case", cases.VECTORS)
+def test_vectors(vectors, case):
+    shape, dtype, *options = case
+    cases.check_vectors(vectors, heavy(shape, dtype=dtype), *options)
 
 
-def test_scale_of_a_tensor(vectors):
-    cases.check_scale_of_a_tensor(vectors, heavy((2, 70, 141)))
+def test_per_tensor_scale(vectors):
+    cases.check_per_tensor_scale(vectors, heavy((2, 70, 141)))
 
 
 @pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
@@ -52,16 +52,13 @@ def test_special_blocks(ops, vectors, dtype):
     cases.check_special_vectors(vectors, dtype)
 
 
-def test_a_part_draws_the_noise_of_the_whole(ops, vectors):
-    cases.check_origin(ops, vectors)
+def test_a_shard_draws_the_noise_of_the_global_matrix(ops, vectors):
+    cases.check_global_offset(ops, vectors)
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
 def test_empty_operands(ops, vectors, shape):
-    x = jnp.zeros(shape, jnp.bfloat16)
-    cases.check_vectors(vectors, x, "nearest", "stochastic")
-    cases.check_quantize(ops, x, (32, 64), "nearest", "stochastic")
-    cases.check_fallback(ops, x, (32, 64), "absmax", (0.0,) * shape[0], "nearest")
+    cases.check_empty(ops, vectors, shape)
 
 
 # The usual block in two types, the smallest, the narrowest and the largest.
@@ -97,7 +94,7 @@ def test_compiles_without_spills(capability, dtype, block, criterion):
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "rows", "columns", "bound"),
+    ("capability", "dtype", "rowwise", "colwise", "bound"),
     [
         (90, "bfloat16", "stochastic", "stochastic", 127.5),
         (90, "bfloat16", None, "stochastic", 127.0),
@@ -105,7 +102,7 @@ def test_compiles_without_spills(capability, dtype, block, criterion):
         (80, "float32", "nearest", "nearest", 127.0),
     ],
 )
-def test_vectors_compile_without_spills(capability, dtype, rows, columns, bound):
+def test_vectors_compile_without_spills(capability, dtype, rowwise, colwise, bound):
     x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
     kernels = compile_kernels(
@@ -114,8 +111,8 @@ def test_vectors_compile_without_spills(capability, dtype, rows, columns, bound)
         x,
         seeds,
         capability=capability,
-        rowwise=rows,
-        colwise=columns,
+        rowwise=rowwise,
+        colwise=colwise,
         bound=bound,
     )
     assert len(kernels) == 2
@@ -123,7 +120,7 @@ def test_vectors_compile_without_spills(capability, dtype, rows, columns, bound)
 
 
 def check_kernels(kernels, capability):
-    """No spills, and 16 bytes at a time: eight elements in, words of codes out."""
+    """No kernel spills registers, and loads and stores take 16 bytes at once."""
     for kernel in kernels:
         assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
