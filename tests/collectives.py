@@ -1,4 +1,4 @@
-"""What the devices of a compiled program tell each other."""
+"""The collectives of a compiled program."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _TYPE = re.compile(r"(pred|[a-z]+(\d+))\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-    """One array that a collective makes on each device."""
+    """One array that a collective returns on each device."""
 
     kind: str
     dtype: str
@@ -21,7 +21,7 @@ class Collective(NamedTuple):
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """The collectives of a compiled program, one for each array they make."""
+    """The collectives of a compiled program, one for each array they return."""
     found = []
     for types, kind in _CALL.findall(compiled.as_text()):
         for dtype, bits, dims in _TYPE.findall(types):

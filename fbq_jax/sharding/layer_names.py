@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 _layer: ContextVar[str | None] = ContextVar("layer", default=None)
 _known_layers: set[str] = set()
 _callers: dict[Hashable, dict[str, None]] = {}  # keys in the order of the first calls
-_warned: set[tuple[str | None, Hashable]] = set()
+_warned: dict[Hashable, set[str]] = {}  # the layers, by cause
 
 
 @contextlib.contextmanager
@@ -40,8 +40,8 @@ def layer_name(path: str) -> Iterator[None]:
 def current_layer() -> str | None:
     """The path of the layer that is being traced, or None outside any layer.
 
-    Outside ``layer_name``, as in a backward pass, the path is that of the enclosing
-    ``jax.named_scope``s; Linen opens one for each module.
+    Outside ``layer_name``, as in a backward pass, the path consists of the names of
+    the enclosing ``jax.named_scope``s.  Linen opens one for each module.
     """
     if path := _layer.get():
         return path
@@ -61,6 +61,8 @@ def record_layer(op: str, operands: Any) -> None:
 def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
     """Warns of a cause, once for each layer that it concerns.
 
+    An op without a known layer adds nothing to a layer's warning of the same cause.
+
     Args:
       op: the op's name, which the warning starts with where no layer is known.
       operands: the op's, or their shapes.
@@ -68,17 +70,18 @@ def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
       text: of the warning, without the layer.
     """
     callers = _callers.get(_call_of(op, operands), {})
-    layers: list[str | None] = [*callers] or [None]
-    new = [layer for layer in layers if (layer, cause) not in _warned]
-    _warned.update((layer, cause) for layer in new)
-    if new:
-        names = ", ".join(layer or op for layer in new[:3])
+    warned = _warned.setdefault(cause, set())
+    new = [layer for layer in callers or [op] if layer not in warned]
+    if new and (callers or not warned):
+        warned.update(new)
+        names = ", ".join(new[:3])
         more = f" and {len(new) - 3} more layers" * (len(new) > 3)
         warnings.warn(f"{names}{more}: {text}", stacklevel=2)
 
 
-def clear_warnings() -> None:
-    """Forgets what has been warned of, so that the next occurrence warns again."""
+def clear() -> None:
+    """Forgets all calls and warnings, so that every cause warns again."""
+    _callers.clear()
     _warned.clear()
 
 

@@ -1,4 +1,4 @@
-"""Layers on several GPUs: they compile for them, and are those of a single one."""
+"""Layers on several GPUs compile, and compute what one GPU computes."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ SEEDS = jnp.zeros(1, jnp.uint32)
 
 
 def compile_for_gpus(function, *shapes):
-    """Compiles for four of them, each with a quarter of the first axis but one."""
+    """Compiles for four GPUs, each with a quarter of the arrays' second axis."""
     sharding = NamedSharding(h200s(4, "data"), P(None, "data"))
     args = (jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes)
     return jax.jit(function).lower(*args).compile()
@@ -27,7 +27,7 @@ def compile_for_gpus(function, *shapes):
 @needs_compiler
 @pytest.mark.parametrize("op", ["quantize_vectors", "matmul"])
 def test_results_can_be_broadcast(op):
-    """Which XLA for GPUs rewrites before Shardy sees it."""
+    """XLA for GPUs rewrites such a broadcast before Shardy sees it."""
 
     def stretched(x):
         nearest = {"rowwise": "nearest", "colwise": None}
@@ -43,7 +43,7 @@ def test_results_can_be_broadcast(op):
 
 
 @needs_compiler
-def test_gradient_from_codes_compiles():
+def test_a_gradient_from_codes_compiles():
     def step(x, w, dy):
         return product(x[0], w[0], dy[0], recipe=recipes.switchback_m)
 
@@ -53,13 +53,13 @@ def test_gradient_from_codes_compiles():
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
 @pytest.mark.parametrize("name", recipes.NAMED)
-@pytest.mark.parametrize("blocks", ["whole", "shared"])
+@pytest.mark.parametrize("blocks", ["whole", "split"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.filterwarnings("ignore:quantize.*agree on its scales:UserWarning")
+@pytest.mark.filterwarnings("ignore:quantize.*scales are all-reduced:UserWarning")
 def test_layer(name, blocks, dtype):
-    """FSDP, whose devices have whole blocks of W's rows or agree on shared ones."""
+    """FSDP, which shards W's rows between blocks or splits blocks."""
     devices = jax.device_count()
-    rows = {"whole": 2 * 128, "shared": 128 + 64}[blocks]
+    rows = {"whole": 2 * 128, "split": 128 + 64}[blocks]
     tokens, inputs, outputs = devices * 256, devices * rows, 384
     operands = [
         heavy(shape, seed).astype(dtype)
@@ -75,6 +75,6 @@ def test_layer(name, blocks, dtype):
         return product(x, w, dy, recipe=recipe, theta=100.0, key=jax.random.key(0))
 
     got = jax.jit(step, out_shardings=sharded[0].sharding)(*sharded)
-    # What each device adds to dW is rounded to bfloat16, if that is the dtype.
+    # In bfloat16 each device rounds its partial sum of dW.
     rtol = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}[dtype]
     assert_close(got, jax.jit(step)(*operands), rtol=rtol)

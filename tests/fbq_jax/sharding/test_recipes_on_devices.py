@@ -1,4 +1,4 @@
-"""All that devices tell each other in a step of one layer, by each recipe."""
+"""Every collective of a training step of one layer, by recipe."""
 
 import functools
 from collections import Counter
@@ -23,29 +23,29 @@ pytestmark = pytest.mark.skipif(
 T, K, N = 8 * 2 * 128, 4 * 2 * 128, 256
 W = K * N
 CODES_OF_W = [("all-gather", "s8", W)] * 2  # for Y and for dX
-# Over fsdp and over data.  XLA makes no reduce-scatter of its own products on CPUs.
+# Over fsdp, then over data.  On CPUs XLA reduce-scatters none of its own products.
 SUM = [("reduce-scatter", "f32", W // 4), ("all-reduce", "f32", W // 4)]
 XLA_SUM = [("all-reduce", "f32", W), ("all-reduce", "f32", W // 4)]
 
 
-def words(run):
-    return Counter(word[:3] for word in collectives(run))
+def count(run):
+    return Counter(found[:3] for found in collectives(run))
 
 
 def scales(*sizes):
-    """Gathered: those of blocks, or W's of rows; the last of X's columns, if two."""
+    """Gathers of W's scales, of blocks or of K rows, and of X's K columns."""
     return [("all-gather", "f32", size) for size in sizes]
 
 
 def maxima(*sizes):
-    """Agreed on: of columns of W and dY (N), of X (K), or of whole matrices."""
+    """Reductions of maxima of N columns of W and dY, K columns of X, or matrices."""
     return [("all-reduce", "s32", size) for size in sizes]
 
 
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
-# Of X's blocks, where no threshold is set; and whether one of them is not finite.
+# The metrics of X's blocks, which set the first threshold; and whether all are finite.
 METRICS = [("all-gather", "f32", T * K // 128**2), ("all-reduce", "pred", 1)]
-WORDS = {
+COLLECTIVES = {
     "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *METRICS],
     "block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "fallback_rowwise_bwd": [
@@ -60,9 +60,9 @@ WORDS = {
     "per_tensor_bifurcated": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1, 1, 1)],
     "rowwise": [*CODES_OF_W, *SUM, *scales(K, K), *maxima(N, N, K)],
     "aqt_int8": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(N)],
-    # Two devices have a shard's halves.
+    # Two devices share the rows that have a scale of their own.
     "aqt_int8_local": [*CODES_OF_W, *SUM, *scales(K), *maxima(N, N, K)],
-    # Outliers' products are of floats: of W, and dW's is a sum of its own.
+    # The outliers' products gather W in floats, and add a second sum for dW.
     "llm_int8_dot": [
         *(CODES_OF_W[0], *[("all-gather", "f32", W)] * 2, *scales(K)),
         *(*SUM, SUM[1], ("all-reduce", "f32", W), *maxima(N, N, K)),
@@ -71,13 +71,13 @@ WORDS = {
 }
 
 
-def test_every_recipe_has_its_words():
-    assert list(WORDS) == [*recipes.NAMED, "llm_int8_dot"]
+def test_every_recipe_is_covered():
+    assert list(COLLECTIVES) == [*recipes.NAMED, "llm_int8_dot"]
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_kernels_travel_as_codes_and_their_gradient_is_summed_once(name):
-    """Activations do not travel; of floats, scales do."""
+    """Activations do not travel; the only floats that do are scales."""
     mesh = mesh_of(data=2, fsdp=4)
 
     def step(x, w, dy):
@@ -96,27 +96,37 @@ def test_kernels_travel_as_codes_and_their_gradient_is_summed_once(name):
     )
     shardings = dy.sharding, x.sharding, w.sharding
     run = jax.jit(step, out_shardings=shardings).lower(x, w, dy).compile()
-    assert words(run) == Counter(WORDS[name])
+    assert count(run) == Counter(COLLECTIVES[name])
+
+
+SHARDED_TOKENS = heavy((1536, 64)), heavy((64, 32), 1), heavy((1536, 32), 2)
+
+
+@pytest.fixture(scope="module")
+def step_and_results():
+    """A step of the recipe that shards tokens, and what one device computes."""
+    step = functools.partial(
+        product, recipe=recipes.aqt_int8_local, key=jax.random.key(0)
+    )
+    return step, jax.jit(step)(*SHARDED_TOKENS)
 
 
 @pytest.mark.parametrize(
-    ("devices", "agreed", "gathered"),
+    ("devices", "reduced", "gathered"),
     [
         (2, (), ()),  # two shards on each
         (8, (64, 32), ()),  # half of one
         (6, (), (768 * 64, 768 * 32)),  # two on three: X and dY in floats
     ],
 )
-def test_shards_of_tokens(devices, agreed, gathered):
-    """Each device multiplies what it has of the four, and dW is that of one device."""
-    operands = heavy((1536, 64)), heavy((64, 32), 1), heavy((1536, 32), 2)
-    step = functools.partial(
-        product, recipe=recipes.aqt_int8_local, key=jax.random.key(0)
-    )
+def test_the_recipe_that_shards_tokens(devices, reduced, gathered, step_and_results):
+    """Each device multiplies its part of the four shards; dW is that of one device."""
+    step, want = step_and_results
     mesh = mesh_of(data=devices)
     specs = ("data",), (), ("data",)
-    sharded = [place(mesh, x, *s) for x, s in zip(operands, specs, strict=True)]
+    pairs = zip(SHARDED_TOKENS, specs, strict=True)
+    sharded = [place(mesh, x, *spec) for x, spec in pairs]
     run = jax.jit(step).lower(*sharded).compile()
-    assert_close(run(*sharded), jax.jit(step)(*operands))
-    want = [("all-reduce", "f32", 64 * 32), *maxima(*agreed), *scales(*gathered)]
-    assert words(run) == Counter(want)
+    assert_close(run(*sharded), want)
+    found = [("all-reduce", "f32", 64 * 32), *maxima(*reduced), *scales(*gathered)]
+    assert count(run) == Counter(found)

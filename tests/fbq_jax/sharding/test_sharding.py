@@ -1,8 +1,9 @@
-"""Layers and ops under jit with shardings: the numbers of one device, and few words."""
+"""Layers and ops under jit with shardings: one device's numbers, few collectives."""
 
 import dataclasses
 import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from fbq_jax import (
     recipes,
 )
 from fbq_jax.kernels.fused_reference import join_gate_up
+from fbq_jax.sharding import layer_names
 from tests.collectives import collectives
 from tests.kernels.test_reference import heavy
 
@@ -37,6 +39,11 @@ SIDE = 32
 DOT = FallbackDot(Recipe(block=SIDE))
 SEEDS = jnp.asarray([7], jnp.uint32)
 BATCH = ("data", "fsdp")
+
+
+@pytest.fixture(autouse=True)
+def every_cause_warns():
+    layer_names.clear()
 
 
 def mesh_of(kind=AxisType.Auto, **sizes):
@@ -85,7 +92,7 @@ QUANTIZERS = {
     ],
 )
 def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
-    """Bit for bit, and without a word, but for the scales of whole vectors."""
+    """Bit for bit; only the scales of whole vectors need communication."""
     options, args = QUANTIZERS[name]
     op = functools.partial(getattr(ops, name), **options)
     x = heavy((1, 4, 128, 64))
@@ -94,16 +101,16 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
     got = run(*operands)
     assert_equal(got, jax.jit(op)(x, *args))
     assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(got))
-    words = collectives(run)
+    found = collectives(run)
     if name == "quantize_vectors":
-        assert {(w.kind, w.dtype) for w in words} == {("all-reduce", "s32")}
-        assert sum(w.size for w in words) == x.size // 64 // 4 + 64 // 2
+        assert {(c.kind, c.dtype) for c in found} == {("all-reduce", "s32")}
+        assert sum(c.size for c in found) == x.size // 64 // 4 + 64 // 2
     else:
-        assert not words
+        assert not found
 
 
 @pytest.mark.parametrize(
-    ("spec", "shape", "parts"),
+    ("spec", "shape", "tiles"),
     [
         ((None, "all"), (1, 64, 96), (8, 3)),  # two blocks for eight devices
         ((None, "tensor", BATCH), (1, 96, 128), (6, 4)),  # three for two
@@ -111,22 +118,23 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
         ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
     ],
 )
-def test_devices_agree_on_the_scales_of_blocks_they_share(spec, shape, parts):
-    """Of floats only the parts' maxima travel."""
+def test_the_scales_of_split_blocks_are_all_reduced(spec, shape, tiles):
+    """Of all floats only the maxima of tiles travel."""
     mesh = mesh_of(all=8) if "all" in spec else mesh_of()
     options, args = QUANTIZERS["quantize"]
     op = functools.partial(ops.quantize, **options)
     x = heavy(shape).at[0, 40, 20].set(jnp.nan).at[0, 1, 70].set(jnp.inf)
     operands = place(mesh, x, *spec), *args
-    with pytest.warns(UserWarning, match=r"quantize: axis [12] .* agree on .* of 32"):
+    warning = r"quantize: axis [12] .* multiples of 32: scales are all-reduced"
+    with pytest.warns(UserWarning, match=warning):
         run = compiled(op, *operands)
     assert_equal(run(*operands), jax.jit(op)(x, *args))
-    floats = [w.size for w in collectives(run) if w.dtype != "s8"]
-    assert 0 < max(floats) <= math.prod(parts)
+    floats = [c.size for c in collectives(run) if c.dtype != "s8"]
+    assert 0 < max(floats) <= math.prod(tiles)
 
 
 def test_six_devices_in_three_pairs():
-    """Shardy cuts over a part of six: pairs have codes alike, and floats stay."""
+    """Shardy shards over a part of six: pairs have equal codes, and floats stay."""
     mesh = Mesh(np.array(jax.devices()[:6]), "data")
     options, args = QUANTIZERS["quantize"]
 
@@ -137,31 +145,31 @@ def test_six_devices_in_three_pairs():
     run = compiled(op, place(mesh, x, "data"))
     assert_equal(run(place(mesh, x, "data")), jax.jit(op)(x))
     blocks = x.size // SIDE**2
-    assert all(w.size <= blocks for w in collectives(run) if w.dtype != "s8")
+    assert all(c.size <= blocks for c in collectives(run) if c.dtype != "s8")
 
 
 @pytest.mark.parametrize(
     ("spec", "shape", "what"),
     [
-        ((None, "data"), (1, 50, 40), "1 of .* is cut over data=2"),
+        ((None, "data"), (1, 50, 40), "1 of .* is sharded over data=2"),
         (
             (None, None, ("tensor", "data")),
             (1, 32, 36),
-            "2 of .* is cut over tensor=2, data=2",
+            "2 of .* is sharded over tensor=2, data=2",
         ),
     ],
 )
-def test_what_cannot_be_cut_is_left_whole_with_a_warning(spec, shape, what):
+def test_an_axis_without_whole_blocks_is_gathered_with_a_warning(spec, shape, what):
     options, args = QUANTIZERS["quantize"]
     op = jax.jit(functools.partial(ops.quantize, **options))
     x = heavy(shape)
-    with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* gather"):
+    with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* of 32: .* gather"):
         got = op(place(mesh_of(), x, *spec), *args)
     assert_equal(got, op(x, *args))
 
 
 class MLP(nn.Module):
-    """Two layers and what else a sharded model has: the shardings of activations."""
+    """Two layers, and the sharding constraints on activations of a sharded model."""
 
     hidden: tuple = ()
     out: tuple = ()
@@ -215,13 +223,13 @@ def run_sharded(mesh, model, kernels, x_spec):
         got = run(*args)
         assert_equal(run(*args), got)
     assert_close(got, want)
-    # The thresholds and rates are of all blocks; counts and seeds are integers.
+    # Thresholds and rates come from all blocks; counts and seeds are integers.
     assert_equal(got[1][1], want[1][1])
     return collectives(run)
 
 
 class Layout(NamedTuple):
-    """How a model is cut, and what is summed then, by collective and size."""
+    """How a model is sharded, and the sums that follow, by collective and size."""
 
     mesh: Callable
     kernels: dict
@@ -231,15 +239,9 @@ class Layout(NamedTuple):
     out: tuple = ()
 
 
-# Of the kernels' gradients; over tensor also of Y and dX.
+# The sums are of the kernels' gradients, and over the axis tensor also of Y and dX.
 LAYOUTS = {
     "data": Layout(lambda: mesh_of(data=8), {}, ("data",), {("all-reduce", 32768): 2}),
-    "fsdp": Layout(
-        lambda: mesh_of(fsdp=4),
-        {"up": ("fsdp", None), "down": (None, "fsdp")},
-        ("fsdp",),
-        {("reduce-scatter", 8192): 2},
-    ),
     "halves of blocks": Layout(
         lambda: mesh_of(fsdp=8),
         {"up": ("fsdp", None), "down": (None, "fsdp")},
@@ -273,27 +275,32 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:quantize.* agree on its scales")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_devices_give_what_one_gives_and_exchange_codes(name):
     layout = LAYOUTS[name]
     model = MLP(layout.hidden, layout.out)
-    words = run_sharded(layout.mesh(), model, layout.kernels, layout.x)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        found = run_sharded(layout.mesh(), model, layout.kernels, layout.x)
+    # One warning for each layer whose blocks are split, with the layer's path.
+    split = ["up: axis 1 of", "down: axis 2 of"] if name == "halves of blocks" else []
+    assert [
+        str(w.message)[: len(s)] for w, s in zip(caught, split, strict=True)
+    ] == split
     blocks = X.size // SIDE**2 * 2
-    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
-    assert {w.dtype for w in words if w.kind == "all-gather"} <= {"f32", "s8"}
-    large = [w for w in words if w.size > blocks or w.dtype == "s8"]
-    # What is gathered of floats is smaller: scales, and the blocks' metrics and maxima.
-    gathered = [w for w in large if w.kind == "all-gather"]
-    assert {w.dtype for w in gathered} <= {"s8"}
-    sums = Counter((w.kind, w.size) for w in large if w.kind != "all-gather")
+    assert not any(c.kind in ("all-to-all", "collective-permute") for c in found)
+    assert {c.dtype for c in found if c.kind == "all-gather"} <= {"f32", "s8"}
+    large = [c for c in found if c.size > blocks or c.dtype == "s8"]
+    # The floats that are gathered are fewer: scales, metrics and maxima of blocks.
+    gathered = [c for c in large if c.kind == "all-gather"]
+    assert {c.dtype for c in gathered} <= {"s8"}
+    sums = Counter((c.kind, c.size) for c in large if c.kind != "all-gather")
     assert sums == layout.sums
 
-    weights = sorted(w.size for w in gathered)
+    weights = sorted(c.size for c in gathered)
     tensor = 2 if "tensor" in layout.kernels.get("up", ()) else 1
     if name == "sequence":
-        # Forward and backward, of each kernel; and what a column-parallel layer's
-        # products take of the tokens of the other devices.
+        # Each kernel, forward and backward; and the tokens of other devices that the
+        # products of a column-parallel layer need.
         activations = [2 * 64 * n for n in (128, 128)]
         assert set(weights) == {128 * 256 // tensor, *activations}
     else:
@@ -301,7 +308,7 @@ def test_devices_give_what_one_gives_and_exchange_codes(name):
 
 
 def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
-    """In a step of layers that are scanned: once forward and once backward."""
+    """Once forward and once backward."""
     mesh = mesh_of(fsdp=4)
     tokens = NamedSharding(mesh, P("fsdp"))
     x = place(mesh, jnp.ones((8 * 64, 128), jnp.bfloat16), "fsdp")
@@ -322,30 +329,30 @@ def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
 
         shardings = up.sharding, down.sharding
         step = jax.jit(jax.grad(loss), out_shardings=shardings)
-        words = collectives(step.lower((up, down), x).compile())
-        return [w for w in words if w.kind == "all-gather"]
+        found = collectives(step.lower((up, down), x).compile())
+        return [c for c in found if c.kind == "all-gather"]
 
     quantized = gathered(lambda *args: dot(*args)[0])
-    codes = [w.size for w in quantized if w.dtype == "s8"]
+    codes = [c.size for c in quantized if c.dtype == "s8"]
     # XLA for CPUs gathers bfloat16 as float32.
-    in_floats = [w.size for w in gathered(jax.lax.dot_general)]
+    in_floats = [c.size for c in gathered(jax.lax.dot_general)]
     assert codes == in_floats == [128 * 256] * 4
-    scales = sum(w.bytes for w in quantized if w.dtype == "f32")
+    scales = sum(c.bytes for c in quantized if c.dtype == "f32")
     assert scales == sum(codes) // 32**2 * 4
 
 
 def test_fused_layers():
     kernels = {"gate_up": ("fsdp", None, "tensor"), "down": ("tensor", "fsdp")}
     model = GatedMLP(512, dot_general=DOT)
-    words = run_sharded(mesh_of(AxisType.Explicit), model, kernels, (BATCH,))
-    gathered = [w for w in words if w.kind == "all-gather"]
-    codes = sorted(w.size for w in gathered if w.dtype == "s8")
+    found = run_sharded(mesh_of(AxisType.Explicit), model, kernels, (BATCH,))
+    gathered = [c for c in found if c.kind == "all-gather"]
+    codes = sorted(c.size for c in gathered if c.dtype == "s8")
     assert codes == sorted([128 * 512 // 2, 128 * 1024 // 2] * 2)
-    assert all(w.size <= 4 * X.size // SIDE**2 for w in gathered if w.dtype == "f32")
-    assert not any(w.kind in ("all-to-all", "collective-permute") for w in words)
+    assert all(c.size <= 4 * X.size // SIDE**2 for c in gathered if c.dtype == "f32")
+    assert not any(c.kind in ("all-to-all", "collective-permute") for c in found)
 
 
-def test_gate_and_up_are_cut_alike():
+def test_gate_and_up_are_sharded_alike():
     """Each device has both, of the same columns."""
     gate, up = heavy((1, 64, 256)), heavy((1, 64, 256), 1)
     op = functools.partial(
@@ -363,7 +370,7 @@ def test_gate_and_up_are_cut_alike():
 
 
 def test_scales_of_whole_rows():
-    """Agreed on, so that a contraction may be cut: dW's, over the batch."""
+    """They are all-reduced, so that dW's contraction, the batch, may be sharded."""
     recipe = dataclasses.replace(recipes.fallback_rowwise_bwd, block=SIDE)
     w = jax.random.normal(jax.random.key(2), (128, 64))
     dims = (((2,), (0,)), ((), ()))
@@ -429,13 +436,13 @@ def test_experts_stay_where_they_are():
     run = step.lower(x, sharded, groups).compile()
     y, (dx, dw), stats = run(x, sharded, groups)
     want_y, (want_dx, want_dw), want_stats = jax.jit(ragged_step)(x, w, groups)
-    # A sum over experts has one part that is not zero.
+    # A sum over experts has one term that is not zero, so it is exact.
     assert_equal((y, dw, stats), (want_y, want_dw, want_stats))
     assert_close(dx, want_dx)
-    words = collectives(run)
+    found = collectives(run)
     tiles = (ROWS + EXPERTS * (SIDE - 1)) // SIDE
     sizes = [("all-reduce", tiles * SIDE * 64)] * 2  # Y's half and dX
-    assert [(w.kind, w.size) for w in words] == sizes
+    assert [(c.kind, c.size) for c in found] == sizes
 
 
 def test_experts_over_explicit_axes_are_an_error():
@@ -445,8 +452,8 @@ def test_experts_over_explicit_axes_are_an_error():
         ragged_dot(jnp.ones((ROWS, 64)), w, jnp.array([70, 0, 33, 81]))
 
 
-def test_each_device_can_have_groups_of_its_own():
-    """In ``shard_map``, where a device's tokens are sorted by themselves."""
+def test_each_device_of_a_shard_map_can_have_other_groups():
+    """There each device sorts its own tokens."""
     mesh = mesh_of(data=2)
     x, w = heavy((ROWS, 64)), heavy((EXPERTS, 64, 128), 1)
     groups = jnp.array([[30, 0, 33, 20], [1, 99, 0, 0]])

@@ -1,0 +1,145 @@
+"""Warnings name the layers that they concern, once a cause."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax import FallbackDot, Recipe, dot_general
+from fbq_jax.sharding import layer_names
+from fbq_jax.sharding.layer_names import current_layer, layer_name
+from tests.fbq_jax.sharding.test_sharding import mesh_of, place
+
+needs_devices = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
+)
+RECIPE = Recipe(block=32)
+X = jnp.ones((64, 128))
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+@pytest.fixture(autouse=True)
+def every_cause_warns():
+    layer_names.clear()
+
+
+class Block(nn.Module):
+    """A layer, in a method that lifted transformations take."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        dot = FallbackDot(RECIPE)
+        y = nn.Dense(128, use_bias=False, dot_general=dot, name="up")(x)
+        return y, None
+
+
+class Model(nn.Module):
+    """One block, or two of them under a lifted transformation."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        if self.kind == "remat":
+            return nn.remat(Block)(name="block")(x)[0]
+        if self.kind == "scan":
+            scanned = nn.scan(
+                Block,
+                variable_axes={"params": 0, "fallback": 0},
+                split_rngs={"params": True},
+                length=2,
+            )
+            return scanned(name="block")(x, None)[0]
+        return Block(name="block")(x)[0]
+
+
+def gradient(model):
+    def loss(params, state, x):
+        variables = {"params": params, "fallback": state}
+        return model.apply(variables, x, mutable=["fallback"])[0].sum()
+
+    return jax.grad(loss)
+
+
+@needs_devices
+@pytest.mark.parametrize("kind", ["plain", "remat", "scan"])
+def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
+    """Every op of the layer, forward and backward, meets the same 16 rows a device."""
+    model = Model(kind)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    rows = P(None, "fsdp") if kind == "scan" else P("fsdp")
+    sharding = NamedSharding(mesh_of(fsdp=8), rows)
+    params = jax.tree.map(lambda p: p.update(sharding=sharding), variables["params"])
+    step = jax.jit(gradient(model), out_shardings=sharding)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        step.lower(params, variables["fallback"], X).compile()
+    (warning,) = caught
+    assert re.match(
+        "block/up: axis . of .* is sharded over fsdp=8, but shards are not multiples "
+        r"of 32: .*\. Pad the axis or shard another one\.",
+        str(warning.message),
+    )
+
+
+@needs_devices
+def test_layers_that_share_a_traced_op_are_all_named():
+    """And only those that have not been warned of."""
+    mesh = mesh_of(fsdp=8)
+    w = place(mesh, jnp.ones((128, 128)), "fsdp")
+
+    def layers(*names):
+        def run(w):
+            y = X
+            for name in names:
+                with layer_name(name):
+                    y = dot_general(y, w, MATMUL, recipe=RECIPE, theta=1.0)[0]
+            return y
+
+        jax.jit(run).lower(w).compile()
+
+    with pytest.warns(UserWarning, match="^a, b, c and 1 more layers: axis 2 of"):
+        layers("a", "b", "c", "d")
+    with warnings.catch_warnings(action="error"):
+        layers("a")
+    with pytest.warns(UserWarning, match="^e: axis 2 of"):
+        layers("e")
+
+
+def test_without_a_layer_there_is_no_name():
+    assert current_layer() is None
+    with jax.named_scope("encoder"), jax.named_scope("up"):
+        assert current_layer() == "encoder/up"
+        with layer_name("decoder/up"):
+            assert current_layer() == "decoder/up"
+    assert current_layer() is None
+
+
+def test_a_backward_pass_finds_the_name_that_the_forward_pass_gave():
+    names = []
+
+    @jax.custom_vjp
+    def layer(x):
+        return x
+
+    def forward(x):
+        with layer_name("up"):
+            names.append(current_layer())
+        return x, None
+
+    def backward(_, dy):
+        names.append(current_layer())
+        return (dy,)
+
+    layer.defvjp(forward, backward)
+
+    def model(x):
+        with jax.named_scope("Model"), jax.named_scope("up"):
+            return layer(x).sum()
+
+    jax.eval_shape(jax.grad(model), X)
+    assert names == ["up", "up"]
