@@ -26,7 +26,7 @@ TOKENS, K, F, N = 35, 160, 96, 64
 
 
 class Unfused(nn.Module):
-    """The layers of ``GatedMLP`` or, without ``hidden``, of ``NormDense`` in sequence."""
+    """``GatedMLP`` or, if ``hidden`` is 0, ``NormDense`` as separate layers."""
 
     features: int
     hidden: int
@@ -67,7 +67,7 @@ def with_theta(variables, collection, theta):
 @pytest.mark.parametrize(
     ("hidden", "recipe", "theta", "collection"),
     [
-        (0, Recipe(block=32), 3.0, "_overwrite_with_gradient"),
+        (0, Recipe(block=32), 8.0, "_overwrite_with_gradient"),
         (F, Recipe(block=(32, 128, 64)), None, "fallback"),
         (F, recipes.jetfire, None, "fallback"),
     ],
