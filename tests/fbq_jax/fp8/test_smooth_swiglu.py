@@ -167,7 +167,10 @@ def test_a_non_finite_value_shows_in_its_channel_or_token(bad):
             lambda: smooth_swiglu.fold(KERNELS, jnp.ones((4, 1))),
             r"of 3 channels; got an array \(4, 1\)",
         ),
-        (lambda: smooth_swiglu.fold(KERNELS, jnp.array([1.0, 0.0, 2.0])), "minimum 0.0"),
+        (
+            lambda: smooth_swiglu.fold(KERNELS, jnp.array([1.0, 0.0, 2.0])),
+            "minimum 0.0",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):

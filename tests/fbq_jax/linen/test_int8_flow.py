@@ -1,4 +1,4 @@
-"""Blocks with an INT8 data flow: what travels and what is kept, gradients, training."""
+"""INT8 blocks: what operators exchange and save, gradients, training."""
 
 import collections
 import functools
@@ -26,7 +26,7 @@ X = jax.random.normal(jax.random.key(0), (BATCH, T, C))
 
 
 class FloatMLP(nn.Module):
-    """What ``Int8MLP`` stands for."""
+    """``Int8MLP`` in float."""
 
     @nn.compact
     def __call__(self, x):
@@ -43,7 +43,7 @@ class Projections(nn.Module):
 
 
 class FloatAttention(nn.Module):
-    """What ``Int8Attention`` stands for."""
+    """``Int8Attention`` in float."""
 
     @nn.compact
     def __call__(self, x):
@@ -60,8 +60,8 @@ def variables_of_both():
 
 
 def test_parameters_are_those_of_flax():
-    ours, flaxs = variables_of_both()
-    jax.tree.map(np.testing.assert_array_equal, ours["params"], flaxs["params"])
+    int8, flax = variables_of_both()
+    jax.tree.map(np.testing.assert_array_equal, int8["params"], flax["params"])
 
 
 def cotangent(y):
@@ -77,24 +77,27 @@ def outputs_and_gradients(operator, params, x, seed):
     return y, pullback(cotangent(y))
 
 
-def test_near_the_float_blocks():
+def test_outputs_and_gradients_are_close_to_the_float_blocks():
     params = variables_of_both()[1]["params"]
     got = outputs_and_gradients(BLOCKS, params, X, SEED)
 
     @jax.jit
-    def float_ones(params, x):
+    def run_float(params, x):
         y, pullback = jax.vjp(lambda p, x: FLOAT.apply({"params": p}, x), params, x)
         return y, pullback(cotangent(y))
 
-    exact = float_ones(params, X)
+    exact = run_float(params, X)
     assert array_error(got[0], exact[0]).relative < 0.02
     cosines = jax.tree.map(lambda a, b: array_error(a, b).cosine, got[1], exact[1])
     assert min(jax.tree.leaves(cosines)) > 0.99
     assert cosines[1] > 0.999
 
 
-def activations(avals):
-    """Those of the size of an activation (weights are smaller) that are not INT8."""
+def float_activations(avals):
+    """Arrays that are not INT8 and at least as large as an activation.
+
+    Weights are smaller.
+    """
     return [
         aval
         for aval in avals
@@ -103,8 +106,8 @@ def activations(avals):
 
 
 @pytest.mark.parametrize("operator", [MLP, ATTENTION, BLOCKS])
-def test_only_int8_travels_between_operators(operator):
-    """Every value of the composition outside of an operator."""
+def test_operators_exchange_only_int8(operator):
+    """Checks every value of the composition outside its operators."""
     params = variables_of_both()[1]["params"]
     if operator is not BLOCKS:
         params = params["layers_0" if operator is ATTENTION else "layers_1"]
@@ -120,11 +123,11 @@ def test_only_int8_travels_between_operators(operator):
     assert y.main.codes.dtype == dx.main.codes.dtype == jnp.int8
     units = [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
     assert len(units) == 2 * {MLP: 5, ATTENTION: 3, BLOCKS: 8}[operator]
-    between = activations(var.aval for e in jaxpr.eqns for var in e.outvars)
-    kept = []
-    if operator is not MLP:  # attention's core hands itself what it keeps
-        kept = activations(jax.tree.leaves(jax.eval_shape(core_backward, *QKV)))
-    assert shapes_of(between) == shapes_of(kept)
+    between = float_activations(var.aval for e in jaxpr.eqns for var in e.outvars)
+    saved = []
+    if operator is not MLP:  # The attention core saves floats for itself.
+        saved = float_activations(jax.tree.leaves(jax.eval_shape(core_backward, *QKV)))
+    assert shapes_of(between) == shapes_of(saved)
 
 
 QKV = [jax.ShapeDtypeStruct((BATCH, T, HEADS, C // HEADS), jnp.float32)] * 3
@@ -147,28 +150,27 @@ def saved_of(operator, params, x):
     return jax.tree.leaves(jax.eval_shape(saving, params, x))
 
 
-def test_what_is_kept_is_int8():
+def test_saved_activations_are_int8():
     x = X.astype(jnp.bfloat16)
     params = variables_of_both()[1]["params"]
-    kept = saved_of(MLP, params["layers_1"], x)
-    assert not activations(kept)
-    codes = sorted(leaf.shape[1:] for leaf in kept if leaf.dtype == jnp.int8)
+    saved = saved_of(MLP, params["layers_1"], x)
+    assert not float_activations(saved)
+    codes = sorted(leaf.shape[1:] for leaf in saved if leaf.dtype == jnp.int8)
     widths = [(TOKENS, C)] * 2 + [(TOKENS, HIDDEN)] * 2
     assert codes == sorted([*widths, (C, HIDDEN), (HIDDEN, C)])
-    # One byte a value, and a little: two statistics a token, a scale a block.
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) < 1.2 * sum(
-        np.prod(s) for s in codes
-    )
+    # A byte a value, plus two statistics a token and a scale a block.
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
+    assert size < 1.2 * sum(np.prod(shape) for shape in codes)
 
     checkpointed = jax.checkpoint(CAUSAL)
     lean = int8_flow.attention(HEADS, T, attention_fn=checkpointed, dtype=jnp.float32)
-    kept = saved_of(lean, params["layers_0"], x)
-    assert shapes_of(activations(kept)) == shapes_of(QKV)
+    saved = saved_of(lean, params["layers_0"], x)
+    assert shapes_of(float_activations(saved)) == shapes_of(QKV)
 
 
-def test_gradients_are_unbiased_given_what_is_kept():
+def test_gradients_are_unbiased_given_the_saved_values():
     """Their mean over many seeds is the backward pass without rounding."""
-    draws = 64
+    draws = 32
     params = variables_of_both()[1]["params"]["layers_1"]
     operator = int8_flow.mlp()
     x, dy = (operators.to_codes(X[i : i + 1], 64) for i in range(2))
@@ -178,7 +180,7 @@ def test_gradients_are_unbiased_given_what_is_kept():
     dx, grads = draw(seeds)
 
     def stand_for(codes, value):
-        """The codes' values, with the derivative of what they have been made of."""
+        """The dequantized codes, with the derivative of the value they represent."""
         return codes.dequantize() + value - jax.lax.stop_gradient(value)
 
     def floats(x, w_up, w_down, norm_scale):
@@ -188,13 +190,13 @@ def test_gradients_are_unbiased_given_what_is_kept():
         return x + stand_for(down.x, nn.gelu(stand_for(gelu, h))) @ w_down
 
     weights = (saved[1].w.dequantize(), saved[3].w.dequantize())
-    gain = params["norm"]["scale"][None, None]
+    norm_scale = params["norm"]["scale"][None, None]
 
     @jax.jit
     def float_gradients(dy, *operands):
         return jax.vjp(floats, *operands)[1](dy)
 
-    exact = float_gradients(dy.dequantize(), x.dequantize(), *weights, gain)
+    exact = float_gradients(dy.dequantize(), x.dequantize(), *weights, norm_scale)
     drawn = {
         "dx": (jax.vmap(lambda q: q.dequantize())(dx), exact[0]),
         "up": (grads["up"]["kernel"], exact[1][0]),
@@ -205,14 +207,14 @@ def test_gradients_are_unbiased_given_what_is_kept():
         size = np.linalg.norm(mean)
         spread = np.linalg.norm(values - mean[None]) / np.sqrt(draws) / size
         error = np.linalg.norm(jnp.mean(values, axis=0) - mean) / size
-        if name == "down":  # of the kept x and dy alone
+        if name == "down":  # a product of the saved x and dy, without rounding
             assert spread < 1e-5
         else:
             assert spread > 1e-3
             assert error < 1.5 * spread / np.sqrt(draws)
 
 
-def test_noise_is_of_the_seed():
+def test_the_seed_decides_the_noise():
     params = variables_of_both()[1]["params"]
     run = functools.partial(outputs_and_gradients, BLOCKS, params, X)
     first, again, other = run(SEED), run(SEED), run(SEED + jnp.uint32(1))
@@ -222,8 +224,8 @@ def test_noise_is_of_the_seed():
     assert all(jax.tree.leaves(different))
 
 
-def test_each_rounding_draws_noise_of_its_own(monkeypatch):
-    """And an operator has one seed in both passes."""
+def test_each_rounding_draws_independent_noise(monkeypatch):
+    """An operator receives the same seed in both passes."""
     forward, backward, others = [], [], []
 
     class Probe:
@@ -243,19 +245,19 @@ def test_each_rounding_draws_noise_of_its_own(monkeypatch):
 
     codes = operators.to_codes(X[:1], 32)
     monkeypatch.setattr(blocks, "add", lambda a, _: a)
-    monkeypatch.setattr(int8_flow, "add_grads", record)
-    monkeypatch.setattr(int8_flow, "grad_to_codes", functools.partial(record, codes))
+    monkeypatch.setattr(blocks, "add_grads", record)
+    monkeypatch.setattr(blocks, "grad_to_codes", functools.partial(record, codes))
     branch = int8_flow.Chain((("a", Probe()), ("b", Probe())))
-    block = int8_flow.Residual(branch)
-    whole = int8_flow.Residual(int8_flow.Chain((("0", block), ("1", block))))
-    _, saved = whole.forward({}, codes, SEED)
-    int8_flow._apply_bwd(whole, 32, (saved, SEED), X[:1])
+    block = int8_flow.SkipConnection(branch)
+    both = int8_flow.SkipConnection(int8_flow.Chain((("0", block), ("1", block))))
+    _, saved = both.forward({}, codes, SEED)
+    blocks._apply_bwd(both, 32, (saved, SEED), X[:1])
     assert forward == backward[::-1]
     assert len(set(forward + others)) == len(forward) + len(others) == 4 + 4
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_diverged_run_shows(bad):
+def test_non_finite_values_stay_visible(bad):
     params = variables_of_both()[1]["params"]
     y, (grads, dx) = outputs_and_gradients(BLOCKS, params, X.at[2, 3, 4].set(bad), SEED)
     assert np.all(np.isnan(y[2]))
@@ -264,55 +266,52 @@ def test_a_diverged_run_shows(bad):
     assert np.all(np.isnan(grads["layers_0"]["attention"]["qkv"]["kernel"]))
 
 
-def test_it_learns_as_the_float_blocks_do():
-    """To give each token the one before it."""
-    steps, optimizer = 120, optax.adam(2e-2)
-    position = jnp.arange(T, dtype=jnp.float32)[:, None]
+def train_to_copy(model, variables, steps):
+    """Trains blocks to output the previous token; returns the state and the losses."""
+    length, optimizer = 16, optax.adam(2e-2)
+    position = jnp.arange(length, dtype=jnp.float32)[:, None]
     angles = position * 2.0 ** -jnp.arange(C // 4, dtype=jnp.float32)[None, :]
     places = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
-    places = jnp.broadcast_to(places, (BATCH, T, C // 2))
+    places = jnp.broadcast_to(places, (BATCH, length, C // 2))
 
-    def train(model, variables):
-        def step(carry, key):
-            params, state, opt_state = carry
-            tokens = jax.random.normal(key, (BATCH, T, C // 2))
-            x = jnp.concatenate([tokens, places], axis=2)
+    def step(carry, key):
+        params, state, opt_state = carry
+        tokens = jax.random.normal(key, (BATCH, length, C // 2))
+        x = jnp.concatenate([tokens, places], axis=2)
 
-            def loss_of(params):
-                y, new = model.apply(
-                    {"params": params, **state}, x, mutable=["fallback"]
-                )
-                error = y[:, 1:, : C // 2] - tokens[:, :-1]
-                return jnp.mean(error**2), new
+        def loss_of(params):
+            y, new = model.apply({"params": params, **state}, x, mutable=["fallback"])
+            error = y[:, 1:, : C // 2] - tokens[:, :-1]
+            return jnp.mean(error**2), new
 
-            (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-            updates, opt_state = optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, updates), new, opt_state), loss
+        (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), new, opt_state), loss
 
-        state = {k: v for k, v in variables.items() if k != "params"}
-        opt_state = optimizer.init(variables["params"])
-        carry = variables["params"], state, opt_state
-        keys = jax.random.split(jax.random.key(7), steps)
-        (_, state, _), losses = jax.jit(jax.lax.scan, static_argnums=0)(
-            step, carry, keys
-        )
-        return state, losses
+    state = {k: v for k, v in variables.items() if k != "params"}
+    carry = variables["params"], state, optimizer.init(variables["params"])
+    keys = jax.random.split(jax.random.key(7), steps)
+    (_, state, _), losses = jax.jit(jax.lax.scan, static_argnums=0)(step, carry, keys)
+    return state, losses
 
-    ours, flaxs = variables_of_both()
-    with jax.numpy_dtype_promotion("standard"):  # optax's
-        state, losses = train(INT8, ours)
-        _, exact = train(FLOAT, flaxs)
+
+def test_training_follows_the_float_blocks():
+    steps = 120
+    int8, flax = variables_of_both()
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        state, losses = train_to_copy(INT8, int8, steps)
+        _, exact = train_to_copy(FLOAT, flax, steps)
     assert fallback_stats(state)["(root)"].count == steps
     assert exact[-1] < 0.1 * exact[10]
     means = (x.reshape(-1, 10).mean(axis=1) for x in (losses, exact))
     np.testing.assert_allclose(*means, atol=0.03)
 
 
-def test_dropout_is_of_its_own_stream_and_of_training(monkeypatch):
+def test_dropout_draws_from_its_own_stream_and_only_in_training(monkeypatch):
     layer, plain = Int8MLP(HIDDEN, dropout_rate=0.5), Int8MLP(HIDDEN)
     assert layer.operator(X, True) == plain.operator(X, False)
-    ours, _ = variables_of_both()
-    variables = {**ours, "params": ours["params"]["layers_1"]}
+    int8, _ = variables_of_both()
+    variables = {**int8, "params": int8["params"]["layers_1"]}
     seeds = []
 
     def apply(operator, params, x, *, seed, block):
@@ -320,7 +319,7 @@ def test_dropout_is_of_its_own_stream_and_of_training(monkeypatch):
         seeds.append((operator == layer.operator(x, False), int(seed)))
         return x
 
-    monkeypatch.setattr(int8_flow, "apply", apply)
+    monkeypatch.setattr(blocks, "apply", apply)
     for key in (0, 0, 1):
         layer.apply(variables, X, rngs={"dropout": jax.random.key(key)})
     assert seeds[0] == seeds[1] != seeds[2]
@@ -345,11 +344,11 @@ def init(layer, x=X):
         (lambda: init(Int8Attention(5)), "got 5 heads and a width of 32"),
         (
             lambda: init(Int8Sequential([Int8MLP(8), Int8MLP(8, block=64)])),
-            r"layers of one block; got \[32, 64\]",
+            r"layers with the same block; got \[32, 64\]",
         ),
         (
             lambda: init(Int8Sequential([nn.Dense(8)])),
-            "takes Int8MLP and Int8Attention; got Dense",
+            "takes Int8MLP and Int8Attention layers; got Dense",
         ),
         (lambda: init(Int8Sequential([])), r"one or more layers.*got \[\]"),
         (lambda: init(Int8MLP(8), X.astype(jnp.int32)), "x is int32; .* bfloat16"),
@@ -358,3 +357,7 @@ def init(layer, x=X):
 def test_bad_input_is_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_the_earlier_name_of_skip_connection_is_importable():
+    assert int8_flow.Residual is int8_flow.SkipConnection

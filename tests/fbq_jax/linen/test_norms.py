@@ -114,5 +114,7 @@ def test_bits_reach_the_codes():
 
 
 def test_bits_out_of_range_are_named():
-    with pytest.raises(ValueError, match="bits takes an integer from 4 to 12; got 16"):
+    with pytest.raises(
+        ValueError, match="bits must be an integer from 4 to 12; got 16"
+    ):
         fbq_jax.RMSNorm(bits=16).init(jax.random.key(0), X)

@@ -1,4 +1,4 @@
-"""NNX's blocks with an INT8 data flow are Linen's, and keep their state themselves."""
+"""NNX's INT8 blocks compute what Linen's do and keep their state themselves."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from fbq_jax import Int8MLP as LinenMLP
-from fbq_jax import assert_live, int8_flow
+from fbq_jax import assert_live
+from fbq_jax.int8_flow import blocks
 from fbq_jax.nnx import (
     FallbackState,
     Int8Attention,
@@ -36,7 +37,7 @@ def build(dropout_rate=0.0):
 
 
 def step(layer, x):
-    """Output and gradients, of the parameters and of x."""
+    """The output and the gradients of the parameters and of x."""
 
     def loss(layer, x):
         y = layer(x)
@@ -57,7 +58,7 @@ def linen_step(params, state, x):
     return y, grads, new
 
 
-def test_two_calls_in_training_are_linens_bit_for_bit():
+def test_two_training_calls_equal_linens_bit_for_bit():
     layer = Int8MLP(C, HIDDEN, rngs=nnx.Rngs(3))
     params = layer.parameters()
     state = {"fallback": {"dot_general": layer.dot_general.state()}}
@@ -69,7 +70,7 @@ def test_two_calls_in_training_are_linens_bit_for_bit():
         np.testing.assert_array_equal(y, z)
         np.testing.assert_array_equal(dx, linen_dx)
         jax.tree.map(np.testing.assert_array_equal, grads, linen_grads)
-        if first is not None:  # draws noise of its own
+        if first is not None:  # The second call draws new noise.
             differ = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), first, grads)
             assert all(jax.tree.leaves(differ))
         first = grads
@@ -77,25 +78,25 @@ def test_two_calls_in_training_are_linens_bit_for_bit():
 
 
 @pytest.mark.parametrize("index", [0, None])
-def test_attention_and_a_sequence_call_what_linens_call(index, monkeypatch):
-    """The same functions with the same seeds on the same arrays."""
+def test_attention_and_a_sequence_apply_what_linens_apply(index, monkeypatch):
+    """The same operators with the same seeds on the same arrays."""
     made = []
 
     def apply(operator, params, x, *, seed, block):
         made.append((operator, params, int(seed), block))
         return x
 
-    monkeypatch.setattr(int8_flow, "apply", apply)
-    model, linens = build(), INT8
+    monkeypatch.setattr(blocks, "apply", apply)
+    model, linen = build(), INT8
     layers = model.layers
     params = {f"layers_{i}": layer.parameters() for i, layer in enumerate(layers)}
     if index is not None:
-        model, linens = layers[index], INT8.layers[index]
+        model, linen = layers[index], INT8.layers[index]
         params = params[f"layers_{index}"]
     state = {"fallback": {"dot_general": layers[0].dot_general.state()}}
     for _ in range(2):
         model(X)
-        _, state = linens.apply({"params": params, **state}, X, mutable=["fallback"])
+        _, state = linen.apply({"params": params, **state}, X, mutable=["fallback"])
     for ours, theirs in (made[:2], made[2:]):
         jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
         assert ours[:1] + ours[2:] == theirs[:1] + theirs[2:]
@@ -108,20 +109,19 @@ def test_parameters_are_those_of_flax():
     rngs = nnx.Rngs(1)
     norm = nnx.LayerNorm(C, rngs=rngs)
     up, down = nnx.Linear(C, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, C, rngs=rngs)
-    flaxs = {"norm": norm, "up": up, "down": down}
-    flaxs = {
+    flax = {
         name: nnx.to_pure_dict(nnx.state(layer, nnx.Param))
-        for name, layer in flaxs.items()
+        for name, layer in {"norm": norm, "up": up, "down": down}.items()
     }
-    ours = Int8MLP(C, HIDDEN, rngs=nnx.Rngs(1)).parameters()
-    jax.tree.map(np.testing.assert_array_equal, ours, flaxs)
+    params = Int8MLP(C, HIDDEN, rngs=nnx.Rngs(1)).parameters()
+    jax.tree.map(np.testing.assert_array_equal, params, flax)
     lean = Int8MLP(C, HIDDEN, use_bias=False, rngs=nnx.Rngs(1)).parameters()
     assert sorted(lean["up"]) == ["kernel"]
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Whether each call drops something out, and its seed."""
+    """Records of each call whether it has dropout, and its seed."""
     made = []
 
     def apply(operator, params, x, *, seed, block):
@@ -130,11 +130,11 @@ def calls(monkeypatch):
         assert block == 32
         return x
 
-    monkeypatch.setattr(int8_flow, "apply", apply)
+    monkeypatch.setattr(blocks, "apply", apply)
     return made
 
 
-def test_the_state_is_in_split_and_merge(calls):
+def test_split_and_merge_carry_the_state(calls):
     model = build()
     model(X)
     graphdef, state = nnx.split(model)
@@ -148,8 +148,8 @@ def test_the_state_is_in_split_and_merge(calls):
     assert len({first, *of_model}) == 3
 
 
-def test_state_and_streams_move_under_jit(monkeypatch):
-    monkeypatch.setattr(int8_flow, "apply", lambda *_, seed, block: seed)  # noqa: ARG005
+def test_jit_updates_state_and_streams(monkeypatch):
+    monkeypatch.setattr(blocks, "apply", lambda *_, seed, block: seed)  # noqa: ARG005
     model, call = build(dropout_rate=0.5), nnx.jit(lambda model, x: model(x))
     seeds = [int(call(model, X)) for _ in range(2)]
     model.eval()
@@ -159,7 +159,7 @@ def test_state_and_streams_move_under_jit(monkeypatch):
     assert fallback_stats(model)["layers/1"].count == 2
 
 
-def test_evaluation_draws_and_drops_nothing(calls):
+def test_evaluation_draws_no_noise_and_drops_nothing(calls):
     model = build(dropout_rate=0.5)
     model.eval()
     model(X)
@@ -167,7 +167,7 @@ def test_evaluation_draws_and_drops_nothing(calls):
     assert calls[0] == calls[1]
     assert not calls[0][0]
     assert fallback_stats(model)["layers/1"].count == 0
-    model(X, deterministic=False)  # masks of their own, though the state stays
+    model(X, deterministic=False)  # draws new masks, though the state is frozen
     model(X, deterministic=False)
     model.train()
     model(X)
@@ -190,7 +190,7 @@ def test_evaluation_draws_and_drops_nothing(calls):
         (lambda: Int8Attention(16, 0, rngs=nnx.Rngs(0)), "at least 1 .*; got 0 heads"),
         (
             lambda: Int8Sequential([nnx.Linear(8, 8, rngs=nnx.Rngs(0))]),
-            "takes Int8MLP and Int8Attention; got Linear",
+            "takes Int8MLP and Int8Attention layers; got Linear",
         ),
         (
             lambda: Int8MLP(8, 8, dropout_rate=1.0, rngs=nnx.Rngs(0)),
