@@ -182,6 +182,8 @@ def test_a_wrong_layer_is_refused(monkeypatch):
         name="mine", reference=lambda x, w, *_: x @ (1.01 * w)
     )
     monkeypatch.setattr(baselines, "bf16", lambda: wrong)
+    monkeypatch.setattr(baselines, "installed_int8_libraries", list)
+    monkeypatch.setattr(matmuls, "timed", lambda *_: [])
     with pytest.raises(measure.WrongResultError, match=r"y of mine by xla is wrong"):
         list(linear.rows([(16, 8, 4)], **OPTIONS))
 
