@@ -11,9 +11,9 @@ import pytest
 from examples.llama import mesh
 from examples.llama.bench import block, harness, parity, profile, scaling, train
 from examples.llama.step import TrainState
-from fbq_jax import FLOAT_GEMM, Gemm, recipes
+from fbq_jax import recipes
 from fbq_jax.bench import matmuls, measure
-from tests.fbq_jax.bench.tools import OPTIONS, check_rates
+from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
 
 
 @pytest.fixture
@@ -25,10 +25,7 @@ def promotion():
 
 @pytest.fixture
 def few_recipes(monkeypatch):
-    """bf16, and fallback with float backward GEMMs, which compile in half the time."""
-    drhs = Gemm(lhs=None, rhs=None, keeps="codes")
-    fallback = dataclasses.replace(recipes.fallback, dlhs=FLOAT_GEMM, drhs=drhs)
-    few = {"bf16": None, "fallback": fallback}
+    few = {"bf16": None, "fallback": float_backward(recipes.fallback)}
     monkeypatch.setattr(harness, "recipes", lambda: few)
 
 
