@@ -1,10 +1,10 @@
-# Two commands, each with its own set-up: `make train` and `make test`.
+# `make train` and `make test` install what they need into .venv, then run.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?=
-# The tests bring XLA's compiler for GPUs, which asks for CUDA's libraries; where there
-# is no driver none are needed.
+# The tests install XLA's GPU compiler, which checks the CUDA libraries. Without an NVIDIA
+# driver, skip that check.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= $(if $(wildcard /dev/nvidiactl),,1)
 
 .PHONY: train test

@@ -4,22 +4,22 @@ import os
 import tempfile
 from importlib.metadata import version
 
-# Before JAX starts: its first backend reads it once.
+# JAX reads the flags once, when its first backend starts.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        # Most of the tests' time is XLA's, compiling for the CPU.
+        # Compilation takes most of the tests' time.
         "--xla_backend_optimization_level=0",
         "--xla_cpu_parallel_codegen_split_count=1",  # Other cores run other tests.
-        # The new emitters take twice as long for small programs. Later versions have no
-        # others, and no such flag.
+        # The new emitters take twice as long for small programs. Later versions of
+        # jaxlib have no other emitters and no such flag.
         "--xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
     ]
 )
-# XLA's threads: all those of an interpreted cluster must run at the same time.
+# The number of XLA's threads: those of an interpreted cluster must all run at once.
 os.environ["NPROC"] = "16"
-# XLA's compiler for GPUs may be installed where there are no CUDA libraries.
+# XLA's GPU compiler may be installed without the CUDA libraries.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 import jax
@@ -32,7 +32,7 @@ NO_GPU = "needs a GPU"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has each process compile a program once, however many functions become it."""
+    """Caches compiled programs, so that each process compiles equal programs once."""
     folder = tempfile.TemporaryDirectory(prefix="fbq-jax-compiled-")
     config.add_cleanup(folder.cleanup)
     jax.config.update("jax_compilation_cache_dir", folder.name)
@@ -41,13 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what is marked ``gpu`` where there is none."""
+    """Skips tests marked ``gpu`` on a machine without a GPU."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(NO_GPU)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says how many tests had no GPU: green is then less than it seems."""
+    """Reports how many tests were skipped for want of a GPU."""
     reasons = [report.longrepr for report in terminalreporter.getreports("skipped")]
     without = sum(NO_GPU in str(reason) for reason in reasons)
     if without:

@@ -13,7 +13,7 @@ from examples.llama.bench import block, harness, parity, profile, scaling, train
 from examples.llama.step import TrainState
 from fbq_jax import recipes
 from fbq_jax.bench import matmuls, measure
-from tests.fbq_jax.bench.tools import OPTIONS, check_rates
+from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def promotion():
 
 @pytest.fixture
 def few_recipes(monkeypatch):
-    few = {"bf16": None, "fallback": recipes.fallback}
+    few = {"bf16": None, "fallback": float_backward(recipes.fallback)}
     monkeypatch.setattr(harness, "recipes", lambda: few)
 
 

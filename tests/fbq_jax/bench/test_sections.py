@@ -21,7 +21,7 @@ from fbq_jax.bench import (
 )
 from fbq_jax.bench import recipes as bench_recipes
 from fbq_jax.ops import dispatch
-from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates
+from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 
 
 def test_gemm():
@@ -70,7 +70,8 @@ def test_linear(monkeypatch):
 
 
 def test_recipes(monkeypatch):
-    named = {name: recipes.NAMED[name] for name in ("block", "fallback")}
+    names = ("block", "fallback")
+    named = {name: float_backward(recipes.NAMED[name]) for name in names}
     monkeypatch.setattr(recipes, "NAMED", named)
     monkeypatch.setattr(bench_recipes, "OUTLIERS", {"up to 6559": (6559.0, 256)})
     shape = 256, 512, 128
@@ -182,6 +183,8 @@ def test_a_wrong_layer_is_refused(monkeypatch):
         name="mine", reference=lambda x, w, *_: x @ (1.01 * w)
     )
     monkeypatch.setattr(baselines, "bf16", lambda: wrong)
+    monkeypatch.setattr(baselines, "installed_int8_libraries", list)
+    monkeypatch.setattr(matmuls, "timed", lambda *_: [])
     with pytest.raises(measure.WrongResultError, match=r"y of mine by xla is wrong"):
         list(linear.rows([(16, 8, 4)], **OPTIONS))
 

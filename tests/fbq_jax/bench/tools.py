@@ -1,12 +1,21 @@
 """What the benchmarks' tests share."""
 
+import dataclasses
+
 import pytest
 
+from fbq_jax import FLOAT_GEMM, Gemm
 from fbq_jax.bench import measure, results
 from fbq_jax.bench.measure import Timing
 
 EFFORT = measure.Effort(warm_up_s=0.0, samples=2, batch_s=0.0, rest_s=0.0, launches=2)
 OPTIONS = {"implementation": "reference", "effort": EFFORT}
+
+
+def float_backward(recipe):
+    """A recipe whose backward GEMMs are in float, which halves the compile time."""
+    drhs = Gemm(lhs=None, rhs=None, keeps="codes")
+    return dataclasses.replace(recipe, dlhs=FLOAT_GEMM, drhs=drhs)
 
 
 def check_rates(rows, work):
