@@ -80,7 +80,7 @@ def records_of(run: Path) -> list[dict[str, Any]]:
 
 
 def stop_after(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Presses Ctrl-C during step `last`."""
+    """Sends SIGINT, as Ctrl-C does, during step `last`."""
     show = training.show
 
     def press(bar: Any, record: dict[str, Any]) -> None:
