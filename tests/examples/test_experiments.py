@@ -484,9 +484,7 @@ def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     text = copy.read_text().replace(f"]({folder}/", "](experiments/results/")
     assert text == __main__.PAGE.read_text()
     copy.write_text("<!-- nonsense -->\n<!-- end -->")
-    with pytest.raises(
-        result_files.ResultsError, match="a place for nonsense"
-    ):
+    with pytest.raises(result_files.ResultsError, match="a place for nonsense"):
         page.fill(copy, __main__.RESULTS)
 
 
@@ -499,9 +497,7 @@ def test_results_of_other_texts_or_models_are_refused(
     runs.save(planted, tmp_path / "planted.json")
     with pytest.raises(result_files.ResultsError, match="SHA-256 of 58, not others"):
         result_files.runs(tmp_path, "outliers")
-    with pytest.raises(
-        result_files.ResultsError, match="belongs to another model 58"
-    ):
+    with pytest.raises(result_files.ResultsError, match="belongs to another model 58"):
         result_files.study(tmp_path, "error")
     other = a_run("block")
     other["options"]["corpus"] = {"train": 321}

@@ -1,4 +1,4 @@
-"""Training: resumes bit for bit, stops when told, refuses what it cannot do."""
+"""Training runs resume bit for bit, stop on a signal and reject bad options."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def standard_promotion() -> Any:
-    """Optax, and the gradient of JAX's attention in bfloat16, mix dtypes themselves."""
+    """Optax, and the gradient of JAX's bfloat16 attention, rely on promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -67,20 +67,20 @@ def config(text: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def whole_run(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was never interrupted."""
+    """The folder of an uninterrupted run."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     train.train(config, out)
     return out
 
 
 def records_of(run: Path) -> list[dict[str, Any]]:
-    """The run's records, without what the clock decides."""
+    """The records of a run, without the speed."""
     records = metrics.read(run / "metrics.jsonl")
     return [record | {"tokens_per_s": None} for record in records]
 
 
 def stop_after(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Presses Ctrl-C during step `last`."""
+    """Sends SIGINT, as Ctrl-C does, during step `last`."""
     show = training.show
 
     def press(bar: Any, record: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def test_finished_run_resumes_to_its_report(
 
 
 def error_of(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """The one line that a command line which cannot be done prints."""
+    """The one line that a failing command prints."""
     assert train.main(argv) == 1
     (error,) = capsys.readouterr().err.splitlines()
     return error
@@ -497,7 +497,7 @@ def test_model_flop_utilization_where_the_peak_is_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(flops, "peak", lambda: 1e9)
-    argv = flags(dataclasses.replace(config, steps=2), f"--out={tmp_path / 'run'}")
+    argv = flags(config, f"--out={tmp_path / 'run'}")  # a program of other tests
     assert train.main(argv) == 0
     output = capsys.readouterr()
     per_token = flops.per_token(build(config)[0].config, config.seq)
@@ -572,20 +572,33 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes(
     assert records_of(out) == records_of(whole_run)
 
 
-def test_a_resumed_comparison_starts_the_rest_alike(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_resumed_comparison_starts_the_rest_with_the_same_options(
+    config: Config,
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first = dataclasses.replace(config, recipe="bf16", steps=1)
-    train.train(first, tmp_path / "bf16")
-    argv = ["--compare=bf16,block", f"--out={tmp_path}", "--resume"]
-    assert train.main(argv) == 0
-    options = json.loads((tmp_path / "block" / "config.json").read_text())
-    assert options["steps"] == 1
-    other = dataclasses.replace(first, recipe="fallback", lr=0.1)
-    train.train(other, tmp_path / "fallback")
+    # The run is made up from another one, whose compiled program the rest shares.
+    shutil.copytree(whole_run, tmp_path / "block")
+    change_options(tmp_path / "block", recipe="block", log_every=5)
+    argv = ["--compare=block,fallback", f"--out={tmp_path}", "--resume"]
+    with pytest.MonkeyPatch.context() as patch:
+        trained = train.train
+        # The complete run needs no step, and belongs to another recipe.
+        patch.setattr(train, "train", lambda *a, **k: k["resume"] or trained(*a, **k))
+        assert train.main(argv) == 0
+    options = json.loads((tmp_path / "fallback" / "config.json").read_text())
+    assert options["log_every"] == 5
+    assert options["steps"] == config.steps
+    assert records_of(tmp_path / "fallback") == records_of(whole_run)
+    change_options(tmp_path / "fallback", lr=0.1)
     capsys.readouterr()
-    argv[0] = "--compare=bf16,fallback"
     assert "they cannot be compared" in error_of(capsys, argv)
+
+
+def change_options(run: Path, **options: Any) -> None:
+    file = run / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
 
 
 @pytest.mark.parametrize(
