@@ -64,7 +64,7 @@ class _Kernel(nn.Module):
         kernel = jnp.asarray(kernel, dtype)
         # What a frozen layer multiplies by; one that trains makes it on its devices.
         matrix = _as_matrix(kernel) if is_frozen(variable.value) else kernel
-        codes = layer_weight(self.dot_general, self, variable, matrix, _MATRICES)
+        codes = layer_weight(self.dot_general.config, self, variable, matrix, _MATRICES)
         return kernel if codes is None else codes.main, bias, variable
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from examples.llama.model import Llama, LlamaConfig
 from examples.llama.step import PyTree, cross_entropy
-from fbq_jax.linen.state import calling_module, find_slot
+from fbq_jax.linen.state import calling_module, find_variable
 
 PROJECTIONS = {
     "qkv": ("attention", "qkv", "dense"),
@@ -88,7 +88,9 @@ def _multiply(lhs: jax.Array, rhs: jax.Array, dims: Any, *_: Any, **__: Any) -> 
     out = lax.dot_general(lhs, rhs, dims)
     module = calling_module()
     assert module is not None
-    kept = find_slot(module, "fallback", lambda *_: None)
+    kept = find_variable(module, "fallback", lambda *_: None)
     kept.value = {"x": lhs, "w": rhs}
-    zeros = find_slot(module, OVERWRITE_WITH_GRADIENT, lambda *_: jnp.zeros_like(out))
+    zeros = find_variable(
+        module, OVERWRITE_WITH_GRADIENT, lambda *_: jnp.zeros_like(out)
+    )
     return out + zeros.value
