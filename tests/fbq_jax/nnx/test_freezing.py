@@ -29,10 +29,10 @@ class Block(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """Three blocks under a scan, and a layer without a dtype of its own."""
+    """Two blocks under a scan, and a layer without its own dtype."""
 
     def __init__(self, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=3)
+        @nnx.split_rngs(splits=2)
         @nnx.vmap
         def blocks(rngs):
             return Block(rngs)
@@ -154,7 +154,7 @@ def test_layers_that_cannot_be_frozen_are_named():
         freeze(Idle(Own()), X)
     with pytest.raises(ValueError, match="'layer/dot_general' of a FallbackEinsum"):
         freeze(Idle(FallbackEinsum(recipes.block)), X)
-    with pytest.raises(ValueError, match="none of them has .* 'dot' of a Beside"):
+    with pytest.raises(ValueError, match=r"none of them has .* 'dot' of a Beside"):
         freeze(Beside(layer, FallbackDot(recipes.block)), X)
     with pytest.raises(ValueError, match=r"'layer' and '.root.' share one Fallb"):
         freeze(Beside(layer, dot), X)
