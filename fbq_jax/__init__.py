@@ -52,6 +52,6 @@ from fbq_jax.recipes.schema import RecipeError as RecipeError
 
 __version__ = "0.1.0"
 
-# Public modules inside a package can also be imported from here by name.
+# Public modules of the packages can also be imported from here: fbq_jax.nonlinear.
 for _name in ("dispatch", "nonlinear", "optim", "smooth_swiglu"):
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]

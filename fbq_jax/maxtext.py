@@ -1,3 +1,3 @@
-"""MaxText's ``quant=`` under the name that is imported there."""
+"""MaxText's ``quant=``, under the name that MaxText imports."""
 
 from fbq_jax.integrations.maxtext import Quantization as Quantization

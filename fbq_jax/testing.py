@@ -1,8 +1,8 @@
-"""How far a quantized ``dot_general`` is from the float one, for unit tests.
+"""The error of a quantized ``dot_general``, for unit tests.
 
 >>> import jax
->>> x = jax.random.normal(jax.random.key(0), (64, 256))
->>> w = jax.random.normal(jax.random.key(1), (256, 32))
+>>> x = jax.random.normal(jax.random.key(0), (16, 32))
+>>> w = jax.random.normal(jax.random.key(1), (32, 8))
 >>> errors = dot_errors(x, w)
 >>> errors.out.relative < 0.02
 True
@@ -27,14 +27,14 @@ MATMUL: DimensionNumbers = (((1,), (0,)), ((), ()))
 
 
 class Error(NamedTuple):
-    """How an array differs from the exact one.
+    """The difference between an array and the exact one.
 
     Attributes:
-      relative: Frobenius norm of the difference over that of the exact array.
-      cosine: cosine of the angle between the two arrays as vectors.
-      worst: largest absolute difference of an element, over the root mean square of
+      relative: the Frobenius norm of the difference, over the norm of the exact array.
+      cosine: the cosine similarity of the two arrays as vectors.
+      worst: the largest absolute difference of an element, over the root mean square of
         the exact array.
-      where: that element's place.
+      where: the index of that element.
     """
 
     relative: float
@@ -51,7 +51,7 @@ class DotErrors(NamedTuple):
     drhs: Error
 
     def __str__(self) -> str:
-        """A table: a row for each array."""
+        """A table with one row per array."""
         rows = [f"{'':6}{'relative':>12}{'cosine':>12}{'worst/rms':>12}  at"]
         for name, error in self._asdict().items():
             rows.append(
@@ -62,15 +62,22 @@ class DotErrors(NamedTuple):
 
 
 def array_error(actual: Any, exact: Any) -> Error:
-    """Compares two arrays of one shape, in float64.
+    """Compares two arrays in float64.
 
-    Where both are zero throughout, ``relative`` is 0 and ``cosine`` 1; a NaN in either
-    makes every figure NaN.
+    If both are all zeros, ``relative`` is 0 and ``cosine`` is 1.  A NaN in either array
+    makes all figures NaN.
+
+    Args:
+      actual: the array to judge.
+      exact: the reference, of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
     """
     actual = np.asarray(actual, np.float64)
     exact = np.asarray(exact, np.float64)
     if actual.shape != exact.shape:
-        raise ValueError(f"shapes {actual.shape} and {exact.shape} differ")
+        raise ValueError(f"the shapes {actual.shape} and {exact.shape} differ")
     difference = np.abs(actual - exact)
     norm, other = np.linalg.norm(exact), np.linalg.norm(actual)
     if norm == 0.0 and other == 0.0:
@@ -95,19 +102,20 @@ def dot_errors(
     key: jax.Array | None = None,
     cotangent: jax.Array | None = None,
 ) -> DotErrors:
-    """The errors of a recipe against the float ``dot_general``.
+    """Measures the errors of a recipe's product and gradients.
 
-    The exact product and gradients are computed from the same operands in float32 at
-    the highest precision; the quantized ones in the operands' dtype.
+    The reference is ``lax.dot_general`` of the same operands in float32 at the highest
+    precision.  The quantized product runs in the operands' dtype.
 
     Args:
-      lhs: the activation, which may fall back.
+      lhs: the activation, whose blocks may fall back.
       rhs: the weight.
-      dimension_numbers: as for ``lax.dot_general``; by default a matrix product.
-      recipe: what is quantized how.
-      theta: the threshold; by default the quantile of lhs' own blocks.
-      key: for stochastic rounding, and for the cotangent.
-      cotangent: the output's gradient; by default standard normal.
+      dimension_numbers: as in ``lax.dot_general``; by default a matrix product.
+      recipe: what is quantized, and how.
+      theta: the threshold; None takes the quantile of lhs' own blocks.
+      key: a PRNG key for stochastic rounding and the default cotangent.
+      cotangent: the output's gradient; None draws it from a standard normal
+        distribution.
     """
     key = jax.random.key(0) if key is None else key
     noise_key, cotangent_key = jax.random.split(key)
@@ -151,18 +159,20 @@ def assert_dot_close(
     cosine: float = 0.0,
     **options: Any,
 ) -> None:
-    """Asserts that a recipe stays near the float ``dot_general``, gradients included.
+    """Asserts that a recipe's product and gradients are close to the exact ones.
 
     Args:
       lhs: the activation.
       rhs: the weight.
-      dimension_numbers: as for ``lax.dot_general``.
-      relative: the largest relative norm of an error, for output and gradients alike.
-      cosine: the smallest cosine similarity.
-      **options: of ``dot_errors``.
+      dimension_numbers: as in ``lax.dot_general``; by default a matrix product.
+      relative: the largest accepted ``Error.relative`` of the output and both
+        gradients.
+      cosine: the smallest accepted ``Error.cosine``.
+      **options: further arguments of ``dot_errors``.
 
     Raises:
-      AssertionError: with a table of the errors, which names those that are too large.
+      AssertionError: an error is too large; the message names the arrays and has a
+        table of all errors.
     """
     errors = dot_errors(lhs, rhs, dimension_numbers, **options)
     far = [

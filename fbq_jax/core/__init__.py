@@ -1,1 +1,1 @@
-"""Quantized products and layers as functions, without Flax."""
+"""Quantized products and layers as functions that do not depend on Flax."""

@@ -5,10 +5,10 @@ import jax
 from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
 from fbq_jax.core.nonlinear import SAVED_NAME
 
-#: Saves the codes and scales that the backward pass reads, the INT8 ones of the GEMMs
-#: and those of ``fbq_jax.nonlinear``, and recomputes the rest.  JAX's own policies for
-#: dots see none in the quantized ops, and would have the backward pass quantize and
-#: multiply once more.
+#: Saves the INT8 codes and scales that the backward pass of the GEMMs reads, and the
+#: packed codes of ``fbq_jax.nonlinear``; recomputes everything else.  JAX's own
+#: policies for dots do not recognize the quantized ops: the backward pass would
+#: quantize and multiply again.
 save_codes = jax.checkpoint_policies.save_only_these_names(
     LHS_NAME, RHS_NAME, SAVED_NAME
 )

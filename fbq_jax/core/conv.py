@@ -1,17 +1,17 @@
 """A convolution as one quantized ``dot_general``: its windows times its kernel.
 
-The windows are copies made by slices, exact in every dtype; a NaN reaches the windows
-that hold it and no other.  One value is in ``prod(kernel) / prod(strides)`` of them.
-Where windows lie side by side that is once: of patches there is one copy, and of 1x1
-they are the activation itself, reshaped.  Where they overlap, a 3x3 convolution makes
-of its input an array of nine times the size, and so does the backward pass of the
-input's gradient, whose parts are then summed in the input's dtype.
+Slices copy the windows, exactly in every dtype.  A NaN reaches only the windows that
+hold it.  Each value is in ``prod(kernel) / prod(strides)`` windows.  Without overlap
+that is one: patches are one copy of the input, and 1x1 windows are the input itself,
+reshaped.  With overlap the windows are larger than the input, nine times for a 3x3
+kernel.  So are their gradients in the backward pass, whose overlapping parts are summed
+in the dtype of the input.
 
-For the gradient of the kernel the codes of the windows are kept, which is nine bytes a
-value for that 3x3.  Codes of the activation would not do in their stead: the values of
-a block share a scale, and each place that a pixel has in a window puts it into a block
-with other pixels.  ``nn.remat(nn.Conv)`` keeps the activation in floats instead, and
-makes windows and codes once more.
+The gradient of the kernel needs the codes of the windows, nine bytes per value for that
+3x3 kernel.  Codes of the activation would not do: the values of a block share a scale,
+and each position of a pixel in a window puts it in a block with other pixels.
+``nn.remat(nn.Conv)`` saves the unquantized activation instead, and recomputes windows
+and codes.
 """
 
 import functools
@@ -42,45 +42,36 @@ def conv_general_dilated(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """``lax.conv_general_dilated(lhs, rhs, ...)`` by one call of ``dot_general``.
+    """Computes ``lax.conv_general_dilated(lhs, rhs, ...)`` by one ``dot_general``.
 
-    The left operand is ``[N, *places, *kernel_size, C]``, of which the last axes are
-    contracted; the right one is the kernel as it lies.
+    The left operand of the product is ``[N, *positions, *kernel_size, C]``, contracted
+    over the last axes; the right one is the kernel in its own layout.
 
     Args:
-      dot_general: of the activation, the weight and the other arguments of
-        ``lax.dot_general``.
+      dot_general: takes the arguments of ``lax.dot_general``; its lhs is the
+        activation.
       lhs: the activation.
       rhs: the kernel.
-      window_strides: as for ``lax.conv_general_dilated``, like all that follow.
-      padding: with zeros.
-      lhs_dilation: zeros between the activation's values.
-      rhs_dilation: steps between a window's values.
-      dimension_numbers: any.
-      feature_group_count: the groups are batch dimensions of the product, each with
-        codes and scales of its own.
+      window_strides: the step between windows, for each spatial dimension.
+      padding: ``"SAME"``, ``"VALID"``, ``"SAME_LOWER"`` or pairs (low, high); pads with
+        zeros.
+      lhs_dilation: the step between the activation's values; zeros lie between them.
+      rhs_dilation: the step between the values of a window.
+      dimension_numbers: as in ``lax.conv_general_dilated``.
+      feature_group_count: the number of feature groups.  Groups are batch dimensions of
+        the product, each with its own codes and scales.
       batch_group_count: 1.
-      precision: handed on.
-      preferred_element_type: handed on.
-      out_sharding: the output's sharding, over explicit mesh axes; of one group.
+      precision: passed to ``dot_general``.
+      preferred_element_type: passed to ``dot_general``.
+      out_sharding: the output's sharding over explicit mesh axes, for one group only.
 
     Raises:
-      TypeError: ``lax.conv_general_dilated``'s own, where shapes do not fit.
-      ValueError: likewise; or the batch is in groups, no window fits into the padded
-        input, or the output of several feature groups is asked for with a sharding.
+      TypeError: ``lax.conv_general_dilated`` raises it for the shapes.
+      ValueError: ``lax.conv_general_dilated`` raises it for the shapes; or
+        ``batch_group_count`` is not 1, no window fits the padded input, or
+        ``out_sharding`` comes with several feature groups.
     """
-    if batch_group_count != 1:
-        raise ValueError(
-            "a quantized convolution takes batch_group_count=1; got "
-            f"{batch_group_count}"
-        )
-    groups = feature_group_count
-    if groups != 1 and out_sharding is not None:
-        raise ValueError(
-            "a quantized convolution takes out_sharding where feature_group_count is "
-            f"1; got {groups} and {out_sharding}"
-        )
-
+    _check_groups(feature_group_count, batch_group_count, out_sharding)
     lhs_spec, rhs_spec, out_spec = lax.conv_dimension_numbers(
         lhs.shape, rhs.shape, dimension_numbers
     )
@@ -91,92 +82,118 @@ def conv_general_dilated(
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
         dimension_numbers=dimension_numbers,
-        feature_group_count=groups,
+        feature_group_count=feature_group_count,
     )
     shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
     out = jax.eval_shape(float_conv, *shapes)
-    places = [out.shape[axis] for axis in out_spec[2:]]
+    positions = [out.shape[axis] for axis in out_spec[2:]]
     sizes = [rhs.shape[axis] for axis in rhs_spec[2:]]
-    if 0 in places:
+    if 0 in positions:
         raise ValueError(
             f"no window of {tuple(sizes)} fits an input of {lhs.shape} with padding "
             f"{padding!r}: the output would have the shape {out.shape}"
         )
-    x = _windows(
+    ones = (1,) * len(positions)
+    windows = _windows(
         lhs.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1]),
-        places,
+        positions,
         sizes,
         window_strides,
         padding,
-        (1,) * len(places) if lhs_dilation is None else lhs_dilation,
-        (1,) * len(places) if rhs_dilation is None else rhs_dilation,
+        ones if lhs_dilation is None else lhs_dilation,
+        ones if rhs_dilation is None else rhs_dilation,
     )
-
-    within = tuple(range(len(places) + 1, x.ndim))
-    of_kernel = (*rhs_spec[2:], rhs_spec[1])
-    dims: DimensionNumbers = (within, of_kernel), ((), ())
-    if groups != 1:
-        channels, features = x.ndim - 1, rhs_spec[0]
-        x, rhs = _split(x, channels, groups), _split(rhs, features, groups)
-        within = (*within[:-1], channels + 1)
-        of_kernel = tuple(axis + (axis > features) for axis in of_kernel)
-        dims = (within, of_kernel), ((channels,), (features,))
+    operands = _split_groups(windows, rhs, rhs_spec, feature_group_count)
     order = _order(out_spec)
     y = dot_general(
-        x,
-        rhs,
-        dims,
+        *operands,
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=before_transposing(out_sharding, order),
     )
-    if groups != 1:
+    if feature_group_count != 1:
         y = jnp.moveaxis(y, 0, -2)
         y = y.reshape(*y.shape[:-2], out.shape[out_spec[1]])
     return y.transpose(order)
 
 
+def _check_groups(
+    feature_groups: int,
+    batch_groups: int,
+    out_sharding: NamedSharding | PartitionSpec | None,
+) -> None:
+    if batch_groups != 1:
+        raise ValueError(
+            f"a quantized convolution takes batch_group_count=1; got {batch_groups}"
+        )
+    if feature_groups != 1 and out_sharding is not None:
+        raise ValueError(
+            "a quantized convolution takes out_sharding only if feature_group_count is "
+            f"1; got {feature_groups} and {out_sharding}"
+        )
+
+
+def _split_groups(
+    windows: jax.Array, kernel: jax.Array, rhs_spec: Sequence[int], groups: int
+) -> tuple[jax.Array, jax.Array, DimensionNumbers]:
+    """The operands and dimension numbers of the product, with groups as batches."""
+    rank = len(rhs_spec) - 2
+    lhs_contract = tuple(range(rank + 1, windows.ndim))
+    rhs_contract = (*rhs_spec[2:], rhs_spec[1])
+    if groups == 1:
+        return windows, kernel, ((lhs_contract, rhs_contract), ((), ()))
+    channels, features = windows.ndim - 1, rhs_spec[0]
+    lhs_contract = (*lhs_contract[:-1], channels + 1)
+    rhs_contract = tuple(axis + (axis > features) for axis in rhs_contract)
+    return (
+        _split(windows, channels, groups),
+        _split(kernel, features, groups),
+        ((lhs_contract, rhs_contract), ((channels,), (features,))),
+    )
+
+
 def _windows(
     x: jax.Array,
-    places: Sequence[int],
+    positions: Sequence[int],
     sizes: Sequence[int],
     strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    steps: Sequence[int],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
 ) -> jax.Array:
-    """Of ``[N, ..., C]`` the windows ``[N, *places, *sizes, C]``."""
+    """The windows ``[N, *positions, *sizes, C]`` of ``[N, ..., C]``."""
     if isinstance(padding, str):
-        reaches = [(n - 1) * step + 1 for n, step in zip(sizes, steps, strict=True)]
-        padding = lax.padtype_to_pads(x.shape[1:-1], reaches, strides, padding)
+        spans = [(n - 1) * d + 1 for n, d in zip(sizes, rhs_dilation, strict=True)]
+        padding = lax.padtype_to_pads(x.shape[1:-1], spans, strides, padding)
     around = [
-        (low, high, n - 1) for (low, high), n in zip(padding, dilation, strict=True)
+        (low, high, d - 1) for (low, high), d in zip(padding, lhs_dilation, strict=True)
     ]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *around, (0, 0, 0)])
-    rank = len(places)
-    along = list(enumerate(zip(places, sizes, strides, steps, strict=True), start=1))
-    for axis, (count, size, stride, step) in reversed(along):
-        if stride == size and step == 1:
+    rank = len(positions)
+    dims = list(enumerate(zip(positions, sizes, strides, rhs_dilation, strict=True), 1))
+    for axis, (count, size, stride, step) in reversed(dims):
+        if stride == size and step == 1:  # adjacent windows: a reshape
             x = lax.slice_in_dim(x, 0, count * size, axis=axis)
             x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
             x = jnp.moveaxis(x, axis + 1, rank + 1)
         else:
             starts = range(0, size * step, step)
-            reach = (count - 1) * stride + 1
+            length = (count - 1) * stride + 1
             x = jnp.stack(
-                [lax.slice_in_dim(x, i, i + reach, stride, axis) for i in starts],
+                [lax.slice_in_dim(x, i, i + length, stride, axis) for i in starts],
                 rank + 1,
             )
     return x
 
 
 def _split(x: jax.Array, axis: int, groups: int) -> jax.Array:
+    """Splits an axis into groups."""
     size = x.shape[axis] // groups
     return x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
 
 
 def _order(out_spec: Sequence[int]) -> tuple[int, ...]:
-    """For each of the output's axes the one of ``[N, ..., C]`` that it is."""
-    batch, channels, *inner = out_spec
-    order = [batch, *inner, channels]
+    """The axis of ``[N, ..., C]`` that becomes each axis of the output."""
+    batch, channels, *spatial = out_spec
+    order = [batch, *spatial, channels]
     return tuple(order.index(axis) for axis in range(len(order)))

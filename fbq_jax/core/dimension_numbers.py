@@ -1,4 +1,4 @@
-"""``lax.dot_general`` by way of one product of matrices."""
+"""``lax.dot_general`` as one stack of matrix products."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,42 +14,15 @@ DimensionNumbers = tuple[
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def dot_general_of(
-    matmul: Callable[[jax.Array, jax.Array, Any], jax.Array],
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
-    out_sharding: Any,
-) -> jax.Array:
-    """``lax.dot_general(lhs, rhs, ...)`` computed by ``matmul``.
-
-    Args:
-      matmul: of ``[B, M, K]``, ``[B, K, N]`` and the output's dtype: ``[B, M, N]``.
-      lhs: bfloat16, float16 or float32.
-      rhs: likewise.
-      dimension_numbers: as for ``lax.dot_general``.
-      precision: None or DEFAULT; ``matmul`` has its own.
-      preferred_element_type: the output's dtype; by default the operands' common one.
-      out_sharding: the output's sharding, over explicit mesh axes.
-
-    Raises:
-      TypeError: an operand is not of a float dtype above.
-      ValueError: another precision is asked for, or the dimensions do not fit.
-    """
-    check_operands(lhs, rhs, precision, preferred_element_type)
-    dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    lhs_shape, rhs_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
-    out = output_of(lhs_shape, rhs_shape, dimension_numbers, dtype, None)
-    y = matmul(*as_matrices(lhs, rhs, dimension_numbers), dtype).reshape(out.shape)
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
-
-
 def check_operands(
     lhs: jax.Array, rhs: jax.Array, precision: Any, preferred: Any
 ) -> None:
-    """Raises what ``dot_general_of`` says."""
+    """Checks dtypes and precision.
+
+    Raises:
+      TypeError: an operand or the output is not bfloat16, float16 or float32.
+      ValueError: the precision is neither None nor DEFAULT.
+    """
     accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
     dtypes = {"lhs": lhs.dtype, "rhs": rhs.dtype}
     if preferred is not None:
@@ -72,7 +45,7 @@ def output_of(
     dtype: Any,
     out_sharding: Any,
 ) -> jax.ShapeDtypeStruct:
-    """The output's shape and sharding, or ``lax.dot_general``'s own error."""
+    """The output's shape and sharding; raises the errors of ``lax.dot_general``."""
 
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return lax.dot_general(
@@ -89,17 +62,18 @@ def as_matrices(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
-    rows_of: Callable[[Sequence[int]], tuple[int, ...]] = lambda sizes: (
+    row_shape: Callable[[Sequence[int]], tuple[int, ...]] = lambda sizes: (
         math.prod(sizes),
     ),
 ) -> tuple[jax.Array, jax.Array]:
-    """Transposes and reshapes to ``[B, M, K]`` and ``[B, K, N]``.
+    """Transposes and reshapes the operands to ``[B, M, K]`` and ``[B, K, N]``.
 
-    ``rows_of`` makes more axes of M, given the sizes that lhs has there.
+    ``row_shape`` maps the sizes of the dimensions that M consists of to the axes that
+    stand for M; by default it is one axis.
     """
     (contract, _), (batch, _) = dimension_numbers
     free = _free(lhs, contract, batch)
-    rows = rows_of([lhs.shape[d] for d in free])
+    rows = row_shape([lhs.shape[d] for d in free])
     x = _group(lhs, batch, free, contract)
     x = x.reshape(len(x), *rows, x.shape[-1])
     return x, rhs_matrix(rhs, dimension_numbers)
@@ -112,10 +86,12 @@ def rhs_matrix(rhs: jax.Array, dimension_numbers: DimensionNumbers) -> jax.Array
 
 
 def _group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
+    """Makes one axis of each group of dimensions."""
     order = [d for group in dims for d in group]
     sizes = [math.prod(x.shape[d] for d in group) for group in dims]
     return x.transpose(order).reshape(sizes)
 
 
 def _free(x: jax.Array, *taken: Sequence[int]) -> list[int]:
+    """The dimensions that are neither contracted nor batch dimensions."""
     return [d for d in range(x.ndim) if not any(d in dims for dims in taken)]

@@ -1,9 +1,10 @@
-"""A quantized ``lax.dot_general``: any ``dimension_numbers``, as one matrix product.
+"""A quantized ``lax.dot_general`` for any ``dimension_numbers``.
 
-State goes in as a threshold and comes out as the metric of the blocks: nothing is
-written in here.
+The function is pure: a threshold goes in, and the metric of each activation block comes
+out.  Callers that keep state update it outside.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from fbq_jax.core.dimension_numbers import (
     check_operands,
     output_of,
 )
+from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.recipes import fallback
@@ -29,13 +31,38 @@ from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import automatic
 
 
-class Stats(NamedTuple):
-    """What a forward measures.
+@dataclasses.dataclass(frozen=True)
+class DotConfig:
+    """The static settings of a quantized dot.
 
     Attributes:
-      rate: float32 ``[]``, the share of blocks that fell back.
-      theta: float32 ``[]``, the threshold that decided it; ``threshold.UNSET``, which
-        counts as 0, where lhs set none (zeros, a NaN or an Inf).
+      recipe: what is quantized, and how.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
+        ``fbq_jax.ops.dispatch`` choose.
+
+    Raises:
+      TypeError: ``recipe`` is not a ``Recipe``.
+    """
+
+    recipe: Recipe
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(
+                "a quantized dot takes a Recipe, such as fbq_jax.recipes.fallback; got "
+                f"{self.recipe!r}"
+            )
+
+
+class Stats(NamedTuple):
+    """What the forward pass measures.
+
+    Attributes:
+      rate: float32 ``[]``, the fallback rate: the share of blocks that fell back.
+      theta: float32 ``[]``, the threshold that was used.  ``threshold.UNSET``, which
+        counts as 0, if none was given and lhs sets none (it is zero, or has a NaN or an
+        Inf).
       metric: float32 ``[B, ceil(M/m), ceil(K/k)]``, the criterion's value of each
         block.
     """
@@ -58,130 +85,120 @@ def dot_general(
     out_sharding: Any = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Stats]:
-    """``lax.dot_general`` with quantized GEMMs, forward and backward.
+    """``lax.dot_general`` with quantized GEMMs in the forward and backward passes.
 
-    Pure: the threshold goes in as ``theta``, and what a new one is made of comes out in
-    ``Stats``.  With ``X``, ``W`` and ``dY`` the operands and the output's gradient as
-    matrices, and ``Q``, ``R``, ``S`` nearest codes, nearest codes plus residual, and
-    stochastic codes, the recipe ``fallback`` (arXiv 2503.08040) computes
+    Let ``X``, ``W`` and ``dY`` be the operands and the output's gradient as matrices,
+    ``Q`` nearest rounding to INT8, ``R`` nearest rounding with a residual term in the
+    blocks that fall back, and ``S`` stochastic rounding.  The recipe ``fallback``
+    (arXiv 2503.08040) computes
 
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
+    The function is pure: pass the threshold as ``theta``, and compute the next one from
+    the returned ``Stats``.
+
     Args:
-      lhs: the activation, which may fall back; bfloat16, float16 or float32. (Roles go
-        by position: an einsum may hand its operands over the other way round.)
-      rhs: the weight; likewise.
-      dimension_numbers: as for ``lax.dot_general``: the contracting dimensions of lhs
-        and rhs, and their batch dimensions.
+      lhs: the activation, whose blocks may fall back; bfloat16, float16 or float32.
+        Roles follow the position of the operands: ``jnp.einsum`` may swap them.
+      rhs: the weight; bfloat16, float16 or float32.
+      dimension_numbers: the contracting dimensions of lhs and rhs and their batch
+        dimensions, as in ``lax.dot_general``.
       precision: None or DEFAULT; the recipe sets the precision.
-      preferred_element_type: the output's dtype; by default the operands' common one.
-      recipe: what is quantized how.
-      theta: the threshold of fallback, at least 0; by default the quantile of lhs' own
-        blocks that puts the rate in the middle of the recipe's range.
-      key: a PRNG key for stochastic rounding.  Without one every call draws the same
-        noise; training should pass a new one each call.
-      out_sharding: the output's sharding, over explicit mesh axes.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; by default
-        ``fbq_jax.ops.dispatch`` chooses.
+      preferred_element_type: the output's dtype; None takes the operands' common one.
+      recipe: what is quantized, and how.
+      theta: the threshold of fallback, at least 0.  None takes the quantile of lhs' own
+        blocks that puts the fallback rate in the middle of the recipe's range.
+      key: a PRNG key for stochastic rounding.  Training should pass a new key to each
+        call; without a key every call draws the same noise.
+      out_sharding: the output's sharding over explicit mesh axes.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
+        ``fbq_jax.ops.dispatch`` choose.
 
     Returns:
-      The output, of the shape and dtype that ``lax.dot_general`` gives, and ``Stats``.
+      The output, with the shape and dtype that ``lax.dot_general`` gives, and
+      ``Stats``.
 
     Raises:
-      TypeError: an operand is not of a float dtype above.
+      TypeError: an operand has another dtype, or ``recipe`` is not a ``Recipe``.
       ValueError: the dimensions do not fit, theta is negative, another precision is
-        asked for, or the implementation cannot run here.
+        requested, or the implementation cannot run here.
 
-    >>> x, w = jnp.ones((4, 256)), jnp.ones((256, 8))
+    >>> x, w = jnp.ones((4, 64)), jnp.ones((64, 8))
     >>> y, stats = dot_general(x, w, (((1,), (0,)), ((), ())), theta=0.5)
     >>> float(y[0, 0]), float(stats.rate)
-    (256.0, 1.0)
+    (64.0, 1.0)
     """
-    seed = jnp.zeros((), jnp.uint32)
-    if key is not None:
-        seed = jax.random.bits(key, (), jnp.uint32)
-    out, stats = _seeded_dot_general(
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision,
-        preferred_element_type,
-        recipe=recipe,
-        theta=checked_theta(theta),
-        seed=seed,
-        out_sharding=out_sharding,
-        implementation=implementation,
-    )
-    batch, *rows, across = stats.metric.shape
-    metric = stats.metric.reshape(batch, math.prod(rows), across)
+    call = DotCall(dimension_numbers, precision, preferred_element_type, out_sharding)
+    config = DotConfig(recipe, implementation)
+    theta, seed = checked_theta(theta), seed_from_key(key)
+    out, stats = _seeded_dot_general(config, theta, seed, lhs, rhs, call)
+    batch, *rows, columns = stats.metric.shape
+    metric = stats.metric.reshape(batch, math.prod(rows), columns)
     return out, stats._replace(metric=metric)
 
 
 def checked_theta(theta: jax.Array | float | None) -> jax.Array:
-    """A caller's threshold as float32 ``[]``; None is ``threshold.UNSET``."""
+    """The threshold that a caller passes, as float32 ``[]``; None is ``UNSET``."""
     if theta is None:
         theta = threshold.UNSET
     elif jnp.ndim(theta):
-        raise ValueError(f"theta is a scalar; got an array {jnp.shape(theta)}")
+        raise ValueError(
+            f"theta takes a scalar; got an array of shape {jnp.shape(theta)}"
+        )
     elif not isinstance(theta, jax.core.Tracer) and not np.asarray(theta) >= 0.0:
-        raise ValueError(f"theta is a threshold and at least 0; got {theta}")
+        raise ValueError(f"theta takes a threshold of at least 0; got {theta}")
     return jnp.asarray(theta, jnp.float32)
 
 
+def seed_from_key(key: jax.Array | None) -> jax.Array:
+    """The seed, uint32 ``[]``, of a call's noise; without a key it is 0."""
+    if key is None:
+        return jnp.zeros((), jnp.uint32)
+    return jax.random.bits(key, (), jnp.uint32)
+
+
 def stateful_dot_general(
+    config: DotConfig,
     state: Mapping[str, jax.Array],
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
-    *,
-    recipe: Recipe,
-    out_sharding: Any,
-    implementation: str | None,
+    call: DotCall,
     codes: QTensor | None = None,
 ) -> tuple[jax.Array, threshold.State]:
-    """``dot_general`` with a layer's state: the output and the state after training.
+    """``dot_general`` with the state of a layer.
 
-    A caller that evaluates drops the new state.  ``codes`` are those of rhs by columns,
-    in a frozen layer (``fbq_jax.core.frozen_weight``), whose rhs has a shape and a
-    dtype only.
+    Args:
+      config: the recipe and the implementation.
+      state: the layer's ``threshold.State``.
+      lhs: the activation.
+      rhs: the weight.  In a frozen layer only its shape and dtype are read.
+      call: the other arguments of ``lax.dot_general``.
+      codes: the colwise codes of a frozen layer's weight
+        (``fbq_jax.core.frozen_weight``).
+
+    Returns:
+      The output, and the state after a training forward; evaluation drops the latter.
     """
-    before = threshold.canonicalize_state(state)
-    out, stats = _seeded_dot_general(
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision,
-        preferred_element_type,
-        recipe=recipe,
-        theta=before["theta"],
-        seed=threshold.call_seed(before),
-        out_sharding=out_sharding,
-        implementation=implementation,
-        codes=codes,
-    )
-    return out, threshold.update(before, stats.metric, stats.theta, recipe)
+    old = threshold.canonicalize_state(state)
+    theta, seed = old["theta"], threshold.call_seed(old)
+    out, stats = _seeded_dot_general(config, theta, seed, lhs, rhs, call, codes)
+    return out, threshold.update(old, stats.metric, stats.theta, config.recipe)
 
 
 def _seeded_dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
-    *,
-    recipe: Recipe,
+    config: DotConfig,
     theta: jax.Array,
     seed: jax.Array,
-    out_sharding: Any,
-    implementation: str | None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    call: DotCall,
     codes: QTensor | None = None,
 ) -> tuple[jax.Array, Stats]:
-    """``dot_general`` where a traced ``theta`` may be ``threshold.UNSET``."""
-    check_operands(lhs, rhs, precision, preferred_element_type)
-    dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-    out = output_of(lhs, rhs, dimension_numbers, dtype, out_sharding)
+    """``dot_general``; a traced ``theta`` may be ``threshold.UNSET``."""
+    recipe, implementation = config.recipe, config.implementation
+    check_operands(lhs, rhs, call.precision, call.preferred_element_type)
+    dtype = call.output_dtype(lhs, rhs)
+    out = output_of(lhs, rhs, call.dimension_numbers, dtype, call.out_sharding)
 
     def multiply(
         lhs: jax.Array,
@@ -190,8 +207,8 @@ def _seeded_dot_general(
         seed: jax.Array,
         codes: Quantized | None,
     ) -> tuple[jax.Array, Stats]:
-        rows_of = functools.partial(row_axes, recipe=recipe)
-        x, w = as_matrices(lhs, rhs, dimension_numbers, rows_of)
+        row_shape = functools.partial(row_axes, recipe=recipe)
+        x, w = as_matrices(lhs, rhs, call.dimension_numbers, row_shape)
         theta = resolve(theta, x, recipe, implementation)
         spec = matmul_vjp.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
         weight = w if codes is None else codes
@@ -204,10 +221,15 @@ def _seeded_dot_general(
 
 
 def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
-    """The axes, ``(M,)`` or ``(G, R)``, that an activation's axes before K become.
+    """The shape, ``(M,)`` or ``(G, R)``, that stands for an activation's rows.
 
-    The last one, often the tokens of a sequence, is kept if it is of whole blocks and
-    all GEMMs have block scales, so that the ones before it and it can both be sharded.
+    The last axis before K, often the tokens of a sequence, stays an axis of its own if
+    its size is a multiple of the block's and all GEMMs have block scales.  It and the
+    axes before it can then both be sharded.
+
+    Args:
+      sizes: the sizes of the activation's axes before K.
+      recipe: gives the rows of a block.
 
     >>> row_axes((2, 4, 256), Recipe(block=128)), row_axes((2, 100), Recipe(block=128))
     ((8, 256), (200,))
@@ -227,15 +249,15 @@ def resolve(
     layer: Callable[[jax.Array], jax.Array] = lambda x: x,
     blocks: jax.Array | None = None,
 ) -> jax.Array:
-    """Sets an unset threshold from the operand's own blocks.
+    """Sets an unset threshold from the blocks of the operand itself.
 
     Args:
-      theta: float32 ``[]``; ``threshold.UNSET`` or any below 0 is unset.
+      theta: float32 ``[]``; a value below 0 is unset.
       x: ``[B, ...]``.
-      recipe: gives the criterion and the range that the threshold should meet.
+      recipe: gives the criterion and the range of the fallback rate.
       implementation: of the ops.
-      layer: makes the operand of ``x``, where there is need of it.
-      blocks: as for ``threshold.quantile``.
+      layer: maps ``x`` to the operand; called only if theta is unset.
+      blocks: the number of blocks, as in ``threshold.quantile``.
     """
     criterion = recipe.criterion
     if criterion is None:
@@ -250,6 +272,6 @@ def resolve(
         )
         return threshold.quantile(metric, recipe, blocks)
 
-    # An empty sum: 0, which varies over the axes of a mesh as the quantile does.
+    # Adds 0, an empty sum, so that theta varies over mesh axes as the quantile does.
     theta += jnp.sum(x[:0], dtype=jnp.float32)
     return lax.cond(theta < 0.0, own_quantile, lambda: theta)

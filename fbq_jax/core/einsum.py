@@ -1,8 +1,8 @@
 """``jnp.einsum`` of two operands as one quantized ``dot_general``.
 
-``jnp.einsum`` may hand its operands to ``dot_general`` in either order, and a quantized
-one takes the left operand for the activation.  Here the order is the caller's: the
-first operand is the activation, the second the weight.
+``jnp.einsum`` may swap its operands before it calls ``dot_general``, and a quantized
+``dot_general`` takes its left operand for the activation.  This einsum keeps the order
+of the caller: the first operand is the activation, the second one the weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ Label = str | int
 
 
 class Subscripts(NamedTuple):
-    """The label of each dimension.
+    """The label of each dimension of the operands and the output.
 
-    A letter; or, of those that an ellipsis stands for, -1 for the last, -2 for the one
-    before and so on.
+    A label is a letter; or, for a dimension of the ellipsis, a number: -1 for the last,
+    -2 for the one before, and so on.
     """
 
     lhs: tuple[Label, ...]
@@ -34,20 +34,19 @@ def einsum(
     preferred_element_type: jax.typing.DTypeLike | None,
     out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
-    """``jnp.einsum(subscripts, *operands, ...)`` by one call of ``dot_general``.
+    """Computes ``jnp.einsum(subscripts, *operands, ...)`` by one ``dot_general``.
 
     Args:
-      dot_general: of the activation, the weight and the other arguments of
-        ``lax.dot_general``.
-      subscripts: as for ``jnp.einsum``, with ``...`` and without an output if need be.
+      dot_general: takes the arguments of ``lax.dot_general``; its lhs is the
+        activation.
+      subscripts: as in ``jnp.einsum``; may have ``...`` and may omit the output.
       operands: the activation and the weight.
-      precision: handed on.
-      preferred_element_type: handed on.
-      out_sharding: the output's sharding, over explicit mesh axes: a
-        ``NamedSharding`` or a ``PartitionSpec``.
+      precision: passed to ``dot_general``.
+      preferred_element_type: passed to ``dot_general``.
+      out_sharding: the output's sharding over explicit mesh axes.
 
     Raises:
-      ValueError: there are not two operands, or theirs is no product of matrices.
+      ValueError: there are not two operands, or the einsum is not a matrix product.
     """
     if not isinstance(subscripts, str) or len(operands) != 2:
         raise ValueError(
@@ -58,20 +57,17 @@ def einsum(
     labels = parse(subscripts, lhs.ndim, rhs.ndim)
     shared = [label for label in labels.lhs if label in labels.rhs]
     for label in shared:
-        sizes = [
-            x.shape[of.index(label)]
-            for x, of in zip(operands, (labels.lhs, labels.rhs), strict=True)
-        ]
+        sizes = lhs.shape[labels.lhs.index(label)], rhs.shape[labels.rhs.index(label)]
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"einsum {subscripts!r} of {lhs.shape} and {rhs.shape}: {_name(label)} "
-                f"is {sizes[0]} long in one and {sizes[1]} in the other"
+                f"has size {sizes[0]} in one and {sizes[1]} in the other"
             )
     batch = [label for label in shared if label in labels.out]
     contracted = [label for label in shared if label not in labels.out]
     if not contracted:
         raise ValueError(
-            f"einsum {subscripts!r} sums over nothing: it is no product of matrices"
+            f"einsum {subscripts!r} sums over nothing, so it is not a matrix product"
         )
     free = [label for label in (*labels.lhs, *labels.rhs) if label not in shared]
     order = _find(labels.out, [*batch, *free])
@@ -90,12 +86,17 @@ def einsum(
 
 
 def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
-    """The labels of two operands and of their product.
+    """Parses the subscripts of two operands.
+
+    Args:
+      subscripts: as in ``jnp.einsum``.
+      lhs_ndim: the number of dimensions of lhs.
+      rhs_ndim: the number of dimensions of rhs.
 
     Raises:
-      ValueError: the subscripts are not those of two operands of so many dimensions;
-        an operand's label is there twice (a diagonal), or is summed over in one
-        operand alone.
+      ValueError: the subscripts do not fit two operands with these dimensions, a label
+        occurs twice in one operand (a diagonal), or a label is summed over in one
+        operand only.
     """
 
     def error(what: str) -> ValueError:
@@ -109,20 +110,21 @@ def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
         _label(term, ndim, error)
         for term, ndim in zip(terms, (lhs_ndim, rhs_ndim), strict=True)
     )
-    dots = sorted(label for label in {*lhs, *rhs} if isinstance(label, int))
+    ellipsis = sorted(label for label in {*lhs, *rhs} if isinstance(label, int))
     out: tuple[Label, ...]
     if arrow:
-        before, ellipsis, after = output.partition("...")
-        out = (*before, *(dots if ellipsis else ()), *after)
+        before, dots, after = output.partition("...")
+        out = (*before, *(ellipsis if dots else ()), *after)
     else:
-        out = (*dots, *sorted(label for label in {*lhs} ^ {*rhs} if label not in dots))
+        letters = (label for label in {*lhs} ^ {*rhs} if isinstance(label, str))
+        out = (*ellipsis, *sorted(letters))
     if len(set(out)) < len(out) or not set(out) <= {*lhs, *rhs}:
-        raise error(f"the output {output!r} takes labels of the operands, each once")
+        raise error(f"the output {output!r} takes labels of the operands, once each")
     for label in (*lhs, *rhs):
         if label not in out and (label in lhs) != (label in rhs):
             raise error(
-                f"{_name(label)} is summed over in one operand alone, which is no "
-                "product: sum before"
+                f"{_name(label)} is summed over in one operand only, which is not a "
+                "matrix product: sum that operand first"
             )
     return Subscripts(lhs, rhs, out)
 
@@ -134,9 +136,9 @@ def _label(
     before, dots, after = term.partition("...")
     named = before + after
     if named and not (named.isascii() and named.isalpha()):
-        raise error("labels are letters, beside one '...' an operand")
+        raise error("labels are letters, and each operand takes one '...' at most")
     if len(set(named)) < len(named):
-        raise error(f"{term!r} has a label twice, and a product has no diagonals")
+        raise error(f"{term!r} has a label twice, and a matrix product has no diagonal")
     rest = ndim - len(named)
     if rest < 0 or (rest and not dots):
         raise error(f"{term!r} does not fit an operand of {ndim} dimensions")
@@ -146,7 +148,7 @@ def _label(
 def before_transposing(
     sharding: NamedSharding | PartitionSpec | None, order: Sequence[int]
 ) -> NamedSharding | PartitionSpec | None:
-    """The sharding of what has this one when it is transposed."""
+    """The sharding of an array whose transpose by ``order`` has this sharding."""
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

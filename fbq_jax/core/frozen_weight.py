@@ -1,14 +1,18 @@
-"""Weights that are INT8 codes, for layers that no longer train.
+"""INT8 weights of frozen layers, which serve and no longer train.
 
-A frozen layer has the codes of its weight where its dot has its state, as the forward
-GEMM reads them.  In the place of the kernel is a ``FrozenKernel``, which has a shape
-and a dtype but no bytes: a layer such as ``nn.Dense`` looks at its kernel, and casts
-it, before it hands it to ``dot_general``.  So the layer computes in the dtypes of its
-training, and the dot takes the codes.
+A frozen layer keeps the codes of its weight next to the state of its dot.  In place of
+the kernel it has a ``FrozenKernel``, with a shape and a dtype but no bytes, because a
+layer such as ``nn.Dense`` looks at its kernel and casts it before it calls
+``dot_general``.  So the layer computes in the dtypes of training, and the dot reads the
+codes.
+
+``freeze`` learns how a layer multiplies (dtype, contracted axes) by tracing the model
+under ``record_weights``: every quantized layer reports its weight to the recorder.
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +24,20 @@ from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec, quantize_rhs
 from fbq_jax.recipes.schema import Recipe
 
-# Of a product's right operand: those contracted, and those of the batch.
+# The contracting and the batch dimensions of a product's right operand.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class FrozenKernel:
-    """What a frozen layer has for a kernel: a pytree without leaves.
+    """Stands in for the kernel of a frozen layer; a pytree without leaves.
 
-    JAX reads it as an array of NaNs, which costs nothing where it is compiled, because
-    the dot does not read them; nothing else can take them for weights.
+    JAX reads it as an array of NaNs.  A compiled program does not compute them, because
+    the dot does not read them, and nothing can mistake them for weights.
 
     Attributes:
-      shape: of the kernel, without axes of layers that are stacked.
+      shape: of the kernel, without the axes of stacked layers.
       dtype: of the kernel as a parameter.
     """
 
@@ -44,9 +48,12 @@ class FrozenKernel:
         return jnp.full(self.shape, jnp.nan, self.dtype)
 
     def __getitem__(self, index: Any) -> "FrozenKernel":
-        """``kernel[...]``, as NNX's layers read their variables."""
+        """``kernel[...]``, as NNX layers read their variables."""
         if index is not ...:
-            raise TypeError("a frozen kernel has no elements: its layer holds codes")
+            raise TypeError(
+                "a frozen kernel takes the index ... only: its layer holds codes in "
+                f"place of elements; got {index!r}"
+            )
         return self
 
 
@@ -60,17 +67,83 @@ class FrozenWeight:
     """A layer's weight as its forward GEMM reads it.
 
     Attributes:
-      codes: W by columns, ``[B, N, K]``, with an axis of layers before where they are
-        stacked; ``codes.mT`` is W.
-      recipe: by which it was quantized.
-      shape: of the kernel that it was made of.
-      axes: of the operand that the kernel became, those contracted and the batch's.
+      codes: the colwise codes of W, ``[B, N, K]``, after an axis of layers if layers
+        are stacked; ``codes.mT`` is W.
+      recipe: the recipe that quantized it.
+      shape: of the layer's kernel.
+      axes: the contracting and the batch dimensions of the dot's right operand.
     """
 
     codes: QTensor
     recipe: Recipe
     shape: tuple[int, ...]
     axes: Axes
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """How a layer multiplies by its weight.
+
+    Attributes:
+      shape: of the dot's right operand, without the axes of stacked layers.
+      dtype: of the dot's right operand.
+      dimension_numbers: of the product.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    dimension_numbers: DimensionNumbers
+
+
+class WeightRecorder:
+    """Collects how layers multiply by their weights while their model is traced.
+
+    Attributes:
+      uses: maps the path of each layer to freeze to its use; None until the layer ran.
+    """
+
+    def __init__(self, layers: Iterable[str]):
+        self.uses: dict[str, WeightUse | None] = dict.fromkeys(layers)
+
+    def report(
+        self, layer: str, weight: jax.Array, dimension_numbers: DimensionNumbers
+    ) -> bool:
+        """Records a product of a layer; returns whether the layer is to be frozen.
+
+        Raises:
+          ValueError: the layer multiplies by its weight in two ways.
+        """
+        if layer not in self.uses:
+            return False
+        if (earlier := self.uses[layer]) is not None:
+            check_axes(rhs_axes(earlier.dimension_numbers), dimension_numbers, layer)
+        self.uses[layer] = WeightUse(weight.shape, weight.dtype, dimension_numbers)
+        return True
+
+    def check_all_ran(self) -> None:
+        """Raises ValueError if a layer to freeze did not run."""
+        if idle := [layer for layer, use in self.uses.items() if use is None]:
+            raise ValueError(
+                f"the call that freeze was given does not run {', '.join(idle)}; pass "
+                "arguments (or, in Linen, a method=) that run every quantized layer"
+            )
+
+
+# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
+_recorder = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def record_weights(layers: Iterable[str]) -> Iterator[WeightRecorder]:
+    """Makes layers that are traced inside report to the recorder that it yields."""
+    recorder = WeightRecorder(layers)
+    with _recorder(recorder):
+        yield recorder
+
+
+def active_recorder() -> WeightRecorder | None:
+    """The recorder to report to; None unless ``freeze`` traces a model."""
+    return _recorder.value
 
 
 def quantize_weight(
@@ -86,8 +159,8 @@ def quantize_weight(
     Args:
       w: the operand, of any rank, in the dtype that the layer computes in.
       dimension_numbers: of the product.
-      seed: uint32 ``[]``, of a call's noise; ``threshold.call_seed`` gives it.
-      recipe: with a forward GEMM in INT8.
+      seed: uint32 ``[]``, seeds a call's noise; ``threshold.call_seed`` gives it.
+      recipe: has a forward GEMM in INT8.
       implementation: of the ops.
     """
     spec = Spec(recipe, w.dtype, w.dtype, w.dtype, implementation)
@@ -101,35 +174,37 @@ def quantize_weight(
 
 
 def rhs_axes(dimension_numbers: DimensionNumbers) -> Axes:
-    """The axes of the right operand that decide in what order its codes are."""
+    """The axes of the right operand that determine the order of its codes."""
     (_, contract), (_, batch) = dimension_numbers
     return tuple(contract), tuple(batch)
 
 
 def check_axes(axes: Axes, dimension_numbers: DimensionNumbers, layer: str) -> None:
-    """Raises ValueError if a layer multiplies by its codes as another product does."""
+    """Raises ValueError if a layer's codes do not have the axes of this product."""
     if (others := rhs_axes(dimension_numbers)) != axes:
         raise ValueError(
-            f"{layer} has codes for one product, over the axes {axes[0]} of its kernel "
-            f"(batch {axes[1]}), and is called for another, over {others[0]} (batch "
-            f"{others[1]}): freeze takes layers that multiply in one way"
+            f"layer {layer!r} has codes for one product, over the axes {axes[0]} of "
+            f"its kernel (batch {axes[1]}), and computes another, over {others[0]} "
+            f"(batch {others[1]}): freeze takes layers that multiply by their kernel "
+            "in one way"
         )
 
 
 def check_recipe(recipe: Recipe, layer: str) -> None:
-    """Raises ValueError if the recipe's forward pass reads no codes of a weight."""
+    """Raises ValueError if the recipe's forward pass does not quantize the weight."""
     if recipe.fwd.in_floats:
         raise ValueError(
-            f"layer {layer!r} has no codes to freeze: its recipe multiplies in floats "
-            "in the forward pass (Recipe.fwd); freeze takes those that do in INT8"
+            f"layer {layer!r} has no codes to freeze: its recipe leaves the forward "
+            "pass unquantized (Recipe.fwd); freeze takes recipes with an INT8 forward "
+            "pass"
         )
 
 
 def check_thetas(states: Mapping[str, tuple[Recipe, Any]]) -> None:
-    """Raises ValueError where a threshold that decides what falls back is not set.
+    """Raises ValueError if a layer with fallback has no threshold yet.
 
     Args:
-      states: layer path to its recipe and theta, which is not looked at while traced.
+      states: maps each layer's path to its recipe and theta; a traced theta passes.
     """
     unset = [
         layer
@@ -140,11 +215,11 @@ def check_thetas(states: Mapping[str, tuple[Recipe, Any]]) -> None:
     ]
     if unset:
         raise ValueError(
-            f"freeze takes trained layers; there is no threshold yet (theta is below "
-            f"0) in: {', '.join(unset)}. A training forward sets it, or Recipe.start"
+            "freeze takes trained layers; there is no threshold yet (theta is below 0) "
+            f"in: {', '.join(unset)}. Run a training forward, or set Recipe.start"
         )
 
 
-def zeros(x: Any) -> Any:
-    """An array for an abstract one; what freeze runs on reaches no weight."""
+def as_array(x: Any) -> Any:
+    """Zeros for a ``jax.ShapeDtypeStruct``: the values do not affect the weights."""
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x

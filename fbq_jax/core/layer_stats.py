@@ -1,6 +1,6 @@
-"""What the layers' thresholds are doing, for logs, and whether they are alive."""
+"""Statistics of the layers' thresholds for logs, and a check that they move."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,12 @@ SLOT = "dot_general"
 
 @struct.dataclass
 class LayerStats:
-    """A layer's state: arrays ``[]``, or ``[layers]`` where ``nn.scan`` stacks layers.
+    """The state of a layer: arrays ``[]``, or ``[layers]`` under ``nn.scan``.
 
     Attributes:
-      rate: float32, the share of blocks that fell back in the last training forward.
-      theta: float32, the threshold of the next one; -1 while there is none.
+      rate: float32, the fallback rate: the share of blocks that fell back in the last
+        training forward.
+      theta: float32, the threshold of the next forward; -1 until it is set.
       count: the number of training forwards.
     """
 
@@ -32,25 +33,29 @@ def fallback_stats(
     """Collects the state of every quantized layer of a Linen model.
 
     Args:
-      variables: what ``apply`` takes; the arrays may be traced.
+      variables: the variables of the model; their arrays may be traced.
       collection: the collection of ``FallbackDot``.
 
     Returns:
-      Layer path (``"layers/mlp/down"``) to ``LayerStats``; empty where no layer of the
-      model is quantized.
+      A mapping from layer path (``"layers/mlp/down"``) to ``LayerStats``; empty if no
+      layer is quantized.
 
     >>> state = {"theta": 2.0, "rate": 0.25, "count": 7, "seed": 0}
     >>> fallback_stats({"fallback": {"Dense_0": {"dot_general": state}}})
     {'Dense_0': LayerStats(rate=0.25, theta=2.0, count=7)}
     """
-    return {
-        "/".join(path).removesuffix(SLOT).rstrip("/") or "(root)": stats
-        for path, stats in _walk(variables.get(collection, {}), ())
-    }
+    states = _walk(variables.get(collection, {}), ())
+    return {layer_path(path): stats for path, stats in states}
+
+
+def layer_path(path: Sequence[Any]) -> str:
+    """The path of the layer that keeps its state at ``path``: ``"layers/mlp/down"``."""
+    layer = path[:-1] if path[-1:] == (SLOT,) else path
+    return "/".join(map(str, layer)) or "(root)"
 
 
 def mean_rate(variables: Mapping[str, Any]) -> float | None:
-    """The mean of the layers' last rates, None where none is quantized."""
+    """The mean fallback rate of all layers; None if no layer is quantized."""
     rates = [np.ravel(layer.rate) for layer in fallback_stats(variables).values()]
     return float(np.mean(np.concatenate(rates))) if rates else None
 
@@ -68,37 +73,37 @@ def _walk(
 
 
 def is_state(node: Any) -> bool:
-    """Whether a node of the variables is the state of a layer."""
+    """Whether a node of the variables is the state of a quantized layer."""
     return isinstance(node, Mapping) and node.keys() >= {"theta", "rate", "count"}
 
 
 def assert_live(
     before: Mapping[str, LayerStats], after: Mapping[str, LayerStats]
 ) -> None:
-    """Raises if a training step left a layer's ``count`` where it was.
+    """Raises if a training step did not advance the ``count`` of every layer.
 
-    State that is dropped between steps gives no error and no NaN: the threshold just
-    never moves.  Call this once after the first steps.
+    Dropped state gives neither an error nor a NaN: the threshold just never moves.
+    Call this once after the first steps.
 
     Args:
       before: ``fallback_stats`` of the variables before a training step.
-      after: of those after it.
+      after: ``fallback_stats`` of the variables after it.
 
     Raises:
-      TypeError: if these are other mappings, such as the variables themselves.
-      ValueError: if there is no quantized layer at all, or not the same ones.
-      RuntimeError: names the layers whose count did not grow.
+      TypeError: an argument does not come from ``fallback_stats``.
+      ValueError: there is no quantized layer, or the layers differ.
+      RuntimeError: a count did not grow; the message names the layers.
     """
     for stats in (*before.values(), *after.values()):
         if not isinstance(stats, LayerStats):
             raise TypeError(
-                "a liveness check compares what fallback_stats returns before and "
-                f"after a step; got a mapping to {type(stats).__name__}"
+                "assert_live takes the results of fallback_stats before and after a "
+                f"step; got a mapping to {type(stats).__name__}"
             )
     if not before or before.keys() != after.keys():
         raise ValueError(
-            "a liveness check compares the same quantized layers before and after a "
-            f"step; got {sorted(before)} and {sorted(after)}"
+            "assert_live takes the same quantized layers before and after a step, at "
+            f"least one; got {sorted(before)} and {sorted(after)}"
         )
     dead = [
         path
@@ -107,7 +112,7 @@ def assert_live(
     ]
     if dead:
         raise RuntimeError(
-            f"training left the fallback state of {', '.join(dead)} where it was; "
-            "with Linen, make its collection mutable in apply (mutable=['fallback']) "
-            "and put what apply returns into the next step's variables"
+            f"training did not update the fallback state of {', '.join(dead)}; in "
+            "Linen, make its collection mutable in apply (mutable=['fallback']) and "
+            "pass the updates that apply returns to the next step"
         )

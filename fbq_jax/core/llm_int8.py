@@ -1,27 +1,27 @@
-"""LLM.int8(): vector-wise INT8, but for the columns of outliers (arXiv 2208.07339).
+"""LLM.int8(): vector-wise INT8 with unquantized outlier columns (arXiv 2208.07339).
 
-With ``O`` the columns (features) of X that hold a magnitude of at least ``threshold``
-in some row, ``R`` codes with a scale a row and ``C`` codes with a scale a column,
+Let ``O`` be the columns (features) of X with a magnitude of at least ``threshold`` in
+some row, ``R`` codes with a scale per row and ``C`` codes with a scale per column:
 
     Y  = X_O . W_O + R(X - X_O) . C(W)
     dX = dY . C(W)'
     dW = X_O' . dY + C(X - X_O)' . C(dY)
 
-where ``X_O`` is X with zeros outside of ``O``: the first products, and that with the
-dequantized ``C(W)'``, are of floats, in the operands' dtype.  Rounding is to nearest, a
-scale is ``amax / 127``.  The forward pass is the paper's (section 3); it is for
-inference, and has no backward pass there.  The gradients are those of bitsandbytes'
-``MatMul8bitLt``, which fine-tunes around frozen INT8 layers.
+``X_O`` is X with zeros outside ``O``.  The products with ``X_O`` and with the
+dequantized ``C(W)'`` run unquantized, in the operands' dtype.  Rounding is to nearest,
+and a scale is ``amax / 127``.  The forward pass is that of the paper (section 3), which
+treats inference only.  The gradients are those of ``MatMul8bitLt`` in bitsandbytes,
+which fine-tunes around frozen INT8 layers.
 
-bitsandbytes differs in this (main branch, August 2026): it multiplies outliers by the
-dequantized codes of W, and a row's scale counts the values below the threshold in
-columns of outliers, too.  Two of its steps in dW are not repeated: it takes dY's codes
-with a scale a row and scales them as if it were a column's; and where it adds an
-outlier column's gradient, of floats, the INT8 product already has the part of those
-values that are below the threshold.
+bitsandbytes (main branch, August 2026) differs in two ways: it multiplies outliers by
+the dequantized codes of W, and the scale of a row includes the values below the
+threshold in outlier columns.  We do not reproduce two of its steps in dW.  It quantizes
+dY with a scale per row, but rescales the codes as if they had a scale per column.  And
+it adds the gradient of an outlier column to an INT8 product that already includes the
+column's values below the threshold.
 
-``jit`` needs static shapes, so that a mask selects the columns and both products are
-computed whole: this shows what the method computes, it is not fast.
+``jit`` needs static shapes, so a mask selects the columns and both products have full
+size.  This shows what the method computes; it is not fast.
 """
 
 import dataclasses
@@ -34,22 +34,25 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
-from fbq_jax.core.dimension_numbers import DimensionNumbers, dot_general_of
+from fbq_jax.core.dot_call import DotCall, DotGeneral, compute_as_matrices
 from fbq_jax.core.matmul_vjp import RHS_NAME
 from fbq_jax.kernels.reference import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
-class LlmInt8Dot:
-    """A ``dot_general`` that computes as LLM.int8() does, for Linen, NNX and plain JAX.
+class LlmInt8Dot(DotGeneral):
+    """The ``dot_general`` of LLM.int8(), for Linen, NNX and plain JAX.
 
     It has no state.  The left operand is the activation.
 
     Attributes:
-      threshold: a column with a magnitude of at least this stays in floats; above 0, in
-        the units of the activation.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; by default
-        ``fbq_jax.ops.dispatch`` chooses.
+      threshold: a column with a magnitude of at least this stays unquantized; above 0,
+        in the units of the activation.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
+        ``fbq_jax.ops.dispatch`` choose.
+
+    Raises:
+      ValueError: the threshold is not above 0.
 
     >>> x = jnp.array([[0.5, 100.0], [-1.0, 0.1]])
     >>> w = jnp.array([[1.0], [0.01]])
@@ -67,38 +70,21 @@ class LlmInt8Dot:
                 f"LlmInt8Dot.threshold takes a number above 0; got {self.threshold!r}"
             )
 
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``lax.dot_general(lhs, rhs, ...)``, quantized but for outliers."""
+    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+        """Computes the product, quantized except for outlier columns."""
 
         def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
             spec = Spec(self.threshold, dtype, w.dtype, self.implementation)
             return _matmul(spec, x, w)
 
-        return dot_general_of(
-            matmul,
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding,
-        )
+        return compute_as_matrices(matmul, lhs, rhs, call)
 
 
 llm_int8_dot = LlmInt8Dot()
 
 
 class Spec(NamedTuple):
-    """What is static: the threshold, the dtypes of Y and dW, who computes."""
+    """The static settings; ``dtype`` is that of Y, ``rhs_dtype`` that of dW."""
 
     threshold: float
     dtype: Any
@@ -123,21 +109,21 @@ def _matmul_fwd(
         colwise=None,
         implementation=spec.implementation,
     ).rowwise
-    columns = _by_columns(spec, w)
+    columns = _quantize_colwise(spec, w)
     assert rows is not None
-    y = _multiply(spec, rows, columns) + _multiply_floats(outliers, w)
+    y = _multiply(spec, rows, columns) + _float_matmul(outliers, w)
     return y.astype(spec.dtype), (x, checkpoint_name(columns, RHS_NAME))
 
 
 def _matmul_bwd(
-    spec: Spec, saved: tuple[jax.Array, Quantized], dy: jax.Array
+    spec: Spec, residuals: tuple[jax.Array, Quantized], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, (codes, scales) = saved
+    x, (codes, scales) = residuals
     outliers, rest = _split(x, spec.threshold)
     w_transposed = (codes.astype(jnp.float32) * scales).astype(x.dtype)
-    dx = _multiply_floats(dy.astype(x.dtype), w_transposed)
-    dw = _multiply(spec, _by_columns(spec, rest), _by_columns(spec, dy))
-    dw += _multiply_floats(outliers.mT, dy.astype(x.dtype))
+    dx = _float_matmul(dy.astype(x.dtype), w_transposed)
+    dw = _multiply(spec, _quantize_colwise(spec, rest), _quantize_colwise(spec, dy))
+    dw += _float_matmul(outliers.mT, dy.astype(x.dtype))
     return dx.astype(x.dtype), dw.astype(spec.rhs_dtype)
 
 
@@ -145,13 +131,13 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def _split(x: jax.Array, threshold: float) -> tuple[jax.Array, jax.Array]:
-    """X in its columns of outliers, and in the others; zeros elsewhere."""
+    """The outlier columns of X and the other columns, each with zeros elsewhere."""
     is_outlier = jnp.any(jnp.abs(x) >= threshold, axis=1, keepdims=True)
     return jnp.where(is_outlier, x, 0.0), jnp.where(is_outlier, 0.0, x)
 
 
-def _by_columns(spec: Spec, x: jax.Array) -> Quantized:
-    """Codes ``[B, C, R]`` of ``[B, R, C]``, with a scale a column."""
+def _quantize_colwise(spec: Spec, x: jax.Array) -> Quantized:
+    """Codes ``[B, C, R]`` of ``[B, R, C]``, with a scale per column."""
     columns = ops.quantize_vectors(
         x,
         _no_seeds(x),
@@ -168,7 +154,7 @@ def _no_seeds(x: jax.Array) -> jax.Array:
 
 
 def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:
-    """``[B, M, K]`` times ``[B, N, K]``, float32."""
+    """``[B, M, K]`` times ``[B, N, K]``, in float32."""
     return ops.matmul(
         lhs,
         None,
@@ -179,7 +165,7 @@ def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:
     )
 
 
-def _multiply_floats(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _float_matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """``[B, M, K]`` times ``[B, K, N]``, accumulated in float32."""
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     return lax.dot_general(

@@ -2,11 +2,12 @@
 
     Y = X . W        dX = dY . W'        dW = X' . dY
 
-each in INT8 or in floats, as the recipe has it.  The forward pass leaves for the
-backward pass what its GEMMs read of X and W: codes and scales, and floats only where a
-GEMM is in floats.
+The recipe decides whether each GEMM runs in INT8 or unquantized.  The forward pass
+saves X and W in the form that the backward GEMMs read: INT8 codes and scales, or the
+operand itself for an unquantized GEMM.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from fbq_jax import ops
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import (
     SUM_STREAM,
+    Product,
     Spec,
     quantize_grad,
     quantize_lhs,
@@ -34,6 +36,58 @@ LHS_NAME = "fbq_lhs"
 RHS_NAME = "fbq_rhs"
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class DenseProducts:
+    """Runs the INT8 GEMMs of a dense layer, on stacks of whole matrices.
+
+    ``fbq_jax.core.ragged_dot`` has the counterpart for groups of rows.
+    """
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """X or dY in the form that the ops quantize."""
+        return x
+
+    def multiply(
+        self,
+        product: Product,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seeds: jax.Array | None = None,
+    ) -> jax.Array:
+        """Multiplies lhs and its residual with rhs, for Y or dX.
+
+        ``seeds`` are for the noise of a sum in INT8.
+        """
+        gemm = product.gemm
+        first = 2 if gemm.shards == 1 else 3
+        contraction = max(1, math.prod(rhs.codes.shape[first:]))
+        vectors = 1, contraction, 1
+        return ops.matmul(
+            lhs,
+            residual,
+            rhs,
+            block_shape=product.block_shape if gemm.in_blocks else vectors,
+            dtype=product.dtype,
+            reduce=gemm.reduce,
+            seeds=seeds,
+            implementation=product.implementation,
+        )
+
+    def contract_rows(
+        self, product: Product, lhs: Quantized, rhs: Quantized, seed: jax.Array
+    ) -> jax.Array:
+        """Multiplies X' with dY, for dW."""
+        seeds = None
+        if product.gemm.reduce == "int8":
+            seeds = seeds_of(seed, SUM_STREAM, lhs.codes)
+        return self.multiply(product, lhs, None, rhs, seeds)
+
+
+DENSE = DenseProducts()
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(
     spec: Spec,
@@ -41,37 +95,46 @@ def matmul(
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
+    products: DenseProducts = DENSE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Multiplies and measures.
+    """Multiplies X with W and measures the blocks of X.
 
     Args:
-      spec: what is static.
-      x: ``[B, M, K]``, the activation; or ``[B, G, R, K]``, where M is two axes and
-        R a multiple of the recipe's side of a block along M.
-      w: ``[B, K, N]``, the weight; of a frozen layer, its codes by columns.
+      spec: the static settings.
+      x: ``[B, M, K]``, the activation; or ``[B, G, R, K]``, with M as two axes and R a
+        multiple of the block's rows.
+      w: ``[B, K, N]``, the weight; in a frozen layer, its colwise codes.
       theta: float32 ``[]``, the threshold of fallback.
-      seed: uint32 ``[]``, of the noise of stochastic rounding.
+      seed: uint32 ``[]``, seeds stochastic rounding.
+      products: runs the GEMMs.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]``, and the criterion's metric of each block of x,
       float32 ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]``
       without a criterion).
     """
-    lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=False)
+    rows = products.split_rows(x)
+    lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=False)
     rhs = quantize_rhs(spec, w, seed, save=False)
-    return _output(spec, x, w, lhs, residual, rhs), metric
+    return _output(spec, x, w, lhs, residual, rhs, products), metric
 
 
-class _Saved(NamedTuple):
-    """X and W as the backward GEMMs read them, and the seed of dY's noise.
+class _Residuals(NamedTuple):
+    """What the forward pass saves for the backward pass.
 
-    X is codes by columns, or in floats as it lies; or its forward codes, by rows.  W is
-    codes by rows, or in floats as it lies; or its forward codes, by columns.
+    Attributes:
+      lhs: the colwise codes of X for a dW in INT8; otherwise X itself or its rowwise
+        forward codes.
+      rhs: the rowwise codes of W for a dX in INT8; otherwise W itself or its colwise
+        forward codes.
+      seed: seeds the noise of dY.
+      products: runs the GEMMs.
     """
 
     lhs: Quantized | jax.Array
     rhs: Quantized | jax.Array
     seed: jax.Array
+    products: DenseProducts
 
 
 def _matmul_fwd(
@@ -80,15 +143,17 @@ def _matmul_fwd(
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
+    products: DenseProducts,
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
     dlhs, drhs = spec.recipe.dlhs, spec.recipe.drhs
-    lhs, residual, metric = quantize_lhs(spec, x, theta, seed, save=True)
+    rows = products.split_rows(x)
+    lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=True)
     rhs = quantize_rhs(spec, w, seed, save=True)
-    assert not isinstance(w, Quantized)  # quantize_rhs saves nothing of codes
-    y = _output(spec, x, w, lhs, residual, rhs)
+    assert not isinstance(w, Quantized)  # quantize_rhs refuses codes here
+    y = _output(spec, x, w, lhs, residual, rhs, products)
     saved_lhs = _to_save(drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
     saved_rhs = _to_save(dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
-    return (y, metric), _Saved(saved_lhs, saved_rhs, seed)
+    return (y, metric), _Residuals(saved_lhs, saved_rhs, seed, products)
 
 
 def _output(
@@ -98,115 +163,94 @@ def _output(
     lhs: Layouts,
     residual: Quantized | None,
     rhs: Layouts,
+    products: DenseProducts,
 ) -> jax.Array:
-    """Y, in INT8 or in floats."""
+    """Y, from X and W if the recipe leaves it unquantized, else from their codes."""
     if spec.recipe.fwd.in_floats:
         assert not isinstance(w, Quantized)
-        return _float_product(x, w, spec.dtype)
-    return forward(spec, lhs, residual, rhs)
+        return _float_matmul(x, w, spec.dtype)
+    return forward(spec, lhs, residual, rhs, products)
 
 
 def _to_save(
     gemm: Gemm,
-    floats: jax.Array,
+    operand: jax.Array,
     forward_codes: Quantized | None,
     codes: Quantized | None,
     name: str,
 ) -> Quantized | jax.Array:
-    """What a backward GEMM reads of X or W.
+    """The form in which a backward GEMM reads X or W.
 
-    Floats have no name for a checkpoint policy: ``save_codes`` saves none.
+    Only codes get a checkpoint name, so ``save_codes`` recomputes an unquantized
+    operand.
     """
     if gemm.in_floats and gemm.keeps == "floats":
-        return floats
+        return operand
     saved = forward_codes if gemm.in_floats else codes
     assert saved is not None
     return checkpoint_name(saved, name)
 
 
 def _matmul_bwd(
-    spec: Spec, saved: _Saved, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None, None]:
-    lhs, rhs, seed = saved
+    spec: Spec, residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, None, None, None]:
+    lhs, rhs, seed, products = residuals
     dy, _ = cotangents
-    grad = quantize_grad(spec, dy, seed)
+    grad = quantize_grad(spec, products.split_rows(dy), seed)
     if spec.recipe.dlhs.in_floats:
-        dx = _float_product(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
+        dx = _float_matmul(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
     else:
         assert isinstance(rhs, Quantized)
-        dx = grad_of_lhs(spec, rhs, grad)
+        dx = grad_of_lhs(spec, rhs, grad, products)
     if spec.recipe.drhs.in_floats:
-        dw = _float_product(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
+        dw = _float_matmul(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
     else:
         assert isinstance(lhs, Quantized)
-        dw = grad_of_rhs(spec, lhs, grad, seed)
-    return dx, dw, None, None
+        dw = grad_of_rhs(spec, lhs, grad, seed, products)
+    return dx, dw, None, None, None
 
 
 matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def forward(
-    spec: Spec, lhs: Layouts, residual: Quantized | None, rhs: Layouts
+    spec: Spec,
+    lhs: Layouts,
+    residual: Quantized | None,
+    rhs: Layouts,
+    products: DenseProducts = DENSE,
 ) -> jax.Array:
-    """Y, of X by rows and W by columns."""
+    """Y, from the rowwise codes of X and the colwise codes of W."""
     assert lhs.rowwise is not None
     assert rhs.colwise is not None
-    gemm, sides = spec.recipe.fwd, spec.recipe.block_shape
-    return _product(spec, gemm, sides, lhs.rowwise, residual, rhs.colwise, spec.dtype)
+    return products.multiply(spec.fwd, lhs.rowwise, residual, rhs.colwise)
 
 
-def grad_of_lhs(spec: Spec, rhs: Quantized, grad: Layouts) -> jax.Array:
-    """The gradient dX, of W and dY by rows."""
+def grad_of_lhs(
+    spec: Spec, rhs: Quantized, grad: Layouts, products: DenseProducts = DENSE
+) -> jax.Array:
+    """The gradient dX, from the rowwise codes of W and dY."""
     assert grad.rowwise is not None
-    m, k, n = spec.recipe.block_shape
-    gemm, sides = spec.recipe.dlhs, (m, n, k)
-    return _product(spec, gemm, sides, grad.rowwise, None, rhs, spec.lhs_dtype)
+    return products.multiply(spec.dlhs, grad.rowwise, None, rhs)
 
 
 def grad_of_rhs(
-    spec: Spec, lhs: Quantized, grad: Layouts, seed: jax.Array
-) -> jax.Array:
-    """The gradient dW, of X and dY by columns."""
-    assert grad.colwise is not None
-    m, k, n = spec.recipe.block_shape
-    gemm, sides = spec.recipe.drhs, (k, m, n)
-    operands = lhs, None, grad.colwise
-    seeds = None
-    if gemm.reduce == "int8":
-        seeds = seeds_of(seed, SUM_STREAM, lhs.codes)
-    return _product(spec, gemm, sides, *operands, spec.rhs_dtype, seeds)
-
-
-def _product(
     spec: Spec,
-    gemm: Gemm,
-    sides: tuple[int, int, int],
     lhs: Quantized,
-    residual: Quantized | None,
-    rhs: Quantized,
-    dtype: Any,
-    seeds: jax.Array | None = None,
+    grad: Layouts,
+    seed: jax.Array,
+    products: DenseProducts = DENSE,
 ) -> jax.Array:
-    """A product in INT8, of blocks with these sides if the GEMM has block scales."""
-    first = 2 if gemm.shards == 1 else 3
-    contraction = max(1, math.prod(rhs.codes.shape[first:]))
-    return ops.matmul(
-        lhs,
-        residual,
-        rhs,
-        block_shape=sides if gemm.in_blocks else (1, contraction, 1),
-        dtype=dtype,
-        reduce=gemm.reduce,
-        seeds=seeds,
-        implementation=spec.implementation,
-    )
+    """The gradient dW, from the colwise codes of X and dY."""
+    assert grad.colwise is not None
+    return products.contract_rows(spec.drhs, lhs, grad.colwise, seed)
 
 
-def _float_product(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
-    """``[B, M, K]`` times ``[B, K, N]`` in their own floats, rounded once.
+def _float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
+    """``[B, M, K]`` times ``[B, K, N]``, unquantized, rounded once to ``dtype``.
 
-    Devices sum their parts of it in ``dtype``, unless its operands are of a larger one.
+    Devices sum their partial products in ``dtype`` or the operands' dtype, whichever is
+    wider.
     """
     common = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
     return lax.dot_general(
@@ -218,22 +262,22 @@ def _float_product(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
-    """X' in floats, of what was saved for a product in floats."""
+    """X', dequantized if its codes were saved."""
     if isinstance(lhs, Quantized):
-        lhs = _dequantized(spec, lhs, spec.recipe.lhs_block, spec.lhs_dtype)
+        lhs = _dequantize(spec, lhs, spec.recipe.lhs_block, spec.lhs_dtype)
     return lhs.mT
 
 
 def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
-    """W' in floats, likewise."""
+    """W', dequantized if its codes were saved; colwise codes are W' already."""
     if isinstance(rhs, Quantized):
         k, n = spec.recipe.rhs_block
-        return _dequantized(spec, rhs, (n, k), spec.rhs_dtype)
+        return _dequantize(spec, rhs, (n, k), spec.rhs_dtype)
     return rhs.mT
 
 
-def _dequantized(spec: Spec, x: Quantized, block: Block, dtype: Any) -> jax.Array:
-    """The values of the forward GEMM's codes; ``block`` is that of block scales."""
+def _dequantize(spec: Spec, x: Quantized, block: Block, dtype: Any) -> jax.Array:
+    """The values of forward codes; ``block`` is their block if scales are per block."""
     row = 1, max(1, x.codes.shape[2])
-    of_codes = block if spec.recipe.fwd.in_blocks else row
-    return QTensor(x, None, of_codes).dequantize(dtype)
+    code_block = block if spec.recipe.fwd.in_blocks else row
+    return QTensor(x, None, code_block).dequantize(dtype)

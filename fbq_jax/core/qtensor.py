@@ -1,4 +1,4 @@
-"""QTensor: a stack of matrices as INT8 codes with one scale a block."""
+"""QTensor: a stack of matrices as INT8 codes with one scale per block."""
 
 import dataclasses
 import functools
@@ -25,10 +25,12 @@ class QTensor:
     """A quantized stack of matrices ``[B, R, C]``.
 
     Attributes:
-      main: INT8 codes ``[B, R, C]`` and float32 scales, one a block.
+      main: INT8 codes ``[B, R, C]`` and float32 scales
+        ``[B, ceil(R/r), ceil(C/c)]``, one per block.
       residual: the second term of the blocks that fell back, in the same form, or
-        None.  Elsewhere its scale is 0 and its codes mean nothing.
-      block: rows and columns of a block; the last ones of a matrix may be partial.
+        None.  For other blocks its scale is 0 and its codes are arbitrary.
+      block: the rows and columns ``(r, c)`` of a block; the last blocks of a matrix may
+        be partial.
     """
 
     main: Quantized
@@ -42,12 +44,12 @@ class QTensor:
 
     @property
     def mT(self) -> "QTensor":  # noqa: N802 (NumPy's name)
-        """The transposed matrices; codes and scales keep their values."""
+        """The transposed matrices, with the same codes and scales."""
         main, residual = jax.tree.map(lambda x: x.mT, (self.main, self.residual))
         return QTensor(main, residual, self.block[::-1])
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The values that the codes stand for: ``[B, R, C]``, summed in float32."""
+        """The values of the codes, ``[B, R, C]``; terms are summed in float32."""
         terms = [term for term in (self.main, self.residual) if term is not None]
         values = jnp.zeros(self.shape, jnp.float32)
         for term in terms:
@@ -57,12 +59,12 @@ class QTensor:
     def to_qarray(self) -> Any:
         """The same codes and scales as a ``qwix.QArray``, ``[B, R, C]``.
 
-        Its tiles cut an axis into equal parts.  Where the last block is partial, a
-        scale is repeated for the largest tiles that do.
+        The tiles of a QArray have equal sizes.  If the last block is partial, scales
+        are repeated for the largest tiles that divide both the block and the axis.
 
         Raises:
           ImportError: Qwix is not installed.
-          ValueError: there is a residual; a QArray has one term.
+          ValueError: the QTensor has a residual, and a QArray has one term only.
         """
         if self.residual is not None:
             raise ValueError("a qwix.QArray has one term, and this QTensor a residual")
@@ -77,10 +79,10 @@ class QTensor:
 
     @classmethod
     def from_qarray(cls, array: Any) -> "QTensor":
-        """A ``qwix.QArray`` of INT8, ``[R, C]`` or ``[B, R, C]``, without zero point.
+        """Converts an INT8 ``qwix.QArray``, ``[R, C]`` or ``[B, R, C]``.
 
         Raises:
-          ValueError: it is of another type or rank, or has a zero point.
+          ValueError: the array has another type or rank, or a zero point.
         """
         if jnp.dtype(array.qtype) != jnp.int8 or array.zero_point is not None:
             raise ValueError(
@@ -89,7 +91,7 @@ class QTensor:
             )
         if array.ndim not in (2, 3):
             raise ValueError(
-                f"a QTensor is made of matrices, [R, C] or [B, R, C]; got {array.shape}"
+                f"a QTensor takes matrices, [R, C] or [B, R, C]; got {array.shape}"
             )
         codes, scales = array.qvalue, array.scale.astype(jnp.float32)
         block = array.scale_tile_shape[-2:]
@@ -106,15 +108,18 @@ def quantize(
     rounding: Rounding = "nearest",
     seeds: jax.Array | None = None,
 ) -> QTensor:
-    """Quantizes matrices to INT8 with one absmax scale a block.
+    """Quantizes matrices to INT8 with one absmax scale per block.
 
-    The numerics are those of ``fbq_jax.kernels.reference.quantize``.
+    ``fbq_jax.kernels.reference.quantize`` defines the numerics.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
-      block: rows and columns of a block.
+      block: the rows and columns of a block.
       rounding: ``"nearest"`` or ``"stochastic"``.
-      seeds: uint32 ``[B]``, of the noise of stochastic rounding.
+      seeds: uint32 ``[B]``, seeds stochastic rounding.
+
+    Raises:
+      ValueError: rounding is stochastic, and there are no seeds.
 
     >>> x = jnp.arange(6.0).reshape(1, 2, 3)
     >>> quantize(x, block=(128, 128)).main.codes
@@ -133,16 +138,16 @@ def quantize(
 def quantize_fallback(
     x: jax.Array, theta: jax.Array, *, block: Block, criterion: Criterion = "absmax"
 ) -> tuple[QTensor, jax.Array]:
-    """Quantizes with a residual in the blocks whose metric exceeds ``theta``.
+    """Quantizes matrices, with a residual in the blocks whose metric exceeds ``theta``.
 
-    The paper's fallback quantization (arXiv 2503.08040, Algorithm 1): such a block is
-    held in two INT8 terms, about 16 bits.  The numerics are those of
-    ``fbq_jax.kernels.reference.quantize_fallback``.
+    Fallback quantization (arXiv 2503.08040, Algorithm 1) represents such a block by two
+    INT8 terms, about 16 bits.  ``fbq_jax.kernels.reference.quantize_fallback`` defines
+    the numerics.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       theta: float32 ``[]``, the threshold in the units of the metric.
-      block: rows and columns of a block.
+      block: the rows and columns of a block.
       criterion: the metric, ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
 
     Returns:
@@ -157,13 +162,18 @@ def quantize_fallback(
 
 
 def matmul(lhs: QTensor, rhs: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """``lhs [B, M, K]`` (with its residual) times ``rhs [B, K, N]``, in ``dtype``.
+    """Multiplies ``lhs [B, M, K]``, including its residual, with ``rhs [B, K, N]``.
 
     INT8 products are exact inside a K block; blocks are scaled and summed in float32.
+
+    Raises:
+      ValueError: the operands' blocks differ along K.
     """
     (m, k), (rhs_k, n) = lhs.block, rhs.block
     if k != rhs_k:
-        raise ValueError(f"blocks of {k} and {rhs_k} along the contraction differ")
+        raise ValueError(
+            f"the blocks of lhs and rhs differ along the contraction: {k} and {rhs_k}"
+        )
     return ops.matmul(
         lhs.main, lhs.residual, rhs.mT.main, block_shape=(m, k, n), dtype=dtype
     )

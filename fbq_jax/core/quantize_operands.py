@@ -1,9 +1,9 @@
-"""X, W and dY as operands of the GEMMs that are in INT8.
+"""Quantization of X, W and dY as operands of the INT8 GEMMs.
 
-Both operands of a GEMM are contiguous along its contraction, as tensor cores take them:
-X is needed by rows for Y and by columns for dW, W by columns for Y and by rows for dX,
-dY by rows for dX and by columns for dW.  One op gives both where both have scales of
-one kind.
+INT8 tensor cores read both operands contiguously along the contraction.  So each matrix
+is quantized in two layouts: X rowwise for Y and colwise for dW, W colwise for Y and
+rowwise for dX, dY rowwise for dX and colwise for dW.  One op makes both layouts if both
+have the same kind of scales.
 """
 
 import functools
@@ -15,14 +15,38 @@ import jax.numpy as jnp
 from fbq_jax import ops
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import fold
-from fbq_jax.recipes.schema import Quantizer, Recipe
+from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
 
-# Streams of the noise of one call.
+# The independent noise streams of one call.
 LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM = range(4)
 
 
+class Product(NamedTuple):
+    """The static settings of one GEMM.
+
+    Attributes:
+      gemm: how the recipe quantizes it.
+      block_shape: the sizes of a block along its own M, K and N, for block scales.
+      dtype: of the output.
+      implementation: of the ops.
+    """
+
+    gemm: Gemm
+    block_shape: tuple[int, int, int]
+    dtype: Any
+    implementation: str | None
+
+
 class Spec(NamedTuple):
-    """What is static: the recipe, the dtypes of Y, dX and dW, who computes."""
+    """The static settings of a layer's three GEMMs.
+
+    Attributes:
+      recipe: what is quantized, and how.
+      dtype: of Y.
+      lhs_dtype: of X and dX.
+      rhs_dtype: of W and dW.
+      implementation: of the ops.
+    """
 
     recipe: Recipe
     dtype: Any
@@ -30,48 +54,77 @@ class Spec(NamedTuple):
     rhs_dtype: Any
     implementation: str | None
 
+    @property
+    def fwd(self) -> Product:
+        """The settings of ``Y = X . W``."""
+        recipe = self.recipe
+        return Product(recipe.fwd, recipe.block_shape, self.dtype, self.implementation)
+
+    @property
+    def dlhs(self) -> Product:
+        """The settings of ``dX = dY . W'``."""
+        m, k, n = self.recipe.block_shape
+        gemm, block_shape = self.recipe.dlhs, (m, n, k)
+        return Product(gemm, block_shape, self.lhs_dtype, self.implementation)
+
+    @property
+    def drhs(self) -> Product:
+        """The settings of ``dW = X' . dY``."""
+        m, k, n = self.recipe.block_shape
+        gemm, block_shape = self.recipe.drhs, (k, m, n)
+        return Product(gemm, block_shape, self.rhs_dtype, self.implementation)
+
 
 def quantize_lhs(
     spec: Spec, x: jax.Array, theta: jax.Array, seed: jax.Array, *, save: bool
 ) -> tuple[Layouts, Quantized | None, jax.Array]:
-    """X by rows and, to save it, by columns; its residual; its blocks' metric.
+    """Quantizes X.
 
-    Codes are there for the GEMMs that are in INT8.
+    Args:
+      spec: the static settings.
+      x: ``[B, M, K]`` or ``[B, G, R, K]``.
+      theta: float32 ``[]``, the threshold of fallback.
+      seed: uint32 ``[]``, seeds stochastic rounding.
+      save: whether the backward pass needs the colwise codes.
+
+    Returns:
+      The codes in the layouts that INT8 GEMMs read, the residual of the rowwise codes,
+      and the metric of each block.
     """
     recipe, seeds = spec.recipe, seeds_of(seed, LHS_STREAM, x)
-    columns = recipe.drhs.quantizers[0] if save else None
-    layouts = functools.partial(_quantize, spec, x, seeds, recipe.lhs_block)
+    colwise = recipe.drhs.quantizers[0] if save else None
+    quantize = functools.partial(_quantize, spec, x, seeds, recipe.lhs_block)
     if recipe.criterion is None:
-        lhs = layouts(rowwise=recipe.fwd.quantizers[0], colwise=columns)
+        lhs = quantize(rowwise=recipe.fwd.quantizers[0], colwise=colwise)
         return lhs, None, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-    in_blocks = columns is not None and columns.scales == "block"
-    main, residual, metric, by_columns = ops.quantize_fallback(
+    in_blocks = colwise is not None and colwise.scales == "block"
+    main, residual, metric, colwise_codes = ops.quantize_fallback(
         x,
         jnp.broadcast_to(theta, x.shape[:1]),
         seeds,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
-        colwise=columns.rounding if columns is not None and in_blocks else None,
+        colwise=colwise.rounding if colwise is not None and in_blocks else None,
         implementation=spec.implementation,
     )
     if not in_blocks:
-        by_columns = layouts(rowwise=None, colwise=columns).colwise
-    return Layouts(main, by_columns), residual, metric
+        colwise_codes = quantize(rowwise=None, colwise=colwise).colwise
+    return Layouts(main, colwise_codes), residual, metric
 
 
 def quantize_rhs(
     spec: Spec, w: jax.Array | Quantized, seed: jax.Array, *, save: bool
 ) -> Layouts:
-    """W by columns and, to save it, by rows, for the GEMMs that are in INT8.
+    """Quantizes W, ``[B, K, N]``, in the layouts that INT8 GEMMs read.
 
-    The weight of a frozen layer (``fbq_jax.core.frozen_weight``) comes as codes by
-    columns.
+    The weight of a frozen layer (``fbq_jax.core.frozen_weight``) already is colwise
+    codes.  ``save`` says whether the backward pass needs the rowwise codes.
     """
     if isinstance(w, Quantized):
         if save:
             raise ValueError(
-                "a frozen model does not train: it has no gradients; take those of "
-                "the model and variables from before freeze"
+                "a frozen model does not train: it has no gradients; differentiate the "
+                "model and variables from before freeze"
             )
         return Layouts(None, w)
     recipe, seeds = spec.recipe, seeds_of(seed, RHS_STREAM, w)
@@ -81,7 +134,7 @@ def quantize_rhs(
 
 
 def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
-    """The codes of dY by rows and by columns, for the GEMMs that are in INT8."""
+    """Quantizes dY, ``[B, M, N]``, in the layouts that INT8 GEMMs read."""
     recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
     return _quantize(spec, dy, seeds, recipe.grad_block, rowwise=rows, colwise=columns)
@@ -102,17 +155,17 @@ def _quantize(
     rowwise: Quantizer | None,
     colwise: Quantizer | None,
 ) -> Layouts:
-    """The codes of a matrix as operands of two GEMMs, by rows and by columns."""
+    """Quantizes a matrix in the layouts that have a quantizer."""
     if rowwise is not None and colwise is not None and rowwise[1:] != colwise[1:]:
         one = functools.partial(_quantize, spec, x, seeds, block)
-        by_rows = one(rowwise=rowwise, colwise=None).rowwise
-        return Layouts(by_rows, one(rowwise=None, colwise=colwise).colwise)
-    how = rowwise or colwise
-    if how is None:
+        rowwise_codes = one(rowwise=rowwise, colwise=None).rowwise
+        return Layouts(rowwise_codes, one(rowwise=None, colwise=colwise).colwise)
+    quantizer = rowwise or colwise
+    if quantizer is None:
         return Layouts(None, None)
     row_rounding = None if rowwise is None else rowwise.rounding
     column_rounding = None if colwise is None else colwise.rounding
-    if how.scales == "block":
+    if quantizer.scales == "block":
         return ops.quantize(
             x,
             seeds,
@@ -122,27 +175,28 @@ def _quantize(
             implementation=spec.implementation,
         )
     return ops.quantize_vectors(
-        *_in_parts(x, seeds, how.shards),
+        *_split_rows(x, seeds, quantizer.shards),
         rowwise=row_rounding,
         colwise=column_rounding,
         bound=spec.recipe.bound,
-        per_tensor=how.scales == "tensor",
+        per_tensor=quantizer.scales == "tensor",
         implementation=spec.implementation,
     )
 
 
-def _in_parts(
-    x: jax.Array, seeds: jax.Array, number: int
+def _split_rows(
+    x: jax.Array, seeds: jax.Array, shards: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows of matrices in parts, if several: ``[B, P, R, C]``, seeds ``[B, P]``.
+    """Splits the rows of ``[B, R, C]`` into shards with scales of their own.
 
-    The last ones are filled up with zeros, which change neither scales nor sums.
+    Returns ``[B, P, R / P, C]`` and seeds ``[B, P]``; or the arguments, for one shard.
+    The last shard is padded with zeros, which change neither scales nor sums.
     """
-    if number == 1:
+    if shards == 1:
         return x, seeds
     batch, rows, columns = x.shape
-    size = -(-rows // number)
-    x = jnp.pad(x, ((0, 0), (0, size * number - rows), (0, 0)))
-    index = jnp.arange(number, dtype=jnp.uint32)
+    size = -(-rows // shards)
+    x = jnp.pad(x, ((0, 0), (0, size * shards - rows), (0, 0)))
+    index = jnp.arange(shards, dtype=jnp.uint32)
     seeds = fold(seeds[:, None], index[None, :])
-    return x.reshape(batch, number, size, columns), seeds
+    return x.reshape(batch, shards, size, columns), seeds

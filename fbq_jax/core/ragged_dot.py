@@ -1,33 +1,33 @@
-"""A quantized ``lax.ragged_dot``: the experts of a mixture, each with its own rows.
+"""A quantized ``lax.ragged_dot``: each expert of a mixture multiplies its own rows.
 
     Y_g = X_g . W_g        dX_g = dY_g . W_g'        dW_g = X_g' . dY_g
 
-with ``X_g`` the rows of group g.  Blocks begin anew with each group: one that held rows
-of two would let an expert's outliers, or its NaN, reach another's tokens, and dW_g sums
-over its own rows only.  So at one threshold each group has the codes, scales and
-forward product that the reference of ``dot_general`` gives its rows alone; noise
-differs, for it belongs to a row's place.
+``X_g`` are the rows of group g.  Blocks start anew with each group.  A block with rows
+of two groups would let the outliers (or the NaN) of one expert reach the tokens of
+another, and dW_g must sum over its own rows only.  For a given threshold, each group
+has the codes, scales and forward product that ``dot_general`` computes from its rows
+alone.  Only the noise differs, because it depends on the position of a row.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
-from fbq_jax.core import threshold
+from fbq_jax.core import matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import check_operands
-from fbq_jax.core.dot_general import Stats, checked_theta, resolve
-from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
-from fbq_jax.core.quantize_operands import (
-    Spec,
-    quantize_grad,
-    quantize_lhs,
-    quantize_rhs,
+from fbq_jax.core.dot_general import (
+    DotConfig,
+    Stats,
+    checked_theta,
+    resolve,
+    seed_from_key,
 )
+from fbq_jax.core.quantize_operands import Product, Spec
 from fbq_jax.kernels.grouped_reference import Tiles, assign_tiles, from_tiles, to_tiles
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
@@ -47,126 +47,109 @@ def ragged_dot(
     key: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Stats]:
-    """``lax.ragged_dot`` with quantized GEMMs, forward and backward.
+    """``lax.ragged_dot`` with quantized GEMMs in the forward and backward passes.
 
     The first ``group_sizes[0]`` rows of lhs are multiplied with ``rhs[0]``, the next
-    ``group_sizes[1]`` with ``rhs[1]`` and so on; rows after the last group give zeros.
-    A group may be empty.  Pure, as ``fbq_jax.dot_general`` is.
+    ``group_sizes[1]`` rows with ``rhs[1]``, and so on.  Rows after the last group give
+    zeros, and a group may be empty.  The function is pure, as ``fbq_jax.dot_general``
+    is.
 
-    There is no GPU kernel for these products: on a GPU they run through XLA, slowly,
-    and a warning says so.  On any device each group costs up to ``m`` rows more than it
-    has, with ``m`` the side of the recipe's blocks along M.
+    These products have no GPU kernel: on a GPU they run through XLA, slowly, with a
+    warning.  Each group is padded to a multiple of ``m`` rows, where ``m`` is the
+    number of rows of a block.
 
     Args:
-      lhs: ``[M, K]``, the activation, which may fall back; bfloat16, float16 or
+      lhs: ``[M, K]``, the activation, whose blocks may fall back; bfloat16, float16 or
         float32.
-      rhs: ``[G, K, N]``, the weights; likewise.
-      group_sizes: integers ``[G]``, at least 0.  Together at most M: rows that are not
-        there do not count.
+      rhs: ``[G, K, N]``, the weights; bfloat16, float16 or float32.
+      group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.
       precision: None or DEFAULT; the recipe sets the precision.
-      preferred_element_type: the output's dtype; by default the operands' common one.
-      recipe: what is quantized how; with block scales in all three GEMMs, and no
-        ``Gemm.reduce``.
-      theta: the threshold of fallback, of all groups, as for ``fbq_jax.dot_general``.
-      key: likewise, a PRNG key for stochastic rounding.
-      implementation: ``"reference"`` or None, ``fbq_jax.ops.dispatch``'s choice.
+      preferred_element_type: the output's dtype; None takes the operands' common one.
+      recipe: what is quantized, and how; it needs block scales in all three GEMMs and
+        no ``Gemm.reduce``.
+      theta: the threshold of fallback for all groups, as in ``fbq_jax.dot_general``.
+      key: a PRNG key for stochastic rounding, as in ``fbq_jax.dot_general``.
+      implementation: ``"reference"``, or None, which lets ``fbq_jax.ops.dispatch``
+        choose.
 
     Returns:
-      ``[M, N]`` and ``Stats``, whose metric is float32 ``[T, 1, ceil(K/k)]``: one a
-      block of the T tiles that the groups are cut into
-      (``fbq_jax.kernels.grouped_reference``), 0 for tiles without rows, which do not
-      count in the rate.
+      ``[M, N]`` and ``Stats``.  The metric is float32 ``[T, 1, ceil(K/k)]``, one value
+      for each block of the T tiles that the groups are padded to
+      (``fbq_jax.kernels.grouped_reference``).  It is 0 for tiles without rows, which
+      do not count in the rate.
 
     Raises:
-      TypeError: an operand is not of a float dtype above, or ``group_sizes`` is not of
-        integers.
-      ValueError: shapes do not fit, an array is cut over explicit axes, the recipe has
-        other scales or a ``Gemm.reduce``, theta is negative, another precision is asked
-        for, or an implementation with kernels.
+      TypeError: an operand has another dtype, ``group_sizes`` does not hold integers,
+        or ``recipe`` is not a ``Recipe``.
+      ValueError: shapes do not fit, an array is sharded over explicit axes, the recipe
+        has other scales or a ``Gemm.reduce``, theta is negative, another precision is
+        requested, or the implementation has no kernel for this product.
 
-    >>> tokens, experts = jnp.ones((5, 64)), jnp.ones((3, 64, 8))
-    >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0, 1]))
+    >>> tokens, experts = jnp.ones((3, 4)), jnp.ones((2, 4, 1))
+    >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0]))
     >>> y[:, 0]
-    Array([64., 64., 64.,  0.,  0.], dtype=float32)
+    Array([4., 4., 0.], dtype=float32)
     """
-    seed = jnp.zeros((), jnp.uint32)
-    if key is not None:
-        seed = jax.random.bits(key, (), jnp.uint32)
+    config, seed = DotConfig(recipe, implementation), seed_from_key(key)
+    dtypes = precision, preferred_element_type
     out, stats, _ = _seeded_ragged_dot(
-        lhs,
-        rhs,
-        group_sizes,
-        precision,
-        preferred_element_type,
-        recipe=recipe,
-        theta=checked_theta(theta),
-        seed=seed,
-        implementation=implementation,
+        config, checked_theta(theta), seed, lhs, rhs, group_sizes, *dtypes
     )
     return out, stats
 
 
 def stateful_ragged_dot(
+    config: DotConfig,
     state: Mapping[str, jax.Array],
     lhs: jax.Array,
     rhs: jax.Array,
     group_sizes: jax.Array,
     precision: Any,
     preferred_element_type: jax.typing.DTypeLike | None,
-    *,
-    recipe: Recipe,
-    implementation: str | None,
 ) -> tuple[jax.Array, threshold.State]:
     """``ragged_dot`` with a layer's state: the output and the state after training."""
-    before = threshold.canonicalize_state(state)
+    old = threshold.canonicalize_state(state)
+    theta, seed = old["theta"], threshold.call_seed(old)
+    dtypes = precision, preferred_element_type
     out, stats, blocks = _seeded_ragged_dot(
-        lhs,
-        rhs,
-        group_sizes,
-        precision,
-        preferred_element_type,
-        recipe=recipe,
-        theta=before["theta"],
-        seed=threshold.call_seed(before),
-        implementation=implementation,
+        config, theta, seed, lhs, rhs, group_sizes, *dtypes
     )
-    after = threshold.update(before, stats.metric, stats.theta, recipe, blocks)
-    return out, after
+    recipe = config.recipe
+    return out, threshold.update(old, stats.metric, stats.theta, recipe, blocks)
 
 
 def _seeded_ragged_dot(
+    config: DotConfig,
+    theta: jax.Array,
+    seed: jax.Array,
     lhs: jax.Array,
     rhs: jax.Array,
     group_sizes: jax.Array,
     precision: Any,
     preferred_element_type: jax.typing.DTypeLike | None,
-    *,
-    recipe: Recipe,
-    theta: jax.Array,
-    seed: jax.Array,
-    implementation: str | None,
 ) -> tuple[jax.Array, Stats, jax.Array]:
     """The output, its stats and the number of blocks that hold rows, int32 ``[]``."""
+    recipe, implementation = config.recipe, config.implementation
     check_operands(lhs, rhs, precision, preferred_element_type)
-    _check_groups(lhs, rhs, group_sizes, recipe)
+    _check_shapes(lhs, rhs, group_sizes)
+    _check_recipe(recipe)
     dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
-    dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
+    products = GroupedProducts(tiles, len(rhs))
     blocks = tiles.used * -(-lhs.shape[1] // recipe.block_shape[1])
-    layer = functools.partial(to_tiles, tiles=tiles)
-    theta = resolve(theta, lhs, recipe, implementation, layer=layer, blocks=blocks)
-    spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
-    y, metric = _matmul(spec, lhs, rhs, jnp.maximum(theta, 0.0), seed, tiles)
-    return (
-        y,
-        Stats(threshold.fallback_rate(metric, theta, blocks), theta, metric),
-        blocks,
+    theta = resolve(
+        theta, lhs, recipe, implementation, layer=products.split_rows, blocks=blocks
     )
+    dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
+    spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
+    y, metric = matmul_vjp.matmul(
+        spec, lhs, rhs, jnp.maximum(theta, 0.0), seed, products
+    )
+    rate = threshold.fallback_rate(metric, theta, blocks)
+    return y, Stats(rate, theta, metric), blocks
 
 
-def _check_groups(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, recipe: Recipe
-) -> None:
+def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}; it takes integers")
     shapes = lhs.shape, rhs.shape, group_sizes.shape
@@ -183,9 +166,13 @@ def _check_groups(
     types = [jax.typeof(x) for x in (lhs, rhs, group_sizes)]
     if any(names for x in types for names in x.sharding.spec):
         raise ValueError(
-            "a ragged dot takes arrays that are whole or cut over automatic axes of a "
-            f"mesh (see jax.sharding.auto_axes); got {', '.join(map(str, types))}"
+            "a ragged dot takes arrays that are not sharded over explicit mesh axes; "
+            "make the axes automatic with jax.sharding.auto_axes; got "
+            f"{', '.join(map(str, types))}"
         )
+
+
+def _check_recipe(recipe: Recipe) -> None:
     if not recipe.in_blocks:
         raise ValueError(
             "a ragged dot takes a recipe with block scales in all three GEMMs; got "
@@ -198,98 +185,59 @@ def _check_groups(
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(
-    spec: Spec,
-    x: jax.Array,
-    w: jax.Array,
-    theta: jax.Array,
-    seed: jax.Array,
-    tiles: Tiles,
-) -> tuple[jax.Array, jax.Array]:
-    """``[M, N]`` and the metric of each block (of none without a criterion)."""
-    lhs, residual, metric = quantize_lhs(
-        spec, to_tiles(x, tiles), theta, seed, save=False
-    )
-    rhs = quantize_rhs(spec, w, seed, save=False)
-    return _forward(spec, lhs.rowwise, residual, rhs.colwise, tiles), metric
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tiles"],
+    meta_fields=["num_groups"],
+)
+@dataclasses.dataclass(frozen=True)
+class GroupedProducts(matmul_vjp.DenseProducts):
+    """Runs the INT8 GEMMs of rows in groups, tile by tile.
 
+    Attributes:
+      tiles: where each row lies among the tiles.
+      num_groups: G.
+    """
 
-class _Saved(NamedTuple):
-    """X by columns and W by rows, as the backward GEMMs read them."""
-
-    lhs: Quantized
-    rhs: Quantized
-    seed: jax.Array
     tiles: Tiles
+    num_groups: int
 
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """The tiles ``[T, m, C]`` of ``[M, C]``."""
+        return to_tiles(x, self.tiles)
 
-def _matmul_fwd(
-    spec: Spec,
-    x: jax.Array,
-    w: jax.Array,
-    theta: jax.Array,
-    seed: jax.Array,
-    tiles: Tiles,
-) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
-    lhs, residual, metric = quantize_lhs(
-        spec, to_tiles(x, tiles), theta, seed, save=True
-    )
-    rhs = quantize_rhs(spec, w, seed, save=True)
-    y = _forward(spec, lhs.rowwise, residual, rhs.colwise, tiles)
-    saved_lhs = checkpoint_name(lhs.colwise, LHS_NAME)
-    saved_rhs = checkpoint_name(rhs.rowwise, RHS_NAME)
-    return (y, metric), _Saved(saved_lhs, saved_rhs, seed, tiles)
+    def multiply(
+        self,
+        product: Product,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seeds: jax.Array | None = None,
+    ) -> jax.Array:
+        """Multiplies each tile with its group's matrix; returns ``[M, N]``."""
+        del seeds
+        y = ops.ragged_matmul(
+            lhs,
+            residual,
+            rhs,
+            self.tiles.groups,
+            block_shape=product.block_shape,
+            dtype=product.dtype,
+            implementation=product.implementation,
+        )
+        return from_tiles(y, self.tiles)
 
-
-def _matmul_bwd(
-    spec: Spec, saved: _Saved, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None, None, None]:
-    lhs, rhs, seed, tiles = saved
-    m, k, n = spec.recipe.block_shape
-    grad = quantize_grad(spec, to_tiles(cotangents[0], tiles), seed)
-    assert grad.rowwise is not None
-    assert grad.colwise is not None
-    dx = ops.ragged_matmul(
-        grad.rowwise,
-        None,
-        rhs,
-        tiles.groups,
-        block_shape=(m, n, k),
-        dtype=spec.lhs_dtype,
-        implementation=spec.implementation,
-    )
-    dw = ops.ragged_contraction(
-        lhs,
-        grad.colwise,
-        tiles.groups,
-        size=len(rhs.codes),
-        block_shape=(k, m, n),
-        dtype=spec.rhs_dtype,
-        implementation=spec.implementation,
-    )
-    return from_tiles(dx, tiles), dw, None, None, None
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-def _forward(
-    spec: Spec,
-    lhs: Quantized | None,
-    residual: Quantized | None,
-    rhs: Quantized | None,
-    tiles: Tiles,
-) -> jax.Array:
-    assert lhs is not None
-    assert rhs is not None
-    y = ops.ragged_matmul(
-        lhs,
-        residual,
-        rhs,
-        tiles.groups,
-        block_shape=spec.recipe.block_shape,
-        dtype=spec.dtype,
-        implementation=spec.implementation,
-    )
-    return from_tiles(y, tiles)
+    def contract_rows(
+        self, product: Product, lhs: Quantized, rhs: Quantized, seed: jax.Array
+    ) -> jax.Array:
+        """Multiplies X' with dY tile by tile; returns ``[G, K, N]``."""
+        del seed
+        return ops.ragged_contraction(
+            lhs,
+            rhs,
+            self.tiles.groups,
+            size=self.num_groups,
+            block_shape=product.block_shape,
+            dtype=product.dtype,
+            implementation=product.implementation,
+        )

@@ -1,13 +1,13 @@
-"""The delay threshold: start, observe, update (arXiv 2503.08040, Algorithm 2).
+"""The delay threshold (arXiv 2503.08040, Algorithm 2).
 
-A block of an activation falls back where its metric exceeds ``theta``.  ``theta`` is
-known before the activation is seen ("delay": no second pass over the data) and moves
-after each training forward so that the fallback rate stays inside a range.
+A block of an activation falls back if its metric exceeds ``theta``.  ``theta`` is known
+before the activation is ("delay"), which saves a second pass over the data.  After each
+training forward it moves to keep the fallback rate inside a range.
 
-The paper's public texts leave open how far it moves.  Here it moves towards the value
-that would have given the middle of the range on the blocks just seen, by a factor of
-``alpha`` at the most.  A fixed factor would jump over the range, back and forth without
-end, wherever the blocks' metrics lie closer together than that factor.
+The paper does not say how far it moves.  Here it moves towards the value that would
+have put the rate of the last blocks in the middle of the range, by at most a factor of
+``alpha``.  A fixed factor would overshoot the range forever if the metrics of the
+blocks lie closer together than the factor.
 """
 
 from collections.abc import Mapping
@@ -21,17 +21,17 @@ from fbq_jax.kernels import rounding
 from fbq_jax.recipes.schema import Recipe
 
 UNSET = -1.0
-"""The value of theta before any forward has set it."""
+"""The value of theta until a forward pass sets it."""
 
 
 class State(TypedDict):
-    """What a layer carries from one training forward to the next; scalars.
+    """The scalars that a layer carries from one training forward to the next.
 
     Attributes:
-      theta: float32, the threshold of the next forward, ``UNSET`` until one is known.
-      rate: float32, the share of blocks that fell back in the last training forward.
+      theta: float32, the threshold of the next forward; ``UNSET`` until it is known.
+      rate: float32, the fallback rate of the last training forward.
       count: uint32, the number of training forwards.
-      seed: uint32, the layer's own; with ``count`` it seeds the noise of each call.
+      seed: uint32, constant; seeds the noise of each call together with ``count``.
     """
 
     theta: jax.Array
@@ -52,9 +52,9 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
 
 
 def canonicalize_state(state: Mapping[str, jax.Array]) -> State:
-    """A state that may come from anywhere: of the dtypes above, or all of it floats.
+    """Converts a state to the dtypes of ``State``; it may be all floats.
 
-    A theta that is not finite and positive counts as unset.
+    A theta that is not finite and positive becomes ``UNSET``.
     """
     theta = jnp.asarray(state["theta"], jnp.float32)
     return State(
@@ -66,24 +66,24 @@ def canonicalize_state(state: Mapping[str, jax.Array]) -> State:
 
 
 def call_seed(state: State) -> jax.Array:
-    """The seed, uint32, of the noise of the next call."""
+    """The seed of the next call's noise, uint32 ``[]``."""
     return rounding.fold(state["seed"], state["count"])
 
 
 def quantile(
     metric: jax.Array, recipe: Recipe, blocks: jax.Array | None = None
 ) -> jax.Array:
-    """The theta, float32 ``[]``, that puts the rate in the middle of the target range.
-
-    It is one of the blocks' own metrics: as many blocks exceed it as come nearest to
-    that rate.  ``UNSET`` if that is 0 (zeros tell nothing of the batches to come), if
-    there is no block, or if any block holds a NaN or an Inf.
+    """The theta that puts the fallback rate nearest to the middle of its range.
 
     Args:
       metric: the metric of each block, float32 of any shape.
       recipe: gives the range.
-      blocks: their number, int32 ``[]``, where metric has zeros beside them for blocks
-        that are not there.
+      blocks: the number of blocks, int32 ``[]``, if ``metric`` also has zeros for
+        blocks that do not exist; None if it has not.
+
+    Returns:
+      The metric of one of the blocks, float32 ``[]``.  ``UNSET`` if that is 0 (zeros
+      predict nothing), if there is no block, or if a block holds a NaN or an Inf.
     """
     unset = jnp.asarray(UNSET, jnp.float32)
     if not metric.size:
@@ -103,9 +103,15 @@ def quantile(
 def fallback_rate(
     metric: jax.Array, theta: jax.Array, blocks: jax.Array | None = None
 ) -> jax.Array:
-    """The fallback rate, float32 ``[]``: the share of blocks above theta.
+    """The fallback rate: the share of blocks whose metric exceeds theta.
 
-    ``blocks`` is as for ``quantile``.
+    Args:
+      metric: the metric of each block, float32 of any shape.
+      theta: float32 ``[]``; ``UNSET`` counts as 0.
+      blocks: the number of blocks, as in ``quantile``.
+
+    Returns:
+      float32 ``[]``; 0 if there is no block.
     """
     if not metric.size:
         return jnp.zeros((), jnp.float32)
@@ -129,9 +135,9 @@ def update(
       state: the state before it.
       metric: the metric of each block of the activation, float32 of any shape.
       theta: the threshold that was used, float32 ``[]``: ``state["theta"]``, or the
-        quantile of ``metric`` where that was unset.
+        quantile of ``metric`` if that was unset.
       recipe: gives the target range and alpha.
-      blocks: as for ``quantile``.
+      blocks: the number of blocks, as in ``quantile``.
     """
     rate = fallback_rate(metric, theta, blocks)
     low, high = recipe.target_rate

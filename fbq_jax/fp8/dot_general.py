@@ -1,21 +1,23 @@
-"""Matrix products in FP8 with a scale a tensor, forward and backward.
+"""Matrix products in FP8 with a scale per tensor, forward and backward.
 
-With ``Q4`` and ``Q5`` rounding to nearest in E4M3 and E5M2 (arXiv 2209.05433), a scale
-a tensor, the three GEMMs of ``Y = X . W`` are
+Let ``Q4`` and ``Q5`` round to nearest in E4M3 and E5M2 (arXiv 2209.05433) with one
+scale per tensor.  The three GEMMs of ``Y = X .  W`` are
 
     Y = Q4(X) . Q4(W)        dX = Q5(dY) . Q4(W)'        dW = Q4(X)' . Q5(dY)
 
-accumulated in float32, scaled, and rounded once.  The codes that the forward pass makes
-are what the backward pass reads.  A tensor's scale is ``amax / max``, with ``max`` the
-format's largest value, 448 or 57344, and
+They accumulate in float32, apply the scales and round once.  The backward pass reads
+the codes of the forward pass.  The scale of a tensor is ``amax / max``, where ``max``
+is the largest value of the format, 448 or 57344, and ``amax`` depends on the scaling
+method:
 
-- *current*: ``amax`` of the tensor itself, which takes a pass over it before its codes;
-- *delayed* (NVIDIA's Transformer Engine, and ``flax.linen.fp8_ops``, whose results
-  these are): the largest ``amax`` of the calls before, kept in a history.  Values
-  beyond that saturate.  While the history has only zeros, or an Inf or a NaN, the scale
-  stays where it was.
+- *current*: the largest magnitude of the tensor itself, which takes a pass over the
+  tensor before it is quantized;
+- *delayed* (as in NVIDIA's Transformer Engine and ``flax.linen.fp8_ops``, whose results
+  it reproduces): the largest magnitude in a history of previous calls.  Larger values
+  saturate.  While the history holds only zeros, or an Inf or a NaN, the scale does not
+  change.
 
-A NaN or an Inf makes NaN whatever depends on it (in Flax an Inf saturates).
+A NaN or an Inf turns everything that depends on it into NaN (in Flax an Inf saturates).
 """
 
 import functools
@@ -26,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax.core.dimension_numbers import DimensionNumbers, dot_general_of
+from fbq_jax.core.dot_call import DotCall, compute_as_matrices
 from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
@@ -36,12 +38,12 @@ E5M2 = jnp.float8_e5m2
 
 
 class Scaling(NamedTuple):
-    """A tensor's state under delayed scaling.
+    """The state of a tensor under delayed scaling.
 
     Attributes:
-      scale: float32 ``[]``, the last call's: ``codes * scale`` are the values.
-      amax_history: float32 ``[length]``, the largest magnitudes of as many calls: the
-        last one's, then the others' from the oldest on.
+      scale: float32 ``[]``, of the last call: ``codes * scale`` are the values.
+      amax_history: float32 ``[length]``, the largest magnitude in each of the last
+        ``length`` calls: first the last call, then the others from the oldest on.
     """
 
     scale: jax.Array
@@ -49,7 +51,7 @@ class Scaling(NamedTuple):
 
 
 class Scalings(NamedTuple):
-    """Those of the activation, of the weight and of the output's gradient."""
+    """The states of the activation, the weight and the output's gradient."""
 
     lhs: Scaling
     rhs: Scaling
@@ -57,19 +59,19 @@ class Scalings(NamedTuple):
 
 
 def check_history(length: int) -> None:
-    """Raises ValueError if a history cannot be so long; makes no array."""
+    """Raises ValueError unless the length of a history is a positive integer."""
     if type(length) is not int or length < 1:
         raise ValueError(f"Fp8Dot.history takes a positive integer; got {length!r}")
 
 
 def start(length: int) -> Scalings:
-    """The state before the first call: scales of 1, histories of zeros.
+    """The state before the first call, with scales of 1 and histories of zeros.
 
     Args:
       length: of the histories, in calls.
 
     Raises:
-      ValueError: the length is no positive integer.
+      ValueError: the length is not a positive integer.
     """
     check_history(length)
 
@@ -83,29 +85,21 @@ def dot_general(
     scalings: Scalings | None,
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
-    out_sharding: Any,
+    call: DotCall,
 ) -> jax.Array:
-    """``lax.dot_general(lhs, rhs, ...)`` by ``matmul``; lhs is the activation."""
+    """``lax.dot_general(lhs, rhs, ...)`` in FP8; lhs is the activation.
+
+    The gradient with respect to ``scalings`` is the new state (see ``matmul``).
+    """
 
     def multiply(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
         return matmul(Spec(dtype, x.dtype, w.dtype), x, w, scalings)
 
-    return dot_general_of(
-        multiply,
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision,
-        preferred_element_type,
-        out_sharding,
-    )
+    return compute_as_matrices(multiply, lhs, rhs, call)
 
 
 class Spec(NamedTuple):
-    """What is static: the dtypes of Y, dX and dW."""
+    """The dtypes of Y, dX and dW."""
 
     dtype: Any
     lhs_dtype: Any
@@ -116,15 +110,15 @@ class Spec(NamedTuple):
 def matmul(
     spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
 ) -> jax.Array:
-    """Multiplies ``[B, M, K]``, the activation, and ``[B, K, N]``, the weight.
+    """Multiplies the activation with the weight.
 
-    The gradient with respect to ``scalings`` is its new value: the largest magnitude of
-    the output's gradient is known to the backward pass only.
+    The gradient with respect to ``scalings`` is its new value, because only the
+    backward pass knows the largest magnitude of the output's gradient.
 
     Args:
-      spec: what is static.
-      x: bfloat16, float16 or float32.
-      w: likewise.
+      spec: the dtypes of the results.
+      x: the activation, bfloat16, float16 or float32 ``[B, M, K]``.
+      w: the weight, bfloat16, float16 or float32 ``[B, K, N]``.
       scalings: the state of delayed scaling; None for current scaling.
 
     Returns:
@@ -133,8 +127,14 @@ def matmul(
     return _matmul_fwd(spec, x, w, scalings)[0]
 
 
-class Saved(NamedTuple):
-    """What the forward pass leaves: codes, and the state with X's and W's moved."""
+class _Residuals(NamedTuple):
+    """What the forward pass saves for the backward pass.
+
+    Attributes:
+      lhs: the codes of X.
+      rhs: the codes of W.
+      scalings: the state, with new values for X and W.
+    """
 
     lhs: ScaledTensor
     rhs: ScaledTensor
@@ -143,24 +143,24 @@ class Saved(NamedTuple):
 
 def _matmul_fwd(
     spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
-) -> tuple[jax.Array, Saved]:
+) -> tuple[jax.Array, _Residuals]:
     old = scalings or (None, None, None)
     lhs, new_lhs = quantize(x, E4M3, old[0])
     rhs, new_rhs = quantize(w, E4M3, old[1])
-    # Fast accumulation, where a GPU has one, is for this product only.
+    # DEFAULT lets a GPU accumulate fast; the backward products must not.
     y = _multiply(lhs, rhs, spec.dtype, lax.Precision.DEFAULT)
     if scalings is not None:
         assert new_lhs is not None
         assert new_rhs is not None
         scalings = Scalings(new_lhs, new_rhs, scalings.grad)
     lhs, rhs = checkpoint_name(lhs, LHS_NAME), checkpoint_name(rhs, RHS_NAME)
-    return y, Saved(lhs, rhs, scalings)
+    return y, _Residuals(lhs, rhs, scalings)
 
 
 def _matmul_bwd(
-    spec: Spec, saved: Saved, dy: jax.Array
+    spec: Spec, residuals: _Residuals, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, Scalings | None]:
-    lhs, rhs, scalings = saved
+    lhs, rhs, scalings = residuals
     grad, new_grad = quantize(dy, E5M2, None if scalings is None else scalings.grad)
     dx = _multiply(grad, _transpose(rhs), spec.lhs_dtype, lax.Precision.HIGHEST)
     dw = _multiply(_transpose(lhs), grad, spec.rhs_dtype, lax.Precision.HIGHEST)
@@ -189,12 +189,12 @@ def _transpose(x: ScaledTensor) -> ScaledTensor:
 def quantize(
     x: jax.Array, dtype: jax.typing.DTypeLike, scaling: Scaling | None
 ) -> tuple[ScaledTensor, Scaling | None]:
-    """Codes of a tensor, and its state after it.
+    """Quantizes a tensor and returns its new state.
 
     Args:
       x: bfloat16, float16 or float32, of any shape.
       dtype: ``E4M3`` or ``E5M2``.
-      scaling: the state before; None for current scaling, which has none.
+      scaling: the state before; None for current scaling, which has no state.
 
     >>> state = Scaling(jnp.float32(1.0), jnp.array([0.0, 448.0, 2.0]))
     >>> x = jnp.array([3.0, -500.0])
@@ -208,7 +208,7 @@ def quantize(
     largest = float(jnp.finfo(dtype).max)
     amax = jnp.max(scaling.amax_history)
     moves = (amax > 0.0) & jnp.isfinite(amax)
-    # In Flax's order of operations, for its results.
+    # The order of operations is that of Flax, to reproduce its results.
     scale = jnp.where(
         moves,
         1.0 / jnp.minimum(largest / amax, scaled_tensor.MAX_FACTOR),

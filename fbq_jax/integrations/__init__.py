@@ -1,1 +1,1 @@
-"""Other people's frameworks; each module is imported only when it is used."""
+"""Support for other frameworks; each module is imported only when it is used."""

@@ -1,6 +1,6 @@
-"""MaxText's ``quant=``: the object that its layers ask how to multiply.
+"""MaxText's ``quant=``: the object that its layers ask for a ``dot_general``.
 
-MAXTEXT.md says how MaxText gets it, and what of MaxText it serves.
+MAXTEXT.md says how MaxText gets it, and which models it supports.
 """
 
 import dataclasses
@@ -11,49 +11,35 @@ from typing import Any, ClassVar
 import jax
 from flax import linen as nn
 
-from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dot_call import DotCall, DotGeneral
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 
-# Those that MaxText carries from step to step, of models in NNX and in Linen.
+# The collections that MaxText carries from step to step, for NNX and for Linen models.
 COLLECTIONS = ("aqt", "_overwrite_with_gradient")
 
 _NO_EXPERTS = (
-    "fbq_jax.maxtext quantizes dense layers; a mixture of experts in MaxText is not "
-    "among them, for its einsums and grouped products start without a state"
+    "fbq_jax.maxtext quantizes dense layers only: the einsums and grouped products of "
+    "MaxText's mixture of experts have no state when they first run"
 )
 
 
-class FallbackDotGeneral(nn.Module):
-    """``FallbackDot`` as a module, which MaxText bridges to NNX; a layer has its own.
+class FallbackDotGeneral(DotGeneral, nn.Module):
+    """``FallbackDot`` as a module, because MaxText bridges modules to NNX.
+
+    Each layer has its own.
 
     Attributes:
-      dot: multiplies, and keeps its state in this module.
+      dot: computes the product, and keeps its state in this module.
     """
 
     dot: FallbackDot
 
     @nn.compact
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
-        return self.dot(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-        )
+    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+        """Computes the product; lhs is the activation."""
+        return self.dot.compute(lhs, rhs, call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,22 +47,23 @@ class Quantization:
     """A recipe for the dense layers of a MaxText model.
 
     Attributes:
-      recipe: what is quantized how.
-      collection: where the layers keep their state. ``"aqt"``, for models in NNX,
-        MaxText's default, is the only collection that its layers let a bridged op
-        change; ``"_overwrite_with_gradient"``, for the models in Linen
-        (``pure_nnx=False``) of older versions, is the only one that such a step carries
-        on, and no gradients can then be accumulated.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; by default
-        ``fbq_jax.ops.dispatch`` chooses.
+      recipe: what is quantized, and how.
+      collection: the collection with the layers' state.  ``"aqt"`` is for NNX models,
+        MaxText's default: it is the only collection that MaxText lets a bridged op
+        change.  ``"_overwrite_with_gradient"`` is for Linen models (``pure_nnx=False``)
+        of older versions: it is the only one that their training step carries, and it
+        excludes gradient accumulation.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
+        ``fbq_jax.ops.dispatch`` choose.
 
     Raises:
-      TypeError: the recipe is none.
-      ValueError: the collection is another, which MaxText would freeze.
+      TypeError: ``recipe`` is not a ``Recipe``.
+      ValueError: MaxText would not update state in this collection.
 
     >>> layer = Quantization().dot_general_cls(mesh_axes=("embed", "mlp"))()
-    >>> x, w = jax.numpy.ones((1, 128)), jax.numpy.ones((128, 128))
-    >>> sorted(layer.init(jax.random.key(0), x, w, (((1,), (0,)), ((), ()))))
+    >>> x, w = jax.numpy.ones((1, 8)), jax.numpy.ones((8, 8))
+    >>> dims = ((1,), (0,)), ((), ())
+    >>> sorted(jax.eval_shape(lambda: layer.init(jax.random.key(0), x, w, dims)))
     ['aqt']
     """
 
@@ -85,7 +72,7 @@ class Quantization:
     implementation: str | None = None
 
     quant_mode: ClassVar[str] = "train"
-    # Noise comes of the state: a layer drops its generator when it has started.
+    # The state seeds the noise, so a layer needs no generator once it is initialized.
     needs_apply_rngs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -97,18 +84,26 @@ class Quantization:
         self._dot()
 
     def dot_general_cls(self, mesh_axes: tuple[Any, ...] = ()) -> Callable[[], Any]:
-        """What makes a layer's op.  Shardings are the operands' own."""
+        """Returns what makes the op of a layer.
+
+        Args:
+          mesh_axes: ignored; shardings are those of the operands.
+        """
         del mesh_axes
         return functools.partial(FallbackDotGeneral, self._dot())
 
     def einsum(self, mesh_axes: tuple[Any, ...] = ()) -> Any:
-        """Raises: MaxText asks for those of experts in a forward, past any start."""
+        """Raises ValueError.
+
+        MaxText asks for the einsum of experts in the forward pass, where it is too late
+        to initialize state.
+        """
         del mesh_axes
         raise ValueError(_NO_EXPERTS)
 
     @property
     def quant_dg(self) -> Any:
-        """Raises: what MaxText's grouped products, of experts, read of AQT's object."""
+        """Raises ValueError: MaxText reads AQT's object here, for grouped products."""
         raise ValueError(_NO_EXPERTS)
 
     def _dot(self) -> FallbackDot:

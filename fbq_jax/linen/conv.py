@@ -18,27 +18,29 @@ from fbq_jax.linen.state import calling_module
 class FallbackConv:
     """``lax.conv_general_dilated`` of an activation and a kernel, quantized.
 
-    It is the product of the convolution's windows with the kernel, as
-    ``fbq_jax.core.conv`` says, which also says what windows cost: nothing for 1x1, a
-    copy for patches, much memory for 3x3, of which ``nn.remat(nn.Conv)`` keeps none for
-    the backward pass.  Strides, padding, dilations and feature groups are as for the
-    float one.
+    It multiplies the windows of the convolution with the kernel
+    (``fbq_jax.core.conv``).  Windows cost nothing for 1x1 kernels, one copy for patches
+    and much memory for 3x3; ``nn.remat(nn.Conv)`` does not save them for the backward
+    pass.  Strides, padding, dilations and feature groups are supported.
 
     Attributes:
-      dot_general: computes the product and, in a Linen module, keeps its state there:
-        a ``FallbackDot``, a ``RulesDot`` or any other.  Where a rule says float, it is
-        ``lax.conv_general_dilated`` that computes.
+      dot_general: computes the product and, in a Linen module, keeps its state there: a
+        ``FallbackDot``, a ``RulesDot`` or any other ``dot_general``.  A layer that a
+        ``RulesDot`` leaves unquantized runs ``lax.conv_general_dilated``.
 
     Raises:
-      TypeError: ``dot_general`` cannot be called, as a ``Recipe`` cannot; or
-        ``lax.conv_general_dilated``'s own, where shapes do not fit.
-      ValueError: likewise; or a ``batch_group_count``, a window that is larger than the
-        padded input, ``out_sharding`` of several feature groups, or ``nn.ConvLocal``.
+      TypeError: ``dot_general`` is not callable (a ``Recipe`` is not), or
+        ``lax.conv_general_dilated`` raises it for the shapes.
+      ValueError: ``lax.conv_general_dilated`` raises it for the shapes; or
+        ``batch_group_count`` is not 1, a window is larger than the padded input,
+        ``out_sharding`` comes with several feature groups, or the layer is
+        ``nn.ConvLocal``.
 
     >>> import jax.numpy as jnp
     >>> layer = nn.Conv(8, (3, 3), conv_general_dilated=fallback_conv)
-    >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 6, 6, 4)))
-    >>> layer.apply(variables, jnp.ones((2, 6, 6, 4))).shape
+    >>> x = jnp.ones((2, 6, 6, 4))
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), x)
+    >>> y.shape
     (2, 6, 6, 8)
     >>> sorted(variables)
     ['fallback', 'params']
@@ -55,8 +57,8 @@ class FallbackConv:
         """``lax.conv_general_dilated(lhs, rhs, ...)``, quantized."""
         if isinstance(calling_module(), nn.ConvLocal):
             raise ValueError(
-                "nn.ConvLocal has a kernel for each place and is no convolution; a "
-                "quantized one goes to nn.Conv"
+                "nn.ConvLocal has a kernel for each position and is not a convolution: "
+                "use fallback_conv with nn.Conv"
             )
         dot: Callable[..., jax.Array] | None = self.dot_general
         if isinstance(dot, RulesDot):

@@ -1,8 +1,8 @@
 """Injection into Flax Linen: ``nn.Dense(..., dot_general=fallback_dot)``.
 
-The callable is no module.  It finds the layer that calls it and keeps the layer's state
-in a variable of the layer's own scope: one object serves a whole model, and no two
-layers share a state.
+The callable is not a module.  It finds the layer that calls it and keeps the layer's
+state in a variable of that layer's scope.  So one object serves a whole model, and no
+two layers share a state.
 """
 
 import dataclasses
@@ -16,15 +16,16 @@ from flax.core.scope import Scope, Variable
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax.core import threshold
-from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_general import dot_general, stateful_dot_general
+from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
 from fbq_jax.core.ragged_dot import ragged_dot, stateful_ragged_dot
 from fbq_jax.linen.frozen import is_frozen, layer_weight
 from fbq_jax.linen.state import (
+    as_float32,
     calling_module,
-    find_slot,
+    check_collection,
+    find_variable,
     return_as_gradient,
-    with_floats,
 )
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -32,29 +33,33 @@ from fbq_jax.sharding.layer_names import layer_name
 
 
 @dataclasses.dataclass(frozen=True)
-class FallbackDot:
+class FallbackDot(DotGeneral):
     """A quantized ``dot_general`` for Flax Linen layers.
 
-    Inside a module the state of its layer is a dictionary
-    (``fbq_jax.core.threshold.State``) in ``collection``, under the module's path.  It
-    moves in an ``apply`` that makes the collection mutable, and is frozen in one that
-    does not.  Outside any module there is no state: the threshold is the quantile of
+    Inside a module, the state of a layer is a dictionary
+    (``fbq_jax.core.threshold.State``) in ``collection``, under the module's path.  An
+    ``apply`` that makes the collection mutable updates it; any other ``apply`` leaves
+    it as it is.  Outside any module there is no state: the threshold is the quantile of
     lhs' own blocks.
 
-    The collection named ``"_overwrite_with_gradient"`` is special to Flax: its state is
-    not written in ``apply`` but returned as its own gradient, which Flax's
-    ``TrainState`` puts in its place, as MaxText does for models in Linen.  All of it is
-    float32 then; gradients must not be summed over micro-batches, nor a layer be used
-    twice in one forward.
+    Flax treats the collection ``"_overwrite_with_gradient"`` specially: ``apply`` does
+    not write the new state but returns it as the gradient of the old one, and Flax's
+    ``TrainState`` (and MaxText, for Linen models) stores it.  All values are float32
+    then.  Such gradients must not be summed over micro-batches, and a layer must not be
+    called twice in one forward pass.
 
     Attributes:
-      recipe: what is quantized how.
+      recipe: what is quantized, and how.
       collection: the name of the variable collection.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; by default
-        ``fbq_jax.ops.dispatch`` chooses.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
+        ``fbq_jax.ops.dispatch`` choose.
 
-    >>> layer = nn.Dense(8, dot_general=FallbackDot())
-    >>> x = jax.random.normal(jax.random.key(0), (4, 16))
+    Raises:
+      TypeError: ``recipe`` is not a ``Recipe``.
+      ValueError: the collection is ``"params"``; or, in a call, the layer has no state.
+
+    >>> layer = nn.Dense(2, dot_general=FallbackDot())
+    >>> x = jnp.ones((4, 8))
     >>> variables = layer.init(jax.random.key(1), x)
     >>> y, updates = layer.apply(variables, x, mutable=["fallback"])
     >>> int(updates["fallback"]["dot_general"]["count"])
@@ -66,56 +71,32 @@ class FallbackDot:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            raise TypeError(
-                f"FallbackDot takes a Recipe, such as fbq_jax.recipes.fallback; got "
-                f"{self.recipe!r}"
-            )
-        if self.collection == "params":
-            raise ValueError("FallbackDot's state is no parameter: name another one")
+        DotConfig(self.recipe, self.implementation)  # checks them
+        check_collection(self.collection)
 
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
-        module = calling_module()
+    @property
+    def config(self) -> DotConfig:
+        """The settings that Linen and NNX share."""
+        return DotConfig(self.recipe, self.implementation)
+
+    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+        """Computes the product, and updates the state of the calling layer."""
+        module, config = calling_module(), self.config
         if module is None:
             return dot_general(
                 lhs,
                 rhs,
-                dimension_numbers,
-                precision,
-                preferred_element_type,
-                recipe=self.recipe,
-                out_sharding=out_sharding,
-                implementation=self.implementation,
+                **call._asdict(),
+                recipe=config.recipe,
+                implementation=config.implementation,
             )[0]
         variable = self.variable(module)
-        rhs = jnp.asarray(rhs)  # may be a FrozenKernel, which no layer has cast
-        codes = layer_weight(self, module, variable, rhs, dimension_numbers)
-        state = dict(
-            variable.value
-        )  # plain, as its gradient is, even if it came frozen
+        rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
+        codes = layer_weight(config, module, variable, rhs, call.dimension_numbers)
+        # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
+        state = dict(variable.value)
         with layer_name("/".join(module.path) or type(module).__name__):
-            out, new = stateful_dot_general(
-                state,
-                lhs,
-                rhs,
-                dimension_numbers,
-                precision,
-                preferred_element_type,
-                recipe=self.recipe,
-                out_sharding=out_sharding,
-                implementation=self.implementation,
-                codes=codes,
-            )
+            out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
         return self.commit(module, variable, new, out)
 
     def ragged_dot(
@@ -126,33 +107,19 @@ class FallbackDot:
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, with state as for a call.
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized, with state.
 
-        ``fbq_jax.ragged_dot`` says what it takes; there is no GPU kernel for it.
+        ``fbq_jax.ragged_dot`` documents the arguments.  There is no GPU kernel for it.
         """
-        module = calling_module()
+        module, config = calling_module(), self.config
+        args = lhs, rhs, group_sizes, precision, preferred_element_type
         if module is None:
             return ragged_dot(
-                lhs,
-                rhs,
-                group_sizes,
-                precision,
-                preferred_element_type,
-                recipe=self.recipe,
-                implementation=self.implementation,
+                *args, recipe=config.recipe, implementation=config.implementation
             )[0]
         variable = self.variable(module)
         with layer_name("/".join(module.path) or type(module).__name__):
-            out, new = stateful_ragged_dot(
-                dict(variable.value),
-                lhs,
-                rhs,
-                group_sizes,
-                precision,
-                preferred_element_type,
-                recipe=self.recipe,
-                implementation=self.implementation,
-            )
+            out, new = stateful_ragged_dot(config, dict(variable.value), *args)
         return self.commit(module, variable, new, out)
 
     def commit(
@@ -162,43 +129,51 @@ class FallbackDot:
         new: threshold.State,
         out: jax.Array,
     ) -> jax.Array:
-        """Puts a call's new state in the place of the old; returns the call's output.
+        """Stores the new state of a call; returns the call's output.
 
-        The state stays where it is while the module initializes, or evaluates, and in a
+        The state does not change while the module initializes or evaluates, nor in a
         frozen layer.
+
+        Args:
+          module: the calling layer.
+          variable: holds its state.
+          new: the state after a training forward.
+          out: the output of the call, which carries the state as a gradient if the
+            collection asks for it.
         """
         if module.is_initializing() or is_frozen(variable.value):
             return out
         if self.collection == OVERWRITE_WITH_GRADIENT:
-            return return_as_gradient(out, dict(variable.value), with_floats(new))
+            return return_as_gradient(out, dict(variable.value), as_float32(new))
         if module.is_mutable_collection(self.collection):
             variable.value = new
         return out
 
     def variable(self, module: nn.Module) -> Variable:
-        """The variable of this call (``find_slot``)."""
-        return find_slot(module, self.collection, self._start)
+        """The variable with the state of this call (``find_variable``)."""
+        return find_variable(module, self.collection, self._start)
 
     def _start(self, scope: Scope, name: str) -> threshold.State:
+        """The first state of the layer with this scope."""
         seed = jnp.uint32(zlib.crc32("/".join((*scope.path, name)).encode()))
         if scope.has_rng("params"):
-            # Not make_rng, which would count: the layers' weights must start as those
-            # of the float model do.
+            # make_rng would advance Flax's counter, and the layers would start with
+            # other weights than those of the unquantized model.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), seed)
             seed = jax.random.bits(key, (), jnp.uint32)
-        state = threshold.start(self.recipe, seed >> 8)  # 24 bits: a float holds them
+        state = threshold.start(self.recipe, seed >> 8)  # float32 holds 24 bits
         if self.collection == OVERWRITE_WITH_GRADIENT:
-            return with_floats(state)
+            return as_float32(state)
         return state
 
 
 fallback_dot = FallbackDot()
 
 
-def check_dot_general(taker: str, dot_general: object) -> None:
-    """Refuses what cannot be called where a ``dot_general`` is taken."""
+def check_dot_general(owner: str, dot_general: object) -> None:
+    """Raises TypeError if the ``dot_general`` of ``owner`` is not callable."""
     if not callable(dot_general):
         raise TypeError(
-            f"{taker} takes a dot_general, such as FallbackDot(recipe); got "
+            f"{owner} takes a dot_general, such as FallbackDot(recipe); got "
             f"{dot_general!r}"
         )

@@ -15,23 +15,24 @@ from fbq_jax.linen.dot import check_dot_general, fallback_dot
 class FallbackEinsum:
     """``jnp.einsum`` of an activation and a weight, quantized.
 
-    The first operand is the activation, whatever the subscripts.  Dimensions that both
-    operands and the output have are batch dimensions, with codes and scales of their
-    own; the others are put together to one matrix an operand, in the operand's order.
+    The first operand is the activation, whatever the subscripts.  A dimension that both
+    operands and the output have is a batch dimension, with its own codes and scales.
+    The other dimensions of each operand are flattened to a matrix, in the operand's
+    order.
 
     Attributes:
-      dot_general: computes the product and, in a Linen module, keeps its state there:
-        a ``FallbackDot``, a ``RulesDot`` or any other.
+      dot_general: computes the product and, in a Linen module, keeps its state there: a
+        ``FallbackDot``, a ``RulesDot`` or any other ``dot_general``.
 
     Raises:
-      TypeError: ``dot_general`` cannot be called, as a ``Recipe`` cannot.
-      ValueError: what is asked for is no product of matrices: there are not two
-        operands, a label is twice in one, is summed over in one alone, or none is
-        summed over; or shapes differ.
+      TypeError: ``dot_general`` is not callable (a ``Recipe`` is not).
+      ValueError: the einsum is not a matrix product: there are not two operands, a
+        label occurs twice in one operand or is summed over in one operand only, or no
+        label is summed over; or the sizes of a dimension differ.
 
     >>> import jax.numpy as jnp
     >>> x, w = jnp.ones((2, 5, 64)), jnp.ones((4, 64, 8))
-    >>> fallback_einsum("btd,hdk->bhtk", x, w).shape
+    >>> jax.eval_shape(lambda: fallback_einsum("btd,hdk->bhtk", x, w)).shape
     (2, 4, 5, 8)
     """
 
@@ -64,16 +65,17 @@ fallback_einsum = FallbackEinsum()
 
 
 class Einsum(nn.Einsum):
-    """``nn.Einsum`` by a quantized einsum, which Flax's own does not take.
+    """``nn.Einsum`` with a quantized einsum, which Flax's layer does not accept.
 
-    Parameters, attributes and arguments are those of ``nn.Einsum``, and one more.
+    It adds one attribute to those of ``nn.Einsum``; parameters and arguments are the
+    same.
 
     Attributes:
-      einsum_op: of the subscripts, the input and the kernel.
+      einsum_op: computes the einsum of subscripts, inputs and kernel.
 
     >>> import jax.numpy as jnp
     >>> layer = Einsum((16, 2, 8), "...d,dhk->...hk")
-    >>> variables = layer.init(jax.random.key(0), jnp.ones((3, 16)))
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((3, 16)))
     >>> jax.tree.map(jnp.shape, variables["params"])
     {'bias': (2, 8), 'kernel': (16, 2, 8)}
     >>> sorted(variables["fallback"])
@@ -84,7 +86,12 @@ class Einsum(nn.Einsum):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        """Multiplies the inputs, the activation, with the kernel; adds the bias."""
+        """Multiplies the inputs with the kernel and adds the bias.
+
+        Args:
+          inputs: the activation.
+          einsum_str: the subscripts, if the attribute of that name is None.
+        """
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         labels = parse(subscripts, inputs.ndim, len(self.shape))
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)

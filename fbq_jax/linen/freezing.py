@@ -1,9 +1,8 @@
-"""What is trained is what is served: ``freeze`` for Flax Linen.
+"""``freeze`` for Flax Linen: INT8 weights that compute what was trained.
 
-``variables`` do not tell what dtype a layer computes in, nor which of its kernel's axes
-are contracted, and codes depend on both.  So ``freeze`` runs the model, and each layer
-quantizes what it multiplies by.  ``fbq_jax.core.frozen_weight`` and ``linen_frozen``
-say how the codes then reach it.
+The codes of a weight depend on the dtype that a layer computes in and on the axes that
+it contracts, and variables tell neither.  So ``freeze`` runs the model, and each layer
+quantizes what it multiplies by (``fbq_jax.linen.frozen``).
 """
 
 from collections.abc import Mapping
@@ -16,9 +15,14 @@ from flax import linen as nn
 from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fbq_jax.core.frozen_weight import FrozenKernel, check_thetas, zeros
-from fbq_jax.core.layer_stats import is_state
-from fbq_jax.linen.frozen import ASKED, KERNEL, WEIGHT
+from fbq_jax.core.frozen_weight import (
+    FrozenKernel,
+    as_array,
+    check_thetas,
+    record_weights,
+)
+from fbq_jax.core.layer_stats import is_state, layer_path
+from fbq_jax.linen.frozen import KERNEL, WEIGHT
 from fbq_jax.linen.state import calling_module
 
 Path = tuple[str, ...]
@@ -29,33 +33,36 @@ def freeze(
 ) -> dict[str, Any]:
     """Turns the weights of a model's quantized layers into INT8 codes and scales.
 
-    The same model, applied to what is returned, gives bit for bit what it gives for
-    ``variables`` in evaluation.  The layers are those that multiply their parameter
-    ``kernel`` by a ``FallbackDot`` (Flax's ``Dense``, ``DenseGeneral`` and attention,
-    ``Einsum``, ``Conv``, ``NormDense``, ``GatedMLP``); other parameters stay as they
-    are.
+    The same model, applied to the returned variables, computes bit for bit what it
+    computes from ``variables`` in evaluation.  Frozen are the layers that multiply
+    their parameter ``kernel`` by a ``FallbackDot``: Flax's ``Dense``, ``DenseGeneral``
+    and attention, ``Einsum``, ``Conv``, ``NormDense`` and ``GatedMLP``.  Other
+    parameters do not change.
 
-    The tree keeps its form but for those layers: the kernel becomes a ``FrozenKernel``,
-    which has no leaves, and the layer's state gets a ``FrozenWeight`` with the codes.
-    Its shape alone, as for restoring a checkpoint, is
+    In the returned tree, the kernel of a frozen layer is a ``FrozenKernel`` without
+    leaves, and the layer's state has a ``FrozenWeight`` with the codes.  To get the
+    abstract tree that restoring a checkpoint needs, call
     ``jax.eval_shape(lambda: freeze(model, model.init(key, x), x))``.
 
     Args:
-      model: the one that was trained.
-      variables: its parameters and the collection of its dots' state.
-      *args: what ``model.apply`` takes for an evaluation that runs every layer, once;
-        a ``jax.ShapeDtypeStruct`` will do for an array.
-      **kwargs: likewise, ``method`` and ``rngs`` among them.
+      model: the trained model.
+      variables: its parameters and the collection with the state of its layers.
+      *args: the arguments of ``model.apply`` for an evaluation that runs every layer;
+        arrays may be ``jax.ShapeDtypeStruct``.
+      **kwargs: keyword arguments of the same call, such as ``method`` and ``rngs``.
+
+    Returns:
+      The variables of the frozen model.
 
     Raises:
-      ValueError: no layer multiplies by a ``FallbackDot``, or one is frozen already,
-        has no threshold yet, has a recipe that multiplies in floats in the forward
-        pass, does not run, or reads its kernel in another way than by its dot, or in
-        two ways by it (an ``Einsum`` called with subscripts of its own).
+      ValueError: no layer multiplies by a ``FallbackDot``; or a layer is frozen
+        already, has no threshold yet, has a recipe with an unquantized forward pass,
+        does not run, reads its kernel other than through its dot, or multiplies by it
+        in two ways (an ``Einsum`` that is called with other subscripts).
 
     >>> from fbq_jax import fallback_dot
-    >>> layer = nn.Dense(64, dot_general=fallback_dot)
-    >>> x = jax.random.normal(jax.random.key(0), (32, 128))
+    >>> layer = nn.Dense(4, dot_general=fallback_dot)
+    >>> x = jax.random.normal(jax.random.key(0), (2, 8))
     >>> variables = layer.init(jax.random.key(1), x)
     >>> _, state = layer.apply(variables, x, mutable=["fallback"])  # trains
     >>> variables = {**variables, **state}
@@ -63,46 +70,42 @@ def freeze(
     >>> bool(jnp.all(layer.apply(frozen, x) == layer.apply(variables, x)))
     True
     >>> frozen["fallback"]["dot_general"]["weight"].codes.mT.shape
-    (1, 128, 64)
+    (1, 8, 4)
     """
     leaves = _flatten(variables)
-    slots = {path: value for path, value in leaves.items() if is_state(value)}
-    _check_slots(slots, leaves)
-    args, kwargs = jax.tree.map(zeros, (args, kwargs))
-    collections = sorted({collection for collection, *_ in slots})
+    states = {path: value for path, value in leaves.items() if is_state(value)}
+    _check_states(states, leaves)
+    args, kwargs = jax.tree.map(as_array, (args, kwargs))
+    collections = sorted({collection for collection, *_ in states})
 
     @jax.jit
     def quantize(variables: dict[str, Any]) -> Any:
         return model.apply(variables, *args, mutable=collections, **kwargs)[1]
 
-    asked = {path: {**state, ASKED: None} for path, state in slots.items()}
-    updates = _flatten(quantize(unflatten_dict({**leaves, **asked})))
-    weights = {path: updates[path][ASKED] for path in slots}
-    idle = [_layer(path) for path, weight in weights.items() if weight is None]
-    if idle:
-        raise ValueError(
-            f"the call that freeze was given does not run: {', '.join(idle)}; pass "
-            "arguments, or a method=, that run every quantized layer"
-        )
+    with record_weights(map(_layer, states)) as recorder:
+        updates = _flatten(quantize(unflatten_dict(leaves)))
+    recorder.check_all_ran()
+    weights = {path: updates[path][WEIGHT] for path in states}
     check_thetas(
         {
-            _layer(path): (weight.recipe, slots[path]["theta"])
+            _layer(path): (weight.recipe, states[path]["theta"])
             for path, weight in weights.items()
         }
     )
+    frozen = dict(leaves)
     for path, weight in weights.items():
-        kernel = jax.tree.leaves(leaves[_kernel(path)])[0]  # boxed, it may be
-        leaves[_kernel(path)] = _LinenKernel(weight.shape, jnp.dtype(kernel.dtype))
-        leaves[path] = {**slots[path], WEIGHT: weight}
-    served = unflatten_dict(leaves)
-    _check_served(model, served, args, kwargs)
-    return served
+        kernel = jax.tree.leaves(leaves[_kernel(path)])[0]  # the kernel may be boxed
+        frozen[_kernel(path)] = _LinenKernel(weight.shape, jnp.dtype(kernel.dtype))
+        frozen[path] = {**states[path], WEIGHT: weight}
+    result = unflatten_dict(frozen)
+    _check_runs(model, result, args, kwargs)
+    return result
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _LinenKernel(FrozenKernel):
-    """A ``FrozenKernel`` that knows the layer by which it is read."""
+    """A ``FrozenKernel`` that refuses layers without a quantized op."""
 
     def __jax_array__(self) -> jax.Array:
         module = calling_module()
@@ -111,16 +114,15 @@ class _LinenKernel(FrozenKernel):
             and getattr(module, f"{op}_cls", None) is None
             for op in ("dot_general", "conv_general_dilated")
         ):
-            layer = "/".join(module.path) or "(root)"
             raise ValueError(
-                f"layer {layer!r} is frozen to INT8 codes, and this model multiplies "
-                "in floats there: use the model that was trained"
+                f"layer {layer_path(module.path)!r} is frozen to INT8 codes, but this "
+                "model leaves it unquantized: use the model that was trained"
             )
         return super().__jax_array__()
 
 
 def _flatten(variables: Mapping[str, Any]) -> dict[Path, Any]:
-    """Path to value; a layer's state is one value."""
+    """A mapping from path to value; the state of a layer is one value."""
     return flatten_dict(
         unfreeze(dict(variables)),
         keep_empty_nodes=True,
@@ -128,38 +130,42 @@ def _flatten(variables: Mapping[str, Any]) -> dict[Path, Any]:
     )
 
 
-def _kernel(slot: Path) -> Path:
-    return ("params", *slot[1:-1], KERNEL)
+def _kernel(state: Path) -> Path:
+    """The path of the kernel of the layer whose state is at a path."""
+    return ("params", *state[1:-1], KERNEL)
 
 
-def _layer(slot: Path) -> str:
-    return "/".join(slot[1:-1]) or "(root)"
+def _layer(state: Path) -> str:
+    """The name of the layer whose state is at a path."""
+    return layer_path(state[1:])
 
 
-def _check_slots(slots: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> None:
-    if not slots:
+def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> None:
+    if not states:
         raise ValueError(
             "freeze found no state of a FallbackDot in the collections "
             f"{sorted({path[0] for path in leaves})}: pass params and state together "
             "({'params': ..., 'fallback': ...})"
         )
-    if again := [_layer(path) for path, state in slots.items() if WEIGHT in state]:
-        raise ValueError(f"freeze takes a model once; frozen are: {', '.join(again)}")
-    if unknown := [_layer(path) for path in slots if _kernel(path) not in leaves]:
+    if again := [_layer(path) for path, state in states.items() if WEIGHT in state]:
         raise ValueError(
-            f"freeze takes layers whose weight is their parameter {KERNEL!r}, as "
-            f"nn.Dense has it; there is none in: {', '.join(unknown)}"
+            f"freeze takes a model once; already frozen are: {', '.join(again)}"
+        )
+    if unknown := [_layer(path) for path in states if _kernel(path) not in leaves]:
+        raise ValueError(
+            f"freeze takes layers whose weight is their parameter {KERNEL!r}, as in "
+            f"nn.Dense; without one are: {', '.join(unknown)}"
         )
 
 
-def _check_served(
-    model: nn.Module, served: dict[str, Any], args: Any, kwargs: Any
+def _check_runs(
+    model: nn.Module, frozen: dict[str, Any], args: Any, kwargs: Any
 ) -> None:
-    """Says now what could not be served: a kernel that is more than its dot's."""
+    """Raises ValueError if the frozen model cannot run."""
     try:
-        jax.eval_shape(lambda: model.apply(served, *args, **kwargs))
+        jax.eval_shape(lambda: model.apply(frozen, *args, **kwargs))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            "the frozen model does not run: some layer reads its kernel in another way "
-            "than to multiply by it with its FallbackDot"
+            "the frozen model does not run: a layer reads its kernel other than by "
+            "multiplying by it with its FallbackDot"
         ) from error

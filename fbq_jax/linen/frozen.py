@@ -1,13 +1,11 @@
-"""How the codes of a frozen layer reach its dot in Flax Linen.
+"""The frozen weight of a Linen layer, in the variable that also holds its state.
 
-They are in the layer's variable, which ``nn.scan`` and the like carry along already.
-``fbq_jax.linen.freeze.freeze`` has them made by the layers themselves: it marks each
-variable and applies the model.
+Lifted transformations such as ``nn.scan`` carry that variable already.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -15,83 +13,112 @@ from flax.core.scope import Variable
 
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
+    FrozenWeight,
+    active_recorder,
     check_axes,
     check_recipe,
     quantize_weight,
 )
+from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.qtensor import QTensor
 
-if TYPE_CHECKING:
-    from fbq_jax.linen.dot import FallbackDot
-
-#: Where a variable has its ``FrozenWeight``.
+#: The key of the ``FrozenWeight`` in the state of a layer.
 WEIGHT = "weight"
-#: Where ``freeze`` asks for one: None, in whose place the layer puts it.
-ASKED = "asked"
+#: The parameter that is the weight of a layer.
 KERNEL = "kernel"
 
 
 def layer_weight(
-    dot: "FallbackDot",
+    config: DotConfig,
     module: nn.Module,
     variable: Variable,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
 ) -> QTensor | None:
-    """The codes by which a Linen layer multiplies, or None if it is not frozen.
+    """The codes that a Linen layer multiplies by; None if the layer is not frozen.
 
-    Where the variable asks for codes, they are made of ``rhs`` and put there, with the
-    shape of the kernel, of which ``rhs`` may be another form.
+    While ``freeze`` traces the model, the layer quantizes ``rhs`` and stores it in its
+    variable.
+
+    Args:
+      config: the recipe and the implementation of the layer's dot.
+      module: the layer.
+      variable: holds the layer's state.
+      rhs: the right operand of the product, made from the kernel.
+      dimension_numbers: of the product.
+
+    Raises:
+      ValueError: parameters and state do not belong together, or the layer is frozen
+        and trains, or has another recipe or product than before.
     """
-    state, layer = variable.value, "/".join(module.path) or "(root)"
     assert module.scope is not None
     kernel = module.scope.get_variable("params", KERNEL)
-    stand_in = isinstance(kernel, FrozenKernel)
-    if ASKED in state:
-        if state[ASKED] is None:
-            check_recipe(dot.recipe, layer)
-            weight = quantize_weight(
-                rhs,
-                dimension_numbers,
-                threshold.call_seed(threshold.canonicalize_state(state)),
-                recipe=dot.recipe,
-                implementation=dot.implementation,
-            )
-            shape = jax.tree.leaves(kernel)[0].shape  # boxed, it may be
+    layer = layer_path((*module.path, variable.name))
+    recorder = active_recorder()
+    if recorder is not None and recorder.report(layer, rhs, dimension_numbers):
+        if WEIGHT not in variable.value:
+            weight = _quantize(config, layer, variable.value, rhs, dimension_numbers)
+            shape = jax.tree.leaves(kernel)[0].shape  # the kernel may be boxed
             weight = dataclasses.replace(weight, shape=shape)
-            variable.value = {**state, ASKED: weight}
-        check_axes(variable.value[ASKED].axes, dimension_numbers, f"layer {layer!r}")
-        return variable.value[ASKED].codes
-    if WEIGHT not in state:
-        if stand_in:
-            raise ValueError(
-                f"layer {layer!r} is frozen, but has no codes in the collection "
-                f"{dot.collection!r}: pass apply all that freeze returned"
-            )
+            variable.value = {**variable.value, WEIGHT: weight}
+        return variable.value[WEIGHT].codes
+    weight = variable.value.get(WEIGHT)
+    _check_pair(layer, kernel, weight, variable.collection)
+    if weight is None:
         return None
-    weight = state[WEIGHT]
-    if not stand_in:
-        raise ValueError(
-            f"layer {layer!r} has both the codes of a frozen weight and a kernel in "
-            "floats: pass apply all that freeze returned, or nothing of it"
-        )
-    if module.is_mutable_collection(dot.collection):
+    if module.is_mutable_collection(variable.collection):
         raise ValueError(
             f"layer {layer!r} is frozen and does not train: call apply without "
-            f"mutable=[{dot.collection!r}], or train with the variables from before "
-            "freeze"
+            f"mutable=[{variable.collection!r}], or train with the variables from "
+            "before freeze"
         )
-    if weight.recipe != dot.recipe:
+    if weight.recipe != config.recipe:
         raise ValueError(
-            f"layer {layer!r} is frozen by {weight.recipe}, and its model has "
-            f"{dot.recipe}: use the recipe that it was trained with"
+            f"layer {layer!r} was frozen with {weight.recipe}, and its model has "
+            f"{config.recipe}: use the recipe that it was trained with"
         )
-    check_axes(weight.axes, dimension_numbers, f"layer {layer!r}")
+    check_axes(weight.axes, dimension_numbers, layer)
     return weight.codes
 
 
 def is_frozen(state: Mapping[str, Any]) -> bool:
-    """Whether a layer's state is that of a frozen one, or of one being frozen."""
-    return WEIGHT in state or ASKED in state
+    """Whether a layer is frozen, or ``freeze`` is tracing its model."""
+    return WEIGHT in state or active_recorder() is not None
+
+
+def _quantize(
+    config: DotConfig,
+    layer: str,
+    state: Mapping[str, jax.Array],
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+) -> FrozenWeight:
+    check_recipe(config.recipe, layer)
+    return quantize_weight(
+        rhs,
+        dimension_numbers,
+        threshold.call_seed(threshold.canonicalize_state(state)),
+        recipe=config.recipe,
+        implementation=config.implementation,
+    )
+
+
+def _check_pair(
+    layer: str, kernel: Any, weight: FrozenWeight | None, collection: str
+) -> None:
+    """Raises ValueError unless kernel and weight are both frozen or both are not."""
+    stand_in = isinstance(kernel, FrozenKernel)
+    if stand_in and weight is None:
+        raise ValueError(
+            f"layer {layer!r} is frozen, but has no codes in the collection "
+            f"{collection!r}: pass apply all collections that freeze returned"
+        )
+    if weight is not None and not stand_in:
+        raise ValueError(
+            f"layer {layer!r} has both the codes of a frozen weight and an unquantized "
+            "kernel: pass apply either all collections that freeze returned, or all "
+            "from before"
+        )

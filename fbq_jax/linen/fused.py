@@ -182,7 +182,7 @@ class _Projection(nn.Module):
         variable = self.dot_general.variable(self)
         # A layer that trains joins gate and up on its devices, inside ``automatic``.
         matrix = _as_matrix(kernel) if is_frozen(variable.value) else kernel
-        codes = layer_weight(self.dot_general, self, variable, matrix, _MATRICES)
+        codes = layer_weight(self.dot_general.config, self, variable, matrix, _MATRICES)
         weight = kernel if codes is None else codes.main
         state = threshold.canonicalize_state(variable.value)
         return _Linear(weight, bias, variable, state)

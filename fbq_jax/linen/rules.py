@@ -1,6 +1,5 @@
-"""Rules for whole models in Flax Linen: one ``dot_general`` that looks at paths."""
+"""Rules for whole Linen models: one ``dot_general`` that picks a recipe by path."""
 
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -10,41 +9,47 @@ import jax
 from flax import linen as nn
 from jax import lax
 
-from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dot_call import DotCall, DotGeneral
 from fbq_jax.linen.dot import FallbackDot
-from fbq_jax.linen.state import calling_module
+from fbq_jax.linen.state import calling_module, check_collection
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
 
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv)
 
-# The object that a report is about, and the layers that it has found so far, each with
-# the pattern that took it.
-_reporting: contextvars.ContextVar[tuple["RulesDot", dict[str, str | None]] | None] = (
-    contextvars.ContextVar("reporting", default=None)
-)
+
+@dataclasses.dataclass(eq=False)
+class _Tracing:
+    """A report in the making: the reporting object and the pattern of each layer."""
+
+    dot: "RulesDot"
+    found: dict[str, str | None]
+
+
+# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
+_tracing = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
-class RulesDot:
+class RulesDot(DotGeneral):
     """A ``dot_general`` for all layers of a Linen model, with a recipe by path.
 
-    Each layer computes as with ``FallbackDot(recipe)`` of the first rule that matches
-    its path (``fbq_jax.recipes.path_rules``), and keeps its state where that would.  A
-    layer whose rule is None, or which no rule matches, computes in float and has no
-    state.
+    The first rule that matches the path of a layer (``fbq_jax.recipes.path_rules``)
+    sets its recipe.  The layer then computes, and keeps its state, as with
+    ``FallbackDot(recipe)``.  A layer stays unquantized and has no state if its rule is
+    None or no rule matches.
 
     Attributes:
-      rules: a mapping from patterns to recipes, in the order in which they are tried.
+      rules: a mapping from patterns to recipes, tried in order.
       collection: the name of the variable collection.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; by default
-        ``fbq_jax.ops.dispatch`` chooses.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
+        ``fbq_jax.ops.dispatch`` choose.
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
-      ValueError: a pattern is no regular expression, or the collection is
-        ``"params"``; or it is called outside any module, where there is no path.
+      ValueError: a pattern is not a regular expression, or the collection is
+        ``"params"``; or a call is outside any module and has no path.
 
     >>> from fbq_jax import recipes
     >>> dot = RulesDot({"head": None, "mlp_.*": recipes.fallback, "attn": None})
@@ -67,28 +72,13 @@ class RulesDot:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", path_rules.check(self.rules))
-        FallbackDot(collection=self.collection)  # which says if it cannot be
+        object.__setattr__(self, "rules", path_rules.as_pairs(self.rules))
+        check_collection(self.collection)
 
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``lax.dot_general(lhs, rhs, ...)``, quantized as the layer's rule says."""
-        return (self.of_layer() or lax.dot_general)(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-        )
+    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+        """Computes the product with the recipe of the calling layer."""
+        dot = self.of_layer() or lax.dot_general
+        return dot(lhs, rhs, **call._asdict())
 
     def ragged_dot(
         self,
@@ -98,24 +88,24 @@ class RulesDot:
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, likewise."""
+        """``lax.ragged_dot(lhs, rhs, ...)`` with the recipe of the calling layer."""
         dot = self.of_layer()
         ragged_dot = lax.ragged_dot if dot is None else dot.ragged_dot
         return ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
 
     def of_layer(self) -> FallbackDot | None:
-        """What the layer that calls computes with; None is float."""
+        """The ``FallbackDot`` of the calling layer; None if it stays unquantized."""
         module = calling_module()
         if module is None:
             raise ValueError(
-                "RulesDot finds a recipe by the path of the Linen layer that calls it; "
-                "for NNX there is fbq_jax.nnx.apply_rules, elsewhere use FallbackDot"
+                "RulesDot finds a recipe by the path of the Linen layer that calls it, "
+                "and none is running: use fbq_jax.nnx.apply_rules in NNX, FallbackDot "
+                "elsewhere"
             )
         path = "/".join(module.path)
-        assert isinstance(self.rules, tuple)  # as __post_init__ leaves it
-        pattern, recipe = path_rules.find(self.rules, path) or (None, None)
-        if (reporting := _reporting.get()) and reporting[0] == self:
-            reporting[1][path] = pattern
+        pattern, recipe = path_rules.first_match(self._pairs, path)
+        if (tracing := _tracing.value) is not None and tracing.dot == self:
+            tracing.found[path] = pattern
         if recipe is None:
             return None
         return FallbackDot(recipe, self.collection, self.implementation)
@@ -123,22 +113,22 @@ class RulesDot:
     def report(
         self, model: nn.Module, rngs: Any, *args: Any, **kwargs: Any
     ) -> RulesReport:
-        """Traces ``model.init(rngs, *args, **kwargs)``; nothing is computed.
+        """Traces ``model.init(rngs, *args, **kwargs)`` and computes nothing.
 
         Args:
-          model: has this object as the ``dot_general`` of its layers.
-          rngs: as ``init`` takes them.
-          *args: arrays, or their ``jax.ShapeDtypeStruct``.
+          model: a model that has this object as the ``dot_general`` of its layers.
+          rngs: the PRNG keys of ``init``.
+          *args: arrays or ``jax.ShapeDtypeStruct``.
           **kwargs: static options, such as ``train=False``.
 
         Returns:
-          The layers that called this object and the rules that took them.  Flax's
+          The layers that called this object and the rules that matched them.  Flax's
           ``Dense``, ``DenseGeneral``, ``Einsum`` and ``Conv`` layers that did not call
-          it, for they have another ``dot_general`` or none, count as unmatched.
+          it, because they have another ``dot_general`` or none, count as unmatched.
         """
         found: dict[str, str | None] = {}
 
-        def look(
+        def add_layer(
             call: Callable[..., Any],
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
@@ -148,11 +138,11 @@ class RulesDot:
                 found.setdefault("/".join(context.module.path), None)
             return call(*args, **kwargs)
 
-        token = _reporting.set((self, found))
-        try:
-            with nn.intercept_methods(look):
-                jax.eval_shape(functools.partial(model.init, **kwargs), rngs, *args)
-        finally:
-            _reporting.reset(token)
-        assert isinstance(self.rules, tuple)
-        return path_rules.report(self.rules, found)
+        with _tracing(_Tracing(self, found)), nn.intercept_methods(add_layer):
+            jax.eval_shape(functools.partial(model.init, **kwargs), rngs, *args)
+        return path_rules.report(self._pairs, found)
+
+    @property
+    def _pairs(self) -> path_rules.Pairs:
+        assert isinstance(self.rules, tuple)  # __post_init__ makes it one
+        return self.rules

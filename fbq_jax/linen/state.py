@@ -1,4 +1,4 @@
-"""Where a Linen layer keeps its state: a variable of the module that is running."""
+"""The state of a Linen layer, in a variable of the module that is running."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ from fbq_jax.core import threshold
 from fbq_jax.core.layer_stats import SLOT
 
 
-def find_slot(
+def find_variable(
     module: nn.Module, collection: str, start: Callable[[Scope, str], Any]
 ) -> Variable:
-    """The variable of this call in a collection: a module that calls twice has two.
+    """The variable of this call; a module that calls twice has two variables.
 
     Args:
-      module: the one that calls.
-      collection: the variable's.
-      start: makes its first value, of the scope and the name that it will have.
+      module: the calling module.
+      collection: the collection of the variable.
+      start: makes its first value from the scope and the variable's name.
 
     Raises:
-      ValueError: there is none, and the collection is not mutable.
+      ValueError: the variable does not exist and the collection is not mutable.
     """
     scope = module.scope
     assert scope is not None
@@ -36,20 +36,30 @@ def find_slot(
     ):
         raise ValueError(
             f"layer {'/'.join(module.path) or '(root)'!r} has no state {name!r} in "
-            f"the collection {collection!r}: pass apply what init returned in it ("
-            f"{{'params': ..., {collection!r}: ...}}), or start a new "
-            f"one with mutable=[{collection!r}]"
+            f"the collection {collection!r}: pass apply the state that init returned "
+            f"({{'params': ..., {collection!r}: ...}}), or start a new one with "
+            f"mutable=[{collection!r}]; list the collection in variable_axes if the "
+            "layer is inside nn.scan or nn.vmap"
         )
     return scope.variable(collection, name, start, scope, name)
 
 
+def check_collection(collection: str) -> None:
+    """Raises ValueError if a layer cannot keep its state in the collection."""
+    if collection == "params":
+        raise ValueError(
+            "collection='params' is for parameters; keep the state of FallbackDot in "
+            "another collection, such as 'fallback'"
+        )
+
+
 def calling_module() -> nn.Module | None:
-    """The Linen module whose method is running, if any."""
+    """The Linen module whose method is running; None outside any module."""
     return flax_module._context.module_stack[-1]
 
 
-def with_floats(state: threshold.State) -> threshold.State:
-    """The state as ``jax.grad`` takes it: it rejects integers."""
+def as_float32(state: threshold.State) -> threshold.State:
+    """The state in float32, because ``jax.grad`` rejects integers."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), state)
 
 
@@ -57,7 +67,7 @@ def with_floats(state: threshold.State) -> threshold.State:
 def return_as_gradient(
     out: jax.Array, state: Mapping[str, jax.Array], new: threshold.State
 ) -> jax.Array:
-    """``out``; the gradient with respect to ``state`` is ``new``, whatever out's is."""
+    """Returns ``out``; the gradient with respect to ``state`` is always ``new``."""
     del state, new
     return out
 

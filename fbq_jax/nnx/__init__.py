@@ -1,7 +1,7 @@
 """Quantized layers for Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``.
 
-``apply_rules`` gives the layers of a whole model theirs; ``fallback_stats`` reports
-their thresholds and rates.
+``apply_rules`` gives every layer of a model its op; ``fallback_stats`` reports the
+layers' thresholds and fallback rates.
 """
 
 from fbq_jax.nnx.dot import FallbackConv as FallbackConv

@@ -1,44 +1,55 @@
-"""The quantized op of one Flax NNX layer, with its state."""
+"""The quantized ops of one Flax NNX layer, with their state."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from fbq_jax.core import threshold
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_general import stateful_dot_general
+from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
 from fbq_jax.core.einsum import einsum
+from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
+from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
-from fbq_jax.nnx.frozen import FreezableDot
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 
 
 class FallbackState(nnx.Variable):
-    """A layer's state: ``fbq_jax.core.threshold.State`` says what each one holds."""
+    """One value of a layer's state (``fbq_jax.core.threshold.State``)."""
 
 
-class FallbackDot(FreezableDot):
-    """A quantized ``dot_general`` for one NNX layer; its state lives in it.
+class FrozenCodes(nnx.Variable):
+    """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
 
-    Each layer needs an instance of its own: ``fbq_jax.nnx.fallback_stats`` raises where
-    two layers share one.  ``model.eval()`` freezes the threshold and ``model.train()``
-    lets it move again, through ``use_running_average`` as in ``nnx.BatchNorm``.
-    ``nnx.LinearGeneral`` takes it as ``dot_general=``; its ``dot_general_cls=`` makes a
-    new object in every call, which can keep no state.
+
+class FallbackDot(DotGeneral, nnx.Module):
+    """A quantized ``dot_general`` for one NNX layer, which holds the layer's state.
+
+    Give each layer an instance of its own: ``fbq_jax.nnx.fallback_stats`` raises if two
+    layers share one.  ``model.eval()`` freezes the threshold and ``model.train()`` lets
+    it move again, through ``use_running_average`` as in ``nnx.BatchNorm``.  Pass it to
+    ``nnx.LinearGeneral`` as ``dot_general=``, because ``dot_general_cls=`` makes a new
+    object in every call, which cannot keep state.
 
     Args:
-      recipe: what is quantized how.
-      rngs: seeds the layer's noise from its ``params`` stream.  Without it layers
-        draw the same noise for elements at the same place.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; by default
-        ``fbq_jax.ops.dispatch`` chooses.
+      recipe: what is quantized, and how.
+      rngs: seeds the layer's noise from its ``params`` stream.  Without it, all layers
+        draw the same noise for elements at the same position.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
+        ``fbq_jax.ops.dispatch`` choose.
 
-    >>> layer = nnx.Linear(16, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
-    >>> y = layer(jax.random.normal(jax.random.key(0), (4, 16)))
+    Raises:
+      TypeError: ``recipe`` is not a ``Recipe``.
+
+    >>> layer = nnx.Linear(8, 2, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
+    >>> y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((4, 8)))
     >>> int(layer.dot_general.count[...])
     1
     """
@@ -50,47 +61,35 @@ class FallbackDot(FreezableDot):
         rngs: nnx.Rngs | None = None,
         implementation: str | None = None,
     ):
-        if not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"FallbackDot takes a Recipe, such as fbq_jax.recipes.fallback; got "
-                f"{recipe!r}"
-            )
+        self.recipe, self.implementation = recipe, implementation
+        self.config  # noqa: B018 (checks both)
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
-        super().__init__(recipe, implementation)
         self.use_running_average = False
         self.theta = FallbackState(state["theta"])
         self.rate = FallbackState(state["rate"])
         self.count = FallbackState(state["count"])
         self.seed = FallbackState(state["seed"])
+        # freeze sets these.
+        self.weight: FrozenCodes | None = None
+        self.axes: Axes = (), ()
+        self.layer: str | None = None
+
+    @property
+    def config(self) -> DotConfig:
+        """The settings that Linen and NNX share."""
+        return DotConfig(self.recipe, self.implementation)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Called by ``nnx.view``: True freezes the threshold, False lets it move."""
         if use_running_average is not None:
             self.use_running_average = use_running_average
 
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``lax.dot_general(lhs, rhs, ...)``, quantized; lhs is the activation."""
+    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+        """Computes the product, and updates the state in training."""
+        codes = self._codes(rhs, call.dimension_numbers)
         out, new = stateful_dot_general(
-            self.state(),
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            recipe=self.recipe,
-            out_sharding=out_sharding,
-            implementation=self.implementation,
-            codes=self.codes_of(rhs, dimension_numbers),
+            self.config, self.state(), lhs, rhs, call, codes
         )
         self.commit(new)
         return out
@@ -103,33 +102,48 @@ class FallbackDot(FreezableDot):
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, with state as for a call.
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized, with state.
 
-        ``fbq_jax.ragged_dot`` says what it takes; there is no GPU kernel for it.
+        ``fbq_jax.ragged_dot`` documents the arguments.  There is no GPU kernel for it.
         """
-        out, new = stateful_ragged_dot(
-            self.state(),
-            lhs,
-            rhs,
-            group_sizes,
-            precision,
-            preferred_element_type,
-            recipe=self.recipe,
-            implementation=self.implementation,
-        )
+        args = lhs, rhs, group_sizes, precision, preferred_element_type
+        out, new = stateful_ragged_dot(self.config, self.state(), *args)
         self.commit(new)
         return out
 
+    def state(self) -> dict[str, jax.Array]:
+        """The layer's ``fbq_jax.core.threshold.State``."""
+        names = ("theta", "rate", "count", "seed")
+        return {name: getattr(self, name)[...] for name in names}
+
     def commit(self, new: threshold.State) -> None:
-        """Puts a call's new state in the place of the old, but in evaluation."""
+        """Stores the new state of a call, except in evaluation."""
         if not self.use_running_average:
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]
             self.count[...] = new["count"]
 
+    def _codes(
+        self, rhs: jax.Array, dimension_numbers: DimensionNumbers
+    ) -> QTensor | None:
+        """The codes that the layer multiplies by; None if it is not frozen."""
+        if self.layer is None:
+            return None
+        if (recorder := active_recorder()) is not None:
+            recorder.report(self.layer, rhs, dimension_numbers)
+        if self.weight is None:
+            return None
+        if not self.use_running_average:
+            raise ValueError(
+                f"layer {self.layer!r} is frozen and does not train: call model.eval() "
+                "on the model that freeze returned, or train the model from before"
+            )
+        check_axes(self.axes, dimension_numbers, self.layer)
+        return self.weight.get_value()
+
 
 class FallbackOp(nnx.Module):
-    """An op that is one product by a ``FallbackDot`` of its own, with its arguments."""
+    """An op that computes one product with a ``FallbackDot`` of its own."""
 
     def __init__(
         self,
@@ -142,18 +156,15 @@ class FallbackOp(nnx.Module):
 
 
 class FallbackEinsum(FallbackOp):
-    """A quantized ``jnp.einsum`` for one ``nnx.Einsum``; its state lives in it.
+    """A quantized ``jnp.einsum`` for one ``nnx.Einsum``, which holds its state.
 
-    The first operand is the activation (``fbq_jax.FallbackEinsum`` says more).  It has
-    a ``FallbackDot``, and takes its arguments.
+    The first operand is the activation (see ``fbq_jax.FallbackEinsum``).  The arguments
+    are those of the ``FallbackDot`` that it has as ``dot_general``.
 
     >>> op = FallbackEinsum(rngs=nnx.Rngs(0))
-    >>> layer = nnx.Einsum(
-    ...     "btd,dhk->bhtk", (16, 2, 8), einsum_op=op, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((3, 5, 16))).shape
-    (3, 2, 5, 8)
-    >>> op.dot_general.count[...]
-    Array(1, dtype=uint32)
+    >>> layer = nnx.Einsum("td,dhk->htk", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
+    >>> nnx.eval_shape(lambda layer: layer(jnp.ones((5, 8))), layer).shape
+    (2, 5, 4)
     """
 
     def __call__(
@@ -179,16 +190,14 @@ class FallbackEinsum(FallbackOp):
 class FallbackConv(FallbackOp):
     """A quantized ``lax.conv_general_dilated`` for one ``nnx.Conv``, with its state.
 
-    ``fbq_jax.FallbackConv`` says what it takes and what overlapping windows cost.  It
-    has a ``FallbackDot``, and takes its arguments.
+    ``fbq_jax.FallbackConv`` says what it supports and what overlapping windows cost.
+    The arguments are those of the ``FallbackDot`` that it has as ``dot_general``.
 
     >>> op = FallbackConv(rngs=nnx.Rngs(0))
     >>> layer = nnx.Conv(
     ...     3, 8, (4, 4), strides=4, conv_general_dilated=op, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((2, 16, 16, 3))).shape
+    >>> nnx.eval_shape(lambda layer: layer(jnp.ones((2, 16, 16, 3))), layer).shape
     (2, 4, 4, 8)
-    >>> op.dot_general.count[...]
-    Array(1, dtype=uint32)
     """
 
     def __call__(
@@ -196,3 +205,33 @@ class FallbackConv(FallbackOp):
     ) -> jax.Array:
         """``lax.conv_general_dilated(lhs, rhs, ...)``, quantized."""
         return conv_general_dilated(self.dot_general, lhs, rhs, *args, **kwargs)
+
+
+class LayerOp(NamedTuple):
+    """The op that a kind of layer multiplies with.
+
+    Attributes:
+      name: the attribute of the layer that holds the op.
+      unquantized: the op in float.
+      quantized: makes the quantized op.
+    """
+
+    name: str
+    unquantized: Callable[..., jax.Array]
+    quantized: type[FallbackDot] | type[FallbackOp]
+
+
+_LINEAR = LayerOp("dot_general", lax.dot_general, FallbackDot)
+#: The layers that ``apply_rules`` and ``freeze`` support.
+LAYER_OPS = {
+    nnx.Linear: _LINEAR,
+    nnx.LinearGeneral: _LINEAR,
+    nnx.Einsum: LayerOp("einsum_op", jnp.einsum, FallbackEinsum),
+    nnx.Conv: LayerOp("conv_general_dilated", lax.conv_general_dilated, FallbackConv),
+}
+Layer = nnx.Linear | nnx.LinearGeneral | nnx.Einsum | nnx.Conv
+
+
+def layer_op(layer: Layer) -> LayerOp:
+    """The op of a layer."""
+    return next(op for kind, op in LAYER_OPS.items() if isinstance(layer, kind))

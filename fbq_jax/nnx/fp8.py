@@ -1,11 +1,9 @@
 """FP8 with delayed scaling in Flax NNX: ``nnx.Linear(..., dot_general=Fp8Dot())``."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 
-from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dot_call import DotCall, DotGeneral
 from fbq_jax.fp8 import dot_general as fp8
 
 
@@ -13,25 +11,25 @@ class Fp8Scaling(nnx.Variable):
     """A tensor's state, an ``fp8.Scaling``; its "gradient" is its new value."""
 
 
-class Fp8Dot(nnx.Module):
+class Fp8Dot(DotGeneral, nnx.Module):
     """A ``dot_general`` in FP8 with delayed scaling for one NNX layer.
 
-    ``fbq_jax.Fp8Dot()`` for NNX, with the numerics of ``fbq_jax.fp8.dot_general`` and
-    the state in its variables ``lhs``, ``rhs`` and ``grad``.  (Current scaling has no
-    state: ``fbq_jax.Fp8Dot(scaling="current")`` serves NNX as it is.)
+    ``fbq_jax.Fp8Dot()`` for NNX: the numerics are those of ``fbq_jax.fp8.dot_general``,
+    and the state is in the variables ``lhs``, ``rhs`` and ``grad``.  Current scaling
+    has no state: ``fbq_jax.Fp8Dot(scaling="current")`` also works in NNX.
 
-    The largest value of a gradient is known to the backward pass only, so the new state
-    comes out as the gradient of the old.  A training step differentiates with respect
-    to it together with the parameters, and puts what it gets for it in place, as below.
-    Nothing else moves the state.  Such gradients must not be summed over micro-batches,
-    nor a layer be used twice in one forward, nor two layers share one object, for which
-    ``fbq_jax.nnx.check_unshared`` looks.
+    Only the backward pass knows the largest magnitude of a gradient, so the new state
+    is the gradient of the old one.  A training step differentiates with respect to the
+    state together with the parameters, and stores the result, as below.  Nothing else
+    changes the state.  Such gradients must not be summed over micro-batches, a layer
+    must not be called twice in one forward pass, and layers must not share one object
+    (``fbq_jax.nnx.check_unshared`` checks that).
 
     Args:
-      history: the number of calls whose largest value sets a scale.
+      history: the number of calls whose largest magnitude sets a scale.
 
     Raises:
-      ValueError: the history is no positive integer.
+      ValueError: ``history`` is not a positive integer.
 
     >>> import jax.numpy as jnp
     >>> model = nnx.Linear(16, 8, dot_general=Fp8Dot(history=4), rngs=nnx.Rngs(0))
@@ -52,24 +50,8 @@ class Fp8Dot(nnx.Module):
         self.lhs, self.rhs = Fp8Scaling(lhs), Fp8Scaling(rhs)
         self.grad = Fp8Scaling(grad)
 
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``lax.dot_general(lhs, rhs, ...)`` in FP8; lhs is the activation."""
+    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+        """Computes the product in FP8; lhs is the activation."""
         variables = self.lhs, self.rhs, self.grad
-        return fp8.dot_general(
-            fp8.Scalings(*(variable.get_value() for variable in variables)),
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding,
-        )
+        scalings = fp8.Scalings(*(variable.get_value() for variable in variables))
+        return fp8.dot_general(scalings, lhs, rhs, call)

@@ -1,18 +1,13 @@
-"""Rules for whole models in Flax NNX: each layer gets the recipe of its path."""
+"""Rules for whole Flax NNX models: the path of each layer decides its recipe."""
 
 from collections.abc import Mapping
-from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from fbq_jax.nnx.dot import FallbackConv, FallbackDot, FallbackEinsum
+from fbq_jax.nnx.dot import Layer, layer_op
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
-
-Layer = nnx.Linear | nnx.LinearGeneral | nnx.Einsum | nnx.Conv
 
 
 def apply_rules(
@@ -22,31 +17,31 @@ def apply_rules(
     rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
 ) -> RulesReport:
-    """Gives each linear layer of a model the recipe of the first rule that matches it.
+    """Gives each linear layer of a model the recipe of the first rule that matches.
 
-    The layers are the model's ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and
-    ``nnx.Conv``; rules match their paths, such as ``"blocks/0/mlp/up"``
-    (``fbq_jax.recipes.path_rules``).  A layer gets a ``FallbackDot`` of its own as its
-    ``dot_general``, a ``FallbackEinsum`` as its ``einsum_op`` or a ``FallbackConv`` as
-    its ``conv_general_dilated``.  By a rule that is None it gets ``lax.dot_general``,
-    ``jnp.einsum`` or ``lax.conv_general_dilated``: float.  A layer that no rule matches
-    stays as it is.
+    Rules match the paths, such as ``"blocks/0/mlp/up"``, of the model's ``nnx.Linear``,
+    ``nnx.LinearGeneral``, ``nnx.Einsum`` and ``nnx.Conv`` layers
+    (``fbq_jax.recipes.path_rules``).  A layer gets its own ``FallbackDot`` as its
+    ``dot_general``, ``FallbackEinsum`` as its ``einsum_op`` or ``FallbackConv`` as its
+    ``conv_general_dilated``.  If its rule is None, it gets the unquantized op:
+    ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.  A layer that
+    no rule matches does not change.
 
     Args:
-      model: changed in place, or, on an error, not at all.
-      rules: a mapping from patterns to recipes, in the order in which they are tried.
-      rngs: as for ``FallbackDot``.
-      implementation: as for ``FallbackDot``.
+      model: changed in place; an error leaves it unchanged.
+      rules: a mapping from patterns to recipes, tried in order.
+      rngs: seeds the noise of the layers, as in ``FallbackDot``.
+      implementation: of the layers' ops, as in ``FallbackDot``.
 
     Returns:
-      Which rule took which layer, the rules that took none and the layers that none
-      took.
+      The rule of each layer, the rules that apply to no layer, and the layers without a
+      rule.
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
-      ValueError: a pattern is no regular expression; or a layer that a rule takes is a
-        stack made by ``nnx.vmap``, each layer of which needs state of its own: apply
-        rules where one layer of the stack is made.
+      ValueError: a pattern is not a regular expression; or a matched layer is a stack
+        made by ``nnx.vmap``.  Each layer of a stack needs its own state: apply rules
+        where ``nnx.vmap`` makes one layer.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
@@ -57,52 +52,46 @@ def apply_rules(
     >>> report.unused_rules, report.unmatched_layers
     (('up',), ('value',))
     """
-    pairs = path_rules.check(rules)
+    pairs = path_rules.as_pairs(rules)
     found: dict[str, str | None] = {}
-    taken: list[tuple[Layer, Recipe | None]] = []
+    matched: list[tuple[Layer, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):
         if not isinstance(module, Layer):
             continue
         path = "/".join(map(str, parts))
-        rule = path_rules.find(pairs, path)
-        found[path] = None if rule is None else rule[0]
-        if rule is not None:
-            if rule[1] is not None and _is_stack(module):
-                raise ValueError(
-                    f"layer {path!r} is a stack of layers, its kernel of shape "
-                    f"{module.kernel.shape}: apply rules where one of them is made, "
-                    "inside nnx.vmap"
-                )
-            taken.append((module, rule[1]))
-    for layer, recipe in taken:
-        _set(layer, recipe, rngs, implementation)
+        found[path], recipe = path_rules.first_match(pairs, path)
+        if recipe is not None and _is_stack(module):
+            raise ValueError(
+                f"layer {path!r} is a stack of layers, with a kernel of shape "
+                f"{module.kernel.shape}: apply rules where one of them is made, inside "
+                "nnx.vmap"
+            )
+        if found[path] is not None:
+            matched.append((module, recipe))
+    for layer, recipe in matched:
+        _set_op(layer, recipe, rngs, implementation)
     return path_rules.report(pairs, found)
 
 
-def _set(
+def _set_op(
     layer: Layer,
     recipe: Recipe | None,
     rngs: nnx.Rngs | None,
     implementation: str | None,
 ) -> None:
-    """Gives a layer the op of a recipe."""
-    in_floats: Any
-    quantized: Any
-    name, in_floats, quantized = "dot_general", lax.dot_general, FallbackDot
-    if isinstance(layer, nnx.Einsum):
-        name, in_floats, quantized = "einsum_op", jnp.einsum, FallbackEinsum
-    elif isinstance(layer, nnx.Conv):
-        name, in_floats = "conv_general_dilated", lax.conv_general_dilated
-        quantized = FallbackConv
-    op = nnx.static(in_floats)
-    if recipe is not None:
-        op = nnx.data(quantized(recipe, rngs=rngs, implementation=implementation))
-    setattr(layer, name, op)
+    """Gives a layer the op of a recipe; None is the unquantized op."""
+    kind = layer_op(layer)
+    if recipe is None:
+        op = nnx.static(kind.unquantized)
+    else:
+        op = nnx.data(kind.quantized(recipe, rngs=rngs, implementation=implementation))
+    setattr(layer, kind.name, op)
     if isinstance(layer, nnx.LinearGeneral):
-        layer.dot_general_cls = None  # which would go first
+        layer.dot_general_cls = None  # takes precedence over dot_general
 
 
 def _is_stack(layer: Layer) -> bool:
+    """Whether the parameters have an axis of layers."""
     if isinstance(layer, nnx.Linear):
         return layer.kernel.ndim != 2
     if isinstance(layer, nnx.Einsum | nnx.Conv):

@@ -1,4 +1,4 @@
-"""Each layer of an NNX model has state of its own."""
+"""A check that the layers of an NNX model do not share state."""
 
 from flax import nnx
 
@@ -9,18 +9,18 @@ OPS = (FallbackDot, FallbackEinsum, FallbackConv, Fp8Dot)
 
 
 def check_unshared(model: nnx.Module) -> None:
-    """Raises where two layers of a model have one op, and so one state between them.
+    """Raises if two layers of a model share one op, and so its state.
 
-    One threshold would serve both, and of FP8's states, which come out as gradients,
-    each would be the sum of two.  ``fallback_stats`` and ``freeze`` call it; with
-    ``Fp8Dot``, call it once on the model that you made.
+    They would share one threshold.  FP8 returns new state as a gradient, and the shared
+    gradient would be a sum of two states.  ``fallback_stats`` and ``freeze`` call this
+    check; with ``Fp8Dot``, call it once on a new model.
 
     Args:
-      model: with any of ``FallbackDot``, ``FallbackEinsum``, ``FallbackConv`` and
-        ``Fp8Dot``.
+      model: a model with ``FallbackDot``, ``FallbackEinsum``, ``FallbackConv`` or
+        ``Fp8Dot`` ops.
 
     Raises:
-      ValueError: names two layers that share one.
+      ValueError: two layers share one op; the message names them.
 
     >>> dot, rngs = Fp8Dot(), nnx.Rngs(0)
     >>> layers = [nnx.Linear(16, 16, dot_general=dot, rngs=rngs) for _ in "12"]

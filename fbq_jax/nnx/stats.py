@@ -1,9 +1,9 @@
-"""What the thresholds of a Flax NNX model's layers are doing."""
+"""Statistics of the thresholds of a Flax NNX model's layers."""
 
 from flax import nnx
 
-from fbq_jax.core.layer_stats import SLOT, LayerStats
-from fbq_jax.nnx.dot import FallbackDot
+from fbq_jax.core.layer_stats import LayerStats, layer_path
+from fbq_jax.nnx.dot import LAYER_OPS, FallbackDot
 from fbq_jax.nnx.sharing import check_unshared
 
 
@@ -11,19 +11,20 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
     """Collects the state of every quantized layer of an NNX model.
 
     Returns:
-      Layer path (``"mlp/down"``) to ``LayerStats``, as ``fbq_jax.fallback_stats``.
+      A mapping from layer path (``"mlp/down"``) to ``LayerStats``, as from
+      ``fbq_jax.fallback_stats``; empty if no layer is quantized.
 
     Raises:
       ValueError: two layers share one op (``check_unshared``).
     """
     check_unshared(model)
+    einsum, conv = LAYER_OPS[nnx.Einsum].name, LAYER_OPS[nnx.Conv].name
     stats = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, FallbackDot):
-            layer = path[:-1] if path[-1:] == (SLOT,) else path
-            if layer[-1:] in (("einsum_op",), ("conv_general_dilated",)):
-                layer = layer[:-1]
-            stats["/".join(map(str, layer)) or "(root)"] = LayerStats(
+            if path[-2:-1] in ((einsum,), (conv,)):
+                path = (*path[:-2], path[-1])
+            stats[layer_path(path)] = LayerStats(
                 module.rate[...], module.theta[...], module.count[...]
             )
     return stats

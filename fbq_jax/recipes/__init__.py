@@ -1,4 +1,4 @@
-"""Recipes: what is quantized how.  The named ones, and the schema of all."""
+"""Recipes: how the GEMMs of a layer are quantized; named recipes and their schema."""
 
 from fbq_jax.recipes.presets import NAMED as NAMED
 from fbq_jax.recipes.presets import aqt_int8 as aqt_int8

@@ -1,10 +1,10 @@
-"""Rules for whole models: which layer gets which recipe, by the layer's path.
+"""Rules for whole models: the path of a layer decides its recipe.
 
 A rule is a regular expression for paths such as ``"decoder/layers_3/mlp/up"`` and the
-recipe of the layers that it matches, or None for layers that stay in float.  It has to
-match all of a path, as in Qwix: ``"mlp"`` matches a layer of that name at the root and
-nothing else, ``".*/mlp/.*"`` all that is in an ``mlp`` of a deeper module.  The root's
-own path is empty.  Of several rules that match, the first counts.
+recipe of the layers that it matches, or None for layers that stay unquantized.  As in
+Qwix, the expression must match the whole path: ``"mlp"`` matches only a layer of that
+name at the root, ``".*/mlp/.*"`` every layer inside an ``mlp`` that is not at the root.
+The path of the root is empty.  The first rule that matches a layer applies.
 """
 
 import re
@@ -17,13 +17,13 @@ Pairs = tuple[tuple[str, Recipe | None], ...]
 
 
 class RulesReport(NamedTuple):
-    """What rules did to a model.
+    """The layers that each rule applied to.
 
     Attributes:
-      layers: the path of each layer that a rule took, to that rule's pattern.
-      unused_rules: the patterns that took no layer: they match none, or rules before
-        them took all that they match.
-      unmatched_layers: the paths of layers that no rule took.
+      layers: maps the path of each matched layer to the pattern of its rule.
+      unused_rules: the patterns that apply to no layer, because they match none or an
+        earlier rule matched first.
+      unmatched_layers: the paths of the layers that no rule matched.
     """
 
     layers: dict[str, str]
@@ -31,12 +31,20 @@ class RulesReport(NamedTuple):
     unmatched_layers: tuple[str, ...]
 
 
-def check(rules: Mapping[str, Recipe | None] | Pairs) -> Pairs:
-    """The rules as pairs of pattern and recipe.
+class Match(NamedTuple):
+    """The rule that applies to a layer; the pattern is None if no rule does."""
+
+    pattern: str | None
+    recipe: Recipe | None
+
+
+def as_pairs(rules: Mapping[str, Recipe | None] | Pairs) -> Pairs:
+    """Checks rules and returns them as pairs of pattern and recipe.
 
     Raises:
-      TypeError: they are no mapping, or a rule's pattern or recipe is none.
-      ValueError: a pattern is no regular expression.
+      TypeError: ``rules`` is not a mapping, a pattern is not a string, or a recipe is
+        neither a ``Recipe`` nor None.
+      ValueError: a pattern is not a regular expression.
     """
     if not isinstance(rules, Mapping | tuple):
         raise TypeError(
@@ -51,28 +59,34 @@ def check(rules: Mapping[str, Recipe | None] | Pairs) -> Pairs:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"the rule {pattern!r} is no regular expression: {error}"
+                f"the rule {pattern!r} is not a regular expression: {error}"
             ) from None
         if not isinstance(recipe, Recipe | None):
             raise TypeError(
                 f"the rule {pattern!r} takes a Recipe, such as "
-                f"fbq_jax.recipes.fallback, or None for float; got {recipe!r}"
+                "fbq_jax.recipes.fallback, or None for an unquantized layer; got "
+                f"{recipe!r}"
             )
     return pairs
 
 
-def find(rules: Pairs, path: str) -> tuple[str, Recipe | None] | None:
-    """The rule that takes the layer of a path; None if none does."""
-    matches = (rule for rule in rules if re.fullmatch(rule[0], path))
-    return next(matches, None)
+def first_match(rules: Pairs, path: str) -> Match:
+    """The first rule that matches the path of a layer."""
+    matches = (Match(*rule) for rule in rules if re.fullmatch(rule[0], path))
+    return next(matches, Match(None, None))
 
 
 def report(rules: Pairs, found: Mapping[str, str | None]) -> RulesReport:
-    """What the rules did, of each layer's path and the pattern that took it, if any."""
+    """Makes a report.
+
+    Args:
+      rules: all rules.
+      found: maps the path of each layer to the pattern that matched it, or None.
+    """
     layers = {path: pattern for path, pattern in found.items() if pattern is not None}
-    taken = set(layers.values())
+    used = set(layers.values())
     return RulesReport(
         layers,
-        tuple(pattern for pattern, _ in rules if pattern not in taken),
+        tuple(pattern for pattern, _ in rules if pattern not in used),
         tuple(path for path, pattern in found.items() if pattern is None),
     )

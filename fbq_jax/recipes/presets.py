@@ -1,27 +1,27 @@
-"""The named recipes: the method, and what it is compared with.
+"""The named recipes: dynamic fallback, and the methods that it is compared with.
 
-``RECIPES.md`` has them side by side.  ``dataclasses.replace`` makes variants: Jetfire
-with larger blocks is ``replace(jetfire, block=64)``, one GEMM of ``rowwise`` in floats
-``replace(rowwise, drhs=FLOAT_GEMM)``.
+``RECIPES.md`` compares them in a table.  ``dataclasses.replace`` makes variants:
+``replace(jetfire, block=64)`` is Jetfire with larger blocks, and
+``replace(rowwise, drhs=FLOAT_GEMM)`` leaves one GEMM of ``rowwise`` unquantized.
 """
 
 from fbq_jax.recipes.schema import FLOAT_GEMM, Gemm, Recipe
 
-#: Dynamic block-level fallback (arXiv 2503.08040): 128x128 blocks; activation blocks
-#: with an outlier take two INT8 terms in the forward GEMM.
+#: Dynamic block-level fallback (arXiv 2503.08040): 128x128 blocks, and two INT8 terms
+#: for activation blocks with an outlier in the forward GEMM.
 fallback = Recipe()
 
-#: The same without fallback: plain INT8 with one scale a block.
+#: ``fallback`` without fallback: plain INT8 with one scale per block.
 block = Recipe(criterion=None)
 
-#: The method's forward GEMM, and backward ones with a scale a row and a column.
+#: The forward GEMM of ``fallback``; backward GEMMs with a scale per row and column.
 fallback_rowwise_bwd = Recipe(
     dlhs=Gemm(lhs="stochastic", scales="row"),
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row"),
 )
 
-#: Jetfire's linear layer (arXiv 2403.12422): 32x32 blocks, X's forward codes again in
-#: dW, and stochastic rounding of dY alone.
+#: Jetfire's linear layer (arXiv 2403.12422): 32x32 blocks, the forward codes of X also
+#: in dW, and stochastic rounding of dY only.
 jetfire = Recipe(
     block=32,
     criterion=None,
@@ -29,7 +29,8 @@ jetfire = Recipe(
     drhs=Gemm(rhs="stochastic"),
 )
 
-#: SwitchBack (arXiv 2304.13013): X and dY by rows, one scale for W; dW in floats.
+#: SwitchBack (arXiv 2304.13013): a scale per row of X and dY, one scale for W, and an
+#: unquantized dW.
 switchback = Recipe(
     criterion=None,
     fwd=Gemm(scales=("row", "tensor")),
@@ -37,7 +38,7 @@ switchback = Recipe(
     drhs=FLOAT_GEMM,
 )
 
-#: SwitchBack that keeps X in INT8, for a dW in floats of X's codes.
+#: SwitchBack that saves X in INT8: the unquantized dW reads the values of its codes.
 switchback_m = Recipe(
     criterion=None,
     fwd=Gemm(scales=("row", "tensor")),
@@ -45,7 +46,7 @@ switchback_m = Recipe(
     drhs=Gemm(lhs=None, rhs=None, keeps="codes"),
 )
 
-#: SwitchBack with a scale for each output (Y) or input (dX) channel of W.
+#: SwitchBack with a scale per output channel (in Y) or input channel (in dX) of W.
 switchback_q = Recipe(
     criterion=None,
     fwd=Gemm(scales="row"),
@@ -53,7 +54,7 @@ switchback_q = Recipe(
     drhs=FLOAT_GEMM,
 )
 
-#: One scale a tensor (Banner et al., arXiv 1805.11046), stochastic gradients.
+#: One scale per tensor (Banner et al., arXiv 1805.11046) and stochastic gradients.
 per_tensor = Recipe(
     criterion=None,
     fwd=Gemm(scales="tensor"),
@@ -61,7 +62,8 @@ per_tensor = Recipe(
     drhs=Gemm(rhs="stochastic", scales="tensor"),
 )
 
-#: The same with Banner's gradient bifurcation: dW of X's codes and of dY in floats.
+#: ``per_tensor`` with Banner's gradient bifurcation: an unquantized dW of dY and the
+#: values of the codes of X.
 per_tensor_bifurcated = Recipe(
     criterion=None,
     fwd=Gemm(scales="tensor"),
@@ -69,7 +71,8 @@ per_tensor_bifurcated = Recipe(
     drhs=Gemm(lhs=None, rhs=None, keeps="codes"),
 )
 
-#: torchao's INT8 mixed-precision training: a scale a row, nearest, in all three GEMMs.
+#: torchao's INT8 mixed-precision training: a scale per row and nearest rounding in all
+#: three GEMMs.
 rowwise = Recipe(
     criterion=None,
     fwd=Gemm(scales="row"),
@@ -77,7 +80,7 @@ rowwise = Recipe(
     drhs=Gemm(scales="row"),
 )
 
-#: AQT's INT8 (its ``config_v4``): scales of absmax / 127.5, dW in floats.
+#: INT8 of AQT (its ``config_v4``): scales of absmax / 127.5 and an unquantized dW.
 aqt_int8 = Recipe(
     criterion=None,
     bound=127.5,
@@ -86,7 +89,7 @@ aqt_int8 = Recipe(
     drhs=FLOAT_GEMM,
 )
 
-#: AQT's INT8 with dW in INT8 too, of four local shards of the tokens.
+#: INT8 of AQT with dW in INT8 too, from four local shards of the tokens.
 aqt_int8_local = Recipe(
     criterion=None,
     bound=127.5,
@@ -95,7 +98,7 @@ aqt_int8_local = Recipe(
     drhs=Gemm(rhs="stochastic", scales="row", shards=4),
 )
 
-#: All of them, by name.
+#: All named recipes, by name.
 NAMED: dict[str, Recipe] = {
     name: value for name, value in list(globals().items()) if isinstance(value, Recipe)
 }

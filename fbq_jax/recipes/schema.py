@@ -1,7 +1,8 @@
-"""Recipes: what is quantized how in the three GEMMs of a linear layer."""
+"""Recipes: how the three GEMMs of a linear layer are quantized."""
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 from fbq_jax.kernels.reference import CRITERIA, Block, Criterion
@@ -19,7 +20,7 @@ REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
 
 class RecipeError(ValueError):
-    """A field of a recipe holds something that it does not take."""
+    """A field of a recipe has a value that it does not accept."""
 
     def __init__(self, field: str, value: object, takes: str) -> None:
         super().__init__(field, value, takes)
@@ -30,7 +31,7 @@ class RecipeError(ValueError):
 
 
 class Quantizer(NamedTuple):
-    """How one operand of a GEMM in INT8 is quantized; the fields are ``Gemm``'s."""
+    """How one operand of an INT8 GEMM is quantized; ``Gemm`` documents the fields."""
 
     rounding: Rounding
     scales: Scales
@@ -39,25 +40,27 @@ class Quantizer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """How one GEMM multiplies: in INT8, or in the operands' own floats.
+    """How one GEMM multiplies: in INT8, or unquantized in the operands' own dtype.
 
     Attributes:
-      lhs: the rounding of lhs' codes, ``"nearest"`` or ``"stochastic"``.
-      rhs: likewise, of rhs.  None for both is a GEMM in floats, ``FLOAT_GEMM``.
-      scales: what shares a scale, for both operands or as a pair (lhs, rhs):
-        ``"block"``, a block of ``Recipe.block``; ``"row"``, a row of lhs or a column of
-        rhs, which is each vector that the GEMM contracts; ``"tensor"``, all of it.
-      shards: parts of drhs' contraction, the tokens, that are quantized each with
-        scales of its own; their products are summed in float32.
-      keeps: what the forward pass keeps for a backward GEMM in floats: X or W as
-        ``"floats"``, or its forward ``"codes"``, which then stand for it.
-      reduce: what several devices sum their parts of a product in, where its
-        contraction is cut over them: None, the product's own dtype, as XLA sums those
-        of ``lax.dot_general``; ``"float32"``; ``"bfloat16"``; or, for drhs, ``"int8"``,
-        codes with stochastic rounding (``fbq_jax.sharding.collectives``), half the
-        traffic of bfloat16 where each device keeps its share, as with FSDP.  A gradient
-        that is whole on each device is then gathered in its own dtype: with float32
-        that is more in all than the traffic of bfloat16.
+      lhs: the rounding of lhs, ``"nearest"`` or ``"stochastic"``.
+      rhs: the rounding of rhs.  None for both operands leaves the GEMM unquantized
+        (``FLOAT_GEMM``).
+      scales: what shares a scale, for both operands or as a pair (lhs, rhs).
+        ``"block"``: a block of ``Recipe.block``.  ``"row"``: a row of lhs or a column
+        of rhs, so each vector along the contraction.  ``"tensor"``: the whole operand.
+      shards: the number of shards that drhs splits its contraction, the tokens, into.
+        Each has scales of its own, and float32 sums their products.
+      keeps: what the forward pass saves for an unquantized backward GEMM: X or W as
+        ``"floats"``, or its forward ``"codes"``, whose values then replace it.
+      reduce: the dtype in which devices sum partial products if the contraction is
+        sharded.  None takes the product's own dtype, as XLA does for
+        ``lax.dot_general``; or ``"float32"``; or ``"bfloat16"``; or, for drhs,
+        ``"int8"``, codes with stochastic rounding (``fbq_jax.sharding.collectives``).
+        INT8 halves the traffic of bfloat16 if each device keeps only its shard of the
+        gradient, as with FSDP.  If every device needs the whole gradient, it is then
+        gathered in its own dtype: in float32 the total traffic exceeds that of
+        bfloat16.
     """
 
     lhs: Rounding | None = "nearest"
@@ -73,20 +76,20 @@ class Gemm:
 
     @property
     def in_floats(self) -> bool:
-        """Whether nothing is quantized."""
+        """Whether the GEMM is unquantized."""
         return self.lhs is None
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the operands are in INT8 with a scale a block."""
+        """Whether the operands are in INT8 with a scale per block."""
         return not self.in_floats and "block" in self.scales
 
     @property
     def quantizers(self) -> tuple[Quantizer | None, Quantizer | None]:
-        """How lhs and rhs are quantized; None in floats."""
+        """How lhs and rhs are quantized; None if they are not."""
         if self.lhs is None or self.rhs is None:
             return None, None
-        assert isinstance(self.scales, tuple)  # as __post_init__ leaves it
+        assert isinstance(self.scales, tuple)  # __post_init__ makes it one
         lhs, rhs = self.scales
         return (
             Quantizer(self.lhs, lhs, self.shards),
@@ -94,15 +97,15 @@ class Gemm:
         )
 
 
-#: A product in the operands' own floats.
+#: An unquantized GEMM.
 FLOAT_GEMM = Gemm(lhs=None, rhs=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is quantized how.  Validated when it is built.
+    """How the three GEMMs of a linear layer are quantized; validated when it is built.
 
-    The three GEMMs of ``Y [M, N] = X [M, K] . W [K, N]``, and their operands:
+    The GEMMs of ``Y [M, N] = X [M, K] . W [K, N]`` and their operands:
 
     ===== ================ ================ ====
     GEMM  product          lhs              rhs
@@ -112,31 +115,35 @@ class Recipe:
     drhs  ``dW = X' . dY`` X, no residual   dY
     ===== ================ ================ ====
 
-    A matrix with block scales in both of its GEMMs has one set of blocks, which serve
-    both.
+    If both GEMMs that read a matrix use block scales, they share one set of blocks.
 
     The defaults are the method of arXiv 2503.08040: nearest rounding in the forward
-    GEMM, stochastic rounding of X and dY in the backward ones, and a threshold that
-    moves to keep the fallback rate inside a range (its Algorithm 2).  The paper gives
-    neither the threshold's start nor ``alpha``: those are this library's choices.
+    GEMM, stochastic rounding of X and dY in the backward GEMMs, and a threshold that
+    moves to keep the fallback rate inside a range (its Algorithm 2).  The paper
+    specifies neither the first threshold nor ``alpha``; the defaults here are our
+    choice.
 
     Attributes:
-      block: sides of a block along M, K and N, each 32, 64, 128 or 256; one number
-        stands for all three.  X has blocks (M, K), W (K, N) and dY (M, N).
-      criterion: what is compared with the threshold, ``"absmax"``, ``"l1"`` or
-        ``"l1_rel"`` (``fbq_jax.kernels.reference.quantize_fallback`` defines them);
-        None for no fallback.
-      target_rate: the range ``(low, high)``, inside [0, 1], for the share of blocks
-        that fall back.
+      block: the sizes of a block along M, K and N, each 32, 64, 128 or 256; or one
+        number for all three.  X has blocks (M, K), W (K, N) and dY (M, N).
+      criterion: the metric that is compared with the threshold, ``"absmax"``, ``"l1"``
+        or ``"l1_rel"`` (``fbq_jax.kernels.reference.quantize_fallback`` defines them);
+        None turns fallback off.
+      target_rate: the range ``(low, high)`` of the fallback rate, inside [0, 1].
       alpha: the largest factor, above 1, by which the threshold moves in one training
         forward.
-      start: the first threshold, in the units of the criterion, or ``"first_batch"``:
+      start: the first threshold, in the units of the criterion; ``"first_batch"`` takes
         the quantile of the first batch's blocks in the middle of ``target_rate``.
-      bound: what a largest magnitude is scaled to before it is rounded: 127, the last
-        code, or, for AQT, 127.5, the edge of what rounds to it.
+      bound: the value that the largest magnitude is scaled to before rounding: 127, the
+        largest code; or 127.5, which rounds to it, as in AQT.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
+
+    Raises:
+      RecipeError: a field has a value that it does not accept, alone or together with
+        another field.
+      TypeError: a field is unknown.
 
     >>> Recipe(block=64, target_rate=(0.05, 0.1)).block
     (64, 64, 64)
@@ -157,7 +164,7 @@ class Recipe:
     drhs: Gemm = Gemm(lhs="stochastic", rhs="stochastic")
 
     def __new__(cls, **fields: object) -> "Recipe":
-        """Names the fields there are when one is unknown."""
+        """Raises a TypeError that lists the fields if one is unknown."""
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in fields if name not in known]:
             raise TypeError(
@@ -167,66 +174,81 @@ class Recipe:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        sides = self.block if isinstance(self.block, tuple) else (self.block,) * 3
-        if len(sides) != 3 or not all(
-            isinstance(side, int) and side in BLOCK_SIDES for side in sides
-        ):
-            takes = f"one of {BLOCK_SIDES} or three of them, for M, K and N"
-            raise RecipeError("block", self.block, takes)
-        object.__setattr__(self, "block", sides)
-        if self.criterion is not None and self.criterion not in CRITERIA:
-            raise RecipeError("criterion", self.criterion, f"one of {CRITERIA} or None")
-        rates = self.target_rate
-        if (
-            not (isinstance(rates, tuple) and len(rates) == 2)
-            or not all(_is_number(rate) for rate in rates)
-            or not 0.0 <= rates[0] < rates[1] <= 1.0
-        ):
-            takes = "a pair (low, high) with 0 <= low < high <= 1"
-            raise RecipeError("target_rate", rates, takes)
-        if not _is_number(self.alpha) or not self.alpha > 1.0:
-            raise RecipeError("alpha", self.alpha, "a finite number above 1")
-        if self.start != "first_batch" and not (
-            _is_number(self.start) and 1e-37 < self.start < 1e38
-        ):
-            takes = "'first_batch' or a number above 0 that float32 holds"
-            raise RecipeError("start", self.start, takes)
+        object.__setattr__(self, "block", _checked_block(self.block))
+        self._check_threshold()
         for name, gemm in self._gemms().items():
             _check_gemm(name, gemm)
-        self._check_together()
+        self._check_fallback()
+        self._check_bound()
+        self._check_codes()
 
-    def _check_together(self) -> None:
-        fwd, dlhs, drhs = self._gemms().values()
-        if self.criterion is not None:
-            if fwd.lhs != "nearest":
-                takes = "'nearest' where there is fallback: the residual is its error"
-                raise RecipeError("fwd.lhs", fwd.lhs, takes)
-            if not fwd.in_blocks:
-                takes = "'block' where there is fallback (criterion=None has none)"
-                raise RecipeError("fwd.scales", fwd.scales, takes)
-        if self.bound not in BOUNDS:
-            raise RecipeError("bound", self.bound, f"one of {BOUNDS}")
+    def _check_threshold(self) -> None:
+        """Checks the fields of the threshold, each on its own."""
+        _require(
+            self.criterion is None or self.criterion in CRITERIA,
+            "criterion",
+            self.criterion,
+            f"one of {CRITERIA} or None",
+        )
+        rates = self.target_rate
+        _require(
+            isinstance(rates, tuple)
+            and len(rates) == 2
+            and all(_is_number(rate) for rate in rates)
+            and 0.0 <= rates[0] < rates[1] <= 1.0,
+            "target_rate",
+            rates,
+            "a pair (low, high) with 0 <= low < high <= 1",
+        )
+        alpha, start = self.alpha, self.start
+        accepted = _is_number(alpha) and alpha > 1.0
+        _require(accepted, "alpha", alpha, "a finite number above 1")
+        accepted = start == "first_batch" or (
+            _is_number(start) and 1e-37 < start < 1e38
+        )
+        takes = "'first_batch' or a number above 0 that float32 can represent"
+        _require(accepted, "start", start, takes)
+
+    def _check_fallback(self) -> None:
+        """Fallback needs the error of nearest rounding, block by block."""
+        if self.criterion is None:
+            return
+        lhs, scales = self.fwd.lhs, self.fwd.scales
+        takes = "'nearest' with fallback, because the residual is its rounding error"
+        _require(lhs == "nearest", "fwd.lhs", lhs, takes)
+        takes = "'block' with fallback (criterion=None turns it off)"
+        _require(self.fwd.in_blocks, "fwd.scales", scales, takes)
+
+    def _check_bound(self) -> None:
+        """Ops with block scales support one bound only."""
+        _require(self.bound in BOUNDS, "bound", self.bound, f"one of {BOUNDS}")
         in_blocks = [name for name, gemm in self._gemms().items() if gemm.in_blocks]
-        if self.bound != 127.0 and in_blocks:
-            takes = f"127.0 with block scales, as {', '.join(in_blocks)} has"
-            raise RecipeError("bound", self.bound, takes)
+        takes = f"127.0 with block scales, as in {', '.join(in_blocks)}"
+        accepted = self.bound == 127.0 or not in_blocks
+        _require(accepted, "bound", self.bound, takes)
+
+    def _check_codes(self) -> None:
+        """GEMMs that read one set of codes must agree on it."""
+        fwd, dlhs, drhs = self._gemms().values()
         for name, gemm in {"dlhs": dlhs, "drhs": drhs}.items():
-            if gemm.keeps == "codes" and fwd.in_floats:
-                takes = "'floats' where fwd is in floats and has no codes"
-                raise RecipeError(f"{name}.keeps", gemm.keeps, takes)
-        if fwd.in_blocks and dlhs.in_blocks and dlhs.rhs != fwd.rhs:
-            takes = f"fwd.rhs' {fwd.rhs!r}: both GEMMs read one set of W's codes"
-            raise RecipeError("dlhs.rhs", dlhs.rhs, takes)
-        if dlhs.in_blocks and drhs.in_blocks and drhs.rhs != dlhs.lhs:
-            takes = f"dlhs.lhs' {dlhs.lhs!r}: both GEMMs read one set of dY's codes"
-            raise RecipeError("drhs.rhs", drhs.rhs, takes)
+            accepted = gemm.keeps == "floats" or not fwd.in_floats
+            takes = "'floats' if fwd is unquantized and has no codes"
+            _require(accepted, f"{name}.keeps", gemm.keeps, takes)
+        accepted = dlhs.rhs == fwd.rhs or not (fwd.in_blocks and dlhs.in_blocks)
+        takes = f"{fwd.rhs!r} as fwd.rhs does, because both GEMMs share the codes of W"
+        _require(accepted, "dlhs.rhs", dlhs.rhs, takes)
+        accepted = drhs.rhs == dlhs.lhs or not (dlhs.in_blocks and drhs.in_blocks)
+        takes = (
+            f"{dlhs.lhs!r} as dlhs.lhs does, because both GEMMs share the codes of dY"
+        )
+        _require(accepted, "drhs.rhs", drhs.rhs, takes)
 
     def _gemms(self) -> dict[str, Gemm]:
         return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}
 
     @property
     def in_blocks(self) -> bool:
-        """Whether all three GEMMs are in INT8 with a scale a block."""
+        """Whether all three GEMMs are in INT8 with a scale per block."""
         return all(gemm.in_blocks for gemm in self._gemms().values())
 
     @property
@@ -249,50 +271,84 @@ class Recipe:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Sides of a block along M, K and N."""
-        assert isinstance(self.block, tuple)  # as __post_init__ leaves it
+        """The sizes of a block along M, K and N."""
+        assert isinstance(self.block, tuple)  # __post_init__ makes it one
         return self.block
 
     #: The earlier name of ``block_shape``.
     sides = block_shape
 
 
+def _require(accepted: bool, field: str, value: object, takes: str) -> None:
+    """Raises RecipeError unless the value of a field is accepted."""
+    if not accepted:
+        raise RecipeError(field, value, takes)
+
+
+def _checked_block(block: Any) -> tuple[int, int, int]:
+    """The three sizes of ``Recipe.block``."""
+    sizes = block if isinstance(block, tuple) else (block,) * 3
+    accepted = len(sizes) == 3 and all(
+        isinstance(size, int) and size in BLOCK_SIDES for size in sizes
+    )
+    takes = f"one of {BLOCK_SIDES} or three of them, for M, K and N"
+    _require(accepted, "block", block, takes)
+    return sizes
+
+
 def _check_gemm(name: str, gemm: Gemm) -> None:
-    """Raises RecipeError where a GEMM of its own cannot be."""
+    """Raises RecipeError if a GEMM's own fields are wrong or contradict each other."""
     if not isinstance(gemm, Gemm):
         raise RecipeError(name, gemm, "a Gemm(lhs=..., rhs=...)")
 
-    def check(field: str, accepted: bool, takes: str) -> None:
-        if not accepted:
-            raise RecipeError(f"{name}.{field}", getattr(gemm, field), takes)
+    def require(field: str, accepted: bool, takes: str) -> None:
+        _require(accepted, f"{name}.{field}", getattr(gemm, field), takes)
 
-    for side in ("lhs", "rhs"):
-        known = getattr(gemm, side) in (*ROUNDINGS, None)
-        check(side, known, f"one of {ROUNDINGS}, or None for floats")
-    scales, shards, keeps = gemm.scales, gemm.shards, gemm.keeps
-    known = isinstance(scales, tuple) and len(scales) == 2
-    known = known and all(kind in SCALES for kind in scales)
-    check("scales", known, f"one of {SCALES} or a pair of them, for lhs and rhs")
-    check("shards", type(shards) is int and shards > 0, "an integer from 1 on")
-    check("keeps", keeps in KEEPS, f"one of {KEEPS}")
-    known = gemm.reduce in (None, *REDUCES)
-    check("reduce", known, f"one of {REDUCES}, or None for the product's own dtype")
-    blocks = scales == ("block", "block")
+    _check_fields(gemm, require)
     if gemm.in_floats:
-        check("rhs", gemm.rhs is None, "None where lhs is: floats times floats")
-        check("scales", blocks, "nothing (the default) where lhs and rhs are None")
-        check("keeps", keeps == "floats" or name != "fwd", "'floats' in fwd")
-        takes = "nothing (the default) where lhs and rhs are None: XLA sums it"
-        check("reduce", gemm.reduce is None, takes)
+        _check_unquantized(name, gemm, require)
     else:
-        check("rhs", gemm.rhs is not None, "a rounding where lhs has one")
-        mixed = "block" in scales and not blocks
-        check("scales", not mixed, "'block' for both operands or for neither")
-        check("keeps", keeps == "floats", "'floats' unless lhs and rhs are None")
-    summed = gemm.reduce != "int8" or name == "drhs"
-    check("reduce", summed, "'int8' only in a drhs")
-    can_cut = name == "drhs" and not blocks
-    check("shards", shards == 1 or can_cut, "1 but in a drhs without block scales")
+        _check_quantized(gemm, require)
+    is_drhs, in_blocks = name == "drhs", gemm.scales == ("block", "block")
+    require("reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs")
+    accepted = gemm.shards == 1 or (is_drhs and not in_blocks)
+    require("shards", accepted, "1, except in a drhs without block scales")
+
+
+def _check_fields(gemm: Gemm, require: Callable[[str, bool, str], None]) -> None:
+    """Each field has a value that exists."""
+    for side in ("lhs", "rhs"):
+        accepted = getattr(gemm, side) in (*ROUNDINGS, None)
+        require(side, accepted, f"one of {ROUNDINGS}, or None if unquantized")
+    scales, shards = gemm.scales, gemm.shards
+    pair = isinstance(scales, tuple) and len(scales) == 2
+    accepted = pair and all(kind in SCALES for kind in scales)
+    require("scales", accepted, f"one of {SCALES} or a pair of them, for lhs and rhs")
+    require("shards", type(shards) is int and shards > 0, "an integer from 1 on")
+    require("keeps", gemm.keeps in KEEPS, f"one of {KEEPS}")
+    accepted = gemm.reduce in (None, *REDUCES)
+    require("reduce", accepted, f"one of {REDUCES}, or None for the product's dtype")
+
+
+def _check_unquantized(
+    name: str, gemm: Gemm, require: Callable[[str, bool, str], None]
+) -> None:
+    """Fields about quantization have their defaults."""
+    require("rhs", gemm.rhs is None, "None if lhs is None: a GEMM is unquantized whole")
+    accepted = gemm.scales == ("block", "block")
+    require("scales", accepted, "nothing (the default) if lhs and rhs are None")
+    accepted = gemm.keeps == "floats" or name != "fwd"
+    require("keeps", accepted, "'floats' in fwd")
+    takes = "nothing (the default) if lhs and rhs are None: XLA sums it"
+    require("reduce", gemm.reduce is None, takes)
+
+
+def _check_quantized(gemm: Gemm, require: Callable[[str, bool, str], None]) -> None:
+    """Both operands are quantized, with scales that go together."""
+    require("rhs", gemm.rhs is not None, "a rounding if lhs has one")
+    accepted = "block" not in gemm.scales or gemm.scales == ("block", "block")
+    require("scales", accepted, "'block' for both operands or for neither")
+    require("keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None")
 
 
 def _is_number(value: Any) -> bool:

@@ -1,16 +1,18 @@
-"""The numerics helpers that users' own tests are built on."""
+"""The numerics helpers for the tests of users."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import recipes
+from fbq_jax import Recipe
 from fbq_jax.testing import array_error, assert_dot_close, dot_errors
 from tests.kernels.test_reference import heavy
 
 X = jax.random.normal(jax.random.key(0), (128, 192))
 W = jax.random.normal(jax.random.key(1), (192, 64))
+SMALL = Recipe(block=32)
+PLAIN = Recipe(block=32, criterion=None)
 
 
 def test_figures_of_a_known_difference():
@@ -33,13 +35,13 @@ def test_degenerate_arrays():
 
 
 def test_int8_is_near_and_fallback_is_nearer():
-    errors = dot_errors(X, W, recipe=recipes.block)
+    errors = dot_errors(X, W, recipe=PLAIN)
     assert 1e-3 < errors.out.relative < 0.02
     assert max(errors.dlhs.relative, errors.drhs.relative) < 0.03
     assert min(error.cosine for error in errors) > 0.999
-    x, w = heavy((192, 192)), W
-    plain = dot_errors(x, w, recipe=recipes.block)
-    full = dot_errors(x, w, theta=0.0)
+    x = heavy(X.shape)
+    plain = dot_errors(x, W, recipe=PLAIN)
+    full = dot_errors(x, W, recipe=SMALL, theta=0.0)
     assert full.out.relative < 0.5 * plain.out.relative
 
 
@@ -53,7 +55,7 @@ def test_any_dimension_numbers_and_dtype():
 def test_the_assertion_names_what_is_far():
     assert_dot_close(X, W, relative=0.03, cosine=0.999)
     with pytest.raises(AssertionError) as failure:
-        assert_dot_close(X, W, relative=1e-3, recipe=recipes.block)
+        assert_dot_close(X, W, relative=1e-3, recipe=PLAIN)
     text = str(failure.value)
     assert "out, dlhs, drhs of the quantized dot_general: wanted relative" in text
     assert text.count("\n") == 4

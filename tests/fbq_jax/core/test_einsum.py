@@ -116,17 +116,17 @@ def test_out_sharding_is_that_of_the_output():
 ERRORS = [
     ("ab,bc,cd->ad", (2, 2), "takes two operands, not 3"),
     ("ab->ba", (2, 2), "takes two operands, not 1"),
-    ("aab,bc->ac", (3, 2), "'aab' has a label twice, .* no diagonals"),
-    ("ab,bc->c", (2, 2), "label 'a' is summed over in one operand alone"),
+    ("aab,bc->ac", (3, 2), "'aab' has a label twice, .* no diagonal"),
+    ("ab,bc->c", (2, 2), "label 'a' is summed over in one operand only"),
     ("...b,bc->c", (2, 2), "a dimension of '...' is summed over in one operand"),
     ("ab,bc->ad", (2, 2), "output 'ad' takes labels of the operands"),
-    ("ab,bc->aca", (2, 2), "output 'aca' takes labels of the operands, each once"),
+    ("ab,bc->aca", (2, 2), "output 'aca' takes labels of the operands, once each"),
     ("a1,1c->ac", (2, 2), "labels are letters"),
     ("ab,bc->ac", (3, 2), "'ab' does not fit an operand of 3 dimensions"),
     ("...ab,bc->ac", (1, 2), "'...ab' does not fit an operand of 1 dimensions"),
     ("ab,c->abc", (2, 1), "sums over nothing"),
-    ("ab,bc->ac", (2, 2), "label 'b' is 2 long in one and 3 in the other"),
-    ("...b,...bc->...c", (2, 3), "a dimension of '...' is 2 long in one and 3"),
+    ("ab,bc->ac", (2, 2), "label 'b' has size 2 in one and 3 in the other"),
+    ("...b,...bc->...c", (2, 3), "a dimension of '...' has size 2 in one and 3"),
 ]
 
 

@@ -27,7 +27,7 @@ X = jax.random.normal(jax.random.key(0), (128, 64))
 
 
 class Mlp(nn.Module):
-    """Two layers that share one dot_general object."""
+    """Two layers with one dot_general object."""
 
     dot_general: FallbackDot = SMALL
 
@@ -50,7 +50,7 @@ def stack(layer=Layer, axes=("params", "fallback"), dot_general=SMALL):
         layer,
         variable_axes=dict.fromkeys(axes, 0),
         split_rngs={"params": True},
-        length=3,
+        length=2,
     )(dot_general, name="layers")
 
 
@@ -64,12 +64,14 @@ class Scanned(nn.Module):
         return stack(layer, dot_general=self.dot_general)(x, None)[0]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init(model, x=X):
-    return jax.jit(model.init)(jax.random.key(1), x)
+    return model.init(jax.random.key(1), x)
 
 
-def apply(model, variables, x=X, **options):
-    return jax.jit(functools.partial(model.apply, **options))(variables, x)
+@functools.partial(jax.jit, static_argnames=("model", "mutable"))
+def apply(model, variables, x=X, mutable=False):
+    return model.apply(variables, x, mutable=list(mutable) if mutable else False)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -113,7 +115,7 @@ def test_evaluation_freezes_the_threshold():
     _, _, variables = train_step(Mlp(), variables, X)
     y = apply(Mlp(), variables, X)
     assert y.shape == X.shape
-    z, same = apply(Mlp(), variables, X, mutable=["other"])
+    z, same = apply(Mlp(), variables, X, mutable=("other",))
     assert "fallback" not in same
     np.testing.assert_array_equal(y, z)
 
@@ -124,7 +126,7 @@ def test_a_missing_collection_is_named():
         ValueError, match=r"layer 'up' has no state 'dot_general'.*'fallback'"
     ):
         apply(Mlp(), {"params": variables["params"]}, X)
-    _, updates = apply(Mlp(), {"params": variables["params"]}, X, mutable=["fallback"])
+    _, updates = apply(Mlp(), {"params": variables["params"]}, X, mutable=("fallback",))
     assert fallback_stats(updates)["up"].count == 1
 
 
@@ -158,10 +160,10 @@ def test_scan_over_layers_has_state_and_noise_for_each():
     _, _, after = train_step(model, variables, X)
     stats = fallback_stats(after)
     assert sorted(stats) == ["layers/mlp/down", "layers/mlp/up"]
-    assert stats["layers/mlp/up"].count.tolist() == [1, 1, 1]
-    assert np.unique(stats["layers/mlp/up"].theta).size == 3
+    assert stats["layers/mlp/up"].count.tolist() == [1, 1]
+    assert np.unique(stats["layers/mlp/up"].theta).size == 2
     seeds = after["fallback"]["layers"]["mlp"]["up"]["dot_general"]["seed"]
-    assert np.unique(seeds).size == 3
+    assert np.unique(seeds).size == 2
 
 
 def test_scan_names_the_collection_that_is_not_listed():
@@ -191,7 +193,8 @@ def test_save_codes_keeps_codes_and_drops_floats():
     def loss(params):
         return jnp.sum(model.apply({**variables, "params": params}, X))
 
-    _, vjp = jax.vjp(jax.checkpoint(loss, policy=save_codes), variables["params"])
+    backward = functools.partial(jax.vjp, jax.checkpoint(loss, policy=save_codes))
+    _, vjp = jax.eval_shape(backward, variables["params"])
     saved = [x for x in jax.tree.leaves(vjp) if hasattr(x, "dtype")]
     codes = sorted(x.shape for x in saved if x.dtype == jnp.int8)
     assert codes == [(1, 64, 96), (1, 64, 128), (1, 96, 64), (1, 96, 128)]
@@ -239,7 +242,7 @@ def test_vmap_over_examples_and_over_experts():
         split_rngs={"params": True},
     )(32, dot_general=SMALL)
     variables = init(experts, batch)
-    _, updates = apply(experts, variables, batch, mutable=["fallback"])
+    _, updates = apply(experts, variables, batch, mutable=("fallback",))
     assert fallback_stats(updates)["(root)"].count.tolist() == [1, 1]
 
 
@@ -248,7 +251,7 @@ def test_dot_general_cls_keeps_the_same_paths():
     variables = init(layer)
     plain = init(nn.Dense(8, dot_general=fallback_dot))
     assert jax.tree.structure(variables) == jax.tree.structure(plain)
-    _, updates = apply(layer, variables, X, mutable=["fallback"])
+    _, updates = apply(layer, variables, X, mutable=("fallback",))
     assert fallback_stats(updates)["(root)"].count == 1
 
 
@@ -258,7 +261,7 @@ def test_dense_general_and_attention_projections():
     )
     x = X.reshape(2, 64, 64)
     variables = init(model, x)
-    y, updates = apply(model, variables, x, mutable=["fallback"])
+    y, updates = apply(model, variables, x, mutable=("fallback",))
     assert y.shape == x.shape
     stats = fallback_stats(updates)
     assert sorted(stats) == ["key", "out", "query", "value"]
@@ -273,7 +276,7 @@ def test_a_module_that_calls_twice_has_two_slots():
             return fallback_dot(fallback_dot(x, x, dims), x.T, dims)
 
     variables = init(Twice())
-    _, updates = apply(Twice(), variables, X, mutable=["fallback"])
+    _, updates = apply(Twice(), variables, X, mutable=("fallback",))
     assert list(fallback_stats(updates)) == ["(root)", "dot_general_1"]
 
 
@@ -285,7 +288,7 @@ def test_one_layer_used_twice_has_one_slot():
             return layer(layer(x))
 
     variables = init(Tied())
-    _, updates = apply(Tied(), variables, X, mutable=["fallback"])
+    _, updates = apply(Tied(), variables, X, mutable=("fallback",))
     assert fallback_stats(updates)["tied"].count == 2
 
 
@@ -293,12 +296,12 @@ def test_another_collection():
     model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection="aqt"))
     variables = init(model)
     assert set(variables) == {"params", "aqt"}
-    _, updates = apply(model, variables, X, mutable=["aqt"])
+    _, updates = apply(model, variables, X, mutable=("aqt",))
     assert fallback_stats(updates, "aqt")["up"].count == 1
 
 
 def test_overwrite_with_gradient_in_flax_train_state():
-    """No mutable collection: Flax puts the state's "gradient" in its place."""
+    """Without a mutable collection, Flax replaces the state by its "gradient"."""
     model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection=OWG))
     variables = init(model)
     assert {x.dtype for x in jax.tree.leaves(variables[OWG])} == {jnp.dtype("float32")}
@@ -344,7 +347,9 @@ def test_liveness():
     before = fallback_stats(variables)
     _, _, after = train_step(Mlp(), variables, X)
     assert_live(before, fallback_stats(after))
-    with pytest.raises(RuntimeError, match="state of down, up where it was"):
+    with pytest.raises(
+        RuntimeError, match="did not update the fallback state of down, up;"
+    ):
         assert_live(before, before)
     with pytest.raises(ValueError, match="got \\[\\] and \\[\\]"):
         assert_live({}, {})
@@ -355,7 +360,7 @@ def test_liveness():
 @pytest.mark.parametrize("collection", ["fallback", OWG])
 def test_state_may_come_as_numpy_or_frozen(collection):
     """As a checkpoint restores it; nothing is written into the arrays."""
-    model = Mlp(FallbackDot(Recipe(block=32), collection=collection))
+    model = nn.Dense(64, dot_general=FallbackDot(Recipe(block=32), collection))
     variables = init(model)
     restored = jax.tree.map(np.array, variables)
     kept = jax.tree.map(np.copy, restored)
@@ -388,5 +393,5 @@ def test_a_threshold_that_is_none_starts_again(theta):
 
 
 def test_params_are_no_place_for_state():
-    with pytest.raises(ValueError, match="no parameter"):
+    with pytest.raises(ValueError, match="is for parameters; keep the state"):
         FallbackDot(collection="params")

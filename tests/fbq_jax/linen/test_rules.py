@@ -107,7 +107,11 @@ def nnx_linear():
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        ({"mlp/(": SMALL}, ValueError, r"rule 'mlp/\(' is no regular .* at position 4"),
+        (
+            {"mlp/(": SMALL},
+            ValueError,
+            r"rule 'mlp/\(' is not a regular .* at position 4",
+        ),
         ({"mlp": "int8"}, TypeError, "rule 'mlp' takes a Recipe, .* got 'int8'"),
         ({7: SMALL}, TypeError, "pattern is a string; got 7"),
         (recipes.block, TypeError, r"rules are a mapping .*; got Recipe\("),
@@ -126,7 +130,7 @@ def test_what_rules_cannot_do_is_said():
         dot(X, X.T, (((1,), (0,)), ((), ())))
     with pytest.raises(TypeError, match=r"takes a FallbackDot; got RulesDot\("):
         GatedMLP(32, dot_general=dot).init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="no parameter"):
+    with pytest.raises(ValueError, match="is for parameters; keep the state"):
         RulesDot(RULES, collection="params")
 
 

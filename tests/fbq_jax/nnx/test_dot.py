@@ -36,6 +36,11 @@ def train_step(model, x):
     return value
 
 
+@nnx.jit
+def forward(model, x):
+    return model(x)
+
+
 def test_jit_and_grad_move_the_state_of_each_layer():
     model = Mlp(nnx.Rngs(1))
     before = fallback_stats(model)
@@ -52,10 +57,10 @@ def test_jit_and_grad_move_the_state_of_each_layer():
 def test_eval_freezes_and_train_moves_again():
     model = Mlp(nnx.Rngs(1))
     model.eval()
-    model(X)
+    forward(model, X)
     assert fallback_stats(model)["up"].count == 0
     model.train()
-    model(X)
+    forward(model, X)
     assert fallback_stats(model)["up"].count == 1
 
 
@@ -77,23 +82,23 @@ def test_remat_updates_once_and_gives_the_same_gradients():
 
 
 def test_scan_over_layers():
-    @nnx.split_rngs(splits=3)
+    @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=0, out_axes=0)
     def build(rngs):
         return Mlp(rngs)
 
     @nnx.jit
-    def forward(layers, x):
+    def scan(layers, x):
         return nnx.scan(
             lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
         )(x, layers)
 
     layers = build(nnx.Rngs(1))
-    forward(layers, X)
+    scan(layers, X)
     stats = fallback_stats(layers)
-    assert stats["up"].count.tolist() == [1, 1, 1]
-    assert np.unique(stats["up"].theta).size == 3
-    assert np.unique(layers.up.dot_general.seed[...]).size == 3
+    assert stats["up"].count.tolist() == [1, 1]
+    assert np.unique(stats["up"].theta).size == 2
+    assert np.unique(layers.up.dot_general.seed[...]).size == 2
 
 
 def test_state_has_a_variable_type_of_its_own():
@@ -108,7 +113,7 @@ def test_linear_general():
     layer = nnx.LinearGeneral(
         64, (4, 16), dot_general=FallbackDot(RECIPE), rngs=nnx.Rngs(0)
     )
-    assert layer(x).shape == (2, 64, 4, 16)
+    assert forward(layer, x).shape == (2, 64, 4, 16)
     assert fallback_stats(layer)["(root)"].count == 1
 
 
@@ -126,7 +131,7 @@ def test_a_recipe_is_asked_for_by_value():
 
 def test_view_freezes():
     model = Mlp(nnx.Rngs(1))
-    nnx.view(model, use_running_average=True)(X)
+    forward(nnx.view(model, use_running_average=True), X)
     assert fallback_stats(model)["up"].count == 0
 
 
@@ -142,7 +147,7 @@ def test_attention_with_a_dot_for_each_projection():
     model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
     for layer in (model.query, model.key, model.value, model.out):
         layer.dot_general = nnx.data(FallbackDot(RECIPE))
-    model(X.reshape(2, 64, 64))
+    forward(model, X.reshape(2, 64, 64))
     stats = fallback_stats(model)
     assert {name: int(s.count) for name, s in stats.items()} == dict.fromkeys(
         ("query", "key", "value", "out"), 1

@@ -68,7 +68,7 @@ def test_beside_linen_over_steps():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="history takes a positive integer; got 0"):
         Fp8Dot(0)
-    with pytest.raises(ValueError, match=r"NNX has fbq_jax\.nnx\.Fp8Dot"):
+    with pytest.raises(ValueError, match=r"use fbq_jax\.nnx\.Fp8Dot in NNX"):
         nnx.Linear(32, 2, dot_general=fp8_dot, rngs=nnx.Rngs(0))(X)
     model = Mlp()
     check_unshared(model)

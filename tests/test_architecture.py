@@ -1,0 +1,116 @@
+"""Imports point down: packages have an order, and no modules import each other."""
+
+import ast
+import graphlib
+import importlib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the bottom to the top.  Packages on one level do not import each other.
+LEVELS = [
+    {"kernels"},
+    {"recipes"},
+    {"sharding"},
+    {"ops"},
+    {"core"},
+    {"fp8", "int8_flow"},
+    {"linen", "nnx"},
+    {"integrations", "testing"},
+    {"maxtext"},
+]
+# The command-line tools use the whole library.
+TOOLS = {"bench", "tune"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the library and the examples, by its dotted name."""
+    files = [
+        (path, folder.name)
+        for folder in (ROOT / "fbq_jax", ROOT / "examples")
+        for path in folder.rglob("*.py")
+    ]
+    files += [(path, "fbq_jax") for path in (ROOT / "kernels").rglob("*.py")]
+    found = {}
+    for path, package in files:
+        parts = list(path.relative_to(ROOT).with_suffix("").parts)
+        if parts[0] != package:
+            parts.insert(0, package)
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(module: str) -> Iterator[str]:
+    """The modules of this project that a module imports, also inside functions."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else str(node.module) for name in names]
+        else:
+            continue
+        yield from (name for name in names if name in MODULES and name != module)
+
+
+IMPORTS = {module: set(imports(module)) for module in MODULES}
+
+
+def package_of(module: str) -> str:
+    """The package directly below ``fbq_jax``; "" for ``fbq_jax`` itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+LIBRARY = [module for module in MODULES if module.startswith("fbq_jax.")]
+
+
+def test_every_package_has_a_level():
+    packages = {package_of(module) for module in LIBRARY}
+    assert packages == set.union(*LEVELS, TOOLS)
+
+
+def test_packages_import_what_is_below_them():
+    below: dict[str, set[str]] = {tool: set.union(*LEVELS, TOOLS) for tool in TOOLS}
+    lower: set[str] = set()
+    for level in LEVELS:
+        below |= {package: lower | {package} for package in level}
+        lower = lower | level
+    upward = [
+        f"{module} imports {name}"
+        for module in LIBRARY
+        for name in sorted(IMPORTS[module])
+        if name.startswith("fbq_jax")
+        and package_of(name) not in below[package_of(module)]
+    ]
+    assert not upward
+
+
+def test_the_library_imports_no_example():
+    assert not [
+        f"{module} imports {name}"
+        for module in ["fbq_jax", *LIBRARY]
+        for name in IMPORTS[module]
+        if name.startswith("examples")
+    ]
+
+
+def test_no_modules_import_each_other():
+    try:
+        graphlib.TopologicalSorter(IMPORTS).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_no_function_hides_a_module_of_its_name():
+    """What a package exports under a module's name is that module."""
+    for module in LIBRARY:
+        package, _, name = module.rpartition(".")
+        exported = vars(importlib.import_module(package)).get(name)
+        assert exported is None or isinstance(exported, types.ModuleType), module
