@@ -59,21 +59,11 @@ def gemm_kernel(
     lower_offsets = lower_i[:, None] * K + c[None, :]
     rhs_offsets = c[:, None] + j[None, :] * K
 
-    # A tile inside one block has one scale; other tiles have one per row or column.
-    lhs_blocks = batch * ((M + m - 1) // m)
-    if m >= BM:
-        lhs_blocks += row // m
-    else:
-        tl.static_assert(HALVES == 1)
-        lhs_blocks += ((row + i) // m)[:, None]
+    tl.static_assert(HALVES == 1 or m >= BM)
+    lhs_blocks = _block_rows(batch, row, i[:, None], M, m, BM)
     lhs_scales += lhs_blocks * k_blocks
     residual_scales += lhs_blocks * k_blocks
-    rhs_blocks = batch * ((N + n - 1) // n)
-    if n >= BN:
-        rhs_blocks += column // n
-    else:
-        rhs_blocks += ((column + j) // n)[None, :]
-    rhs_scales += rhs_blocks * k_blocks
+    rhs_scales += _block_rows(batch, column, j[None, :], N, n, BN) * k_blocks
 
     if FALLBACK:
         row_group: tl.constexpr = max(m, BM)
@@ -153,6 +143,18 @@ def _clamped_range(
     if size % tile != 0:
         index = tl.minimum(index, size - 1 - origin)
     return index
+
+
+@triton.jit
+def _block_rows(
+    batch, origin, index, size: tl.constexpr, block: tl.constexpr, tile: tl.constexpr
+):
+    """The row of scales of each index, or a single one for a tile inside a block."""
+    first = batch * ((size + block - 1) // block)
+    if block >= tile:
+        return first + origin // block
+    else:  # noqa: RET505 (only one branch is compiled)
+        return first + (origin + index) // block
 
 
 @triton.jit
