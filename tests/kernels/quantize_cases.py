@@ -156,11 +156,11 @@ def check_empty(quantize: types.ModuleType, vectors: types.ModuleType, shape) ->
 
 def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -> None:
     """A shard draws the noise of the global matrix, even with rows of two places."""
-    whole = np.asarray(heavy((1, 256, 200), dtype=np.float32))
+    matrix = np.asarray(heavy((1, 256, 200), dtype=np.float32))
     # All blocks and vectors have the same amax, so only the noise tells codes apart.
-    whole = jnp.asarray(np.where(whole > 0, 1.0, np.tanh(whole)), jnp.float32)
+    matrix = jnp.asarray(np.where(matrix > 0, 1.0, np.tanh(matrix)), jnp.float32)
     rows, column = np.r_[64:128, 192:256], 72
-    part = whole[:, rows, column:]
+    shard = matrix[:, rows, column:]
     offset = rounding.GlobalOffset(
         jnp.asarray(rows[:: rounding.ROW_GROUP], jnp.uint32),
         jnp.asarray([column], jnp.uint32),
@@ -172,8 +172,8 @@ def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -
         (vectors, "quantize_vectors", modes),
     ):
         op = functools.partial(getattr(ops, name), **options)
-        got = op(part, seeds(1), global_offset=offset)
-        want = _reference(name, **options)(whole, seeds(1))
+        got = op(shard, seeds(1), global_offset=offset)
+        want = _reference(name, **options)(matrix, seeds(1))
         np.testing.assert_array_equal(
             got.rowwise.codes, want.rowwise.codes[:, rows, column:]
         )
