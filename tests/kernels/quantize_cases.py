@@ -61,7 +61,8 @@ def special(dtype: str, block: reference.Block) -> jax.Array:
     blocks[1, 0, 2, 2] = 2.0**-118  # the smallest that is not zero
     blocks[1, 1] = 0.0
     blocks[1, 1, 2, 2] = np.nextafter(np.float32(2.0**-118), np.float32(0))
-    blocks[1, 2] *= float(jnp.finfo(dtype).max) / np.abs(blocks[1, 2]).max()
+    blocks[1, 2] /= np.abs(blocks[1, 2]).max()
+    blocks[1, 2] *= float(jnp.finfo(dtype).max)
     blocks[1, 3, 1, 1], blocks[1, 3, 1, 2] = np.nan, np.inf
     blocks[1, 4] = -77.0
     # 127 / 113 rounds up and 113 times it to above 127: codes must stay below 128.
