@@ -1,6 +1,6 @@
-"""The recipe in NumPy, block by block, written apart from the library.
+"""Quantization in NumPy, block by block, written independently of the library.
 
-Codes in float32 as the definition asks; products and sums in float64.
+Codes are computed in float32, as the definition asks; products and sums in float64.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def noise(seed: int, shape: tuple[int, int]) -> np.ndarray:
 
 
 def blocks(shape: tuple[int, int], block: tuple[int, int]):
-    """Slices of each block, row by row, with the block's index."""
+    """Yields the index and the slices of each block, row by row."""
     for i in range(-(-shape[0] // block[0])):
         for j in range(-(-shape[1] // block[1])):
             rows = slice(i * block[0], (i + 1) * block[0])
@@ -39,7 +39,7 @@ def blocks(shape: tuple[int, int], block: tuple[int, int]):
 
 
 def quantize(x, block, noise=None):
-    """Codes, scales and dequantized float64 values of one matrix."""
+    """Returns codes, scales and dequantized float64 values of one matrix."""
     x = np.asarray(x).astype(np.float32)
     codes = np.zeros(x.shape, np.int8)
     scales = np.zeros([-(-n // b) for n, b in zip(x.shape, block, strict=True)])
@@ -65,7 +65,7 @@ def dequantize(codes, scales, block):
 
 
 def quantize_fallback(x, theta, block, criterion="absmax"):
-    """Main and residual codes and scales, their float64 sum, and the metric."""
+    """Returns main and residual (codes, scales), their float64 sum, and the metric."""
     x = np.asarray(x).astype(np.float32)
     codes, scales, values = quantize(x, block)
     error = np.zeros_like(x)

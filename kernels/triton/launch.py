@@ -1,4 +1,4 @@
-"""The one place where a Triton kernel becomes a JAX call."""
+"""Calls of Triton kernels from JAX."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,22 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel(*args, *outputs, **constants)`` on a grid of programs.
 
-    Products and sums are not fused into one rounding: a kernel that wants an FMA says
-    so.  The outputs are not initialized.
+    The compiler does not contract a product and a sum to an FMA; a kernel that wants an
+    FMA asks for it.
+
+    Args:
+      kernel: the kernel.
+      *args: its inputs.
+      outputs: shapes and dtypes of its outputs, whose memory is not initialized.
+      grid: the number of programs along each axis.
+      num_warps: the number of warps of a program.
+      num_stages: the depth of the pipeline of loads.
+      **constants: its ``tl.constexpr`` arguments.
+
+    Returns:
+      The outputs.
     """
-    # Only now: jax-triton cannot be imported where there is no GPU.
+    # Imported here because jax-triton cannot be imported without a GPU.
     import jax_triton
 
     return tuple(

@@ -1,8 +1,8 @@
-"""What every implementation of the ops of ``fused_reference`` must do.
+"""Checks of the fused quantization ops that hold for every implementation.
 
-A check takes the module that has the op and compares it with the definition.  Functions
-such as ``exp`` differ in their last bits: scales may by a little, and a code by one
-where it was close to a tie.  What is made of equal floats is equal.
+Each check takes a module that implements the op and compares it with
+``fused_reference``.  Functions such as ``exp`` differ in their last bits, so scales may
+differ a little, and codes by one close to a tie.  Equal floats give equal results.
 """
 
 import functools
@@ -16,14 +16,14 @@ from fbq_jax.kernels import fused_reference, packing
 from tests.kernels.quantize_cases import seeds
 from tests.kernels.test_reference import heavy
 
-# shape of the output, dtype, bits, block, criterion, thresholds, columns.
+# shape of the output, dtype, bits, block, criterion, thresholds, colwise.
 QUANTIZE = [
     ((1, 100, 128), "bfloat16", 10, (128, 128), "absmax", (9.0,), "stochastic"),
     ((2, 50, 128), "float32", 7, (64, 128), "l1_rel", (0.01, 0.02), "nearest"),
     ((1, 33, 256), "float16", 12, (32, 128), None, (0.0,), None),
     ((1, 20, 72), "bfloat16", 10, (32, 128), "l1", (9.0,), "nearest"),
 ]
-# shape of dy, dtype, bits, block, rows, columns.
+# shape of dy, dtype, bits, block, rowwise, colwise.
 GRAD = [
     ((1, 140, 128), "bfloat16", 10, (128, 128), "stochastic", "stochastic"),
     ((2, 50, 128), "float32", 11, (64, 128), "nearest", "stochastic"),
@@ -33,17 +33,17 @@ GRAD = [
 
 
 def check_norm(
-    ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, columns
+    ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, colwise
 ) -> None:
     args = {
         "epsilon": 1e-5,
         "bits": bits,
         "block": block,
         "criterion": criterion,
-        "colwise": columns,
+        "colwise": colwise,
     }
-    gain = 1.0 + 0.5 * jax.random.normal(jax.random.key(0), (shape[0], shape[2]))
-    operands = heavy(shape, dtype=dtype), gain, jnp.asarray(theta, jnp.float32)
+    norm_scale = 1.0 + 0.5 * jax.random.normal(jax.random.key(0), (shape[0], shape[2]))
+    operands = heavy(shape, dtype=dtype), norm_scale, jnp.asarray(theta, jnp.float32)
     got = ops.rms_norm_quantize(*operands, seeds(shape[0]), **args)
     want = _definition("rms_norm_quantize", **args)(*operands, seeds(shape[0]))
     np.testing.assert_allclose(got.rstd, want.rstd, rtol=1e-6)
@@ -52,9 +52,9 @@ def check_norm(
 
 
 def check_gate(
-    ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, columns
+    ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, colwise
 ) -> None:
-    args = {"bits": bits, "block": block, "criterion": criterion, "colwise": columns}
+    args = {"bits": bits, "block": block, "criterion": criterion, "colwise": colwise}
     gate_up = heavy((*shape[:2], 2 * shape[2]), dtype=dtype)
     operands = gate_up, jnp.asarray(theta, jnp.float32), seeds(shape[0])
     got = ops.silu_gate_quantize(*operands, **args)
@@ -64,20 +64,23 @@ def check_gate(
         _check_packed(packed, expected, shape[2], bits)
 
 
-def check_grad(ops: types.ModuleType, shape, dtype, bits, block, rows, columns) -> None:
-    """Bit for bit: the same factors give the same products."""
+def check_grad(
+    ops: types.ModuleType, shape, dtype, bits, block, rowwise, colwise
+) -> None:
+    """Compares bits: the same factors give the same products."""
     pack = jax.jit(packing.quantize, static_argnums=1)
-    by_gate, by_up = (pack(heavy(shape, seed), bits) for seed in (1, 2))
-    by_up = by_up._replace(scales=by_up.scales.at[0, 1, 0].set(0.0))
-    args = {"bits": bits, "block": block, "rowwise": rows, "colwise": columns}
-    operands = heavy(shape, dtype=dtype), by_gate, by_up, seeds(shape[0])
+    gate_factor, up_factor = (pack(heavy(shape, seed), bits) for seed in (1, 2))
+    scales = up_factor.scales.at[0, 1, 0].set(0.0)
+    up_factor = up_factor._replace(scales=scales)
+    args = {"bits": bits, "block": block, "rowwise": rowwise, "colwise": colwise}
+    operands = heavy(shape, dtype=dtype), gate_factor, up_factor, seeds(shape[0])
     got = ops.silu_gate_grad_quantize(*operands, **args)
     want = _definition("silu_gate_grad_quantize", **args)(*operands)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def check_special(ops: types.ModuleType, dtype: str) -> None:
-    """A NaN, an Inf and zeros are exactly where the definition has them."""
+    """NaN, Inf and zeros are exactly where the definition has them."""
     shape, block, bits = (1, 96, 128), (32, 128), 10
     x = np.array(heavy(shape, dtype=np.float32))
     x[0, 3, 5], x[0, 40, 100], x[0, 41, 7] = np.nan, np.inf, -np.inf
@@ -85,13 +88,13 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
     x[0, 64:] = 0.0
     gate_up = jnp.asarray(np.concatenate([x, heavy(shape, 1)], -1)).astype(dtype)
     x = jnp.asarray(x).astype(dtype)
-    theta, gain = jnp.zeros(1), jnp.ones((1, shape[2]))
+    theta, norm_scale = jnp.zeros(1), jnp.ones((1, shape[2]))
     args = {"bits": bits, "block": block, "criterion": "absmax", "colwise": "nearest"}
 
     norm_args = args | {"epsilon": 1e-5}
-    got = ops.rms_norm_quantize(x, gain, theta, seeds(1), **norm_args)
+    got = ops.rms_norm_quantize(x, norm_scale, theta, seeds(1), **norm_args)
     norm = _definition("rms_norm_quantize", **norm_args)
-    want = norm(x, gain, theta, seeds(1))
+    want = norm(x, norm_scale, theta, seeds(1))
     assert np.isnan(want.operand.main.scales).sum() == 2
     assert (np.asarray(want.operand.main.scales) == 0).sum() == 1
     assert np.isnan(want.normalized.scales).sum() == 3
@@ -126,7 +129,7 @@ def _check_operand(got, want, block) -> None:
     if want.residual is None:
         assert got.residual is None
         return
-    # What INT8 lost is a matter of the last bits, so of both terms only the sum tells.
+    # The residual depends on the last bits of main, so only their sum is compared.
     taken = np.asarray(want.residual.scales) > 0
     np.testing.assert_array_equal(np.asarray(got.residual.scales) > 0, taken)
     values = [
@@ -141,7 +144,7 @@ def _check_operand(got, want, block) -> None:
 
 
 def _check_codes(got, want, block) -> None:
-    """Except where a scale is NaN, whose codes mean nothing."""
+    """Compares scales, and codes except where the scale is NaN."""
     if want is None:
         assert got is None
         return

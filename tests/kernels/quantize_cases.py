@@ -61,7 +61,8 @@ def special(dtype: str, block: reference.Block) -> jax.Array:
     blocks[1, 0, 2, 2] = 2.0**-118  # the smallest that is not zero
     blocks[1, 1] = 0.0
     blocks[1, 1, 2, 2] = np.nextafter(np.float32(2.0**-118), np.float32(0))
-    blocks[1, 2] *= float(jnp.finfo(dtype).max) / np.abs(blocks[1, 2]).max()
+    blocks[1, 2] /= np.abs(blocks[1, 2]).max()
+    blocks[1, 2] *= float(jnp.finfo(dtype).max)
     blocks[1, 3, 1, 1], blocks[1, 3, 1, 2] = np.nan, np.inf
     blocks[1, 4] = -77.0
     # 127 / 113 rounds up and 113 times it to above 127: codes must stay below 128.
@@ -156,11 +157,11 @@ def check_empty(quantize: types.ModuleType, vectors: types.ModuleType, shape) ->
 
 def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -> None:
     """A shard draws the noise of the global matrix, even with rows of two places."""
-    whole = np.asarray(heavy((1, 256, 200), dtype=np.float32))
+    matrix = np.asarray(heavy((1, 256, 200), dtype=np.float32))
     # All blocks and vectors have the same amax, so only the noise tells codes apart.
-    whole = jnp.asarray(np.where(whole > 0, 1.0, np.tanh(whole)), jnp.float32)
+    matrix = jnp.asarray(np.where(matrix > 0, 1.0, np.tanh(matrix)), jnp.float32)
     rows, column = np.r_[64:128, 192:256], 72
-    part = whole[:, rows, column:]
+    shard = matrix[:, rows, column:]
     offset = rounding.GlobalOffset(
         jnp.asarray(rows[:: rounding.ROW_GROUP], jnp.uint32),
         jnp.asarray([column], jnp.uint32),
@@ -172,8 +173,8 @@ def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -
         (vectors, "quantize_vectors", modes),
     ):
         op = functools.partial(getattr(ops, name), **options)
-        got = op(part, seeds(1), global_offset=offset)
-        want = _reference(name, **options)(whole, seeds(1))
+        got = op(shard, seeds(1), global_offset=offset)
+        want = _reference(name, **options)(matrix, seeds(1))
         np.testing.assert_array_equal(
             got.rowwise.codes, want.rowwise.codes[:, rows, column:]
         )

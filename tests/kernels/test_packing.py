@@ -1,4 +1,4 @@
-"""Packed codes: every code comes back, at the size that was promised."""
+"""Packed codes: the round trip, the layout and the size."""
 
 import functools
 
@@ -26,10 +26,10 @@ def quantize_and_back(x, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_every_code_comes_back_at_every_place_of_a_byte(bits):
+def test_every_code_survives_at_every_position_of_a_byte(bits):
     limit = 2 ** (bits - 1) - 1
     codes = np.arange(-limit, limit + 1, dtype=np.int32)
-    # 8 copies, each one place further: no more values than 8 share a byte.
+    # At most 8 values share a byte, so 8 copies, each shifted by one, cover all.
     codes = np.stack([np.roll(codes, i) for i in range(8)])
     planes, back = pack_and_back(jnp.asarray(codes), bits)
     np.testing.assert_array_equal(back, codes)
@@ -53,8 +53,8 @@ def test_planes_have_no_spare_byte(bits):
         assert [plane.shape for plane in planes] == shapes
 
 
-def test_the_layout_is_the_one_described():
-    """Of 10 bits, byte j of the second plane has the low two of j, j + 32, ..."""
+def test_layout_of_planes():
+    """With 10 bits, byte j of plane 2 holds the low bits of values j, j + 32, ..."""
     codes = np.random.default_rng(0).integers(-511, 512, 128)
     (high, low), _ = pack_and_back(jnp.asarray(codes, jnp.int32), 10)
     words = codes + 511
@@ -94,7 +94,7 @@ def test_special_groups(bits):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", BITS)
-def test_a_gpu_packs_and_unpacks_as_the_cpu(bits):
+def test_gpu_and_cpu_agree(bits):
     x = heavy((64, 1100), bits)
     on = {}
     for platform in ("cpu", "gpu"):

@@ -1,4 +1,4 @@
-"""The reference ops against NumPy: codes bit for bit, products against float64."""
+"""The reference ops: codes bit for bit against NumPy, products against float64."""
 
 import functools
 
@@ -17,7 +17,7 @@ SIDES = (32, 64, 128, 256)
 
 
 def heavy(shape, seed=0, dtype=np.float32):
-    """Normal values with a spread of magnitudes and a few large outliers."""
+    """Normal values of different magnitudes, with a few large outliers."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))
     x[rng.random(shape) < 1e-3] *= 200.0
@@ -31,10 +31,10 @@ def test_codes_and_scales_are_bit_exact(mode, dtype, block):
     x = heavy((2, 200, 300), dtype=dtype)
     seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)
     quantize = functools.partial(reference.quantize, block=block)
-    got, columns = jax.jit(functools.partial(quantize, rowwise=mode, colwise=mode))(
+    got, transposed = jax.jit(functools.partial(quantize, rowwise=mode, colwise=mode))(
         x, seeds
     )
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.mT, b), got, columns)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.mT, b), got, transposed)
     for i, seed in enumerate([3, 2**32 - 5]):
         noise = oracle.noise(seed, x.shape[1:]) if mode == "stochastic" else None
         codes, scales, _ = oracle.quantize(x[i], block, noise)
@@ -44,7 +44,7 @@ def test_codes_and_scales_are_bit_exact(mode, dtype, block):
 
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
 def test_vectors_are_bit_exact(mode):
-    """Also the special ones: each row is what a column is in another matrix."""
+    """Covers special vectors: rows of the first matrix, columns of the second."""
     x = np.array(heavy((2, 40, 70)))
     x[0, 3], x[0, 4], x[0, 5, 9], x[0, 6, 1] = 0.0, 2.0**-119, np.nan, -np.inf
     x[1, :, 3], x[1, :, 4], x[1, 9, 5], x[1, 1, 6] = 0.0, 2.0**-118, np.inf, np.nan
@@ -63,7 +63,7 @@ def test_vectors_are_bit_exact(mode):
 
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_vectors_scaled_to_the_edge_of_the_last_code(per_tensor):
-    """AQT's scale, absmax / 127.5: what is above 127 then rounds to 127."""
+    """With AQT's scale, absmax / 127.5, values above 127 are clipped to 127."""
     x = np.array(heavy((2, 40, 70)))
     x[1, 3, 4] = np.inf
     op = functools.partial(
@@ -87,13 +87,13 @@ def test_vectors_scaled_to_the_edge_of_the_last_code(per_tensor):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_no_vectors_of_a_tensor(shape):
+def test_per_tensor_scales_of_empty_operands(shape):
     op = functools.partial(
         reference.quantize_vectors, rowwise="nearest", colwise="nearest"
     )
     x, seeds = jnp.zeros((1, *shape)), jnp.zeros(1, jnp.uint32)
-    of_tensor = functools.partial(op, per_tensor=True)
-    assert jax.eval_shape(of_tensor, x, seeds) == jax.eval_shape(op, x, seeds)
+    per_tensor = functools.partial(op, per_tensor=True)
+    assert jax.eval_shape(per_tensor, x, seeds) == jax.eval_shape(op, x, seeds)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_matmul_against_float64(shape, batch, block_shape, seed, fallback):
 
 
 def test_a_long_contraction_does_not_overflow():
-    """Codes of 127 throughout: int32 over all of K would overflow at 133 153."""
+    """With codes of 127, an int32 sum over all of K overflows at K = 133 153."""
     k = 200_000
     ones = jnp.ones((1, 2, k))
     q = quantize_rows(ones, (128, 128))

@@ -1,4 +1,4 @@
-"""The noise of stochastic rounding: unbiased, uncorrelated, tied to its place."""
+"""The noise of stochastic rounding: unbiased, uncorrelated, tied to its element."""
 
 import functools
 
@@ -33,17 +33,17 @@ def test_matches_the_hash_written_in_numpy():
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_noise_is_uniform_in_the_open_interval(half):
-    """In rows that take the low and the high half of their word."""
+    """Even rows use the low half of a word, odd rows the high half."""
     noise = draws(64, 64)[:, half::2]
     assert noise.min() >= -0.5 + 2.0**-16
     assert noise.max() <= 0.5 - 2.0**-16
-    for values in (noise, noise * 2.0**7 % 1.0):  # the upper and the lower bits
+    for values in (noise, noise * 2.0**7 % 1.0):  # The upper and the lower bits.
         counts = np.histogram(values % 1.0, bins=256, range=(0.0, 1.0))[0]
         assert stats.chisquare(counts).pvalue > 1e-4
 
 
 def test_rounding_is_unbiased():
-    """Chi-square, over 2048 seeds, of how often each fraction was rounded up."""
+    """A chi-square test, over 2048 seeds, of how often each fraction rounds up."""
     fractions = np.linspace(0.005, 0.995, 199, dtype=np.float32)
     values = np.concatenate([[127.0], 12.0 + fractions, -77.0 - fractions])
     x = jnp.broadcast_to(jnp.asarray(values, jnp.float32), (SEEDS.size, 1, 399))
@@ -65,7 +65,7 @@ def test_integers_never_move():
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """In standard deviations of the correlation of independent noise."""
+    """The correlation, in standard deviations of that of independent noise."""
     return float(np.corrcoef(a.ravel(), b.ravel())[0, 1]) * np.sqrt(a.size)
 
 
@@ -82,21 +82,21 @@ def test_seeds_rows_and_columns_are_uncorrelated():
     assert abs(correlation(noise, folded)) < 4.5
 
 
-def test_two_rows_of_a_word_are_independent():
+def test_the_two_rows_of_a_word_are_independent():
     noise = draws(64, 64, SEEDS[:256])
     even, odd = noise[:, ::2], noise[:, 1::2]
     assert abs(correlation(even, odd)) < 4.5
     assert abs(correlation(even[:, 1:], odd[:, :-1])) < 4.5
     counts = np.histogram2d(even.ravel(), odd.ravel(), bins=16)[0]
     assert stats.chisquare(counts, axis=None).pvalue > 1e-4
-    # Row by row, as few keys could be bad.
+    # Each row is tested, because only a few keys could be bad.
     products = np.mean(12 * even * odd, axis=2) * 8
     assert np.abs(products).max() < 5.5
     assert np.var(products) == pytest.approx(1.0, abs=0.06)
 
 
-def test_a_rectangle_does_not_show_how_words_are_made():
-    """Of hashes of rows and columns, whose sums would cancel around a rectangle."""
+def test_corners_of_a_rectangle_are_independent():
+    """Noise that is a sum of row and column hashes would cancel around a rectangle."""
     noise = draws(64, 64, SEEDS[:256])
     for rows in (noise[:, ::2], noise[:, 1::2]):
         a, b = rows[:, ::2, ::2], rows[:, 1::2, ::2]
@@ -106,13 +106,13 @@ def test_a_rectangle_does_not_show_how_words_are_made():
         assert abs(correlation(a * d, b * c)) < 4.5
 
 
-def test_noise_belongs_to_a_place_whatever_the_matrix_or_the_tile():
-    whole = draws(96, 160, SEEDS[:8])
-    np.testing.assert_array_equal(draws(64, 32, SEEDS[:8]), whole[:, :64, :32])
+def test_noise_does_not_depend_on_the_size_of_the_matrix():
+    larger = draws(96, 160, SEEDS[:8])
+    np.testing.assert_array_equal(draws(64, 32, SEEDS[:8]), larger[:, :64, :32])
 
 
-def test_a_transposed_copy_draws_the_same_bits():
-    """Codes of x, transposed, are those of x' with each place's noise."""
+def test_a_transposed_copy_draws_the_same_noise():
+    """The transposed codes of x are codes of x transposed with x's noise transposed."""
     x = jax.random.normal(jax.random.key(0), (1, 96, 160))
     q = quantize(x, block=(32, 64), rounding="stochastic", seeds=SEEDS[5:6]).mT
     noise = oracle.noise(5, (96, 160)).T

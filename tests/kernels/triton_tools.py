@@ -1,7 +1,7 @@
-"""Triton kernels without a GPU: run by Triton's interpreter, or compiled and measured.
+"""Triton kernels without a GPU: run by Triton's interpreter, or compiled.
 
-Both load ``fbq_jax.kernels.triton`` afresh, with a ``launch`` of their own, because
-Triton decides when a kernel is defined whether it is interpreted.
+Both reload ``fbq_jax.kernels.triton`` with their own ``launch``, because Triton decides
+at the definition of a kernel whether it is interpreted.
 """
 
 import contextlib
@@ -31,7 +31,17 @@ PACKAGE = "fbq_jax.kernels.triton"
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel; sizes in bytes, registers a thread."""
+    """A compiled kernel.
+
+    Attributes:
+      name: of the function.
+      ptx: the assembly.
+      cubin: the binary.
+      shared: bytes of shared memory of a program.
+      registers: registers of a thread.
+      spills: bytes of registers that a thread spills.
+      num_warps: warps of a program.
+    """
 
     name: str
     ptx: str
@@ -44,10 +54,11 @@ class Kernel(NamedTuple):
 
 @functools.cache
 def interpreted(name: str) -> types.ModuleType:
-    """``fbq_jax.kernels.triton.<name>``, its kernels run by Triton's interpreter.
+    """Loads ``fbq_jax.kernels.triton.<name>`` with interpreted kernels.
 
-    Its functions take and return arrays and must not be traced.  What a kernel does not
-    write is -77 or NaN, as is what it reads beyond an array; a write there fails.
+    Its functions take and return arrays and must not be traced.  Elements that a kernel
+    does not write are -77, 77 or NaN, and so are elements that it reads outside an
+    array.  A write outside an array fails.
     """
     return _load(name, _interpret, interpret=True)
 
@@ -55,14 +66,15 @@ def interpreted(name: str) -> types.ModuleType:
 def compile_kernels(
     name: str, function: str, *args: Any, capability: int, **kwargs: Any
 ) -> list[Kernel]:
-    """Compiles what ``fbq_jax.kernels.triton.<name>.<function>`` would launch.
+    """Compiles the kernels that ``fbq_jax.kernels.triton.<name>.<function>`` launches.
 
     Args:
-      name: of the module.
-      function: in the module.
-      *args: of the function, arrays or their ``jax.ShapeDtypeStruct``.
-      capability: 80, 89 or 90, of the GPU, which need not be there.
-      **kwargs: of the function, not traced.
+      name: the name of the module.
+      function: the name of the function.
+      *args: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
+      capability: the compute capability to compile for, 80, 89 or 90.  No GPU is
+        needed.
+      **kwargs: static arguments of the function.
     """
     op = getattr(_load_recorded(name), function)
     _launches.clear()
@@ -94,7 +106,7 @@ def _load(name: str, launch: Callable[..., Any], *, interpret: bool) -> Any:
 
 
 class _Tensor:
-    """As much of a PyTorch tensor as the interpreter asks for, between guards."""
+    """The part of PyTorch's tensor that the interpreter uses, between guards."""
 
     GUARD = 256
 
@@ -172,23 +184,24 @@ def _interpret(
 
 @contextlib.contextmanager
 def _interpreting() -> Any:
-    """Lends Triton's language to the interpreter, which does not give all of it back.
+    """Corrects the interpreter while it runs a kernel.
 
-    It also lacks what Triton's own library defines as kernels, if that was imported to
-    be compiled, and with NumPy 2.4 the conversion of a scalar to an index.  It cuts
-    floats to bfloat16 where a GPU rounds them to nearest even.
+    The interpreter patches Triton's language and does not restore all of it.  It cannot
+    call the functions of Triton's library that were imported for compilation, nor, with
+    NumPy 2.4, convert a scalar to an index.  It truncates floats to bfloat16, where a
+    GPU rounds to nearest even.
     """
     patch_language = interpreter._patch_lang
     convert_float = interpreter._convert_float
     scopes = contextlib.ExitStack()
     nothing = types.SimpleNamespace(restore=lambda: None)
-    patched: list[Any] = []
+    patched: set[int] = set()
 
     def patch(fn: Any) -> Any:
-        """Patches once: the functions that a kernel calls find the language patched."""
-        if patched:
+        """Patches the language as a module sees it, once for all its functions."""
+        if id(fn.__globals__) in patched:
             return nothing
-        patched.append(fn)
+        patched.add(id(fn.__globals__))
         scope = patch_language(fn)
         scope.set_attr(tl.tensor, "__index__", lambda x: int(x.handle.data.item()))
         for module in (tl, tl.core, tl.standard):
@@ -258,7 +271,7 @@ def _compile(
     constants: dict[str, Any],
     capability: int,
 ) -> Kernel:
-    """As jax-triton does: arrays align to 16 bytes; an integer 1 is a constant."""
+    """Compiles as jax-triton does: arrays align to 16 bytes, and 1 is a constant."""
     signature, constants, attributes = {}, dict(constants), {}
     for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
         if not isinstance(arg, int):

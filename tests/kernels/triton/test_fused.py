@@ -1,4 +1,4 @@
-"""The fused Triton kernels: their numbers, and what they compile to."""
+"""The fused Triton kernels: their results, and their compiled code."""
 
 import functools
 import re
@@ -50,7 +50,7 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
     shape = (1, 4096, 4096)
     x, theta = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((1,), "float32")
     gate_up = jax.ShapeDtypeStruct((1, 4096, 8192), dtype)
-    gain = jax.ShapeDtypeStruct((1, 4096), "float32")
+    norm_scale = jax.ShapeDtypeStruct((1, 4096), "float32")
     seeds = jax.ShapeDtypeStruct((1,), "uint32")
     packed = jax.eval_shape(lambda: packing.quantize(jnp.zeros(shape), bits))
     compiled = functools.partial(
@@ -58,7 +58,9 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
     )
     forward = {"criterion": criterion, "colwise": "stochastic"}
     kernels = [
-        *compiled("rms_norm_quantize", x, gain, theta, seeds, epsilon=1e-5, **forward),
+        *compiled(
+            "rms_norm_quantize", x, norm_scale, theta, seeds, epsilon=1e-5, **forward
+        ),
         *compiled("silu_gate_quantize", gate_up, theta, seeds, **forward),
         *compiled(
             "silu_gate_grad_quantize",
@@ -74,5 +76,5 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
     for kernel in kernels:
         assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
-        # Eight bytes of x or more at a time.
+        # Loads of x take at least 8 bytes at once.
         assert re.search(r"ld\.global\.v[24]", kernel.ptx), kernel.name
