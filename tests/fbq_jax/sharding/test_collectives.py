@@ -80,7 +80,7 @@ def test_a_sum_in_int8(operands, sizes, spec, off, elements):
     """It is unbiased, and takes a quarter of the bytes of float32."""
     sums, found = compiled(gradient("int8"), mesh_of(**sizes), spec, operands)
     errors = []
-    for seed in range(12):
+    for seed in range(8):
         key = jax.random.key(seed)
         want = EXACT(*operands, key)
         errors.append(sums(key) - want)
@@ -124,10 +124,13 @@ def test_a_sum_is_in_the_dtype_of_the_product(dtype):
     operands = tuple(x.astype(dtype) for x in MATRIX)
     key = jax.random.key(0)
 
-    def gradients(*args):
-        return {how: gradient(how)(*args) for how in (None, "float32", "bfloat16")}
+    reduces = None, "float32", "bfloat16"
 
-    sums = compiled(gradients, mesh_of(data=4), (), operands)[0](key)
+    def gradients(*args):
+        return [gradient(reduce)(*args) for reduce in reduces]
+
+    run, _ = compiled(gradients, mesh_of(data=4), (), operands)
+    sums = dict(zip(reduces, run(key), strict=True))
     one_device = EXACT(*operands, key)
     same = {
         reduce: [float(jnp.mean(got == want)) for want in (sums[dtype], one_device)]
