@@ -80,7 +80,7 @@ def per_token(
 
 
 def _max_magnitude(up: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """The largest ``|up|`` along axes, kept as 1; 1.0 in place of 0."""
+    """The largest ``|up|`` along axes, which become 1 wide; 1.0 where it is 0."""
     amax = jnp.max(jnp.abs(lax.stop_gradient(up)), axis, keepdims=True, initial=0.0)
     return jnp.where(amax == 0.0, 1.0, amax)
 

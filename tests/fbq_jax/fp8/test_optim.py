@@ -1,4 +1,4 @@
-"""FP8 AdamW: its equations, its bytes, and optax.adamw beside it."""
+"""FP8 AdamW: its equations, its state's size, and training compared with optax."""
 
 import functools
 
@@ -48,7 +48,7 @@ def run(optimizer, params, inputs, targets):
 
 
 def train(optimizer, params, steps):
-    """On noisy data, inputs with scales that differ a hundredfold: losses, state."""
+    """Trains on noisy inputs whose scales differ a hundredfold."""
     x = normal((steps, 32, 16), 3) * np.logspace(0, -2, 16, dtype=np.float32)
     y = np.tanh(x @ normal((16, 4), 4)) + 0.05 * normal((steps, 32, 4), 5)
     return run(optimizer, params, x, y)
@@ -62,14 +62,14 @@ def distance(a, b):
 
 
 def half_step(x, dtype):
-    """Half of the distance between neighbours of x in a format, float64."""
+    """Half the distance between x's neighbours in a format, in float64."""
     _, exponent = np.frexp(x)
     info = ml_dtypes.finfo(dtype)
     return 2.0 ** (np.maximum(exponent - 1, info.minexp) - info.nmant - 1)
 
 
-def test_each_update_is_the_equations_on_the_stored_moments():
-    """The oracle, in float64, reads the state that the step reads."""
+def test_each_update_follows_the_equations_from_the_stored_moments():
+    """A float64 oracle reads the same state as the step."""
     optimizer = optim.scale_by_fp8_adam(B1, B2, EPS)
     shape = (24, 40)
     state = jax.jit(optimizer.init)({"w": jnp.zeros(shape)})
@@ -98,8 +98,8 @@ def moments(state):
 
 
 @pytest.mark.parametrize(("b2", "rounding"), [(0.95, "nearest"), (0.999, "stochastic")])
-def test_trajectory_beside_adamw(b2, rounding):
-    """300 steps: losses within 10 %, parameters apart a fifth of their way."""
+def test_training_follows_adamw(b2, rounding):
+    """300 steps: losses within 10 %, parameters within 20 % of the distance moved."""
     start = params_of()
     exact, _, exact_losses = train(optax.adamw(1e-2, b2=b2), start, 300)
     optimizer = optim.fp8_adamw(1e-2, b2=b2, rounding=rounding)
@@ -111,7 +111,7 @@ def test_trajectory_beside_adamw(b2, rounding):
 
 
 def test_small_changes_of_the_second_moment_need_stochastic_rounding():
-    """A gradient that falls to half leaves v alone with nearest rounding."""
+    """With nearest rounding, v does not change when the gradient falls to half."""
     g = jnp.ones((8, 512)).at[0, 0].set(2.0)
 
     def second_moment(rounding):
@@ -119,7 +119,7 @@ def test_small_changes_of_the_second_moment_need_stochastic_rounding():
         step = jax.jit(lambda g, state: optimizer.update(g, state)[1])
         state = jax.jit(optimizer.init)(g)
         for scale, steps in ((1.0, 5), (0.5, 60)):
-            # The largest keeps the tensor's scale where it is.
+            # The largest value fixes the tensor's scale.
             smaller = (scale * g).at[0, 0].set(2.0)
             for _ in range(steps):
                 state = step(smaller, state)
@@ -131,43 +131,43 @@ def test_small_changes_of_the_second_moment_need_stochastic_rounding():
 
 
 @pytest.mark.parametrize(
-    ("master", "a_parameter"), [(None, 2), (jnp.float16, 4), (jnp.float32, 6)]
+    ("master", "per_parameter"), [(None, 2), (jnp.float16, 4), (jnp.float32, 6)]
 )
-def test_bytes_of_the_state(master, a_parameter):
+def test_bytes_of_the_state(master, per_parameter):
     params = params_of(jnp.bfloat16)
     optimizer = optim.fp8_adamw(1e-3, master_dtype=master)
     state = jax.jit(optimizer.init)(params)
     size = sum(p.size for p in jax.tree.leaves(params))
     tensors = 3 * (3 if master == jnp.float16 else 2)
     measured = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert measured == a_parameter * size + 4 * tensors + 4
+    assert measured == per_parameter * size + 4 * tensors + 4
     adamw = optax.adamw(1e-3).init(params_of())
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(adamw)) == 8 * size + 4
 
 
 def test_master_weights_carry_bfloat16_parameters():
-    """Updates of a thousandth: without a copy most of them are rounded away."""
+    """Updates are about a thousandth; without a copy, rounding drops most of them."""
     start, options = params_of(jnp.bfloat16), {"b2": B2, "weight_decay": 0.0}
     from_start = optax.tree.cast(start, jnp.float32)
     exact, _, _ = train(optax.adamw(2e-4, **options), from_start, 100)
-    way = distance(exact, from_start)
+    moved = distance(exact, from_start)
     for master, tolerance in (("float32", 0.1), ("float16", 0.25)):
         optimizer = optim.fp8_adamw(2e-4, **options, master_dtype=master)
         got, state, _ = train(optimizer, start, 100)
         copy = state.master
         if master == "float16":
             copy = {name: tensor.dequantize() for name, tensor in copy.items()}
-        assert distance(copy, exact) <= tolerance * way
+        assert distance(copy, exact) <= tolerance * moved
         for name, value in got.items():
             assert value.dtype == jnp.bfloat16
             rounded = np.asarray(copy[name].astype(jnp.bfloat16), np.float32)
             value = np.asarray(value, np.float32)
             np.testing.assert_allclose(value, rounded, rtol=2**-7, atol=1e-6)
     lost, _, _ = train(optim.fp8_adamw(2e-4, **options), start, 100)
-    assert distance(optax.tree.cast(lost, jnp.float32), exact) > 0.8 * way
+    assert distance(optax.tree.cast(lost, jnp.float32), exact) > 0.8 * moved
 
 
-def test_float32_parameters_and_their_master_copy_are_both_donated():
+def test_float32_parameters_and_their_master_copy_can_both_be_donated():
     optimizer = optim.with_master_weights(optax.sgd(0.5), jnp.float32)
     params = jnp.ones(4)
     step = jax.jit(lambda p, s: optimizer.update(p, s, p), donate_argnums=(0, 1))
@@ -175,8 +175,8 @@ def test_float32_parameters_and_their_master_copy_are_both_donated():
     assert np.all(state.master == 0.5)
 
 
-def test_a_state_of_frozen_and_empty_parts():
-    """As optax.masked and None leaves leave them."""
+def test_masked_and_none_leaves():
+    """The state skips what ``optax.masked`` hides and what is None."""
     params = {"a": jnp.ones((2, 2)), "b": None, "c": jnp.ones(())}
     mask = {"a": True, "b": None, "c": False}
     optimizer = optax.masked(optim.fp8_adamw(0.1), mask)
@@ -191,7 +191,7 @@ def test_a_state_of_frozen_and_empty_parts():
     ]
 
 
-def test_a_nan_gradient_shows():
+def test_a_nan_gradient_stays_visible():
     optimizer = optim.scale_by_fp8_adam()
     grads = jnp.ones((4, 4)).at[1, 1].set(jnp.nan)
     update = jax.jit(optimizer.update)

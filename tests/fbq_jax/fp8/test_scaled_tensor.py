@@ -1,4 +1,4 @@
-"""Scaled FP8 and FP16 tensors: the bits of a reference cast, unbiased noise."""
+"""Scaled FP8 and FP16 tensors: bits of a reference cast, unbiased noise."""
 
 import functools
 
@@ -16,14 +16,14 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def wide(size: int) -> jax.Array:
-    """Magnitudes from an FP8 format's largest value down to below its smallest."""
+    """Magnitudes from an FP8 format's largest value to below its smallest."""
     rng = np.random.default_rng(0)
     exponents = rng.integers(-40, 3, size).astype(np.float32)
     return jnp.asarray(rng.standard_normal(size, np.float32) * 2.0**exponents)
 
 
 @every_dtype
-def test_nearest_is_the_reference_cast(dtype):
+def test_nearest_rounding_matches_the_reference_cast(dtype):
     x = wide(1 << 14)
     values, scale = quantize(x, dtype)
     largest = np.float32(ml_dtypes.finfo(dtype).max)
@@ -35,7 +35,7 @@ def test_nearest_is_the_reference_cast(dtype):
 
 
 @every_dtype
-def test_stochastic_is_one_of_the_neighbours_and_unbiased(dtype):
+def test_stochastic_rounding_is_unbiased_and_picks_a_neighbour(dtype):
     points = wide(64).at[0].set(8.0)
     x = jnp.broadcast_to(points, (4096, 64))
     values, scale = quantize(x, dtype, jnp.uint32(7))
@@ -46,7 +46,7 @@ def test_stochastic_is_one_of_the_neighbours_and_unbiased(dtype):
     tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
     step = np.maximum(np.abs(nearest) * float(ml_dtypes.finfo(dtype).eps), tiny)
     assert np.all(np.abs(got - exact) <= step)
-    # Those that neither format nor float32 rounds stay where they are.
+    # The largest value is exact in the format and in float32.
     assert np.all(got[:, 0] == ml_dtypes.finfo(dtype).max)
     error = got.mean(0) - exact
     assert np.all(
@@ -63,6 +63,6 @@ def test_zeros_and_subnormals_do_not_divide_by_zero():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_non_finite_value_shows_everywhere(bad):
+def test_a_non_finite_value_turns_the_tensor_into_nan(bad):
     got = quantize(jnp.array([1.0, bad, 0.0]), jnp.float8_e4m3fn).dequantize()
     assert np.all(np.isnan(got))

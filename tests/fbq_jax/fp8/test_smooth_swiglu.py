@@ -34,7 +34,7 @@ def exact_mlp(x, gate, up, down):
 
 
 def spiky(shape, seed=0):
-    """A token and a channel that are a thousand times as large as the others."""
+    """One token and one channel are a thousand times larger than the rest."""
     x = np.array(normal(shape, seed))
     x[1] *= 1000.0
     x[:, 2] *= 1000.0
@@ -43,7 +43,7 @@ def spiky(shape, seed=0):
 
 @every_form
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_divided_by_its_largest_and_no_larger_than_silu(form, dtype):
+def test_output_is_divided_by_the_maximum_and_bounded_by_silu(form, dtype):
     gate, up = normal((6, 40)).astype(dtype), spiky((6, 40), 1).astype(dtype)
     y, scale = FORMS[form](gate, up)
     assert y.dtype == scale.dtype == dtype
@@ -61,8 +61,8 @@ def test_divided_by_its_largest_and_no_larger_than_silu(form, dtype):
 
 
 @pytest.mark.parametrize("form", [*FORMS, None])
-def test_values_and_gradients_are_those_of_swiglu(form, monkeypatch):
-    """Against float64 finite differences; the gate saves floats here, not codes."""
+def test_values_and_gradients_equal_swiglus(form, monkeypatch):
+    """Compares with float64 finite differences; the gate saves floats here."""
     monkeypatch.setattr(nonlinear, "_quantize", lambda x, _: x)
     monkeypatch.setattr(packing, "dequantize", lambda x, *_: x)
     x, gate, up = normal((4, 5), 0), normal((5, 6), 1) / 2.0, normal((5, 6), 2)
@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_swiglu(form, monkeypatch):
 
 
 def e4m3_dot(lhs, rhs, *args, **options):
-    """A product of E4M3, the left operand with a scale of ordinary past steps."""
+    """An E4M3 product whose left operand has a scale from ordinary past steps."""
     largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
     lhs = jnp.clip(lhs * largest / 8.0, -largest, largest).astype(jnp.float8_e4m3fn)
     lhs = lhs.astype(jnp.float32) * (8.0 / largest)
@@ -93,8 +93,8 @@ def e4m3_dot(lhs, rhs, *args, **options):
 
 
 @every_form
-def test_fp8_keeps_a_spike_that_it_clips_in_swiglu(form):
-    """Of the down projection alone: one that is quantized with a scale of the past."""
+def test_fp8_preserves_a_spike_that_it_clips_in_swiglu(form):
+    """Only the down projection is quantized, with a scale from the past."""
     gate, up, down = normal((8, 32)), spiky((8, 32), 1), normal((32, 16), 2)
     exact = (silu(np.asarray(gate, np.float64)) * up) @ np.asarray(down, np.float64)
     contract = (((1,), (0,)), ((), ()))
@@ -122,7 +122,7 @@ def calibrated():
     return x, params, y, sown["intermediates"]["scale"][0]
 
 
-def test_folded_weights_compute_the_same():
+def test_folded_weights_give_the_same_output():
     x, params, y, scale = calibrated()
     plain = jax.jit(SmoothSwiGLU(48, smooth=None).apply)
     folded = smooth_swiglu.fold(params, scale)
@@ -130,7 +130,7 @@ def test_folded_weights_compute_the_same():
     up = x @ folded["up"]["kernel"]
     np.testing.assert_allclose(np.abs(up).max(0), np.ones(48), rtol=1e-5)
 
-    # Powers of two change no mantissa: the bits are those before folding.
+    # Powers of two change no mantissa, so the bits stay the same.
     powers = smooth_swiglu.fold(params, 2.0 ** jnp.floor(jnp.log2(scale)))
     unfolded = plain({"params": params}, x)
     np.testing.assert_array_equal(plain({"params": powers}, x), unfolded)
@@ -145,12 +145,12 @@ def test_zeros_and_empty_batches_have_a_scale_of_one():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_non_finite_value_shows_in_its_channel_or_token(bad):
+def test_a_non_finite_value_stays_visible_in_its_channel_or_token(bad):
     gate, up = normal((6, 40)), normal((6, 40), 1).at[1, 2].set(bad)
     for form, index in (("per_channel", 2), ("per_token", 1)):
         y, scale = FORMS[form](gate, up)
         assert np.isnan(y[1, 2])
-        # And so in all that the scale is multiplied into.
+        # The scale carries it into everything it multiplies.
         assert np.flatnonzero(~np.isfinite(scale)) == [index]
 
 

@@ -1,12 +1,14 @@
-"""Each INT8 operator against its equations in float64, and what special blocks do."""
+"""INT8 operators against their equations in float64, and on special blocks."""
 
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fbq_jax.int8_flow import operators
 from fbq_jax.int8_flow.operators import (
     Dropout,
     Gelu,
@@ -15,7 +17,6 @@ from fbq_jax.int8_flow.operators import (
     add,
     add_grads,
     grad_to_codes,
-    to_codes,
 )
 from fbq_jax.int8_flow.self_attention import SelfAttention
 from tests import oracle
@@ -29,11 +30,11 @@ RATE, MASK_STREAM, CORE_STREAM = 0.25, 1, 1
 rng = np.random.default_rng(0)
 KERNEL = rng.standard_normal((K, N), np.float32)
 BIAS = rng.standard_normal(N, np.float32)
-GAIN, SHIFT = rng.standard_normal((2, K), np.float32)
+SCALE, SHIFT = rng.standard_normal((2, K), np.float32)
 
 
 def values(q):
-    """What codes stand for, in float64."""
+    """The dequantized values in float64."""
     return oracle.dequantize(np.asarray(q.main.codes[0]), q.main.scales[0], q.block)
 
 
@@ -53,11 +54,11 @@ def gelu(x, dy, _):
 def layer_norm(x, dy, _):
     rstd = 1 / np.sqrt(x.var(1, keepdims=True) + 1e-6)
     normalized = (x - x.mean(1, keepdims=True)) * rstd
-    h = dy * GAIN
+    h = dy * SCALE
     projection = normalized * (h * normalized).mean(1, keepdims=True)
     dx = rstd * (h - h.mean(1, keepdims=True) - projection)
     grads = {"scale": (dy * normalized).sum(0), "bias": dy.sum(0)}
-    return normalized * GAIN + SHIFT, dx, grads
+    return normalized * SCALE + SHIFT, dx, grads
 
 
 def dropout(x, dy, _):
@@ -69,14 +70,15 @@ def dropout(x, dy, _):
 CASES = {
     "linear": (Linear(), {"kernel": KERNEL, "bias": BIAS}, linear, N),
     "gelu": (Gelu(), {}, gelu, K),
-    "layer_norm": (LayerNorm(), {"scale": GAIN, "bias": SHIFT}, layer_norm, K),
+    "layer_norm": (LayerNorm(), {"scale": SCALE, "bias": SHIFT}, layer_norm, K),
     "dropout": (Dropout(RATE), {}, dropout, K),
 }
+to_codes = jax.jit(operators.to_codes, static_argnums=1)
 every_operator = pytest.mark.parametrize("name", CASES)
 
 
 def assert_codes(q, exact, noise=None):
-    """Those of exact values: at most one apart, and that where a rounding decides."""
+    """Codes differ from those of exact values by at most 1, and rarely."""
     codes, scales, _ = oracle.quantize(exact, q.block, noise)
     np.testing.assert_allclose(q.main.scales[0], scales, rtol=1e-5)
     apart = np.abs(np.asarray(q.main.codes[0], np.int32) - codes)
@@ -87,7 +89,7 @@ def assert_codes(q, exact, noise=None):
 @pytest.mark.parametrize(
     ("name", "side"), [*((name, SIDE) for name in CASES), ("linear", 128)]
 )
-def test_forward_and_backward_are_the_equations(name, side):
+def test_forward_and_backward_match_the_equations(name, side):
     operator, params, equations, width = CASES[name]
     x = to_codes(heavy((1, M, K)), side)
     dy = to_codes(heavy((1, M, width), seed=1), side)
@@ -104,7 +106,7 @@ def test_forward_and_backward_are_the_equations(name, side):
 
 
 def attention(x, dy, heads, length, weights):
-    """The equations of ``SelfAttention``, and its two quantizations inside."""
+    """The equations of ``SelfAttention``, with its two inner quantizations."""
     (w_qkv, b_qkv), (w_out, b_out) = weights
     width = x.shape[1]
 
@@ -135,7 +137,7 @@ def attention(x, dy, heads, length, weights):
     return attended @ w_out + b_out, dqkv @ w_qkv.T, grads
 
 
-def test_attention_is_its_equations():
+def test_attention_matches_its_equations():
     width, heads, length = 32, 2, 16
     x, dy = (to_codes(heavy((1, 64, width), seed=i) / 2.0, SIDE) for i in range(2))
     draw = functools.partial(rng.standard_normal, dtype=np.float32)
@@ -153,7 +155,7 @@ def test_attention_is_its_equations():
     y, saved = operator.forward(params, x, SEED)
     dx, grads = operator.backward(saved, dy, SEED)
     noise = oracle.noise(int(SEED), exact[1].shape)
-    # A value between two codes may fall to the other one, inside or at the end.
+    # A value between two codes may round to the other one, inside or at the end.
     assert oracle.relative(values(y), oracle.quantize(exact[0], BLOCK)[2]) < 2e-3
     assert (
         oracle.relative(values(dx), oracle.quantize(exact[1], BLOCK, noise)[2]) < 2e-3
@@ -163,13 +165,13 @@ def test_attention_is_its_equations():
             assert oracle.relative(grads[name][key], grad) < 1e-3
 
 
-def test_add_rounds_and_does_not_truncate():
+def test_add_rounds_instead_of_truncating():
     a, b = (to_codes(heavy((1, M, K), seed=i), SIDE) for i in range(2))
     exact = values(a) + values(b)
     total = add(a, b)
     assert_codes(total, exact)
     assert_codes(add_grads(a, b, SEED), exact, oracle.noise(int(SEED), exact.shape))
-    # Truncation would lose half a code of each magnitude; rounding loses what is less.
+    # Truncation would shrink magnitudes by half a step on average.
     lost = np.sign(exact) * (exact - values(total))
     step = np.repeat(np.repeat(total.main.scales[0], SIDE, 0), SIDE, 1)[:M, :K]
     assert abs(np.mean(lost / step)) < 0.05
@@ -183,7 +185,7 @@ def test_noise_does_not_repeat_from_block_to_block():
         assert all(np.mean(block != other) > 0.2 for other in blocks[:i])
 
 
-def test_dropout_has_one_mask_a_seed_in_both_passes():
+def test_dropout_uses_one_mask_per_seed_in_both_passes():
     operator, ones = Dropout(RATE), to_codes(jnp.ones((1, M, K)), SIDE)
     masks = []
     for seed in (SEED, SEED + jnp.uint32(1)):
@@ -199,7 +201,7 @@ def test_dropout_has_one_mask_a_seed_in_both_passes():
 
 
 def spoiled(seed, width, bad):
-    """One block of zeros and one with a bad value."""
+    """An array with one block of zeros and one block with a bad value."""
     x = np.array(heavy((1, M, width), seed))
     x[0, :SIDE, :SIDE] = 0.0
     x[0, SIDE + 3, SIDE + 5] = bad
@@ -208,7 +210,7 @@ def spoiled(seed, width, bad):
 
 @every_operator
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_value_shows_and_zeros_harm_nothing(name, bad):
+def test_bad_values_stay_visible_and_zero_blocks_are_harmless(name, bad):
     operator, params, _, width = CASES[name]
     x, dy = (to_codes(heavy((1, M, size)), SIDE) for size in (K, width))
     bad_y, saved = operator.forward(params, spoiled(0, K, bad), SEED)
@@ -227,7 +229,7 @@ def test_a_bad_value_shows_and_zeros_harm_nothing(name, bad):
         columns = np.zeros(grad.shape, bool)
         columns[..., SIDE : 2 * SIDE] = True
         np.testing.assert_array_equal(np.isnan(grad), columns)
-    # What the forward pass keeps spoils the gradients too, and never less.
+    # Bad values that the forward pass saved also reach the gradients.
     dx, grads = operator.backward(saved, dy, SEED)
     spoils = {"gelu": block, "layer_norm": block}.get(name, np.zeros_like(block))
     np.testing.assert_array_equal(np.isnan(dx.dequantize()[0]), spoils)
@@ -238,7 +240,7 @@ def test_a_bad_value_shows_and_zeros_harm_nothing(name, bad):
 
 
 @every_operator
-def test_zeros_alone_give_no_nan(name):
+def test_zeros_give_no_nan(name):
     operator, params, _, width = CASES[name]
     zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
     y, saved = operator.forward(params, to_codes(zeros((1, M, K)), SIDE), SEED)
@@ -252,7 +254,7 @@ def test_zeros_alone_give_no_nan(name):
     assert not any(np.any(grad) for grad in grads.values())
 
 
-def test_float32_between_operators_keeps_the_codes():
+def test_float32_between_operators_preserves_the_codes():
     q = to_codes(heavy((1, M, K)), SIDE)
     again = to_codes(q.dequantize(), SIDE)
     np.testing.assert_array_equal(again.main.codes, q.main.codes)

@@ -1,4 +1,4 @@
-"""Fused layers against the same layers one after another."""
+"""Fused layers against the same layers in sequence."""
 
 import functools
 

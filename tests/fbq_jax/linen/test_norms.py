@@ -1,4 +1,7 @@
-"""The norms' modules stand in for Flax's: parameters, outputs, gradients."""
+"""The norm modules match Flax's: parameters, outputs, gradients.
+
+The calls are eager; ``core/test_nonlinear.py`` runs the functions under ``jax.jit``.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,9 @@ OPTIONS = [
     {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16},
     {"bits": 8},
 ]
+# Each option with at least one dtype of x, and each kind of promotion.
+CASES = [(options, jnp.float32) for options in OPTIONS[:4]]
+CASES += [(options, jnp.bfloat16) for options in (OPTIONS[0], *OPTIONS[4:])]
 X = 3.0 + jax.random.normal(jax.random.key(0), (4, 200))
 
 
@@ -26,7 +32,7 @@ def flax_options(options):
 
 
 def assert_same(tree, other):
-    """Equal structures and dtypes; values to a rounding of the narrower of them."""
+    """Equal structures and dtypes, and values equal up to the dtype's rounding."""
     assert jax.tree.structure(tree) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype
@@ -35,18 +41,17 @@ def assert_same(tree, other):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("options", "x_dtype"), CASES)
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_linen(name, options, x_dtype):
-    ours = getattr(fbq_jax, name)(**options)
-    flaxs = getattr(nn, name)(**flax_options(options))
+    norm = getattr(fbq_jax, name)(**options)
+    flax_norm = getattr(nn, name)(**flax_options(options))
     x = X.astype(x_dtype)
-    with jax.numpy_dtype_promotion("standard"):  # Flax's promotes its operands
-        variables = ours.init(jax.random.key(1), x)
-        assert_same(variables, flaxs.init(jax.random.key(1), x))
-        y, pullback = jax.vjp(ours.apply, variables, x)
-        expected, flax_pullback = jax.vjp(flaxs.apply, variables, x)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norm promotes its operands.
+        variables = norm.init(jax.random.key(1), x)
+        assert_same(variables, flax_norm.init(jax.random.key(1), x))
+        y, pullback = jax.vjp(norm.apply, variables, x)
+        expected, flax_pullback = jax.vjp(flax_norm.apply, variables, x)
         np.testing.assert_array_equal(y, expected)
         assert y.dtype == expected.dtype
         dy = jnp.sin(jnp.arange(y.size).reshape(y.shape)).astype(y.dtype)
@@ -56,12 +61,12 @@ def test_linen(name, options, x_dtype):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_nnx(name, options):
-    ours = getattr(fbq_jax.nnx, name)(200, rngs=nnx.Rngs(1), **options)
-    flaxs = getattr(nnx, name)(200, rngs=nnx.Rngs(1), **flax_options(options))
+    norm = getattr(fbq_jax.nnx, name)(200, rngs=nnx.Rngs(1), **options)
+    flax_norm = getattr(nnx, name)(200, rngs=nnx.Rngs(1), **flax_options(options))
     x = X.astype(jnp.bfloat16)
-    assert_same(nnx.to_pure_dict(nnx.state(ours)), nnx.to_pure_dict(nnx.state(flaxs)))
+    assert_same(*(nnx.to_pure_dict(nnx.state(m)) for m in (norm, flax_norm)))
     with jax.numpy_dtype_promotion("standard"):
-        y, expected = ours(x), flaxs(x)
+        y, expected = norm(x), flax_norm(x)
         np.testing.assert_array_equal(y, expected)
         assert y.dtype == expected.dtype
         dy = jnp.sin(jnp.arange(y.size).reshape(y.shape)).astype(y.dtype)
@@ -73,11 +78,11 @@ def test_nnx(name, options):
             grads = nnx.grad(loss, argnums=(0, 1))(model, x)
             return nnx.to_pure_dict(grads[0]), grads[1]
 
-        check_gradients(gradients(ours), gradients(flaxs), options)
+        check_gradients(gradients(norm), gradients(flax_norm), options)
 
 
 def check_gradients(got, expected, options):
-    """Within what codes lose, and bfloat16 where something is."""
+    """Within the rounding of saved values and of bfloat16 operands."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     tolerance = 0.02 if "bits" in options else 0.01
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -86,7 +91,7 @@ def check_gradients(got, expected, options):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
-def test_a_model_keeps_its_parameters_when_the_norm_is_swapped():
+def test_swapping_the_norm_preserves_a_models_parameters():
     class Model(nn.Module):
         norm: type[nn.Module]
 
@@ -94,13 +99,14 @@ def test_a_model_keeps_its_parameters_when_the_norm_is_swapped():
         def __call__(self, x):
             return nn.Dense(8)(self.norm()(x))
 
-    ours, flaxs = (Model(norm) for norm in (fbq_jax.RMSNorm, nn.RMSNorm))
-    variables = flaxs.init(jax.random.key(1), X)
-    assert_same(ours.init(jax.random.key(1), X), variables)
-    np.testing.assert_array_equal(ours.apply(variables, X), flaxs.apply(variables, X))
+    model, flax_model = (Model(norm) for norm in (fbq_jax.RMSNorm, nn.RMSNorm))
+    variables = flax_model.init(jax.random.key(1), X)
+    assert_same(model.init(jax.random.key(1), X), variables)
+    expected = flax_model.apply(variables, X)
+    np.testing.assert_array_equal(model.apply(variables, X), expected)
 
 
-def test_bits_reach_the_codes():
+def test_bits_set_the_packed_width():
     def saved(norm):
         variables = norm.init(jax.random.key(1), X)
         leaves = jax.tree.leaves(jax.vjp(norm.apply, variables, X)[1])
@@ -114,7 +120,5 @@ def test_bits_reach_the_codes():
 
 
 def test_bits_out_of_range_are_named():
-    with pytest.raises(
-        ValueError, match="bits must be an integer from 4 to 12; got 16"
-    ):
+    with pytest.raises(ValueError, match="an integer from 4 to 12; got 16"):
         fbq_jax.RMSNorm(bits=16).init(jax.random.key(0), X)
