@@ -84,10 +84,8 @@ def _measure(
     copy: Row,
     effort: Effort,
 ) -> Row:
-    run, reference = (
-        jax.jit(functools.partial(case.op, **case.options, implementation=name))
-        for name in (implementation, "reference")
-    )
+    run = _jitted(case.op, implementation=implementation, **case.options)
+    reference = _jitted(case.op, implementation="reference", **case.options)
     error = _differing(run(*case.args), reference(*case.args))
     measure.require(error, 0.0, f"{case.what} of {shape} by {implementation}")
     return row(
@@ -100,6 +98,12 @@ def _measure(
         fallback=case.fallback,
         errors={"differ": error},
     )
+
+
+@functools.cache
+def _jitted(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A jitted op, which cases with the same options share."""
+    return jax.jit(functools.partial(op, **options))
 
 
 def _cases(

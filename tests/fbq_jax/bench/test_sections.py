@@ -54,7 +54,7 @@ def test_quantize():
 
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    only = types.SimpleNamespace(NAMED={"block": recipes.block})
+    only = types.SimpleNamespace(NAMED={"block": float_backward(recipes.block)})
     monkeypatch.setattr(matmuls, "recipes", only)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         # AQT and Qwix, where they are installed, promote.
