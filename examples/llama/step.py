@@ -163,39 +163,11 @@ def make_train_step(
     The old state is donated.
     """
 
-    def loss_fn(
-        differentiated: dict[str, PyTree], fallback: PyTree, tokens: jax.Array
-    ) -> tuple[jax.Array, PyTree]:
-        logits, updates = model.apply(
-            {**differentiated, "fallback": fallback},
-            tokens[:, :-1],
-            mutable=["fallback"],
-        )
-        return cross_entropy(logits, tokens[:, 1:]), updates.get("fallback", {})
-
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, tokens: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        def microbatch(
-            carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
-        ) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
-            fallback, overwritten, total = carry
-            differentiated = {
-                "params": state.params,
-                OVERWRITE_WITH_GRADIENT: overwritten,
-            }
-            (loss, fallback), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-                differentiated, fallback, tokens
-            )
-            # Reduce-scattered here, so that no device holds the complete gradient.
-            total = mesh.constrain(optax.tree.add(total, grads["params"]))
-            return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
-
-        zeros = optax.tree.zeros_like(state.params)
-        (fallback, overwritten, total), losses = jax.lax.scan(
-            microbatch, (state.fallback, state.overwritten, zeros), tokens
-        )
+        (fallback, overwritten, total), losses = _accumulate(model, state, tokens)
         grads = optax.tree.scale(1 / tokens.shape[0], total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = TrainState(
@@ -219,6 +191,45 @@ def make_train_step(
         }
 
     return train_step
+
+
+def _accumulate(
+    model: Llama, state: TrainState, tokens: jax.Array
+) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
+    """Scans over microbatches [N, B/N, S+1].
+
+    Returns:
+        The new `fallback` and `overwritten` and the sum of the gradients; and the loss
+        of each microbatch.
+    """
+    value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
+
+    def microbatch(
+        carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
+    ) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
+        fallback, overwritten, total = carry
+        differentiated = {"params": state.params, OVERWRITE_WITH_GRADIENT: overwritten}
+        (loss, fallback), grads = value_and_grad(differentiated, fallback, tokens)
+        # Reduce-scattered here, so that no device holds the complete gradient.
+        total = mesh.constrain(optax.tree.add(total, grads["params"]))
+        return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
+
+    zeros = optax.tree.zeros_like(state.params)
+    carry = state.fallback, state.overwritten, zeros
+    return jax.lax.scan(microbatch, carry, tokens)
+
+
+def _loss(
+    model: Llama,
+    differentiated: dict[str, PyTree],
+    fallback: PyTree,
+    tokens: jax.Array,
+) -> tuple[jax.Array, PyTree]:
+    """The loss of a microbatch, and the new `fallback`."""
+    logits, updates = model.apply(
+        {**differentiated, "fallback": fallback}, tokens[:, :-1], mutable=["fallback"]
+    )
+    return cross_entropy(logits, tokens[:, 1:]), updates.get("fallback", {})
 
 
 def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float]:

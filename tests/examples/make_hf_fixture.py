@@ -42,7 +42,7 @@ QWEN2 = SIZES | {
 
 
 def random_model(family: str, config: dict[str, Any], seed: int) -> Any:
-    """A transformers ``family`` ("Llama" or "Qwen2") with random float32 weights.
+    """Builds a ``family`` model ("Llama" or "Qwen2") with random float32 weights.
 
     The weights are large enough for every part of the model to show in the logits,
     which the usual initialization (norms of 1, biases of 0) would not do.
@@ -61,7 +61,7 @@ def random_model(family: str, config: dict[str, Any], seed: int) -> Any:
 
 
 def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
-    """Random tokens, int32 [B, S], and their logits by PyTorch, float32 [B, S, V]."""
+    """Returns random tokens, int32 [B, S], and PyTorch's logits, float32 [B, S, V]."""
     import torch
 
     shape = (BATCH, SEQ_LEN)

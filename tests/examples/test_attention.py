@@ -1,4 +1,4 @@
-"""Attention's core: who computes it, and that it makes no difference."""
+"""The attention core: which implementation runs, and that both agree."""
 
 import types
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, the last two kept, damage noticed before it is used."""
+"""Checkpoints are exact, the last two remain, and damage is detected."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Corpora and batches: deterministic, split by document, clear about bad data."""
+"""Corpora and batches: determinism, splits by document, errors for bad data."""
 
 import sysconfig
 from pathlib import Path
@@ -11,7 +11,7 @@ from examples.llama.data import Corpus, DataError, batches, load_corpus
 
 
 def write_folder(root: Path, count: int) -> Path:
-    """Files whose order by name is not the order in which they are written."""
+    """Files whose sorted order differs from the order of creation."""
     for index in reversed(range(count)):
         file = root / f"{index % 2}" / f"{index:03}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -20,7 +20,7 @@ def write_folder(root: Path, count: int) -> Path:
 
 
 def word_tokenizer() -> Tokenizer:
-    """Words, with <s> before each document."""
+    """A tokenizer of words that puts <s> before each document."""
     vocabulary = {"<s>": 0, "a": 1, "b": 2, "<unk>": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

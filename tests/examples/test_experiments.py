@@ -1,4 +1,4 @@
-"""The experiments: their text, queue, outliers and page; the studies have a file."""
+"""The experiments: corpus, queue, outliers and page (see also test_studies.py)."""
 
 import itertools
 import json
@@ -66,7 +66,7 @@ def params() -> Any:
 
 
 def random_params(config: LlamaConfig) -> Any:
-    """Some that no initializer has to be compiled for."""
+    """Parameters that need no compiled initializer."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]
     draw = np.random.default_rng(0).normal
@@ -213,7 +213,7 @@ def test_runs_are_continued_and_done_once(
     assert stored["fallback"]["layers/mlp/down"]["rate"] == [[0.25], [0.25]]
     assert runs.command([asked], file) == []
 
-    # Peak memory is of a process that took a step.
+    # Only a process that took a step records its peak memory.
     monkeypatch.setattr(runs, "peak_bytes", lambda: 7)
     for records, peak in (stored_records(asked), None), ([], 7):
         runs.write(asked, records, done=True, about={})
@@ -265,7 +265,7 @@ def test_base_is_trained_again_where_its_model_is_gone(
     monkeypatch.setattr(corpus, "prepare", lambda *_: None)
     for _ in range(3):
         assert __main__.main(asked) == 0
-    # It is the run of `parity`, whose result stays as it is once it is there.
+    # It is the run of `parity`, whose existing result is not overwritten.
     assert list(map(str, queues)) == ["results/parity/bf16-0.json", *["base.json"] * 2]
 
 
@@ -316,7 +316,7 @@ def test_outliers_are_planted_and_change_nothing(
         rest = of_channels[:, : -plant.CHANNELS]
         assert rest.max() <= jnp.abs(x).max()
         np.testing.assert_array_equal(apply(planted.params), apply(params))
-    # There is nothing to do where all are larger already.
+    # Nothing changes if all channels are larger already.
     assert plant.plant(params, x, float(jnp.abs(x).min())).factors.max() == 1.0
 
 
@@ -344,7 +344,7 @@ def a_run(recipe: str, **more: Any) -> dict[str, Any]:
 
 
 def write_results(results: Path) -> None:
-    """Made-up results of everything."""
+    """Writes invented results of all experiments."""
     for recipe in ("bf16", "fallback"):
         runs.save(a_run(recipe), results / "parity" / f"{recipe}-0.json")
         runs.save(a_run(recipe), results / "longer" / f"{recipe}.json")
@@ -352,9 +352,9 @@ def write_results(results: Path) -> None:
             name = f"{model}-{recipe}-{seed}.json"
             run = a_run(recipe, model=model, weights=f"of {model}")
             run["options"]["seed"] = seed
-            run["val_loss"]["20"] += seed / 10  # of each recipe alike
+            run["val_loss"]["20"] += seed / 10  # equal for all recipes
             runs.save(run, results / "outliers" / name)
-    # Its gradient was not finite; its losses all are.
+    # The gradient was not finite, but all losses are.
     diverged = a_run("block", diverged="grad_norm is nan at step 20")
     for stage in ("parity", "longer"):
         runs.save(diverged, results / stage / "block-0.json")
@@ -395,7 +395,7 @@ def write_results(results: Path) -> None:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """The figures that are saved from now on, by name; their files are empty."""
+    """The figures that are saved during the test, by name; their files are empty."""
     figures: dict[str, Figure] = {}
 
     def save(figure: Figure, path: Path) -> None:
@@ -437,7 +437,7 @@ def test_page_is_drawn_from_the_results_alone(
     assert "| block-0 | 20 | at step 20 | nan |" in text
     assert "| trained | absmax | 1.0e-01 |" in text
     assert "| trained | block | 8 | 0.1 |" in text
-    # Of 2 layers each has its own busiest column, with 4 of the 5 blocks.
+    # The busiest columns of the 2 layers differ; they have 4 of the 5 blocks.
     assert "| trained | down | 31.2% | 80.0% in 1 of 4 |" in text
     assert "| threshold at step 20 / at step 1 |" in text
     assert "| first_batch | 2 |" in text
@@ -453,7 +453,7 @@ def test_stages_that_were_stopped_are_drawn(
     assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
     assert drawn.keys() == pictures.PICTURES.keys()
     text = (tmp_path / __main__.OTHER_PAGE).read_text()
-    # Of 58 seeds 0 and 1 have both, of 606 none.
+    # For 58, seeds 0 and 1 have both recipes; for 606 no seed has.
     assert "| fallback | +0.00400 ± 0.00000 |  |" in text
     for run in (tmp_path / "outliers").glob("*-bf16-*.json"):
         run.unlink()

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: the logits of PyTorch, exact round trips, clear errors."""
+"""Hugging Face checkpoints: PyTorch's logits, exact round trips, clear errors."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Changes config.json; a value of ... removes the key."""
+    """Changes config.json; the value ``...`` removes a key."""
     file = folder / "config.json"
     stored = json.loads(file.read_text()) | changes
     stored = {key: value for key, value in stored.items() if value is not ...}
@@ -378,7 +378,7 @@ def test_live_pytorch_model(
     transformers = pytest.importorskip("transformers", reason="compares with it")
     config = getattr(make_hf_fixture, family.upper()) | changes
     model = make_hf_fixture.random_model(family, config, seed=1)
-    # The weights alone: model.to would also round the rotary frequencies.
+    # Only the weights: model.to would also round the rotary frequencies.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "a", max_shard_size=shards)
@@ -388,7 +388,7 @@ def test_live_pytorch_model(
     logits = logits_of(tmp_path / "a", reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
 
-    # What save writes is the same model to transformers.
+    # transformers reads the same model from the saved checkpoint.
     hf.save(tmp_path / "b", *hf.load(tmp_path / "a"))
     reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     again = make_hf_fixture.reference(reread, seed=1)

@@ -177,7 +177,7 @@ def loss_and_grads(
 ) -> tuple[tuple[jax.Array, Any], tuple[Any, Any]]:
     """A loss and the state after it; gradients of the parameters and the state."""
     model = Llama(config, dot_general)
-    # The initializer of the model in floats compiles faster, and all variants share it.
+    # The float model has the fastest initializer, and all variants share it.
     params = init(dataclasses.replace(config, saved_bits=None, remat="none"), scale=1.0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     state = jax.tree.map(jnp.zeros_like, shapes.get(collection, {}))

@@ -1,4 +1,4 @@
-"""A run over several devices and processes is that of one."""
+"""A run on several devices and processes equals a run on one device."""
 
 import os
 import re
@@ -23,14 +23,14 @@ from fbq_jax import fallback_dot
 
 SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
 RUN = ["--batch=4", "--steps=2", "--lr=1e-4", "--eval-every=2", "--save-every=2"]
-# What compiles soonest; tests/fbq_jax/test_sharding.py has thresholds and rates.
+# The recipe that compiles fastest; tests/fbq_jax/sharding tests thresholds and rates.
 RECIPE = ["--recipe=block", "--saved-bits=0", "--reduce=float32"]
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def standard_promotion() -> Any:
-    """Optax, and the gradient of JAX's attention in bfloat16, mix dtypes themselves."""
+    """Optax, and the gradient of JAX's bfloat16 attention, rely on promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -78,12 +78,12 @@ def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) ->
 
     runs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "many")]
     for one, many in zip(*runs, strict=True):
-        # XLA's own products in bfloat16, of the head, depend on how they are cut.
+        # The bfloat16 product of the head, by XLA, depends on its sharding.
         tolerance = 1e-6 if one["step"] == 1 else 1e-4
         assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
 
-    # What eight devices wrote opens on four, cut in another way, and on one.
+    # A checkpoint of eight devices opens on four, with other shards, and on one.
     command = parse_command(options)
     config = train.configure(command, None)
     model, optimizer = build(config)[0], step.make_optimizer(config)[0]
@@ -105,7 +105,7 @@ def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) ->
     jax.tree.map(np.testing.assert_array_equal, *restored)
 
 
-def test_every_matrix_is_cut() -> None:
+def test_every_matrix_is_sharded() -> None:
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=256,
@@ -143,7 +143,7 @@ def test_every_matrix_is_cut() -> None:
         ("--hosts=here", "hosts takes host:port, .*; got 'here'"),
     ],
 )
-def test_what_cannot_be_is_named(
+def test_impossible_meshes_are_named(
     argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main([*SIZES, *RUN, argv, f"--out={tmp_path / 'run'}"]) == 1

@@ -67,7 +67,7 @@ def train(recipe, steps):
     step = make_train_step(model, optimizer, schedule)
     data = batches(corpus(), "train", seq=CONFIG.seq, batch=CONFIG.batch, seed=0)
     losses = []
-    # JAX's attention and Optax promote dtypes themselves.
+    # JAX's attention and Optax rely on promotion.
     with jax.numpy_dtype_promotion("standard"):
         # Other tests compile without optimization, but here the steps take the time.
         options = {"xla_backend_optimization_level": 3}
@@ -81,7 +81,7 @@ def train(recipe, steps):
 @functools.cache
 def validate(recipe, planted):
     """Returns the validation loss of the weights that bf16 trained."""
-    # Outliers leave the state as it is, and `train` has compiled this initializer.
+    # Outliers do not change the state, and `train` has compiled this initializer.
     unplanted = build(recipe, planted=False)
     state = init_state(unplanted, make_optimizer(CONFIG)[0], None, seed=0)
     state = dataclasses.replace(state, params=train("bf16", 200)[1].params)

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn, from records alone."""
+"""Plots are drawn from the records of runs."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def write_run(folder: Path, steps: int, offset: float = 0.0) -> Path:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are drawn, in order."""
+    """The figures that the test draws, in order."""
     drawn = []
 
     def save(figure: Figure, path: Path) -> None:

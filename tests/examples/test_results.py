@@ -1,4 +1,4 @@
-"""The documents' tables of training runs are the committed results."""
+"""The tables of training runs in the documents match the committed results."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def row(name: str, run: dict[str, float], bf16: dict[str, float]) -> str:
 
 
 def rows() -> Iterator[str]:
-    """Those of the table in RECIPES.md."""
+    """Yields the rows of the table in RECIPES.md."""
     runs = read("compare-cpu")["runs"]
     for name, run in runs.items():
         yield row(name, run, runs["bf16"])
@@ -74,7 +74,7 @@ def test_the_readme_has_losses_and_costs_of_the_experiments() -> None:
 def test_the_readme_has_what_outliers_cost() -> None:
     rows = rows_of_the_readme("| recipe | 58 | 606 | 6559 |")
     assert len(rows) == 6
-    # The page's first column is the model without outliers, which bf16 alone has.
+    # The first column of the page is the model without outliers, for bf16 only.
     of_page = run_tables.outliers(EXPERIMENTS).splitlines()
     assert {row.replace(" | ", " |  | ", 1) for row in rows} <= set(of_page)
 

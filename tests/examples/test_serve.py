@@ -1,4 +1,4 @@
-"""The Llama of the example is served as it was trained, in half of bfloat16's bytes."""
+"""A frozen Llama serves what it was trained for, in half the bytes of bfloat16."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The studies: their emulation is the library's at 8 bits, and limits are right."""
+"""The studies: the emulation matches the library at 8 bits, and errors shrink."""
 
 import functools
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ MODEL = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def operands() -> Operands:
-    """Of two layers; X has outliers in one of its 4 x 4 blocks."""
+    """Operands of two layers; X has outliers in one of its 4 x 4 blocks."""
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (2, 512, 512)).at[:, 130, 300].set(500.0)
     return Operands(
@@ -90,7 +90,7 @@ def test_output_comes_closer_the_more_blocks_fall_back(
     for distances in of.values():
         assert np.all(np.diff(distances) < 1e-5)
         assert distances[-1] < 1e-4
-        # A twentieth of 16 blocks is one, which has the outliers.
+        # A twentieth of 16 blocks is one block, the one with the outliers.
         assert distances[criteria.RATES.index(0.05)] < distances[0]
 
 
@@ -164,7 +164,7 @@ def test_cosine_distance_is_of_all_arrays_together() -> None:
     assert float(cosine_distance(a, a)) == 0.0
     assert float(cosine_distance(a, b)) == pytest.approx(1 - 9 / (5 * 3))
     assert float(cosine_distance(a, jax.tree.map(jnp.zeros_like, a))) == 1.0
-    # Its digits are all there where 1 - cosine is less than float32 tells from 0.
+    # The result is precise where 1 - cosine would round to 0 in float32.
     near = a | {"y": jnp.array([[4.0 + 2**-13]])}
     expected = (3 * 2**-13 / 25) ** 2 / 2
     assert float(cosine_distance(a, near)) == pytest.approx(expected, rel=1e-2)

@@ -209,7 +209,7 @@ def test_damaged_checkpoint_is_an_error_and_nothing_is_lost(
     assert "checkpoints/6 is damaged" in error
     assert records_of(run) == records_of(whole_run)
 
-    # The remedy it names.
+    # The remedy that the error names works.
     shutil.rmtree(run / "checkpoints" / "6")
     assert train.main([f"--out={run}", "--resume"]) == 0
     assert records_of(run) == records_of(whole_run)
@@ -578,13 +578,13 @@ def test_a_resumed_comparison_starts_the_rest_with_the_same_options(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # The run is made up from another one, whose compiled program the rest shares.
+    # An invented run, so that the comparison compiles no further program.
     shutil.copytree(whole_run, tmp_path / "block")
     change_options(tmp_path / "block", recipe="block", log_every=5)
     argv = ["--compare=block,fallback", f"--out={tmp_path}", "--resume"]
     with pytest.MonkeyPatch.context() as patch:
         trained = train.train
-        # The complete run needs no step, and belongs to another recipe.
+        # The invented run is complete; its checkpoint belongs to another recipe.
         patch.setattr(train, "train", lambda *a, **k: k["resume"] or trained(*a, **k))
         assert train.main(argv) == 0
     options = json.loads((tmp_path / "fallback" / "config.json").read_text())
