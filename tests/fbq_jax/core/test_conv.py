@@ -1,4 +1,4 @@
-"""The quantized convolution: which product it is, its state, and what it refuses."""
+"""The quantized convolution: its product, its state and its errors."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ SMALL = Recipe(block=32)
 CONV = FallbackConv(FallbackDot(SMALL))
 NHWC = ("NHWC", "HWIO", "NHWC")
 
-# Shapes of the input and the kernel; strides, padding and what else is not the default.
+# Shapes of the input and the kernel, strides, padding, and further options.
 CASES = {
     "patches": ((2, 9, 8, 3), (4, 4, 3, 5), (4, 4), "VALID", {}),
     "1x1": ((2, 5, 4, 3), (1, 1, 3, 5), (1, 1), "SAME", {}),
@@ -86,7 +86,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_arguments_mean_what_they_do_for_jax(case):
-    """By a float dot, so that windows alone are at stake."""
+    """With a float dot, which leaves the windows as the only difference."""
     x_shape, w_shape, strides, padding, options = CASES[case]
     options = {"dimension_numbers": NHWC, **options}
     x, w = heavy(x_shape, 0), heavy(w_shape, 1)
@@ -113,7 +113,7 @@ def test_arguments_mean_what_they_do_for_jax(case):
 
 
 def windows(x, size, stride):
-    """Of ``[N, H, W, C]``, padded: ``[N, place, place, size * size * C]``."""
+    """The windows ``[N, H', W', size * size * C]`` of padded ``[N, H, W, C]``."""
     spans = [range(0, n - size + 1, stride) for n in x.shape[1:3]]
     rows = [
         x[:, i : i + size, j : j + size].reshape(len(x), -1)
@@ -127,7 +127,7 @@ WINDOWS = {"patches": (4, 4, "VALID", 0), "3x3": (3, 1, "SAME", 1)}
 
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_windows_are_copies(kind):
-    """Bit for bit, and a NaN is in no other window."""
+    """Windows are exact copies, and a NaN stays in its windows."""
     size, stride, padding, around = WINDOWS[kind]
     x = heavy((2, 8, 12, 5), dtype=jnp.bfloat16)
     x = x.at[0, 4, 4, 0].set(jnp.nan).at[0, 7, 7, 1].set(-0.0)
@@ -147,12 +147,12 @@ def test_windows_are_copies(kind):
 
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_values_and_gradients_are_those_of_the_dot_of_windows(kind):
-    """To the bit; and in float64 from the oracle's codes."""
+    """They are bit-equal, and match the oracle's codes in float64."""
     size, stride, padding, around = WINDOWS[kind]
     x, w = heavy((2, 8, 12, 5), 0), heavy((size, size, 5, 40), 1)
     pads = [(0, 0), (around, around), (around, around), (0, 0)]
     patches = windows(np.pad(x, pads), size, stride)
-    places = np.pad(np.arange(x.size).reshape(x.shape), pads, constant_values=-1)
+    positions = np.pad(np.arange(x.size).reshape(x.shape), pads, constant_values=-1)
     theta = 30.0
     dot = functools.partial(dot_general, recipe=SMALL, theta=theta)
 
@@ -180,8 +180,10 @@ def test_values_and_gradients_are_those_of_the_dot_of_windows(kind):
     assert 0.0 < rate < 1.0
     np.testing.assert_array_equal(y, want_y)
     np.testing.assert_array_equal(dw.reshape(want_dw.shape), want_dw)
-    want_dx = np.zeros(x.size + 1)  # the last one of the padding
-    np.add.at(want_dx, windows(places, size, stride), np.asarray(d_patches, np.float64))
+    want_dx = np.zeros(x.size + 1)  # the last element collects the padding
+    np.add.at(
+        want_dx, windows(positions, size, stride), np.asarray(d_patches, np.float64)
+    )
     assert oracle.relative(dx, want_dx[:-1].reshape(x.shape)) <= 1e-6
 
     lhs = oracle.quantize_fallback(patches.reshape(-1, len(matrix)), theta, (32, 32))[2]
@@ -190,7 +192,7 @@ def test_values_and_gradients_are_those_of_the_dot_of_windows(kind):
 
 
 def test_1x1_is_dense():
-    """Output, gradients and state, bit for bit."""
+    """Output, gradients and state are bit-equal."""
     x = heavy((2, 6, 32, 40), dtype=jnp.bfloat16)
     conv = nn.Conv(24, (1, 1), dtype=x.dtype, conv_general_dilated=CONV)
     dense = nn.Dense(24, dtype=x.dtype, dot_general=FallbackDot(SMALL))
@@ -215,8 +217,8 @@ def test_1x1_is_dense():
     assert (stats.count, stats.theta > 0) == (1, True)
 
 
-def test_linen_layer_is_flax_s_with_another_recipe():
-    """As an object and as a class; without a batch dimension, and with two."""
+def test_linen_layer_matches_flax_with_another_recipe():
+    """Passed as an object or a class; without a batch dimension, or with two."""
     x = jax.random.normal(jax.random.key(1), (2, 3, 10, 16), jnp.bfloat16)
     options = {"kernel_size": 3, "padding": "CAUSAL", "dtype": jnp.bfloat16}
     op = FallbackConv(FallbackDot(recipes.rowwise))
@@ -239,11 +241,11 @@ def test_linen_layer_is_flax_s_with_another_recipe():
     )
 
 
-def test_what_is_kept_for_the_backward_pass():
-    """Codes of windows, once a value where they do not overlap; or the input."""
+def test_what_is_saved_for_the_backward_pass():
+    """Codes of windows, one per value without overlap; under remat, the input."""
     x = jax.random.normal(jax.random.key(1), (2, 16, 32, 8))
 
-    def kept(module, size, stride):
+    def saved(module, size, stride):
         layer = module(32, (size, size), stride, conv_general_dilated=CONV)
         shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
         variables = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
@@ -257,11 +259,11 @@ def test_what_is_kept_for_the_backward_pass():
         weights = size * size * 8 * 32
         return nbytes / x.size, weights / x.size
 
-    total, codes_of_kernel = kept(nn.Conv, 4, 4)
+    total, codes_of_kernel = saved(nn.Conv, 4, 4)
     assert 1.0 < total - codes_of_kernel < 1.1
-    total, codes_of_kernel = kept(nn.Conv, 3, 1)
+    total, codes_of_kernel = saved(nn.Conv, 3, 1)
     assert 9.0 < total - codes_of_kernel < 9.1
-    total, codes_of_kernel = kept(nn.remat(nn.Conv), 3, 1)
+    total, codes_of_kernel = saved(nn.remat(nn.Conv), 3, 1)
     assert total < 4 * (1 + codes_of_kernel) + 0.01  # in float32
 
 
@@ -291,8 +293,8 @@ def test_rules_reach_convolutions():
     assert jnp.all(floats.apply(params, x) == Net(None).apply(params, x))
 
 
-def test_frozen_layers_serve_what_they_trained():
-    """Also under a mask, and in groups."""
+def test_frozen_layers_compute_what_they_trained():
+    """Also with a mask and with feature groups."""
     x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
     net = Net(CONV)
     trained = jax.jit(net.init)(jax.random.key(0), x)
@@ -343,7 +345,7 @@ def test_nnx_layers_keep_their_state():
     np.testing.assert_array_equal(model(x), exact)
 
 
-def test_nnx_layers_that_are_not_taken_are_named():
+def test_unsupported_nnx_layers_are_named():
     model = NnxNet(mask=jnp.ones((2, 2, 3, 8)))
     apply_rules(model, {".*": recipes.block})
     with pytest.raises(ValueError, match=r"no nnx.Conv with a mask, as 'patch' has"):
@@ -361,7 +363,7 @@ def test_nnx_layers_that_are_not_taken_are_named():
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_batch_on_four_devices_is_the_same_batch(kind):
-    """Each device makes its images' windows; only the kernel's gradient is summed."""
+    """Devices make the windows of their images and sum only the kernel's gradient."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     x, w = heavy((8, 8, 8, 4)), heavy((3, 3, 4, 40), 1)
     theta = jnp.float32(4.0)
@@ -390,12 +392,14 @@ def test_a_batch_on_four_devices_is_the_same_batch(kind):
     np.testing.assert_array_equal(y, want[0])
     np.testing.assert_array_equal(dx, want[1])
     assert oracle.relative(dw, want[2]) < 1e-5
-    large = [(c.kind, c.size) for c in collectives(run) if c.size > 32]  # its blocks
+    large = [
+        (c.kind, c.size) for c in collectives(run) if c.size > 32
+    ]  # larger than scales
     assert large == [("all-reduce", w.size)]
 
 
 def test_out_sharding_is_that_of_the_output():
-    """Here of a product of sharded channels, whose own would be ambiguous."""
+    """The output of a product over sharded channels would be ambiguous without it."""
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
     x, w = heavy((2, 6, 6, 8)), heavy((3, 3, 8, 4), 1)
     sharding = P(None, "a", None, None)
@@ -430,14 +434,14 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("options", "message"), ERRORS)
-def test_what_is_not_taken_is_named(options, message):
+def test_unsupported_options_are_named(options, message):
     options = {"window_strides": (1, 1), "padding": "SAME", **options}
     x, w = jnp.ones((2, 5, 6, 3)), jnp.ones((3, 3, 3, 6))
     with pytest.raises((TypeError, ValueError), match=message):
         fallback_conv(x, w, dimension_numbers=NHWC, **options)
 
 
-def test_layers_and_dtypes_that_are_not_taken_are_named():
+def test_unsupported_layers_and_dtypes_are_named():
     local = nn.ConvLocal(4, (3,), conv_general_dilated=fallback_conv)
     with pytest.raises(ValueError, match=r"nn.ConvLocal has a kernel for each posi"):
         local.init(jax.random.key(0), jnp.ones((1, 8, 3)))

@@ -1,4 +1,4 @@
-"""The quantized einsum: which product it is, its state, and what it refuses."""
+"""The quantized einsum: its product, its state and its errors."""
 
 import functools
 
@@ -31,7 +31,7 @@ SMALL = Recipe(block=32)
 
 CASES = {
     "btd,dhk->bhtk": ((2, 5, 6), (6, 3, 4)),
-    "dhk,btd->thbk": ((6, 3, 4), (2, 5, 6)),  # jnp.einsum may hand over rhs first
+    "dhk,btd->thbk": ((6, 3, 4), (2, 5, 6)),  # jnp.einsum may swap the operands
     "bthk,hkd->btd": ((2, 5, 3, 4), (3, 4, 6)),
     "ebd,edf->ebf": ((3, 5, 6), (3, 6, 4)),
     "bed,edf->fbe": ((5, 3, 6), (3, 6, 4)),
@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.mark.parametrize("subscripts", CASES)
 def test_subscripts_mean_what_they_do_for_jax(subscripts):
-    """By a float dot, so that labels alone are at stake."""
+    """With a float dot, which leaves the labels as the only difference."""
     lhs, rhs = (heavy(shape, seed) for seed, shape in enumerate(CASES[subscripts]))
     got = einsum(jax.lax.dot_general, subscripts, (lhs, rhs), None, None, None)
     exact = jnp.einsum(subscripts, lhs, rhs)
@@ -56,7 +56,7 @@ def test_subscripts_mean_what_they_do_for_jax(subscripts):
 
 
 def test_values_and_gradients_are_those_of_the_dot():
-    """A batch of products, in float64 from the oracle's codes, and transposed."""
+    """A transposed batch of products, also against the oracle's codes in float64."""
     x, w = heavy((40, 2, 70), 0), heavy((2, 70, 50), 1)
     dy = heavy((50, 2, 40), 2)
 
@@ -87,7 +87,7 @@ def test_values_and_gradients_are_those_of_the_dot():
 
 @pytest.mark.parametrize("subscripts", ["bd,df->bf", "df,bd->bf"])
 def test_the_first_operand_is_the_activation(subscripts):
-    """It alone falls back, here in all blocks; ones are exact in INT8."""
+    """Only the activation falls back, here in all blocks; ones are exact in INT8."""
 
     def dot(*args, **kwargs):
         return dot_general(*args, theta=1e-6, **kwargs)[0]
@@ -131,7 +131,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("subscripts", "ndims", "message"), ERRORS)
-def test_what_is_no_product_is_named(subscripts, ndims, message):
+def test_an_einsum_that_is_not_a_product_is_named(subscripts, ndims, message):
     lhs, rhs = (
         jnp.ones((size,) * ndim) for size, ndim in zip((2, 3), ndims, strict=True)
     )
@@ -146,12 +146,12 @@ def test_another_number_of_operands_is_named():
         fallback_einsum(jnp.ones((2, 2)), [0, 1], [1, 0])
 
 
-def test_a_recipe_is_no_dot_general():
+def test_a_recipe_is_not_a_dot_general():
     with pytest.raises(TypeError, match="FallbackEinsum takes a dot_general, such as "):
         FallbackEinsum(Recipe())
 
 
-def test_linen_layer_is_flax_s_with_state():
+def test_linen_layer_matches_flax_and_has_state():
     x = jax.random.normal(jax.random.key(1), (2, 20, 32))
     options = {
         "shape": (32, 2, 24),

@@ -1,4 +1,4 @@
-"""LLM.int8(): both parts of each product against float64, and what stays in floats."""
+"""LLM.int8(): both parts of each product in float64, and its unquantized part."""
 
 import functools
 
@@ -18,7 +18,7 @@ SHAPE = (2, 20, 40, 24)  # batch, M, K, N
 
 
 def operands(dtype=jnp.float32, outliers=(3, 17)):
-    """An activation with columns of outliers, a weight and a gradient."""
+    """An activation with outlier columns, a weight and a gradient."""
     b, m, k, n = SHAPE
     rng = np.random.default_rng(0)
     x = np.clip(rng.standard_normal((b, m, k)), -3.0, 3.0)
@@ -43,7 +43,7 @@ def by_columns(x):
 
 
 def exact(x, w, dy, threshold=6.0):
-    """The equations for one matrix, by loops over columns."""
+    """The equations for one matrix, with loops over columns."""
     x, w, dy = (np.asarray(a.astype(jnp.float32)) for a in (x, w, dy))
     outliers, rest = np.zeros_like(x), x.copy()
     for column in range(x.shape[1]):
@@ -60,7 +60,7 @@ def exact(x, w, dy, threshold=6.0):
     ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)]
 )
 def test_equations_in_float64(dtype, tolerance):
-    """The second matrix of the batch has no outlier, the first has two columns."""
+    """The first matrix of the batch has two outlier columns, the second has none."""
     arguments = operands(dtype)
     results = product(*arguments)
     for i in range(SHAPE[0]):
@@ -71,21 +71,21 @@ def test_equations_in_float64(dtype, tolerance):
 
 
 def test_outliers_cost_the_other_columns_nothing():
-    """Without the decomposition a row's scale would be that of its outlier."""
+    """Without the decomposition, an outlier would set the scale of its row."""
     x, w, dy = operands()
     float_product = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     y, _, dw = product(x, w, dy)
     z, _, plain_dw = product(x, w, dy, LlmInt8Dot(threshold=float("inf")))
     assert relative(y[0], float_product[0]) < 0.5 * relative(z[0], float_product[0])
     np.testing.assert_array_equal(y[1], z[1])
-    # The weight's gradient in the columns of outliers is that of floats.
+    # The gradient of the weight is unquantized in the outlier columns.
     exact_dw = np.asarray(x[0], np.float64).T @ np.asarray(dy[0], np.float64)
     for column in (3, 17):
         assert relative(dw[0, column], exact_dw[column]) <= 1e-6
         assert relative(plain_dw[0, column], exact_dw[column]) > 1e-3
 
 
-def test_the_threshold_counts_itself():
+def test_a_magnitude_at_the_threshold_is_an_outlier():
     x, w, dy = operands(outliers=())
     for value, is_float in ((-6.0, True), (-5.999999, False)):
         x = x.at[:, 0, 5].set(value)

@@ -21,7 +21,7 @@ def test_dequantize_sums_both_terms():
 
 
 def test_a_transposed_copy_has_the_codes_of_the_original():
-    """Quantizing with stochastic noise, then transposing, moves codes only."""
+    """Transposing a stochastically quantized matrix only moves its codes."""
     seeds = jnp.asarray([1, 2], jnp.uint32)
     q = quantize(X, block=(32, 64), rounding="stochastic", seeds=seeds)
     assert q.mT.block == (64, 32)
@@ -50,7 +50,7 @@ def test_errors():
 
 def test_a_qarray_of_qwix_has_the_same_values():
     qwix = pytest.importorskip("qwix")
-    # Partial blocks along rows, along columns, and one scale for all columns.
+    # Partial blocks along rows and along columns, and one scale for all columns.
     for block in (32, 50), (25, 64), (100, 150):
         q = quantize(X, block=block)
         array = q.to_qarray()
@@ -61,7 +61,7 @@ def test_a_qarray_of_qwix_has_the_same_values():
         np.testing.assert_array_equal(back.dequantize(), q.dequantize())
 
 
-def test_a_qtensor_of_qwix_own_codes():
+def test_a_qtensor_from_codes_of_qwix():
     qwix = pytest.importorskip("qwix")
     w = X[0, :96, :144]
     array = qwix.quantize(w, "int8", channelwise_axes=[1], tiled_axes={0: 48})
@@ -72,7 +72,7 @@ def test_a_qtensor_of_qwix_own_codes():
     assert oracle.relative(q.dequantize()[0], w) < 0.02
 
 
-def test_qarrays_that_are_no_qtensors_are_refused():
+def test_unsupported_qarrays_are_refused():
     qwix = pytest.importorskip("qwix")
     codes, scales = jnp.ones((4, 4), jnp.int8), jnp.ones((1, 1))
     four_bits = qwix.QArray(codes, scales, qtype="int4")

@@ -51,7 +51,7 @@ def product(x, w, dy, sizes, recipe, **options):
 
 
 def test_three_gemms_against_float64():
-    """Every operand of every GEMM, tile by tile."""
+    """Every operand of every GEMM is rounded tile by tile."""
     m, k, n = block = (32, 64, 128)
     recipe, theta = Recipe(block=block), 20.0
     key = jax.random.key(9)
@@ -93,7 +93,7 @@ def test_three_gemms_against_float64():
 
 
 def test_a_group_computes_as_its_rows_alone():
-    """Bit for bit, but for noise, which belongs to a row's place."""
+    """Bit for bit, without noise, which depends on the position of a row."""
     y, dx, dw, _ = product(X, W, DY, jnp.array(SIZES), NEAREST, theta=20.0)
 
     @jax.jit
@@ -109,7 +109,7 @@ def test_a_group_computes_as_its_rows_alone():
 
 
 def test_sizes_are_known_at_run_time_only():
-    """One program for all; empty ones, and more rows than there are."""
+    """One program serves all sizes: empty groups, and more rows than exist."""
     recipe = Recipe(block=32, criterion=None)
     step = jax.jit(lambda sizes: ragged_dot(X, W, sizes, recipe=recipe)[0])
     one, none, many = (
@@ -124,7 +124,7 @@ def test_sizes_are_known_at_run_time_only():
 
 
 def test_a_first_threshold_counts_the_tiles_that_have_rows():
-    """Of 20 groups 18 are empty, and 4 tiles of 24 are there."""
+    """18 of 20 groups are empty, and 4 of 24 tiles hold rows."""
     w = jnp.ones((20, K, 8))
     sizes = jnp.zeros(20, jnp.int32).at[jnp.array([3, 11])].set(64)
     recipe = Recipe(block=32, target_rate=(0.4, 0.6))
@@ -182,7 +182,7 @@ def test_no_rows_and_vmap():
         ),
     ],
 )
-def test_what_it_does_not_take_is_named(change, error, message):
+def test_unsupported_arguments_are_named(change, error, message):
     options = {"lhs": X, "rhs": W, "group_sizes": jnp.array(SIZES), **change}
     with pytest.raises(error, match=message):
         ragged_dot(**options)

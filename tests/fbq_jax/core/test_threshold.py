@@ -1,4 +1,4 @@
-"""The delay threshold on block maxima drawn at random."""
+"""The delay threshold on random block maxima."""
 
 import functools
 
@@ -15,7 +15,7 @@ RECIPE = Recipe()
 
 @functools.partial(jax.jit, static_argnames=("recipe", "steps"))
 def drive(theta, key, spread, blocks, recipe=RECIPE, steps=225):
-    """Rates of training forwards whose log block maxima are normal."""
+    """The rates of training forwards with log-normal block maxima."""
     state = threshold.start(recipe)
     state["theta"] = jnp.asarray(theta, jnp.float32)
 
@@ -37,7 +37,7 @@ def in_range(rates):
 @pytest.mark.parametrize("spread", [0.05, 0.2, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_threshold_1000_times_too_high_settles(spread, seed):
-    """However close together or far apart the blocks' maxima lie."""
+    """For any spread of the block maxima."""
     key, blocks = jax.random.key(seed), jnp.zeros((64, 8))
     right = threshold.quantile(
         jnp.exp(spread * jax.random.normal(key, blocks.shape)), RECIPE
@@ -83,7 +83,7 @@ def test_a_diverged_batch_leaves_theta_where_it_was():
     assert state["rate"] == 0.0
 
 
-def test_it_moves_by_alpha_at_the_most_and_not_inside_the_range():
+def test_it_moves_by_at_most_alpha_and_only_outside_the_range():
     state = threshold.start(Recipe(start=10.0))
     quiet, loud = jnp.full((10, 10), 1.0), jnp.full((10, 10), 1e6)
     good = quiet.at[:2].set(20.0)
@@ -92,7 +92,7 @@ def test_it_moves_by_alpha_at_the_most_and_not_inside_the_range():
         np.testing.assert_allclose(new["theta"], theta, rtol=1e-6)
 
 
-def test_each_call_has_a_seed_of_its_own():
+def test_each_call_has_its_own_seed():
     state = threshold.start(RECIPE, seed=5)
     other = threshold.start(RECIPE, seed=6)
     later = threshold.update(state, jnp.ones((2, 2)), jnp.float32(1.0), RECIPE)

@@ -1,4 +1,4 @@
-"""FP8 dot products: their equations, Flax's own op beside them, state in Linen."""
+"""FP8 dot products: their equations, Flax's op as a reference, state in Linen."""
 
 import functools
 
@@ -24,7 +24,7 @@ MATMUL = (((1,), (0,)), ((), ()))
 
 
 class Mlp(nn.Module):
-    """Two layers that share one object, or have Flax's op each."""
+    """Two layers that share one object, or that each have Flax's op."""
 
     dot_general: Fp8Dot | None = Fp8Dot(history=HISTORY)
 
@@ -47,7 +47,7 @@ def loss(variables, x, model):
 
 @functools.partial(jax.jit, static_argnames="model")
 def train_step(variables, x, model=Mlp()):  # noqa: B008 (a constant)
-    """Output, gradients of the parameters, and the next variables."""
+    """The output, the gradients of the parameters and the next variables."""
     with jax.numpy_dtype_promotion("standard"):  # Flax's op needs it
         grads, y = jax.grad(loss, has_aux=True)(variables, x, model)
     params = jax.tree.map(
@@ -62,7 +62,7 @@ def init(model):
 
 
 def test_beside_flax_over_steps():
-    """Inputs that grow and shrink: histories, scales, outputs and gradients agree."""
+    """Histories, scales, outputs and gradients agree while inputs grow and shrink."""
     ours, theirs = init(Mlp()), init(Mlp(None))
     jax.tree.map(np.testing.assert_array_equal, ours["params"], theirs["params"])
     names = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
@@ -83,7 +83,7 @@ def test_beside_flax_over_steps():
             *map(jax.tree.leaves, (grads, flax_grads)), strict=True
         ):
             assert relative(got, expected) <= 1e-6
-        # A code could differ where a weight's last bit does.
+        # If the last bit of a weight differs, its code may differ.
         ours["params"] = theirs["params"]
     assert ours[OWG]["up"]["dot_general"]["lhs"]["scale"] < 1.0
 
@@ -97,7 +97,7 @@ def codes_of(x, dtype, scale):
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_equations_in_float64(scaling, dtype):
-    """Codes by the reference cast, products in float64."""
+    """Codes come from the reference cast, products are in float64."""
     rng = np.random.default_rng(3)
     shapes = ((2, 20, 33), (2, 33, 17), (2, 20, 17))
     operands = [
@@ -106,7 +106,7 @@ def test_equations_in_float64(scaling, dtype):
     ]
     scalings = None
     amax = [float(jnp.abs(a.astype(jnp.float32)).max()) for a in operands]
-    if scaling == "delayed":  # from half of what is to come: some saturate
+    if scaling == "delayed":  # half of the next amax, so some values saturate
         amax = [a / 2 for a in amax]
         scalings = fp8.Scalings(
             *(fp8.Scaling(jnp.float32(9.0), jnp.array([0.0, a, a / 3])) for a in amax)
@@ -130,7 +130,7 @@ def test_equations_in_float64(scaling, dtype):
         codes_of(*args) * np.float64(args[2])
         for args in zip(inputs, formats, scales, strict=True)
     )
-    # A current scale's product may round to the code's other neighbour, at a tie.
+    # With current scaling, a tie may round to the other neighbour.
     assert relative(y, x @ w) <= 1e-5
     for got, exact in ((dx, g @ w.swapaxes(1, 2)), (dw, x.swapaxes(1, 2) @ g)):
         assert got.dtype == dtype
@@ -142,7 +142,7 @@ def test_equations_in_float64(scaling, dtype):
     for old, state, scale, value in zip(scalings, new, scales, inputs, strict=True):
         assert state.scale == scale
         assert state.amax_history[0] == np.abs(value).max()
-        # The oldest, in the slot after the last call's, is gone.
+        # The oldest value, right after the last call's, is gone.
         expected = [old.amax_history[2], old.amax_history[0]]
         np.testing.assert_array_equal(state.amax_history[1:], expected)
 
@@ -198,7 +198,7 @@ def test_training_with_train_state_and_evaluation():
 
 
 def test_state_from_anywhere_and_a_scan_over_layers():
-    """NumPy's arrays, frozen; one slot a layer of ``nn.scan``, under ``nn.remat``."""
+    """Frozen NumPy arrays; one state per layer of ``nn.scan``, under ``nn.remat``."""
 
     class Layer(nn.Module):
         @nn.compact

@@ -1,4 +1,4 @@
-"""The layers, scans and steps of MaxText in small, as its source has them."""
+"""The layers, scans and training steps of MaxText, reproduced in small."""
 
 import functools
 
@@ -20,7 +20,7 @@ RECIPE = Recipe(block=SIDE)
 LAYERS, HEADS, WIDTH = 2, 2, 64
 X = jax.random.normal(jax.random.key(0), (4, 96, WIDTH))
 
-# Which axes of the mesh cut those of arrays: MaxText's rules, of the axes met here.
+# MaxText's rules from logical axes to mesh axes, for the axes used here.
 RULES = (
     ("embed", "fsdp"),
     ("heads", "tensor"),
@@ -36,7 +36,7 @@ OF_HEADS = "activation_batch", "activation_length", "activation_heads", "kv"
 
 
 def shard(x, names):
-    """Constrains what a layer makes, in automatic mode; without a mesh, nothing."""
+    """Constrains the output of a layer; does nothing without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     spec = nn.logical_to_mesh_axes(names, RULES)
@@ -44,20 +44,20 @@ def shard(x, names):
 
 
 class Bridge(nnx.bridge.ToNNX):
-    """MaxText's is Flax's, but that it can drop the generator that it was given."""
+    """Flax's bridge, which in MaxText can also drop its generator."""
 
     def release_rngs(self):
         self.to_nnx__rngs = None
 
 
 def make_dot_general(quant, kernel_axes, rngs):
-    """An op and the name of the attribute that a layer keeps it in."""
+    """An op, and the name of the layer attribute that holds it."""
     op = quant.dot_general_cls(mesh_axes=kernel_axes)()
     return f"{type(op).__name__}_0", Bridge(op, rngs=rngs)
 
 
 class DenseGeneral(nnx.Module):
-    """Asks ``quant`` for an op, bridges it, and starts it with a row of zeros."""
+    """Asks ``quant`` for an op, bridges it and initializes it with a row of zeros."""
 
     def __init__(self, shape, axis, kernel_axes, dtype, quant, rngs):
         self.axis, self.dtype, self.quant = axis, dtype, quant
@@ -83,7 +83,7 @@ class DenseGeneral(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A residual connection around a projection to heads and one back from them."""
+    """A residual connection around projections to heads and back."""
 
     def __init__(self, dtype, rngs):
         quant, heads = Quantization(RECIPE), (HEADS, WIDTH // HEADS)
@@ -102,7 +102,7 @@ def is_variable(x):
 
 
 def stacked(dtype):
-    """Layers whose variables have an axis in front, and how to make one of them."""
+    """The graph of one layer, and variables with a leading axis of layers."""
 
     def block(key):
         return Block(dtype, nnx.Rngs(params=key, dropout=1, aqt=2))
@@ -112,15 +112,15 @@ def stacked(dtype):
 
     keys = jax.random.split(jax.random.key(0), LAYERS)
     graph = nnx.graphdef(nnx.eval_shape(block, keys[0]))
-    # With these notes on a variable, the bridge gives Linen a box in place of an array.
-    notes = {nnx.PARTITION_NAME: "layers", "param_scan_axis": 0}
-    note = functools.partial(nnx.Variable.replace, **notes)
+    # With this metadata the bridge passes Linen a box instead of an array.
+    metadata = {nnx.PARTITION_NAME: "layers", "param_scan_axis": 0}
+    annotate = functools.partial(nnx.Variable.replace, **metadata)
     layers = jax.jit(functools.partial(jax.lax.map, variables))(keys)
-    return graph, *jax.tree.map(note, layers, is_leaf=is_variable)
+    return graph, *jax.tree.map(annotate, layers, is_leaf=is_variable)
 
 
 def loss_of(graph, params, rest, x):
-    """The loss, and the variables that are no parameters after it."""
+    """The loss, and the new variables other than parameters."""
 
     @jax.checkpoint
     def layer(x, variables):
@@ -137,13 +137,13 @@ def grads_of(graph):
 
 
 def states_of(rest):
-    """The states of the layers' two ops."""
+    """The states of the two ops of each layer."""
     layers = nnx.to_pure_dict(rest)
     return [layers[k]["FallbackDotGeneral_0"]["dot_general"] for k in ("query", "out")]
 
 
 def test_a_step_in_nnx():
-    """Scanned and recomputed layers, whose gradients two microbatches add up."""
+    """Scanned and rematerialized layers; two microbatches accumulate gradients."""
     graph, params, rest = stacked(jnp.bfloat16)
     started = states_of(rest)
     for state in started:  # a row of zeros sets no threshold
@@ -175,13 +175,13 @@ def test_a_step_in_nnx():
 
 
 class KeepsRngs(Quantization):
-    """As MaxText took all to be that did not say otherwise."""
+    """MaxText's default for objects without this attribute."""
 
     needs_apply_rngs = True
 
 
 def test_noise_needs_no_generator():
-    """An op that has dropped its own does the same, with other noise in each step."""
+    """An op without a generator computes the same, with new noise in each step."""
 
     def steps(quant):
         rngs, axes = nnx.Rngs(params=0, dropout=1, aqt=2), ("embed", "mlp")
@@ -216,7 +216,7 @@ def test_noise_needs_no_generator():
 
 @pytest.fixture(scope="module")
 def one_device():
-    """The layers in float32, whose sums over devices are not rounded to bfloat16."""
+    """Layers in float32, so that sums over devices are not rounded to bfloat16."""
     graph, *variables = stacked(jnp.float32)
     return graph, variables, jax.jit(grads_of(graph))(*variables, X)
 
@@ -224,7 +224,7 @@ def one_device():
 @NEEDS_DEVICES
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_step_on_a_mesh(one_device, tensor):
-    """As on one device; weights travel as codes, and activations so or not at all."""
+    """Matches one device; weights and activations travel as codes only."""
     graph, (params, rest), want = one_device
     kinds = (AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, tensor), ("data", "fsdp", "tensor"), axis_types=kinds)
@@ -248,7 +248,7 @@ def test_a_step_on_a_mesh(one_device, tensor):
     (want_loss, want_after), want_grads = want
     jax.tree.map(np.testing.assert_array_equal, after, want_after)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-    # Sums over devices are of another order, and a code next to a tie may be another.
+    # Devices sum in another order, and a code next to a tie may differ.
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max())
 
@@ -257,17 +257,18 @@ def test_a_step_on_a_mesh(one_device, tensor):
     blocks = X.size // SIDE**2
     assert all(w.size <= blocks for w in gathered if w.dtype == "f32")
     kernel, tokens = WIDTH * WIDTH // tensor, X.size // 4
-    # MaxText cuts the features of what goes between layers over "tensor".
+    # MaxText shards the features of activations between layers over "tensor".
     codes = {kernel} if tensor == 1 else {kernel, tokens}
     assert {w.size for w in gathered if w.dtype == "s8"} == codes
 
 
 @NEEDS_DEVICES
 def test_explicit_mode_is_for_data_parallelism():
-    """Its types do not say where a projection to the embedding goes, and JAX asks."""
+    """JAX cannot infer the output sharding of the projection to the embedding."""
     kinds = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=kinds)
-    graph, params, rest = nnx.split(Block(jnp.float32, nnx.Rngs(0)).out, nnx.Param, ...)
+    block = nnx.eval_shape(lambda: Block(jnp.float32, nnx.Rngs(0)))
+    graph, params, rest = nnx.split(block.out, nnx.Param, ...)
     x = jnp.ones((4, SIDE, HEADS, WIDTH // HEADS))
 
     def typed(x, spec):
@@ -295,7 +296,7 @@ def test_explicit_mode_is_for_data_parallelism():
 
 
 def test_a_step_in_linen():
-    """``nn.scan`` over collections of these names; the gradient has the new state."""
+    """``nn.scan`` carries the collection; its gradient is the new state."""
     quant = Quantization(RECIPE, collection="_overwrite_with_gradient")
 
     class Layer(nn.Module):
@@ -325,7 +326,7 @@ def test_a_step_in_linen():
     assert np.all(state["theta"] > 0.0)
 
 
-def test_an_op_is_that_of_linen_layers():
+def test_an_op_holds_a_linen_dot():
     quant = Quantization(recipes.block)
     assert quant.quant_mode == "train"
     assert quant.dot_general_cls()().dot == FallbackDot(recipes.block, "aqt")

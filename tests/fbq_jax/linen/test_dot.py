@@ -1,4 +1,4 @@
-"""State and injection in Flax Linen, under each of its transformations."""
+"""State and injection in Flax Linen, under each transformation."""
 
 import functools
 
@@ -76,7 +76,7 @@ def apply(model, variables, x=X, mutable=False):
 
 @functools.partial(jax.jit, static_argnames="model")
 def train_step(model, variables, x):
-    """Loss, gradients and new variables."""
+    """The loss, the gradients and the new variables."""
     params, state = variables["params"], {"fallback": variables["fallback"]}
 
     def loss(params):
@@ -88,7 +88,7 @@ def train_step(model, variables, x):
     return value, grads, {"params": params, **updates}
 
 
-def test_each_layer_owns_its_slot():
+def test_each_layer_owns_its_state():
     variables = init(Mlp())
     stats = fallback_stats(variables)
     assert sorted(stats) == ["down", "up"]
@@ -131,7 +131,7 @@ def test_a_missing_collection_is_named():
 
 
 @pytest.mark.parametrize("model", [Mlp, Scanned])
-def test_initial_weights_are_those_of_the_float_model(model):
+def test_initial_weights_match_the_unquantized_model(model):
     quantized = init(model())["params"]
     plain = init(model(dot_general=None))["params"]
     jax.tree.map(np.testing.assert_array_equal, quantized, plain)
@@ -186,7 +186,7 @@ def test_remat_gives_the_same_step():
     )
 
 
-def test_save_codes_keeps_codes_and_drops_floats():
+def test_save_codes_saves_codes_only():
     model = Mlp()
     variables = init(model)
 
@@ -268,7 +268,7 @@ def test_dense_general_and_attention_projections():
     assert all(s.count == 1 for s in stats.values())
 
 
-def test_a_module_that_calls_twice_has_two_slots():
+def test_a_module_that_calls_twice_has_two_states():
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -280,7 +280,7 @@ def test_a_module_that_calls_twice_has_two_slots():
     assert list(fallback_stats(updates)) == ["(root)", "dot_general_1"]
 
 
-def test_one_layer_used_twice_has_one_slot():
+def test_one_layer_that_runs_twice_has_one_state():
     class Tied(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -337,7 +337,7 @@ def test_outside_a_module_there_is_no_state():
     np.testing.assert_allclose(y, X @ w, atol=0.3)
 
 
-def test_a_recipe_is_asked_for_by_value():
+def test_a_recipe_is_passed_by_value():
     with pytest.raises(TypeError, match=r"takes a Recipe, such as .*; got 'fallback'"):
         FallbackDot("fallback")
 
@@ -383,7 +383,7 @@ def test_state_may_come_as_numpy_or_frozen(collection):
 
 
 @pytest.mark.parametrize("theta", [np.nan, 0.0, np.inf])
-def test_a_threshold_that_is_none_starts_again(theta):
+def test_an_invalid_threshold_starts_again(theta):
     variables = init(Mlp())
     spoiled = jax.tree.map(jnp.asarray, variables)
     for layer in spoiled["fallback"].values():
@@ -392,6 +392,6 @@ def test_a_threshold_that_is_none_starts_again(theta):
     jax.tree.map(np.testing.assert_array_equal, *after)
 
 
-def test_params_are_no_place_for_state():
+def test_params_cannot_hold_state():
     with pytest.raises(ValueError, match="is for parameters; keep the state"):
         FallbackDot(collection="params")

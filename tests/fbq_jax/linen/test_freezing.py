@@ -28,7 +28,7 @@ X = jax.random.normal(jax.random.key(0), (2, 24, 80)).at[0, 3, 5].set(50.0)
 
 
 class Mlp(nn.Module):
-    """Every kind of layer, in bfloat16 but for one."""
+    """Every kind of layer; all compute in bfloat16 except for one."""
 
     recipe: Recipe = RECIPE
 
@@ -38,13 +38,13 @@ class Mlp(nn.Module):
         y = nn.DenseGeneral((4, 24), dtype=jnp.bfloat16, dot_general=dot)(x)
         y = nn.silu(y)
         y = nn.DenseGeneral(80, axis=(-2, -1), dtype=jnp.bfloat16, dot_general=dot)(y)
-        # Without a dtype of its own, and without a bias: the kernel's alone.
+        # Without a dtype and a bias, the dtype of the kernel decides.
         y = nn.Dense(80, use_bias=False, dot_general=dot)(y.astype(jnp.float32))
         return nn.Dense(8, dtype=jnp.bfloat16)(y)
 
 
 def as_trained(model, x):
-    """Variables of some later step, without the time that steps take to compile."""
+    """Variables of a later step, without compiling training steps."""
     random = np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)
     return {
@@ -52,7 +52,7 @@ def as_trained(model, x):
             lambda p: jnp.asarray(random.normal(0.0, 0.1, p.shape), p.dtype),
             shapes["params"],
         ),
-        # Theta 2.0, and count 2.
+        # Sets theta to 2.0 and count to 2.
         "fallback": jax.tree.map(
             lambda s: jnp.full(s.shape, 2, s.dtype), shapes["fallback"]
         ),
@@ -66,7 +66,7 @@ def same_bits(a, b):
     return bool(jnp.all(a == b))
 
 
-def test_serves_what_was_trained():
+def test_a_frozen_model_computes_what_was_trained():
     model = Mlp()
     variables = as_trained(model, X)
     frozen = fbq_jax.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype))
@@ -89,7 +89,7 @@ FORWARDS = {
 }
 
 
-def test_every_forward_is_served():
+def test_every_forward_pass_runs_from_frozen_codes():
     dtype = jnp.bfloat16
     x = X.reshape(1, -1, 80).astype(dtype)
     w = jax.random.normal(jax.random.key(2), (80, 144)).astype(dtype)
@@ -105,7 +105,7 @@ def test_every_forward_is_served():
         assert same_bits(z, y)
 
 
-# Needs no training to have a threshold; W's codes depend on the layer's noise.
+# Has a threshold without training; the codes of W depend on the layer's noise.
 STARTED = dataclasses.replace(STOCHASTIC_W, start=2.0)
 
 
@@ -141,7 +141,7 @@ def test_a_frozen_model_does_not_train(dense):
         jax.grad(lambda x: jnp.sum(layer.apply(frozen, x)))(X)
 
 
-def test_what_belongs_together_stays_together(dense):
+def test_mixed_variables_are_refused(dense):
     layer, variables, frozen = dense
     with pytest.raises(ValueError, match="has no codes in the collection 'fallback'"):
         layer.apply({**frozen, "fallback": variables["fallback"]}, X)
@@ -159,12 +159,21 @@ def test_what_belongs_together_stays_together(dense):
         fbq_jax.freeze(layer, {"params": variables["params"]}, X)
 
 
-def test_a_forward_in_floats_has_no_codes():
+def test_an_unquantized_forward_pass_has_no_codes():
     recipe = dataclasses.replace(recipes.rowwise, fwd=FLOAT_GEMM)
     layer = nn.Dense(80, dot_general=FallbackDot(recipe))
     variables = layer.init(jax.random.key(0), X)
     with pytest.raises(ValueError, match=r"'\(root\)' has no codes to freeze"):
         fbq_jax.freeze(layer, variables, X)
+
+
+def test_a_jitted_layer_is_traced_again(dense):
+    """A cached trace would not tell ``freeze`` how the layer multiplies."""
+    _, variables, frozen = dense
+    layer = nn.jit(nn.Dense)(80, dot_general=FallbackDot(STARTED))
+    layer.apply(variables, X, mutable=["fallback"])
+    again = fbq_jax.freeze(layer, variables, X)
+    jax.tree.map(np.testing.assert_array_equal, again, frozen)
 
 
 class Twice(nn.Module):
@@ -182,7 +191,7 @@ def test_a_layer_that_is_called_twice():
 
 
 class Experts(nn.Module):
-    """The kernel as two products read it, of which a layer's codes are for one."""
+    """Two products may read one kernel, but its codes fit only one of them."""
 
     ways: tuple[str, ...]
 
@@ -193,9 +202,9 @@ class Experts(nn.Module):
         return sum(layer(x, way) for way in self.ways)
 
 
-def test_einsums_are_served_by_the_product_they_were_trained_with():
+def test_frozen_einsums_compute_the_product_they_trained_with():
     there, back = "ebd,edf->bef", "ebd,efd->bef"
-    model, x = Experts((there,)), 0.5 * X  # one block is beyond theta
+    model, x = Experts((there,)), 0.5 * X  # one block exceeds theta
     variables = as_trained(model, x)
     frozen = fbq_jax.freeze(model, variables, x)
     training = jax.jit(lambda v: model.apply(v, x, mutable=["fallback"]))
@@ -208,8 +217,8 @@ def test_einsums_are_served_by_the_product_they_were_trained_with():
         fbq_jax.freeze(Experts((there, back)), variables, X)
 
 
-class Odd(nn.Module):
-    """A layer that is none of Flax's."""
+class Custom(nn.Module):
+    """A layer that does not come from Flax."""
 
     name_of_weight: str
     regularized: bool = False
@@ -226,14 +235,14 @@ class Odd(nn.Module):
         return x
 
 
-def test_layers_of_ones_own():
-    plain = Odd("kernel")
+def test_custom_layers():
+    plain = Custom("kernel")
     variables = plain.init(jax.random.key(1), X)
     frozen = fbq_jax.freeze(plain, variables, X)
     assert same_bits(plain.apply(frozen, X), plain.apply(variables, X))
     with pytest.raises(ValueError, match=r"does not run: \(root\)"):
         fbq_jax.freeze(plain, variables, X, method="without")
     with pytest.raises(ValueError, match="whose weight is their parameter 'kernel'"):
-        fbq_jax.freeze(Odd("weight"), {**variables, "params": {"weight": X}}, X)
+        fbq_jax.freeze(Custom("weight"), {**variables, "params": {"weight": X}}, X)
     with pytest.raises(ValueError, match="reads its kernel other than by multiplying"):
-        fbq_jax.freeze(Odd("kernel", regularized=True), variables, X)
+        fbq_jax.freeze(Custom("kernel", regularized=True), variables, X)

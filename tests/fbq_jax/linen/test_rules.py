@@ -46,7 +46,7 @@ def first_step(model):
     return variables, model.apply(variables, X, mutable=["fallback"])
 
 
-def test_layers_compute_and_keep_state_as_with_a_dot_each():
+def test_layers_match_layers_with_their_own_dots():
     dot = RulesDot(RULES)
     ruled = first_step(Model(dot, dot, dot))
     explicit = first_step(Model(FallbackDot(SMALL), FallbackDot(PLAIN), None))
@@ -54,7 +54,7 @@ def test_layers_compute_and_keep_state_as_with_a_dot_each():
     jax.tree.map(np.testing.assert_array_equal, ruled, explicit)
 
 
-def test_report_tells_of_rules_and_layers_that_were_missed():
+def test_report_lists_unused_rules_and_unmatched_layers():
     dot = RulesDot({**RULES, "ml": SMALL})
     report = dot.report(Model(dot, dot, FallbackDot()), jax.random.key(0), X)
     assert report.layers == {"mlp/up": "mlp/.*", "mlp/down": "mlp/down"}
@@ -77,7 +77,7 @@ def test_paths_under_lifted_transforms():
             return layers(name="layers")(x, None)[0]
 
     dot = RulesDot({"layers/mlp/up": SMALL, ".*": None})
-    for _ in range(2):  # nothing that is cached is missed
+    for _ in range(2):  # cached traces do not hide layers
         report = dot.report(Scanned(), jax.random.key(0), X)
         assert report.layers == {
             "layers/mlp/up": "layers/mlp/up",
@@ -124,7 +124,7 @@ def test_bad_rules_are_named(rules, error, message):
         apply_rules(nnx_linear(), rules)
 
 
-def test_what_rules_cannot_do_is_said():
+def test_unsupported_uses_are_named():
     dot = RulesDot(RULES)
     with pytest.raises(ValueError, match="by the path of the Linen layer"):
         dot(X, X.T, (((1,), (0,)), ((), ())))
@@ -155,7 +155,7 @@ class NnxModel(nnx.Module):
         return self.head(self.mlp(x))
 
 
-def test_nnx_layers_get_a_dot_each():
+def test_each_nnx_layer_gets_its_own_dot():
     model, rngs = NnxModel(nnx.Rngs(1)), nnx.Rngs(2)
     report = apply_rules(model, RULES, rngs=rngs)
     assert report.layers == {
@@ -175,7 +175,7 @@ def test_nnx_layers_get_a_dot_each():
     assert (up.recipe, down.recipe) == (SMALL, PLAIN)
     assert up.seed[...] != down.seed[...]
 
-    apply_rules(model, {".*": None})  # and back to float
+    apply_rules(model, {".*": None})  # unquantized again
     assert fbq_jax.nnx.fallback_stats(model) == {}
     np.testing.assert_array_equal(model(X), NnxModel(nnx.Rngs(1))(X))
 

@@ -1,4 +1,4 @@
-"""State and injection in Flax NNX, under each of its transformations."""
+"""State and injection in Flax NNX, under each transformation."""
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ def test_scan_over_layers():
     assert np.unique(layers.up.dot_general.seed[...]).size == 2
 
 
-def test_state_has_a_variable_type_of_its_own():
+def test_state_has_its_own_variable_type():
     model = Mlp(nnx.Rngs(1))
     state = nnx.state(model, FallbackState)
     assert len(jax.tree.leaves(state)) == 2 * 4
@@ -124,7 +124,7 @@ def test_a_shared_instance_is_named():
         fallback_stats(model)
 
 
-def test_a_recipe_is_asked_for_by_value():
+def test_a_recipe_is_passed_by_value():
     with pytest.raises(TypeError, match="takes a Recipe"):
         FallbackDot("fallback")
 

@@ -1,4 +1,4 @@
-"""Delayed scaling in NNX: Linen's results, and a state that only training moves."""
+"""Delayed scaling in NNX matches Linen; only training changes the state."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class Mlp(nnx.Module):
 
 @nnx.jit
 def nnx_step(model, x):
-    """Output and gradients of the parameters; moves the state, and the parameters."""
+    """The output and the gradients of the parameters; updates state and parameters."""
 
     def loss(model):
         y = model(x)
@@ -49,7 +49,7 @@ def state_of(model):
 
 
 def test_beside_linen_over_steps():
-    """Inputs that grow and shrink: outputs, gradients, histories and scales."""
+    """Outputs, gradients, histories and scales agree while inputs grow and shrink."""
     linen, model = init(LinenMlp()), Mlp()
     nnx.update(model, nnx.State(linen["params"]))
     for scale in (1.0, 4.0, 60.0, 0.2, 0.5):

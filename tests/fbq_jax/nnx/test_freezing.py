@@ -70,7 +70,7 @@ def serve(model, x):
     return model(x)
 
 
-def test_serves_what_was_trained(trained, frozen):
+def test_a_frozen_model_computes_what_was_trained(trained, frozen):
     evaluated = nnx.clone(trained)
     evaluated.eval()
     y, z = serve(evaluated, X), serve(frozen, X)
@@ -166,7 +166,7 @@ OTHER_WAY = "ebd,efd->bef"
 
 class Experts(nnx.Module):
     def __init__(self):
-        # Needs no training to have a threshold.
+        # Recipe.start sets the threshold without training.
         op = FallbackEinsum(dataclasses.replace(RECIPE, start=5.0))
         self.up = nnx.Einsum(
             "ebd,edf->bef",
@@ -184,7 +184,7 @@ class Experts(nnx.Module):
         return self.up(x) + self.up(x, OTHER_WAY)
 
 
-def test_einsums_serve_what_they_trained():
+def test_frozen_einsums_compute_what_was_trained():
     model = Experts()
     frozen = freeze(model, EXPERTS)
     assert frozen.up.kernel == FrozenKernel((2, 64, 64), jnp.dtype("float32"))

@@ -1,4 +1,4 @@
-"""Each named recipe against the equations of its authors, in float64."""
+"""Each named recipe against its published equations, in float64."""
 
 import dataclasses
 import functools
@@ -19,11 +19,11 @@ from tests.kernels.test_reference import heavy
 
 M, K, N = 70, 48, 40
 KEY = jax.random.key(9)
-SEED = seed_of(KEY, 2)  # of dY's noise
+SEED = seed_of(KEY, 2)  # for the noise of dY
 
 
 def quantize(x, axis, bound=127.0, noise=0.0):
-    """The values of codes with one scale along an axis; None is along both."""
+    """Quantizes with one scale along an axis, or one scale for axis None."""
     amax = np.abs(x).max(axis=axis, keepdims=True)
     v = np.clip(x * (np.float32(bound) / amax), -127, 127)
     return np.rint(v + noise) * (amax.astype(np.float64) / bound)
@@ -45,7 +45,7 @@ def switchback_m(x, w, dy):
 
 
 def switchback_q(x, w, dy):
-    """W has a scale an output channel, in dX one an input channel."""
+    """W has a scale per output channel; in dX, one per input channel."""
     y = quantize(x, 1) @ quantize(w, 0)
     return y, quantize(dy, 1) @ quantize(w, 1).T, x.T @ np.float64(dy)
 
@@ -87,7 +87,7 @@ def rowwise_dw_alone(x, w, dy):
 
 
 def backward_of_codes(x, w, dy):
-    """Floats throughout the backward pass, of the codes of the forward one."""
+    """An unquantized backward pass that reads the values of forward codes."""
     x, w = (oracle.quantize(matrix, (32, 64))[2] for matrix in (x, w.T))
     return x @ w.T, dy @ w, x.T @ dy
 
@@ -170,7 +170,7 @@ def test_the_table_in_the_documents():
     assert rows == [f"| {row} |" for row in want]
 
 
-# Bytes a value of X and of W that the forward pass keeps, of operands in bfloat16.
+# Saved bytes per value of X and of W, for operands in bfloat16.
 SAVED = {
     "switchback": (2, 1),
     "switchback_q": (2, 1),
@@ -180,7 +180,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("name", [*recipes.NAMED, "rowwise_dw_alone"])
-def test_what_is_saved_is_floats_only_for_a_gemm_in_floats(name):
+def test_only_unquantized_gemms_save_unquantized_operands(name):
     recipe = (recipes.NAMED | VARIANTS)[name]
 
     dot = functools.partial(dot_general, recipe=recipe)
@@ -198,7 +198,7 @@ def test_what_is_saved_is_floats_only_for_a_gemm_in_floats(name):
 
 
 @pytest.mark.parametrize("name", ["per_tensor", "aqt_int8_local"])
-def test_each_matrix_of_a_stack_has_scales_and_shards_of_its_own(name):
+def test_each_matrix_of_a_stack_has_its_own_scales_and_shards(name):
     x, w, dy = (
         jnp.stack([heavy(shape, i), 64.0 * heavy(shape, i)])
         for i, shape in enumerate([(M, K), (K, N), (M, N)])
@@ -209,7 +209,7 @@ def test_each_matrix_of_a_stack_has_scales_and_shards_of_its_own(name):
 
 
 def nearest(recipe):
-    """Without stochastic rounding."""
+    """The recipe without stochastic rounding."""
 
     def rounded(gemm):
         return (
@@ -224,7 +224,7 @@ def nearest(recipe):
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_m", "aqt_int8_local"])
 def test_dtypes(name):
-    """Of operands that differ, as in JAX's own dot_general."""
+    """Operands of different dtypes behave as in JAX's dot_general."""
 
     def backward(x, w):
         dot = functools.partial(dot_general, recipe=recipes.NAMED[name])
@@ -249,7 +249,7 @@ def test_empty_operands(name, sizes):
 
 
 @pytest.fixture
-def by_others():
+def run_other():
     """Computes the product and both gradients by another library's dot_general."""
 
     def run(dot_general, x, w, dy):
@@ -267,8 +267,8 @@ def library(name: str) -> types.ModuleType:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["aqt_int8", "aqt_int8_local"])
-def test_aqt(name, by_others):
-    """AQT itself, with nearest rounding: its noise is another."""
+def test_aqt(name, run_other):
+    """Matches AQT with nearest rounding; its noise differs from ours."""
     config = library("aqt.jax.v2.config")
     bits = {"drhs_bits": None}
     if name == "aqt_int8_local":
@@ -280,7 +280,7 @@ def test_aqt(name, by_others):
     @jax.jit
     def aqt(x, w, dy):
         dot = config.set_context(int8, key=None, train_step=None)
-        return by_others(lambda x, w: dot(x, w, MATMUL), x, w, dy)
+        return run_other(lambda x, w: dot(x, w, MATMUL), x, w, dy)
 
     operands = heavy((72, K)), heavy((K, N), 1), heavy((72, N), 2)
     recipe = nearest(recipes.NAMED[name])
@@ -291,10 +291,10 @@ def test_aqt(name, by_others):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_qwix(by_others):
-    """Qwix in all three GEMMs, each operand quantized anew: ``rowwise`` to 127.5.
+def test_qwix(run_other):
+    """Qwix quantizes each operand of each GEMM: ``rowwise`` with a bound of 127.5.
 
-    Of operands whose largest magnitudes are positive: Qwix's code for a negative one is
+    The largest magnitudes here are positive, because Qwix's code for a negative one is
     -128.
     """
     qwix = library("qwix._src.core.dot_general_qt")
@@ -309,9 +309,9 @@ def test_qwix(by_others):
     )
 
     @jax.jit
-    def by_qwix(x, w, dy):
+    def run_qwix(x, w, dy):
         dot = functools.partial(qwix.dot_general_qt, config=config)
-        return by_others(lambda x, w: dot(x, w, MATMUL), x, w, dy)
+        return run_other(lambda x, w: dot(x, w, MATMUL), x, w, dy)
 
     operands = [
         jnp.maximum(heavy(shape, i), -0.1)
@@ -319,6 +319,6 @@ def test_qwix(by_others):
     ]
     recipe = dataclasses.replace(recipes.rowwise, bound=127.5)
     for got, want in zip(
-        product(*operands, recipe=recipe), by_qwix(*operands), strict=True
+        product(*operands, recipe=recipe), run_qwix(*operands), strict=True
     ):
         assert oracle.relative(got, want) <= 1e-5

@@ -29,7 +29,7 @@ from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, recipes
         ("fwd", "nearest", "a Gemm"),
     ],
 )
-def test_a_bad_field_is_named_with_what_it_takes(field, value, takes):
+def test_a_bad_field_is_named_with_the_accepted_values(field, value, takes):
     with pytest.raises(RecipeError, match=rf"^Recipe\.{field} takes ") as error:
         Recipe(**{field: value})
     assert takes in str(error.value)
@@ -91,7 +91,7 @@ ROW = Gemm(scales="row")
         ),
     ],
 )
-def test_what_cannot_be_combined_is_named(fields, named, takes):
+def test_bad_combinations_are_named(fields, named, takes):
     with pytest.raises(RecipeError, match=rf"^Recipe\.{named} takes ") as error:
         Recipe(**fields)
     assert takes in str(error.value)
@@ -120,7 +120,7 @@ def test_recipes_are_values():
         Recipe(128)
 
 
-def test_sides_give_the_blocks_of_all_three_operands():
+def test_block_shape_gives_the_blocks_of_all_operands():
     recipe = Recipe(block=(32, 64, 256))
     assert recipe.lhs_block == (32, 64)
     assert recipe.rhs_block == (64, 256)
