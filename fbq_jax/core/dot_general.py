@@ -223,7 +223,7 @@ def _seeded_dot_general(
 def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
     """The shape, ``(M,)`` or ``(G, R)``, that stands for an activation's rows.
 
-    The last axis before K, often the tokens of a sequence, stays an axis of its own if
+    The last axis before K, often the tokens of a sequence, stays a separate axis if
     its size is a multiple of the block's and all GEMMs have block scales.  It and the
     axes before it can then both be sharded.
 

@@ -84,7 +84,7 @@ llm_int8_dot = LlmInt8Dot()
 
 
 class Spec(NamedTuple):
-    """The static settings; ``dtype`` is that of Y, ``rhs_dtype`` that of dW."""
+    """The static settings; ``dtype`` is for Y, ``rhs_dtype`` for dW."""
 
     threshold: float
     dtype: Any

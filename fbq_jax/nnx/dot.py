@@ -32,7 +32,7 @@ class FrozenCodes(nnx.Variable):
 class FallbackDot(DotGeneral, nnx.Module):
     """A quantized ``dot_general`` for one NNX layer, which holds the layer's state.
 
-    Give each layer an instance of its own: ``fbq_jax.nnx.fallback_stats`` raises if two
+    Give each layer its own instance: ``fbq_jax.nnx.fallback_stats`` raises if two
     layers share one.  ``model.eval()`` freezes the threshold and ``model.train()`` lets
     it move again, through ``use_running_average`` as in ``nnx.BatchNorm``.  Pass it to
     ``nnx.LinearGeneral`` as ``dot_general=``, because ``dot_general_cls=`` makes a new
@@ -143,7 +143,7 @@ class FallbackDot(DotGeneral, nnx.Module):
 
 
 class FallbackOp(nnx.Module):
-    """An op that computes one product with a ``FallbackDot`` of its own."""
+    """An op that computes one product with its own ``FallbackDot``."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class FallbackOp(nnx.Module):
 class FallbackEinsum(FallbackOp):
     """A quantized ``jnp.einsum`` for one ``nnx.Einsum``, which holds its state.
 
-    The first operand is the activation (see ``fbq_jax.FallbackEinsum``).  The arguments
-    are those of the ``FallbackDot`` that it has as ``dot_general``.
+    The first operand is the activation (see ``fbq_jax.FallbackEinsum``).  It takes the
+    arguments of ``FallbackDot``, and holds one as ``dot_general``.
 
     >>> op = FallbackEinsum(rngs=nnx.Rngs(0))
     >>> layer = nnx.Einsum("td,dhk->htk", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
@@ -191,7 +191,7 @@ class FallbackConv(FallbackOp):
     """A quantized ``lax.conv_general_dilated`` for one ``nnx.Conv``, with its state.
 
     ``fbq_jax.FallbackConv`` says what it supports and what overlapping windows cost.
-    The arguments are those of the ``FallbackDot`` that it has as ``dot_general``.
+    It takes the arguments of ``FallbackDot``, and holds one as ``dot_general``.
 
     >>> op = FallbackConv(rngs=nnx.Rngs(0))
     >>> layer = nnx.Conv(

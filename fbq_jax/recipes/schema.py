@@ -50,7 +50,7 @@ class Gemm:
         ``"block"``: a block of ``Recipe.block``.  ``"row"``: a row of lhs or a column
         of rhs, so each vector along the contraction.  ``"tensor"``: the whole operand.
       shards: the number of shards that drhs splits its contraction, the tokens, into.
-        Each has scales of its own, and float32 sums their products.
+        Each has its own scales; the products are summed in float32.
       keeps: what the forward pass saves for an unquantized backward GEMM: X or W as
         ``"floats"``, or its forward ``"codes"``, whose values then replace it.
       reduce: the dtype in which devices sum partial products if the contraction is

@@ -116,7 +116,7 @@ def test_wrong_use_is_refused(frozen):
     with pytest.raises(ValueError, match="freeze takes a model once; 'blocks/heads'"):
         freeze(frozen, X)
     layer = nnx.Linear(64, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"no threshold yet .* in: \(root\)\. A train"):
+    with pytest.raises(ValueError, match=r"no threshold yet .* in: \(root\)\. Run"):
         freeze(layer, X)
     with pytest.raises(ValueError, match="no layer that multiplies by a FallbackDot"):
         freeze(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), X)
