@@ -1,5 +1,6 @@
 """Strict settings for every test: eight fake devices, no implicit promotion."""
 
+import atexit
 import os
 import tempfile
 from importlib.metadata import version
@@ -19,6 +20,13 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 # The number of XLA's threads: those of an interpreted cluster must all run at once.
 os.environ["NPROC"] = "16"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Workers and the programs that tests start share compiled programs.
+    compiled = tempfile.TemporaryDirectory(prefix="fbq-jax-compiled-")
+    atexit.register(compiled.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # XLA's GPU compiler may be installed without the CUDA libraries.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
@@ -29,15 +37,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 NO_GPU = "needs a GPU"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Caches compiled programs, so that each process compiles equal programs once."""
-    folder = tempfile.TemporaryDirectory(prefix="fbq-jax-compiled-")
-    config.add_cleanup(folder.cleanup)
-    jax.config.update("jax_compilation_cache_dir", folder.name)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

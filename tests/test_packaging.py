@@ -20,12 +20,9 @@ import pytest
 
 import fbq_jax
 
-pytestmark = [
-    pytest.mark.xdist_group("packaging"),
-    pytest.mark.skipif(
-        int(version("setuptools").partition(".")[0]) < 77, reason="needs setuptools 77"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    int(version("setuptools").partition(".")[0]) < 77, reason="needs setuptools 77"
+)
 
 ROOT = Path(__file__).parents[1]
 # Without jax, which is not there when a package is built in isolation.

@@ -28,9 +28,6 @@ from fbq_jax import fallback_dot
 HIDDEN, MLP, LAYERS, SEQ = 512, 1792, 3, 128
 ATTENTION = {HIDDEN: 2, HIDDEN // 4: 2}  # q and output; k and v
 
-# The tests share measurements, so one process of a parallel run executes them.
-pytestmark = pytest.mark.xdist_group("memory")
-
 ROWS = LAYERS * 2 * SEQ  # of two sequences, in all layers
 
 # Recipe, saved bits, remat.

@@ -14,9 +14,6 @@ from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.step import init_state, make_eval, make_optimizer, make_train_step
 
-# The tests share runs, so one process of a parallel run executes them.
-pytestmark = pytest.mark.xdist_group("parity")
-
 CONFIG = Config(
     hidden=128, ffn=768, layers=2, heads=2, batch=4, seq=128, steps=200, lr=1e-3
 )
