@@ -30,8 +30,6 @@ def max_abs_sum(codes: jax.Array) -> jax.Array:
         k_blocks,
         outputs=[jax.ShapeDtypeStruct((batch, row_blocks, k_blocks), jnp.int32)],
         grid=(batch * row_blocks * k_blocks,),
-        num_warps=4,
-        num_stages=1,
         BLOCK=BLOCK,
     )
     return jnp.max(sums, axis=2)

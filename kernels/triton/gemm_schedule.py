@@ -67,8 +67,6 @@ def list_steps(
             jax.ShapeDtypeStruct((batch, rows), jnp.int32),
         ],
         grid=(batch * rows,),
-        num_warps=4,
-        num_stages=1,
         CHUNK=min(CHUNK, triton.next_power_of_2(blocks)),
         PADDING=padding,
         OUTLIER_RATIO=outlier_ratio,

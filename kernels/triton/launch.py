@@ -12,23 +12,23 @@ def launch(
     *args: jax.Array | int,
     outputs: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
-    num_warps: int,
-    num_stages: int,
+    num_warps: int = 4,
+    num_stages: int = 1,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel(*args, *outputs, **constants)`` on a grid of programs.
 
-    The compiler does not contract a product and a sum to an FMA; a kernel that wants an
-    FMA asks for it.
+    The compiler does not fuse a product and a sum into an FMA; a kernel that wants an
+    FMA calls ``tl.fma``.
 
     Args:
       kernel: the kernel.
-      *args: its inputs.
-      outputs: shapes and dtypes of its outputs, whose memory is not initialized.
+      *args: the inputs of the kernel.
+      outputs: shapes and dtypes of the outputs, whose memory is not initialized.
       grid: the number of programs along each axis.
-      num_warps: the number of warps of a program.
+      num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
-      **constants: its ``tl.constexpr`` arguments.
+      **constants: the ``tl.constexpr`` arguments of the kernel.
 
     Returns:
       The outputs.
