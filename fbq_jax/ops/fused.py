@@ -142,10 +142,7 @@ def _two_pass_caveat(block_shape: Sequence[int], width: int | None) -> str:
 
 
 def _operand_words(
-    main: Quantized,
-    column_words: Quantized,
-    criterion: str | None,
-    colwise: str | None,
+    main: Quantized, column_words: Quantized, criterion: str | None, colwise: str | None
 ) -> Any:
     words: Any = Operand
     column_words = if_wanted(column_words, colwise)
@@ -154,18 +151,13 @@ def _operand_words(
     return words(main, main, main.scales, column_words)
 
 
-def _unsharded(size: int) -> str:
-    del size
-    return UNSHARDED
-
-
 def _packed_columns(columns: int, granularity: int) -> Callable[[int], str]:
     """Returns a function that makes the word of each axis along these columns.
 
     Its argument is the number of elements that an axis has per ``granularity`` columns.
     """
     if columns % granularity or columns < 2 * granularity:
-        return _unsharded
+        return lambda _: UNSHARDED
     return functools.partial(word, "j")
 
 
@@ -192,7 +184,7 @@ def _rms_norm_rule(
     rows = row_axes(x.shape, block[0])
     main, column_words = layout_words(rows, AxisWords(UNSHARDED, UNSHARDED))
     operand = _operand_words(main, column_words, criterion, colwise)
-    packed = _packed_words(rows.codes, _unsharded, packing.GROUP, bits)
+    packed = _packed_words(rows.codes, lambda _: UNSHARDED, packing.GROUP, bits)
     rstd: Any = f"b {rows.codes} ."
     results = NormQuantized(operand, packed, rstd)
     return ShardingRule((main.codes, "b .", "b", "b"), results)

@@ -103,10 +103,7 @@ def _map_stacked(
 
 
 def _map_reference(
-    reference: Callable[..., Any],
-    axis_size: int,
-    in_batched: Sequence[Any],
-    *args: Any,
+    reference: Callable[..., Any], axis_size: int, in_batched: Sequence[Any], *args: Any
 ) -> tuple[Any, Any]:
     """Maps the reference, which is not partitioned."""
     axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))
