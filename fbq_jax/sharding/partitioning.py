@@ -169,9 +169,5 @@ def _partition(
 
     of_result = functools.partial(sharding, assignment.reduce_scatter_axes)
     of_operand = functools.partial(sharding, {})
-    return (
-        mesh,
-        run,
-        jax.tree.map(of_result, squeezed_rule.results),
-        jax.tree.map(of_operand, rule.operands),
-    )
+    result_shardings = jax.tree.map(of_result, squeezed_rule.results)
+    return mesh, run, result_shardings, jax.tree.map(of_operand, rule.operands)

@@ -126,18 +126,19 @@ def quantize_with_fallback(
 ):
     """Stores everything that ``reference.quantize_fallback`` returns for one block.
 
-    ``outputs`` is ``((main, residual), metrics, colwise)``, where main, residual and
-    colwise are codes and scales.  Without a criterion there is neither metric nor
+    ``outputs`` is ``((main, residual), metrics, colwise)``; main, residual and colwise
+    are pairs of codes and scales.  Without a criterion, there is neither a metric nor a
     residual.
     """
-    (main, residual), metrics, colwise = outputs
-    residual_codes, residual_scales = residual
+    rowwise, metrics, colwise = outputs
+    codes, scales = rowwise[0]
+    residual_codes, residual_scales = rowwise[1]
     offset = offsets[0]
     CRITERION: tl.constexpr = modes[2]
-    scaling = store_scale(amax, (main[1], colwise[1]), offsets)
-    codes = main[0], colwise[0]
+    scaling = store_scale(amax, (scales, colwise[1]), offsets)
+    stored = codes, colwise[0]
     sums = quantize_parts(
-        VALUES, operands, held, scaling, noise, codes, at, shape, modes
+        VALUES, operands, held, scaling, noise, stored, at, shape, modes
     )
     if CRITERION is not None:
         metric = metric_of(scaling, sums, CRITERION)
