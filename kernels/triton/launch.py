@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import triton
 
+from fbq_jax.kernels.reference import Block
+from fbq_jax.kernels.triton.outputs import BlockOutputs, split_columns
+
 
 def launch(
     kernel: triton.JITFunction,
@@ -47,4 +50,36 @@ def launch(
             enable_fp_fusion=False,
             **constants,
         )
+    )
+
+
+def launch_on_blocks(
+    kernel: triton.JITFunction,
+    x: jax.Array,
+    *args: jax.Array,
+    block: Block,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Runs one program per block of matrices ``[B, R, C]``.
+
+    Args:
+      kernel: takes x, args, ``R``, ``C / COLUMN_UNIT`` and outputs; its constants
+        include ``r``, ``c`` and ``COLUMN_UNIT``.
+      x: ``[B, R, C]``.
+      *args: further inputs of the kernel.
+      block: rows ``r`` and columns ``c`` of a block.
+      **options: further arguments of ``launch``.
+    """
+    columns, unit = split_columns(x.shape[2])
+    return launch(
+        kernel,
+        x,
+        *args,
+        x.shape[1],
+        columns,
+        grid=(BlockOutputs(x.shape, block).programs,),
+        r=block[0],
+        c=block[1],
+        COLUMN_UNIT=unit,
+        **options,
     )

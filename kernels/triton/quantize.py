@@ -28,8 +28,8 @@ from fbq_jax.kernels.triton.block_quantize import (
     store_scale,
 )
 from fbq_jax.kernels.triton.block_tiles import load, locate_block
-from fbq_jax.kernels.triton.launch import launch
-from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts, split_columns
+from fbq_jax.kernels.triton.launch import launch_on_blocks
+from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
 
 
 def quantize(
@@ -109,24 +109,17 @@ def _launch(
     **constants: Any,
 ) -> Sequence[jax.Array]:
     """Runs a kernel on every block of x.  If there are none, all outputs are empty."""
-    programs = BlockOutputs(x.shape, block).programs
-    if programs == 0:
+    if x.size == 0:
         return [jnp.zeros(output.shape, output.dtype) for output in outputs]
-    columns, unit = split_columns(x.shape[2])
     parts, num_warps = _parts_and_warps(block, many_registers=many_registers)
-    return launch(
+    return launch_on_blocks(
         kernel,
         x,
         *args,
-        x.shape[1],
-        columns,
+        block=block,
         outputs=outputs,
-        grid=(programs,),
         num_warps=num_warps,
-        r=block[0],
-        c=block[1],
         PARTS=parts,
-        COLUMN_UNIT=unit,
         **constants,
     )
 

@@ -6,7 +6,7 @@ writes the codes.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,13 +33,12 @@ from fbq_jax.kernels.triton.block_tiles import (
     store_colwise,
     store_rowwise,
 )
-from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.launch import launch_on_blocks
 from fbq_jax.kernels.triton.outputs import (
     as_layouts,
     colwise_codes,
     output,
     rowwise_codes,
-    split_columns,
 )
 
 TILE = (64, 128)
@@ -71,9 +70,10 @@ def quantize_vectors(
     modes = {"ROWWISE": rowwise, "COLWISE": colwise}
     batch, rows, columns = x.shape
     down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
-    row_maxima, column_maxima = _launch(
+    row_maxima, column_maxima = launch_on_blocks(
         _find_maxima,
         x,
+        block=TILE,
         outputs=[
             output((batch, across, rows), jnp.int32, wanted=rowwise),
             output((batch, down, columns), jnp.int32, wanted=colwise),
@@ -88,43 +88,19 @@ def quantize_vectors(
         column_scales, column_inverses = _scales(
             column_maxima, amax_reduce.colwise, **scaling
         )
-    codes, column_codes = _launch(
+    codes, column_codes = launch_on_blocks(
         _round_vectors,
         x,
         row_inverses,
         column_inverses,
         seeds,
         *(global_offset or rounding.no_offset(x.shape[1])),
+        block=TILE,
         outputs=[rowwise_codes(x.shape, rowwise), colwise_codes(x.shape, colwise)],
         CLIPPED=bound > 127.0,
         **modes,
     )
     return as_layouts(x.shape, (codes, row_scales), (column_codes, column_scales))
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    x: jax.Array,
-    *args: jax.Array,
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    **constants: Any,
-) -> Sequence[jax.Array]:
-    """Runs a kernel on every tile of x."""
-    batch, rows, columns = x.shape
-    units, unit = split_columns(columns)
-    return launch(
-        kernel,
-        x,
-        *args,
-        rows,
-        units,
-        outputs=outputs,
-        grid=(batch * triton.cdiv(rows, TILE[0]) * triton.cdiv(columns, TILE[1]),),
-        r=TILE[0],
-        c=TILE[1],
-        COLUMN_UNIT=unit,
-        **constants,
-    )
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("bound", "per_tensor"))

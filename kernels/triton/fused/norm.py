@@ -32,16 +32,9 @@ def rms_norm_quantize(
 ) -> NormQuantized:
     """See ``fused_reference.rms_norm_quantize``.  XLA computes the mean squares."""
     if not can_fuse(x.shape, block):
+        operands = x, norm_scale, theta, seeds
         return fused_reference.rms_norm_quantize(
-            x,
-            norm_scale,
-            theta,
-            seeds,
-            epsilon=epsilon,
-            bits=bits,
-            block=block,
-            **options,
-            ops=quantize,
+            *operands, epsilon=epsilon, bits=bits, block=block, **options, ops=quantize
         )
     rstd = fused_reference.mean_square_rstd(x, epsilon)
     operand, (normalized,) = launch_forward(
