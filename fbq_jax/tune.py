@@ -182,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         old = _read(out)
     except ValueError as error:
         parser.error(str(error))
-    asked = [options.implementation] if options.implementation else ["mosaic", "triton"]
-    implementations = list(_available(asked))
+    names = [options.implementation] if options.implementation else ["mosaic", "triton"]
+    implementations = list(_available(names))
     if not implementations:
         print("fbq_jax.tune: no kernel to tune runs here", file=sys.stderr)
         return 2

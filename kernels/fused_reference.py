@@ -181,7 +181,7 @@ def join_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Interleaves gate and up ``[..., F]`` in one array ``[..., 2 F]``.
 
     They alternate every 128 columns, so that each shard of the columns has both.  If F
-    is not a multiple of 128, then up follows the gate as a whole.
+    is not a multiple of 128, then all of up follows all of gate.
     """
     *lead, size = gate.shape
     shape = (*lead, *_interleaving(size))
@@ -253,8 +253,8 @@ def times_packed(dy: jax.Array, packed: Packed, bits: int) -> jax.Array:
 def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rounds float32 to a dtype, even if the result is cast back to float32.
 
-    A compiler could remove such a pair of casts, but not ``reduce_precision``.  That
-    serves only bfloat16, whose exponents are those of float32: with the exponents of
+    A compiler may remove such a pair of casts, but not ``reduce_precision``.  That is
+    used only for bfloat16, which has the exponents of float32: with the exponents of
     float16 it would flush subnormal numbers to zero.
     """
     if dtype == jnp.bfloat16:

@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """A quantized operand in one or both layouts; None for a layout not asked for.
+    """A quantized operand in one or both layouts; None for one not requested.
 
     INT8 tensor cores read both operands contiguously along the contraction.  An operand
     of two GEMMs may therefore be needed twice: ``rowwise``, as codes ``[B, R, C]``, and

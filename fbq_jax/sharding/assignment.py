@@ -303,9 +303,7 @@ def warn_misaligned_shards(
     fields = assignment[:3]
     used = {name for field in fields for axes in field.values() for name in axes}
     for words, array in pair_leaves(rule.operands, operands):
-        if (
-            len(array.shape) < 3
-        ):  # Small arrays, such as a norm's scale, are cheap to gather.
+        if len(array.shape) < 3:  # Small arrays, such as a norm's scale.
             continue
         for i, axis in enumerate(_sharded_axes(words, array)):
             is_split = axis.factor in assignment.intra_block_axes
@@ -328,7 +326,7 @@ def _is_aligned(axis: _ShardedAxis, assignment: ShardAssignment) -> bool:
 
 
 def _misalignment(axis: _ShardedAxis, where: str, over: str, is_split: bool) -> str:
-    problem = "the op needs whole rows"
+    problem = "the op cannot shard this axis"
     if axis.granularity > 1:
         problem = f"shards are not multiples of {axis.granularity}"
     elif axis.factor != UNSHARDED:
