@@ -17,6 +17,7 @@ from fbq_jax.ops.quantization import if_wanted, round_on_shard
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
+    UNSHARDED_AXIS,
     AxisWords,
     ShardingRule,
     layout_words,
@@ -182,7 +183,7 @@ def _rms_norm_rule(
 ) -> ShardingRule:
     """Columns are not sharded, because each mean is over a whole row."""
     rows = row_axes(x.shape, block[0])
-    main, column_words = layout_words(rows, AxisWords(UNSHARDED, UNSHARDED))
+    main, column_words = layout_words(rows, UNSHARDED_AXIS)
     operand = _operand_words(main, column_words, criterion, colwise)
     packed = _packed_words(rows.codes, lambda _: UNSHARDED, packing.GROUP, bits)
     rstd: Any = f"b {rows.codes} ."

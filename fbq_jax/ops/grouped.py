@@ -12,7 +12,13 @@ from fbq_jax.ops.products import BlockShape
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding import collectives
 from fbq_jax.sharding.local_ops import Shard
-from fbq_jax.sharding.rule_language import UNSHARDED, ShardingRule, block_axis
+from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    UNSHARDED_AXIS,
+    ShardingRule,
+    block_axis,
+    layout_words,
+)
 
 
 def ragged_matmul(
@@ -84,9 +90,8 @@ def _matmul_rule(
     _, k, n = block_shape
     columns = block_axis("n", rhs.codes.shape[1], n)
     depth = block_axis("k", rhs.codes.shape[2], k)
-    words: Any = Quantized
-    left = words(f"t . {depth.codes}", f"t . {depth.scales}")
-    right = words(*(f"e {n} {k}" for n, k in zip(columns, depth, strict=True)))
+    left, _ = layout_words(UNSHARDED_AXIS, depth, "t")
+    right, _ = layout_words(columns, depth, "e")
     operands = left, None if residual is None else left, right, "t"
     contracted = f"{depth.codes[0].strip(UNSHARDED)}e"
     return ShardingRule(operands, f"t . {columns.codes}", contracted)
@@ -102,10 +107,8 @@ def _contraction_rule(
     k, _, n = block_shape
     rows = block_axis("k", lhs.codes.shape[1], k)
     columns = block_axis("n", rhs.codes.shape[1], n)
-    words: Any = Quantized
-    left, right = (
-        words(f"t {axis.codes} .", f"t {axis.scales} .") for axis in (rows, columns)
-    )
+    left, _ = layout_words(rows, UNSHARDED_AXIS, "t")
+    right, _ = layout_words(columns, UNSHARDED_AXIS, "t")
     return ShardingRule((left, right, "t"), f"e {rows.codes} {columns.codes}", "t")
 
 

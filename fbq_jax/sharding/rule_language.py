@@ -57,6 +57,9 @@ class AxisWords(NamedTuple):
     scales: str
 
 
+UNSHARDED_AXIS = AxisWords(UNSHARDED, UNSHARDED)
+
+
 def parse_factors(words: str) -> list[Factor]:
     """Parses the words of an array: the factor of each axis.
 
