@@ -3,19 +3,19 @@
     python -m fbq_jax.tune [--implementation NAME] [--sizes M,N,K ...] [--out FILE]
 
 Measures every candidate for each shape, with and without fallback, and writes the
-fastest into the table that the kernels read (``fbq_jax.kernels.tuning_table``).
-Entries of other shapes stay in the table.  Training never tunes anything.
+fastest one to the table that the kernels read (``fbq_jax.kernels.tuning_table``).
+Entries for other shapes are kept.  Training only reads the table.
 """
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from fbq_jax.kernels import tuning_table
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 
-# (M, N, K) of squares, and of the GEMMs of a Llama block's MLP. The tokens are M in two
-# of them, and K in the gradient of a weight.
+# (M, N, K): square GEMMs, and those of the MLP of a Llama block, where the number of
+# tokens is M or, for the gradient of a weight, K.
 SIZES = (
     (4096, 4096, 4096),
     (8192, 4096, 4096),
@@ -88,11 +88,7 @@ def tune(
 
 
 def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.Array]:
-    module: Any
-    if implementation == "mosaic":
-        from fbq_jax.kernels.mosaic import gemm as module
-    else:
-        from fbq_jax.kernels.triton import gemm as module
+    module = importlib.import_module(f"fbq_jax.kernels.{implementation}.gemm")
     config = module.Config(**options)
     return functools.partial(
         module.matmul, block_shape=_BLOCK_SHAPE, dtype=jnp.bfloat16, config=config
@@ -129,14 +125,13 @@ def _read(file: Path) -> _Entries:
     if not file.exists():
         return {}
     try:
-        entries = json.loads(file.read_text())["entries"]
+        return json.loads(file.read_text())["entries"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a table of configurations") from error
-    return entries
 
 
 def _write(file: Path, old: _Entries, new: _Entries) -> None:
-    """Replaces a table by its old entries and the new ones, in one step."""
+    """Writes the old and the new entries to a table, atomically."""
     merged = {op: {**old.get(op, {}), **new.get(op, {})} for op in sorted({*old, *new})}
     content = {"device": jax.devices()[0].device_kind, "entries": merged}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -187,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         old = _read(out)
     except ValueError as error:
         parser.error(str(error))
-    asked = [options.implementation] if options.implementation else ["mosaic", "triton"]
-    implementations = list(_available(asked))
+    names = [options.implementation] if options.implementation else ["mosaic", "triton"]
+    implementations = list(_available(names))
     if not implementations:
         print("fbq_jax.tune: no kernel to tune runs here", file=sys.stderr)
         return 2

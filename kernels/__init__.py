@@ -1,4 +1,4 @@
-"""Quantization and INT8 GEMMs on arrays: definitions in ``jax.numpy``, and kernels.
+"""Quantization and INT8 GEMMs of arrays: definitions in ``jax.numpy``, and kernels.
 
 ``reference``, ``fused_reference`` and ``grouped_reference`` define the ops.  The
 packages ``triton`` and ``mosaic`` implement them for GPUs.

@@ -1,12 +1,12 @@
-"""The definition of the fused quantization ops: a layer and the quantization after it.
+"""The definitions of the fused quantization ops: a layer and the quantization after it.
 
-The output of a norm or a gate in front of a linear layer is read by quantization only,
-and so is the gradient of a gate.  Each op here is such a layer together with the
-quantization of its output.  It returns codes, scales and what the layer saves for its
-backward pass, but not the output itself.
+Quantization is the only reader of the output of a norm or a gate in front of a linear
+layer, and of the gradient of a gate.  Each op here is such a layer fused with the
+quantization of its output.  It returns codes, scales and the arrays that the layer
+saves for its backward pass, but not the output itself.
 
-The definition of an op is the layer followed by the quantization of ``reference``.  An
-implementation that cannot fuse both passes its own quantization as ``ops``.  Layers
+An op is defined as the layer followed by the quantization of ``reference``.  A backend
+that cannot fuse both passes its own quantization module as ``ops``.  Layers
 compute in float32 and round their output once, to the dtype of the input, before it is
 quantized.  Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
 """
@@ -38,7 +38,7 @@ class Operand(NamedTuple):
 
 
 class NormQuantized(NamedTuple):
-    """The quantized output of a norm and what its backward pass reads.
+    """The quantized output of a norm, and the arrays that its backward pass reads.
 
     Attributes:
       operand: the quantized output ``[B, R, C]``.
@@ -84,7 +84,7 @@ def rms_norm_quantize(
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       norm_scale: float32 ``[B, C]``.
-      theta: float32 ``[B]``, the thresholds of fallback; not read without a criterion.
+      theta: float32 ``[B]``, the thresholds of fallback; unused without a criterion.
       seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
       epsilon: a constant added to the mean square.
       bits: the bits of each code of ``normalized``, 4 to 12.
@@ -118,7 +118,7 @@ def silu_gate_quantize(
     Args:
       gate_up: bfloat16, float16 or float32 ``[B, R, 2 F]``, as ``join_gate_up``
         returns it.
-      theta: float32 ``[B]``, the thresholds of fallback; not read without a criterion.
+      theta: float32 ``[B]``, the thresholds of fallback; unused without a criterion.
       seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
       bits: the bits of each code of the factors, 4 to 12.
       block: rows and columns of a block of the output ``[B, R, F]``.
@@ -150,12 +150,13 @@ def silu_gate_grad_quantize(
     global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
 ) -> Layouts:
-    """Quantizes the gradient of ``gate_up``, which is dy times each factor.
+    """Quantizes the gradient of ``gate_up``: dy times each factor, interleaved.
 
     Args:
       dy: bfloat16, float16 or float32 ``[B, R, F]``.
-      gate_factor: the packed factor of the gate's gradient, of ``silu_gate_quantize``.
-      up_factor: the packed factor of up's gradient, of ``silu_gate_quantize``.
+      gate_factor: the packed factor of the gate's gradient, from
+        ``silu_gate_quantize``.
+      up_factor: the packed factor of up's gradient, from ``silu_gate_quantize``.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding.
       bits: the bits of each code of the factors.
       block: rows and columns of a block of the gradient ``[B, R, 2 F]``.
@@ -180,7 +181,7 @@ def join_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Interleaves gate and up ``[..., F]`` in one array ``[..., 2 F]``.
 
     They alternate every 128 columns, so that each shard of the columns has both.  If F
-    is not a multiple of 128, then all of up follows all of the gate.
+    is not a multiple of 128, then all of up follows all of gate.
     """
     *lead, size = gate.shape
     shape = (*lead, *_interleaving(size))
@@ -198,7 +199,7 @@ def split_gate_up(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _interleaving(size: int) -> tuple[int, int]:
-    """The number of groups of columns that alternate, and their width."""
+    """The number of alternating groups of columns, and their width."""
     if size % packing.GROUP:
         return 1, size
     return size // packing.GROUP, packing.GROUP
@@ -220,7 +221,7 @@ def apply_norm(
 ) -> jax.Array:
     """``x * (rstd * norm_scale)`` in float32.
 
-    The order of the products is that of Flax, whose results this matches.
+    The products are in the same order as in Flax, so that results match.
     """
     return x * rstd if norm_scale is None else x * (rstd * norm_scale)
 
@@ -250,10 +251,11 @@ def times_packed(dy: jax.Array, packed: Packed, bits: int) -> jax.Array:
 
 
 def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Rounds float32 to a dtype, even where a compiler would drop a cast and back.
+    """Rounds float32 to a dtype, even if the result is cast back to float32.
 
-    ``reduce_precision`` serves bfloat16 only, which has the exponents of float32.  With
-    the exponents of float16 it would flush subnormal numbers to zero.
+    A compiler may remove such a pair of casts, but not ``reduce_precision``.  That is
+    used only for bfloat16, which has the exponents of float32: with the exponents of
+    float16 it would flush subnormal numbers to zero.
     """
     if dtype == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -270,23 +272,10 @@ def _quantize(
     colwise: Rounding | None,
     global_offset: GlobalOffset | None,
 ) -> Operand:
+    options = {"block": block, "colwise": colwise, "global_offset": global_offset}
     if criterion is not None:
-        quantized = ops.quantize_fallback(
-            y,
-            theta,
-            seeds,
-            block=block,
-            criterion=criterion,
-            colwise=colwise,
-            global_offset=global_offset,
+        return Operand(
+            *ops.quantize_fallback(y, theta, seeds, criterion=criterion, **options)
         )
-        return Operand(*quantized)
-    main, transposed = ops.quantize(
-        y,
-        seeds,
-        block=block,
-        rowwise="nearest",
-        colwise=colwise,
-        global_offset=global_offset,
-    )
+    main, transposed = ops.quantize(y, seeds, rowwise="nearest", **options)
     return Operand(main, None, jnp.zeros((len(y), 0, 0), jnp.float32), transposed)

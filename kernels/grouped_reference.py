@@ -1,11 +1,11 @@
 """GEMMs of rows in groups, each group with its own matrix, in plain ``jax.numpy``.
 
-The rows of a group follow one another.  The sizes of the groups are known at run time
-only, as in ``jax.lax.ragged_dot``.  The rows are split into tiles of ``m`` rows of one
-group, and the last tile of a group is padded with zeros.  So a block belongs to one
-group, and a group has the codes, scales and products that its rows have alone.
+The rows of a group are adjacent.  The sizes of the groups are known only at run time,
+as in ``jax.lax.ragged_dot``.  Each group is split into tiles of ``m`` rows, and its
+last tile is padded with zeros.  So each block belongs to one group, and a group has the
+same codes, scales and products as if its rows were alone.
 
-These ops have a reference and no kernel.  Tiles are multiplied one after the other, so
+These ops have a reference but no kernel.  Tiles are multiplied one after the other, so
 memory never holds one matrix per tile.
 """
 
@@ -23,11 +23,11 @@ class Tiles(NamedTuple):
     """Assigns the M rows of G groups to T tiles; all fields are int32.
 
     Attributes:
-      rows: ``[T, m]``, the row at each position of each tile; M where there is none.
+      rows: ``[T, m]``, the row at each position of each tile; M if there is none.
       positions: ``[M]``, each row's position among all ``T * m``; ``T * m`` for rows
         after the last group, which are in no tile.
-      groups: ``[T]``, each tile's group; any group for a tile without rows.
-      used: ``[]``, the number of tiles with rows.  They come first.
+      groups: ``[T]``, each tile's group; arbitrary for a tile without rows.
+      used: ``[]``, the number of tiles with rows, which come first.
     """
 
     rows: jax.Array
@@ -39,12 +39,12 @@ class Tiles(NamedTuple):
 def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
     """Splits the rows of each group into tiles.
 
-    The number of tiles suffices for groups of any sizes: ``M/m``, and almost one more
-    for each group.
+    The number of tiles is enough for groups of any sizes: ``M/m``, plus nearly one per
+    group.
 
     Args:
       group_sizes: integers ``[G]``, the number of rows of each group.
-      rows: M.  The groups take the first rows.
+      rows: M.  The groups are the first rows.
       m: number of rows of a tile.
     """
     groups = group_sizes.shape[0]
@@ -96,34 +96,35 @@ def ragged_matmul(
     block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies each tile with its group's matrix, as ``reference.matmul`` does.
+    """Multiplies each tile with its group's matrix; see ``reference.matmul``.
 
     Args:
       lhs: codes int8 ``[T, m, K]``, scales float32 ``[T, 1, ceil(K/k)]``.
-      residual: a second term of lhs, of the same shapes, or None.
+      residual: a second term of lhs with the same shapes, or None.
       rhs: codes int8 ``[G, N, K]``, scales float32 ``[G, ceil(N/n), ceil(K/k)]``.
       groups: int32 ``[T]``, each tile's group.  A tile whose group is not in
-        ``[0, G)`` has zeros.
+        ``[0, G)`` gives zeros.
       block_shape: ``(m, k, n)``, the size of a block along rows, K and N.
       dtype: dtype of the output.
 
     Returns:
       ``[T, m, N]`` in ``dtype``.
     """
+    Tile = tuple[Quantized, Quantized | None, jax.Array]
 
-    def multiply(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
+    def multiply(tile: Tile) -> jax.Array:
         lhs, residual, group = tile
         lhs, residual = jax.tree.map(lambda x: x[None], (lhs, residual))
         matrix = jax.tree.map(lambda x: x[group][None], rhs)
         return matmul(lhs, residual, matrix, block_shape=block_shape, dtype=dtype)[0]
 
-    def zeros(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
-        # An empty sum over the operands varies over mesh axes as their product does.
+    def zeros(tile: Tile) -> jax.Array:
+        # An empty sum over the operands varies over the mesh axes of their product.
         zero = jnp.sum(tile[0].scales[:0]) + jnp.sum(rhs.scales[:0])
         shape = tile[0].codes.shape[0], rhs.codes.shape[1]
         return jnp.broadcast_to(zero.astype(dtype), shape)
 
-    def multiply_tile(tile: tuple[Quantized, Quantized | None, jax.Array]) -> jax.Array:
+    def multiply_tile(tile: Tile) -> jax.Array:
         is_valid = (tile[2] >= 0) & (tile[2] < len(rhs.codes))
         return lax.cond(is_valid, multiply, zeros, tile)
 
@@ -140,9 +141,9 @@ def ragged_contraction(
     block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies over the rows of each tile, and sums the products of each group.
+    """Contracts the rows of each tile, and sums the products of each group.
 
-    The sums are in float32 and rounded once to ``dtype``.  A group without tiles has
+    The sums are in float32 and rounded once to ``dtype``.  A group without tiles gives
     zeros.
 
     Args:

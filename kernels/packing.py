@@ -1,4 +1,4 @@
-"""Packed codes of 4 to 12 bits, for arrays that are saved for the backward pass.
+"""Packed codes of 4 to 12 bits, for arrays saved for the backward pass.
 
 Values along the last axis form groups of 128; the last group may be shorter.  For each
 group, with ``limit = 2**(bits - 1) - 1``,
@@ -11,14 +11,13 @@ it is not finite.
 
 The word ``codes + limit`` has ``bits`` bits.  It is split, from the top, into chunks
 whose widths are powers of two: 10 bits become 8 and 2.  The chunks of one width form a
-plane of bytes without spare bits.  A byte of a plane holds the chunks of ``8 / width``
-values of one group.  Their distance is the number of bytes that the group has in the
-plane: with 128 values and chunks of 2 bits, byte j holds values j, j + 32, j + 64 and
-j + 96.
+plane of bytes without unused bits.  A byte of a plane holds chunks of ``8 / width``
+values of one group, spaced by the group's number of bytes in the plane.  For example,
+with 128 values and chunks of 2 bits, byte j holds values j, j + 32, j + 64 and j + 96.
 
-Neighbouring values thus lie in neighbouring bytes at the same shift.  Loads are
-aligned, packing and unpacking are elementwise, and nothing moves between the lanes of a
-GPU or between groups.  An array that is sharded at group boundaries stays in place.
+So neighbouring values are in neighbouring bytes at the same shift.  Loads are aligned,
+packing and unpacking are elementwise, and no data moves between the lanes of a GPU or
+between groups.  An array that is sharded at group boundaries needs no communication.
 """
 
 from typing import NamedTuple
@@ -30,14 +29,15 @@ from jax import lax
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 
 GROUP = 128
-TINY = 2.0**-114  # The least amax whose scale and inverse are normal, up to 12 bits.
+TINY = 2.0**-114  # Above it, scale and inverse are normal floats, up to 12 bits.
 
 
 class Packed(NamedTuple):
     """Packed codes of values ``[..., C]`` and the scales of their groups.
 
     Attributes:
-      planes: uint8 ``[..., ceil(C * width / 8)]``, one for each of ``chunk_widths``.
+      planes: uint8 ``[..., ceil(C * width / 8)]``, one per width of
+        ``chunk_widths``.
       scales: float32 ``[..., ceil(C / 128)]``.
     """
 
@@ -70,7 +70,7 @@ def quantize(x: jax.Array, bits: int) -> Packed:
 
 def dequantize(packed: Packed, size: int, bits: int) -> jax.Array:
     """Returns the float32 values ``[..., size]`` of packed codes of ``bits`` bits."""
-    # Explicit mesh axes would require an output sharding of jnp.repeat.
+    # Not jnp.repeat, which requires an output sharding for explicit mesh axes.
     *lead, groups = packed.scales.shape
     scales = jnp.broadcast_to(packed.scales[..., None], (*lead, groups, GROUP))
     scales = scales.reshape(*lead, groups * GROUP)[..., :size]
@@ -105,7 +105,7 @@ def unpack(planes: tuple[jax.Array, ...], size: int, bits: int) -> jax.Array:
 def _split_groups(x: jax.Array, size: int, width: int) -> list[jax.Array]:
     """Splits ``[..., size * width / 8]`` into groups ``[..., g, n]``.
 
-    The first array holds the full groups.  A shorter last group is a second array.
+    The first array holds the full groups; a second one holds a shorter last group.
     """
     full, n = size // GROUP, GROUP * width // 8
     groups = [x[..., : full * n].reshape(*x.shape[:-1], full, n)]

@@ -1,4 +1,4 @@
-"""The definition of quantization and of the INT8 GEMM, in plain ``jax.numpy``.
+"""The definitions of quantization and of the INT8 GEMM, in plain ``jax.numpy``.
 
 These functions define the numerics of the library (arXiv:2503.08040).  They
 run on CPUs, and all kernels are tested against them.
@@ -18,14 +18,14 @@ Two kinds of blocks are special:
 
 - If ``amax < 2**-118``, then the scale or its reciprocal would not be a normal float.
   The block counts as zero: its scale and its codes are 0.
-- If a block holds a NaN or an Inf, then its scale is NaN, and so is everything that is
-  computed from it.  Quantization never hides a diverged run.  The codes have no meaning
-  (here they are 0).
+- If a block holds a NaN or an Inf, then its scale is NaN, and so is everything computed
+  from it.  Quantization never hides a diverged run.  The codes have no meaning (here
+  they are 0).
 
-Every implementation has the same codes and scales, bit for bit, on every device.  Two
-habits of this code serve that.  A product is clipped before it is added to something,
-because a compiler could otherwise fuse both into one rounding.  Quotients come from
-``scales.divide``, because XLA does not round them correctly.
+Every implementation gives the same codes and scales, bit for bit, on every device.  Two
+rules in this code ensure that.  A product is clipped before something is added to it,
+because a compiler could otherwise fuse both operations into one rounding.  Quotients
+come from ``scales.divide``, because XLA does not round them correctly.
 """
 
 import functools
@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """A quantized operand in one or both layouts; None for a layout not asked for.
+    """A quantized operand in one or both layouts; None for one not requested.
 
     INT8 tensor cores read both operands contiguously along the contraction.  An operand
     of two GEMMs may therefore be needed twice: ``rowwise``, as codes ``[B, R, C]``, and
@@ -72,15 +72,15 @@ def _identity(x: jax.Array) -> jax.Array:
 class AmaxReduce(NamedTuple):
     """Reduces ``max |x|`` over the shards of rows and of columns.
 
-    Each function maps the maxima ``[B, N]`` of local vectors to those of global ones.
+    Each function maps the maxima ``[B, N]`` of local vectors to those of the global
+    vectors that they are parts of.  By default vectors are not sharded.
     """
 
-    rowwise: Callable[[jax.Array], jax.Array]
-    colwise: Callable[[jax.Array], jax.Array]
+    rowwise: Callable[[jax.Array], jax.Array] = _identity
+    colwise: Callable[[jax.Array], jax.Array] = _identity
 
 
-NO_AMAX_REDUCE = AmaxReduce(_identity, _identity)
-"""For vectors that are not sharded."""
+NO_AMAX_REDUCE = AmaxReduce()
 
 
 class FallbackQuantized(NamedTuple):
@@ -110,6 +110,7 @@ def quantize(
     colwise: rounding.Rounding | None,
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
+    bound: float = 127.0,
 ) -> Layouts:
     """Quantizes matrices to INT8 with one scale per block, in one or both layouts.
 
@@ -125,8 +126,25 @@ def quantize(
       global_offset: the offset of this shard in the global matrix; selects its noise.
       amax_reduce: maps the maxima of local blocks ``[B, R/r, C/c]`` to the maxima of
         the global blocks that they are parts of.
+      bound: the value that ``amax`` is scaled to; see ``quantize_vectors``.
     """
-    return _layouts(x, seeds, block, rowwise, colwise, global_offset, amax_reduce)
+    tiles = _to_tiles(x.astype(jnp.float32), block)
+
+    def layout(mode: rounding.Rounding) -> Quantized:
+        noise = None
+        if mode == "stochastic":
+            rows, columns = x.shape[1:]
+            draw = jax.vmap(
+                lambda seed: rounding.noise(seed, rows, columns, global_offset)
+            )
+            noise = _to_tiles(draw(seeds), block)
+        codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound)
+        return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
+
+    return Layouts(
+        None if rowwise is None else layout(rowwise),
+        None if colwise is None else Quantized(*(y.mT for y in layout(colwise))),
+    )
 
 
 def quantize_vectors(
@@ -142,8 +160,8 @@ def quantize_vectors(
 ) -> Layouts:
     """Quantizes to INT8 with one scale per row (rowwise) or per column (colwise).
 
-    A GEMM of such operands has no scale inside its contraction.  The layouts share the
-    noise but not the codes, unless ``per_tensor``.
+    A GEMM of such operands has no scale inside its contraction.  Both layouts draw the
+    same noise, but their codes differ unless ``per_tensor``.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
@@ -159,14 +177,17 @@ def quantize_vectors(
       amax_reduce: the reduction of maxima over shards of vectors.
     """
     _, height, width = x.shape
-    row, column = (1, max(1, width)), (max(1, height), 1)
-    if per_tensor:
-        row = column = (max(1, height), max(1, width))
-    layouts = functools.partial(
-        _layouts, x, seeds, global_offset=global_offset, bound=bound
+    matrix = max(1, height), max(1, width)
+    row, column = (matrix, matrix) if per_tensor else ((1, matrix[1]), (matrix[0], 1))
+    run = functools.partial(
+        quantize, x, seeds, global_offset=global_offset, bound=bound
     )
-    main = layouts(row, rowwise, None, amax_reduce=amax_reduce.rowwise).rowwise
-    transposed = layouts(column, None, colwise, amax_reduce=amax_reduce.colwise).colwise
+    main, _ = run(
+        block=row, rowwise=rowwise, colwise=None, amax_reduce=amax_reduce.rowwise
+    )
+    _, transposed = run(
+        block=column, rowwise=None, colwise=colwise, amax_reduce=amax_reduce.colwise
+    )
     return Layouts(
         main and _one_scale_per_row(main),
         transposed and _one_scale_per_row(transposed),
@@ -211,15 +232,19 @@ def quantize_fallback(
     metric = _metric(tiles, residual, scales, criterion)
     fallback = metric > theta[:, None, None]
     residual = jnp.where(_spread(fallback), residual, 0.0)
-    residual_codes, residual_scales = _quantize_tiles(residual, None)
-    return FallbackQuantized(
-        Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales),
-        Quantized(
-            _from_tiles(residual_codes, x.shape).astype(jnp.int8), residual_scales
-        ),
-        metric,
-        _layouts(x, seeds, block, None, colwise, global_offset).colwise,
+    main, second = (
+        Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
+        for codes, scales in ((codes, scales), _quantize_tiles(residual, None))
     )
+    _, transposed = quantize(
+        x,
+        seeds,
+        block=block,
+        rowwise=None,
+        colwise=colwise,
+        global_offset=global_offset,
+    )
+    return FallbackQuantized(main, second, metric, transposed)
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
@@ -260,10 +285,11 @@ def matmul(
     terms = [lhs] if residual is None else [lhs, residual]
     if k > MAX_INT32_K and lhs.scales.shape[2] == 1:
         # K has one scale but is too long for exact int32 sums, so it is split.
-        pieces = -(-lhs.codes.shape[2] // MAX_INT32_K)
-        terms = [_repeat_scales(term, pieces) for term in terms]
-        rhs = _repeat_scales(rhs, pieces)
-        k = MAX_INT32_K
+        k, pieces = MAX_INT32_K, -(-lhs.codes.shape[2] // MAX_INT32_K)
+        *terms, rhs = (
+            Quantized(codes, jnp.repeat(scales, pieces, axis=2))
+            for codes, scales in (*terms, rhs)
+        )
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
 
     def add_block(
@@ -296,8 +322,8 @@ def _int_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """``_int_product`` in float32, exact for k up to 1040.
 
-    XLA for GPUs (jax 0.11.2 on an H200) gives wrong INT8 products for some small
-    operands that are padded and transposed first.
+    On GPUs (jax 0.11.2 on an H200), XLA's INT8 products are wrong for some small
+    operands that were padded and transposed.
     """
     return lax.dot_general(
         lhs.astype(jnp.float32),
@@ -310,18 +336,13 @@ def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 def _zero_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Zeros ``[B, M, N]`` in float32.
 
-    They are empty sums over the operands, so that they are sharded like the products
-    and vary over the same mesh axes.
+    They are empty sums over the operands, so they are sharded like the products and
+    vary over the same mesh axes.
     """
     rows, columns = (
         jnp.sum(codes[:, :, :0], axis=2, dtype=jnp.float32) for codes in (lhs, rhs)
     )
     return rows[:, :, None] + columns[:, None, :]
-
-
-def _repeat_scales(operand: Quantized, pieces: int) -> Quantized:
-    """Gives each piece of K the one scale that all of K has."""
-    return Quantized(operand.codes, jnp.repeat(operand.scales, pieces, axis=2))
 
 
 def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
@@ -343,45 +364,10 @@ def _spread(per_block: jax.Array) -> jax.Array:
     return per_block[:, :, None, :, None]
 
 
-def _layouts(
-    x: jax.Array,
-    seeds: jax.Array,
-    block: Block,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    global_offset: rounding.GlobalOffset | None,
-    amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
-    bound: float = 127.0,
-) -> Layouts:
-    tiles = _to_tiles(x.astype(jnp.float32), block)
-
-    def layout(mode: rounding.Rounding) -> Quantized:
-        noise = None
-        if mode == "stochastic":
-            draw = functools.partial(
-                rounding.noise,
-                rows=x.shape[1],
-                columns=x.shape[2],
-                global_offset=global_offset,
-            )
-            noise = _to_tiles(jax.vmap(draw)(seeds), block)
-        codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound)
-        return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
-
-    return Layouts(
-        None if rowwise is None else layout(rowwise),
-        None if colwise is None else _mT(layout(colwise)),
-    )
-
-
 def _one_scale_per_row(x: Quantized) -> Quantized:
     """Broadcasts scales ``[B, 1, 1]`` or ``[B, R, 1]`` to ``[B, R, 1]``."""
     shape = (*x.codes.shape[:2], x.scales.shape[2])
     return Quantized(x.codes, jnp.broadcast_to(x.scales, shape))
-
-
-def _mT(x: Quantized) -> Quantized:  # noqa: N802 (NumPy's name)
-    return Quantized(x.codes.mT, x.scales.mT)
 
 
 def _quantize_tiles(

@@ -1,14 +1,14 @@
-"""Nearest and stochastic rounding, and the noise that all implementations share.
+"""Nearest and stochastic rounding, and the noise shared by all implementations.
 
 Stochastic rounding of ``v`` is nearest rounding of ``v + w``.  The noise ``w`` is
 uniform over the odd multiples of ``2**-16`` in (-1/2, 1/2).  An integer ``v`` of 8 bits
-never moves, because ``v + w`` is exact in float32 and is not a tie.  Any other value
-rounds up with a probability equal to its fraction, to within about ``2**-16``.
+never changes, because ``v + w`` is exact in float32 and is not a tie.  Any other value
+rounds up with a probability equal to its fractional part, to within about ``2**-16``.
 
 The noise is counter based: it depends only on a seed and on an element's row and column
 in the global matrix.  A kernel may therefore visit elements in any order, tiling or
-layout.  A transposed copy gets the noise of the original, and so does a shard that
-knows its ``GlobalOffset``.
+layout.  A transposed copy draws the same noise as the original, and a shard draws the
+noise at its ``GlobalOffset``.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -22,7 +22,7 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio, which spreads consecutive counters.
 _COLUMN_STREAM = 0x5851F42D
 
-ROW_GROUP = 32  # Rows that are adjacent in the global matrix; divides all blocks.
+ROW_GROUP = 32  # Rows that stay adjacent in a shard; divides the rows of a block.
 
 
 class GlobalOffset(NamedTuple):
@@ -39,7 +39,7 @@ class GlobalOffset(NamedTuple):
 
 
 def no_offset(rows: int) -> GlobalOffset:
-    """The offset of a matrix of so many rows that is not part of a larger one."""
+    """The offset of a matrix that is not sharded, given its number of rows."""
     return GlobalOffset(
         jnp.arange(0, rows, ROW_GROUP, jnp.uint32), jnp.zeros(1, jnp.uint32)
     )
@@ -60,7 +60,7 @@ def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
 def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
     """Bits 32 to 63 of the product of two uint32.
 
-    The sum is over 16-bit halves, because XLA cannot partition its own operation.
+    It is computed from 16-bit halves, because XLA cannot partition its own operation.
     """
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = b >> 16, b & 0xFFFF
@@ -78,14 +78,14 @@ def noise(
 
         word = (a * b mod 2**32) + floor(a * b / 2**32) * golden  (mod 2**32).
 
-    The low half of the word is the noise of the even row, the high half that of the odd
-    row.  A kernel thus pays one product for two elements.
+    The low half of the word gives the noise of the even row, the high half that of the
+    odd row.  So a kernel needs one product for two elements.
 
     Args:
       seed: uint32 ``[]``.
       rows: the number of rows of the matrix.
       columns: the number of columns of the matrix.
-      global_offset: the offset of the matrix in the global one; None for no offset.
+      global_offset: the offset in the global matrix; None for no offset.
 
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.

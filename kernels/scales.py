@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TINY = 2.0**-118  # The least amax whose INT8 scale and inverse are normal floats.
+TINY = 2.0**-118  # From here on, INT8 scales and their inverses are normal floats.
 
 
 def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """``max |x|`` of float32 along axes; NaN if there is one.
 
-    The maximum is over bits: as integers, non-negative floats keep their order with NaN
-    last.  XLA's maximum of floats may lose a NaN on CPUs.
+    The maximum is over bits: as integers, non-negative floats have the same order, with
+    NaN last.  On CPUs, XLA's maximum of floats may drop a NaN.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)
@@ -28,7 +28,7 @@ def scale_and_inverse(
     Args:
       amax: float32 of any shape.
       limit: the largest code.
-      tiny: a bound above which both results are normal floats.
+      tiny: the smallest ``amax`` for which both results are normal floats.
     """
     finite = jnp.isfinite(amax)
     usable = finite & (amax >= tiny)
@@ -41,13 +41,13 @@ def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     """Divides positive float32 with correct rounding.
 
     Operands and quotient must be normal.  XLA does not round correctly: it replaces a
-    division by a constant with a product, and on NVIDIA GPUs its quotient is off by up
-    to 2 ulp.
+    division by a constant with a product, and on NVIDIA GPUs its quotients are off by
+    up to 2 ulp.
 
     The quotient of the mantissas is an integer of 24 bits.  A float division estimates
-    it, and a second one, of the exact remainder that the estimate leaves, corrects it.
-    Both products are exact modulo 2**32.  A quotient of two floats is never halfway
-    between two neighbouring floats, so there are no ties.
+    it, and a second one, of the exact remainder, corrects the estimate.  Both products
+    are exact modulo 2**32.  A quotient of two floats is never halfway between two
+    neighbouring floats, so there are no ties.
     """
     a_bits = lax.bitcast_convert_type(a, jnp.int32)
     b_bits = lax.bitcast_convert_type(b, jnp.int32)

@@ -2,8 +2,8 @@
 
 A file ``tables/<device kind>.json`` holds the options of a kernel's ``Config`` for each
 op and each bucket of sizes.  The bucket of a shape rounds each size to a power of two.
-A kernel looks here first and has a rule for shapes without an entry.  So the choice
-depends only on the device, the shape and this file, and is the same in every run.
+A kernel looks here first, and uses a rule for shapes without an entry.  So the choice
+depends only on the device, the shape and the table, and is the same in every run.
 
 ``python -m fbq_jax.tune`` measures configurations and writes entries.
 """
@@ -37,7 +37,7 @@ def bucket(sizes: Sequence[int]) -> str:
 
 
 def lookup(op: str, sizes: Sequence[int]) -> dict[str, Any] | None:
-    """The options for an op and a shape on the first device, or None if not tuned."""
+    """The options for an op and a shape on the first device; None without an entry."""
     entries = _entries(jax.devices()[0].device_kind)
     return entries.get(op, {}).get(bucket(sizes))
 

@@ -3,10 +3,12 @@
 There is no scale inside K, so no product needs promotion, and XLA's product of two
 operands that are contiguous along K is as fast as the tensor cores allow.
 
-The operands are contiguous along K because a kernel has stored them so.  If XLA
-computes the codes itself, it may change their layout instead of transposing them.  It
-then multiplies with a kernel that is several times slower.
+This holds for operands that a kernel has stored.  If XLA computes the codes itself, it
+may change their layout instead of transposing them, and then multiplies with a kernel
+that is several times slower.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,29 +41,22 @@ def matmul(
     assert block_shape == (1, lhs.codes.shape[2], 1)
     product = jnp.float32(0.0)
     for start in range(0, lhs.codes.shape[2], MAX_INT32_K):
-        product += _product(
-            lhs.codes[:, :, start : start + MAX_INT32_K],
-            rhs.codes[:, :, start : start + MAX_INT32_K],
-        ).astype(jnp.float32)
+        piece = slice(start, start + MAX_INT32_K)
+        part = _product(lhs.codes[:, :, piece], rhs.codes[:, :, piece])
+        product += part.astype(jnp.float32)
     return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
 
 
 def _product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Multiplies codes ``[B, M, K]`` and ``[B, N, K]``: int32 ``[B, M, N]``.
 
-    The barrier keeps XLA from fusing the scaling into the product.  Its library kernels
-    take no scales, and the kernel that it generates instead may be five times slower
+    The barrier keeps XLA from fusing the scaling into the product.  Library kernels
+    take no scales, and the kernel that XLA generates instead may be five times slower
     (jax 0.11.2 on an H200).
     """
+    dot = functools.partial(lax.dot_general, preferred_element_type=jnp.int32)
     if len(lhs) == 1:  # The fastest library kernels have no batch dimension.
-        product = lax.dot_general(
-            lhs[0],
-            rhs[0],
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.int32,
-        )[None]
+        product = dot(lhs[0], rhs[0], (((1,), (1,)), ((), ())))[None]
     else:
-        product = lax.dot_general(
-            lhs, rhs, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.int32
-        )
+        product = dot(lhs, rhs, (((2,), (2,)), ((0,), (0,))))
     return lax.optimization_barrier(product)

@@ -1,8 +1,8 @@
 """The library's ops.
 
-Each has the signature of its definition in ``fbq_jax.kernels``, and ``implementation``,
-which ``dispatch.choose`` takes.  XLA can partition it over a mesh, and ``vmap`` can map
-it; it has no derivative.
+Each op has the signature of its definition in ``fbq_jax.kernels``, plus the argument
+``implementation`` of ``dispatch.choose``.  XLA can partition an op over a mesh, and
+``vmap`` can map it; it has no derivative.
 """
 
 from fbq_jax.ops.fused import rms_norm_quantize as rms_norm_quantize

@@ -1,19 +1,20 @@
-"""What the kernels' backends need of a machine and of blocks."""
+"""The machines and block shapes that each backend supports."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
-from fbq_jax.ops.op import Kernel, no_caveat
+from fbq_jax.ops.op import Kernel
 
 TRITON_SIDES = (32, 64, 128, 256)
 MOSAIC_SIDES = (128, 256)
 
 
 def nvidia_refusal(block_shape: Sequence[int] = ()) -> str | None:
-    """Why no Triton kernel runs on this machine, or None if one does."""
-    del block_shape
+    """The reason why Triton kernels cannot run on this machine, or None if they can."""
+    del block_shape  # Some kernels have no blocks.
     backend = jax.default_backend()
     if backend != "gpu":
         return f"it needs a GPU, and JAX's default backend is {backend}"
@@ -26,12 +27,12 @@ def nvidia_refusal(block_shape: Sequence[int] = ()) -> str | None:
 
 
 def triton_refusal(block_shape: Sequence[int]) -> str | None:
-    """Why no Triton kernel runs on this machine with such blocks."""
+    """The same for Triton kernels with blocks of this shape."""
     return nvidia_refusal() or _sides_refusal(block_shape, TRITON_SIDES)
 
 
 def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
-    """Why the Mosaic GEMM does not run on this machine with such blocks."""
+    """The same for the Mosaic GEMM."""
     if reason := triton_refusal(block_shape):
         return reason
     if _compute_capability() != 90:
@@ -42,18 +43,15 @@ def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
 def triton_kernels(
     module: str,
     refusal: Callable[[Sequence[int]], str | None] = triton_refusal,
-    caveat: Callable[[Sequence[int], int | None], str] = no_caveat,
+    **fields: Any,
 ) -> dict[str, Kernel]:
-    """A Triton kernel, which serves the Mosaic backend too.
-
-    Only the GEMM is written in Mosaic.
-    """
-    kernel = Kernel(module, refusal, caveat)
+    """A Triton kernel for both backends: only the GEMM is written in Mosaic."""
+    kernel = Kernel(module, refusal, **fields)
     return {"mosaic": kernel, "triton": kernel}
 
 
 def _sides_refusal(block_shape: Sequence[int], sides: tuple[int, ...]) -> str | None:
-    # Only the sides that do not fit: they are the cause that several ops share.
+    # Naming only the sides that do not fit gives ops with the same cause one warning.
     others = sorted({side for side in block_shape if side not in sides})
     if not others:
         return None
@@ -63,7 +61,7 @@ def _sides_refusal(block_shape: Sequence[int], sides: tuple[int, ...]) -> str | 
 
 
 def _compute_capability() -> int | None:
-    """The first GPU's compute capability, times ten; None if it is not NVIDIA's."""
+    """The first GPU's compute capability times ten; None for another vendor's GPU."""
     digits = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")
     if len(digits) != 2 or not all(digit.isdecimal() for digit in digits):
         return None

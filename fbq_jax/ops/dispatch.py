@@ -1,4 +1,4 @@
-"""Chooses the implementation of an op that runs here, and says why.
+"""Chooses the implementation of an op, and gives the reason for the choice.
 
 ========= ==================================================================
 mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton
@@ -6,12 +6,13 @@ triton    NVIDIA GPUs from Ampere on, through jax-triton
 reference any device: the definition in ``jax.numpy``
 ========= ==================================================================
 
-A GEMM whose operands have one scale a row has no blocks; the first two leave it to
-XLA's own INT8 GEMM.  Ragged products have the reference only.
+A GEMM whose operands have one scale per row has no blocks; ``mosaic`` and ``triton``
+use XLA's own INT8 GEMM for it.  Ragged products have only the reference.
 
-The first implementation that can serve a call does.  The argument ``implementation``,
-or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a function is
-traced), asks for one.  If that cannot serve the call, an error says why.
+The first implementation in the table that supports a call is used.  The argument
+``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a
+function is traced), overrides this.  If the requested implementation does not support
+the call, an error says why.
 """
 
 import os
@@ -31,7 +32,7 @@ _warned_reasons: set[str] = set()
 
 
 class Choice(NamedTuple):
-    """The implementation of an op that runs here, and the reason in words."""
+    """The implementation chosen for an op, and the reason as text."""
 
     op: str
     implementation: str
@@ -49,16 +50,16 @@ def choose(
 
     Args:
       op: the name of a function in ``fbq_jax.ops``.
-      sides: the block's shape, ``(rows, columns)`` or a GEMM's ``(m, k, n)``; empty
-        where each row or column has one scale.
-      width: the row length of the tensors that a fused op packs; None for one that
-        fits.
-      implementation: the one to take.  By default ``FBQ_IMPLEMENTATION`` names it, or
-        it is the first that can serve the call.
+      sides: the shape of a block, ``(rows, columns)``, or ``(m, k, n)`` for a GEMM;
+        empty if each row or column has one scale.
+      width: the row length of the arrays that a fused op packs; None if every length
+        will do.
+      implementation: the implementation to use.  By default the one that
+        ``FBQ_IMPLEMENTATION`` names, or else the first that supports the call.
 
     Raises:
-      ValueError: there is no op or no implementation of that name, or the
-        implementation cannot serve the call.
+      ValueError: if no op or no implementation has that name, or if the implementation
+        does not support the call.
 
     >>> choose("matmul", (128, 128, 128), implementation="reference").reason
     'implementation= asks for it'
@@ -82,7 +83,7 @@ def choose(
 
 
 def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
-    """The first implementation that can serve a call."""
+    """The first implementation that supports a call."""
     refusals = []
     for name in IMPLEMENTATIONS:
         reason = _refusal(name, op, sides)
@@ -94,7 +95,7 @@ def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
 
 
 def _refusal(implementation: str, op: Op, sides: Sequence[int]) -> str | None:
-    """Why an implementation cannot serve a call, or None if it can."""
+    """The reason why an implementation does not support a call, or None."""
     if implementation == "reference":
         return None
     if implementation not in op.kernels:
@@ -111,23 +112,23 @@ def _caveat(
 
 
 def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
-    """Warns where a GPU runs the slow reference, unless the caller asked for it.
+    """Warns if a GPU runs the slow reference, unless the caller asked for it.
 
-    One reason gives one warning, however many ops and layers it concerns.  The warning
-    names all of these ops, and the first layer.
+    Each reason is reported once.  The warning names the first layer, and every op that
+    the reason applies to.
     """
     slow = choice.implementation == "reference" and jax.default_backend() == "gpu"
     if not slow or _ASKED in choice.reason or choice.reason in _warned_reasons:
         return
     _warned_reasons.add(choice.reason)
-    alike = (
+    affected = (
         op.name
         for op in OPS.values()
         if _first_choice(op, sides, None).reason == choice.reason
     )
     layer = current_layer()
     warnings.warn(
-        f"{layer + ': ' if layer else ''}{', '.join(alike)} run by their reference in "
-        f"jax.numpy on this GPU, many times slower than by a kernel: {choice.reason}",
+        f"{layer + ': ' if layer else ''}{', '.join(affected)} run as jax.numpy code, "
+        f"many times slower on this GPU than a kernel: {choice.reason}",
         stacklevel=2,
     )

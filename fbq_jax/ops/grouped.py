@@ -1,4 +1,4 @@
-"""The GEMMs of rows in groups, each with its own matrix (mixture of experts)."""
+"""GEMMs of groups of rows, each group with its own matrix (mixture of experts)."""
 
 from typing import Any
 
@@ -12,7 +12,13 @@ from fbq_jax.ops.products import BlockShape
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding import collectives
 from fbq_jax.sharding.local_ops import Shard
-from fbq_jax.sharding.rule_language import UNSHARDED, ShardingRule, block_axis
+from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    UNSHARDED_AXIS,
+    ShardingRule,
+    block_axis,
+    layout_words,
+)
 
 
 def ragged_matmul(
@@ -32,21 +38,16 @@ def ragged_matmul(
       residual: a second term of lhs, of the same shapes, or None.
       rhs: codes int8 ``[G, N, K]`` and scales float32 ``[G, ceil(N/n), ceil(K/k)]``.
       groups: int32 ``[T]``, the group of each tile.
-      block_shape: ``(m, k, n)``, the sides of a block.
-      dtype: the result's.
+      block_shape: ``(m, k, n)``, the size of a block along rows, K and N.
+      dtype: dtype of the output.
       implementation: ``"reference"`` or None; there is no kernel.
 
     Returns:
       ``[T, m, N]`` in ``dtype``.
     """
-    return call(
-        RAGGED_MATMUL,
-        (lhs, residual, rhs, groups),
-        block_shape,
-        implementation=implementation,
-        block_shape=block_shape,
-        dtype=jnp.dtype(dtype),
-    )
+    options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype)}
+    operands = lhs, residual, rhs, groups
+    return call(RAGGED_MATMUL, operands, block_shape, options, implementation)
 
 
 def ragged_contraction(
@@ -66,40 +67,31 @@ def ragged_contraction(
       rhs: codes int8 ``[T, N, m]`` and scales float32 ``[T, ceil(N/n), 1]``.
       groups: int32 ``[T]``, the group of each tile.
       size: G, the number of groups.
-      block_shape: ``(k, m, n)``, the sides of a block.
-      dtype: the result's.
+      block_shape: ``(k, m, n)``, the size of a block along K, rows and N.
+      dtype: dtype of the output.
       implementation: ``"reference"`` or None; there is no kernel.
 
     Returns:
       ``[G, K, N]`` in ``dtype``; zeros for a group without tiles.
     """
-    return call(
-        RAGGED_CONTRACTION,
-        (lhs, rhs, groups),
-        block_shape,
-        implementation=implementation,
-        size=size,
-        block_shape=block_shape,
-        dtype=jnp.dtype(dtype),
-    )
+    options = {"size": size, "block_shape": block_shape, "dtype": jnp.dtype(dtype)}
+    operands = lhs, rhs, groups
+    return call(RAGGED_CONTRACTION, operands, block_shape, options, implementation)
 
 
 def _matmul_rule(
-    lhs: Quantized,
+    _lhs: Quantized,
     residual: Quantized | None,
     rhs: Quantized,
-    groups: jax.Array,
-    *,
+    *_groups: Any,
     block_shape: BlockShape,
-    dtype: Any,
+    **_options: Any,
 ) -> ShardingRule:
-    del lhs, groups, dtype
     _, k, n = block_shape
     columns = block_axis("n", rhs.codes.shape[1], n)
     depth = block_axis("k", rhs.codes.shape[2], k)
-    words: Any = Quantized
-    left = words(f"t . {depth.codes}", f"t . {depth.scales}")
-    right = words(*(f"e {n} {k}" for n, k in zip(columns, depth, strict=True)))
+    left, _ = layout_words(UNSHARDED_AXIS, depth, "t")
+    right, _ = layout_words(columns, depth, "e")
     operands = left, None if residual is None else left, right, "t"
     contracted = f"{depth.codes[0].strip(UNSHARDED)}e"
     return ShardingRule(operands, f"t . {columns.codes}", contracted)
@@ -108,27 +100,22 @@ def _matmul_rule(
 def _contraction_rule(
     lhs: Quantized,
     rhs: Quantized,
-    groups: jax.Array,
-    *,
-    size: int,
+    *_groups: Any,
     block_shape: BlockShape,
-    dtype: Any,
+    **_options: Any,
 ) -> ShardingRule:
-    del groups, size, dtype
     k, _, n = block_shape
     rows = block_axis("k", lhs.codes.shape[1], k)
     columns = block_axis("n", rhs.codes.shape[1], n)
-    words: Any = Quantized
-    left, right = (
-        words(f"t {axis.codes} .", f"t {axis.scales} .") for axis in (rows, columns)
-    )
+    left, _ = layout_words(rows, UNSHARDED_AXIS, "t")
+    right, _ = layout_words(columns, UNSHARDED_AXIS, "t")
     return ShardingRule((left, right, "t"), f"e {rows.codes} {columns.codes}", "t")
 
 
 def _matmul_on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> jax.Array:
-    """Multiplies the tiles whose groups this device has; the others give zeros."""
+    """Multiplies the tiles of this device's groups; other tiles give zeros."""
     lhs, residual, rhs, groups = operands
     groups = _local_groups(groups, len(rhs.codes), shard)
     part = run(lhs, residual, rhs, groups, **options)
@@ -138,7 +125,7 @@ def _matmul_on_shard(
 def _contraction_on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> jax.Array:
-    """Sums the products of this device's tiles, for the groups that it has."""
+    """Sums the products of this device's tiles, for this device's groups."""
     lhs, rhs, groups = operands
     size = options["size"] // shard.assignment.shard_count("e")
     groups = _local_groups(groups, size, shard)
@@ -147,26 +134,23 @@ def _contraction_on_shard(
 
 
 def _local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
-    """The groups' numbers, counted from the first of the ``size`` on this device."""
+    """Group indices relative to the first of the ``size`` groups on this device."""
     index = shard.assignment.shard_index("e").astype(jnp.int32)
     return groups - jnp.int32(size) * index
 
 
-RAGGED_MATMUL = register(
-    Op(
-        "ragged_matmul",
-        reference=grouped_reference.ragged_matmul,
-        sharding_rule=_matmul_rule,
-        on_shard=_matmul_on_shard,
-        stacks=False,
-    )
+RAGGED_MATMUL = Op(
+    "ragged_matmul",
+    reference=grouped_reference.ragged_matmul,
+    sharding_rule=_matmul_rule,
+    on_shard=_matmul_on_shard,
+    stacks=False,
 )
-RAGGED_CONTRACTION = register(
-    Op(
-        "ragged_contraction",
-        reference=grouped_reference.ragged_contraction,
-        sharding_rule=_contraction_rule,
-        on_shard=_contraction_on_shard,
-        stacks=False,
-    )
+RAGGED_CONTRACTION = Op(
+    "ragged_contraction",
+    reference=grouped_reference.ragged_contraction,
+    sharding_rule=_contraction_rule,
+    on_shard=_contraction_on_shard,
+    stacks=False,
 )
+register(RAGGED_MATMUL, RAGGED_CONTRACTION)

@@ -1,10 +1,13 @@
 """The record of one op.
 
-``Op`` holds all that the library knows of an op.  ``transformations`` makes the op from
-it as JAX sees it, ``dispatch`` chooses its kernel, and ``fbq_jax.sharding`` partitions
-it.  A new op is a record, a function that calls it, and an entry in ``fbq_jax.ops``.  A
-new backend is a function that says what it refuses, a name in
-``dispatch.IMPLEMENTATIONS``, and an entry in ``kernels`` of each op that it serves.
+``Op`` holds everything the library knows about an op.  ``transformations`` turns it
+into a function that JAX can transform, ``dispatch`` chooses its kernel, and
+``fbq_jax.sharding`` partitions it.
+
+To add an op, write a record and a function that calls it, and export the function from
+``fbq_jax.ops``.  To add a backend, write a function that says what it cannot run, add
+a name to ``dispatch.IMPLEMENTATIONS``, and add an entry to ``kernels`` of each op that
+the backend supports.
 """
 
 import dataclasses
@@ -19,12 +22,6 @@ from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
 
 
-def no_caveat(block_shape: Sequence[int], width: int | None) -> str:
-    """Adds nothing to a reason."""
-    del block_shape, width
-    return ""
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One backend's kernel for an op.
@@ -32,22 +29,18 @@ class Kernel:
     Attributes:
       module: the name of the module, imported when the kernel is first used.  It has a
         function with the op's name and the signature of its reference.
-      refusal: says why the kernel cannot run here with blocks of some shape, or returns
-        None if it can.
-      caveat: what the reason of a choice adds for blocks of some shape and rows of some
-        width.
-      blockless_module: the module for operands without blocks, if it is another one.
+      refusal: takes the shape of a block.  Returns the reason why the kernel cannot run
+        here with such blocks, or None if it can.
+      caveat: takes the shape of a block and the length of a row.  Returns text that is
+        appended to the reason for choosing this kernel.
+      blockless_module: the module for operands without blocks, if it is a different
+        one.
     """
 
     module: str
     refusal: Callable[[Sequence[int]], str | None]
-    caveat: Callable[[Sequence[int], int | None], str] = no_caveat
+    caveat: Callable[[Sequence[int], int | None], str] = lambda *_: ""
     blockless_module: str | None = None
-
-    def load(self, name: str, block_shape: Sequence[int]) -> Callable[..., Any]:
-        """Imports the kernel of the op with this name."""
-        blockless = self.blockless_module if not block_shape else None
-        return getattr(importlib.import_module(blockless or self.module), name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,16 +48,15 @@ class Op:
     """One op of the library.
 
     Attributes:
-      name: the op's function in ``fbq_jax.ops``.
+      name: the name of the op's function in ``fbq_jax.ops``.
       reference: the definition in ``jax.numpy``, which runs on any device.
-      sharding_rule: makes the op's rule from its operands' shapes and its options.
-      on_shard: computes a device's results, as
-        ``on_shard(run, shard, operands, options)``, where ``run`` is the op on one
-        device.
+      sharding_rule: makes the op's rule from its operands and options.
+      on_shard: computes the results of one device, called as
+        ``on_shard(run, shard, operands, options)``; ``run`` is the op on one device.
       stacks: whether the leading axis of every array is a stack of independent
-        matrices.  ``vmap`` then stacks a mapped axis into it; otherwise it maps the
-        reference.
-      kernels: by the names of their backends.
+        matrices.  If so, ``vmap`` merges a mapped axis into it; otherwise ``vmap`` maps
+        the reference.
+      kernels: the kernel of each backend, by the backend's name.
     """
 
     name: str
@@ -80,19 +72,22 @@ class Op:
         """The function of the implementation with this name."""
         if name == "reference":
             return self.reference
-        return self.kernels[name].load(self.name, block_shape)
+        kernel = self.kernels[name]
+        blockless_module = None if block_shape else kernel.blockless_module
+        module = importlib.import_module(blockless_module or kernel.module)
+        return getattr(module, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalOp:
-    """An op on one device, by one implementation."""
+    """One implementation of an op, run on one device."""
 
     op: Op
     implementation: str
     block_shape: tuple[int, ...]
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        """Computes the op."""
+        """Runs the op."""
         function = self.op.implementation(self.implementation, self.block_shape)
         run = functools.partial(function, **options)
         if self.implementation == "reference":
@@ -105,7 +100,6 @@ class LocalOp:
 OPS: dict[str, Op] = {}
 
 
-def register(op: Op) -> Op:
-    """Adds an op to the library's ops."""
-    OPS[op.name] = op
-    return op
+def register(*ops: Op) -> None:
+    """Adds ops to ``OPS``, by name."""
+    OPS.update({op.name: op for op in ops})

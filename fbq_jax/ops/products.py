@@ -46,25 +46,25 @@ def matmul(
     ``[B, P, N, R]`` of ``quantize_vectors``, whose products are summed in float32.
 
     Args:
-      lhs: codes int8 and scales float32, one a block.
+      lhs: codes int8 and scales float32, one per block.
       residual: a second term of lhs, of the same shapes, or None.
-      rhs: codes int8 and scales float32, one a block.
-      block_shape: ``(m, k, n)``, the sides of a block.
-      dtype: the result's.
-      reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``, in which devices sum partial
-        products; by default the dtype of the result.
-      seeds: uint32 ``[B]``, of the noise of a sum in INT8.
-      implementation: as ``dispatch.choose`` takes it.
+      rhs: codes int8 and scales float32, one per block.
+      block_shape: ``(m, k, n)``, the size of a block along M, K and N.
+      dtype: dtype of the output.
+      reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``: the dtype in which devices
+        exchange and sum partial products.  By default the dtype of the output.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding with ``reduce="int8"``.
+      implementation: as in ``dispatch.choose``.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]`` in ``dtype``.
 
     Raises:
-      ValueError: a sum in INT8 has no seeds, or another sum has seeds.
+      ValueError: if ``reduce="int8"`` has no seeds, or another ``reduce`` has seeds.
     """
     if (reduce == "int8") != (seeds is not None):
         raise ValueError(
-            "matmul takes seeds for reduce='int8', and for nothing else; got "
+            "matmul takes seeds if and only if reduce='int8'; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
     has_blocks = residual is not None or not _has_row_scales(rhs, block_shape)
@@ -72,24 +72,18 @@ def matmul(
     if 0 in (*lhs.codes.shape, *rhs.codes.shape):
         dispatch.choose("matmul", sides, implementation=implementation)
         implementation = "reference"  # No kernel starts on empty operands.
-    return call(
-        MATMUL,
-        (lhs, residual, rhs, *(() if seeds is None else (seeds,))),
-        sides,
-        implementation=implementation,
-        block_shape=block_shape,
-        dtype=jnp.dtype(dtype),
-        reduce=reduce,
-    )
+    operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
+    options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype), "reduce": reduce}
+    return call(MATMUL, operands, sides, options, implementation)
 
 
 def _has_row_scales(rhs: Quantized, block_shape: BlockShape) -> bool:
-    """Whether a product, or that of each part, has one scale a row of lhs and rhs."""
+    """Whether lhs and rhs, or their parts, have one scale per row."""
     return block_shape[0] == block_shape[2] == 1 and rhs.scales.shape[-1] == 1
 
 
 def _has_parts(rhs: Quantized, block_shape: BlockShape) -> bool:
-    """Whether the operands are parts ``[B, P, ., R]`` with their own scales."""
+    """Whether the operands are parts ``[B, P, ..., R]`` with their own scales."""
     return block_shape[0] == block_shape[2] == 1 and rhs.scales.ndim == 4
 
 
@@ -99,10 +93,8 @@ def _matmul_rule(
     rhs: Quantized,
     *seeds: jax.Array,
     block_shape: BlockShape,
-    dtype: Any,
-    reduce: str | None,
+    **_options: Any,
 ) -> ShardingRule:
-    del dtype, reduce
     m, k, n = block_shape
     stack = "b"
     columns = block_axis("n", rhs.codes.shape[1], n)
@@ -130,7 +122,7 @@ def _matmul_rule(
 def _matmul_on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> jax.Array:
-    """The product of this device's shards, summed over the devices."""
+    """Multiplies this device's shards and sums the products of all devices."""
     lhs, residual, rhs, *seeds = operands
     dtype, reduce = options["dtype"], options["reduce"]
     block_shape, partial_dtype = options["block_shape"], dtype
@@ -158,12 +150,12 @@ def _multiply(
     *,
     dtype: Any,
 ) -> jax.Array:
-    """The product of matrices with merged rows, or of parts."""
+    """Multiplies matrices with merged rows, or sums the products of parts."""
     if _has_row_scales(rhs, block_shape):
         block_shape = (1, lhs.codes.shape[-1], 1)
     if not _has_parts(rhs, block_shape):
         return run(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
-    # One after the other: all at once they need memory for P sums in float32.
+    # One after the other: all at once, the P products would need memory in float32.
     total = jnp.float32(0.0)
     for i in range(lhs.codes.shape[1]):
         left, right = jax.tree.map(lambda x, i=i: x[:, i], (lhs, rhs))
@@ -172,19 +164,18 @@ def _multiply(
 
 
 _XLA = "fbq_jax.kernels.xla_gemm"
-MATMUL = register(
-    Op(
-        "matmul",
-        reference=reference.matmul,
-        sharding_rule=_matmul_rule,
-        on_shard=_matmul_on_shard,
-        kernels={
-            "mosaic": Kernel(
-                "fbq_jax.kernels.mosaic.gemm", mosaic_refusal, blockless_module=_XLA
-            ),
-            "triton": Kernel(
-                "fbq_jax.kernels.triton.gemm", triton_refusal, blockless_module=_XLA
-            ),
-        },
-    )
+MATMUL = Op(
+    "matmul",
+    reference=reference.matmul,
+    sharding_rule=_matmul_rule,
+    on_shard=_matmul_on_shard,
+    kernels={
+        "mosaic": Kernel(
+            "fbq_jax.kernels.mosaic.gemm", mosaic_refusal, blockless_module=_XLA
+        ),
+        "triton": Kernel(
+            "fbq_jax.kernels.triton.gemm", triton_refusal, blockless_module=_XLA
+        ),
+    },
 )
+register(MATMUL)

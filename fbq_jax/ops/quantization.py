@@ -1,4 +1,4 @@
-"""The ops that quantize matrices, and the one that measures their blocks."""
+"""The ops that quantize matrices, and the op that measures their blocks."""
 
 import functools
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from fbq_jax.sharding.rule_language import (
 )
 from fbq_jax.sharding.split_block_scales import quantize_split_blocks
 
-# The granularity without blocks: the rows of a kernel's tile, and the columns that a
-# thread stores at once.
+# The granularity of operands without blocks: the rows of a kernel's tile, and the
+# columns that a thread stores at once.
 VECTOR_GRANULARITY = (64, 16)
 
 
@@ -43,29 +43,22 @@ def quantize(
     colwise: Rounding | None,
     implementation: str | None = None,
 ) -> Layouts:
-    """Quantizes matrices to INT8 with one scale a block.
+    """Quantizes matrices to INT8 with one scale per block.
 
     Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``, or ``[B, G, R, C]`` of G times R
-        rows, whose colwise codes are ``[B, C, G, R]``.
-      seeds: uint32 ``[B]``, of the noise of stochastic rounding.
-      block: the rows and columns of a block.
-      rowwise: the rounding of the rowwise codes; None for no such codes.
-      colwise: the rounding of the colwise codes; None for no such codes.
-      implementation: as ``dispatch.choose`` takes it.
+      x: bfloat16, float16 or float32 ``[B, R, C]``, or ``[B, G, R, C]`` with
+        ``G * R`` rows, whose colwise codes are ``[B, C, G, R]``.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      block: rows and columns of a block.
+      rowwise: the rounding of the rowwise codes, or None to omit them.
+      colwise: the rounding of the colwise codes, or None to omit them.
+      implementation: as in ``dispatch.choose``.
 
     Returns:
       What ``kernels.reference.quantize`` returns.
     """
-    return call(
-        QUANTIZE,
-        (x, seeds),
-        block,
-        implementation=implementation,
-        block=block,
-        rowwise=rowwise,
-        colwise=colwise,
-    )
+    options = {"block": block, "rowwise": rowwise, "colwise": colwise}
+    return call(QUANTIZE, (x, seeds), block, options, implementation)
 
 
 def quantize_vectors(
@@ -78,32 +71,25 @@ def quantize_vectors(
     per_tensor: bool = False,
     implementation: str | None = None,
 ) -> Layouts:
-    """Quantizes matrices to INT8 with one scale a row, or a column.
+    """Quantizes matrices to INT8 with one scale per row or column.
 
     Args:
-      x: ``[B, R, C]`` or ``[B, G, R, C]`` as in ``quantize``.  With seeds ``[B, P]`` it
-        is ``[B, P, R, C]``: each of the P parts of a matrix has its own scales and
+      x: ``[B, R, C]`` or ``[B, G, R, C]`` as in ``quantize``; ``[B, P, R, C]`` with
+        seeds ``[B, P]``.  Then each of the P parts of a matrix has its own scales and
         noise, and colwise codes are ``[B, P, C, R]``.
-      seeds: uint32 ``[B]`` or ``[B, P]``, of the noise of stochastic rounding.
-      rowwise: the rounding of the rowwise codes; None for no such codes.
-      colwise: the rounding of the colwise codes; None for no such codes.
+      seeds: uint32 ``[B]`` or ``[B, P]``, the seeds of stochastic rounding.
+      rowwise: the rounding of the rowwise codes, or None to omit them.
+      colwise: the rounding of the colwise codes, or None to omit them.
       bound: the value that ``max |x|`` is scaled to.
-      per_tensor: gives all of a matrix one scale.
-      implementation: as ``dispatch.choose`` takes it.
+      per_tensor: whether all rows and columns of a matrix share one scale.
+      implementation: as in ``dispatch.choose``.
 
     Returns:
       What ``kernels.reference.quantize_vectors`` returns.
     """
-    return call(
-        QUANTIZE_VECTORS,
-        (x, seeds),
-        (),
-        implementation=implementation,
-        rowwise=rowwise,
-        colwise=colwise,
-        bound=bound,
-        per_tensor=per_tensor,
-    )
+    roundings = {"rowwise": rowwise, "colwise": colwise}
+    options = {**roundings, "bound": bound, "per_tensor": per_tensor}
+    return call(QUANTIZE_VECTORS, (x, seeds), (), options, implementation)
 
 
 def quantize_fallback(
@@ -121,24 +107,17 @@ def quantize_fallback(
     Args:
       x: ``[B, R, C]`` or ``[B, G, R, C]`` as in ``quantize``.
       theta: float32 ``[B]``, the thresholds.
-      seeds: uint32 ``[B]``, of the noise of stochastic rounding.
-      block: the rows and columns of a block.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      block: rows and columns of a block.
       criterion: the metric, ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
-      colwise: the rounding of the colwise codes; None for no such codes.
-      implementation: as ``dispatch.choose`` takes it.
+      colwise: the rounding of the colwise codes, or None to omit them.
+      implementation: as in ``dispatch.choose``.
 
     Returns:
       What ``kernels.reference.quantize_fallback`` returns.
     """
-    return call(
-        QUANTIZE_FALLBACK,
-        (x, theta, seeds),
-        block,
-        implementation=implementation,
-        block=block,
-        criterion=criterion,
-        colwise=colwise,
-    )
+    options = {"block": block, "criterion": criterion, "colwise": colwise}
+    return call(QUANTIZE_FALLBACK, (x, theta, seeds), block, options, implementation)
 
 
 def block_metric(
@@ -148,31 +127,25 @@ def block_metric(
     criterion: Criterion,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Measures blocks as ``quantize_fallback`` does: float32, one value a block.
+    """Computes the metric of ``quantize_fallback``: float32, one value per block.
 
     Args:
       x: ``[B, R, C]`` or ``[B, G, R, C]`` as in ``quantize``.
-      block: the rows and columns of a block.
+      block: rows and columns of a block.
       criterion: the metric, ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
-      implementation: as ``dispatch.choose`` takes it.
+      implementation: as in ``dispatch.choose``.
     """
-    return call(
-        BLOCK_METRIC,
-        (x,),
-        block,
-        implementation=implementation,
-        block=block,
-        criterion=criterion,
-    )
+    options = {"block": block, "criterion": criterion}
+    return call(BLOCK_METRIC, (x,), block, options, implementation)
 
 
 def if_wanted(words: Any, rounding: str | None) -> Any:
-    """The words of codes, or None where no rounding asks for such codes."""
+    """The words of a layout, or None if the layout has no rounding."""
     return None if rounding is None else words
 
 
 def block_layouts(shape: tuple[int, ...], block: Block) -> Any:
-    """The words of the rowwise and the colwise codes and scales of matrices."""
+    """The words of the codes and scales of matrices, rowwise and colwise."""
     return layout_words(row_axes(shape, block[0]), block_axis("j", shape[-1], block[1]))
 
 
@@ -184,14 +157,14 @@ def round_on_shard(
     *,
     columns_of: Callable[[int], int] = lambda width: width,
 ) -> Any:
-    """Runs an op that rounds, with the noise of the shard's place in the whole.
+    """Runs an op that rounds, with the noise at the shard's offset.
 
     Args:
       run: the op on one device.
-      shard: this device's share.
-      operands: the first has the rows of what is rounded.
-      options: the op's.
-      columns_of: the number of columns that are rounded, given the first operand's.
+      shard: this device's share of the op.
+      operands: the operands of the op; the first has the rows of the rounded matrix.
+      options: the options of the op.
+      columns_of: maps the first operand's columns to those of the rounded matrix.
     """
     x = operands[0]
     groups = x.shape[1] if "g" in shard.rule.operands[0] else 1
@@ -200,18 +173,12 @@ def round_on_shard(
 
 
 def _quantize_rule(
-    x: jax.Array,
-    seeds: jax.Array,
-    *,
-    block: Block,
-    rowwise: str | None,
-    colwise: str | None,
+    x: jax.Array, *_seeds: Any, block: Block, rowwise: str | None, colwise: str | None
 ) -> ShardingRule:
-    del seeds
-    by_rows, by_columns = block_layouts(x.shape, block)
-    results = Layouts(if_wanted(by_rows, rowwise), if_wanted(by_columns, colwise))
+    row_words, column_words = block_layouts(x.shape, block)
+    results = Layouts(if_wanted(row_words, rowwise), if_wanted(column_words, colwise))
     splittable = "ij" if x.ndim == 3 else "j"
-    return ShardingRule((by_rows.codes, "b"), results, splittable=splittable)
+    return ShardingRule((row_words.codes, "b"), results, splittable=splittable)
 
 
 def _quantize_on_shard(
@@ -229,21 +196,21 @@ def _vectors_rule(
     *,
     rowwise: str | None,
     colwise: str | None,
-    bound: float,
-    per_tensor: bool,
+    **_options: Any,
 ) -> ShardingRule:
-    del bound, per_tensor
     stack = "b" if seeds.ndim == 1 else "b p"
     row = block_axis("i", x.shape[-2], VECTOR_GRANULARITY[0]).codes
     if x.ndim == 4 and seeds.ndim == 1:
         row = f"g {row}"
     column = block_axis("j", x.shape[-1], VECTOR_GRANULARITY[1]).codes
-    by_rows, _ = layout_words(AxisWords(row, row), AxisWords(column, UNSHARDED), stack)
-    _, by_columns = layout_words(
+    row_words, _ = layout_words(
+        AxisWords(row, row), AxisWords(column, UNSHARDED), stack
+    )
+    _, column_words = layout_words(
         AxisWords(row, UNSHARDED), AxisWords(column, column), stack
     )
-    results = Layouts(if_wanted(by_rows, rowwise), if_wanted(by_columns, colwise))
-    return ShardingRule((by_rows.codes, stack), results)
+    results = Layouts(if_wanted(row_words, rowwise), if_wanted(column_words, colwise))
+    return ShardingRule((row_words.codes, stack), results)
 
 
 def _vectors_on_shard(
@@ -271,67 +238,48 @@ def _quantize_parts(
 
 
 def _fallback_rule(
-    x: jax.Array,
-    theta: jax.Array,
-    seeds: jax.Array,
-    *,
-    block: Block,
-    criterion: str,
-    colwise: str | None,
+    x: jax.Array, *_operands: Any, block: Block, colwise: str | None, **_options: Any
 ) -> ShardingRule:
-    del theta, seeds, criterion
-    main, by_columns = block_layouts(x.shape, block)
-    results = FallbackQuantized(main, main, main.scales, if_wanted(by_columns, colwise))
+    main, column_words = block_layouts(x.shape, block)
+    results = FallbackQuantized(
+        main, main, main.scales, if_wanted(column_words, colwise)
+    )
     return ShardingRule((main.codes, "b", "b"), results)
 
 
-def _metric_rule(x: jax.Array, *, block: Block, criterion: str) -> ShardingRule:
-    del criterion
+def _metric_rule(x: jax.Array, *, block: Block, **_options: Any) -> ShardingRule:
     main, _ = block_layouts(x.shape, block)
     return ShardingRule((main.codes,), main.scales)
 
 
-def _metric_on_shard(
-    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
-) -> jax.Array:
-    return shard.run(run, operands, **options)
-
-
-QUANTIZE = register(
-    Op(
-        "quantize",
-        reference=reference.quantize,
-        sharding_rule=_quantize_rule,
-        on_shard=_quantize_on_shard,
-        kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
-    )
+QUANTIZE = Op(
+    "quantize",
+    reference=reference.quantize,
+    sharding_rule=_quantize_rule,
+    on_shard=_quantize_on_shard,
+    kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
 )
-QUANTIZE_VECTORS = register(
-    Op(
-        "quantize_vectors",
-        reference=reference.quantize_vectors,
-        sharding_rule=_vectors_rule,
-        on_shard=_vectors_on_shard,
-        kernels=triton_kernels(
-            "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
-        ),
-    )
+QUANTIZE_VECTORS = Op(
+    "quantize_vectors",
+    reference=reference.quantize_vectors,
+    sharding_rule=_vectors_rule,
+    on_shard=_vectors_on_shard,
+    kernels=triton_kernels(
+        "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
+    ),
 )
-QUANTIZE_FALLBACK = register(
-    Op(
-        "quantize_fallback",
-        reference=reference.quantize_fallback,
-        sharding_rule=_fallback_rule,
-        on_shard=round_on_shard,
-        kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
-    )
+QUANTIZE_FALLBACK = Op(
+    "quantize_fallback",
+    reference=reference.quantize_fallback,
+    sharding_rule=_fallback_rule,
+    on_shard=round_on_shard,
+    kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
 )
-BLOCK_METRIC = register(
-    Op(
-        "block_metric",
-        reference=reference.block_metric,
-        sharding_rule=_metric_rule,
-        on_shard=_metric_on_shard,
-        kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
-    )
+BLOCK_METRIC = Op(
+    "block_metric",
+    reference=reference.block_metric,
+    sharding_rule=_metric_rule,
+    on_shard=lambda run, shard, operands, options: shard.run(run, operands, **options),
+    kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
 )
+register(QUANTIZE, QUANTIZE_VECTORS, QUANTIZE_FALLBACK, BLOCK_METRIC)

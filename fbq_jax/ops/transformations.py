@@ -1,7 +1,7 @@
-"""How JAX's transformations see an op: ``jit``, ``vmap``, ``grad`` and partitioning."""
+"""Ops under JAX's transformations: ``jit``, ``vmap``, ``grad`` and partitioning."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,28 +13,26 @@ from fbq_jax.ops import dispatch
 from fbq_jax.ops.op import LocalOp, Op
 from fbq_jax.sharding.layer_names import record_layer
 from fbq_jax.sharding.local_ops import Shard
-from fbq_jax.sharding.partitioning import partitioned
+from fbq_jax.sharding.partitioning import call_partitioned
 
 
 def call(
     op: Op,
     operands: tuple[Any, ...],
     block_shape: Sequence[int],
-    /,
-    *,
-    width: int | None = None,
+    options: Mapping[str, Any],
     implementation: str | None,
-    **options: Any,
+    width: int | None = None,
 ) -> Any:
     """Calls an op.
 
     Args:
-      op: its record.
+      op: the record of the op.
       operands: arrays, or trees of arrays.
-      block_shape: what ``dispatch.choose`` takes as ``sides``.
-      width: as ``dispatch.choose`` takes it.
-      implementation: as ``dispatch.choose`` takes it.
-      options: the op's keyword arguments, which are hashable.
+      block_shape: the shape of a block, ``sides`` of ``dispatch.choose``.
+      options: the op's keyword arguments, which must be hashable.
+      implementation: as in ``dispatch.choose``.
+      width: as in ``dispatch.choose``.
     """
     choice = dispatch.choose(
         op.name, block_shape, width=width, implementation=implementation
@@ -49,18 +47,22 @@ def call(
 def _transformed(
     run: LocalOp, options: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
-    """The op as JAX's transformations see it.
+    """The op as a function that JAX can transform.
 
-    Kernels have no batching rule, so ``vmap`` has one here.  There is no derivative:
-    that of rounding is 0, which would pass for an answer where the gradient of a
-    quantized dot is differentiated once more.
+    Kernels have no batching rule, so this defines one.  Differentiation raises an
+    error.  Rounding has derivative 0, so without the error, a second derivative of a
+    quantized dot would silently be wrong.
     """
     op = run.op
     rule_of = functools.partial(op.sharding_rule, **dict(options))
-    local = functools.partial(_on_shard, run, options)
-    # Compiled as a whole even where the caller is not: op by op, the reference would
-    # compile some sixty programs.
-    mapped = custom_vmap(jax.jit(partitioned(op.name, rule_of, local)))
+
+    def local(shard: Shard, *operands: Any) -> Any:
+        return op.on_shard(run, shard, operands, dict(options))
+
+    # jit: outside a compiled function, the reference would otherwise compile some sixty
+    # programs, one per operation.
+    call_op = functools.partial(call_partitioned, op.name, rule_of, local)
+    mapped = custom_vmap(jax.jit(call_op))
     if op.stacks:
         mapped.def_vmap(functools.partial(_map_stacked, op.name, mapped))
     else:
@@ -71,17 +73,6 @@ def _transformed(
     return transformed
 
 
-def _on_shard(
-    run: LocalOp, options: tuple[tuple[str, Any], ...], shard: Shard
-) -> Callable[..., Any]:
-    """The function of one device's operands."""
-
-    def local(*operands: Any) -> Any:
-        return run.op.on_shard(run, shard, operands, dict(options))
-
-    return local
-
-
 def _map_stacked(
     name: str,
     mapped: Callable[..., Any],
@@ -89,10 +80,9 @@ def _map_stacked(
     in_batched: Sequence[Any],
     *args: Any,
 ) -> tuple[Any, Any]:
-    """Stacks a mapped axis into the leading one.
+    """Merges a mapped axis into the leading one.
 
-    Seeds that are not mapped are made to differ, so that mapped examples draw different
-    noise.
+    Each mapped example gets its own seeds, so that examples draw different noise.
     """
 
     def stack(x: jax.Array, batched: bool) -> jax.Array:
@@ -113,10 +103,7 @@ def _map_stacked(
 
 
 def _map_reference(
-    reference: Callable[..., Any],
-    axis_size: int,
-    in_batched: Sequence[Any],
-    *args: Any,
+    reference: Callable[..., Any], axis_size: int, in_batched: Sequence[Any], *args: Any
 ) -> tuple[Any, Any]:
     """Maps the reference, which is not partitioned."""
     axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))

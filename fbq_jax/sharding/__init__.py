@@ -1,1 +1,1 @@
-"""Partitions ops over the devices of a mesh."""
+"""Partitioning of ops over the devices of a mesh."""

@@ -1,9 +1,9 @@
 """Assigns the axes of a mesh to the factors of an op.
 
-A factor is sharded between units of its granularity.  Where a mesh asks for shards that
-are no whole units, the axis is split over fewer devices, or over none, and devices
-repeat each other's work; or, where the rule allows it, blocks are split between devices
-(``fbq_jax.sharding.split_block_scales``).  A warning says so.
+Shards consist of complete units of a factor's granularity.  If a mesh asks for other
+shards, the axis is split over fewer devices or none, and devices repeat each other's
+work.  If the rule allows it, blocks are split between devices instead
+(``fbq_jax.sharding.split_block_scales``).  A warning reports both.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class ShardAssignment(NamedTuple):
     """The axes of a mesh that shard each factor; a missing factor is not sharded.
 
     Attributes:
-      mesh_axes: shard a factor between units of its granularity, the major axis first.
-      reduce_scatter_axes: shard a result's factor beyond ``mesh_axes``, because the sum
-        over a contraction is scattered over them.
-      intra_block_axes: split the units of a factor, beyond ``mesh_axes``.
+      mesh_axes: the axes that shard a factor between units, the major axis first.
+      reduce_scatter_axes: additional axes that shard a factor of the result, because
+        the sum over a contraction is scattered over them.
+      intra_block_axes: additional axes that split the units of a factor.
       mesh_shape: the size of each axis of the mesh.
     """
 
@@ -46,7 +46,7 @@ class ShardAssignment(NamedTuple):
     mesh_shape: Mapping[str, int]
 
     def axes_of(self, factors: str) -> MeshAxes:
-        """The axes of the mesh that shard an operand along any of the factors."""
+        """The mesh axes that shard an operand along any of the factors."""
         assigned = self.mesh_axes, self.intra_block_axes
         return tuple(
             axis
@@ -56,7 +56,7 @@ class ShardAssignment(NamedTuple):
         )
 
     def device_count(self, axes: Iterable[str]) -> int:
-        """The number of devices along axes of the mesh."""
+        """The number of devices along these mesh axes."""
         return _device_count(axes, self.mesh_shape)
 
     def shard_count(self, factor: str) -> int:
@@ -74,9 +74,9 @@ UNASSIGNED = ShardAssignment({}, {}, {}, {})
 
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
-    """An array and the axes of the mesh that shard each of its axes.
+    """An array and the mesh axes that shard each of its axes.
 
-    ``mesh_axes`` is None for an axis whose sharding no axes of the mesh express.
+    ``mesh_axes`` has None for an axis whose sharding mesh axes cannot express.
     """
 
     shape: tuple[int, ...]
@@ -87,16 +87,16 @@ class ShardedArray:
 def factor_mesh_axes(mesh: Mesh, arrays: Any) -> tuple[Mesh, Any]:
     """Splits the axes of a mesh into axes of prime size.
 
-    Shardy may shard an array over a part of a mesh axis, which JAX has no name for.
-    The prime factors of an axis can be ordered in several ways; the order is one in
-    which the new axes express the sharding of every array, if there is such an order.
+    Shardy may shard an array over part of a mesh axis, for which JAX has no name.  The
+    prime factors of an axis can be ordered in several ways.  The order is chosen so
+    that the new axes express the sharding of every array, if that is possible.
 
     Args:
       mesh: the mesh.
       arrays: a tree of shapes with shardings.
 
     Returns:
-      A mesh with axes such as ``"data/0"``, and the tree of ``ShardedArray``.
+      A mesh with axes such as ``"data/0"``, and a tree of ``ShardedArray``.
     """
     orders = [
         sorted({*itertools.permutations(_prime_factors(n))})
@@ -110,7 +110,7 @@ def factor_mesh_axes(mesh: Mesh, arrays: Any) -> tuple[Mesh, Any]:
 def _read(
     mesh: Mesh, arrays: Any, primes: tuple[tuple[int, ...], ...]
 ) -> tuple[Mesh, Any]:
-    """The mesh with its axes split in this order, and the arrays on it."""
+    """The mesh with its axes split into these primes, and the arrays on it."""
     sizes = {
         f"{axis}/{i}": prime
         for axis, factors in zip(mesh.shape, primes, strict=True)
@@ -138,7 +138,7 @@ def _prime_factors(size: int) -> list[int]:
 
 
 def _read_array(mesh: Mesh, array: Any) -> ShardedArray:
-    # The shards' slices of an array that every sharding divides.
+    # The slices of an array whose axes are divisible by every number of shards.
     shape = (mesh.size,) * len(array.shape)
     slices = array.sharding.devices_indices_map(shape)
     starts = {
@@ -152,9 +152,9 @@ def _read_array(mesh: Mesh, array: Any) -> ShardedArray:
 
 
 def _axes_along(mesh: Mesh, starts: Mapping[jax.Device, int]) -> MeshAxes | None:
-    """The axes of the mesh along which shards start elsewhere, the major one first.
+    """The mesh axes along which the starts of shards change, the major axis first.
 
-    Returns None if the starts do not follow the axes of the mesh.
+    Returns None if mesh axes do not determine the starts.
     """
     grid = np.vectorize(starts.__getitem__, otypes=[int])(mesh.devices)
     steps = {
@@ -168,7 +168,7 @@ def _axes_along(mesh: Mesh, starts: Mapping[jax.Device, int]) -> MeshAxes | None
 
 
 class _ShardedAxis(NamedTuple):
-    """An axis of an array with its factor, and the mesh axes that shard it."""
+    """An axis of an array, its factor, and the mesh axes that shard it."""
 
     factor: str
     granularity: int
@@ -196,7 +196,7 @@ def _largest(words: Any, arrays: Any) -> list[_ShardedAxis]:
 
 
 class _Assigner:
-    """Assigns each axis of a mesh to the first factor that asks for it."""
+    """Assigns each mesh axis to the first factor that it shards."""
 
     def __init__(self, mesh_shape: Mapping[str, int]):
         self.mesh_shape = mesh_shape
@@ -204,7 +204,7 @@ class _Assigner:
         self.intra_block_axes: dict[str, MeshAxes] = {}
 
     def assign(self, axis: _ShardedAxis, splittable: str) -> None:
-        """Shards a factor as an array's axis is, as far as that is possible."""
+        """Shards a factor like an array's axis, as far as possible."""
         if axis.factor in (UNSHARDED, *self.mesh_axes, *self.intra_block_axes):
             return
         assigned = self.mesh_axes.values(), self.intra_block_axes.values()
@@ -223,17 +223,18 @@ class _Assigner:
 def assign_mesh_axes(
     rule: ShardingRule, operands: tuple[Any, ...], results: Any, mesh: Mesh
 ) -> ShardAssignment:
-    """Decides which factor of an op each axis of the mesh shards.
+    """Decides which factor of an op each mesh axis shards.
 
-    A contracted factor is sharded over the axes that shard it in all operands.  Every
-    other factor is sharded as in the result of a contraction, or else as in the
-    operands; of each operand the largest array decides.
+    A contracted factor is sharded over the axes that shard it in all operands.  If
+    there is a contraction, other factors are sharded as in the result, or else as in
+    the operands.  Without a contraction, operands come before the result.  The largest
+    array of each operand decides.
 
     Args:
-      rule: the op's.
+      rule: the sharding rule of the op.
       operands: trees of ``ShardedArray``.
       results: a tree of ``ShardedArray``.
-      mesh: from ``factor_mesh_axes``.
+      mesh: the mesh of ``factor_mesh_axes``.
     """
     assigner = _Assigner(mesh.shape)
     given = [
@@ -245,7 +246,7 @@ def assign_mesh_axes(
     for factor in rule.contracted:
         assigner.assign(_common_axis(factor, given), rule.splittable)
     for axes in [result, *given] if rule.contracted else [*given, result]:
-        # A block that one device holds whole is not split because of the result.
+        # The sharding of the result is no reason to split blocks of an operand.
         splittable = "" if axes is result else rule.splittable
         for axis in axes:
             if axis.factor not in rule.contracted:
@@ -259,7 +260,7 @@ def assign_mesh_axes(
 
 
 def _common_axis(factor: str, operands: list[list[_ShardedAxis]]) -> _ShardedAxis:
-    """A factor's axis with the mesh axes that shard it in every operand that has it."""
+    """A factor's axis, with the mesh axes that shard it in every operand with it."""
     first, *others = (a for axes in operands for a in axes if a.factor == factor)
     names = (n for n in first.mesh_axes if all(n in a.mesh_axes for a in others))
     return first._replace(mesh_axes=tuple(names))
@@ -268,7 +269,7 @@ def _common_axis(factor: str, operands: list[list[_ShardedAxis]]) -> _ShardedAxi
 def _reduce_scatter_axes(
     rule: ShardingRule, assigner: _Assigner, axes: list[_ShardedAxis]
 ) -> dict[str, MeshAxes]:
-    """The axes that share out the sum over a contraction, by factor of the result."""
+    """The axes that scatter the sum over a contraction, by factor of the result."""
     summed = {n for f in rule.contracted for n in assigner.mesh_axes.get(f, ())}
     scattered: dict[str, MeshAxes] = {}
     for axis in axes:
@@ -288,21 +289,21 @@ def warn_misaligned_shards(
     operands: tuple[Any, ...],
     assignment: ShardAssignment,
 ) -> None:
-    """Warns where shards are not whole units, and says what that costs.
+    """Warns if shards are not complete units, and says what that costs.
 
-    A cause is a mesh axis that shards an axis of some size; it gives one warning for
-    each layer, however many ops of the layer meet it.
+    Mesh axes that shard an axis of some size cause one warning per layer, however many
+    ops of the layer have such an axis.
 
     Args:
-      name: the op's.
-      rule: the op's.
+      name: the name of the op.
+      rule: the sharding rule of the op.
       operands: trees of ``ShardedArray``.
-      assignment: from ``assign_mesh_axes``.
+      assignment: the result of ``assign_mesh_axes``.
     """
     fields = assignment[:3]
     used = {name for field in fields for axes in field.values() for name in axes}
     for words, array in pair_leaves(rule.operands, operands):
-        if len(array.shape) < 3:  # A norm's scale and the like are cheap to gather.
+        if len(array.shape) < 3:  # Small arrays, such as a norm's scale.
             continue
         for i, axis in enumerate(_sharded_axes(words, array)):
             is_split = axis.factor in assignment.intra_block_axes
@@ -311,12 +312,13 @@ def warn_misaligned_shards(
             ):
                 continue
             over = _mesh_axis_names(axis, assignment.mesh_shape)
-            text = _misalignment(axis, f"axis {i} of {_type_of(array)}", over, is_split)
+            where = f"axis {i} of {array.dtype}{list(array.shape)}"
+            text = _misalignment(axis, where, over, is_split)
             warn_once(name, operands, (over, axis.size), text)
 
 
 def _is_aligned(axis: _ShardedAxis, assignment: ShardAssignment) -> bool:
-    """Whether every shard of an axis is made of whole units."""
+    """Whether every shard of an axis consists of complete units."""
     shards = assignment.device_count(axis.mesh_axes)
     return axis.is_expressed and (
         shards == 1 or (axis.factor != UNSHARDED and axis.units % shards == 0)
@@ -324,7 +326,7 @@ def _is_aligned(axis: _ShardedAxis, assignment: ShardAssignment) -> bool:
 
 
 def _misalignment(axis: _ShardedAxis, where: str, over: str, is_split: bool) -> str:
-    problem = "the op needs whole rows"
+    problem = "the op cannot shard this axis"
     if axis.granularity > 1:
         problem = f"shards are not multiples of {axis.granularity}"
     elif axis.factor != UNSHARDED:
@@ -336,17 +338,13 @@ def _misalignment(axis: _ShardedAxis, where: str, over: str, is_split: bool) -> 
     )
     return (
         f"{where} is sharded over {over}, but {problem}: {cost}. Pad the axis or shard "
-        "another one. If no sharding of yours asks for this, XLA chose it; a sharding "
+        "another one. If you did not request this sharding, XLA chose it; a sharding "
         "constraint prevents it."
     )
 
 
-def _type_of(array: ShardedArray) -> str:
-    return f"{array.dtype}{list(array.shape)}"
-
-
 def _mesh_axis_names(axis: _ShardedAxis, mesh_shape: Mapping[str, int]) -> str:
-    """The axes of the user's mesh, with the sizes of what shards this axis."""
+    """The axes of the user's mesh that shard this axis, with the number of shards."""
     sizes: dict[str, int] = {}
     for name in axis.mesh_axes:
         full = name.rpartition("/")[0]
@@ -355,7 +353,7 @@ def _mesh_axis_names(axis: _ShardedAxis, mesh_shape: Mapping[str, int]) -> str:
 
 
 def _dividing(axes: MeshAxes, size: int, mesh_shape: Mapping[str, int]) -> MeshAxes:
-    """As many axes, from the major one on, as together divide a size."""
+    """The longest prefix of the axes whose number of devices divides a size."""
     while size % _device_count(axes, mesh_shape):
         axes = axes[:-1]
     return axes

@@ -1,11 +1,11 @@
 """Sums a product over the devices that share its contraction.
 
-In floating point XLA's own collectives sum.  In INT8, which is for gradients, each
-device quantizes its partial sum in blocks with stochastic rounding and keeps one share
-of it.  It sends the codes and scales of the other shares to the other devices.  Each
-device then adds the shares it receives in float32.  So a value costs one byte, and a
-block four more.  The devices draw different noise, and again for each axis of the mesh
-that is summed over separately, so the sum is unbiased.
+In floating point, XLA's own collectives compute the sum.  In INT8, which is meant for
+gradients, each device quantizes its partial sum in blocks with stochastic rounding and
+divides it into one share per device.  It sends the codes and scales of each share to
+the share's device, which adds the received shares in float32.  This costs one byte per
+value and four bytes per block.  Noise differs between devices, and between mesh axes
+that are summed one after the other, so the sum is unbiased.
 """
 
 import functools
@@ -23,7 +23,7 @@ from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import factor_names
 
 BLOCK: Block = (128, 128)
-# The dtype of a device's partial sum, by ``Gemm.reduce``.
+# The dtype of a device's partial sum for each value of ``Gemm.reduce``.
 PARTIAL_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.float32}
 
 
@@ -31,8 +31,8 @@ def sum_in_float(part: jax.Array, shard: Shard) -> jax.Array:
     """Sums partial products; each device gets its shard of the result.
 
     Args:
-      part: this device's partial sum, in the dtype to sum in.
-      shard: the product's rule and mesh axes.
+      part: this device's partial sum, in the dtype of the sum.
+      shard: this device's share of the product.
     """
     scatter = functools.partial(lax.psum_scatter, tiled=True)
     part, left = _reduce_scatter(part, shard, scatter)
@@ -47,16 +47,16 @@ def sum_in_int8(
     quantize: Callable[..., Any],
     dtype: Any,
 ) -> jax.Array:
-    """Sums partial products that travel as INT8 codes.
+    """Sums partial products, which devices exchange as INT8 codes.
 
-    A result that every device holds whole is gathered from the devices' shares.
+    If the result is not sharded, its shares are gathered.
 
     Args:
       part: this device's partial sum, float32 ``[B, M, N]``.
-      shard: the product's rule and mesh axes.
-      seeds: uint32 ``[B]``, of the noise.
-      quantize: has the signature of ``reference.quantize``.
-      dtype: the result's, in which shares are gathered.
+      shard: this device's share of the product.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      quantize: a function with the signature of ``reference.quantize``.
+      dtype: the dtype of the result, in which shares are gathered.
     """
     assignment = shard.assignment
     if not (summed := assignment.axes_of(shard.rule.contracted)):
@@ -76,7 +76,7 @@ def sum_in_int8(
 def _reduce_scatter(
     part: jax.Array, shard: Shard, scatter: Callable[..., jax.Array]
 ) -> tuple[jax.Array, MeshAxes]:
-    """Sums over the axes that shard the result; also returns the axes that are left."""
+    """Sums over the axes that shard the result; also returns the remaining axes."""
     left = set(shard.assignment.axes_of(shard.rule.contracted))
     for axis, factor in enumerate(factor_names(shard.rule.results)):
         if names := shard.assignment.reduce_scatter_axes.get(factor):
@@ -94,12 +94,12 @@ def _scatter_codes(
     *,
     scatter_dimension: int,
 ) -> jax.Array:
-    """``lax.psum_scatter`` in INT8; the seed is this device's."""
+    """``lax.psum_scatter`` in INT8; ``seed`` differs between devices."""
     axis, shape, number = scatter_dimension, part.shape, assignment.device_count(names)
     split = (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
     shares = jnp.moveaxis(part.reshape(split), axis, 0)  # [number, b, ., .]
     matrices = shares.reshape(-1, *shares.shape[2:])
-    # Each axis of the mesh is summed over once, so its index identifies the stage.
+    # Each mesh axis is summed over once, so its index identifies this sum.
     stage = tuple(assignment.mesh_shape).index(names[0])
     seeds = fold(fold(seed, stage), jnp.arange(len(matrices)))
     codes = quantize(

@@ -1,4 +1,4 @@
-"""Support for explicit mesh axes, which are part of the types of arrays."""
+"""Support for explicit mesh axes, which are part of array types."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,16 @@ def automatic(
 ) -> Callable[..., tuple[jax.Array, Any]]:
     """Wraps a function so that explicit mesh axes are automatic inside it.
 
-    No type can express the sharding of stacked matrices or of blocks.
+    Inside, arrays are stacks of matrices and blocks, whose sharding types cannot
+    express.
 
     Args:
-      function: returns an array and a tree of arrays.  It takes every array as an
-        argument, none by closure.
+      function: returns an array and a tree of arrays.  It must take all arrays as
+        arguments, not by closure.
       out: the shape of the returned array, and its sharding outside the function.
 
     Returns:
-      The wrapped function.  Every device gets the whole of the returned tree.
+      The wrapped function.  The returned tree is replicated on every device.
     """
     mesh = out.sharding.mesh if out.sharding is not None else None
     if mesh is None or not mesh.explicit_axes:

@@ -1,8 +1,8 @@
-"""Which layers of a model call an op, for warnings.
+"""Records which layers of a model call an op, for warnings.
 
-XLA partitions a program after it is traced, when nothing says which layer an op belongs
-to.  Besides, JAX traces an op once for all layers that call it with equal shapes.  So
-every call of an op records its layer here while the caller is traced.
+XLA partitions a program after tracing, when nothing says which layer an op belongs to.
+Besides, JAX traces an op once for all layers that call it with equal shapes.  So each
+call of an op records its layer here while the caller is traced.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 _layer: ContextVar[str | None] = ContextVar("layer", default=None)
 _known_layers: set[str] = set()
 _callers: dict[Hashable, dict[str, None]] = {}  # keys in the order of the first calls
-_warned: dict[Hashable, set[str]] = {}  # the layers, by cause
+_warned: dict[Hashable, set[str]] = {}  # layers by cause
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def current_layer() -> str | None:
     """The path of the layer that is being traced, or None outside any layer.
 
     Outside ``layer_name``, as in a backward pass, the path consists of the names of
-    the enclosing ``jax.named_scope``s.  Linen opens one for each module.
+    the enclosing ``jax.named_scope``s.  Linen opens a scope for each module.
     """
     if path := _layer.get():
         return path
@@ -59,15 +59,15 @@ def record_layer(op: str, operands: Any) -> None:
 
 
 def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
-    """Warns of a cause, once for each layer that it concerns.
+    """Warns about a cause, once for each layer.
 
-    An op without a known layer adds nothing to a layer's warning of the same cause.
+    An op without a known layer gives no warning if a layer has the same cause.
 
     Args:
-      op: the op's name, which the warning starts with where no layer is known.
-      operands: the op's, or their shapes.
-      cause: is equal in warnings that are about the same thing.
-      text: of the warning, without the layer.
+      op: the name of the op, used in the warning if no layer is known.
+      operands: the operands of the op, or their shapes.
+      cause: identifies the cause; equal for warnings about the same thing.
+      text: the text of the warning, without the layer.
     """
     callers = _callers.get(_call_of(op, operands), {})
     warned = _warned.setdefault(cause, set())
@@ -80,7 +80,7 @@ def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
 
 
 def clear() -> None:
-    """Forgets all calls and warnings, so that every cause warns again."""
+    """Forgets all calls and warnings, so that each cause gives a warning again."""
     _callers.clear()
     _warned.clear()
 

@@ -1,15 +1,16 @@
-"""What one device computes of an op, on its shards.
+"""The part of an op that one device computes, on its shards.
 
-Shards end between blocks, whose codes and scales depend on nothing else, and each
-device draws the noise of its shard's place in the whole matrix.  So N devices give the
-codes and scales of one device, bit for bit, without communication, with two exceptions:
+Shards end at block boundaries, and the codes and scales of a block depend on nothing
+else.  Each device draws the noise at its offset in the global matrix.  So N devices
+compute the same codes and scales as one device, bit for bit and without communication,
+with two exceptions:
 
 - The scale of a row or column that is sharded, or of a block that is split between
   devices, needs the maximum over these devices.
 - A product whose contraction is sharded is summed over devices
   (``fbq_jax.sharding.collectives``).
 
-Where a device needs more of a product's operand than its shard, it gathers INT8 codes.
+If a product needs more of an operand than a device's shard, INT8 codes are gathered.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from fbq_jax.sharding.rule_language import ShardingRule, factor_names, pair_leav
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One device's share of an op: the op's rule, and its factors' mesh axes."""
+    """One device's share of an op: its sharding rule and the assigned mesh axes."""
 
     rule: ShardingRule
     assignment: ShardAssignment
@@ -38,8 +39,8 @@ class Shard:
     ) -> Any:
         """Runs a function that takes rows as one axis.
 
-        Rows that are two axes ``g`` and ``i`` are merged in operands and split in
-        results.  Trailing operands of the rule may be left out.
+        Row axes ``g`` and ``i`` are merged in operands and split again in results.
+        Trailing operands of the rule may be omitted.
         """
         words = self.rule.operands[: len(operands)]
         results = function(*jax.tree.map(_merge_rows, words, operands), **options)
@@ -49,12 +50,12 @@ class Shard:
     def global_offset(
         self, groups: int, rows: int, columns: int
     ) -> GlobalOffset | None:
-        """The place of this shard in the whole matrix, which selects its noise.
+        """The offset of this shard in the global matrix, which selects its noise.
 
         Args:
-          groups: the size of the shard's axis ``g``, or 1.
-          rows: the size of its axis ``i``.
-          columns: of its axis ``j``.
+          groups: the size of the shard along ``g``, or 1.
+          rows: the size of the shard along ``i``.
+          columns: the size of the shard along ``j``.
         """
         assignment = self.assignment
         if not assignment.axes_of("gij"):
@@ -67,10 +68,9 @@ class Shard:
         return GlobalOffset(first, column[None])
 
     def all_reduce_amax(self, factors: str) -> Callable[[jax.Array], jax.Array]:
-        """A function that makes ``max |x|`` of this shard that of all shards.
+        """A function that maps ``max |x|`` of this shard to the maximum of all shards.
 
-        The maximum is of the bits of values that are not negative, so that NaN is the
-        largest.
+        The maximum is over the bits of non-negative floats, so that NaN is the largest.
         """
         axes = self.assignment.axes_of(factors)
 

@@ -1,8 +1,8 @@
 """Partitions an op over the devices of a mesh.
 
-XLA cannot look into a kernel, and would gather its operands whole on every device.  So
-an op has a rule (``fbq_jax.sharding.rule_language``), by which Shardy propagates
-shardings between operands and results, and a function of one device's shards.
+XLA cannot partition a kernel; it would gather the operands on every device.  So an op
+has a rule (``fbq_jax.sharding.rule_language``), by which Shardy propagates shardings
+between operands and results, and a function that computes one device's results.
 """
 
 import functools
@@ -31,40 +31,34 @@ from fbq_jax.sharding.rule_language import (
     word,
 )
 
-Local = Callable[[Shard], Callable[..., Any]]
 
-
-def partitioned(
-    name: str, rule_of: Callable[..., ShardingRule], local: Local
-) -> Callable[..., Any]:
-    """An op that is partitioned as ``rule_of(*operands)`` says.
-
-    Args:
-      name: the op's.
-      rule_of: makes the op's sharding rule from the shapes of its operands.
-      local: makes the function that computes a device's results from its operands.  The
-        function may use collectives over the axes of the shard's assignment.
-    """
-    return functools.partial(_call, name, rule_of, local)
-
-
-def _call(
+def call_partitioned(
     name: str,
     rule_of: Callable[..., ShardingRule],
-    local: Local,
+    local: Callable[..., Any],
     *operands: Any,
 ) -> Any:
+    """Calls an op that is partitioned by the rule ``rule_of(*operands)``.
+
+    Args:
+      name: the name of the op.
+      rule_of: makes the op's sharding rule from its operands.
+      local: computes the results of one device, called as ``local(shard, *operands)``.
+        It may use collectives over the axes of the shard's assignment.
+      *operands: arrays, or trees of arrays.
+    """
     rule = rule_of(*operands)
-    whole = jax.jit(local(Shard(rule, UNASSIGNED)))  # jit: it is traced once.
+    # jit: the function is traced only once.
+    whole = jax.jit(functools.partial(local, Shard(rule, UNASSIGNED)))
     if jax.sharding.get_abstract_mesh().manual_axes:
         return whole(*operands)  # Inside shard_map an array is a shard already.
-    # Results leave the op without axes of size one.  Where these are broadcast, XLA's
-    # simplifier for GPUs reshapes them away, and gives the op's attributes to the
-    # reshape.  Shardy would then apply the op's rule to the reshape, and crash.
+    # The partitioned op returns results without axes of size one.  XLA's simplifier for
+    # GPUs removes such an axis from a result that is broadcast, and gives the op's
+    # attributes to the new reshape.  Shardy would apply the op's rule to it and crash.
     shapes = jax.eval_shape(whole, *operands)
     words = jax.tree.map(_squeeze_words, rule.results, shapes)
     squeezed_rule = rule._replace(results=words)
-    call = custom_partitioning(functools.partial(_squeezed, shapes, whole))
+    call = custom_partitioning(lambda *xs: jax.tree.map(_squeeze, whole(*xs), shapes))
     text, sizes = _shardy_rule(squeezed_rule, operands)
     call.def_partition(
         functools.partial(_partition, name, squeezed_rule, rule, local, shapes),
@@ -74,11 +68,6 @@ def _call(
         **sizes,
     )
     return jax.tree.map(_expand, call(*operands), shapes)
-
-
-def _squeezed(shapes: Any, function: Callable[..., Any], *operands: Any) -> Any:
-    """The function's results without the axes that have size one in ``shapes``."""
-    return jax.tree.map(_squeeze, function(*operands), shapes)
 
 
 def _unit_axes(shape: Any) -> list[int]:
@@ -91,19 +80,21 @@ def _squeeze_words(words: str, shape: Any) -> str:
 
 
 def _squeeze(x: jax.Array, shape: Any) -> jax.Array:
+    """Removes the axes that have size one in ``shape``."""
     return lax.squeeze(x, _unit_axes(shape))
 
 
 def _expand(x: jax.Array, shape: Any) -> jax.Array:
+    """Reverses ``_squeeze``."""
     return lax.expand_dims(x, _unit_axes(shape))
 
 
 def _shardy_rule(
     rule: ShardingRule, operands: tuple[Any, ...]
 ) -> tuple[str, dict[str, int]]:
-    """The rule for Shardy, and the sizes of factors that are no array's whole axis.
+    """The rule for Shardy, and the sizes of factors that are no full axis of an array.
 
-    An axis with a granularity is a compound factor.  Only its major part is a factor of
+    An axis with a granularity is a compound factor.  It shares only its major part with
     other arrays.
     """
     sides = [
@@ -137,7 +128,7 @@ def _is_compound(factor: Factor) -> bool:
 
 
 def _shardy_axis(factor: Factor, unsharded: Iterator[int]) -> str:
-    """An axis in Shardy's language, where every unsharded axis has its own factor."""
+    """An axis in Shardy's notation; every unsharded axis has its own factor."""
     if factor.name == UNSHARDED:
         return f"x{next(unsharded)}"
     return f"({factor.name} {word(*factor)})" if _is_compound(factor) else factor.name
@@ -147,7 +138,7 @@ def _partition(
     name: str,
     squeezed_rule: ShardingRule,
     rule: ShardingRule,
-    local: Local,
+    local: Callable[..., Any],
     shapes: Any,
     mesh: Mesh,
     operands: tuple[Any, ...],
@@ -162,9 +153,10 @@ def _partition(
     warn_misaligned_shards(name, squeezed_rule, operands, assignment)
 
     def run(*operands: Any) -> Any:
-        # A caller may compile in the context of another mesh.
+        # The caller may compile in the context of another mesh.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return _squeezed(shapes, local(Shard(rule, assignment)), *operands)
+            results = local(Shard(rule, assignment), *operands)
+            return jax.tree.map(_squeeze, results, shapes)
 
     def sharding(scattered: Mapping[str, MeshAxes], words: str) -> NamedSharding:
         spec = []
@@ -177,9 +169,5 @@ def _partition(
 
     of_result = functools.partial(sharding, assignment.reduce_scatter_axes)
     of_operand = functools.partial(sharding, {})
-    return (
-        mesh,
-        run,
-        jax.tree.map(of_result, squeezed_rule.results),
-        jax.tree.map(of_operand, rule.operands),
-    )
+    result_shardings = jax.tree.map(of_result, squeezed_rule.results)
+    return mesh, run, result_shardings, jax.tree.map(of_operand, rule.operands)

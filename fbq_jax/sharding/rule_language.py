@@ -1,18 +1,18 @@
-"""The language in which an op says how its arrays may be sharded.
+"""Sharding rules: a language that describes how the arrays of an op may be sharded.
 
-A rule has one string an array and one word an axis, such as ``"b i128 j128"``.  A word
-is a factor, one letter, followed by the factor's granularity on this axis: the number
-of consecutive elements that must stay on one device (1 where it is omitted).  Axes with
-the same factor are sharded alike.  ``"."`` is an axis that is never sharded; a number
-after it is the granularity that the axis is too short or too uneven for.
+A rule has one string per array and one word per axis, such as ``"b i128 j128"``.  A
+word is a factor, which is one letter, followed by the factor's granularity on this
+axis: the number of consecutive elements that must stay on one device (by default 1).
+Axes with the same factor are sharded in the same way.  ``"."`` is an axis that is never
+sharded; a number after it is a granularity for which the axis is too short or uneven.
 
 The ops use these letters: ``b`` for the stack of matrices, ``p`` for parts of a matrix
-that have scales of their own, ``g`` and ``i`` for rows, ``j`` for columns.  A product
-has rows ``i``, columns ``n`` and the contraction ``k``; a ragged product also has row
-tiles ``t`` and groups ``e``.
+with separate scales, ``g`` and ``i`` for rows, ``j`` for columns.  A product has rows
+``i``, columns ``n`` and the contraction ``k``; a ragged product also has row tiles
+``t`` and groups ``e``.
 
 Rows may be two axes ``[..., G, R, ...]``, such as sequences and their tokens, and a
-mesh may shard both.  No block straddles two sequences.
+mesh may shard both.  No block spans two sequences.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class ShardingRule(NamedTuple):
     """How the arrays of an op may be sharded.
 
     Attributes:
-      operands: a tuple with one tree an operand, of one string an array.
-      results: the same for the results.
+      operands: a tuple with one tree per operand, with one string per array.
+      results: a tree with one string per array of the results.
       contracted: the factors that operands share and results lack, in the order of the
         operands' axes.
       splittable: the factors whose blocks may be split between devices, which then
@@ -44,7 +44,7 @@ class ShardingRule(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One word of a rule."""
+    """A factor and its granularity on one axis: a parsed word."""
 
     name: str
     granularity: int
@@ -57,8 +57,11 @@ class AxisWords(NamedTuple):
     scales: str
 
 
+UNSHARDED_AXIS = AxisWords(UNSHARDED, UNSHARDED)
+
+
 def parse_factors(words: str) -> list[Factor]:
-    """The factor of each axis.
+    """Parses the words of an array: the factor of each axis.
 
     >>> parse_factors("b i128 .")
     [Factor(name='b', granularity=1), Factor(name='i', granularity=128), \
@@ -77,12 +80,12 @@ def factor_names(words: str) -> str:
 
 
 def pair_leaves(words: Any, arrays: Any) -> Iterator[tuple[str, Any]]:
-    """Each array with its string, from two trees of the same structure."""
+    """Pairs each array with its words, from two trees of the same structure."""
     return zip(jax.tree.leaves(words), jax.tree.leaves(arrays), strict=True)
 
 
 def word(factor: str, granularity: int) -> str:
-    """One word.
+    """Formats a factor and its granularity as one word.
 
     >>> word("i", 128), word("i", 1)
     ('i128', 'i')
@@ -91,9 +94,9 @@ def word(factor: str, granularity: int) -> str:
 
 
 def block_axis(factor: str, size: int, side: int) -> AxisWords:
-    """An axis in blocks of ``side`` elements, which is sharded between blocks.
+    """The words of an axis that consists of blocks of ``side`` elements.
 
-    An axis with a partial block, or with one block only, is never sharded.
+    It may be sharded between blocks, unless it has a partial block or only one block.
     """
     if size % side or size < 2 * side:
         return AxisWords(word(UNSHARDED, side), UNSHARDED)
@@ -101,16 +104,16 @@ def block_axis(factor: str, size: int, side: int) -> AxisWords:
 
 
 def row_axes(shape: tuple[int, ...], side: int) -> AxisWords:
-    """The rows of ``[B, R, C]``, or both row axes of ``[B, G, R, C]``."""
+    """The words of the rows of ``[B, R, C]``, or both row axes of ``[B, G, R, C]``."""
     rows = block_axis("i", shape[-2], side)
     if len(shape) == 3:
         return rows
-    assert shape[2] % side == 0, "a block straddles two sequences"
+    assert shape[2] % side == 0, "a block spans two sequences"
     return AxisWords(f"g {rows.codes}", f"g {rows.scales}")
 
 
 def layout_words(rows: AxisWords, columns: AxisWords, stack: str = "b") -> Any:
-    """Codes and scales of matrices, rowwise and colwise."""
+    """The words of the codes and scales of matrices, rowwise and colwise."""
     pairs = list(zip(rows, columns, strict=True))
     quantized: Any = Quantized
     return (

@@ -1,7 +1,7 @@
-"""Quantization where a block is split between devices, with an all-reduced maximum.
+"""Quantization of blocks that are split between devices, with an all-reduced maximum.
 
-A device divides its shard into tiles, the largest that both the shard and a block are
-made of.  It gathers the maxima of the other devices' tiles, a float32 each.
+A device divides its shard into the largest tiles that divide both the shard and a
+block.  It gathers the maxima of the other devices' tiles, one float32 per tile.
 """
 
 import math
@@ -25,19 +25,20 @@ def quantize_split_blocks(
     block: Block,
     **options: Any,
 ) -> Layouts:
-    """``reference.quantize`` of a shard that may end inside a block.
+    """``reference.quantize`` for a shard that may end inside a block.
 
-    XLA's operations compute it on every device; there is no kernel.
+    It runs as XLA ops; there is no kernel.
 
     Args:
-      assignment: its ``intra_block_axes`` split blocks of rows ``i`` and columns ``j``.
+      assignment: the assigned mesh axes; ``intra_block_axes`` split blocks along rows
+        ``i`` and columns ``j``.
       x: this device's shard ``[B, R, C]``, bfloat16, float16 or float32.
-      seeds: uint32 ``[B]``, of the noise.
-      block: the rows and columns of a whole block.
-      options: the roundings and the offset that ``reference.quantize`` takes.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      block: rows and columns of a complete block.
+      options: the roundings and the offset of ``reference.quantize``.
 
     Returns:
-      The codes of the shard, and the scales of every block that the devices along
+      The codes of the shard, and the scales of all blocks that the devices along
       ``intra_block_axes`` hold together.
     """
     tile = (
@@ -65,7 +66,7 @@ def _tile_side(assignment: ShardAssignment, factor: str, size: int, side: int) -
 def _amax_of_blocks(
     assignment: ShardAssignment, tiles: tuple[int, int], x: jax.Array
 ) -> jax.Array:
-    """The maxima of whole blocks, from those of this device's tiles ``[B, R, C]``."""
+    """The maxima of complete blocks, given those of this device's tiles."""
     for axis, factor, count in zip((1, 2), "ij", tiles, strict=True):
         if names := assignment.intra_block_axes.get(factor):
             x = lax.all_gather(x, names, axis=axis, tiled=True)
@@ -80,7 +81,7 @@ def _amax_of_tiles(
     x: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """The block's maximum for each tile of this device, ``shape``."""
+    """The maximum of the block around each tile of this device; has shape ``shape``."""
     for axis, factor, count in zip((1, 2), "ij", tiles, strict=True):
         if names := assignment.intra_block_axes.get(factor):
             tile = lax.axis_index(names) * shape[axis] + jnp.arange(shape[axis])

@@ -32,17 +32,17 @@ def matmul(
     dtype: jax.typing.DTypeLike,
     config: Config | None = None,
 ) -> jax.Array:
-    """Multiplies as ``reference.matmul`` does, with blocks of multiples of 128.
+    """Multiplies as ``reference.matmul`` does; block sizes are multiples of 128.
 
-    Codes are copied and padded with zeros if M, N or K is no multiple of 128.
+    If M, N or K is not a multiple of 128, codes are copied and padded with zeros.
 
     Args:
       lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
-      residual: a second term of lhs, of the same shapes, or None.
+      residual: a second term of lhs with the same shapes, or None.
       rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each a multiple of 128.
-      dtype: dtype of the output, of 2 or 4 bytes.
-      config: tuning options; by default those of ``choose_config``.
+      dtype: dtype of the output, with 2 or 4 bytes.
+      config: tuning options; by default from ``choose_config``.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -55,7 +55,7 @@ def matmul(
 
 
 def choose_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
-    """The tuned configuration for ``(M, N, K)``, or one that suits most shapes."""
+    """The tuned configuration for ``(M, N, K)``, or a default for most shapes."""
     op = "mosaic.matmul.fallback" if fallback else "mosaic.matmul"
     return Config(**(tuning_table.lookup(op, sizes) or {"group": 8, "cluster": 2}))
 
@@ -87,7 +87,7 @@ def _operands(
     rhs: Quantized,
     block_shape: tuple[int, int, int],
 ) -> Operands:
-    """Pads codes and scales to whole tiles, and lists the steps of each tile row."""
+    """Pads codes and scales to full tiles, and lists the steps of each tile row."""
     (m, k, n), (M, N, K) = block_shape, (problem.M, problem.N, problem.K)
     lhs_codes, rhs_codes = _pad(lhs.codes, M, K), _pad(rhs.codes, N, K)
     lhs_scales = _scale_per_tile(lhs.scales, (m, k), M, K)
@@ -122,7 +122,7 @@ def _operands(
 
 
 def _reset_intervals(codes: jax.Array) -> jax.Array:
-    """Iterations in which running sums stay exact, whatever the other operand is."""
+    """Iterations for which running sums stay exact, whatever the other operand is."""
     per_iteration = STEPS_PER_ACCUMULATOR * 128 * jnp.maximum(max_abs_sum(codes), 1)
     return EXACT_RANGE // per_iteration
 

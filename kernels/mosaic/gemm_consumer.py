@@ -9,12 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.mosaic.gemm_problem import (
-    CONSUMER_ROWS,
-    PREFETCH,
-    TILE,
-    Buffers,
-)
+from fbq_jax.kernels.mosaic.gemm_problem import CONSUMER_ROWS, PREFETCH, TILE, Buffers
 from fbq_jax.kernels.mosaic.gemm_products import Products, Sums
 from fbq_jax.kernels.mosaic.gemm_promotion import RunningSums, SeparateSums, Work
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler, Tile
@@ -25,7 +20,7 @@ class Consumer:
     """A warpgroup that computes half the rows of each tile of a thread block.
 
     Attributes:
-      scheduler: which tiles and steps to compute.
+      scheduler: assigns the tiles and steps to compute.
       buffers: shared memory and barriers of the thread block.
       out: the output, a reference to ``[B, M, N]``.
       warpgroup: int32, index of this warpgroup.
@@ -56,7 +51,7 @@ class Consumer:
         return work, [scheduler.scale(tile, step) for step in range(PREFETCH)]
 
     def _compute_tile(self, n: jax.Array, carry: Any) -> Any:
-        """Computes a tile; ``carry`` is its first stage and what ``_open`` returns."""
+        """Computes a tile; ``carry`` is its first stage and the result of ``_open``."""
         stage, (work, scales) = carry
         scheduler, problem = self.scheduler, self.scheduler.problem
         products = Products(self.buffers, problem.num_stages, self.rows)
@@ -71,7 +66,7 @@ class Consumer:
         return sums.stage, following
 
     def _store(self, tile: Tile, values: jax.Array) -> None:
-        """Starts the copy of a finished tile; the copy of the previous one is over."""
+        """Starts to copy a finished tile, after the previous copy has finished."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged = self.buffers.out.at[self.warpgroup]
         staged[...] = values.astype(self.scheduler.problem.dtype)

@@ -1,15 +1,15 @@
 """The kernel of the block-scaled INT8 GEMM: persistent and warp-specialized.
 
-Each thread block computes output tiles of 128 x 128, one after the other, which
-``gemm_scheduler`` assigns to it.  The producer warpgroup copies tiles of codes into the
+Each thread block computes output tiles of 128 x 128, one after the other, as
+``gemm_scheduler`` assigns them.  The producer warpgroup copies tiles of codes into the
 stages of a pipeline in shared memory, by TMA (``gemm_producer``).  Two consumer
 warpgroups multiply 64 rows each, INT8 to INT32 by WGMMA (``gemm_products``), scale the
 products and add them up in float32 (``gemm_promotion``), and store the tile
 (``gemm_consumer``).
 
-A residual adds no branch to the loop: its blocks are more steps in the list of steps.
+A residual adds no branch to the loop: its blocks are additional steps in the list.
 
-No product is in flight between two iterations of a loop, because ptxas would then
+No product is in flight between two iterations of a loop, because then ptxas would
 serialize all products.
 """
 
@@ -34,13 +34,13 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
 from fbq_jax.kernels.mosaic.gemm_producer import Producer
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler
 
-# A thread of each of the three warpgroups has 512 registers together.
+# Three threads, one from each warpgroup, have 512 registers in total.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 
 
 @functools.cache
 def build(problem: Problem) -> Callable[[Operands], jax.Array]:
-    """The kernel for a GEMM: a function of ``Operands`` that returns ``[B, M, N]``."""
+    """Builds the kernel: a function that maps ``Operands`` to ``[B, M, N]``."""
 
     def kernel(operands: Operands, out: Any, buffers: Buffers) -> None:
         warpgroup = lax.axis_index("warpgroup")

@@ -1,4 +1,4 @@
-"""Sizes, options and memory that the parts of the Hopper GEMM share."""
+"""Sizes, options and memory shared by the modules of the Hopper GEMM."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,20 +7,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 TILE = 128  # rows and columns of an output tile, and elements of K in a step
-CONSUMERS = 2  # warpgroups that multiply, each half the rows of a tile
+CONSUMERS = 2  # warpgroups that multiply; each computes half the rows of a tile
 CONSUMER_ROWS = TILE // CONSUMERS
 UNROLL = 4  # steps in the body of the main loop
 PREFETCH = UNROLL + 2  # steps whose scales are loaded before they are needed
-PREFETCH_PAD = PREFETCH  # entries after the last step, which are loaded but not used
+PREFETCH_PAD = PREFETCH  # entries after the last step, loaded but not used
 
 
 class Config(NamedTuple):
     """Tuning options.  They change the speed of the kernel, not its result.
 
     Attributes:
-      group: tiles along N that run side by side, for reuse in the L2 cache.
+      group: neighbouring tiles along N that run together, for reuse in the L2 cache.
       cluster: thread blocks in a cluster, 1 or 2.  They are neighbours along N and
-        share the tiles of lhs.  1 is used where the number of tiles along N is odd.
+        share the tiles of lhs.  If the number of tiles along N is odd, 1 is used.
     """
 
     group: int
@@ -58,29 +58,29 @@ class Problem:
 
     @property
     def cluster_tiles(self) -> int:
-        """Clusters of tiles in the whole output."""
+        """Clusters of tiles in the output."""
         return self.batch * self.grid[0] * self.grid[1]
 
     @property
     def num_clusters(self) -> int:
-        """Clusters of thread blocks that run at the same time."""
+        """Clusters of thread blocks that run concurrently."""
         return self.num_sms // self.config.cluster
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages: as many as shared memory holds beside the output tile."""
+        """Pipeline stages: as many as fit into shared memory beside the output tile."""
         return 6 if self.dtype.itemsize == 2 else 5
 
     @property
     def running_sums(self) -> bool:
-        """Whether accumulators run over several steps, as 16-bit outputs allow."""
+        """Whether accumulators sum several steps, which 16-bit outputs allow."""
         return self.dtype.itemsize == 2
 
     @property
     def lhs_bounds_sums(self) -> bool:
-        """Whether reset intervals come from the codes of lhs, or else of rhs.
+        """Whether reset intervals come from the codes of lhs; otherwise from rhs.
 
-        The smaller operand is cheaper to scan, but lhs must not have two terms.
+        The smaller operand is cheaper to scan, but lhs must have only one term.
         """
         return self.M < self.N and not self.fallback
 
@@ -124,8 +124,8 @@ class Buffers(NamedTuple):
       lhs: int8 ``[stages, 128, 128]``, tiles of lhs or of its residual.
       rhs: int8 ``[stages, 128, 128]``, tiles of rhs.
       out: ``[CONSUMERS, 64, 128]``, the output tile.
-      full: barriers, one a stage: both tiles have arrived.
-      empty: barriers, one a stage: all consumers have read both tiles.
+      full: barriers, one per stage: both tiles have arrived.
+      empty: barriers, one per stage: all consumers have read both tiles.
     """
 
     lhs: Any
@@ -154,7 +154,4 @@ def buffer_types(problem: Problem) -> Buffers:
 
 def _swizzle(itemsize: int) -> tuple[Any, ...]:
     """The layout of rows of 128 bytes that both TMA and WGMMA read."""
-    return (
-        plgpu.TilingTransform((8, 128 // itemsize)),
-        plgpu.SwizzleTransform(128),
-    )
+    return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)

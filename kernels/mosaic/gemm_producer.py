@@ -1,4 +1,4 @@
-"""The producer: copies codes from global into shared memory, ahead of the products."""
+"""The producer: copies codes from global to shared memory, ahead of the products."""
 
 import dataclasses
 import functools
@@ -19,15 +19,15 @@ class Producer:
     """The warpgroup that issues the TMA copies of a thread block.
 
     Attributes:
-      scheduler: which steps to copy.
-      buffers: where to copy them.
+      scheduler: assigns the tiles and steps to copy.
+      buffers: shared memory and barriers of the thread block.
     """
 
     scheduler: Scheduler
     buffers: Buffers
 
     def run(self) -> None:
-        """Copies the steps of all tiles, and waits until they have been read."""
+        """Copies the steps of all tiles, and waits until consumers have read them."""
         tiles = self.scheduler.num_tiles
         lax.fori_loop(0, tiles, self._copy_tile, jnp.int32(0))
         for stage in range(self.scheduler.problem.num_stages):
@@ -51,7 +51,7 @@ class Producer:
         return next_stage(stage, self.scheduler.problem.num_stages)
 
     def _copy_lhs(self, code: jax.Array, index: Any, stage: jax.Array) -> None:
-        """Copies a tile of lhs or of its residual, for all blocks of the cluster."""
+        """Copies a tile of lhs or of its residual to all blocks of the cluster."""
         problem, refs = self.scheduler.problem, self.scheduler.operands
         multicast: Any = (
             {"collective_axes": "block"} if problem.config.cluster > 1 else {}

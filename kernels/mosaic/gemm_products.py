@@ -15,7 +15,7 @@ ACCUMULATOR = plgpu.ACC((CONSUMER_ROWS, TILE), jnp.int32)
 
 
 class Sums(NamedTuple):
-    """What a consumer carries from step to step of a tile.
+    """The state that a consumer carries between the steps of a tile.
 
     Attributes:
       stage: int32, the pipeline stage of the next step.
@@ -30,7 +30,7 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Multiplies the steps that the producer has copied, by WGMMA.
+    """Multiplies the steps that the producer has copied, with WGMMA.
 
     Attributes:
       buffers: shared memory and barriers of the thread block.
@@ -50,20 +50,20 @@ class Products:
         to_float: Callable[[jax.Array], jax.Array],
         load_scales: Callable[[], list[jax.Array]],
     ) -> Sums:
-        """Adds one step for each weight, with its product times that weight.
+        """Adds one step per weight: its product times the weight.
 
-        While one accumulator is promoted, the product for the other is in flight.
+        While one accumulator is promoted, the product of the other is in flight.
 
         Args:
-          accumulators: two int32 accumulators that take turns, or one for one step.
+          accumulators: two int32 accumulators that alternate, or one for one step.
           sums: the sums to add to.
-          weights: float32 scalars, one a step.
+          weights: float32 scalars, one per step.
           to_float: converts the values of an accumulator to float32.
           load_scales: loads the scales of later steps.  It is called where products
             hide its latency.
 
         Returns:
-          The new sums, with the loaded scales in place of those of ``sums``.
+          The new sums, with the loaded scales.
         """
         stages = [sums.stage]
         for _ in weights:

@@ -1,26 +1,27 @@
 """Promotion: how INT32 products become float32 sums.
 
 Step ``t`` adds ``s_t * X_t`` to a tile: ``X_t`` is the INT32 product of 128 codes along
-K, and ``s_t`` is the product of both operands' scales.  Promotion runs instructions for
-every element of every step, and so limits the speed and the power of the kernel.
-There are two ways to promote.
+K, and ``s_t`` is the product of both operands' scales.  Promotion executes instructions
+for every element in every step, which limits the kernel's speed and costs power.  There
+are two ways to promote.
 
 ``RunningSums`` needs one FMA per element and step:
 
-- It does not reset an accumulator after a step.  Two accumulators take turns, so the
+- It does not reset an accumulator after a step.  Two accumulators alternate, so the
   running sum is ``P_t = P_{t-2} + X_t``, and the sum of ``s_t * (P_t - P_{t-2})``
   equals the sum of ``(s_t - s_{t+2}) * P_t``.
-- It converts nothing.  An accumulator starts at the bits of the float ``MAGIC``.  While
-  ``|P| <= 2**22``, its bits are those of the float ``MAGIC + P``.  After
+- It needs no conversion.  An accumulator starts at the bits of the float ``MAGIC``.
+  While ``|P| <= 2**22``, its bits are those of the float ``MAGIC + P``.  After
   ``reset_interval`` iterations, before ``P`` can leave this range, the accumulators are
   reset and the contribution of ``MAGIC`` is subtracted.
 
-The rounding error of the sums is about half of ``s_t``, for the largest ``s_t``.  This
-is less than the rounding of the output to 16 bits, with two exceptions.  A float32
-output would show it.  And an outlier step, whose scale is ``OUTLIER_RATIO`` times the
-usual scale of its row of tiles, would drown the rows that share its block.
+The rounding error of the sums is about half of the largest ``s_t``.  This is less than
+the rounding of the output to 16 bits, with two exceptions.  In a float32 output the
+error would be visible.  And an outlier step, whose scale is ``OUTLIER_RATIO`` times the
+usual scale of its row of tiles, would hide small values of the rows that share its
+block.
 
-``SeparateSums`` serves these exceptions: it starts each accumulator at 0 and converts
+``SeparateSums`` handles these exceptions: it starts each accumulator at 0 and converts
 each product.
 """
 
@@ -40,7 +41,7 @@ from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler, Tile
 
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
-EXACT_RANGE = 2**22  # largest |P| for which the bits of MAGIC + P count P
+EXACT_RANGE = 2**22  # largest |P| that the bits of MAGIC + P represent exactly
 STEPS_PER_ACCUMULATOR = UNROLL // 2  # in one iteration of the main loop
 OUTLIER_RATIO = 16.0
 
@@ -70,10 +71,10 @@ class RunningSums:
     products: Products
 
     def add_all(self, work: Work, sums: Sums) -> tuple[Sums, jax.Array]:
-        """Adds the regular steps, in whole iterations of ``UNROLL`` steps.
+        """Adds the regular steps, in full iterations of ``UNROLL`` steps.
 
         Returns:
-          The new sums, and the number of steps they have taken.
+          The new sums, and the number of steps they include.
         """
         interval = work.reset_interval
         assert interval is not None
@@ -91,7 +92,7 @@ class RunningSums:
     def _add_interval(
         self, tile: Tile, first_step: jax.Array, count: jax.Array, sums: Sums
     ) -> Sums:
-        """Adds ``count`` iterations of steps, and resets the accumulators first."""
+        """Resets the accumulators, then adds ``count`` iterations of steps."""
 
         def add(*accumulators: Any) -> Sums:
             for accumulator in accumulators:
@@ -103,7 +104,7 @@ class RunningSums:
 
         scale_0, scale_1, *_ = sums.scales
         stage, values, scales = pl.run_scoped(add, ACCUMULATOR, ACCUMULATOR)
-        # The weights of the steps of an accumulator add up to the first step's scale.
+        # The weights of an accumulator's steps sum to the scale of its first step.
         return Sums(stage, values - MAGIC * scale_0 - MAGIC * scale_1, scales)
 
     def _add_iteration(
@@ -115,7 +116,7 @@ class RunningSums:
         n: jax.Array,
         sums: Sums,
     ) -> Sums:
-        """Adds ``UNROLL`` steps, weighted by the differences of scales."""
+        """Adds ``UNROLL`` steps, weighted by differences of scales."""
         step, is_last = first_step + n * UNROLL, n + 1 == count
         kept = sums.scales[UNROLL:]
         following = [
@@ -164,7 +165,7 @@ class SeparateSums:
 def load_scales(
     scheduler: Scheduler, tile: Tile, step: jax.Array, count: int
 ) -> list[jax.Array]:
-    """Loads ``count`` scales, from ``PREFETCH`` steps after ``step`` on."""
+    """Loads the scales of ``count`` steps, starting at ``step + PREFETCH``."""
     later = step + PREFETCH
     return [scheduler.scale(tile, later + n) for n in range(count)]
 

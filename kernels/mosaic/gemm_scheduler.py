@@ -1,4 +1,4 @@
-"""Which tiles a thread block computes, and which steps a tile is the sum of."""
+"""Assigns output tiles to thread blocks, and lists the steps that each tile sums."""
 
 import dataclasses
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 class Scheduler:
     """Assigns tiles to thread blocks, and steps to tiles.
 
-    A *step* multiplies one K block of lhs, or of its residual, with that of rhs.
+    A *step* multiplies one K block of lhs, or of its residual, with one of rhs.
 
     Attributes:
       problem: the GEMM.
@@ -50,7 +50,7 @@ class Scheduler:
         return cls(problem, operands, cluster, rank, num_tiles)
 
     def tile(self, n: jax.Array) -> Tile:
-        """The ``n``-th tile of this thread block; after the last, any tile."""
+        """The ``n``-th tile of this thread block; an arbitrary tile after the last."""
         problem = self.problem
         group, cluster = problem.config
         tile_rows, tile_columns = problem.grid
@@ -79,7 +79,7 @@ class Scheduler:
         return self.operands.order[tile.batch, tile.row, step]
 
     def scale(self, tile: Tile, step: int | jax.Array) -> jax.Array:
-        """The product of both operands' scales; after the last step, any number."""
+        """The product of both operands' scales; arbitrary after the last step."""
         refs = self.operands
         k = step
         if self.problem.fallback:
@@ -95,5 +95,5 @@ class Scheduler:
 
 
 def next_stage(stage: jax.Array, num_stages: int) -> jax.Array:
-    """The pipeline stage after ``stage``, which the next step uses."""
+    """The pipeline stage of the next step."""
     return jnp.where(stage + 1 == num_stages, 0, stage + 1)

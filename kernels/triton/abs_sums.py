@@ -1,4 +1,4 @@
-"""A bound on the partial sums of a GEMM with a given INT8 operand."""
+"""A bound on the partial sums of a GEMM, given one of its INT8 operands."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ BLOCK = 128
 
 
 def max_abs_sum(codes: jax.Array) -> jax.Array:
-    """The largest sum of absolute values that a product over 128 codes can meet.
+    """The largest sum of absolute values over the 128 codes of a product.
 
         out[b, i] = max over n in row block i and over k of
                     sum |codes[b, n, 128 k : 128 (k + 1)]|
@@ -30,8 +30,6 @@ def max_abs_sum(codes: jax.Array) -> jax.Array:
         k_blocks,
         outputs=[jax.ShapeDtypeStruct((batch, row_blocks, k_blocks), jnp.int32)],
         grid=(batch * row_blocks * k_blocks,),
-        num_warps=4,
-        num_stages=1,
         BLOCK=BLOCK,
     )
     return jnp.max(sums, axis=2)

@@ -11,8 +11,8 @@ from fbq_jax.kernels import rounding, scales
 
 TINY = tl.constexpr(scales.TINY)
 ROW_GROUP = tl.constexpr(rounding.ROW_GROUP)
-# Adding it to a float32 below 2**22 rounds that to an integer and leaves the integer in
-# the low bits.
+# Adding it to a float32 below 2**22 rounds that float to an integer, in the low bits of
+# the sum.
 MAGIC = tl.constexpr(1.5 * 2**23)
 
 
@@ -32,8 +32,8 @@ def widen(x):
 def find_amax(tiles):
     """``max |x|`` of all tiles, as float32; NaN if there is one.
 
-    The maximum is over bits: as integers, magnitudes keep the order of the floats, and
-    NaN is above all of them.
+    The maximum is over bits: as integers, magnitudes have the order of the floats, with
+    NaN last.
     """
     top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32))
     return from_bits(top, tiles[0].dtype)
@@ -47,7 +47,7 @@ def accumulate_amax(amax, tiles):
 
 @triton.jit
 def magnitudes(tiles):
-    """The bits of ``|x|``, as integers as wide as x."""
+    """The bits of ``|x|``, as integers of the width of x."""
     if tiles[0].dtype == tl.float32:
         bits = [x.to(tl.int32, bitcast=True) & 0x7FFFFFFF for x in tiles]
     else:
@@ -63,7 +63,7 @@ def elementwise_max(tiles):
 
 @triton.jit
 def from_bits(bits, dtype: tl.constexpr):
-    """The float32 value of int32 ``bits``, which hold the bits of a ``dtype``."""
+    """Converts the bits of a ``dtype``, held in int32, to float32."""
     if dtype != tl.float32:
         bits = bits.to(tl.int16)
     return bits.to(dtype, bitcast=True).to(tl.float32)
@@ -83,8 +83,8 @@ def scale_and_inverse(amax, LIMIT: tl.constexpr = 127.0, TINY: tl.constexpr = TI
 def multiply(tiles, inverse):
     """Tiles in units of their scale, in float32.
 
-    There is no clipping.  A value may be one unit in the last place above 127, but it
-    rounds to 127 with any noise.
+    There is no clipping.  A value may exceed 127 by one unit in the last place, but it
+    still rounds to 127 with any noise.
     """
     return [widen(x) * inverse for x in tiles]
 
@@ -106,7 +106,7 @@ def stochastic(v, noise, at):
     batch, i, j, rows, _ = at
     r: tl.constexpr = 4 * v[0].shape[0]
     c: tl.constexpr = v[0].shape[1]
-    # A part below the last row is not stored but must not read past the row offsets.
+    # A part below the last row is not stored, but must not read past the row offsets.
     group = tl.minimum(i * r // ROW_GROUP, tl.cdiv(rows, ROW_GROUP) - 1)
     first_row = tl.load(row_offsets + group) + i * r % ROW_GROUP
     seed = tl.load(seeds + batch)

@@ -1,16 +1,16 @@
 """Quantization of one block in a Triton program, one part after the other.
 
-The parts of a block lie one below the other and share its scale.  A program goes over
-them twice: for the maximum, and for the codes.  The second time the values come from a
-cache, or are computed once more.
+The parts of a block are ranges of its rows and share its scale.  A program visits them
+twice: first for the maximum, then for the codes.  The second time, values come from a
+cache or are computed again.
 
 Device functions share these arguments, besides those of ``block_tiles``:
 
-- ``VALUES``, ``operands``: where values come from.  ``VALUES(operands, at, r, c)`` is a
-  device function that returns the tiles of one part of ``r x c`` elements.
-  ``block_tiles.load`` is one, whose operand is a pointer.
-- ``held``: the tiles of a block of one part, where registers keep them; else ().
-- ``shape``: ``(PARTS, r, c)``, the number of parts of a block, and the shape of one.
+- ``VALUES``, ``operands``: the source of the values.  ``VALUES(operands, at, r, c)`` is
+  a device function that returns the tiles of one part of ``r x c`` elements, such as
+  ``block_tiles.load``, whose operand is a pointer.
+- ``held``: the tiles of a block with one part, if registers hold them; otherwise ().
+- ``shape``: ``(PARTS, r, c)``, the number of parts of a block, and the shape of a part.
 - ``scaling``: ``(amax, scale, inverse)`` of a block.
 - ``modes``: ``(rowwise, colwise, criterion)``: the rounding of each layout or None, and
   the criterion of fallback or None.
@@ -40,7 +40,7 @@ from fbq_jax.kernels.triton.block_tiles import (
 
 @triton.jit
 def load_and_measure(x, at, shape):
-    """Loads a block: ``held``, and ``max |x|`` of all its parts."""
+    """Loads a block; returns ``held`` and ``max |x|`` of all its parts."""
     PARTS: tl.constexpr = shape[0]
     r: tl.constexpr = shape[1]
     c: tl.constexpr = shape[2]
@@ -65,13 +65,13 @@ def store_scale(amax, scales, offsets):
 def quantize_parts(
     VALUES: tl.constexpr, operands, held, scaling, noise, outputs, at, shape, modes
 ):
-    """Rounds a block and stores its codes in the layouts asked for.
+    """Rounds a block and stores its codes in the requested layouts.
 
     ``outputs`` are the rowwise and the colwise codes.
 
     Returns:
-      ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``.  Each is 0
-      where the criterion does not need it.
+      ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``.  Each is 0 if
+      the criterion does not need it.
     """
     PARTS: tl.constexpr = shape[0]
     r: tl.constexpr = shape[1]
@@ -94,7 +94,7 @@ def quantize_parts(
 
 @triton.jit
 def _store_rounded(outputs, v, noise, at, ROWWISE: tl.constexpr, COLWISE: tl.constexpr):
-    """Rounds values in units of their scale and stores the layouts asked for."""
+    """Rounds values in units of their scale and stores the requested layouts."""
     codes, colwise_codes = outputs
     if ROWWISE == "nearest" or COLWISE == "nearest":
         rounded = nearest(v)
@@ -122,20 +122,21 @@ def quantize_with_fallback(
     at,
     offsets,
     shape,
-    COLWISE: tl.constexpr,
-    CRITERION: tl.constexpr,
+    modes,
 ):
-    """Stores all that ``reference.quantize_fallback`` returns of one block.
+    """Stores everything that ``reference.quantize_fallback`` returns for one block.
 
-    ``outputs`` are codes, scales, residual codes, residual scales, metrics, colwise
-    codes and colwise scales.  Without a criterion there is neither metric nor residual.
+    ``outputs`` is ``((main, residual), metrics, colwise)``; main, residual and colwise
+    are pairs of codes and scales.  Without a criterion, there is neither a metric nor a
+    residual.
     """
-    codes, scales, residual_codes, residual_scales, metrics = outputs[:5]
-    colwise_codes, colwise_scales = outputs[5:]
+    rowwise, metrics, colwise = outputs
+    codes, scales = rowwise[0]
+    residual_codes, residual_scales = rowwise[1]
     offset = offsets[0]
-    modes: tl.constexpr = ("nearest", COLWISE, CRITERION)
-    scaling = store_scale(amax, (scales, colwise_scales), offsets)
-    stored = codes, colwise_codes
+    CRITERION: tl.constexpr = modes[2]
+    scaling = store_scale(amax, (scales, colwise[1]), offsets)
+    stored = codes, colwise[0]
     sums = quantize_parts(
         VALUES, operands, held, scaling, noise, stored, at, shape, modes
     )
@@ -155,8 +156,8 @@ def quantize_with_fallback(
 def _store_residual(VALUES: tl.constexpr, operands, scaling, codes, at, shape):
     """Stores the codes of a block's residual and returns its scale.
 
-    Values are loaded or computed again.  Registers that held them until here would slow
-    every block down.
+    Values are loaded or computed again: keeping them in registers until here would slow
+    down every block.
     """
     PARTS: tl.constexpr = shape[0]
     r: tl.constexpr = shape[1]
@@ -177,6 +178,6 @@ def _store_residual(VALUES: tl.constexpr, operands, scaling, codes, at, shape):
 
 @triton.jit
 def _nearest_residual(tiles, scaling):
-    """What nearest rounding loses of the tiles."""
+    """The tiles' residual after nearest rounding."""
     _, scale, inverse = scaling
     return residual_of(tiles, nearest(multiply(tiles, inverse)), scale)

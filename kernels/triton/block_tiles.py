@@ -1,9 +1,9 @@
 """Loads and stores of the tiles of a block in a Triton program.
 
-A program handles one block of ``r x c`` elements, or a part of one.  Its rows are dealt
-to four tiles of ``r/4 x c``: tile ``k`` holds rows ``4 i + k``.  A thread holds the
-same elements of all four tiles.  It therefore assembles four codes of a column into one
-32-bit word in its registers, and the transposition through shared memory moves words
+A program handles one block of ``r x c`` elements, or a part of one.  Its rows are
+distributed over four tiles of ``r/4 x c``: tile ``k`` holds rows ``4 i + k``.  A thread
+holds the same elements of all four tiles.  So it can join four codes of a column into
+one 32-bit word in its registers, and transposition through shared memory moves words
 instead of bytes.
 
 Device functions share these arguments:
@@ -16,7 +16,7 @@ Device functions share these arguments:
 import triton
 import triton.language as tl
 
-# Moves each byte of a word from [1, 255] to [-127, 127], given the bits that the
+# Moves each byte of a word from [1, 255] to [-127, 127], and removes the bits that the
 # rounding constant of `block_codes` adds to a sum of four shifted codes.
 BYTE_BIAS = tl.constexpr(-0xABF7F80)
 
@@ -40,7 +40,7 @@ def locate_block(rows, columns, r: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def part_at(at, part):
-    """``at`` for a part of a block, where ``part`` counts parts from the top."""
+    """``at`` for a part of a block; ``part`` counts from the top of the matrix."""
     batch, _, j, rows, columns = at
     return batch, part, j, rows, columns
 
@@ -80,7 +80,7 @@ def store_colwise(codes, rounded, at):
     batch, i, j, rows, columns = at
     r: tl.constexpr = 4 * rounded[0].shape[0]
     c: tl.constexpr = rounded[0].shape[1]
-    # Sums are cheaper than masks.  Adding 128 to a code keeps bytes from borrowing.
+    # Sums are cheaper than masks.  Adding 128 to a code prevents borrows between bytes.
     low = (rounded[1] << 8) + rounded[0]
     high = (rounded[3] << 8) + rounded[2]
     words = ((high << 16) + low + BYTE_BIAS) ^ -0x7F7F7F80  # 0x80808080

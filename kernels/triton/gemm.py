@@ -25,13 +25,13 @@ def matmul(
 
     Args:
       lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
-      residual: a second term of lhs, of the same shapes, or None.
+      residual: a second term of lhs with the same shapes, or None.
       rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each 32, 64, 128 or 256.
       dtype: dtype of the output.
-      sm: compute capability of the GPU, times ten; by default that of the first device
+      sm: compute capability of the GPU times ten; by default that of the first device
         of this process.
-      config: tuning options; by default those of ``choose_config``.
+      config: tuning options; by default from ``choose_config``.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -45,7 +45,7 @@ def matmul(
     config = config or choose_config((M, N, K), block_shape, sm, fallback=fallback)
     lhs, rhs = _align(lhs), _align(rhs)
     if residual is None:
-        # The kernel does not read these.
+        # Placeholders that the kernel does not read.
         second, lists = lhs, (lhs.scales, lhs.scales, lhs.scales)
     else:
         second = _align(residual)
@@ -90,10 +90,11 @@ def _align(operand: Quantized) -> Quantized:
 def _steps_of_tiles(
     lhs: Quantized, residual: Quantized, row_blocks: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The step lists of rows of tiles, each of ``row_blocks`` row blocks.
+    """The step lists for rows of tiles, each with ``row_blocks`` row blocks.
 
-    A list that serves several row blocks has a step of the residual if any of them uses
-    it.  The kernel then loads each row block's scale, 0 where the residual is not used.
+    A list for several row blocks has a residual step if any of them uses the residual.
+    The kernel then loads the scale of each row block, which is 0 if its residual is not
+    used.
     """
     scales, residual_scales = lhs.scales, residual.scales
     if row_blocks > 1:

@@ -1,4 +1,4 @@
-"""Tuning options of the Triton GEMM, and the choice among them."""
+"""Tuning options of the Triton GEMM, and their choice."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Config(NamedTuple):
       halves: 1, or 2 to multiply the upper and the lower half of a tile one after the
         other, so that registers hold the INT32 products of one half only.  2 needs
         ``BM <= m``.
-      num_warps: warps of a program.
+      num_warps: warps per program.
       num_stages: depth of the pipeline of loads.
       group: rows of tiles that run together, for reuse in the L2 cache.
     """
@@ -36,12 +36,12 @@ def choose_config(
     *,
     fallback: bool,
 ) -> Config:
-    """The tuned configuration for a shape, or one that suits most shapes.
+    """The tuned configuration for a shape, or a default that suits most shapes.
 
     Args:
       sizes: ``(M, N, K)``.
       block_shape: ``(m, k, n)``, the size of a block along M, K and N.
-      sm: compute capability of the GPU, times ten.
+      sm: compute capability of the GPU times ten.
       fallback: whether there is a residual.
     """
     M, N, _ = sizes
@@ -55,8 +55,7 @@ def choose_config(
     BM, BN = (64, 128) if hopper or k == 256 else (128, 128)
     BM = min(BM, max(32, triton.next_power_of_2(M)))
     BN = min(BN, max(32, triton.next_power_of_2(N)))
-    # Triton keeps num_stages tiles in shared memory on Hopper, and one fewer on older
-    # GPUs.
+    # Triton keeps num_stages tiles in shared memory on Hopper, one fewer on older GPUs.
     budget = 96 * 1024
     num_stages = min(4, budget // ((BM + BN) * k)) + (not hopper)
     return Config(BM, BN, 1, 4 if hopper else 8, num_stages, group=8)

@@ -2,12 +2,12 @@
 
 A program computes one tile of the output.  Each step of its loop multiplies one K block
 exactly on the tensor cores, scales the product and adds it to a float32 accumulator.
-A program cannot multiply while it promotes a product in this way.  So tiles are small
-enough for two or three programs to share a multiprocessor: one multiplies while another
-one promotes.
+A program cannot multiply while it scales and adds a product.  So tiles are small enough
+for two or three programs to share a multiprocessor: one multiplies while another one
+scales and adds.
 
-With fallback the loop walks the lists of ``gemm_schedule``.  A step reads a K block of
-the first term or of the residual.  It selects the address to load from and does not
+With fallback, the loop follows the lists of ``gemm_schedule``.  A step reads a K block
+of the first term or of the residual.  It selects the address to load from and does not
 branch.
 """
 
@@ -43,7 +43,7 @@ def gemm_kernel(
 ):
     """Computes one ``[BM, BN]`` tile of the output."""
     # Sizes are constants to save registers: the compiler folds them into addresses.
-    # The number of steps is not, or the compiler would unroll the loop.
+    # The number of steps is not a constant, or the compiler would unroll the loop.
     HALF: tl.constexpr = BM // HALVES
     k_blocks: tl.constexpr = (K + k - 1) // k
     batch, row, column = _tile_origin(M, N, BM, BN, GROUP)
@@ -136,7 +136,7 @@ def _clamped_range(
     size: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Indices in a tile; those beyond the matrix repeat its last row or column."""
+    """Indices in a tile, clamped to the last row or column of the matrix."""
     index = tl.arange(0, length)
     if start:
         index += start
@@ -149,7 +149,7 @@ def _clamped_range(
 def _block_rows(
     batch, origin, index, size: tl.constexpr, block: tl.constexpr, tile: tl.constexpr
 ):
-    """The row of scales of each index, or a single one for a tile inside a block."""
+    """The row of scales of each index; one for all if a tile lies inside a block."""
     first = batch * ((size + block - 1) // block)
     if block >= tile:
         return first + origin // block
@@ -181,9 +181,9 @@ def _add_product(acc, a, b, scale, MAGIC_CONVERSION: tl.constexpr):
 
 @triton.jit
 def _store(out, acc, row, column, start, M: tl.constexpr, N: tl.constexpr):
-    """Stores the part of ``acc`` that lies in the ``[M, N]`` matrix.
+    """Stores the part of ``acc`` that lies inside the ``[M, N]`` matrix.
 
-    ``out`` points at the first element of ``acc``, which is in row ``row + start``.
+    ``out`` points to the first element of ``acc``, which is in row ``row + start``.
     """
     i = tl.arange(0, acc.shape[0])
     j = tl.arange(0, acc.shape[1])

@@ -1,8 +1,8 @@
-"""The list of steps that the K loop of a GEMM with fallback walks.
+"""The list of steps for the K loop of a GEMM with fallback.
 
 Only some blocks have a residual.  A branch around the product of a residual would keep
-the compiler from pipelining the loads.  So the loop over K becomes a loop over a list
-of steps, which says for each step which K block to multiply, of lhs or of its residual.
+the compiler from pipelining the loads.  So the loop over K is a loop over a list of
+steps; each step names a K block to multiply, either of lhs or of its residual.
 """
 
 import math
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fbq_jax.kernels.triton.launch import launch
 
-CHUNK = 1024  # blocks that a program handles at a time
+CHUNK = 1024  # blocks that a program processes at a time
 
 
 class StepLists(NamedTuple):
@@ -23,8 +23,8 @@ class StepLists(NamedTuple):
 
     Attributes:
       order: int32 ``[B, I, S]``: ``2 j`` for K block ``j`` of the first term, and
-        ``2 j + 1`` right after it if its residual is used.  Outlier steps come last;
-        apart from that ``j`` increases.  0 after the last step.
+        ``2 j + 1`` right after it if its residual is used.  ``j`` increases, except
+        that outlier steps come last.  0 after the last step.
       scales: float32 ``[B, I, S]``, the scale of each step; 0 after the last step.
       counts: int32 ``[B, I]``, the number of steps.
       regular_counts: int32 ``[B, I]``, the number of steps before the outlier steps.
@@ -43,7 +43,7 @@ def list_steps(
     padding: int = 0,
     outlier_ratio: float = math.inf,
 ) -> StepLists:
-    """Lists, for each row block, the products that it is the sum of.
+    """Lists the products that each row block sums.
 
     Args:
       scales: float32 ``[B, I, J]``, the scales of the blocks of the first term.
@@ -67,8 +67,6 @@ def list_steps(
             jax.ShapeDtypeStruct((batch, rows), jnp.int32),
         ],
         grid=(batch * rows,),
-        num_warps=4,
-        num_stages=1,
         CHUNK=min(CHUNK, triton.next_power_of_2(blocks)),
         PADDING=padding,
         OUTLIER_RATIO=outlier_ratio,
@@ -113,7 +111,7 @@ def _list_steps(
         main = tl.where(is_outlier, outlier_end, regular_end) - own
         tl.store(order + main, 2 * j, inside)
         tl.store(step_scales + main, scale, inside)
-        # A block without residual writes one of the zeros after the last step.
+        # A block without a residual writes one of the zeros after the last step.
         other = tl.where(has_residual, main + 1, 2 * blocks - unused_end)
         tl.store(order + other, tl.where(has_residual, 2 * j + 1, 0), inside)
         tl.store(step_scales + other, residual_scale, inside)

@@ -6,29 +6,32 @@ from typing import Any
 import jax
 import triton
 
+from fbq_jax.kernels.reference import Block
+from fbq_jax.kernels.triton.outputs import BlockOutputs, split_columns
+
 
 def launch(
     kernel: triton.JITFunction,
     *args: jax.Array | int,
     outputs: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
-    num_warps: int,
-    num_stages: int,
+    num_warps: int = 4,
+    num_stages: int = 1,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel(*args, *outputs, **constants)`` on a grid of programs.
 
-    The compiler does not contract a product and a sum to an FMA; a kernel that wants an
-    FMA asks for it.
+    The compiler does not fuse a product and a sum into an FMA; a kernel that wants an
+    FMA calls ``tl.fma``.
 
     Args:
       kernel: the kernel.
-      *args: its inputs.
-      outputs: shapes and dtypes of its outputs, whose memory is not initialized.
+      *args: the inputs of the kernel.
+      outputs: shapes and dtypes of the outputs, whose memory is not initialized.
       grid: the number of programs along each axis.
-      num_warps: the number of warps of a program.
+      num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
-      **constants: its ``tl.constexpr`` arguments.
+      **constants: the ``tl.constexpr`` arguments of the kernel.
 
     Returns:
       The outputs.
@@ -47,4 +50,36 @@ def launch(
             enable_fp_fusion=False,
             **constants,
         )
+    )
+
+
+def launch_on_blocks(
+    kernel: triton.JITFunction,
+    x: jax.Array,
+    *args: jax.Array,
+    block: Block,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Runs one program per block of matrices ``[B, R, C]``.
+
+    Args:
+      kernel: takes x, args, ``R``, ``C / COLUMN_UNIT`` and outputs; its constants
+        include ``r``, ``c`` and ``COLUMN_UNIT``.
+      x: ``[B, R, C]``.
+      *args: further inputs of the kernel.
+      block: rows ``r`` and columns ``c`` of a block.
+      **options: further arguments of ``launch``.
+    """
+    columns, unit = split_columns(x.shape[2])
+    return launch(
+        kernel,
+        x,
+        *args,
+        x.shape[1],
+        columns,
+        grid=(BlockOutputs(x.shape, block).programs,),
+        r=block[0],
+        c=block[1],
+        COLUMN_UNIT=unit,
+        **options,
     )

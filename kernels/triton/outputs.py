@@ -1,7 +1,7 @@
-"""The arrays that quantizing kernels write, and the layouts they become.
+"""The outputs of quantization kernels, and their conversion to layouts.
 
-A kernel always gets a pointer for each output.  An output that nobody asked for is an
-array of shape ``[0]``, which the kernel does not touch.
+A kernel always gets a pointer for each output.  An output that was not requested is an
+array of shape ``[0]``, which the kernel does not access.
 """
 
 import math
@@ -18,9 +18,8 @@ Shape = tuple[int, ...]
 def output(
     shape: Shape, dtype: jax.typing.DTypeLike, *, wanted: object = True
 ) -> jax.ShapeDtypeStruct:
-    """An output, of no elements where ``wanted`` is None or False."""
-    absent = wanted is None or wanted is False
-    return jax.ShapeDtypeStruct((0,) if absent else shape, dtype)
+    """An output; without elements if ``wanted`` is false, such as None."""
+    return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
 
 
 def rowwise_codes(shape: Shape, wanted: object = True) -> jax.ShapeDtypeStruct:
@@ -40,7 +39,7 @@ def colwise_codes(shape: Shape, wanted: object = True) -> jax.ShapeDtypeStruct:
 def as_layouts(
     shape: Shape, rowwise: Sequence[jax.Array], colwise: Sequence[jax.Array]
 ) -> Layouts:
-    """Layouts from the codes and scales of each, without the padding of columns."""
+    """Layouts from the codes and scales of each, without padding of the columns."""
     (codes, scales), (colwise_codes, colwise_scales) = rowwise, colwise
     trimmed = colwise_codes[..., : shape[1]]
     return Layouts(
@@ -52,21 +51,21 @@ def as_layouts(
 def split_columns(columns: int) -> tuple[int, int]:
     """``(columns / unit, unit)`` with a unit of at most 16.
 
-    A kernel gets the unit as a constant.  The compiler then knows that rows start at a
-    multiple of it and loads as many elements at once.
+    A kernel gets the unit as a constant.  The compiler then knows that each row starts
+    at a multiple of the unit and loads that many elements at once.
     """
     unit = math.gcd(columns, 16)
     return columns // unit, unit
 
 
 class BlockOutputs:
-    """The outputs of a kernel that quantizes matrices ``[B, R, C]`` by blocks.
+    """The outputs of a kernel that quantizes matrices ``[B, R, C]`` block by block.
 
     Attributes:
       shape: ``(B, R, C)``.
       blocks: the numbers of blocks along R and C.
       programs: the number of blocks in all matrices.
-      scales: one float32 a block, ``[B, R/r, C/c]``.
+      scales: one float32 per block, ``[B, R/r, C/c]``.
     """
 
     def __init__(self, shape: Shape, block: Block) -> None:
@@ -76,10 +75,10 @@ class BlockOutputs:
         self.scales = output((batch, *self.blocks), jnp.float32)
 
     def rowwise(self, wanted: object = True) -> list[jax.ShapeDtypeStruct]:
-        """Rowwise codes and scales.  Scales are written in any case."""
+        """Rowwise codes and scales.  Scales are always written."""
         return [rowwise_codes(self.shape, wanted), self.scales]
 
     def colwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
-        """Colwise codes and scales.  Scales are written in any case."""
+        """Colwise codes and scales.  Scales are always written."""
         scales = output((self.shape[0], *self.blocks[::-1]), jnp.float32)
         return [colwise_codes(self.shape, wanted), scales]

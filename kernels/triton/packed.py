@@ -2,9 +2,9 @@
 
 A block is 128 columns wide, so each of its rows is a group of
 ``fbq_jax.kernels.packing``.  ``block_tiles`` describes tiles and ``at``.  A packed
-array is the tuple ``(planes, scales)`` with a plane for each width that a chunk may
-have: 8, 4, 2 and 1 bits.  Planes of widths that ``BITS`` does not contain are not read
-or written.  ``groups`` is the number of groups in a row.
+array is the tuple ``(planes, scales)`` with one plane for each width that a chunk may
+have: 8, 4, 2 and 1 bits.  Planes for widths that ``BITS`` does not contain are neither
+read nor written.  ``groups`` is the number of groups in a row.
 """
 
 import triton
@@ -35,8 +35,8 @@ def store_packed(packed, tiles, at, groups, BITS: tl.constexpr):
         v = tiles[k] * inverse[:, None] + MAGIC
         words += (v.to(tl.int32, bitcast=True) + LIMIT,)  # type: ignore[assignment]
         row_scales += (scale[:, None],)  # type: ignore[assignment]
-    # Stored at once, because a store first moves values between threads, and all warps
-    # wait for that.
+    # One store for all tiles: each store first moves values between threads, and all
+    # warps wait for that.
     tl.store(scales + group[:, None], _interleave(row_scales), inside[:, None])
     for p in tl.static_range(4):
         if BITS & (8 >> p):
@@ -58,8 +58,8 @@ def _pack(words, BITS: tl.constexpr, WIDTH: tl.constexpr):
     PER_BYTE: tl.constexpr = 8 // WIDTH
     # Narrower chunks take the BITS & (WIDTH - 1) bits below this one.
     chunks = words >> (BITS & (WIDTH - 1)) & ((1 << WIDTH) - 1)
-    # Four neighbours, which one thread holds, make a word.  Only the chunks that share
-    # a byte come from different threads.
+    # Four neighbours, held by one thread, form a word.  Only chunks that share a byte
+    # come from different threads.
     chunks = tl.reshape(chunks, (words.shape[0], PER_BYTE, 4 * WIDTH, 4))
     chunks = tl.sum(chunks << (8 * tl.arange(0, 4))[None, None, None, :], 3)
     return tl.sum(chunks << (WIDTH * tl.arange(0, PER_BYTE))[None, :, None], 1)
@@ -67,7 +67,7 @@ def _pack(words, BITS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _interleave(tiles):
-    """One array of all rows, ``4 i + k`` from row ``i`` of tile ``k``."""
+    """Joins tiles to one array; its row ``4 i + k`` is row ``i`` of tile ``k``."""
     pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
     shape: tl.constexpr = tiles[0].shape
     return tl.reshape(tl.permute(pairs, (0, 3, 2, 1)), (4 * shape[0], shape[1]))

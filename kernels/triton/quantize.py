@@ -1,7 +1,7 @@
 """Block quantization, with fallback and transposition, in one pass over the operand.
 
-One program quantizes one block; ``block_quantize`` has the device code.  A block too
-large for the registers is quantized in parts.
+One program quantizes one block; the device code is in ``block_quantize``.  A block
+that is too large for the registers is quantized in parts.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from fbq_jax.kernels.triton.block_quantize import (
     store_scale,
 )
 from fbq_jax.kernels.triton.block_tiles import load, locate_block
-from fbq_jax.kernels.triton.launch import launch
-from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts, split_columns
+from fbq_jax.kernels.triton.launch import launch_on_blocks
+from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
 
 
 def quantize(
@@ -82,8 +82,8 @@ def quantize_fallback(
         COLWISE=colwise,
     )
     main, residual = Quantized(*results[:2]), Quantized(*results[2:4])
-    colwise_layout = as_layouts(x.shape, results[:2], results[5:]).colwise
-    return FallbackQuantized(main, residual, results[4], colwise_layout)
+    transposed = as_layouts(x.shape, results[:2], results[5:]).colwise
+    return FallbackQuantized(main, residual, results[4], transposed)
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
@@ -108,36 +108,28 @@ def _launch(
     many_registers: bool,
     **constants: Any,
 ) -> Sequence[jax.Array]:
-    """Runs a kernel on every block of x.  Without a block, the outputs are empty."""
-    programs = BlockOutputs(x.shape, block).programs
-    if programs == 0:
+    """Runs a kernel on every block of x.  If there are none, all outputs are empty."""
+    if x.size == 0:
         return [jnp.zeros(output.shape, output.dtype) for output in outputs]
-    columns, unit = split_columns(x.shape[2])
     parts, num_warps = _parts_and_warps(block, many_registers=many_registers)
-    return launch(
+    return launch_on_blocks(
         kernel,
         x,
         *args,
-        x.shape[1],
-        columns,
+        block=block,
         outputs=outputs,
-        grid=(programs,),
         num_warps=num_warps,
-        num_stages=1,
-        r=block[0],
-        c=block[1],
         PARTS=parts,
-        COLUMN_UNIT=unit,
         **constants,
     )
 
 
 def _parts_and_warps(block: Block, *, many_registers: bool) -> tuple[int, int]:
-    """The parts of a block and the warps of a program.
+    """The number of parts of a block, and of warps of a program.
 
-    Fewer warps share more of the work: keys of the noise, and reductions.  But each
-    thread then holds more elements.  A kernel with ``many_registers`` for an element
-    gets twice the warps.
+    Fewer warps share more work, such as the noise keys and reductions, but each thread
+    then holds more elements.  A kernel that needs ``many_registers`` per element gets
+    twice as many warps.
     """
     size = block[0] * block[1]
     if size > 2**14:
@@ -199,30 +191,13 @@ def _quantize_fallback(
 ):
     shape: tl.constexpr = (PARTS, r // PARTS, c)
     noise = seeds, row_offsets, column_offset
-    outputs = (
-        codes,
-        scales,
-        residual_codes,
-        residual_scales,
-        metrics,
-        colwise_codes,
-        colwise_scales,
-    )
+    rowwise = (codes, scales), (residual_codes, residual_scales)
+    outputs = rowwise, metrics, (colwise_codes, colwise_scales)
+    modes: tl.constexpr = ("nearest", COLWISE, CRITERION)
     at, offsets = locate_block(rows, columns * COLUMN_UNIT, r, c)
     held, amax = load_and_measure(x, at, shape)
     quantize_with_fallback(
-        load,
-        x,
-        held,
-        amax,
-        theta,
-        noise,
-        outputs,
-        at,
-        offsets,
-        shape,
-        COLWISE,
-        CRITERION,
+        load, x, held, amax, theta, noise, outputs, at, offsets, shape, modes
     )
 
 

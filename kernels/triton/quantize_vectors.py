@@ -1,12 +1,12 @@
-"""Vector-wise quantization: rowwise codes with one scale a row, colwise one a column.
+"""Vector-wise quantization: one scale per row (rowwise) or per column (colwise).
 
 A scale depends on a whole row or column, so there are two passes over the operand.  The
-first writes the maxima of each tile, which XLA reduces to scales; the second writes
-codes.
+first pass writes the maxima of each tile, which XLA reduces to scales.  The second pass
+writes the codes.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,18 +33,15 @@ from fbq_jax.kernels.triton.block_tiles import (
     store_colwise,
     store_rowwise,
 )
-from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.launch import launch_on_blocks
 from fbq_jax.kernels.triton.outputs import (
-    Shape,
     as_layouts,
     colwise_codes,
     output,
     rowwise_codes,
-    split_columns,
 )
 
 TILE = (64, 128)
-NUM_WARPS = 4
 
 
 def quantize_vectors(
@@ -71,10 +68,19 @@ def quantize_vectors(
             **scaling,
         )
     modes = {"ROWWISE": rowwise, "COLWISE": colwise}
-    row_maxima, column_maxima = _launch(
-        _find_maxima, x, outputs=_maxima_outputs(x.shape, rowwise, colwise), **modes
+    batch, rows, columns = x.shape
+    down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
+    row_maxima, column_maxima = launch_on_blocks(
+        _find_maxima,
+        x,
+        block=TILE,
+        outputs=[
+            output((batch, across, rows), jnp.int32, wanted=rowwise),
+            output((batch, down, columns), jnp.int32, wanted=colwise),
+        ],
+        **modes,
     )
-    # The seeds stand for inverses that are not read.
+    # The seeds are passed in place of inverses that the kernel does not read.
     row_scales, row_inverses = column_scales, column_inverses = seeds, seeds
     if rowwise is not None:
         row_scales, row_inverses = _scales(row_maxima, amax_reduce.rowwise, **scaling)
@@ -82,57 +88,19 @@ def quantize_vectors(
         column_scales, column_inverses = _scales(
             column_maxima, amax_reduce.colwise, **scaling
         )
-    codes, column_codes = _launch(
+    codes, column_codes = launch_on_blocks(
         _round_vectors,
         x,
         row_inverses,
         column_inverses,
         seeds,
         *(global_offset or rounding.no_offset(x.shape[1])),
+        block=TILE,
         outputs=[rowwise_codes(x.shape, rowwise), colwise_codes(x.shape, colwise)],
         CLIPPED=bound > 127.0,
         **modes,
     )
     return as_layouts(x.shape, (codes, row_scales), (column_codes, column_scales))
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    x: jax.Array,
-    *args: jax.Array,
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    **constants: Any,
-) -> Sequence[jax.Array]:
-    """Runs a kernel on every tile of x."""
-    batch, rows, columns = x.shape
-    units, unit = split_columns(columns)
-    return launch(
-        kernel,
-        x,
-        *args,
-        rows,
-        units,
-        outputs=outputs,
-        grid=(batch * triton.cdiv(rows, TILE[0]) * triton.cdiv(columns, TILE[1]),),
-        num_warps=NUM_WARPS,
-        num_stages=1,
-        r=TILE[0],
-        c=TILE[1],
-        COLUMN_UNIT=unit,
-        **constants,
-    )
-
-
-def _maxima_outputs(
-    shape: Shape, rowwise: object, colwise: object
-) -> list[jax.ShapeDtypeStruct]:
-    """The bits of the maxima of each tile's rows and columns, int32."""
-    batch, rows, columns = shape
-    down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
-    return [
-        output((batch, across, rows), jnp.int32, wanted=rowwise),
-        output((batch, down, columns), jnp.int32, wanted=colwise),
-    ]
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("bound", "per_tensor"))
@@ -143,9 +111,9 @@ def _scales(
     bound: float,
     per_tensor: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Scales ``[B, N, 1]`` and inverses ``[B, N]`` from maxima of tiles ``[B, T, N]``.
+    """Scales ``[B, N, 1]`` and inverses ``[B, N]`` from the maxima of ``_find_maxima``.
 
-    Maxima are int32: see ``_find_maxima``.
+    The maxima are int32 ``[B, T, N]``, where T counts tiles.
     """
     bits = jnp.max(maxima, axis=1)
     if per_tensor:
@@ -170,8 +138,8 @@ def _find_maxima(
 ):
     """``max |x|`` of each row and each column of a tile, as the bits of a float32.
 
-    As integers, the bits keep the order of the floats with NaN last.  XLA's maximum of
-    floats may lose a NaN.
+    As integers, the bits have the order of the floats, with NaN last.  XLA's maximum of
+    floats may drop a NaN.
     """
     columns *= COLUMN_UNIT
     at, _ = locate_block(rows, columns, r, c)

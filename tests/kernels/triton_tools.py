@@ -161,8 +161,8 @@ def _interpret(
     *args: Any,
     outputs: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
-    num_warps: int,
-    num_stages: int,
+    num_warps: int = 4,
+    num_stages: int = 1,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     del num_warps, num_stages
@@ -238,8 +238,8 @@ def _record(
     *args: Any,
     outputs: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
-    num_warps: int,
-    num_stages: int,
+    num_warps: int = 4,
+    num_stages: int = 1,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     assert all(n > 0 for n in grid)

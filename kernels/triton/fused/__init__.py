@@ -1,9 +1,9 @@
 """The fused quantization ops as Triton kernels: a layer and its quantization at once.
 
-One program computes and quantizes one block.  Values and what is saved need more
-registers than a block has, so the block is processed in parts.  Each part is computed
-twice: for the scale, which all parts share, together with what is saved; and for the
-codes, from inputs that a cache then holds.
+One program computes and quantizes one block.  The values and the saved arrays of a
+block do not fit into registers, so the block is processed in parts.  Each part is
+computed twice: first for the scale, which all parts share, and the saved arrays; then
+for the codes, from inputs that a cache now holds.
 """
 
 from fbq_jax.kernels.triton.fused.gate import silu_gate_quantize

@@ -1,4 +1,4 @@
-"""The SiLU gate ``silu(gate) * up`` and the quantization of its output."""
+"""The SiLU gate ``silu(gate) * up``, fused with the quantization of its output."""
 
 import math
 from typing import Any
@@ -14,11 +14,7 @@ from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import accumulate_amax, widen
 from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback
 from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
-from fbq_jax.kernels.triton.fused.launch_fused import (
-    Quantization,
-    can_fuse,
-    launch_forward,
-)
+from fbq_jax.kernels.triton.fused.launch_fused import can_fuse, launch_forward
 from fbq_jax.kernels.triton.packed import store_packed
 
 PART_ROWS = 16  # The fastest on an H200.
@@ -50,7 +46,8 @@ def silu_gate_quantize(
         saved=2,
         bits=bits,
         part_rows=PART_ROWS,
-        quantization=Quantization(block, **options),
+        block=block,
+        **options,
     )
     return GateQuantized(operand, gate_factor, up_factor)
 
@@ -92,15 +89,9 @@ def _silu_gate_quantize(
     gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
     up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
     noise = seeds, row_offsets, column_offset
-    outputs = (
-        codes,
-        scales,
-        residual_codes,
-        residual_scales,
-        metrics,
-        colwise_codes,
-        colwise_scales,
-    )
+    rowwise = (codes, scales), (residual_codes, residual_scales)
+    outputs = rowwise, metrics, (colwise_codes, colwise_scales)
+    modes: tl.constexpr = ("nearest", COLWISE, CRITERION)
     at, offsets = locate_block(rows, groups * c, r, c)
     amax = 0.0
     for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
@@ -110,18 +101,7 @@ def _silu_gate_quantize(
         store_packed(up_packed, up_factor, here, groups, BITS)
         amax = accumulate_amax(amax, y)
     quantize_with_fallback(
-        _values,
-        gate_up,
-        (),
-        amax,
-        theta,
-        noise,
-        outputs,
-        at,
-        offsets,
-        shape,
-        COLWISE,
-        CRITERION,
+        _values, gate_up, (), amax, theta, noise, outputs, at, offsets, shape, modes
     )
 
 

@@ -1,6 +1,4 @@
-"""The gradient of the SiLU gate and its quantization."""
-
-from typing import Any
+"""The gradient of the SiLU gate, fused with its quantization."""
 
 import jax
 import triton
@@ -18,11 +16,7 @@ from fbq_jax.kernels.triton.block_codes import (
 )
 from fbq_jax.kernels.triton.block_quantize import quantize_parts
 from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
-from fbq_jax.kernels.triton.fused.launch_fused import (
-    NUM_WARPS,
-    can_fuse,
-    planes_by_width,
-)
+from fbq_jax.kernels.triton.fused.launch_fused import can_fuse, planes_by_width
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
 from fbq_jax.kernels.triton.packed import load_packed
@@ -38,7 +32,9 @@ def silu_gate_grad_quantize(
     *,
     bits: int,
     block: Block,
-    **options: Any,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
 ) -> Layouts:
     """See ``fused_reference.silu_gate_grad_quantize``."""
     if not can_fuse(dy.shape, block):
@@ -49,24 +45,11 @@ def silu_gate_grad_quantize(
             seeds,
             bits=bits,
             block=block,
-            **options,
+            rowwise=rowwise,
+            colwise=colwise,
+            global_offset=global_offset,
             ops=quantize,
         )
-    return _launch(dy, gate_factor, up_factor, seeds, bits, block, **options)
-
-
-def _launch(
-    dy: jax.Array,
-    gate_factor: Packed,
-    up_factor: Packed,
-    seeds: jax.Array,
-    bits: int,
-    block: Block,
-    *,
-    rowwise: Rounding | None,
-    colwise: Rounding | None,
-    global_offset: GlobalOffset | None = None,
-) -> Layouts:
     batch, rows, columns = dy.shape
     shape = batch, rows, 2 * columns
     out = BlockOutputs(shape, block)
@@ -83,8 +66,6 @@ def _launch(
         columns // block[1],
         outputs=[*out.rowwise(rowwise), *out.colwise(colwise)],
         grid=(out.programs // 2,),
-        num_warps=NUM_WARPS,
-        num_stages=1,
         r=block[0],
         c=block[1],
         PARTS=block[0] // PART_ROWS,
@@ -124,37 +105,37 @@ def _silu_gate_grad_quantize(
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
 ):
-    """Each program quantizes a block of the gate's gradient and the one of up's."""
+    """One program quantizes a block of the gate's gradient, then one of up's."""
     shape: tl.constexpr = (PARTS, r // PARTS, c)
     modes: tl.constexpr = (ROWWISE, COLWISE, None)
     gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
     up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
     factors = gate_packed, up_packed
     noise = seeds, row_offsets, column_offset
-    outputs = codes, colwise_codes
+    out = codes, colwise_codes
     at, _ = locate_block(rows, groups * c, r, c)
     batch, i, j, _, _ = at
     columns, down = 2 * groups * c, tl.cdiv(rows, r)
     for half in tl.static_range(2):
         factor = factors[half]
-        to = 2 * j + half
+        column = 2 * j + half
         amax = 0.0
         for part in range(i * PARTS, (i + 1) * PARTS):
             y = _values((dy, factor, j, groups, BITS), part_at(at, part), r // PARTS, c)
             amax = accumulate_amax(amax, y)
         scale, inverse = scale_and_inverse(amax)
-        tl.store(scales + (batch * down + i) * (2 * groups) + to, scale)
-        tl.store(colwise_scales + (batch * (2 * groups) + to) * down + i, scale)
+        tl.store(scales + (batch * down + i) * (2 * groups) + column, scale)
+        tl.store(colwise_scales + (batch * (2 * groups) + column) * down + i, scale)
         scaling = amax, scale, inverse
-        to_at = batch, i, to, rows, columns
+        to = batch, i, column, rows, columns
         quantize_parts(
             _values,
             (dy, factor, j, groups, BITS),
             (),
             scaling,
             noise,
-            outputs,
-            to_at,
+            out,
+            to,
             shape,
             modes,
         )

@@ -1,8 +1,8 @@
-"""What the launches of the fused kernels share: packed arrays and outputs."""
+"""Launches of the fused kernels, with packed arrays and quantized outputs."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,7 @@ from fbq_jax.kernels.rounding import GlobalOffset, Rounding, no_offset
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.outputs import BlockOutputs, Shape, as_layouts, output
 
-NUM_WARPS = 4
 _WIDTHS = (8, 4, 2, 1)  # of chunks
-
-
-class Quantization(NamedTuple):
-    """How an output is quantized; see ``fused_reference.rms_norm_quantize``."""
-
-    block: Block
-    criterion: Criterion | None
-    colwise: Rounding | None
-    global_offset: GlobalOffset | None = None
 
 
 def can_fuse(shape: Shape, block: Block) -> bool:
@@ -36,7 +26,7 @@ def can_fuse(shape: Shape, block: Block) -> bool:
 
 
 def planes_by_width(packed: Packed, bits: int, unused: jax.Array) -> list[jax.Array]:
-    """A plane for each width that a chunk may have, ``unused`` for the absent."""
+    """One plane for each width that a chunk may have; ``unused`` for missing planes."""
     present = dict(zip(packing.chunk_widths(bits), packed.planes, strict=True))
     return [present.get(width, unused) for width in _WIDTHS]
 
@@ -49,21 +39,26 @@ def launch_forward(
     saved: int,
     bits: int,
     part_rows: int,
-    quantization: Quantization,
+    block: Block,
+    criterion: Criterion | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
 ) -> tuple[Operand, list[Packed]]:
     """Runs a kernel that writes a quantized output and saves packed arrays.
 
     Args:
       kernel: the kernel.
-      *args: its first arguments.
-      shape: ``(B, R, C)`` of the output.
-      seeds: uint32 ``[B]``, of the noise.
+      *args: the first arguments of the kernel.
+      shape: ``(B, R, C)``, the shape of the output.
+      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
       saved: the number of packed arrays ``[B, R, C]``.
-      bits: of each packed code.
-      part_rows: rows of a part of a block.
-      quantization: of the output.
+      bits: the bits of each packed code.
+      part_rows: number of rows of a part of a block.
+      block: rows and columns of a block.
+      criterion: the criterion of fallback; None for no fallback.
+      colwise: the rounding of the colwise codes, or None to omit them.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
     """
-    block, criterion, colwise, global_offset = quantization
     out = BlockOutputs(shape, block)
     results = launch(
         kernel,
@@ -80,8 +75,6 @@ def launch_forward(
             *_packed_outputs(shape, bits) * saved,
         ],
         grid=(out.programs,),
-        num_warps=NUM_WARPS,
-        num_stages=1,
         r=block[0],
         c=block[1],
         PARTS=block[0] // part_rows,
@@ -94,10 +87,10 @@ def launch_forward(
 
 
 def _packed_outputs(shape: Shape, bits: int) -> list[jax.ShapeDtypeStruct]:
-    """A plane for each width that a chunk may have, and scales."""
+    """One plane for each width that a chunk may have, and scales."""
     *lead, columns = shape
     planes = [
-        output((*lead, columns // 8 * width), jnp.uint8, wanted=bool(bits & width))
+        output((*lead, columns // 8 * width), jnp.uint8, wanted=bits & width)
         for width in _WIDTHS
     ]
     return [*planes, output((*lead, columns // packing.GROUP), jnp.float32)]

@@ -1,4 +1,4 @@
-"""RMS normalization and the quantization of its output."""
+"""RMS normalization, fused with the quantization of its output."""
 
 from typing import Any
 
@@ -13,11 +13,7 @@ from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import accumulate_amax, widen
 from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback
 from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
-from fbq_jax.kernels.triton.fused.launch_fused import (
-    Quantization,
-    can_fuse,
-    launch_forward,
-)
+from fbq_jax.kernels.triton.fused.launch_fused import can_fuse, launch_forward
 from fbq_jax.kernels.triton.packed import store_packed
 
 PART_ROWS = 32  # The fastest on an H200.
@@ -36,16 +32,9 @@ def rms_norm_quantize(
 ) -> NormQuantized:
     """See ``fused_reference.rms_norm_quantize``.  XLA computes the mean squares."""
     if not can_fuse(x.shape, block):
+        operands = x, norm_scale, theta, seeds
         return fused_reference.rms_norm_quantize(
-            x,
-            norm_scale,
-            theta,
-            seeds,
-            epsilon=epsilon,
-            bits=bits,
-            block=block,
-            **options,
-            ops=quantize,
+            *operands, epsilon=epsilon, bits=bits, block=block, **options, ops=quantize
         )
     rstd = fused_reference.mean_square_rstd(x, epsilon)
     operand, (normalized,) = launch_forward(
@@ -59,7 +48,8 @@ def rms_norm_quantize(
         saved=1,
         bits=bits,
         part_rows=PART_ROWS,
-        quantization=Quantization(block, **options),
+        block=block,
+        **options,
     )
     return NormQuantized(operand, normalized, rstd)
 
@@ -98,15 +88,9 @@ def _rms_norm_quantize(
     operands = x, norm_scale, rstd, groups
     normalized = (plane_8, plane_4, plane_2, plane_1), normalized_scales
     noise = seeds, row_offsets, column_offset
-    outputs = (
-        codes,
-        scales,
-        residual_codes,
-        residual_scales,
-        metrics,
-        colwise_codes,
-        colwise_scales,
-    )
+    rowwise = (codes, scales), (residual_codes, residual_scales)
+    outputs = rowwise, metrics, (colwise_codes, colwise_scales)
+    modes: tl.constexpr = ("nearest", COLWISE, CRITERION)
     at, offsets = locate_block(rows, groups * c, r, c)
     amax = 0.0
     for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
@@ -115,18 +99,7 @@ def _rms_norm_quantize(
         store_packed(normalized, saved, here, groups, BITS)
         amax = accumulate_amax(amax, y)
     quantize_with_fallback(
-        _values,
-        operands,
-        (),
-        amax,
-        theta,
-        noise,
-        outputs,
-        at,
-        offsets,
-        shape,
-        COLWISE,
-        CRITERION,
+        _values, operands, (), amax, theta, noise, outputs, at, offsets, shape, modes
     )
 
 
@@ -142,7 +115,7 @@ def _normalize(operands, at, r: tl.constexpr, c: tl.constexpr):
     x, norm_scale, rstd, groups = operands
     batch, i, j, rows, _ = at
     tiles = load(x, at, r, c)
-    # Vectors are loaded as vectors, so that the matrices keep the layout of x.
+    # Loaded as vectors, so that the matrices keep the layout of x.
     column_scale = tl.load(norm_scale + (batch * groups + j) * c + tl.arange(0, c))
     y, normalized = (), ()
     for k in tl.static_range(4):

@@ -199,7 +199,7 @@ def test_on_a_gpu_it_says_that_there_is_no_kernel(monkeypatch):
     with pytest.raises(ValueError, match="cannot do ragged_contraction: it has no ker"):
         dispatch.choose("ragged_contraction", (32, 32, 32), implementation="mosaic")
     monkeypatch.setattr(dispatch, "_warned_reasons", set())
-    with pytest.warns(UserWarning, match="ragged_matmul, ragged_contraction run by"):
+    with pytest.warns(UserWarning, match="ragged_matmul, ragged_contraction run as"):
         dispatch.warn_of_reference(choice, (128, 128, 128))
 
 
