@@ -182,6 +182,18 @@ class _Loop:
             plot.draw_curves(self.out, self._recipe())
 
 
+def last_state(config: Config, out: Path) -> TrainState:
+    """Returns the state in the latest checkpoint of the run in `out`.
+
+    Raises:
+        RestoreError: There is no checkpoint, or it is damaged.
+    """
+    model, _, _ = build(config)
+    optimizer, _ = make_optimizer(config)
+    like = init_state(model, optimizer, None, config.seed)
+    return checkpoint.restore(out / "checkpoints", like)
+
+
 def _open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
     """The metrics of the run after a step; None in all processes but the first."""
     if not mesh.is_first():

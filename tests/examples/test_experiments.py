@@ -41,18 +41,10 @@ from examples.llama.experiments.settings import TOY
 from examples.llama.experiments.studies import criteria, error, gradients
 from examples.llama.experiments.studies.perplexity import BLOCK_SIDES
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from examples.llama.step import cross_entropy
+from tests.examples.small import random_params, small_config
 
-MODEL = LlamaConfig(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    dtype=jnp.float32,
-)
+MODEL = small_config(intermediate_size=128, dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +55,6 @@ def tokens() -> jax.Array:
 @pytest.fixture(scope="module")
 def params() -> Any:
     return random_params(MODEL)
-
-
-def random_params(config: LlamaConfig) -> Any:
-    """Parameters that need no compiled initializer."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]
-    draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(0, 0.2, x.shape), x.dtype), shapes)
 
 
 def test_corpus_is_split_by_file_and_repeats_nothing(tmp_path: Path) -> None:
@@ -384,7 +368,7 @@ def write_results(results: Path) -> None:
         "blocks": {"down": [["0100", "0101"], ["0010", "0010"]]},
         "start": {"first_batch": {"rate": [0.5, 0.2], "theta": [1.0, 2.0]}},
     }
-    assert tuple(of_studies) == studies.NAMES
+    assert of_studies.keys() == studies.STUDIES.keys()
     for name, of in of_studies.items():
         study = {"weights": weights, "found": dict.fromkeys(models, of)}
         runs.save(study, results / "studies" / f"{name}.json")

@@ -20,22 +20,13 @@ from examples.llama.experiments.studies import (
     start,
 )
 from examples.llama.experiments.studies.subject import Subject, cosine_distance
-from examples.llama.model_config import LlamaConfig
 from fbq_jax import Recipe
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.kernels import reference
-from tests.examples.test_experiments import random_params
+from tests.examples.small import random_params, small_config
 
 BLOCK = (128, 128)
-MODEL = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    dtype=jnp.float32,
-)
+MODEL = small_config(dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")

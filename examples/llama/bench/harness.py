@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.llama import flops, mesh, model, step
+from examples.llama import flops, mesh, step
 from examples.llama.config import Config
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, Recipe
 from fbq_jax.bench import matmuls, measure, memory, results
 from fbq_jax.bench.measure import Effort, Timing
@@ -48,10 +50,10 @@ def config(
     vocabulary: int = 1,
     quantized: bool,
     **options: Any,
-) -> model.LlamaConfig:
+) -> LlamaConfig:
     """Grouped-query attention with heads of 128 channels; INT10 saved if quantized."""
     heads = hidden // _HEAD_DIM
-    return model.LlamaConfig(
+    return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -64,16 +66,8 @@ def config(
     )
 
 
-def layer(
-    config: model.LlamaConfig, dot_general: Any
-) -> tuple[model.Layer, tuple[jax.Array, jax.Array]]:
-    """A layer and its rotary tables."""
-    tables = model.rotary_tables(config, config.max_seq_len)
-    return model.remat_layer(config)(config, dot_general), tables
-
-
 def trainer(
-    config: model.LlamaConfig, dot_general: Any, *, learns: bool = False
+    config: LlamaConfig, dot_general: Any, *, learns: bool = False
 ) -> tuple[step.TrainState, Any]:
     """The initial training state of a model and its jitted training step.
 
@@ -82,7 +76,7 @@ def trainer(
       dot_general: the layers' product; None for bf16.
       learns: whether the learning rate is the example's, or too small to matter.
     """
-    llama = model.Llama(config, dot_general)
+    llama = Llama(config, dot_general)
     rate = Config.lr if learns else _NO_LEARNING
     optimizer, schedule = step.make_optimizer(Config(steps=1000, lr=rate))
     state = step.init_state(llama, optimizer, None, seed=0)
@@ -185,7 +179,7 @@ def distribute(tokens: np.ndarray) -> jax.Array:
     return jnp.asarray(mesh.distribute(tokens, None, "batch", None))
 
 
-def work(config: model.LlamaConfig, tokens: int) -> float:
+def work(config: LlamaConfig, tokens: int) -> float:
     """Operations of a step on tokens in sequences of the longest length.
 
     Counts the matrix products of layers and head, and causal attention.

@@ -39,10 +39,7 @@ _LOSS_LIMIT = 0.02  # nats between INT8 and bf16 after these steps
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, layers, sequences per device)``.
 

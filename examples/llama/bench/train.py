@@ -16,10 +16,7 @@ _LIMITS = {"loss": 0.02, "grad_norm": 0.1}
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, layers, sequences)``.
 
