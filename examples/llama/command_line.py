@@ -50,11 +50,11 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     """Reads the command line.
 
     Args:
-        argv: The arguments; None means those of the process.
+        argv: The arguments; None means the process's own.
 
     Returns:
-        The command. Options that are not given are kept apart from those that are: a
-        resumed run takes them from the run that it resumes.
+        The command. It keeps given options apart from defaults, because a resumed run
+        takes the options that are not given from its own folder.
 
     Raises:
         ConfigError: Two flags contradict each other.

@@ -46,7 +46,7 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
 
 
 def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
-    """Writes the config.json of a new run, or compares it with that of a resumed run.
+    """Writes the config.json of a new run, or checks a resumed run against its own.
 
     Raises:
         ConfigError: The resumed run has other options or other data.

@@ -41,8 +41,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     Args:
         config: The options of the run.
         out: The folder of the run: a new one, or the one to resume.
-        resume: Whether to continue the run in `out`. Its steps are then bit for bit
-            those of an uninterrupted run.
+        resume: Whether to continue the run in `out`. Its steps then equal the steps of
+            an uninterrupted run bit for bit.
 
     Raises:
         ConfigError: The model cannot be built, or a resumed run has other options.

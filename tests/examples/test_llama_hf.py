@@ -74,7 +74,7 @@ def shard(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_pytorch(family: str) -> None:
+def test_logits_match_pytorch(family: str) -> None:
     reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
     logits = logits_of(FIXTURE / family, reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)

@@ -257,7 +257,7 @@ def test_each_layer_has_its_own_quantization_state(collection: str) -> None:
     assert len(np.unique(thetas)) == 3
 
 
-def test_dot_general_is_given_the_four_projections_of_a_layer_only() -> None:
+def test_dot_general_computes_only_the_four_projections_of_a_layer() -> None:
     kernels = set()
 
     def spy(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:

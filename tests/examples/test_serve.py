@@ -1,4 +1,4 @@
-"""A frozen Llama serves what it was trained for, in half the bytes of bfloat16."""
+"""A frozen Llama computes what it did in training, in half the bytes of bfloat16."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -84,7 +84,7 @@ def test_projections_take_half_the_bytes_of_bfloat16(case: Case) -> None:
             assert params[path] is kernel
 
 
-def test_statistics_are_those_of_training(case: Case) -> None:
+def test_statistics_match_training(case: Case) -> None:
     before, after = map(fbq_jax.fallback_stats, (case.variables, case.frozen))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
 

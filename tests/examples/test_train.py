@@ -108,7 +108,7 @@ def test_interrupted_run_resumes_bit_for_bit(
     assert records_of(tmp_path / "run") == records_of(whole_run)
 
 
-def test_looking_less_often_changes_no_number(
+def test_reading_metrics_less_often_changes_no_number(
     config: Config, whole_run: Path, tmp_path: Path
 ) -> None:
     seldom = dataclasses.replace(config, log_every=5, save_every=0)
@@ -118,7 +118,7 @@ def test_looking_less_often_changes_no_number(
     assert left == ["config.json", "metrics.jsonl"]
 
 
-def test_handlers_of_signals_are_given_back(whole_run: Path) -> None:
+def test_signal_handlers_are_restored(whole_run: Path) -> None:
     del whole_run  # has run
     assert signal.getsignal(signal.SIGINT) is INTERRUPT
 
@@ -327,7 +327,7 @@ def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -
     assert np.any(trained["norm"]["scale"] != params["norm"]["scale"])
 
 
-def test_what_initializes_a_model_is_compiled_once() -> None:
+def test_the_initializer_is_compiled_once() -> None:
     traced = []
 
     def init(params: Any) -> Any:
@@ -368,7 +368,7 @@ def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
-def test_delayed_fp8_takes_its_scales_along_and_resumes_bit_for_bit(
+def test_delayed_fp8_saves_its_scales_and_resumes_bit_for_bit(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = dataclasses.replace(
@@ -417,7 +417,7 @@ def test_quantized_recipes_save_ten_bits_unless_asked(
         ("switchback", "float32", ["float32", "float32", None]),  # dW is in floats
     ],
 )
-def test_reduce_is_of_products_in_int8(
+def test_reduce_applies_to_int8_products(
     config: Config, recipe: str, reduce: str | None, summed_in: list[str | None]
 ) -> None:
     config = dataclasses.replace(config, recipe=recipe, reduce=reduce)
@@ -468,7 +468,7 @@ def test_weight_decay_spares_norms_and_biases(config: Config) -> None:
 
 
 @pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.5, 0.5), (0.0, 20.0)])
-def test_gradients_are_clipped_to_the_norm_asked_for(
+def test_gradients_are_clipped_to_the_given_norm(
     config: Config, clip: float, norm: float
 ) -> None:
     optimizer, _ = step.make_optimizer(dataclasses.replace(config, clip=clip))

@@ -88,10 +88,10 @@ class Trained(NamedTuple):
 
     Attributes:
       implementation: the backend of the recipe's GEMMs.
-      metrics: of the last step before timing.
+      metrics: the metrics of the last step before timing.
       fallback: the mean fallback rate of that step; None without fallback.
       timing: the time of a step.
-      work: operations of a step.
+      work: the operations of a step.
       compile_s: seconds of the first call, compilation included.
       peak_bytes: as in ``results.Row``.
     """
@@ -127,17 +127,17 @@ def train(
     steps: int,
     effort: Effort,
 ) -> Trained:
-    """Takes training steps on one random batch and times those that follow.
+    """Takes training steps on one random batch, then times further steps.
 
     The model is freed on return, since the next one may need its memory.
 
     Args:
       shape: ``(hidden, intermediate, layers, sequences)``.
       recipe: the layers' recipe; None for bf16.
-      implementation: of the library's ops; None for the default.
-      mesh: as ``--mesh`` of the training command.
-      steps: number of steps before timing.
-      effort: of the timing.
+      implementation: the implementation of the library's ops; None lets it choose.
+      mesh: the devices, as in ``--mesh`` of the training command.
+      steps: the number of steps before timing.
+      effort: how long to time.
     """
     hidden, intermediate, layers, sequences = shape
     backend, product = dot_general(recipe, implementation)
@@ -150,7 +150,9 @@ def train(
         quantized=recipe is not None,
     )
     with devices(mesh):
-        tokens = distribute(_random_tokens(sequences, llama.max_seq_len))
+        size = (1, sequences, llama.max_seq_len + 1)
+        draw = np.random.default_rng(0).integers
+        tokens = distribute(draw(0, VOCABULARY, size, np.int32))
         state, step = trainer(llama, product)
         compiled, compile_s, state = measure.first_step(step, state, tokens)
         for _ in range(steps):
@@ -185,9 +187,3 @@ def work(config: LlamaConfig, tokens: int) -> float:
     Counts the matrix products of layers and head, and causal attention.
     """
     return float(tokens * flops.per_token(config, config.max_seq_len))
-
-
-def _random_tokens(sequences: int, length: int) -> np.ndarray:
-    """Tokens int32 ``[1, sequences, length + 1]``, always the same."""
-    shape = (1, sequences, length + 1)
-    return np.random.default_rng(0).integers(0, VOCABULARY, shape, np.int32)
