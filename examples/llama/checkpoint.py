@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import orbax.checkpoint as ocp
 
+from examples.llama import atomic
 from examples.llama.mesh import is_first, wait
 
 T = TypeVar("T")
@@ -35,9 +36,7 @@ def save(folder: Path, step: int, state: object) -> None:
         manager.save(step, args=ocp.args.StandardSave(state))
     if is_first():  # every process has written its shards
         sums = folder / str(step) / _SUMS
-        part = sums.with_suffix(".part")
-        part.write_text(_checksums(sums.parent))
-        part.replace(sums)
+        atomic.write(sums, _checksums(sums.parent))
     wait("checkpoint")
 
 

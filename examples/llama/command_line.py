@@ -15,20 +15,10 @@ from examples.llama.mesh import PARSER
 # Sizes are multiples of 128, so that quantized matrices consist of complete blocks.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},  # the defaults of Config: minutes on two CPU cores
-    "small": {  # 150 million parameters: minutes on one GPU
-        "hidden": 1024,
-        "ffn": 2816,
-        "layers": 12,
-        "heads": 16,
-        "kv_heads": 4,
-        "batch": 32,
-        "accumulate": 4,
-        "seq": 1024,
-        "steps": 300,
-        "lr": 6e-4,
-        "eval_every": 100,
-        "save_every": 100,
-    },
+    # 150 million parameters: minutes on one GPU
+    "small": {"hidden": 1024, "ffn": 2816, "layers": 12, "heads": 16, "kv_heads": 4}
+    | {"batch": 32, "accumulate": 4, "seq": 1024, "steps": 300, "lr": 6e-4}
+    | {"eval_every": 100, "save_every": 100},
 }
 
 # The options that --from-hf takes from the model that it loads.
@@ -60,11 +50,11 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     """Reads the command line.
 
     Args:
-        argv: The arguments; None means those of the process.
+        argv: The arguments; None means the process's own.
 
     Returns:
-        The command. Options that are not given are kept apart from those that are: a
-        resumed run takes them from the run that it resumes.
+        The command. It keeps given options apart from defaults, because a resumed run
+        takes the options that are not given from its own folder.
 
     Raises:
         ConfigError: Two flags contradict each other.

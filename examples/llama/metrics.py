@@ -13,6 +13,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from examples.llama import atomic
+
 
 class MetricsError(ValueError):
     """The metrics file of a run is damaged."""
@@ -40,9 +42,7 @@ class MetricsLog:
                 f"{path} is damaged: it must have a line for each of the {after_step} "
                 "steps before the checkpoint. Start again with another --out."
             )
-        part = path.with_suffix(".part")
-        part.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        part.replace(path)
+        atomic.write(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -99,8 +99,9 @@ class Summary:
     mfu: float | None
 
 
-def summarize(records: list[dict[str, Any]]) -> Summary:
-    """Summarizes the records of a finished run."""
+def summarize(out: Path) -> Summary:
+    """Summarizes the finished run in `out`."""
+    records = read(out / "metrics.jsonl")
     mfu = [record["mfu"] for record in records if "mfu" in record]
     return Summary(
         loss=statistics.fmean(record["loss"] for record in records[-20:]),
@@ -112,7 +113,7 @@ def summarize(records: list[dict[str, Any]]) -> Summary:
 
 def report(out: Path) -> str:
     """Describes the finished run in `out`: its losses, its speed and its files."""
-    run = summarize(read(out / "metrics.jsonl"))
+    run = summarize(out)
     mfu = "" if run.mfu is None else f", {run.mfu:.1%} model FLOP utilization"
     lines = [
         f"  loss         {run.loss:.4f} training (mean of the last 20 steps), "
@@ -131,9 +132,7 @@ def report(out: Path) -> str:
 
 def write_comparison(runs: list[Path], path: Path) -> None:
     """Writes the summaries of finished runs, their options and the machine as JSON."""
-    summaries = {
-        out.name: asdict(summarize(read(out / "metrics.jsonl"))) for out in runs
-    }
+    summaries = {out.name: asdict(summarize(out)) for out in runs}
     packages = ("jax", "flax", "optax", "fbq-jax")
     options = json.loads((runs[0] / "config.json").read_text())
     del options["recipe"]
@@ -145,14 +144,12 @@ def write_comparison(runs: list[Path], path: Path) -> None:
         "options": options,
         "runs": summaries,
     }
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(comparison, indent=2) + "\n")
-    part.replace(path)
+    atomic.write(path, json.dumps(comparison, indent=2) + "\n")
 
 
 def compare(runs: list[Path]) -> str:
     """Returns a table of final losses, with the differences from the first run."""
-    summaries = [summarize(read(out / "metrics.jsonl")) for out in runs]
+    summaries = [summarize(out) for out in runs]
     first, names = summaries[0], max(12, *(len(out.name) + 2 for out in runs))
     head = f"{'training loss':^20}{'validation loss':^20}{'tokens/s':>12}"
     lines = [" " * names + head]

@@ -45,7 +45,7 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
         _draw_rates(below, records, recipe.target_rate)
 
     axes = above.subplots()
-    axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats a token")
+    axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats per token")
     _draw_loss(axes, records, label="training", color=COLORS[0])
     _draw_validation(axes, records, label="validation", color=COLORS[1])
     finish(axes)
@@ -64,12 +64,12 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     losses.set(
         title="Loss (legend: mean of the last 20 steps; circles: validation)",
-        ylabel="nats a token",
+        ylabel="nats per token",
     )
     differences.set(
-        title=f"Training loss minus that of {runs[0].name}, smoothed",
+        title=f"Training loss minus {runs[0].name}'s, smoothed",
         xlabel="step",
-        ylabel="nats a token",
+        ylabel="nats per token",
     )
     run_records = [metrics.read(run / "metrics.jsonl") for run in runs]
     baseline = _column(run_records[0], "loss")
@@ -116,7 +116,7 @@ def _draw_rates(
         panel.set(title=projection.removeprefix("layers/"), xlabel="step")
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         finish(panel)
-    panels[0].set(ylabel="blocks that fall back", ylim=(0, None))
+    panels[0].set(ylabel="fallback rate", ylim=(0, None))
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     low, high = target
     figure.suptitle(

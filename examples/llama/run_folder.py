@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from examples.llama import atomic
 from examples.llama.config import Config, ConfigError
 from examples.llama.data import Corpus
 
@@ -45,13 +46,12 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
 
 
 def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
-    """Writes the config.json of a new run, or compares it with that of a resumed run.
+    """Writes the config.json of a new run, or checks a resumed run against its own.
 
     Raises:
         ConfigError: The resumed run has other options or other data.
         RunError: The folder cannot be created.
     """
-    file = out / "config.json"
     options = dataclasses.asdict(config) | {
         "corpus": corpus.fingerprint(),
         "columns": COLUMNS,
@@ -64,13 +64,11 @@ def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> Non
                     f"with {name} = {options[name]}"
                 )
         return
-    part = file.with_suffix(".part")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(options, indent=2) + "\n")
+        atomic.write(out / "config.json", json.dumps(options, indent=2) + "\n")
     except OSError as error:
         raise RunError(f"{out} cannot be a run's folder: {error.strerror}") from error
-    part.replace(file)
 
 
 def read_options(out: Path) -> dict[str, Any]:

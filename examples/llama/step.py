@@ -220,10 +220,7 @@ def _accumulate(
 
 
 def _loss(
-    model: Llama,
-    differentiated: dict[str, PyTree],
-    fallback: PyTree,
-    tokens: jax.Array,
+    model: Llama, differentiated: dict[str, PyTree], fallback: PyTree, tokens: jax.Array
 ) -> tuple[jax.Array, PyTree]:
     """The loss of a microbatch, and the new `fallback`."""
     logits, updates = model.apply(

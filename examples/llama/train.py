@@ -51,7 +51,7 @@ def configure(command: Command, like: Path | None, **fixed: Any) -> Config:
         command: The command line.
         like: The folder of a run that provides the options that are not given; None
             takes them from the defaults.
-        **fixed: Options that replace those of the command line.
+        **fixed: Options that override the command line.
     """
     defaults = read_options(like) if like else command.defaults
     defaults = {name: defaults[name] for name in defaults.keys() - FACTS}
@@ -74,7 +74,7 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
     """Returns the options of each run, and whether to resume it.
 
     A resumed comparison also starts the runs that it had not reached, with the options
-    of those that it had.
+    of the runs that it had started.
     """
     folders = run_folders(command)
     existing = [out for out in folders if has_run(out)]

@@ -41,8 +41,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     Args:
         config: The options of the run.
         out: The folder of the run: a new one, or the one to resume.
-        resume: Whether to continue the run in `out`. Its steps are then bit for bit
-            those of an uninterrupted run.
+        resume: Whether to continue the run in `out`. Its steps then equal the steps of
+            an uninterrupted run bit for bit.
 
     Raises:
         ConfigError: The model cannot be built, or a resumed run has other options.
@@ -180,6 +180,18 @@ class _Loop:
         checkpoint.save(self.out / "checkpoints", step, state)
         if mesh.is_first():
             plot.draw_curves(self.out, self._recipe())
+
+
+def last_state(config: Config, out: Path) -> TrainState:
+    """Returns the state in the latest checkpoint of the run in `out`.
+
+    Raises:
+        RestoreError: There is no checkpoint, or it is damaged.
+    """
+    model, _, _ = build(config)
+    optimizer, _ = make_optimizer(config)
+    like = init_state(model, optimizer, None, config.seed)
+    return checkpoint.restore(out / "checkpoints", like)
 
 
 def _open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:

@@ -120,9 +120,7 @@ def _int8_gemm(dtype: jax.typing.DTypeLike, implementation: str) -> _Int8Gemm:
 
 
 def _check(
-    gemms: _Gemms,
-    operands: tuple[Quantized, Quantized | None, Quantized],
-    what: str,
+    gemms: _Gemms, operands: tuple[Quantized, Quantized | None, Quantized], what: str
 ) -> dict[str, float]:
     """The errors of the outputs in both dtypes; raises if one is above its limit."""
     exact = gemms.reference(*operands)

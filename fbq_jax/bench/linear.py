@@ -23,10 +23,7 @@ _CORNER = 1024
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures ``Y = X . W``, ``dX`` and ``dW`` of each ``(M, K, N)``, bf16 in and out.
 

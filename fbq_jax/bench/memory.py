@@ -1,6 +1,5 @@
 """The memory of a differentiated program, from its compiled form."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,7 @@ def saved_bytes(
         jax.eval_shape(forward, params, half),
         strict=True,
     )
-    of_params = sum(_bytes(leaf) for leaf, other in pairs if leaf.shape == other.shape)
+    of_params = sum(a.size * a.dtype.itemsize for a, b in pairs if a.shape == b.shape)
     memory = _analysis(jax.jit(forward).lower(params, x).compile())
     return (memory.output_size_in_bytes - of_params) / len(x)
 
@@ -54,7 +53,3 @@ def _analysis(compiled: jax.stages.Compiled) -> Any:
     analysis = compiled.memory_analysis()
     assert analysis is not None
     return analysis
-
-
-def _bytes(x: jax.ShapeDtypeStruct) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize

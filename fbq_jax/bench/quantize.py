@@ -78,11 +78,7 @@ def rows(
 
 
 def _measure(
-    case: _Case,
-    shape: tuple[int, ...],
-    implementation: str,
-    copy: Row,
-    effort: Effort,
+    case: _Case, shape: tuple[int, ...], implementation: str, copy: Row, effort: Effort
 ) -> Row:
     run = _jitted(case.op, implementation=implementation, **case.options)
     reference = _jitted(case.op, implementation="reference", **case.options)

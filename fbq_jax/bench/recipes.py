@@ -36,10 +36,7 @@ class _Operands(NamedTuple):
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures ``Y = X . W``, ``dX`` and ``dW`` of each ``(M, K, N)``, bf16 in and out.
 

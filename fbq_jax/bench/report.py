@@ -212,7 +212,8 @@ def _markdown_table(section: str, content: Mapping[str, Any]) -> str:
 def _recipes_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of the recipes' table: one per recipe, errors by X.
 
-    The time is that of the slowest X. The error of dX and the bytes do not depend on X.
+    The time is measured on the slowest X. The error of dX and the bytes are the same
+    for every X.
     """
     of_recipe: dict[str, list[Row]] = {}
     for row in rows:

@@ -58,9 +58,9 @@ class Row:
       rate: sustained 1e12 operations or bytes per second; for a kernel, its percentage
         of the program's time.
       ratio: the rate divided by the baseline's, sustained.
-      burst_ratio: the same in bursts.
+      burst_ratio: the rate divided by the baseline's, in bursts.
       tokens_s: sustained tokens per second.
-      efficiency: ``tokens_s`` of N devices over N times that of one device.
+      efficiency: ``tokens_s`` of N devices over N times one device's.
       errors: errors by name; ``report.HEADINGS`` defines them.
       compile_s: seconds of the first call, compilation included.
       saved_bytes: bytes saved for the backward pass, per token.
@@ -168,7 +168,7 @@ def merge(path: Path, name: str, content: dict[str, Any]) -> None:
 
 
 def _read_row(values: dict[str, Any]) -> Row:
-    return Row(**{**values, "shape": tuple(values["shape"])})
+    return Row(**values | {"shape": tuple(values["shape"])})
 
 
 def _versions() -> dict[str, str]:

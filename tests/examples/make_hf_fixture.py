@@ -33,7 +33,7 @@ LLAMA = SIZES | {
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
-    },
+    }
 }
 QWEN2 = SIZES | {
     "tie_word_embeddings": True,

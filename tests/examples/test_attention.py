@@ -32,7 +32,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, backend: str, capability: str) -> N
         ("cpu", "", jnp.bfloat16, 512, 128, "xla"),
     ],
 )
-def test_who_computes(
+def test_implementation_by_device_and_shape(
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
     capability: str,
@@ -45,7 +45,7 @@ def test_who_computes(
     assert attention.implementation(dtype, seq, head_dim) == expected
 
 
-def test_attend_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_uses_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def spy(q: jax.Array, *_: jax.Array, is_causal: bool, implementation: str) -> Any:

@@ -41,7 +41,7 @@ def test_standard_library_is_the_default() -> None:
     assert b"class JSONDecodeError(ValueError)" in corpus.train.tobytes()
 
 
-def test_standard_library_is_its_source_alone(
+def test_standard_library_is_read_without_packages_and_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "site-packages/x.py", "json/test/x.py", "notes.txt", "b.py", "a/c.py":
@@ -93,7 +93,7 @@ def test_bin_holds_uint16_token_ids(tmp_path: Path) -> None:
     assert corpus.vocab_size == 1100
 
 
-def test_folder_of_bins_is_split_already(tmp_path: Path) -> None:
+def test_folder_of_bins_keeps_its_split(tmp_path: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.array([7, 300], np.uint16).tofile(tmp_path / "val.bin")
     corpus = load_corpus(tmp_path)
@@ -159,7 +159,7 @@ def test_fingerprint_sees_every_token_of_a_small_corpus() -> None:
         part[3] -= 1
 
 
-def test_epoch_visits_every_window_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_visits_every_window_once_in_a_new_order() -> None:
     data = batches(counting(64 * 4 + 1), "train", seq=4, batch=16, seed=0)
     epochs = [
         np.concatenate([data[index] for index in range(start, start + 4)])

@@ -41,18 +41,10 @@ from examples.llama.experiments.settings import TOY
 from examples.llama.experiments.studies import criteria, error, gradients
 from examples.llama.experiments.studies.perplexity import BLOCK_SIDES
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from examples.llama.step import cross_entropy
+from tests.examples.small import random_params, small_config
 
-MODEL = LlamaConfig(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    dtype=jnp.float32,
-)
+MODEL = small_config(intermediate_size=128, dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +57,7 @@ def params() -> Any:
     return random_params(MODEL)
 
 
-def random_params(config: LlamaConfig) -> Any:
-    """Parameters that need no compiled initializer."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]
-    draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(0, 0.2, x.shape), x.dtype), shapes)
-
-
-def test_corpus_is_split_by_file_and_repeats_nothing(tmp_path: Path) -> None:
+def test_corpus_is_split_by_file_without_duplicates(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     for i in range(40):
         (tmp_path / "lib" / f"{i:02}.py").write_text(f"print({i})\n")
@@ -98,41 +82,48 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_jobs_take_the_gpus_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def do(
+    commands: dict[str, list[str]],
+    logs: Path,
+    *,
+    needs: dict[str, str] | None = None,
+    gpus: int = 0,
+    seconds: float = 60.0,
+) -> list[str]:
+    until = time.monotonic() + seconds
+    return jobs.do(commands, needs or {}, logs, gpus=gpus, until=until)
+
+
+def test_jobs_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
     commands = {name: python(code) for name in ("a", "b", "c")}
-    until = time.monotonic() + 60
-    assert jobs.do(commands, {}, tmp_path, gpus=2, until=until) == []
+    assert do(commands, tmp_path, gpus=2) == []
     used = [(tmp_path / f"{name}.log").read_text().strip() for name in commands]
     assert used[:2] == ["4", "6"]
     assert used[2] in ("4", "6")
     with pytest.raises(jobs.JobError, match="=4,6 has 2 GPUs, not 3"):
-        jobs.do(commands, {}, tmp_path, gpus=3, until=until)
+        do(commands, tmp_path, gpus=3)
 
 
-def test_jobs_wait_for_what_they_need(
+def test_jobs_wait_for_the_jobs_they_need(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = {name: python("") for name in ("a", "b", "c")}
     needs = {"a": "b", "b": "elsewhere"}
-    until = time.monotonic() + 60
-    assert jobs.do(commands, needs, tmp_path, gpus=0, until=until) == []
+    assert do(commands, tmp_path, needs=needs) == []
     started = [line for line in capsys.readouterr().out.split() if len(line) == 1]
     assert started == ["b", "b", "a", "a", "c", "c"]  # started and done
 
     commands["b"] = python("raise ValueError")
     with pytest.raises(jobs.JobError, match="failed: b; see"):
-        jobs.do(commands, needs, tmp_path, gpus=0, until=until)
+        do(commands, tmp_path, needs=needs)
     assert "a is done" not in capsys.readouterr().out
 
 
 def test_jobs_stop_when_time_is_up(tmp_path: Path) -> None:
     commands = {"a": python("import time; time.sleep(60)"), "b": python("")}
-    until = time.monotonic() + 0.3
-    assert jobs.do(commands, {}, tmp_path, gpus=0, until=until) == ["a", "b"]
+    assert do(commands, tmp_path, seconds=0.3) == ["a", "b"]
 
 
 def test_jobs_do_not_outlive_the_queue(
@@ -149,9 +140,8 @@ def test_jobs_do_not_outlive_the_queue(
 
     monkeypatch.setattr(jobs, "_start", start)
     monkeypatch.setattr(jobs.time, "sleep", interrupt)
-    commands = {"a": ["sleep", "60"]}
     with pytest.raises(KeyboardInterrupt):
-        jobs.do(commands, {}, tmp_path, gpus=0, until=time.monotonic() + 60)
+        do({"a": ["sleep", "60"]}, tmp_path)
     assert started[0].returncode == -signal.SIGTERM
 
 
@@ -159,19 +149,16 @@ def test_a_job_that_fails_as_it_is_stopped_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "_stop", lambda processes: [p.wait() for p in processes])
-    until = time.monotonic() + 0.1
     with pytest.raises(jobs.JobError, match="failed: a"):
-        jobs.do({"a": python("raise ValueError")}, {}, tmp_path, gpus=0, until=until)
+        do({"a": python("raise ValueError")}, tmp_path, seconds=0.1)
 
 
 def test_a_job_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> None:
     done = tmp_path / "done"
-    commands = {
-        "a": python("raise ValueError"),
-        "b": python(f"open({str(done)!r}, 'w')"),
-    }
+    touch = python(f"open({str(done)!r}, 'w')")
+    commands = {"a": python("raise ValueError"), "b": touch}
     with pytest.raises(jobs.JobError, match=r"failed: a; see .*a\.log"):
-        jobs.do(commands, {}, tmp_path, gpus=0, until=time.monotonic() + 60)
+        do(commands, tmp_path)
     assert done.exists()
 
 
@@ -215,16 +202,12 @@ def test_runs_are_continued_and_done_once(
 
     # Only a process that took a step records its peak memory.
     monkeypatch.setattr(runs, "peak_bytes", lambda: 7)
-    for records, peak in (stored_records(asked), None), ([], 7):
+    for records, peak in (metrics.read(asked.out / "metrics.jsonl"), None), ([], 7):
         runs.write(asked, records, done=True, about={})
         assert json.loads(asked.result.read_text())["peak_bytes"] == peak
 
 
-def stored_records(run: runs.Run) -> list[Any]:
-    return metrics.read(run.out / "metrics.jsonl")
-
-
-def test_only_a_run_that_diverged_is_done(
+def test_a_diverged_run_is_done_and_a_failed_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = runs.Run(Config(steps=2), tmp_path / "run", tmp_path / "run.json")
@@ -280,7 +263,7 @@ def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
         assert len(json.loads(file.read_text())) == number
 
 
-def test_what_is_probed_is_what_the_projections_multiply(
+def test_probed_operands_give_the_gradients_of_the_projections(
     params: Any, tokens: jax.Array
 ) -> None:
     @jax.jit
@@ -325,13 +308,8 @@ def a_run(recipe: str, **more: Any) -> dict[str, Any]:
     of_layers = {"layers/mlp/down": {"rate": rates, "theta": rates}}
     return {
         "done": True,
-        "options": {
-            "recipe": recipe,
-            "steps": 20,
-            "batch": 4,
-            "seq": 8,
-            "corpus": {"train": 320},
-        },
+        "options": {"recipe": recipe, "steps": 20, "batch": 4, "seq": 8}
+        | {"corpus": {"train": 320}},
         "machine": {"device": "a device"},
         "steps": 20,
         "tokens_per_s": 1000.0,
@@ -384,7 +362,7 @@ def write_results(results: Path) -> None:
         "blocks": {"down": [["0100", "0101"], ["0010", "0010"]]},
         "start": {"first_batch": {"rate": [0.5, 0.2], "theta": [1.0, 2.0]}},
     }
-    assert tuple(of_studies) == studies.NAMES
+    assert of_studies.keys() == studies.STUDIES.keys()
     for name, of in of_studies.items():
         study = {"weights": weights, "found": dict.fromkeys(models, of)}
         runs.save(study, results / "studies" / f"{name}.json")
@@ -466,7 +444,7 @@ def test_stages_that_were_stopped_are_drawn(
     assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
 
 
-def test_every_recipe_has_a_color_of_its_own() -> None:
+def test_every_recipe_has_its_own_color() -> None:
     recipes = {recipe for recipe, _ in parity.ORDER}
     styles = {recipe: run_pictures.recipe_style(recipe) for recipe in recipes}
     assert len({style["color"] for style in styles.values()}) == len(recipes)
@@ -476,7 +454,7 @@ def test_every_recipe_has_a_color_of_its_own() -> None:
     assert of_seeds[1]["linestyle"] != styles["bf16"]["linestyle"]
 
 
-def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+def test_the_page_matches_the_results(tmp_path: Path) -> None:
     copy = tmp_path / "EXPERIMENTS.md"
     copy.write_text(__main__.PAGE.read_text())
     page.fill(copy, __main__.RESULTS)
@@ -516,5 +494,5 @@ def test_results_of_other_texts_or_models_are_refused(
         ([2.0] * 99 + [None], 100),
     ],
 )
-def test_divergence_is_a_rise_that_lasts(loss: list[Any], step: int | None) -> None:
+def test_divergence_is_a_lasting_rise(loss: list[Any], step: int | None) -> None:
     assert run_tables.diverged_at(loss) == step

@@ -9,24 +9,14 @@ import pytest
 
 from examples.llama import flops
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
+from tests.examples.small import small_config
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_six_a_parameter_that_multiplies_and_half_of_palms_attention(
+def test_six_per_multiplied_parameter_and_half_of_palms_attention(
     tie_embeddings: bool,
 ) -> None:
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=24,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        qkv_bias=True,
-        tie_embeddings=tie_embeddings,
-    )
+    config = small_config(head_dim=6, qkv_bias=True, tie_embeddings=tie_embeddings)
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]
     flat = flax.traverse_util.flatten_dict(params)

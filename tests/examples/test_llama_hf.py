@@ -19,6 +19,7 @@ from examples.llama import hf
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig, RopeScaling
 from tests.examples import make_hf_fixture
+from tests.examples.small import small_config
 
 FAMILIES = ["llama", "qwen2"]
 FIXTURE = make_hf_fixture.FIXTURE
@@ -73,7 +74,7 @@ def shard(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_pytorch(family: str) -> None:
+def test_logits_match_pytorch(family: str) -> None:
     reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
     logits = logits_of(FIXTURE / family, reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
@@ -173,15 +174,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, family: str) -> None:
 
 
 def test_saves_jax_arrays_and_head_dim_and_no_leftovers(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=10,
-        hidden_size=12,
-        intermediate_size=8,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=10,
-    )
+    config = small_config(head_dim=10)
     tokens = np.zeros((1, 1), np.int32)
     params = jax.jit(Llama(config).init)(jax.random.key(0), tokens)["params"]
     (tmp_path / "out").mkdir()
@@ -295,6 +288,11 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
 
 
+def replace_norm(array: np.ndarray) -> Callable[[Path], object]:
+    change = {"model.norm.weight": array}
+    return lambda folder: edit_tensors(folder, lambda tensors: tensors.update(change))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -311,17 +309,10 @@ def truncate(file: Path) -> None:
             "lacks model.norm.weight$",
         ),
         (
-            lambda f: edit_tensors(
-                f, lambda t: t.update({"model.norm.weight": np.ones((1, 32), "f4")})
-            ),
+            replace_norm(np.ones((1, 32), "f4")),
             r"model.norm.weight has shape \(1, 32\), config.json asks for \(32,\)",
         ),
-        (
-            lambda f: edit_tensors(
-                f, lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)})
-            ),
-            "model.norm.weight is I8, supported are",
-        ),
+        (replace_norm(np.ones(32, np.int8)), "model.norm.weight is I8, supported are"),
     ],
 )
 def test_damaged_checkpoints_are_named(

@@ -17,16 +17,9 @@ import fbq_jax
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig, RopeScaling
 from examples.llama.rotary import rotary_tables, rotate
+from tests.examples.small import small_config
 
-CONFIG = LlamaConfig(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=24,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    dtype=jnp.float32,
-)
+CONFIG = small_config(dtype=jnp.float32)
 SCALING = RopeScaling(
     factor=8.0,
     low_freq_factor=1.0,
@@ -264,7 +257,7 @@ def test_each_layer_has_its_own_quantization_state(collection: str) -> None:
     assert len(np.unique(thetas)) == 3
 
 
-def test_dot_general_is_given_the_four_projections_of_a_layer_only() -> None:
+def test_dot_general_computes_only_the_four_projections_of_a_layer() -> None:
     kernels = set()
 
     def spy(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
@@ -311,10 +304,8 @@ def count_spied(jaxpr: jax.extend.core.Jaxpr) -> int:
     ],
 )
 def test_config_names_the_bad_field(field: str, value: Any, accepted: str) -> None:
-    sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 40}
-    fields = sizes | {"intermediate_size": 24, "num_layers": 1, field: value}
     with pytest.raises(ValueError, match=f"^{field} takes {accepted}"):
-        LlamaConfig(**fields)
+        small_config(**{field: value})
 
 
 def test_rope_scaling_names_the_bad_field() -> None:

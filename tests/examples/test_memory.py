@@ -203,7 +203,7 @@ def test_full_remat_saves_the_input_of_the_layer(recipe: str) -> None:
         (("fallback", 10, "full"), 2.0),
     ],
 )
-def test_the_table_of_the_readme(variant: Variant, bytes_per_channel: float) -> None:
+def test_the_table_in_the_readme(variant: Variant, bytes_per_channel: float) -> None:
     """The tolerance for autodiff allows for other versions of Flax and JAX."""
     saved = measure(variant).bytes_per_token / HIDDEN
     autodiff = variant[1] is None and variant[2] == "none"

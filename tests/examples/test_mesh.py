@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +17,14 @@ from examples.llama import checkpoint, mesh, metrics, step, train
 from examples.llama.build import build
 from examples.llama.command_line import parse_command
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from fbq_jax import fallback_dot
+from tests.examples.small import small_config
 
 SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
 RUN = ["--batch=4", "--steps=2", "--lr=1e-4", "--eval-every=2", "--save-every=2"]
 # The recipe that compiles fastest; tests/fbq_jax/sharding tests thresholds and rates.
 RECIPE = ["--recipe=block", "--saved-bits=0", "--reduce=float32"]
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def standard_promotion() -> Any:
-    """Optax, and the gradient of JAX's bfloat16 attention, rely on promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def free_port() -> int:
@@ -56,10 +48,10 @@ def start_process(index: int, port: int, argv: list[str]) -> subprocess.Popen[st
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) -> None:
-    data = tmp_path / "text"
-    data.write_text("".join(f"{n} and {n} is {2 * n}. " for n in range(1000)))
-    options = [*SIZES, *RUN, *RECIPE, f"--data={data}"]
+def test_two_processes_with_eight_devices_train_as_one_device(
+    text: Path, tmp_path: Path
+) -> None:
+    options = [*SIZES, *RUN, *RECIPE, f"--data={text}"]
     over = "--mesh=data=2,fsdp=2,tensor=2"
     port = free_port()
     processes = [
@@ -89,8 +81,8 @@ def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) ->
     model, optimizer = build(config)[0], step.make_optimizer(config)[0]
     like = step.init_state(model, optimizer, None, 1)
     restored = []
-    for text in ("", "fsdp=4"):
-        with mesh.use(mesh.make(text)):
+    for devices in ("", "fsdp=4"):
+        with mesh.use(mesh.make(devices)):
             like = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                 like,
@@ -100,24 +92,14 @@ def test_two_processes_with_eight_devices_train_as_one_device(tmp_path: Path) ->
         assert int(state.step) == 2
         restored.append(jax.device_get(state))
         kernel = state.opt_state[1][0].mu["layers"]["mlp"]["down"]["kernel"]
-        assert len(kernel.sharding.device_set) == (4 if text else 1)
-        assert kernel.sharding.is_fully_replicated == (not text)
+        assert len(kernel.sharding.device_set) == (4 if devices else 1)
+        assert kernel.sharding.is_fully_replicated == (not devices)
     jax.tree.map(np.testing.assert_array_equal, *restored)
 
 
 def test_every_matrix_is_sharded() -> None:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        qkv_bias=True,
-    )
-    shapes = jax.eval_shape(
-        Llama(config, fallback_dot).init, jax.random.key(0), jnp.zeros((1, 1), int)
-    )
+    model = Llama(small_config(qkv_bias=True), fallback_dot)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
     with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
         specs = mesh.specs(shapes)["params"]
     layers = specs["layers"]

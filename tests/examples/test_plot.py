@@ -67,7 +67,7 @@ def test_every_layer_of_every_projection_has_a_curve(
 
 
 @pytest.mark.parametrize("recipe", [None, recipes.block])
-def test_no_fallback_no_rates(
+def test_recipes_without_fallback_have_no_rates(
     tmp_path: Path, figures: list[Figure], recipe: Any
 ) -> None:
     plot.draw_curves(write_run(tmp_path / "run", 20), recipe)
@@ -96,9 +96,7 @@ def test_comparison_shows_differences_to_the_first(
     np.testing.assert_allclose(b, np.full(20, 0.25))
 
 
-def test_each_recipe_has_a_line_of_its_own(
-    tmp_path: Path, figures: list[Figure]
-) -> None:
+def test_each_recipe_has_its_own_line(tmp_path: Path, figures: list[Figure]) -> None:
     runs = [write_run(tmp_path / name, 2) for name in RECIPES]
     plot.draw_comparison(runs, tmp_path / "compare.png")
     lines = figures[0].get_axes()[1].lines

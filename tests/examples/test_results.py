@@ -44,7 +44,7 @@ def test_every_recipe_was_trained_with_the_same_options() -> None:
     assert compared["versions"] == again["versions"]
 
 
-def test_tables_are_those_of_the_results() -> None:
+def test_tables_match_the_results() -> None:
     table = "\n".join(rows())
     assert f"| --- |\n{table}\n\n" in (ROOT / "RECIPES.md").read_text()
     readme = (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""A frozen Llama serves what it was trained for, in half the bytes of bfloat16."""
+"""A frozen Llama computes what it did in training, in half the bytes of bfloat16."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,22 +13,13 @@ from safetensors import flax as safetensors
 import fbq_jax
 from examples.llama import checkpoint
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, Recipe
 from fbq_jax.core.frozen_weight import FrozenKernel
+from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    qkv_bias=True,
-    saved_bits=10,
-    remat="codes",
-)
+SIZES = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks
+CONFIG = small_config(**SIZES, qkv_bias=True, saved_bits=10, remat="codes")
 MODEL = Llama(CONFIG, FallbackDot(Recipe(block=32)))
 TOKENS = jnp.arange(24).reshape(2, 12)
 
@@ -93,7 +84,7 @@ def test_projections_take_half_the_bytes_of_bfloat16(case: Case) -> None:
             assert params[path] is kernel
 
 
-def test_statistics_are_those_of_training(case: Case) -> None:
+def test_statistics_match_training(case: Case) -> None:
     before, after = map(fbq_jax.fallback_stats, (case.variables, case.frozen))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
 

@@ -20,22 +20,13 @@ from examples.llama.experiments.studies import (
     start,
 )
 from examples.llama.experiments.studies.subject import Subject, cosine_distance
-from examples.llama.model_config import LlamaConfig
 from fbq_jax import Recipe
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.kernels import reference
-from tests.examples.test_experiments import random_params
+from tests.examples.small import random_params, small_config
 
 BLOCK = (128, 128)
-MODEL = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    dtype=jnp.float32,
-)
+MODEL = small_config(dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +73,7 @@ def test_error_falls_with_bits_and_with_fallback(operands: Operands) -> None:
     assert of["fallback"][shared] < 0.5 * of["plain"][error.PLAIN.index(8)]
 
 
-def test_output_comes_closer_the_more_blocks_fall_back(
+def test_output_error_falls_with_the_fallback_rate(
     operands: Operands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(criteria, "CRITERIA", ("absmax", "l1"))
@@ -102,7 +93,7 @@ def test_map_shows_the_blocks_with_outliers(operands: Operands) -> None:
         assert 0.1 <= cells.mean() <= 0.3
 
 
-def test_gradients_come_closer_with_bits(
+def test_gradient_error_falls_with_bits(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "BITS", (4, 12))
@@ -113,7 +104,7 @@ def test_gradients_come_closer_with_bits(
         assert distances[-1] < distances[0]
 
 
-def test_fallback_is_in_the_products_that_are_asked_for(operands: Operands) -> None:
+def test_fallback_applies_to_the_requested_products(operands: Operands) -> None:
     x, w, dy = operands.x[0], operands.w[0], operands.w[1]
 
     @jax.jit
@@ -144,7 +135,7 @@ def test_perplexity_is_close_with_small_blocks(
     assert quantized != exact
 
 
-def test_threshold_comes_into_its_range_from_a_wrong_start(
+def test_threshold_reaches_its_range_from_a_wrong_start(
     operands: Operands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "operands", lambda *_: {"down": operands})
@@ -158,7 +149,7 @@ def test_threshold_comes_into_its_range_from_a_wrong_start(
     assert of["1000.0"]["rate"][0] == 0.0
 
 
-def test_cosine_distance_is_of_all_arrays_together() -> None:
+def test_cosine_distance_treats_a_tree_as_one_vector() -> None:
     a = {"x": jnp.array([3.0, 0.0]), "y": jnp.array([[4.0]])}
     b = {"x": jnp.array([3.0, 0.0]), "y": jnp.array([[0.0]])}
     assert float(cosine_distance(a, a)) == 0.0

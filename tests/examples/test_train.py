@@ -15,48 +15,20 @@ import numpy as np
 import optax
 import pytest
 
-from examples.llama import (
-    checkpoint,
-    flops,
-    hf,
-    metrics,
-    run_folder,
-    step,
-    train,
-    training,
-)
+from examples.llama import flops, hf, metrics, run_folder, step, train, training
 from examples.llama.build import build
 from examples.llama.command_line import parse_command
 from examples.llama.config import Config, ConfigError
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot
 from tests.examples.make_hf_fixture import FIXTURE
+from tests.examples.small import small_config
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 INTERRUPT = signal.getsignal(signal.SIGINT)  # before anything has run
-SIZES: dict[str, Any] = {
-    "hidden": 16,
-    "ffn": 32,
-    "layers": 2,
-    "heads": 2,
-    "seq": 16,
-    "batch": 4,
-    "accumulate": 2,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion() -> Any:
-    """Optax, and the gradient of JAX's bfloat16 attention, rely on promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "text"
-    file.write_text("".join(f"{n} and {n} is {2 * n}. " for n in range(1000)))
-    return file
+SIZES: dict[str, Any] = {"hidden": 16, "ffn": 32, "layers": 2, "heads": 2}
+SIZES |= {"seq": 16, "batch": 4, "accumulate": 2}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +108,7 @@ def test_interrupted_run_resumes_bit_for_bit(
     assert records_of(tmp_path / "run") == records_of(whole_run)
 
 
-def test_looking_less_often_changes_no_number(
+def test_reading_metrics_less_often_changes_no_number(
     config: Config, whole_run: Path, tmp_path: Path
 ) -> None:
     seldom = dataclasses.replace(config, log_every=5, save_every=0)
@@ -146,7 +118,7 @@ def test_looking_less_often_changes_no_number(
     assert left == ["config.json", "metrics.jsonl"]
 
 
-def test_handlers_of_signals_are_given_back(whole_run: Path) -> None:
+def test_signal_handlers_are_restored(whole_run: Path) -> None:
     del whole_run  # has run
     assert signal.getsignal(signal.SIGINT) is INTERRUPT
 
@@ -250,10 +222,7 @@ def test_config_of_another_version_is_an_error(
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
         ("--saved-bits=16", "saved_bits takes 0 or an integer from 4 to 12, got 16"),
         ("--reduce=fp8", "reduce takes one of float32, bfloat16, int8, got 'fp8'"),
-        (
-            "--reduce=int8 --recipe=bf16",
-            "reduce applies to INT8 recipes only",
-        ),
+        ("--reduce=int8 --recipe=bf16", "reduce applies to INT8 recipes only"),
         (
             "--reduce=bfloat16 --recipe=bf16",
             "reduce applies to INT8 recipes only, got 'bfloat16' with bf16",
@@ -330,21 +299,13 @@ def test_comparison_trains_each_recipe_and_resumes(
     assert records_of(tmp_path / "fallback") == records_of(whole_run)
     assert records_of(tmp_path / "bf16")[0]["fallback"] == {}
     table = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    expected = metrics.summarize(metrics.read(whole_run / "metrics.jsonl"))
+    expected = metrics.summarize(whole_run)
     assert f"{expected.val_loss:.4f}" in table["fallback"]
     assert "+0.0000" in table["bf16"]
 
 
 def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -> None:
-    sizes = LlamaConfig(
-        vocab_size=256,
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        max_seq_len=16,
-    )
+    sizes = small_config(vocab_size=256, max_seq_len=16)
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = jax.jit(Llama(sizes).init)(jax.random.key(5), tokens)["params"]
     hf.save(tmp_path / "hf", sizes, params)
@@ -366,15 +327,7 @@ def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -
     assert np.any(trained["norm"]["scale"] != params["norm"]["scale"])
 
 
-def test_what_initializes_a_model_is_compiled_once() -> None:
-    sizes = LlamaConfig(
-        vocab_size=8,
-        hidden_size=4,
-        intermediate_size=4,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-    )
+def test_the_initializer_is_compiled_once() -> None:
     traced = []
 
     def init(params: Any) -> Any:
@@ -384,7 +337,7 @@ def test_what_initializes_a_model_is_compiled_once() -> None:
     optimizer = optax.GradientTransformation(init, optax.identity().update)
     states, numbers = [], []
     for seed in 0, 0, 1:
-        states.append(step.init_state(Llama(sizes), optimizer, None, seed))
+        states.append(step.init_state(Llama(small_config()), optimizer, None, seed))
         numbers.append(len(traced))
     assert len(set(numbers)) == 1
     first, same, other = (state.params["embed"]["embedding"] for state in states)
@@ -393,16 +346,7 @@ def test_what_initializes_a_model_is_compiled_once() -> None:
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
-    sizes = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        dtype=jnp.float32,
-    )
-    model, optimizer = Llama(sizes), optax.sgd(1.0)
+    model, optimizer = Llama(small_config(dtype=jnp.float32)), optax.sgd(1.0)
     train_step = step.make_train_step(model, optimizer, lambda _: jnp.float32(1.0))
     tokens = jax.random.randint(jax.random.key(0), (4, 9), 0, 32)
     results = []
@@ -420,15 +364,11 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
 
 
 def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -> None:
-    model, _, _ = build(config)
-    optimizer, _ = step.make_optimizer(config)
-    state = step.init_state(model, optimizer, None, config.seed)
-    state = checkpoint.restore(whole_run / "checkpoints", state)
-    for stats in state.stats().values():
+    for stats in training.last_state(config, whole_run).stats().values():
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
-def test_delayed_fp8_takes_its_scales_along_and_resumes_bit_for_bit(
+def test_delayed_fp8_saves_its_scales_and_resumes_bit_for_bit(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = dataclasses.replace(
@@ -442,10 +382,7 @@ def test_delayed_fp8_takes_its_scales_along_and_resumes_bit_for_bit(
     train.train(config, tmp_path / "run", resume=True)
     assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
 
-    model, _, _ = build(config)
-    optimizer, _ = step.make_optimizer(config)
-    state = step.init_state(model, optimizer, None, config.seed)
-    state = checkpoint.restore(tmp_path / "run" / "checkpoints", state)
+    state = training.last_state(config, tmp_path / "run")
     for path, leaf in jax.tree.leaves_with_path(state.overwritten):
         if path[-1].key == "amax_history":  # of each microbatch, and of no validation
             calls = (leaf > 0).sum(axis=-1).tolist()
@@ -480,7 +417,7 @@ def test_quantized_recipes_save_ten_bits_unless_asked(
         ("switchback", "float32", ["float32", "float32", None]),  # dW is in floats
     ],
 )
-def test_reduce_is_of_products_in_int8(
+def test_reduce_applies_to_int8_products(
     config: Config, recipe: str, reduce: str | None, summed_in: list[str | None]
 ) -> None:
     config = dataclasses.replace(config, recipe=recipe, reduce=reduce)
@@ -506,7 +443,7 @@ def test_model_flop_utilization_where_the_peak_is_known(
         expected = record["tokens_per_s"] * per_token / 1e9
         assert record["mfu"] == pytest.approx(expected)
     assert f"mfu={records[-1]['mfu']:.1%}" in output.err
-    median = metrics.summarize(records).mfu
+    median = metrics.summarize(tmp_path / "run").mfu
     assert f"tokens/s, {median:.1%} model FLOP utilization" in output.out
 
 
@@ -531,7 +468,7 @@ def test_weight_decay_spares_norms_and_biases(config: Config) -> None:
 
 
 @pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.5, 0.5), (0.0, 20.0)])
-def test_gradients_are_clipped_to_the_norm_asked_for(
+def test_gradients_are_clipped_to_the_given_norm(
     config: Config, clip: float, norm: float
 ) -> None:
     optimizer, _ = step.make_optimizer(dataclasses.replace(config, clip=clip))
@@ -573,10 +510,7 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes(
 
 
 def test_a_resumed_comparison_starts_the_rest_with_the_same_options(
-    config: Config,
-    whole_run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    config: Config, whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # An invented run, so that the comparison compiles no further program.
     shutil.copytree(whole_run, tmp_path / "block")

@@ -1,16 +1,16 @@
 """Variables that version 0.1.0 wrote load, and compute what they computed then.
 
 ``compatibility/0.1.0.safetensors`` was written once, on a CPU, by version 0.1.0.  For
-each entry of ``CASES`` it holds variables, those of ``init`` after one training step,
-and what ``run`` computed from them.  An array's name is
-``CASE:in:PATH|DTYPE`` or ``CASE:out:PATH|DTYPE``, with the path that
-``jax.tree_util.keystr`` gives to the leaf; its bytes are stored as uint8.  Of a result
-in floats every ``STRIDE``-th value is stored.  The file is never written again: where a
-test here fails, checkpoints that users have no longer load.
+each entry of ``CASES`` it holds the variables of ``init`` after one training step, and
+what ``run`` computed from them.  An array's name is ``CASE:in:PATH|DTYPE`` or
+``CASE:out:PATH|DTYPE``, with the leaf's path as ``jax.tree_util.keystr`` writes it; its
+bytes are stored as uint8.  Only every ``STRIDE``-th value of a float result is stored.
+The file is never written again: if a test here fails, checkpoints of users no longer
+load.
 
 Only public names are used.  Names, shapes, dtypes and integers must be the same.
-Floats may differ in their last bits from one CPU to another, which changes a code here
-and there.  Other noise, or another threshold, changes them by more than ``TOLERANCE``.
+Floats may differ between CPUs in their last bits, which changes single codes.  Other
+noise, or another threshold, changes floats by more than ``TOLERANCE``.
 """
 
 from collections.abc import Callable

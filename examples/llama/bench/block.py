@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from examples.llama import model
 from examples.llama.bench import harness
+from examples.llama.model import Layer, remat_layer
+from examples.llama.model_config import LlamaConfig
+from examples.llama.rotary import rotary_tables
 from fbq_jax import Recipe
 from fbq_jax.bench import data, measure, memory
 from fbq_jax.bench.measure import Effort
@@ -41,7 +43,7 @@ class Program(NamedTuple):
       compile_s: seconds of its first call.
     """
 
-    config: model.LlamaConfig
+    config: LlamaConfig
     implementation: str
     forward: Callable[[Any, jax.Array], jax.Array]
     step: Any
@@ -50,10 +52,7 @@ class Program(NamedTuple):
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, tokens)``, in sequences of 2048 tokens.
 
@@ -113,7 +112,8 @@ def prepare(
     config = harness.config(
         hidden, intermediate, sequence, quantized=recipe is not None, remat=remat
     )
-    layer, tables = harness.layer(config, dot_general)
+    tables = rotary_tables(config, sequence)
+    layer = remat_layer(config)(config, dot_general)
     variables = jax.jit(layer.init)(keys[2], x, tables)
     params = variables.pop("params")
     forward = _forward(layer, tables)
@@ -134,7 +134,7 @@ def prepare(
 _Forward = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
-def _forward(layer: model.Layer, tables: tuple[jax.Array, jax.Array]) -> _Forward:
+def _forward(layer: Layer, tables: tuple[jax.Array, jax.Array]) -> _Forward:
     def forward(params: Any, x: jax.Array, variables: Any) -> tuple[jax.Array, Any]:
         (y, _), variables = layer.apply(
             {"params": params, **variables}, x, tables, mutable=list(variables)

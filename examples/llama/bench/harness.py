@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.llama import flops, mesh, model, step
+from examples.llama import flops, mesh, step
 from examples.llama.config import Config
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, Recipe
 from fbq_jax.bench import matmuls, measure, memory, results
 from fbq_jax.bench.measure import Effort, Timing
@@ -48,10 +50,10 @@ def config(
     vocabulary: int = 1,
     quantized: bool,
     **options: Any,
-) -> model.LlamaConfig:
+) -> LlamaConfig:
     """Grouped-query attention with heads of 128 channels; INT10 saved if quantized."""
     heads = hidden // _HEAD_DIM
-    return model.LlamaConfig(
+    return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -64,16 +66,8 @@ def config(
     )
 
 
-def layer(
-    config: model.LlamaConfig, dot_general: Any
-) -> tuple[model.Layer, tuple[jax.Array, jax.Array]]:
-    """A layer and its rotary tables."""
-    tables = model.rotary_tables(config, config.max_seq_len)
-    return model.remat_layer(config)(config, dot_general), tables
-
-
 def trainer(
-    config: model.LlamaConfig, dot_general: Any, *, learns: bool = False
+    config: LlamaConfig, dot_general: Any, *, learns: bool = False
 ) -> tuple[step.TrainState, Any]:
     """The initial training state of a model and its jitted training step.
 
@@ -82,7 +76,7 @@ def trainer(
       dot_general: the layers' product; None for bf16.
       learns: whether the learning rate is the example's, or too small to matter.
     """
-    llama = model.Llama(config, dot_general)
+    llama = Llama(config, dot_general)
     rate = Config.lr if learns else _NO_LEARNING
     optimizer, schedule = step.make_optimizer(Config(steps=1000, lr=rate))
     state = step.init_state(llama, optimizer, None, seed=0)
@@ -94,10 +88,10 @@ class Trained(NamedTuple):
 
     Attributes:
       implementation: the backend of the recipe's GEMMs.
-      metrics: of the last step before timing.
+      metrics: the metrics of the last step before timing.
       fallback: the mean fallback rate of that step; None without fallback.
       timing: the time of a step.
-      work: operations of a step.
+      work: the operations of a step.
       compile_s: seconds of the first call, compilation included.
       peak_bytes: as in ``results.Row``.
     """
@@ -133,17 +127,17 @@ def train(
     steps: int,
     effort: Effort,
 ) -> Trained:
-    """Takes training steps on one random batch and times those that follow.
+    """Takes training steps on one random batch, then times further steps.
 
     The model is freed on return, since the next one may need its memory.
 
     Args:
       shape: ``(hidden, intermediate, layers, sequences)``.
       recipe: the layers' recipe; None for bf16.
-      implementation: of the library's ops; None for the default.
-      mesh: as ``--mesh`` of the training command.
-      steps: number of steps before timing.
-      effort: of the timing.
+      implementation: the implementation of the library's ops; None lets it choose.
+      mesh: the devices, as in ``--mesh`` of the training command.
+      steps: the number of steps before timing.
+      effort: how long to time.
     """
     hidden, intermediate, layers, sequences = shape
     backend, product = dot_general(recipe, implementation)
@@ -156,7 +150,9 @@ def train(
         quantized=recipe is not None,
     )
     with devices(mesh):
-        tokens = distribute(_random_tokens(sequences, llama.max_seq_len))
+        size = (1, sequences, llama.max_seq_len + 1)
+        draw = np.random.default_rng(0).integers
+        tokens = distribute(draw(0, VOCABULARY, size, np.int32))
         state, step = trainer(llama, product)
         compiled, compile_s, state = measure.first_step(step, state, tokens)
         for _ in range(steps):
@@ -185,15 +181,9 @@ def distribute(tokens: np.ndarray) -> jax.Array:
     return jnp.asarray(mesh.distribute(tokens, None, "batch", None))
 
 
-def work(config: model.LlamaConfig, tokens: int) -> float:
+def work(config: LlamaConfig, tokens: int) -> float:
     """Operations of a step on tokens in sequences of the longest length.
 
     Counts the matrix products of layers and head, and causal attention.
     """
     return float(tokens * flops.per_token(config, config.max_seq_len))
-
-
-def _random_tokens(sequences: int, length: int) -> np.ndarray:
-    """Tokens int32 ``[1, sequences, length + 1]``, always the same."""
-    shape = (1, sequences, length + 1)
-    return np.random.default_rng(0).integers(0, VOCABULARY, shape, np.int32)

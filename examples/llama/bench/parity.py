@@ -38,10 +38,7 @@ RECIPES: dict[str, tuple[Recipe | None, Any]] = {
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Trains each ``(hidden, intermediate, layers, sequences)`` on 1, 2, 4... devices.
 
@@ -70,10 +67,18 @@ def _measure(
     implementation: str | None,
     effort: Effort,
 ) -> Row:
-    *_, sequences = shape
+    hidden, intermediate, layers, sequences = shape
     recipe, dtype = RECIPES[name]
     backend, dot_general = harness.dot_general(recipe, implementation)
-    config = _config(shape, dtype, quantized=recipe is not None)
+    config = harness.config(
+        hidden,
+        intermediate,
+        SEQUENCE,
+        layers=layers,
+        vocabulary=VOCABULARY,
+        quantized=recipe is not None,
+        dtype=dtype,
+    )
     mesh = {1: "", 2: "fsdp=2"}.get(number, f"data={number // 2},fsdp=2")
     with harness.devices(mesh):
         batches = [
@@ -103,19 +108,6 @@ def _measure(
         fallback=fallback,
         errors={harness.ONE_DEVICE: _difference(losses, of_one)} | errors,
         compile_s=compile_s,
-    )
-
-
-def _config(shape: tuple[int, ...], dtype: Any, *, quantized: bool) -> Any:
-    hidden, intermediate, layers, _ = shape
-    return harness.config(
-        hidden,
-        intermediate,
-        SEQUENCE,
-        layers=layers,
-        vocabulary=VOCABULARY,
-        quantized=quantized,
-        dtype=dtype,
     )
 
 

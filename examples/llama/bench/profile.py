@@ -14,10 +14,7 @@ _MIN_SHARE = 0.005  # Kernels with a smaller share of the time are added up in o
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures each kernel of a block's forward and backward pass, in a burst.
 

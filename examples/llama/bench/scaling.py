@@ -1,7 +1,7 @@
 """Weak scaling: how much faster a training step is on several devices.
 
 Each device has the batch that one device alone would have. The *efficiency* is the
-tokens per second of N devices over N times those of one.
+tokens per second of N devices over N times the tokens per second of one device.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from fbq_jax.recipes.schema import Reduce
 
 # (hidden, intermediate, layers, sequences of 2048 tokens per device)
 SHAPES = ((4096, 14336, 4, 8),)
-AXES = ("data", "fsdp")  # One at a time makes the mesh.
+AXES = ("data", "fsdp")  # Each mesh has one of them.
 
 RECIPES: dict[str, Recipe | None] = {"bf16": None, "fallback": recipes.fallback}
 
@@ -39,10 +39,7 @@ _LOSS_LIMIT = 0.02  # nats between INT8 and bf16 after these steps
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, layers, sequences per device)``.
 
@@ -75,7 +72,7 @@ def _rows_on(
     implementation: str | None,
     effort: Effort,
 ) -> Iterator[Row]:
-    """Measures a shape on one mesh; notes the speeds of one device in ``alone``."""
+    """Measures a shape on one mesh; records the speeds of one device in ``alone``."""
     hidden, *_, sequences = shape
     per_device = (*shape[:3], sequences // number)
     tokens = sequences * min(harness.SEQUENCE, hidden)

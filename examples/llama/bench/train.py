@@ -8,7 +8,7 @@ from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row
 
 # (hidden, intermediate, layers, sequences of 2048 tokens): TinyLlama's 1.1 billion
-# parameters, and as many in layers as wide as those of Llama 3 8B.
+# parameters, and as many in layers of Llama 3 8B's width.
 SHAPES = ((2048, 5632, 22, 8), (4096, 14336, 4, 8))
 _STEPS = 8  # before anything is compared or timed
 # The limits of INT8's errors: nats, and a share of the gradient norm.
@@ -16,10 +16,7 @@ _LIMITS = {"loss": 0.02, "grad_norm": 0.1}
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    implementation: str | None,
-    effort: Effort,
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, layers, sequences)``.
 

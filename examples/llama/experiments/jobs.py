@@ -149,7 +149,7 @@ def _start(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminates processes, and kills those that still run after `GRACE` seconds."""
+    """Terminates processes; kills any that still runs after `GRACE` seconds."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + GRACE

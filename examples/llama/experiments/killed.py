@@ -21,13 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.llama import checkpoint, metrics
-from examples.llama.build import build
+from examples.llama import metrics
 from examples.llama.config import Config
 from examples.llama.experiments import runs
 from examples.llama.experiments.jobs import STOPPED
 from examples.llama.experiments.settings import SETTINGS, Settings
-from examples.llama.step import TrainState, init_state, make_optimizer
+from examples.llama.training import last_state
 
 # Without this flag a GPU sums the gradients of the embedding in any order.
 DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
@@ -63,7 +62,7 @@ def _compare(settings: Settings, work: Path) -> dict[str, Any]:
     reached = len(metrics.read(logs[1]))
     _train(config, outs[1], "--resume")
 
-    leaves = [jax.tree.leaves_with_path(_last_state(config, out)) for out in outs]
+    leaves = [jax.tree.leaves_with_path(last_state(config, out)) for out in outs]
     differ = [
         jax.tree_util.keystr(path)
         for (path, a), (_, b) in zip(*leaves, strict=True)
@@ -120,13 +119,6 @@ def _training(
     finally:
         process.kill()
         process.wait()
-
-
-def _last_state(config: Config, out: Path) -> TrainState:
-    model, _, _ = build(config)
-    optimizer, _ = make_optimizer(config)
-    like = init_state(model, optimizer, None, config.seed)
-    return checkpoint.restore(out / "checkpoints", like)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,12 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
     """Returns the commands of the runs, one process each."""
     options = settings.pretrain | settings.longer
     data = str(work / "corpus" / "python")
-    commands = {
-        f"longer-{recipe}": runs.command(
-            [
-                Run(
-                    Config(recipe=recipe, data=data, **options),
-                    work / "longer" / recipe,
-                    results / "longer" / f"{recipe}.json",
-                )
-            ],
-            work / "longer" / f"{recipe}.json",
+    asked = {
+        recipe: Run(
+            Config(recipe=recipe, data=data, **options),
+            work / "longer" / recipe,
+            results / "longer" / f"{recipe}.json",
         )
         for recipe in ORDER
     }
-    return {name: command for name, command in commands.items() if command}
+    return runs.commands("longer", work, {name: [run] for name, run in asked.items()})

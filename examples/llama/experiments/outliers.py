@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from examples.llama import checkpoint, hf
+from examples.llama import hf
 from examples.llama.build import build
 from examples.llama.config import Config
 from examples.llama.data import batches, load_corpus
@@ -22,7 +22,8 @@ from examples.llama.experiments.plant import plant
 from examples.llama.experiments.probe import operands
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import SETTINGS, Settings
-from examples.llama.step import PyTree, init_state, make_eval, make_optimizer
+from examples.llama.step import PyTree, make_eval
+from examples.llama.training import last_state
 
 SEEDS = (0, 1, 2)
 TRAINED = "trained"
@@ -39,18 +40,16 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
 
     The model without outliers is fine-tuned in bf16 only, for reference.
     """
-    recipes = dict.fromkeys(name for name, _ in parity.ORDER)
-    commands = {}
-    for recipe in recipes:
-        recipe_runs = [
+    asked = {
+        recipe: [
             _run(settings, work, results, name, recipe, seed)
             for seed in SEEDS
             for name in models(settings, work)
             if name != TRAINED or recipe == "bf16"
         ]
-        file = work / "outliers" / f"{recipe}.json"
-        commands[f"outliers-{recipe}"] = runs.command(recipe_runs, file)
-    return {name: command for name, command in commands.items() if command}
+        for recipe in dict.fromkeys(name for name, _ in parity.ORDER)
+    }
+    return runs.commands("outliers", work, asked)
 
 
 def _run(
@@ -77,9 +76,7 @@ def make_models(settings: Settings, work: Path, results: Path) -> None:
     """Writes `models` from the checkpoint of `parity`, and describes them as JSON."""
     run = parity.base(settings, work, results)
     model, _, corpus = build(run.config)
-    optimizer, _ = make_optimizer(run.config)
-    state = init_state(model, optimizer, None, run.config.seed)
-    state = checkpoint.restore(run.out / "checkpoints", state)
+    state = last_state(run.config, run.out)
     sizes = {"seq": run.config.seq, "batch": settings.studied}
     tokens = jnp.asarray(batches(corpus, "train", seed=0, **sizes)[0])
     texts = {"python": corpus, "cpp": load_corpus(work / "corpus" / "cpp")}

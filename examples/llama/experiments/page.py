@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from examples.llama import atomic
 from examples.llama.experiments import run_tables, study_tables
 from examples.llama.experiments.result_files import ResultsError
 
@@ -57,9 +58,7 @@ def fill(page: Path, results: Path) -> None:
     text = page.read_text() if page.exists() else _empty()
     places = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
     page.parent.mkdir(parents=True, exist_ok=True)
-    part = page.with_suffix(".part")
-    part.write_text(places.sub(place, text))
-    part.replace(page)
+    atomic.write(page, places.sub(place, text))
 
 
 def _empty() -> str:

@@ -25,14 +25,11 @@ ORDER = (
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
     """Returns the commands of the runs, one process each to separate peak memory."""
-    commands = {
-        f"parity-{recipe}-{seed}": runs.command(
-            [_run(settings, work, results, recipe, seed)],
-            work / "parity" / f"{recipe}-{seed}.json",
-        )
+    asked = {
+        f"{recipe}-{seed}": [_run(settings, work, results, recipe, seed)]
         for recipe, seed in ORDER
     }
-    return {name: command for name, command in commands.items() if command}
+    return runs.commands("parity", work, asked)
 
 
 def base(settings: Settings, work: Path, results: Path) -> Run:
@@ -48,13 +45,9 @@ def base(settings: Settings, work: Path, results: Path) -> Run:
 
 
 def _run(settings: Settings, work: Path, results: Path, recipe: str, seed: int) -> Run:
+    data = str(work / "corpus" / "python")
     return Run(
-        Config(
-            recipe=recipe,
-            seed=seed,
-            data=str(work / "corpus" / "python"),
-            **settings.pretrain,
-        ),
+        Config(recipe=recipe, seed=seed, data=data, **settings.pretrain),
         work / "parity" / f"{recipe}-{seed}",
         results / "parity" / f"{recipe}-{seed}.json",
     )

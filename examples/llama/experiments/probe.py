@@ -110,15 +110,10 @@ class _Recorder:
     def dot_general(
         self, lhs: jax.Array, rhs: jax.Array, dims: Any, *_: Any, **__: Any
     ) -> jax.Array:
-        """Multiplies; the gradient of the perturbation is that of the output."""
+        """Multiplies; the perturbation's gradient is the gradient of the output."""
         module = self._callers[-1]
         for name, operand in ("x", lhs), ("w", rhs):
-            module.sow(
-                "fallback", name, operand, reduce_fn=_latest, init_fn=lambda: None
-            )
+            latest = {"reduce_fn": lambda _, value: value, "init_fn": lambda: None}
+            module.sow("fallback", name, operand, **latest)
         out = lax.dot_general(lhs, rhs, dims)
         return module.perturb("dy", out, collection=OVERWRITE_WITH_GRADIENT)
-
-
-def _latest(_: Any, value: jax.Array) -> jax.Array:
-    return value

@@ -105,7 +105,7 @@ def losses_by_model(runs: dict[str, Json]) -> dict[str, dict[str, dict[int, floa
 def differences_from_bf16(
     losses: dict[str, dict[int, float]], recipe: str
 ) -> np.ndarray:
-    """Returns a recipe's losses minus those of bf16 for each seed that both have.
+    """Returns a recipe's losses minus bf16's, for each seed that both have.
 
     Runs with the same seed read the same batches, so most of the variation between
     seeds cancels.

@@ -29,11 +29,11 @@ def parity(runs: dict[str, Json]) -> Figure:
     """Losses over the steps, and their differences from bf16."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    losses.set(title="Training loss (circles: validation)", ylabel="nats a token")
+    losses.set(title="Training loss (circles: validation)", ylabel="nats per token")
     differences.set(
-        title="Training loss minus that of bf16, smoothed",
+        title="Training loss minus bf16's, smoothed",
         xlabel="step",
-        ylabel="nats a token",
+        ylabel="nats per token",
     )
     baseline = _floats(runs["bf16-0"]["loss"]) if "bf16-0" in runs else None
     for name, run in runs.items():
@@ -66,7 +66,7 @@ def cost(runs: dict[str, Json]) -> Figure:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     over_time, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     over_time.set(
-        title="Validation loss over time", xlabel="seconds", ylabel="nats a token"
+        title="Validation loss over time", xlabel="seconds", ylabel="nats per token"
     )
     for name, run in runs.items():
         seconds_and_losses = result_files.losses_by_time(run)
@@ -74,7 +74,7 @@ def cost(runs: dict[str, Json]) -> Figure:
     names, colors = list(runs), [recipe_style(name)["color"] for name in runs]
     rates = [run["tokens_per_s"] / 1e3 for run in runs.values()]
     speed.barh(names, rates, color=colors)
-    speed.set(title="Thousand tokens a second")
+    speed.set(title="Thousand tokens per second")
     peaks = [(run["peak_bytes"] or 0) / 1e9 for run in runs.values()]
     memory.barh(names, peaks, color=colors)
     memory.set(title="Peak memory, GB", yticklabels=[])
@@ -86,7 +86,7 @@ def cost(runs: dict[str, Json]) -> Figure:
 
 
 def outliers(runs: dict[str, Json]) -> Figure:
-    """Validation loss after fine-tuning minus that of bf16, by planted activation."""
+    """Validation loss after fine-tuning minus bf16's, by planted activation."""
     losses = result_files.losses_by_model(runs)
     models = sorted(losses.keys() - {"trained"}, key=int)
     figure = Figure(figsize=(10, 5), layout="constrained")
@@ -110,7 +110,7 @@ def outliers(runs: dict[str, Json]) -> Figure:
         title="After fine-tuning: validation loss minus bf16's of the same seed "
         "(circles: seeds)",
         xlabel="largest activation planted",
-        ylabel="nats a token",
+        ylabel="nats per token",
         xticks=range(len(models)),
         xticklabels=models,
     )
@@ -140,8 +140,8 @@ def thresholds(runs: dict[str, Json]) -> Figure:
                 axes.axhspan(*recipes.fallback.target_rate, color="0.87", zorder=0)
             finish(axes)
     grid[0, 0].set_ylabel("threshold")
-    grid[1, 0].set_ylabel("blocks that fall back")
-    figure.suptitle("One line a layer, from dark, the first, to light")
+    grid[1, 0].set_ylabel("fallback rate")
+    figure.suptitle("One line per layer, from dark (first) to light (last)")
     return figure
 
 
@@ -152,7 +152,7 @@ def longer(runs: dict[str, Json]) -> Figure:
     losses = {name: smooth(_floats(run["loss"])) for name, run in runs.items()}
     for name, loss in losses.items():
         axes.plot(1 + np.arange(len(loss)), loss, label=name, **recipe_style(name))
-    axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats a token")
+    axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats per token")
     _crop_the_descent(axes, losses.values())
     finish(axes)
     return figure

@@ -28,7 +28,7 @@ def parity(results: Path) -> str:
     rows = []
     for name, run in runs.items():
         loss, peak = result_files.last_val_loss(run), run["peak_bytes"]
-        # Training losses are comparable on the same batches, those of the same seed.
+        # Training losses are comparable on the same batches, so with the same seed.
         paired = name in ended and name.endswith("-0") and "bf16-0" in ended
         how = "diverged" if "diverged" in run else "stopped"
         difference = ended.get(name, math.nan) - base
@@ -115,7 +115,7 @@ def outliers(results: Path) -> str:
 
 
 def _loss_cell(losses: dict[str, dict[int, float]], recipe: str) -> str:
-    """The losses of a model by a recipe; those of bf16 are absolute."""
+    """A recipe's losses minus bf16's, on one model; for bf16 the losses themselves."""
     values = list(losses.get(recipe, {}).values())
     if diverged := sum(map(math.isnan, values)):
         return f"diverged ({diverged} of {len(values)})"

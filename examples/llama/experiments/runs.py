@@ -13,7 +13,7 @@ import platform
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from examples.llama import metrics, run_folder, training
+from examples.llama import atomic, metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.experiments.jobs import STOPPED
 
@@ -67,6 +67,23 @@ class Run:
     def is_done(self) -> bool:
         """Whether the run has ended, by completing or by diverging."""
         return self.result.exists() and json.loads(self.result.read_text())["done"]
+
+
+def commands(
+    stage: str, work: Path, runs: Mapping[str, Sequence[Run]]
+) -> dict[str, list[str]]:
+    """Returns a command for each sequence of runs that has some left.
+
+    Args:
+        stage: The stage of the experiments; the names of its commands begin with it.
+        work: The folder to write the files of `command` to.
+        runs: The runs that share a process, by name.
+    """
+    made = {
+        f"{stage}-{name}": command(group, work / stage / f"{name}.json")
+        for name, group in runs.items()
+    }
+    return {name: command for name, command in made.items() if command}
 
 
 def command(runs: Sequence[Run], file: Path) -> list[str]:
@@ -145,10 +162,8 @@ def write(
 def save(result: Any, file: Path) -> None:
     """Writes JSON with floats of eight digits, about the precision of float32."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
     text = json.dumps(_rounded(result), separators=(",", ":"))
-    part.write_text(text.replace(',"', ',\n"') + "\n")  # one line per list
-    part.replace(file)
+    atomic.write(file, text.replace(',"', ',\n"') + "\n")  # one line per list
 
 
 def _rounded(value: Any) -> Any:

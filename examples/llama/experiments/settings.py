@@ -31,51 +31,22 @@ class Settings:
 # 128 million parameters and 100.7 million tokens, 65 536 per step.
 FULL = Settings(
     vocab_size=16384,
-    pretrain={
-        "hidden": 1024,
-        "ffn": 2816,
-        "layers": 8,
-        "heads": 8,
-        "kv_heads": 4,
-        "seq": 1024,
-        "batch": 64,
-        "steps": 1536,
-        "lr": 1e-3,
-        "log_every": 16,
-        "eval_every": 96,
-        "save_every": 1536,
-    },
+    pretrain={"hidden": 1024, "ffn": 2816, "layers": 8, "heads": 8, "kv_heads": 4}
+    | {"seq": 1024, "batch": 64, "steps": 1536, "lr": 1e-3}
+    | {"log_every": 16, "eval_every": 96, "save_every": 1536},
     finetune={"batch": 32, "steps": 64, "lr": 2e-5, "eval_every": 64, "save_every": 0},
     # Five times as many steps, with fewer tokens, so that they take minutes.
-    longer={
-        "batch": 4,
-        "steps": 7680,
-        "lr": 1e-2,
-        "clip": 0.0,
-        "log_every": 64,
-        "eval_every": 768,
-        "save_every": 7680,
-    },
+    longer={"batch": 4, "steps": 7680, "lr": 1e-2, "clip": 0.0}
+    | {"log_every": 64, "eval_every": 768, "save_every": 7680},
     killed={"batch": 16, "steps": 96, "log_every": 1, "save_every": 32},
     studied=4,
 )
 
 TOY = Settings(
     vocab_size=512,
-    pretrain={
-        "hidden": 64,
-        "ffn": 128,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 1,
-        "seq": 32,
-        "batch": 4,
-        "steps": 8,
-        "lr": 1e-2,
-        "log_every": 2,
-        "eval_every": 4,
-        "save_every": 8,
-    },
+    pretrain={"hidden": 64, "ffn": 128, "layers": 2, "heads": 2, "kv_heads": 1}
+    | {"seq": 32, "batch": 4, "steps": 8, "lr": 1e-2}
+    | {"log_every": 2, "eval_every": 4, "save_every": 8},
     finetune={"steps": 2, "lr": 2e-5, "eval_every": 2, "save_every": 0},
     longer={"steps": 16, "lr": 3e-1, "clip": 0.0, "eval_every": 8, "save_every": 16},
     killed={"log_every": 1, "save_every": 3},

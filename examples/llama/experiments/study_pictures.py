@@ -64,7 +64,7 @@ def nonlinear(models: dict[str, list[float]]) -> Figure:
     axes = figure.subplots()
     _draw_lines(axes, gradients.SAVED_BITS, models)
     axes.axvline(10, color="0.6", linestyle=":", zorder=0)
-    axes.set(xlabel="bits kept of a value", yscale="log")
+    axes.set(xlabel="bits saved per value", yscale="log")
     axes.set(ylabel="1 - cosine of the gradient")
     finish(axes)
     return figure
@@ -80,7 +80,7 @@ def perplexity(models: dict[str, Json]) -> Figure:
         axes.axhline(found["float"], color="0.5", linestyle=":", label="float32")
         axes.minorticks_off()
         axes.set_xticks(BLOCK_SIDES, labels=list(map(str, BLOCK_SIDES)))
-        axes.set(xlabel="side of a block")
+        axes.set(xlabel="block size")
 
     return _panels(models, panel, "perplexity", sharey=False, legend="upper left")
 
@@ -112,7 +112,7 @@ def start(models: dict[str, Json]) -> Figure:
     thetas.set(xlabel="training forward", ylabel="threshold / first batch's")
     thetas.set_yscale("log")
     rates.axhspan(*recipes.fallback.target_rate, color="0.87", zorder=0)
-    rates.set(xlabel="training forward", ylabel="blocks that fall back")
+    rates.set(xlabel="training forward", ylabel="fallback rate")
     finish(thetas)
     finish(rates)
     return figure
@@ -124,7 +124,7 @@ def _draw_lines(axes: Axes, x: Any, lines: dict[str, list[float]]) -> None:
 
 
 def _label_rates(axes: Axes) -> None:
-    axes.set(xlabel="blocks that fall back", yscale="log")
+    axes.set(xlabel="fallback rate", yscale="log")
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 

@@ -53,7 +53,7 @@ def _by_model(results: Path, name: str, columns: Iterable[Any], *path: str) -> s
 
 
 def perplexity(results: Path) -> str:
-    """The perplexity by block size, beside that of the model in float32."""
+    """The perplexity by block size, beside the perplexity in float32."""
     rows = [
         [model, kind, *(f"{value:.6g}" for value in (found["float"], *found[kind]))]
         for model, found in result_files.study(results, "perplexity").items()

@@ -1,5 +1,6 @@
 """The translation between config.json and `LlamaConfig`."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from examples.llama.hf.files import CheckpointError
 from examples.llama.model_config import LlamaConfig, RopeScaling
 
-# Fields of LlamaConfig and their names in config.json.
+# Fields of LlamaConfig and their names in config.json. RopeScaling's are the same.
 _FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -32,12 +33,6 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "dual_chunk_attention_config": (None,),
 }
-_ROPE_SCALING = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 
 
 def from_json(stored: Mapping[str, Any], file: Path) -> LlamaConfig:
@@ -87,7 +82,7 @@ def to_json(config: LlamaConfig) -> dict[str, Any]:
         "eos_token_id": None,
     }
     if config.rope_scaling is not None:
-        scaling = {key: getattr(config.rope_scaling, key) for key in _ROPE_SCALING}
+        scaling = dataclasses.asdict(config.rope_scaling)
         stored["rope_scaling"] = {"rope_type": "llama3", **scaling}
     return stored
 
@@ -117,7 +112,8 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
         raise ValueError(
             f"RoPE type {rope_type!r} is not supported: default and llama3 are"
         )
-    factors: dict[str, Any] = {key: rope.get(key) for key in _ROPE_SCALING}
+    names = (field.name for field in dataclasses.fields(RopeScaling))
+    factors: dict[str, Any] = {name: rope.get(name) for name in names}
     return RopeScaling(**factors)
 
 

@@ -17,13 +17,6 @@ from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
 
 
 @pytest.fixture
-def promotion():
-    """Optax and JAX's attention promote dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture
 def few_recipes(monkeypatch):
     few = {"bf16": None, "fallback": float_backward(recipes.fallback)}
     monkeypatch.setattr(harness, "recipes", lambda: few)
@@ -33,7 +26,7 @@ def test_recipes():
     assert list(harness.recipes()) == ["bf16", *matmuls.timed_recipes()]
 
 
-@pytest.mark.usefixtures("promotion", "few_recipes")
+@pytest.mark.usefixtures("standard_promotion", "few_recipes")
 def test_block(monkeypatch):
     monkeypatch.setattr(block, "REMATS", (("bf16", "full"),))
     shape = 256, 384, 256
@@ -68,7 +61,7 @@ def test_profile(monkeypatch):
     assert sum(row.rate for row in rows[5:]) == pytest.approx(100.0)
 
 
-@pytest.mark.usefixtures("promotion")
+@pytest.mark.usefixtures("standard_promotion")
 def test_train(monkeypatch):
     # bf16 twice: test_block covers the recipes.
     monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "again": None})

@@ -91,7 +91,7 @@ def test_recipes(monkeypatch):
     )
 
 
-def test_swiglu_has_the_outliers_that_are_asked_for():
+def test_swiglu_has_the_requested_outliers():
     x = data.swiglu(jax.random.key(0), (512, 1024), 606.0, 256).astype(jnp.float32)
     assert float(jnp.max(jnp.abs(x))) == float(jnp.bfloat16(606.0))
     outliers = jnp.abs(x) >= 20.0

@@ -1,18 +1,30 @@
 """Studies of quantization errors in the matrix products of a trained model."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-NAMES = (
-    "error",
-    "criteria",
-    "operands",
-    "passes",
-    "nonlinear",
-    "perplexity",
-    "blocks",
-    "start",
+from examples.llama.experiments.studies import (
+    blocks,
+    criteria,
+    error,
+    gradients,
+    perplexity,
+    start,
 )
+from examples.llama.experiments.studies.subject import Subject
+
+STUDIES: dict[str, Callable[[Subject], Any]] = {
+    "error": error.study,
+    "criteria": criteria.study,
+    "operands": gradients.operands,
+    "passes": gradients.passes,
+    "nonlinear": gradients.nonlinear,
+    "perplexity": perplexity.study,
+    "blocks": blocks.study,
+    "start": start.study,
+}
 
 
 def commands(size: str, work: str, results: str) -> dict[str, list[str]]:
@@ -20,6 +32,6 @@ def commands(size: str, work: str, results: str) -> dict[str, list[str]]:
     module = "examples.llama.experiments.studies"
     return {
         f"study-{name}": [sys.executable, "-m", module, name, size, work, results]
-        for name in NAMES
+        for name in STUDIES
         if not (Path(results) / "studies" / f"{name}.json").exists()
     }

@@ -22,7 +22,7 @@ def study(subject: Subject) -> dict[str, dict[str, list[float]]]:
 
     Returns:
         By start, "first_batch" or one of `FACTORS`: the fallback rate ("rate") and the
-        threshold ("theta", relative to that of the first batch) in each of `FORWARDS`
+        threshold ("theta", relative to the first batch's) in each of `FORWARDS`
         training forwards.
     """
     x = _input_of_down(subject, 0)
