@@ -6,8 +6,9 @@ into a function that JAX can transform, ``dispatch`` chooses its kernel, and
 
 To add an op, write a record and a function that calls it, and export the function from
 ``fbq_jax.ops``.  To add a backend, write a function that says what it cannot run, add
-a name to ``dispatch.IMPLEMENTATIONS``, and add an entry to ``kernels`` of each op that
-the backend supports.
+a name to ``dispatch.IMPLEMENTATIONS``, and add an entry to ``kernels`` of each op.  For
+an op that the backend does not support, the entry names another backend's kernel, as
+those of ``mosaic`` name Triton's.
 """
 
 import dataclasses

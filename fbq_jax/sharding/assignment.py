@@ -9,7 +9,7 @@ work.  If the rule allows it, blocks are split between devices instead
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,10 +98,7 @@ def factor_mesh_axes(mesh: Mesh, arrays: Any) -> tuple[Mesh, Any]:
     Returns:
       A mesh with axes such as ``"data/0"``, and a tree of ``ShardedArray``.
     """
-    orders = [
-        sorted({*itertools.permutations(_prime_factors(n))})
-        for n in mesh.shape.values()
-    ]
+    orders = [_distinct_orders(_prime_factors(n)) for n in mesh.shape.values()]
     candidates = (_read(mesh, arrays, primes) for primes in itertools.product(*orders))
     first = next(candidates)
     return next(filter(_is_expressed, itertools.chain([first], candidates)), first)
@@ -123,6 +120,20 @@ def _read(
 def _is_expressed(candidate: tuple[Mesh, Any]) -> bool:
     """Whether the mesh expresses the sharding of every array."""
     return all(None not in array.mesh_axes for array in jax.tree.leaves(candidate[1]))
+
+
+def _distinct_orders(factors: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The orders of some factors, each once: equal factors do not change places.
+
+    >>> list(_distinct_orders([2, 2, 3]))
+    [(2, 2, 3), (2, 3, 2), (3, 2, 2)]
+    """
+    if not factors:
+        yield ()
+    for first in sorted(set(factors)):
+        rest = list(factors)
+        rest.remove(first)
+        yield from ((first, *order) for order in _distinct_orders(rest))
 
 
 def _prime_factors(size: int) -> list[int]:
