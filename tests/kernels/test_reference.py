@@ -142,6 +142,19 @@ def quantize_rows(x, block, mode="nearest"):
     return reference.quantize(x, seeds, block=block, rowwise=mode, colwise=None).rowwise
 
 
+def test_a_block_at_the_threshold_does_not_fall_back():
+    x = jnp.full((1, 32, 64), 0.013).at[0, 0, 0].set(3.0).at[0, 0, 32].set(3.5)
+    q = reference.quantize_fallback(
+        x,
+        jnp.array([3.0]),
+        jnp.zeros(1, jnp.uint32),
+        block=(32, 32),
+        criterion="absmax",
+        colwise=None,
+    )
+    np.testing.assert_array_equal(q.residual.scales[0, 0] > 0, [False, True])
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def quantize_absmax(x, theta, block):
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
