@@ -29,11 +29,11 @@ class FallbackConv:
         ``RulesDot`` leaves unquantized runs ``lax.conv_general_dilated``.
 
     Raises:
-      TypeError: ``dot_general`` is not callable (a ``Recipe`` is not), or
-        ``lax.conv_general_dilated`` raises it for the shapes.
-      ValueError: ``lax.conv_general_dilated`` raises it for the shapes; or
+      TypeError: ``dot_general`` is not callable (a ``Recipe`` is not), or the shapes do
+        not fit, as in ``lax.conv_general_dilated``.
+      ValueError: the shapes do not fit, as in ``lax.conv_general_dilated``; or
         ``batch_group_count`` is not 1, a window is larger than the padded input,
-        ``out_sharding`` comes with several feature groups, or the layer is
+        ``out_sharding`` is set and there are several feature groups, or the layer is
         ``nn.ConvLocal``.
 
     >>> import jax.numpy as jnp
