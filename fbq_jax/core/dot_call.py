@@ -91,7 +91,7 @@ class RaggedDotGeneral(DotGeneral):
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized like the product.
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized.
 
         ``fbq_jax.ragged_dot`` documents the arguments.  There is no GPU kernel for it.
         """

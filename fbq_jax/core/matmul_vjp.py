@@ -148,7 +148,7 @@ def _matmul(
     lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=save)
     rhs = quantize_rhs(spec, w, seed, save=save)
     if recipe.fwd.in_floats:
-        assert not isinstance(w, Quantized)  # freeze takes an INT8 forward GEMM
+        assert not isinstance(w, Quantized)  # a frozen forward GEMM is in INT8
         y = _float_matmul(x, w, spec.dtype)
     else:
         y = forward(spec, lhs, residual, rhs, products)
