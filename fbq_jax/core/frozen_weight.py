@@ -185,7 +185,7 @@ def check_axes(axes: Axes, dimension_numbers: DimensionNumbers, layer: str) -> N
     if (others := rhs_axes(dimension_numbers)) != axes:
         raise ValueError(
             f"layer {layer!r} has codes for one product, over the axes {axes[0]} of "
-            f"its kernel (batch {axes[1]}), and computes another, over {others[0]} "
+            f"its kernel (batch {axes[1]}), but computes another, over {others[0]} "
             f"(batch {others[1]}): freeze takes layers that multiply by their kernel "
             "in one way"
         )

@@ -291,7 +291,7 @@ def _save(x: jax.Array, bits: int) -> packing.Packed:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 @functools.partial(jax.jit, static_argnums=1)
 def _quantize(x: jax.Array, bits: int) -> packing.Packed:
-    """Packs x; has no derivative, since rounding's own, 0, would be silently wrong."""
+    """Packs x.  Derivatives raise: that of rounding, 0, would be silently wrong."""
     return packing.quantize(x, bits)
 
 

@@ -195,7 +195,7 @@ def with_master_weights(
 
     ``inner`` reads float32 gradients and the copy, and its updates apply to the copy.
     The returned updates move the model's parameters to the copy's values, rounded to
-    the model's dtype (up to one last bit, which does not accumulate).
+    the model's dtype (to within one last bit; the error does not accumulate).
 
     A float16 copy has one scale per tensor, as in the paper (arXiv 2409.12517).  It has
     11 bits, so it loses an update below 2**-12 of its parameter.

@@ -19,9 +19,9 @@ class FallbackConv:
     """``lax.conv_general_dilated`` of an activation and a kernel, quantized.
 
     It multiplies the windows of the convolution with the kernel
-    (``fbq_jax.core.conv``).  Windows cost nothing for 1x1 kernels, one copy for patches
-    and much memory for 3x3; ``nn.remat(nn.Conv)`` does not save them for the backward
-    pass.  Strides, padding, dilations and feature groups are supported.
+    (``fbq_jax.core.conv``).  Windows cost no memory for 1x1 kernels, one copy of the
+    input for patches and nine for 3x3 kernels.  ``nn.remat(nn.Conv)`` recomputes them
+    in the backward pass.  Strides, padding, dilations and feature groups are supported.
 
     Attributes:
       dot_general: computes the product and, in a Linen module, keeps its state there: a

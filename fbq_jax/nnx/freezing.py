@@ -92,7 +92,7 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Layer, FallbackDot]]:
             outer = (modules.get(path[:end]) for end in reversed(range(len(path))))
             owner = next((type(m).__name__ for m in outer if m is not None), "model")
             raise ValueError(
-                f"{ACCEPTED}; none of them has the FallbackDot "
+                f"{ACCEPTED}; it cannot freeze the FallbackDot "
                 f"{'/'.join(map(str, path))!r} of a {owner}"
             )
     if not layers:

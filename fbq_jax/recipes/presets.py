@@ -76,7 +76,7 @@ rowwise = Recipe(
     drhs=Gemm(scales="row"),
 )
 
-#: INT8 of AQT (its ``config_v4``): scales of absmax / 127.5 and an unquantized dW.
+#: AQT's INT8 (``config_v4``): scales of absmax / 127.5 and an unquantized dW.
 aqt_int8 = Recipe(
     criterion=None,
     bound=127.5,
@@ -85,7 +85,7 @@ aqt_int8 = Recipe(
     drhs=FLOAT_GEMM,
 )
 
-#: INT8 of AQT with dW in INT8 too, from four local shards of the tokens.
+#: AQT's INT8 with dW in INT8 as well, from four local shards of the tokens.
 aqt_int8_local = replace(aqt_int8, drhs=Gemm(rhs="stochastic", scales="row", shards=4))
 
 #: All named recipes, by name.
