@@ -111,7 +111,7 @@ def dot_errors(
       lhs: the activation, whose blocks may fall back.
       rhs: the weight.
       dimension_numbers: as in ``lax.dot_general``; by default a matrix product.
-      recipe: what is quantized, and how.
+      recipe: how the three GEMMs are quantized.
       theta: the threshold; None takes the quantile of lhs' own blocks.
       key: a PRNG key for stochastic rounding and the default cotangent.
       cotangent: the output's gradient; None draws it from a standard normal
@@ -175,13 +175,13 @@ def assert_dot_close(
         table of all errors.
     """
     errors = dot_errors(lhs, rhs, dimension_numbers, **options)
-    far = [
+    failed = [
         name
         for name, error in errors._asdict().items()
         if not (error.relative <= relative and error.cosine >= cosine)
     ]
-    if far:
+    if failed:
         raise AssertionError(
-            f"{', '.join(far)} of the quantized dot_general: wanted relative <= "
+            f"{', '.join(failed)} of the quantized dot_general: wanted relative <= "
             f"{relative:g} and cosine >= {cosine:g}, got\n{errors}"
         )

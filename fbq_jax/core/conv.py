@@ -1,15 +1,15 @@
 """A convolution as one quantized ``dot_general``: its windows times its kernel.
 
 Slices copy the windows, exactly in every dtype.  A NaN reaches only the windows that
-hold it.  Each value is in ``prod(kernel) / prod(strides)`` windows.  Without overlap
-that is one: patches are one copy of the input, and 1x1 windows are the input itself,
-reshaped.  With overlap the windows are larger than the input, nine times for a 3x3
-kernel.  So are their gradients in the backward pass, whose overlapping parts are summed
-in the dtype of the input.
+contain it.  Each value is in ``prod(kernel) / prod(strides)`` windows.  Without overlap
+this is one window: patches are one copy of the input, and 1x1 windows are the input
+itself, reshaped.  With overlap the windows are larger than the input, nine times for a
+3x3 kernel.  So are their gradients in the backward pass, whose overlapping parts are
+summed in the dtype of the input.
 
 The gradient of the kernel needs the codes of the windows, nine bytes per value for that
-3x3 kernel.  Codes of the activation would not do: the values of a block share a scale,
-and each position of a pixel in a window puts it in a block with other pixels.
+3x3 kernel.  Codes of the activation are not enough: the values of a block share a
+scale, and a pixel shares its block with other pixels at each position in a window.
 ``nn.remat(nn.Conv)`` saves the unquantized activation instead, and recomputes windows
 and codes.
 """
@@ -66,10 +66,10 @@ def conv_general_dilated(
       out_sharding: the output's sharding over explicit mesh axes, for one group only.
 
     Raises:
-      TypeError: ``lax.conv_general_dilated`` raises it for the shapes.
-      ValueError: ``lax.conv_general_dilated`` raises it for the shapes; or
+      TypeError: the shapes do not fit, as in ``lax.conv_general_dilated``.
+      ValueError: the shapes do not fit, as in ``lax.conv_general_dilated``; or
         ``batch_group_count`` is not 1, no window fits the padded input, or
-        ``out_sharding`` comes with several feature groups.
+        ``out_sharding`` is set and there are several feature groups.
     """
     _check_groups(feature_group_count, batch_group_count, out_sharding)
     lhs_spec, rhs_spec, out_spec = lax.conv_dimension_numbers(

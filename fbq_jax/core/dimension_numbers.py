@@ -12,40 +12,42 @@ DimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+DTYPE_NAMES = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
 
 
-def check_operands(
-    lhs: jax.Array, rhs: jax.Array, precision: Any, preferred: Any
-) -> None:
-    """Checks dtypes and precision.
+Operand = jax.Array | jax.ShapeDtypeStruct
+
+
+def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> Any:
+    """The dtype of a product; ``preferred``, or else the operands' common dtype.
 
     Raises:
       TypeError: an operand or the output is not bfloat16, float16 or float32.
       ValueError: the precision is neither None nor DEFAULT.
     """
-    accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
     dtypes = {"lhs": lhs.dtype, "rhs": rhs.dtype}
     if preferred is not None:
         dtypes["preferred_element_type"] = jnp.dtype(preferred)
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
-            raise TypeError(f"{name} is {dtype}; a quantized dot takes {accepted}")
+            raise TypeError(f"{name} is {dtype}; a quantized dot takes {DTYPE_NAMES}")
     pair = precision if isinstance(precision, tuple) else (precision, precision)
     if any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair):
         raise ValueError(
             f"precision={precision} cannot be met: the recipe sets the precision of a "
             "quantized dot; pass None or DEFAULT"
         )
+    return jnp.dtype(preferred or jnp.promote_types(lhs.dtype, rhs.dtype))
 
 
 def output_of(
-    lhs: jax.Array | jax.ShapeDtypeStruct,
-    rhs: jax.Array | jax.ShapeDtypeStruct,
+    lhs: Operand,
+    rhs: Operand,
     dimension_numbers: DimensionNumbers,
     dtype: Any,
     out_sharding: Any,
 ) -> jax.ShapeDtypeStruct:
-    """The output's shape and sharding; raises the errors of ``lax.dot_general``."""
+    """The output of a product; raises what ``lax.dot_general`` raises."""
 
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return lax.dot_general(

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fbq_jax.core.dimension_numbers import (
     DimensionNumbers,
+    Operand,
     as_matrices,
-    check_operands,
+    output_dtype,
     output_of,
 )
 
@@ -30,11 +30,30 @@ class DotCall(NamedTuple):
     preferred_element_type: jax.typing.DTypeLike | None = None
     out_sharding: Any = None
 
-    def output_dtype(self, lhs: jax.Array, rhs: jax.Array) -> Any:
-        """The dtype of the product of these operands."""
-        return jnp.dtype(
-            self.preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-        )
+    def output(self, lhs: Operand, rhs: Operand) -> jax.ShapeDtypeStruct:
+        """The output's shape, dtype and sharding.
+
+        Raises:
+          TypeError: an operand or the output has another dtype than bfloat16, float16
+            and float32, or ``lax.dot_general`` raises it.
+          ValueError: the call asks for a precision, or ``lax.dot_general`` raises it.
+        """
+        dtype = output_dtype(lhs, rhs, self.precision, self.preferred_element_type)
+        return output_of(lhs, rhs, self.dimension_numbers, dtype, self.out_sharding)
+
+
+class RaggedCall(NamedTuple):
+    """The arguments of ``lax.ragged_dot`` other than its operands, under its names.
+
+    Attributes:
+      group_sizes: integers ``[G]``, the rows of lhs in each group.
+      precision: None or DEFAULT; the recipe sets the precision of a quantized dot.
+      preferred_element_type: the output's dtype; None takes the operands' common one.
+    """
+
+    group_sizes: jax.Array
+    precision: Any = None
+    preferred_element_type: jax.typing.DTypeLike | None = None
 
 
 class DotGeneral:
@@ -61,6 +80,31 @@ class DotGeneral:
         raise NotImplementedError
 
 
+class RaggedDotGeneral(DotGeneral):
+    """A ``DotGeneral`` with ``lax.ragged_dot``; ``_compute_ragged`` is abstract."""
+
+    def ragged_dot(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized.
+
+        ``fbq_jax.ragged_dot`` documents the arguments.  There is no GPU kernel for it.
+        """
+        call = RaggedCall(group_sizes, precision, preferred_element_type)
+        return self._compute_ragged(lhs, rhs, call)
+
+    def _compute_ragged(
+        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
+    ) -> jax.Array:
+        """Computes the ragged product; each subclass implements it."""
+        raise NotImplementedError
+
+
 def compute_as_matrices(
     matmul: Callable[[jax.Array, jax.Array, Any], jax.Array],
     lhs: jax.Array,
@@ -79,12 +123,10 @@ def compute_as_matrices(
       TypeError: an operand or the output has another dtype.
       ValueError: the call asks for a precision, or the dimensions do not fit.
     """
-    check_operands(lhs, rhs, call.precision, call.preferred_element_type)
-    dtype = call.output_dtype(lhs, rhs)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)]
-    out = output_of(shapes[0], shapes[1], call.dimension_numbers, dtype, None)
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
+    out = call._replace(out_sharding=None).output(*shapes)
     matrices = as_matrices(lhs, rhs, call.dimension_numbers)
-    y = matmul(*matrices, dtype).reshape(out.shape)
+    y = matmul(*matrices, out.dtype).reshape(out.shape)
     if call.out_sharding is None:
         return y
     return jax.sharding.reshard(y, call.out_sharding)

@@ -20,11 +20,10 @@ from fbq_jax.core import matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import (
     DimensionNumbers,
     as_matrices,
-    check_operands,
-    output_of,
 )
 from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.qtensor import QTensor
+from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -36,7 +35,7 @@ class DotConfig:
     """The static settings of a quantized dot.
 
     Attributes:
-      recipe: what is quantized, and how.
+      recipe: how the three GEMMs are quantized.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
 
@@ -56,13 +55,13 @@ class DotConfig:
 
 
 class Stats(NamedTuple):
-    """What the forward pass measures.
+    """Measurements of the forward pass.
 
     Attributes:
       rate: float32 ``[]``, the fallback rate: the share of blocks that fell back.
       theta: float32 ``[]``, the threshold that was used.  ``threshold.UNSET``, which
-        counts as 0, if none was given and lhs sets none (it is zero, or has a NaN or an
-        Inf).
+        counts as 0, if none was given and lhs does not determine one (it is zero, or
+        has a NaN or an Inf).
       metric: float32 ``[B, ceil(M/m), ceil(K/k)]``, the criterion's value of each
         block.
     """
@@ -105,7 +104,7 @@ def dot_general(
         dimensions, as in ``lax.dot_general``.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
-      recipe: what is quantized, and how.
+      recipe: how the three GEMMs are quantized.
       theta: the threshold of fallback, at least 0.  None takes the quantile of lhs' own
         blocks that puts the fallback rate in the middle of the recipe's range.
       key: a PRNG key for stochastic rounding.  Training should pass a new key to each
@@ -195,10 +194,9 @@ def _seeded_dot_general(
     codes: QTensor | None = None,
 ) -> tuple[jax.Array, Stats]:
     """``dot_general``; a traced ``theta`` may be ``threshold.UNSET``."""
-    recipe, implementation = config.recipe, config.implementation
-    check_operands(lhs, rhs, call.precision, call.preferred_element_type)
-    dtype = call.output_dtype(lhs, rhs)
-    out = output_of(lhs, rhs, call.dimension_numbers, dtype, call.out_sharding)
+    out = call.output(lhs, rhs)
+    recipe = config.recipe
+    spec = Spec(recipe, out.dtype, lhs.dtype, rhs.dtype, config.implementation)
 
     def multiply(
         lhs: jax.Array,
@@ -209,8 +207,7 @@ def _seeded_dot_general(
     ) -> tuple[jax.Array, Stats]:
         row_shape = functools.partial(row_axes, recipe=recipe)
         x, w = as_matrices(lhs, rhs, call.dimension_numbers, row_shape)
-        theta = resolve(theta, x, recipe, implementation)
-        spec = matmul_vjp.Spec(recipe, dtype, x.dtype, w.dtype, implementation)
+        theta = resolve(spec, theta, x)
         weight = w if codes is None else codes
         y, metric = matmul_vjp.matmul(spec, x, weight, jnp.maximum(theta, 0.0), seed)
         stats = Stats(threshold.fallback_rate(metric, theta), theta, metric)
@@ -224,8 +221,8 @@ def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
     """The shape, ``(M,)`` or ``(G, R)``, that stands for an activation's rows.
 
     The last axis before K, often the tokens of a sequence, stays a separate axis if
-    its size is a multiple of the block's and all GEMMs have block scales.  It and the
-    axes before it can then both be sharded.
+    all GEMMs have block scales and its size is a multiple of the block's.  Then both it
+    and the axes before it can be sharded.
 
     Args:
       sizes: the sizes of the activation's axes before K.
@@ -241,10 +238,9 @@ def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
 
 
 def resolve(
+    spec: Spec,
     theta: jax.Array,
     x: jax.Array,
-    recipe: Recipe,
-    implementation: str | None,
     *,
     layer: Callable[[jax.Array], jax.Array] = lambda x: x,
     blocks: jax.Array | None = None,
@@ -252,25 +248,24 @@ def resolve(
     """Sets an unset threshold from the blocks of the operand itself.
 
     Args:
+      spec: gives the criterion and the range of the fallback rate.
       theta: float32 ``[]``; a value below 0 is unset.
       x: ``[B, ...]``.
-      recipe: gives the criterion and the range of the fallback rate.
-      implementation: of the ops.
       layer: maps ``x`` to the operand; called only if theta is unset.
       blocks: the number of blocks, as in ``threshold.quantile``.
     """
-    criterion = recipe.criterion
+    criterion = spec.recipe.criterion
     if criterion is None:
         return theta
 
     def own_quantile() -> jax.Array:
         metric = ops.block_metric(
             layer(lax.stop_gradient(x)),
-            block=recipe.lhs_block,
+            block=spec.recipe.lhs_block,
             criterion=criterion,
-            implementation=implementation,
+            implementation=spec.implementation,
         )
-        return threshold.quantile(metric, recipe, blocks)
+        return threshold.quantile(metric, spec.recipe, blocks)
 
     # Adds 0, an empty sum, so that theta varies over mesh axes as the quantile does.
     theta += jnp.sum(x[:0], dtype=jnp.float32)

@@ -26,6 +26,29 @@ class Subscripts(NamedTuple):
     out: tuple[Label, ...]
 
 
+class QuantizedEinsum:
+    """A callable with the signature of ``jnp.einsum``.
+
+    Attributes:
+      dot_general: computes the product; each subclass defines it.
+    """
+
+    dot_general: Any
+
+    def __call__(
+        self,
+        subscripts: str,
+        /,
+        *operands: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
+        options = precision, preferred_element_type, out_sharding
+        return einsum(self.dot_general, subscripts, operands, *options)
+
+
 def einsum(
     dot_general: Callable[..., jax.Array],
     subscripts: str,
@@ -71,13 +94,14 @@ def einsum(
         )
     free = [label for label in (*labels.lhs, *labels.rhs) if label not in shared]
     order = _find(labels.out, [*batch, *free])
+    dimension_numbers = tuple(
+        (_find(group, labels.lhs), _find(group, labels.rhs))
+        for group in (contracted, batch)
+    )
     y = dot_general(
         lhs,
         rhs,
-        (
-            (_find(contracted, labels.lhs), _find(contracted, labels.rhs)),
-            (_find(batch, labels.lhs), _find(batch, labels.rhs)),
-        ),
+        dimension_numbers,
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=before_transposing(out_sharding, order),
@@ -145,20 +169,17 @@ def _label(
     return (*before, *range(-rest, 0), *after)
 
 
-def before_transposing(
-    sharding: NamedSharding | PartitionSpec | None, order: Sequence[int]
-) -> NamedSharding | PartitionSpec | None:
+def before_transposing(sharding: Any, order: Sequence[int]) -> Any:
     """The sharding of an array whose transpose by ``order`` has this sharding."""
     if sharding is None:
         return None
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    axes: list[Any] = [None] * len(order)
-    for axis, names in zip(order, spec, strict=False):
-        axes[axis] = names
-    before = PartitionSpec(*axes)
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, before)
-    return before
+        spec = before_transposing(sharding.spec, order)
+        return NamedSharding(sharding.mesh, spec)
+    axes: list[Any] = [None] * len(order)
+    for axis, names in zip(order, sharding, strict=False):
+        axes[axis] = names
+    return PartitionSpec(*axes)
 
 
 def _find(labels: Sequence[Label], where: Sequence[Label]) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 A frozen layer keeps the codes of its weight next to the state of its dot.  In place of
 the kernel it has a ``FrozenKernel``, with a shape and a dtype but no bytes, because a
-layer such as ``nn.Dense`` looks at its kernel and casts it before it calls
-``dot_general``.  So the layer computes in the dtypes of training, and the dot reads the
-codes.
+layer such as ``nn.Dense`` reads its kernel and casts it before it calls
+``dot_general``.  The layer therefore computes in the same dtypes as in training, while
+the dot reads the codes.
 
 ``freeze`` learns how a layer multiplies (dtype, contracted axes) by tracing the model
 under ``record_weights``: every quantized layer reports its weight to the recorder.
@@ -19,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
+from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec, quantize_rhs
 from fbq_jax.recipes.schema import Recipe
@@ -34,11 +36,11 @@ class FrozenKernel:
     """Stands in for the kernel of a frozen layer; a pytree without leaves.
 
     JAX reads it as an array of NaNs.  A compiled program does not compute them, because
-    the dot does not read them, and nothing can mistake them for weights.
+    the dot does not read them.  Code that does read them cannot take them for weights.
 
     Attributes:
-      shape: of the kernel, without the axes of stacked layers.
-      dtype: of the kernel as a parameter.
+      shape: the kernel's shape, without the axes of stacked layers.
+      dtype: the dtype of the kernel as a parameter.
     """
 
     shape: tuple[int, ...]
@@ -67,10 +69,10 @@ class FrozenWeight:
     """A layer's weight as its forward GEMM reads it.
 
     Attributes:
-      codes: the colwise codes of W, ``[B, N, K]``, after an axis of layers if layers
-        are stacked; ``codes.mT`` is W.
+      codes: the colwise codes of W, ``[B, N, K]``, with a leading axis of layers if
+        layers are stacked; ``codes.mT`` is W.
       recipe: the recipe that quantized it.
-      shape: of the layer's kernel.
+      shape: the shape of the layer's kernel.
       axes: the contracting and the batch dimensions of the dot's right operand.
     """
 
@@ -85,9 +87,9 @@ class WeightUse:
     """How a layer multiplies by its weight.
 
     Attributes:
-      shape: of the dot's right operand, without the axes of stacked layers.
-      dtype: of the dot's right operand.
-      dimension_numbers: of the product.
+      shape: the shape of the right operand, without the axes of stacked layers.
+      dtype: the dtype of the right operand.
+      dimension_numbers: the product's, as in ``lax.dot_general``.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +110,7 @@ class WeightRecorder:
     def report(
         self, layer: str, weight: jax.Array, dimension_numbers: DimensionNumbers
     ) -> bool:
-        """Records a product of a layer; returns whether the layer is to be frozen.
+        """Records a layer's product; returns whether ``freeze`` freezes the layer.
 
         Raises:
           ValueError: the layer multiplies by its weight in two ways.
@@ -147,23 +149,22 @@ def active_recorder() -> WeightRecorder | None:
 
 
 def quantize_weight(
+    config: DotConfig,
+    state: Mapping[str, jax.Array],
     w: jax.Array,
     dimension_numbers: DimensionNumbers,
-    seed: jax.Array,
-    *,
-    recipe: Recipe,
-    implementation: str | None,
 ) -> FrozenWeight:
-    """Quantizes the right operand of a ``dot_general`` as its forward pass does.
+    """Quantizes the right operand of a layer's next product as the product would.
 
     Args:
+      config: the recipe, with a forward GEMM in INT8, and the implementation.
+      state: the layer's ``threshold.State``, which seeds the noise.
       w: the operand, of any rank, in the dtype that the layer computes in.
-      dimension_numbers: of the product.
-      seed: uint32 ``[]``, seeds a call's noise; ``threshold.call_seed`` gives it.
-      recipe: has a forward GEMM in INT8.
-      implementation: of the ops.
+      dimension_numbers: the product's, as in ``lax.dot_general``.
     """
-    spec = Spec(recipe, w.dtype, w.dtype, w.dtype, implementation)
+    recipe = config.recipe
+    seed = threshold.call_seed(threshold.canonicalize_state(state))
+    spec = Spec(recipe, w.dtype, w.dtype, w.dtype, config.implementation)
     matrices = rhs_matrix(w, dimension_numbers)
     main = quantize_rhs(spec, matrices, seed, save=False).colwise
     assert main is not None
@@ -184,7 +185,7 @@ def check_axes(axes: Axes, dimension_numbers: DimensionNumbers, layer: str) -> N
     if (others := rhs_axes(dimension_numbers)) != axes:
         raise ValueError(
             f"layer {layer!r} has codes for one product, over the axes {axes[0]} of "
-            f"its kernel (batch {axes[1]}), and computes another, over {others[0]} "
+            f"its kernel (batch {axes[1]}), but computes another, over {others[0]} "
             f"(batch {others[1]}): freeze takes layers that multiply by their kernel "
             "in one way"
         )

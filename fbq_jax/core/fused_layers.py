@@ -7,8 +7,8 @@ The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.matmul_vjp``,
 that a bfloat16 or float16 gate is rounded once instead of twice.  The fused
 quantization ops of ``fbq_jax.kernels.fused_reference`` write the GEMMs' operands, so
 these exist in memory only as INT8 values.  The backward pass reads the quantized
-operands of each GEMM, packed values of the norm and of the gate's two factors, and the
-only floats it reads are scales and the norm's ``rstd``.
+operands of each GEMM and the packed values of the norm and of the gate's two factors.
+The only floats that it reads are scales and the norm's ``rstd``.
 
 ``fuses`` tells which recipes these layers support.
 """
@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, nonlinear
 from fbq_jax.core.dot_general import resolve
-from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
+from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME, SavedMatmul
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
 from fbq_jax.core.quantize_operands import (
     GRAD_STREAM,
@@ -66,7 +66,7 @@ class GemmScalars(NamedTuple):
 
 
 class GemmStats(NamedTuple):
-    """What the forward pass of one GEMM measures.
+    """Measurements of one GEMM in the forward pass.
 
     Attributes:
       theta: float32 ``[]``, the threshold in use.
@@ -77,20 +77,12 @@ class GemmStats(NamedTuple):
     metric: jax.Array
 
 
-class _SavedMatmul(NamedTuple):
-    """X colwise, W rowwise, and the seed of dY's noise."""
-
-    lhs: Quantized
-    rhs: Quantized
-    seed: jax.Array
-
-
 class _SavedGated(NamedTuple):
     norm: SavedNorm
-    up: _SavedMatmul | None
+    up: SavedMatmul | None
     gate_factor: Packed
     up_factor: Packed
-    down: _SavedMatmul | None
+    down: SavedMatmul | None
 
 
 def fuses(recipe: Recipe) -> bool:
@@ -108,8 +100,8 @@ def norm_matmul(
     x: jax.Array,
     norm_scale: jax.Array,
     w: jax.Array | Quantized,
-    scalars: GemmScalars,
-) -> tuple[jax.Array, GemmStats]:
+    scalars: tuple[GemmScalars],
+) -> tuple[jax.Array, tuple[GemmStats]]:
     """Multiplies the root mean square normalization of x by w.
 
     Args:
@@ -118,7 +110,7 @@ def norm_matmul(
         ``matmul_vjp.matmul``.
       norm_scale: float32 ``[K]``.
       w: float ``[B, K, N]``, or the colwise INT8 values of a frozen layer.
-      scalars: threshold and seed.
+      scalars: threshold and seed of the GEMM.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the GEMM's stats.
@@ -131,13 +123,13 @@ def _norm_matmul(
     x: jax.Array,
     norm_scale: jax.Array,
     w: jax.Array | Quantized,
-    scalars: GemmScalars,
+    scalars: tuple[GemmScalars],
     *,
     save: bool = True,
-) -> tuple[tuple[jax.Array, GemmStats], tuple[SavedNorm, _SavedMatmul | None]]:
-    theta, operand, saved_norm = _quantize_norm(spec, x, norm_scale, scalars, save)
-    y, saved = _multiply(spec.gemm, operand, w, scalars.seed, save=save)
-    return (y, GemmStats(theta, operand.metric)), (saved_norm, saved)
+) -> tuple[tuple[jax.Array, tuple[GemmStats]], tuple[SavedNorm, SavedMatmul | None]]:
+    theta, operand, saved_norm = _quantize_norm(spec, x, norm_scale, *scalars, save)
+    y, saved = _multiply(spec.gemm, operand, w, scalars[0].seed, save=save)
+    return (y, (GemmStats(theta, operand.metric),)), (saved_norm, saved)
 
 
 def _quantize_norm(
@@ -154,7 +146,7 @@ def _quantize_norm(
     def layer(x: jax.Array) -> jax.Array:
         return nonlinear.rms_norm(x, norm_scale, epsilon=norm.epsilon, bits=norm.bits)
 
-    theta = resolve(scalars.theta, x, recipe, gemm.implementation, layer=layer)
+    theta = resolve(gemm, scalars.theta, x, layer=layer)
     operand, normalized, rstd = ops.rms_norm_quantize(
         x,
         jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
@@ -184,7 +176,7 @@ def _multiply(
     seed: jax.Array,
     *,
     save: bool,
-) -> tuple[jax.Array, _SavedMatmul | None]:
+) -> tuple[jax.Array, SavedMatmul | None]:
     """Y, and the GEMM's residuals if ``save``."""
     rhs = quantize_rhs(spec, w, seed, save=save)
     lhs = Layouts(operand.main, operand.colwise)
@@ -195,13 +187,13 @@ def _multiply(
     assert rhs.rowwise is not None
     saved_lhs = checkpoint_name(lhs.colwise, LHS_NAME)
     saved_rhs = checkpoint_name(rhs.rowwise, RHS_NAME)
-    return y, _SavedMatmul(saved_lhs, saved_rhs, seed)
+    return y, SavedMatmul(saved_lhs, saved_rhs, seed)
 
 
 def _norm_matmul_bwd(
     spec: FusedSpec,
-    saved: tuple[SavedNorm, _SavedMatmul],
-    cotangents: tuple[jax.Array, GemmStats],
+    saved: tuple[SavedNorm, SavedMatmul],
+    cotangents: tuple[jax.Array, tuple[GemmStats]],
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     saved_norm, saved_matmul = saved
     dy, _ = cotangents
@@ -211,11 +203,11 @@ def _norm_matmul_bwd(
 
 
 def _matmul_grads(
-    spec: Spec, saved: _SavedMatmul, grad: Layouts
+    spec: Spec, saved: SavedMatmul, grad: Layouts
 ) -> tuple[jax.Array, jax.Array]:
     """Multiplies the quantized dY: returns dX and dW."""
-    dx = matmul_vjp.grad_of_lhs(spec, saved.rhs, grad)
-    return dx, matmul_vjp.grad_of_rhs(spec, saved.lhs, grad, saved.seed)
+    dx = matmul_vjp.grad_of_lhs(spec, saved, grad)
+    return dx, matmul_vjp.grad_of_rhs(spec, saved, grad)
 
 
 def _norm_grads(
@@ -269,11 +261,11 @@ def _gated_mlp(
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[GemmStats, GemmStats]], _SavedGated]:
     (gate_up, up_stats), (saved_norm, saved_up) = _norm_matmul(
-        spec, x, norm_scale, w_up, scalars[0], save=save
+        spec, x, norm_scale, w_up, scalars[:1], save=save
     )
     theta, operand, factors = _quantize_gate(spec, gate_up, scalars[1], save)
     y, saved_down = _multiply(spec.gemm, operand, w_down, scalars[1].seed, save=save)
-    stats = up_stats, GemmStats(theta, operand.metric)
+    stats = *up_stats, GemmStats(theta, operand.metric)
     saved = _SavedGated(saved_norm, saved_up, *factors, saved_down)
     return (y, stats), saved
 
@@ -289,7 +281,7 @@ def _quantize_gate(
         gate, up = fused_reference.split_gate_up(gate_up)
         return nonlinear.silu_gate(gate, up, bits=norm.bits)
 
-    theta = resolve(scalars.theta, gate_up, recipe, gemm.implementation, layer=layer)
+    theta = resolve(gemm, scalars.theta, gate_up, layer=layer)
     operand, *factors = ops.silu_gate_quantize(
         gate_up,
         _thetas(theta, gate_up),

@@ -1,7 +1,8 @@
 """LLM.int8(): vector-wise INT8 with unquantized outlier columns (arXiv 2208.07339).
 
 Let ``O`` be the columns (features) of X with a magnitude of at least ``threshold`` in
-some row, ``R`` codes with a scale per row and ``C`` codes with a scale per column:
+some row, ``R`` codes with one scale per row and ``C`` codes with one scale per
+column:
 
     Y  = X_O . W_O + R(X - X_O) . C(W)
     dX = dY . C(W)'
@@ -9,19 +10,19 @@ some row, ``R`` codes with a scale per row and ``C`` codes with a scale per colu
 
 ``X_O`` is X with zeros outside ``O``.  The products with ``X_O`` and with the
 dequantized ``C(W)'`` run unquantized, in the operands' dtype.  Rounding is to nearest,
-and a scale is ``amax / 127``.  The forward pass is that of the paper (section 3), which
-treats inference only.  The gradients are those of ``MatMul8bitLt`` in bitsandbytes,
-which fine-tunes around frozen INT8 layers.
+and a scale is ``amax / 127``.  The forward pass follows the paper (section 3), which
+treats inference only.  The gradients follow ``MatMul8bitLt`` in bitsandbytes, which
+fine-tunes around frozen INT8 layers.
 
 bitsandbytes (main branch, August 2026) differs in two ways: it multiplies outliers by
 the dequantized codes of W, and the scale of a row includes the values below the
 threshold in outlier columns.  We do not reproduce two of its steps in dW.  It quantizes
-dY with a scale per row, but rescales the codes as if they had a scale per column.  And
-it adds the gradient of an outlier column to an INT8 product that already includes the
+dY with one scale per row, but rescales the codes as if they had one per column.  And it
+adds the gradient of an outlier column to an INT8 product that already includes the
 column's values below the threshold.
 
 ``jit`` needs static shapes, so a mask selects the columns and both products have full
-size.  This shows what the method computes; it is not fast.
+size.  This implementation shows what the method computes; it is not fast.
 """
 
 import dataclasses
@@ -102,15 +103,7 @@ def _matmul_fwd(
     spec: Spec, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, Quantized]]:
     outliers, rest = _split(x, spec.threshold)
-    rows = ops.quantize_vectors(
-        rest,
-        _no_seeds(x),
-        rowwise="nearest",
-        colwise=None,
-        implementation=spec.implementation,
-    ).rowwise
-    columns = _quantize_colwise(spec, w)
-    assert rows is not None
+    rows, columns = _quantize(spec, rest, rowwise=True), _quantize(spec, w)
     y = _multiply(spec, rows, columns) + _float_matmul(outliers, w)
     return y.astype(spec.dtype), (x, checkpoint_name(columns, RHS_NAME))
 
@@ -122,7 +115,7 @@ def _matmul_bwd(
     outliers, rest = _split(x, spec.threshold)
     w_transposed = (codes.astype(jnp.float32) * scales).astype(x.dtype)
     dx = _float_matmul(dy.astype(x.dtype), w_transposed)
-    dw = _multiply(spec, _quantize_colwise(spec, rest), _quantize_colwise(spec, dy))
+    dw = _multiply(spec, _quantize(spec, rest), _quantize(spec, dy))
     dw += _float_matmul(outliers.mT, dy.astype(x.dtype))
     return dx.astype(x.dtype), dw.astype(spec.rhs_dtype)
 
@@ -136,21 +129,18 @@ def _split(x: jax.Array, threshold: float) -> tuple[jax.Array, jax.Array]:
     return jnp.where(is_outlier, x, 0.0), jnp.where(is_outlier, 0.0, x)
 
 
-def _quantize_colwise(spec: Spec, x: jax.Array) -> Quantized:
-    """Codes ``[B, C, R]`` of ``[B, R, C]``, with a scale per column."""
-    columns = ops.quantize_vectors(
+def _quantize(spec: Spec, x: jax.Array, *, rowwise: bool = False) -> Quantized:
+    """Codes of ``[B, R, C]`` with one scale per row; or ``[B, C, R]``, per column."""
+    codes = ops.quantize_vectors(
         x,
-        _no_seeds(x),
-        rowwise=None,
-        colwise="nearest",
+        jnp.zeros(x.shape[0], jnp.uint32),  # nearest rounding reads no seeds
+        rowwise="nearest" if rowwise else None,
+        colwise=None if rowwise else "nearest",
         implementation=spec.implementation,
-    ).colwise
-    assert columns is not None
-    return columns
-
-
-def _no_seeds(x: jax.Array) -> jax.Array:
-    return jnp.zeros(x.shape[0], jnp.uint32)
+    )
+    layout = codes.rowwise if rowwise else codes.colwise
+    assert layout is not None
+    return layout
 
 
 def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:

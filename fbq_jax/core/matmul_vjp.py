@@ -39,9 +39,9 @@ RHS_NAME = "fbq_rhs"
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DenseProducts:
-    """Runs the INT8 GEMMs of a dense layer, on stacks of whole matrices.
+    """Runs the INT8 GEMMs of a dense layer, on stacks of matrices.
 
-    ``fbq_jax.core.ragged_dot`` has the counterpart for groups of rows.
+    ``fbq_jax.core.ragged_dot.GroupedProducts`` does the same for groups of rows.
     """
 
     def split_rows(self, x: jax.Array) -> jax.Array:
@@ -113,14 +113,11 @@ def matmul(
       float32 ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]``
       without a criterion).
     """
-    rows = products.split_rows(x)
-    lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=False)
-    rhs = quantize_rhs(spec, w, seed, save=False)
-    return _output(spec, x, w, lhs, residual, rhs, products), metric
+    return _matmul(spec, x, w, theta, seed, products, save=False)[0]
 
 
-class _Residuals(NamedTuple):
-    """What the forward pass saves for the backward pass.
+class SavedMatmul(NamedTuple):
+    """The values that the forward pass saves for the backward pass.
 
     Attributes:
       lhs: the colwise codes of X for a dW in INT8; otherwise X itself or its rowwise
@@ -134,47 +131,37 @@ class _Residuals(NamedTuple):
     lhs: Quantized | jax.Array
     rhs: Quantized | jax.Array
     seed: jax.Array
-    products: DenseProducts
+    products: DenseProducts = DENSE
 
 
-def _matmul_fwd(
+def _matmul(
     spec: Spec,
     x: jax.Array,
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
     products: DenseProducts,
-) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
-    dlhs, drhs = spec.recipe.dlhs, spec.recipe.drhs
-    rows = products.split_rows(x)
-    lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=True)
-    rhs = quantize_rhs(spec, w, seed, save=True)
-    assert not isinstance(w, Quantized)  # quantize_rhs refuses codes here
-    y = _output(spec, x, w, lhs, residual, rhs, products)
-    saved_lhs = _to_save(drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
-    saved_rhs = _to_save(dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
-    return (y, metric), _Residuals(saved_lhs, saved_rhs, seed, products)
-
-
-def _output(
-    spec: Spec,
-    x: jax.Array,
-    w: jax.Array | Quantized,
-    lhs: Layouts,
-    residual: Quantized | None,
-    rhs: Layouts,
-    products: DenseProducts,
-) -> jax.Array:
-    """Y, from X and W if the recipe leaves it unquantized, else from their codes."""
-    if spec.recipe.fwd.in_floats:
-        assert not isinstance(w, Quantized)
-        return _float_matmul(x, w, spec.dtype)
-    return forward(spec, lhs, residual, rhs, products)
+    *,
+    save: bool = True,
+) -> tuple[tuple[jax.Array, jax.Array], SavedMatmul | None]:
+    recipe, rows = spec.recipe, products.split_rows(x)
+    lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=save)
+    rhs = quantize_rhs(spec, w, seed, save=save)
+    if recipe.fwd.in_floats:
+        assert not isinstance(w, Quantized)  # a frozen forward GEMM is in INT8
+        y = _float_matmul(x, w, spec.dtype)
+    else:
+        y = forward(spec, lhs, residual, rhs, products)
+    if not save:
+        return (y, metric), None
+    saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
+    saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
+    return (y, metric), SavedMatmul(saved_lhs, saved_rhs, seed, products)
 
 
 def _to_save(
     gemm: Gemm,
-    operand: jax.Array,
+    operand: jax.Array | Quantized,
     forward_codes: Quantized | None,
     codes: Quantized | None,
     name: str,
@@ -192,25 +179,22 @@ def _to_save(
 
 
 def _matmul_bwd(
-    spec: Spec, residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]
+    spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
-    lhs, rhs, seed, products = residuals
     dy, _ = cotangents
-    grad = quantize_grad(spec, products.split_rows(dy), seed)
+    grad = quantize_grad(spec, saved.products.split_rows(dy), saved.seed)
     if spec.recipe.dlhs.in_floats:
-        dx = _float_matmul(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
+        dx = _float_matmul(dy, _transposed_rhs(spec, saved.rhs), spec.lhs_dtype)
     else:
-        assert isinstance(rhs, Quantized)
-        dx = grad_of_lhs(spec, rhs, grad, products)
+        dx = grad_of_lhs(spec, saved, grad)
     if spec.recipe.drhs.in_floats:
-        dw = _float_matmul(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
+        dw = _float_matmul(_transposed_lhs(spec, saved.lhs), dy, spec.rhs_dtype)
     else:
-        assert isinstance(lhs, Quantized)
-        dw = grad_of_rhs(spec, lhs, grad, seed, products)
+        dw = grad_of_rhs(spec, saved, grad)
     return dx, dw, None, None, None
 
 
-matmul.defvjp(_matmul_fwd, _matmul_bwd)
+matmul.defvjp(_matmul, _matmul_bwd)
 
 
 def forward(
@@ -226,24 +210,18 @@ def forward(
     return products.multiply(spec.fwd, lhs.rowwise, residual, rhs.colwise)
 
 
-def grad_of_lhs(
-    spec: Spec, rhs: Quantized, grad: Layouts, products: DenseProducts = DENSE
-) -> jax.Array:
+def grad_of_lhs(spec: Spec, saved: SavedMatmul, grad: Layouts) -> jax.Array:
     """The gradient dX, from the rowwise codes of W and dY."""
+    assert isinstance(saved.rhs, Quantized)
     assert grad.rowwise is not None
-    return products.multiply(spec.dlhs, grad.rowwise, None, rhs)
+    return saved.products.multiply(spec.dlhs, grad.rowwise, None, saved.rhs)
 
 
-def grad_of_rhs(
-    spec: Spec,
-    lhs: Quantized,
-    grad: Layouts,
-    seed: jax.Array,
-    products: DenseProducts = DENSE,
-) -> jax.Array:
+def grad_of_rhs(spec: Spec, saved: SavedMatmul, grad: Layouts) -> jax.Array:
     """The gradient dW, from the colwise codes of X and dY."""
+    assert isinstance(saved.lhs, Quantized)
     assert grad.colwise is not None
-    return products.contract_rows(spec.drhs, lhs, grad.colwise, seed)
+    return saved.products.contract_rows(spec.drhs, saved.lhs, grad.colwise, saved.seed)
 
 
 def _float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:

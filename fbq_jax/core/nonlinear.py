@@ -2,8 +2,8 @@
 
 The forward pass equals Flax's and ``jax.nn``'s.  The values saved for the backward pass
 are rounded to nearest and packed in ``bits`` bits each (10 in arXiv 2503.08040), with
-one float32 scale for each group of 128 channels: 1.28 bytes a value, where bfloat16
-takes 2.
+one float32 scale for each group of 128 channels: 1.28 bytes per value, where
+bfloat16 takes 2.
 
 The layers save the factors that the backward pass multiplies by, not their input:
 
@@ -15,22 +15,24 @@ silu_gate   silu(gate), up * silu'(gate)       dup, dgate = dy * each
 =========== ================================== =========================================
 
 (``rms_norm`` has no means.)  A rounding error of half a step in a factor stays half a
-step in the gradient.  An error in x would pass through the derivative: where a group
-has an outlier, rounded values of x would say little about the slopes of the others.
-The norms also save ``rstd`` in float32, one value a row.
+step in the gradient.  An error in x would pass through the derivative: if a group
+has an outlier, its scale is so large that the other values of x lose most of their
+bits, and with them their slopes.
+The norms also save ``rstd`` in float32, one value per row.
 
-A NaN or an Inf in the input turns the gradients of its group into NaN, in the norms
-those of its row.  Second derivatives raise ``NotImplementedError``.
+A NaN or an Inf in the input turns the gradients of its group into NaN; in the norms, it
+affects its entire row.  Second derivatives raise ``NotImplementedError``.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax.core.dimension_numbers import DTYPES
+from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
 from fbq_jax.kernels import fused_reference, packing
 
 # The checkpoint_name of the values saved for the backward pass.
@@ -119,7 +121,14 @@ def gelu(x: jax.Array, approximate: bool = True, *, bits: int = 10) -> jax.Array
       ValueError: x has no axis, or ``bits`` is out of range.
     """
     _check(bits, x=x)
-    return _gelu(approximate, bits, x)
+
+    def function(x: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x, approximate)
+
+    def factors(x: jax.Array) -> Sequence[jax.Array]:
+        return fused_reference.with_slope(function, x)[1:]
+
+    return _pointwise(function, factors, bits, x)
 
 
 def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:
@@ -144,7 +153,11 @@ def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:
             "gate and up must have the same shape and dtype; got "
             f"{gate.dtype} {gate.shape} and {up.dtype} {up.shape}"
         )
-    return _silu_gate(bits, gate, up)
+    return _pointwise(_silu_times, fused_reference.silu_factors, bits, gate, up)
+
+
+def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
 
 def _check(bits: int, **operands: jax.Array) -> None:
@@ -152,8 +165,7 @@ def _check(bits: int, **operands: jax.Array) -> None:
         raise ValueError(f"bits must be an integer from 4 to 12; got {bits!r}")
     for name, x in operands.items():
         if x.dtype not in DTYPES:
-            accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-            raise TypeError(f"{name} is {x.dtype}; this layer takes {accepted}")
+            raise TypeError(f"{name} is {x.dtype}; this layer takes {DTYPE_NAMES}")
         if not x.ndim:
             raise ValueError(f"{name} has no axis; this layer takes [..., C]")
 
@@ -234,52 +246,42 @@ def norm_bwd(
 _scaled_norm.defvjp(_scaled_norm_fwd, norm_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gelu(approximate: bool, bits: int, x: jax.Array) -> jax.Array:
-    del bits
-    return jax.nn.gelu(x, approximate)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _pointwise(
+    function: Callable[..., jax.Array],
+    factors: Callable[..., Sequence[jax.Array]],
+    bits: int,
+    *operands: jax.Array,
+) -> jax.Array:
+    """Applies a function whose gradients are ``dy`` times the saved factors.
+
+    Args:
+      function: maps the operands to y, elementwise.
+      factors: maps the operands to the derivative with respect to each.
+      bits: bits per saved value.
+      *operands: arrays of one shape and dtype.
+    """
+    del factors, bits
+    return function(*operands)
 
 
-def _gelu_fwd(
-    approximate: bool, bits: int, x: jax.Array
-) -> tuple[jax.Array, packing.Packed]:
-    _, slope = fused_reference.with_slope(lambda x: jax.nn.gelu(x, approximate), x)
-    return jax.nn.gelu(x, approximate), _save(slope, bits)
+def _pointwise_fwd(
+    function: Callable[..., jax.Array],
+    factors: Callable[..., Sequence[jax.Array]],
+    bits: int,
+    *operands: jax.Array,
+) -> tuple[jax.Array, list[packing.Packed]]:
+    saved = [_save(factor, bits) for factor in factors(*operands)]
+    return function(*operands), saved
 
 
-def _gelu_bwd(
-    approximate: bool, bits: int, slope: packing.Packed, dy: jax.Array
-) -> tuple[jax.Array]:
-    del approximate
-    return (fused_reference.times_packed(dy, slope, bits),)
+def _pointwise_bwd(
+    _function: Any, _factors: Any, bits: int, saved: list[packing.Packed], dy: jax.Array
+) -> tuple[jax.Array, ...]:
+    return tuple(fused_reference.times_packed(dy, factor, bits) for factor in saved)
 
 
-_gelu.defvjp(_gelu_fwd, _gelu_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _silu_gate(bits: int, gate: jax.Array, up: jax.Array) -> jax.Array:
-    del bits
-    return jax.nn.silu(gate) * up
-
-
-def _silu_gate_fwd(
-    bits: int, gate: jax.Array, up: jax.Array
-) -> tuple[jax.Array, tuple[packing.Packed, ...]]:
-    saved = tuple(
-        _save(factor, bits) for factor in fused_reference.silu_factors(gate, up)
-    )
-    return jax.nn.silu(gate) * up, saved
-
-
-def _silu_gate_bwd(
-    bits: int, saved: tuple[packing.Packed, ...], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    dgate, dup = (fused_reference.times_packed(dy, factor, bits) for factor in saved)
-    return dgate, dup
-
-
-_silu_gate.defvjp(_silu_gate_fwd, _silu_gate_bwd)
+_pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
 
 
 def _save(x: jax.Array, bits: int) -> packing.Packed:
@@ -289,7 +291,7 @@ def _save(x: jax.Array, bits: int) -> packing.Packed:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 @functools.partial(jax.jit, static_argnums=1)
 def _quantize(x: jax.Array, bits: int) -> packing.Packed:
-    """Packs x; has no derivative, since rounding's own, 0, would be silently wrong."""
+    """Packs x.  Derivatives raise: that of rounding, 0, would be silently wrong."""
     return packing.quantize(x, bits)
 
 

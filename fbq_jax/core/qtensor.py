@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fbq_jax import ops
 from fbq_jax.kernels import reference
-from fbq_jax.kernels.reference import Block, Criterion, Quantized
+from fbq_jax.kernels.reference import Block, Quantized
 from fbq_jax.kernels.rounding import Rounding
 
 
@@ -133,32 +133,6 @@ def quantize(
     main, _ = ops.quantize(x, seeds, block=block, rowwise=rounding, colwise=None)
     assert main is not None
     return QTensor(main, None, block)
-
-
-def quantize_fallback(
-    x: jax.Array, theta: jax.Array, *, block: Block, criterion: Criterion = "absmax"
-) -> tuple[QTensor, jax.Array]:
-    """Quantizes matrices, with a residual in the blocks whose metric exceeds ``theta``.
-
-    Fallback quantization (arXiv 2503.08040, Algorithm 1) represents such a block by two
-    INT8 terms, about 16 bits.  ``fbq_jax.kernels.reference.quantize_fallback`` defines
-    the numerics.
-
-    Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``.
-      theta: float32 ``[]``, the threshold in the units of the metric.
-      block: the rows and columns of a block.
-      criterion: the metric, ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
-
-    Returns:
-      The QTensor and the metric, float32 ``[B, ceil(R/r), ceil(C/c)]``.
-    """
-    thetas = jnp.broadcast_to(theta, x.shape[:1])
-    seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    main, residual, metric, _ = ops.quantize_fallback(
-        x, thetas, seeds, block=block, criterion=criterion, colwise=None
-    )
-    return QTensor(main, residual, block), metric
 
 
 def matmul(lhs: QTensor, rhs: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array:

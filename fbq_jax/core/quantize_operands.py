@@ -26,9 +26,10 @@ class Product(NamedTuple):
 
     Attributes:
       gemm: how the recipe quantizes it.
-      block_shape: the sizes of a block along its own M, K and N, for block scales.
-      dtype: of the output.
-      implementation: of the ops.
+      block_shape: the sizes of a block along the M, K and N of this GEMM, for block
+        scales.
+      dtype: the output's dtype.
+      implementation: the ops' implementation; None lets the dispatcher choose.
     """
 
     gemm: Gemm
@@ -41,11 +42,11 @@ class Spec(NamedTuple):
     """The static settings of a layer's three GEMMs.
 
     Attributes:
-      recipe: what is quantized, and how.
-      dtype: of Y.
-      lhs_dtype: of X and dX.
-      rhs_dtype: of W and dW.
-      implementation: of the ops.
+      recipe: how the three GEMMs are quantized.
+      dtype: the dtype of Y.
+      lhs_dtype: the dtype of X and dX.
+      rhs_dtype: the dtype of W and dW.
+      implementation: the ops' implementation; None lets the dispatcher choose.
     """
 
     recipe: Recipe
@@ -88,8 +89,8 @@ def quantize_lhs(
       save: whether the backward pass needs the colwise codes.
 
     Returns:
-      The codes in the layouts that INT8 GEMMs read, the residual of the rowwise codes,
-      and the metric of each block.
+      The codes in the layouts that the INT8 GEMMs read, the residual of the rowwise
+      codes, and the metric of each block.
     """
     recipe, seeds = spec.recipe, seeds_of(seed, LHS_STREAM, x)
     colwise = recipe.drhs.quantizers[0] if save else None
@@ -117,8 +118,8 @@ def quantize_rhs(
 ) -> Layouts:
     """Quantizes W, ``[B, K, N]``, in the layouts that INT8 GEMMs read.
 
-    The weight of a frozen layer (``fbq_jax.core.frozen_weight``) already is colwise
-    codes.  ``save`` says whether the backward pass needs the rowwise codes.
+    The weight of a frozen layer (``fbq_jax.core.frozen_weight``) is already stored as
+    colwise codes.  ``save`` says whether the backward pass needs the rowwise codes.
     """
     if isinstance(w, Quantized):
         if save:
@@ -187,7 +188,7 @@ def _quantize(
 def _split_rows(
     x: jax.Array, seeds: jax.Array, shards: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Splits the rows of ``[B, R, C]`` into shards with scales of their own.
+    """Splits the rows of ``[B, R, C]`` into shards that are quantized separately.
 
     Returns ``[B, P, R / P, C]`` and seeds ``[B, P]``; or the arguments, for one shard.
     The last shard is padded with zeros, which change neither scales nor sums.

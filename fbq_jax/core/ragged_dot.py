@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, threshold
-from fbq_jax.core.dimension_numbers import check_operands
+from fbq_jax.core.dimension_numbers import output_dtype
+from fbq_jax.core.dot_call import RaggedCall
 from fbq_jax.core.dot_general import (
     DotConfig,
     Stats,
@@ -65,7 +66,7 @@ def ragged_dot(
       group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
-      recipe: what is quantized, and how; it needs block scales in all three GEMMs and
+      recipe: how the three GEMMs are quantized; needs block scales in all of them and
         no ``Gemm.reduce``.
       theta: the threshold of fallback for all groups, as in ``fbq_jax.dot_general``.
       key: a PRNG key for stochastic rounding, as in ``fbq_jax.dot_general``.
@@ -91,10 +92,9 @@ def ragged_dot(
     Array([4., 4., 0.], dtype=float32)
     """
     config, seed = DotConfig(recipe, implementation), seed_from_key(key)
-    dtypes = precision, preferred_element_type
-    out, stats, _ = _seeded_ragged_dot(
-        config, checked_theta(theta), seed, lhs, rhs, group_sizes, *dtypes
-    )
+    call = RaggedCall(group_sizes, precision, preferred_element_type)
+    theta = checked_theta(theta)
+    out, stats, _ = _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
     return out, stats
 
 
@@ -103,17 +103,12 @@ def stateful_ragged_dot(
     state: Mapping[str, jax.Array],
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
+    call: RaggedCall,
 ) -> tuple[jax.Array, threshold.State]:
     """``ragged_dot`` with a layer's state: the output and the state after training."""
     old = threshold.canonicalize_state(state)
     theta, seed = old["theta"], threshold.call_seed(old)
-    dtypes = precision, preferred_element_type
-    out, stats, blocks = _seeded_ragged_dot(
-        config, theta, seed, lhs, rhs, group_sizes, *dtypes
-    )
+    out, stats, blocks = _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
     recipe = config.recipe
     return out, threshold.update(old, stats.metric, stats.theta, recipe, blocks)
 
@@ -124,24 +119,20 @@ def _seeded_ragged_dot(
     seed: jax.Array,
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
+    call: RaggedCall,
 ) -> tuple[jax.Array, Stats, jax.Array]:
     """The output, its stats and the number of blocks that hold rows, int32 ``[]``."""
     recipe, implementation = config.recipe, config.implementation
-    check_operands(lhs, rhs, precision, preferred_element_type)
+    group_sizes, *options = call
+    dtype = output_dtype(lhs, rhs, *options)
     _check_shapes(lhs, rhs, group_sizes)
     _check_recipe(recipe)
     dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
     tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
     products = GroupedProducts(tiles, len(rhs))
     blocks = tiles.used * -(-lhs.shape[1] // recipe.block_shape[1])
-    theta = resolve(
-        theta, lhs, recipe, implementation, layer=products.split_rows, blocks=blocks
-    )
-    dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
+    theta = resolve(spec, theta, lhs, layer=products.split_rows, blocks=blocks)
     y, metric = matmul_vjp.matmul(
         spec, lhs, rhs, jnp.maximum(theta, 0.0), seed, products
     )

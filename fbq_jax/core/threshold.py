@@ -6,8 +6,8 @@ training forward it moves to keep the fallback rate inside a range.
 
 The paper does not say how far it moves.  Here it moves towards the value that would
 have put the rate of the last blocks in the middle of the range, by at most a factor of
-``alpha``.  A fixed factor would overshoot the range forever if the metrics of the
-blocks lie closer together than the factor.
+``alpha``.  A fixed factor could overshoot the range forever if the blocks' metrics
+lie closer together than the factor.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def quantile(
       metric: the metric of each block, float32 of any shape.
       recipe: gives the range.
       blocks: the number of blocks, int32 ``[]``, if ``metric`` also has zeros for
-        blocks that do not exist; None if it has not.
+        blocks that do not exist; None if every value belongs to a block.
 
     Returns:
       The metric of one of the blocks, float32 ``[]``.  ``UNSET`` if that is 0 (zeros

@@ -1,4 +1,4 @@
-"""Matrix products in FP8 with a scale per tensor, forward and backward.
+"""Matrix products in FP8 with one scale per tensor, forward and backward.
 
 Let ``Q4`` and ``Q5`` round to nearest in E4M3 and E5M2 (arXiv 2209.05433) with one
 scale per tensor.  The three GEMMs of ``Y = X .  W`` are
@@ -10,14 +10,14 @@ the codes of the forward pass.  The scale of a tensor is ``amax / max``, where `
 is the largest value of the format, 448 or 57344, and ``amax`` depends on the scaling
 method:
 
-- *current*: the largest magnitude of the tensor itself, which takes a pass over the
-  tensor before it is quantized;
-- *delayed* (as in NVIDIA's Transformer Engine and ``flax.linen.fp8_ops``, whose results
-  it reproduces): the largest magnitude in a history of previous calls.  Larger values
+- *current*: the largest magnitude of the tensor itself, which takes an extra pass over
+  the tensor;
+- *delayed* (as in NVIDIA's Transformer Engine and ``flax.linen.fp8_ops``; the results
+  equal Flax's): the largest magnitude in a history of previous calls.  Larger values
   saturate.  While the history holds only zeros, or an Inf or a NaN, the scale does not
   change.
 
-A NaN or an Inf turns everything that depends on it into NaN (in Flax an Inf saturates).
+A NaN or an Inf turns every dependent result into NaN (in Flax, an Inf saturates).
 """
 
 import functools
@@ -43,7 +43,7 @@ class Scaling(NamedTuple):
     Attributes:
       scale: float32 ``[]``, of the last call: ``codes * scale`` are the values.
       amax_history: float32 ``[length]``, the largest magnitude in each of the last
-        ``length`` calls: first the last call, then the others from the oldest on.
+        ``length`` calls: the last call first, then the others, oldest first.
     """
 
     scale: jax.Array
@@ -51,11 +51,14 @@ class Scaling(NamedTuple):
 
 
 class Scalings(NamedTuple):
-    """The states of the activation, the weight and the output's gradient."""
+    """The states of the activation, the weight and the output's gradient.
 
-    lhs: Scaling
-    rhs: Scaling
-    grad: Scaling
+    They are None under current scaling, which has no state.
+    """
+
+    lhs: Scaling | None = None
+    rhs: Scaling | None = None
+    grad: Scaling | None = None
 
 
 def check_history(length: int) -> None:
@@ -68,7 +71,7 @@ def start(length: int) -> Scalings:
     """The state before the first call, with scales of 1 and histories of zeros.
 
     Args:
-      length: of the histories, in calls.
+      length: the number of calls in each history.
 
     Raises:
       ValueError: the length is not a positive integer.
@@ -82,10 +85,7 @@ def start(length: int) -> Scalings:
 
 
 def dot_general(
-    scalings: Scalings | None,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    call: DotCall,
+    scalings: Scalings, lhs: jax.Array, rhs: jax.Array, call: DotCall
 ) -> jax.Array:
     """``lax.dot_general(lhs, rhs, ...)`` in FP8; lhs is the activation.
 
@@ -107,9 +107,7 @@ class Spec(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul(
-    spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
-) -> jax.Array:
+def matmul(spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings) -> jax.Array:
     """Multiplies the activation with the weight.
 
     The gradient with respect to ``scalings`` is its new value, because only the
@@ -119,7 +117,7 @@ def matmul(
       spec: the dtypes of the results.
       x: the activation, bfloat16, float16 or float32 ``[B, M, K]``.
       w: the weight, bfloat16, float16 or float32 ``[B, K, N]``.
-      scalings: the state of delayed scaling; None for current scaling.
+      scalings: the states of the three tensors.
 
     Returns:
       ``[B, M, N]``.
@@ -128,46 +126,38 @@ def matmul(
 
 
 class _Residuals(NamedTuple):
-    """What the forward pass saves for the backward pass.
+    """The values that the forward pass saves for the backward pass.
 
     Attributes:
       lhs: the codes of X.
       rhs: the codes of W.
-      scalings: the state, with new values for X and W.
+      scalings: the states, with new values for X and W.
     """
 
     lhs: ScaledTensor
     rhs: ScaledTensor
-    scalings: Scalings | None
+    scalings: Scalings
 
 
 def _matmul_fwd(
-    spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings | None
+    spec: Spec, x: jax.Array, w: jax.Array, scalings: Scalings
 ) -> tuple[jax.Array, _Residuals]:
-    old = scalings or (None, None, None)
-    lhs, new_lhs = quantize(x, E4M3, old[0])
-    rhs, new_rhs = quantize(w, E4M3, old[1])
+    lhs, new_lhs = quantize(x, E4M3, scalings.lhs)
+    rhs, new_rhs = quantize(w, E4M3, scalings.rhs)
     # DEFAULT lets a GPU accumulate fast; the backward products must not.
     y = _multiply(lhs, rhs, spec.dtype, lax.Precision.DEFAULT)
-    if scalings is not None:
-        assert new_lhs is not None
-        assert new_rhs is not None
-        scalings = Scalings(new_lhs, new_rhs, scalings.grad)
     lhs, rhs = checkpoint_name(lhs, LHS_NAME), checkpoint_name(rhs, RHS_NAME)
-    return y, _Residuals(lhs, rhs, scalings)
+    return y, _Residuals(lhs, rhs, Scalings(new_lhs, new_rhs, scalings.grad))
 
 
 def _matmul_bwd(
     spec: Spec, residuals: _Residuals, dy: jax.Array
-) -> tuple[jax.Array, jax.Array, Scalings | None]:
+) -> tuple[jax.Array, jax.Array, Scalings]:
     lhs, rhs, scalings = residuals
-    grad, new_grad = quantize(dy, E5M2, None if scalings is None else scalings.grad)
+    grad, new_grad = quantize(dy, E5M2, scalings.grad)
     dx = _multiply(grad, _transpose(rhs), spec.lhs_dtype, lax.Precision.HIGHEST)
     dw = _multiply(_transpose(lhs), grad, spec.rhs_dtype, lax.Precision.HIGHEST)
-    if scalings is not None:
-        assert new_grad is not None
-        scalings = scalings._replace(grad=new_grad)
-    return dx, dw, scalings
+    return dx, dw, scalings._replace(grad=new_grad)
 
 
 matmul.defvjp(_matmul_fwd, _matmul_bwd)
@@ -208,7 +198,7 @@ def quantize(
     largest = float(jnp.finfo(dtype).max)
     amax = jnp.max(scaling.amax_history)
     moves = (amax > 0.0) & jnp.isfinite(amax)
-    # The order of operations is that of Flax, to reproduce its results.
+    # The order of operations is Flax's, for equal results.
     scale = jnp.where(
         moves,
         1.0 / jnp.minimum(largest / amax, scaled_tensor.MAX_FACTOR),

@@ -10,16 +10,16 @@ Each tensor has one scale, which maps its largest magnitude to the format's larg
 finite value: 448 in E4M3 (240 on the paper's hardware) and 57344 in E5M2.
 
 **Range.**  The update divides by the second moment, which therefore takes E5M2's wider
-range.  Where gradients stay below 1/87000 of their tensor's largest, ``v~`` is 0; above
-1/460000, ``m~`` is not.  Between the two, a next gradient of exactly 0 gives the step
-``m / eps``.
+range.  ``v~`` is 0 where gradients stay below 1/87000 of their tensor's largest
+gradient; ``m~`` is 0 only below 1/460000.  Between the two, a next gradient of exactly
+0 gives the step ``m / eps``.
 
 **Rounding and b2.**  E5M2 has two mantissa bits, so neighbours are 12 to 25 % apart,
 and nearest rounding undoes any change of ``v`` by less than half of that.  With
 ``b2 = 0.95``, the paper's value, ``v`` grows once ``g^2`` reaches about ``3.5 v``; with
 0.999, only at about ``100 v``.  It shrinks only with its tensor's scale.  With 0.95
-this trains like float32.  With 0.999 nearest rounding leaves ``v`` behind; stochastic
-rounding does not.
+training matches float32.  With 0.999, ``v`` lags behind under nearest rounding, but not
+under stochastic rounding.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ MU_STREAM, NU_STREAM = range(2)
 
 
 class Fp8AdamState(NamedTuple):
-    """The state of ``scale_by_fp8_adam``: 2 bytes a parameter and 8 a tensor.
+    """The state of ``scale_by_fp8_adam``: 2 bytes per parameter and 8 per tensor.
 
     Attributes:
       count: int32 ``[]``, the number of updates.
@@ -195,7 +195,7 @@ def with_master_weights(
 
     ``inner`` reads float32 gradients and the copy, and its updates apply to the copy.
     The returned updates move the model's parameters to the copy's values, rounded to
-    the model's dtype (up to one last bit, which does not accumulate).
+    the model's dtype (to within one last bit; the error does not accumulate).
 
     A float16 copy has one scale per tensor, as in the paper (arXiv 2409.12517).  It has
     11 bits, so it loses an update below 2**-12 of its parameter.

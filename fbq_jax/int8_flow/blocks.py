@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.core.dimension_numbers import DTYPES
+from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.int8_flow.operators import (
     Dropout,
@@ -204,8 +204,7 @@ def apply(
     Array([1., 1., 1., 1.], dtype=float32)
     """
     if x.dtype not in DTYPES:
-        accepted = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-        raise TypeError(f"x is {x.dtype}; the INT8 data flow takes {accepted}")
+        raise TypeError(f"x is {x.dtype}; the INT8 data flow takes {DTYPE_NAMES}")
     if block not in BLOCK_SIDES:
         raise ValueError(f"block must be one of {BLOCK_SIDES}; got {block!r}")
     params = jax.tree.map(lambda p: p.astype(jnp.float32), dict(params))

@@ -1,4 +1,4 @@
-"""What the Linen and NNX layers of the INT8 data flow share."""
+"""Functions that the Linen and NNX layers of the INT8 data flow share."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,7 +110,7 @@ class AttentionBlock:
 
 
 def named(values: Iterable[T]) -> dict[str, T]:
-    """Values of the layers of an ``Int8Sequential``, under ``layers_0`` and so on."""
+    """The values of an ``Int8Sequential``'s layers, under ``layers_0`` and so on."""
     return {f"layers_{i}": value for i, value in enumerate(values)}
 
 

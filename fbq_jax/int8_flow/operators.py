@@ -19,7 +19,7 @@ add         Q(a + b)                   dy, to both                        nothin
 
 ``Q`` rounds to nearest.  ``S`` rounds stochastically, and each use draws independent
 noise.  Every backward pass is linear in ``dy``, so gradients are unbiased given the
-saved values.  Parameter gradients are float32.  A NaN or an Inf turns its whole block
+saved values.  Parameter gradients are float32.  A NaN or an Inf turns its block
 into NaN, and so everything that depends on the block; a block of zeros stays zero.
 
 Each pass of an operator is one ``jax.jit`` program: no float activation leaves it.

@@ -34,8 +34,9 @@ class SelfAttention:
     """Multi-head self-attention with two projections, ``qkv`` and ``out``.
 
     The projections multiply INT8 values.  The core between them stays in floating
-    point, as in the paper: q, k and v enter it unquantized, and so does its output's
-    gradient in the backward pass.  ``attention_fn`` decides what the core saves.
+    point, as in the paper: it reads unquantized q, k and v, and in the backward pass
+    the unquantized gradient of its output.  ``attention_fn`` decides what the core
+    saves.
 
     Attributes:
       num_heads: H, a divisor of C.

@@ -47,7 +47,7 @@ class Quantization:
     """A recipe for the dense layers of a MaxText model.
 
     Attributes:
-      recipe: what is quantized, and how.
+      recipe: how the three GEMMs are quantized.
       collection: the collection with the layers' state.  ``"aqt"`` is for NNX models,
         MaxText's default: it is the only collection that MaxText lets a bridged op
         change.  ``"_overwrite_with_gradient"`` is for Linen models (``pure_nnx=False``)
@@ -84,10 +84,10 @@ class Quantization:
         self._dot()
 
     def dot_general_cls(self, mesh_axes: tuple[Any, ...] = ()) -> Callable[[], Any]:
-        """Returns what makes the op of a layer.
+        """Returns a factory for a layer's ``dot_general``.
 
         Args:
-          mesh_axes: ignored; shardings are those of the operands.
+          mesh_axes: ignored; shardings follow from the operands.
         """
         del mesh_axes
         return functools.partial(FallbackDotGeneral, self._dot())

@@ -19,9 +19,9 @@ class FallbackConv:
     """``lax.conv_general_dilated`` of an activation and a kernel, quantized.
 
     It multiplies the windows of the convolution with the kernel
-    (``fbq_jax.core.conv``).  Windows cost nothing for 1x1 kernels, one copy for patches
-    and much memory for 3x3; ``nn.remat(nn.Conv)`` does not save them for the backward
-    pass.  Strides, padding, dilations and feature groups are supported.
+    (``fbq_jax.core.conv``).  Windows cost no memory for 1x1 kernels, one copy of the
+    input for patches and nine for 3x3 kernels.  ``nn.remat(nn.Conv)`` recomputes them
+    in the backward pass.  Strides, padding, dilations and feature groups are supported.
 
     Attributes:
       dot_general: computes the product and, in a Linen module, keeps its state there: a
@@ -29,11 +29,11 @@ class FallbackConv:
         ``RulesDot`` leaves unquantized runs ``lax.conv_general_dilated``.
 
     Raises:
-      TypeError: ``dot_general`` is not callable (a ``Recipe`` is not), or
-        ``lax.conv_general_dilated`` raises it for the shapes.
-      ValueError: ``lax.conv_general_dilated`` raises it for the shapes; or
+      TypeError: ``dot_general`` is not callable (a ``Recipe`` is not), or the shapes do
+        not fit, as in ``lax.conv_general_dilated``.
+      ValueError: the shapes do not fit, as in ``lax.conv_general_dilated``; or
         ``batch_group_count`` is not 1, a window is larger than the padded input,
-        ``out_sharding`` comes with several feature groups, or the layer is
+        ``out_sharding`` is set and there are several feature groups, or the layer is
         ``nn.ConvLocal``.
 
     >>> import jax.numpy as jnp

@@ -1,13 +1,12 @@
 """Injection into Flax Linen: ``nn.Dense(..., dot_general=fallback_dot)``.
 
 The callable is not a module.  It finds the layer that calls it and keeps the layer's
-state in a variable of that layer's scope.  So one object serves a whole model, and no
-two layers share a state.
+state in a variable of that layer's scope.  One object therefore serves all layers of a
+model, and no two layers share state.
 """
 
 import dataclasses
 import zlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from flax.core.scope import Scope, Variable
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax.core import threshold
-from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
 from fbq_jax.core.ragged_dot import ragged_dot, stateful_ragged_dot
 from fbq_jax.linen.frozen import is_frozen, layer_weight
@@ -33,7 +32,7 @@ from fbq_jax.sharding.layer_names import layer_name
 
 
 @dataclasses.dataclass(frozen=True)
-class FallbackDot(DotGeneral):
+class FallbackDot(RaggedDotGeneral):
     """A quantized ``dot_general`` for Flax Linen layers.
 
     Inside a module, the state of a layer is a dictionary
@@ -44,12 +43,12 @@ class FallbackDot(DotGeneral):
 
     Flax treats the collection ``"_overwrite_with_gradient"`` specially: ``apply`` does
     not write the new state but returns it as the gradient of the old one, and Flax's
-    ``TrainState`` (and MaxText, for Linen models) stores it.  All values are float32
-    then.  Such gradients must not be summed over micro-batches, and a layer must not be
-    called twice in one forward pass.
+    ``TrainState`` (and MaxText, for Linen models) stores it.  All values are then
+    float32.  Such gradients must not be summed over micro-batches, and a layer must not
+    be called twice in one forward pass.
 
     Attributes:
-      recipe: what is quantized, and how.
+      recipe: how the three GEMMs are quantized.
       collection: the name of the variable collection.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
@@ -71,7 +70,7 @@ class FallbackDot(DotGeneral):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        DotConfig(self.recipe, self.implementation)  # checks them
+        self.config  # noqa: B018 (checks the recipe)
         check_collection(self.collection)
 
     @property
@@ -81,45 +80,36 @@ class FallbackDot(DotGeneral):
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
-        module, config = calling_module(), self.config
+        module = calling_module()
         if module is None:
             return dot_general(
                 lhs,
                 rhs,
                 **call._asdict(),
-                recipe=config.recipe,
-                implementation=config.implementation,
+                recipe=self.recipe,
+                implementation=self.implementation,
             )[0]
         variable = self.variable(module)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
-        codes = layer_weight(config, module, variable, rhs, call.dimension_numbers)
         # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
-        state = dict(variable.value)
+        config, state = self.config, dict(variable.value)
+        codes = layer_weight(config, module, variable, rhs, call.dimension_numbers)
         with layer_name("/".join(module.path) or type(module).__name__):
             out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
         return self.commit(module, variable, new, out)
 
-    def ragged_dot(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        group_sizes: jax.Array,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
+    def _compute_ragged(
+        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
-        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized, with state.
-
-        ``fbq_jax.ragged_dot`` documents the arguments.  There is no GPU kernel for it.
-        """
-        module, config = calling_module(), self.config
-        args = lhs, rhs, group_sizes, precision, preferred_element_type
+        module = calling_module()
         if module is None:
             return ragged_dot(
-                *args, recipe=config.recipe, implementation=config.implementation
+                lhs, rhs, *call, recipe=self.recipe, implementation=self.implementation
             )[0]
         variable = self.variable(module)
+        state = dict(variable.value)
         with layer_name("/".join(module.path) or type(module).__name__):
-            out, new = stateful_ragged_dot(config, dict(variable.value), *args)
+            out, new = stateful_ragged_dot(self.config, state, lhs, rhs, call)
         return self.commit(module, variable, new, out)
 
     def commit(
@@ -158,13 +148,12 @@ class FallbackDot(DotGeneral):
         seed = jnp.uint32(zlib.crc32("/".join((*scope.path, name)).encode()))
         if scope.has_rng("params"):
             # make_rng would advance Flax's counter, and the layers would start with
-            # other weights than those of the unquantized model.
+            # other weights than in the unquantized model.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), seed)
             seed = jax.random.bits(key, (), jnp.uint32)
         state = threshold.start(self.recipe, seed >> 8)  # float32 holds 24 bits
-        if self.collection == OVERWRITE_WITH_GRADIENT:
-            return as_float32(state)
-        return state
+        returned = self.collection == OVERWRITE_WITH_GRADIENT
+        return as_float32(state) if returned else state
 
 
 fallback_dot = FallbackDot()

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from fbq_jax.core.einsum import einsum, parse
+from fbq_jax.core.einsum import QuantizedEinsum, parse
 from fbq_jax.linen.dot import check_dot_general, fallback_dot
 
 
 @dataclasses.dataclass(frozen=True)
-class FallbackEinsum:
+class FallbackEinsum(QuantizedEinsum):
     """``jnp.einsum`` of an activation and a weight, quantized.
 
     The first operand is the activation, whatever the subscripts.  A dimension that both
@@ -41,25 +41,6 @@ class FallbackEinsum:
     def __post_init__(self) -> None:
         check_dot_general("FallbackEinsum", self.dot_general)
 
-    def __call__(
-        self,
-        subscripts: str,
-        /,
-        *operands: jax.Array,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
-        return einsum(
-            self.dot_general,
-            subscripts,
-            operands,
-            precision,
-            preferred_element_type,
-            out_sharding,
-        )
-
 
 fallback_einsum = FallbackEinsum()
 
@@ -67,8 +48,7 @@ fallback_einsum = FallbackEinsum()
 class Einsum(nn.Einsum):
     """``nn.Einsum`` with a quantized einsum, which Flax's layer does not accept.
 
-    It adds one attribute to those of ``nn.Einsum``; parameters and arguments are the
-    same.
+    It has one attribute more than ``nn.Einsum``; parameters and arguments are the same.
 
     Attributes:
       einsum_op: computes the einsum of subscripts, inputs and kernel.

@@ -16,15 +16,16 @@ ScalingMethod = Literal["delayed", "current"]
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Dot(DotGeneral):
-    """A ``dot_general`` in FP8 with a scale per tensor: E4M3, and E5M2 for gradients.
+    """A ``dot_general`` in FP8 (E4M3; E5M2 for gradients) with one scale per tensor.
 
-    ``fbq_jax.fp8.dot_general`` defines the numerics.  One object serves a whole model.
+    ``fbq_jax.fp8.dot_general`` defines the numerics.  One object serves all layers of a
+    model.
 
     Delayed scaling keeps the state of each layer, ``fp8.Scalings`` as a dictionary, in
     Flax's collection ``_overwrite_with_gradient`` under the layer's path.
     Differentiate with respect to the collection together with the parameters, and
     replace it by its "gradient", which is the new state.  Flax's ``TrainState`` does
-    so, and MaxText for Linen models.  Such gradients must not be summed over
+    this, and so does MaxText for Linen models.  Such gradients must not be summed over
     micro-batches, and a layer must not be called twice in one forward pass.  Evaluation
     does not change the state.
 
@@ -58,12 +59,13 @@ class Fp8Dot(DotGeneral):
                 f"Fp8Dot.scaling takes one of {get_args(ScalingMethod)}; got "
                 f"{self.scaling!r}"
             )
-        # fp8.start would make arrays, and fp8_dot exists before processes connect.
+        # fp8.start would make arrays at import, before distributed processes connect.
         fp8.check_history(self.history)
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product in FP8; lhs is the activation."""
-        scalings = self._scalings() if self.scaling == "delayed" else None
+        delayed = self.scaling == "delayed"
+        scalings = self._scalings() if delayed else fp8.Scalings()
         return fp8.dot_general(scalings, lhs, rhs, call)
 
     def _scalings(self) -> fp8.Scalings:

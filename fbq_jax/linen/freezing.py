@@ -1,8 +1,8 @@
-"""``freeze`` for Flax Linen: INT8 weights that compute what was trained.
+"""``freeze`` for Flax Linen: INT8 weights with the results of the trained model.
 
 The codes of a weight depend on the dtype that a layer computes in and on the axes that
-it contracts, and variables tell neither.  So ``freeze`` runs the model, and each layer
-quantizes what it multiplies by (``fbq_jax.linen.frozen``).
+it contracts, and the variables show neither.  ``freeze`` therefore runs the model, and
+each layer quantizes its right operand (``fbq_jax.linen.frozen``).
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ def freeze(
     """Turns the weights of a model's quantized layers into INT8 codes and scales.
 
     The same model, applied to the returned variables, computes bit for bit what it
-    computes from ``variables`` in evaluation.  Frozen are the layers that multiply
-    their parameter ``kernel`` by a ``FallbackDot``: Flax's ``Dense``, ``DenseGeneral``
-    and attention, ``Einsum``, ``Conv``, ``NormDense`` and ``GatedMLP``.  Other
-    parameters do not change.
+    computes from ``variables`` in evaluation.  It freezes the layers that
+    multiply by their parameter ``kernel`` with a ``FallbackDot``: Flax's ``Dense``,
+    ``DenseGeneral`` and attention, ``Einsum``, ``Conv``, ``NormDense`` and
+    ``GatedMLP``.  Other parameters do not change.
 
     In the returned tree, the kernel of a frozen layer is a ``FrozenKernel`` without
     leaves, and the layer's state has a ``FrozenWeight`` with the codes.  To get the
@@ -149,12 +149,13 @@ def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> Non
         )
     if again := [_layer(path) for path, state in states.items() if WEIGHT in state]:
         raise ValueError(
-            f"freeze takes a model once; already frozen are: {', '.join(again)}"
+            "freeze takes a model once; these layers are already frozen: "
+            f"{', '.join(again)}"
         )
     if unknown := [_layer(path) for path in states if _kernel(path) not in leaves]:
         raise ValueError(
             f"freeze takes layers whose weight is their parameter {KERNEL!r}, as in "
-            f"nn.Dense; without one are: {', '.join(unknown)}"
+            f"nn.Dense; these have none: {', '.join(unknown)}"
         )
 
 

@@ -11,7 +11,6 @@ import jax
 from flax import linen as nn
 from flax.core.scope import Variable
 
-from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import (
@@ -60,7 +59,8 @@ def layer_weight(
     recorder = active_recorder()
     if recorder is not None and recorder.report(layer, rhs, dimension_numbers):
         if WEIGHT not in variable.value:
-            weight = _quantize(config, layer, variable.value, rhs, dimension_numbers)
+            check_recipe(config.recipe, layer)
+            weight = quantize_weight(config, variable.value, rhs, dimension_numbers)
             shape = jax.tree.leaves(kernel)[0].shape  # the kernel may be boxed
             weight = dataclasses.replace(weight, shape=shape)
             variable.value = {**variable.value, WEIGHT: weight}
@@ -87,23 +87,6 @@ def layer_weight(
 def is_frozen(state: Mapping[str, Any]) -> bool:
     """Whether a layer is frozen, or ``freeze`` is tracing its model."""
     return WEIGHT in state or active_recorder() is not None
-
-
-def _quantize(
-    config: DotConfig,
-    layer: str,
-    state: Mapping[str, jax.Array],
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-) -> FrozenWeight:
-    check_recipe(config.recipe, layer)
-    return quantize_weight(
-        rhs,
-        dimension_numbers,
-        threshold.call_seed(threshold.canonicalize_state(state)),
-        recipe=config.recipe,
-        implementation=config.implementation,
-    )
 
 
 def _check_pair(

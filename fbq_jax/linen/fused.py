@@ -19,7 +19,6 @@ from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
 from fbq_jax.linen.frozen import is_frozen, layer_weight
-from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import automatic
 
 Initializer = Callable[..., jax.Array]
@@ -75,7 +74,7 @@ class NormDense(nn.Module):
             name="dense",
         )(x.dtype, x.shape[-1], self.features)
         out = _dense_output(x, dense.weight, self.features)
-        y = _run(self, _norm_matmul, x, norm_scale, [dense], out)
+        y = _run(self, fused_layers.norm_matmul, x, norm_scale, [dense], out)
         if dense.bias is None:
             return y
         return y + dense.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -180,7 +179,7 @@ class _Projection(nn.Module):
             zeros = nn.initializers.zeros
             bias = self.param("bias", zeros, features, self.param_dtype)
         variable = self.dot_general.variable(self)
-        # A layer that trains joins gate and up on its devices, inside ``automatic``.
+        # In training each device joins its shards of gate and up, inside ``automatic``.
         matrix = _as_matrix(kernel) if is_frozen(variable.value) else kernel
         codes = layer_weight(self.dot_general.config, self, variable, matrix, _MATRICES)
         weight = kernel if codes is None else codes.main
@@ -196,18 +195,6 @@ def _dense_output(
         return jax.ShapeDtypeStruct((*x.shape[:-1], features), x.dtype)
     contract_last = ((x.ndim - 1,), (0,)), ((), ())
     return output_of(x, weight, contract_last, x.dtype, None)
-
-
-def _norm_matmul(
-    spec: FusedSpec,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    w: jax.Array | Quantized,
-    scalars: tuple[GemmScalars],
-) -> tuple[jax.Array, tuple[GemmStats]]:
-    """``fused_layers.norm_matmul`` with tuples, as ``gated_mlp`` has them."""
-    y, stats = fused_layers.norm_matmul(spec, x, norm_scale, w, *scalars)
-    return y, (stats,)
 
 
 def _run(
@@ -231,7 +218,8 @@ def _run(
         weights: Sequence[jax.Array | Quantized],
         scalars: tuple[GemmScalars, ...],
     ) -> tuple[jax.Array, Sequence[GemmStats]]:
-        rows, matrices = _as_rows(x, dot.recipe), map(_as_matrices, weights)
+        rows = x.reshape(1, *row_axes(x.shape[:-1], dot.recipe), x.shape[-1])
+        matrices = map(_as_matrices, weights)
         y, stats = fused_op(spec, rows, norm_scale, *matrices, scalars)
         return y.reshape(out.shape), stats
 
@@ -260,13 +248,8 @@ def _as_matrices(weight: jax.Array | Quantized) -> jax.Array | Quantized:
     return weight if isinstance(weight, Quantized) else _as_matrix(weight)[None]
 
 
-def _as_rows(x: jax.Array, recipe: Recipe) -> jax.Array:
-    """``[..., K]`` as a stack of one matrix."""
-    return x.reshape(1, *row_axes(x.shape[:-1], recipe), x.shape[-1])
-
-
 def _check(dot: FallbackDot) -> None:
-    """Raises what the fused modules document."""
+    """Raises the errors that the fused modules document."""
     if not isinstance(dot, FallbackDot):
         raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused_layers.fuses(dot.recipe):

@@ -17,16 +17,44 @@ from fbq_jax.linen.dot import FallbackDot
 Params = dict[str, Any]
 
 
-class Int8MLP(shared.MLPBlock, nn.Module):
+class _Block(nn.Module):
+    """The forward pass of a module with an operator of the INT8 data flow."""
+
+    def operator(self, x: jax.Array, deterministic: bool) -> Operator:
+        """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
+        return self._operator(x, 0.0 if deterministic else self.dropout_rate)
+
+    def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
+        """Maps ``[..., C]``, or ``[..., T, C]`` for attention, to the same shape.
+
+        The module's state seeds the noise; a training step updates the state.
+
+        Args:
+          x: bfloat16, float16 or float32.
+          deterministic: whether to disable dropout.
+        """
+        recipe = shared.recipe_of(self.block)
+        dot = FallbackDot(recipe, self.collection)
+        params = self.parameters(x.shape[-1])
+        variable = dot.variable(self)
+        state = threshold.canonicalize_state(variable.value)
+        drops = self.dropout_rate > 0.0 and not deterministic
+        dropout_keys = [self.make_rng("dropout")] if drops else []
+        operator = self.operator(x, deterministic)
+        y = shared.run(operator, params, x, state, dropout_keys, block=self.block)
+        return dot.commit(self, variable, shared.next_state(state, recipe), y)
+
+
+class Int8MLP(shared.MLPBlock, _Block):
     """A Transformer's MLP block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
     Computes ``x + dropout(down(gelu(up(norm(x)))))``.  Operations exchange INT8 values
     with one scale per block, forward and backward, and save only such values for the
-    backward pass (``fbq_jax.int8_flow``).  The parameters are those of one
+    backward pass (``fbq_jax.int8_flow``).  The parameters match one
     ``nn.LayerNorm`` and two ``nn.Dense``, under the names above.
 
-    The state is that of ``FallbackDot``: a training step makes the collection mutable,
-    so that each step draws new noise.
+    The state is the same as ``FallbackDot``'s: a training step makes the collection
+    mutable, so that each step draws new noise.
 
     Attributes:
       hidden: the width between the two projections.
@@ -64,19 +92,8 @@ class Int8MLP(shared.MLPBlock, nn.Module):
         )
         return _create(specs, self.param_dtype)
 
-    def operator(self, x: jax.Array, deterministic: bool) -> Operator:
-        """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
-        return self._operator(x, 0.0 if deterministic else self.dropout_rate)
 
-    def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
-        """Maps ``[..., C]`` to the same shape.
-
-        ``deterministic`` disables dropout.
-        """
-        return _run(self, x, deterministic)
-
-
-class Int8Attention(shared.AttentionBlock, nn.Module):
+class Int8Attention(shared.AttentionBlock, _Block):
     """A self-attention block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
     Computes ``x + dropout(attention(norm(x)))``, with INT8 between the operations as in
@@ -122,19 +139,8 @@ class Int8Attention(shared.AttentionBlock, nn.Module):
         )
         return _create(specs, self.param_dtype)
 
-    def operator(self, x: jax.Array, deterministic: bool) -> Operator:
-        """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
-        return self._operator(x, 0.0 if deterministic else self.dropout_rate)
 
-    def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
-        """Maps ``[..., T, C]`` to the same shape.
-
-        ``deterministic`` disables dropout.
-        """
-        return _run(self, x, deterministic)
-
-
-class Int8Sequential(nn.Module):
+class Int8Sequential(_Block):
     """INT8 blocks in sequence, with INT8 between the blocks as well.
 
     The residual stream and its gradient then never become floats.  The only floats are
@@ -177,13 +183,6 @@ class Int8Sequential(nn.Module):
         operators = (layer.operator(x, deterministic) for layer in self.layers)
         return Chain(tuple(shared.named(operators).items()))
 
-    def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
-        """Maps ``[..., T, C]`` to the same shape.
-
-        ``deterministic`` disables dropout.
-        """
-        return _run(self, x, deterministic)
-
 
 class _Parameters(nn.Module):
     """A scope that holds the parameters of one layer."""
@@ -205,26 +204,3 @@ def _create(specs: dict[str, ParamSpecs], param_dtype: Any) -> Params:
     return {
         name: _Parameters(param_dtype, name=name)(spec) for name, spec in specs.items()
     }
-
-
-def _run(
-    module: Int8MLP | Int8Attention | Int8Sequential,
-    x: jax.Array,
-    deterministic: bool,
-) -> jax.Array:
-    """Runs a module's operator with noise from its state, and updates the state."""
-    recipe = shared.recipe_of(module.block)
-    dot = FallbackDot(recipe, module.collection)
-    params = module.parameters(x.shape[-1])
-    variable = dot.variable(module)
-    state = threshold.canonicalize_state(variable.value)
-    drops = module.dropout_rate > 0.0 and not deterministic
-    y = shared.run(
-        module.operator(x, deterministic),
-        params,
-        x,
-        state,
-        [module.make_rng("dropout")] if drops else [],
-        block=module.block,
-    )
-    return dot.commit(module, variable, shared.next_state(state, recipe), y)

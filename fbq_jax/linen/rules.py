@@ -1,4 +1,4 @@
-"""Rules for whole Linen models: one ``dot_general`` that picks a recipe by path."""
+"""Rules for Linen models: one ``dot_general`` that picks a recipe by path."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from jax import lax
 
-from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.linen.state import calling_module, check_collection
 from fbq_jax.recipes import path_rules
@@ -21,7 +21,7 @@ LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv)
 
 @dataclasses.dataclass(eq=False)
 class _Tracing:
-    """A report in the making: the reporting object and the pattern of each layer."""
+    """An unfinished report: the object that reports, and the pattern of each layer."""
 
     dot: "RulesDot"
     found: dict[str, str | None]
@@ -32,7 +32,7 @@ _tracing = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
-class RulesDot(DotGeneral):
+class RulesDot(RaggedDotGeneral):
     """A ``dot_general`` for all layers of a Linen model, with a recipe by path.
 
     The first rule that matches the path of a layer (``fbq_jax.recipes.path_rules``)
@@ -80,18 +80,12 @@ class RulesDot(DotGeneral):
         dot = self.of_layer() or lax.dot_general
         return dot(lhs, rhs, **call._asdict())
 
-    def ragged_dot(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        group_sizes: jax.Array,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
+    def _compute_ragged(
+        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
-        """``lax.ragged_dot(lhs, rhs, ...)`` with the recipe of the calling layer."""
         dot = self.of_layer()
         ragged_dot = lax.ragged_dot if dot is None else dot.ragged_dot
-        return ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
+        return ragged_dot(lhs, rhs, *call)
 
     def of_layer(self) -> FallbackDot | None:
         """The ``FallbackDot`` of the calling layer; None if it stays unquantized."""

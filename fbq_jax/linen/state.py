@@ -72,17 +72,6 @@ def return_as_gradient(
     return out
 
 
-def _return_as_gradient_fwd(
-    out: jax.Array, state: Mapping[str, jax.Array], new: threshold.State
-) -> tuple[jax.Array, threshold.State]:
-    del state
-    return out, new
-
-
-def _return_as_gradient_bwd(
-    new: threshold.State, out_grad: jax.Array
-) -> tuple[jax.Array, threshold.State, None]:
-    return out_grad, new, None
-
-
-return_as_gradient.defvjp(_return_as_gradient_fwd, _return_as_gradient_bwd)
+return_as_gradient.defvjp(
+    lambda out, _, new: (out, new), lambda new, out_grad: (out_grad, new, None)
+)

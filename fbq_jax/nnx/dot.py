@@ -11,9 +11,9 @@ from jax import lax
 from fbq_jax.core import threshold
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
-from fbq_jax.core.einsum import einsum
+from fbq_jax.core.einsum import QuantizedEinsum
 from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
@@ -29,7 +29,7 @@ class FrozenCodes(nnx.Variable):
     """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
 
 
-class FallbackDot(DotGeneral, nnx.Module):
+class FallbackDot(RaggedDotGeneral, nnx.Module):
     """A quantized ``dot_general`` for one NNX layer, which holds the layer's state.
 
     Give each layer its own instance: ``fbq_jax.nnx.fallback_stats`` raises if two
@@ -39,7 +39,7 @@ class FallbackDot(DotGeneral, nnx.Module):
     object in every call, which cannot keep state.
 
     Args:
-      recipe: what is quantized, and how.
+      recipe: how the three GEMMs are quantized.
       rngs: seeds the layer's noise from its ``params`` stream.  Without it, all layers
         draw the same noise for elements at the same position.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
@@ -94,20 +94,10 @@ class FallbackDot(DotGeneral, nnx.Module):
         self.commit(new)
         return out
 
-    def ragged_dot(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        group_sizes: jax.Array,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
+    def _compute_ragged(
+        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
-        """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized, with state.
-
-        ``fbq_jax.ragged_dot`` documents the arguments.  There is no GPU kernel for it.
-        """
-        args = lhs, rhs, group_sizes, precision, preferred_element_type
-        out, new = stateful_ragged_dot(self.config, self.state(), *args)
+        out, new = stateful_ragged_dot(self.config, self.state(), lhs, rhs, call)
         self.commit(new)
         return out
 
@@ -155,7 +145,7 @@ class FallbackOp(nnx.Module):
         self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
 
 
-class FallbackEinsum(FallbackOp):
+class FallbackEinsum(QuantizedEinsum, FallbackOp):
     """A quantized ``jnp.einsum`` for one ``nnx.Einsum``, which holds its state.
 
     The first operand is the activation (see ``fbq_jax.FallbackEinsum``).  It takes the
@@ -166,25 +156,6 @@ class FallbackEinsum(FallbackOp):
     >>> nnx.eval_shape(lambda layer: layer(jnp.ones((5, 8))), layer).shape
     (2, 5, 4)
     """
-
-    def __call__(
-        self,
-        subscripts: str,
-        /,
-        *operands: jax.Array,
-        precision: Any = None,
-        preferred_element_type: jax.typing.DTypeLike | None = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
-        return einsum(
-            self.dot_general,
-            subscripts,
-            operands,
-            precision,
-            preferred_element_type,
-            out_sharding,
-        )
 
 
 class FallbackConv(FallbackOp):

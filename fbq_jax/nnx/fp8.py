@@ -14,8 +14,8 @@ class Fp8Scaling(nnx.Variable):
 class Fp8Dot(DotGeneral, nnx.Module):
     """A ``dot_general`` in FP8 with delayed scaling for one NNX layer.
 
-    ``fbq_jax.Fp8Dot()`` for NNX: the numerics are those of ``fbq_jax.fp8.dot_general``,
-    and the state is in the variables ``lhs``, ``rhs`` and ``grad``.  Current scaling
+    ``fbq_jax.Fp8Dot()`` for NNX.  ``fbq_jax.fp8.dot_general`` defines the numerics, and
+    the state is in the variables ``lhs``, ``rhs`` and ``grad``.  Current scaling
     has no state: ``fbq_jax.Fp8Dot(scaling="current")`` also works in NNX.
 
     Only the backward pass knows the largest magnitude of a gradient, so the new state

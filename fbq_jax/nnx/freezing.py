@@ -1,11 +1,10 @@
-"""``freeze`` for Flax NNX: INT8 weights that compute what was trained."""
+"""``freeze`` for Flax NNX: INT8 weights with the results of the trained model."""
 
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
-from fbq_jax.core import threshold
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
     WeightUse,
@@ -29,9 +28,9 @@ ACCEPTED = "freeze takes nnx.Linear, nnx.LinearGeneral, nnx.Einsum and nnx.Conv"
 def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     """Turns the weights of a model's quantized layers into INT8 codes and scales.
 
-    ``fbq_jax.freeze`` for NNX.  Frozen are the layers ``nnx.Linear`` and
-    ``nnx.LinearGeneral`` (also inside attention) with a ``fbq_jax.nnx.FallbackDot``,
-    ``nnx.Einsum`` with a ``fbq_jax.nnx.FallbackEinsum`` and ``nnx.Conv`` with a
+    ``fbq_jax.freeze`` for NNX.  It freezes ``nnx.Linear`` and ``nnx.LinearGeneral``
+    layers (also inside attention) with a ``fbq_jax.nnx.FallbackDot``, ``nnx.Einsum``
+    with a ``fbq_jax.nnx.FallbackEinsum`` and ``nnx.Conv`` with a
     ``fbq_jax.nnx.FallbackConv``.  They lose their kernel.  Codes and scales are the
     variable ``dot_general.weight``, inside the ``einsum_op`` of an einsum and the
     ``conv_general_dilated`` of a convolution.
@@ -52,7 +51,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
       ValueError: no layer has a ``FallbackDot``, or two layers share one; or a layer is
         frozen already, has no threshold yet, has a recipe with an unquantized forward
         pass, does not run, multiplies by its kernel in two ways (an einsum that is
-        called with other subscripts), is of another class than those above, or is a
+        called with other subscripts), has another class than these, or is a
         convolution with a mask.
 
     >>> import jax.numpy as jnp
@@ -93,7 +92,7 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Layer, FallbackDot]]:
             outer = (modules.get(path[:end]) for end in reversed(range(len(path))))
             owner = next((type(m).__name__ for m in outer if m is not None), "model")
             raise ValueError(
-                f"{ACCEPTED}; none of them has the FallbackDot "
+                f"{ACCEPTED}; it cannot freeze the FallbackDot "
                 f"{'/'.join(map(str, path))!r} of a {owner}"
             )
     if not layers:
@@ -122,13 +121,8 @@ def _freeze_layer(layer: Any, dot: FallbackDot, use: WeightUse) -> None:
     """Replaces the kernel of a layer by its codes."""
 
     def quantize(kernel: jax.Array, state: dict[str, jax.Array]) -> QTensor:
-        return quantize_weight(
-            kernel.astype(use.dtype).reshape(use.shape),
-            use.dimension_numbers,
-            threshold.call_seed(threshold.canonicalize_state(state)),
-            recipe=dot.recipe,
-            implementation=dot.implementation,
-        ).codes
+        w = kernel.astype(use.dtype).reshape(use.shape)
+        return quantize_weight(dot.config, state, w, use.dimension_numbers).codes
 
     kernel = layer.kernel[...]
     # A convolution with feature groups reshapes its kernel before it multiplies.

@@ -33,7 +33,7 @@ class _Parameters(nnx.Module):
 
 
 class _Block(nnx.Module):
-    """The noise's state, dropout, and the forward pass of a block."""
+    """The noise state, dropout and forward pass of a block."""
 
     def __init__(self, block: int, dropout_rate: float, rngs: nnx.Rngs):
         check_dropout_rate(dropout_rate)
@@ -75,8 +75,8 @@ class _Block(nnx.Module):
 class Int8MLP(shared.MLPBlock, _Block):
     """A Transformer's MLP block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
-    ``fbq_jax.Int8MLP`` for NNX: the same operations on parameters with the same names,
-    those of one ``nnx.LayerNorm`` and two ``nnx.Linear``.  Its attribute
+    ``fbq_jax.Int8MLP`` for NNX: the same operations and parameter names.  The
+    parameters match one ``nnx.LayerNorm`` and two ``nnx.Linear``.  Its attribute
     ``dot_general``, a ``FallbackDot``, holds the state: each training call draws new
     noise, and ``eval()`` freezes the state.
 

@@ -1,4 +1,4 @@
-"""Rules for whole Flax NNX models: the path of each layer decides its recipe."""
+"""Rules for Flax NNX models: the path of each layer decides its recipe."""
 
 from collections.abc import Mapping
 
@@ -31,7 +31,7 @@ def apply_rules(
       model: changed in place; an error leaves it unchanged.
       rules: a mapping from patterns to recipes, tried in order.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
-      implementation: of the layers' ops, as in ``FallbackDot``.
+      implementation: the implementation of the layers' ops, as in ``FallbackDot``.
 
     Returns:
       The rule of each layer, the rules that apply to no layer, and the layers without a

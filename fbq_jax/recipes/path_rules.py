@@ -1,8 +1,8 @@
-"""Rules for whole models: the path of a layer decides its recipe.
+"""Rules for models: the path of a layer decides its recipe.
 
 A rule is a regular expression for paths such as ``"decoder/layers_3/mlp/up"`` and the
 recipe of the layers that it matches, or None for layers that stay unquantized.  As in
-Qwix, the expression must match the whole path: ``"mlp"`` matches only a layer of that
+Qwix, the expression must match the entire path: ``"mlp"`` matches only a layer of that
 name at the root, ``".*/mlp/.*"`` every layer inside an ``mlp`` that is not at the root.
 The path of the root is empty.  The first rule that matches a layer applies.
 """

@@ -5,16 +5,22 @@
 ``replace(rowwise, drhs=FLOAT_GEMM)`` leaves one GEMM of ``rowwise`` unquantized.
 """
 
+from dataclasses import replace
+
 from fbq_jax.recipes.schema import FLOAT_GEMM, Gemm, Recipe
+
+# An unquantized backward GEMM that reads the dequantized forward codes.
+_FLOAT_GEMM_OF_CODES = Gemm(lhs=None, rhs=None, keeps="codes")
 
 #: Dynamic block-level fallback (arXiv 2503.08040): 128x128 blocks, and two INT8 terms
 #: for activation blocks with an outlier in the forward GEMM.
 fallback = Recipe()
 
 #: ``fallback`` without fallback: plain INT8 with one scale per block.
-block = Recipe(criterion=None)
+block = replace(fallback, criterion=None)
 
-#: The forward GEMM of ``fallback``; backward GEMMs with a scale per row and column.
+#: The forward GEMM of ``fallback``; backward GEMMs with one scale per row or
+#: column.
 fallback_rowwise_bwd = Recipe(
     dlhs=Gemm(lhs="stochastic", scales="row"),
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row"),
@@ -29,8 +35,8 @@ jetfire = Recipe(
     drhs=Gemm(rhs="stochastic"),
 )
 
-#: SwitchBack (arXiv 2304.13013): a scale per row of X and dY, one scale for W, and an
-#: unquantized dW.
+#: SwitchBack (arXiv 2304.13013): one scale per row of X and dY, one scale for W, and
+#: an unquantized dW.
 switchback = Recipe(
     criterion=None,
     fwd=Gemm(scales=("row", "tensor")),
@@ -39,14 +45,9 @@ switchback = Recipe(
 )
 
 #: SwitchBack that saves X in INT8: the unquantized dW reads the values of its codes.
-switchback_m = Recipe(
-    criterion=None,
-    fwd=Gemm(scales=("row", "tensor")),
-    dlhs=Gemm(scales=("row", "tensor")),
-    drhs=Gemm(lhs=None, rhs=None, keeps="codes"),
-)
+switchback_m = replace(switchback, drhs=_FLOAT_GEMM_OF_CODES)
 
-#: SwitchBack with a scale per output channel (in Y) or input channel (in dX) of W.
+#: SwitchBack with one scale per output channel of W (in Y) or input channel (in dX).
 switchback_q = Recipe(
     criterion=None,
     fwd=Gemm(scales="row"),
@@ -64,15 +65,10 @@ per_tensor = Recipe(
 
 #: ``per_tensor`` with Banner's gradient bifurcation: an unquantized dW of dY and the
 #: values of the codes of X.
-per_tensor_bifurcated = Recipe(
-    criterion=None,
-    fwd=Gemm(scales="tensor"),
-    dlhs=Gemm(lhs="stochastic", scales="tensor"),
-    drhs=Gemm(lhs=None, rhs=None, keeps="codes"),
-)
+per_tensor_bifurcated = replace(per_tensor, drhs=_FLOAT_GEMM_OF_CODES)
 
-#: torchao's INT8 mixed-precision training: a scale per row and nearest rounding in all
-#: three GEMMs.
+#: torchao's INT8 mixed-precision training: one scale per row and nearest rounding in
+#: all three GEMMs.
 rowwise = Recipe(
     criterion=None,
     fwd=Gemm(scales="row"),
@@ -80,7 +76,7 @@ rowwise = Recipe(
     drhs=Gemm(scales="row"),
 )
 
-#: INT8 of AQT (its ``config_v4``): scales of absmax / 127.5 and an unquantized dW.
+#: AQT's INT8 (``config_v4``): scales of absmax / 127.5 and an unquantized dW.
 aqt_int8 = Recipe(
     criterion=None,
     bound=127.5,
@@ -89,14 +85,8 @@ aqt_int8 = Recipe(
     drhs=FLOAT_GEMM,
 )
 
-#: INT8 of AQT with dW in INT8 too, from four local shards of the tokens.
-aqt_int8_local = Recipe(
-    criterion=None,
-    bound=127.5,
-    fwd=Gemm(scales="row"),
-    dlhs=Gemm(lhs="stochastic", scales="row"),
-    drhs=Gemm(rhs="stochastic", scales="row", shards=4),
-)
+#: AQT's INT8 with dW in INT8 as well, from four local shards of the tokens.
+aqt_int8_local = replace(aqt_int8, drhs=Gemm(rhs="stochastic", scales="row", shards=4))
 
 #: All named recipes, by name.
 NAMED: dict[str, Recipe] = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -46,9 +47,10 @@ class Gemm:
       lhs: the rounding of lhs, ``"nearest"`` or ``"stochastic"``.
       rhs: the rounding of rhs.  None for both operands leaves the GEMM unquantized
         (``FLOAT_GEMM``).
-      scales: what shares a scale, for both operands or as a pair (lhs, rhs).
+      scales: which values share a scale, for both operands or as a pair (lhs, rhs).
         ``"block"``: a block of ``Recipe.block``.  ``"row"``: a row of lhs or a column
-        of rhs, so each vector along the contraction.  ``"tensor"``: the whole operand.
+        of rhs, which is one vector along the contraction.  ``"tensor"``: the entire
+        operand.
       shards: the number of shards that drhs splits its contraction, the tokens, into.
         Each has its own scales; the products are summed in float32.
       keeps: what the forward pass saves for an unquantized backward GEMM: X or W as
@@ -58,9 +60,9 @@ class Gemm:
         ``lax.dot_general``; or ``"float32"``; or ``"bfloat16"``; or, for drhs,
         ``"int8"``, codes with stochastic rounding (``fbq_jax.sharding.collectives``).
         INT8 halves the traffic of bfloat16 if each device keeps only its shard of the
-        gradient, as with FSDP.  If every device needs the whole gradient, it is then
-        gathered in its own dtype: in float32 the total traffic exceeds that of
-        bfloat16.
+        gradient, as with FSDP.  If every device needs the full gradient, it is then
+        gathered in its own dtype; in float32, this takes more traffic in total than
+        ``"bfloat16"``.
     """
 
     lhs: Rounding | None = "nearest"
@@ -81,7 +83,7 @@ class Gemm:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the operands are in INT8 with a scale per block."""
+        """Whether the operands are in INT8 with one scale per block."""
         return not self.in_floats and "block" in self.scales
 
     @property
@@ -90,11 +92,8 @@ class Gemm:
         if self.lhs is None or self.rhs is None:
             return None, None
         assert isinstance(self.scales, tuple)  # __post_init__ makes it one
-        lhs, rhs = self.scales
-        return (
-            Quantizer(self.lhs, lhs, self.shards),
-            Quantizer(self.rhs, rhs, self.shards),
-        )
+        lhs, rhs = zip((self.lhs, self.rhs), self.scales, strict=True)
+        return Quantizer(*lhs, self.shards), Quantizer(*rhs, self.shards)
 
 
 #: An unquantized GEMM.
@@ -174,100 +173,119 @@ class Recipe:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", _checked_block(self.block))
+        sizes = self.block if isinstance(self.block, tuple) else (self.block,) * 3
+        accepted = len(sizes) == 3 and all(
+            isinstance(size, int) and size in BLOCK_SIDES for size in sizes
+        )
+        takes = f"one of {BLOCK_SIDES} or three of them, for M, K and N"
+        self._require("block", accepted, takes)
+        object.__setattr__(self, "block", sizes)
         self._check_threshold()
-        for name, gemm in self._gemms().items():
-            _check_gemm(name, gemm)
+        for name in self._gemms():
+            self._check_gemm(name)
         self._check_fallback()
         self._check_bound()
         self._check_codes()
 
+    def _require(self, field: str, accepted: bool, takes: str) -> None:
+        """Raises RecipeError unless the value of a field is accepted."""
+        if not accepted:
+            raise RecipeError(field, operator.attrgetter(field)(self), takes)
+
     def _check_threshold(self) -> None:
         """Checks the fields of the threshold, each on its own."""
-        _require(
-            self.criterion is None or self.criterion in CRITERIA,
-            "criterion",
-            self.criterion,
-            f"one of {CRITERIA} or None",
-        )
+        accepted = self.criterion is None or self.criterion in CRITERIA
+        self._require("criterion", accepted, f"one of {CRITERIA} or None")
         rates = self.target_rate
-        _require(
+        accepted = (
             isinstance(rates, tuple)
             and len(rates) == 2
             and all(_is_number(rate) for rate in rates)
-            and 0.0 <= rates[0] < rates[1] <= 1.0,
-            "target_rate",
-            rates,
-            "a pair (low, high) with 0 <= low < high <= 1",
+            and 0.0 <= rates[0] < rates[1] <= 1.0
         )
-        alpha, start = self.alpha, self.start
-        accepted = _is_number(alpha) and alpha > 1.0
-        _require(accepted, "alpha", alpha, "a finite number above 1")
+        takes = "a pair (low, high) with 0 <= low < high <= 1"
+        self._require("target_rate", accepted, takes)
+        accepted = _is_number(self.alpha) and self.alpha > 1.0
+        self._require("alpha", accepted, "a finite number above 1")
+        start = self.start
         accepted = start == "first_batch" or (
             _is_number(start) and 1e-37 < start < 1e38
         )
         takes = "'first_batch' or a number above 0 that float32 can represent"
-        _require(accepted, "start", start, takes)
+        self._require("start", accepted, takes)
+
+    def _check_gemm(self, name: str) -> None:
+        """Checks the fields of a GEMM, each on its own and then together."""
+        gemm = getattr(self, name)
+        self._require(name, isinstance(gemm, Gemm), "a Gemm(lhs=..., rhs=...)")
+
+        def require(field: str, accepted: bool, takes: str) -> None:
+            self._require(f"{name}.{field}", accepted, takes)
+
+        _check_fields(gemm, require)
+        if gemm.in_floats:
+            _check_unquantized(name, gemm, require)
+        else:
+            _check_quantized(gemm, require)
+        is_drhs, in_blocks = name == "drhs", gemm.scales == ("block", "block")
+        require("reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs")
+        accepted = gemm.shards == 1 or (is_drhs and not in_blocks)
+        require("shards", accepted, "1, except in a drhs without block scales")
 
     def _check_fallback(self) -> None:
-        """Fallback needs the error of nearest rounding, block by block."""
+        """Checks the forward GEMM: fallback needs nearest rounding and block scales."""
         if self.criterion is None:
             return
-        lhs, scales = self.fwd.lhs, self.fwd.scales
         takes = "'nearest' with fallback, because the residual is its rounding error"
-        _require(lhs == "nearest", "fwd.lhs", lhs, takes)
+        self._require("fwd.lhs", self.fwd.lhs == "nearest", takes)
         takes = "'block' with fallback (criterion=None turns it off)"
-        _require(self.fwd.in_blocks, "fwd.scales", scales, takes)
+        self._require("fwd.scales", self.fwd.in_blocks, takes)
 
     def _check_bound(self) -> None:
-        """Ops with block scales support one bound only."""
-        _require(self.bound in BOUNDS, "bound", self.bound, f"one of {BOUNDS}")
+        """Checks the bound: ops with block scales support 127 only."""
+        self._require("bound", self.bound in BOUNDS, f"one of {BOUNDS}")
         in_blocks = [name for name, gemm in self._gemms().items() if gemm.in_blocks]
         takes = f"127.0 with block scales, as in {', '.join(in_blocks)}"
-        accepted = self.bound == 127.0 or not in_blocks
-        _require(accepted, "bound", self.bound, takes)
+        self._require("bound", self.bound == 127.0 or not in_blocks, takes)
 
     def _check_codes(self) -> None:
-        """GEMMs that read one set of codes must agree on it."""
+        """Checks that GEMMs that read the same codes round in the same way."""
         fwd, dlhs, drhs = self._gemms().values()
         for name, gemm in {"dlhs": dlhs, "drhs": drhs}.items():
             accepted = gemm.keeps == "floats" or not fwd.in_floats
             takes = "'floats' if fwd is unquantized and has no codes"
-            _require(accepted, f"{name}.keeps", gemm.keeps, takes)
+            self._require(f"{name}.keeps", accepted, takes)
         accepted = dlhs.rhs == fwd.rhs or not (fwd.in_blocks and dlhs.in_blocks)
         takes = f"{fwd.rhs!r} as fwd.rhs does, because both GEMMs share the codes of W"
-        _require(accepted, "dlhs.rhs", dlhs.rhs, takes)
+        self._require("dlhs.rhs", accepted, takes)
         accepted = drhs.rhs == dlhs.lhs or not (dlhs.in_blocks and drhs.in_blocks)
         takes = (
             f"{dlhs.lhs!r} as dlhs.lhs does, because both GEMMs share the codes of dY"
         )
-        _require(accepted, "drhs.rhs", drhs.rhs, takes)
+        self._require("drhs.rhs", accepted, takes)
 
     def _gemms(self) -> dict[str, Gemm]:
         return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}
 
     @property
     def in_blocks(self) -> bool:
-        """Whether all three GEMMs are in INT8 with a scale per block."""
+        """Whether all three GEMMs are in INT8 with one scale per block."""
         return all(gemm.in_blocks for gemm in self._gemms().values())
 
     @property
     def lhs_block(self) -> Block:
         """Rows and columns of a block of X."""
-        m, k, _ = self.block_shape
-        return m, k
+        return self.block_shape[:2]
 
     @property
     def rhs_block(self) -> Block:
         """Rows and columns of a block of W."""
-        _, k, n = self.block_shape
-        return k, n
+        return self.block_shape[1:]
 
     @property
     def grad_block(self) -> Block:
         """Rows and columns of a block of dY."""
-        m, _, n = self.block_shape
-        return m, n
+        return self.block_shape[::2]
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
@@ -279,44 +297,12 @@ class Recipe:
     sides = block_shape
 
 
-def _require(accepted: bool, field: str, value: object, takes: str) -> None:
-    """Raises RecipeError unless the value of a field is accepted."""
-    if not accepted:
-        raise RecipeError(field, value, takes)
+# Takes a field's name, whether its value is accepted, and what the field takes.
+_Require = Callable[[str, bool, str], None]
 
 
-def _checked_block(block: Any) -> tuple[int, int, int]:
-    """The three sizes of ``Recipe.block``."""
-    sizes = block if isinstance(block, tuple) else (block,) * 3
-    accepted = len(sizes) == 3 and all(
-        isinstance(size, int) and size in BLOCK_SIDES for size in sizes
-    )
-    takes = f"one of {BLOCK_SIDES} or three of them, for M, K and N"
-    _require(accepted, "block", block, takes)
-    return sizes
-
-
-def _check_gemm(name: str, gemm: Gemm) -> None:
-    """Raises RecipeError if a GEMM's own fields are wrong or contradict each other."""
-    if not isinstance(gemm, Gemm):
-        raise RecipeError(name, gemm, "a Gemm(lhs=..., rhs=...)")
-
-    def require(field: str, accepted: bool, takes: str) -> None:
-        _require(accepted, f"{name}.{field}", getattr(gemm, field), takes)
-
-    _check_fields(gemm, require)
-    if gemm.in_floats:
-        _check_unquantized(name, gemm, require)
-    else:
-        _check_quantized(gemm, require)
-    is_drhs, in_blocks = name == "drhs", gemm.scales == ("block", "block")
-    require("reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs")
-    accepted = gemm.shards == 1 or (is_drhs and not in_blocks)
-    require("shards", accepted, "1, except in a drhs without block scales")
-
-
-def _check_fields(gemm: Gemm, require: Callable[[str, bool, str], None]) -> None:
-    """Each field has a value that exists."""
+def _check_fields(gemm: Gemm, require: _Require) -> None:
+    """Checks each field on its own."""
     for side in ("lhs", "rhs"):
         accepted = getattr(gemm, side) in (*ROUNDINGS, None)
         require(side, accepted, f"one of {ROUNDINGS}, or None if unquantized")
@@ -324,17 +310,16 @@ def _check_fields(gemm: Gemm, require: Callable[[str, bool, str], None]) -> None
     pair = isinstance(scales, tuple) and len(scales) == 2
     accepted = pair and all(kind in SCALES for kind in scales)
     require("scales", accepted, f"one of {SCALES} or a pair of them, for lhs and rhs")
-    require("shards", type(shards) is int and shards > 0, "an integer from 1 on")
+    require("shards", type(shards) is int and shards > 0, "an integer of at least 1")
     require("keeps", gemm.keeps in KEEPS, f"one of {KEEPS}")
     accepted = gemm.reduce in (None, *REDUCES)
     require("reduce", accepted, f"one of {REDUCES}, or None for the product's dtype")
 
 
-def _check_unquantized(
-    name: str, gemm: Gemm, require: Callable[[str, bool, str], None]
-) -> None:
-    """Fields about quantization have their defaults."""
-    require("rhs", gemm.rhs is None, "None if lhs is None: a GEMM is unquantized whole")
+def _check_unquantized(name: str, gemm: Gemm, require: _Require) -> None:
+    """Checks that the fields about quantization have their defaults."""
+    takes = "None if lhs is None, because INT8 GEMMs quantize both operands"
+    require("rhs", gemm.rhs is None, takes)
     accepted = gemm.scales == ("block", "block")
     require("scales", accepted, "nothing (the default) if lhs and rhs are None")
     accepted = gemm.keeps == "floats" or name != "fwd"
@@ -343,8 +328,8 @@ def _check_unquantized(
     require("reduce", gemm.reduce is None, takes)
 
 
-def _check_quantized(gemm: Gemm, require: Callable[[str, bool, str], None]) -> None:
-    """Both operands are quantized, with scales that go together."""
+def _check_quantized(gemm: Gemm, require: _Require) -> None:
+    """Checks that both operands are quantized and that their scales fit together."""
     require("rhs", gemm.rhs is not None, "a rounding if lhs has one")
     accepted = "block" not in gemm.scales or gemm.scales == ("block", "block")
     require("scales", accepted, "'block' for both operands or for neither")

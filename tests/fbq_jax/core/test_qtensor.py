@@ -5,15 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.core.qtensor import QTensor, matmul, quantize, quantize_fallback
+from fbq_jax import ops
+from fbq_jax.core.qtensor import QTensor, matmul, quantize
 from tests import oracle
 from tests.kernels.test_reference import heavy
 
 X = heavy((2, 100, 150))
 
 
+def two_terms():
+    """X with a residual in every block."""
+    theta, seeds = jnp.zeros(2), jnp.zeros(2, jnp.uint32)
+    main, residual, *_ = ops.quantize_fallback(
+        X, theta, seeds, block=(32, 64), criterion="absmax", colwise=None
+    )
+    return QTensor(main, residual, (32, 64))
+
+
 def test_dequantize_sums_both_terms():
-    q, _ = quantize_fallback(X, jnp.float32(0.0), block=(32, 64))
+    q = two_terms()
     exact = oracle.quantize_fallback(X[1], 0.0, (32, 64))[2]
     assert oracle.relative(q.dequantize()[1], exact) < 1e-6
     assert oracle.relative(q.dequantize(), X) < 1e-3
@@ -82,6 +92,5 @@ def test_unsupported_qarrays_are_refused():
         QTensor.from_qarray(qwix.QArray(codes, scales, jnp.ones((1, 1))))
     with pytest.raises(ValueError, match=r"matrices, .* got \(4,\)"):
         QTensor.from_qarray(qwix.QArray(codes[0], scales[0]))
-    two_terms, _ = quantize_fallback(X, jnp.float32(0.0), block=(32, 64))
     with pytest.raises(ValueError, match="has one term"):
-        two_terms.to_qarray()
+        two_terms().to_qarray()

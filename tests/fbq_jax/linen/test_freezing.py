@@ -19,7 +19,8 @@ from fbq_jax import (
     fallback_dot,
     recipes,
 )
-from fbq_jax.core import matmul_vjp
+from fbq_jax.core import matmul_vjp, threshold
+from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import quantize_weight
 from fbq_jax.core.quantize_operands import Spec
 
@@ -93,13 +94,14 @@ def test_every_forward_pass_runs_from_frozen_codes():
     dtype = jnp.bfloat16
     x = X.reshape(1, -1, 80).astype(dtype)
     w = jax.random.normal(jax.random.key(2), (80, 144)).astype(dtype)
-    theta, seed = jnp.float32(2.0), jnp.uint32(7)
+    theta = jnp.float32(2.0)
     assert len(FORWARDS) > 7
     for recipe in FORWARDS.values():
         spec = Spec(recipe, dtype, dtype, dtype, None)
-        weight = quantize_weight(
-            w, (((2,), (0,)), ((), ())), seed, recipe=recipe, implementation=None
-        )
+        state = threshold.start(recipe, 7)
+        seed = threshold.call_seed(state)
+        dims = ((2,), (0,)), ((), ())
+        weight = quantize_weight(DotConfig(recipe), state, w, dims)
         y, _ = matmul_vjp.matmul(spec, x, w[None], theta, seed)
         z, _ = matmul_vjp.matmul(spec, x, weight.codes.main, theta, seed)
         assert same_bits(z, y)

@@ -198,7 +198,7 @@ def test_evaluation_draws_no_noise_and_drops_nothing(calls):
         ),
         (
             lambda: freeze(build(), X),
-            "freeze takes nnx.Linear.*'layers/.' is a Int8",
+            "freeze takes nnx.Linear.*'layers/./dot_general' of a Int8",
         ),
     ],
 )

@@ -68,7 +68,11 @@ ROW = Gemm(scales="row")
         ({"drhs": Gemm(**FLOATS, shards=2)}, "drhs.shards", "1, except in a drhs"),
         ({"drhs": Gemm(shards=2)}, "drhs.shards", "without block scales"),
         ({"dlhs": Gemm(scales="row", shards=2)}, "dlhs.shards", "1, except in a drhs"),
-        ({"drhs": Gemm(scales="row", shards=0)}, "drhs.shards", "an integer from 1"),
+        (
+            {"drhs": Gemm(scales="row", shards=0)},
+            "drhs.shards",
+            "an integer of at least",
+        ),
         ({"drhs": Gemm(scales="row", shards=True)}, "drhs.shards", "an integer"),
         ({"drhs": Gemm(**FLOATS, keeps="int8")}, "drhs.keeps", "'floats', 'codes'"),
         ({"drhs": Gemm(keeps="codes")}, "drhs.keeps", "'floats' unless lhs and rhs"),
