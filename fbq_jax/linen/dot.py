@@ -70,7 +70,7 @@ class FallbackDot(RaggedDotGeneral):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        self.config  # noqa: B018 (checks the recipe)
+        _ = self.config  # raises TypeError unless recipe is a Recipe
         check_collection(self.collection)
 
     @property

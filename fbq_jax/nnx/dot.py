@@ -62,7 +62,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         implementation: str | None = None,
     ):
         self.recipe, self.implementation = recipe, implementation
-        self.config  # noqa: B018 (checks both)
+        _ = self.config  # raises TypeError unless recipe is a Recipe
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
         self.use_running_average = False
