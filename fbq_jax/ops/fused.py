@@ -54,7 +54,7 @@ def rms_norm_quantize(
       implementation: as in ``dispatch.choose``.
 
     Returns:
-      What ``kernels.fused_reference.rms_norm_quantize`` returns.
+      The result of ``kernels.fused_reference.rms_norm_quantize``.
     """
     operands, width = (x, norm_scale, theta, seeds), x.shape[2]
     options = {"epsilon": epsilon, "bits": bits, "block": block}
@@ -86,7 +86,7 @@ def silu_gate_quantize(
       implementation: as in ``dispatch.choose``.
 
     Returns:
-      What ``kernels.fused_reference.silu_gate_quantize`` returns.
+      The result of ``kernels.fused_reference.silu_gate_quantize``.
     """
     operands, width = (gate_up, theta, seeds), gate_up.shape[2] // 2
     options = {"bits": bits, "block": block, "criterion": criterion, "colwise": colwise}
@@ -119,7 +119,7 @@ def silu_gate_grad_quantize(
       implementation: as in ``dispatch.choose``.
 
     Returns:
-      What ``kernels.fused_reference.silu_gate_grad_quantize`` returns, for
+      The result of ``kernels.fused_reference.silu_gate_grad_quantize``, for
       ``[B, R, 2 * C]``.
     """
     operands, width = (dy, gate_factor, up_factor, seeds), dy.shape[2]

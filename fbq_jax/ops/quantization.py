@@ -55,7 +55,7 @@ def quantize(
       implementation: as in ``dispatch.choose``.
 
     Returns:
-      What ``kernels.reference.quantize`` returns.
+      The result of ``kernels.reference.quantize``.
     """
     options = {"block": block, "rowwise": rowwise, "colwise": colwise}
     return call(QUANTIZE, (x, seeds), block, options, implementation)
@@ -85,7 +85,7 @@ def quantize_vectors(
       implementation: as in ``dispatch.choose``.
 
     Returns:
-      What ``kernels.reference.quantize_vectors`` returns.
+      The result of ``kernels.reference.quantize_vectors``.
     """
     roundings = {"rowwise": rowwise, "colwise": colwise}
     options = {**roundings, "bound": bound, "per_tensor": per_tensor}
@@ -114,7 +114,7 @@ def quantize_fallback(
       implementation: as in ``dispatch.choose``.
 
     Returns:
-      What ``kernels.reference.quantize_fallback`` returns.
+      The result of ``kernels.reference.quantize_fallback``.
     """
     options = {"block": block, "criterion": criterion, "colwise": colwise}
     return call(QUANTIZE_FALLBACK, (x, theta, seeds), block, options, implementation)

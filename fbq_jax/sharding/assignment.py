@@ -47,12 +47,11 @@ class ShardAssignment(NamedTuple):
 
     def axes_of(self, factors: str) -> MeshAxes:
         """The mesh axes that shard an operand along any of the factors."""
-        assigned = self.mesh_axes, self.intra_block_axes
         return tuple(
             axis
             for factor in factors
-            for axes in assigned
-            for axis in axes.get(factor, ())
+            for assigned in (self.mesh_axes, self.intra_block_axes)
+            for axis in assigned.get(factor, ())
         )
 
     def device_count(self, axes: Iterable[str]) -> int:

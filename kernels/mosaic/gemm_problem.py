@@ -37,7 +37,7 @@ class Problem:
       N: columns of the output, a multiple of ``TILE``.
       K: length of the contraction, a multiple of ``TILE``.
       fallback: whether lhs has a residual.
-      dtype: dtype of the output, of 2 or 4 bytes.
+      dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options.
       num_sms: streaming multiprocessors of the GPU.
     """

@@ -89,8 +89,7 @@ class Scheduler:
 
     def reset_interval(self, tile: Tile) -> jax.Array:
         """Iterations of the main loop after which the running sums are reset."""
-        by_lhs = self.problem.lhs_bounds_sums
-        index = tile.row if by_lhs else tile.column
+        index = tile.row if self.problem.lhs_bounds_sums else tile.column
         return self.operands.reset_intervals[tile.batch, index]
 
 
