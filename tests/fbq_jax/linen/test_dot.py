@@ -164,6 +164,7 @@ def test_scan_over_layers_has_state_and_noise_for_each():
     assert np.unique(stats["layers/mlp/up"].theta).size == 2
     seeds = after["fallback"]["layers"]["mlp"]["up"]["dot_general"]["seed"]
     assert np.unique(seeds).size == 2
+    assert np.all(seeds < 2**24)  # float32 holds them
 
 
 def test_scan_names_the_collection_that_is_not_listed():
