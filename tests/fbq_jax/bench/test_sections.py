@@ -136,10 +136,10 @@ def spoil(monkeypatch):
     def spoil_op(spoilt_op):
         choose = dispatch.choose
 
-        def choose_spoilt(op, sides, *, implementation):
+        def choose_spoilt(op, sides, *, implementation, **options):
             if implementation in (None, "spoilt"):
                 return dispatch.Choice(op, "spoilt", "for the test")
-            return choose(op, sides, implementation=implementation)
+            return choose(op, sides, implementation=implementation, **options)
 
         monkeypatch.setattr(dispatch, "choose", choose_spoilt)
         for name in ("quantize", "quantize_fallback", "block_metric", "matmul"):
