@@ -12,21 +12,29 @@ from examples.llama.config import RECIPES, Config
 from examples.llama.data import batches, load_corpus
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.step import init_state, make_eval, make_optimizer, make_train_step
+from examples.llama.step import (
+    EVAL_BATCHES,
+    cross_entropy,
+    init_state,
+    make_optimizer,
+    make_train_step,
+)
 
 CONFIG = Config(
-    hidden=128, ffn=768, layers=2, heads=2, batch=4, seq=128, steps=200, lr=1e-3
+    hidden=128, ffn=768, layers=1, heads=2, batch=4, seq=128, steps=200, lr=1e-3
 )
+# Other tests compile without optimization, but here the steps take the time.
+OPTIONS = {"xla_backend_optimization_level": 1}
 
 
 class Planted:
     """Plants outliers in the input of the down projection; the product is unchanged.
 
-    One channel of the input is multiplied by 300, and its row of the weight is divided
-    by 300.
+    One channel of the input is multiplied by a factor, and its row of the weight is
+    divided by it.  A factor of 1 plants nothing.
     """
 
-    def __init__(self, dot_general, channel=77, factor=300.0):
+    def __init__(self, dot_general, factor, channel=77):
         self.dot_general = dot_general
         self.scale = jnp.ones((CONFIG.ffn, 1)).at[channel].set(factor)
 
@@ -42,8 +50,10 @@ def corpus():
     return load_corpus(None)
 
 
-def build(recipe, planted):
+def build(recipe, factor=None):
     dot_general = RECIPES[recipe] or jax.lax.dot_general
+    if factor is not None:
+        dot_general = Planted(dot_general, factor)
     sizes = LlamaConfig(
         vocab_size=corpus().vocab_size,
         hidden_size=CONFIG.hidden,
@@ -52,57 +62,61 @@ def build(recipe, planted):
         num_heads=CONFIG.heads,
         num_kv_heads=CONFIG.heads,
     )
-    return Llama(sizes, Planted(dot_general) if planted else dot_general)
+    return Llama(sizes, dot_general)
 
 
 @functools.cache
-def train(recipe, steps):
-    """Returns the losses of a run and its last state."""
-    model = build(recipe, planted=False)
+def train(recipe):
+    """Returns the losses and fallback rates of the steps, and the last parameters."""
+    model = build(recipe)
     optimizer, schedule = make_optimizer(CONFIG)
     state = init_state(model, optimizer, None, seed=0)
     step = make_train_step(model, optimizer, schedule)
     data = batches(corpus(), "train", seq=CONFIG.seq, batch=CONFIG.batch, seed=0)
-    losses = []
+    losses, rates = [], []
     # JAX's attention and Optax rely on promotion.
     with jax.numpy_dtype_promotion("standard"):
-        # Other tests compile without optimization, but here the steps take the time.
-        options = {"xla_backend_optimization_level": 3}
-        step = step.lower(state, data[0][None]).compile(compiler_options=options)
-        for i in range(steps):
+        step = step.lower(state, data[0][None]).compile(compiler_options=OPTIONS)
+        for i in range(CONFIG.steps):
             state, measured = step(state, data[i][None])
             losses.append(float(measured["loss"]))
-    return np.array(losses), state
+            rates.append([layer["rate"] for layer in measured["fallback"].values()])
+    return np.array(losses), np.array(rates), state.params
 
 
-@functools.cache
-def validate(recipe, planted):
-    """Returns the validation loss of the weights that bf16 trained."""
+def validate(recipe):
+    """Returns the validation losses of bf16's weights, without and with outliers."""
+
+    @jax.jit
+    def loss(factor, variables, tokens):
+        logits = build(recipe, factor).apply(variables, tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:])
+
     # Outliers do not change the state, and `train` has compiled this initializer.
-    unplanted = build(recipe, planted=False)
-    state = init_state(unplanted, make_optimizer(CONFIG)[0], None, seed=0)
-    state = dataclasses.replace(state, params=train("bf16", 200)[1].params)
-    model = build(recipe, planted)
+    state = init_state(build(recipe), make_optimizer(CONFIG)[0], None, seed=0)
+    variables = dataclasses.replace(state, params=train("bf16")[2]).variables()
     data = batches(corpus(), "val", seq=CONFIG.seq, batch=CONFIG.batch, seed=0)
-    return make_eval(model, data)(state)
+    factors = jnp.float32(1.0), jnp.float32(300.0)
+    loss = loss.lower(factors[0], variables, data[0]).compile(compiler_options=OPTIONS)
+    return [
+        np.mean([loss(factor, variables, data[i]) for i in range(EVAL_BATCHES)])
+        for factor in factors
+    ]
 
 
 def test_two_hundred_steps_end_where_bf16_ends():
-    bf16, _ = train("bf16", 200)
-    fallback, state = train("fallback", 200)
+    bf16, *_ = train("bf16")
+    fallback, rates, _ = train("fallback")
     assert bf16[-20:].mean() < 0.45 * bf16[0]
     assert fallback[0] == pytest.approx(bf16[0], rel=1e-3)
     assert fallback[-20:].mean() == pytest.approx(bf16[-20:].mean(), rel=0.01)
-    rates = [stats.rate.mean() for stats in state.stats().values()]
-    assert 0.05 < np.mean(rates) < 0.35
+    assert 0.05 < rates[-20:].mean() < 0.35
 
 
 def test_outliers_harm_block_and_not_fallback():
     """The model is trained, so quantization alone changes its loss."""
-    harm = {
-        recipe: validate(recipe, planted=True) - validate(recipe, planted=False)
-        for recipe in ("bf16", "block", "fallback")
-    }
-    assert harm["block"] > 5e-4 * validate("bf16", planted=False)
+    losses = {recipe: validate(recipe) for recipe in ("bf16", "block", "fallback")}
+    harm = {recipe: planted - plain for recipe, (plain, planted) in losses.items()}
+    assert harm["block"] > 5e-4 * losses["bf16"][0]
     assert abs(harm["bf16"]) < 0.1 * harm["block"]
     assert abs(harm["fallback"]) < 0.25 * harm["block"]
