@@ -46,7 +46,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Reports how many tests were skipped for want of a GPU."""
+    """Reports how many tests were skipped for lack of a GPU."""
     reasons = [report.longrepr for report in terminalreporter.getreports("skipped")]
     without = sum(NO_GPU in str(reason) for reason in reasons)
     if without:

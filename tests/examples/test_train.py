@@ -45,6 +45,12 @@ def whole_run(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `whole_run`, whose scope is the module, draws its curves."""
+    monkeypatch.setattr(training.plot, "draw_curves", lambda *_: None)
+
+
 def records_of(run: Path) -> list[dict[str, Any]]:
     """The records of a run, without the speed."""
     records = metrics.read(run / "metrics.jsonl")
@@ -434,7 +440,8 @@ def test_model_flop_utilization_where_the_peak_is_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(flops, "peak", lambda: 1e9)
-    argv = flags(config, f"--out={tmp_path / 'run'}")  # a program of other tests
+    # Other tests have compiled this program.
+    argv = flags(config, f"--out={tmp_path / 'run'}", "--save-every=0")
     assert train.main(argv) == 0
     output = capsys.readouterr()
     per_token = flops.per_token(build(config)[0].config, config.seq)
@@ -503,8 +510,8 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         stop_after(2, patch)
-        assert train.main(flags(config, f"--out={out}")) == 130
-    shutil.rmtree(out / "checkpoints")
+        assert train.main(flags(config, f"--out={out}", "--save-every=0")) == 130
+    assert not (out / "checkpoints").exists()
     assert train.main([f"--out={out}", "--resume"]) == 0
     assert records_of(out) == records_of(whole_run)
 
