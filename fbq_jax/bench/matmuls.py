@@ -123,7 +123,7 @@ def fp8_dot(scaling: ScalingMethod) -> Matmul:
         spec = fp8.Spec(x.dtype, x.dtype, w.dtype)
         return fp8.matmul(spec, x[None], w[None], state)[0]
 
-    state = fp8.start(Fp8Dot().history) if scaling == "delayed" else None
+    state = fp8.start(Fp8Dot().history) if scaling == "delayed" else fp8.Scalings()
     return Matmul(f"fp8_{scaling}", "xla", product, state=state)
 
 
