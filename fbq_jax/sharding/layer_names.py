@@ -80,7 +80,8 @@ def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
 
 
 def clear() -> None:
-    """Forgets all calls and warnings, so that each cause gives a warning again."""
+    """Forgets all layers, calls and warnings, so that each cause warns again."""
+    _known_layers.clear()
     _callers.clear()
     _warned.clear()
 

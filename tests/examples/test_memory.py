@@ -142,6 +142,7 @@ BF16: Variant = ("bf16", None, "none")
 SAVING: Variant = ("fallback", 10, "none")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", [BF16, SAVING])
 def test_the_compiler_counts_the_same_bytes(variant: Variant) -> None:
     saved = measure(variant)

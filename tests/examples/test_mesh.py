@@ -47,6 +47,7 @@ def start_process(index: int, port: int, argv: list[str]) -> subprocess.Popen[st
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("standard_promotion")
 def test_two_processes_with_eight_devices_train_as_one_device(
     text: Path, tmp_path: Path

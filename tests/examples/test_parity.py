@@ -104,6 +104,7 @@ def validate(recipe):
     ]
 
 
+@pytest.mark.exhaustive
 def test_two_hundred_steps_end_where_bf16_ends():
     bf16, *_ = train("bf16")
     fallback, rates, _ = train("fallback")
@@ -113,6 +114,7 @@ def test_two_hundred_steps_end_where_bf16_ends():
     assert 0.05 < rates[-20:].mean() < 0.35
 
 
+@pytest.mark.exhaustive
 def test_outliers_harm_block_and_not_fallback():
     """The model is trained, so quantization alone changes its loss."""
     losses = {recipe: validate(recipe) for recipe in ("bf16", "block", "fallback")}

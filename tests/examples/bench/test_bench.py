@@ -26,6 +26,7 @@ def test_recipes():
     assert list(harness.recipes()) == ["bf16", *matmuls.timed_recipes()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("standard_promotion", "few_recipes")
 def test_block(monkeypatch):
     monkeypatch.setattr(block, "REMATS", (("bf16", "full"),))

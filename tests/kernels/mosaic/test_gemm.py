@@ -118,6 +118,7 @@ def _stand_in_for_max_abs_sum(codes):
     return jnp.ones((codes.shape[0], codes.shape[1] // TILE), jnp.int32)
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("fallback", [False, True])

@@ -38,6 +38,7 @@ def test_special_values(ops, dtype):
     cases.check_special(ops, dtype)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("capability", "dtype", "bits", "block", "criterion"),
     [

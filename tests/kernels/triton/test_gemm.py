@@ -140,6 +140,7 @@ def compiled(shape, blocks, fallback, sm):
     return gemm
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("shape", "blocks"),
     [

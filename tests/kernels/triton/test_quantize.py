@@ -62,6 +62,7 @@ def test_empty_operands(ops, vectors, shape):
 
 
 # The usual block in two types, the smallest, the narrowest and the largest.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("capability", "dtype", "block", "criterion"),
     [
@@ -93,6 +94,7 @@ def test_compiles_without_spills(capability, dtype, block, criterion):
     check_kernels(kernels, capability)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("capability", "dtype", "rowwise", "colwise", "bound"),
     [
