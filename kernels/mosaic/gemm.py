@@ -7,8 +7,10 @@ from jax.experimental.pallas import cdiv
 from fbq_jax.kernels import tuning_table
 from fbq_jax.kernels.mosaic.gemm_kernel import build
 from fbq_jax.kernels.mosaic.gemm_problem import (
+    BLOCK,
     PREFETCH_PAD,
-    TILE,
+    UNROLL,
+    WIDTHS,
     Config,
     Operands,
     Problem,
@@ -16,11 +18,13 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
 from fbq_jax.kernels.mosaic.gemm_promotion import (
     EXACT_RANGE,
     OUTLIER_RATIO,
-    STEPS_PER_ACCUMULATOR,
 )
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.triton.abs_sums import max_abs_sum
+from fbq_jax.kernels.triton.code_norms import max_squared_norms
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
+
+# The work of a tile beside that of its columns, in columns.
+_TILE_OVERHEAD = 20
 
 
 def matmul(
@@ -55,9 +59,17 @@ def matmul(
 
 
 def choose_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
-    """The tuned configuration for ``(M, N, K)``, or a default for most shapes."""
+    """The tuned configuration for ``(M, N, K)``; by default the one with least work."""
     op = "mosaic.matmul.fallback" if fallback else "mosaic.matmul"
-    return Config(**(tuning_table.lookup(op, sizes) or {"group": 8, "cluster": 2}))
+    if tuned := tuning_table.lookup(op, sizes):
+        return Config(**tuned)
+    M, N, _ = sizes
+
+    def work(width: int) -> float:
+        tiles = cdiv(M, BLOCK) * cdiv(N, width)
+        return cdiv(tiles, _num_sms()) * (width + _TILE_OVERHEAD)
+
+    return Config(width=min(WIDTHS, key=work), group=8)
 
 
 def _problem(
@@ -70,9 +82,9 @@ def _problem(
     batch, M, K = lhs.codes.shape
     N = rhs.codes.shape[1]
     config = config or choose_config((M, N, K), fallback=fallback)
-    if cdiv(N, TILE) % config.cluster:
-        config = config._replace(cluster=1)
-    M, N, K = (TILE * cdiv(size, TILE) for size in (M, N, K))
+    M, N, K = (BLOCK * cdiv(size, BLOCK) for size in (M, N, K))
+    if config.width > N:
+        config = config._replace(width=BLOCK)
     return Problem(batch, M, N, K, fallback, jnp.dtype(dtype), config, _num_sms())
 
 
@@ -106,8 +118,7 @@ def _operands(
             outlier_ratio=OUTLIER_RATIO,
         )
     if problem.running_sums:
-        codes = lhs_codes if problem.lhs_bounds_sums else rhs_codes
-        reset_intervals = _reset_intervals(codes)
+        reset_intervals = _reset_intervals(lhs_codes, residual_codes, rhs_codes)
     return Operands(
         lhs_codes,
         residual_codes,
@@ -121,10 +132,23 @@ def _operands(
     )
 
 
-def _reset_intervals(codes: jax.Array) -> jax.Array:
-    """Iterations for which running sums stay exact, whatever the other operand is."""
-    per_iteration = STEPS_PER_ACCUMULATOR * 128 * jnp.maximum(max_abs_sum(codes), 1)
-    return EXACT_RANGE // per_iteration
+def _reset_intervals(
+    lhs: jax.Array, residual: jax.Array | None, rhs: jax.Array
+) -> jax.Array:
+    """Iterations for which running sums stay exact, int32 ``[B, M/128]``.
+
+    By the Cauchy-Schwarz inequality, a product of 128 codes is at most the product of
+    their norms.
+    """
+    lhs_norms = max_squared_norms(lhs)
+    if residual is not None:
+        lhs_norms = jnp.maximum(lhs_norms, max_squared_norms(residual))
+    rhs_norm = jnp.max(max_squared_norms(rhs), axis=1, keepdims=True)
+    squared = lhs_norms.astype(jnp.float32) * rhs_norm.astype(jnp.float32)
+    # The factor covers the rounding of this bound.
+    per_iteration = UNROLL * 1.00001 * jnp.sqrt(squared)
+    intervals = EXACT_RANGE / jnp.maximum(per_iteration, 1.0)
+    return jnp.maximum(jnp.floor(intervals), 1.0).astype(jnp.int32)
 
 
 def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:
@@ -137,5 +161,5 @@ def _scale_per_tile(
 ) -> jax.Array:
     """Repeats the scale of each block for each 128 x 128 tile of codes in it."""
     r, c = block
-    scales = jnp.repeat(jnp.repeat(scales, r // TILE, axis=1), c // TILE, axis=2)
-    return scales[:, : rows // TILE, : columns // TILE]
+    scales = jnp.repeat(jnp.repeat(scales, r // BLOCK, axis=1), c // BLOCK, axis=2)
+    return scales[:, : rows // BLOCK, : columns // BLOCK]

@@ -9,10 +9,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.mosaic.gemm_problem import CONSUMER_ROWS, PREFETCH, TILE, Buffers
-from fbq_jax.kernels.mosaic.gemm_products import Products, Sums
-from fbq_jax.kernels.mosaic.gemm_promotion import RunningSums, SeparateSums, Work
-from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler, Tile
+from fbq_jax.kernels.mosaic.gemm_problem import (
+    BLOCK,
+    CONSUMER_ROWS,
+    PART,
+    PREFETCH,
+    Buffers,
+)
+from fbq_jax.kernels.mosaic.gemm_products import Products
+from fbq_jax.kernels.mosaic.gemm_promotion import (
+    RunningSums,
+    SeparateSums,
+    Sums,
+    Work,
+)
+from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,53 +35,63 @@ class Consumer:
       buffers: shared memory and barriers of the thread block.
       out: the output, a reference to ``[B, M, N]``.
       warpgroup: int32, index of this warpgroup.
-      rows: the rows of a tile that this warpgroup computes.
     """
 
     scheduler: Scheduler
     buffers: Buffers
     out: Any
     warpgroup: jax.Array
-    rows: Any
 
     def run(self) -> None:
         """Computes all tiles of the thread block."""
         for stage in range(self.scheduler.problem.num_stages):
             plgpu.barrier_arrive(self.buffers.empty.at[stage])
+        products = Products(self.buffers, self.warpgroup)
+        products.start_turns()
         start = jnp.int32(0), self._open(jnp.int32(0))
-        lax.fori_loop(0, self.scheduler.num_tiles, self._compute_tile, start)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _open(self, n: jax.Array) -> tuple[Work, list[jax.Array]]:
+        def compute(n: jax.Array, carry: Any) -> Any:
+            return self._compute_tile(products, n, carry)
+
+        lax.fori_loop(0, self.scheduler.num_tiles, compute, start)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        products.end_turns()
+
+    def _open(self, n: jax.Array) -> tuple[Work, list[Scales]]:
         """The ``n``-th tile, and the scales of its first steps."""
         scheduler = self.scheduler
         tile = scheduler.tile(n)
         running = scheduler.problem.running_sums
         reset_interval = scheduler.reset_interval(tile) if running else None
         work = Work(tile, *scheduler.step_counts(tile), reset_interval)
-        return work, [scheduler.scale(tile, step) for step in range(PREFETCH)]
+        return work, [scheduler.scales(tile, step) for step in range(PREFETCH)]
 
-    def _compute_tile(self, n: jax.Array, carry: Any) -> Any:
+    def _compute_tile(self, products: Products, n: jax.Array, carry: Any) -> Any:
         """Computes a tile; ``carry`` is its first stage and the result of ``_open``."""
         stage, (work, scales) = carry
-        scheduler, problem = self.scheduler, self.scheduler.problem
-        products = Products(self.buffers, problem.num_stages, self.rows)
-        zeros = jnp.zeros((CONSUMER_ROWS, TILE), jnp.float32)
-        sums = Sums(stage, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), scales)
-        done = jnp.int32(0)
-        if problem.running_sums:
-            sums, done = RunningSums(scheduler, products).add_all(work, sums)
-        sums = SeparateSums(scheduler, products).add_all(work, done, sums)
+        zeros = jnp.zeros((CONSUMER_ROWS, PART), jnp.float32)
+        parts = [
+            plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            for _ in range(self.scheduler.problem.num_parts)
+        ]
+        sums, done = Sums(stage, parts, scales), jnp.int32(0)
+        if self.scheduler.problem.running_sums:
+            sums, done = RunningSums(self.scheduler, products).add_all(work, sums)
+        sums = SeparateSums(self.scheduler, products).add_all(work, done, sums)
         following = self._open(n + 1)  # The store hides the latency of these loads.
-        self._store(work.tile, sums.values)
+        self._store(work.tile, sums.parts)
         return sums.stage, following
 
-    def _store(self, tile: Tile, values: jax.Array) -> None:
-        """Starts to copy a finished tile, after the previous copy has finished."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def _store(self, tile: Tile, parts: list[jax.Array]) -> None:
+        """Copies a finished tile, each part after the copy before it has been read."""
         staged = self.buffers.out.at[self.warpgroup]
-        staged[...] = values.astype(self.scheduler.problem.dtype)
-        plgpu.commit_smem()
-        first_row = tile.row * TILE + self.warpgroup * CONSUMER_ROWS
-        rows, columns = pl.ds(first_row, CONSUMER_ROWS), pl.ds(tile.column * TILE, TILE)
-        plgpu.copy_smem_to_gmem(staged, self.out.at[tile.batch, rows, columns])
+        first_row = tile.row * BLOCK + self.warpgroup * CONSUMER_ROWS
+        first_column = tile.column * self.scheduler.problem.config.width
+        for n, part in enumerate(parts):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[...] = part.astype(self.scheduler.problem.dtype)
+            plgpu.commit_smem()
+            rows = pl.ds(first_row, CONSUMER_ROWS)
+            columns = pl.ds(first_column + n * PART, PART)
+            # TMA writes nothing beyond the last column.
+            plgpu.copy_smem_to_gmem(staged, self.out.at[tile.batch, rows, columns])

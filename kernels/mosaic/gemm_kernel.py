@@ -1,11 +1,11 @@
 """The kernel of the block-scaled INT8 GEMM: persistent and warp-specialized.
 
-Each thread block computes output tiles of 128 x 128, one after the other, as
-``gemm_scheduler`` assigns them.  The producer warpgroup copies tiles of codes into the
-stages of a pipeline in shared memory, by TMA (``gemm_producer``).  Two consumer
-warpgroups multiply 64 rows each, INT8 to INT32 by WGMMA (``gemm_products``), scale the
-products and add them up in float32 (``gemm_promotion``), and store the tile
-(``gemm_consumer``).
+Each thread block computes output tiles of 128 rows and 128 or 192 columns, one after
+the other, as ``gemm_scheduler`` assigns them.  The producer, one warp, copies tiles of
+codes into the stages of a pipeline in shared memory, by TMA (``gemm_producer``).  Two
+consumer warpgroups multiply 64 rows each, INT8 to INT32 by WGMMA, in turns
+(``gemm_products``), scale the products and add them up in float32
+(``gemm_promotion``), and store the tile (``gemm_consumer``).
 
 A residual adds no branch to the loop: its blocks are additional steps in the list.
 
@@ -24,7 +24,6 @@ from jax import lax
 
 from fbq_jax.kernels.mosaic.gemm_consumer import Consumer
 from fbq_jax.kernels.mosaic.gemm_problem import (
-    CONSUMER_ROWS,
     CONSUMERS,
     Buffers,
     Operands,
@@ -49,23 +48,21 @@ def build(problem: Problem) -> Callable[[Operands], jax.Array]:
         @pl.when(warpgroup == CONSUMERS)
         def _produce() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            Producer(scheduler, buffers).run()
+            producer = Producer(scheduler, buffers)
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(producer.run))
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume() -> None:
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            rows = pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
-            Consumer(scheduler, buffers, out, warpgroup, rows).run()
+            Consumer(scheduler, buffers, out, warpgroup).run()
 
     shape = problem.batch, problem.M, problem.N
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(shape, problem.dtype),
         scratch_types=[buffer_types(problem)],
-        grid=(problem.num_clusters,),
-        grid_names=("cluster",),
-        cluster=(problem.config.cluster,),
-        cluster_names=("block",),
+        grid=(problem.num_sms,),
+        grid_names=("thread_block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
     )

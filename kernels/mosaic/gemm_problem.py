@@ -3,28 +3,33 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-TILE = 128  # rows and columns of an output tile, and elements of K in a step
+BLOCK = 128  # rows, columns and elements of K that share a scale
 CONSUMERS = 2  # warpgroups that multiply; each computes half the rows of a tile
-CONSUMER_ROWS = TILE // CONSUMERS
-UNROLL = 4  # steps in the body of the main loop
-PREFETCH = UNROLL + 2  # steps whose scales are loaded before they are needed
+CONSUMER_ROWS = BLOCK // CONSUMERS
+PART = 64  # columns of a tile that lie in one block, and that are stored together
+WIDTHS = (128, 192)  # columns of a tile
+UNROLL = 2  # steps in the body of the main loop
+PREFETCH = UNROLL + 1  # steps whose scales are loaded before they are needed
 PREFETCH_PAD = PREFETCH  # entries after the last step, loaded but not used
+# Shared memory of a thread block, less what barriers and alignment take.
+_SHARED_BYTES = 226 * 1024
+_MAX_STAGES = 6
 
 
 class Config(NamedTuple):
     """Tuning options.  They change the speed of the kernel, not its result.
 
     Attributes:
+      width: columns of an output tile, 128 or 192.
       group: neighbouring tiles along N that run together, for reuse in the L2 cache.
-      cluster: thread blocks in a cluster, 1 or 2.  They are neighbours along N and
-        share the tiles of lhs.  If the number of tiles along N is odd, 1 is used.
     """
 
+    width: int
     group: int
-    cluster: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +38,9 @@ class Problem:
 
     Attributes:
       batch: number of matrices.
-      M: rows of the output, a multiple of ``TILE``.
-      N: columns of the output, a multiple of ``TILE``.
-      K: length of the contraction, a multiple of ``TILE``.
+      M: rows of the output, a multiple of ``BLOCK``.
+      N: columns of the output, a multiple of ``BLOCK``.
+      K: length of the contraction, a multiple of ``BLOCK``.
       fallback: whether lhs has a residual.
       dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options.
@@ -53,36 +58,30 @@ class Problem:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles along M, and clusters of tiles along N."""
-        return self.M // TILE, self.N // TILE // self.config.cluster
+        """Tiles along M and along N; the last tile of a row may extend beyond N."""
+        return self.M // BLOCK, pl.cdiv(self.N, self.config.width)
 
     @property
-    def cluster_tiles(self) -> int:
-        """Clusters of tiles in the output."""
+    def num_tiles(self) -> int:
+        """Tiles in the output."""
         return self.batch * self.grid[0] * self.grid[1]
 
     @property
-    def num_clusters(self) -> int:
-        """Clusters of thread blocks that run concurrently."""
-        return self.num_sms // self.config.cluster
+    def num_parts(self) -> int:
+        """Parts of a tile along N."""
+        return self.config.width // PART
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages: as many as fit into shared memory beside the output tile."""
-        return 6 if self.dtype.itemsize == 2 else 5
+        """Pipeline stages: as many as fit into shared memory beside the output."""
+        out = CONSUMERS * CONSUMER_ROWS * PART * self.dtype.itemsize
+        stage = (BLOCK + self.config.width) * BLOCK
+        return min((_SHARED_BYTES - out) // stage, _MAX_STAGES)
 
     @property
     def running_sums(self) -> bool:
         """Whether accumulators sum several steps, which 16-bit outputs allow."""
         return self.dtype.itemsize == 2
-
-    @property
-    def lhs_bounds_sums(self) -> bool:
-        """Whether reset intervals come from the codes of lhs; otherwise from rhs.
-
-        The smaller operand is cheaper to scan, but lhs must have only one term.
-        """
-        return self.M < self.N and not self.fallback
 
 
 class Operands(NamedTuple):
@@ -101,9 +100,8 @@ class Operands(NamedTuple):
         None without residual.
       rhs: int8 ``[B, N, K]``, codes.
       rhs_scales: float32 ``[B, N/128, K/128]``, padded to ``S`` without residual.
-      reset_intervals: int32 ``[B, M/128]`` if ``Problem.lhs_bounds_sums``, or else
-        ``[B, N/128]``: iterations of the main loop after which the running sums are
-        reset.  None for an output of 4 bytes.
+      reset_intervals: int32 ``[B, M/128]``: iterations of the main loop after which the
+        running sums are reset.  None for an output of 4 bytes.
     """
 
     lhs: Any
@@ -122,10 +120,11 @@ class Buffers(NamedTuple):
 
     Attributes:
       lhs: int8 ``[stages, 128, 128]``, tiles of lhs or of its residual.
-      rhs: int8 ``[stages, 128, 128]``, tiles of rhs.
-      out: ``[CONSUMERS, 64, 128]``, the output tile.
+      rhs: int8 ``[stages, width, 128]``, tiles of rhs.
+      out: ``[CONSUMERS, 64, PART]``, a part of each consumer's output.
       full: barriers, one per stage: both tiles have arrived.
       empty: barriers, one per stage: all consumers have read both tiles.
+      turns: barriers, one per consumer: it may issue its next product.
     """
 
     lhs: Any
@@ -133,23 +132,25 @@ class Buffers(NamedTuple):
     out: Any
     full: Any
     empty: Any
+    turns: Any
 
 
 def buffer_types(problem: Problem) -> Buffers:
     """The shared memory and barriers to allocate."""
     stages, dtype = problem.num_stages, problem.dtype
-    codes = plgpu.SMEM((stages, TILE, TILE), jnp.int8, transforms=_swizzle(1))
-    out = plgpu.SMEM(
-        (CONSUMERS, CONSUMER_ROWS, TILE), dtype, transforms=_swizzle(dtype.itemsize)
+
+    def codes(rows: int) -> Any:
+        return plgpu.SMEM((stages, rows, BLOCK), jnp.int8, transforms=_swizzle(1))
+
+    out_shape = CONSUMERS, CONSUMER_ROWS, PART
+    return Buffers(
+        lhs=codes(BLOCK),
+        rhs=codes(problem.config.width),
+        out=plgpu.SMEM(out_shape, dtype, transforms=_swizzle(dtype.itemsize)),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        turns=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
     )
-    full = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-    arrivals: Any = {"num_arrivals": CONSUMERS, "num_barriers": stages}
-    empty = (
-        plgpu.ClusterBarrier(collective_axes=("block",), **arrivals)
-        if problem.config.cluster > 1
-        else plgpu.Barrier(**arrivals)
-    )
-    return Buffers(codes, codes, out, full, empty)
 
 
 def _swizzle(itemsize: int) -> tuple[Any, ...]:

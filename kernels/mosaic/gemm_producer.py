@@ -10,13 +10,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.mosaic.gemm_problem import TILE, Buffers
+from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, Buffers
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler, Tile, next_stage
 
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """The warpgroup that issues the TMA copies of a thread block.
+    """The warp that issues the TMA copies of a thread block.
 
     Attributes:
       scheduler: assigns the tiles and steps to copy.
@@ -39,39 +39,28 @@ class Producer:
         return lax.fori_loop(0, steps, functools.partial(self._copy_step, tile), stage)
 
     def _copy_step(self, tile: Tile, step: jax.Array, stage: jax.Array) -> jax.Array:
-        code = self.scheduler.step_code(tile, step)
-        k = pl.ds(lax.div(code, jnp.int32(2)) * TILE, TILE)
-        plgpu.barrier_wait(self.buffers.empty.at[stage])
-        plgpu.copy_gmem_to_smem(
-            self.scheduler.operands.rhs.at[tile.batch, _rows(tile.column), k],
-            self.buffers.rhs.at[stage],
-            self.buffers.full.at[stage],
-        )
-        self._copy_lhs(code, (tile.batch, _rows(tile.row), k), stage)
-        return next_stage(stage, self.scheduler.problem.num_stages)
-
-    def _copy_lhs(self, code: jax.Array, index: Any, stage: jax.Array) -> None:
-        """Copies a tile of lhs or of its residual to all blocks of the cluster."""
         problem, refs = self.scheduler.problem, self.scheduler.operands
-        multicast: Any = (
-            {"collective_axes": "block"} if problem.config.cluster > 1 else {}
-        )
+        code = self.scheduler.step_code(tile, step)
+        k = pl.ds(lax.div(code, jnp.int32(2)) * BLOCK, BLOCK)
+        plgpu.barrier_wait(self.buffers.empty.at[stage])
 
-        def copy(term: Any) -> None:
+        def copy(term: Any, first_row: jax.Array, buffer: Any) -> None:
+            rows = pl.ds(first_row, buffer.shape[1])
             plgpu.copy_gmem_to_smem(
-                term.at[index],
-                self.buffers.lhs.at[stage],
+                term.at[tile.batch, rows, k],
+                buffer.at[stage],
                 self.buffers.full.at[stage],
-                **multicast,
             )
 
+        # TMA reads zeros beyond the last row of rhs.
+        copy(refs.rhs, tile.column * problem.config.width, self.buffers.rhs)
+        copy_lhs = functools.partial(
+            copy, first_row=tile.row * BLOCK, buffer=self.buffers.lhs
+        )
         if problem.fallback:
-            is_residual = lax.rem(code, jnp.int32(2)) == 1
-            pl.when(is_residual)(lambda: copy(refs.residual))
-            pl.when(~is_residual)(lambda: copy(refs.lhs))
+            is_residual = lax.rem(code, jnp.int32(2))
+            pl.when(is_residual == 1)(lambda: copy_lhs(refs.residual))
+            pl.when(is_residual == 0)(lambda: copy_lhs(refs.lhs))
         else:
-            copy(refs.lhs)
-
-
-def _rows(tile_index: jax.Array) -> Any:
-    return pl.ds(tile_index * TILE, TILE)
+            copy_lhs(refs.lhs)
+        return next_stage(stage, problem.num_stages)

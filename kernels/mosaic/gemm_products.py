@@ -1,93 +1,61 @@
-"""INT8 products of a few steps on the tensor cores, added to float32 sums."""
+"""INT8 products of steps on the tensor cores, by two warpgroups in turns."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 
-from fbq_jax.kernels.mosaic.gemm_problem import CONSUMER_ROWS, TILE, Buffers
-from fbq_jax.kernels.mosaic.gemm_scheduler import next_stage
-
-ACCUMULATOR = plgpu.ACC((CONSUMER_ROWS, TILE), jnp.int32)
-
-
-class Sums(NamedTuple):
-    """The state that a consumer carries between the steps of a tile.
-
-    Attributes:
-      stage: int32, the pipeline stage of the next step.
-      values: float32 ``[64, 128]``, the sums so far.
-      scales: float32 scalars, the scales of the next ``PREFETCH`` steps.
-    """
-
-    stage: jax.Array
-    values: jax.Array
-    scales: list[jax.Array]
+from fbq_jax.kernels.mosaic.gemm_problem import CONSUMER_ROWS, CONSUMERS, Buffers
 
 
 @dataclasses.dataclass(frozen=True)
 class Products:
     """Multiplies the steps that the producer has copied, with WGMMA.
 
+    The consumers issue their products in turns.  So one of them promotes its product
+    while the tensor cores compute the product of the other.
+
     Attributes:
       buffers: shared memory and barriers of the thread block.
-      num_stages: stages of the pipeline.
-      rows: the rows of a tile that this warpgroup multiplies.
+      warpgroup: int32, index of this consumer.
     """
 
     buffers: Buffers
-    num_stages: int
-    rows: Any
+    warpgroup: jax.Array
 
-    def add(
-        self,
-        accumulators: Sequence[Any],
-        sums: Sums,
-        weights: Sequence[jax.Array],
-        to_float: Callable[[jax.Array], jax.Array],
-        load_scales: Callable[[], list[jax.Array]],
-    ) -> Sums:
-        """Adds one step per weight: its product times the weight.
+    def start_turns(self) -> None:
+        """Gives the first turn to consumer 0."""
+        pl.when(self.warpgroup == 1)(self._end_turn)
 
-        While one accumulator is promoted, the product of the other is in flight.
+    def end_turns(self) -> None:
+        """Takes the last turn, which nobody uses."""
+        pl.when(self.warpgroup == 0)(self._await_turn)
 
-        Args:
-          accumulators: two int32 accumulators that alternate, or one for one step.
-          sums: the sums to add to.
-          weights: float32 scalars, one per step.
-          to_float: converts the values of an accumulator to float32.
-          load_scales: loads the scales of later steps.  It is called where products
-            hide its latency.
+    def issue(self, accumulator: Any, stage: jax.Array) -> None:
+        """Adds the product of a stage's codes to an accumulator, once they arrived.
 
-        Returns:
-          The new sums, with the loaded scales.
+        The product is in flight until the accumulator is read.
         """
-        stages = [sums.stage]
-        for _ in weights:
-            stages.append(next_stage(stages[-1], self.num_stages))
-        values = sums.values
-        self._issue(accumulators[0], stages[0])
-        for n, weight in enumerate(weights):
-            in_flight = int(n + 1 < len(weights))
-            if in_flight:
-                self._issue(accumulators[(n + 1) % 2], stages[n + 1])
-            if n == 0:
-                scales = load_scales()
-            product = plgpu.wgmma_accumulator_load(
-                accumulators[n % 2], wait_n=in_flight
-            )
-            plgpu.barrier_arrive(self.buffers.empty.at[stages[n]])
-            values += to_float(product) * weight
-        return Sums(stages[-1], values, scales)
-
-    def _issue(self, accumulator: Any, stage: jax.Array) -> None:
-        """Starts the product of the codes in a stage, once they have arrived."""
+        rows = pl.ds(self.warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
         plgpu.barrier_wait(self.buffers.full.at[stage])
+        self._await_turn()
         plgpu.wgmma(
             accumulator,
-            self.buffers.lhs.at[stage, self.rows],
+            self.buffers.lhs.at[stage, rows],
             self.buffers.rhs.at[stage].transpose((1, 0)),
         )
+        self._end_turn()
+
+    def read(self, accumulator: Any, stage: jax.Array) -> jax.Array:
+        """Waits for the product of a stage; returns the accumulator's int32 values."""
+        values = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
+        plgpu.barrier_arrive(self.buffers.empty.at[stage])
+        return values
+
+    def _await_turn(self) -> None:
+        plgpu.barrier_wait(self.buffers.turns.at[self.warpgroup])
+
+    def _end_turn(self) -> None:
+        plgpu.barrier_arrive(self.buffers.turns.at[CONSUMERS - 1 - self.warpgroup])

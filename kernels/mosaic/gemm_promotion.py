@@ -7,13 +7,15 @@ are two ways to promote.
 
 ``RunningSums`` needs one FMA per element and step:
 
-- It does not reset an accumulator after a step.  Two accumulators alternate, so the
-  running sum is ``P_t = P_{t-2} + X_t``, and the sum of ``s_t * (P_t - P_{t-2})``
-  equals the sum of ``(s_t - s_{t+2}) * P_t``.
-- It needs no conversion.  An accumulator starts at the bits of the float ``MAGIC``.
+- It does not reset the accumulator after a step.  The running sum is
+  ``P_t = P_{t-1} + X_t``, and the sum of ``s_t * (P_t - P_{t-1})`` equals the sum of
+  ``(s_t - s_{t+1}) * P_t``.
+- It needs no conversion.  The accumulator starts at the bits of the float ``MAGIC``.
   While ``|P| <= 2**22``, its bits are those of the float ``MAGIC + P``.  After
-  ``reset_interval`` iterations, before ``P`` can leave this range, the accumulators are
+  ``reset_interval`` iterations, before ``P`` can leave this range, the accumulator is
   reset and the contribution of ``MAGIC`` is subtracted.
+
+A reset waits for all products in flight, so it costs most of a step.
 
 The rounding error of the sums is about half of the largest ``s_t``.  This is less than
 the rounding of the output to 16 bits, with two exceptions.  In a float32 output the
@@ -21,12 +23,12 @@ error would be visible.  And an outlier step, whose scale is ``OUTLIER_RATIO`` t
 usual scale of its row of tiles, would hide small values of the rows that share its
 block.
 
-``SeparateSums`` handles these exceptions: it starts each accumulator at 0 and converts
-each product.
+``SeparateSums`` handles these exceptions: it starts the accumulator of each product at
+0 and converts the product.
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,14 +37,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.mosaic.gemm_problem import CONSUMER_ROWS, PREFETCH, TILE, UNROLL
-from fbq_jax.kernels.mosaic.gemm_products import ACCUMULATOR, Products, Sums
-from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler, Tile
+from fbq_jax.kernels.mosaic.gemm_problem import (
+    CONSUMER_ROWS,
+    PART,
+    PREFETCH,
+    UNROLL,
+    Problem,
+)
+from fbq_jax.kernels.mosaic.gemm_products import Products
+from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile, next_stage
 
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
 EXACT_RANGE = 2**22  # largest |P| that the bits of MAGIC + P represent exactly
-STEPS_PER_ACCUMULATOR = UNROLL // 2  # in one iteration of the main loop
 OUTLIER_RATIO = 16.0
 
 
@@ -63,12 +70,60 @@ class Work(NamedTuple):
     reset_interval: jax.Array | None
 
 
+class Sums(NamedTuple):
+    """The state that a consumer carries between the steps of a tile.
+
+    Attributes:
+      stage: int32, the pipeline stage of the next step.
+      parts: float32 ``[64, PART]`` each, the sums so far.
+      scales: the scales of the next ``PREFETCH`` steps.
+    """
+
+    stage: jax.Array
+    parts: list[jax.Array]
+    scales: list[Scales]
+
+
 @dataclasses.dataclass(frozen=True)
-class RunningSums:
-    """Adds steps in accumulators that run over many steps."""
+class _Promotion:
+    """What both ways to promote have in common."""
 
     scheduler: Scheduler
     products: Products
+
+    def add_step(
+        self,
+        accumulator: Any,
+        tile: Tile,
+        sums: Sums,
+        weights: Scales,
+        to_float: Callable[[jax.Array], jax.Array],
+        load_scales: Callable[[], list[Scales]] = list,
+    ) -> Sums:
+        """Multiplies one step, and adds the accumulator times the weights.
+
+        ``load_scales`` loads the scales of later steps, while the product is in flight.
+        """
+        self.products.issue(accumulator, sums.stage)
+        loaded = load_scales()
+        values = self.products.read(accumulator, sums.stage)
+        parts = [
+            part + to_float(values[:, n * PART : (n + 1) * PART]) * weight
+            for n, (part, weight) in enumerate(
+                zip(sums.parts, self.scheduler.per_part(tile, weights), strict=True)
+            )
+        ]
+        stage = next_stage(sums.stage, self.scheduler.problem.num_stages)
+        return Sums(stage, parts, [*sums.scales, *loaded])
+
+    def load_scales(self, tile: Tile, step: jax.Array, count: int) -> list[Scales]:
+        """Loads the scales of ``count`` steps, starting at ``step + PREFETCH``."""
+        later = step + PREFETCH
+        return [self.scheduler.scales(tile, later + n) for n in range(count)]
+
+
+class RunningSums(_Promotion):
+    """Adds steps in an accumulator that runs over many steps."""
 
     def add_all(self, work: Work, sums: Sums) -> tuple[Sums, jax.Array]:
         """Adds the regular steps, in full iterations of ``UNROLL`` steps.
@@ -92,87 +147,77 @@ class RunningSums:
     def _add_interval(
         self, tile: Tile, first_step: jax.Array, count: jax.Array, sums: Sums
     ) -> Sums:
-        """Resets the accumulators, then adds ``count`` iterations of steps."""
+        """Resets the accumulator, then adds ``count`` iterations of steps."""
 
-        def add(*accumulators: Any) -> Sums:
-            for accumulator in accumulators:
-                reset(accumulator)
-            body = functools.partial(
-                self._add_iteration, accumulators, tile, first_step, count
-            )
-            return lax.fori_loop(0, count, body, sums)
+        def add(accumulator: Any) -> Sums:
+            def add_iteration(n: jax.Array, sums: Sums) -> Sums:
+                step, is_last = first_step + n * UNROLL, n + 1 == count
+                return self._add_iteration(accumulator, tile, step, is_last, sums)
 
-        scale_0, scale_1, *_ = sums.scales
-        stage, values, scales = pl.run_scoped(add, ACCUMULATOR, ACCUMULATOR)
-        # The weights of an accumulator's steps sum to the scale of its first step.
-        return Sums(stage, values - MAGIC * scale_0 - MAGIC * scale_1, scales)
+            reset(accumulator)
+            return lax.fori_loop(0, count, add_iteration, sums)
+
+        # The weights of an interval's steps sum to the scale of its first step.
+        first = self.scheduler.per_part(tile, sums.scales[0])
+        sums = pl.run_scoped(add, _accumulator(self.scheduler.problem))
+        parts = zip(sums.parts, first, strict=True)
+        return sums._replace(parts=[part - MAGIC * scale for part, scale in parts])
 
     def _add_iteration(
         self,
-        accumulators: Any,
+        accumulator: Any,
         tile: Tile,
-        first_step: jax.Array,
-        count: jax.Array,
-        n: jax.Array,
+        step: jax.Array,
+        is_last: jax.Array,
         sums: Sums,
     ) -> Sums:
         """Adds ``UNROLL`` steps, weighted by differences of scales."""
-        step, is_last = first_step + n * UNROLL, n + 1 == count
         kept = sums.scales[UNROLL:]
-        following = [
-            *sums.scales[2:UNROLL],
-            *(jnp.where(is_last, 0.0, scale) for scale in kept),
-        ]
+        end = [Scales(*(jnp.where(is_last, 0.0, s) for s in kept[0]))]
+        following = [*sums.scales[1:UNROLL], *end]
         pairs = zip(sums.scales[:UNROLL], following, strict=True)
-        weights = [scale - next_scale for scale, next_scale in pairs]
-        load = functools.partial(load_scales, self.scheduler, tile, step, UNROLL)
-        sums = self.products.add(accumulators, sums, weights, biased_float, load)
-        return sums._replace(scales=[*kept, *sums.scales])
+        load = lambda: self.load_scales(tile, step, UNROLL)  # noqa: E731
+        sums = sums._replace(scales=kept)
+        for n, (scales, after) in enumerate(pairs):
+            weights = Scales(scales.first - after.first, scales.last - after.last)
+            sums = self.add_step(
+                accumulator, tile, sums, weights, biased_float, list if n else load
+            )
+        return sums
 
 
-@dataclasses.dataclass(frozen=True)
-class SeparateSums:
+class SeparateSums(_Promotion):
     """Adds steps in accumulators that start at 0."""
 
-    scheduler: Scheduler
-    products: Products
-
     def add_all(self, work: Work, first_step: jax.Array, sums: Sums) -> Sums:
-        """Adds all steps from ``first_step`` on, two at a time."""
-        tile, remaining = work.tile, work.steps - first_step
+        """Adds all steps from ``first_step`` on, one at a time."""
 
-        def add_pair(n: jax.Array, sums: Sums) -> Sums:
-            return self._add(2, tile, first_step + 2 * n, sums)
+        def add(step: jax.Array, sums: Sums) -> Sums:
+            scales, *kept = sums.scales
+            load = lambda: self.load_scales(work.tile, step, 1)  # noqa: E731
 
-        pairs = lax.div(remaining, jnp.int32(2))
-        sums = lax.fori_loop(0, pairs, add_pair, sums)
-        add_last = functools.partial(self._add, 1, tile, work.steps - 1)
-        is_odd = lax.rem(remaining, jnp.int32(2)) == 1
-        return lax.cond(is_odd, add_last, lambda sums: sums, sums)
+            def add_product(accumulator: Any) -> Sums:
+                return self.add_step(
+                    accumulator,
+                    work.tile,
+                    sums._replace(scales=kept),
+                    scales,
+                    _convert,
+                    load,
+                )
 
-    def _add(self, count: int, tile: Tile, step: jax.Array, sums: Sums) -> Sums:
-        """Adds one or two steps."""
-        weights, kept = sums.scales[:count], sums.scales[count:]
-        load = functools.partial(load_scales, self.scheduler, tile, step, count)
+            return pl.run_scoped(add_product, _accumulator(self.scheduler.problem))
 
-        def add(*accumulators: Any) -> Sums:
-            return self.products.add(accumulators, sums, weights, _convert, load)
-
-        sums = pl.run_scoped(add, *[ACCUMULATOR] * count)
-        return sums._replace(scales=[*kept, *sums.scales])
+        return lax.fori_loop(first_step, work.steps, add, sums)
 
 
-def load_scales(
-    scheduler: Scheduler, tile: Tile, step: jax.Array, count: int
-) -> list[jax.Array]:
-    """Loads the scales of ``count`` steps, starting at ``step + PREFETCH``."""
-    later = step + PREFETCH
-    return [scheduler.scale(tile, later + n) for n in range(count)]
+def _accumulator(problem: Problem) -> Any:
+    return plgpu.ACC((CONSUMER_ROWS, problem.config.width), jnp.int32)
 
 
 def reset(accumulator: Any) -> None:
     """Starts an accumulator of running sums."""
-    start = jnp.full((CONSUMER_ROWS, TILE), MAGIC_BITS, jnp.int32)
+    start = jnp.full(accumulator.shape, MAGIC_BITS, jnp.int32)
     accumulator[...] = plgpu.layout_cast(start, plgpu.Layout.WGMMA)
 
 

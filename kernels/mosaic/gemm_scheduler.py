@@ -4,11 +4,10 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.mosaic.gemm_problem import TILE, Operands, Problem
+from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, PART, Operands, Problem
 
 
 class Tile(NamedTuple):
@@ -17,6 +16,18 @@ class Tile(NamedTuple):
     batch: jax.Array
     row: jax.Array
     column: jax.Array
+
+
+class Scales(NamedTuple):
+    """The scales of one step in a tile: products of both operands' scales.
+
+    Attributes:
+      first: float32 ``[]``, of the tile's first block of columns.
+      last: float32 ``[]``, of its last block of columns.
+    """
+
+    first: jax.Array
+    last: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,45 +39,53 @@ class Scheduler:
     Attributes:
       problem: the GEMM.
       operands: references to the operands.
-      cluster: int32, index of this thread block's cluster.
-      rank: int32, index of this thread block in its cluster.
+      thread_block: int32, index of this thread block.
       num_tiles: int32, number of tiles that this thread block computes.
     """
 
     problem: Problem
     operands: Operands
-    cluster: jax.Array
-    rank: jax.Array
+    thread_block: jax.Array
     num_tiles: jax.Array
 
     @classmethod
     def for_this_block(cls, problem: Problem, operands: Operands) -> "Scheduler":
         """The scheduler of the thread block that runs it."""
-        cluster, rank = lax.axis_index("cluster"), lax.axis_index("block")
-        clusters = problem.num_clusters
-        num_tiles = lax.div(
-            problem.cluster_tiles - cluster + clusters - 1, jnp.int32(clusters)
-        )
-        return cls(problem, operands, cluster, rank, num_tiles)
+        index, blocks = lax.axis_index("thread_block"), jnp.int32(problem.num_sms)
+        num_tiles = lax.div(problem.num_tiles - index + blocks - 1, blocks)
+        return cls(problem, operands, index, num_tiles)
 
     def tile(self, n: jax.Array) -> Tile:
         """The ``n``-th tile of this thread block; an arbitrary tile after the last."""
         problem = self.problem
-        group, cluster = problem.config
-        tile_rows, tile_columns = problem.grid
-        per_matrix = jnp.int32(tile_rows * tile_columns)
-        index = jnp.minimum(
-            self.cluster + n * problem.num_clusters, problem.cluster_tiles - 1
-        )
-        row, column = plgpu.planar_snake(
-            lax.rem(index, per_matrix), (tile_rows, tile_columns), 1, group
-        )
-        return Tile(lax.div(index, per_matrix), row, column * cluster + self.rank)
+        index = self.thread_block + n * problem.num_sms
+        index = jnp.minimum(index, problem.num_tiles - 1)
+        tiles_per_matrix = jnp.int32(problem.grid[0] * problem.grid[1])
+        row, column = self._locate(lax.rem(index, tiles_per_matrix))
+        return Tile(lax.div(index, tiles_per_matrix), row, column)
+
+    def _locate(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The row and column of a tile of a matrix.
+
+        Tiles are visited in groups of columns, down one group and up the next, so that
+        tiles that run at the same time share rows of both operands in the L2 cache.
+        (The warp of the producer supports few primitives, among them not those of
+        ``plgpu.planar_snake`` in all versions of JAX.)
+        """
+        tile_rows, tile_columns = self.problem.grid
+        group = lax.div(index, jnp.int32(tile_rows * self.problem.config.group))
+        first_column = group * self.problem.config.group
+        width = jnp.minimum(self.problem.config.group, tile_columns - first_column)
+        index = index - first_column * tile_rows
+        row, column = lax.div(index, width), lax.rem(index, width)
+        column = jnp.where(lax.rem(row, jnp.int32(2)) == 1, width - 1 - column, column)
+        row = jnp.where(lax.rem(group, jnp.int32(2)) == 1, tile_rows - 1 - row, row)
+        return row, first_column + column
 
     def step_counts(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
         """The number of steps before the outlier steps, and of all steps."""
         if not self.problem.fallback:
-            steps = jnp.int32(self.problem.K // TILE)
+            steps = jnp.int32(self.problem.K // BLOCK)
             return steps, steps
         refs = self.operands
         regular = refs.regular_counts[tile.batch, tile.row]
@@ -78,19 +97,34 @@ class Scheduler:
             return 2 * step
         return self.operands.order[tile.batch, tile.row, step]
 
-    def scale(self, tile: Tile, step: int | jax.Array) -> jax.Array:
-        """The product of both operands' scales; arbitrary after the last step."""
-        refs = self.operands
+    def scales(self, tile: Tile, step: int | jax.Array) -> Scales:
+        """The scales of a step; arbitrary after the last step."""
+        refs, width = self.operands, self.problem.config.width
         k = step
         if self.problem.fallback:
             k = lax.div(refs.order[tile.batch, tile.row, step], jnp.int32(2))
-        lhs_scale = refs.lhs_scales[tile.batch, tile.row, step]
-        return lhs_scale * refs.rhs_scales[tile.batch, tile.column, k]
+        lhs = refs.lhs_scales[tile.batch, tile.row, step]
+        if width == BLOCK:
+            scale = lhs * refs.rhs_scales[tile.batch, tile.column, k]
+            return Scales(scale, scale)
+        first = lax.div(tile.column * (width // PART), jnp.int32(BLOCK // PART))
+        last = jnp.minimum(first + 1, self.problem.N // BLOCK - 1)
+        scales = refs.rhs_scales
+        return Scales(
+            lhs * scales[tile.batch, first, k], lhs * scales[tile.batch, last, k]
+        )
+
+    def per_part(self, tile: Tile, scales: Scales) -> list[jax.Array]:
+        """The scale of each part of a tile: a tile of 192 columns has 1.5 blocks."""
+        if self.problem.config.width == BLOCK:
+            return [scales.first, scales.first]
+        starts_in_block = lax.rem(tile.column, jnp.int32(2)) == 1
+        middle = jnp.where(starts_in_block, scales.last, scales.first)
+        return [scales.first, middle, scales.last]
 
     def reset_interval(self, tile: Tile) -> jax.Array:
         """Iterations of the main loop after which the running sums are reset."""
-        index = tile.row if self.problem.lhs_bounds_sums else tile.column
-        return self.operands.reset_intervals[tile.batch, index]
+        return self.operands.reset_intervals[tile.batch, tile.row]
 
 
 def next_stage(stage: jax.Array, num_stages: int) -> jax.Array:

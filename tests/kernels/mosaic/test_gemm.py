@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from fbq_jax.kernels.mosaic import gemm, gemm_promotion
-from fbq_jax.kernels.mosaic.gemm_problem import TILE, Config
+from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, WIDTHS, Config
 from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
 from tests.kernels import gemm_cases, mosaic_tools, triton_tools
@@ -18,20 +18,20 @@ from tests.kernels.gemm_cases import CASES, Case
 
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper may have
 SUPPORTED = [
-    name for name, case in CASES.items() if all(s % TILE == 0 for s in case.blocks)
+    name for name, case in CASES.items() if all(s % BLOCK == 0 for s in case.blocks)
 ]
 # Two matrices, several tiles per thread block, and steps with and without residual.
-MANY_TILES = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
+MANY_BLOCKS = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     """Returns the interpreted ``matmul`` for a given configuration."""
     schedule = triton_tools.interpreted("gemm_schedule")
-    abs_sums = triton_tools.interpreted("abs_sums")
+    code_norms = triton_tools.interpreted("code_norms")
     monkeypatch.setattr(gemm, "_num_sms", lambda: mosaic_tools.NUM_SMS)
     monkeypatch.setattr(gemm, "list_steps", schedule.list_steps)
-    monkeypatch.setattr(gemm, "max_abs_sum", abs_sums.max_abs_sum)
+    monkeypatch.setattr(gemm, "max_squared_norms", code_norms.max_squared_norms)
     # The interpreter's accumulators start at 0, whatever is stored in them.
     monkeypatch.setattr(gemm_promotion, "reset", lambda _: None)
     monkeypatch.setattr(gemm_promotion, "biased_float", _biased_float)
@@ -55,9 +55,9 @@ def test_matches_float64(interpreted, name):
 
 
 @mosaic_tools.needs_interpreter
-@pytest.mark.parametrize("config", [Config(1, 1), Config(8, 1), Config(2, 2)])
+@pytest.mark.parametrize("config", [Config(128, 1), Config(192, 1), Config(192, 8)])
 def test_every_configuration_matches_float64(interpreted, config):
-    gemm_cases.check_against_float64(interpreted(config), MANY_TILES)
+    gemm_cases.check_against_float64(interpreted(config), MANY_BLOCKS)
 
 
 @mosaic_tools.needs_interpreter
@@ -114,21 +114,21 @@ def _stand_in_for_list_steps(scales, residual_scales, *, padding, outlier_ratio)
     return order, order.astype(jnp.float32), count, count
 
 
-def _stand_in_for_max_abs_sum(codes):
-    return jnp.ones((codes.shape[0], codes.shape[1] // TILE), jnp.int32)
+def _stand_in_for_norms(codes):
+    return jnp.ones((codes.shape[0], codes.shape[1] // BLOCK), jnp.int32)
 
 
 @pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_compiles_to_wgmma_without_spills(monkeypatch, cluster, fallback, dtype):
+@pytest.mark.parametrize("width", WIDTHS)
+def test_compiles_to_wgmma_without_spills(monkeypatch, width, fallback, dtype):
     monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
     monkeypatch.setattr(gemm, "list_steps", _stand_in_for_list_steps)
-    monkeypatch.setattr(gemm, "max_abs_sum", _stand_in_for_max_abs_sum)
+    monkeypatch.setattr(gemm, "max_squared_norms", _stand_in_for_norms)
     matmul = functools.partial(
-        gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(8, cluster)
+        gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(width, 8)
     )
     operand = Quantized(
         jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8),
@@ -141,4 +141,3 @@ def test_compiles_to_wgmma_without_spills(monkeypatch, cluster, fallback, dtype)
     assert kernel.shared <= SHARED
     # ptxas warns (C7510, for example) when products wait for each other.
     assert "serializ" not in kernel.log.lower()
-    assert (".multicast::cluster" in kernel.ptx) == (cluster == 2)

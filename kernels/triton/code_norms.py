@@ -1,4 +1,4 @@
-"""A bound on the partial sums of a GEMM, given one of its INT8 operands."""
+"""Norms of INT8 codes, which bound the partial sums of a GEMM."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from fbq_jax.kernels.triton.launch import launch
 BLOCK = 128
 
 
-def max_abs_sum(codes: jax.Array) -> jax.Array:
-    """The largest sum of absolute values over the 128 codes of a product.
+def max_squared_norms(codes: jax.Array) -> jax.Array:
+    """The largest squared norm of 128 codes along K in each row block.
 
-        out[b, i] = max over n in row block i and over k of
-                    sum |codes[b, n, 128 k : 128 (k + 1)]|
+        out[b, i] = max over rows r of block i, and over k, of
+                    sum of codes[b, r, 128 k : 128 (k + 1)] ** 2
 
     Args:
       codes: int8 ``[B, N, K]``, N and K multiples of 128.
@@ -24,23 +24,23 @@ def max_abs_sum(codes: jax.Array) -> jax.Array:
     """
     batch, rows, depth = codes.shape
     row_blocks, k_blocks = rows // BLOCK, depth // BLOCK
-    (sums,) = launch(
-        _max_abs_sum,
+    (norms,) = launch(
+        _max_squared_norm,
         codes,
         k_blocks,
         outputs=[jax.ShapeDtypeStruct((batch, row_blocks, k_blocks), jnp.int32)],
         grid=(batch * row_blocks * k_blocks,),
         BLOCK=BLOCK,
     )
-    return jnp.max(sums, axis=2)
+    return jnp.max(norms, axis=2)
 
 
 @triton.jit
-def _max_abs_sum(codes, k_blocks, sums, BLOCK: tl.constexpr):
-    """One program computes the largest row sum of one block."""
+def _max_squared_norm(codes, k_blocks, norms, BLOCK: tl.constexpr):
+    """One program computes the largest squared norm of one block."""
     program = tl.program_id(0)
     i, k = program // k_blocks, program % k_blocks
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     codes += (i.to(tl.int64) * BLOCK * k_blocks + k) * BLOCK
     block = tl.load(codes + row * (k_blocks * BLOCK) + column).to(tl.int32)
-    tl.store(sums + program, tl.max(tl.sum(tl.abs(block), axis=1)))
+    tl.store(norms + program, tl.max(tl.sum(block * block, axis=1)))
