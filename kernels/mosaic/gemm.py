@@ -8,15 +8,14 @@ from fbq_jax.kernels import tuning_table
 from fbq_jax.kernels.mosaic.gemm_kernel import build
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
+    NORM_CHUNK,
     PREFETCH_PAD,
-    UNROLL,
     WIDTHS,
     Config,
     Operands,
     Problem,
 )
 from fbq_jax.kernels.mosaic.gemm_promotion import (
-    EXACT_RANGE,
     OUTLIER_RATIO,
 )
 from fbq_jax.kernels.reference import Quantized
@@ -24,7 +23,7 @@ from fbq_jax.kernels.triton.code_norms import max_squared_norms
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
 
 # The work of a tile beside that of its columns, in columns.
-_TILE_OVERHEAD = 20
+_TILE_OVERHEAD = 64
 
 
 def matmul(
@@ -104,12 +103,9 @@ def _operands(
     lhs_codes, rhs_codes = _pad(lhs.codes, M, K), _pad(rhs.codes, N, K)
     lhs_scales = _scale_per_tile(lhs.scales, (m, k), M, K)
     rhs_scales = _scale_per_tile(rhs.scales, (n, k), N, K)
-    residual_codes = order = counts = regular_counts = reset_intervals = None
-    if residual is None:
-        padding = ((0, 0), (0, 0), (0, PREFETCH_PAD))
-        lhs_scales = jnp.pad(lhs_scales, padding)
-        rhs_scales = jnp.pad(rhs_scales, padding)
-    else:
+    residual_codes = order = counts = regular_counts = None
+    lhs_norms = residual_norms = rhs_norms = None
+    if residual is not None:
         residual_codes = _pad(residual.codes, M, K)
         order, lhs_scales, counts, regular_counts = list_steps(
             lhs_scales,
@@ -118,7 +114,8 @@ def _operands(
             outlier_ratio=OUTLIER_RATIO,
         )
     if problem.running_sums:
-        reset_intervals = _reset_intervals(lhs_codes, residual_codes, rhs_codes)
+        lhs_norms, rhs_norms = _norms(lhs_codes), _norms(rhs_codes)
+        residual_norms = None if residual_codes is None else _norms(residual_codes)
     return Operands(
         lhs_codes,
         residual_codes,
@@ -128,27 +125,15 @@ def _operands(
         regular_counts,
         rhs_codes,
         rhs_scales,
-        reset_intervals,
+        lhs_norms,
+        residual_norms,
+        rhs_norms,
     )
 
 
-def _reset_intervals(
-    lhs: jax.Array, residual: jax.Array | None, rhs: jax.Array
-) -> jax.Array:
-    """Iterations for which running sums stay exact, int32 ``[B, M/128]``.
-
-    By the Cauchy-Schwarz inequality, a product of 128 codes is at most the product of
-    their norms.
-    """
-    lhs_norms = max_squared_norms(lhs)
-    if residual is not None:
-        lhs_norms = jnp.maximum(lhs_norms, max_squared_norms(residual))
-    rhs_norm = jnp.max(max_squared_norms(rhs), axis=1, keepdims=True)
-    squared = lhs_norms.astype(jnp.float32) * rhs_norm.astype(jnp.float32)
-    # The factor covers the rounding of this bound.
-    per_iteration = UNROLL * 1.00001 * jnp.sqrt(squared)
-    intervals = EXACT_RANGE / jnp.maximum(per_iteration, 1.0)
-    return jnp.maximum(jnp.floor(intervals), 1.0).astype(jnp.int32)
+def _norms(codes: jax.Array) -> jax.Array:
+    norms = max_squared_norms(codes).reshape(-1)
+    return jnp.pad(norms, (0, -norms.size % NORM_CHUNK))
 
 
 def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:

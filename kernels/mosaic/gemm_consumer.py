@@ -1,6 +1,7 @@
 """The consumer: multiplies the codes that the producer copies, and stores tiles."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from fbq_jax.kernels.mosaic.gemm_promotion import (
     SeparateSums,
     Sums,
     Work,
+    reset_interval,
 )
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile
 
@@ -46,14 +48,18 @@ class Consumer:
         """Computes all tiles of the thread block."""
         for stage in range(self.scheduler.problem.num_stages):
             plgpu.barrier_arrive(self.buffers.empty.at[stage])
-        products = Products(self.buffers, self.warpgroup)
+        scheduler, products = self.scheduler, Products(self.buffers, self.warpgroup)
+        running_sums = None
+        if scheduler.problem.running_sums:
+            interval = reset_interval(
+                scheduler.operands, self.buffers.norms.at[self.warpgroup]
+            )
+            running_sums = RunningSums(scheduler, products, interval)
+        promotion = running_sums, SeparateSums(scheduler, products)
         products.start_turns()
         start = jnp.int32(0), self._open(jnp.int32(0))
-
-        def compute(n: jax.Array, carry: Any) -> Any:
-            return self._compute_tile(products, n, carry)
-
-        lax.fori_loop(0, self.scheduler.num_tiles, compute, start)
+        compute = functools.partial(self._compute_tile, *promotion)
+        lax.fori_loop(0, scheduler.num_tiles, compute, start)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         products.end_turns()
 
@@ -61,12 +67,16 @@ class Consumer:
         """The ``n``-th tile, and the scales of its first steps."""
         scheduler = self.scheduler
         tile = scheduler.tile(n)
-        running = scheduler.problem.running_sums
-        reset_interval = scheduler.reset_interval(tile) if running else None
-        work = Work(tile, *scheduler.step_counts(tile), reset_interval)
+        work = Work(tile, *scheduler.step_counts(tile))
         return work, [scheduler.scales(tile, step) for step in range(PREFETCH)]
 
-    def _compute_tile(self, products: Products, n: jax.Array, carry: Any) -> Any:
+    def _compute_tile(
+        self,
+        running_sums: RunningSums | None,
+        separate_sums: SeparateSums,
+        n: jax.Array,
+        carry: Any,
+    ) -> Any:
         """Computes a tile; ``carry`` is its first stage and the result of ``_open``."""
         stage, (work, scales) = carry
         zeros = jnp.zeros((CONSUMER_ROWS, PART), jnp.float32)
@@ -75,9 +85,9 @@ class Consumer:
             for _ in range(self.scheduler.problem.num_parts)
         ]
         sums, done = Sums(stage, parts, scales), jnp.int32(0)
-        if self.scheduler.problem.running_sums:
-            sums, done = RunningSums(self.scheduler, products).add_all(work, sums)
-        sums = SeparateSums(self.scheduler, products).add_all(work, done, sums)
+        if running_sums is not None:
+            sums, done = running_sums.add_all(work, sums)
+        sums = separate_sums.add_all(work, done, sums)
         following = self._open(n + 1)  # The store hides the latency of these loads.
         self._store(work.tile, sums.parts)
         return sums.stage, following

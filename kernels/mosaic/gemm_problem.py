@@ -15,6 +15,7 @@ WIDTHS = (128, 192)  # columns of a tile
 UNROLL = 2  # steps in the body of the main loop
 PREFETCH = UNROLL + 1  # steps whose scales are loaded before they are needed
 PREFETCH_PAD = PREFETCH  # entries after the last step, loaded but not used
+NORM_CHUNK = 128  # norms that a warpgroup loads at once
 # Shared memory of a thread block, less what barriers and alignment take.
 _SHARED_BYTES = 226 * 1024
 _MAX_STAGES = 6
@@ -88,7 +89,7 @@ class Operands(NamedTuple):
     """The operands of the kernel: arrays outside it, references to them inside.
 
     ``S`` is the length of the step lists: ``2 K/128 + PREFETCH_PAD`` with a residual,
-    and ``K/128 + PREFETCH_PAD`` without.
+    and ``K/128`` without.
 
     Attributes:
       lhs: int8 ``[B, M, K]``, codes.
@@ -99,9 +100,12 @@ class Operands(NamedTuple):
       regular_counts: int32 ``[B, M/128]``, number of steps before the outlier steps, or
         None without residual.
       rhs: int8 ``[B, N, K]``, codes.
-      rhs_scales: float32 ``[B, N/128, K/128]``, padded to ``S`` without residual.
-      reset_intervals: int32 ``[B, M/128]``: iterations of the main loop after which the
-        running sums are reset.  None for an output of 4 bytes.
+      rhs_scales: float32 ``[B, N/128, K/128]``.
+      lhs_norms: int32 ``[n]``, the largest squared norm of codes of each block of lhs
+        (``reference.Quantized``), padded to a multiple of ``NORM_CHUNK``.  None for an
+        output of 4 bytes.
+      residual_norms: the same for the residual, or None.
+      rhs_norms: the same for rhs.
     """
 
     lhs: Any
@@ -112,7 +116,9 @@ class Operands(NamedTuple):
     regular_counts: Any
     rhs: Any
     rhs_scales: Any
-    reset_intervals: Any
+    lhs_norms: Any
+    residual_norms: Any
+    rhs_norms: Any
 
 
 class Buffers(NamedTuple):
@@ -125,6 +131,8 @@ class Buffers(NamedTuple):
       full: barriers, one per stage: both tiles have arrived.
       empty: barriers, one per stage: all consumers have read both tiles.
       turns: barriers, one per consumer: it may issue its next product.
+      norms: int32 ``[CONSUMERS, NORM_CHUNK]``, where each consumer looks for the
+        largest norm of an operand.
     """
 
     lhs: Any
@@ -133,6 +141,7 @@ class Buffers(NamedTuple):
     full: Any
     empty: Any
     turns: Any
+    norms: Any
 
 
 def buffer_types(problem: Problem) -> Buffers:
@@ -150,6 +159,7 @@ def buffer_types(problem: Problem) -> Buffers:
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         turns=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
+        norms=plgpu.SMEM((CONSUMERS, NORM_CHUNK), jnp.int32),
     )
 
 

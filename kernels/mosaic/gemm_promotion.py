@@ -39,9 +39,11 @@ from jax import lax
 
 from fbq_jax.kernels.mosaic.gemm_problem import (
     CONSUMER_ROWS,
+    NORM_CHUNK,
     PART,
     PREFETCH,
     UNROLL,
+    Operands,
     Problem,
 )
 from fbq_jax.kernels.mosaic.gemm_products import Products
@@ -60,14 +62,11 @@ class Work(NamedTuple):
       tile: the tile.
       regular_steps: number of steps before the outlier steps.
       steps: number of all steps.
-      reset_interval: iterations of the main loop after which running sums are reset;
-        None for an output of 4 bytes.
     """
 
     tile: Tile
     regular_steps: jax.Array
     steps: jax.Array
-    reset_interval: jax.Array | None
 
 
 class Sums(NamedTuple):
@@ -122,8 +121,16 @@ class _Promotion:
         return [self.scheduler.scales(tile, later + n) for n in range(count)]
 
 
+@dataclasses.dataclass(frozen=True)
 class RunningSums(_Promotion):
-    """Adds steps in an accumulator that runs over many steps."""
+    """Adds steps in an accumulator that runs over many steps.
+
+    Attributes:
+      reset_interval: int32, iterations of the main loop after which the accumulator is
+        reset.
+    """
+
+    reset_interval: jax.Array
 
     def add_all(self, work: Work, sums: Sums) -> tuple[Sums, jax.Array]:
         """Adds the regular steps, in full iterations of ``UNROLL`` steps.
@@ -131,8 +138,7 @@ class RunningSums(_Promotion):
         Returns:
           The new sums, and the number of steps they include.
         """
-        interval = work.reset_interval
-        assert interval is not None
+        interval = self.reset_interval
         iterations = lax.div(work.regular_steps, jnp.int32(UNROLL))
 
         def add_interval(n: jax.Array, sums: Sums) -> Sums:
@@ -186,6 +192,7 @@ class RunningSums(_Promotion):
         return sums
 
 
+@dataclasses.dataclass(frozen=True)
 class SeparateSums(_Promotion):
     """Adds steps in accumulators that start at 0."""
 
@@ -209,6 +216,49 @@ class SeparateSums(_Promotion):
             return pl.run_scoped(add_product, _accumulator(self.scheduler.problem))
 
         return lax.fori_loop(first_step, work.steps, add, sums)
+
+
+def reset_interval(operands: Operands, shared: Any) -> jax.Array:
+    """Iterations of the main loop for which running sums stay in ``EXACT_RANGE``.
+
+    By the Cauchy-Schwarz inequality, a product of 128 codes is at most the product of
+    their norms.  The largest norms of both operands bound every product.
+
+    Args:
+      operands: give the norms.
+      shared: int32 ``[NORM_CHUNK]``, shared memory of this warpgroup.
+    """
+    lhs = _elementwise_max(operands.lhs_norms)
+    if operands.residual_norms is not None:
+        lhs = jnp.maximum(lhs, _elementwise_max(operands.residual_norms))
+    squared_bound = _largest(lhs, shared).astype(jnp.float32)
+    rhs = _elementwise_max(operands.rhs_norms)
+    squared_bound *= _largest(rhs, shared).astype(jnp.float32)
+    # The factor covers the rounding of this bound.
+    steps = 0.9999 * EXACT_RANGE * lax.rsqrt(jnp.maximum(squared_bound, 1.0))
+    return (steps * (1 / UNROLL)).astype(jnp.int32)
+
+
+def _elementwise_max(norms: Any) -> jax.Array:
+    """The elementwise maximum of the chunks of a reference to norms."""
+
+    def take(n: jax.Array, largest: jax.Array) -> jax.Array:
+        chunk = norms[pl.ds(n * NORM_CHUNK, NORM_CHUNK)]
+        return jnp.maximum(largest, chunk)
+
+    chunks = norms.shape[0] // NORM_CHUNK
+    return lax.fori_loop(1, chunks, take, norms[pl.ds(0, NORM_CHUNK)])
+
+
+def _largest(values: jax.Array, shared: Any) -> jax.Array:
+    """The largest of the values that the threads of a warpgroup hold."""
+    shared[...] = values
+    plgpu.commit_smem()
+    largest = lax.fori_loop(
+        0, NORM_CHUNK, lambda n, x: jnp.maximum(x, shared[n]), jnp.int32(0), unroll=16
+    )
+    plgpu.commit_smem()  # All threads have read before the next values are stored.
+    return largest
 
 
 def _accumulator(problem: Problem) -> Any:

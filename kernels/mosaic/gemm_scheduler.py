@@ -100,9 +100,10 @@ class Scheduler:
     def scales(self, tile: Tile, step: int | jax.Array) -> Scales:
         """The scales of a step; arbitrary after the last step."""
         refs, width = self.operands, self.problem.config.width
-        k = step
         if self.problem.fallback:
             k = lax.div(refs.order[tile.batch, tile.row, step], jnp.int32(2))
+        else:
+            k = step = jnp.minimum(step, self.problem.K // BLOCK - 1)
         lhs = refs.lhs_scales[tile.batch, tile.row, step]
         if width == BLOCK:
             scale = lhs * refs.rhs_scales[tile.batch, tile.column, k]
@@ -121,10 +122,6 @@ class Scheduler:
         starts_in_block = lax.rem(tile.column, jnp.int32(2)) == 1
         middle = jnp.where(starts_in_block, scales.last, scales.first)
         return [scales.first, middle, scales.last]
-
-    def reset_interval(self, tile: Tile) -> jax.Array:
-        """Iterations of the main loop after which the running sums are reset."""
-        return self.operands.reset_intervals[tile.batch, tile.row]
 
 
 def next_stage(stage: jax.Array, num_stages: int) -> jax.Array:

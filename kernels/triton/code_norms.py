@@ -11,16 +11,16 @@ BLOCK = 128
 
 
 def max_squared_norms(codes: jax.Array) -> jax.Array:
-    """The largest squared norm of 128 codes along K in each row block.
+    """The largest squared norm of a row of codes in each block of 128 x 128.
 
-        out[b, i] = max over rows r of block i, and over k, of
-                    sum of codes[b, r, 128 k : 128 (k + 1)] ** 2
+        out[b, i, k] = max over rows r of block i of
+                       sum of codes[b, r, 128 k : 128 (k + 1)] ** 2
 
     Args:
       codes: int8 ``[B, N, K]``, N and K multiples of 128.
 
     Returns:
-      int32 ``[B, N/128]``.
+      int32 ``[B, N/128, K/128]``.
     """
     batch, rows, depth = codes.shape
     row_blocks, k_blocks = rows // BLOCK, depth // BLOCK
@@ -32,7 +32,7 @@ def max_squared_norms(codes: jax.Array) -> jax.Array:
         grid=(batch * row_blocks * k_blocks,),
         BLOCK=BLOCK,
     )
-    return jnp.max(norms, axis=2)
+    return norms
 
 
 @triton.jit

@@ -115,7 +115,8 @@ def _stand_in_for_list_steps(scales, residual_scales, *, padding, outlier_ratio)
 
 
 def _stand_in_for_norms(codes):
-    return jnp.ones((codes.shape[0], codes.shape[1] // BLOCK), jnp.int32)
+    batch, rows, depth = codes.shape
+    return jnp.ones((batch, rows // BLOCK, depth // BLOCK), jnp.int32)
 
 
 @pytest.mark.exhaustive
