@@ -27,6 +27,7 @@ each product.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,14 +118,8 @@ class RunningSums:
         sums: Sums,
     ) -> Sums:
         """Adds ``UNROLL`` steps, weighted by differences of scales."""
-        step, is_last = first_step + n * UNROLL, n + 1 == count
-        kept = sums.scales[UNROLL:]
-        following = [
-            *sums.scales[2:UNROLL],
-            *(jnp.where(is_last, 0.0, scale) for scale in kept),
-        ]
-        pairs = zip(sums.scales[:UNROLL], following, strict=True)
-        weights = [scale - next_scale for scale, next_scale in pairs]
+        step, kept = first_step + n * UNROLL, sums.scales[UNROLL:]
+        weights = running_weights(sums.scales, n + 1 == count)
         load = functools.partial(load_scales, self.scheduler, tile, step, UNROLL)
         sums = self.products.add(accumulators, sums, weights, biased_float, load)
         return sums._replace(scales=[*kept, *sums.scales])
@@ -160,6 +155,20 @@ class SeparateSums:
 
         sums = pl.run_scoped(add, *[ACCUMULATOR] * count)
         return sums._replace(scales=[*kept, *sums.scales])
+
+
+def running_weights(scales: Sequence[jax.Array], is_last: jax.Array) -> list[jax.Array]:
+    """The weights ``s_t - s_{t+2}`` of the running sums in an iteration.
+
+    Args:
+      scales: float32 scalars, the scales of the iteration's ``UNROLL`` steps and of the
+        two steps after them.
+      is_last: bool, whether the accumulators are reset after the iteration.  Then the
+        last two steps have no next one.
+    """
+    now, after = scales[:UNROLL], scales[UNROLL:]
+    following = [*now[2:], *(jnp.where(is_last, 0.0, scale) for scale in after)]
+    return [s - next_s for s, next_s in zip(now, following, strict=True)]
 
 
 def load_scales(

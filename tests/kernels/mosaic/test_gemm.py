@@ -6,11 +6,12 @@ import re
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from fbq_jax.kernels.mosaic import gemm, gemm_promotion
-from fbq_jax.kernels.mosaic.gemm_problem import TILE, Config
+from fbq_jax.kernels.mosaic.gemm_problem import PREFETCH, TILE, UNROLL, Config
 from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
 from tests.kernels import gemm_cases, mosaic_tools, triton_tools
@@ -46,6 +47,25 @@ def interpreted(monkeypatch):
 def _biased_float(running_sum):
     bits = running_sum + gemm_promotion.MAGIC_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def test_weighted_running_sums_are_the_sum_of_the_steps():
+    """Two accumulators run over three iterations and are reset once, after two."""
+    rng = np.random.default_rng(0)
+    products = rng.integers(-1000, 1000, 3 * UNROLL)
+    scales = rng.integers(1, 100, 3 * UNROLL + 2).astype(np.float32)
+    total = 0.0
+    for iteration in range(3):
+        if iteration in (0, 2):
+            accumulators = [0, 0]
+        first = iteration * UNROLL
+        weights = gemm_promotion.running_weights(
+            scales[first : first + PREFETCH], iteration in (1, 2)
+        )
+        for n, weight in enumerate(weights):
+            accumulators[n % 2] += products[first + n]
+            total += float(weight) * accumulators[n % 2]
+    assert total == scales[: 3 * UNROLL] @ products
 
 
 @mosaic_tools.needs_interpreter
