@@ -55,7 +55,8 @@ class FallbackDot(RaggedDotGeneral):
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
-      ValueError: the collection is ``"params"``; or, in a call, the layer has no state.
+      ValueError: the collection is ``"params"``, or no implementation has this name;
+        or, in a call, the layer has no state.
 
     >>> layer = nn.Dense(2, dot_general=FallbackDot())
     >>> x = jnp.ones((4, 8))
@@ -70,7 +71,7 @@ class FallbackDot(RaggedDotGeneral):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.config  # raises TypeError unless recipe is a Recipe
+        _ = self.config  # checks the recipe and the implementation
         check_collection(self.collection)
 
     @property

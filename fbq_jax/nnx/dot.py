@@ -47,6 +47,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
+      ValueError: no implementation has this name.
 
     >>> layer = nnx.Linear(8, 2, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
     >>> y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((4, 8)))
@@ -62,7 +63,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         implementation: str | None = None,
     ):
         self.recipe, self.implementation = recipe, implementation
-        _ = self.config  # raises TypeError unless recipe is a Recipe
+        _ = self.config  # checks the recipe and the implementation
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
         self.use_running_average = False

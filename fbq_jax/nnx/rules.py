@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from flax import nnx
 
 from fbq_jax.nnx.dot import Layer, layer_op
+from fbq_jax.ops import dispatch
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
@@ -39,9 +40,9 @@ def apply_rules(
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
-      ValueError: a pattern is not a regular expression; or a matched layer is a stack
-        made by ``nnx.vmap``.  Each layer of a stack needs its own state: apply rules
-        where ``nnx.vmap`` makes one layer.
+      ValueError: a pattern is not a regular expression, or no implementation has this
+        name; or a matched layer is a stack made by ``nnx.vmap``.  Each layer of a stack
+        needs its own state: apply rules where ``nnx.vmap`` makes one layer.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
@@ -53,6 +54,7 @@ def apply_rules(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
+    dispatch.check_name(implementation)
     found: dict[str, str | None] = {}
     matched: list[tuple[Layer, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):
