@@ -20,10 +20,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import ops
-from fbq_jax.bench import measure
+from fbq_jax.bench import gemm, measure
 from fbq_jax.kernels import tuning_table
-from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 
 # (M, N, K): square GEMMs, and those of the MLP of a Llama block, where the number of
@@ -38,7 +36,6 @@ SIZES = (
     (14336, 4096, 8192),
 )
 FALLBACK_RATE = 0.2
-_BLOCK_SHAPE = (128, 128, 128)
 _MAX_ERROR = 5e-3  # relative; the output is rounded to bfloat16
 
 
@@ -68,14 +65,9 @@ def tune(
     effort: measure.Effort,
 ) -> tuple[dict[str, int], float]:
     """The fastest candidate for ``(M, N, K)``, and its time in milliseconds."""
-    operands = _operands(sizes, fallback=fallback)
-    reference = functools.partial(
-        ops.matmul,
-        block_shape=_BLOCK_SHAPE,
-        dtype=jnp.float32,
-        implementation="reference",
-    )
-    expected = jax.jit(reference)(*operands)
+    rate = FALLBACK_RATE if fallback else 0.0
+    operands = gemm.operands(sizes, rate, implementation)
+    expected = gemm.jitted_matmul(jnp.float32, "reference")(*operands)
     times = {}
     for options in candidates(implementation):
         matmul = jax.jit(_matmul(implementation, options))
@@ -91,26 +83,8 @@ def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.A
     module = importlib.import_module(f"fbq_jax.kernels.{implementation}.gemm")
     config = module.Config(**options)
     return functools.partial(
-        module.matmul, block_shape=_BLOCK_SHAPE, dtype=jnp.bfloat16, config=config
+        module.matmul, block_shape=gemm.BLOCK_SHAPE, dtype=jnp.bfloat16, config=config
     )
-
-
-def _operands(
-    sizes: tuple[int, int, int], *, fallback: bool
-) -> tuple[Quantized, Quantized | None, Quantized]:
-    """Returns lhs, its residual and rhs: Gaussian codes, residuals used at random."""
-    M, N, K = sizes
-    keys = jax.random.split(jax.random.key(0), 4)
-
-    def quantized(key: jax.Array, rows: int) -> Quantized:
-        codes = 30 * jax.random.normal(key, (1, rows, K))
-        codes = jnp.clip(jnp.round(codes), -127, 127).astype(jnp.int8)
-        return Quantized(codes, jnp.full((1, -(-rows // 128), -(-K // 128)), 1e-2))
-
-    residual = quantized(keys[1], M)
-    is_used = jax.random.uniform(keys[3], residual.scales.shape) < FALLBACK_RATE
-    residual = residual._replace(scales=jnp.where(is_used, residual.scales, 0.0))
-    return quantized(keys[0], M), residual if fallback else None, quantized(keys[2], N)
 
 
 _Entries = dict[str, dict[str, dict[str, int]]]
@@ -154,7 +128,7 @@ def _available(implementations: Sequence[str]) -> Iterator[str]:
     """The implementations that run on this device; prints why others do not."""
     for implementation in implementations:
         try:
-            dispatch.choose("matmul", _BLOCK_SHAPE, implementation=implementation)
+            dispatch.choose("matmul", gemm.BLOCK_SHAPE, implementation=implementation)
         except ValueError as error:
             print(f"left out: {error}")
         else:

@@ -1,6 +1,6 @@
 """Quantization by the bytes it has to move, against a copy on the same device."""
 
-import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fbq_jax import ops
 from fbq_jax.bench import data, measure
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row, row
+from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.kernels.reference import FallbackQuantized
 from fbq_jax.ops import dispatch
 
@@ -70,36 +70,29 @@ def rows(
       WrongResultError: if codes, scales or metrics differ from the reference.
     """
     choice = dispatch.choose("quantize", _BLOCK, implementation=implementation)
-    copy = _copy(copy_shape, effort)
-    yield copy
-    for shape in shapes:
-        for case in _cases(shape, rates, choice.implementation):
-            yield _measure(case, shape, choice.implementation, copy, effort)
+    measured = (
+        _measure(case, choice, effort)
+        for shape in shapes
+        for case in _cases(shape, rates, choice.implementation)
+    )
+    yield from with_ratios(itertools.chain([_copy(copy_shape, effort)], measured))
 
 
-def _measure(
-    case: _Case, shape: tuple[int, ...], implementation: str, copy: Row, effort: Effort
-) -> Row:
-    run = _jitted(case.op, implementation=implementation, **case.options)
-    reference = _jitted(case.op, implementation="reference", **case.options)
+def _measure(case: _Case, choice: dispatch.Choice, effort: Effort) -> Row:
+    shape = case.args[0].shape[1:]
+    run = measure.jitted(case.op, implementation=choice.implementation, **case.options)
+    reference = measure.jitted(case.op, implementation="reference", **case.options)
     error = _differing(run(*case.args), reference(*case.args))
-    measure.require(error, 0.0, f"{case.what} of {shape} by {implementation}")
+    measure.require(error, 0.0, f"{case.what} of {shape} by {choice.backend}")
     return row(
         measure.timing(run, *case.args, effort=effort),
         case.moved_bytes,
-        copy,
         what=case.what,
-        implementation=implementation,
+        implementation=choice.backend,
         shape=shape,
         fallback=case.fallback,
         errors={"differ": error},
     )
-
-
-@functools.cache
-def _jitted(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A jitted op, which cases with the same options share."""
-    return jax.jit(functools.partial(op, **options))
 
 
 def _cases(

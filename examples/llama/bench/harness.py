@@ -37,8 +37,8 @@ def dot_general(recipe: Recipe | None, implementation: str | None) -> tuple[str,
     """The backend and the ``dot_general`` of a recipe; None is bf16 by XLA."""
     if recipe is None:
         return "xla", None
-    chosen = matmuls.forward_implementation(recipe, implementation)
-    return chosen, FallbackDot(recipe, implementation=implementation)
+    backend = matmuls.forward_choice(recipe, implementation).backend
+    return backend, FallbackDot(recipe, implementation=implementation)
 
 
 def config(
@@ -104,12 +104,11 @@ class Trained(NamedTuple):
     compile_s: float
     peak_bytes: int
 
-    def row(self, baseline: Row | None, **labels: Any) -> Row:
+    def row(self, **labels: Any) -> Row:
         """The row of these results."""
         return results.row(
             self.timing,
             self.work,
-            baseline,
             implementation=self.implementation,
             fallback=self.fallback,
             compile_s=self.compile_s,
@@ -154,7 +153,7 @@ def train(
         draw = np.random.default_rng(0).integers
         tokens = distribute(draw(0, VOCABULARY, size, np.int32))
         state, step = trainer(llama, product)
-        compiled, compile_s, state = measure.first_step(step, state, tokens)
+        compiled, compile_s, (state, _) = measure.first_call(step, state, tokens)
         for _ in range(steps):
             state, metrics = compiled(state, tokens)
         fallback = mean_rate({"fallback": state.fallback})
