@@ -104,10 +104,10 @@ def _read(file: Path) -> _Entries:
         raise ValueError(f"{file} is not a table of configurations") from error
 
 
-def _write(file: Path, old: _Entries, new: _Entries) -> None:
-    """Writes the old and the new entries to a table, atomically."""
-    merged = {op: {**old.get(op, {}), **new.get(op, {})} for op in sorted({*old, *new})}
-    content = {"device": jax.devices()[0].device_kind, "entries": merged}
+def _write(file: Path, entries: _Entries) -> None:
+    """Writes the entries of a table, atomically."""
+    device = jax.devices()[0].device_kind
+    content = {"device": device, "entries": dict(sorted(entries.items()))}
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not os.access(out.parent if out.parent.exists() else out.parent.parent, os.W_OK):
         parser.error(f"cannot write {out}: name another file with --out")
     try:
-        old = _read(out)
+        entries = _read(out)
     except ValueError as error:
         parser.error(str(error))
     names = [options.implementation] if options.implementation else ["mosaic", "triton"]
@@ -161,15 +161,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not implementations:
         print("fbq_jax.tune: no kernel to tune runs here", file=sys.stderr)
         return 2
-    new: _Entries = {}
     for implementation, sizes, fallback in itertools.product(
         implementations, options.sizes, (False, True)
     ):
         best, ms = tune(implementation, sizes, fallback=fallback, effort=measure.QUICK)
         op = f"{implementation}.matmul" + (".fallback" if fallback else "")
         print(f"{op} {'x'.join(map(str, sizes))}: {best}, {ms:.3f} ms", flush=True)
-        new.setdefault(op, {})[tuning_table.bucket(sizes)] = best
-        _write(out, old, new)
+        entries.setdefault(op, {})[tuning_table.bucket(sizes)] = best
+        _write(out, entries)
     print(f"wrote {out}")
     return 0
 

@@ -95,7 +95,7 @@ def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operan
     return lhs, Quantized(residual.codes, scales), rhs
 
 
-def jitted_matmul(dtype: jax.typing.DTypeLike, implementation: str) -> Any:
+def jitted_matmul(dtype: Any, implementation: str) -> Any:
     """The jitted ``ops.matmul`` of such operands, with an output dtype."""
     return measure.jitted(
         ops.matmul,

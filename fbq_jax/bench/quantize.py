@@ -1,7 +1,6 @@
 """Quantization by the bytes it has to move, against a copy on the same device."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ RATES = (0.0, 0.2)
 COPY_SHAPE = (16384, 16384)
 _SIDE = 128
 _BLOCK = (_SIDE, _SIDE)
-_FLOAT32_BYTES = 4
 
 
 class _Case(NamedTuple):
@@ -31,26 +29,16 @@ class _Case(NamedTuple):
       op: a function of ``fbq_jax.ops``.
       options: its keyword arguments.
       args: its arrays; the first is the operand.
+      moved_bytes: the bytes that must be read and written.
       fallback: the share of blocks that fall back; None without fallback.
-      layouts: INT8 values stored per element of the operand.
-      per_block: float32 values stored per block.
     """
 
     what: str
     op: Callable[..., Any]
     options: dict[str, Any]
     args: tuple[jax.Array, ...]
-    fallback: float | None
-    layouts: float
-    per_block: int
-
-    @property
-    def moved_bytes(self) -> float:
-        """Bytes that must be read and written."""
-        x = self.args[0]
-        blocks = math.prod(-(-size // _SIDE) for size in x.shape[1:])
-        stored = self.layouts * x.size + self.per_block * blocks * _FLOAT32_BYTES
-        return x.nbytes + stored
+    moved_bytes: float
+    fallback: float | None = None
 
 
 def rows(
@@ -100,24 +88,26 @@ def _cases(
 ) -> Iterator[_Case]:
     x = data.activation(jax.random.key(0), (1, *shape))
     seeds = jnp.ones(1, jnp.uint32)
-    for rounding in ("nearest", "stochastic"):
-        rounded = {"block": _BLOCK, "rowwise": rounding, "colwise": rounding}
-        yield _Case(rounding, ops.quantize, rounded, (x, seeds), None, 2, 2)
     metric = ops.block_metric(
         x, block=_BLOCK, criterion="absmax", implementation=implementation
     )
+    # Both layouts have codes and scales. All scales have the size of the metric.
+    moved = x.nbytes + 2.0 * (x.size + metric.nbytes)
+    for rounding in ("nearest", "stochastic"):
+        rounded = {"block": _BLOCK, "rowwise": rounding, "colwise": rounding}
+        yield _Case(rounding, ops.quantize, rounded, (x, seeds), moved)
     ascending = jnp.sort(metric.reshape(-1))
     for rate in rates:
         theta = ascending[metric.size - 1 - round(rate * metric.size)]
         fallback = float(jnp.mean(metric > theta, dtype=jnp.float32))
+        residual_and_metric = fallback * x.size + 2 * metric.nbytes
         yield _Case(
             "fallback",
             ops.quantize_fallback,
             {"block": _BLOCK, "criterion": "absmax", "colwise": "stochastic"},
             (x, theta[None], seeds),
+            moved + residual_and_metric,
             fallback,
-            2 + fallback,
-            4,  # scales of both layouts and of the residual, and the metric
         )
 
 

@@ -140,15 +140,14 @@ def load(path: Path) -> dict[str, Any]:
     """
     names = {key: name for name, key in _KEYS.items()}
     try:
-        sections = {
-            names[key]: content | {"rows": [_read_row(row) for row in content["rows"]]}
+        return {
+            names[key]: content | {"rows": list(map(_read_row, content["rows"]))}
             for key, content in json.loads(path.read_text()).items()
         }
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ResultsError(f"{path} does not hold benchmark results") from error
-    return sections
 
 
 def check_writable(path: Path) -> None:

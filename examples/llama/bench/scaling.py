@@ -81,18 +81,17 @@ def _rows_on(
     mesh_name = mesh or harness.ONE_DEVICE
     exact = 0.0
     for name, recipe in programs.items():
-        trained = harness.train(
-            shape, recipe, implementation, mesh, steps=_STEPS, effort=effort
+        measured, metrics = harness.train(
+            name, shape, recipe, implementation, mesh, steps=_STEPS, effort=effort
         )
-        loss = float(trained.metrics["loss"])
+        loss = float(metrics["loss"])
         exact = exact or loss
         what = f"the loss of {name} at {shape} on {mesh_name}"
         measure.require(abs(loss - exact), _LOSS_LIMIT, what)
-        speed = tokens / trained.timing.ms * 1e3
+        speed = tokens / measured.ms * 1e3
         of_one = alone.setdefault((*per_device, name.partition(",")[0]), speed)
-        yield trained.row(
-            what=name,
-            shape=shape,
+        yield dataclasses.replace(
+            measured,
             mesh=mesh_name,
             tokens_s=speed,
             efficiency=speed / (number * of_one),
