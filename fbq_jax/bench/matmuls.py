@@ -1,5 +1,6 @@
 """The differentiable matrix products that a linear layer is measured with."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -101,19 +102,11 @@ def from_recipe(
 
 
 def _recipe_product(recipe: Recipe, implementation: str) -> Product:
-    def product(x: jax.Array, w: jax.Array, state: Any, inputs: Any) -> jax.Array:
-        del state
+    dot = functools.partial(dot_general, recipe=recipe, implementation=implementation)
+
+    def product(x: jax.Array, w: jax.Array, _: Any, inputs: Any) -> jax.Array:
         theta, key = inputs
-        y, _ = dot_general(
-            x,
-            w,
-            MATMUL,
-            recipe=recipe,
-            theta=theta,
-            key=key,
-            implementation=implementation,
-        )
-        return y
+        return dot(x, w, MATMUL, theta=theta, key=key)[0]
 
     return product
 

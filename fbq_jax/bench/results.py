@@ -4,6 +4,7 @@ The file holds one section for each benchmark, with the machine and the versions
 it was measured with. Measuring a section leaves the others as they are.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -182,10 +183,8 @@ def _read_row(values: dict[str, Any]) -> Row:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
