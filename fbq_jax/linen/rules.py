@@ -11,8 +11,7 @@ from jax import lax
 
 from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.linen.dot import FallbackDot
-from fbq_jax.linen.state import calling_module, check_collection
-from fbq_jax.ops import dispatch
+from fbq_jax.linen.state import calling_module
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
@@ -75,8 +74,8 @@ class RulesDot(RaggedDotGeneral):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", path_rules.as_pairs(self.rules))
-        check_collection(self.collection)
-        dispatch.check_name(self.implementation)
+        # Checks both, whatever the rules.
+        FallbackDot(collection=self.collection, implementation=self.implementation)
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product with the recipe of the calling layer."""

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from flax import nnx
 
+from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.nnx.dot import Layer, layer_op
-from fbq_jax.ops import dispatch
-from fbq_jax.recipes import path_rules
+from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
 
@@ -54,7 +54,7 @@ def apply_rules(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
-    dispatch.check_name(implementation)
+    DotConfig(fallback, implementation)  # checks the implementation
     found: dict[str, str | None] = {}
     matched: list[tuple[Layer, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):
