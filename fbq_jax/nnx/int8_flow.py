@@ -218,8 +218,9 @@ def _run(
         for layer in layers
         if layer.dropout_rate(deterministic) > 0.0
     ]
-    block = layers[0].block
-    y = shared.run(operator, params, x, states[0], dropout_keys, block=block)
+    first = layers[0]  # whose name stands for all of them in warnings
+    with first.dot_general.named(f"nnx.{type(first).__name__} of width {x.shape[-1]}"):
+        y = shared.run(operator, params, x, states[0], dropout_keys, block=first.block)
     for layer, state in zip(layers, states, strict=True):
         dot = layer.dot_general
         dot.commit(shared.next_state(state, dot.recipe))

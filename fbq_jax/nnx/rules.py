@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from flax import nnx
 
 from fbq_jax.nnx.dot import Layer, layer_op
+from fbq_jax.nnx.naming import name_layers
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
@@ -25,7 +26,8 @@ def apply_rules(
     ``dot_general``, ``FallbackEinsum`` as its ``einsum_op`` or ``FallbackConv`` as its
     ``conv_general_dilated``.  If its rule is None, it gets the unquantized op:
     ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.  A layer that
-    no rule matches does not change.
+    no rule matches keeps its op.  Warnings name every quantized layer by its path
+    (``fbq_jax.nnx.name_layers``).
 
     Args:
       model: changed in place; an error leaves it unchanged.
@@ -70,6 +72,7 @@ def apply_rules(
             matched.append((module, recipe))
     for layer, recipe in matched:
         _set_op(layer, recipe, rngs, implementation)
+    name_layers(model)
     return path_rules.report(pairs, found)
 
 
