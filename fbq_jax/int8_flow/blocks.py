@@ -25,6 +25,7 @@ from fbq_jax.int8_flow.operators import (
     Linear,
     Operator,
     Params,
+    Result,
     add,
     add_grads,
     grad_to_codes,
@@ -47,21 +48,16 @@ class Chain:
 
     operators: tuple[tuple[str, Operator], ...]
 
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, list[Any]]:
+    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
         """Runs the operators first to last."""
         saved = []
         for i, (name, operator) in enumerate(self.operators):
-            x, residuals = operator.forward(
-                params.get(name, {}), x, rounding.fold(seed, i)
-            )
+            own = params.get(name, {})
+            x, residuals = operator.forward(own, x, rounding.fold(seed, i))
             saved.append(residuals)
         return x, saved
 
-    def backward(
-        self, saved: list[Any], dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, Any]]:
+    def backward(self, saved: list[Any], dy: QTensor, seed: jax.Array) -> Result:
         """Runs the backward passes last to first."""
         grads = {}
         for i, (name, operator) in reversed(list(enumerate(self.operators))):
@@ -77,16 +73,12 @@ class SkipConnection:
 
     branch: Operator
 
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, Any]:
+    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
         """Adds x and the branch's output."""
         y, saved = self.branch.forward(params, x, seed)
         return add(x, y), saved
 
-    def backward(
-        self, saved: Any, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, Any]]:
+    def backward(self, saved: Any, dy: QTensor, seed: jax.Array) -> Result:
         """Adds dy and the branch's gradient."""
         dx, grads = self.branch.backward(saved, dy, seed)
         return add_grads(dy, dx, rounding.fold(seed, _ADD_STREAM)), grads
