@@ -100,13 +100,13 @@ def mlp(
     Raises:
       ValueError: ``dropout_rate`` is out of range.
     """
-    operators: list[tuple[str, Operator]] = [
-        ("norm", LayerNorm(epsilon)),
-        ("up", Linear(use_bias)),
-        ("gelu", Gelu()),
-        ("down", Linear(use_bias)),
-    ]
-    return _with_skip(operators, dropout_rate)
+    return _with_skip(
+        dropout_rate,
+        norm=LayerNorm(epsilon),
+        up=Linear(use_bias),
+        gelu=Gelu(),
+        down=Linear(use_bias),
+    )
 
 
 def attention(
@@ -137,20 +137,15 @@ def attention(
     Raises:
       ValueError: ``dropout_rate`` is out of range.
     """
-    operators: list[tuple[str, Operator]] = [
-        ("norm", LayerNorm(epsilon)),
-        ("attention", SelfAttention(num_heads, length, dtype, attention_fn, use_bias)),
-    ]
-    return _with_skip(operators, dropout_rate)
+    core = SelfAttention(num_heads, length, dtype, attention_fn, use_bias)
+    return _with_skip(dropout_rate, norm=LayerNorm(epsilon), attention=core)
 
 
-def _with_skip(
-    operators: list[tuple[str, Operator]], dropout_rate: float
-) -> SkipConnection:
+def _with_skip(dropout_rate: float, **operators: Operator) -> SkipConnection:
     check_dropout_rate(dropout_rate)
     if dropout_rate > 0.0:
-        operators = [*operators, ("dropout", Dropout(dropout_rate))]
-    return SkipConnection(Chain(tuple(operators)))
+        operators["dropout"] = Dropout(dropout_rate)
+    return SkipConnection(Chain(tuple(operators.items())))
 
 
 def check_dropout_rate(dropout_rate: float) -> None:

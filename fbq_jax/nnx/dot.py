@@ -145,13 +145,12 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
           description: what warnings call a layer without a path, after the names of
             the enclosing scopes.
         """
-        if path := self.path.name or self.layer:
-            with layer_name(path), jax.named_scope(path):
-                yield
-            return
-        path = "/".join(filter(None, (current_layer(), description)))
-        name = f"{path} (fbq_jax.nnx.name_layers gives layers their paths)"
-        with layer_name(path, name), jax.named_scope(description):
+        scope = path = name = self.path.name or self.layer or ""
+        if not path:
+            scope = description
+            path = "/".join(filter(None, (current_layer(), description)))
+            name = f"{path} (fbq_jax.nnx.name_layers gives layers their paths)"
+        with layer_name(path, name), jax.named_scope(scope):
             yield
 
     def state(self) -> dict[str, jax.Array]:
