@@ -1,6 +1,7 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from flax import nnx
 
@@ -71,23 +72,21 @@ def apply_rules(
         if found[path] is not None:
             matched.append((module, recipe))
     for layer, recipe in matched:
-        _set_op(layer, recipe, rngs, implementation)
+        _set_op(layer, recipe, rngs=rngs, implementation=implementation)
     name_layers(model)
     return path_rules.report(pairs, found)
 
 
-def _set_op(
-    layer: Layer,
-    recipe: Recipe | None,
-    rngs: nnx.Rngs | None,
-    implementation: str | None,
-) -> None:
-    """Gives a layer the op of a recipe; None is the unquantized op."""
+def _set_op(layer: Layer, recipe: Recipe | None, **options: Any) -> None:
+    """Gives a layer the op of a recipe, with the options of ``FallbackDot``.
+
+    None is the unquantized op.
+    """
     kind = layer_op(layer)
     if recipe is None:
         op = nnx.static(kind.unquantized)
     else:
-        op = nnx.data(kind.quantized(recipe, rngs=rngs, implementation=implementation))
+        op = nnx.data(kind.quantized(recipe, **options))
     setattr(layer, kind.name, op)
     if isinstance(layer, nnx.LinearGeneral):
         layer.dot_general_cls = None  # takes precedence over dot_general

@@ -48,9 +48,8 @@ class Model(nnx.Module):
     def __init__(self, kind, dot=None):
         self.kind = kind
         if kind == "scan":
-            rngs = nnx.Rngs(0).split(2)
             build = nnx.vmap(lambda rngs: Block(rngs, FallbackDot(RECIPE)))
-            self.block = build(rngs)
+            self.block = nnx.split_rngs(splits=2)(build)(nnx.Rngs(0))
         else:
             self.block = Block(nnx.Rngs(0), dot)
 
