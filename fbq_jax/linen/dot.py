@@ -7,6 +7,8 @@ model, and no two layers share state.
 
 import dataclasses
 import zlib
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,21 +83,15 @@ class FallbackDot(RaggedDotGeneral):
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
-        module = calling_module()
+        module, config = calling_module(), self.config
         if module is None:
-            return dot_general(
-                lhs,
-                rhs,
-                **call._asdict(),
-                recipe=self.recipe,
-                implementation=self.implementation,
-            )[0]
+            return dot_general(lhs, rhs, **call._asdict(), **self._options())[0]
         variable = self.variable(module)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
         # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
-        config, state = self.config, dict(variable.value)
+        state = dict(variable.value)
         codes = layer_weight(config, module, variable, rhs, call.dimension_numbers)
-        with layer_name("/".join(module.path) or type(module).__name__):
+        with _named(module):
             out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
         return self.commit(module, variable, new, out)
 
@@ -104,14 +100,15 @@ class FallbackDot(RaggedDotGeneral):
     ) -> jax.Array:
         module = calling_module()
         if module is None:
-            return ragged_dot(
-                lhs, rhs, *call, recipe=self.recipe, implementation=self.implementation
-            )[0]
+            return ragged_dot(lhs, rhs, *call, **self._options())[0]
         variable = self.variable(module)
         state = dict(variable.value)
-        with layer_name("/".join(module.path) or type(module).__name__):
+        with _named(module):
             out, new = stateful_ragged_dot(self.config, state, lhs, rhs, call)
         return self.commit(module, variable, new, out)
+
+    def _options(self) -> dict[str, Any]:
+        return {"recipe": self.recipe, "implementation": self.implementation}
 
     def commit(
         self,
@@ -158,6 +155,11 @@ class FallbackDot(RaggedDotGeneral):
 
 
 fallback_dot = FallbackDot()
+
+
+def _named(module: nn.Module) -> AbstractContextManager[None]:
+    """Names a layer in warnings about the ops that it calls."""
+    return layer_name("/".join(module.path) or type(module).__name__)
 
 
 def check_dot_general(owner: str, dot_general: object) -> None:

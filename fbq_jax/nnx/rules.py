@@ -1,11 +1,13 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from flax import nnx
 
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.nnx.dot import Layer, layer_op
+from fbq_jax.nnx.naming import name_layers
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
@@ -26,7 +28,8 @@ def apply_rules(
     ``dot_general``, ``FallbackEinsum`` as its ``einsum_op`` or ``FallbackConv`` as its
     ``conv_general_dilated``.  If its rule is None, it gets the unquantized op:
     ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.  A layer that
-    no rule matches does not change.
+    no rule matches keeps its op.  Warnings name every quantized layer by its path
+    (``fbq_jax.nnx.name_layers``).
 
     Args:
       model: changed in place; an error leaves it unchanged.
@@ -71,22 +74,21 @@ def apply_rules(
         if found[path] is not None:
             matched.append((module, recipe))
     for layer, recipe in matched:
-        _set_op(layer, recipe, rngs, implementation)
+        _set_op(layer, recipe, rngs=rngs, implementation=implementation)
+    name_layers(model)
     return path_rules.report(pairs, found)
 
 
-def _set_op(
-    layer: Layer,
-    recipe: Recipe | None,
-    rngs: nnx.Rngs | None,
-    implementation: str | None,
-) -> None:
-    """Gives a layer the op of a recipe; None is the unquantized op."""
+def _set_op(layer: Layer, recipe: Recipe | None, **options: Any) -> None:
+    """Gives a layer the op of a recipe, with the options of ``FallbackDot``.
+
+    None is the unquantized op.
+    """
     kind = layer_op(layer)
     if recipe is None:
         op = nnx.static(kind.unquantized)
     else:
-        op = nnx.data(kind.quantized(recipe, rngs=rngs, implementation=implementation))
+        op = nnx.data(kind.quantized(recipe, **options))
     setattr(layer, kind.name, op)
     if isinstance(layer, nnx.LinearGeneral):
         layer.dot_general_cls = None  # takes precedence over dot_general
