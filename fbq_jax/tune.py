@@ -20,10 +20,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import ops
-from fbq_jax.bench import measure
+from fbq_jax.bench import gemm, measure
 from fbq_jax.kernels import tuning_table
-from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 
 # (M, N, K): square GEMMs, and those of the MLP of a Llama block, where the number of
@@ -38,7 +36,6 @@ SIZES = (
     (14336, 4096, 8192),
 )
 FALLBACK_RATE = 0.2
-_BLOCK_SHAPE = (128, 128, 128)
 _MAX_ERROR = 5e-3  # relative; the output is rounded to bfloat16
 
 
@@ -68,14 +65,9 @@ def tune(
     effort: measure.Effort,
 ) -> tuple[dict[str, int], float]:
     """The fastest candidate for ``(M, N, K)``, and its time in milliseconds."""
-    operands = _operands(sizes, fallback=fallback)
-    reference = functools.partial(
-        ops.matmul,
-        block_shape=_BLOCK_SHAPE,
-        dtype=jnp.float32,
-        implementation="reference",
-    )
-    expected = jax.jit(reference)(*operands)
+    rate = FALLBACK_RATE if fallback else 0.0
+    operands = gemm.operands(sizes, rate, implementation)
+    expected = gemm.jitted_matmul(jnp.float32, "reference")(*operands)
     times = {}
     for options in candidates(implementation):
         matmul = jax.jit(_matmul(implementation, options))
@@ -91,26 +83,8 @@ def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.A
     module = importlib.import_module(f"fbq_jax.kernels.{implementation}.gemm")
     config = module.Config(**options)
     return functools.partial(
-        module.matmul, block_shape=_BLOCK_SHAPE, dtype=jnp.bfloat16, config=config
+        module.matmul, block_shape=gemm.BLOCK_SHAPE, dtype=jnp.bfloat16, config=config
     )
-
-
-def _operands(
-    sizes: tuple[int, int, int], *, fallback: bool
-) -> tuple[Quantized, Quantized | None, Quantized]:
-    """Returns lhs, its residual and rhs: Gaussian codes, residuals used at random."""
-    M, N, K = sizes
-    keys = jax.random.split(jax.random.key(0), 4)
-
-    def quantized(key: jax.Array, rows: int) -> Quantized:
-        codes = 30 * jax.random.normal(key, (1, rows, K))
-        codes = jnp.clip(jnp.round(codes), -127, 127).astype(jnp.int8)
-        return Quantized(codes, jnp.full((1, -(-rows // 128), -(-K // 128)), 1e-2))
-
-    residual = quantized(keys[1], M)
-    is_used = jax.random.uniform(keys[3], residual.scales.shape) < FALLBACK_RATE
-    residual = residual._replace(scales=jnp.where(is_used, residual.scales, 0.0))
-    return quantized(keys[0], M), residual if fallback else None, quantized(keys[2], N)
 
 
 _Entries = dict[str, dict[str, dict[str, int]]]
@@ -130,10 +104,10 @@ def _read(file: Path) -> _Entries:
         raise ValueError(f"{file} is not a table of configurations") from error
 
 
-def _write(file: Path, old: _Entries, new: _Entries) -> None:
-    """Writes the old and the new entries to a table, atomically."""
-    merged = {op: {**old.get(op, {}), **new.get(op, {})} for op in sorted({*old, *new})}
-    content = {"device": jax.devices()[0].device_kind, "entries": merged}
+def _write(file: Path, entries: _Entries) -> None:
+    """Writes the entries of a table, atomically."""
+    device = jax.devices()[0].device_kind
+    content = {"device": device, "entries": dict(sorted(entries.items()))}
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
@@ -154,7 +128,7 @@ def _available(implementations: Sequence[str]) -> Iterator[str]:
     """The implementations that run on this device; prints why others do not."""
     for implementation in implementations:
         try:
-            dispatch.choose("matmul", _BLOCK_SHAPE, implementation=implementation)
+            dispatch.choose("matmul", gemm.BLOCK_SHAPE, implementation=implementation)
         except ValueError as error:
             print(f"left out: {error}")
         else:
@@ -179,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not os.access(out.parent if out.parent.exists() else out.parent.parent, os.W_OK):
         parser.error(f"cannot write {out}: name another file with --out")
     try:
-        old = _read(out)
+        entries = _read(out)
     except ValueError as error:
         parser.error(str(error))
     names = [options.implementation] if options.implementation else ["mosaic", "triton"]
@@ -187,15 +161,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not implementations:
         print("fbq_jax.tune: no kernel to tune runs here", file=sys.stderr)
         return 2
-    new: _Entries = {}
     for implementation, sizes, fallback in itertools.product(
         implementations, options.sizes, (False, True)
     ):
         best, ms = tune(implementation, sizes, fallback=fallback, effort=measure.QUICK)
         op = f"{implementation}.matmul" + (".fallback" if fallback else "")
         print(f"{op} {'x'.join(map(str, sizes))}: {best}, {ms:.3f} ms", flush=True)
-        new.setdefault(op, {})[tuning_table.bucket(sizes)] = best
-        _write(out, old, new)
+        entries.setdefault(op, {})[tuning_table.bucket(sizes)] = best
+        _write(out, entries)
     print(f"wrote {out}")
     return 0
 

@@ -22,7 +22,7 @@ COLORS = (
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
-Place = Literal["upper left", "upper right", "lower right", "best"]
+Place = Literal["upper left", "upper right", "lower left", "lower right", "best"]
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:

@@ -19,6 +19,10 @@ class UsageError(Exception):
     """The command line asks for something that cannot be done here."""
 
 
+_USAGE_ERRORS = (UsageError, results.ResultsError, ModuleNotFoundError)
+_FAILED_MEASUREMENTS = (measure.WrongResultError, measure.NoKernelsError)
+
+
 def exit_status(program: str, action: Callable[[], None]) -> int:
     """Runs an action and reports the expected errors in one line on stderr.
 
@@ -27,16 +31,10 @@ def exit_status(program: str, action: Callable[[], None]) -> int:
     """
     try:
         action()
-    except (UsageError, results.ResultsError, ModuleNotFoundError) as error:
-        return _fail(program, error, 2)
-    except (measure.WrongResultError, measure.NoKernelsError) as error:
-        return _fail(program, error, 1)
+    except (*_USAGE_ERRORS, *_FAILED_MEASUREMENTS) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, _USAGE_ERRORS) else 1
     return 0
-
-
-def _fail(program: str, error: Exception, status: int) -> int:
-    print(f"{program}: {error}", file=sys.stderr)
-    return status
 
 
 def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -> Any:

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,19 @@ from jax import lax
 from fbq_jax import ops
 from fbq_jax.bench import measure
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row, row
+from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 RATES = (0.0, 0.1, 0.2, 0.3)
-_BLOCK = 128
-_BLOCK_SHAPE = (_BLOCK, _BLOCK, _BLOCK)
-_FLOAT32_LIMIT = 1e-5  # float32 sums in another order
-_BF16_LIMIT = 2e-3  # the same sums, rounded to bfloat16
+BLOCK_SHAPE = (128, 128, 128)
+# The outputs to check and the limits of their errors: float32 sums in another order,
+# and the same sums rounded to bfloat16.
+_OUTPUTS = (("float32", jnp.float32, 1e-5), ("bf16", jnp.bfloat16, 2e-3))
 _NT = (((1,), (1,)), ((), ()))
 
-# (lhs, residual or None, rhs) -> output
-_Int8Gemm = Callable[[Quantized, Quantized | None, Quantized], jax.Array]
+Operands = tuple[Quantized, Quantized | None, Quantized]
 
 
 def rows(
@@ -43,94 +42,78 @@ def rows(
     Raises:
       WrongResultError: if a product differs from the reference.
     """
-    choice = dispatch.choose("matmul", _BLOCK_SHAPE, implementation=implementation)
-    gemms = _Gemms(
-        jax.jit(functools.partial(lax.dot_general, dimension_numbers=_NT)),
-        _int8_gemm(jnp.bfloat16, choice.implementation),
-        _int8_gemm(jnp.float32, choice.implementation),
-        _int8_gemm(jnp.float32, "reference"),
-    )
+    choice = dispatch.choose("matmul", BLOCK_SHAPE, implementation=implementation)
     for shape in shapes:
-        M, N, K = shape
-        keys = jax.random.split(jax.random.key(0), 6)
-        a = jax.random.normal(keys[0], (M, K), jnp.bfloat16)
-        b = jax.random.normal(keys[1], (N, K), jnp.bfloat16)
-        baseline = row(
-            measure.timing(gemms.bf16, a, b, effort=effort),
-            2.0 * M * N * K,
-            what="bf16",
-            implementation="xla",
-            shape=shape,
-        )
-        yield baseline
-        for rate in rates:
-            yield _int8_row(
-                gemms, baseline, keys[2:], rate, choice.implementation, effort
-            )
+        yield from with_ratios(_rows(shape, rates, choice.implementation, effort))
 
 
-class _Gemms(NamedTuple):
-    """Jitted GEMMs of ``(M, K)`` and ``(N, K)``; the INT8 ones by output dtype."""
-
-    bf16: Callable[[jax.Array, jax.Array], jax.Array]
-    int8: _Int8Gemm
-    int8_float32: _Int8Gemm
-    reference: _Int8Gemm
-
-
-def _int8_row(
-    gemms: _Gemms,
-    baseline: Row,
-    keys: jax.Array,
-    rate: float,
-    implementation: str,
-    effort: Effort,
-) -> Row:
-    M, N, K = baseline.shape
-    lhs, residual = (_quantized(key, M, K, implementation) for key in keys[:2])
-    falls_back = _flags(keys[3], residual.scales.shape, rate)
-    scales = jnp.where(falls_back, residual.scales, 0.0)
-    operands = (
-        lhs,
-        Quantized(residual.codes, scales) if rate else None,
-        _quantized(keys[2], N, K, implementation),
-    )
-    errors = _check(gemms, operands, f"the GEMM of {M, N, K} by {implementation}")
-    return row(
-        measure.timing(gemms.int8, *operands, effort=effort),
-        2.0 * M * N * K,
-        baseline,
-        what="INT8",
-        implementation=implementation,
-        shape=baseline.shape,
-        fallback=float(jnp.mean(falls_back, dtype=jnp.float32)),
-        errors=errors,
-    )
-
-
-def _int8_gemm(dtype: jax.typing.DTypeLike, implementation: str) -> _Int8Gemm:
-    return jax.jit(
-        functools.partial(
-            ops.matmul,
-            block_shape=_BLOCK_SHAPE,
-            dtype=dtype,
+def _rows(
+    shape: tuple[int, ...], rates: Sequence[float], implementation: str, effort: Effort
+) -> Iterator[Row]:
+    M, N, K = shape
+    keys = jax.random.split(jax.random.key(0))
+    a = jax.random.normal(keys[0], (M, K), jnp.bfloat16)
+    b = jax.random.normal(keys[1], (N, K), jnp.bfloat16)
+    gemm = jax.jit(functools.partial(lax.dot_general, dimension_numbers=_NT))
+    timing = measure.timing(gemm, a, b, effort=effort)
+    work = 2.0 * M * N * K
+    yield row(timing, work, what="bf16", implementation="xla", shape=shape)
+    int8 = jitted_matmul(jnp.bfloat16, implementation)
+    for rate in rates:
+        args = operands(shape, rate, implementation)
+        errors = _checked_errors(args, implementation, f"the GEMM of {shape}")
+        _, residual, _ = args
+        yield row(
+            measure.timing(int8, *args, effort=effort),
+            work,
+            what="INT8",
             implementation=implementation,
+            shape=shape,
+            fallback=float(jnp.mean(residual.scales > 0.0)) if residual else 0.0,
+            errors=errors,
         )
+
+
+def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operands:
+    """Random lhs, its residual and rhs for an INT8 GEMM.
+
+    Args:
+      shape: ``(M, N, K)``.
+      rate: the share of lhs' blocks that fall back; there is no residual if it is 0.
+      implementation: quantizes the operands.
+    """
+    M, N, K = shape
+    keys = jax.random.split(jax.random.key(1), 4)
+    lhs, residual = (_quantized(key, M, K, implementation) for key in keys[:2])
+    rhs = _quantized(keys[2], N, K, implementation)
+    if not rate:
+        return lhs, None, rhs
+    blocks = math.prod(residual.scales.shape)
+    falls_back = jnp.arange(blocks) < round(rate * blocks)
+    falls_back = jax.random.permutation(keys[3], falls_back)
+    scales = jnp.where(falls_back.reshape(residual.scales.shape), residual.scales, 0.0)
+    return lhs, Quantized(residual.codes, scales), rhs
+
+
+def jitted_matmul(dtype: Any, implementation: str) -> Any:
+    """The jitted ``ops.matmul`` of such operands, with an output dtype."""
+    return measure.jitted(
+        ops.matmul,
+        block_shape=BLOCK_SHAPE,
+        dtype=dtype,
+        implementation=implementation,
     )
 
 
-def _check(
-    gemms: _Gemms, operands: tuple[Quantized, Quantized | None, Quantized], what: str
-) -> dict[str, float]:
+def _checked_errors(args: Operands, implementation: str, what: str) -> dict[str, float]:
     """The errors of the outputs in both dtypes; raises if one is above its limit."""
-    exact = gemms.reference(*operands)
+    exact = jitted_matmul(jnp.float32, "reference")(*args)
     errors = {}
-    for name, gemm, limit in (
-        ("float32", gemms.int8_float32, _FLOAT32_LIMIT),
-        ("bf16", gemms.int8, _BF16_LIMIT),
-    ):
-        errors[name] = measure.relative_error(gemm(*operands), exact)
-        measure.require(errors[name], limit, f"{what} with {name} output")
+    for name, dtype, limit in _OUTPUTS:
+        output = jitted_matmul(dtype, implementation)(*args)
+        errors[name] = measure.relative_error(output, exact)
+        by = f"{what} by {implementation} with {name} output"
+        measure.require(errors[name], limit, by)
     return errors
 
 
@@ -140,17 +123,10 @@ def _quantized(
     quantized = ops.quantize(
         jax.random.normal(key, (1, rows, columns), jnp.bfloat16),
         jnp.zeros(1, jnp.uint32),
-        block=(_BLOCK, _BLOCK),
+        block=BLOCK_SHAPE[:2],
         rowwise="nearest",
         colwise=None,
         implementation=implementation,
     ).rowwise
     assert quantized is not None
     return quantized
-
-
-def _flags(key: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Random booleans; a share ``rate`` of them is True."""
-    blocks = math.prod(shape)
-    flags = jnp.arange(blocks) < round(rate * blocks)
-    return jax.random.permutation(key, flags).reshape(shape)

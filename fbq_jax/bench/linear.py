@@ -10,7 +10,7 @@ from jax import lax
 from fbq_jax.bench import baselines, data, matmuls, measure
 from fbq_jax.bench.matmuls import MATMUL, Matmul, Product
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row, row
+from fbq_jax.bench.results import Row, row, with_ratios
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 SETTLING_STEPS = 2  # until delayed scales fit these operands
@@ -43,41 +43,37 @@ def rows(
         w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
         dy = jax.random.normal(keys[2], (M, N), jnp.bfloat16)
         exact = exact_products(x, w, dy)
-        baseline: Row | None = None
-        for matmul in (
+        measured = [
             baselines.bf16(),
             *matmuls.timed(x, implementation),
             baselines.flax_fp8(x, w),
             *int8_libraries,
-        ):
-            measured = _measure(matmul, (x, w, dy), exact, baseline, effort)
-            baseline = baseline or measured
-            yield measured
+        ]
+        yield from with_ratios(
+            _measure(matmul, (x, w, dy), exact, effort) for matmul in measured
+        )
 
 
 def _measure(
     matmul: Matmul,
     operands: tuple[jax.Array, jax.Array, jax.Array],
     exact: tuple[jax.Array, ...],
-    baseline: Row | None,
     effort: Effort,
 ) -> Row:
     x, w, _ = operands
     (M, K), (_, N) = x.shape, w.shape
     state, inputs = matmul.state, matmul.inputs
-    step, compile_s = measure.first_call(
-        step_of(matmul.product), *operands, state, inputs
+    step, compile_s, _ = measure.first_call(
+        jax.jit(step_of(matmul.product)), *operands, state, inputs
     )
     _check_reference(matmul, operands)
     for _ in range(SETTLING_STEPS):
         *arrays, state = step(*operands, state, inputs)
-    errors = dict(zip(_ARRAYS, map(measure.relative_error, arrays, exact), strict=True))
-    for name, error in errors.items():
-        measure.require(error, _INT8_LIMIT, f"{name} of {matmul.name} at {(M, K, N)}")
+    what = f"{matmul.name} at {(M, K, N)}"
+    errors = measure.checked_errors(_ARRAYS, arrays, exact, _INT8_LIMIT, what)
     return row(
         measure.timing(step, *operands, state, inputs, effort=effort),
         6.0 * M * K * N,
-        baseline,
         what=matmul.name,
         implementation=matmul.implementation,
         shape=(M, K, N),
@@ -112,9 +108,8 @@ def _check_reference(
     # Eager, so that shapes and recipes share compiled ops.
     *actual, _ = step_of(matmul.product)(*args)
     *expected, _ = step_of(matmul.reference)(*args)
-    for name, *pair in zip(_ARRAYS, actual, expected, strict=True):
-        what = f"{name} of {matmul.name} by {matmul.implementation}"
-        measure.require(measure.relative_error(*pair), _REFERENCE_LIMIT, what)
+    what = f"{matmul.name} by {matmul.implementation}"
+    measure.checked_errors(_ARRAYS, actual, expected, _REFERENCE_LIMIT, what)
 
 
 @jax.jit

@@ -1,5 +1,6 @@
 """The differentiable matrix products that a linear layer is measured with."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -58,40 +59,42 @@ def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
     ``fallback`` also comes with ``triton``, which other GPUs run.
     """
     for name, recipe in timed_recipes().items():
-        chosen = forward_implementation(recipe, implementation)
-        yield from_recipe(name, recipe, chosen, x)
-        also_triton = implementation is None and chosen == "mosaic"
+        matmul = from_recipe(name, recipe, implementation, x)
+        yield matmul
+        also_triton = implementation is None and matmul.implementation == "mosaic"
         if also_triton and recipe is recipes.fallback:
             yield from_recipe(name, recipe, "triton", x)
 
 
-def forward_implementation(recipe: Recipe, implementation: str | None) -> str:
-    """The implementation of a recipe's forward GEMM on this device."""
+def forward_choice(recipe: Recipe, implementation: str | None) -> dispatch.Choice:
+    """The choice for a recipe's forward GEMM on this device."""
     block_shape = recipe.block_shape if recipe.fwd.in_blocks else ()
-    choice = dispatch.choose("matmul", block_shape, implementation=implementation)
-    return choice.implementation
+    return dispatch.choose("matmul", block_shape, implementation=implementation)
 
 
-def from_recipe(name: str, recipe: Recipe, implementation: str, x: jax.Array) -> Matmul:
-    """A recipe's product.
+def from_recipe(
+    name: str, recipe: Recipe, implementation: str | None, x: jax.Array
+) -> Matmul:
+    """A recipe's product, by the implementation chosen for its forward GEMM.
 
     The threshold is the quantile of x's blocks that gives the middle of the recipe's
     target range of fallback rates.
     """
+    choice = forward_choice(recipe, implementation)
     theta = fallback = None
     if recipe.criterion is not None:
         metric = ops.block_metric(
             x[None],
             block=recipe.lhs_block,
             criterion=recipe.criterion,
-            implementation=implementation,
+            implementation=choice.implementation,
         )
         theta = threshold.quantile(metric, recipe)
         fallback = float(threshold.fallback_rate(metric, theta))
     return Matmul(
         name,
-        implementation,
-        _recipe_product(recipe, implementation),
+        choice.backend,
+        _recipe_product(recipe, choice.implementation),
         inputs=(theta, jax.random.key(1)),
         fallback=fallback,
         reference=_recipe_product(recipe, "reference"),
@@ -99,19 +102,11 @@ def from_recipe(name: str, recipe: Recipe, implementation: str, x: jax.Array) ->
 
 
 def _recipe_product(recipe: Recipe, implementation: str) -> Product:
-    def product(x: jax.Array, w: jax.Array, state: Any, inputs: Any) -> jax.Array:
-        del state
+    dot = functools.partial(dot_general, recipe=recipe, implementation=implementation)
+
+    def product(x: jax.Array, w: jax.Array, _: Any, inputs: Any) -> jax.Array:
         theta, key = inputs
-        y, _ = dot_general(
-            x,
-            w,
-            MATMUL,
-            recipe=recipe,
-            theta=theta,
-            key=key,
-            implementation=implementation,
-        )
-        return y
+        return dot(x, w, MATMUL, theta=theta, key=key)[0]
 
     return product
 

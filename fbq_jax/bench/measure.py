@@ -9,9 +9,10 @@ single fast launch says little about training. Two times are measured:
   limits it.
 """
 
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -63,46 +64,36 @@ class Timing(NamedTuple):
     burst_of: Literal["kernels", "calls"]
 
 
-def first_call(
-    function: Callable[..., Any], *args: Any
-) -> tuple[Callable[..., Any], float]:
-    """Compiles a function for its arguments and calls it once.
+@functools.cache
+def jitted(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A jitted op, which calls with the same options share."""
+    return jax.jit(functools.partial(op, **options))
+
+
+def first_call(function: Any, *args: Any) -> tuple[jax.stages.Compiled, float, Any]:
+    """Compiles a jitted function for its arguments and calls it once.
 
     Returns:
-      The compiled function, and the seconds from tracing to the first result. A kernel
-      that this process has compiled for another program adds little.
+      The compiled function, the seconds from tracing to the first result, and that
+      result. A kernel that this process has compiled for another program adds little
+      to the seconds.
     """
     start = time.perf_counter()
-    compiled = jax.jit(function).lower(*args).compile()
-    jax.block_until_ready(compiled(*args))
-    return compiled, time.perf_counter() - start
-
-
-def first_step(
-    step: Any, state: Any, *args: Any
-) -> tuple[jax.stages.Compiled, float, Any]:
-    """Compiles a jitted ``(state, *args) -> (state, metrics)`` and calls it once.
-
-    Returns:
-      The compiled step, the seconds as in ``first_call``, and the new state. The old
-      state may have been donated.
-    """
-    start = time.perf_counter()
-    compiled = step.lower(state, *args).compile()
-    state, metrics = compiled(state, *args)
-    jax.block_until_ready(metrics)
-    return compiled, time.perf_counter() - start, state
+    compiled = function.lower(*args).compile()
+    result = jax.block_until_ready(compiled(*args))
+    return compiled, time.perf_counter() - start, result
 
 
 def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
     """Times a compiled or jitted function."""
-    jax.block_until_ready(function(*args))
-    sustained = _sustained(function, args, effort)
+    call = functools.partial(function, *args)
+    jax.block_until_ready(call())
+    sustained = _sustained(call, effort)
     time.sleep(effort.rest_s)
     kernels = _kernel_times(function, args, effort.launches)
     if kernels is not None:
         return Timing(sustained, statistics.median(kernels), "kernels")
-    return Timing(sustained, _burst_of_calls(function, args, effort), "calls")
+    return Timing(sustained, _burst_of_calls(call, effort), "calls")
 
 
 def step_timing(
@@ -118,9 +109,9 @@ def step_timing(
         state, metrics = step(state, *args)
         return metrics
 
-    sustained = _sustained(call, (), effort)
+    sustained = _sustained(call, effort)
     time.sleep(effort.rest_s)
-    return Timing(sustained, _burst_of_calls(call, (), effort), "calls")
+    return Timing(sustained, _burst_of_calls(call, effort), "calls")
 
 
 def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
@@ -143,6 +134,25 @@ def relative_error(actual: jax.Array, exact: jax.Array) -> float:
     return float(_relative_error(actual, exact))
 
 
+def checked_errors(
+    names: Sequence[str],
+    actual: Sequence[jax.Array],
+    exact: Sequence[jax.Array],
+    limit: float,
+    what: str,
+) -> dict[str, float]:
+    """The relative errors of arrays by name.
+
+    Raises:
+      WrongResultError: if an error is NaN or above the limit.
+    """
+    errors = {}
+    for name, *pair in zip(names, actual, exact, strict=True):
+        errors[name] = relative_error(*pair)
+        require(errors[name], limit, f"{name} of {what}")
+    return errors
+
+
 def require(error: float, limit: float, what: str) -> None:
     """Checks an error against its limit.
 
@@ -163,33 +173,28 @@ def _relative_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
     return jnp.linalg.norm(difference) / jnp.linalg.norm(exact)
 
 
-def _sustained(
-    function: Callable[..., Any], args: tuple[Any, ...], effort: Effort
-) -> float:
+def _sustained(call: Callable[[], Any], effort: Effort) -> float:
     """Median milliseconds per call; warms up and finds the calls of a batch first."""
     end = time.perf_counter() + effort.warm_up_s
     calls, seconds = 1, 0.0
     while time.perf_counter() < end or seconds < effort.batch_s:
         if seconds < effort.batch_s:
             calls *= 2
-        seconds = _seconds(function, args, calls)
-    samples = [_seconds(function, args, calls) / calls for _ in range(effort.samples)]
+        seconds = _seconds(call, calls)
+    samples = [_seconds(call, calls) / calls for _ in range(effort.samples)]
     return 1e3 * statistics.median(samples)
 
 
-def _burst_of_calls(
-    function: Callable[..., Any], args: tuple[Any, ...], effort: Effort
-) -> float:
+def _burst_of_calls(call: Callable[[], Any], effort: Effort) -> float:
     """Median milliseconds of single calls."""
-    calls = [_seconds(function, args, 1) for _ in range(effort.launches)]
-    return 1e3 * statistics.median(calls)
+    return 1e3 * statistics.median(_seconds(call, 1) for _ in range(effort.launches))
 
 
-def _seconds(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:
+def _seconds(call: Callable[[], Any], calls: int) -> float:
     """Seconds that several calls take; the device runs them in order."""
     start = time.perf_counter()
     for _ in range(calls):
-        out = function(*args)
+        out = call()
     jax.block_until_ready(out)
     return time.perf_counter() - start
 
@@ -203,6 +208,7 @@ def _kernel_times(
     from jax.experimental.mosaic.gpu import profiler
 
     try:
+        # It compiles what is not a jitted function, with bound arguments as constants.
         _, times = profiler.measure(function, iterations=launches)(*args)
     except RuntimeError:  # There is no CUPTI, or the kernels differ between launches.
         return None

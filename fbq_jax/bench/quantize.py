@@ -1,7 +1,6 @@
 """Quantization by the bytes it has to move, against a copy on the same device."""
 
-import functools
-import math
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from fbq_jax import ops
 from fbq_jax.bench import data, measure
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row, row
+from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.kernels.reference import FallbackQuantized
 from fbq_jax.ops import dispatch
 
@@ -20,7 +19,6 @@ RATES = (0.0, 0.2)
 COPY_SHAPE = (16384, 16384)
 _SIDE = 128
 _BLOCK = (_SIDE, _SIDE)
-_FLOAT32_BYTES = 4
 
 
 class _Case(NamedTuple):
@@ -31,26 +29,16 @@ class _Case(NamedTuple):
       op: a function of ``fbq_jax.ops``.
       options: its keyword arguments.
       args: its arrays; the first is the operand.
+      moved_bytes: the bytes that must be read and written.
       fallback: the share of blocks that fall back; None without fallback.
-      layouts: INT8 values stored per element of the operand.
-      per_block: float32 values stored per block.
     """
 
     what: str
     op: Callable[..., Any]
     options: dict[str, Any]
     args: tuple[jax.Array, ...]
-    fallback: float | None
-    layouts: float
-    per_block: int
-
-    @property
-    def moved_bytes(self) -> float:
-        """Bytes that must be read and written."""
-        x = self.args[0]
-        blocks = math.prod(-(-size // _SIDE) for size in x.shape[1:])
-        stored = self.layouts * x.size + self.per_block * blocks * _FLOAT32_BYTES
-        return x.nbytes + stored
+    moved_bytes: float
+    fallback: float | None = None
 
 
 def rows(
@@ -70,36 +58,29 @@ def rows(
       WrongResultError: if codes, scales or metrics differ from the reference.
     """
     choice = dispatch.choose("quantize", _BLOCK, implementation=implementation)
-    copy = _copy(copy_shape, effort)
-    yield copy
-    for shape in shapes:
-        for case in _cases(shape, rates, choice.implementation):
-            yield _measure(case, shape, choice.implementation, copy, effort)
+    measured = (
+        _measure(case, choice, effort)
+        for shape in shapes
+        for case in _cases(shape, rates, choice.implementation)
+    )
+    yield from with_ratios(itertools.chain([_copy(copy_shape, effort)], measured))
 
 
-def _measure(
-    case: _Case, shape: tuple[int, ...], implementation: str, copy: Row, effort: Effort
-) -> Row:
-    run = _jitted(case.op, implementation=implementation, **case.options)
-    reference = _jitted(case.op, implementation="reference", **case.options)
+def _measure(case: _Case, choice: dispatch.Choice, effort: Effort) -> Row:
+    shape = case.args[0].shape[1:]
+    run = measure.jitted(case.op, implementation=choice.implementation, **case.options)
+    reference = measure.jitted(case.op, implementation="reference", **case.options)
     error = _differing(run(*case.args), reference(*case.args))
-    measure.require(error, 0.0, f"{case.what} of {shape} by {implementation}")
+    measure.require(error, 0.0, f"{case.what} of {shape} by {choice.backend}")
     return row(
         measure.timing(run, *case.args, effort=effort),
         case.moved_bytes,
-        copy,
         what=case.what,
-        implementation=implementation,
+        implementation=choice.backend,
         shape=shape,
         fallback=case.fallback,
         errors={"differ": error},
     )
-
-
-@functools.cache
-def _jitted(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A jitted op, which cases with the same options share."""
-    return jax.jit(functools.partial(op, **options))
 
 
 def _cases(
@@ -107,24 +88,26 @@ def _cases(
 ) -> Iterator[_Case]:
     x = data.activation(jax.random.key(0), (1, *shape))
     seeds = jnp.ones(1, jnp.uint32)
-    for rounding in ("nearest", "stochastic"):
-        rounded = {"block": _BLOCK, "rowwise": rounding, "colwise": rounding}
-        yield _Case(rounding, ops.quantize, rounded, (x, seeds), None, 2, 2)
     metric = ops.block_metric(
         x, block=_BLOCK, criterion="absmax", implementation=implementation
     )
+    # Both layouts have codes and scales. All scales have the size of the metric.
+    moved = x.nbytes + 2.0 * (x.size + metric.nbytes)
+    for rounding in ("nearest", "stochastic"):
+        rounded = {"block": _BLOCK, "rowwise": rounding, "colwise": rounding}
+        yield _Case(rounding, ops.quantize, rounded, (x, seeds), moved)
     ascending = jnp.sort(metric.reshape(-1))
     for rate in rates:
         theta = ascending[metric.size - 1 - round(rate * metric.size)]
         fallback = float(jnp.mean(metric > theta, dtype=jnp.float32))
+        residual_and_metric = fallback * x.size + 2 * metric.nbytes
         yield _Case(
             "fallback",
             ops.quantize_fallback,
             {"block": _BLOCK, "criterion": "absmax", "colwise": "stochastic"},
             (x, theta[None], seeds),
+            moved + residual_and_metric,
             fallback,
-            2 + fallback,
-            4,  # scales of both layouts and of the residual, and the metric
         )
 
 

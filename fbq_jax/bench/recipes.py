@@ -11,7 +11,7 @@ import fbq_jax.recipes
 from fbq_jax.bench import baselines, data, linear, matmuls, measure, memory
 from fbq_jax.bench.matmuls import Matmul
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row, row
+from fbq_jax.bench.results import Row, row, with_ratios
 
 SHAPES = ((8192, 4096, 4096),)
 # X by name: the largest outlier, and the distance between channels with outliers.
@@ -45,12 +45,11 @@ def rows(
     """
     for shape in shapes:
         operands = _operands(shape)
-        baseline: dict[str, Row] = {}
-        for matmul_of in _matmuls(implementation):
-            for measured in _rows(matmul_of, operands, baseline, effort):
-                yield measured
-                assert measured.data is not None
-                baseline.setdefault(measured.data, measured)
+        yield from with_ratios(
+            measured
+            for matmul_of in _matmuls(implementation)
+            for measured in _rows(matmul_of, operands, effort)
+        )
 
 
 def _operands(shape: tuple[int, ...]) -> _Operands:
@@ -70,8 +69,7 @@ def _matmuls(implementation: str | None) -> Iterator[Callable[[jax.Array], Matmu
     """bf16, then every recipe, as functions of the activation."""
     yield lambda _: baselines.bf16()
     for name, recipe in fbq_jax.recipes.NAMED.items():
-        chosen = matmuls.forward_implementation(recipe, implementation)
-        yield functools.partial(matmuls.from_recipe, name, recipe, chosen)
+        yield functools.partial(matmuls.from_recipe, name, recipe, implementation)
     yield lambda _: matmuls.fp8_dot("delayed")
     yield lambda _: matmuls.fp8_dot("current")
     yield lambda _: matmuls.llm_int8()
@@ -80,7 +78,6 @@ def _matmuls(implementation: str | None) -> Iterator[Callable[[jax.Array], Matmu
 def _rows(
     matmul_of: Callable[[jax.Array], Matmul],
     operands: _Operands,
-    baseline: dict[str, Row],
     effort: Effort,
 ) -> Iterator[Row]:
     """One product's rows. All of them share a compiled program."""
@@ -90,15 +87,14 @@ def _rows(
         matmul = matmul_of(x)
         state, inputs = matmul.state, matmul.inputs
         if compiled is None:
-            step = linear.step_of(matmul.product)
-            compiled, compile_s = measure.first_call(step, x, w, dy, state, inputs)
+            step = jax.jit(linear.step_of(matmul.product))
+            compiled, compile_s, _ = measure.first_call(step, x, w, dy, state, inputs)
             saved_bytes = _saved_bytes(matmul, x, w)
         for _ in range(linear.SETTLING_STEPS):
             *arrays, state = compiled(x, w, dy, state, inputs)
         yield row(
             measure.timing(compiled, x, w, dy, state, inputs, effort=effort),
             6.0 * x.size * w.shape[1],
-            baseline.get(name),
             what=matmul.name,
             data=name,
             implementation=matmul.implementation,

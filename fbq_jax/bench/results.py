@@ -4,6 +4,7 @@ The file holds one section for each benchmark, with the machine and the versions
 it was measured with. Measuring a section leaves the others as they are.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -12,7 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Row:
     Attributes:
       what: the program's name.
       data: the name of its input, in sections with several.
-      implementation: the backend that computes it; ``"xla"`` for a baseline.
+      implementation: the backend that computes it.
       shape: the sizes; ``report.HEADINGS`` names them.
       mesh: the devices, in sections that use several.
       fallback: the share of blocks that fall back; None without fallback.
@@ -88,22 +89,31 @@ class Row:
     peak_bytes: int | None = None
 
 
-def row(timing: Timing, work: float, baseline: Row | None = None, **labels: Any) -> Row:
+def row(timing: Timing, work: float, **labels: Any) -> Row:
     """The row of a timed program.
 
     Args:
       timing: the time of one call.
       work: operations or bytes of one call.
-      baseline: the row that the ratios compare with; None for a baseline itself.
       **labels: the other fields of ``Row``.
     """
-    rate = work / timing.ms / 1e9
-    if baseline is not None:
-        burst_rate = work / timing.burst_ms
-        baseline_burst_rate = baseline.rate * baseline.ms / baseline.burst_ms * 1e9
-        labels["ratio"] = rate / baseline.rate
-        labels["burst_ratio"] = burst_rate / baseline_burst_rate
-    return Row(**timing._asdict(), rate=rate, **labels)
+    return Row(**timing._asdict(), rate=work / timing.ms / 1e9, **labels)
+
+
+def with_ratios(rows: Iterable[Row]) -> Iterator[Row]:
+    """Compares the rate of each row with that of the first row of the same data."""
+    baselines: dict[str | None, Row] = {}
+    for row in rows:
+        baseline = baselines.setdefault(row.data, row)
+        yield dataclasses.replace(
+            row,
+            ratio=row.rate / baseline.rate,
+            burst_ratio=_burst_rate(row) / _burst_rate(baseline),
+        )
+
+
+def _burst_rate(row: Row) -> float:
+    return row.rate * row.ms / row.burst_ms
 
 
 def section(rows: Iterable[Row], *, quick: bool) -> dict[str, Any]:
@@ -131,15 +141,14 @@ def load(path: Path) -> dict[str, Any]:
     """
     names = {key: name for name, key in _KEYS.items()}
     try:
-        sections = {
-            names[key]: content | {"rows": [_read_row(row) for row in content["rows"]]}
+        return {
+            names[key]: content | {"rows": list(map(_read_row, content["rows"]))}
             for key, content in json.loads(path.read_text()).items()
         }
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ResultsError(f"{path} does not hold benchmark results") from error
-    return sections
 
 
 def check_writable(path: Path) -> None:
@@ -174,10 +183,8 @@ def _read_row(values: dict[str, Any]) -> Row:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

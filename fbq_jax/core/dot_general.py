@@ -25,6 +25,7 @@ from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import automatic
@@ -41,6 +42,7 @@ class DotConfig:
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
+      ValueError: no implementation has this name.
     """
 
     recipe: Recipe
@@ -52,6 +54,7 @@ class DotConfig:
                 "a quantized dot takes a Recipe, such as fbq_jax.recipes.fallback; got "
                 f"{self.recipe!r}"
             )
+        dispatch.check_name(self.implementation)
 
 
 class Stats(NamedTuple):

@@ -9,6 +9,8 @@ from flax import struct
 
 SLOT = "dot_general"
 """The name under which a layer keeps its state."""
+ROOT = "(root)"
+"""The path of a layer that is a model of its own."""
 
 
 @struct.dataclass
@@ -51,12 +53,20 @@ def fallback_stats(
 def layer_path(path: Sequence[Any]) -> str:
     """The path of the layer that keeps its state at ``path``: ``"layers/mlp/down"``."""
     layer = path[:-1] if path[-1:] == (SLOT,) else path
-    return "/".join(map(str, layer)) or "(root)"
+    return "/".join(map(str, layer)) or ROOT
 
 
-def mean_rate(variables: Mapping[str, Any]) -> float | None:
-    """The mean fallback rate of all layers; None if no layer is quantized."""
-    rates = [np.ravel(layer.rate) for layer in fallback_stats(variables).values()]
+def mean_rate(
+    variables: Mapping[str, Any], collection: str = "fallback"
+) -> float | None:
+    """The mean fallback rate of all layers; None if no layer is quantized.
+
+    Args:
+      variables: the variables of the model.
+      collection: the collection of ``FallbackDot``.
+    """
+    layers = fallback_stats(variables, collection).values()
+    rates = [np.ravel(layer.rate) for layer in layers]
     return float(np.mean(np.concatenate(rates))) if rates else None
 
 

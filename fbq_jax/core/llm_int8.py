@@ -38,6 +38,7 @@ from fbq_jax import ops
 from fbq_jax.core.dot_call import DotCall, DotGeneral, compute_as_matrices
 from fbq_jax.core.matmul_vjp import RHS_NAME
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops import dispatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class LlmInt8Dot(DotGeneral):
         ``fbq_jax.ops.dispatch`` choose.
 
     Raises:
-      ValueError: the threshold is not above 0.
+      ValueError: the threshold is not above 0, or no implementation has this name.
 
     >>> x = jnp.array([[0.5, 100.0], [-1.0, 0.1]])
     >>> w = jnp.array([[1.0], [0.01]])
@@ -70,6 +71,7 @@ class LlmInt8Dot(DotGeneral):
             raise ValueError(
                 f"LlmInt8Dot.threshold takes a number above 0; got {self.threshold!r}"
             )
+        dispatch.check_name(self.implementation)
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, quantized except for outlier columns."""

@@ -25,6 +25,7 @@ from fbq_jax.int8_flow.operators import (
     Linear,
     Operator,
     Params,
+    Result,
     add,
     add_grads,
     grad_to_codes,
@@ -47,21 +48,16 @@ class Chain:
 
     operators: tuple[tuple[str, Operator], ...]
 
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, list[Any]]:
+    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
         """Runs the operators first to last."""
         saved = []
         for i, (name, operator) in enumerate(self.operators):
-            x, residuals = operator.forward(
-                params.get(name, {}), x, rounding.fold(seed, i)
-            )
+            own = params.get(name, {})
+            x, residuals = operator.forward(own, x, rounding.fold(seed, i))
             saved.append(residuals)
         return x, saved
 
-    def backward(
-        self, saved: list[Any], dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, Any]]:
+    def backward(self, saved: list[Any], dy: QTensor, seed: jax.Array) -> Result:
         """Runs the backward passes last to first."""
         grads = {}
         for i, (name, operator) in reversed(list(enumerate(self.operators))):
@@ -77,16 +73,12 @@ class SkipConnection:
 
     branch: Operator
 
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, Any]:
+    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
         """Adds x and the branch's output."""
         y, saved = self.branch.forward(params, x, seed)
         return add(x, y), saved
 
-    def backward(
-        self, saved: Any, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, Any]]:
+    def backward(self, saved: Any, dy: QTensor, seed: jax.Array) -> Result:
         """Adds dy and the branch's gradient."""
         dx, grads = self.branch.backward(saved, dy, seed)
         return add_grads(dy, dx, rounding.fold(seed, _ADD_STREAM)), grads
@@ -108,13 +100,13 @@ def mlp(
     Raises:
       ValueError: ``dropout_rate`` is out of range.
     """
-    operators: list[tuple[str, Operator]] = [
-        ("norm", LayerNorm(epsilon)),
-        ("up", Linear(use_bias)),
-        ("gelu", Gelu()),
-        ("down", Linear(use_bias)),
-    ]
-    return _with_skip(operators, dropout_rate)
+    return _with_skip(
+        dropout_rate,
+        norm=LayerNorm(epsilon),
+        up=Linear(use_bias),
+        gelu=Gelu(),
+        down=Linear(use_bias),
+    )
 
 
 def attention(
@@ -145,20 +137,15 @@ def attention(
     Raises:
       ValueError: ``dropout_rate`` is out of range.
     """
-    operators: list[tuple[str, Operator]] = [
-        ("norm", LayerNorm(epsilon)),
-        ("attention", SelfAttention(num_heads, length, dtype, attention_fn, use_bias)),
-    ]
-    return _with_skip(operators, dropout_rate)
+    core = SelfAttention(num_heads, length, dtype, attention_fn, use_bias)
+    return _with_skip(dropout_rate, norm=LayerNorm(epsilon), attention=core)
 
 
-def _with_skip(
-    operators: list[tuple[str, Operator]], dropout_rate: float
-) -> SkipConnection:
+def _with_skip(dropout_rate: float, **operators: Operator) -> SkipConnection:
     check_dropout_rate(dropout_rate)
     if dropout_rate > 0.0:
-        operators = [*operators, ("dropout", Dropout(dropout_rate))]
-    return SkipConnection(Chain(tuple(operators)))
+        operators["dropout"] = Dropout(dropout_rate)
+    return SkipConnection(Chain(tuple(operators.items())))
 
 
 def check_dropout_rate(dropout_rate: float) -> None:

@@ -28,35 +28,66 @@ class ParamSpec(NamedTuple):
 ParamSpecs = Mapping[str, "ParamSpec | ParamSpecs"]
 
 
-def mlp_params(
-    size: int, hidden: int, *, use_bias: bool, kernel_init: Initializer
-) -> dict[str, ParamSpecs]:
-    """The parameters of ``blocks.mlp`` for inputs of width ``size``."""
-    return {
-        "norm": _norm_params(size),
-        "up": _dense_params(size, hidden, use_bias, kernel_init),
-        "down": _dense_params(hidden, size, use_bias, kernel_init),
-    }
+class MLPBlock:
+    """What Linen's and NNX's ``Int8MLP`` share; they define these attributes."""
 
+    hidden: int
+    epsilon: float
+    use_bias: bool
 
-def attention_params(
-    size: int, num_heads: int, *, use_bias: bool, kernel_init: Initializer
-) -> dict[str, ParamSpecs]:
-    """The parameters of ``blocks.attention`` for inputs of width ``size``.
+    def param_specs(self, size: int, kernel_init: Initializer) -> dict[str, ParamSpecs]:
+        """The parameters of ``blocks.mlp`` for inputs of width ``size``."""
+        return {
+            "norm": _norm_params(size),
+            "up": _dense_params(size, self.hidden, self.use_bias, kernel_init),
+            "down": _dense_params(self.hidden, size, self.use_bias, kernel_init),
+        }
 
-    Raises:
-      ValueError: ``num_heads`` does not divide ``size``.
-    """
-    if num_heads < 1 or size % num_heads:
-        raise ValueError(
-            "num_heads must be at least 1 and divide the width of the input; got "
-            f"{num_heads} heads and a width of {size}"
+    def operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
+        """The operator for an input like ``x``."""
+        del x
+        return blocks.mlp(
+            epsilon=self.epsilon, use_bias=self.use_bias, dropout_rate=dropout_rate
         )
-    projections = {
-        "qkv": _dense_params(size, 3 * size, use_bias, kernel_init),
-        "out": _dense_params(size, size, use_bias, kernel_init),
-    }
-    return {"norm": _norm_params(size), "attention": projections}
+
+
+class AttentionBlock:
+    """What both ``Int8Attention`` classes share; they define these attributes."""
+
+    num_heads: int
+    attention_fn: Callable[..., jax.Array]
+    epsilon: float
+    use_bias: bool
+    dtype: Any
+
+    def param_specs(self, size: int, kernel_init: Initializer) -> dict[str, ParamSpecs]:
+        """The parameters of ``blocks.attention`` for inputs of width ``size``.
+
+        Raises:
+          ValueError: ``num_heads`` does not divide ``size``.
+        """
+        if self.num_heads < 1 or size % self.num_heads:
+            raise ValueError(
+                "num_heads must be at least 1 and divide the width of the input; got "
+                f"{self.num_heads} heads and a width of {size}"
+            )
+        projections = {
+            "qkv": _dense_params(size, 3 * size, self.use_bias, kernel_init),
+            "out": _dense_params(size, size, self.use_bias, kernel_init),
+        }
+        return {"norm": _norm_params(size), "attention": projections}
+
+    def operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
+        """The operator for an input like ``x``."""
+        return blocks.attention(
+            self.num_heads,
+            x.shape[-2],
+            dtype=self.dtype or x.dtype,
+            attention_fn=self.attention_fn,
+            epsilon=self.epsilon,
+            use_bias=self.use_bias,
+            dropout_rate=dropout_rate,
+        )
 
 
 def _norm_params(size: int) -> ParamSpecs:
@@ -73,40 +104,6 @@ def _dense_params(
     if use_bias:
         specs["bias"] = ParamSpec(jax.nn.initializers.zeros, (features,))
     return specs
-
-
-class MLPBlock:
-    """Builds the operator of an ``Int8MLP``, which defines these attributes."""
-
-    epsilon: float
-    use_bias: bool
-
-    def _operator(self, x: jax.Array, dropout_rate: float) -> Operator:
-        del x
-        return blocks.mlp(
-            epsilon=self.epsilon, use_bias=self.use_bias, dropout_rate=dropout_rate
-        )
-
-
-class AttentionBlock:
-    """Builds the operator of an ``Int8Attention``, which defines these attributes."""
-
-    num_heads: int
-    attention_fn: Callable[..., jax.Array]
-    epsilon: float
-    use_bias: bool
-    dtype: Any
-
-    def _operator(self, x: jax.Array, dropout_rate: float) -> Operator:
-        return blocks.attention(
-            self.num_heads,
-            x.shape[-2],
-            dtype=self.dtype or x.dtype,
-            attention_fn=self.attention_fn,
-            epsilon=self.epsilon,
-            use_bias=self.use_bias,
-            dropout_rate=dropout_rate,
-        )
 
 
 def named(values: Iterable[T]) -> dict[str, T]:

@@ -40,9 +40,12 @@ from fbq_jax.kernels import rounding
 from fbq_jax.kernels.fused_reference import find_rstd, with_slope
 
 Params = Mapping[str, Any]
+# What a pass returns: an array, and the residuals or the gradients of the parameters.
+Result = tuple[QTensor, Any]
+FloatResult = tuple[jax.Array, Any]
 
 # Compiles one pass of an operator as a unit.
-unit = functools.partial(jax.jit, static_argnums=0)
+_unit = functools.partial(jax.jit, static_argnums=0)
 
 _MASK_STREAM = 1
 
@@ -50,9 +53,7 @@ _MASK_STREAM = 1
 class Operator(Protocol):
     """One step of the data flow.  Operators are static arguments, hence hashable."""
 
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, Any]:
+    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
         """Returns the output and the residuals of the backward pass.
 
         Args:
@@ -61,9 +62,7 @@ class Operator(Protocol):
           seed: uint32 ``[]``, seeds the operator's noise.
         """
 
-    def backward(
-        self, saved: Any, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, Any]]:
+    def backward(self, saved: Any, dy: QTensor, seed: jax.Array) -> Result:
         """Returns the gradient of x and the float32 gradients of the parameters.
 
         Args:
@@ -89,6 +88,30 @@ def grad_to_codes(dy: jax.Array, side: int, seed: jax.Array) -> QTensor:
     return quantize(dy, block=(side, side), rounding="stochastic", seeds=seed[None])
 
 
+class FloatOperator:
+    """An ``Operator`` that quantizes float32 results; its two methods are abstract."""
+
+    @_unit
+    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
+        """Returns the quantized output and the residuals."""
+        y, saved = self.compute(params, x, seed)
+        return to_codes(y, x.block[0]), saved
+
+    @_unit
+    def backward(self, saved: Any, dy: QTensor, seed: jax.Array) -> Result:
+        """Returns the quantized gradient of x and the gradients of the parameters."""
+        dx, grads = self.gradients(saved, dy, seed)
+        return grad_to_codes(dx, dy.block[0], seed), grads
+
+    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+        """``forward`` with an output in float32."""
+        raise NotImplementedError
+
+    def gradients(self, saved: Any, dy: QTensor, seed: jax.Array) -> FloatResult:
+        """``backward`` with a gradient of x in float32."""
+        raise NotImplementedError
+
+
 class SavedLinear(NamedTuple):
     """Both quantized operands of a linear layer."""
 
@@ -97,7 +120,7 @@ class SavedLinear(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(FloatOperator):
     """``x W + b``; the parameters are ``kernel [K, N]`` and an optional ``bias [N]``.
 
     INT8 products are exact inside a block; blocks are summed in float32.
@@ -105,69 +128,44 @@ class Linear:
 
     use_bias: bool = True
 
-    @unit
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, SavedLinear]:
-        """Returns the quantized output and both operands."""
+    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+        """Returns the output and both operands."""
         del seed
-        y, saved = linear(params, x, use_bias=self.use_bias)
-        return to_codes(y, x.block[0]), saved
+        w = to_codes(params["kernel"][None], x.block[0])
+        y = matmul(x, w, jnp.float32)
+        if self.use_bias:
+            y += params["bias"][None, None, :]
+        return y, SavedLinear(x, w)
 
-    @unit
-    def backward(
+    def gradients(
         self, saved: SavedLinear, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, jax.Array]]:
+    ) -> FloatResult:
         """Returns the gradients of x, kernel and bias."""
-        dx, grads = linear_grads(saved, dy, use_bias=self.use_bias)
-        return grad_to_codes(dx, dy.block[0], seed), grads
+        del seed
+        dx = matmul(dy, saved.w.mT, jnp.float32)
+        grads = {"kernel": matmul(saved.x.mT, dy, jnp.float32)[0]}
+        if self.use_bias:
+            grads["bias"] = jnp.sum(dy.dequantize(), axis=(0, 1))
+        return dx, grads
 
 
-def linear(
-    params: Params, x: QTensor, *, use_bias: bool
-) -> tuple[jax.Array, SavedLinear]:
-    """``x W + b`` in float32, not yet quantized, and both operands."""
-    w = to_codes(params["kernel"][None], x.block[0])
-    y = matmul(x, w, jnp.float32)
-    if use_bias:
-        y += params["bias"][None, None, :]
-    return y, SavedLinear(x, w)
-
-
-def linear_grads(
-    saved: SavedLinear, dy: QTensor, *, use_bias: bool
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The float32 gradients of x, not yet quantized, and of the parameters."""
-    dx = matmul(dy, saved.w.mT, jnp.float32)
-    grads = {"kernel": matmul(saved.x.mT, dy, jnp.float32)[0]}
-    if use_bias:
-        grads["bias"] = jnp.sum(dy.dequantize(), axis=(0, 1))
-    return dx, grads
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
+_gelu = functools.partial(jax.nn.gelu, approximate=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gelu:
+class Gelu(FloatOperator):
     """GELU in its tanh approximation, ``jax.nn.gelu(x, approximate=True)``."""
 
-    @unit
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, QTensor]:
-        """Returns the quantized output and x."""
+    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+        """Returns the output and x."""
         del params, seed
-        return to_codes(_gelu(x.dequantize()), x.block[0]), x
+        return _gelu(x.dequantize()), x
 
-    @unit
-    def backward(
-        self, saved: QTensor, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, jax.Array]]:
+    def gradients(self, saved: QTensor, dy: QTensor, seed: jax.Array) -> FloatResult:
         """Returns the gradient of x."""
+        del seed
         _, slope = with_slope(_gelu, saved.dequantize())
-        return grad_to_codes(dy.dequantize() * slope, dy.block[0], seed), {}
+        return dy.dequantize() * slope, {}
 
 
 class _SavedNorm(NamedTuple):
@@ -180,7 +178,7 @@ class _SavedNorm(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(FloatOperator):
     """Layer normalization with parameters ``scale [C]`` and ``bias [C]``.
 
     The statistics are computed from the dequantized input.
@@ -188,11 +186,8 @@ class LayerNorm:
 
     epsilon: float = 1e-6
 
-    @unit
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, _SavedNorm]:
-        """Returns the quantized output, x and its statistics."""
+    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+        """Returns the output, x and its statistics."""
         del seed
         values = x.dequantize()
         mean = jnp.mean(values, axis=-1, keepdims=True)
@@ -200,14 +195,11 @@ class LayerNorm:
         variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
         rstd = find_rstd(variance, self.epsilon)
         scale, bias = (params[name][None, None, :] for name in ("scale", "bias"))
-        y = centered * rstd * scale + bias
-        return to_codes(y, x.block[0]), _SavedNorm(x, mean, rstd, scale)
+        return centered * rstd * scale + bias, _SavedNorm(x, mean, rstd, scale)
 
-    @unit
-    def backward(
-        self, saved: _SavedNorm, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, jax.Array]]:
+    def gradients(self, saved: _SavedNorm, dy: QTensor, seed: jax.Array) -> FloatResult:
         """Returns the gradients of x, scale and bias."""
+        del seed
         x, mean, rstd, scale = saved
         normalized = (x.dequantize() - mean) * rstd
         dy_values = dy.dequantize()
@@ -218,11 +210,11 @@ class LayerNorm:
             "scale": jnp.sum(dy_values * normalized, axis=(0, 1)),
             "bias": jnp.sum(dy_values, axis=(0, 1)),
         }
-        return grad_to_codes(rstd * dx, dy.block[0], seed), grads
+        return rstd * dx, grads
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropout:
+class Dropout(FloatOperator):
     """Zeros each value with probability ``rate`` and divides the rest by ``1 - rate``.
 
     The mask is a function of the seed, so the backward pass draws it again.  The
@@ -231,21 +223,15 @@ class Dropout:
 
     rate: float
 
-    @unit
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, tuple[()]]:
-        """Returns the quantized output; nothing is saved."""
+    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+        """Returns the output; nothing is saved."""
         del params
-        return to_codes(self._drop(x, seed), x.block[0]), ()
+        return self._drop(x, seed), ()
 
-    @unit
-    def backward(
-        self, saved: tuple[()], dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, jax.Array]]:
+    def gradients(self, saved: tuple[()], dy: QTensor, seed: jax.Array) -> FloatResult:
         """Returns the gradient of x."""
         del saved
-        return grad_to_codes(self._drop(dy, seed), dy.block[0], seed), {}
+        return self._drop(dy, seed), {}
 
     def _drop(self, x: QTensor, seed: jax.Array) -> jax.Array:
         _, rows, columns = x.shape

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.int8_flow.operators import (
+    FloatOperator,
+    FloatResult,
+    Linear,
     Params,
     SavedLinear,
     grad_to_codes,
-    linear,
-    linear_grads,
     to_codes,
-    unit,
 )
 from fbq_jax.kernels import rounding
 
@@ -30,7 +30,7 @@ class _SavedAttention(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfAttention:
+class SelfAttention(FloatOperator):
     """Multi-head self-attention with two projections, ``qkv`` and ``out``.
 
     The projections multiply INT8 values.  The core between them stays in floating
@@ -53,35 +53,30 @@ class SelfAttention:
     attention_fn: Callable[..., jax.Array] = jax.nn.dot_product_attention
     use_bias: bool = True
 
-    @unit
-    def forward(
-        self, params: Params, x: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, _SavedAttention]:
-        """Returns the quantized output and the residuals of all three parts."""
-        del seed
-        qkv, saved_qkv = linear(params["qkv"], x, use_bias=self.use_bias)
+    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+        """Returns the output and the residuals of all three parts."""
+        projection = Linear(self.use_bias)
+        qkv, saved_qkv = projection.compute(params["qkv"], x, seed)
         heads = (self._split_heads(part) for part in jnp.split(qkv, 3, axis=-1))
         attended, core_vjp = jax.vjp(self.attention_fn, *heads)
         attended = attended.reshape(x.shape).astype(jnp.float32)
         codes = to_codes(attended, x.block[0])
-        y, saved_out = linear(params["out"], codes, use_bias=self.use_bias)
-        saved = _SavedAttention(saved_qkv, core_vjp, saved_out)
-        return to_codes(y, x.block[0]), saved
+        y, saved_out = projection.compute(params["out"], codes, seed)
+        return y, _SavedAttention(saved_qkv, core_vjp, saved_out)
 
-    @unit
-    def backward(
+    def gradients(
         self, saved: _SavedAttention, dy: QTensor, seed: jax.Array
-    ) -> tuple[QTensor, dict[str, dict[str, jax.Array]]]:
+    ) -> FloatResult:
         """Returns the gradients of x and of both projections."""
-        dattended, out_grads = linear_grads(saved.out, dy, use_bias=self.use_bias)
+        projection = Linear(self.use_bias)
+        dattended, out_grads = projection.gradients(saved.out, dy, seed)
         parts = saved.core_vjp(self._split_heads(dattended))
         dqkv = jnp.concatenate(
             [part.reshape(dy.shape).astype(jnp.float32) for part in parts], axis=-1
         )
         codes = grad_to_codes(dqkv, dy.block[0], rounding.fold(seed, _CORE_STREAM))
-        dx, qkv_grads = linear_grads(saved.qkv, codes, use_bias=self.use_bias)
-        grads = {"qkv": qkv_grads, "out": out_grads}
-        return grad_to_codes(dx, dy.block[0], seed), grads
+        dx, qkv_grads = projection.gradients(saved.qkv, codes, seed)
+        return dx, {"qkv": qkv_grads, "out": out_grads}
 
     def _split_heads(self, x: jax.Array) -> jax.Array:
         shape = (-1, self.length, self.num_heads, x.shape[-1] // self.num_heads)

@@ -58,7 +58,8 @@ class Quantization:
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
-      ValueError: MaxText would not update state in this collection.
+      ValueError: MaxText would not update state in this collection, or no
+        implementation has this name.
 
     >>> layer = Quantization().dot_general_cls(mesh_axes=("embed", "mlp"))()
     >>> x, w = jax.numpy.ones((1, 8)), jax.numpy.ones((8, 8))

@@ -7,6 +7,8 @@ model, and no two layers share state.
 
 import dataclasses
 import zlib
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +57,8 @@ class FallbackDot(RaggedDotGeneral):
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
-      ValueError: the collection is ``"params"``; or, in a call, the layer has no state.
+      ValueError: the collection is ``"params"``, or no implementation has this name;
+        or, in a call, the layer has no state.
 
     >>> layer = nn.Dense(2, dot_general=FallbackDot())
     >>> x = jnp.ones((4, 8))
@@ -70,7 +73,7 @@ class FallbackDot(RaggedDotGeneral):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.config  # raises TypeError unless recipe is a Recipe
+        _ = self.config  # checks the recipe and the implementation
         check_collection(self.collection)
 
     @property
@@ -80,21 +83,15 @@ class FallbackDot(RaggedDotGeneral):
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
-        module = calling_module()
+        module, config = calling_module(), self.config
         if module is None:
-            return dot_general(
-                lhs,
-                rhs,
-                **call._asdict(),
-                recipe=self.recipe,
-                implementation=self.implementation,
-            )[0]
+            return dot_general(lhs, rhs, **call._asdict(), **self._options())[0]
         variable = self.variable(module)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
         # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
-        config, state = self.config, dict(variable.value)
+        state = dict(variable.value)
         codes = layer_weight(config, module, variable, rhs, call.dimension_numbers)
-        with layer_name("/".join(module.path) or type(module).__name__):
+        with _named(module):
             out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
         return self.commit(module, variable, new, out)
 
@@ -103,14 +100,15 @@ class FallbackDot(RaggedDotGeneral):
     ) -> jax.Array:
         module = calling_module()
         if module is None:
-            return ragged_dot(
-                lhs, rhs, *call, recipe=self.recipe, implementation=self.implementation
-            )[0]
+            return ragged_dot(lhs, rhs, *call, **self._options())[0]
         variable = self.variable(module)
         state = dict(variable.value)
-        with layer_name("/".join(module.path) or type(module).__name__):
+        with _named(module):
             out, new = stateful_ragged_dot(self.config, state, lhs, rhs, call)
         return self.commit(module, variable, new, out)
+
+    def _options(self) -> dict[str, Any]:
+        return {"recipe": self.recipe, "implementation": self.implementation}
 
     def commit(
         self,
@@ -157,6 +155,11 @@ class FallbackDot(RaggedDotGeneral):
 
 
 fallback_dot = FallbackDot()
+
+
+def _named(module: nn.Module) -> AbstractContextManager[None]:
+    """Names a layer in warnings about the ops that it calls."""
+    return layer_name("/".join(module.path) or type(module).__name__)
 
 
 def check_dot_general(owner: str, dot_general: object) -> None:

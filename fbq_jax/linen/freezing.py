@@ -86,12 +86,8 @@ def freeze(
         updates = _flatten(quantize(unflatten_dict(leaves)))
     recorder.check_all_ran()
     weights = {path: updates[path][WEIGHT] for path in states}
-    check_thetas(
-        {
-            _layer(path): (weight.recipe, states[path]["theta"])
-            for path, weight in weights.items()
-        }
-    )
+    thetas = {_layer(p): (w.recipe, states[p]["theta"]) for p, w in weights.items()}
+    check_thetas(thetas)
     frozen = dict(leaves)
     for path, weight in weights.items():
         kernel = jax.tree.leaves(leaves[_kernel(path)])[0]  # the kernel may be boxed

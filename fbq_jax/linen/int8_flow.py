@@ -22,7 +22,13 @@ class _Block(nn.Module):
 
     def operator(self, x: jax.Array, deterministic: bool) -> Operator:
         """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
-        return self._operator(x, 0.0 if deterministic else self.dropout_rate)
+        return self.operator_of(x, 0.0 if deterministic else self.dropout_rate)
+
+    @nn.compact
+    def parameters(self, size: int) -> Params:
+        """Creates or reads the parameters for inputs of width ``size``."""
+        specs = self.param_specs(size, self.kernel_init)
+        return _create(self, specs, self.param_dtype)
 
     def __call__(self, x: jax.Array, *, deterministic: bool = False) -> jax.Array:
         """Maps ``[..., C]``, or ``[..., T, C]`` for attention, to the same shape.
@@ -84,14 +90,6 @@ class Int8MLP(shared.MLPBlock, _Block):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     collection: str = "fallback"
 
-    @nn.compact
-    def parameters(self, size: int) -> Params:
-        """Creates or reads the parameters for inputs of width ``size``."""
-        specs = shared.mlp_params(
-            size, self.hidden, use_bias=self.use_bias, kernel_init=self.kernel_init
-        )
-        return _create(specs, self.param_dtype)
-
 
 class Int8Attention(shared.AttentionBlock, _Block):
     """A self-attention block with an INT8 data flow (Jetfire, arXiv 2403.12422).
@@ -130,14 +128,6 @@ class Int8Attention(shared.AttentionBlock, _Block):
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     collection: str = "fallback"
-
-    @nn.compact
-    def parameters(self, size: int) -> Params:
-        """Creates or reads the parameters for inputs of width ``size``."""
-        specs = shared.attention_params(
-            size, self.num_heads, use_bias=self.use_bias, kernel_init=self.kernel_init
-        )
-        return _create(specs, self.param_dtype)
 
 
 class Int8Sequential(_Block):
@@ -191,16 +181,14 @@ class _Parameters(nn.Module):
 
     @nn.compact
     def __call__(self, specs: ParamSpecs) -> Params:
-        return {
-            name: self.param(name, *spec, self.param_dtype)
-            if isinstance(spec, ParamSpec)
-            else _Parameters(self.param_dtype, name=name)(spec)
-            for name, spec in specs.items()
-        }
+        return _create(self, specs, self.param_dtype)
 
 
-def _create(specs: dict[str, ParamSpecs], param_dtype: Any) -> Params:
-    """Creates or reads parameters in submodules of the module that is running."""
+def _create(module: nn.Module, specs: ParamSpecs, param_dtype: Any) -> Params:
+    """Creates or reads parameters of the module that is running."""
     return {
-        name: _Parameters(param_dtype, name=name)(spec) for name, spec in specs.items()
+        name: module.param(name, *spec, param_dtype)
+        if isinstance(spec, ParamSpec)
+        else _Parameters(param_dtype, name=name)(spec)
+        for name, spec in specs.items()
     }

@@ -11,7 +11,7 @@ from jax import lax
 
 from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.linen.dot import FallbackDot
-from fbq_jax.linen.state import calling_module, check_collection
+from fbq_jax.linen.state import calling_module
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
@@ -48,8 +48,9 @@ class RulesDot(RaggedDotGeneral):
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
-      ValueError: a pattern is not a regular expression, or the collection is
-        ``"params"``; or a call is outside any module and has no path.
+      ValueError: a pattern is not a regular expression, the collection is
+        ``"params"``, or no implementation has this name; or a call is outside any
+        module and has no path.
 
     >>> from fbq_jax import recipes
     >>> dot = RulesDot({"head": None, "mlp_.*": recipes.fallback, "attn": None})
@@ -73,7 +74,8 @@ class RulesDot(RaggedDotGeneral):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", path_rules.as_pairs(self.rules))
-        check_collection(self.collection)
+        # Checks both, whatever the rules.
+        FallbackDot(collection=self.collection, implementation=self.implementation)
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product with the recipe of the calling layer."""

@@ -1,7 +1,7 @@
 """Quantized layers for Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``.
 
 ``apply_rules`` gives every layer of a model its op; ``fallback_stats`` reports the
-layers' thresholds and fallback rates.
+layers' thresholds and fallback rates; ``name_layers`` makes warnings name the layers.
 """
 
 from fbq_jax.nnx.dot import FallbackConv as FallbackConv
@@ -15,6 +15,7 @@ from fbq_jax.nnx.freezing import freeze as freeze
 from fbq_jax.nnx.int8_flow import Int8Attention as Int8Attention
 from fbq_jax.nnx.int8_flow import Int8MLP as Int8MLP
 from fbq_jax.nnx.int8_flow import Int8Sequential as Int8Sequential
+from fbq_jax.nnx.naming import name_layers as name_layers
 from fbq_jax.nnx.norms import LayerNorm as LayerNorm
 from fbq_jax.nnx.norms import RMSNorm as RMSNorm
 from fbq_jax.nnx.rules import apply_rules as apply_rules

@@ -1,6 +1,8 @@
 """The quantized ops of one Flax NNX layer, with their state."""
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +21,7 @@ from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.layer_names import current_layer, layer_name
 
 
 class FallbackState(nnx.Variable):
@@ -27,6 +30,20 @@ class FallbackState(nnx.Variable):
 
 class FrozenCodes(nnx.Variable):
     """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPath:
+    """The path of a layer, for warnings only.
+
+    All paths are equal, so that JAX compiles one function for layers that differ in
+    their paths only, and can stack such layers.
+
+    Attributes:
+      name: the path; None if nothing named the layer.
+    """
+
+    name: str | None = dataclasses.field(default=None, compare=False)
 
 
 class FallbackDot(RaggedDotGeneral, nnx.Module):
@@ -45,8 +62,23 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
 
+    Attributes:
+      theta: float32 ``[]``, the threshold of the next forward; -1 until it is set.
+      rate: float32 ``[]``, the fallback rate of the last training forward.
+      count: the number of training forwards.
+      seed: seeds the layer's noise.
+      use_running_average: whether the state is frozen, as in evaluation.
+      path: the layer's path, a ``LayerPath`` for warnings, from ``apply_rules`` or
+        ``fbq_jax.nnx.name_layers``.
+      weight: the codes of a frozen layer's weight, as ``FrozenCodes``; None before
+        ``freeze``.
+      axes: the contracting and the batch dimensions of the weight that the codes are
+        for; empty before ``freeze``.
+      layer: the layer's path in the model that ``freeze`` took; None before.
+
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
+      ValueError: no implementation has this name.
 
     >>> layer = nnx.Linear(8, 2, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
     >>> y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((4, 8)))
@@ -62,7 +94,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         implementation: str | None = None,
     ):
         self.recipe, self.implementation = recipe, implementation
-        _ = self.config  # raises TypeError unless recipe is a Recipe
+        _ = self.config  # checks the recipe and the implementation
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
         self.use_running_average = False
@@ -70,6 +102,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         self.rate = FallbackState(state["rate"])
         self.count = FallbackState(state["count"])
         self.seed = FallbackState(state["seed"])
+        self.path = LayerPath()
         # freeze sets these.
         self.weight: FrozenCodes | None = None
         self.axes: Axes = (), ()
@@ -88,18 +121,38 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state in training."""
         codes = self._codes(rhs, call.dimension_numbers)
-        out, new = stateful_dot_general(
-            self.config, self.state(), lhs, rhs, call, codes
-        )
+        with self.named(_description(rhs)):
+            out, new = stateful_dot_general(
+                self.config, self.state(), lhs, rhs, call, codes
+            )
         self.commit(new)
         return out
 
     def _compute_ragged(
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
-        out, new = stateful_ragged_dot(self.config, self.state(), lhs, rhs, call)
+        with self.named(_description(rhs)):
+            out, new = stateful_ragged_dot(self.config, self.state(), lhs, rhs, call)
         self.commit(new)
         return out
+
+    @contextlib.contextmanager
+    def named(self, description: str) -> Iterator[None]:
+        """Names the layer in the warnings of ops that are traced in this context.
+
+        A backward pass finds the layer by its ``jax.named_scope``.
+
+        Args:
+          description: what warnings call a layer without a path, after the names of
+            the enclosing scopes.
+        """
+        scope = path = name = self.path.name or self.layer or ""
+        if not path:
+            scope = description
+            path = "/".join(filter(None, (current_layer(), description)))
+            name = f"{path} (fbq_jax.nnx.name_layers gives layers their paths)"
+        with layer_name(path, name), jax.named_scope(scope):
+            yield
 
     def state(self) -> dict[str, jax.Array]:
         """The layer's ``fbq_jax.core.threshold.State``."""
@@ -130,6 +183,10 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
             )
         check_axes(self.axes, dimension_numbers, self.layer)
         return self.weight.get_value()
+
+
+def _description(kernel: jax.Array) -> str:
+    return f"nnx.FallbackDot with a kernel {list(kernel.shape)}"
 
 
 class FallbackOp(nnx.Module):

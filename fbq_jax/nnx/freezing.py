@@ -22,8 +22,6 @@ from fbq_jax.nnx.sharing import check_unshared
 
 M = TypeVar("M", bound=nnx.Module)
 
-ACCEPTED = "freeze takes nnx.Linear, nnx.LinearGeneral, nnx.Einsum and nnx.Conv"
-
 
 def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     """Turns the weights of a model's quantized layers into INT8 codes and scales.
@@ -92,13 +90,13 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Layer, FallbackDot]]:
             outer = (modules.get(path[:end]) for end in reversed(range(len(path))))
             owner = next((type(m).__name__ for m in outer if m is not None), "model")
             raise ValueError(
-                f"{ACCEPTED}; it cannot freeze the FallbackDot "
-                f"{'/'.join(map(str, path))!r} of a {owner}"
+                "freeze takes nnx.Linear, nnx.LinearGeneral, nnx.Einsum and nnx.Conv; "
+                f"it cannot freeze the FallbackDot {'/'.join(map(str, path))!r} of a "
+                f"{owner}"
             )
     if not layers:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
-    dots = {path: dot for path, (_, dot) in layers.items()}
-    check_thetas({path: (dot.recipe, dot.theta[...]) for path, dot in dots.items()})
+    check_thetas({p: (dot.recipe, dot.theta[...]) for p, (_, dot) in layers.items()})
     return layers
 
 

@@ -19,7 +19,7 @@ Params = dict[str, Any]
 
 
 class _Parameters(nnx.Module):
-    """A module that holds the parameters of one layer."""
+    """A module that holds parameters."""
 
     def __init__(self, specs: ParamSpecs, param_dtype: Any, rngs: nnx.Rngs):
         for name, spec in specs.items():
@@ -32,10 +32,18 @@ class _Parameters(nnx.Module):
             setattr(self, name, value)
 
 
-class _Block(nnx.Module):
-    """The noise state, dropout and forward pass of a block."""
+class _Block(_Parameters):
+    """The parameters, noise state, dropout and forward pass of a block."""
 
-    def __init__(self, block: int, dropout_rate: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        specs: ParamSpecs,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+        block: int,
+        dropout_rate: float,
+    ):
+        super().__init__(specs, param_dtype, rngs)
         check_dropout_rate(dropout_rate)
         self.block = block
         self.dot_general = FallbackDot(shared.recipe_of(block), rngs=rngs)
@@ -55,9 +63,10 @@ class _Block(nnx.Module):
 
     def operator(self, x: jax.Array, deterministic: bool | None) -> Operator:
         """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
-        return self._operator(x, self.dropout_rate(deterministic))
+        return self.operator_of(x, self.dropout_rate(deterministic))
 
-    def _operator(self, x: jax.Array, dropout_rate: float) -> Operator:
+    def operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
+        """The operator for an input like ``x``; ``shared`` implements it."""
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
@@ -112,14 +121,9 @@ class Int8MLP(shared.MLPBlock, _Block):
         kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008
         rngs: nnx.Rngs,
     ):
-        self.epsilon, self.use_bias = epsilon, use_bias
-        specs = shared.mlp_params(
-            features, hidden, use_bias=use_bias, kernel_init=kernel_init
-        )
-        self.norm, self.up, self.down = (
-            _Parameters(spec, param_dtype, rngs) for spec in specs.values()
-        )
-        super().__init__(block, dropout_rate, rngs)
+        self.hidden, self.epsilon, self.use_bias = hidden, epsilon, use_bias
+        specs = self.param_specs(features, kernel_init)
+        super().__init__(specs, param_dtype, rngs, block, dropout_rate)
 
 
 class Int8Attention(shared.AttentionBlock, _Block):
@@ -164,13 +168,8 @@ class Int8Attention(shared.AttentionBlock, _Block):
     ):
         self.num_heads, self.attention_fn, self.dtype = num_heads, attention_fn, dtype
         self.epsilon, self.use_bias = epsilon, use_bias
-        specs = shared.attention_params(
-            features, num_heads, use_bias=use_bias, kernel_init=kernel_init
-        )
-        self.norm, self.attention = (
-            _Parameters(spec, param_dtype, rngs) for spec in specs.values()
-        )
-        super().__init__(block, dropout_rate, rngs)
+        specs = self.param_specs(features, kernel_init)
+        super().__init__(specs, param_dtype, rngs, block, dropout_rate)
 
 
 class Int8Sequential(nnx.Module):
@@ -218,8 +217,9 @@ def _run(
         for layer in layers
         if layer.dropout_rate(deterministic) > 0.0
     ]
-    block = layers[0].block
-    y = shared.run(operator, params, x, states[0], dropout_keys, block=block)
+    first = layers[0]  # whose name stands for all of them in warnings
+    with first.dot_general.named(f"nnx.{type(first).__name__} of width {x.shape[-1]}"):
+        y = shared.run(operator, params, x, states[0], dropout_keys, block=first.block)
     for layer, state in zip(layers, states, strict=True):
         dot = layer.dot_general
         dot.commit(shared.next_state(state, dot.recipe))

@@ -1,11 +1,14 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from flax import nnx
 
+from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.nnx.dot import Layer, layer_op
-from fbq_jax.recipes import path_rules
+from fbq_jax.nnx.naming import name_layers
+from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import RulesReport
 from fbq_jax.recipes.schema import Recipe
 
@@ -25,7 +28,8 @@ def apply_rules(
     ``dot_general``, ``FallbackEinsum`` as its ``einsum_op`` or ``FallbackConv`` as its
     ``conv_general_dilated``.  If its rule is None, it gets the unquantized op:
     ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.  A layer that
-    no rule matches does not change.
+    no rule matches keeps its op.  Warnings name every quantized layer by its path
+    (``fbq_jax.nnx.name_layers``).
 
     Args:
       model: changed in place; an error leaves it unchanged.
@@ -39,9 +43,9 @@ def apply_rules(
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
-      ValueError: a pattern is not a regular expression; or a matched layer is a stack
-        made by ``nnx.vmap``.  Each layer of a stack needs its own state: apply rules
-        where ``nnx.vmap`` makes one layer.
+      ValueError: a pattern is not a regular expression, or no implementation has this
+        name; or a matched layer is a stack made by ``nnx.vmap``.  Each layer of a stack
+        needs its own state: apply rules where ``nnx.vmap`` makes one layer.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
@@ -53,6 +57,7 @@ def apply_rules(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
+    DotConfig(fallback, implementation)  # checks the implementation
     found: dict[str, str | None] = {}
     matched: list[tuple[Layer, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):
@@ -69,22 +74,21 @@ def apply_rules(
         if found[path] is not None:
             matched.append((module, recipe))
     for layer, recipe in matched:
-        _set_op(layer, recipe, rngs, implementation)
+        _set_op(layer, recipe, rngs=rngs, implementation=implementation)
+    name_layers(model)
     return path_rules.report(pairs, found)
 
 
-def _set_op(
-    layer: Layer,
-    recipe: Recipe | None,
-    rngs: nnx.Rngs | None,
-    implementation: str | None,
-) -> None:
-    """Gives a layer the op of a recipe; None is the unquantized op."""
+def _set_op(layer: Layer, recipe: Recipe | None, **options: Any) -> None:
+    """Gives a layer the op of a recipe, with the options of ``FallbackDot``.
+
+    None is the unquantized op.
+    """
     kind = layer_op(layer)
     if recipe is None:
         op = nnx.static(kind.unquantized)
     else:
-        op = nnx.data(kind.quantized(recipe, rngs=rngs, implementation=implementation))
+        op = nnx.data(kind.quantized(recipe, **options))
     setattr(layer, kind.name, op)
     if isinstance(layer, nnx.LinearGeneral):
         layer.dot_general_cls = None  # takes precedence over dot_general

@@ -2,8 +2,8 @@
 
 from flax import nnx
 
-from fbq_jax.core.layer_stats import LayerStats, layer_path
-from fbq_jax.nnx.dot import LAYER_OPS, FallbackDot
+from fbq_jax.core.layer_stats import LayerStats
+from fbq_jax.nnx.naming import dots_by_path
 from fbq_jax.nnx.sharing import check_unshared
 
 
@@ -18,13 +18,7 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
       ValueError: two layers share one op (``check_unshared``).
     """
     check_unshared(model)
-    einsum, conv = LAYER_OPS[nnx.Einsum].name, LAYER_OPS[nnx.Conv].name
-    stats = {}
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, FallbackDot):
-            if path[-2:-1] in ((einsum,), (conv,)):
-                path = (*path[:-2], path[-1])
-            stats[layer_path(path)] = LayerStats(
-                module.rate[...], module.theta[...], module.count[...]
-            )
-    return stats
+    return {
+        path: LayerStats(dot.rate[...], dot.theta[...], dot.count[...])
+        for path, dot in dots_by_path(model).items()
+    }

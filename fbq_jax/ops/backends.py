@@ -46,7 +46,7 @@ def triton_kernels(
     **fields: Any,
 ) -> dict[str, Kernel]:
     """A Triton kernel for both backends: only the GEMM is written in Mosaic."""
-    kernel = Kernel(module, refusal, **fields)
+    kernel = Kernel("triton", module, refusal, **fields)
     return {"mosaic": kernel, "triton": kernel}
 
 

@@ -32,11 +32,20 @@ _warned_reasons: set[str] = set()
 
 
 class Choice(NamedTuple):
-    """The implementation chosen for an op, and the reason as text."""
+    """The implementation chosen for an op.
+
+    Attributes:
+      op: the op's name.
+      implementation: the name of the implementation.
+      reason: the reason for the choice, as text.
+      backend: what computes the op in this implementation: ``"mosaic"``, ``"triton"``,
+        ``"xla"`` or ``"reference"``.
+    """
 
     op: str
     implementation: str
     reason: str
+    backend: str
 
 
 def choose(
@@ -71,15 +80,19 @@ def choose(
         source, implementation = ENVIRONMENT_VARIABLE, asked
     if implementation is None:
         return _first_choice(OPS[op], sides, width)
-    if implementation not in IMPLEMENTATIONS:
+    check_name(implementation, source)
+    if reason := _refusal(implementation, OPS[op], sides):
+        raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
+    return _choice(OPS[op], implementation, sides, width, f"{source}= {_ASKED}")
+
+
+def check_name(implementation: str | None, source: str = "implementation") -> None:
+    """Raises ValueError unless an implementation has this name, or it is None."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{source}={implementation!r} is not an implementation; "
             f"there are: {', '.join(IMPLEMENTATIONS)}"
         )
-    if reason := _refusal(implementation, OPS[op], sides):
-        raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
-    caveat = _caveat(implementation, OPS[op], sides, width)
-    return Choice(op, implementation, f"{source}= {_ASKED}{caveat}")
 
 
 def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
@@ -91,7 +104,7 @@ def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
             break
         refusals.append(f"not {name}: {reason}")
     reason = "; ".join(refusals) or "the first choice on this GPU"
-    return Choice(op.name, name, reason + _caveat(name, op, sides, width))
+    return _choice(op, name, sides, width, reason)
 
 
 def _refusal(implementation: str, op: Op, sides: Sequence[int]) -> str | None:
@@ -103,12 +116,13 @@ def _refusal(implementation: str, op: Op, sides: Sequence[int]) -> str | None:
     return op.kernels[implementation].refusal(sides)
 
 
-def _caveat(
-    implementation: str, op: Op, sides: Sequence[int], width: int | None
-) -> str:
-    if implementation == "reference":
-        return ""
-    return op.kernels[implementation].caveat(sides, width)
+def _choice(
+    op: Op, name: str, sides: Sequence[int], width: int | None, reason: str
+) -> Choice:
+    """A choice, whose reason includes the kernel's caveat."""
+    if name != "reference":
+        reason += op.kernels[name].caveat(sides, width)
+    return Choice(op.name, name, reason, op.backend(name, sides))
 
 
 def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:

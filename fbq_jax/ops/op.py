@@ -25,19 +25,21 @@ from fbq_jax.sharding.rule_language import ShardingRule
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One backend's kernel for an op.
+    """The kernel of an implementation for an op.
 
     Attributes:
+      backend: what the kernel is written in, ``"mosaic"`` or ``"triton"``.
       module: the name of the module, imported when the kernel is first used.  It has a
         function with the op's name and the signature of its reference.
       refusal: takes the shape of a block.  Returns the reason why the kernel cannot run
         here with such blocks, or None if it can.
       caveat: takes the shape of a block and the length of a row.  Returns text that is
         appended to the reason for choosing this kernel.
-      blockless_module: the module for operands without blocks, if it is a different
-        one.
+      blockless_module: XLA's module for operands without blocks; None if the kernel
+        serves them.
     """
 
+    backend: str
     module: str
     refusal: Callable[[Sequence[int]], str | None]
     caveat: Callable[[Sequence[int], int | None], str] = lambda *_: ""
@@ -77,6 +79,13 @@ class Op:
         blockless_module = None if block_shape else kernel.blockless_module
         module = importlib.import_module(blockless_module or kernel.module)
         return getattr(module, self.name)
+
+    def backend(self, name: str, block_shape: Sequence[int]) -> str:
+        """What computes the op in the implementation with this name."""
+        if name == "reference":
+            return name
+        kernel = self.kernels[name]
+        return "xla" if kernel.blockless_module and not block_shape else kernel.backend
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -163,19 +164,19 @@ def _multiply(
     return total.astype(dtype)
 
 
-_XLA = "fbq_jax.kernels.xla_gemm"
+def _gemm(backend: str, refusal: Callable[[Sequence[int]], str | None]) -> Kernel:
+    module, xla = f"fbq_jax.kernels.{backend}.gemm", "fbq_jax.kernels.xla_gemm"
+    return Kernel(backend, module, refusal, blockless_module=xla)
+
+
 MATMUL = Op(
     "matmul",
     reference=reference.matmul,
     sharding_rule=_matmul_rule,
     on_shard=_matmul_on_shard,
     kernels={
-        "mosaic": Kernel(
-            "fbq_jax.kernels.mosaic.gemm", mosaic_refusal, blockless_module=_XLA
-        ),
-        "triton": Kernel(
-            "fbq_jax.kernels.triton.gemm", triton_refusal, blockless_module=_XLA
-        ),
+        "mosaic": _gemm("mosaic", mosaic_refusal),
+        "triton": _gemm("triton", triton_refusal),
     },
 )
 register(MATMUL)

@@ -16,21 +16,26 @@ import jax
 from jax.extend import source_info_util
 
 _layer: ContextVar[str | None] = ContextVar("layer", default=None)
-_known_layers: set[str] = set()
+_names: dict[str, str] = {}  # names of layers by path
 _callers: dict[Hashable, dict[str, None]] = {}  # keys in the order of the first calls
 _warned: dict[Hashable, set[str]] = {}  # layers by cause
 
 
 @contextlib.contextmanager
-def layer_name(path: str) -> Iterator[None]:
+def layer_name(path: str, name: str | None = None) -> Iterator[None]:
     """Names the layer whose ops are traced in this context.
+
+    Args:
+      path: the layer's path.  A backward pass finds it in the names of the enclosing
+        ``jax.named_scope``s.
+      name: what warnings call the layer; None takes the path.
 
     >>> with layer_name("encoder/up"):
     ...     current_layer()
     'encoder/up'
     """
-    _known_layers.add(path)
-    token = _layer.set(path)
+    _names[path] = name or path
+    token = _layer.set(_names[path])
     try:
         yield
     finally:
@@ -38,18 +43,19 @@ def layer_name(path: str) -> Iterator[None]:
 
 
 def current_layer() -> str | None:
-    """The path of the layer that is being traced, or None outside any layer.
+    """The name of the layer that is being traced, or None outside any layer.
 
-    Outside ``layer_name``, as in a backward pass, the path consists of the names of
-    the enclosing ``jax.named_scope``s.  Linen opens a scope for each module.
+    Outside ``layer_name``, as in a backward pass, the names of the enclosing
+    ``jax.named_scope``s are the path of the layer.  Linen opens a scope for each
+    module, and ``fbq_jax.nnx`` for each quantized layer.
     """
-    if path := _layer.get():
-        return path
+    if name := _layer.get():
+        return name
     stack = str(source_info_util.current_name_stack())  # "transpose(jvp(MLP))/up"
     scopes = re.sub(r"\w+\(|\)", "", stack).split("/")
     paths = ["/".join(scopes[i:]) for i in range(len(scopes))]
     # Linen's outermost scope is the root module's class, which no path contains.
-    return next((path for path in paths if path in _known_layers), paths[0]) or None
+    return next((_names[path] for path in paths if path in _names), paths[0]) or None
 
 
 def record_layer(op: str, operands: Any) -> None:
@@ -81,7 +87,7 @@ def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
 
 def clear() -> None:
     """Forgets all layers, calls and warnings, so that each cause warns again."""
-    _known_layers.clear()
+    _names.clear()
     _callers.clear()
     _warned.clear()
 

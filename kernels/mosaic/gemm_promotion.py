@@ -28,7 +28,8 @@ block.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -178,14 +179,10 @@ class RunningSums(_Promotion):
         sums: Sums,
     ) -> Sums:
         """Adds ``UNROLL`` steps, weighted by differences of scales."""
-        kept = sums.scales[UNROLL:]
-        end = [Scales(*(jnp.where(is_last, 0.0, s) for s in kept[0]))]
-        following = [*sums.scales[1:UNROLL], *end]
-        pairs = zip(sums.scales[:UNROLL], following, strict=True)
-        load = lambda: self.load_scales(tile, step, UNROLL)  # noqa: E731
-        sums = sums._replace(scales=kept)
-        for n, (scales, after) in enumerate(pairs):
-            weights = Scales(scales.first - after.first, scales.last - after.last)
+        load = functools.partial(self.load_scales, tile, step, UNROLL)
+        steps = running_weights(sums.scales, is_last)
+        sums = sums._replace(scales=sums.scales[UNROLL:])
+        for n, weights in enumerate(steps):
             sums = self.add_step(
                 accumulator, tile, sums, weights, biased_float, list if n else load
             )
@@ -201,7 +198,7 @@ class SeparateSums(_Promotion):
 
         def add(step: jax.Array, sums: Sums) -> Sums:
             scales, *kept = sums.scales
-            load = lambda: self.load_scales(work.tile, step, 1)  # noqa: E731
+            load = functools.partial(self.load_scales, work.tile, step, 1)
 
             def add_product(accumulator: Any) -> Sums:
                 return self.add_step(
@@ -216,6 +213,22 @@ class SeparateSums(_Promotion):
             return pl.run_scoped(add_product, _accumulator(self.scheduler.problem))
 
         return lax.fori_loop(first_step, work.steps, add, sums)
+
+
+def running_weights(scales: Sequence[Scales], is_last: jax.Array) -> list[Scales]:
+    """The weights ``s_t - s_{t+1}`` of the running sums in an iteration.
+
+    Args:
+      scales: the scales of the iteration's ``UNROLL`` steps and of the step after them.
+      is_last: bool, whether the accumulator is reset after the iteration.  Then the
+        last step has no next one.
+    """
+    end = Scales(*(jnp.where(is_last, 0.0, scale) for scale in scales[UNROLL]))
+    following = [*scales[1:UNROLL], end]
+    return [
+        Scales(now.first - after.first, now.last - after.last)
+        for now, after in zip(scales[:UNROLL], following, strict=True)
+    ]
 
 
 def reset_interval(operands: Operands, shared: Any) -> jax.Array:

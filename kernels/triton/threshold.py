@@ -42,7 +42,12 @@ def move_threshold(
         blocks,
         above,
         size,
-        outputs=[scalar, scalar, scalar, jax.ShapeDtypeStruct(metric.shape, jnp.float32)],
+        outputs=[
+            scalar,
+            scalar,
+            scalar,
+            jax.ShapeDtypeStruct(metric.shape, jnp.float32),
+        ],
         grid=(stack, triton.cdiv(size, chunk)),
         num_warps=8,
         CHUNK=chunk,

@@ -1,7 +1,7 @@
 """What the benchmarks share: the example's model and training step, at any size."""
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from examples.llama.config import Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, Recipe
-from fbq_jax.bench import matmuls, measure, memory, results
-from fbq_jax.bench.measure import Effort, Timing
-from fbq_jax.bench.results import Row
+from fbq_jax.bench import matmuls, measure, memory
+from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.results import Row, row
 from fbq_jax.core.layer_stats import mean_rate
 
 SEQUENCE = 2048  # tokens
@@ -37,8 +37,8 @@ def dot_general(recipe: Recipe | None, implementation: str | None) -> tuple[str,
     """The backend and the ``dot_general`` of a recipe; None is bf16 by XLA."""
     if recipe is None:
         return "xla", None
-    chosen = matmuls.forward_implementation(recipe, implementation)
-    return chosen, FallbackDot(recipe, implementation=implementation)
+    backend = matmuls.forward_choice(recipe, implementation).backend
+    return backend, FallbackDot(recipe, implementation=implementation)
 
 
 def config(
@@ -83,42 +83,8 @@ def trainer(
     return state, step.make_train_step(llama, optimizer, schedule)
 
 
-class Trained(NamedTuple):
-    """A measured training step.
-
-    Attributes:
-      implementation: the backend of the recipe's GEMMs.
-      metrics: the metrics of the last step before timing.
-      fallback: the mean fallback rate of that step; None without fallback.
-      timing: the time of a step.
-      work: the operations of a step.
-      compile_s: seconds of the first call, compilation included.
-      peak_bytes: as in ``results.Row``.
-    """
-
-    implementation: str
-    metrics: dict[str, Any]
-    fallback: float | None
-    timing: Timing
-    work: float
-    compile_s: float
-    peak_bytes: int
-
-    def row(self, baseline: Row | None, **labels: Any) -> Row:
-        """The row of these results."""
-        return results.row(
-            self.timing,
-            self.work,
-            baseline,
-            implementation=self.implementation,
-            fallback=self.fallback,
-            compile_s=self.compile_s,
-            peak_bytes=self.peak_bytes,
-            **labels,
-        )
-
-
 def train(
+    name: str,
     shape: tuple[int, ...],
     recipe: Recipe | None,
     implementation: str | None,
@@ -126,18 +92,22 @@ def train(
     *,
     steps: int,
     effort: Effort,
-) -> Trained:
+) -> tuple[Row, dict[str, Any]]:
     """Takes training steps on one random batch, then times further steps.
 
     The model is freed on return, since the next one may need its memory.
 
     Args:
+      name: the name of the row.
       shape: ``(hidden, intermediate, layers, sequences)``.
       recipe: the layers' recipe; None for bf16.
       implementation: the implementation of the library's ops; None lets it choose.
       mesh: the devices, as in ``--mesh`` of the training command.
       steps: the number of steps before timing.
       effort: how long to time.
+
+    Returns:
+      The row of a step, and the metrics of the last step before timing.
     """
     hidden, intermediate, layers, sequences = shape
     backend, product = dot_general(recipe, implementation)
@@ -154,21 +124,23 @@ def train(
         draw = np.random.default_rng(0).integers
         tokens = distribute(draw(0, VOCABULARY, size, np.int32))
         state, step = trainer(llama, product)
-        compiled, compile_s, state = measure.first_step(step, state, tokens)
+        compiled, compile_s, (state, _) = measure.first_call(step, state, tokens)
         for _ in range(steps):
             state, metrics = compiled(state, tokens)
         fallback = mean_rate({"fallback": state.fallback})
         metrics = jax.device_get(metrics)
         timing = measure.step_timing(compiled, state, tokens, effort=effort)
-    return Trained(
-        backend,
-        metrics,
-        fallback,
+    measured = row(
         timing,
         work(llama, sequences * llama.max_seq_len),
-        compile_s,
-        memory.peak_bytes(compiled),
+        what=name,
+        implementation=backend,
+        shape=shape,
+        fallback=fallback,
+        compile_s=compile_s,
+        peak_bytes=memory.peak_bytes(compiled),
     )
+    return measured, metrics
 
 
 def devices(text: str) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from examples.llama.bench import harness
 from fbq_jax import Recipe, recipes
 from fbq_jax.bench import measure
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row, row
+from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.core.layer_stats import mean_rate
 
 # (hidden, intermediate, layers, sequences of all devices together)
@@ -49,13 +49,10 @@ def rows(
     for shape in shapes:
         exact: dict[str, np.ndarray] = {}  # losses of one device
         for number in numbers:
-            baseline: Row | None = None
-            for name in RECIPES:
-                measured = _measure(
-                    name, number, shape, exact, baseline, implementation, effort
-                )
-                baseline = baseline or measured
-                yield measured
+            yield from with_ratios(
+                _measure(name, number, shape, exact, implementation, effort)
+                for name in RECIPES
+            )
 
 
 def _measure(
@@ -63,7 +60,6 @@ def _measure(
     number: int,
     shape: tuple[int, ...],
     exact: dict[str, np.ndarray],
-    baseline: Row | None,
     implementation: str | None,
     effort: Effort,
 ) -> Row:
@@ -86,7 +82,7 @@ def _measure(
             for batch in random_walks(VOCABULARY, (STEPS, 1, sequences, SEQUENCE + 1))
         ]
         start, step = harness.trainer(config, dot_general, learns=True)
-        compiled, compile_s, _ = measure.first_step(step, _copy(start), batches[0])
+        compiled, compile_s, _ = measure.first_call(step, _copy(start), batches[0])
         losses, state = _run(compiled, start, batches)
         errors = {"repeat": _difference(_run(compiled, start, batches)[0], losses)}
         if number == 1:
@@ -100,7 +96,6 @@ def _measure(
     return row(
         timing,
         harness.work(config, sequences * SEQUENCE),
-        baseline,
         what=name,
         implementation=backend,
         shape=shape,

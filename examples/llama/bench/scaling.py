@@ -14,7 +14,7 @@ from examples.llama.bench import harness
 from fbq_jax import Recipe, recipes
 from fbq_jax.bench import measure
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row
+from fbq_jax.bench.results import Row, with_ratios
 from fbq_jax.recipes.schema import Reduce
 
 # (hidden, intermediate, layers, sequences of 2048 tokens per device)
@@ -58,8 +58,10 @@ def rows(
         for shape in shapes:
             for mesh in [f"{axis}={n}" for axis in AXES] if n > 1 else [""]:
                 on_devices = (*shape[:3], shape[3] * n)
-                yield from _rows_on(
-                    mesh, on_devices, n, programs, alone, implementation, effort
+                yield from with_ratios(
+                    _rows_on(
+                        mesh, on_devices, n, programs, alone, implementation, effort
+                    )
                 )
 
 
@@ -77,25 +79,20 @@ def _rows_on(
     per_device = (*shape[:3], sequences // number)
     tokens = sequences * min(harness.SEQUENCE, hidden)
     mesh_name = mesh or harness.ONE_DEVICE
-    baseline: Row | None = None
     exact = 0.0
     for name, recipe in programs.items():
-        trained = harness.train(
-            shape, recipe, implementation, mesh, steps=_STEPS, effort=effort
+        measured, metrics = harness.train(
+            name, shape, recipe, implementation, mesh, steps=_STEPS, effort=effort
         )
-        loss = float(trained.metrics["loss"])
+        loss = float(metrics["loss"])
         exact = exact or loss
         what = f"the loss of {name} at {shape} on {mesh_name}"
         measure.require(abs(loss - exact), _LOSS_LIMIT, what)
-        speed = tokens / trained.timing.ms * 1e3
+        speed = tokens / measured.ms * 1e3
         of_one = alone.setdefault((*per_device, name.partition(",")[0]), speed)
-        measured = trained.row(
-            baseline,
-            what=name,
-            shape=shape,
+        yield dataclasses.replace(
+            measured,
             mesh=mesh_name,
             tokens_s=speed,
             efficiency=speed / (number * of_one),
         )
-        baseline = baseline or measured
-        yield measured

@@ -1,11 +1,12 @@
 """An optimizer step of a Llama with a billion parameters, in bf16 and by recipe."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from examples.llama.bench import harness
 from fbq_jax.bench import measure
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row
+from fbq_jax.bench.results import Row, with_ratios
 
 # (hidden, intermediate, layers, sequences of 2048 tokens): TinyLlama's 1.1 billion
 # parameters, and as many in layers of Llama 3 8B's width.
@@ -28,18 +29,21 @@ def rows(
         than INT8 may.
     """
     for shape in shapes:
-        baseline: Row | None = None
-        exact: dict[str, float] = {}
-        for name, recipe in harness.recipes().items():
-            trained = harness.train(
-                shape, recipe, implementation, steps=_STEPS, effort=effort
-            )
-            actual = {of: float(trained.metrics[of]) for of in _LIMITS}
-            exact = exact or actual
-            errors = {of: abs(actual[of] - exact[of]) for of in _LIMITS}
-            errors["grad_norm"] /= exact["grad_norm"]
-            for of, limit in _LIMITS.items():
-                measure.require(errors[of], limit, f"{of} of {name} at {shape}")
-            measured = trained.row(baseline, what=name, shape=shape, errors=errors)
-            baseline = baseline or measured
-            yield measured
+        yield from with_ratios(_rows(shape, implementation, effort))
+
+
+def _rows(
+    shape: tuple[int, ...], implementation: str | None, effort: Effort
+) -> Iterator[Row]:
+    exact: dict[str, float] = {}
+    for name, recipe in harness.recipes().items():
+        measured, metrics = harness.train(
+            name, shape, recipe, implementation, steps=_STEPS, effort=effort
+        )
+        actual = {of: float(metrics[of]) for of in _LIMITS}
+        exact = exact or actual
+        errors = {of: abs(actual[of] - exact[of]) for of in _LIMITS}
+        errors["grad_norm"] /= exact["grad_norm"]
+        for of, limit in _LIMITS.items():
+            measure.require(errors[of], limit, f"{of} of {name} at {shape}")
+        yield dataclasses.replace(measured, errors=errors)

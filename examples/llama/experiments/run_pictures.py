@@ -154,7 +154,7 @@ def longer(runs: dict[str, Json]) -> Figure:
         axes.plot(1 + np.arange(len(loss)), loss, label=name, **recipe_style(name))
     axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats per token")
     _crop_the_descent(axes, losses.values())
-    finish(axes)
+    finish(axes, "lower left")
     return figure
 
 

@@ -52,7 +52,9 @@ def passes(models: dict[str, Json]) -> Figure:
     """The error of the gradient with fallback in the forward product, and in dW too."""
 
     def panel(axes: Axes, found: Json) -> None:
-        _draw_lines(axes, gradients.RATES, found)
+        # The results were measured under the name "W in floats".
+        lines = {name.replace("floats", "float"): found[name] for name in found}
+        _draw_lines(axes, gradients.RATES, lines)
         _label_rates(axes)
 
     return _panels(models, panel, "1 - cosine of the gradient", legend="best")
@@ -62,7 +64,8 @@ def nonlinear(models: dict[str, list[float]]) -> Figure:
     """The error of the gradient, by the bits that norms and gates save."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    _draw_lines(axes, gradients.SAVED_BITS, models)
+    lines = {_model_name(model): errors for model, errors in models.items()}
+    _draw_lines(axes, gradients.SAVED_BITS, lines)
     axes.axvline(10, color="0.6", linestyle=":", zorder=0)
     axes.set(xlabel="bits saved per value", yscale="log")
     axes.set(ylabel="1 - cosine of the gradient")
@@ -95,7 +98,7 @@ def blocks(models: dict[str, Json]) -> Figure:
             cells = np.array([[int(cell) for cell in line] for line in lines])
             axes.imshow(cells, cmap="Greys", vmin=0, vmax=1, aspect="auto")
             axes.set(xticks=[], yticks=[], title=f"layer {layer}, {cells.mean():.0%}")
-        row[0].set_ylabel(f"{model}\nblocks of tokens")
+        row[0].set_ylabel(f"{_model_name(model)}\nblocks of tokens")
     figure.supxlabel("blocks of channels")
     return figure
 
@@ -106,7 +109,7 @@ def start(models: dict[str, Json]) -> Figure:
     thetas, rates = figure.subplots(1, 2)
     for index, (name, found) in enumerate(models["trained"].items()):
         forwards = 1 + np.arange(len(found["theta"]))
-        label = "first batch" if name == "first_batch" else f"{name} of it"
+        label = "first batch" if name == "first_batch" else f"from {float(name):g}"
         thetas.plot(forwards, found["theta"], label=label, **style(index))
         rates.plot(forwards, found["rate"], **style(index))
     thetas.set(xlabel="training forward", ylabel="threshold / first batch's")
@@ -116,6 +119,10 @@ def start(models: dict[str, Json]) -> Figure:
     finish(thetas)
     finish(rates)
     return figure
+
+
+def _model_name(model: str) -> str:
+    return model if model == "trained" else f"planted {model}"
 
 
 def _draw_lines(axes: Axes, x: Any, lines: dict[str, list[float]]) -> None:
@@ -141,7 +148,7 @@ def _panels(
     panels = figure.subplots(1, len(models), sharey=sharey, squeeze=False)[0]
     for axes, (model, found) in zip(panels, models.items(), strict=True):
         panel(axes, found)
-        axes.set_title("trained" if model == "trained" else f"planted {model}")
+        axes.set_title(_model_name(model))
         finish(axes, legend)
     panels[0].set_ylabel(ylabel)
     return figure

@@ -138,7 +138,7 @@ def spoil(monkeypatch):
 
         def choose_spoilt(op, sides, *, implementation, **options):
             if implementation in (None, "spoilt"):
-                return dispatch.Choice(op, "spoilt", "for the test")
+                return dispatch.Choice(op, "spoilt", "for the test", "spoilt")
             return choose(op, sides, implementation=implementation, **options)
 
         monkeypatch.setattr(dispatch, "choose", choose_spoilt)

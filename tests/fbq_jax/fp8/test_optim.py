@@ -130,6 +130,19 @@ def test_small_changes_of_the_second_moment_need_stochastic_rounding():
     assert abs(second_moment("nearest") / exact - 1) > 0.2
 
 
+def test_each_moment_of_each_tensor_draws_noise_of_its_own():
+    """Equal values round up or down without correlation."""
+    optimizer = optim.scale_by_fp8_adam(rounding="stochastic")
+    # The first value sets the scale: neither moment of the others is representable.
+    g = jnp.full((128, 128), 0.8).at[0, 0].set(1.0)
+    grads = {"a": g, "b": g}
+    init, update = jax.jit(optimizer.init), jax.jit(optimizer.update)
+    _, state = update(grads, init(grads))
+    stored = [*state.mu.values(), *state.nu.values()]
+    values = [np.ravel(x.values.astype(jnp.float32))[1:] for x in stored]
+    np.testing.assert_allclose(np.corrcoef(values), np.eye(4), atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("master", "per_parameter"), [(None, 2), (jnp.float16, 4), (jnp.float32, 6)]
 )

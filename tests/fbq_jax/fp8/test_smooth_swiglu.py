@@ -83,6 +83,19 @@ def test_values_and_gradients_equal_swiglus(form, monkeypatch):
         np.testing.assert_allclose(gradient, column, rtol=1e-4, atol=1e-5 * size)
 
 
+@every_form
+def test_the_scale_is_a_constant_in_differentiation(form):
+    """Without quantization, its gradients from both of its uses would cancel."""
+    gate, up = normal((6, 40)), spiky((6, 40), 1)
+    (y, scale), pullback = jax.vjp(FORMS[form], gate, up)
+    of_scale = pullback((jnp.zeros_like(y), jnp.ones_like(scale)))
+    assert not any(map(np.any, of_scale))
+
+    _, dup = pullback((jnp.ones_like(y), jnp.zeros_like(scale)))
+    constant = scale if form == "per_token" else scale[None, :]
+    np.testing.assert_allclose(dup * constant, silu(gate), atol=0.01)
+
+
 def e4m3_dot(lhs, rhs, *args, **options):
     """An E4M3 product whose left operand has a scale from ordinary past steps."""
     largest = float(jnp.finfo(jnp.float8_e4m3fn).max)

@@ -1,15 +1,18 @@
 """The choice of an implementation: by device, by block and on request."""
 
+import functools
 import importlib.util
 import re
 import types
 import warnings
 
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
 
-from fbq_jax import FallbackDot, dot_general, ops
+from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
+from fbq_jax.integrations.maxtext import Quantization
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding.layer_names import layer_name
 
@@ -109,9 +112,41 @@ def test_errors_name_who_asked_for_an_implementation(monkeypatch):
         dot_general(x, x, MATMUL)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        FallbackDot,
+        LlmInt8Dot,
+        Quantization,
+        nnx.FallbackDot,
+        functools.partial(RulesDot, {}),
+        functools.partial(nnx.apply_rules, flax.nnx.Module(), {}),
+    ],
+)
+def test_a_wrong_name_is_an_error_before_the_first_call(make):
+    message = "implementation='tritn' is not .*: mosaic, triton, reference"
+    with pytest.raises(ValueError, match=message):
+        make(implementation="tritn")
+
+
 def test_an_unknown_op_is_named():
     with pytest.raises(ValueError, match=r"'matmull' is not an op; .*matmul"):
         dispatch.choose("matmull", BLOCKS)
+
+
+def test_a_choice_names_the_backend_that_computes_the_op(on_gpu):
+    """The implementation ``mosaic`` has only the GEMM in Mosaic."""
+    on_gpu("9.0")
+
+    def backend(op, sides, implementation=None):
+        return dispatch.choose(op, sides, implementation=implementation).backend
+
+    assert backend("matmul", BLOCKS) == "mosaic"
+    assert backend("matmul", BLOCKS, "triton") == "triton"
+    assert backend("matmul", ()) == "xla"
+    assert backend("quantize", (128, 128)) == "triton"
+    assert backend("quantize_vectors", ()) == "triton"
+    assert backend("ragged_matmul", BLOCKS) == "reference"
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_one_record_makes_a_new_op_and_one_entry_a_new_backend(monkeypatch):
         reference=double,
         sharding_rule=lambda *_, **__: ShardingRule(("b i j",), "b i j"),
         on_shard=lambda run, _, operands, options: run(*operands, **options),
-        kernels={"tpu": Kernel(__name__, refusal=lambda _: None)},
+        kernels={"tpu": Kernel("tpu", __name__, refusal=lambda _: None)},
     )
     monkeypatch.setitem(OPS, "double", record)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", ("tpu", "reference"))

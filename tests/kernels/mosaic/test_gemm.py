@@ -6,11 +6,13 @@ import re
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from fbq_jax.kernels.mosaic import gemm, gemm_promotion
-from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, WIDTHS, Config
+from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, UNROLL, WIDTHS, Config
+from fbq_jax.kernels.mosaic.gemm_scheduler import Scales
 from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
 from tests.kernels import gemm_cases, mosaic_tools, triton_tools
@@ -46,6 +48,27 @@ def interpreted(monkeypatch):
 def _biased_float(running_sum):
     bits = running_sum + gemm_promotion.MAGIC_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def test_weighted_running_sums_are_the_sum_of_the_steps():
+    """The accumulator runs over three iterations and is reset once, after two."""
+    rng = np.random.default_rng(0)
+    products = rng.integers(-1000, 1000, 3 * UNROLL)
+    first, last = rng.integers(1, 100, (2, 3 * UNROLL + 1)).astype(np.float32)
+    totals = np.zeros(2)
+    accumulator = 0
+    for iteration in range(3):
+        if iteration in (0, 2):
+            accumulator = 0
+        start = iteration * UNROLL
+        steps = range(start, start + UNROLL + 1)
+        scales = [Scales(first[n], last[n]) for n in steps]
+        for n, weights in enumerate(
+            gemm_promotion.running_weights(scales, iteration in (1, 2))
+        ):
+            accumulator += products[start + n]
+            totals += np.asarray(weights) * accumulator
+    np.testing.assert_array_equal(totals, [first[:-1] @ products, last[:-1] @ products])
 
 
 @mosaic_tools.needs_interpreter
