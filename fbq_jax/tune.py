@@ -43,8 +43,9 @@ def candidates(implementation: str) -> list[dict[str, int]]:
     """The configurations to measure, as options of the kernel's ``Config``."""
     if implementation == "mosaic":
         return [
-            {"group": group, "cluster": cluster}
-            for group, cluster in ((4, 2), (8, 2), (16, 2), (8, 1))
+            {"width": width, "group": group}
+            for width in (128, 192)
+            for group in (8, 16)
         ]
     names = ("BM", "BN", "halves", "num_warps", "num_stages", "group")
     values = [

@@ -34,6 +34,7 @@ def move_threshold(
     stack, size = metric.shape
     chunk = min(CHUNK, triton.next_power_of_2(size))
     scalar = jax.ShapeDtypeStruct((stack,), jnp.float32)
+    scales = jax.ShapeDtypeStruct(metric.shape, jnp.float32)
     results = launch(
         _move_threshold,
         metric,
