@@ -14,7 +14,8 @@ The only floats that it reads are scales and the norm's ``rstd``.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +24,16 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, nonlinear
 from fbq_jax.core.dot_general import resolve
-from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME, SavedMatmul
+from fbq_jax.core.matmul_vjp import SavedMatmul
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
 from fbq_jax.core.quantize_operands import (
     GRAD_STREAM,
     LHS_STREAM,
     Spec,
     quantize_grad,
-    quantize_rhs,
     seeds_of,
 )
 from fbq_jax.kernels import fused_reference
-from fbq_jax.kernels.fused_reference import Operand
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.recipes.schema import Recipe
@@ -127,67 +126,62 @@ def _norm_matmul(
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[GemmStats]], tuple[SavedNorm, SavedMatmul | None]]:
-    theta, operand, saved_norm = _quantize_norm(spec, x, norm_scale, *scalars, save)
-    y, saved = _multiply(spec.gemm, operand, w, scalars[0].seed, save=save)
-    return (y, (GemmStats(theta, operand.metric),)), (saved_norm, saved)
-
-
-def _quantize_norm(
-    spec: FusedSpec,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    scalars: GemmScalars,
-    save: bool,
-) -> tuple[jax.Array, Operand, SavedNorm]:
-    """The threshold, the norm's quantized output, and the norm's residuals."""
-    gemm, norm = spec
-    recipe = gemm.recipe
+    norm = spec.norm
 
     def layer(x: jax.Array) -> jax.Array:
         return nonlinear.rms_norm(x, norm_scale, epsilon=norm.epsilon, bits=norm.bits)
 
+    op = functools.partial(ops.rms_norm_quantize, epsilon=norm.epsilon)
+    operands = x, jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape))
+    y, stats, (normalized, rstd), saved = _quantize_and_multiply(
+        spec, op, layer, operands, w, *scalars, save=save
+    )
+    scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
+    return (y, (stats,)), (SavedNorm(normalized, rstd, scale_row), saved)
+
+
+def _quantize_and_multiply(
+    spec: FusedSpec,
+    op: Callable[..., tuple[Any, ...]],
+    layer: Callable[[jax.Array], jax.Array],
+    operands: tuple[jax.Array, ...],
+    w: jax.Array | Quantized,
+    scalars: GemmScalars,
+    *,
+    save: bool,
+) -> tuple[jax.Array, GemmStats, tuple[Any, ...], SavedMatmul | None]:
+    """Multiplies the quantized output of a non-linear layer by w.
+
+    Args:
+      spec: static arguments.
+      op: the op of ``fbq_jax.ops`` that computes and quantizes the layer's output.
+      layer: maps the first operand to the layer's output, in float.
+      operands: the operands of ``op`` before its thresholds and seeds.
+      w: as in ``norm_matmul``.
+      scalars: threshold and seed of the GEMM.
+      save: whether there will be a backward pass.
+
+    Returns:
+      The product, the GEMM's stats, and the residuals of the layer and of the GEMM.
+    """
+    gemm, recipe, x = spec.gemm, spec.gemm.recipe, operands[0]
     theta = resolve(gemm, scalars.theta, x, layer=layer)
-    operand, normalized, rstd = ops.rms_norm_quantize(
-        x,
-        jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
-        _thetas(theta, x),
+    operand, *residuals = op(
+        *operands,
+        jnp.broadcast_to(jnp.maximum(theta, 0.0), x.shape[:1]),
         seeds_of(scalars.seed, LHS_STREAM, x),
-        epsilon=norm.epsilon,
-        bits=norm.bits,
+        bits=spec.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
         colwise=recipe.drhs.lhs if save else None,
         implementation=gemm.implementation,
     )
-    normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
-    scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
-    return theta, operand, SavedNorm(normalized, rstd, scale_row)
-
-
-def _thetas(theta: jax.Array, x: jax.Array) -> jax.Array:
-    """One threshold, at least 0, for each matrix of the stack x."""
-    return jnp.broadcast_to(jnp.maximum(theta, 0.0), x.shape[:1])
-
-
-def _multiply(
-    spec: Spec,
-    operand: Operand,
-    w: jax.Array | Quantized,
-    seed: jax.Array,
-    *,
-    save: bool,
-) -> tuple[jax.Array, SavedMatmul | None]:
-    """Y, and the GEMM's residuals if ``save``."""
-    rhs = quantize_rhs(spec, w, seed, save=save)
+    residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
     lhs = Layouts(operand.main, operand.colwise)
-    y = matmul_vjp.forward(spec, lhs, operand.residual, rhs)
-    if not save:
-        return y, None
-    assert lhs.colwise is not None
-    assert rhs.rowwise is not None
-    saved_lhs = checkpoint_name(lhs.colwise, LHS_NAME)
-    saved_rhs = checkpoint_name(rhs.rowwise, RHS_NAME)
-    return y, SavedMatmul(saved_lhs, saved_rhs, seed)
+    y, saved = matmul_vjp.forward(
+        gemm, lhs, operand.residual, w, scalars.seed, save=save
+    )
+    return y, GemmStats(theta, operand.metric), residuals, saved
 
 
 def _norm_matmul_bwd(
@@ -198,16 +192,8 @@ def _norm_matmul_bwd(
     saved_norm, saved_matmul = saved
     dy, _ = cotangents
     grad = quantize_grad(spec.gemm, dy, saved_matmul.seed)
-    dnormalized, dw = _matmul_grads(spec.gemm, saved_matmul, grad)
+    dnormalized, dw = matmul_vjp.backward(spec.gemm, saved_matmul, grad)
     return (*_norm_grads(spec, saved_norm, dnormalized), dw, None)
-
-
-def _matmul_grads(
-    spec: Spec, saved: SavedMatmul, grad: Layouts
-) -> tuple[jax.Array, jax.Array]:
-    """Multiplies the quantized dY: returns dX and dW."""
-    dx = matmul_vjp.grad_of_lhs(spec, saved, grad)
-    return dx, matmul_vjp.grad_of_rhs(spec, saved, grad)
 
 
 def _norm_grads(
@@ -263,36 +249,16 @@ def _gated_mlp(
     (gate_up, up_stats), (saved_norm, saved_up) = _norm_matmul(
         spec, x, norm_scale, w_up, scalars[:1], save=save
     )
-    theta, operand, factors = _quantize_gate(spec, gate_up, scalars[1], save)
-    y, saved_down = _multiply(spec.gemm, operand, w_down, scalars[1].seed, save=save)
-    stats = *up_stats, GemmStats(theta, operand.metric)
-    saved = _SavedGated(saved_norm, saved_up, *factors, saved_down)
-    return (y, stats), saved
-
-
-def _quantize_gate(
-    spec: FusedSpec, gate_up: jax.Array, scalars: GemmScalars, save: bool
-) -> tuple[jax.Array, Operand, tuple[Packed, Packed]]:
-    """The threshold, the gate's quantized output, and the factors of its gradients."""
-    gemm, norm = spec
-    recipe = gemm.recipe
 
     def layer(gate_up: jax.Array) -> jax.Array:
         gate, up = fused_reference.split_gate_up(gate_up)
-        return nonlinear.silu_gate(gate, up, bits=norm.bits)
+        return nonlinear.silu_gate(gate, up, bits=spec.norm.bits)
 
-    theta = resolve(gemm, scalars.theta, gate_up, layer=layer)
-    operand, *factors = ops.silu_gate_quantize(
-        gate_up,
-        _thetas(theta, gate_up),
-        seeds_of(scalars.seed, LHS_STREAM, gate_up),
-        bits=norm.bits,
-        block=recipe.lhs_block,
-        criterion=recipe.criterion,
-        colwise=recipe.drhs.lhs if save else None,
-        implementation=gemm.implementation,
+    y, down_stats, (gate_factor, up_factor), saved_down = _quantize_and_multiply(
+        spec, ops.silu_gate_quantize, layer, (gate_up,), w_down, scalars[1], save=save
     )
-    return theta, operand, checkpoint_name(tuple(factors), SAVED_NAME)
+    saved = _SavedGated(saved_norm, saved_up, gate_factor, up_factor, saved_down)
+    return (y, (*up_stats, down_stats)), saved
 
 
 def _gated_mlp_bwd(
@@ -305,7 +271,7 @@ def _gated_mlp_bwd(
     assert saved.up is not None
     assert saved.down is not None
     grad = quantize_grad(gemm, dy, saved.down.seed)
-    dhidden, dw_down = _matmul_grads(gemm, saved.down, grad)
+    dhidden, dw_down = matmul_vjp.backward(gemm, saved.down, grad)
     dgate_up = ops.silu_gate_grad_quantize(
         dhidden,
         saved.gate_factor,
@@ -317,7 +283,7 @@ def _gated_mlp_bwd(
         colwise=recipe.drhs.rhs,
         implementation=gemm.implementation,
     )
-    dnormalized, dw_up = _matmul_grads(gemm, saved.up, dgate_up)
+    dnormalized, dw_up = matmul_vjp.backward(gemm, saved.up, dgate_up)
     return (*_norm_grads(spec, saved.norm, dnormalized), dw_up, dw_down, None)
 
 

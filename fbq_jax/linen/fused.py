@@ -11,7 +11,7 @@ from flax.core.scope import Variable
 
 from fbq_jax.core import fused_layers, threshold
 from fbq_jax.core.dimension_numbers import output_of
-from fbq_jax.core.dot_general import row_axes
+from fbq_jax.core.dot_general import row_shape
 from fbq_jax.core.fused_layers import FusedSpec, GemmScalars, GemmStats
 from fbq_jax.core.matmul_vjp import Spec
 from fbq_jax.core.nonlinear import NormSpec
@@ -218,7 +218,7 @@ def _run(
         weights: Sequence[jax.Array | Quantized],
         scalars: tuple[GemmScalars, ...],
     ) -> tuple[jax.Array, Sequence[GemmStats]]:
-        rows = x.reshape(1, *row_axes(x.shape[:-1], dot.recipe), x.shape[-1])
+        rows = x.reshape(1, *row_shape(x.shape[:-1], dot.recipe), x.shape[-1])
         matrices = map(_as_matrices, weights)
         y, stats = fused_op(spec, rows, norm_scale, *matrices, scalars)
         return y.reshape(out.shape), stats
