@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -104,7 +105,7 @@ def conv_general_dilated(
         ones if rhs_dilation is None else rhs_dilation,
     )
     operands = _split_groups(windows, rhs, rhs_spec, feature_group_count)
-    order = _order(out_spec)
+    order = tuple(np.argsort([out_spec[0], *out_spec[2:], out_spec[1]]))
     y = dot_general(
         *operands,
         precision=precision,
@@ -190,10 +191,3 @@ def _split(x: jax.Array, axis: int, groups: int) -> jax.Array:
     """Splits an axis into groups."""
     size = x.shape[axis] // groups
     return x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
-
-
-def _order(out_spec: Sequence[int]) -> tuple[int, ...]:
-    """The axis of ``[N, ..., C]`` that becomes each axis of the output."""
-    batch, channels, *spatial = out_spec
-    order = [batch, *spatial, channels]
-    return tuple(order.index(axis) for axis in range(len(order)))

@@ -40,26 +40,6 @@ def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> 
     return jnp.dtype(preferred or jnp.promote_types(lhs.dtype, rhs.dtype))
 
 
-def output_of(
-    lhs: Operand,
-    rhs: Operand,
-    dimension_numbers: DimensionNumbers,
-    dtype: Any,
-    out_sharding: Any,
-) -> jax.ShapeDtypeStruct:
-    """The output of a product; raises what ``lax.dot_general`` raises."""
-
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            lhs.astype(dtype),
-            rhs.astype(dtype),
-            dimension_numbers,
-            out_sharding=out_sharding,
-        )
-
-    return jax.eval_shape(product, lhs, rhs)
-
-
 def as_matrices(
     lhs: jax.Array,
     rhs: jax.Array,

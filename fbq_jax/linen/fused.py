@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax.core import fused_layers, threshold
-from fbq_jax.core.dimension_numbers import output_of
+from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.dot_general import row_shape
 from fbq_jax.core.fused_layers import FusedSpec, GemmScalars, GemmStats
 from fbq_jax.core.matmul_vjp import Spec
@@ -194,7 +194,7 @@ def _dense_output(
     if isinstance(weight, Quantized):
         return jax.ShapeDtypeStruct((*x.shape[:-1], features), x.dtype)
     contract_last = ((x.ndim - 1,), (0,)), ((), ())
-    return output_of(x, weight, contract_last, x.dtype, None)
+    return DotCall(contract_last).output(x, weight)
 
 
 def _run(
