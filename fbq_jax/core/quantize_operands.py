@@ -162,23 +162,17 @@ def _quantize(
     quantizer = rowwise or colwise
     if quantizer is None:
         return Layouts(None, None)
-    row_rounding = None if rowwise is None else rowwise.rounding
-    column_rounding = None if colwise is None else colwise.rounding
     if quantizer.scales == "block":
-        return ops.quantize(
-            x,
-            seeds,
-            block=block,
-            rowwise=row_rounding,
-            colwise=column_rounding,
-            implementation=spec.implementation,
+        quantize = functools.partial(ops.quantize, block=block)
+    else:
+        per_tensor = quantizer.scales == "tensor"
+        quantize = functools.partial(
+            ops.quantize_vectors, bound=spec.recipe.bound, per_tensor=per_tensor
         )
-    return ops.quantize_vectors(
+    return quantize(
         *_split_shards(x, seeds, quantizer.shards),
-        rowwise=row_rounding,
-        colwise=column_rounding,
-        bound=spec.recipe.bound,
-        per_tensor=quantizer.scales == "tensor",
+        rowwise=rowwise and rowwise.rounding,
+        colwise=colwise and colwise.rounding,
         implementation=spec.implementation,
     )
 
