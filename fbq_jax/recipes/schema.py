@@ -195,9 +195,7 @@ class Recipe:
             yield name, isinstance(gemm, Gemm), "a Gemm(lhs=..., rhs=...)"
             for field, accepted, takes in _gemm_checks(name, gemm):
                 yield f"{name}.{field}", accepted, takes
-        yield from self._fallback_checks()
-        yield from self._bound_checks()
-        yield from self._shared_code_checks()
+        yield from self._joint_checks()
 
     def _threshold_checks(self) -> Iterator[_Check]:
         """Checks the fields of the threshold, each on its own."""
@@ -217,26 +215,22 @@ class Recipe:
         takes = "'first_batch' or a number above 0 that float32 can represent"
         yield "start", start == "first_batch" or is_positive, takes
 
-    def _fallback_checks(self) -> Iterator[_Check]:
-        """Checks the forward GEMM: fallback needs nearest rounding and block scales."""
+    def _joint_checks(self) -> Iterator[_Check]:
+        """Checks fields that depend on each other."""
+        fwd, dlhs, drhs = self._gemms().values()
         if self.criterion is not None:
             takes = (
                 "'nearest' with fallback, because the residual is its rounding error"
             )
-            yield "fwd.lhs", self.fwd.lhs == "nearest", takes
+            yield "fwd.lhs", fwd.lhs == "nearest", takes
             takes = "'block' with fallback (criterion=None turns it off)"
-            yield "fwd.scales", self.fwd.in_blocks, takes
-
-    def _bound_checks(self) -> Iterator[_Check]:
-        """Checks the bound: ops with block scales support 127 only."""
+            yield "fwd.scales", fwd.in_blocks, takes
         yield "bound", self.bound in BOUNDS, f"one of {BOUNDS}"
+        # Ops with block scales support a bound of 127 only.
         in_blocks = [name for name, gemm in self._gemms().items() if gemm.in_blocks]
         takes = f"127.0 with block scales, as in {', '.join(in_blocks)}"
         yield "bound", self.bound == 127.0 or not in_blocks, takes
-
-    def _shared_code_checks(self) -> Iterator[_Check]:
-        """Checks that GEMMs that read the same codes round in the same way."""
-        fwd, dlhs, drhs = self._gemms().values()
+        # GEMMs that read the same codes round in the same way.
         for name, gemm in {"dlhs": dlhs, "drhs": drhs}.items():
             accepted = gemm.keeps == "floats" or not fwd.in_floats
             takes = "'floats' if fwd is unquantized and has no codes"
@@ -296,32 +290,23 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
     yield "keeps", gemm.keeps in KEEPS, f"one of {KEEPS}"
     accepted = gemm.reduce in (None, *REDUCES)
     yield "reduce", accepted, f"one of {REDUCES}, or None for the product's dtype"
+    in_blocks = scales == ("block", "block")
     if gemm.in_floats:
-        yield from _unquantized_checks(name, gemm)
+        takes = "None if lhs is None, because INT8 GEMMs quantize both operands"
+        yield "rhs", gemm.rhs is None, takes
+        takes = "nothing (the default) if lhs and rhs are None"
+        yield "scales", in_blocks, takes
+        yield "keeps", gemm.keeps == "floats" or name != "fwd", "'floats' in fwd"
+        yield "reduce", gemm.reduce is None, f"{takes}: XLA sums it"
     else:
-        yield from _quantized_checks(gemm)
-    is_drhs, in_blocks = name == "drhs", scales == ("block", "block")
+        yield "rhs", gemm.rhs is not None, "a rounding if lhs has one"
+        accepted = in_blocks or "block" not in scales
+        yield "scales", accepted, "'block' for both operands or for neither"
+        yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
+    is_drhs = name == "drhs"
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
     accepted = shards == 1 or (is_drhs and not in_blocks)
     yield "shards", accepted, "1, except in a drhs without block scales"
-
-
-def _unquantized_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
-    """Checks that the fields about quantization have their defaults."""
-    takes = "None if lhs is None, because INT8 GEMMs quantize both operands"
-    yield "rhs", gemm.rhs is None, takes
-    takes = "nothing (the default) if lhs and rhs are None"
-    yield "scales", gemm.scales == ("block", "block"), takes
-    yield "keeps", gemm.keeps == "floats" or name != "fwd", "'floats' in fwd"
-    yield "reduce", gemm.reduce is None, f"{takes}: XLA sums it"
-
-
-def _quantized_checks(gemm: Gemm) -> Iterator[_Check]:
-    """Checks that both operands are quantized and that their scales fit together."""
-    yield "rhs", gemm.rhs is not None, "a rounding if lhs has one"
-    accepted = "block" not in gemm.scales or gemm.scales == ("block", "block")
-    yield "scales", accepted, "'block' for both operands or for neither"
-    yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
 
 
 def _is_number(value: object) -> TypeGuard[float]:
