@@ -5,9 +5,8 @@ out.  Callers that keep state update it outside.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -203,34 +202,13 @@ def _seeded_dot_general(
         seed: jax.Array,
         codes: Quantized | None,
     ) -> tuple[jax.Array, Stats]:
-        rows = functools.partial(row_shape, recipe=recipe)
-        x, w = as_matrices(lhs, rhs, call.dimension_numbers, rows)
+        x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
         weight = w if codes is None else codes
         y, stats = measured_matmul(spec, x, weight, theta, seed)
         return y.reshape(out.shape), stats
 
     main = None if codes is None else codes.main
     return automatic(multiply, out)(lhs, rhs, theta, seed, main)
-
-
-def row_shape(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
-    """The shape, ``(M,)`` or ``(G, R)``, that stands for an activation's rows.
-
-    The last axis before K, often the tokens of a sequence, stays a separate axis if
-    all GEMMs have block scales and its size is a multiple of the block's.  Then both it
-    and the axes before it can be sharded.
-
-    Args:
-      sizes: the sizes of the activation's axes before K.
-      recipe: gives the rows of a block.
-
-    >>> row_shape((2, 4, 256), fallback), row_shape((2, 100), fallback)
-    ((8, 256), (200,))
-    """
-    *lead, last = sizes or (1,)
-    if not lead or 0 in sizes or last % recipe.block_shape[0] or not recipe.in_blocks:
-        return (math.prod(sizes),)
-    return math.prod(lead), last
 
 
 def measured_matmul(

@@ -10,8 +10,8 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax.core import fused_layers, threshold
+from fbq_jax.core.dimension_numbers import row_shape
 from fbq_jax.core.dot_call import DotCall
-from fbq_jax.core.dot_general import row_shape
 from fbq_jax.core.fused_layers import FusedSpec, GemmScalars, GemmStats
 from fbq_jax.core.matmul_vjp import Spec
 from fbq_jax.core.nonlinear import NormSpec

@@ -230,7 +230,7 @@ class Recipe:
         in_blocks = [name for name, gemm in self._gemms().items() if gemm.in_blocks]
         takes = f"127.0 with block scales, as in {', '.join(in_blocks)}"
         yield "bound", self.bound == 127.0 or not in_blocks, takes
-        # GEMMs that read the same codes round in the same way.
+        # GEMMs share codes only if there are any, and if they round in the same way.
         for name, gemm in {"dlhs": dlhs, "drhs": drhs}.items():
             accepted = gemm.keeps == "floats" or not fwd.in_floats
             takes = "'floats' if fwd is unquantized and has no codes"
