@@ -95,15 +95,9 @@ def conv_general_dilated(
             f"{padding!r}: the output would have the shape {out.shape}"
         )
     ones = (1,) * len(positions)
-    windows = _windows(
-        lhs.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1]),
-        positions,
-        sizes,
-        window_strides,
-        padding,
-        ones if lhs_dilation is None else lhs_dilation,
-        ones if rhs_dilation is None else rhs_dilation,
-    )
+    dilations = [ones if d is None else d for d in (lhs_dilation, rhs_dilation)]
+    x = lhs.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1])
+    windows = _windows(x, positions, sizes, window_strides, padding, *dilations)
     operands = _split_groups(windows, rhs, rhs_spec, feature_group_count)
     order = tuple(np.argsort([out_spec[0], *out_spec[2:], out_spec[1]]))
     y = dot_general(

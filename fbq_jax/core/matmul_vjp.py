@@ -29,7 +29,7 @@ from fbq_jax.core.quantize_operands import (
     seeds_of,
 )
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
-from fbq_jax.recipes.schema import Gemm
+from fbq_jax.recipes.schema import Gemm, Recipe
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass.
 LHS_NAME = "fbq_lhs"
@@ -285,20 +285,20 @@ def float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
 def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
     """X', dequantized if its codes were saved."""
     if isinstance(lhs, Quantized):
-        lhs = _dequantize(spec, lhs, spec.recipe.lhs_block, spec.lhs_dtype)
+        codes = forward_qtensor(spec.recipe, lhs, spec.recipe.lhs_block)
+        return codes.dequantize(spec.lhs_dtype).mT
     return lhs.mT
 
 
 def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
     """W', dequantized if its codes were saved; colwise codes are W' already."""
     if isinstance(rhs, Quantized):
-        k, n = spec.recipe.rhs_block
-        return _dequantize(spec, rhs, (n, k), spec.rhs_dtype)
+        codes = forward_qtensor(spec.recipe, rhs, spec.recipe.rhs_block[::-1])
+        return codes.dequantize(spec.rhs_dtype)
     return rhs.mT
 
 
-def _dequantize(spec: Spec, x: Quantized, block: Block, dtype: Any) -> jax.Array:
-    """The values of forward codes; ``block`` is their block if scales are per block."""
-    row = 1, max(1, x.codes.shape[2])
-    code_block = block if spec.recipe.fwd.in_blocks else row
-    return QTensor(x, None, code_block).dequantize(dtype)
+def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
+    """Codes of the forward GEMM; ``block`` is theirs if scales are per block."""
+    row = 1, max(1, codes.codes.shape[2])
+    return QTensor(codes, None, block if recipe.fwd.in_blocks else row)

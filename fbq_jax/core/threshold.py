@@ -83,13 +83,10 @@ def quantile(
     unset = jnp.asarray(UNSET, jnp.float32)
     if not metric.size:
         return unset
-    low, high = recipe.target_rate
-    above: int | jax.Array
-    if blocks is None:
-        above = min(round((low + high) / 2 * metric.size), metric.size - 1)
-    else:
-        above = jnp.round((low + high) / 2 * blocks.astype(jnp.float32))
-        above = above.astype(jnp.int32)
+    middle = sum(recipe.target_rate) / 2
+    above: int | jax.Array = min(round(middle * metric.size), metric.size - 1)
+    if blocks is not None:
+        above = jnp.round(middle * blocks.astype(jnp.float32)).astype(jnp.int32)
         above = jnp.clip(above, 0, blocks - 1)
     theta = jnp.sort(metric.reshape(-1))[metric.size - 1 - above]
     return jnp.where(jnp.all(jnp.isfinite(metric)) & (theta > 0.0), theta, unset)
