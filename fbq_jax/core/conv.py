@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -94,17 +95,11 @@ def conv_general_dilated(
             f"{padding!r}: the output would have the shape {out.shape}"
         )
     ones = (1,) * len(positions)
-    windows = _windows(
-        lhs.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1]),
-        positions,
-        sizes,
-        window_strides,
-        padding,
-        ones if lhs_dilation is None else lhs_dilation,
-        ones if rhs_dilation is None else rhs_dilation,
-    )
+    dilations = [ones if d is None else d for d in (lhs_dilation, rhs_dilation)]
+    x = lhs.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1])
+    windows = _windows(x, positions, sizes, window_strides, padding, *dilations)
     operands = _split_groups(windows, rhs, rhs_spec, feature_group_count)
-    order = _order(out_spec)
+    order = tuple(np.argsort([out_spec[0], *out_spec[2:], out_spec[1]]))
     y = dot_general(
         *operands,
         precision=precision,
@@ -190,10 +185,3 @@ def _split(x: jax.Array, axis: int, groups: int) -> jax.Array:
     """Splits an axis into groups."""
     size = x.shape[axis] // groups
     return x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
-
-
-def _order(out_spec: Sequence[int]) -> tuple[int, ...]:
-    """The axis of ``[N, ..., C]`` that becomes each axis of the output."""
-    batch, channels, *spatial = out_spec
-    order = [batch, *spatial, channels]
-    return tuple(order.index(axis) for axis in range(len(order)))

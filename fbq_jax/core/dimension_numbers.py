@@ -1,12 +1,14 @@
 """``lax.dot_general`` as one stack of matrix products."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from fbq_jax.recipes.schema import Recipe
 
 DimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -40,45 +42,44 @@ def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> 
     return jnp.dtype(preferred or jnp.promote_types(lhs.dtype, rhs.dtype))
 
 
-def output_of(
-    lhs: Operand,
-    rhs: Operand,
-    dimension_numbers: DimensionNumbers,
-    dtype: Any,
-    out_sharding: Any,
-) -> jax.ShapeDtypeStruct:
-    """The output of a product; raises what ``lax.dot_general`` raises."""
-
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            lhs.astype(dtype),
-            rhs.astype(dtype),
-            dimension_numbers,
-            out_sharding=out_sharding,
-        )
-
-    return jax.eval_shape(product, lhs, rhs)
-
-
 def as_matrices(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
-    row_shape: Callable[[Sequence[int]], tuple[int, ...]] = lambda sizes: (
-        math.prod(sizes),
-    ),
+    recipe: Recipe | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Transposes and reshapes the operands to ``[B, M, K]`` and ``[B, K, N]``.
 
-    ``row_shape`` maps the sizes of the dimensions that M consists of to the axes that
-    stand for M; by default it is one axis.
+    With a recipe, the rows of lhs have the shape of ``row_shape``.
     """
     (contract, _), (batch, _) = dimension_numbers
     free = _free(lhs, contract, batch)
-    rows = row_shape([lhs.shape[d] for d in free])
     x = _group(lhs, batch, free, contract)
-    x = x.reshape(len(x), *rows, x.shape[-1])
+    if recipe is not None:
+        rows = row_shape([lhs.shape[d] for d in free], recipe)
+        x = x.reshape(len(x), *rows, x.shape[-1])
     return x, rhs_matrix(rhs, dimension_numbers)
+
+
+def row_shape(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
+    """The shape, ``(M,)`` or ``(G, R)``, that stands for an activation's rows.
+
+    The last axis before K, often the tokens of a sequence, stays a separate axis if
+    all GEMMs have block scales and its size is a multiple of the block's.  Then both it
+    and the axes before it can be sharded.
+
+    Args:
+      sizes: the sizes of the activation's axes before K.
+      recipe: gives the rows of a block.
+
+    >>> recipe = Recipe(block=128)
+    >>> row_shape((2, 4, 256), recipe), row_shape((2, 100), recipe)
+    ((8, 256), (200,))
+    """
+    *lead, last = sizes or (1,)
+    if not lead or 0 in sizes or last % recipe.block_shape[0] or not recipe.in_blocks:
+        return (math.prod(sizes),)
+    return math.prod(lead), last
 
 
 def rhs_matrix(rhs: jax.Array, dimension_numbers: DimensionNumbers) -> jax.Array:

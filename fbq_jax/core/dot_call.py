@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from fbq_jax.core.dimension_numbers import (
     DimensionNumbers,
     Operand,
     as_matrices,
     output_dtype,
-    output_of,
 )
 
 
@@ -39,7 +39,16 @@ class DotCall(NamedTuple):
           ValueError: the call asks for a precision, or ``lax.dot_general`` raises it.
         """
         dtype = output_dtype(lhs, rhs, self.precision, self.preferred_element_type)
-        return output_of(lhs, rhs, self.dimension_numbers, dtype, self.out_sharding)
+
+        def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return lax.dot_general(
+                lhs.astype(dtype),
+                rhs.astype(dtype),
+                self.dimension_numbers,
+                out_sharding=self.out_sharding,
+            )
+
+        return jax.eval_shape(product, lhs, rhs)
 
 
 class RaggedCall(NamedTuple):

@@ -5,9 +5,8 @@ out.  Callers that keep state update it outside.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +16,9 @@ from jax import lax
 
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, threshold
-from fbq_jax.core.dimension_numbers import (
-    DimensionNumbers,
-    as_matrices,
-)
+from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices
 from fbq_jax.core.dot_call import DotCall
+from fbq_jax.core.matmul_vjp import DENSE, DenseGemms
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.kernels.reference import Quantized
@@ -208,36 +205,31 @@ def _seeded_dot_general(
         seed: jax.Array,
         codes: Quantized | None,
     ) -> tuple[jax.Array, Stats]:
-        row_shape = functools.partial(row_axes, recipe=recipe)
-        x, w = as_matrices(lhs, rhs, call.dimension_numbers, row_shape)
-        theta = resolve(spec, theta, x)
+        x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
         weight = w if codes is None else codes
-        y, metric = matmul_vjp.matmul(spec, x, weight, jnp.maximum(theta, 0.0), seed)
-        stats = Stats(threshold.fallback_rate(metric, theta), theta, metric)
+        y, stats = measured_matmul(spec, x, weight, theta, seed)
         return y.reshape(out.shape), stats
 
     main = None if codes is None else codes.main
     return automatic(multiply, out)(lhs, rhs, theta, seed, main)
 
 
-def row_axes(sizes: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
-    """The shape, ``(M,)`` or ``(G, R)``, that stands for an activation's rows.
+def measured_matmul(
+    spec: Spec,
+    x: jax.Array,
+    w: jax.Array | Quantized,
+    theta: jax.Array,
+    seed: jax.Array,
+    gemms: DenseGemms = DENSE,
+    blocks: jax.Array | None = None,
+) -> tuple[jax.Array, Stats]:
+    """``matmul_vjp.matmul`` and its stats; an unset ``theta`` is set from x.
 
-    The last axis before K, often the tokens of a sequence, stays a separate axis if
-    all GEMMs have block scales and its size is a multiple of the block's.  Then both it
-    and the axes before it can be sharded.
-
-    Args:
-      sizes: the sizes of the activation's axes before K.
-      recipe: gives the rows of a block.
-
-    >>> row_axes((2, 4, 256), Recipe(block=128)), row_axes((2, 100), Recipe(block=128))
-    ((8, 256), (200,))
+    ``blocks`` is the number of blocks, as in ``threshold.quantile``.
     """
-    *lead, last = sizes or (1,)
-    if not lead or 0 in sizes or last % recipe.block_shape[0] or not recipe.in_blocks:
-        return (math.prod(sizes),)
-    return math.prod(lead), last
+    theta = resolve(spec, theta, x, layer=gemms.tile_rows, blocks=blocks)
+    y, metric = matmul_vjp.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed, gemms)
+    return y, Stats(threshold.fallback_rate(metric, theta, blocks), theta, metric)
 
 
 def resolve(
@@ -245,7 +237,7 @@ def resolve(
     theta: jax.Array,
     x: jax.Array,
     *,
-    layer: Callable[[jax.Array], jax.Array] = lambda x: x,
+    layer: Callable[[jax.Array], jax.Array],
     blocks: jax.Array | None = None,
 ) -> jax.Array:
     """Sets an unset threshold from the blocks of the operand itself.

@@ -30,7 +30,8 @@ class QuantizedEinsum:
     """A callable with the signature of ``jnp.einsum``.
 
     Attributes:
-      dot_general: computes the product; each subclass defines it.
+      dot_general: takes the arguments of ``lax.dot_general``; its lhs is the
+        activation.  Each subclass defines it.
     """
 
     dot_general: Any
@@ -44,69 +45,56 @@ class QuantizedEinsum:
         preferred_element_type: jax.typing.DTypeLike | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
-        options = precision, preferred_element_type, out_sharding
-        return einsum(self.dot_general, subscripts, operands, *options)
+        """``jnp.einsum(subscripts, *operands, ...)`` by one ``dot_general``.
 
+        Args:
+          subscripts: as in ``jnp.einsum``; may have ``...`` and may omit the output.
+          *operands: the activation and the weight.
+          precision: passed to ``dot_general``.
+          preferred_element_type: passed to ``dot_general``.
+          out_sharding: the output's sharding over explicit mesh axes.
 
-def einsum(
-    dot_general: Callable[..., jax.Array],
-    subscripts: str,
-    operands: Sequence[jax.Array],
-    precision: Any,
-    preferred_element_type: jax.typing.DTypeLike | None,
-    out_sharding: NamedSharding | PartitionSpec | None,
-) -> jax.Array:
-    """Computes ``jnp.einsum(subscripts, *operands, ...)`` by one ``dot_general``.
-
-    Args:
-      dot_general: takes the arguments of ``lax.dot_general``; its lhs is the
-        activation.
-      subscripts: as in ``jnp.einsum``; may have ``...`` and may omit the output.
-      operands: the activation and the weight.
-      precision: passed to ``dot_general``.
-      preferred_element_type: passed to ``dot_general``.
-      out_sharding: the output's sharding over explicit mesh axes.
-
-    Raises:
-      ValueError: there are not two operands, or the einsum is not a matrix product.
-    """
-    if not isinstance(subscripts, str) or len(operands) != 2:
-        raise ValueError(
-            "a quantized einsum takes a string of subscripts and two operands; got "
-            f"{subscripts!r} and {len(operands)}"
-        )
-    lhs, rhs = operands
-    labels = parse(subscripts, lhs.ndim, rhs.ndim)
-    shared = [label for label in labels.lhs if label in labels.rhs]
-    for label in shared:
-        sizes = lhs.shape[labels.lhs.index(label)], rhs.shape[labels.rhs.index(label)]
-        if sizes[0] != sizes[1]:
+        Raises:
+          ValueError: there are not two operands, or the einsum is not a matrix product.
+        """
+        if not isinstance(subscripts, str) or len(operands) != 2:
             raise ValueError(
-                f"einsum {subscripts!r} of {lhs.shape} and {rhs.shape}: {_name(label)} "
-                f"has size {sizes[0]} in one and {sizes[1]} in the other"
+                "a quantized einsum takes a string of subscripts and two operands; got "
+                f"{subscripts!r} and {len(operands)}"
             )
-    batch = [label for label in shared if label in labels.out]
-    contracted = [label for label in shared if label not in labels.out]
-    if not contracted:
-        raise ValueError(
-            f"einsum {subscripts!r} sums over nothing, so it is not a matrix product"
+        lhs, rhs = operands
+        labels = parse(subscripts, lhs.ndim, rhs.ndim)
+        shared = [label for label in labels.lhs if label in labels.rhs]
+        sizes = dict(zip(labels.lhs, lhs.shape, strict=True))
+        for label, size in zip(labels.rhs, rhs.shape, strict=True):
+            if sizes.get(label, size) != size:
+                raise ValueError(
+                    f"einsum {subscripts!r} of {lhs.shape} and {rhs.shape}: "
+                    f"{_name(label)} has size {sizes[label]} in one and {size} in the "
+                    "other"
+                )
+        batch = [label for label in shared if label in labels.out]
+        contracted = [label for label in shared if label not in labels.out]
+        if not contracted:
+            raise ValueError(
+                f"einsum {subscripts!r} sums over nothing, so it is not a matrix "
+                "product"
+            )
+        free = [label for label in (*labels.lhs, *labels.rhs) if label not in shared]
+        order = _find(labels.out, [*batch, *free])
+        dimension_numbers = tuple(
+            (_find(group, labels.lhs), _find(group, labels.rhs))
+            for group in (contracted, batch)
         )
-    free = [label for label in (*labels.lhs, *labels.rhs) if label not in shared]
-    order = _find(labels.out, [*batch, *free])
-    dimension_numbers = tuple(
-        (_find(group, labels.lhs), _find(group, labels.rhs))
-        for group in (contracted, batch)
-    )
-    y = dot_general(
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=before_transposing(out_sharding, order),
-    )
-    return y.transpose(order)
+        y = self.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=before_transposing(out_sharding, order),
+        )
+        return y.transpose(order)
 
 
 def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
+from fbq_jax.core.matmul_vjp import forward_qtensor
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec, quantize_rhs
 from fbq_jax.recipes.schema import Recipe
@@ -168,9 +169,7 @@ def quantize_weight(
     matrices = rhs_matrix(w, dimension_numbers)
     main = quantize_rhs(spec, matrices, seed, save=False).colwise
     assert main is not None
-    k, n = recipe.rhs_block
-    block = (n, k) if recipe.fwd.in_blocks else (1, max(1, matrices.shape[1]))
-    codes = QTensor(main, None, block)
+    codes = forward_qtensor(recipe, main, recipe.rhs_block[::-1])
     return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
 
 

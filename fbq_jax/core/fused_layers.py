@@ -1,7 +1,10 @@
 """Linear layers fused with the layers that feed them, without floats in between.
 
-    norm_matmul   rms_norm(x) . W
-    gated_mlp     (silu(gate) * up) . W_down    where [gate, up] = rms_norm(x) . W_up
+    a norm and a linear layer   rms_norm(x) . W
+    a norm and a gated MLP      (silu(gate) * up) . W_down
+                                where [gate, up] = rms_norm(x) . W_up
+
+SwiGLU (arXiv 2002.05202) is the gate.  ``norm_mlp`` computes both.
 
 The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.matmul_vjp``, except
 that a bfloat16 or float16 gate is rounded once instead of twice.  The fused
@@ -14,7 +17,8 @@ The only floats that it reads are scales and the norm's ``rstd``.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +27,16 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, nonlinear
 from fbq_jax.core.dot_general import resolve
-from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME, SavedMatmul
+from fbq_jax.core.matmul_vjp import SavedMatmul
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
 from fbq_jax.core.quantize_operands import (
     GRAD_STREAM,
     LHS_STREAM,
     Spec,
     quantize_grad,
-    quantize_rhs,
     seeds_of,
 )
 from fbq_jax.kernels import fused_reference
-from fbq_jax.kernels.fused_reference import Operand
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.recipes.schema import Recipe
@@ -77,12 +79,16 @@ class GemmStats(NamedTuple):
     metric: jax.Array
 
 
-class _SavedGated(NamedTuple):
+class _SavedMLP(NamedTuple):
+    """The residuals of a norm and its linear layer; and of a gate and its own, or None.
+
+    ``gate`` are the packed factors of the gradients of gate and up.
+    """
+
     norm: SavedNorm
     up: SavedMatmul | None
-    gate_factor: Packed
-    up_factor: Packed
-    down: SavedMatmul | None
+    gate: tuple[Packed, Packed] | None = None
+    down: SavedMatmul | None = None
 
 
 def fuses(recipe: Recipe) -> bool:
@@ -95,230 +101,140 @@ def fuses(recipe: Recipe) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def norm_matmul(
+def norm_mlp(
     spec: FusedSpec,
     x: jax.Array,
     norm_scale: jax.Array,
-    w: jax.Array | Quantized,
-    scalars: tuple[GemmScalars],
-) -> tuple[jax.Array, tuple[GemmStats]]:
-    """Multiplies the root mean square normalization of x by w.
+    weights: tuple[jax.Array | Quantized, ...],
+    scalars: tuple[GemmScalars, ...],
+) -> tuple[jax.Array, tuple[GemmStats, ...]]:
+    """Applies a norm and a linear layer; or, with two weights, a norm and a gated MLP.
 
     Args:
-      spec: static arguments.
+      spec: static arguments; x, the hidden layer and the output of an MLP share one
+        dtype.
       x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
         ``matmul_vjp.matmul``.
       norm_scale: float32 ``[K]``.
-      w: float ``[B, K, N]``, or the colwise INT8 values of a frozen layer.
-      scalars: threshold and seed of the GEMM.
+      weights: of the linear layer, float ``[B, K, N]``; or of the MLP, float
+        ``[B, K, 2 F]``, the kernels of gate and up as ``fused_reference.join_gate_up``
+        joins them, and ``[B, F, N]``.  A frozen layer has colwise INT8 values.
+      scalars: threshold and seed of each GEMM.
 
     Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the GEMM's stats.
+      ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the stats of each
+      GEMM.
     """
-    return _norm_matmul(spec, x, norm_scale, w, scalars, save=False)[0]
+    return _norm_mlp(spec, x, norm_scale, weights, scalars, save=False)[0]
 
 
-def _norm_matmul(
+def _norm_mlp(
     spec: FusedSpec,
     x: jax.Array,
     norm_scale: jax.Array,
-    w: jax.Array | Quantized,
-    scalars: tuple[GemmScalars],
+    weights: tuple[jax.Array | Quantized, ...],
+    scalars: tuple[GemmScalars, ...],
     *,
     save: bool = True,
-) -> tuple[tuple[jax.Array, tuple[GemmStats]], tuple[SavedNorm, SavedMatmul | None]]:
-    theta, operand, saved_norm = _quantize_norm(spec, x, norm_scale, *scalars, save)
-    y, saved = _multiply(spec.gemm, operand, w, scalars[0].seed, save=save)
-    return (y, (GemmStats(theta, operand.metric),)), (saved_norm, saved)
+) -> tuple[tuple[jax.Array, tuple[GemmStats, ...]], _SavedMLP]:
+    norm = spec.norm
 
-
-def _quantize_norm(
-    spec: FusedSpec,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    scalars: GemmScalars,
-    save: bool,
-) -> tuple[jax.Array, Operand, SavedNorm]:
-    """The threshold, the norm's quantized output, and the norm's residuals."""
-    gemm, norm = spec
-    recipe = gemm.recipe
-
-    def layer(x: jax.Array) -> jax.Array:
+    def normalize(x: jax.Array) -> jax.Array:
         return nonlinear.rms_norm(x, norm_scale, epsilon=norm.epsilon, bits=norm.bits)
 
-    theta = resolve(gemm, scalars.theta, x, layer=layer)
-    operand, normalized, rstd = ops.rms_norm_quantize(
-        x,
-        jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
-        _thetas(theta, x),
-        seeds_of(scalars.seed, LHS_STREAM, x),
-        epsilon=norm.epsilon,
-        bits=norm.bits,
-        block=recipe.lhs_block,
-        criterion=recipe.criterion,
-        colwise=recipe.drhs.lhs if save else None,
-        implementation=gemm.implementation,
-    )
-    normalized, rstd = checkpoint_name((normalized, rstd), SAVED_NAME)
-    scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
-    return theta, operand, SavedNorm(normalized, rstd, scale_row)
-
-
-def _thetas(theta: jax.Array, x: jax.Array) -> jax.Array:
-    """One threshold, at least 0, for each matrix of the stack x."""
-    return jnp.broadcast_to(jnp.maximum(theta, 0.0), x.shape[:1])
-
-
-def _multiply(
-    spec: Spec,
-    operand: Operand,
-    w: jax.Array | Quantized,
-    seed: jax.Array,
-    *,
-    save: bool,
-) -> tuple[jax.Array, SavedMatmul | None]:
-    """Y, and the GEMM's residuals if ``save``."""
-    rhs = quantize_rhs(spec, w, seed, save=save)
-    lhs = Layouts(operand.main, operand.colwise)
-    y = matmul_vjp.forward(spec, lhs, operand.residual, rhs)
-    if not save:
-        return y, None
-    assert lhs.colwise is not None
-    assert rhs.rowwise is not None
-    saved_lhs = checkpoint_name(lhs.colwise, LHS_NAME)
-    saved_rhs = checkpoint_name(rhs.rowwise, RHS_NAME)
-    return y, SavedMatmul(saved_lhs, saved_rhs, seed)
-
-
-def _norm_matmul_bwd(
-    spec: FusedSpec,
-    saved: tuple[SavedNorm, SavedMatmul],
-    cotangents: tuple[jax.Array, tuple[GemmStats]],
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    saved_norm, saved_matmul = saved
-    dy, _ = cotangents
-    grad = quantize_grad(spec.gemm, dy, saved_matmul.seed)
-    dnormalized, dw = _matmul_grads(spec.gemm, saved_matmul, grad)
-    return (*_norm_grads(spec, saved_norm, dnormalized), dw, None)
-
-
-def _matmul_grads(
-    spec: Spec, saved: SavedMatmul, grad: Layouts
-) -> tuple[jax.Array, jax.Array]:
-    """Multiplies the quantized dY: returns dX and dW."""
-    dx = matmul_vjp.grad_of_lhs(spec, saved, grad)
-    return dx, matmul_vjp.grad_of_rhs(spec, saved, grad)
-
-
-def _norm_grads(
-    spec: FusedSpec, saved: SavedNorm, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of x and ``norm_scale``."""
-    dx, dscale = nonlinear.norm_bwd(spec.norm, saved, dy.astype(jnp.float32))
-    assert dscale is not None
-    return dx.astype(spec.gemm.lhs_dtype), dscale.reshape(-1)
-
-
-norm_matmul.defvjp(_norm_matmul, _norm_matmul_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated_mlp(
-    spec: FusedSpec,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    w_up: jax.Array | Quantized,
-    w_down: jax.Array | Quantized,
-    scalars: tuple[GemmScalars, GemmScalars],
-) -> tuple[jax.Array, tuple[GemmStats, GemmStats]]:
-    """Applies a norm, SwiGLU (arXiv 2002.05202) and the down projection.
-
-    Args:
-      spec: static arguments; x, the hidden layer and the output share one dtype.
-      x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
-        ``matmul_vjp.matmul``.
-      norm_scale: float32 ``[K]``.
-      w_up: float ``[B, K, 2 F]``, the kernels of gate and up as
-        ``fused_reference.join_gate_up`` joins them, or the colwise INT8 values of a
-        frozen layer.
-      w_down: float ``[B, F, N]``, or the colwise INT8 values of a frozen layer.
-      scalars: thresholds and seeds of both GEMMs.
-
-    Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]``, and the stats of both GEMMs.
-    """
-    return _gated_mlp(spec, x, norm_scale, w_up, w_down, scalars, save=False)[0]
-
-
-def _gated_mlp(
-    spec: FusedSpec,
-    x: jax.Array,
-    norm_scale: jax.Array,
-    w_up: jax.Array | Quantized,
-    w_down: jax.Array | Quantized,
-    scalars: tuple[GemmScalars, GemmScalars],
-    *,
-    save: bool = True,
-) -> tuple[tuple[jax.Array, tuple[GemmStats, GemmStats]], _SavedGated]:
-    (gate_up, up_stats), (saved_norm, saved_up) = _norm_matmul(
-        spec, x, norm_scale, w_up, scalars[:1], save=save
-    )
-    theta, operand, factors = _quantize_gate(spec, gate_up, scalars[1], save)
-    y, saved_down = _multiply(spec.gemm, operand, w_down, scalars[1].seed, save=save)
-    stats = *up_stats, GemmStats(theta, operand.metric)
-    saved = _SavedGated(saved_norm, saved_up, *factors, saved_down)
-    return (y, stats), saved
-
-
-def _quantize_gate(
-    spec: FusedSpec, gate_up: jax.Array, scalars: GemmScalars, save: bool
-) -> tuple[jax.Array, Operand, tuple[Packed, Packed]]:
-    """The threshold, the gate's quantized output, and the factors of its gradients."""
-    gemm, norm = spec
-    recipe = gemm.recipe
-
-    def layer(gate_up: jax.Array) -> jax.Array:
+    def gate(gate_up: jax.Array) -> jax.Array:
         gate, up = fused_reference.split_gate_up(gate_up)
         return nonlinear.silu_gate(gate, up, bits=norm.bits)
 
-    theta = resolve(gemm, scalars.theta, gate_up, layer=layer)
-    operand, *factors = ops.silu_gate_quantize(
-        gate_up,
-        _thetas(theta, gate_up),
-        seeds_of(scalars.seed, LHS_STREAM, gate_up),
-        bits=norm.bits,
+    op = functools.partial(ops.rms_norm_quantize, epsilon=norm.epsilon)
+    operands = x, jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape))
+    y, stats, (normalized, rstd), saved = _quantize_and_multiply(
+        spec, op, normalize, operands, weights[0], scalars[0], save=save
+    )
+    scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
+    saved_norm = SavedNorm(normalized, rstd, scale_row)
+    if len(weights) == 1:
+        return (y, (stats,)), _SavedMLP(saved_norm, saved)
+    y, down_stats, factors, saved_down = _quantize_and_multiply(
+        spec, ops.silu_gate_quantize, gate, (y,), weights[1], scalars[1], save=save
+    )
+    return (y, (stats, down_stats)), _SavedMLP(saved_norm, saved, factors, saved_down)
+
+
+def _quantize_and_multiply(
+    spec: FusedSpec,
+    op: Callable[..., tuple[Any, ...]],
+    layer: Callable[[jax.Array], jax.Array],
+    operands: tuple[jax.Array, ...],
+    w: jax.Array | Quantized,
+    scalars: GemmScalars,
+    *,
+    save: bool,
+) -> tuple[jax.Array, GemmStats, tuple[Any, ...], SavedMatmul | None]:
+    """Multiplies the quantized output of a non-linear layer by w.
+
+    Args:
+      spec: static arguments.
+      op: the op of ``fbq_jax.ops`` that computes and quantizes the layer's output.
+      layer: maps the first operand to the layer's output, in float.
+      operands: the operands of ``op`` before its thresholds and seeds.
+      w: the weight, one of those of ``norm_mlp``.
+      scalars: threshold and seed of the GEMM.
+      save: whether there will be a backward pass.
+
+    Returns:
+      The product, the GEMM's stats, and the residuals of the layer and of the GEMM.
+    """
+    gemm, recipe, x = spec.gemm, spec.gemm.recipe, operands[0]
+    theta = resolve(gemm, scalars.theta, x, layer=layer)
+    operand, *residuals = op(
+        *operands,
+        jnp.broadcast_to(jnp.maximum(theta, 0.0), x.shape[:1]),
+        seeds_of(scalars.seed, LHS_STREAM, x),
+        bits=spec.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
         colwise=recipe.drhs.lhs if save else None,
         implementation=gemm.implementation,
     )
-    return theta, operand, checkpoint_name(tuple(factors), SAVED_NAME)
+    residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
+    lhs = Layouts(operand.main, operand.colwise)
+    y, saved = matmul_vjp.forward(
+        gemm, lhs, operand.residual, w, scalars.seed, save=save
+    )
+    return y, GemmStats(theta, operand.metric), residuals, saved
 
 
-def _gated_mlp_bwd(
+def _norm_mlp_bwd(
     spec: FusedSpec,
-    saved: _SavedGated,
-    cotangents: tuple[jax.Array, tuple[GemmStats, GemmStats]],
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, None]:
+    saved: _SavedMLP,
+    cotangents: tuple[jax.Array, tuple[GemmStats, ...]],
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], None]:
     dy, _ = cotangents
     gemm, recipe = spec.gemm, spec.gemm.recipe
     assert saved.up is not None
-    assert saved.down is not None
-    grad = quantize_grad(gemm, dy, saved.down.seed)
-    dhidden, dw_down = _matmul_grads(gemm, saved.down, grad)
-    dgate_up = ops.silu_gate_grad_quantize(
-        dhidden,
-        saved.gate_factor,
-        saved.up_factor,
-        seeds_of(saved.up.seed, GRAD_STREAM, dhidden),
-        bits=spec.norm.bits,
-        block=recipe.grad_block,
-        rowwise=recipe.dlhs.lhs,
-        colwise=recipe.drhs.rhs,
-        implementation=gemm.implementation,
+    dw_down: list[jax.Array] = []
+    if saved.down is None or saved.gate is None:
+        grad = quantize_grad(gemm, dy, saved.up.seed)
+    else:
+        grad = quantize_grad(gemm, dy, saved.down.seed)
+        dhidden, *dw_down = matmul_vjp.backward(gemm, saved.down, grad)
+        grad = ops.silu_gate_grad_quantize(
+            dhidden,
+            *saved.gate,
+            seeds_of(saved.up.seed, GRAD_STREAM, dhidden),
+            bits=spec.norm.bits,
+            block=recipe.grad_block,
+            rowwise=recipe.dlhs.lhs,
+            colwise=recipe.drhs.rhs,
+            implementation=gemm.implementation,
+        )
+    dnormalized, dw = matmul_vjp.backward(gemm, saved.up, grad)
+    dx, dscale = nonlinear.norm_bwd(
+        spec.norm, saved.norm, dnormalized.astype(jnp.float32)
     )
-    dnormalized, dw_up = _matmul_grads(gemm, saved.up, dgate_up)
-    return (*_norm_grads(spec, saved.norm, dnormalized), dw_up, dw_down, None)
+    assert dscale is not None
+    return dx.astype(gemm.lhs_dtype), dscale.reshape(-1), (dw, *dw_down), None
 
 
-gated_mlp.defvjp(_gated_mlp, _gated_mlp_bwd)
+norm_mlp.defvjp(_norm_mlp, _norm_mlp_bwd)

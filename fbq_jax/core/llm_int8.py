@@ -31,12 +31,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
 from fbq_jax.core.dot_call import DotCall, DotGeneral, compute_as_matrices
-from fbq_jax.core.matmul_vjp import RHS_NAME
+from fbq_jax.core.matmul_vjp import RHS_NAME, float_matmul
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 
@@ -106,7 +105,7 @@ def _matmul_fwd(
 ) -> tuple[jax.Array, tuple[jax.Array, Quantized]]:
     outliers, rest = _split(x, spec.threshold)
     rows, columns = _quantize(spec, rest, rowwise=True), _quantize(spec, w)
-    y = _multiply(spec, rows, columns) + _float_matmul(outliers, w)
+    y = _multiply(spec, rows, columns) + float_matmul(outliers, w, jnp.float32)
     return y.astype(spec.dtype), (x, checkpoint_name(columns, RHS_NAME))
 
 
@@ -116,9 +115,9 @@ def _matmul_bwd(
     x, (codes, scales) = residuals
     outliers, rest = _split(x, spec.threshold)
     w_transposed = (codes.astype(jnp.float32) * scales).astype(x.dtype)
-    dx = _float_matmul(dy.astype(x.dtype), w_transposed)
+    dx = float_matmul(dy.astype(x.dtype), w_transposed, jnp.float32)
     dw = _multiply(spec, _quantize(spec, rest), _quantize(spec, dy))
-    dw += _float_matmul(outliers.mT, dy.astype(x.dtype))
+    dw += float_matmul(outliers.mT, dy.astype(x.dtype), jnp.float32)
     return dx.astype(x.dtype), dw.astype(spec.rhs_dtype)
 
 
@@ -154,15 +153,4 @@ def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:
         block_shape=(1, max(1, lhs.codes.shape[2]), 1),
         dtype=jnp.float32,
         implementation=spec.implementation,
-    )
-
-
-def _float_matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """``[B, M, K]`` times ``[B, K, N]``, accumulated in float32."""
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return lax.dot_general(
-        lhs.astype(dtype),
-        rhs.astype(dtype),
-        (((2,), (1,)), ((0,), (0,))),
-        preferred_element_type=jnp.float32,
     )

@@ -21,7 +21,7 @@ from fbq_jax import ops
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import (
     SUM_STREAM,
-    Product,
+    GemmSpec,
     Spec,
     quantize_grad,
     quantize_lhs,
@@ -29,7 +29,7 @@ from fbq_jax.core.quantize_operands import (
     seeds_of,
 )
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
-from fbq_jax.recipes.schema import Gemm
+from fbq_jax.recipes.schema import Gemm, Recipe
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass.
 LHS_NAME = "fbq_lhs"
@@ -38,54 +38,70 @@ RHS_NAME = "fbq_rhs"
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class DenseProducts:
+class DenseGemms:
     """Runs the INT8 GEMMs of a dense layer, on stacks of matrices.
 
-    ``fbq_jax.core.ragged_dot.GroupedProducts`` does the same for groups of rows.
+    ``fbq_jax.core.ragged_dot.GroupedGemms`` does the same for groups of rows.
     """
 
-    def split_rows(self, x: jax.Array) -> jax.Array:
-        """X or dY in the form that the ops quantize."""
+    def tile_rows(self, x: jax.Array) -> jax.Array:
+        """X or dY in the form that the ops quantize: ``x`` itself."""
         return x
 
     def multiply(
         self,
-        product: Product,
+        spec: GemmSpec,
         lhs: Quantized,
         residual: Quantized | None,
         rhs: Quantized,
-        seeds: jax.Array | None = None,
+        seed: jax.Array,
     ) -> jax.Array:
         """Multiplies lhs and its residual with rhs, for Y or dX.
 
-        ``seeds`` are for the noise of a sum in INT8.
+        Args:
+          spec: the settings of the GEMM; M, K and N are its own.
+          lhs: the rowwise codes ``[B, M, K]`` or ``[B, G, R, K]``, with their scales.
+          residual: a second term of lhs, of the same shapes, or None.
+          rhs: the codes ``[B, N, K]`` and their scales.
+          seed: uint32 ``[]``, seeds the noise of a sum over devices in INT8.
+
+        Returns:
+          ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.dtype``.
         """
-        gemm = product.gemm
+        gemm = spec.gemm
         first = 2 if gemm.shards == 1 else 3
         contraction = max(1, math.prod(rhs.codes.shape[first:]))
-        vectors = 1, contraction, 1
+        sums_in_int8 = gemm.reduce == "int8"
         return ops.matmul(
             lhs,
             residual,
             rhs,
-            block_shape=product.block_shape if gemm.in_blocks else vectors,
-            dtype=product.dtype,
+            block_shape=spec.block_shape if gemm.in_blocks else (1, contraction, 1),
+            dtype=spec.dtype,
             reduce=gemm.reduce,
-            seeds=seeds,
-            implementation=product.implementation,
+            seeds=seeds_of(seed, SUM_STREAM, lhs.codes) if sums_in_int8 else None,
+            implementation=spec.implementation,
         )
 
     def contract_rows(
-        self, product: Product, lhs: Quantized, rhs: Quantized, seed: jax.Array
+        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: jax.Array
     ) -> jax.Array:
-        """Multiplies X' with dY, for dW."""
-        seeds = None
-        if product.gemm.reduce == "int8":
-            seeds = seeds_of(seed, SUM_STREAM, lhs.codes)
-        return self.multiply(product, lhs, None, rhs, seeds)
+        """Multiplies X' with dY, for dW.
+
+        Args:
+          spec: the settings of the GEMM.
+          lhs: the colwise codes of X, ``[B, K, M]``, ``[B, K, G, R]`` or, in P shards,
+            ``[B, P, K, M / P]``, with their scales.
+          rhs: the colwise codes of dY, with N in place of K, and their scales.
+          seed: uint32 ``[]``, seeds the noise of a sum over devices in INT8.
+
+        Returns:
+          ``[B, K, N]`` in ``spec.dtype``.
+        """
+        return self.multiply(spec, lhs, None, rhs, seed)
 
 
-DENSE = DenseProducts()
+DENSE = DenseGemms()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -95,7 +111,7 @@ def matmul(
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
-    products: DenseProducts = DENSE,
+    gemms: DenseGemms = DENSE,
 ) -> tuple[jax.Array, jax.Array]:
     """Multiplies X with W and measures the blocks of X.
 
@@ -106,14 +122,14 @@ def matmul(
       w: ``[B, K, N]``, the weight; in a frozen layer, its colwise codes.
       theta: float32 ``[]``, the threshold of fallback.
       seed: uint32 ``[]``, seeds stochastic rounding.
-      products: runs the GEMMs.
+      gemms: runs the INT8 GEMMs.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]``, and the criterion's metric of each block of x,
       float32 ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]``
       without a criterion).
     """
-    return _matmul(spec, x, w, theta, seed, products, save=False)[0]
+    return _matmul(spec, x, w, theta, seed, gemms, save=False)[0]
 
 
 class SavedMatmul(NamedTuple):
@@ -125,13 +141,13 @@ class SavedMatmul(NamedTuple):
       rhs: the rowwise codes of W for a dX in INT8; otherwise W itself or its colwise
         forward codes.
       seed: seeds the noise of dY.
-      products: runs the GEMMs.
+      gemms: runs the INT8 GEMMs.
     """
 
     lhs: Quantized | jax.Array
     rhs: Quantized | jax.Array
     seed: jax.Array
-    products: DenseProducts = DENSE
+    gemms: DenseGemms = DENSE
 
 
 def _matmul(
@@ -140,28 +156,58 @@ def _matmul(
     w: jax.Array | Quantized,
     theta: jax.Array,
     seed: jax.Array,
-    products: DenseProducts,
+    gemms: DenseGemms,
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, jax.Array], SavedMatmul | None]:
-    recipe, rows = spec.recipe, products.split_rows(x)
+    rows = gemms.tile_rows(x)
     lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=save)
-    rhs = quantize_rhs(spec, w, seed, save=save)
+    y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
+    return (y, metric), saved
+
+
+def forward(
+    spec: Spec,
+    lhs: Layouts,
+    residual: Quantized | None,
+    w: jax.Array | Quantized,
+    seed: jax.Array,
+    gemms: DenseGemms = DENSE,
+    *,
+    x: jax.Array | None = None,
+    save: bool,
+) -> tuple[jax.Array, SavedMatmul | None]:
+    """Y, and what the backward pass reads if ``save``.
+
+    Args:
+      spec: the static settings.
+      lhs: the codes of X.
+      residual: the residual of the rowwise codes of X, or None.
+      w: the weight, as in ``matmul``.
+      seed: uint32 ``[]``, seeds stochastic rounding.
+      gemms: runs the INT8 GEMMs.
+      x: the activation, as in ``matmul``; read by unquantized GEMMs only.
+      save: whether there will be a backward pass.
+    """
+    recipe, rhs = spec.recipe, quantize_rhs(spec, w, seed, save=save)
     if recipe.fwd.in_floats:
+        assert x is not None
         assert not isinstance(w, Quantized)  # a frozen forward GEMM is in INT8
-        y = _float_matmul(x, w, spec.dtype)
+        y = float_matmul(x, w, spec.dtype)
     else:
-        y = forward(spec, lhs, residual, rhs, products)
+        assert lhs.rowwise is not None
+        assert rhs.colwise is not None
+        y = gemms.multiply(spec.fwd, lhs.rowwise, residual, rhs.colwise, seed)
     if not save:
-        return (y, metric), None
+        return y, None
     saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
     saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
-    return (y, metric), SavedMatmul(saved_lhs, saved_rhs, seed, products)
+    return y, SavedMatmul(saved_lhs, saved_rhs, seed, gemms)
 
 
 def _to_save(
     gemm: Gemm,
-    operand: jax.Array | Quantized,
+    operand: jax.Array | Quantized | None,
     forward_codes: Quantized | None,
     codes: Quantized | None,
     name: str,
@@ -172,6 +218,7 @@ def _to_save(
     operand.
     """
     if gemm.in_floats and gemm.keeps == "floats":
+        assert operand is not None
         return operand
     saved = forward_codes if gemm.in_floats else codes
     assert saved is not None
@@ -182,80 +229,76 @@ def _matmul_bwd(
     spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
     dy, _ = cotangents
-    grad = quantize_grad(spec, saved.products.split_rows(dy), saved.seed)
-    if spec.recipe.dlhs.in_floats:
-        dx = _float_matmul(dy, _transposed_rhs(spec, saved.rhs), spec.lhs_dtype)
-    else:
-        dx = grad_of_lhs(spec, saved, grad)
-    if spec.recipe.drhs.in_floats:
-        dw = _float_matmul(_transposed_lhs(spec, saved.lhs), dy, spec.rhs_dtype)
-    else:
-        dw = grad_of_rhs(spec, saved, grad)
-    return dx, dw, None, None, None
+    grad = quantize_grad(spec, saved.gemms.tile_rows(dy), saved.seed)
+    return (*backward(spec, saved, grad, dy), None, None, None)
 
 
 matmul.defvjp(_matmul, _matmul_bwd)
 
 
-def forward(
-    spec: Spec,
-    lhs: Layouts,
-    residual: Quantized | None,
-    rhs: Layouts,
-    products: DenseProducts = DENSE,
-) -> jax.Array:
-    """Y, from the rowwise codes of X and the colwise codes of W."""
-    assert lhs.rowwise is not None
-    assert rhs.colwise is not None
-    return products.multiply(spec.fwd, lhs.rowwise, residual, rhs.colwise)
+def backward(
+    spec: Spec, saved: SavedMatmul, grad: Layouts, dy: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients dX and dW.
+
+    Args:
+      spec: the static settings.
+      saved: what the forward pass saved.
+      grad: the codes of dY.
+      dy: dY itself; read by unquantized GEMMs only.
+    """
+    lhs, rhs, seed, gemms = saved
+    if spec.recipe.dlhs.in_floats:
+        assert dy is not None
+        dx = float_matmul(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
+    else:
+        assert isinstance(rhs, Quantized)
+        assert grad.rowwise is not None
+        dx = gemms.multiply(spec.dlhs, grad.rowwise, None, rhs, seed)
+    if spec.recipe.drhs.in_floats:
+        assert dy is not None
+        dw = float_matmul(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
+    else:
+        assert isinstance(lhs, Quantized)
+        assert grad.colwise is not None
+        dw = gemms.contract_rows(spec.drhs, lhs, grad.colwise, seed)
+    return dx, dw
 
 
-def grad_of_lhs(spec: Spec, saved: SavedMatmul, grad: Layouts) -> jax.Array:
-    """The gradient dX, from the rowwise codes of W and dY."""
-    assert isinstance(saved.rhs, Quantized)
-    assert grad.rowwise is not None
-    return saved.products.multiply(spec.dlhs, grad.rowwise, None, saved.rhs)
-
-
-def grad_of_rhs(spec: Spec, saved: SavedMatmul, grad: Layouts) -> jax.Array:
-    """The gradient dW, from the colwise codes of X and dY."""
-    assert isinstance(saved.lhs, Quantized)
-    assert grad.colwise is not None
-    return saved.products.contract_rows(spec.drhs, saved.lhs, grad.colwise, saved.seed)
-
-
-def _float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
+def float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
     """``[B, M, K]`` times ``[B, K, N]``, unquantized, rounded once to ``dtype``.
 
     Devices sum their partial products in ``dtype`` or the operands' dtype, whichever is
     wider.
     """
+    # Two different dtypes of 16 and 32 bits have float32 as their common dtype.
     common = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
+    wider = dtype if dtype == common else jnp.float32
     return lax.dot_general(
         lhs.astype(common),
         rhs.astype(common),
         (((2,), (1,)), ((0,), (0,))),
-        preferred_element_type=jnp.promote_types(common, dtype),
+        preferred_element_type=wider,
     ).astype(dtype)
 
 
 def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
     """X', dequantized if its codes were saved."""
     if isinstance(lhs, Quantized):
-        lhs = _dequantize(spec, lhs, spec.recipe.lhs_block, spec.lhs_dtype)
+        codes = forward_qtensor(spec.recipe, lhs, spec.recipe.lhs_block)
+        return codes.dequantize(spec.lhs_dtype).mT
     return lhs.mT
 
 
 def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
     """W', dequantized if its codes were saved; colwise codes are W' already."""
     if isinstance(rhs, Quantized):
-        k, n = spec.recipe.rhs_block
-        return _dequantize(spec, rhs, (n, k), spec.rhs_dtype)
+        codes = forward_qtensor(spec.recipe, rhs, spec.recipe.rhs_block[::-1])
+        return codes.dequantize(spec.rhs_dtype)
     return rhs.mT
 
 
-def _dequantize(spec: Spec, x: Quantized, block: Block, dtype: Any) -> jax.Array:
-    """The values of forward codes; ``block`` is their block if scales are per block."""
-    row = 1, max(1, x.codes.shape[2])
-    code_block = block if spec.recipe.fwd.in_blocks else row
-    return QTensor(x, None, code_block).dequantize(dtype)
+def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
+    """Codes of the forward GEMM; ``block`` is theirs if scales are per block."""
+    row = 1, max(1, codes.codes.shape[2])
+    return QTensor(codes, None, block if recipe.fwd.in_blocks else row)

@@ -121,14 +121,10 @@ def gelu(x: jax.Array, approximate: bool = True, *, bits: int = 10) -> jax.Array
       ValueError: x has no axis, or ``bits`` is out of range.
     """
     _check(bits, x=x)
-
-    def function(x: jax.Array) -> jax.Array:
-        return jax.nn.gelu(x, approximate)
-
-    def factors(x: jax.Array) -> Sequence[jax.Array]:
-        return fused_reference.with_slope(function, x)[1:]
-
-    return _pointwise(function, factors, bits, x)
+    function = functools.partial(jax.nn.gelu, approximate=approximate)
+    return _pointwise(
+        function, lambda x: fused_reference.with_slope(function, x)[1:], bits, x
+    )
 
 
 def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:

@@ -21,7 +21,7 @@ from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
 LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM = range(4)
 
 
-class Product(NamedTuple):
+class GemmSpec(NamedTuple):
     """The static settings of one GEMM.
 
     Attributes:
@@ -56,24 +56,22 @@ class Spec(NamedTuple):
     implementation: str | None
 
     @property
-    def fwd(self) -> Product:
+    def fwd(self) -> GemmSpec:
         """The settings of ``Y = X . W``."""
         recipe = self.recipe
-        return Product(recipe.fwd, recipe.block_shape, self.dtype, self.implementation)
+        return GemmSpec(recipe.fwd, recipe.block_shape, self.dtype, self.implementation)
 
     @property
-    def dlhs(self) -> Product:
+    def dlhs(self) -> GemmSpec:
         """The settings of ``dX = dY . W'``."""
-        m, k, n = self.recipe.block_shape
-        gemm, block_shape = self.recipe.dlhs, (m, n, k)
-        return Product(gemm, block_shape, self.lhs_dtype, self.implementation)
+        recipe, (m, k, n) = self.recipe, self.recipe.block_shape
+        return GemmSpec(recipe.dlhs, (m, n, k), self.lhs_dtype, self.implementation)
 
     @property
-    def drhs(self) -> Product:
+    def drhs(self) -> GemmSpec:
         """The settings of ``dW = X' . dY``."""
-        m, k, n = self.recipe.block_shape
-        gemm, block_shape = self.recipe.drhs, (k, m, n)
-        return Product(gemm, block_shape, self.rhs_dtype, self.implementation)
+        recipe, (m, k, n) = self.recipe, self.recipe.block_shape
+        return GemmSpec(recipe.drhs, (k, m, n), self.rhs_dtype, self.implementation)
 
 
 def quantize_lhs(
@@ -164,28 +162,22 @@ def _quantize(
     quantizer = rowwise or colwise
     if quantizer is None:
         return Layouts(None, None)
-    row_rounding = None if rowwise is None else rowwise.rounding
-    column_rounding = None if colwise is None else colwise.rounding
     if quantizer.scales == "block":
-        return ops.quantize(
-            x,
-            seeds,
-            block=block,
-            rowwise=row_rounding,
-            colwise=column_rounding,
-            implementation=spec.implementation,
+        quantize = functools.partial(ops.quantize, block=block)
+    else:
+        per_tensor = quantizer.scales == "tensor"
+        quantize = functools.partial(
+            ops.quantize_vectors, bound=spec.recipe.bound, per_tensor=per_tensor
         )
-    return ops.quantize_vectors(
-        *_split_rows(x, seeds, quantizer.shards),
-        rowwise=row_rounding,
-        colwise=column_rounding,
-        bound=spec.recipe.bound,
-        per_tensor=quantizer.scales == "tensor",
+    return quantize(
+        *_split_shards(x, seeds, quantizer.shards),
+        rowwise=rowwise and rowwise.rounding,
+        colwise=colwise and colwise.rounding,
         implementation=spec.implementation,
     )
 
 
-def _split_rows(
+def _split_shards(
     x: jax.Array, seeds: jax.Array, shards: int
 ) -> tuple[jax.Array, jax.Array]:
     """Splits the rows of ``[B, R, C]`` into shards that are quantized separately.

@@ -18,17 +18,18 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
-from fbq_jax.core import matmul_vjp, threshold
+from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import output_dtype
 from fbq_jax.core.dot_call import RaggedCall
 from fbq_jax.core.dot_general import (
     DotConfig,
     Stats,
     checked_theta,
-    resolve,
+    measured_matmul,
     seed_from_key,
 )
-from fbq_jax.core.quantize_operands import Product, Spec
+from fbq_jax.core.matmul_vjp import DenseGemms
+from fbq_jax.core.quantize_operands import GemmSpec, Spec
 from fbq_jax.kernels.grouped_reference import Tiles, assign_tiles, from_tiles, to_tiles
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
@@ -129,15 +130,11 @@ def _seeded_ragged_dot(
     _check_recipe(recipe)
     dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
     tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
-    products = GroupedProducts(tiles, len(rhs))
     blocks = tiles.used * -(-lhs.shape[1] // recipe.block_shape[1])
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
-    theta = resolve(spec, theta, lhs, layer=products.split_rows, blocks=blocks)
-    y, metric = matmul_vjp.matmul(
-        spec, lhs, rhs, jnp.maximum(theta, 0.0), seed, products
-    )
-    rate = threshold.fallback_rate(metric, theta, blocks)
-    return y, Stats(rate, theta, metric), blocks
+    gemms = GroupedGemms(tiles, len(rhs))
+    y, stats = measured_matmul(spec, lhs, rhs, theta, seed, gemms, blocks)
+    return y, stats, blocks
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
@@ -182,7 +179,7 @@ def _check_recipe(recipe: Recipe) -> None:
     meta_fields=["num_groups"],
 )
 @dataclasses.dataclass(frozen=True)
-class GroupedProducts(matmul_vjp.DenseProducts):
+class GroupedGemms(DenseGemms):
     """Runs the INT8 GEMMs of rows in groups, tile by tile.
 
     Attributes:
@@ -193,42 +190,56 @@ class GroupedProducts(matmul_vjp.DenseProducts):
     tiles: Tiles
     num_groups: int
 
-    def split_rows(self, x: jax.Array) -> jax.Array:
+    def tile_rows(self, x: jax.Array) -> jax.Array:
         """The tiles ``[T, m, C]`` of ``[M, C]``."""
         return to_tiles(x, self.tiles)
 
     def multiply(
         self,
-        product: Product,
+        spec: GemmSpec,
         lhs: Quantized,
         residual: Quantized | None,
         rhs: Quantized,
-        seeds: jax.Array | None = None,
+        seed: jax.Array,
     ) -> jax.Array:
-        """Multiplies each tile with its group's matrix; returns ``[M, N]``."""
-        del seeds
+        """Multiplies each tile with its group's matrix.
+
+        Args:
+          spec: the settings of the GEMM.
+          lhs: the rowwise codes of the tiles, ``[T, m, K]``, with their scales.
+          residual: a second term of lhs, of the same shapes, or None.
+          rhs: the codes ``[G, N, K]`` and their scales.
+          seed: not read, since no sum is in INT8.
+
+        Returns:
+          ``[M, N]`` in ``spec.dtype``.
+        """
+        del seed
         y = ops.ragged_matmul(
             lhs,
             residual,
             rhs,
             self.tiles.groups,
-            block_shape=product.block_shape,
-            dtype=product.dtype,
-            implementation=product.implementation,
+            block_shape=spec.block_shape,
+            dtype=spec.dtype,
+            implementation=spec.implementation,
         )
         return from_tiles(y, self.tiles)
 
     def contract_rows(
-        self, product: Product, lhs: Quantized, rhs: Quantized, seed: jax.Array
+        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: jax.Array
     ) -> jax.Array:
-        """Multiplies X' with dY tile by tile; returns ``[G, K, N]``."""
+        """Multiplies X' with dY, colwise codes ``[T, K, m]`` and ``[T, N, m]``.
+
+        Returns ``[G, K, N]`` in ``spec.dtype``.
+        """
         del seed
         return ops.ragged_contraction(
             lhs,
             rhs,
             self.tiles.groups,
             size=self.num_groups,
-            block_shape=product.block_shape,
-            dtype=product.dtype,
-            implementation=product.implementation,
+            block_shape=spec.block_shape,
+            dtype=spec.dtype,
+            implementation=spec.implementation,
         )

@@ -11,7 +11,7 @@ lie closer together than the factor.
 """
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +43,10 @@ class State(TypedDict):
 def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
     """The state before the first training forward."""
     theta = UNSET if recipe.start == "first_batch" else recipe.start
-    return State(
-        theta=jnp.asarray(theta, jnp.float32),
-        rate=jnp.zeros((), jnp.float32),
-        count=jnp.zeros((), jnp.uint32),
-        seed=jnp.asarray(seed, jnp.uint32),
-    )
+    return canonicalize_state({"theta": theta, "rate": 0, "count": 0, "seed": seed})
 
 
-def canonicalize_state(state: Mapping[str, jax.Array]) -> State:
+def canonicalize_state(state: Mapping[str, Any]) -> State:
     """Converts a state to the dtypes of ``State``; it may be all floats.
 
     A theta that is not finite and positive becomes ``UNSET``.
@@ -88,13 +83,10 @@ def quantile(
     unset = jnp.asarray(UNSET, jnp.float32)
     if not metric.size:
         return unset
-    low, high = recipe.target_rate
-    above: int | jax.Array
-    if blocks is None:
-        above = min(round((low + high) / 2 * metric.size), metric.size - 1)
-    else:
-        above = jnp.round((low + high) / 2 * blocks.astype(jnp.float32))
-        above = above.astype(jnp.int32)
+    middle = sum(recipe.target_rate) / 2
+    above: int | jax.Array = min(round(middle * metric.size), metric.size - 1)
+    if blocks is not None:
+        above = jnp.round(middle * blocks.astype(jnp.float32)).astype(jnp.int32)
         above = jnp.clip(above, 0, blocks - 1)
     theta = jnp.sort(metric.reshape(-1))[metric.size - 1 - above]
     return jnp.where(jnp.all(jnp.isfinite(metric)) & (theta > 0.0), theta, unset)

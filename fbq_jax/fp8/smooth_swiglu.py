@@ -20,6 +20,7 @@ before W is quantized.  Scales per token multiply the projection's output.  With
 ``fold`` merges constant channel scales, from calibration data, into the weights.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -146,33 +147,25 @@ class SmoothSwiGLU(nn.Module):
                 f"smooth must be one of {get_args(Smooth)} or None; got {self.smooth!r}"
             )
 
-        gate = self._projection("gate", self.features)(x)
-        up = self._projection("up", self.features)(x)
+        dense = functools.partial(
+            nn.Dense,
+            use_bias=False,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            dot_general=self.dot_general,
+        )
+        gate = dense(self.features, name="gate")(x)
+        up = dense(self.features, name="up")(x)
         if self.smooth == "per_channel":
             y, scale = per_channel(gate, up, bits=self.bits)
             self.sow("intermediates", "scale", scale)
             dot = scale_rows(self.dot_general or lax.dot_general, scale)
-            return self._projection("down", x.shape[-1], dot)(y)
-        down = self._projection("down", x.shape[-1])
+            return dense(x.shape[-1], name="down", dot_general=dot)(y)
+        down = dense(x.shape[-1], name="down")
         if self.smooth == "per_token":
             y, scale = per_token(gate, up, bits=self.bits)
             return down(y) * scale
         return down(nonlinear.silu_gate(gate, up, bits=self.bits))
-
-    def _projection(
-        self,
-        name: str,
-        features: int,
-        dot_general: Callable[..., jax.Array] | None = None,
-    ) -> nn.Dense:
-        return nn.Dense(
-            features,
-            use_bias=False,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            dot_general=dot_general or self.dot_general,
-            name=name,
-        )
 
 
 def fold(params: Mapping[str, Any], scale: jax.Array) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax.core import fused_layers, threshold
-from fbq_jax.core.dimension_numbers import output_of
-from fbq_jax.core.dot_general import row_axes
+from fbq_jax.core.dimension_numbers import row_shape
+from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.fused_layers import FusedSpec, GemmScalars, GemmStats
 from fbq_jax.core.matmul_vjp import Spec
 from fbq_jax.core.nonlinear import NormSpec
@@ -22,9 +22,6 @@ from fbq_jax.linen.frozen import is_frozen, layer_weight
 from fbq_jax.sharding.explicit_axes import automatic
 
 Initializer = Callable[..., jax.Array]
-# Maps a spec, x as a stack of matrices, norm_scale, each weight and a tuple of scalars
-# to the output and a tuple of stats.
-FusedOp = Callable[..., tuple[jax.Array, Sequence[GemmStats]]]
 _MATRICES = (((1,), (0,)), ((), ()))
 
 
@@ -74,7 +71,7 @@ class NormDense(nn.Module):
             name="dense",
         )(x.dtype, x.shape[-1], self.features)
         out = _dense_output(x, dense.weight, self.features)
-        y = _run(self, fused_layers.norm_matmul, x, norm_scale, [dense], out)
+        y = _run(self, x, norm_scale, [dense], out)
         if dense.bias is None:
             return y
         return y + dense.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -128,7 +125,7 @@ class GatedMLP(nn.Module):
             for name, shape in shapes.items()
         ]
         out = jax.eval_shape(lambda x: x, x)
-        return _run(self, fused_layers.gated_mlp, x, norm_scale, projections, out)
+        return _run(self, x, norm_scale, projections, out)
 
 
 class _Scale(nn.Module):
@@ -194,18 +191,17 @@ def _dense_output(
     if isinstance(weight, Quantized):
         return jax.ShapeDtypeStruct((*x.shape[:-1], features), x.dtype)
     contract_last = ((x.ndim - 1,), (0,)), ((), ())
-    return output_of(x, weight, contract_last, x.dtype, None)
+    return DotCall(contract_last).output(x, weight)
 
 
 def _run(
     module: NormDense | GatedMLP,
-    fused_op: FusedOp,
     x: jax.Array,
     norm_scale: jax.Array,
     layers: Sequence[_Linear],
     out: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """Computes a fused op and updates the state of each of its linear layers."""
+    """Computes a fused module and updates the state of each of its linear layers."""
     dot, dtype = module.dot_general, x.dtype
     spec = FusedSpec(
         Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
@@ -218,9 +214,9 @@ def _run(
         weights: Sequence[jax.Array | Quantized],
         scalars: tuple[GemmScalars, ...],
     ) -> tuple[jax.Array, Sequence[GemmStats]]:
-        rows = x.reshape(1, *row_axes(x.shape[:-1], dot.recipe), x.shape[-1])
-        matrices = map(_as_matrices, weights)
-        y, stats = fused_op(spec, rows, norm_scale, *matrices, scalars)
+        rows = x.reshape(1, *row_shape(x.shape[:-1], dot.recipe), x.shape[-1])
+        matrices = tuple(map(_as_matrices, weights))
+        y, stats = fused_layers.norm_mlp(spec, rows, norm_scale, matrices, scalars)
         return y.reshape(out.shape), stats
 
     states = [layer.state for layer in layers]

@@ -93,12 +93,27 @@ def _map_stacked(
                 x = rounding.fold(x, jnp.expand_dims(index, range(1, x.ndim)))
         return x.reshape(-1, *x.shape[2:])
 
+    if not axis_size:
+        return _map_empty(mapped, in_batched, *args)
     stacked = jax.tree.map(stack, list(args), list(in_batched))
     record_layer(name, stacked)
     out = jax.tree.map(
         lambda x: x.reshape(axis_size, len(x) // axis_size, *x.shape[1:]),
         mapped(*stacked),
     )
+    return out, jax.tree.map(lambda _: True, out)
+
+
+def _map_empty(
+    mapped: Callable[..., Any], in_batched: Sequence[Any], *args: Any
+) -> tuple[Any, Any]:
+    """Maps an axis of size 0: there is nothing to compute."""
+
+    def example(x: jax.Array, batched: bool) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[1:] if batched else x.shape, x.dtype)
+
+    shapes = jax.eval_shape(mapped, *jax.tree.map(example, list(args), [*in_batched]))
+    out = jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), shapes)
     return out, jax.tree.map(lambda _: True, out)
 
 

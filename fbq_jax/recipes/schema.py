@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeGuard, get_args
 
 from fbq_jax.kernels.reference import CRITERIA, Block, Criterion
 from fbq_jax.kernels.rounding import ROUNDINGS, Rounding
@@ -18,6 +18,10 @@ Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
 Reduce = Literal["float32", "bfloat16", "int8"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
+
+
+# A field's name, whether its value is accepted, and what the field takes.
+_Check = tuple[str, bool, str]
 
 
 class RecipeError(ValueError):
@@ -174,95 +178,71 @@ class Recipe:
 
     def __post_init__(self) -> None:
         sizes = self.block if isinstance(self.block, tuple) else (self.block,) * 3
+        for field, accepted, takes in self._checks(sizes):
+            if not accepted:
+                raise RecipeError(field, operator.attrgetter(field)(self), takes)
+        object.__setattr__(self, "block", sizes)
+
+    def _checks(self, sizes: tuple[int, ...]) -> Iterator[_Check]:
+        """All checks, in an order in which each may rely on the previous ones."""
         accepted = len(sizes) == 3 and all(
             isinstance(size, int) and size in BLOCK_SIDES for size in sizes
         )
         takes = f"one of {BLOCK_SIDES} or three of them, for M, K and N"
-        self._require("block", accepted, takes)
-        object.__setattr__(self, "block", sizes)
-        self._check_threshold()
-        for name in self._gemms():
-            self._check_gemm(name)
-        self._check_fallback()
-        self._check_bound()
-        self._check_codes()
+        yield "block", accepted, takes
+        yield from self._threshold_checks()
+        for name, gemm in self._gemms().items():
+            yield name, isinstance(gemm, Gemm), "a Gemm(lhs=..., rhs=...)"
+            for field, accepted, takes in _gemm_checks(name, gemm):
+                yield f"{name}.{field}", accepted, takes
+        yield from self._joint_checks()
 
-    def _require(self, field: str, accepted: bool, takes: str) -> None:
-        """Raises RecipeError unless the value of a field is accepted."""
-        if not accepted:
-            raise RecipeError(field, operator.attrgetter(field)(self), takes)
-
-    def _check_threshold(self) -> None:
+    def _threshold_checks(self) -> Iterator[_Check]:
         """Checks the fields of the threshold, each on its own."""
-        accepted = self.criterion is None or self.criterion in CRITERIA
-        self._require("criterion", accepted, f"one of {CRITERIA} or None")
-        rates = self.target_rate
+        accepted = self.criterion in (*CRITERIA, None)
+        yield "criterion", accepted, f"one of {CRITERIA} or None"
+        rates, start = self.target_rate, self.start
         accepted = (
             isinstance(rates, tuple)
             and len(rates) == 2
             and all(_is_number(rate) for rate in rates)
             and 0.0 <= rates[0] < rates[1] <= 1.0
         )
-        takes = "a pair (low, high) with 0 <= low < high <= 1"
-        self._require("target_rate", accepted, takes)
-        accepted = _is_number(self.alpha) and self.alpha > 1.0
-        self._require("alpha", accepted, "a finite number above 1")
-        start = self.start
-        accepted = start == "first_batch" or (
-            _is_number(start) and 1e-37 < start < 1e38
-        )
+        yield "target_rate", accepted, "a pair (low, high) with 0 <= low < high <= 1"
+        accepted = _is_number(self.alpha) and 1.0 < self.alpha < math.inf
+        yield "alpha", accepted, "a finite number above 1"
+        is_positive = _is_number(start) and 1e-37 < start < 1e38
         takes = "'first_batch' or a number above 0 that float32 can represent"
-        self._require("start", accepted, takes)
+        yield "start", start == "first_batch" or is_positive, takes
 
-    def _check_gemm(self, name: str) -> None:
-        """Checks the fields of a GEMM, each on its own and then together."""
-        gemm = getattr(self, name)
-        self._require(name, isinstance(gemm, Gemm), "a Gemm(lhs=..., rhs=...)")
-
-        def require(field: str, accepted: bool, takes: str) -> None:
-            self._require(f"{name}.{field}", accepted, takes)
-
-        _check_fields(gemm, require)
-        if gemm.in_floats:
-            _check_unquantized(name, gemm, require)
-        else:
-            _check_quantized(gemm, require)
-        is_drhs, in_blocks = name == "drhs", gemm.scales == ("block", "block")
-        require("reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs")
-        accepted = gemm.shards == 1 or (is_drhs and not in_blocks)
-        require("shards", accepted, "1, except in a drhs without block scales")
-
-    def _check_fallback(self) -> None:
-        """Checks the forward GEMM: fallback needs nearest rounding and block scales."""
-        if self.criterion is None:
-            return
-        takes = "'nearest' with fallback, because the residual is its rounding error"
-        self._require("fwd.lhs", self.fwd.lhs == "nearest", takes)
-        takes = "'block' with fallback (criterion=None turns it off)"
-        self._require("fwd.scales", self.fwd.in_blocks, takes)
-
-    def _check_bound(self) -> None:
-        """Checks the bound: ops with block scales support 127 only."""
-        self._require("bound", self.bound in BOUNDS, f"one of {BOUNDS}")
+    def _joint_checks(self) -> Iterator[_Check]:
+        """Checks fields that depend on each other."""
+        fwd, dlhs, drhs = self._gemms().values()
+        if self.criterion is not None:
+            takes = (
+                "'nearest' with fallback, because the residual is its rounding error"
+            )
+            yield "fwd.lhs", fwd.lhs == "nearest", takes
+            takes = "'block' with fallback (criterion=None turns it off)"
+            yield "fwd.scales", fwd.in_blocks, takes
+        yield "bound", self.bound in BOUNDS, f"one of {BOUNDS}"
+        # Ops with block scales support a bound of 127 only.
         in_blocks = [name for name, gemm in self._gemms().items() if gemm.in_blocks]
         takes = f"127.0 with block scales, as in {', '.join(in_blocks)}"
-        self._require("bound", self.bound == 127.0 or not in_blocks, takes)
-
-    def _check_codes(self) -> None:
-        """Checks that GEMMs that read the same codes round in the same way."""
-        fwd, dlhs, drhs = self._gemms().values()
+        yield "bound", self.bound == 127.0 or not in_blocks, takes
+        # GEMMs share codes only if there are any, and if they round in the same way.
         for name, gemm in {"dlhs": dlhs, "drhs": drhs}.items():
             accepted = gemm.keeps == "floats" or not fwd.in_floats
             takes = "'floats' if fwd is unquantized and has no codes"
-            self._require(f"{name}.keeps", accepted, takes)
+            yield f"{name}.keeps", accepted, takes
         accepted = dlhs.rhs == fwd.rhs or not (fwd.in_blocks and dlhs.in_blocks)
         takes = f"{fwd.rhs!r} as fwd.rhs does, because both GEMMs share the codes of W"
-        self._require("dlhs.rhs", accepted, takes)
+        yield "dlhs.rhs", accepted, takes
         accepted = drhs.rhs == dlhs.lhs or not (dlhs.in_blocks and drhs.in_blocks)
         takes = (
             f"{dlhs.lhs!r} as dlhs.lhs does, because both GEMMs share the codes of dY"
         )
-        self._require("drhs.rhs", accepted, takes)
+        yield "drhs.rhs", accepted, takes
 
     def _gemms(self) -> dict[str, Gemm]:
         return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}
@@ -297,48 +277,37 @@ class Recipe:
     sides = block_shape
 
 
-# Takes a field's name, whether its value is accepted, and what the field takes.
-_Require = Callable[[str, bool, str], None]
-
-
-def _check_fields(gemm: Gemm, require: _Require) -> None:
-    """Checks each field on its own."""
+def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
+    """Checks the fields of a GEMM, each on its own and then together."""
     for side in ("lhs", "rhs"):
         accepted = getattr(gemm, side) in (*ROUNDINGS, None)
-        require(side, accepted, f"one of {ROUNDINGS}, or None if unquantized")
+        yield side, accepted, f"one of {ROUNDINGS}, or None if unquantized"
     scales, shards = gemm.scales, gemm.shards
     pair = isinstance(scales, tuple) and len(scales) == 2
     accepted = pair and all(kind in SCALES for kind in scales)
-    require("scales", accepted, f"one of {SCALES} or a pair of them, for lhs and rhs")
-    require("shards", type(shards) is int and shards > 0, "an integer of at least 1")
-    require("keeps", gemm.keeps in KEEPS, f"one of {KEEPS}")
+    yield "scales", accepted, f"one of {SCALES} or a pair of them, for lhs and rhs"
+    yield "shards", type(shards) is int and shards > 0, "an integer of at least 1"
+    yield "keeps", gemm.keeps in KEEPS, f"one of {KEEPS}"
     accepted = gemm.reduce in (None, *REDUCES)
-    require("reduce", accepted, f"one of {REDUCES}, or None for the product's dtype")
+    yield "reduce", accepted, f"one of {REDUCES}, or None for the product's dtype"
+    in_blocks = scales == ("block", "block")
+    if gemm.in_floats:
+        takes = "None if lhs is None, because INT8 GEMMs quantize both operands"
+        yield "rhs", gemm.rhs is None, takes
+        takes = "nothing (the default) if lhs and rhs are None"
+        yield "scales", in_blocks, takes
+        yield "keeps", gemm.keeps == "floats" or name != "fwd", "'floats' in fwd"
+        yield "reduce", gemm.reduce is None, f"{takes}: XLA sums it"
+    else:
+        yield "rhs", gemm.rhs is not None, "a rounding if lhs has one"
+        accepted = in_blocks or "block" not in scales
+        yield "scales", accepted, "'block' for both operands or for neither"
+        yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
+    is_drhs = name == "drhs"
+    yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
+    accepted = shards == 1 or (is_drhs and not in_blocks)
+    yield "shards", accepted, "1, except in a drhs without block scales"
 
 
-def _check_unquantized(name: str, gemm: Gemm, require: _Require) -> None:
-    """Checks that the fields about quantization have their defaults."""
-    takes = "None if lhs is None, because INT8 GEMMs quantize both operands"
-    require("rhs", gemm.rhs is None, takes)
-    accepted = gemm.scales == ("block", "block")
-    require("scales", accepted, "nothing (the default) if lhs and rhs are None")
-    accepted = gemm.keeps == "floats" or name != "fwd"
-    require("keeps", accepted, "'floats' in fwd")
-    takes = "nothing (the default) if lhs and rhs are None: XLA sums it"
-    require("reduce", gemm.reduce is None, takes)
-
-
-def _check_quantized(gemm: Gemm, require: _Require) -> None:
-    """Checks that both operands are quantized and that their scales fit together."""
-    require("rhs", gemm.rhs is not None, "a rounding if lhs has one")
-    accepted = "block" not in gemm.scales or gemm.scales == ("block", "block")
-    require("scales", accepted, "'block' for both operands or for neither")
-    require("keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None")
-
-
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

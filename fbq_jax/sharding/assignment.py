@@ -9,7 +9,7 @@ work.  If the rule allows it, blocks are split between devices instead
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,10 +40,15 @@ class ShardAssignment(NamedTuple):
       mesh_shape: the size of each axis of the mesh.
     """
 
-    mesh_axes: Mapping[str, MeshAxes]
-    reduce_scatter_axes: Mapping[str, MeshAxes]
-    intra_block_axes: Mapping[str, MeshAxes]
+    mesh_axes: dict[str, MeshAxes]
+    reduce_scatter_axes: dict[str, MeshAxes]
+    intra_block_axes: dict[str, MeshAxes]
     mesh_shape: Mapping[str, int]
+
+    @property
+    def assigned_axes(self) -> set[str]:
+        """The mesh axes that are assigned to any factor."""
+        return {name for field in self[:3] for axes in field.values() for name in axes}
 
     def axes_of(self, factors: str) -> MeshAxes:
         """The mesh axes that shard an operand along any of the factors."""
@@ -56,7 +61,13 @@ class ShardAssignment(NamedTuple):
 
     def device_count(self, axes: Iterable[str]) -> int:
         """The number of devices along these mesh axes."""
-        return _device_count(axes, self.mesh_shape)
+        return math.prod(self.mesh_shape[name] for name in axes)
+
+    def longest_prefix(self, axes: MeshAxes, size: int) -> MeshAxes:
+        """The longest prefix of the axes whose number of devices divides a size."""
+        while size % self.device_count(axes):
+            axes = axes[:-1]
+        return axes
 
     def shard_count(self, factor: str) -> int:
         """The number of shards along a factor."""
@@ -97,7 +108,7 @@ def factor_mesh_axes(mesh: Mesh, arrays: Any) -> tuple[Mesh, Any]:
     Returns:
       A mesh with axes such as ``"data/0"``, and a tree of ``ShardedArray``.
     """
-    orders = [_distinct_orders(_prime_factors(n)) for n in mesh.shape.values()]
+    orders = map(_prime_orders, mesh.shape.values())
     candidates = (_read(mesh, arrays, primes) for primes in itertools.product(*orders))
     first = next(candidates)
     return next(filter(_is_expressed, itertools.chain([first], candidates)), first)
@@ -121,44 +132,30 @@ def _is_expressed(candidate: tuple[Mesh, Any]) -> bool:
     return all(None not in array.mesh_axes for array in jax.tree.leaves(candidate[1]))
 
 
-def _distinct_orders(factors: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The orders of some factors, each once: equal factors do not change places.
+def _prime_orders(size: int) -> Iterator[tuple[int, ...]]:
+    """The prime factors of a size, in each distinct order.
 
-    >>> list(_distinct_orders([2, 2, 3]))
+    >>> list(_prime_orders(12))
     [(2, 2, 3), (2, 3, 2), (3, 2, 2)]
     """
-    if not factors:
+    if size == 1:
         yield ()
-    for first in sorted(set(factors)):
-        rest = list(factors)
-        rest.remove(first)
-        yield from ((first, *order) for order in _distinct_orders(rest))
-
-
-def _prime_factors(size: int) -> list[int]:
-    """The prime factors, in ascending order.
-
-    >>> _prime_factors(24)
-    [2, 2, 2, 3]
-    """
-    for prime in range(2, size + 1):
-        if size % prime == 0:
-            return [prime, *_prime_factors(size // prime)]
-    return []
+    divisors = [n for n in range(2, size + 1) if size % n == 0]
+    for i, first in enumerate(divisors):
+        if all(first % smaller for smaller in divisors[:i]):  # it is prime
+            yield from ((first, *rest) for rest in _prime_orders(size // first))
 
 
 def _read_array(mesh: Mesh, array: Any) -> ShardedArray:
     # The slices of an array whose axes are divisible by every number of shards.
     shape = (mesh.size,) * len(array.shape)
     slices = array.sharding.devices_indices_map(shape)
-    starts = {
-        device: [axis.start or 0 for axis in place] for device, place in slices.items()
-    }
-    read = (
-        _axes_along(mesh, {device: start[axis] for device, start in starts.items()})
+    starts = [
+        {device: place[axis].start or 0 for device, place in slices.items()}
         for axis in range(len(shape))
-    )
-    return ShardedArray(array.shape, array.dtype, tuple(read))
+    ]
+    axes = tuple(_axes_along(mesh, axis_starts) for axis_starts in starts)
+    return ShardedArray(array.shape, array.dtype, axes)
 
 
 def _axes_along(mesh: Mesh, starts: Mapping[jax.Device, int]) -> MeshAxes | None:
@@ -172,7 +169,7 @@ def _axes_along(mesh: Mesh, starts: Mapping[jax.Device, int]) -> MeshAxes | None
         for axis, name in enumerate(mesh.axis_names)
         if mesh.shape[name] > 1 and np.ptp(grid, axis).any()
     }
-    if _device_count(steps, mesh.shape) != len(np.unique(grid)):
+    if math.prod(mesh.shape[name] for name in steps) != len(np.unique(grid)):
         return None
     return tuple(sorted(steps, key=lambda name: -steps[name]))
 
@@ -205,31 +202,6 @@ def _largest(words: Any, arrays: Any) -> list[_ShardedAxis]:
     return _sharded_axes(*max(pairs, key=lambda pair: math.prod(pair[1].shape)))
 
 
-class _Assigner:
-    """Assigns each mesh axis to the first factor that it shards."""
-
-    def __init__(self, mesh_shape: Mapping[str, int]):
-        self.mesh_shape = mesh_shape
-        self.mesh_axes: dict[str, MeshAxes] = {}
-        self.intra_block_axes: dict[str, MeshAxes] = {}
-
-    def assign(self, axis: _ShardedAxis, splittable: str) -> None:
-        """Shards a factor like an array's axis, as far as possible."""
-        if axis.factor in (UNSHARDED, *self.mesh_axes, *self.intra_block_axes):
-            return
-        assigned = self.mesh_axes.values(), self.intra_block_axes.values()
-        taken = {name for axes in itertools.chain(*assigned) for name in axes}
-        free = tuple(name for name in axis.mesh_axes if name not in taken)
-        between = _dividing(free, axis.units, self.mesh_shape)
-        if between:
-            self.mesh_axes[axis.factor] = between
-        if axis.factor in splittable:
-            units = axis.units // _device_count(between, self.mesh_shape)
-            elements = units * axis.granularity
-            if inside := _dividing(free[len(between) :], elements, self.mesh_shape):
-                self.intra_block_axes[axis.factor] = inside
-
-
 def assign_mesh_axes(
     rule: ShardingRule, operands: tuple[Any, ...], results: Any, mesh: Mesh
 ) -> ShardAssignment:
@@ -246,7 +218,7 @@ def assign_mesh_axes(
       results: a tree of ``ShardedArray``.
       mesh: the mesh of ``factor_mesh_axes``.
     """
-    assigner = _Assigner(mesh.shape)
+    assignment = ShardAssignment({}, {}, {}, mesh.shape)
     given = [
         _largest(words, arrays)
         for words, arrays in zip(rule.operands, operands, strict=True)
@@ -254,19 +226,15 @@ def assign_mesh_axes(
     ]
     result = _largest(rule.results, results)
     for factor in rule.contracted:
-        assigner.assign(_common_axis(factor, given), rule.splittable)
+        _assign(assignment, _common_axis(factor, given), rule.splittable)
     for axes in [result, *given] if rule.contracted else [*given, result]:
         # The sharding of the result is no reason to split blocks of an operand.
         splittable = "" if axes is result else rule.splittable
         for axis in axes:
             if axis.factor not in rule.contracted:
-                assigner.assign(axis, splittable)
-    return ShardAssignment(
-        assigner.mesh_axes,
-        _reduce_scatter_axes(rule, assigner, result),
-        assigner.intra_block_axes,
-        mesh.shape,
-    )
+                _assign(assignment, axis, splittable)
+    _assign_scattered_sums(assignment, rule.contracted, result)
+    return assignment
 
 
 def _common_axis(factor: str, operands: list[list[_ShardedAxis]]) -> _ShardedAxis:
@@ -276,21 +244,36 @@ def _common_axis(factor: str, operands: list[list[_ShardedAxis]]) -> _ShardedAxi
     return first._replace(mesh_axes=tuple(names))
 
 
-def _reduce_scatter_axes(
-    rule: ShardingRule, assigner: _Assigner, axes: list[_ShardedAxis]
-) -> dict[str, MeshAxes]:
-    """The axes that scatter the sum over a contraction, by factor of the result."""
-    summed = {n for f in rule.contracted for n in assigner.mesh_axes.get(f, ())}
-    scattered: dict[str, MeshAxes] = {}
-    for axis in axes:
-        have = assigner.mesh_axes.get(axis.factor, ())
+def _assign(assignment: ShardAssignment, axis: _ShardedAxis, splittable: str) -> None:
+    """Adds a factor, sharded like an array's axis, as far as possible."""
+    between, inside = assignment.mesh_axes, assignment.intra_block_axes
+    if axis.factor in (UNSHARDED, *between, *inside):
+        return
+    taken = assignment.assigned_axes
+    free = tuple(name for name in axis.mesh_axes if name not in taken)
+    if names := assignment.longest_prefix(free, axis.units):
+        between[axis.factor] = names
+    if axis.factor in splittable:
+        units = axis.units // assignment.device_count(names)
+        elements = units * axis.granularity
+        if rest := assignment.longest_prefix(free[len(names) :], elements):
+            inside[axis.factor] = rest
+
+
+def _assign_scattered_sums(
+    assignment: ShardAssignment, contracted: str, result: list[_ShardedAxis]
+) -> None:
+    """Adds the axes that scatter the sum over a contraction, by its factors."""
+    summed = {n for f in contracted for n in assignment.mesh_axes.get(f, ())}
+    for axis in result:
+        have = assignment.mesh_axes.get(axis.factor, ())
         more = axis.mesh_axes[len(have) :]
         is_prefix = axis.mesh_axes == have + more
         if axis.factor != UNSHARDED and is_prefix and summed.issuperset(more):
-            shard = axis.size // _device_count(have, assigner.mesh_shape)
-            scattered[axis.factor] = _dividing(more, shard, assigner.mesh_shape)
-            summed.difference_update(scattered[axis.factor])
-    return scattered
+            shard = axis.size // assignment.device_count(have)
+            scattered = assignment.longest_prefix(more, shard)
+            assignment.reduce_scatter_axes[axis.factor] = scattered
+            summed.difference_update(scattered)
 
 
 def warn_misaligned_shards(
@@ -310,15 +293,16 @@ def warn_misaligned_shards(
       operands: trees of ``ShardedArray``.
       assignment: the result of ``assign_mesh_axes``.
     """
-    fields = assignment[:3]
-    used = {name for field in fields for axes in field.values() for name in axes}
+    assigned = assignment.assigned_axes
     for words, array in pair_leaves(rule.operands, operands):
         if len(array.shape) < 3:  # Small arrays, such as a norm's scale.
             continue
         for i, axis in enumerate(_sharded_axes(words, array)):
             is_split = axis.factor in assignment.intra_block_axes
             if _is_aligned(axis, assignment) or (
-                axis.is_expressed and not is_split and used.issuperset(axis.mesh_axes)
+                axis.is_expressed
+                and not is_split
+                and assigned.issuperset(axis.mesh_axes)
             ):
                 continue
             over = _mesh_axis_names(axis, assignment.mesh_shape)
@@ -360,14 +344,3 @@ def _mesh_axis_names(axis: _ShardedAxis, mesh_shape: Mapping[str, int]) -> str:
         full = name.rpartition("/")[0]
         sizes[full] = sizes.get(full, 1) * mesh_shape[name]
     return ", ".join(f"{n}={k}" for n, k in sizes.items()) or "parts of mesh axes"
-
-
-def _dividing(axes: MeshAxes, size: int, mesh_shape: Mapping[str, int]) -> MeshAxes:
-    """The longest prefix of the axes whose number of devices divides a size."""
-    while size % _device_count(axes, mesh_shape):
-        axes = axes[:-1]
-    return axes
-
-
-def _device_count(axes: Iterable[str], mesh_shape: Mapping[str, int]) -> int:
-    return math.prod(mesh_shape[name] for name in axes)

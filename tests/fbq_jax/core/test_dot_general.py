@@ -208,6 +208,12 @@ def test_vmap_draws_noise_of_its_own_for_each_example():
     assert np.unique(np.asarray(noise)).size > 180
 
 
+def test_vmap_over_an_empty_axis_gives_empty_results():
+    x, w, dy = jnp.ones((0, 4, 64)), jnp.ones((64, 8)), jnp.ones((0, 4, 8))
+    results = jax.vmap(product, (0, None, 0))(x, w, dy)
+    assert [y.shape for y in results] == [(0, 4, 8), (0, 4, 64), (0, 64, 8)]
+
+
 def test_without_theta_it_is_the_operands_own_quantile():
     x, w = heavy((160, 160)), heavy((160, 32), 1)
     run = functools.partial(dot_general, x, w, MATMUL, recipe=Recipe(block=32))

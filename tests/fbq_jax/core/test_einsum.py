@@ -22,12 +22,12 @@ from fbq_jax import (
     fallback_einsum,
     fallback_stats,
 )
-from fbq_jax.core.einsum import einsum
 from fbq_jax.nnx import apply_rules
 from tests import oracle
 from tests.kernels.test_reference import heavy
 
 SMALL = Recipe(block=32)
+FLOAT_EINSUM = FallbackEinsum(jax.lax.dot_general)
 
 CASES = {
     "btd,dhk->bhtk": ((2, 5, 6), (6, 3, 4)),
@@ -49,7 +49,7 @@ CASES = {
 def test_subscripts_mean_what_they_do_for_jax(subscripts):
     """With a float dot, which leaves the labels as the only difference."""
     lhs, rhs = (heavy(shape, seed) for seed, shape in enumerate(CASES[subscripts]))
-    got = einsum(jax.lax.dot_general, subscripts, (lhs, rhs), None, None, None)
+    got = FLOAT_EINSUM(subscripts, lhs, rhs)
     exact = jnp.einsum(subscripts, lhs, rhs)
     assert got.shape == exact.shape
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-3)
@@ -107,7 +107,7 @@ def test_out_sharding_is_that_of_the_output():
     x, w = heavy((8, 6), 0), heavy((6, 4), 1)
     for sharding in (P(None, "a"), NamedSharding(mesh, P("a"))):
         with jax.set_mesh(mesh):
-            y = einsum(jax.lax.dot_general, "bd,df->fb", (x, w), None, None, sharding)
+            y = FLOAT_EINSUM("bd,df->fb", x, w, out_sharding=sharding)
         spec = sharding if isinstance(sharding, P) else sharding.spec
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
         np.testing.assert_allclose(y, (x @ w).T, rtol=1e-5)

@@ -110,9 +110,9 @@ def test_saved_floats_are_only_scales_and_statistics():
         fused_layers.GemmScalars(jnp.float32(1.0), jnp.uint32(seed)) for seed in (5, 6)
     )
 
-    def saving(*operands):
-        layer = functools.partial(fused_layers.gated_mlp, spec, scalars=scalars)
-        return jax.vjp(layer, *operands, has_aux=True)[1]
+    def saving(x, norm_scale, *weights):
+        layer = functools.partial(fused_layers.norm_mlp, spec, scalars=scalars)
+        return jax.vjp(layer, x, norm_scale, weights, has_aux=True)[1]
 
     shapes = {(1, TOKENS, K): dtype, (K,): jnp.float32}
     shapes |= {(1, K, 2 * F): dtype, (1, F, N): dtype}

@@ -112,13 +112,14 @@ def test_kernels_are_functions_of_modules_and_take_what_the_reference_takes(name
 
 
 @each_op
-def test_vmap_maps_every_operand(name):
+@pytest.mark.parametrize("size", [0, 3])
+def test_vmap_maps_every_operand(name, size):
     def mapped(run, operands):
         return jax.vmap(lambda *xs: run(*xs))(
-            *jax.tree.map(lambda x: jnp.stack([x] * 3), operands)
+            *jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), operands)
         )
 
-    want = jax.tree.map(lambda x: (3, *x.shape), shapes_of(name))
+    want = jax.tree.map(lambda x: (size, *x.shape), shapes_of(name))
     assert jax.tree.map(lambda x: x.shape, shapes_of(name, mapped)) == want
 
 
