@@ -34,9 +34,8 @@ from fbq_jax.core.quantize_operands import (
     seeds_of,
 )
 from fbq_jax.kernels import fused_reference
-from fbq_jax.kernels.fused_reference import Operand
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.reference import Layouts, Quantized
+from fbq_jax.kernels.reference import FallbackQuantized, Layouts, Quantized
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -138,7 +137,7 @@ def _quantize_norm(
     norm_scale: jax.Array,
     scalars: GemmScalars,
     save: bool,
-) -> tuple[jax.Array, Operand, SavedNorm]:
+) -> tuple[jax.Array, FallbackQuantized, SavedNorm]:
     """The threshold, the norm's quantized output, and the norm's residuals."""
     gemm, norm = spec
     recipe = gemm.recipe
@@ -171,7 +170,7 @@ def _thetas(theta: jax.Array, x: jax.Array) -> jax.Array:
 
 def _multiply(
     spec: Spec,
-    operand: Operand,
+    operand: FallbackQuantized,
     w: jax.Array | Quantized,
     seed: jax.Array,
     *,
@@ -272,7 +271,7 @@ def _gated_mlp(
 
 def _quantize_gate(
     spec: FusedSpec, gate_up: jax.Array, scalars: GemmScalars, save: bool
-) -> tuple[jax.Array, Operand, tuple[Packed, Packed]]:
+) -> tuple[jax.Array, FallbackQuantized, tuple[Packed, Packed]]:
     """The threshold, the gate's quantized output, and the factors of its gradients."""
     gemm, norm = spec
     recipe = gemm.recipe

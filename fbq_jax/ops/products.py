@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.ops import dispatch
 from fbq_jax.ops.backends import mosaic_refusal, triton_refusal
-from fbq_jax.ops.op import Kernel, LocalOp, Op, register
-from fbq_jax.ops.quantization import QUANTIZE, VECTOR_GRANULARITY
+from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, register
+from fbq_jax.ops.quantization import VECTOR_GRANULARITY
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding import collectives
 from fbq_jax.sharding.local_ops import Shard
@@ -69,9 +68,6 @@ def matmul(
         )
     has_blocks = residual is not None or not _has_row_scales(rhs, block_shape)
     sides = block_shape if has_blocks else ()
-    if 0 in (*lhs.codes.shape, *rhs.codes.shape):
-        dispatch.choose("matmul", sides, implementation=implementation)
-        implementation = "reference"  # No kernel starts on empty operands.
     operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
     options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype), "reduce": reduce}
     return call(MATMUL, operands, sides, options, implementation)
@@ -135,7 +131,9 @@ def _matmul_on_shard(
     )
     if reduce != "int8":
         return collectives.sum_in_float(part, shard).astype(dtype)
-    quantize = dataclasses.replace(run, op=QUANTIZE, block_shape=collectives.BLOCK)
+    quantize = dataclasses.replace(
+        run, op=OPS["quantize"], block_shape=collectives.BLOCK
+    )
     return collectives.sum_in_int8(
         part, shard, seeds=seeds[0], quantize=quantize, dtype=dtype
     ).astype(dtype)
@@ -163,19 +161,13 @@ def _multiply(
     return total.astype(dtype)
 
 
-_XLA = "fbq_jax.kernels.xla_gemm"
-MATMUL = Op(
-    "matmul",
-    reference=reference.matmul,
-    sharding_rule=_matmul_rule,
-    on_shard=_matmul_on_shard,
-    kernels={
-        "mosaic": Kernel(
-            "fbq_jax.kernels.mosaic.gemm", mosaic_refusal, blockless_module=_XLA
-        ),
-        "triton": Kernel(
-            "fbq_jax.kernels.triton.gemm", triton_refusal, blockless_module=_XLA
-        ),
-    },
-)
+_KERNELS = {
+    name: Kernel(
+        f"fbq_jax.kernels.{name}.gemm",
+        refusal,
+        blockless_module="fbq_jax.kernels.xla_gemm",
+    )
+    for name, refusal in (("mosaic", mosaic_refusal), ("triton", triton_refusal))
+}
+MATMUL = Op(reference.matmul, _matmul_rule, _matmul_on_shard, kernels=_KERNELS)
 register(MATMUL)

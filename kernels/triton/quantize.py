@@ -4,11 +4,9 @@ One program quantizes one block; the device code is in ``block_quantize``.  A bl
 that is too large for the registers is quantized in parts.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -18,18 +16,16 @@ from fbq_jax.kernels.reference import (
     Criterion,
     FallbackQuantized,
     Layouts,
-    Quantized,
 )
 from fbq_jax.kernels.triton.block_codes import metric_of, scale_and_inverse
 from fbq_jax.kernels.triton.block_quantize import (
     load_and_measure,
     quantize_parts,
     quantize_with_fallback,
-    store_scale,
 )
 from fbq_jax.kernels.triton.block_tiles import load, locate_block
 from fbq_jax.kernels.triton.launch import launch_on_blocks
-from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
+from fbq_jax.kernels.triton.outputs import BlockOutputs, as_fallback, as_layouts
 
 
 def quantize(
@@ -42,19 +38,16 @@ def quantize(
     global_offset: rounding.GlobalOffset | None = None,
 ) -> Layouts:
     """See ``reference.quantize``."""
-    out = BlockOutputs(x.shape, block)
-    results = _launch(
-        _quantize,
+    results = _quantize_blocks(
         x,
+        seeds,  # in place of theta, which is not read
         seeds,
-        *(global_offset or rounding.no_offset(x.shape[1])),
+        global_offset,
         block=block,
-        outputs=[*out.rowwise(rowwise), *out.colwise(colwise)],
         many_registers="stochastic" in (rowwise, colwise) and x.dtype.itemsize == 4,
-        ROWWISE=rowwise,
-        COLWISE=colwise,
+        modes=(rowwise, None, colwise),
     )
-    return as_layouts(x.shape, results[:2], results[2:])
+    return as_layouts(x.shape, results[:2], results[5:])
 
 
 def quantize_fallback(
@@ -63,27 +56,21 @@ def quantize_fallback(
     seeds: jax.Array,
     *,
     block: Block,
-    criterion: Criterion,
+    criterion: Criterion | None,
     colwise: rounding.Rounding | None,
     global_offset: rounding.GlobalOffset | None = None,
 ) -> FallbackQuantized:
     """See ``reference.quantize_fallback``."""
-    out = BlockOutputs(x.shape, block)
-    results = _launch(
-        _quantize_fallback,
+    results = _quantize_blocks(
         x,
         theta,
         seeds,
-        *(global_offset or rounding.no_offset(x.shape[1])),
+        global_offset,
         block=block,
-        outputs=[*out.rowwise(), *out.rowwise(), out.scales, *out.colwise(colwise)],
         many_registers=colwise == "stochastic",
-        CRITERION=criterion,
-        COLWISE=colwise,
+        modes=("nearest", criterion, colwise),
     )
-    main, residual = Quantized(*results[:2]), Quantized(*results[2:4])
-    transposed = as_layouts(x.shape, results[:2], results[5:]).colwise
-    return FallbackQuantized(main, residual, results[4], transposed)
+    return as_fallback(x.shape, results)
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
@@ -99,28 +86,44 @@ def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Arr
     return metric
 
 
+def _quantize_blocks(
+    x: jax.Array,
+    theta: jax.Array,
+    seeds: jax.Array,
+    global_offset: rounding.GlobalOffset | None,
+    *,
+    block: Block,
+    many_registers: bool,
+    modes: tuple[str | None, str | None, str | None],
+) -> tuple[jax.Array, ...]:
+    """Returns the outputs of ``BlockOutputs.fallback``, which takes ``modes``."""
+    rowwise, criterion, colwise = modes
+    return _launch(
+        _quantize,
+        x,
+        theta,
+        seeds,
+        *(global_offset or rounding.no_offset(x.shape[1])),
+        block=block,
+        outputs=BlockOutputs(x.shape, block).fallback(*modes),
+        many_registers=many_registers,
+        ROWWISE=rowwise,
+        CRITERION=criterion,
+        COLWISE=colwise,
+    )
+
+
 def _launch(
     kernel: triton.JITFunction,
-    x: jax.Array,
     *args: jax.Array,
     block: Block,
-    outputs: Sequence[jax.ShapeDtypeStruct],
     many_registers: bool,
-    **constants: Any,
-) -> Sequence[jax.Array]:
-    """Runs a kernel on every block of x.  If there are none, all outputs are empty."""
-    if x.size == 0:
-        return [jnp.zeros(output.shape, output.dtype) for output in outputs]
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel on every block of its first argument."""
     parts, num_warps = _parts_and_warps(block, many_registers=many_registers)
     return launch_on_blocks(
-        kernel,
-        x,
-        *args,
-        block=block,
-        outputs=outputs,
-        num_warps=num_warps,
-        PARTS=parts,
-        **constants,
+        kernel, *args, block=block, num_warps=num_warps, PARTS=parts, **options
     )
 
 
@@ -140,35 +143,6 @@ def _parts_and_warps(block: Block, *, many_registers: bool) -> tuple[int, int]:
 @triton.jit
 def _quantize(
     x,
-    seeds,
-    row_offsets,
-    column_offset,
-    rows,
-    columns,
-    codes,
-    scales,
-    colwise_codes,
-    colwise_scales,
-    r: tl.constexpr,
-    c: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMN_UNIT: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLWISE: tl.constexpr,
-):
-    noise = seeds, row_offsets, column_offset
-    shape: tl.constexpr = (PARTS, r // PARTS, c)
-    at, offsets = locate_block(rows, columns * COLUMN_UNIT, r, c)
-    held, amax = load_and_measure(x, at, shape)
-    scaling = store_scale(amax, (scales, colwise_scales), offsets)
-    outputs = codes, colwise_codes
-    modes: tl.constexpr = (ROWWISE, COLWISE, None)
-    quantize_parts(load, x, held, scaling, noise, outputs, at, shape, modes)
-
-
-@triton.jit
-def _quantize_fallback(
-    x,
     theta,
     seeds,
     row_offsets,
@@ -186,6 +160,7 @@ def _quantize_fallback(
     c: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
+    ROWWISE: tl.constexpr,
     CRITERION: tl.constexpr,
     COLWISE: tl.constexpr,
 ):
@@ -193,7 +168,7 @@ def _quantize_fallback(
     noise = seeds, row_offsets, column_offset
     rowwise = (codes, scales), (residual_codes, residual_scales)
     outputs = rowwise, metrics, (colwise_codes, colwise_scales)
-    modes: tl.constexpr = ("nearest", COLWISE, CRITERION)
+    modes: tl.constexpr = (ROWWISE, COLWISE, CRITERION)
     at, offsets = locate_block(rows, columns * COLUMN_UNIT, r, c)
     held, amax = load_and_measure(x, at, shape)
     quantize_with_fallback(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from fbq_jax.kernels import reference, rounding
+from fbq_jax.kernels import rounding
 from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, Layouts
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.block_codes import (
@@ -57,16 +57,6 @@ def quantize_vectors(
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     scaling: dict[str, Any] = {"bound": bound, "per_tensor": per_tensor}
-    if x.size == 0:
-        # A grid without programs cannot be launched.
-        return reference.quantize_vectors(
-            x,
-            seeds,
-            rowwise=rowwise,
-            colwise=colwise,
-            amax_reduce=amax_reduce,
-            **scaling,
-        )
     modes = {"ROWWISE": rowwise, "COLWISE": colwise}
     batch, rows, columns = x.shape
     down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
