@@ -58,16 +58,6 @@ def as_fallback(shape: Shape, results: Sequence[jax.Array]) -> FallbackQuantized
     return FallbackQuantized(main, residual, results[4], colwise)
 
 
-def split_columns(columns: int) -> tuple[int, int]:
-    """``(columns / unit, unit)`` with a unit of at most 16.
-
-    A kernel gets the unit as a constant.  The compiler then knows that each row starts
-    at a multiple of the unit and loads that many elements at once.
-    """
-    unit = math.gcd(columns, 16)
-    return columns // unit, unit
-
-
 class BlockOutputs:
     """The outputs of a kernel that quantizes matrices ``[B, R, C]`` block by block.
 
@@ -100,5 +90,7 @@ class BlockOutputs:
 
         Without a criterion, the residual and the metric are not written.
         """
-        residual = self.rowwise(criterion)
-        return [*self.rowwise(rowwise), *residual, self.scales, *self.colwise(colwise)]
+        values = output(self.scales.shape, jnp.float32, wanted=criterion)
+        residual_codes = rowwise_codes(self.shape, criterion)
+        residual_and_metric = [residual_codes, values, values]
+        return [*self.rowwise(rowwise), *residual_and_metric, *self.colwise(colwise)]

@@ -4,19 +4,21 @@ One program quantizes one block; the device code is in ``block_quantize``.  A bl
 that is too large for the registers is quantized in parts.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import triton
 import triton.language as tl
 
-from fbq_jax.kernels import rounding
 from fbq_jax.kernels.reference import (
     Block,
     Criterion,
+    FallbackOptions,
     FallbackQuantized,
     Layouts,
+    QuantizeOptions,
 )
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, no_offset
 from fbq_jax.kernels.triton.block_codes import metric_of, scale_and_inverse
 from fbq_jax.kernels.triton.block_quantize import (
     load_and_measure,
@@ -29,24 +31,11 @@ from fbq_jax.kernels.triton.outputs import BlockOutputs, as_fallback, as_layouts
 
 
 def quantize(
-    x: jax.Array,
-    seeds: jax.Array,
-    *,
-    block: Block,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    global_offset: rounding.GlobalOffset | None = None,
+    x: jax.Array, seeds: jax.Array, **options: Unpack[QuantizeOptions]
 ) -> Layouts:
     """See ``reference.quantize``."""
-    results = _quantize_blocks(
-        x,
-        seeds,  # in place of theta, which is not read
-        seeds,
-        global_offset,
-        block=block,
-        many_registers="stochastic" in (rowwise, colwise) and x.dtype.itemsize == 4,
-        modes=(rowwise, None, colwise),
-    )
+    # Without a criterion, theta is not read.
+    results = _quantize_blocks(x, seeds, seeds, criterion=None, **options)
     return as_layouts(x.shape, results[:2], results[5:])
 
 
@@ -54,22 +43,10 @@ def quantize_fallback(
     x: jax.Array,
     theta: jax.Array,
     seeds: jax.Array,
-    *,
-    block: Block,
-    criterion: Criterion | None,
-    colwise: rounding.Rounding | None,
-    global_offset: rounding.GlobalOffset | None = None,
+    **options: Unpack[FallbackOptions],
 ) -> FallbackQuantized:
     """See ``reference.quantize_fallback``."""
-    results = _quantize_blocks(
-        x,
-        theta,
-        seeds,
-        global_offset,
-        block=block,
-        many_registers=colwise == "stochastic",
-        modes=("nearest", criterion, colwise),
-    )
+    results = _quantize_blocks(x, theta, seeds, rowwise="nearest", **options)
     return as_fallback(x.shape, results)
 
 
@@ -80,7 +57,6 @@ def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Arr
         x,
         block=block,
         outputs=[BlockOutputs(x.shape, block).scales],
-        many_registers=False,
         CRITERION=criterion,
     )
     return metric
@@ -90,23 +66,24 @@ def _quantize_blocks(
     x: jax.Array,
     theta: jax.Array,
     seeds: jax.Array,
-    global_offset: rounding.GlobalOffset | None,
     *,
     block: Block,
-    many_registers: bool,
-    modes: tuple[str | None, str | None, str | None],
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    criterion: Criterion | None,
+    global_offset: GlobalOffset | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the outputs of ``BlockOutputs.fallback``, which takes ``modes``."""
-    rowwise, criterion, colwise = modes
+    """Returns the outputs of ``BlockOutputs.fallback``."""
+    is_noisy = "stochastic" in (rowwise, colwise)
     return _launch(
         _quantize,
         x,
         theta,
         seeds,
-        *(global_offset or rounding.no_offset(x.shape[1])),
+        *(global_offset or no_offset(x.shape[1])),
         block=block,
-        outputs=BlockOutputs(x.shape, block).fallback(*modes),
-        many_registers=many_registers,
+        outputs=BlockOutputs(x.shape, block).fallback(rowwise, criterion, colwise),
+        many_registers=is_noisy and (criterion is not None or x.dtype.itemsize == 4),
         ROWWISE=rowwise,
         CRITERION=criterion,
         COLWISE=colwise,
@@ -117,7 +94,7 @@ def _launch(
     kernel: triton.JITFunction,
     *args: jax.Array,
     block: Block,
-    many_registers: bool,
+    many_registers: bool = False,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel on every block of its first argument."""

@@ -20,7 +20,12 @@ from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import accumulate_amax
 from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback
 from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
-from fbq_jax.kernels.triton.fused.layers import normalize, silu_gate
+from fbq_jax.kernels.triton.fused.layers import (
+    gate_values,
+    norm_values,
+    normalize,
+    silu_gate,
+)
 from fbq_jax.kernels.triton.fused.packed_arrays import (
     as_packed,
     can_fuse,
@@ -178,7 +183,10 @@ def _quantize_layer(
     COLWISE: tl.constexpr,
     IS_NORM: tl.constexpr,
 ):
+    COMPUTE: tl.constexpr = normalize if IS_NORM else silu_gate
+    VALUES: tl.constexpr = norm_values if IS_NORM else gate_values
     shape: tl.constexpr = (PARTS, r // PARTS, c)
+    operands = x, norm_scale, rstd, groups
     first = (first_plane_8, first_plane_4, first_plane_2, first_plane_1), first_scales
     second_planes = second_plane_8, second_plane_4, second_plane_2, second_plane_1
     packed = first, (second_planes, second_scales)
@@ -190,37 +198,10 @@ def _quantize_layer(
     amax = 0.0
     for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
         here = part_at(at, part)
-        y, saved = _compute((x, norm_scale, rstd, groups, IS_NORM), here, r // PARTS, c)
+        y, saved = COMPUTE(operands, here, r // PARTS, c)
         for k in tl.static_range(len(saved)):
             store_packed(packed[k], saved[k], here, groups, BITS)
         amax = accumulate_amax(amax, y)
     quantize_with_fallback(
-        _values,
-        (x, norm_scale, rstd, groups, IS_NORM),
-        (),
-        amax,
-        theta,
-        noise,
-        outputs,
-        at,
-        offsets,
-        shape,
-        modes,
+        VALUES, operands, (), amax, theta, noise, outputs, at, offsets, shape, modes
     )
-
-
-@triton.jit
-def _values(operands, at, r: tl.constexpr, c: tl.constexpr):
-    """The tiles of the layer's output, in the dtype of x."""
-    return _compute(operands, at, r, c)[0]
-
-
-@triton.jit
-def _compute(operands, at, r: tl.constexpr, c: tl.constexpr):
-    """The tiles of the layer's output, and of each array that it saves, in float32."""
-    x, norm_scale, rstd, groups, _ = operands
-    IS_NORM: tl.constexpr = operands[4]
-    if IS_NORM:
-        return normalize(x, norm_scale, rstd, groups, at, r, c)
-    else:  # noqa: RET505 (only one branch is compiled)
-        return silu_gate(x, at, r, c)

@@ -1,4 +1,8 @@
-"""The values of the layers that are fused with the quantization of their output."""
+"""The values of the layers that are fused with the quantization of their output.
+
+``operands`` are the input, and for a norm its scale, ``rstd`` and the number of blocks
+in a row.
+"""
 
 import math
 
@@ -12,8 +16,21 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def normalize(x, norm_scale, rstd, groups, at, r: tl.constexpr, c: tl.constexpr):
+def norm_values(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """The tiles of the norm's output, in the dtype of x."""
+    return normalize(operands, at, r, c)[0]
+
+
+@triton.jit
+def gate_values(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """The tiles of the gate's output, in the dtype of ``gate_up``."""
+    return silu_gate(operands, at, r, c)[0]
+
+
+@triton.jit
+def normalize(operands, at, r: tl.constexpr, c: tl.constexpr):
     """The tiles of the output, in the dtype of x, and of ``x * rstd``, in float32."""
+    x, norm_scale, rstd, groups = operands
     batch, i, j, rows, _ = at
     tiles = load(x, at, r, c)
     # Loaded as vectors, so that the matrices keep the layout of x.
@@ -29,8 +46,9 @@ def normalize(x, norm_scale, rstd, groups, at, r: tl.constexpr, c: tl.constexpr)
 
 
 @triton.jit
-def silu_gate(gate_up, at, r: tl.constexpr, c: tl.constexpr):
+def silu_gate(operands, at, r: tl.constexpr, c: tl.constexpr):
     """The tiles of the output and, in float32, of the factors of both gradients."""
+    gate_up = operands[0]
     batch, i, j, rows, columns = at
     gates = load(gate_up, (batch, i, 2 * j, rows, 2 * columns), r, c)
     ups = load(gate_up, (batch, i, 2 * j + 1, rows, 2 * columns), r, c)
