@@ -19,14 +19,13 @@ from fbq_jax.kernels.reference import (
     Block,
     FallbackQuantized,
     Layouts,
+    Quantized,
 )
 from fbq_jax.ops.backends import nvidia_refusal, triton_kernels
 from fbq_jax.ops.op import LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
-    UNSHARDED,
-    AxisWords,
     ShardingRule,
     block_axis,
     layout_words,
@@ -112,12 +111,9 @@ def _vectors_rule(
     if x.ndim == 4 and seeds.ndim == 1:
         row = f"g {row}"
     column = block_axis("j", x.shape[-1], VECTOR_GRANULARITY[1]).codes
-    row_words, _ = layout_words(
-        AxisWords(row, row), AxisWords(column, UNSHARDED), stack
-    )
-    _, column_words = layout_words(
-        AxisWords(row, UNSHARDED), AxisWords(column, column), stack
-    )
+    words: Any = Quantized
+    row_words = words(f"{stack} {row} {column}", f"{stack} {row} .")
+    column_words = words(f"{stack} {column} {row}", f"{stack} {column} .")
     results = wanted_layouts((row_words, column_words), rowwise, colwise)
     return ShardingRule((row_words.codes, stack), results)
 

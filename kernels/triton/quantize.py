@@ -97,24 +97,19 @@ def _launch(
     many_registers: bool = False,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel on every block of its first argument."""
-    parts, num_warps = _parts_and_warps(block, many_registers=many_registers)
-    return launch_on_blocks(
-        kernel, *args, block=block, num_warps=num_warps, PARTS=parts, **options
-    )
-
-
-def _parts_and_warps(block: Block, *, many_registers: bool) -> tuple[int, int]:
-    """The number of parts of a block, and of warps of a program.
+    """Runs a kernel on every block of its first argument.
 
     Fewer warps share more work, such as the noise keys and reductions, but each thread
     then holds more elements.  A kernel that needs ``many_registers`` per element gets
     twice as many warps.
     """
     size = block[0] * block[1]
+    parts, num_warps = 1, max(1, size // (2**11 if many_registers else 2**12))
     if size > 2**14:
-        return size // 2**13, 8
-    return 1, max(1, size // (2**11 if many_registers else 2**12))
+        parts, num_warps = size // 2**13, 8
+    return launch_on_blocks(
+        kernel, *args, block=block, num_warps=num_warps, PARTS=parts, **options
+    )
 
 
 @triton.jit
