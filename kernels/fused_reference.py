@@ -13,7 +13,7 @@ quantized.  Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,12 @@ from jax import lax
 
 from fbq_jax.kernels import packing, reference
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.reference import Block, Criterion, Layouts, Quantized
-from fbq_jax.kernels.rounding import GlobalOffset, Rounding
-
-
-class Operand(NamedTuple):
-    """``reference.FallbackQuantized``, for quantization with or without fallback.
-
-    Without fallback, ``residual`` is None and ``metric`` has shape ``[B, 0, 0]``.
-    """
-
-    main: Quantized
-    residual: Quantized | None
-    metric: jax.Array
-    colwise: Quantized | None
+from fbq_jax.kernels.reference import (
+    FallbackOptions,
+    FallbackQuantized,
+    Layouts,
+    QuantizeOptions,
+)
 
 
 class NormQuantized(NamedTuple):
@@ -46,7 +38,7 @@ class NormQuantized(NamedTuple):
       rstd: the reciprocal root mean square of each row, float32 ``[B, R, 1]``.
     """
 
-    operand: Operand
+    operand: FallbackQuantized
     normalized: Packed
     rstd: jax.Array
 
@@ -60,7 +52,7 @@ class GateQuantized(NamedTuple):
       up_factor: ``silu(gate)`` ``[B, R, F]``, packed.
     """
 
-    operand: Operand
+    operand: FallbackQuantized
     gate_factor: Packed
     up_factor: Packed
 
@@ -73,11 +65,8 @@ def rms_norm_quantize(
     *,
     epsilon: float,
     bits: int,
-    block: Block,
-    criterion: Criterion | None,
-    colwise: Rounding | None,
-    global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
+    **options: Unpack[FallbackOptions],
 ) -> NormQuantized:
     """Quantizes the RMS norm ``x / sqrt(mean(x**2) + epsilon) * norm_scale`` of rows.
 
@@ -88,16 +77,12 @@ def rms_norm_quantize(
       seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
       epsilon: a constant added to the mean square.
       bits: the bits of each code of ``normalized``, 4 to 12.
-      block: rows and columns of a block.
-      criterion: the criterion of fallback, as in ``reference.quantize_fallback``; None
-        for quantization without fallback.
-      colwise: the rounding of the colwise codes, or None to omit this layout.
-      global_offset: the offset of this shard in the global matrix; selects its noise.
       ops: the module whose quantization ops are used.
+      **options: options of ``reference.quantize_fallback``.
     """
     wide, rstd = x.astype(jnp.float32), mean_square_rstd(x, epsilon)
     y = _round(apply_norm(wide, rstd, norm_scale[:, None, :]), x.dtype)
-    operand = _quantize(ops, y, theta, seeds, block, criterion, colwise, global_offset)
+    operand = ops.quantize_fallback(y, theta, seeds, **options)
     return NormQuantized(operand, packing.quantize(wide * rstd, bits), rstd)
 
 
@@ -107,11 +92,8 @@ def silu_gate_quantize(
     seeds: jax.Array,
     *,
     bits: int,
-    block: Block,
-    criterion: Criterion | None,
-    colwise: Rounding | None,
-    global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
+    **options: Unpack[FallbackOptions],
 ) -> GateQuantized:
     """Quantizes ``silu(gate) * up``.
 
@@ -121,17 +103,13 @@ def silu_gate_quantize(
       theta: float32 ``[B]``, the thresholds of fallback; unused without a criterion.
       seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
       bits: the bits of each code of the factors, 4 to 12.
-      block: rows and columns of a block of the output ``[B, R, F]``.
-      criterion: the criterion of fallback, as in ``reference.quantize_fallback``; None
-        for quantization without fallback.
-      colwise: the rounding of the colwise codes, or None to omit this layout.
-      global_offset: the offset of this shard in the global matrix; selects its noise.
       ops: the module whose quantization ops are used.
+      **options: options of ``reference.quantize_fallback`` for ``[B, R, F]``.
     """
     gate, up = split_gate_up(gate_up)
     slope, value = silu_factors(gate, up)
     y = _round(value * up.astype(jnp.float32), gate_up.dtype)
-    operand = _quantize(ops, y, theta, seeds, block, criterion, colwise, global_offset)
+    operand = ops.quantize_fallback(y, theta, seeds, **options)
     return GateQuantized(
         operand, packing.quantize(slope, bits), packing.quantize(value, bits)
     )
@@ -144,11 +122,8 @@ def silu_gate_grad_quantize(
     seeds: jax.Array,
     *,
     bits: int,
-    block: Block,
-    rowwise: Rounding | None,
-    colwise: Rounding | None,
-    global_offset: GlobalOffset | None = None,
     ops: ModuleType = reference,
+    **options: Unpack[QuantizeOptions],
 ) -> Layouts:
     """Quantizes the gradient of ``gate_up``: dy times each factor, interleaved.
 
@@ -159,21 +134,11 @@ def silu_gate_grad_quantize(
       up_factor: the packed factor of up's gradient, from ``silu_gate_quantize``.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding.
       bits: the bits of each code of the factors.
-      block: rows and columns of a block of the gradient ``[B, R, 2 F]``.
-      rowwise: the rounding of the rowwise codes, or None to omit this layout.
-      colwise: the rounding of the colwise codes, or None to omit this layout.
-      global_offset: the offset of this shard in the global matrix; selects its noise.
       ops: the module whose quantization ops are used.
+      **options: options of ``reference.quantize`` for the gradient ``[B, R, 2 F]``.
     """
     halves = [times_packed(dy, factor, bits) for factor in (gate_factor, up_factor)]
-    quantized: Layouts = ops.quantize(
-        join_gate_up(*halves),
-        seeds,
-        block=block,
-        rowwise=rowwise,
-        colwise=colwise,
-        global_offset=global_offset,
-    )
+    quantized: Layouts = ops.quantize(join_gate_up(*halves), seeds, **options)
     return quantized
 
 
@@ -260,22 +225,3 @@ def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if dtype == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x.astype(dtype)
-
-
-def _quantize(
-    ops: ModuleType,
-    y: jax.Array,
-    theta: jax.Array,
-    seeds: jax.Array,
-    block: Block,
-    criterion: Criterion | None,
-    colwise: Rounding | None,
-    global_offset: GlobalOffset | None,
-) -> Operand:
-    options = {"block": block, "colwise": colwise, "global_offset": global_offset}
-    if criterion is not None:
-        return Operand(
-            *ops.quantize_fallback(y, theta, seeds, criterion=criterion, **options)
-        )
-    main, transposed = ops.quantize(y, seeds, rowwise="nearest", **options)
-    return Operand(main, None, jnp.zeros((len(y), 0, 0), jnp.float32), transposed)

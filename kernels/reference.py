@@ -30,7 +30,7 @@ come from ``scales.divide``, because XLA does not round them correctly.
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, NotRequired, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -88,17 +88,37 @@ class FallbackQuantized(NamedTuple):
 
     Attributes:
       main: the rowwise layout.
-      residual: a second term of the same shapes.  Its scale is 0 in blocks that do not
-        fall back.  Codes of blocks whose scale is 0 or NaN have no meaning: the
-        reference has zeros there, and a kernel need not write them.
-      metric: what the criterion compares with theta, float32 ``[B, R/r, C/c]``.
+      residual: a second term of the same shapes; None without a criterion.  Its scale
+        is 0 in blocks that do not fall back.  Codes of blocks whose scale is 0 or NaN
+        have no meaning: the reference has zeros there, and a kernel need not write
+        them.
+      metric: what the criterion compares with theta, float32 ``[B, R/r, C/c]``;
+        ``[B, 0, 0]`` without a criterion.
       colwise: the colwise layout of ``main``, or None.
     """
 
     main: Quantized
-    residual: Quantized
+    residual: Quantized | None
     metric: jax.Array
     colwise: Quantized | None
+
+
+class QuantizeOptions(TypedDict):
+    """The keyword arguments of ``quantize`` that an op on top of it passes on."""
+
+    block: Block
+    rowwise: rounding.Rounding | None
+    colwise: rounding.Rounding | None
+    global_offset: NotRequired[rounding.GlobalOffset | None]
+
+
+class FallbackOptions(TypedDict):
+    """The keyword arguments of ``quantize_fallback``."""
+
+    block: Block
+    criterion: Criterion | None
+    colwise: rounding.Rounding | None
+    global_offset: NotRequired[rounding.GlobalOffset | None]
 
 
 def quantize(
@@ -139,7 +159,7 @@ def quantize(
             )
             noise = _to_tiles(draw(seeds), block)
         codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound)
-        return Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
+        return _from_tiles(codes, scales, x.shape)
 
     return Layouts(
         None if rowwise is None else layout(rowwise),
@@ -200,7 +220,7 @@ def quantize_fallback(
     seeds: jax.Array,
     *,
     block: Block,
-    criterion: Criterion,
+    criterion: Criterion | None,
     colwise: rounding.Rounding | None,
     global_offset: rounding.GlobalOffset | None = None,
 ) -> FallbackQuantized:
@@ -222,20 +242,13 @@ def quantize_fallback(
       theta: float32 ``[B]``, the thresholds, in units of the metric.
       seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
       block: rows and columns of a block.
-      criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
+      criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``; None for no fallback.
       colwise: the rounding of the colwise codes, or None to omit this layout.
       global_offset: the offset of this shard in the global matrix; selects its noise.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
-    residual = _residual(tiles, codes, scales)
-    metric = _metric(tiles, residual, scales, criterion)
-    fallback = metric > theta[:, None, None]
-    residual = jnp.where(_spread(fallback), residual, 0.0)
-    main, second = (
-        Quantized(_from_tiles(codes, x.shape).astype(jnp.int8), scales)
-        for codes, scales in ((codes, scales), _quantize_tiles(residual, None))
-    )
+    main = _from_tiles(codes, scales, x.shape)
     _, transposed = quantize(
         x,
         seeds,
@@ -244,6 +257,14 @@ def quantize_fallback(
         colwise=colwise,
         global_offset=global_offset,
     )
+    if criterion is None:
+        no_metric = jnp.zeros((len(x), 0, 0), jnp.float32)
+        return FallbackQuantized(main, None, no_metric, transposed)
+    residual = _residual(tiles, codes, scales)
+    metric = _metric(tiles, residual, scales, criterion)
+    fallback = metric > theta[:, None, None]
+    residual = jnp.where(_spread(fallback), residual, 0.0)
+    second = _from_tiles(*_quantize_tiles(residual, None), x.shape)
     return FallbackQuantized(main, second, metric, transposed)
 
 
@@ -353,10 +374,13 @@ def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
     return x.reshape(batch, -(-rows // r), r, -(-columns // c), c)
 
 
-def _from_tiles(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The reverse of ``_to_tiles``, for an operand of ``shape``."""
-    batch, i, r, j, c = tiles.shape
-    return tiles.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
+def _from_tiles(
+    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+) -> Quantized:
+    """The operand of ``shape`` whose tiles have these codes and scales."""
+    batch, i, r, j, c = codes.shape
+    codes = codes.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
+    return Quantized(codes.astype(jnp.int8), scales)
 
 
 def _spread(per_block: jax.Array) -> jax.Array:

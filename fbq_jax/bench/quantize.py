@@ -132,7 +132,7 @@ def _copy(shape: tuple[int, ...], effort: Effort) -> Row:
 
 def _differing(actual: Any, expected: Any) -> float:
     """The share of values that differ, without residual codes that are not read."""
-    if isinstance(actual, FallbackQuantized):
+    if isinstance(actual, FallbackQuantized) and actual.residual is not None:
         codes, scales = actual.residual
         _, rows, columns = codes.shape
         is_read = jnp.repeat(jnp.repeat(scales > 0.0, _SIDE, axis=1), _SIDE, axis=2)

@@ -1,7 +1,8 @@
 """The library's ops.
 
-Each op has the signature of its definition in ``fbq_jax.kernels``, plus the argument
-``implementation`` of ``dispatch.choose``.  XLA can partition an op over a mesh, and
+Each op takes the operands and options of its definition in ``fbq_jax.kernels``, plus
+the argument ``implementation`` of ``dispatch.choose``, which is ``"reference"`` or None
+for the ragged products: they have no kernel.  XLA can partition an op over a mesh, and
 ``vmap`` can map it; it has no derivative.
 """
 

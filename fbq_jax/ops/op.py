@@ -4,11 +4,11 @@
 into a function that JAX can transform, ``dispatch`` chooses its kernel, and
 ``fbq_jax.sharding`` partitions it.
 
-To add an op, write a record and a function that calls it, and export the function from
-``fbq_jax.ops``.  To add a backend, write a function that says what it cannot run, add
-a name to ``dispatch.IMPLEMENTATIONS``, and add an entry to ``kernels`` of each op.  For
-an op that the backend does not support, the entry names another backend's kernel, as
-those of ``mosaic`` name Triton's.
+To add an op, make its record and function with ``transformations.define_op``, and
+export the function from ``fbq_jax.ops``.  To add a backend, write a function that
+says what it cannot run, add a name to ``dispatch.IMPLEMENTATIONS``, and add an entry to
+``kernels`` of each op.  For an op that the backend does not support, the entry names
+another backend's kernel, as those of ``mosaic`` name Triton's.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from fbq_jax.sharding.local_ops import Shard
@@ -51,23 +52,30 @@ class Op:
     """One op of the library.
 
     Attributes:
-      name: the name of the op's function in ``fbq_jax.ops``.
-      reference: the definition in ``jax.numpy``, which runs on any device.
+      reference: the definition in ``jax.numpy``, which runs on any device.  The op has
+        its name.
       sharding_rule: makes the op's rule from its operands and options.
       on_shard: computes the results of one device, called as
         ``on_shard(run, shard, operands, options)``; ``run`` is the op on one device.
       stacks: whether the leading axis of every array is a stack of independent
         matrices.  If so, ``vmap`` merges a mapped axis into it; otherwise ``vmap`` maps
         the reference.
+      packed_width: takes the operands.  Returns the row length of the arrays that a
+        fused op packs; None for any other op.
       kernels: the kernel of each backend, by the backend's name.
     """
 
-    name: str
     reference: Callable[..., Any]
     sharding_rule: Callable[..., ShardingRule]
     on_shard: Callable[["LocalOp", Shard, tuple[Any, ...], dict[str, Any]], Any]
     stacks: bool = True
+    packed_width: Callable[..., int | None] = lambda *_: None
     kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the op's function in ``fbq_jax.ops``."""
+        return self.reference.__name__
 
     def implementation(
         self, name: str, block_shape: Sequence[int]
@@ -100,16 +108,18 @@ class LocalOp:
         """Runs the op."""
         function = self.op.implementation(self.implementation, self.block_shape)
         run = functools.partial(function, **options)
-        if self.implementation == "reference":
-            return run(*operands)
-        # A program may also run on the machine's CPU, which has no kernel.
         on_cpu = functools.partial(self.op.reference, **options)
+        # No kernel starts on empty operands.
+        is_empty = any(x.size == 0 for x in jax.tree.leaves(operands))
+        if self.implementation == "reference" or is_empty:
+            return on_cpu(*operands)
+        # A program may also run on the machine's CPU, which has no kernel.
         return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
 
 
 OPS: dict[str, Op] = {}
 
 
-def register(*ops: Op) -> None:
-    """Adds ops to ``OPS``, by name."""
-    OPS.update({op.name: op for op in ops})
+def register(op: Op) -> None:
+    """Adds an op to ``OPS``."""
+    OPS[op.name] = op

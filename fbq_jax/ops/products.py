@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +9,9 @@ import jax.numpy as jnp
 
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.ops import dispatch
 from fbq_jax.ops.backends import mosaic_refusal, triton_refusal
-from fbq_jax.ops.op import Kernel, LocalOp, Op, register
-from fbq_jax.ops.quantization import QUANTIZE, VECTOR_GRANULARITY
+from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, register
+from fbq_jax.ops.quantization import VECTOR_GRANULARITY
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding import collectives
 from fbq_jax.sharding.local_ops import Shard
@@ -70,9 +68,6 @@ def matmul(
         )
     has_blocks = residual is not None or not _has_row_scales(rhs, block_shape)
     sides = block_shape if has_blocks else ()
-    if 0 in (*lhs.codes.shape, *rhs.codes.shape):
-        dispatch.choose("matmul", sides, implementation=implementation)
-        implementation = "reference"  # No kernel starts on empty operands.
     operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
     options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype), "reduce": reduce}
     return call(MATMUL, operands, sides, options, implementation)
@@ -136,7 +131,9 @@ def _matmul_on_shard(
     )
     if reduce != "int8":
         return collectives.sum_in_float(part, shard).astype(dtype)
-    quantize = dataclasses.replace(run, op=QUANTIZE, block_shape=collectives.BLOCK)
+    quantize = dataclasses.replace(
+        run, op=OPS["quantize"], block_shape=collectives.BLOCK
+    )
     return collectives.sum_in_int8(
         part, shard, seeds=seeds[0], quantize=quantize, dtype=dtype
     ).astype(dtype)
@@ -164,19 +161,14 @@ def _multiply(
     return total.astype(dtype)
 
 
-def _gemm(backend: str, refusal: Callable[[Sequence[int]], str | None]) -> Kernel:
-    module, xla = f"fbq_jax.kernels.{backend}.gemm", "fbq_jax.kernels.xla_gemm"
-    return Kernel(backend, module, refusal, blockless_module=xla)
-
-
-MATMUL = Op(
-    "matmul",
-    reference=reference.matmul,
-    sharding_rule=_matmul_rule,
-    on_shard=_matmul_on_shard,
-    kernels={
-        "mosaic": _gemm("mosaic", mosaic_refusal),
-        "triton": _gemm("triton", triton_refusal),
-    },
-)
+_KERNELS = {
+    name: Kernel(
+        name,
+        f"fbq_jax.kernels.{name}.gemm",
+        refusal,
+        blockless_module="fbq_jax.kernels.xla_gemm",
+    )
+    for name, refusal in (("mosaic", mosaic_refusal), ("triton", triton_refusal))
+}
+MATMUL = Op(reference.matmul, _matmul_rule, _matmul_on_shard, kernels=_KERNELS)
 register(MATMUL)

@@ -1,4 +1,11 @@
-"""The ops that quantize matrices, and the op that measures their blocks."""
+"""The ops that quantize matrices, and the op that measures their blocks.
+
+In addition to the shapes of ``kernels.reference``, each op takes matrices
+``[B, G, R, C]`` with ``G * R`` rows, whose colwise codes are ``[B, C, G, R]``.
+``quantize_vectors`` also takes ``[B, P, R, C]`` with seeds ``[B, P]``.  Then each of
+the P parts of a matrix has its own scales and noise, and colwise codes are
+``[B, P, C, R]``.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,18 +17,15 @@ from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import (
     AmaxReduce,
     Block,
-    Criterion,
     FallbackQuantized,
     Layouts,
+    Quantized,
 )
-from fbq_jax.kernels.rounding import Rounding
 from fbq_jax.ops.backends import nvidia_refusal, triton_kernels
-from fbq_jax.ops.op import LocalOp, Op, register
-from fbq_jax.ops.transformations import call
+from fbq_jax.ops.op import LocalOp
+from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
-    UNSHARDED,
-    AxisWords,
     ShardingRule,
     block_axis,
     layout_words,
@@ -34,119 +38,23 @@ from fbq_jax.sharding.split_block_scales import quantize_split_blocks
 VECTOR_GRANULARITY = (64, 16)
 
 
-def quantize(
-    x: jax.Array,
-    seeds: jax.Array,
-    *,
-    block: Block,
-    rowwise: Rounding | None,
-    colwise: Rounding | None,
-    implementation: str | None = None,
-) -> Layouts:
-    """Quantizes matrices to INT8 with one scale per block.
-
-    Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``, or ``[B, G, R, C]`` with
-        ``G * R`` rows, whose colwise codes are ``[B, C, G, R]``.
-      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
-      block: rows and columns of a block.
-      rowwise: the rounding of the rowwise codes, or None to omit them.
-      colwise: the rounding of the colwise codes, or None to omit them.
-      implementation: as in ``dispatch.choose``.
-
-    Returns:
-      The result of ``kernels.reference.quantize``.
-    """
-    options = {"block": block, "rowwise": rowwise, "colwise": colwise}
-    return call(QUANTIZE, (x, seeds), block, options, implementation)
-
-
-def quantize_vectors(
-    x: jax.Array,
-    seeds: jax.Array,
-    *,
-    rowwise: Rounding | None,
-    colwise: Rounding | None,
-    bound: float = 127.0,
-    per_tensor: bool = False,
-    implementation: str | None = None,
-) -> Layouts:
-    """Quantizes matrices to INT8 with one scale per row or column.
-
-    Args:
-      x: ``[B, R, C]`` or ``[B, G, R, C]`` as in ``quantize``; ``[B, P, R, C]`` with
-        seeds ``[B, P]``.  Then each of the P parts of a matrix has its own scales and
-        noise, and colwise codes are ``[B, P, C, R]``.
-      seeds: uint32 ``[B]`` or ``[B, P]``, the seeds of stochastic rounding.
-      rowwise: the rounding of the rowwise codes, or None to omit them.
-      colwise: the rounding of the colwise codes, or None to omit them.
-      bound: the value that ``max |x|`` is scaled to.
-      per_tensor: whether all rows and columns of a matrix share one scale.
-      implementation: as in ``dispatch.choose``.
-
-    Returns:
-      The result of ``kernels.reference.quantize_vectors``.
-    """
-    roundings = {"rowwise": rowwise, "colwise": colwise}
-    options = {**roundings, "bound": bound, "per_tensor": per_tensor}
-    return call(QUANTIZE_VECTORS, (x, seeds), (), options, implementation)
-
-
-def quantize_fallback(
-    x: jax.Array,
-    theta: jax.Array,
-    seeds: jax.Array,
-    *,
-    block: Block,
-    criterion: Criterion,
-    colwise: Rounding | None,
-    implementation: str | None = None,
-) -> FallbackQuantized:
-    """Quantizes matrices, with a second term in the blocks whose metric exceeds theta.
-
-    Args:
-      x: ``[B, R, C]`` or ``[B, G, R, C]`` as in ``quantize``.
-      theta: float32 ``[B]``, the thresholds.
-      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
-      block: rows and columns of a block.
-      criterion: the metric, ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
-      colwise: the rounding of the colwise codes, or None to omit them.
-      implementation: as in ``dispatch.choose``.
-
-    Returns:
-      The result of ``kernels.reference.quantize_fallback``.
-    """
-    options = {"block": block, "criterion": criterion, "colwise": colwise}
-    return call(QUANTIZE_FALLBACK, (x, theta, seeds), block, options, implementation)
-
-
-def block_metric(
-    x: jax.Array,
-    *,
-    block: Block,
-    criterion: Criterion,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Computes the metric of ``quantize_fallback``: float32, one value per block.
-
-    Args:
-      x: ``[B, R, C]`` or ``[B, G, R, C]`` as in ``quantize``.
-      block: rows and columns of a block.
-      criterion: the metric, ``"absmax"``, ``"l1"`` or ``"l1_rel"``.
-      implementation: as in ``dispatch.choose``.
-    """
-    options = {"block": block, "criterion": criterion}
-    return call(BLOCK_METRIC, (x,), block, options, implementation)
-
-
-def if_wanted(words: Any, rounding: str | None) -> Any:
-    """The words of a layout, or None if the layout has no rounding."""
-    return None if rounding is None else words
-
-
 def block_layouts(shape: tuple[int, ...], block: Block) -> Any:
     """The words of the codes and scales of matrices, rowwise and colwise."""
     return layout_words(row_axes(shape, block[0]), block_axis("j", shape[-1], block[1]))
+
+
+def wanted_layouts(words: Any, rowwise: str | None, colwise: str | None) -> Layouts:
+    """The words of the layouts that have a rounding."""
+    return Layouts(words[0] if rowwise else None, words[1] if colwise else None)
+
+
+def fallback_words(words: Any, criterion: str | None, colwise: str | None) -> Any:
+    """The words of the results of ``quantize_fallback``, given those of layouts."""
+    main, transposed = wanted_layouts(words, "nearest", colwise)
+    results: Any = FallbackQuantized
+    if criterion is None:
+        return results(main, None, "b . .", transposed)
+    return results(main, main, words[0].scales, transposed)
 
 
 def round_on_shard(
@@ -175,10 +83,10 @@ def round_on_shard(
 def _quantize_rule(
     x: jax.Array, *_seeds: Any, block: Block, rowwise: str | None, colwise: str | None
 ) -> ShardingRule:
-    row_words, column_words = block_layouts(x.shape, block)
-    results = Layouts(if_wanted(row_words, rowwise), if_wanted(column_words, colwise))
+    layouts = block_layouts(x.shape, block)
+    results = wanted_layouts(layouts, rowwise, colwise)
     splittable = "ij" if x.ndim == 3 else "j"
-    return ShardingRule((row_words.codes, "b"), results, splittable=splittable)
+    return ShardingRule((layouts[0].codes, "b"), results, splittable=splittable)
 
 
 def _quantize_on_shard(
@@ -203,20 +111,17 @@ def _vectors_rule(
     if x.ndim == 4 and seeds.ndim == 1:
         row = f"g {row}"
     column = block_axis("j", x.shape[-1], VECTOR_GRANULARITY[1]).codes
-    row_words, _ = layout_words(
-        AxisWords(row, row), AxisWords(column, UNSHARDED), stack
-    )
-    _, column_words = layout_words(
-        AxisWords(row, UNSHARDED), AxisWords(column, column), stack
-    )
-    results = Layouts(if_wanted(row_words, rowwise), if_wanted(column_words, colwise))
+    words: Any = Quantized
+    row_words = words(f"{stack} {row} {column}", f"{stack} {row} .")
+    column_words = words(f"{stack} {column} {row}", f"{stack} {column} .")
+    results = wanted_layouts((row_words, column_words), rowwise, colwise)
     return ShardingRule((row_words.codes, stack), results)
 
 
 def _vectors_on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> Layouts:
-    across, along = ("gij", "gij") if options["per_tensor"] else ("j", "gi")
+    across, along = ("gij", "gij") if options.get("per_tensor") else ("j", "gi")
     amax_reduce = AmaxReduce(
         shard.all_reduce_amax(across), shard.all_reduce_amax(along)
     )
@@ -238,13 +143,15 @@ def _quantize_parts(
 
 
 def _fallback_rule(
-    x: jax.Array, *_operands: Any, block: Block, colwise: str | None, **_options: Any
+    x: jax.Array,
+    *_operands: Any,
+    block: Block,
+    criterion: str | None,
+    colwise: str | None,
 ) -> ShardingRule:
-    main, column_words = block_layouts(x.shape, block)
-    results = FallbackQuantized(
-        main, main, main.scales, if_wanted(column_words, colwise)
-    )
-    return ShardingRule((main.codes, "b", "b"), results)
+    layouts = block_layouts(x.shape, block)
+    results = fallback_words(layouts, criterion, colwise)
+    return ShardingRule((layouts[0].codes, "b", "b"), results)
 
 
 def _metric_rule(x: jax.Array, *, block: Block, **_options: Any) -> ShardingRule:
@@ -252,34 +159,28 @@ def _metric_rule(x: jax.Array, *, block: Block, **_options: Any) -> ShardingRule
     return ShardingRule((main.codes,), main.scales)
 
 
-QUANTIZE = Op(
-    "quantize",
-    reference=reference.quantize,
-    sharding_rule=_quantize_rule,
-    on_shard=_quantize_on_shard,
-    kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
+_BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize")
+_VECTOR_KERNELS = triton_kernels(
+    "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
 )
-QUANTIZE_VECTORS = Op(
-    "quantize_vectors",
-    reference=reference.quantize_vectors,
-    sharding_rule=_vectors_rule,
-    on_shard=_vectors_on_shard,
-    kernels=triton_kernels(
-        "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
-    ),
+quantize = define_op(
+    reference.quantize, _quantize_rule, _quantize_on_shard, kernels=_BLOCK_KERNELS
 )
-QUANTIZE_FALLBACK = Op(
-    "quantize_fallback",
-    reference=reference.quantize_fallback,
-    sharding_rule=_fallback_rule,
-    on_shard=round_on_shard,
-    kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
+quantize_vectors = define_op(
+    reference.quantize_vectors,
+    _vectors_rule,
+    _vectors_on_shard,
+    kernels=_VECTOR_KERNELS,
 )
-BLOCK_METRIC = Op(
-    "block_metric",
-    reference=reference.block_metric,
-    sharding_rule=_metric_rule,
-    on_shard=lambda run, shard, operands, options: shard.run(run, operands, **options),
-    kernels=triton_kernels("fbq_jax.kernels.triton.quantize"),
+quantize_fallback = define_op(
+    reference.quantize_fallback,
+    _fallback_rule,
+    round_on_shard,
+    kernels=_BLOCK_KERNELS,
 )
-register(QUANTIZE, QUANTIZE_VECTORS, QUANTIZE_FALLBACK, BLOCK_METRIC)
+block_metric = define_op(
+    reference.block_metric,
+    _metric_rule,
+    lambda run, shard, operands, options: shard.run(run, operands, **options),
+    kernels=_BLOCK_KERNELS,
+)

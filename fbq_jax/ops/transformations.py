@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,39 @@ from jax.custom_batching import custom_vmap
 
 from fbq_jax.kernels import rounding
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.op import LocalOp, Op
+from fbq_jax.ops.op import LocalOp, Op, register
 from fbq_jax.sharding.layer_names import record_layer
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.partitioning import call_partitioned
+
+Results = TypeVar("Results")
+
+
+def define_op(
+    reference: Callable[..., Results], *fields: Any, **named_fields: Any
+) -> Callable[..., Results]:
+    """Registers an op and returns the function that calls it.
+
+    The function takes what the reference takes, plus ``implementation``.  It does not
+    take what ``on_shard`` adds, such as ``global_offset``.
+
+    Args:
+      reference: the definition of the op.
+      *fields: the next fields of ``Op``.
+      **named_fields: further fields of ``Op``.
+    """
+    op = Op(reference, *fields, **named_fields)
+    register(op)
+
+    @functools.wraps(reference)
+    def function(
+        *operands: Any, implementation: str | None = None, **options: Any
+    ) -> Results:
+        block_shape = options.get("block") or options.get("block_shape", ())
+        results: Results = call(op, operands, block_shape, options, implementation)
+        return results
+
+    return function
 
 
 def call(
@@ -22,7 +51,6 @@ def call(
     block_shape: Sequence[int],
     options: Mapping[str, Any],
     implementation: str | None,
-    width: int | None = None,
 ) -> Any:
     """Calls an op.
 
@@ -32,15 +60,15 @@ def call(
       block_shape: the shape of a block, ``sides`` of ``dispatch.choose``.
       options: the op's keyword arguments, which must be hashable.
       implementation: as in ``dispatch.choose``.
-      width: as in ``dispatch.choose``.
     """
+    width = op.packed_width(*operands)
     choice = dispatch.choose(
         op.name, block_shape, width=width, implementation=implementation
     )
     dispatch.warn_of_reference(choice, block_shape)
     record_layer(op.name, operands)
     run = LocalOp(op, choice.implementation, tuple(block_shape))
-    return _transformed(run, tuple(options.items()))(*operands)
+    return _transformed(run, tuple(sorted(options.items())))(*operands)
 
 
 @functools.cache

@@ -53,15 +53,6 @@ def load_and_measure(x, at, shape):
 
 
 @triton.jit
-def store_scale(amax, scales, offsets):
-    """Stores a block's scale for both layouts and returns its ``scaling``."""
-    scale, inverse = scale_and_inverse(amax)
-    tl.store(scales[0] + offsets[0], scale)
-    tl.store(scales[1] + offsets[1], scale)
-    return amax, scale, inverse
-
-
-@triton.jit
 def quantize_parts(
     VALUES: tl.constexpr, operands, held, scaling, noise, outputs, at, shape, modes
 ):
@@ -133,10 +124,14 @@ def quantize_with_fallback(
     rowwise, metrics, colwise = outputs
     codes, scales = rowwise[0]
     residual_codes, residual_scales = rowwise[1]
-    offset = offsets[0]
+    colwise_codes, colwise_scales = colwise
+    offset, colwise_offset = offsets
     CRITERION: tl.constexpr = modes[2]
-    scaling = store_scale(amax, (scales, colwise[1]), offsets)
-    stored = codes, colwise[0]
+    scale, inverse = scale_and_inverse(amax)
+    tl.store(scales + offset, scale)
+    tl.store(colwise_scales + colwise_offset, scale)
+    scaling = amax, scale, inverse
+    stored = codes, colwise_codes
     sums = quantize_parts(
         VALUES, operands, held, scaling, noise, stored, at, shape, modes
     )
@@ -145,7 +140,7 @@ def quantize_with_fallback(
         tl.store(metrics + offset, metric)
         residual_scale = 0.0
         # The second condition is false where scale * 127 overflows.
-        if (metric > tl.load(theta + at[0])) & (scaling[1] * 127.0 < float("inf")):
+        if (metric > tl.load(theta + at[0])) & (scale * 127.0 < float("inf")):
             residual_scale = _store_residual(
                 VALUES, operands, scaling, residual_codes, at, shape
             )

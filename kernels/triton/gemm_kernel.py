@@ -36,17 +36,17 @@ def gemm_kernel(
     n: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    HALVES: tl.constexpr,
-    GROUP: tl.constexpr,
+    halves: tl.constexpr,
+    group: tl.constexpr,
     FALLBACK: tl.constexpr,
     MAGIC_CONVERSION: tl.constexpr,
 ):
     """Computes one ``[BM, BN]`` tile of the output."""
     # Sizes are constants to save registers: the compiler folds them into addresses.
     # The number of steps is not a constant, or the compiler would unroll the loop.
-    HALF: tl.constexpr = BM // HALVES
+    HALF: tl.constexpr = BM // halves
     k_blocks: tl.constexpr = (K + k - 1) // k
-    batch, row, column = _tile_origin(M, N, BM, BN, GROUP)
+    batch, row, column = _tile_origin(M, N, BM, BN, group)
 
     i = _clamped_range(0, HALF, row, M, BM)
     lower_i = _clamped_range(HALF, HALF, row, M, BM)
@@ -59,7 +59,7 @@ def gemm_kernel(
     lower_offsets = lower_i[:, None] * K + c[None, :]
     rhs_offsets = c[:, None] + j[None, :] * K
 
-    tl.static_assert(HALVES == 1 or m >= BM)
+    tl.static_assert(halves == 1 or m >= BM)
     lhs_blocks = _block_rows(batch, row, i[:, None], M, m, BM)
     lhs_scales += lhs_blocks * k_blocks
     residual_scales += lhs_blocks * k_blocks
@@ -98,13 +98,13 @@ def gemm_kernel(
         a = _load(codes + lhs_offsets, inside[None, :], K % k == 0)
         b = _load(rhs + block * k + rhs_offsets, inside[:, None], K % k == 0)
         acc = _add_product(acc, a, b, scale, MAGIC_CONVERSION)
-        if HALVES == 2:
+        if halves == 2:
             a = _load(codes + lower_offsets, inside[None, :], K % k == 0)
             lower_acc = _add_product(lower_acc, a, b, scale, MAGIC_CONVERSION)
 
     out += (batch * M + row) * N + column
     _store(out, acc, row, column, 0, M, N)
-    if HALVES == 2:
+    if halves == 2:
         _store(out + HALF * N, lower_acc, row, column, HALF, M, N)
 
 
@@ -114,16 +114,16 @@ def _tile_origin(
     N: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    GROUP: tl.constexpr,
+    group: tl.constexpr,
 ):
     """The batch index, first row and first column of this program's tile."""
     row_tiles: tl.constexpr = (M + BM - 1) // BM
     column_tiles: tl.constexpr = (N + BN - 1) // BN
-    band: tl.constexpr = GROUP * column_tiles
+    band: tl.constexpr = group * column_tiles
     batch = (tl.program_id(0) // (row_tiles * column_tiles)).to(tl.int64)
     tile = tl.program_id(0) % (row_tiles * column_tiles)
-    height = tl.minimum(row_tiles - tile // band * GROUP, GROUP)
-    row = (tile // band * GROUP + tile % band % height) * BM
+    height = tl.minimum(row_tiles - tile // band * group, group)
+    row = (tile // band * group + tile % band % height) * BM
     column = tile % band // height * BN
     return batch, row, column
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.kernels.reference import Block, Layouts, Quantized
+from fbq_jax.kernels.reference import Block, FallbackQuantized, Layouts, Quantized
 
 Shape = tuple[int, ...]
 
@@ -48,14 +48,14 @@ def as_layouts(
     )
 
 
-def split_columns(columns: int) -> tuple[int, int]:
-    """``(columns / unit, unit)`` with a unit of at most 16.
-
-    A kernel gets the unit as a constant.  The compiler then knows that each row starts
-    at a multiple of the unit and loads that many elements at once.
-    """
-    unit = math.gcd(columns, 16)
-    return columns // unit, unit
+def as_fallback(shape: Shape, results: Sequence[jax.Array]) -> FallbackQuantized:
+    """The quantized operand from the outputs of ``BlockOutputs.fallback``."""
+    main, residual = Quantized(*results[:2]), Quantized(*results[2:4])
+    colwise = as_layouts(shape, results[:2], results[5:7]).colwise
+    if residual.codes.ndim == 1:
+        no_metric = jnp.zeros((shape[0], 0, 0), jnp.float32)
+        return FallbackQuantized(main, None, no_metric, colwise)
+    return FallbackQuantized(main, residual, results[4], colwise)
 
 
 class BlockOutputs:
@@ -74,7 +74,7 @@ class BlockOutputs:
         self.programs = batch * math.prod(self.blocks)
         self.scales = output((batch, *self.blocks), jnp.float32)
 
-    def rowwise(self, wanted: object = True) -> list[jax.ShapeDtypeStruct]:
+    def rowwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
         """Rowwise codes and scales.  Scales are always written."""
         return [rowwise_codes(self.shape, wanted), self.scales]
 
@@ -82,3 +82,15 @@ class BlockOutputs:
         """Colwise codes and scales.  Scales are always written."""
         scales = output((self.shape[0], *self.blocks[::-1]), jnp.float32)
         return [colwise_codes(self.shape, wanted), scales]
+
+    def fallback(
+        self, rowwise: object, criterion: object, colwise: object
+    ) -> list[jax.ShapeDtypeStruct]:
+        """Main, residual, metric and colwise; codes and scales of all but the metric.
+
+        Without a criterion, the residual and the metric are not written.
+        """
+        values = output(self.scales.shape, jnp.float32, wanted=criterion)
+        residual_codes = rowwise_codes(self.shape, criterion)
+        residual_and_metric = [residual_codes, values, values]
+        return [*self.rowwise(rowwise), *residual_and_metric, *self.colwise(colwise)]

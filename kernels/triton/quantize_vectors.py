@@ -7,7 +7,6 @@ writes the codes.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from fbq_jax.kernels import reference, rounding
+from fbq_jax.kernels import rounding
 from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, Layouts
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.block_codes import (
@@ -56,17 +55,7 @@ def quantize_vectors(
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
-    scaling: dict[str, Any] = {"bound": bound, "per_tensor": per_tensor}
-    if x.size == 0:
-        # A grid without programs cannot be launched.
-        return reference.quantize_vectors(
-            x,
-            seeds,
-            rowwise=rowwise,
-            colwise=colwise,
-            amax_reduce=amax_reduce,
-            **scaling,
-        )
+    scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
     modes = {"ROWWISE": rowwise, "COLWISE": colwise}
     batch, rows, columns = x.shape
     down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
@@ -83,11 +72,9 @@ def quantize_vectors(
     # The seeds are passed in place of inverses that the kernel does not read.
     row_scales, row_inverses = column_scales, column_inverses = seeds, seeds
     if rowwise is not None:
-        row_scales, row_inverses = _scales(row_maxima, amax_reduce.rowwise, **scaling)
+        row_scales, row_inverses = scales(row_maxima, amax_reduce.rowwise)
     if colwise is not None:
-        column_scales, column_inverses = _scales(
-            column_maxima, amax_reduce.colwise, **scaling
-        )
+        column_scales, column_inverses = scales(column_maxima, amax_reduce.colwise)
     codes, column_codes = launch_on_blocks(
         _round_vectors,
         x,

@@ -133,28 +133,6 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
     check_fallback(ops, x, block, criterion, (0.0,), None)
 
 
-def check_empty(quantize: types.ModuleType, vectors: types.ModuleType, shape) -> None:
-    """Empty operands give results of the right shapes and dtypes, and scales of 0."""
-    x, keys = jnp.zeros(shape, jnp.bfloat16), seeds(shape[0])
-    theta, block = jnp.zeros(shape[0]), {"block": (32, 64)}
-    layouts = {"rowwise": "nearest", "colwise": "stochastic"}
-    fallback = block | {"criterion": "absmax", "colwise": "nearest"}
-    for ops, name, operands, options in (
-        (quantize, "quantize", (x, keys), block | layouts),
-        (quantize, "quantize_fallback", (x, theta, keys), fallback),
-        (vectors, "quantize_vectors", (x, keys), layouts),
-    ):
-        op = jax.jit(functools.partial(getattr(ops, name), **options))
-        definition = functools.partial(getattr(reference, name), **options)
-        got, want = op(*operands), jax.eval_shape(definition, *operands)
-        for result, expected in zip(
-            jax.tree.leaves(got), jax.tree.leaves(want), strict=True
-        ):
-            assert result.shape == expected.shape
-            assert result.dtype == expected.dtype
-            assert not np.any(result)
-
-
 def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -> None:
     """A shard draws the noise of the global matrix, even with rows of two places."""
     matrix = np.asarray(heavy((1, 256, 200), dtype=np.float32))

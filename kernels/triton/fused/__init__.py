@@ -6,8 +6,7 @@ computed twice: first for the scale, which all parts share, and the saved arrays
 for the codes, from inputs that a cache now holds.
 """
 
-from fbq_jax.kernels.triton.fused.gate import silu_gate_quantize
+from fbq_jax.kernels.triton.fused.forward import rms_norm_quantize, silu_gate_quantize
 from fbq_jax.kernels.triton.fused.gate_grad import silu_gate_grad_quantize
-from fbq_jax.kernels.triton.fused.norm import rms_norm_quantize
 
 __all__ = ["rms_norm_quantize", "silu_gate_grad_quantize", "silu_gate_quantize"]

@@ -1,13 +1,15 @@
 """The gradient of the SiLU gate, fused with its quantization."""
 
+from typing import Unpack
+
 import jax
 import triton
 import triton.language as tl
 
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.reference import Block, Layouts
-from fbq_jax.kernels.rounding import GlobalOffset, Rounding, no_offset
+from fbq_jax.kernels.reference import Layouts, QuantizeOptions
+from fbq_jax.kernels.rounding import no_offset
 from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
@@ -16,7 +18,7 @@ from fbq_jax.kernels.triton.block_codes import (
 )
 from fbq_jax.kernels.triton.block_quantize import quantize_parts
 from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
-from fbq_jax.kernels.triton.fused.launch_fused import can_fuse, planes_by_width
+from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
 from fbq_jax.kernels.triton.launch import launch
 from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
 from fbq_jax.kernels.triton.packed import load_packed
@@ -31,24 +33,14 @@ def silu_gate_grad_quantize(
     seeds: jax.Array,
     *,
     bits: int,
-    block: Block,
-    rowwise: Rounding | None,
-    colwise: Rounding | None,
-    global_offset: GlobalOffset | None = None,
+    **options: Unpack[QuantizeOptions],
 ) -> Layouts:
     """See ``fused_reference.silu_gate_grad_quantize``."""
+    block = options["block"]
+    rowwise, colwise = options["rowwise"], options["colwise"]
     if not can_fuse(dy.shape, block):
         return fused_reference.silu_gate_grad_quantize(
-            dy,
-            gate_factor,
-            up_factor,
-            seeds,
-            bits=bits,
-            block=block,
-            rowwise=rowwise,
-            colwise=colwise,
-            global_offset=global_offset,
-            ops=quantize,
+            dy, gate_factor, up_factor, seeds, bits=bits, ops=quantize, **options
         )
     batch, rows, columns = dy.shape
     shape = batch, rows, 2 * columns
@@ -56,12 +48,10 @@ def silu_gate_grad_quantize(
     results = launch(
         _silu_gate_grad_quantize,
         dy,
-        *planes_by_width(gate_factor, bits, unused=seeds),
-        gate_factor.scales,
-        *planes_by_width(up_factor, bits, unused=seeds),
-        up_factor.scales,
+        *packed_inputs(gate_factor, bits, unused=seeds),
+        *packed_inputs(up_factor, bits, unused=seeds),
         seeds,
-        *(global_offset or no_offset(rows)),
+        *(options.get("global_offset") or no_offset(rows)),
         rows,
         columns // block[1],
         outputs=[*out.rowwise(rowwise), *out.colwise(colwise)],

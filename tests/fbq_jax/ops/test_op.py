@@ -1,6 +1,7 @@
 """An op is one record, from which all that JAX and the library need follows."""
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -15,7 +16,7 @@ from fbq_jax import dot_general, ops, recipes
 from fbq_jax.kernels import packing, reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.op import OPS, Kernel, Op
+from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -95,7 +96,8 @@ def test_kernels_are_functions_of_modules_and_take_what_the_reference_takes(name
     assert set(OPS[name].kernels) <= set(dispatch.IMPLEMENTATIONS)
     options = CALLS[name][1].keys() - {"reduce"}
     parameters = inspect.signature(OPS[name].reference).parameters.values()
-    takes = {p.name for p in parameters if p.default is p.empty} | options
+    required = (p for p in parameters if p.default is p.empty)
+    takes = {p.name for p in required if p.kind is not p.VAR_KEYWORD} | options
     for kernel in OPS[name].kernels.values():
         for module in filter(None, (kernel.module, kernel.blockless_module)):
             origin = Path(importlib.util.find_spec(module).origin)
@@ -107,7 +109,12 @@ def test_kernels_are_functions_of_modules_and_take_what_the_reference_takes(name
                 if isinstance(node, ast.FunctionDef) and node.name == name
             )
             arguments = [*function.args.args, *function.args.kwonlyargs]
-            passes_on = {"criterion", "colwise"} if function.args.kwarg else set()
+            passed_on = (
+                reference.FallbackOptions
+                if "theta" in takes
+                else (reference.QuantizeOptions)
+            )
+            passes_on = set(passed_on.__annotations__) if function.args.kwarg else set()
             assert takes <= {argument.arg for argument in arguments} | passes_on
 
 
@@ -195,10 +202,26 @@ def double(x, *, by):
     return x * by
 
 
+@pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
+@pytest.mark.parametrize("name", ["quantize", "quantize_vectors", "quantize_fallback"])
+def test_no_kernel_starts_on_empty_operands(monkeypatch, name, shape):
+    """They give results of the right shapes and dtypes, and scales of 0."""
+    record = dataclasses.replace(
+        OPS[name], kernels={"tpu": Kernel(__name__, refusal=lambda _: None)}
+    )
+    run = LocalOp(record, "tpu", (32, 32))
+    monkeypatch.setattr(Op, "implementation", lambda *_: pytest.fail)
+    (_, *scalars), options = CALLS[name]
+    operands = [jnp.zeros(shape), *(jnp.zeros(shape[0], y.dtype) for y in scalars)]
+    got = run(*operands, **options)
+    want = jax.eval_shape(functools.partial(record.reference, **options), *operands)
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want)
+    assert not any(map(np.any, jax.tree.leaves(got)))
+
+
 def test_one_record_makes_a_new_op_and_one_entry_a_new_backend(monkeypatch):
     record = Op(
-        "double",
-        reference=double,
+        double,
         sharding_rule=lambda *_, **__: ShardingRule(("b i j",), "b i j"),
         on_shard=lambda run, _, operands, options: run(*operands, **options),
         kernels={"tpu": Kernel("tpu", __name__, refusal=lambda _: None)},

@@ -56,11 +56,6 @@ def test_a_shard_draws_the_noise_of_the_global_matrix(ops, vectors):
     cases.check_global_offset(ops, vectors)
 
 
-@pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
-def test_empty_operands(ops, vectors, shape):
-    cases.check_empty(ops, vectors, shape)
-
-
 # The usual block in two types, the smallest, the narrowest and the largest.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(

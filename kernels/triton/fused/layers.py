@@ -1,0 +1,65 @@
+"""The values of the layers that are fused with the quantization of their output.
+
+``operands`` are the input, and for a norm its scale, ``rstd`` and the number of blocks
+in a row.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from fbq_jax.kernels.triton.block_codes import widen
+from fbq_jax.kernels.triton.block_tiles import load
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def norm_values(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """The tiles of the norm's output, in the dtype of x."""
+    return normalize(operands, at, r, c)[0]
+
+
+@triton.jit
+def gate_values(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """The tiles of the gate's output, in the dtype of ``gate_up``."""
+    return silu_gate(operands, at, r, c)[0]
+
+
+@triton.jit
+def normalize(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """The tiles of the output, in the dtype of x, and of ``x * rstd``, in float32."""
+    x, norm_scale, rstd, groups = operands
+    batch, i, j, rows, _ = at
+    tiles = load(x, at, r, c)
+    # Loaded as vectors, so that the matrices keep the layout of x.
+    column_scale = tl.load(norm_scale + (batch * groups + j) * c + tl.arange(0, c))
+    y, normalized = (), ()
+    for k in tl.static_range(4):
+        row = i * r + 4 * tl.arange(0, r // 4) + k
+        row_rstd = tl.load(rstd + batch * rows + row, row < rows, 0.0)[:, None]
+        wide = widen(tiles[k])
+        y += ((wide * (row_rstd * column_scale[None, :])).to(tiles[k].dtype),)  # type: ignore[assignment]
+        normalized += (wide * row_rstd,)  # type: ignore[assignment]
+    return y, (normalized,)
+
+
+@triton.jit
+def silu_gate(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """The tiles of the output and, in float32, of the factors of both gradients."""
+    gate_up = operands[0]
+    batch, i, j, rows, columns = at
+    gates = load(gate_up, (batch, i, 2 * j, rows, 2 * columns), r, c)
+    ups = load(gate_up, (batch, i, 2 * j + 1, rows, 2 * columns), r, c)
+    y, gate_factor, up_factor = (), (), ()
+    for k in tl.static_range(4):
+        gate, up = widen(gates[k]), widen(ups[k])
+        # A power of two and the square of a reciprocal root: one instruction each.
+        root = tl.rsqrt(1.0 + tl.exp2(gate * -LOG2_E))
+        sigmoid = root * root
+        silu = gate * sigmoid
+        y += ((silu * up).to(gates[k].dtype),)  # type: ignore[assignment]
+        gate_factor += (up * (sigmoid + silu * (1.0 - sigmoid)),)  # type: ignore[assignment]
+        up_factor += (silu,)  # type: ignore[assignment]
+    return y, (gate_factor, up_factor)
