@@ -239,7 +239,8 @@ def quantize_fallback(
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
-      theta: float32 ``[B]``, the thresholds, in units of the metric.
+      theta: float32 ``[B]``, the thresholds, in units of the metric.  A threshold that
+        is unset, negative or NaN, counts as 0 (see ``threshold_reference``).
       seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
       block: rows and columns of a block.
       criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``; None for no fallback.
@@ -262,7 +263,8 @@ def quantize_fallback(
         return FallbackQuantized(main, None, no_metric, transposed)
     residual = _residual(tiles, codes, scales)
     metric = _metric(tiles, residual, scales, criterion)
-    fallback = metric > theta[:, None, None]
+    limit = jnp.where(theta >= 0.0, theta, 0.0)
+    fallback = metric > limit[:, None, None]
     residual = jnp.where(_spread(fallback), residual, 0.0)
     second = _from_tiles(*_quantize_tiles(residual, None), x.shape)
     return FallbackQuantized(main, second, metric, transposed)

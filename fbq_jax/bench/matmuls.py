@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fbq_jax import ops, recipes
 from fbq_jax.core import threshold
@@ -83,14 +84,18 @@ def from_recipe(
     choice = forward_choice(recipe, implementation)
     theta = fallback = None
     if recipe.criterion is not None:
-        metric = ops.block_metric(
+        unset = jnp.float32(threshold.UNSET)
+        quantized = ops.quantize_fallback(
             x[None],
+            unset[None],
+            jnp.zeros(1, jnp.uint32),
             block=recipe.lhs_block,
             criterion=recipe.criterion,
+            colwise=None,
             implementation=choice.implementation,
         )
-        theta = threshold.quantile(metric, recipe)
-        fallback = float(threshold.fallback_rate(metric, theta))
+        _, stats = threshold.apply(unset, quantized.metric, quantized.residual, recipe)
+        theta, fallback = stats.theta, float(stats.rate)
     return Matmul(
         name,
         choice.backend,

@@ -88,9 +88,10 @@ def _cases(
 ) -> Iterator[_Case]:
     x = data.activation(jax.random.key(0), (1, *shape))
     seeds = jnp.ones(1, jnp.uint32)
-    metric = ops.block_metric(
-        x, block=_BLOCK, criterion="absmax", implementation=implementation
-    )
+    fallback_options = {"block": _BLOCK, "criterion": "absmax", "colwise": "stochastic"}
+    metric = ops.quantize_fallback(
+        x, jnp.zeros(1), seeds, implementation=implementation, **fallback_options
+    ).metric
     # Both layouts have codes and scales. All scales have the size of the metric.
     moved = x.nbytes + 2.0 * (x.size + metric.nbytes)
     for rounding in ("nearest", "stochastic"):
@@ -104,7 +105,7 @@ def _cases(
         yield _Case(
             "fallback",
             ops.quantize_fallback,
-            {"block": _BLOCK, "criterion": "absmax", "colwise": "stochastic"},
+            fallback_options,
             (x, theta[None], seeds),
             moved + residual_and_metric,
             fallback,

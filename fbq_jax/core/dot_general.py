@@ -6,21 +6,19 @@ out.  Callers that keep state update it outside.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices
 from fbq_jax.core.dot_call import DotCall
-from fbq_jax.core.matmul_vjp import DENSE, DenseGemms
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec
+from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
@@ -54,23 +52,6 @@ class DotConfig:
         dispatch.check_name(self.implementation)
 
 
-class Stats(NamedTuple):
-    """Measurements of the forward pass.
-
-    Attributes:
-      rate: float32 ``[]``, the fallback rate: the share of blocks that fell back.
-      theta: float32 ``[]``, the threshold that was used.  ``threshold.UNSET``, which
-        counts as 0, if none was given and lhs does not determine one (it is zero, or
-        has a NaN or an Inf).
-      metric: float32 ``[B, ceil(M/m), ceil(K/k)]``, the criterion's value of each
-        block.
-    """
-
-    rate: jax.Array
-    theta: jax.Array
-    metric: jax.Array
-
-
 def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -93,8 +74,7 @@ def dot_general(
 
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
-    The function is pure: pass the threshold as ``theta``, and compute the next one from
-    the returned ``Stats``.
+    The function is pure: pass the threshold as ``theta``; ``Stats`` has the next one.
 
     Args:
       lhs: the activation, whose blocks may fall back; bfloat16, float16 or float32.
@@ -181,7 +161,7 @@ def stateful_dot_general(
     old = threshold.canonicalize_state(state)
     theta, seed = old["theta"], threshold.call_seed(old)
     out, stats = _seeded_dot_general(config, theta, seed, lhs, rhs, call, codes)
-    return out, threshold.update(old, stats.metric, stats.theta, config.recipe)
+    return out, threshold.next_state(old, stats)
 
 
 def _seeded_dot_general(
@@ -207,61 +187,8 @@ def _seeded_dot_general(
     ) -> tuple[jax.Array, Stats]:
         x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
         weight = w if codes is None else codes
-        y, stats = measured_matmul(spec, x, weight, theta, seed)
+        y, stats = matmul_vjp.matmul(spec, x, weight, theta, seed)
         return y.reshape(out.shape), stats
 
     main = None if codes is None else codes.main
     return automatic(multiply, out)(lhs, rhs, theta, seed, main)
-
-
-def measured_matmul(
-    spec: Spec,
-    x: jax.Array,
-    w: jax.Array | Quantized,
-    theta: jax.Array,
-    seed: jax.Array,
-    gemms: DenseGemms = DENSE,
-    blocks: jax.Array | None = None,
-) -> tuple[jax.Array, Stats]:
-    """``matmul_vjp.matmul`` and its stats; an unset ``theta`` is set from x.
-
-    ``blocks`` is the number of blocks, as in ``threshold.quantile``.
-    """
-    theta = resolve(spec, theta, x, layer=gemms.tile_rows, blocks=blocks)
-    y, metric = matmul_vjp.matmul(spec, x, w, jnp.maximum(theta, 0.0), seed, gemms)
-    return y, Stats(threshold.fallback_rate(metric, theta, blocks), theta, metric)
-
-
-def resolve(
-    spec: Spec,
-    theta: jax.Array,
-    x: jax.Array,
-    *,
-    layer: Callable[[jax.Array], jax.Array],
-    blocks: jax.Array | None = None,
-) -> jax.Array:
-    """Sets an unset threshold from the blocks of the operand itself.
-
-    Args:
-      spec: gives the criterion and the range of the fallback rate.
-      theta: float32 ``[]``; a value below 0 is unset.
-      x: ``[B, ...]``.
-      layer: maps ``x`` to the operand; called only if theta is unset.
-      blocks: the number of blocks, as in ``threshold.quantile``.
-    """
-    criterion = spec.recipe.criterion
-    if criterion is None:
-        return theta
-
-    def own_quantile() -> jax.Array:
-        metric = ops.block_metric(
-            layer(lax.stop_gradient(x)),
-            block=spec.recipe.lhs_block,
-            criterion=criterion,
-            implementation=spec.implementation,
-        )
-        return threshold.quantile(metric, spec.recipe, blocks)
-
-    # Adds 0, an empty sum, so that theta varies over mesh axes as the quantile does.
-    theta += jnp.sum(x[:0], dtype=jnp.float32)
-    return lax.cond(theta < 0.0, own_quantile, lambda: theta)

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
-from fbq_jax.core import matmul_vjp, nonlinear
-from fbq_jax.core.dot_general import resolve
+from fbq_jax.core import matmul_vjp, nonlinear, threshold
 from fbq_jax.core.matmul_vjp import SavedMatmul
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
 from fbq_jax.core.quantize_operands import (
@@ -36,7 +35,7 @@ from fbq_jax.core.quantize_operands import (
     quantize_grad,
     seeds_of,
 )
-from fbq_jax.kernels import fused_reference
+from fbq_jax.core.threshold import Stats
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.recipes.schema import Recipe
@@ -58,25 +57,12 @@ class GemmScalars(NamedTuple):
     """Traced scalars of one GEMM.
 
     Attributes:
-      theta: float32 ``[]``, the fallback threshold; below 0, it is set from the
-        operand's own blocks.
+      theta: float32 ``[]``, the fallback threshold, or ``threshold.UNSET``.
       seed: uint32 ``[]``, seeds the noise of stochastic rounding.
     """
 
     theta: jax.Array
     seed: jax.Array
-
-
-class GemmStats(NamedTuple):
-    """Measurements of one GEMM in the forward pass.
-
-    Attributes:
-      theta: float32 ``[]``, the threshold in use.
-      metric: float32, the metric of each block of the left operand.
-    """
-
-    theta: jax.Array
-    metric: jax.Array
 
 
 class _SavedMLP(NamedTuple):
@@ -107,7 +93,7 @@ def norm_mlp(
     norm_scale: jax.Array,
     weights: tuple[jax.Array | Quantized, ...],
     scalars: tuple[GemmScalars, ...],
-) -> tuple[jax.Array, tuple[GemmStats, ...]]:
+) -> tuple[jax.Array, tuple[Stats, ...]]:
     """Applies a norm and a linear layer; or, with two weights, a norm and a gated MLP.
 
     Args:
@@ -136,27 +122,18 @@ def _norm_mlp(
     scalars: tuple[GemmScalars, ...],
     *,
     save: bool = True,
-) -> tuple[tuple[jax.Array, tuple[GemmStats, ...]], _SavedMLP]:
-    norm = spec.norm
-
-    def normalize(x: jax.Array) -> jax.Array:
-        return nonlinear.rms_norm(x, norm_scale, epsilon=norm.epsilon, bits=norm.bits)
-
-    def gate(gate_up: jax.Array) -> jax.Array:
-        gate, up = fused_reference.split_gate_up(gate_up)
-        return nonlinear.silu_gate(gate, up, bits=norm.bits)
-
-    op = functools.partial(ops.rms_norm_quantize, epsilon=norm.epsilon)
+) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _SavedMLP]:
+    op = functools.partial(ops.rms_norm_quantize, epsilon=spec.norm.epsilon)
     operands = x, jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape))
     y, stats, (normalized, rstd), saved = _quantize_and_multiply(
-        spec, op, normalize, operands, weights[0], scalars[0], save=save
+        spec, op, operands, weights[0], scalars[0], save=save
     )
     scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
     saved_norm = SavedNorm(normalized, rstd, scale_row)
     if len(weights) == 1:
         return (y, (stats,)), _SavedMLP(saved_norm, saved)
     y, down_stats, factors, saved_down = _quantize_and_multiply(
-        spec, ops.silu_gate_quantize, gate, (y,), weights[1], scalars[1], save=save
+        spec, ops.silu_gate_quantize, (y,), weights[1], scalars[1], save=save
     )
     return (y, (stats, down_stats)), _SavedMLP(saved_norm, saved, factors, saved_down)
 
@@ -164,19 +141,17 @@ def _norm_mlp(
 def _quantize_and_multiply(
     spec: FusedSpec,
     op: Callable[..., tuple[Any, ...]],
-    layer: Callable[[jax.Array], jax.Array],
     operands: tuple[jax.Array, ...],
     w: jax.Array | Quantized,
     scalars: GemmScalars,
     *,
     save: bool,
-) -> tuple[jax.Array, GemmStats, tuple[Any, ...], SavedMatmul | None]:
+) -> tuple[jax.Array, Stats, tuple[Any, ...], SavedMatmul | None]:
     """Multiplies the quantized output of a non-linear layer by w.
 
     Args:
       spec: static arguments.
       op: the op of ``fbq_jax.ops`` that computes and quantizes the layer's output.
-      layer: maps the first operand to the layer's output, in float.
       operands: the operands of ``op`` before its thresholds and seeds.
       w: the weight, one of those of ``norm_mlp``.
       scalars: threshold and seed of the GEMM.
@@ -186,10 +161,9 @@ def _quantize_and_multiply(
       The product, the GEMM's stats, and the residuals of the layer and of the GEMM.
     """
     gemm, recipe, x = spec.gemm, spec.gemm.recipe, operands[0]
-    theta = resolve(gemm, scalars.theta, x, layer=layer)
     operand, *residuals = op(
         *operands,
-        jnp.broadcast_to(jnp.maximum(theta, 0.0), x.shape[:1]),
+        jnp.broadcast_to(scalars.theta, x.shape[:1]),
         seeds_of(scalars.seed, LHS_STREAM, x),
         bits=spec.norm.bits,
         block=recipe.lhs_block,
@@ -199,16 +173,21 @@ def _quantize_and_multiply(
     )
     residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
     lhs = Layouts(operand.main, operand.colwise)
-    y, saved = matmul_vjp.forward(
-        gemm, lhs, operand.residual, w, scalars.seed, save=save
+    residual, stats = threshold.apply(
+        scalars.theta,
+        operand.metric,
+        operand.residual,
+        recipe,
+        implementation=gemm.implementation,
     )
-    return y, GemmStats(theta, operand.metric), residuals, saved
+    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, scalars.seed, save=save)
+    return y, stats, residuals, saved
 
 
 def _norm_mlp_bwd(
     spec: FusedSpec,
     saved: _SavedMLP,
-    cotangents: tuple[jax.Array, tuple[GemmStats, ...]],
+    cotangents: tuple[jax.Array, tuple[Stats, ...]],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], None]:
     dy, _ = cotangents
     gemm, recipe = spec.gemm, spec.gemm.recipe

@@ -28,6 +28,7 @@ from fbq_jax.core.quantize_operands import (
     quantize_rhs,
     seeds_of,
 )
+from fbq_jax.core.threshold import Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.recipes.schema import Gemm, Recipe
 
@@ -47,6 +48,11 @@ class DenseGemms:
     def tile_rows(self, x: jax.Array) -> jax.Array:
         """X or dY in the form that the ops quantize: ``x`` itself."""
         return x
+
+    def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array | None:
+        """The number of blocks of X, as in ``threshold.apply``."""
+        del spec, x
+        return None
 
     def multiply(
         self,
@@ -112,7 +118,7 @@ def matmul(
     theta: jax.Array,
     seed: jax.Array,
     gemms: DenseGemms = DENSE,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Stats]:
     """Multiplies X with W and measures the blocks of X.
 
     Args:
@@ -120,14 +126,14 @@ def matmul(
       x: ``[B, M, K]``, the activation; or ``[B, G, R, K]``, with M as two axes and R a
         multiple of the block's rows.
       w: ``[B, K, N]``, the weight; in a frozen layer, its colwise codes.
-      theta: float32 ``[]``, the threshold of fallback.
+      theta: float32 ``[]``, the threshold of fallback, or ``threshold.UNSET``.
       seed: uint32 ``[]``, seeds stochastic rounding.
       gemms: runs the INT8 GEMMs.
 
     Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]``, and the criterion's metric of each block of x,
-      float32 ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]``
-      without a criterion).
+      ``[B, M, N]`` or ``[B, G, R, N]``, and the stats.  Their metric is float32
+      ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]`` without
+      a criterion).
     """
     return _matmul(spec, x, w, theta, seed, gemms, save=False)[0]
 
@@ -159,11 +165,11 @@ def _matmul(
     gemms: DenseGemms,
     *,
     save: bool = True,
-) -> tuple[tuple[jax.Array, jax.Array], SavedMatmul | None]:
-    rows = gemms.tile_rows(x)
-    lhs, residual, metric = quantize_lhs(spec, rows, theta, seed, save=save)
+) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
+    rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
+    lhs, residual, stats = quantize_lhs(spec, rows, theta, seed, blocks, save=save)
     y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
-    return (y, metric), saved
+    return (y, stats), saved
 
 
 def forward(
@@ -226,7 +232,7 @@ def _to_save(
 
 
 def _matmul_bwd(
-    spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, jax.Array]
+    spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, Stats]
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
     dy, _ = cotangents
     grad = quantize_grad(spec, saved.gemms.tile_rows(dy), saved.seed)

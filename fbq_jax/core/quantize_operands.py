@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
+from fbq_jax.core import threshold
+from fbq_jax.core.threshold import Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
@@ -75,8 +77,14 @@ class Spec(NamedTuple):
 
 
 def quantize_lhs(
-    spec: Spec, x: jax.Array, theta: jax.Array, seed: jax.Array, *, save: bool
-) -> tuple[Layouts, Quantized | None, jax.Array]:
+    spec: Spec,
+    x: jax.Array,
+    theta: jax.Array,
+    seed: jax.Array,
+    blocks: jax.Array | None = None,
+    *,
+    save: bool,
+) -> tuple[Layouts, Quantized | None, Stats]:
     """Quantizes X.
 
     Args:
@@ -84,18 +92,20 @@ def quantize_lhs(
       x: ``[B, M, K]`` or ``[B, G, R, K]``.
       theta: float32 ``[]``, the threshold of fallback.
       seed: uint32 ``[]``, seeds stochastic rounding.
+      blocks: the number of blocks, as in ``threshold.apply``.
       save: whether the backward pass needs the colwise codes.
 
     Returns:
       The codes in the layouts that the INT8 GEMMs read, the residual of the rowwise
-      codes, and the metric of each block.
+      codes, and the stats.
     """
     recipe, seeds = spec.recipe, seeds_of(seed, LHS_STREAM, x)
     colwise = recipe.drhs.quantizers[0] if save else None
     quantize = functools.partial(_quantize, spec, x, seeds, recipe.lhs_block)
     if recipe.criterion is None:
         lhs = quantize(rowwise=recipe.fwd.quantizers[0], colwise=colwise)
-        return lhs, None, jnp.zeros((x.shape[0], 0, 0), jnp.float32)
+        metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
+        return lhs, *threshold.apply(theta, metric, None, recipe)
     in_blocks = colwise is not None and colwise.scales == "block"
     main, residual, metric, colwise_codes = ops.quantize_fallback(
         x,
@@ -108,7 +118,15 @@ def quantize_lhs(
     )
     if not in_blocks:
         colwise_codes = quantize(rowwise=None, colwise=colwise).colwise
-    return Layouts(main, colwise_codes), residual, metric
+    residual, stats = threshold.apply(
+        theta,
+        metric,
+        residual,
+        recipe,
+        blocks=blocks,
+        implementation=spec.implementation,
+    )
+    return Layouts(main, colwise_codes), residual, stats
 
 
 def quantize_rhs(

@@ -18,14 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
-from fbq_jax.core import threshold
+from fbq_jax.core import matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import output_dtype
 from fbq_jax.core.dot_call import RaggedCall
 from fbq_jax.core.dot_general import (
     DotConfig,
     Stats,
     checked_theta,
-    measured_matmul,
     seed_from_key,
 )
 from fbq_jax.core.matmul_vjp import DenseGemms
@@ -95,8 +94,7 @@ def ragged_dot(
     config, seed = DotConfig(recipe, implementation), seed_from_key(key)
     call = RaggedCall(group_sizes, precision, preferred_element_type)
     theta = checked_theta(theta)
-    out, stats, _ = _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
-    return out, stats
+    return _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
 
 
 def stateful_ragged_dot(
@@ -109,9 +107,8 @@ def stateful_ragged_dot(
     """``ragged_dot`` with a layer's state: the output and the state after training."""
     old = threshold.canonicalize_state(state)
     theta, seed = old["theta"], threshold.call_seed(old)
-    out, stats, blocks = _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
-    recipe = config.recipe
-    return out, threshold.update(old, stats.metric, stats.theta, recipe, blocks)
+    out, stats = _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
+    return out, threshold.next_state(old, stats)
 
 
 def _seeded_ragged_dot(
@@ -121,8 +118,8 @@ def _seeded_ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
     call: RaggedCall,
-) -> tuple[jax.Array, Stats, jax.Array]:
-    """The output, its stats and the number of blocks that hold rows, int32 ``[]``."""
+) -> tuple[jax.Array, Stats]:
+    """``ragged_dot``; a traced ``theta`` may be ``threshold.UNSET``."""
     recipe, implementation = config.recipe, config.implementation
     group_sizes, *options = call
     dtype = output_dtype(lhs, rhs, *options)
@@ -130,11 +127,9 @@ def _seeded_ragged_dot(
     _check_recipe(recipe)
     dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
     tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
-    blocks = tiles.used * -(-lhs.shape[1] // recipe.block_shape[1])
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
     gemms = GroupedGemms(tiles, len(rhs))
-    y, stats = measured_matmul(spec, lhs, rhs, theta, seed, gemms, blocks)
-    return y, stats, blocks
+    return matmul_vjp.matmul(spec, lhs, rhs, theta, seed, gemms)
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
@@ -193,6 +188,10 @@ class GroupedGemms(DenseGemms):
     def tile_rows(self, x: jax.Array) -> jax.Array:
         """The tiles ``[T, m, C]`` of ``[M, C]``."""
         return to_tiles(x, self.tiles)
+
+    def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
+        """The number of blocks in tiles that hold rows, int32 ``[]``."""
+        return self.tiles.used * -(-x.shape[1] // spec.recipe.block_shape[1])
 
     def multiply(
         self,

@@ -1,27 +1,19 @@
-"""The delay threshold (arXiv 2503.08040, Algorithm 2).
+"""A layer's delay threshold and its state.
 
-A block of an activation falls back if its metric exceeds ``theta``.  ``theta`` is known
-before the activation is ("delay"), which saves a second pass over the data.  After each
-training forward it moves to keep the fallback rate inside a range.
-
-The paper does not say how far it moves.  Here it moves towards the value that would
-have put the rate of the last blocks in the middle of the range, by at most a factor of
-``alpha``.  A fixed factor could overshoot the range forever if the blocks' metrics
-lie closer together than the factor.
+``fbq_jax.kernels.threshold_reference`` defines how the threshold is set and moves.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from fbq_jax import ops
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
-
-UNSET = -1.0
-"""The value of theta until a forward pass sets it."""
 
 
 class State(TypedDict):
@@ -40,6 +32,26 @@ class State(TypedDict):
     seed: jax.Array
 
 
+class Stats(NamedTuple):
+    """Measurements of the forward pass.
+
+    Attributes:
+      rate: float32 ``[]``, the fallback rate: the share of blocks that fell back.
+      theta: float32 ``[]``, the threshold that was used.  ``UNSET``, which counts as 0,
+        if none was given and lhs does not determine one (it is zero, or has a NaN or an
+        Inf).
+      metric: float32 ``[B, ceil(M/m), ceil(K/k)]``, the criterion's value of each
+        block.
+      next_theta: float32 ``[]``, the threshold of the next call: theta, moved if the
+        rate is outside the recipe's range.
+    """
+
+    rate: jax.Array
+    theta: jax.Array
+    metric: jax.Array
+    next_theta: jax.Array
+
+
 def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
     """The state before the first training forward."""
     theta = UNSET if recipe.start == "first_batch" else recipe.start
@@ -47,13 +59,9 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
 
 
 def canonicalize_state(state: Mapping[str, Any]) -> State:
-    """Converts a state to the dtypes of ``State``; it may be all floats.
-
-    A theta that is not finite and positive becomes ``UNSET``.
-    """
-    theta = jnp.asarray(state["theta"], jnp.float32)
+    """Converts a state to the dtypes of ``State``; it may be all floats."""
     return State(
-        theta=jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, UNSET),
+        theta=jnp.asarray(state["theta"], jnp.float32),
         rate=jnp.asarray(state["rate"], jnp.float32),
         count=jnp.asarray(state["count"], jnp.uint32),
         seed=jnp.asarray(state["seed"], jnp.uint32),
@@ -65,84 +73,63 @@ def call_seed(state: State) -> jax.Array:
     return rounding.fold(state["seed"], state["count"])
 
 
-def quantile(
-    metric: jax.Array, recipe: Recipe, blocks: jax.Array | None = None
-) -> jax.Array:
-    """The theta that puts the fallback rate nearest to the middle of its range.
-
-    Args:
-      metric: the metric of each block, float32 of any shape.
-      recipe: gives the range.
-      blocks: the number of blocks, int32 ``[]``, if ``metric`` also has zeros for
-        blocks that do not exist; None if every value belongs to a block.
-
-    Returns:
-      The metric of one of the blocks, float32 ``[]``.  ``UNSET`` if that is 0 (zeros
-      predict nothing), if there is no block, or if a block holds a NaN or an Inf.
-    """
-    unset = jnp.asarray(UNSET, jnp.float32)
-    if not metric.size:
-        return unset
-    middle = sum(recipe.target_rate) / 2
-    above: int | jax.Array = min(round(middle * metric.size), metric.size - 1)
-    if blocks is not None:
-        above = jnp.round(middle * blocks.astype(jnp.float32)).astype(jnp.int32)
-        above = jnp.clip(above, 0, blocks - 1)
-    theta = jnp.sort(metric.reshape(-1))[metric.size - 1 - above]
-    return jnp.where(jnp.all(jnp.isfinite(metric)) & (theta > 0.0), theta, unset)
-
-
-def fallback_rate(
-    metric: jax.Array, theta: jax.Array, blocks: jax.Array | None = None
-) -> jax.Array:
-    """The fallback rate: the share of blocks whose metric exceeds theta.
-
-    Args:
-      metric: the metric of each block, float32 of any shape.
-      theta: float32 ``[]``; ``UNSET`` counts as 0.
-      blocks: the number of blocks, as in ``quantile``.
-
-    Returns:
-      float32 ``[]``; 0 if there is no block.
-    """
-    if not metric.size:
-        return jnp.zeros((), jnp.float32)
-    above = metric > jnp.maximum(theta, 0.0)
-    if blocks is None:
-        return jnp.mean(above, dtype=jnp.float32)
-    total = jnp.maximum(blocks, 1).astype(jnp.float32)
-    return jnp.sum(above, dtype=jnp.float32) / total
-
-
-def update(
-    state: State,
-    metric: jax.Array,
-    theta: jax.Array,
-    recipe: Recipe,
-    blocks: jax.Array | None = None,
-) -> State:
-    """The state after a training forward.
-
-    Args:
-      state: the state before it.
-      metric: the metric of each block of the activation, float32 of any shape.
-      theta: the threshold that was used, float32 ``[]``: ``state["theta"]``, or the
-        quantile of ``metric`` if that was unset.
-      recipe: gives the target range and alpha.
-      blocks: the number of blocks, as in ``quantile``.
-    """
-    rate = fallback_rate(metric, theta, blocks)
-    low, high = recipe.target_rate
-
-    def move() -> jax.Array:
-        target = quantile(metric, recipe, blocks)
-        bounded = jnp.clip(target, theta / recipe.alpha, theta * recipe.alpha)
-        return jnp.where((target > 0.0) & (theta > 0.0), bounded, theta)
-
-    outside = (rate < low) | (rate > high)
+def next_state(state: State, stats: Stats) -> State:
+    """The state after a training forward with these stats."""
     return State(
-        theta=lax.cond(outside, move, lambda: theta),
-        rate=rate,
+        theta=stats.next_theta,
+        rate=stats.rate,
         count=state["count"] + jnp.uint32(1),
         seed=state["seed"],
     )
+
+
+def apply(
+    theta: jax.Array,
+    metric: jax.Array,
+    residual: Quantized | None,
+    recipe: Recipe,
+    *,
+    blocks: jax.Array | int | None = None,
+    implementation: str | None = None,
+) -> tuple[Quantized | None, Stats]:
+    """Selects the residuals of blocks that fall back, and moves the threshold.
+
+    Args:
+      theta: float32 ``[]``, the threshold that quantized the activation, or ``UNSET``.
+      metric: float32, the metric of each block.
+      residual: the residuals, whose scales have the shape of ``metric``; None without
+        fallback.
+      recipe: gives the range of the fallback rate and alpha.
+      blocks: the number of blocks, int32 ``[]``, if ``metric`` also has zeros for
+        blocks that do not exist; None if every value belongs to a block.
+      implementation: as in ``fbq_jax.ops.dispatch.choose``.
+
+    Returns:
+      The residual with a scale of 0 for each block that does not fall back; and the
+      stats.
+    """
+    if residual is None:
+        return None, Stats(jnp.zeros((), jnp.float32), theta, metric, theta)
+    if blocks is None:
+        blocks = metric.size
+    middle = sum(recipe.target_rate) / 2
+    above: Any
+    if isinstance(blocks, int):
+        above = min(round(middle * blocks), blocks - 1)
+    else:
+        above = jnp.round(middle * blocks.astype(jnp.float32)).astype(jnp.int32)
+        above = jnp.clip(above, 0, blocks - 1)
+    moved = ops.move_threshold(
+        metric.reshape(1, -1),
+        residual.scales.reshape(1, -1),
+        theta[None],
+        jnp.asarray(blocks, jnp.int32)[None],
+        jnp.asarray(above, jnp.int32)[None],
+        target_rate=recipe.target_rate,
+        alpha=recipe.alpha,
+        implementation=implementation,
+    )
+    used, rate, next_theta = (x.reshape(()) for x in moved[:3])
+    scales = moved.residual_scales.reshape(metric.shape)
+    residual = residual._replace(scales=scales)
+    return residual, Stats(rate, used, metric, next_theta)

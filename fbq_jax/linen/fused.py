@@ -12,7 +12,7 @@ from flax.core.scope import Variable
 from fbq_jax.core import fused_layers, threshold
 from fbq_jax.core.dimension_numbers import row_shape
 from fbq_jax.core.dot_call import DotCall
-from fbq_jax.core.fused_layers import FusedSpec, GemmScalars, GemmStats
+from fbq_jax.core.fused_layers import FusedSpec, GemmScalars
 from fbq_jax.core.matmul_vjp import Spec
 from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.kernels import fused_reference
@@ -213,7 +213,7 @@ def _run(
         norm_scale: jax.Array,
         weights: Sequence[jax.Array | Quantized],
         scalars: tuple[GemmScalars, ...],
-    ) -> tuple[jax.Array, Sequence[GemmStats]]:
+    ) -> tuple[jax.Array, Sequence[threshold.Stats]]:
         rows = x.reshape(1, *row_shape(x.shape[:-1], dot.recipe), x.shape[-1])
         matrices = tuple(map(_as_matrices, weights))
         y, stats = fused_layers.norm_mlp(spec, rows, norm_scale, matrices, scalars)
@@ -226,8 +226,8 @@ def _run(
         [layer.weight for layer in layers],
         tuple(GemmScalars(s["theta"], threshold.call_seed(s)) for s in states),
     )
-    for layer, (theta, metric) in zip(layers, stats, strict=True):
-        new = threshold.update(layer.state, metric, theta, dot.recipe)
+    for layer, gemm_stats in zip(layers, stats, strict=True):
+        new = threshold.next_state(layer.state, gemm_stats)
         y = dot.commit(module, layer.variable, new, y)
     return y
 

@@ -48,7 +48,7 @@ class _Block(nn.Module):
         dropout_keys = [self.make_rng("dropout")] if drops else []
         operator = self.operator(x, deterministic)
         y = shared.run(operator, params, x, state, dropout_keys, block=self.block)
-        return dot.commit(self, variable, shared.next_state(state, recipe), y)
+        return dot.commit(self, variable, shared.next_state(state), y)
 
 
 class Int8MLP(shared.MLPBlock, _Block):

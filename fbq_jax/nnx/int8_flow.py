@@ -222,5 +222,5 @@ def _run(
         y = shared.run(operator, params, x, states[0], dropout_keys, block=first.block)
     for layer, state in zip(layers, states, strict=True):
         dot = layer.dot_general
-        dot.commit(shared.next_state(state, dot.recipe))
+        dot.commit(shared.next_state(state))
     return y

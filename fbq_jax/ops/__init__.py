@@ -12,7 +12,7 @@ from fbq_jax.ops.fused import silu_gate_quantize as silu_gate_quantize
 from fbq_jax.ops.grouped import ragged_contraction as ragged_contraction
 from fbq_jax.ops.grouped import ragged_matmul as ragged_matmul
 from fbq_jax.ops.products import matmul as matmul
-from fbq_jax.ops.quantization import block_metric as block_metric
 from fbq_jax.ops.quantization import quantize as quantize
 from fbq_jax.ops.quantization import quantize_fallback as quantize_fallback
 from fbq_jax.ops.quantization import quantize_vectors as quantize_vectors
+from fbq_jax.ops.threshold import move_threshold as move_threshold

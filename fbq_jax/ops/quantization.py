@@ -1,4 +1,4 @@
-"""The ops that quantize matrices, and the op that measures their blocks.
+"""The ops that quantize matrices.
 
 In addition to the shapes of ``kernels.reference``, each op takes matrices
 ``[B, G, R, C]`` with ``G * R`` rows, whose colwise codes are ``[B, C, G, R]``.
@@ -154,11 +154,6 @@ def _fallback_rule(
     return ShardingRule((layouts[0].codes, "b", "b"), results)
 
 
-def _metric_rule(x: jax.Array, *, block: Block, **_options: Any) -> ShardingRule:
-    main, _ = block_layouts(x.shape, block)
-    return ShardingRule((main.codes,), main.scales)
-
-
 _BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize")
 _VECTOR_KERNELS = triton_kernels(
     "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
@@ -176,11 +171,5 @@ quantize_fallback = define_op(
     reference.quantize_fallback,
     _fallback_rule,
     round_on_shard,
-    kernels=_BLOCK_KERNELS,
-)
-block_metric = define_op(
-    reference.block_metric,
-    _metric_rule,
-    lambda run, shard, operands, options: shard.run(run, operands, **options),
     kernels=_BLOCK_KERNELS,
 )

@@ -139,8 +139,10 @@ def quantize_with_fallback(
         metric = metric_of(scaling, sums, CRITERION)
         tl.store(metrics + offset, metric)
         residual_scale = 0.0
+        limit = tl.load(theta + at[0])
+        limit = tl.where(limit >= 0.0, limit, 0.0)
         # The second condition is false where scale * 127 overflows.
-        if (metric > tl.load(theta + at[0])) & (scale * 127.0 < float("inf")):
+        if (metric > limit) & (scale * 127.0 < float("inf")):
             residual_scale = _store_residual(
                 VALUES, operands, scaling, residual_codes, at, shape
             )

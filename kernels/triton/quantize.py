@@ -19,10 +19,8 @@ from fbq_jax.kernels.reference import (
     QuantizeOptions,
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, no_offset
-from fbq_jax.kernels.triton.block_codes import metric_of, scale_and_inverse
 from fbq_jax.kernels.triton.block_quantize import (
     load_and_measure,
-    quantize_parts,
     quantize_with_fallback,
 )
 from fbq_jax.kernels.triton.block_tiles import load, locate_block
@@ -48,18 +46,6 @@ def quantize_fallback(
     """See ``reference.quantize_fallback``."""
     results = _quantize_blocks(x, theta, seeds, rowwise="nearest", **options)
     return as_fallback(x.shape, results)
-
-
-def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
-    """See ``reference.block_metric``."""
-    (metric,) = _launch(
-        _block_metric,
-        x,
-        block=block,
-        outputs=[BlockOutputs(x.shape, block).scales],
-        CRITERION=criterion,
-    )
-    return metric
 
 
 def _quantize_blocks(
@@ -146,29 +132,3 @@ def _quantize(
     quantize_with_fallback(
         load, x, held, amax, theta, noise, outputs, at, offsets, shape, modes
     )
-
-
-@triton.jit
-def _block_metric(
-    x,
-    rows,
-    columns,
-    metrics,
-    r: tl.constexpr,
-    c: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMN_UNIT: tl.constexpr,
-    CRITERION: tl.constexpr,
-):
-    shape: tl.constexpr = (PARTS, r // PARTS, c)
-    at, offsets = locate_block(rows, columns * COLUMN_UNIT, r, c)
-    held, amax = load_and_measure(x, at, shape)
-    scale, inverse = scale_and_inverse(amax)
-    scaling = amax, scale, inverse
-    sums = 0.0, 0.0
-    if CRITERION != "absmax":
-        modes: tl.constexpr = (None, None, CRITERION)
-        sums = quantize_parts(
-            load, x, held, scaling, None, (None, None), at, shape, modes
-        )
-    tl.store(metrics + offsets[0], metric_of(scaling, sums, CRITERION))

@@ -43,12 +43,7 @@ def move_threshold(
         blocks,
         above,
         size,
-        outputs=[
-            scalar,
-            scalar,
-            scalar,
-            jax.ShapeDtypeStruct(metric.shape, jnp.float32),
-        ],
+        outputs=[scalar, scalar, scalar, scales],
         grid=(stack, triton.cdiv(size, chunk)),
         num_warps=8,
         CHUNK=chunk,
@@ -135,7 +130,7 @@ def _quantile(metric, size, above, CHUNK: tl.constexpr):
         block = start + tl.arange(0, CHUNK)
         values = tl.load(bits + block, block < size, 0) & 0x7FFFFFFF
         largest = tl.maximum(largest, tl.max(values, 0))
-    found = 0
+    found = 0 * largest
     if largest < INFINITY_BITS:
         for n in range(31):
             candidate = found | (1 << (30 - n))

@@ -10,7 +10,7 @@ import pytest
 
 from fbq_jax import ops
 from fbq_jax.ops import dispatch
-from tests.kernels import fused_cases, gemm_cases, quantize_cases
+from tests.kernels import fused_cases, gemm_cases, quantize_cases, threshold_cases
 from tests.kernels.gemm_cases import CASES, Case
 from tests.kernels.test_reference import heavy
 
@@ -230,3 +230,9 @@ def test_small_problems(implementation, seed):
         jnp.linalg.norm(z, axis=(1, 2)) for z in (y - expected_y, x, w.astype(x.dtype))
     )
     assert jnp.all(error <= 1e-6 * x_size * w_size)
+
+
+@pytest.mark.parametrize("name", threshold_cases.METRICS)
+@pytest.mark.parametrize("size", [1, 64, 2048, 57344])
+def test_threshold(name, size):
+    threshold_cases.check(ops, name, size)

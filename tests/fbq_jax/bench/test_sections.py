@@ -142,7 +142,7 @@ def spoil(monkeypatch):
             return choose(op, sides, implementation=implementation, **options)
 
         monkeypatch.setattr(dispatch, "choose", choose_spoilt)
-        for name in ("quantize", "quantize_fallback", "block_metric", "matmul"):
+        for name in ("quantize", "quantize_fallback", "matmul"):
             replacement = with_reference(getattr(ops, name), name == spoilt_op)
             monkeypatch.setattr(ops, name, replacement)
 

@@ -92,8 +92,9 @@ def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu, monkeypatch
     )
     with warnings.catch_warnings(action="error"), layer_name("encoder/down"):
         jax.eval_shape(lambda: ops.quantize(x, seeds, **options))
-        metric = {"block": (32, 32), "criterion": "absmax"}
-        jax.eval_shape(lambda: ops.block_metric(x, **metric))
+        fallback = {"block": (32, 32), "criterion": "absmax", "colwise": None}
+        theta = jnp.zeros(1)
+        jax.eval_shape(lambda: ops.quantize_fallback(x, theta, seeds, **fallback))
         dispatch._warned_reasons.clear()
         asked = {"implementation": "reference"} | options
         jax.eval_shape(lambda: ops.quantize(x, seeds, **asked))

@@ -45,7 +45,10 @@ CALLS = {
     "quantize": ((X, SEEDS), BLOCK | BOTH),
     "quantize_vectors": ((X, SEEDS), BOTH | {"bound": 127.0, "per_tensor": False}),
     "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),
-    "block_metric": ((X,), BLOCK | ABSMAX),
+    "move_threshold": (
+        (X[0, :1], X[0, :1], THETA, *([jnp.ones(1, jnp.int32)] * 2)),
+        {"target_rate": (0.1, 0.3), "alpha": 1.3},
+    ),
     "matmul": ((CODES, None, CODES), PRODUCT | {"reduce": None}),
     "rms_norm_quantize": (
         (X, X[:, 0], THETA, SEEDS),
@@ -188,7 +191,7 @@ def test_every_op_of_a_layer_goes_through_the_choice(monkeypatch):
         dot = functools.partial(dot_general, recipe=recipe)
         jax.eval_shape(jax.grad(lambda x, dot=dot: dot(x, x.T, MATMUL)[0].sum()), x)
     assert set(calls) == {
-        ("block_metric", "reference", 2),
+        ("move_threshold", "reference", 0),
         ("quantize", "reference", 2),
         ("quantize_vectors", "reference", 0),
         ("quantize_fallback", "reference", 2),

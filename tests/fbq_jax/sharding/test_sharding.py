@@ -77,7 +77,6 @@ QUANTIZERS = {
         BLOCK | {"criterion": "absmax", "colwise": "stochastic"},
         (jnp.asarray([5.0]), SEEDS),
     ),
-    "block_metric": (BLOCK | {"criterion": "absmax"}, ()),
     "quantize_vectors": ({"rowwise": "stochastic", "colwise": "stochastic"}, (SEEDS,)),
 }
 
@@ -87,7 +86,6 @@ QUANTIZERS = {
     [
         ("quantize", (None, BATCH, None, "tensor")),
         ("quantize_fallback", (None, "data", "tensor", "fsdp")),
-        ("block_metric", (None, None, BATCH, "tensor")),
         ("quantize_vectors", (None, "data", "tensor", "fsdp")),
     ],
 )
