@@ -81,7 +81,7 @@ def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu, monkeypatch
     monkeypatch.setattr(dispatch, "_warned_reasons", set())
     x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
     options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
-    every = "encoder/up: quantize, quantize_vectors, .*, rms_norm_quantize, .*matmul"
+    every = "encoder/up: quantize, .*, rms_norm_quantize, .*matmul, move_threshold"
     with (
         layer_name("encoder/up"),
         pytest.warns(UserWarning, match=f"{every} run as jax.numpy code") as caught,
