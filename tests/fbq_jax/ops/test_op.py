@@ -210,7 +210,7 @@ def double(x, *, by):
 def test_no_kernel_starts_on_empty_operands(monkeypatch, name, shape):
     """They give results of the right shapes and dtypes, and scales of 0."""
     record = dataclasses.replace(
-        OPS[name], kernels={"tpu": Kernel(__name__, refusal=lambda _: None)}
+        OPS[name], kernels={"tpu": Kernel("tpu", __name__, refusal=lambda _: None)}
     )
     run = LocalOp(record, "tpu", (32, 32))
     monkeypatch.setattr(Op, "implementation", lambda *_: pytest.fail)
