@@ -47,10 +47,19 @@ MAX_INT32_K = 2**17  # The longest K of exact products: 127 * 127 * K fits into 
 
 
 class Quantized(NamedTuple):
-    """Codes int8 ``[B, R, C]`` and scales float32 ``[B, ceil(R/r), ceil(C/c)]``."""
+    """INT8 codes of matrices with a scale per block.
+
+    Attributes:
+      codes: int8 ``[B, R, C]``.
+      scales: float32 ``[B, ceil(R/r), ceil(C/c)]``.
+      sums: the largest ``sum |codes|`` of a row of each block, or an upper bound of it,
+        float32 of the shape of ``scales``; or None.  A GEMM bounds its partial sums by
+        those of rhs.
+    """
 
     codes: jax.Array
     scales: jax.Array
+    sums: jax.Array | None = None
 
 
 class Layouts(NamedTuple):
@@ -110,6 +119,7 @@ class QuantizeOptions(TypedDict):
     rowwise: rounding.Rounding | None
     colwise: rounding.Rounding | None
     global_offset: NotRequired[rounding.GlobalOffset | None]
+    sums: NotRequired[tuple[str, ...]]
 
 
 class FallbackOptions(TypedDict):
@@ -131,6 +141,7 @@ def quantize(
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
     bound: float = 127.0,
+    sums: tuple[str, ...] = (),
 ) -> Layouts:
     """Quantizes matrices to INT8 with one scale per block, in one or both layouts.
 
@@ -147,10 +158,11 @@ def quantize(
       amax_reduce: maps the maxima of local blocks ``[B, R/r, C/c]`` to the maxima of
         the global blocks that they are parts of.
       bound: the value that ``amax`` is scaled to; see ``quantize_vectors``.
+      sums: the layouts, ``"rowwise"`` or ``"colwise"``, that get ``Quantized.sums``.
     """
     tiles = _to_tiles(x.astype(jnp.float32), block)
 
-    def layout(mode: rounding.Rounding) -> Quantized:
+    def layout(mode: rounding.Rounding, sum_axis: int | None) -> Quantized:
         noise = None
         if mode == "stochastic":
             rows, columns = x.shape[1:]
@@ -159,11 +171,17 @@ def quantize(
             )
             noise = _to_tiles(draw(seeds), block)
         codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound)
-        return _from_tiles(codes, scales, x.shape)
+        quantized = _from_tiles(codes, scales, x.shape)
+        if sum_axis is None:
+            return quantized
+        of_vectors = jnp.sum(jnp.abs(codes), axis=sum_axis, keepdims=True)
+        return quantized._replace(sums=jnp.max(of_vectors, axis=(2, 4)))
 
+    axes = 4 if "rowwise" in sums else None, 2 if "colwise" in sums else None
+    transposed = None if colwise is None else layout(colwise, axes[1])
     return Layouts(
-        None if rowwise is None else layout(rowwise),
-        None if colwise is None else Quantized(*(y.mT for y in layout(colwise))),
+        None if rowwise is None else layout(rowwise, axes[0]),
+        jax.tree.map(lambda y: y.mT, transposed),
     )
 
 
@@ -310,8 +328,8 @@ def matmul(
         # K has one scale but is too long for exact int32 sums, so it is split.
         k, pieces = MAX_INT32_K, -(-lhs.codes.shape[2] // MAX_INT32_K)
         *terms, rhs = (
-            Quantized(codes, jnp.repeat(scales, pieces, axis=2))
-            for codes, scales in (*terms, rhs)
+            Quantized(term.codes, jnp.repeat(term.scales, pieces, axis=2))
+            for term in (*terms, rhs)
         )
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
 
@@ -444,7 +462,7 @@ def _repeat(scales: jax.Array, side: int, size: int) -> jax.Array:
 
 def _split_k(operand: Quantized, k: int) -> Quantized:
     """Moves blocks of K first: codes ``[K/k, B, R, k]``, scales ``[K/k, B, R/r]``."""
-    codes, scales = operand
+    codes, scales, _ = operand
     batch, rows, size = codes.shape
     codes = jnp.pad(codes, ((0, 0), (0, 0), (0, -size % k)))
     codes = codes.reshape(batch, rows, scales.shape[2], k)

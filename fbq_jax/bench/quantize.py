@@ -134,7 +134,7 @@ def _copy(shape: tuple[int, ...], effort: Effort) -> Row:
 def _differing(actual: Any, expected: Any) -> float:
     """The share of values that differ, without residual codes that are not read."""
     if isinstance(actual, FallbackQuantized) and actual.residual is not None:
-        codes, scales = actual.residual
+        codes, scales, _ = actual.residual
         _, rows, columns = codes.shape
         is_read = jnp.repeat(jnp.repeat(scales > 0.0, _SIDE, axis=1), _SIDE, axis=2)
         codes = jnp.where(is_read[:, :rows, :columns], codes, 0)

@@ -206,6 +206,7 @@ def _norm_mlp_bwd(
             block=recipe.grad_block,
             rowwise=recipe.dlhs.lhs,
             colwise=recipe.drhs.rhs,
+            sums=("colwise",) if gemm.bounds_sums else (),
             implementation=gemm.implementation,
         )
     dnormalized, dw = matmul_vjp.backward(gemm, saved.up, grad)

@@ -112,7 +112,7 @@ def _matmul_fwd(
 def _matmul_bwd(
     spec: Spec, residuals: tuple[jax.Array, Quantized], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, (codes, scales) = residuals
+    x, (codes, scales, _) = residuals
     outliers, rest = _split(x, spec.threshold)
     w_transposed = (codes.astype(jnp.float32) * scales).astype(x.dtype)
     dx = float_matmul(dy.astype(x.dtype), w_transposed, jnp.float32)

@@ -68,7 +68,7 @@ class QTensor:
         """
         if self.residual is not None:
             raise ValueError("a qwix.QArray has one term, and this QTensor a residual")
-        codes, scales = self.main
+        codes, scales, _ = self.main
         for axis, side in zip((1, 2), self.block, strict=True):
             size = codes.shape[axis]
             if scales.shape[axis] > 1 and size % side:

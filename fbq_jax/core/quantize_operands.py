@@ -17,6 +17,7 @@ from fbq_jax.core import threshold
 from fbq_jax.core.threshold import Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import fold
+from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
 
 # The independent noise streams of one call.
@@ -56,6 +57,19 @@ class Spec(NamedTuple):
     lhs_dtype: Any
     rhs_dtype: Any
     implementation: str | None
+
+    @property
+    def bounds_sums(self) -> bool:
+        """Whether the kernel of a GEMM reads ``Quantized.sums`` of its rhs.
+
+        The one in Mosaic does, except for outputs of 4 bytes.
+        """
+        choice = dispatch.choose(
+            "matmul", self.recipe.block_shape, implementation=self.implementation
+        )
+        dtypes = self.dtype, self.lhs_dtype, self.rhs_dtype
+        has_16_bits = any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes)
+        return choice.implementation == "mosaic" and has_16_bits
 
     @property
     def fwd(self) -> GemmSpec:
@@ -147,14 +161,19 @@ def quantize_rhs(
     recipe, seeds = spec.recipe, seeds_of(seed, RHS_STREAM, w)
     rows = recipe.dlhs.quantizers[1] if save else None
     columns = recipe.fwd.quantizers[1]
-    return _quantize(spec, w, seeds, recipe.rhs_block, rowwise=rows, colwise=columns)
+    both = "rowwise", "colwise"
+    return _quantize(
+        spec, w, seeds, recipe.rhs_block, both, rowwise=rows, colwise=columns
+    )
 
 
 def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
     """Quantizes dY, ``[B, M, N]``, in the layouts that INT8 GEMMs read."""
     recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
-    return _quantize(spec, dy, seeds, recipe.grad_block, rowwise=rows, colwise=columns)
+    return _quantize(
+        spec, dy, seeds, recipe.grad_block, ("colwise",), rowwise=rows, colwise=columns
+    )
 
 
 def seeds_of(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
@@ -168,20 +187,26 @@ def _quantize(
     x: jax.Array,
     seeds: jax.Array,
     block: Block,
+    as_rhs: tuple[str, ...] = (),
     *,
     rowwise: Quantizer | None,
     colwise: Quantizer | None,
 ) -> Layouts:
-    """Quantizes a matrix in the layouts that have a quantizer."""
+    """Quantizes a matrix in the layouts that have a quantizer.
+
+    ``as_rhs`` names the layouts that are the second operand of a GEMM.
+    """
     if rowwise is not None and colwise is not None and rowwise[1:] != colwise[1:]:
-        one = functools.partial(_quantize, spec, x, seeds, block)
+        one = functools.partial(_quantize, spec, x, seeds, block, as_rhs)
         rowwise_codes = one(rowwise=rowwise, colwise=None).rowwise
         return Layouts(rowwise_codes, one(rowwise=None, colwise=colwise).colwise)
     quantizer = rowwise or colwise
     if quantizer is None:
         return Layouts(None, None)
     if quantizer.scales == "block":
-        quantize = functools.partial(ops.quantize, block=block)
+        wanted = {"rowwise": rowwise, "colwise": colwise}
+        sums = tuple(name for name in as_rhs if wanted[name] and spec.bounds_sums)
+        quantize = functools.partial(ops.quantize, block=block, sums=sums)
     else:
         per_tensor = quantizer.scales == "tensor"
         quantize = functools.partial(

@@ -217,7 +217,7 @@ class GroupedGemms(DenseGemms):
         y = ops.ragged_matmul(
             lhs,
             residual,
-            rhs,
+            rhs._replace(sums=None),  # no kernel reads them
             self.tiles.groups,
             block_shape=spec.block_shape,
             dtype=spec.dtype,
@@ -235,7 +235,7 @@ class GroupedGemms(DenseGemms):
         del seed
         return ops.ragged_contraction(
             lhs,
-            rhs,
+            rhs._replace(sums=None),
             self.tiles.groups,
             size=self.num_groups,
             block_shape=spec.block_shape,

@@ -101,12 +101,13 @@ def _gate_grad_rule(
     block: Block,
     rowwise: str | None,
     colwise: str | None,
+    sums: tuple[str, ...] = (),
 ) -> ShardingRule:
     granularity = packing.GROUP
     column = _packed_columns(dy.shape[-1], granularity)
     rows = row_axes(dy.shape, block[0])
     columns = AxisWords(column(2 * granularity), column(2 * granularity // block[1]))
-    results = wanted_layouts(layout_words(rows, columns), rowwise, colwise)
+    results = wanted_layouts(layout_words(rows, columns), rowwise, colwise, sums)
     packed = _packed_words(rows.codes, column, granularity, bits)
     operands = f"b {rows.codes} {column(granularity)}", packed, packed, "b"
     return ShardingRule(operands, results)

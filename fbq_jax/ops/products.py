@@ -111,6 +111,8 @@ def _matmul_rule(
         rows = row_axes(lhs.codes.shape, m)
     left, _ = layout_words(rows, depth, stack)
     right, _ = layout_words(columns, depth, stack)
+    if rhs.sums is not None:
+        right = right._replace(sums=right.scales)
     operands = left, None if residual is None else left, right, *("b" for _ in seeds)
     return ShardingRule(operands, f"b {rows.codes} {columns.codes}", contracted)
 

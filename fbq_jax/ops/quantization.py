@@ -43,9 +43,18 @@ def block_layouts(shape: tuple[int, ...], block: Block) -> Any:
     return layout_words(row_axes(shape, block[0]), block_axis("j", shape[-1], block[1]))
 
 
-def wanted_layouts(words: Any, rowwise: str | None, colwise: str | None) -> Layouts:
-    """The words of the layouts that have a rounding."""
-    return Layouts(words[0] if rowwise else None, words[1] if colwise else None)
+def wanted_layouts(
+    words: Any, rowwise: str | None, colwise: str | None, sums: tuple[str, ...] = ()
+) -> Layouts:
+    """The words of the layouts that have a rounding, and of their sums if wanted."""
+
+    def layout(name: str, words: Any) -> Any:
+        return words._replace(sums=words.scales) if name in sums else words
+
+    return Layouts(
+        layout("rowwise", words[0]) if rowwise else None,
+        layout("colwise", words[1]) if colwise else None,
+    )
 
 
 def fallback_words(words: Any, criterion: str | None, colwise: str | None) -> Any:
@@ -81,10 +90,15 @@ def round_on_shard(
 
 
 def _quantize_rule(
-    x: jax.Array, *_seeds: Any, block: Block, rowwise: str | None, colwise: str | None
+    x: jax.Array,
+    *_seeds: Any,
+    block: Block,
+    rowwise: str | None,
+    colwise: str | None,
+    sums: tuple[str, ...] = (),
 ) -> ShardingRule:
     layouts = block_layouts(x.shape, block)
-    results = wanted_layouts(layouts, rowwise, colwise)
+    results = wanted_layouts(layouts, rowwise, colwise, sums)
     splittable = "ij" if x.ndim == 3 else "j"
     return ShardingRule((layouts[0].codes, "b"), results, splittable=splittable)
 

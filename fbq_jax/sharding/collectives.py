@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import Block, Quantized, dequantize
+from fbq_jax.kernels.reference import Block, dequantize
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.sharding.assignment import MeshAxes, ShardAssignment
 from fbq_jax.sharding.local_ops import Shard
@@ -110,5 +110,5 @@ def _scatter_codes(
         x = x.reshape(number, -1, *x.shape[1:])
         return lax.all_to_all(x, names, split_axis=0, concat_axis=0, tiled=True)
 
-    values = dequantize(Quantized(*map(exchange, codes)), BLOCK)  # [number, b, ., .]
+    values = dequantize(jax.tree.map(exchange, codes), BLOCK)  # [number, b, ., .]
     return jnp.sum(values, axis=0)

@@ -23,6 +23,7 @@ def quantize_split_blocks(
     seeds: jax.Array,
     *,
     block: Block,
+    sums: tuple[str, ...] = (),
     **options: Any,
 ) -> Layouts:
     """``reference.quantize`` for a shard that may end inside a block.
@@ -35,11 +36,12 @@ def quantize_split_blocks(
       x: this device's shard ``[B, R, C]``, bfloat16, float16 or float32.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding.
       block: rows and columns of a complete block.
+      sums: the layouts that get sums of codes.
       options: the roundings and the offset of ``reference.quantize``.
 
     Returns:
       The codes of the shard, and the scales of all blocks that the devices along
-      ``intra_block_axes`` hold together.
+      ``intra_block_axes`` hold together.  The sums are upper bounds.
     """
     tile = (
         _tile_side(assignment, "i", x.shape[1], block[0]),
@@ -53,9 +55,16 @@ def quantize_split_blocks(
         x, seeds, block=tile, amax_reduce=lambda _: amax_of_tiles, **options
     )
     scales, _ = scale_and_inverse(amax)
+
+    def layout(
+        codes: jax.Array, scales: jax.Array, name: str, length: int
+    ) -> Quantized:
+        bound = jnp.full_like(scales, 127.0 * length) if name in sums else None
+        return Quantized(codes, scales, bound)
+
     return Layouts(
-        rowwise and Quantized(rowwise.codes, scales),
-        colwise and Quantized(colwise.codes, scales.mT),
+        rowwise and layout(rowwise.codes, scales, "rowwise", block[1]),
+        colwise and layout(colwise.codes, scales.mT, "colwise", block[0]),
     )
 
 

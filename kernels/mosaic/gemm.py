@@ -8,8 +8,8 @@ from fbq_jax.kernels import tuning_table
 from fbq_jax.kernels.mosaic.gemm_kernel import build
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
-    NORM_CHUNK,
     PREFETCH_PAD,
+    SUM_CHUNK,
     WIDTHS,
     Config,
     Operands,
@@ -19,7 +19,7 @@ from fbq_jax.kernels.mosaic.gemm_promotion import (
     OUTLIER_RATIO,
 )
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.triton.code_norms import max_squared_norms
+from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
 
 # The work of a tile beside that of its columns, in columns.
@@ -104,7 +104,6 @@ def _operands(
     lhs_scales = _scale_per_tile(lhs.scales, (m, k), M, K)
     rhs_scales = _scale_per_tile(rhs.scales, (n, k), N, K)
     residual_codes = order = counts = regular_counts = None
-    lhs_norms = residual_norms = rhs_norms = None
     if residual is not None:
         residual_codes = _pad(residual.codes, M, K)
         order, lhs_scales, counts, regular_counts = list_steps(
@@ -113,9 +112,6 @@ def _operands(
             padding=PREFETCH_PAD,
             outlier_ratio=OUTLIER_RATIO,
         )
-    if problem.running_sums:
-        lhs_norms, rhs_norms = _norms(lhs_codes), _norms(rhs_codes)
-        residual_norms = None if residual_codes is None else _norms(residual_codes)
     return Operands(
         lhs_codes,
         residual_codes,
@@ -125,15 +121,14 @@ def _operands(
         regular_counts,
         rhs_codes,
         rhs_scales,
-        lhs_norms,
-        residual_norms,
-        rhs_norms,
+        _sums(rhs, rhs_codes) if problem.running_sums else None,
     )
 
 
-def _norms(codes: jax.Array) -> jax.Array:
-    norms = max_squared_norms(codes).reshape(-1)
-    return jnp.pad(norms, (0, -norms.size % NORM_CHUNK))
+def _sums(rhs: Quantized, codes: jax.Array) -> jax.Array:
+    """The sums of rhs, or of its padded codes, as ``Operands`` has them."""
+    sums = max_abs_sum(codes) if rhs.sums is None else rhs.sums
+    return jnp.pad(sums.reshape(-1), (0, -sums.size % SUM_CHUNK))
 
 
 def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:

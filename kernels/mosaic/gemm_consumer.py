@@ -51,9 +51,8 @@ class Consumer:
         scheduler, products = self.scheduler, Products(self.buffers, self.warpgroup)
         running_sums = None
         if scheduler.problem.running_sums:
-            interval = reset_interval(
-                scheduler.operands, self.buffers.norms.at[self.warpgroup]
-            )
+            shared = self.buffers.sums.at[self.warpgroup]
+            interval = reset_interval(scheduler.operands.rhs_sums, shared)
             running_sums = RunningSums(scheduler, products, interval)
         promotion = running_sums, SeparateSums(scheduler, products)
         products.start_turns()

@@ -15,7 +15,7 @@ WIDTHS = (128, 192)  # columns of a tile
 UNROLL = 2  # steps in the body of the main loop
 PREFETCH = UNROLL + 1  # steps whose scales are loaded before they are needed
 PREFETCH_PAD = PREFETCH  # entries after the last step, loaded but not used
-NORM_CHUNK = 128  # norms that a warpgroup loads at once
+SUM_CHUNK = 128  # sums that a warpgroup loads at once
 # Shared memory of a thread block, less what barriers and alignment take.
 _SHARED_BYTES = 226 * 1024
 _MAX_STAGES = 6
@@ -101,11 +101,8 @@ class Operands(NamedTuple):
         None without residual.
       rhs: int8 ``[B, N, K]``, codes.
       rhs_scales: float32 ``[B, N/128, K/128]``.
-      lhs_norms: int32 ``[n]``, the largest squared norm of codes of each block of lhs
-        (``reference.Quantized``), padded to a multiple of ``NORM_CHUNK``.  None for an
-        output of 4 bytes.
-      residual_norms: the same for the residual, or None.
-      rhs_norms: the same for rhs.
+      rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to a
+        multiple of ``SUM_CHUNK``.  None for an output of 4 bytes.
     """
 
     lhs: Any
@@ -116,9 +113,7 @@ class Operands(NamedTuple):
     regular_counts: Any
     rhs: Any
     rhs_scales: Any
-    lhs_norms: Any
-    residual_norms: Any
-    rhs_norms: Any
+    rhs_sums: Any
 
 
 class Buffers(NamedTuple):
@@ -131,8 +126,8 @@ class Buffers(NamedTuple):
       full: barriers, one per stage: both tiles have arrived.
       empty: barriers, one per stage: all consumers have read both tiles.
       turns: barriers, one per consumer: it may issue its next product.
-      norms: int32 ``[CONSUMERS, NORM_CHUNK]``, where each consumer looks for the
-        largest norm of an operand.
+      sums: float32 ``[CONSUMERS, SUM_CHUNK]``, where each consumer looks for the
+        largest of ``rhs_sums``.
     """
 
     lhs: Any
@@ -141,7 +136,7 @@ class Buffers(NamedTuple):
     full: Any
     empty: Any
     turns: Any
-    norms: Any
+    sums: Any
 
 
 def buffer_types(problem: Problem) -> Buffers:
@@ -159,7 +154,7 @@ def buffer_types(problem: Problem) -> Buffers:
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         turns=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
-        norms=plgpu.SMEM((CONSUMERS, NORM_CHUNK), jnp.int32),
+        sums=plgpu.SMEM((CONSUMERS, SUM_CHUNK), jnp.float32),
     )
 
 

@@ -40,11 +40,10 @@ from jax import lax
 
 from fbq_jax.kernels.mosaic.gemm_problem import (
     CONSUMER_ROWS,
-    NORM_CHUNK,
     PART,
     PREFETCH,
+    SUM_CHUNK,
     UNROLL,
-    Operands,
     Problem,
 )
 from fbq_jax.kernels.mosaic.gemm_products import Products
@@ -231,47 +230,29 @@ def running_weights(scales: Sequence[Scales], is_last: jax.Array) -> list[Scales
     ]
 
 
-def reset_interval(operands: Operands, shared: Any) -> jax.Array:
+def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
     """Iterations of the main loop for which running sums stay in ``EXACT_RANGE``.
 
-    By the Cauchy-Schwarz inequality, a product of 128 codes is at most the product of
-    their norms.  The largest norms of both operands bound every product.
+    No code of lhs exceeds 127, so a product of 128 codes is at most 127 times the
+    largest ``sum |codes|`` of rhs.
 
     Args:
-      operands: give the norms.
-      shared: int32 ``[NORM_CHUNK]``, shared memory of this warpgroup.
+      rhs_sums: a reference to ``Operands.rhs_sums``.
+      shared: float32 ``[SUM_CHUNK]``, shared memory of this warpgroup.
     """
-    lhs = _elementwise_max(operands.lhs_norms)
-    if operands.residual_norms is not None:
-        lhs = jnp.maximum(lhs, _elementwise_max(operands.residual_norms))
-    squared_bound = _largest(lhs, shared).astype(jnp.float32)
-    rhs = _elementwise_max(operands.rhs_norms)
-    squared_bound *= _largest(rhs, shared).astype(jnp.float32)
-    # The factor covers the rounding of this bound.
-    steps = 0.9999 * EXACT_RANGE * lax.rsqrt(jnp.maximum(squared_bound, 1.0))
-    return (steps * (1 / UNROLL)).astype(jnp.int32)
-
-
-def _elementwise_max(norms: Any) -> jax.Array:
-    """The elementwise maximum of the chunks of a reference to norms."""
 
     def take(n: jax.Array, largest: jax.Array) -> jax.Array:
-        chunk = norms[pl.ds(n * NORM_CHUNK, NORM_CHUNK)]
+        chunk = rhs_sums[pl.ds(n * SUM_CHUNK, SUM_CHUNK)]
         return jnp.maximum(largest, chunk)
 
-    chunks = norms.shape[0] // NORM_CHUNK
-    return lax.fori_loop(1, chunks, take, norms[pl.ds(0, NORM_CHUNK)])
-
-
-def _largest(values: jax.Array, shared: Any) -> jax.Array:
-    """The largest of the values that the threads of a warpgroup hold."""
-    shared[...] = values
+    chunks = rhs_sums.shape[0] // SUM_CHUNK
+    shared[...] = lax.fori_loop(1, chunks, take, rhs_sums[pl.ds(0, SUM_CHUNK)])
     plgpu.commit_smem()
     largest = lax.fori_loop(
-        0, NORM_CHUNK, lambda n, x: jnp.maximum(x, shared[n]), jnp.int32(0), unroll=16
+        0, SUM_CHUNK, lambda n, x: jnp.maximum(x, shared[n]), jnp.float32(1), unroll=16
     )
-    plgpu.commit_smem()  # All threads have read before the next values are stored.
-    return largest
+    # All these are integers below 2**24, so only the division rounds.
+    return (EXACT_RANGE / (UNROLL * 127.0 * largest)).astype(jnp.int32)
 
 
 def _accumulator(problem: Problem) -> Any:

@@ -144,6 +144,26 @@ def _mix(x):
 
 
 @triton.jit
+def magnitudes_of_codes(rounded):
+    """The absolute values of codes as float32."""
+    return [tl.abs(x.to(tl.float32, bitcast=True) - MAGIC) for x in rounded]
+
+
+@triton.jit
+def largest_row_sum(rounded):
+    """The largest ``sum |codes|`` of a row."""
+    sums = [tl.sum(x, axis=1) for x in magnitudes_of_codes(rounded)]
+    return tl.max(elementwise_max(sums))
+
+
+@triton.jit
+def largest_column_sum(rounded):
+    """The largest ``sum |codes|`` of a column."""
+    x = magnitudes_of_codes(rounded)
+    return tl.max(tl.sum((x[0] + x[1]) + (x[2] + x[3]), axis=0))
+
+
+@triton.jit
 def residual_of(tiles, rounded, scale):
     """``x - scale * codes`` in float32, valid where ``scale * 127`` is finite."""
     residual = ()

@@ -12,8 +12,9 @@ Device functions share these arguments, besides those of ``block_tiles``:
 - ``held``: the tiles of a block with one part, if registers hold them; otherwise ().
 - ``shape``: ``(PARTS, r, c)``, the number of parts of a block, and the shape of a part.
 - ``scaling``: ``(amax, scale, inverse)`` of a block.
-- ``modes``: ``(rowwise, colwise, criterion)``: the rounding of each layout or None, and
-  the criterion of fallback or None.
+- ``modes``: ``(rowwise, colwise, criterion, row_sums, column_sums)``: the rounding of
+  each layout or None, the criterion of fallback or None, and for each layout whether it
+  gets sums of codes.
 """
 
 import triton
@@ -22,6 +23,8 @@ import triton.language as tl
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
     find_amax,
+    largest_column_sum,
+    largest_row_sum,
     metric_of,
     multiply,
     nearest,
@@ -61,8 +64,9 @@ def quantize_parts(
     ``outputs`` are the rowwise and the colwise codes.
 
     Returns:
-      ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``.  Each is 0 if
-      the criterion does not need it.
+      ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``, each 0 if the
+      criterion does not need it.  And ``sum |codes|``, each 0 if it is not wanted: the
+      largest of a row, and an upper bound of those of columns, exact for one part.
     """
     PARTS: tl.constexpr = shape[0]
     r: tl.constexpr = shape[1]
@@ -71,34 +75,62 @@ def quantize_parts(
     _, scale, inverse = scaling
     i = at[1]
     error, total = 0.0, 0.0
+    row_sum, column_sum = 0.0, 0.0
     for part in range(i * PARTS, (i + 1) * PARTS):
         here = part_at(at, part)
         tiles = held if len(held) > 0 else VALUES(operands, here, r, c)
         v = multiply(tiles, inverse)
-        _store_rounded(outputs, v, noise, here, modes[0], modes[1])
+        part_sums = _store_rounded(outputs, v, noise, here, modes)
+        row_sum = tl.maximum(row_sum, part_sums[0])
+        column_sum += part_sums[1]
         if CRITERION == "l1" or CRITERION == "l1_rel":
             error += sum_abs(residual_of(tiles, nearest(v), scale))
         if CRITERION == "l1_rel":
             total += sum_abs(tiles)
-    return error, total
+    return error, total, (row_sum, column_sum)
 
 
 @triton.jit
-def _store_rounded(outputs, v, noise, at, ROWWISE: tl.constexpr, COLWISE: tl.constexpr):
-    """Rounds values in units of their scale and stores the requested layouts."""
+def _store_rounded(outputs, v, noise, at, modes):
+    """Rounds values in units of their scale and stores the requested layouts.
+
+    Returns the largest ``sum |codes|`` of a row and of a column, each 0 if it is not
+    wanted.
+    """
     codes, colwise_codes = outputs
+    ROWWISE: tl.constexpr = modes[0]
+    COLWISE: tl.constexpr = modes[1]
+    row_sum, column_sum = 0.0, 0.0
     if ROWWISE == "nearest" or COLWISE == "nearest":
         rounded = nearest(v)
         if ROWWISE == "nearest":
             store_rowwise(codes, rounded, at)
+            if modes[3]:
+                row_sum = largest_row_sum(rounded)
         if COLWISE == "nearest":
             store_colwise(colwise_codes, rounded, at)
+            if modes[4]:
+                column_sum = largest_column_sum(rounded)
     if ROWWISE == "stochastic" or COLWISE == "stochastic":
         noisy = stochastic(v, noise, at)
         if ROWWISE == "stochastic":
             store_rowwise(codes, noisy, at)
+            if modes[3]:
+                row_sum = largest_row_sum(noisy)
         if COLWISE == "stochastic":
             store_colwise(colwise_codes, noisy, at)
+            if modes[4]:
+                column_sum = largest_column_sum(noisy)
+    return row_sum, column_sum
+
+
+@triton.jit
+def store_sums(sums, pointers, offsets, modes):
+    """Stores the sums of a block's rowwise and colwise codes, where they are wanted."""
+    if modes[3]:
+        tl.store(pointers[0] + offsets[0], sums[0])
+    if modes[4]:
+        tl.store(pointers[1] + offsets[1], sums[1])
 
 
 @triton.jit
@@ -117,14 +149,14 @@ def quantize_with_fallback(
 ):
     """Stores everything that ``reference.quantize_fallback`` returns for one block.
 
-    ``outputs`` is ``((main, residual), metrics, colwise)``; main, residual and colwise
-    are pairs of codes and scales.  Without a criterion, there is neither a metric nor a
-    residual.
+    ``outputs`` is ``((main, residual), metrics, colwise)``; main and colwise are codes,
+    scales and sums, residual is codes and scales.  Without a criterion, there is
+    neither a metric nor a residual.
     """
     rowwise, metrics, colwise = outputs
-    codes, scales = rowwise[0]
+    codes, scales, sums = rowwise[0]
     residual_codes, residual_scales = rowwise[1]
-    colwise_codes, colwise_scales = colwise
+    colwise_codes, colwise_scales, colwise_sums = colwise
     offset, colwise_offset = offsets
     CRITERION: tl.constexpr = modes[2]
     scale, inverse = scale_and_inverse(amax)
@@ -132,11 +164,12 @@ def quantize_with_fallback(
     tl.store(colwise_scales + colwise_offset, scale)
     scaling = amax, scale, inverse
     stored = codes, colwise_codes
-    sums = quantize_parts(
+    error, total, code_sums = quantize_parts(
         VALUES, operands, held, scaling, noise, stored, at, shape, modes
     )
+    store_sums(code_sums, (sums, colwise_sums), offsets, modes)
     if CRITERION is not None:
-        metric = metric_of(scaling, sums, CRITERION)
+        metric = metric_of(scaling, (error, total), CRITERION)
         tl.store(metrics + offset, metric)
         residual_scale = 0.0
         limit = tl.load(theta + at[0])

@@ -52,10 +52,10 @@ def matmul(
         lists = _steps_of_tiles(lhs, residual, cdiv(config.BM, m))
     (out,) = launch(
         gemm_kernel,
-        *lhs,
-        *second,
+        *lhs[:2],
+        *second[:2],
         *lists,
-        *rhs,
+        *rhs[:2],
         cdiv(K, k),
         outputs=[jax.ShapeDtypeStruct((batch, M, N), dtype)],
         grid=(batch * cdiv(M, config.BM) * cdiv(N, config.BN),),

@@ -39,23 +39,28 @@ def colwise_codes(shape: Shape, wanted: object = True) -> jax.ShapeDtypeStruct:
 def as_layouts(
     shape: Shape, rowwise: Sequence[jax.Array], colwise: Sequence[jax.Array]
 ) -> Layouts:
-    """Layouts from the codes and scales of each, without padding of the columns."""
-    (codes, scales), (colwise_codes, colwise_scales) = rowwise, colwise
-    trimmed = colwise_codes[..., : shape[1]]
-    return Layouts(
-        None if codes.ndim == 1 else Quantized(codes, scales),
-        None if colwise_codes.ndim == 1 else Quantized(trimmed, colwise_scales),
-    )
+    """Layouts from the outputs of each, without padding of the columns."""
+
+    def layout(
+        codes: jax.Array, scales: jax.Array, sums: jax.Array | None = None
+    ) -> Quantized | None:
+        if codes.ndim == 1:
+            return None
+        has_sums = sums is not None and sums.ndim > 1
+        return Quantized(codes, scales, sums if has_sums else None)
+
+    trimmed = colwise[0][..., : shape[1]]
+    return Layouts(layout(*rowwise), layout(trimmed, *colwise[1:]))
 
 
 def as_fallback(shape: Shape, results: Sequence[jax.Array]) -> FallbackQuantized:
     """The quantized operand from the outputs of ``BlockOutputs.fallback``."""
-    main, residual = Quantized(*results[:2]), Quantized(*results[2:4])
-    colwise = as_layouts(shape, results[:2], results[5:7]).colwise
+    main, residual = Quantized(*results[:2]), Quantized(*results[3:5])
+    colwise = as_layouts(shape, results[:3], results[6:9]).colwise
     if residual.codes.ndim == 1:
         no_metric = jnp.zeros((shape[0], 0, 0), jnp.float32)
         return FallbackQuantized(main, None, no_metric, colwise)
-    return FallbackQuantized(main, residual, results[4], colwise)
+    return FallbackQuantized(main, residual, results[5], colwise)
 
 
 class BlockOutputs:
@@ -66,27 +71,32 @@ class BlockOutputs:
       blocks: the numbers of blocks along R and C.
       programs: the number of blocks in all matrices.
       scales: one float32 per block, ``[B, R/r, C/c]``.
+      sums: the layouts for which the kernel computes sums of codes.
     """
 
-    def __init__(self, shape: Shape, block: Block) -> None:
+    def __init__(self, shape: Shape, block: Block, sums: tuple[str, ...] = ()) -> None:
+        self.sums = sums
         batch, rows, columns = self.shape = shape
         self.blocks = -(-rows // block[0]), -(-columns // block[1])
         self.programs = batch * math.prod(self.blocks)
         self.scales = output((batch, *self.blocks), jnp.float32)
 
     def rowwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
-        """Rowwise codes and scales.  Scales are always written."""
-        return [rowwise_codes(self.shape, wanted), self.scales]
+        """Rowwise codes, scales and sums.  Scales are always written."""
+        scales = self.scales
+        sums = output(scales.shape, jnp.float32, wanted="rowwise" in self.sums)
+        return [rowwise_codes(self.shape, wanted), scales, sums]
 
     def colwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
-        """Colwise codes and scales.  Scales are always written."""
+        """Colwise codes, scales and sums.  Scales are always written."""
         scales = output((self.shape[0], *self.blocks[::-1]), jnp.float32)
-        return [colwise_codes(self.shape, wanted), scales]
+        sums = output(scales.shape, jnp.float32, wanted="colwise" in self.sums)
+        return [colwise_codes(self.shape, wanted), scales, sums]
 
     def fallback(
         self, rowwise: object, criterion: object, colwise: object
     ) -> list[jax.ShapeDtypeStruct]:
-        """Main, residual, metric and colwise; codes and scales of all but the metric.
+        """Main, residual, metric and colwise; the residual has no sums.
 
         Without a criterion, the residual and the metric are not written.
         """

@@ -34,7 +34,7 @@ def quantize(
     """See ``reference.quantize``."""
     # Without a criterion, theta is not read.
     results = _quantize_blocks(x, seeds, seeds, criterion=None, **options)
-    return as_layouts(x.shape, results[:2], results[5:])
+    return as_layouts(x.shape, results[:3], results[6:])
 
 
 def quantize_fallback(
@@ -58,9 +58,11 @@ def _quantize_blocks(
     colwise: Rounding | None,
     criterion: Criterion | None,
     global_offset: GlobalOffset | None = None,
+    sums: tuple[str, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """Returns the outputs of ``BlockOutputs.fallback``."""
     is_noisy = "stochastic" in (rowwise, colwise)
+    out = BlockOutputs(x.shape, block, sums)
     return _launch(
         _quantize,
         x,
@@ -68,11 +70,14 @@ def _quantize_blocks(
         seeds,
         *(global_offset or no_offset(x.shape[1])),
         block=block,
-        outputs=BlockOutputs(x.shape, block).fallback(rowwise, criterion, colwise),
-        many_registers=is_noisy and (criterion is not None or x.dtype.itemsize == 4),
+        outputs=out.fallback(rowwise, criterion, colwise),
+        many_registers=len(sums) == 2
+        or (is_noisy and (criterion is not None or x.dtype.itemsize == 4)),
         ROWWISE=rowwise,
         CRITERION=criterion,
         COLWISE=colwise,
+        ROW_SUMS="rowwise" in sums,
+        COLUMN_SUMS="colwise" in sums,
     )
 
 
@@ -109,11 +114,13 @@ def _quantize(
     columns,
     codes,
     scales,
+    sums,
     residual_codes,
     residual_scales,
     metrics,
     colwise_codes,
     colwise_scales,
+    colwise_sums,
     r: tl.constexpr,
     c: tl.constexpr,
     PARTS: tl.constexpr,
@@ -121,12 +128,14 @@ def _quantize(
     ROWWISE: tl.constexpr,
     CRITERION: tl.constexpr,
     COLWISE: tl.constexpr,
+    ROW_SUMS: tl.constexpr,
+    COLUMN_SUMS: tl.constexpr,
 ):
     shape: tl.constexpr = (PARTS, r // PARTS, c)
     noise = seeds, row_offsets, column_offset
-    rowwise = (codes, scales), (residual_codes, residual_scales)
-    outputs = rowwise, metrics, (colwise_codes, colwise_scales)
-    modes: tl.constexpr = (ROWWISE, COLWISE, CRITERION)
+    rowwise = (codes, scales, sums), (residual_codes, residual_scales)
+    outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)
+    modes: tl.constexpr = (ROWWISE, COLWISE, CRITERION, ROW_SUMS, COLUMN_SUMS)
     at, offsets = locate_block(rows, columns * COLUMN_UNIT, r, c)
     held, amax = load_and_measure(x, at, shape)
     quantize_with_fallback(

@@ -140,4 +140,5 @@ def _quantile(metric, size, above, CHUNK: tl.constexpr):
                 values = tl.load(bits + block, block < size, 0)
                 count += tl.sum((values >= candidate).to(tl.int32), 0)
             found = tl.where(count > above, candidate, found)
-    return tl.where(found > 0, found.to(tl.float32, bitcast=True), UNSET)
+    quantile = tl.cast(found, tl.float32, bitcast=True)
+    return tl.where(found > 0, quantile, UNSET)

@@ -75,7 +75,9 @@ def special(dtype: str, block: reference.Block) -> jax.Array:
 def check_quantize(
     ops: types.ModuleType, x: jax.Array, block: reference.Block, rowwise, colwise
 ) -> None:
-    args = {"block": block, "rowwise": rowwise, "colwise": colwise}
+    layouts = {"rowwise": rowwise, "colwise": colwise}
+    sums = tuple(name for name, rounding in layouts.items() if rounding is not None)
+    args = {"block": block, **layouts, "sums": sums}
     got = ops.quantize(x, seeds(len(x)), **args)
     want = _reference("quantize", **args)(x, seeds(len(x)))
     _check_quantized(got.rowwise, want.rowwise, block)
@@ -178,6 +180,14 @@ def _check_quantized(got, want, block: reference.Block, unused=np.nan) -> None:
     np.testing.assert_array_equal(
         np.where(used, got.codes, 0), np.where(used, want.codes, 0)
     )
+    assert (got.sums is None) == (want.sums is None)
+    if want.sums is not None:
+        usable = ~np.isnan(want.scales)
+        ratio = np.asarray(got.sums)[usable] / np.maximum(want.sums, 1.0)[usable]
+        exact = np.asarray(want.sums)[usable] > 0
+        # Of blocks in parts, the sums of columns are upper bounds.
+        limit = 1.0 if block[0] * block[1] <= 2**14 else 1.5
+        assert np.all((ratio[exact] >= 1.0) & (ratio[exact] <= limit))
 
 
 def _check_equal(got, want) -> None:

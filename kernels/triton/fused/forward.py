@@ -143,7 +143,7 @@ def _launch_layer(
         COLWISE=colwise,
         IS_NORM=is_norm,
     )
-    saved, second = as_packed(results[7:12]), as_packed(results[12:])
+    saved, second = as_packed(results[9:14]), as_packed(results[14:])
     return as_fallback(shape, results), saved, second
 
 
@@ -160,11 +160,13 @@ def _quantize_layer(
     groups,
     codes,
     scales,
+    sums,
     residual_codes,
     residual_scales,
     metrics,
     colwise_codes,
     colwise_scales,
+    colwise_sums,
     first_plane_8,
     first_plane_4,
     first_plane_2,
@@ -191,9 +193,9 @@ def _quantize_layer(
     second_planes = second_plane_8, second_plane_4, second_plane_2, second_plane_1
     packed = first, (second_planes, second_scales)
     noise = seeds, row_offsets, column_offset
-    rowwise = (codes, scales), (residual_codes, residual_scales)
-    outputs = rowwise, metrics, (colwise_codes, colwise_scales)
-    modes: tl.constexpr = ("nearest", COLWISE, CRITERION)
+    rowwise = (codes, scales, sums), (residual_codes, residual_scales)
+    outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)
+    modes: tl.constexpr = ("nearest", COLWISE, CRITERION, False, False)
     at, offsets = locate_block(rows, groups * c, r, c)
     amax = 0.0
     for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):

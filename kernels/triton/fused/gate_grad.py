@@ -16,7 +16,7 @@ from fbq_jax.kernels.triton.block_codes import (
     scale_and_inverse,
     widen,
 )
-from fbq_jax.kernels.triton.block_quantize import quantize_parts
+from fbq_jax.kernels.triton.block_quantize import quantize_parts, store_sums
 from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
 from fbq_jax.kernels.triton.launch import launch
@@ -44,7 +44,8 @@ def silu_gate_grad_quantize(
         )
     batch, rows, columns = dy.shape
     shape = batch, rows, 2 * columns
-    out = BlockOutputs(shape, block)
+    sums = options.get("sums", ())
+    out = BlockOutputs(shape, block, sums)
     results = launch(
         _silu_gate_grad_quantize,
         dy,
@@ -62,8 +63,10 @@ def silu_gate_grad_quantize(
         BITS=bits,
         ROWWISE=rowwise,
         COLWISE=colwise,
+        ROW_SUMS="rowwise" in sums,
+        COLUMN_SUMS="colwise" in sums,
     )
-    return as_layouts(shape, results[:2], results[2:])
+    return as_layouts(shape, results[:3], results[3:])
 
 
 @triton.jit
@@ -86,18 +89,22 @@ def _silu_gate_grad_quantize(
     groups,
     codes,
     scales,
+    sums,
     colwise_codes,
     colwise_scales,
+    colwise_sums,
     r: tl.constexpr,
     c: tl.constexpr,
     PARTS: tl.constexpr,
     BITS: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
+    ROW_SUMS: tl.constexpr,
+    COLUMN_SUMS: tl.constexpr,
 ):
     """One program quantizes a block of the gate's gradient, then one of up's."""
     shape: tl.constexpr = (PARTS, r // PARTS, c)
-    modes: tl.constexpr = (ROWWISE, COLWISE, None)
+    modes: tl.constexpr = (ROWWISE, COLWISE, None, ROW_SUMS, COLUMN_SUMS)
     gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
     up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
     factors = gate_packed, up_packed
@@ -114,11 +121,13 @@ def _silu_gate_grad_quantize(
             y = _values((dy, factor, j, groups, BITS), part_at(at, part), r // PARTS, c)
             amax = accumulate_amax(amax, y)
         scale, inverse = scale_and_inverse(amax)
-        tl.store(scales + (batch * down + i) * (2 * groups) + column, scale)
-        tl.store(colwise_scales + (batch * (2 * groups) + column) * down + i, scale)
+        offset = (batch * down + i) * (2 * groups) + column
+        colwise_offset = (batch * (2 * groups) + column) * down + i
+        tl.store(scales + offset, scale)
+        tl.store(colwise_scales + colwise_offset, scale)
         scaling = amax, scale, inverse
         to = batch, i, column, rows, columns
-        quantize_parts(
+        _, _, code_sums = quantize_parts(
             _values,
             (dy, factor, j, groups, BITS),
             (),
@@ -129,6 +138,8 @@ def _silu_gate_grad_quantize(
             shape,
             modes,
         )
+        offsets = offset, colwise_offset
+        store_sums(code_sums, (sums, colwise_sums), offsets, modes)
 
 
 @triton.jit

@@ -30,10 +30,10 @@ MANY_BLOCKS = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
 def interpreted(monkeypatch):
     """Returns the interpreted ``matmul`` for a given configuration."""
     schedule = triton_tools.interpreted("gemm_schedule")
-    code_norms = triton_tools.interpreted("code_norms")
+    abs_sums = triton_tools.interpreted("abs_sums")
     monkeypatch.setattr(gemm, "_num_sms", lambda: mosaic_tools.NUM_SMS)
     monkeypatch.setattr(gemm, "list_steps", schedule.list_steps)
-    monkeypatch.setattr(gemm, "max_squared_norms", code_norms.max_squared_norms)
+    monkeypatch.setattr(gemm, "max_abs_sum", abs_sums.max_abs_sum)
     # The interpreter's accumulators start at 0, whatever is stored in them.
     monkeypatch.setattr(gemm_promotion, "reset", lambda _: None)
     monkeypatch.setattr(gemm_promotion, "biased_float", _biased_float)
@@ -137,9 +137,9 @@ def _stand_in_for_list_steps(scales, residual_scales, *, padding, outlier_ratio)
     return order, order.astype(jnp.float32), count, count
 
 
-def _stand_in_for_norms(codes):
+def _stand_in_for_max_abs_sum(codes):
     batch, rows, depth = codes.shape
-    return jnp.ones((batch, rows // BLOCK, depth // BLOCK), jnp.int32)
+    return jnp.ones((batch, rows // BLOCK, depth // BLOCK))
 
 
 @pytest.mark.exhaustive
@@ -150,7 +150,7 @@ def _stand_in_for_norms(codes):
 def test_compiles_to_wgmma_without_spills(monkeypatch, width, fallback, dtype):
     monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
     monkeypatch.setattr(gemm, "list_steps", _stand_in_for_list_steps)
-    monkeypatch.setattr(gemm, "max_squared_norms", _stand_in_for_norms)
+    monkeypatch.setattr(gemm, "max_abs_sum", _stand_in_for_max_abs_sum)
     matmul = functools.partial(
         gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(width, 8)
     )

@@ -105,14 +105,13 @@ def test_outlier_steps_come_last():
     np.testing.assert_array_equal(lists.order[0, 0, :9], [0, 2, 4, 8, 10, 12, 6, 7, 14])
 
 
-def test_max_squared_norms():
+def test_max_abs_sum():
     codes = np.random.default_rng(0).integers(-127, 128, (2, 256, 384)).astype(np.int8)
     codes[1, 200, 128:256] = -128
-    code_norms = triton_tools.interpreted("code_norms")
-    norms = code_norms.max_squared_norms(jnp.asarray(codes))
-    squares = (codes.astype(int) ** 2).reshape(2, 2, 128, 3, 128).sum(4)
-    np.testing.assert_array_equal(norms, squares.max(2))
-    assert norms[1, 1, 1] == 128**3
+    sums = triton_tools.interpreted("abs_sums").max_abs_sum(jnp.asarray(codes))
+    expected = np.abs(codes.astype(int)).reshape(2, 2, 128, 3, 128).sum(4)
+    np.testing.assert_array_equal(sums, expected.max(2))
+    assert sums[1, 1, 1] == 128 * 128
 
 
 @functools.cache
