@@ -180,14 +180,20 @@ def _check_quantized(got, want, block: reference.Block, unused=np.nan) -> None:
     np.testing.assert_array_equal(
         np.where(used, got.codes, 0), np.where(used, want.codes, 0)
     )
+    check_sums(got, want, block, exact=block[0] * block[1] <= 2**14)
+
+
+def check_sums(got, want, block: reference.Block, *, exact: bool) -> None:
+    """Compares sums in blocks with a usable scale; those of parts are upper bounds."""
     assert (got.sums is None) == (want.sums is None)
-    if want.sums is not None:
-        usable = ~np.isnan(want.scales)
-        ratio = np.asarray(got.sums)[usable] / np.maximum(want.sums, 1.0)[usable]
-        exact = np.asarray(want.sums)[usable] > 0
-        # Of blocks in parts, the sums of columns are upper bounds.
-        limit = 1.0 if block[0] * block[1] <= 2**14 else 1.5
-        assert np.all((ratio[exact] >= 1.0) & (ratio[exact] <= limit))
+    if want.sums is None:
+        return
+    usable = ~np.isnan(want.scales)
+    sums, expected = np.asarray(got.sums)[usable], np.asarray(want.sums)[usable]
+    if exact:
+        np.testing.assert_array_equal(sums, expected)
+    assert np.all(sums >= expected)
+    assert np.all(sums <= 127 * max(block))
 
 
 def _check_equal(got, want) -> None:
