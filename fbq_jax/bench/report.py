@@ -34,6 +34,28 @@ _TIMES = (
     "sustained and in bursts."
 )
 HEADINGS = {
+    "step": Heading(
+        "Training step of 8 linear layers, D to F to D, in Flax",
+        "tokens, D, F",
+        "TFLOP/s",
+        _SPEEDUP,
+        "This is what users get: forward, gradient and SGD update of 8 unrolled Flax "
+        "layers in one compiled step, with state that moves. Times are sustained "
+        "milliseconds of wall-clock per step. Speedups compare rates with bf16's, "
+        "sustained and in bursts of single steps. The fallback rate is the layers' "
+        "mean in the last step. Launches are the kernels of a step divided by its "
+        "layers; the gap is the wall-clock time without the sum of the kernels. Errors "
+        "compare the loss and the first layer's update with bf16's. First calls are "
+        "traced and compiled at the same time.",
+        error_width=28,
+        columns=(
+            "launches/layer",
+            "kernels, ms",
+            "gap, ms",
+            "first call, s",
+            "conditionals",
+        ),
+    ),
     "gemm": Heading(
         "INT8 GEMM with 128 x 128 block scales, bf16 out",
         "M, N, K",
@@ -58,9 +80,12 @@ HEADINGS = {
         "M, K, N",
         "TFLOP/s",
         _SPEEDUP,
-        f"{_TIMES} Errors compare with float32 products of the same operands.",
+        f"{_TIMES} Errors compare with float32 products of the same operands. In rows "
+        "of `nn.Dense` and `nnx.Linear` the state of the Flax layer moves, as in "
+        "training; they are compared with bf16 in `nn.Dense`, and bursts time calls. "
+        "Rows of `core` are core figures: threshold given, no state.",
         error_width=35,
-        columns=("first call, s",),
+        columns=("layer", "first call, s"),
     ),
     "recipes": Heading(
         "Recipes, in a linear layer, on activations with outliers",
@@ -135,11 +160,16 @@ class _Column(NamedTuple):
 
 
 _COLUMNS = (
+    _Column("layer", 10, lambda row: row.layer or ""),
     _Column("mesh", 13, lambda row: row.mesh or ""),
     _Column("k tokens/s", 10, lambda row: _number(row.tokens_s, 1e3)),
     _Column("efficiency", 10, lambda row: _percent(row.efficiency)),
     _Column("X", 18, lambda row: row.data or ""),
+    _Column("launches/layer", 14, lambda row: _number(row.kernels, 1.0)),
+    _Column("kernels, ms", 11, lambda row: _milliseconds(row.kernels_ms)),
+    _Column("gap, ms", 7, lambda row: _milliseconds(row.gap_ms)),
     _Column("first call, s", 13, lambda row: _number(row.compile_s, 1.0)),
+    _Column("conditionals", 12, lambda row: _count(row.conditionals)),
     _Column("saved, kB/token", 15, lambda row: _number(row.saved_bytes, 1e3)),
     _Column("peak, GB", 8, lambda row: _number(row.peak_bytes, 1e9)),
 )
@@ -191,6 +221,14 @@ def _percent(value: float | None) -> str:
 
 def _number(value: float | None, unit: float) -> str:
     return "" if value is None else f"{value / unit:.1f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
 
 
 def _errors(row: Row) -> str:
