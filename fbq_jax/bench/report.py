@@ -16,6 +16,7 @@ class Heading(NamedTuple):
       ratio: the title of ``Row.ratio``; None leaves out the ratios.
       note: what the numbers are.
       error_width: characters of the errors in a plain table; 0 leaves them out.
+      has_layers: whether rows differ in ``Row.layer``.
       columns: the titles of further columns.
     """
 
@@ -25,6 +26,7 @@ class Heading(NamedTuple):
     ratio: str | None
     note: str
     error_width: int = 0
+    has_layers: bool = False
     columns: tuple[str, ...] = ()
 
 
@@ -85,7 +87,8 @@ HEADINGS = {
         "training; they are compared with bf16 in `nn.Dense`, and bursts time calls. "
         "Rows of `core` are core figures: threshold given, no state.",
         error_width=35,
-        columns=("layer", "first call, s"),
+        has_layers=True,
+        columns=("first call, s",),
     ),
     "recipes": Heading(
         "Recipes, in a linear layer, on activations with outliers",
@@ -160,7 +163,6 @@ class _Column(NamedTuple):
 
 
 _COLUMNS = (
-    _Column("layer", 10, lambda row: row.layer or ""),
     _Column("mesh", 13, lambda row: row.mesh or ""),
     _Column("k tokens/s", 10, lambda row: _number(row.tokens_s, 1e3)),
     _Column("efficiency", 10, lambda row: _percent(row.efficiency)),
@@ -194,8 +196,10 @@ def markdown(sections: Mapping[str, Any]) -> str:
 
 def _columns(section: str) -> list[_Column]:
     heading = HEADINGS[section]
-    columns = [
-        _Column("name", 29, lambda row: row.what),
+    columns = [_Column("name", 29, lambda row: row.what)]
+    if heading.has_layers:
+        columns.append(_Column("layer", 10, lambda row: row.layer or ""))
+    columns += [
         _Column("backend", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
         _Column("fallback rate", 13, lambda row: _percent(row.fallback)),
