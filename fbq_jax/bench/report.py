@@ -167,7 +167,7 @@ _COLUMNS = (
     _Column("k tokens/s", 10, lambda row: _number(row.tokens_s, 1e3)),
     _Column("efficiency", 10, lambda row: _percent(row.efficiency)),
     _Column("X", 18, lambda row: row.data or ""),
-    _Column("launches/layer", 14, lambda row: _number(row.kernels, 1.0)),
+    _Column("launches/layer", 14, lambda row: _number(row.launches, 1.0)),
     _Column("kernels, ms", 11, lambda row: _milliseconds(row.kernels_ms)),
     _Column("gap, ms", 7, lambda row: _milliseconds(row.gap_ms)),
     _Column("first call, s", 13, lambda row: _number(row.compile_s, 1.0)),

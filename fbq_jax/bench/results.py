@@ -67,9 +67,8 @@ class Row:
       efficiency: ``tokens_s`` of N devices over N times one device's.
       errors: errors by name; ``report.HEADINGS`` defines them.
       compile_s: seconds of the first call, compilation included.
-      kernels: the number of kernels of one call, per layer; None where kernels cannot
-        be timed.
-      kernels_ms: the time of one call's kernels together.
+      launches: the kernels of one call, per layer; None where kernels cannot be timed.
+      kernels_ms: the milliseconds of one call's kernels together.
       gap_ms: sustained milliseconds without ``kernels_ms``.
       conditionals: the number of conditionals in the compiled program.
       saved_bytes: bytes saved for the backward pass, per token.
@@ -94,7 +93,7 @@ class Row:
     efficiency: float | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     compile_s: float | None = None
-    kernels: float | None = None
+    launches: float | None = None
     kernels_ms: float | None = None
     gap_ms: float | None = None
     conditionals: int | None = None

@@ -48,16 +48,21 @@ def rows(
       WrongResultError: if the loss or an update differs from bf16's by more than INT8
         may, or a fallback rate is outside the recipe's range.
     """
-    stacks = [
+    stacks = _stacks(depth, implementation)
+    libraries = list(layers.installed_int8_libraries(depth))
+    for i, shape in enumerate(shapes):
+        measured = stacks if i else stacks + libraries
+        yield from with_ratios(_rows(shape, depth, measured, effort))
+
+
+def _stacks(depth: int, implementation: str | None) -> list[Stack]:
+    """What is measured for every shape; bf16 is the first."""
+    return [
         layers.bf16(depth),
         layers.flax_fp8(depth),
         *layers.linen(depth, implementation),
         layers.nnx_stack("fallback", implementation),
     ]
-    libraries = list(layers.installed_int8_libraries(depth))
-    for i, shape in enumerate(shapes):
-        measured = stacks if i else stacks + libraries
-        yield from with_ratios(_rows(shape, depth, measured, effort))
 
 
 def _rows(
@@ -70,7 +75,7 @@ def _rows(
         exact = exact or results
         errors = _checked_errors(results, exact, what)
         timing = measure.running_timing(step, effort=effort)
-        kernels, kernels_ms = _kernel_times(step)
+        launches, kernels_ms = _launches(step)
         yield row(
             timing,
             _work(shape, depth),
@@ -80,7 +85,7 @@ def _rows(
             fallback=layers.checked_rate(stack, step.state, what),
             errors=errors,
             compile_s=program.compile_s,
-            kernels=None if kernels is None else kernels / depth,
+            launches=None if launches is None else launches / depth,
             kernels_ms=kernels_ms,
             gap_ms=None if kernels_ms is None else timing.ms - kernels_ms,
             conditionals=program.text.count(" conditional("),
@@ -126,7 +131,7 @@ def _checked_errors(
     return errors
 
 
-def _kernel_times(step: RunningStep) -> tuple[int, float] | tuple[None, None]:
+def _launches(step: RunningStep) -> tuple[int, float] | tuple[None, None]:
     """The number and the milliseconds of a step's kernels; None without CUPTI."""
     try:
         kernels = measure.running_kernels(step, warm_up_s=_KERNELS_WARM_UP_S)
