@@ -12,9 +12,12 @@ from flax import linen as nn
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-import fbq_jax.nnx
-from fbq_jax import FallbackDot, fallback_stats, recipes
+from fbq_jax import recipes
 from fbq_jax.bench import baselines, matmuls, measure
+from fbq_jax.core.layer_stats import fallback_stats
+from fbq_jax.linen.dot import FallbackDot
+from fbq_jax.nnx import dot as nnx_dot
+from fbq_jax.nnx import stats as nnx_stats
 from fbq_jax.recipes.schema import Recipe
 
 RECIPES = ("block", "fallback")
@@ -212,7 +215,7 @@ class _Linear(nnx.Module):
                 use_bias=False,
                 dtype=jnp.bfloat16,
                 kernel_init=lambda *_, kernel=kernel: jnp.copy(kernel),
-                dot_general=fbq_jax.nnx.FallbackDot(
+                dot_general=nnx_dot.FallbackDot(
                     recipe, rngs=rngs, implementation=implementation
                 ),
                 rngs=rngs,
@@ -278,7 +281,7 @@ class NnxStack(Stack):
 
     def rates(self, state: _Linear) -> list[float]:
         """The fallback rate of each layer in the last step."""
-        stats = fbq_jax.nnx.fallback_stats(state)
+        stats = nnx_stats.fallback_stats(state)
         return [float(layer.rate) for layer in stats.values()]
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from fbq_jax import FallbackDot, recipes
-from fbq_jax.bench import layers, measure, report, step
+from fbq_jax.bench import layers, measure, report, results, step
 from fbq_jax.bench.measure import NoKernelsError, RunningStep, WrongResultError
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 
@@ -63,9 +63,13 @@ def test_kernels_and_the_gap(monkeypatch):
     (row,) = measured(monkeypatch, SMALL)
     assert (row.launches, row.kernels_ms) == (3 / DEPTH, 3.5)
     assert row.gap_ms == pytest.approx(row.ms - 3.5)
-    assert f" 1.5             3.500        {row.gap_ms:.3f}" in report.text_row(
-        "step", row
+    section = results.section([row], quick=False)
+    *_, head, _, cells = report.markdown({"step": section | {"rows": [row]}}).split(
+        "\n"
     )
+    table = dict(zip(head.split(" | "), cells.split(" | "), strict=True))
+    assert (table["launches/layer"], table["kernels, ms"]) == ("1.5", "3.500")
+    assert table["gap, ms"] == f"{row.gap_ms:.3f}"
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels can be timed")
