@@ -21,6 +21,7 @@ from fbq_jax.nnx import stats as nnx_stats
 from fbq_jax.recipes.schema import Recipe
 
 RECIPES = ("block", "fallback")
+THREADS = 8  # that compile
 # Large enough for updates that float32 weights resolve, and too small to move the
 # activations' blocks while steps are timed.
 LEARNING_RATE = 0.01
@@ -61,7 +62,10 @@ class Stack(abc.ABC):
 
     @abc.abstractmethod
     def start(self, kernels: Sequence[jax.Array]) -> Any:
-        """The first state, with copies of the kernels, each ``[K, N]``."""
+        """The first state, with copies of the kernels, each ``[K, N]``.
+
+        ``nnx.eval_shape`` takes it: programs are compiled for states without arrays.
+        """
 
     @abc.abstractmethod
     def compile_training(self, state: Any, x: jax.Array, key: jax.Array) -> Program:
@@ -91,8 +95,8 @@ class _Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for width in self.widths:
-            layer = nn.Dense(width, False, jnp.bfloat16, **self.options)
-            x = layer(x)
+            options = {"use_bias": False, "dtype": jnp.bfloat16, **self.options}
+            x = nn.Dense(width, **options)(x)
         return x
 
 
@@ -324,8 +328,8 @@ def installed_int8_libraries(depth: int) -> Iterator[Stack]:
 def compile_together(
     compilations: Sequence[Callable[[], Program]],
 ) -> list[Program]:
-    """Compiles several programs at the same time, in threads."""
-    with ThreadPoolExecutor(len(compilations)) as pool:
+    """Compiles several programs at the same time, in ``THREADS`` threads."""
+    with ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(compilation) for compilation in compilations]
         return [future.result() for future in futures]
 

@@ -47,8 +47,8 @@ HEADINGS = {
         "sustained and in bursts of single steps. The fallback rate is the layers' "
         "mean in the last step. Launches are the kernels of a step divided by its "
         "layers; the gap is the wall-clock time without the sum of the kernels. Errors "
-        "compare the loss and the first layer's update with bf16's. First calls are "
-        "traced and compiled at the same time.",
+        "compare the loss and the first layer's update with bf16's. Several "
+        "programs are traced and compiled at the same time, which adds to first calls.",
         error_width=28,
         columns=(
             "launches/layer",

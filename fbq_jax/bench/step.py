@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from fbq_jax.bench import data, layers, measure
 from fbq_jax.bench.layers import Program, Stack
@@ -50,9 +51,20 @@ def rows(
     """
     stacks = _stacks(depth, implementation)
     libraries = list(layers.installed_int8_libraries(depth))
-    for i, shape in enumerate(shapes):
-        measured = stacks if i else stacks + libraries
-        yield from with_ratios(_rows(shape, depth, measured, effort))
+    measured = {
+        shape: stacks if i else stacks + libraries for i, shape in enumerate(shapes)
+    }
+    # All shapes at the same time: one slow program does not hold up the others.
+    programs = layers.compile_together(
+        [
+            functools.partial(_compile, stack, shape, depth)
+            for shape, stacks in measured.items()
+            for stack in stacks
+        ]
+    )
+    for shape, stacks in measured.items():
+        compiled = [(stack, programs.pop(0)) for stack in stacks]
+        yield from with_ratios(_rows(shape, depth, compiled, effort))
 
 
 def _stacks(depth: int, implementation: str | None) -> list[Stack]:
@@ -65,11 +77,22 @@ def _stacks(depth: int, implementation: str | None) -> list[Stack]:
     ]
 
 
+def _compile(stack: Stack, shape: tuple[int, ...], depth: int) -> Program:
+    """Compiles a stack's step for ``(tokens, D, F)``; allocates nothing."""
+    x, key, kernels = jax.eval_shape(functools.partial(_data, shape, depth))
+    return stack.compile_training(nnx.eval_shape(stack.start, kernels), x, key)
+
+
 def _rows(
-    shape: tuple[int, ...], depth: int, stacks: Sequence[Stack], effort: Effort
+    shape: tuple[int, ...],
+    depth: int,
+    compiled: Sequence[tuple[Stack, Program]],
+    effort: Effort,
 ) -> Iterator[Row]:
+    x, key, kernels = _data(shape, depth)
     exact: dict[str, jax.Array] = {}
-    for stack, program, step in _compiled_steps(shape, depth, stacks):
+    for stack, program in compiled:
+        step = RunningStep(program.step, stack.start(kernels), x, key)
         what = f"{stack.name} at {shape}"
         results = _settle(stack, step)
         exact = exact or results
@@ -90,25 +113,6 @@ def _rows(
             gap_ms=None if kernels_ms is None else timing.ms - kernels_ms,
             conditionals=program.text.count(" conditional("),
         )
-
-
-def _compiled_steps(
-    shape: tuple[int, ...], depth: int, stacks: Sequence[Stack]
-) -> Iterator[tuple[Stack, Program, RunningStep]]:
-    """The stacks' steps, before the first; each is freed when the next one is taken."""
-    tokens, D, F = shape
-    keys = jax.random.split(jax.random.key(0), 3)
-    inputs = _activation(keys[0], (tokens, D)), keys[1]
-    kernels = _kernels(keys[2], D, F, depth)
-    states = [stack.start(kernels) for stack in stacks]
-    programs = layers.compile_together(
-        [
-            functools.partial(stack.compile_training, state, *inputs)
-            for stack, state in zip(stacks, states, strict=True)
-        ]
-    )
-    for stack, program in zip(stacks, programs, strict=True):
-        yield stack, program, RunningStep(program.step, states.pop(0), *inputs)
 
 
 def _settle(stack: Stack, step: RunningStep) -> dict[str, jax.Array]:
@@ -144,6 +148,16 @@ def _work(shape: tuple[int, ...], depth: int) -> float:
     """Operations of a step: three products a layer, but two in the first."""
     tokens, D, F = shape
     return 2.0 * tokens * D * F * (3 * depth - 1)
+
+
+def _data(
+    shape: tuple[int, ...], depth: int
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """The activation, a key for noise, and the kernels of ``(tokens, D, F)``."""
+    tokens, D, F = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = _activation(keys[0], (tokens, D))
+    return x, keys[1], _kernels(keys[2], D, F, depth)
 
 
 @functools.partial(jax.jit, static_argnums=1)

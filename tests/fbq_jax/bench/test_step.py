@@ -129,12 +129,13 @@ def test_each_layers_rate_must_be_in_the_range(rates):
 def test_slow_libraries_take_the_first_shape(monkeypatch):
     monkeypatch.setattr(step, "_stacks", lambda *_: ["bf16"])
     monkeypatch.setattr(layers, "installed_int8_libraries", lambda _: ["slow"])
-    seen = []
-    monkeypatch.setattr(
-        step, "_rows", lambda shape, _, stacks, __: seen.append((shape, stacks)) or []
-    )
-    assert not list(step.rows([SMALL, SHAPE], DEPTH, **OPTIONS))
-    assert seen == [(SMALL, ["bf16", "slow"]), (SHAPE, ["bf16"])]
+    monkeypatch.setattr(step, "_compile", lambda stack, shape, _: (stack, shape))
+    monkeypatch.setattr(step, "_rows", lambda *args: (args[0], args[2]))
+    monkeypatch.setattr(step, "with_ratios", lambda rows: [rows])
+    assert list(step.rows([SMALL, SHAPE], DEPTH, **OPTIONS)) == [
+        (SMALL, [("bf16", ("bf16", SMALL)), ("slow", ("slow", SMALL))]),
+        (SHAPE, [("bf16", ("bf16", SHAPE))]),
+    ]
 
 
 @pytest.mark.skipif(
