@@ -84,7 +84,8 @@ HEADINGS = {
         _SPEEDUP,
         f"{_TIMES} Errors compare with float32 products of the same operands. In rows "
         "of `nn.Dense` and `nnx.Linear` the state of the Flax layer moves, as in "
-        "training; they are compared with bf16 in `nn.Dense`, and bursts time calls. "
+        "training; they are compared with bf16 in `nn.Dense`, bursts time calls, and "
+        "they are compiled at the same time, which adds to first calls. "
         "Rows of `core` are core figures: threshold given, no state.",
         error_width=35,
         has_layers=True,
