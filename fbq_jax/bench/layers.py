@@ -334,6 +334,14 @@ def compile_together(
         return [future.result() for future in futures]
 
 
+def rates_in_range(stack: Stack, state: Any) -> bool:
+    """Whether the fallback rate of each layer is inside the recipe's range."""
+    if stack.recipe is None or stack.recipe.criterion is None:
+        return True
+    low, high = stack.recipe.target_rate
+    return all(low <= rate <= high for rate in stack.rates(state))
+
+
 def checked_rate(stack: Stack, state: Any, what: str) -> float | None:
     """The mean fallback rate of the layers in the last step; None without fallback.
 
@@ -342,14 +350,14 @@ def checked_rate(stack: Stack, state: Any, what: str) -> float | None:
     """
     if stack.recipe is None or stack.recipe.criterion is None:
         return None
-    low, high = stack.recipe.target_rate
     rates = stack.rates(state)
-    for rate in rates:
-        if not low <= rate <= high:
-            raise measure.WrongResultError(
-                f"{what} has a layer with a fallback rate of {rate:.1%}, outside the "
-                f"recipe's range of {low:.1%} to {high:.1%}; its time is not reported"
-            )
+    if not rates_in_range(stack, state):
+        low, high = stack.recipe.target_rate
+        raise measure.WrongResultError(
+            f"{what} has layers with fallback rates from {min(rates):.1%} to "
+            f"{max(rates):.1%}, outside the recipe's range of {low:.1%} to "
+            f"{high:.1%}; its time is not reported"
+        )
     return sum(rates) / len(rates)
 
 

@@ -30,6 +30,7 @@ _LIMITS = {"loss": 0.2, "update": 0.5}
 # make some blocks of every layer's activation several times as large as others.
 _SPREAD = 0.5
 _KERNELS_WARM_UP_S = 0.2
+_STEPS_INTO_RANGE = 4
 
 
 def rows(
@@ -105,7 +106,7 @@ def _rows(
             what=stack.name,
             implementation=stack.backend,
             shape=shape,
-            fallback=layers.checked_rate(stack, step.state, what),
+            fallback=_settled_rate(stack, step, what),
             errors=errors,
             compile_s=program.compile_s,
             launches=None if launches is None else launches / depth,
@@ -122,6 +123,19 @@ def _settle(stack: Stack, step: RunningStep) -> dict[str, jax.Array]:
     before = jnp.copy(stack.first_kernel(step.state))
     loss = step()
     return {"loss": loss, "update": stack.first_kernel(step.state) - before}
+
+
+def _settled_rate(stack: Stack, step: RunningStep, what: str) -> float | None:
+    """The mean fallback rate; raises if one does not come into the recipe's range.
+
+    As weights change, a rate leaves the range for single steps: then its threshold
+    moves. So a few steps more may be needed.
+    """
+    for _ in range(_STEPS_INTO_RANGE):
+        if layers.rates_in_range(stack, step.state):
+            break
+        step()
+    return layers.checked_rate(stack, step.state, what)
 
 
 def _checked_errors(

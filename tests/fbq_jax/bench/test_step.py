@@ -110,7 +110,7 @@ def test_a_threshold_that_has_not_settled_is_refused(monkeypatch):
         "far", "reference", DEPTH, recipe=recipe, dot_general=FallbackDot(recipe)
     )
     with pytest.raises(
-        WrongResultError, match=r"far at .* fallback rate of 0\.0%, out"
+        WrongResultError, match=r"far at .* rates from 0\.0% to 0\.0%, out"
     ):
         measured(monkeypatch, SHAPE, unsettled)
 
@@ -124,6 +124,15 @@ def test_each_layers_rate_must_be_in_the_range(rates):
     assert checked_rate([0.1, 0.3]) == pytest.approx(0.2)
     with pytest.raises(WrongResultError, match=r"outside the recipe's range of 10\.0%"):
         checked_rate(rates)
+
+
+def test_a_rate_may_leave_the_range_for_single_steps():
+    stack = types.SimpleNamespace(recipe=recipes.fallback, rates=lambda rate: [rate])
+    running = RunningStep(lambda rate: (rate + 0.0625, None), 0.0)
+    assert step._settled_rate(stack, running, "it") == 0.125
+    running = RunningStep(lambda rate: (rate + 0.01, None), 0.0)
+    with pytest.raises(WrongResultError, match=r"^it has layers with fallback rates"):
+        step._settled_rate(stack, running, "it")
 
 
 def test_slow_libraries_take_the_first_shape(monkeypatch):
