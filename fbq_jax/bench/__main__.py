@@ -8,9 +8,10 @@ from pathlib import Path
 from fbq_jax.bench import cli, report, results
 
 SECTIONS = {
+    "step": "a training step of Flax layers, which is what users get",
     "gemm": "the block-scaled INT8 GEMM against bf16",
     "quantize": "quantization against a copy",
-    "linear": "a linear layer, forward and backward, against bf16 and other libraries",
+    "linear": "a linear layer, in Flax and in parts, against bf16 and other libraries",
     "recipes": "every recipe on activations with outliers",
 }
 LLAMA = "python -m examples.llama.bench"

@@ -1,9 +1,10 @@
 """The products that this library is compared with: bf16 and other libraries."""
 
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ from flax import linen as nn
 from jax import lax
 
 from fbq_jax.bench.matmuls import MATMUL, Matmul
+
+_T = TypeVar("_T")
+_QWIX, _AQT = "Qwix INT8", "AQT INT8"
 
 
 def bf16() -> Matmul:
@@ -33,15 +37,37 @@ def flax_fp8(x: jax.Array, w: jax.Array) -> Matmul:
 
 def installed_int8_libraries() -> Iterator[Matmul]:
     """Qwix and AQT where they are installed; stderr names the missing ones."""
-    for library in (_qwix_int8, _aqt_int8):
+    yield from _installed(_qwix_int8, _aqt_int8)
+
+
+def installed_int8_layers() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same libraries, as names and keyword arguments of ``nn.Dense``."""
+    yield from _installed(_qwix_int8_layer, _aqt_int8_layer)
+
+
+def _installed(*makers: Callable[[], _T]) -> Iterator[_T]:
+    """What the functions make; stderr names the libraries that are missing."""
+    for maker in makers:
         try:
-            yield library()
+            yield maker()
         except ImportError as error:
-            print(f"without {library.__name__[1:]}: {error}", file=sys.stderr)
+            library = maker.__name__.removeprefix("_").removesuffix("_layer")
+            print(f"without {library}: {error}", file=sys.stderr)
 
 
 def _qwix_int8() -> Matmul:
     """Qwix: INT8 in all three products, a scale per channel, nearest rounding."""
+    dot = _qwix_dot()
+    return Matmul(_QWIX, "xla", lambda x, w, *_: dot(x, w, MATMUL))
+
+
+def _qwix_int8_layer() -> tuple[str, dict[str, Any]]:
+    dot = _qwix_dot()
+    return _QWIX, {"dot_general": lambda x, w, dims, **_: dot(x, w, dims)}
+
+
+def _qwix_dot() -> Callable[..., jax.Array]:
+    """Qwix's ``(x, w, dimension_numbers) -> y``."""
     qwix = importlib.import_module("qwix._src.core.dot_general_qt")
     config = qwix.DotGeneralQtConfig(
         lhs_qtype=jnp.int8,
@@ -49,19 +75,26 @@ def _qwix_int8() -> Matmul:
         dlhs_grad_qtype=jnp.int8,
         drhs_grad_qtype=jnp.int8,
     )
-
-    def product(x: jax.Array, w: jax.Array, *_: Any) -> jax.Array:
-        return qwix.dot_general_qt(x, w, MATMUL, config)
-
-    return Matmul("Qwix INT8", "xla", product)
+    return lambda x, w, dims: qwix.dot_general_qt(x, w, dims, config)
 
 
 def _aqt_int8() -> Matmul:
     """AQT: INT8 in all three products, stochastic rounding of the gradients."""
-    config = importlib.import_module("aqt.jax.v2.config")
-    int8 = config.fully_quantized(fwd_bits=8, bwd_bits=8)
+    config, int8 = _aqt_config()
 
     def product(x: jax.Array, w: jax.Array, _: Any, key: jax.Array) -> jax.Array:
         return config.set_context(int8, key, train_step=None)(x, w, MATMUL)
 
-    return Matmul("AQT INT8", "xla", product, inputs=jax.random.key(1))
+    return Matmul(_AQT, "xla", product, inputs=jax.random.key(1))
+
+
+def _aqt_int8_layer() -> tuple[str, dict[str, Any]]:
+    _, int8 = _aqt_config()
+    layer = importlib.import_module("aqt.jax.v2.flax.aqt_flax").AqtDotGeneral
+    return _AQT, {"dot_general_cls": functools.partial(layer, int8)}
+
+
+def _aqt_config() -> tuple[Any, Any]:
+    """AQT's module of configurations, and its configuration."""
+    config = importlib.import_module("aqt.jax.v2.config")
+    return config, config.fully_quantized(fwd_bits=8, bwd_bits=8)

@@ -1,5 +1,10 @@
-"""A linear layer's three products, forward and backward, against other libraries."""
+"""A linear layer's three products, forward and backward, against other libraries.
 
+They are measured through Flax layers, as users call them, and as calls of the
+functional core, which are a part of that.
+"""
+
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -7,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.bench import baselines, data, matmuls, measure
+from fbq_jax.bench import baselines, data, layers, matmuls, measure
+from fbq_jax.bench.layers import Stack
 from fbq_jax.bench.matmuls import MATMUL, Matmul, Product
-from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.measure import Effort, RunningStep
 from fbq_jax.bench.results import Row, row, with_ratios
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
@@ -21,42 +27,114 @@ _REFERENCE_LIMIT = 1e-3
 # The reference compiles slowly: it computes only a corner of this size.
 _CORNER = 1024
 
+Operands = tuple[jax.Array, jax.Array, jax.Array]  # X, W and dY
+
 
 def rows(
     shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
     """Measures ``Y = X . W``, ``dX`` and ``dW`` of each ``(M, K, N)``, bf16 in and out.
 
-    A fifth of X's blocks exceed the threshold, and a key makes the rounding stochastic,
-    as in training. Work counts the products' ``6 M K N`` operations and nothing that a
-    recipe adds.
+    First come Flax layers with state that moves, as in training. Their bursts time
+    calls, and their baseline is bf16 in ``nn.Dense``.
+
+    Then comes the functional core, without state: a fifth of X's blocks exceed the
+    given threshold, and a key makes the rounding stochastic.
+
+    Work counts the products' ``6 M K N`` operations and nothing that a recipe adds.
 
     Raises:
       WrongResultError: if a product or gradient differs from the reference on a corner
-        of the operands, or from float32 by more than INT8 may.
+        of the operands, or from float32 by more than INT8 may; or if a layer's fallback
+        rate is outside the recipe's range.
     """
     int8_libraries = list(baselines.installed_int8_libraries())
+    stacks = _stacks(implementation)
     for shape in shapes:
-        M, K, N = shape
-        keys = jax.random.split(jax.random.key(0), 3)
-        x = data.activation(keys[0], (M, K))
-        w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
-        dy = jax.random.normal(keys[2], (M, N), jnp.bfloat16)
-        exact = exact_products(x, w, dy)
-        measured = [
+        operands = _operands(shape)
+        exact = exact_products(*operands)
+        yield from with_ratios(_layer_rows(stacks, operands, exact, effort))
+        x, w, _ = operands
+        core = [
             baselines.bf16(),
             *matmuls.timed(x, implementation),
             baselines.flax_fp8(x, w),
             *int8_libraries,
         ]
         yield from with_ratios(
-            _measure(matmul, (x, w, dy), exact, effort) for matmul in measured
+            _measure(matmul, operands, exact, effort) for matmul in core
         )
+
+
+def _operands(shape: tuple[int, ...]) -> Operands:
+    """X ``[M, K]``, W ``[K, N]`` and dY ``[M, N]``."""
+    M, K, N = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = data.activation(keys[0], (M, K))
+    w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
+    return x, w, jax.random.normal(keys[2], (M, N), jnp.bfloat16)
+
+
+def _stacks(implementation: str | None) -> list[Stack]:
+    """The Flax layers to measure; bf16 is the first."""
+    return [
+        layers.bf16(1),
+        layers.flax_fp8(1),
+        *layers.linen(1, implementation),
+        *(layers.nnx_stack(name, implementation) for name in layers.RECIPES),
+    ]
+
+
+def _layer_rows(
+    stacks: Sequence[Stack],
+    operands: Operands,
+    exact: tuple[jax.Array, ...],
+    effort: Effort,
+) -> Iterator[Row]:
+    """The rows of Flax layers, whose programs are compiled at the same time."""
+    x, w, dy = operands
+    inputs = x, dy, jax.random.key(1)
+    states = [stack.start([w]) for stack in stacks]
+    programs = layers.compile_together(
+        [
+            functools.partial(stack.compile_products, state, *inputs)
+            for stack, state in zip(stacks, states, strict=True)
+        ]
+    )
+    for stack, program, state in zip(stacks, programs, states, strict=True):
+        step = RunningStep(program.step, state, *inputs)
+        yield _measure_layer(stack, step, exact, effort, program.compile_s)
+
+
+def _measure_layer(
+    stack: Stack,
+    step: RunningStep,
+    exact: tuple[jax.Array, ...],
+    effort: Effort,
+    compile_s: float,
+) -> Row:
+    y, dx, _ = exact
+    shape = (*dx.shape, y.shape[1])
+    for _ in range(SETTLING_STEPS):
+        arrays = step()
+    what = f"{stack.name} in {stack.layer} at {shape}"
+    errors = measure.checked_errors(_ARRAYS, arrays, exact, _INT8_LIMIT, what)
+    return row(
+        measure.running_timing(step, effort=effort),
+        6.0 * dx.size * y.shape[1],
+        what=stack.name,
+        layer=stack.layer,
+        implementation=stack.backend,
+        shape=shape,
+        fallback=layers.checked_rate(stack, step.state, what),
+        errors=errors,
+        compile_s=compile_s,
+    )
 
 
 def _measure(
     matmul: Matmul,
-    operands: tuple[jax.Array, jax.Array, jax.Array],
+    operands: Operands,
     exact: tuple[jax.Array, ...],
     effort: Effort,
 ) -> Row:
@@ -75,6 +153,7 @@ def _measure(
         measure.timing(step, *operands, state, inputs, effort=effort),
         6.0 * M * K * N,
         what=matmul.name,
+        layer="core",
         implementation=matmul.implementation,
         shape=(M, K, N),
         fallback=matmul.fallback,
@@ -98,9 +177,7 @@ def step_of(product: Product) -> Callable[..., tuple[Any, ...]]:
     return step
 
 
-def _check_reference(
-    matmul: Matmul, operands: tuple[jax.Array, jax.Array, jax.Array]
-) -> None:
+def _check_reference(matmul: Matmul, operands: Operands) -> None:
     """Raises if a corner of the results differs from the reference's."""
     if matmul.reference is None:
         return

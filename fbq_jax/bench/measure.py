@@ -96,6 +96,25 @@ def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
     return Timing(sustained, _burst_of_calls(call, effort), "calls")
 
 
+class RunningStep(jax.stages.Compiled):
+    """A step ``(state, *inputs) -> (state, results)`` that donates its state.
+
+    A call goes on from the state of the call before, and returns the results. The
+    profiler takes nothing but jitted and compiled functions, so this is one.
+
+    Attributes:
+      state: the state after the last call.
+    """
+
+    def __init__(self, step: Callable[..., Any], state: Any, *inputs: Any) -> None:
+        self._step, self.state, self._inputs = step, state, inputs
+
+    def __call__(self) -> Any:
+        """Runs one step and returns its results."""
+        self.state, results = self._step(self.state, *self._inputs)
+        return results
+
+
 def step_timing(
     step: Callable[..., Any], state: Any, *args: Any, effort: Effort
 ) -> Timing:
@@ -103,23 +122,32 @@ def step_timing(
 
     The burst times calls, since memory may not hold the states of several at once.
     """
+    return running_timing(RunningStep(step, state, *args), effort=effort)
 
-    def call() -> Any:
-        nonlocal state
-        state, metrics = step(state, *args)
-        return metrics
 
-    sustained = _sustained(call, effort)
+def running_timing(step: RunningStep, *, effort: Effort) -> Timing:
+    """Times a running step, in bursts its calls."""
+    sustained = _sustained(step, effort)
     time.sleep(effort.rest_s)
-    return Timing(sustained, _burst_of_calls(call, effort), "calls")
+    return Timing(sustained, _burst_of_calls(step, effort), "calls")
+
+
+def running_kernels(step: RunningStep, *, warm_up_s: float) -> list[tuple[str, float]]:
+    """``kernels`` of a running step, after seconds of continuous calls."""
+    end = time.perf_counter() + warm_up_s
+    while time.perf_counter() < end:
+        jax.block_until_ready(step())
+    return kernels(step)
 
 
 def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
     """The names and milliseconds of the kernels of one call of a compiled program.
 
     Raises:
-      NoKernelsError: if the machine has no CUPTI.
+      NoKernelsError: if the machine has no GPU or no CUPTI.
     """
+    if (backend := jax.default_backend()) != "gpu":
+        raise NoKernelsError(f"kernels cannot be measured on a {backend}")
     from jax.experimental.mosaic.gpu import profiler
 
     try:

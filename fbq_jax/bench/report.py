@@ -16,6 +16,7 @@ class Heading(NamedTuple):
       ratio: the title of ``Row.ratio``; None leaves out the ratios.
       note: what the numbers are.
       error_width: characters of the errors in a plain table; 0 leaves them out.
+      has_layers: whether rows differ in ``Row.layer``.
       columns: the titles of further columns.
     """
 
@@ -25,6 +26,7 @@ class Heading(NamedTuple):
     ratio: str | None
     note: str
     error_width: int = 0
+    has_layers: bool = False
     columns: tuple[str, ...] = ()
 
 
@@ -34,6 +36,28 @@ _TIMES = (
     "sustained and in bursts."
 )
 HEADINGS = {
+    "step": Heading(
+        "Training step of 8 linear layers, D to F to D, in Flax",
+        "tokens, D, F",
+        "TFLOP/s",
+        _SPEEDUP,
+        "This is what users get: forward, gradient and SGD update of 8 unrolled Flax "
+        "layers in one compiled step, with state that moves. Times are sustained "
+        "milliseconds of wall-clock per step. Speedups compare rates with bf16's, "
+        "sustained and in bursts of single steps. The fallback rate is the layers' "
+        "mean in the last step. Launches are the kernels of a step divided by its "
+        "layers; the gap is the wall-clock time without the sum of the kernels. Errors "
+        "compare the loss and the first layer's update with bf16's. Several "
+        "programs are traced and compiled at the same time, which adds to first calls.",
+        error_width=28,
+        columns=(
+            "launches/layer",
+            "kernels, ms",
+            "gap, ms",
+            "first call, s",
+            "conditionals",
+        ),
+    ),
     "gemm": Heading(
         "INT8 GEMM with 128 x 128 block scales, bf16 out",
         "M, N, K",
@@ -58,8 +82,13 @@ HEADINGS = {
         "M, K, N",
         "TFLOP/s",
         _SPEEDUP,
-        f"{_TIMES} Errors compare with float32 products of the same operands.",
+        f"{_TIMES} Errors compare with float32 products of the same operands. In rows "
+        "of `nn.Dense` and `nnx.Linear` the state of the Flax layer moves, as in "
+        "training; they are compared with bf16 in `nn.Dense`, bursts time calls, and "
+        "they are compiled at the same time, which adds to first calls. "
+        "Rows of `core` are core figures: threshold given, no state.",
         error_width=35,
+        has_layers=True,
         columns=("first call, s",),
     ),
     "recipes": Heading(
@@ -139,7 +168,11 @@ _COLUMNS = (
     _Column("k tokens/s", 10, lambda row: _number(row.tokens_s, 1e3)),
     _Column("efficiency", 10, lambda row: _percent(row.efficiency)),
     _Column("X", 18, lambda row: row.data or ""),
+    _Column("launches/layer", 14, lambda row: _number(row.launches, 1.0)),
+    _Column("kernels, ms", 11, lambda row: _milliseconds(row.kernels_ms)),
+    _Column("gap, ms", 7, lambda row: _milliseconds(row.gap_ms)),
     _Column("first call, s", 13, lambda row: _number(row.compile_s, 1.0)),
+    _Column("conditionals", 12, lambda row: _count(row.conditionals)),
     _Column("saved, kB/token", 15, lambda row: _number(row.saved_bytes, 1e3)),
     _Column("peak, GB", 8, lambda row: _number(row.peak_bytes, 1e9)),
 )
@@ -164,8 +197,10 @@ def markdown(sections: Mapping[str, Any]) -> str:
 
 def _columns(section: str) -> list[_Column]:
     heading = HEADINGS[section]
-    columns = [
-        _Column("name", 29, lambda row: row.what),
+    columns = [_Column("name", 29, lambda row: row.what)]
+    if heading.has_layers:
+        columns.append(_Column("layer", 10, lambda row: row.layer or ""))
+    columns += [
         _Column("backend", 9, lambda row: row.implementation),
         _Column(heading.shape, 19, lambda row: ", ".join(map(str, row.shape))),
         _Column("fallback rate", 13, lambda row: _percent(row.fallback)),
@@ -191,6 +226,14 @@ def _percent(value: float | None) -> str:
 
 def _number(value: float | None, unit: float) -> str:
     return "" if value is None else f"{value / unit:.1f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
 
 
 def _errors(row: Row) -> str:

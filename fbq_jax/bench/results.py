@@ -23,6 +23,7 @@ from fbq_jax.bench.measure import Timing
 from fbq_jax.kernels import tuning_table
 
 SECTIONS = (
+    "step",
     "gemm",
     "quantize",
     "linear",
@@ -48,6 +49,8 @@ class Row:
 
     Attributes:
       what: the program's name.
+      layer: the Flax layer that calls it, or ``"core"`` for a call of the functional
+        core; None in sections that measure one of them only.
       data: the name of its input, in sections with several.
       implementation: the backend that computes it.
       shape: the sizes; ``report.HEADINGS`` names them.
@@ -64,12 +67,17 @@ class Row:
       efficiency: ``tokens_s`` of N devices over N times one device's.
       errors: errors by name; ``report.HEADINGS`` defines them.
       compile_s: seconds of the first call, compilation included.
+      launches: the kernels of one call, per layer; None where kernels cannot be timed.
+      kernels_ms: the milliseconds of one call's kernels together.
+      gap_ms: sustained milliseconds without ``kernels_ms``.
+      conditionals: the number of conditionals in the compiled program.
       saved_bytes: bytes saved for the backward pass, per token.
       peak_bytes: bytes that the program has allocated at once on a device, arguments
         included.
     """
 
     what: str
+    layer: str | None = None
     data: str | None = None
     implementation: str
     shape: tuple[int, ...]
@@ -85,6 +93,10 @@ class Row:
     efficiency: float | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     compile_s: float | None = None
+    launches: float | None = None
+    kernels_ms: float | None = None
+    gap_ms: float | None = None
+    conditionals: int | None = None
     saved_bytes: float | None = None
     peak_bytes: int | None = None
 

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from fbq_jax import ops, recipes
 from fbq_jax.bench import (
     baselines,
     data,
     gemm,
+    layers,
     linear,
     matmuls,
     measure,
@@ -54,19 +56,36 @@ def test_quantize():
 
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    only = types.SimpleNamespace(NAMED={"block": float_backward(recipes.block)})
+    named = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}
+    monkeypatch.setattr(layers, "recipes", types.SimpleNamespace(NAMED=named))
+    only = types.SimpleNamespace(NAMED={"block": named["block"]})
     monkeypatch.setattr(matmuls, "recipes", only)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         # AQT and Qwix, where they are installed, promote.
         measured = list(linear.rows([(256, 640, 128)], **OPTIONS))
-    rows = {row.what: row for row in measured}
+    rows = {(row.what, row.layer): row for row in measured}
     check_rates(measured, lambda _: 6 * 256 * 640 * 128)
-    assert {"bf16", "block", "Flax Fp8DotGeneral"} <= set(rows)
+    assert list(rows)[:9] == [
+        ("bf16", "nn.Dense"),
+        ("Flax Fp8DotGeneral", "nn.Dense"),
+        ("block", "nn.Dense"),
+        ("fallback", "nn.Dense"),
+        ("block, nnx", "nnx.Linear"),
+        ("fallback, nnx", "nnx.Linear"),
+        ("bf16", "core"),
+        ("block", "core"),
+        ("Flax Fp8DotGeneral", "core"),
+    ]
     for name, row in rows.items():
         assert set(row.errors) == {"y", "dx", "dw"}, name
         assert all(0.0 < error < 0.2 for error in row.errors.values())
         assert row.compile_s > 0.0
-    assert rows["bf16"].errors["dw"] < 0.01 < rows["block"].errors["dw"]
+        fallback = pytest.approx(0.2) if "fallback" in row.what else None
+        assert row.fallback == fallback
+    for layer in ("nn.Dense", "core"):
+        bf16, block = rows["bf16", layer], rows["block", layer]
+        assert bf16.errors["dw"] < 0.01 < block.errors["dw"]
+        assert block.ratio == pytest.approx(bf16.ms / block.ms)
 
 
 def test_recipes(monkeypatch):
@@ -185,7 +204,18 @@ def test_a_wrong_layer_is_refused(monkeypatch):
     monkeypatch.setattr(baselines, "bf16", lambda: wrong)
     monkeypatch.setattr(baselines, "installed_int8_libraries", list)
     monkeypatch.setattr(matmuls, "timed", lambda *_: [])
+    monkeypatch.setattr(linear, "_stacks", lambda _: [layers.bf16(1)])
     with pytest.raises(measure.WrongResultError, match=r"y of mine by xla is wrong"):
+        list(linear.rows([(16, 8, 4)], **OPTIONS))
+
+
+def test_a_wrong_flax_layer_is_refused(monkeypatch):
+    def dot(x, w, dims, **_):
+        return lax.dot_general(x, lax.stop_gradient(w), dims)
+
+    wrong = layers.LinenStack("mine", "xla", 1, dot_general=dot)
+    monkeypatch.setattr(linear, "_stacks", lambda _: [wrong])
+    with pytest.raises(measure.WrongResultError, match=r"dw of mine in nn.Dense at"):
         list(linear.rows([(16, 8, 4)], **OPTIONS))
 
 

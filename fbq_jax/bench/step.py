@@ -1,0 +1,201 @@
+"""A training step of Flax layers in wall-clock time: what users of the library get."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fbq_jax.bench import data, layers, measure
+from fbq_jax.bench.layers import Program, Stack
+from fbq_jax.bench.measure import Effort, RunningStep
+from fbq_jax.bench.results import Row, row, with_ratios
+
+# (tokens, D, F). Other INT8 libraries, which compile for long, take the first.
+SHAPES = (
+    (8192, 4096, 4096),
+    (8192, 2048, 2048),
+    (8192, 4096, 14336),
+    (16384, 4096, 4096),
+)
+DEPTH = 8  # layers
+# Until thresholds stay in their range, and delayed scales have reached the first layer.
+SETTLING_STEPS = 16
+# The limits of the errors through all layers. Of an update that has nothing to do with
+# bf16's, the error is 1 or more.
+_LIMITS = {"loss": 0.2, "update": 0.5}
+# The standard deviations of the scales' logarithms, of tokens and of channels. They
+# make some blocks of every layer's activation several times as large as others.
+_SPREAD = 0.5
+_KERNELS_WARM_UP_S = 0.2
+_STEPS_INTO_RANGE = 4
+
+
+def rows(
+    shapes: Sequence[tuple[int, ...]],
+    depth: int = DEPTH,
+    *,
+    implementation: str | None,
+    effort: Effort,
+) -> Iterator[Row]:
+    """Measures steps of layers from D to F and back, for each ``(tokens, D, F)``.
+
+    A step is forward, gradient and SGD update of float32 weights, computed in bf16,
+    always on the same tokens. Work counts the layers' products; there is no dX of the
+    first one.
+
+    Raises:
+      WrongResultError: if the loss or an update differs from bf16's by more than INT8
+        may, or a fallback rate is outside the recipe's range.
+    """
+    stacks = _stacks(depth, implementation)
+    libraries = list(layers.installed_int8_libraries(depth))
+    measured = {
+        shape: stacks if i else stacks + libraries for i, shape in enumerate(shapes)
+    }
+    # All shapes at the same time: one slow program does not hold up the others.
+    programs = layers.compile_together(
+        [
+            functools.partial(_compile, stack, shape, depth)
+            for shape, stacks in measured.items()
+            for stack in stacks
+        ]
+    )
+    for shape, stacks in measured.items():
+        compiled = [(stack, programs.pop(0)) for stack in stacks]
+        yield from with_ratios(_rows(shape, depth, compiled, effort))
+
+
+def _stacks(depth: int, implementation: str | None) -> list[Stack]:
+    """What is measured for every shape; bf16 is the first."""
+    return [
+        layers.bf16(depth),
+        layers.flax_fp8(depth),
+        *layers.linen(depth, implementation),
+        layers.nnx_stack("fallback", implementation),
+    ]
+
+
+def _compile(stack: Stack, shape: tuple[int, ...], depth: int) -> Program:
+    """Compiles a stack's step for ``(tokens, D, F)``; allocates nothing."""
+    x, key, kernels = jax.eval_shape(functools.partial(_data, shape, depth))
+    return stack.compile_training(nnx.eval_shape(stack.start, kernels), x, key)
+
+
+def _rows(
+    shape: tuple[int, ...],
+    depth: int,
+    compiled: Sequence[tuple[Stack, Program]],
+    effort: Effort,
+) -> Iterator[Row]:
+    x, key, kernels = _data(shape, depth)
+    exact: dict[str, jax.Array] = {}
+    for stack, program in compiled:
+        step = RunningStep(program.step, stack.start(kernels), x, key)
+        what = f"{stack.name} at {shape}"
+        results = _settle(stack, step)
+        exact = exact or results
+        errors = _checked_errors(results, exact, what)
+        timing = measure.running_timing(step, effort=effort)
+        launches, kernels_ms = _launches(step)
+        yield row(
+            timing,
+            _work(shape, depth),
+            what=stack.name,
+            implementation=stack.backend,
+            shape=shape,
+            fallback=_settled_rate(stack, step, what),
+            errors=errors,
+            compile_s=program.compile_s,
+            launches=None if launches is None else launches / depth,
+            kernels_ms=kernels_ms,
+            gap_ms=None if kernels_ms is None else timing.ms - kernels_ms,
+            conditionals=program.text.count(" conditional("),
+        )
+
+
+def _settle(stack: Stack, step: RunningStep) -> dict[str, jax.Array]:
+    """Runs the first steps; returns the last one's loss and first layer's update."""
+    for _ in range(SETTLING_STEPS - 1):
+        step()
+    before = jnp.copy(stack.first_kernel(step.state))
+    loss = step()
+    return {"loss": loss, "update": stack.first_kernel(step.state) - before}
+
+
+def _settled_rate(stack: Stack, step: RunningStep, what: str) -> float | None:
+    """The mean fallback rate; raises if one does not come into the recipe's range.
+
+    As weights change, a rate leaves the range for single steps: then its threshold
+    moves. So a few steps more may be needed.
+    """
+    for _ in range(_STEPS_INTO_RANGE):
+        if layers.rates_in_range(stack, step.state):
+            break
+        step()
+    return layers.checked_rate(stack, step.state, what)
+
+
+def _checked_errors(
+    actual: dict[str, jax.Array], exact: dict[str, jax.Array], what: str
+) -> dict[str, float]:
+    """The relative errors by name; raises if one is above its limit."""
+    errors = {}
+    for name, limit in _LIMITS.items():
+        errors[name] = measure.relative_error(actual[name], exact[name])
+        measure.require(errors[name], limit, f"{name} of {what}")
+    return errors
+
+
+def _launches(step: RunningStep) -> tuple[int, float] | tuple[None, None]:
+    """The number and the milliseconds of a step's kernels; None without CUPTI."""
+    try:
+        kernels = measure.running_kernels(step, warm_up_s=_KERNELS_WARM_UP_S)
+    except measure.NoKernelsError:
+        return None, None
+    return len(kernels), sum(ms for _, ms in kernels)
+
+
+def _work(shape: tuple[int, ...], depth: int) -> float:
+    """Operations of a step: three products a layer, but two in the first."""
+    tokens, D, F = shape
+    return 2.0 * tokens * D * F * (3 * depth - 1)
+
+
+def _data(
+    shape: tuple[int, ...], depth: int
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """The activation, a key for noise, and the kernels of ``(tokens, D, F)``."""
+    tokens, D, F = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = _activation(keys[0], (tokens, D))
+    return x, keys[1], _kernels(keys[2], D, F, depth)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _activation(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A bf16 array ``[tokens, channels]`` with heavy tails, also among tokens."""
+    x_key, scale_key = jax.random.split(key)
+    scales = _scales(scale_key, (shape[0], 1))
+    return data.activation(x_key, shape) * scales.astype(jnp.bfloat16)
+
+
+def _kernels(key: jax.Array, D: int, F: int, depth: int) -> list[jax.Array]:
+    """Float32 kernels ``[D, F]``, ``[F, D]``, ... whose outputs have many scales."""
+    shapes = itertools.islice(itertools.cycle(((D, F), (F, D))), depth)
+    keys = jax.random.split(key, depth)
+    return [_kernel(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _kernel(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    w_key, scale_key = jax.random.split(key)
+    scales = _scales(scale_key, (1, shape[1]))
+    return jax.random.normal(w_key, shape) * shape[0] ** -0.5 * scales
+
+
+def _scales(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Log-normal scales whose mean square is 1."""
+    return jnp.exp(_SPREAD * jax.random.normal(key, shape) - _SPREAD**2)
