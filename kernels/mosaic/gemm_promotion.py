@@ -15,8 +15,6 @@ are two ways to promote.
   ``reset_interval`` iterations, before ``P`` can leave this range, the accumulator is
   reset and the contribution of ``MAGIC`` is subtracted.
 
-A reset waits for all products in flight, so it costs most of a step.
-
 The rounding error of the sums is about half of the largest ``s_t``.  This is less than
 the rounding of the output to 16 bits, with two exceptions.  In a float32 output the
 error would be visible.  And an outlier step, whose scale is ``OUTLIER_RATIO`` times the
@@ -39,6 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels.mosaic.gemm_problem import (
+    BLOCK,
     CONSUMER_ROWS,
     PART,
     PREFETCH,
@@ -52,6 +51,7 @@ from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile, next_
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
 EXACT_RANGE = 2**22  # largest |P| that the bits of MAGIC + P represent exactly
+LARGEST_SUM = 127.0 * BLOCK  # of the magnitudes of the codes of a step
 OUTLIER_RATIO = 16.0
 
 
@@ -234,7 +234,8 @@ def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
     """Iterations of the main loop for which running sums stay in ``EXACT_RANGE``.
 
     No code of lhs exceeds 127, so a product of 128 codes is at most 127 times the
-    largest ``sum |codes|`` of rhs.
+    largest ``sum |codes|`` of rhs.  The sums may be of longer rows, or NaN for a block
+    with a NaN; 128 codes do not exceed ``LARGEST_SUM``.
 
     Args:
       rhs_sums: a reference to ``Operands.rhs_sums``.
@@ -251,6 +252,7 @@ def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
     largest = lax.fori_loop(
         0, SUM_CHUNK, lambda n, x: jnp.maximum(x, shared[n]), jnp.float32(1), unroll=16
     )
+    largest = jnp.where(largest <= LARGEST_SUM, largest, LARGEST_SUM)
     # All these are integers below 2**24, so only the division rounds.
     return (EXACT_RANGE / (UNROLL * 127.0 * largest)).astype(jnp.int32)
 

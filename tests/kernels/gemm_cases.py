@@ -99,12 +99,17 @@ def check_outlier_scale(matmul) -> None:
     assert oracle.relative(y[others], expected[others]) <= 1e-6
 
 
-def check_largest_sums(matmul, sign: int) -> None:
-    """The largest products there are, whose running sums must not leave their range."""
+def check_largest_sums(matmul, sign: int, sums: float | None = None) -> None:
+    """The largest products there are, whose running sums must not leave their range.
+
+    ``sums`` are those of rhs: an upper bound, or NaN, which bounds nothing.
+    """
     depth = 8 * 128
     codes = jnp.full((1, 128, depth), 127, jnp.int8)
     scales = jnp.full((1, 1, depth // 128), 2.0**-14)
-    lhs, rhs = Quantized(sign * codes, scales), Quantized(codes, jnp.ones_like(scales))
+    bounds = None if sums is None else jnp.full_like(scales, sums)
+    lhs = Quantized(sign * codes, scales)
+    rhs = Quantized(codes, jnp.ones_like(scales), bounds)
     y = matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.bfloat16)
     expected = jnp.full_like(y, sign * 127.0**2 * 2.0**-14 * depth)
     np.testing.assert_array_equal(y, expected)

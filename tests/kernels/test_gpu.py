@@ -63,9 +63,11 @@ def test_matmul_rounds_once(matmul, dtype):
     gemm_cases.check_rounds_once(matmul, dtype)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_matmul_largest_sums(matmul, sign):
-    gemm_cases.check_largest_sums(matmul, sign)
+@pytest.mark.parametrize(
+    ("sign", "sums"), [(1, None), (-1, None), (1, 127.0 * 256), (-1, np.nan)]
+)
+def test_matmul_largest_sums(matmul, sign, sums):
+    gemm_cases.check_largest_sums(matmul, sign, sums)
 
 
 def test_matmul_outlier_with_residual(matmul):
