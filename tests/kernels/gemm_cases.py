@@ -69,7 +69,7 @@ def exact(lhs, residual, rhs, block_shape) -> np.ndarray:
     m, k, n = block_shape
 
     def dequantize(operand, block):
-        pairs = zip(*map(np.asarray, operand), strict=True)
+        pairs = zip(*map(np.asarray, operand[:2]), strict=True)
         return np.stack([oracle.dequantize(*pair, block) for pair in pairs])
 
     values = dequantize(lhs, (m, k))

@@ -23,7 +23,7 @@ SUPPORTED = [
     name for name, case in CASES.items() if all(s % BLOCK == 0 for s in case.blocks)
 ]
 # Two matrices, several tiles per thread block, and steps with and without residual.
-MANY_BLOCKS = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
+MANY_TILES = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_matches_float64(interpreted, name):
 @mosaic_tools.needs_interpreter
 @pytest.mark.parametrize("config", [Config(128, 1), Config(192, 1), Config(192, 8)])
 def test_every_configuration_matches_float64(interpreted, config):
-    gemm_cases.check_against_float64(interpreted(config), MANY_BLOCKS)
+    gemm_cases.check_against_float64(interpreted(config), MANY_TILES)
 
 
 @mosaic_tools.needs_interpreter
