@@ -50,11 +50,14 @@ def rows(
       WrongResultError: if the loss or an update differs from bf16's by more than INT8
         may, or a fallback rate is outside the recipe's range.
     """
-    stacks = _stacks(depth, implementation)
+    bf16, *stacks = _stacks(depth, implementation)
     libraries = list(layers.installed_int8_libraries(depth))
     measured = {
         shape: stacks if i else stacks + libraries for i, shape in enumerate(shapes)
     }
+    # Alone, because XLA chooses the kernels of what all others are compared with by
+    # timing them.
+    baselines = [_compile(bf16, shape, depth) for shape in shapes]
     # All shapes at the same time: one slow program does not hold up the others.
     programs = layers.compile_together(
         [
@@ -63,9 +66,11 @@ def rows(
             for stack in stacks
         ]
     )
-    for shape, stacks in measured.items():
+    for (shape, stacks), baseline in zip(measured.items(), baselines, strict=True):
         compiled = [(stack, programs.pop(0)) for stack in stacks]
-        yield from with_ratios(_rows(shape, depth, compiled, effort))
+        yield from with_ratios(
+            _rows(shape, depth, [(bf16, baseline), *compiled], effort)
+        )
 
 
 def _stacks(depth: int, implementation: str | None) -> list[Stack]:
