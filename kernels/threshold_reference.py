@@ -13,6 +13,7 @@ The first activation has no earlier one.  So quantization with an unset theta gi
 its blocks a residual, and ``move_threshold`` keeps those that fall back.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -23,14 +24,14 @@ UNSET = -1.0
 
 
 class MovedThreshold(NamedTuple):
-    """The result of ``move_threshold``; ``S`` thresholds of ``n`` blocks each.
+    """The result of ``move_threshold`` for ``S`` thresholds.
 
     Attributes:
       theta: float32 ``[S]``, the threshold in use: the given one, or if that is unset,
         the one that puts the fallback rate nearest to the middle of the range.
       rate: float32 ``[S]``, the fallback rate.
       next_theta: float32 ``[S]``, the threshold of the next activation.
-      residual_scales: float32 ``[S, n]``, 0 for blocks that do not fall back.
+      residual_scales: float32 ``[S, ...]``, 0 for blocks that do not fall back.
     """
 
     theta: jax.Array
@@ -58,9 +59,9 @@ def move_threshold(
     stays unset, and others do not move.
 
     Args:
-      metric: float32 ``[S, n]``, the metric of each block, at least 0 or NaN; 0 for
+      metric: float32 ``[S, ...]``, the metric of each block, at least 0 or NaN; 0 for
         blocks that do not exist.
-      residual_scales: float32 ``[S, n]``, the scales of the residuals.
+      residual_scales: float32 of the same shape, the scales of the residuals.
       theta: float32 ``[S]``, the thresholds; unset if negative or NaN.
       blocks: int32 ``[S]``, the number of blocks that exist.
       above: int32 ``[S]``, the number of blocks in the middle of the range, less than
@@ -69,6 +70,10 @@ def move_threshold(
       alpha: the largest factor by which a threshold moves.
     """
     low, high = target_rate
+    shape = metric.shape
+    metric, residual_scales = (
+        x.reshape(shape[0], math.prod(shape[1:])) for x in (metric, residual_scales)
+    )
     size = metric.shape[1]
     target = jnp.full(theta.shape, UNSET, jnp.float32)
     if size:
@@ -88,5 +93,5 @@ def move_threshold(
         used,
         rate,
         jnp.where(is_outside & (target > 0.0), moved, used),
-        jnp.where(falls_back, residual_scales, 0.0),
+        jnp.where(falls_back, residual_scales, 0.0).reshape(shape),
     )

@@ -59,9 +59,13 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
 
 
 def canonicalize_state(state: Mapping[str, Any]) -> State:
-    """Converts a state to the dtypes of ``State``; it may be all floats."""
+    """Converts a state to the dtypes of ``State``; it may be all floats.
+
+    A theta that is not finite and positive becomes ``UNSET``.
+    """
+    theta = jnp.asarray(state["theta"], jnp.float32)
     return State(
-        theta=jnp.asarray(state["theta"], jnp.float32),
+        theta=jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, UNSET),
         rate=jnp.asarray(state["rate"], jnp.float32),
         count=jnp.asarray(state["count"], jnp.uint32),
         seed=jnp.asarray(state["seed"], jnp.uint32),
@@ -120,8 +124,8 @@ def apply(
         above = jnp.round(middle * blocks.astype(jnp.float32)).astype(jnp.int32)
         above = jnp.clip(above, 0, blocks - 1)
     moved = ops.move_threshold(
-        metric.reshape(1, -1),
-        residual.scales.reshape(1, -1),
+        metric[None],
+        residual.scales[None],
         theta[None],
         jnp.asarray(blocks, jnp.int32)[None],
         jnp.asarray(above, jnp.int32)[None],
@@ -130,6 +134,5 @@ def apply(
         implementation=implementation,
     )
     used, rate, next_theta = (x.reshape(()) for x in moved[:3])
-    scales = moved.residual_scales.reshape(metric.shape)
-    residual = residual._replace(scales=scales)
+    residual = residual._replace(scales=moved.residual_scales[0])
     return residual, Stats(rate, used, metric, next_theta)

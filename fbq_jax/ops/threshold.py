@@ -3,24 +3,47 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from fbq_jax.kernels import threshold_reference
 from fbq_jax.kernels.threshold_reference import MovedThreshold
 from fbq_jax.ops.backends import nvidia_refusal, triton_kernels
+from fbq_jax.ops.op import LocalOp
 from fbq_jax.ops.transformations import define_op
+from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
 
+# The axes of the blocks of stacks of matrices, whose rows may be two axes.
+_BLOCK_AXES = {1: "b", 2: "b j", 3: "b i j", 4: "b p i j", 5: "b p g i j"}
 
-def _rule(*_operands: jax.Array, **_options: Any) -> ShardingRule:
-    """Every device needs the metrics of all blocks, which are few."""
-    blocks: Any = "b ."
+
+def _rule(metric: jax.Array, *_operands: jax.Array, **_options: Any) -> ShardingRule:
+    blocks: Any = _BLOCK_AXES[metric.ndim]
     results: Any = MovedThreshold
-    return ShardingRule((blocks, blocks, "b", "b", "b"), results("b", "b", "b", blocks))
+    operands = blocks, blocks, "b", "b", "b"
+    return ShardingRule(operands, results("b", "b", "b", blocks))
+
+
+def _on_shard(
+    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
+) -> MovedThreshold:
+    """Gathers the metrics of all blocks, and selects the residuals of its own."""
+    axes = shard.assignment.axes_of("pgij")
+    if not axes:
+        return run(*operands, **options)
+    metric, residual_scales, *others = operands
+    every_metric = lax.all_gather(metric, axes, axis=1, tiled=True)
+    moved = run(every_metric, every_metric, *others, **options)
+    limit = jnp.maximum(moved.theta, 0.0)
+    limit = jnp.expand_dims(limit, range(1, metric.ndim))
+    selected = jnp.where(metric > limit, residual_scales, 0.0)
+    return moved._replace(residual_scales=selected)
 
 
 move_threshold = define_op(
     threshold_reference.move_threshold,
     _rule,
-    lambda run, shard, operands, options: shard.run(run, operands, **options),
+    _on_shard,
     kernels=triton_kernels("fbq_jax.kernels.triton.threshold", refusal=nvidia_refusal),
 )

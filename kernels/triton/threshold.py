@@ -6,6 +6,8 @@ passes over all metrics, but it is needed only if the threshold is unset or the 
 rate is outside its range.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -31,7 +33,7 @@ def move_threshold(
     alpha: float,
 ) -> MovedThreshold:
     """See ``threshold_reference.move_threshold``."""
-    stack, size = metric.shape
+    stack, size = metric.shape[0], math.prod(metric.shape[1:])
     chunk = min(CHUNK, triton.next_power_of_2(size))
     scalar = jax.ShapeDtypeStruct((stack,), jnp.float32)
     scales = jax.ShapeDtypeStruct(metric.shape, jnp.float32)

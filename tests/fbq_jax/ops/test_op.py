@@ -46,7 +46,7 @@ CALLS = {
     "quantize_vectors": ((X, SEEDS), BOTH | {"bound": 127.0, "per_tensor": False}),
     "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),
     "move_threshold": (
-        (X[0, :1], X[0, :1], THETA, *([jnp.ones(1, jnp.int32)] * 2)),
+        (X, X, THETA, *([jnp.ones(1, jnp.int32)] * 2)),
         {"target_rate": (0.1, 0.3), "alpha": 1.3},
     ),
     "matmul": ((CODES, None, CODES), PRODUCT | {"reduce": None}),

@@ -43,14 +43,12 @@ def maxima(*sizes):
 
 
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
-# The metrics of X's blocks, which set the first threshold; and whether all are finite.
-METRICS = [("all-gather", "f32", T * K // 128**2), ("all-reduce", "pred", 1)]
 COLLECTIVES = {
-    "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *METRICS],
+    "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "fallback_rowwise_bwd": [
         *(*CODES_OF_W, *SUM),
-        *(*scales(BLOCKS, K, K), *maxima(N, K), *METRICS),
+        *(*scales(BLOCKS, K, K), *maxima(N, K)),
     ],
     "jetfire": [*CODES_OF_W, *SUM, *scales(BLOCKS_OF_32, BLOCKS_OF_32)],
     "switchback": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
