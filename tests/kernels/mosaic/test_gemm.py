@@ -102,8 +102,9 @@ def test_outlier_scale_leaves_other_rows_accurate(interpreted):
 
 
 @mosaic_tools.needs_interpreter
-def test_rounds_once(interpreted):
-    gemm_cases.check_rounds_once(interpreted(), jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rounds_once(interpreted, dtype):
+    gemm_cases.check_rounds_once(interpreted(), dtype)
 
 
 @mosaic_tools.needs_interpreter
