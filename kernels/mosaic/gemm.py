@@ -15,9 +15,7 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     Operands,
     Problem,
 )
-from fbq_jax.kernels.mosaic.gemm_promotion import (
-    OUTLIER_RATIO,
-)
+from fbq_jax.kernels.mosaic.gemm_promotion import OUTLIER_RATIO
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
