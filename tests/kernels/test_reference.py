@@ -125,6 +125,18 @@ def test_fallback_is_bit_exact(criterion, theta):
     np.testing.assert_allclose(alone, got.metric, rtol=1e-6)
 
 
+def test_a_block_whose_metric_equals_theta_does_not_fall_back():
+    quantize = functools.partial(
+        reference.quantize_fallback, block=(32, 32), criterion="absmax", colwise=None
+    )
+    x, seeds = heavy((1, 64, 96)), jnp.zeros(1, jnp.uint32)
+    metric = quantize(x, jnp.zeros(1), seeds).metric
+    theta = jnp.sort(metric.reshape(-1))[3:4]
+    residual = quantize(x, theta, seeds).residual
+    np.testing.assert_array_equal(residual.scales > 0.0, metric > theta)
+    assert np.sum(residual.scales > 0.0) == 2
+
+
 def test_division_is_correctly_rounded():
     rng = np.random.default_rng(0)
     amax = np.exp(rng.uniform(np.log(2.0**-118), np.log(3.4e38), 500_000))
