@@ -169,6 +169,8 @@ def quantize_weight(
     matrices = rhs_matrix(w, dimension_numbers)
     main = quantize_rhs(spec, matrices, seed, save=False).colwise
     assert main is not None
+    # Stored weights have the same arrays, whatever device freezes them.
+    main = main._replace(sums=None)
     codes = forward_qtensor(recipe, main, recipe.rhs_block[::-1])
     return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
 

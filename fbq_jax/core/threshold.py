@@ -93,7 +93,7 @@ def apply(
     residual: Quantized | None,
     recipe: Recipe,
     *,
-    blocks: jax.Array | int | None = None,
+    blocks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Quantized | None, Stats]:
     """Selects the residuals of blocks that fall back, and moves the threshold.
@@ -114,12 +114,10 @@ def apply(
     """
     if residual is None:
         return None, Stats(jnp.zeros((), jnp.float32), theta, metric, theta)
-    if blocks is None:
-        blocks = metric.size
     middle = sum(recipe.target_rate) / 2
-    above: Any
-    if isinstance(blocks, int):
-        above = min(round(middle * blocks), blocks - 1)
+    if blocks is None:
+        blocks = jnp.int32(metric.size)
+        above = jnp.int32(min(round(middle * metric.size), metric.size - 1))
     else:
         above = jnp.round(middle * blocks.astype(jnp.float32)).astype(jnp.int32)
         above = jnp.clip(above, 0, blocks - 1)
@@ -127,8 +125,8 @@ def apply(
         metric[None],
         residual.scales[None],
         theta[None],
-        jnp.asarray(blocks, jnp.int32)[None],
-        jnp.asarray(above, jnp.int32)[None],
+        blocks[None],
+        above[None],
         target_rate=recipe.target_rate,
         alpha=recipe.alpha,
         implementation=implementation,

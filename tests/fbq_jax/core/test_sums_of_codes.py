@@ -1,0 +1,95 @@
+"""Products whose kernel reads the sums of rhs' codes; the reference stands for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax import GatedMLP, Recipe, dot_general, ops, ragged_dot
+from fbq_jax.core import threshold
+from fbq_jax.core.dot_general import DotConfig
+from fbq_jax.core.frozen_weight import quantize_weight
+from fbq_jax.core.quantize_operands import Spec
+from tests.kernels.test_reference import heavy
+
+MATMUL = (((1,), (0,)), ((), ()))
+RECIPE = Recipe(block=32)
+X, W = heavy((256, 128)), heavy((128, 96), 1)
+
+
+def with_gradients(function):
+    """The output of a function, and its gradients."""
+
+    def run(*args):
+        y, vjp = jax.vjp(function, *args)
+        return y, vjp(jnp.ones_like(y))
+
+    return run
+
+
+def dense(x, w):
+    return dot_general(x, w, MATMUL, recipe=RECIPE, theta=2.0)[0]
+
+
+def grouped(x, w):
+    sizes = jnp.array([100, 50])
+    return ragged_dot(x, jnp.stack([w, -w]), sizes, recipe=RECIPE, theta=2.0)[0]
+
+
+def gated(x, w):
+    model = GatedMLP(128)
+    variables = model.init(jax.random.key(0), x)
+    return model.apply(variables, x) + jnp.sum(w)
+
+
+@pytest.mark.parametrize("function", [dense, grouped, gated])
+def test_sums_change_no_value(monkeypatch, function):
+    want = with_gradients(function)(X, W)
+    monkeypatch.setattr(Spec, "bounds_sums", True)
+    got = with_gradients(function)(X, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_rhs_of_every_product_has_the_sums_of_its_codes(monkeypatch):
+    products = []
+
+    def matmul(lhs, residual, rhs, **options):
+        products.append((lhs, rhs))
+        return original(lhs, residual, rhs, **options)
+
+    original = ops.matmul
+    monkeypatch.setattr(ops, "matmul", matmul)
+    monkeypatch.setattr(Spec, "bounds_sums", True)
+    with_gradients(dense)(X, W)
+    assert len(products) == 3
+    for lhs, rhs in products:
+        assert lhs.sums is None
+        codes = np.abs(np.asarray(rhs.codes, np.float32))
+        _, rows, depth = codes.shape
+        blocks = codes.reshape(1, rows // 32, 32, depth // 32, 32)
+        np.testing.assert_array_equal(rhs.sums, blocks.sum(4).max(2))
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_devices_give_what_one_gives(monkeypatch, devices):
+    """On eight devices a block of W is split between two."""
+    monkeypatch.setattr(Spec, "bounds_sums", True)
+    want = jax.jit(with_gradients(dense))(X, W)
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    x, w = jax.device_put((X, W), NamedSharding(mesh, P("data")))
+    if devices == 8:
+        with pytest.warns(UserWarning, match="scales are all-reduced"):
+            got = jax.jit(with_gradients(dense))(x, w)
+    else:
+        got = jax.jit(with_gradients(dense))(x, w)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_frozen_weights_are_stored_without_sums(monkeypatch):
+    """Weights that any device freezes have the same arrays."""
+    monkeypatch.setattr(Spec, "bounds_sums", True)
+    frozen = quantize_weight(DotConfig(RECIPE), threshold.start(RECIPE), W, MATMUL)
+    assert frozen.codes.main.sums is None
