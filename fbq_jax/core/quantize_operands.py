@@ -119,7 +119,7 @@ def quantize_lhs(
     if recipe.criterion is None:
         lhs = quantize(rowwise=recipe.fwd.quantizers[0], colwise=colwise)
         metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-        return lhs, *threshold.apply(theta, metric, None, recipe)
+        return lhs, None, threshold.without_fallback(theta, metric)
     in_blocks = colwise is not None and colwise.scales == "block"
     main, residual, metric, colwise_codes = ops.quantize_fallback(
         x,

@@ -87,6 +87,11 @@ def next_state(state: State, stats: Stats) -> State:
     )
 
 
+def without_fallback(theta: jax.Array, metric: jax.Array) -> Stats:
+    """The stats of a call in which no block falls back and theta stays."""
+    return Stats(jnp.zeros((), jnp.float32), theta, metric, theta)
+
+
 def apply(
     theta: jax.Array,
     metric: jax.Array,
@@ -113,7 +118,7 @@ def apply(
       stats.
     """
     if residual is None:
-        return None, Stats(jnp.zeros((), jnp.float32), theta, metric, theta)
+        return None, without_fallback(theta, metric)
     middle = sum(recipe.target_rate) / 2
     if blocks is None:
         blocks = jnp.int32(metric.size)

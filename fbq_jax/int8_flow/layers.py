@@ -165,10 +165,6 @@ def run(
 
 def next_state(state: threshold.State) -> threshold.State:
     """The state after a training call: its count grows; there is no fallback."""
-    no_fallback = jnp.zeros((), jnp.float32)
-    return threshold.State(
-        theta=state["theta"],
-        rate=no_fallback,
-        count=state["count"] + jnp.uint32(1),
-        seed=state["seed"],
-    )
+    no_metric = jnp.zeros((0,), jnp.float32)
+    stats = threshold.without_fallback(state["theta"], no_metric)
+    return threshold.next_state(state, stats)
