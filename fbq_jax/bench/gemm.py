@@ -85,7 +85,9 @@ def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operan
     M, N, K = shape
     keys = jax.random.split(jax.random.key(1), 4)
     lhs, residual = (_quantized(key, M, K, implementation) for key in keys[:2])
-    rhs = _quantized(keys[2], N, K, implementation)
+    # The quantizers of a layer tell the kernel in Mosaic the sums of the codes of rhs.
+    sums = ("rowwise",) if implementation == "mosaic" else ()
+    rhs = _quantized(keys[2], N, K, implementation, sums)
     if not rate:
         return lhs, None, rhs
     blocks = math.prod(residual.scales.shape)
@@ -118,7 +120,11 @@ def _checked_errors(args: Operands, implementation: str, what: str) -> dict[str,
 
 
 def _quantized(
-    key: jax.Array, rows: int, columns: int, implementation: str
+    key: jax.Array,
+    rows: int,
+    columns: int,
+    implementation: str,
+    sums: tuple[str, ...] = (),
 ) -> Quantized:
     quantized = ops.quantize(
         jax.random.normal(key, (1, rows, columns), jnp.bfloat16),
@@ -126,6 +132,7 @@ def _quantized(
         block=BLOCK_SHAPE[:2],
         rowwise="nearest",
         colwise=None,
+        sums=sums,
         implementation=implementation,
     ).rowwise
     assert quantized is not None

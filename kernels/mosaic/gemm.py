@@ -10,7 +10,6 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
     PREFETCH_PAD,
     SUM_CHUNK,
-    WIDTHS,
     Config,
     Operands,
     Problem,
@@ -19,9 +18,6 @@ from fbq_jax.kernels.mosaic.gemm_promotion import OUTLIER_RATIO
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
-
-# The work of a tile beside that of its columns, in columns.
-_TILE_OVERHEAD = 64
 
 
 def matmul(
@@ -43,7 +39,7 @@ def matmul(
       rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each a multiple of 128.
       dtype: dtype of the output, with 2 or 4 bytes.
-      config: tuning options; by default from ``choose_config``.
+      config: tuning options; by default those in the table.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -55,20 +51,6 @@ def matmul(
     return build(problem)(operands)[:, :M, :N]
 
 
-def choose_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
-    """The tuned configuration for ``(M, N, K)``; by default the one with least work."""
-    op = "mosaic.matmul.fallback" if fallback else "mosaic.matmul"
-    if tuned := tuning_table.lookup(op, sizes):
-        return Config(**tuned)
-    M, N, _ = sizes
-
-    def work(width: int) -> float:
-        tiles = cdiv(M, BLOCK) * cdiv(N, width)
-        return cdiv(tiles, _num_sms()) * (width + _TILE_OVERHEAD)
-
-    return Config(width=min(WIDTHS, key=work), group=8)
-
-
 def _problem(
     lhs: Quantized,
     rhs: Quantized,
@@ -78,11 +60,15 @@ def _problem(
 ) -> Problem:
     batch, M, K = lhs.codes.shape
     N = rhs.codes.shape[1]
-    config = config or choose_config((M, N, K), fallback=fallback)
+    config = config or _tuned_config((M, N, K), fallback=fallback)
     M, N, K = (BLOCK * cdiv(size, BLOCK) for size in (M, N, K))
-    if config.width > N:
-        config = config._replace(width=BLOCK)
     return Problem(batch, M, N, K, fallback, jnp.dtype(dtype), config, _num_sms())
+
+
+def _tuned_config(sizes: tuple[int, int, int], *, fallback: bool) -> Config:
+    """The configuration for ``(M, N, K)`` in the table, or the default."""
+    op = "mosaic.matmul.fallback" if fallback else "mosaic.matmul"
+    return Config(**(tuning_table.lookup(op, sizes) or {}))
 
 
 def _num_sms() -> int:

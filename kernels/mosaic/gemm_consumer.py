@@ -1,7 +1,7 @@
 """The consumer: multiplies the codes that the producer copies, and stores tiles."""
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,39 +28,56 @@ from fbq_jax.kernels.mosaic.gemm_promotion import (
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile
 
 
+def consume(
+    schedulers: Sequence[Scheduler], buffers: Buffers, out: Any, warpgroup: jax.Array
+) -> None:
+    """Computes half the rows of the tiles of all regions.
+
+    Args:
+      schedulers: those of the thread block, one for each region.
+      buffers: shared memory and barriers of the thread block.
+      out: the output, a reference to ``[B, M, N]``.
+      warpgroup: int32, index of this warpgroup.
+    """
+    problem, operands = schedulers[0].problem, schedulers[0].operands
+    for stage in range(problem.num_stages):
+        plgpu.barrier_arrive(buffers.empty.at[stage])
+    interval = None
+    if problem.running_sums:
+        interval = reset_interval(operands.rhs_sums, buffers.sums.at[warpgroup])
+    products, staged = Products(buffers, warpgroup), buffers.out.at[warpgroup]
+    products.start_turns()
+    next_stage = jnp.int32(0)
+    for scheduler in schedulers:
+        consumer = Consumer(scheduler, products, interval, staged, out)
+        next_stage = consumer.compute_tiles(next_stage)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    products.end_turns()
+
+
 @dataclasses.dataclass(frozen=True)
 class Consumer:
     """A warpgroup that computes half the rows of each tile of a thread block.
 
     Attributes:
       scheduler: assigns the tiles and steps to compute.
-      buffers: shared memory and barriers of the thread block.
+      products: multiplies the codes of a step.
+      interval: the result of ``reset_interval``, or None without running sums.
+      staged: shared memory for a part of the output.
       out: the output, a reference to ``[B, M, N]``.
-      warpgroup: int32, index of this warpgroup.
     """
 
     scheduler: Scheduler
-    buffers: Buffers
+    products: Products
+    interval: jax.Array | None
+    staged: Any
     out: Any
-    warpgroup: jax.Array
 
-    def run(self) -> None:
-        """Computes all tiles of the thread block."""
-        for stage in range(self.scheduler.problem.num_stages):
-            plgpu.barrier_arrive(self.buffers.empty.at[stage])
-        scheduler, products = self.scheduler, Products(self.buffers, self.warpgroup)
-        running_sums = None
-        if scheduler.problem.running_sums:
-            shared = self.buffers.sums.at[self.warpgroup]
-            interval = reset_interval(scheduler.operands.rhs_sums, shared)
-            running_sums = RunningSums(scheduler, products, interval)
-        promotion = running_sums, SeparateSums(scheduler, products)
-        products.start_turns()
-        start = jnp.int32(0), self._open(jnp.int32(0))
-        compute = functools.partial(self._compute_tile, *promotion)
-        lax.fori_loop(0, scheduler.num_tiles, compute, start)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        products.end_turns()
+    def compute_tiles(self, stage: jax.Array) -> jax.Array:
+        """Computes all tiles, from ``stage`` on; returns the next stage."""
+        start = stage, self._open(jnp.int32(0))
+        tiles = self.scheduler.num_tiles
+        return lax.fori_loop(0, tiles, self._compute_tile, start)[0]
 
     def _open(self, n: jax.Array) -> tuple[Work, list[Scales]]:
         """The ``n``-th tile, and the scales of its first steps."""
@@ -69,33 +86,28 @@ class Consumer:
         work = Work(tile, *scheduler.step_counts(tile))
         return work, [scheduler.scales(tile, step) for step in range(PREFETCH)]
 
-    def _compute_tile(
-        self,
-        running_sums: RunningSums | None,
-        separate_sums: SeparateSums,
-        n: jax.Array,
-        carry: Any,
-    ) -> Any:
+    def _compute_tile(self, n: jax.Array, carry: Any) -> Any:
         """Computes a tile; ``carry`` is its first stage and the result of ``_open``."""
         stage, (work, scales) = carry
         zeros = jnp.zeros((CONSUMER_ROWS, PART), jnp.float32)
         parts = [
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            for _ in range(self.scheduler.problem.num_parts)
+            for _ in range(self.scheduler.width // PART)
         ]
         sums, done = Sums(stage, parts, scales), jnp.int32(0)
-        if running_sums is not None:
-            sums, done = running_sums.add_all(work, sums)
-        sums = separate_sums.add_all(work, done, sums)
+        common = self.scheduler, self.products
+        if self.interval is not None:
+            sums, done = RunningSums(*common, self.interval).add_all(work, sums)
+        sums = SeparateSums(*common).add_all(work, done, sums)
         following = self._open(n + 1)  # The store hides the latency of these loads.
         self._store(work.tile, sums.parts)
         return sums.stage, following
 
     def _store(self, tile: Tile, parts: list[jax.Array]) -> None:
         """Copies a finished tile, each part after the copy before it has been read."""
-        staged = self.buffers.out.at[self.warpgroup]
-        first_row = tile.row * BLOCK + self.warpgroup * CONSUMER_ROWS
-        first_column = tile.column * self.scheduler.problem.config.width
+        staged = self.staged
+        first_row = tile.row * BLOCK + self.products.warpgroup * CONSUMER_ROWS
+        first_column = self.scheduler.first_column(tile)
         for n, part in enumerate(parts):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staged[...] = part.astype(self.scheduler.problem.dtype)

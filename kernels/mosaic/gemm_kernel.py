@@ -1,7 +1,9 @@
 """The kernel of the block-scaled INT8 GEMM: persistent and warp-specialized.
 
-Each thread block computes output tiles of 128 rows and 128 or 192 columns, one after
-the other, as ``gemm_scheduler`` assigns them.  The producer, one warp, copies tiles of
+Each thread block computes output tiles of 128 rows, one after the other, as
+``gemm_scheduler`` assigns them.  Tiles of 192 columns take the least time per column.
+Tiles of 128 columns, in a second region of the output, share out the work of the last
+round more evenly.  The producer, one warp, copies tiles of
 codes into the stages of a pipeline in shared memory, by TMA (``gemm_producer``).  Two
 consumer warpgroups multiply 64 rows each, INT8 to INT32 by WGMMA, in turns
 (``gemm_products``), scale the products and add them up in float32
@@ -22,7 +24,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from fbq_jax.kernels.mosaic.gemm_consumer import Consumer
+from fbq_jax.kernels.mosaic.gemm_consumer import consume
 from fbq_jax.kernels.mosaic.gemm_problem import (
     CONSUMERS,
     Buffers,
@@ -30,7 +32,7 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     Problem,
     buffer_types,
 )
-from fbq_jax.kernels.mosaic.gemm_producer import Producer
+from fbq_jax.kernels.mosaic.gemm_producer import produce
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler
 
 # Three threads, one from each warpgroup, have 512 registers in total.
@@ -43,18 +45,18 @@ def build(problem: Problem) -> Callable[[Operands], jax.Array]:
 
     def kernel(operands: Operands, out: Any, buffers: Buffers) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        scheduler = Scheduler.for_this_block(problem, operands)
+        schedulers = Scheduler.for_this_block(problem, operands)
 
         @pl.when(warpgroup == CONSUMERS)
         def _produce() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            producer = Producer(scheduler, buffers)
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(producer.run))
+            copy = functools.partial(produce, schedulers, buffers)
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(copy))
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume() -> None:
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            Consumer(scheduler, buffers, out, warpgroup).run()
+            consume(schedulers, buffers, out, warpgroup)
 
     shape = problem.batch, problem.M, problem.N
     return plgpu.kernel(

@@ -1,6 +1,7 @@
 """Sizes, options and memory shared by the modules of the Hopper GEMM."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -11,7 +12,7 @@ BLOCK = 128  # rows, columns and elements of K that share a scale
 CONSUMERS = 2  # warpgroups that multiply; each computes half the rows of a tile
 CONSUMER_ROWS = BLOCK // CONSUMERS
 PART = 64  # columns of a tile that lie in one block, and that are stored together
-WIDTHS = (128, 192)  # columns of a tile
+WIDE, NARROW = 192, 128  # columns of a tile
 UNROLL = 2  # steps in the body of the main loop
 PREFETCH = UNROLL + 1  # steps whose scales are loaded before they are needed
 PREFETCH_PAD = PREFETCH  # entries after the last step, loaded but not used
@@ -19,18 +20,41 @@ SUM_CHUNK = 128  # sums that a warpgroup loads at once
 # Shared memory of a thread block, less what barriers and alignment take.
 _SHARED_BYTES = 226 * 1024
 _MAX_STAGES = 6
+# The work of a tile beside that of its columns, in columns.
+_TILE_OVERHEAD = 64
 
 
 class Config(NamedTuple):
     """Tuning options.  They change the speed of the kernel, not its result.
 
     Attributes:
-      width: columns of an output tile, 128 or 192.
       group: neighbouring tiles along N that run together, for reuse in the L2 cache.
+      wide: columns of tiles that are 192 columns wide, from the left: an even number,
+        or at least all.  The other tiles are 128 columns wide.  None chooses the number
+        that gives the busiest thread block the least work.
     """
 
+    group: int = 8
+    wide: int | None = None
+
+
+class Region(NamedTuple):
+    """The columns of the output that have tiles of one width.
+
+    Attributes:
+      first_column: the first column, a multiple of ``BLOCK``.
+      width: columns of a tile.
+      tile_columns: number of tiles along N; the last one may extend beyond N.
+      first_block: the thread block that computes the first tile.  The others follow in
+        their order, so that those with a tile less in the region before come first.
+      num_tiles: tiles in the region, of all matrices.
+    """
+
+    first_column: int
     width: int
-    group: int
+    tile_columns: int
+    first_block: int
+    num_tiles: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,32 +81,65 @@ class Problem:
     config: Config
     num_sms: int
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles along M and along N; the last tile of a row may extend beyond N."""
-        return self.M // BLOCK, pl.cdiv(self.N, self.config.width)
+    @functools.cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions of the output, from the left, in the order of computation."""
+        tile_rows, wide = self.batch * self.M // BLOCK, self.config.wide
+        if wide is None:
+            wide = choose_wide(tile_rows, self.N, self.num_sms)
+        return regions(tile_rows, self.N, wide, self.num_sms)
 
     @property
-    def num_tiles(self) -> int:
-        """Tiles in the output."""
-        return self.batch * self.grid[0] * self.grid[1]
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of a tile along N."""
-        return self.config.width // PART
+    def width(self) -> int:
+        """Columns of the widest tile."""
+        return max(region.width for region in self.regions)
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages: as many as fit into shared memory beside the output."""
         out = CONSUMERS * CONSUMER_ROWS * PART * self.dtype.itemsize
-        stage = (BLOCK + self.config.width) * BLOCK
+        stage = (BLOCK + self.width) * BLOCK
         return min((_SHARED_BYTES - out) // stage, _MAX_STAGES)
 
     @property
     def running_sums(self) -> bool:
         """Whether accumulators sum several steps, which 16-bit outputs allow."""
         return self.dtype.itemsize == 2
+
+
+def regions(tile_rows: int, N: int, wide: int, num_sms: int) -> tuple[Region, ...]:
+    """The regions of an output with ``tile_rows`` rows of tiles and ``N`` columns.
+
+    An output of less than 192 columns has no wide tile.
+    """
+    found, first_column, first_block = [], 0, 0
+    for width, most in ((WIDE, wide if N >= WIDE else 0), (NARROW, N)):
+        tile_columns = min(most, pl.cdiv(max(N - first_column, 0), width))
+        num_tiles = tile_rows * tile_columns
+        region = Region(first_column, width, tile_columns, first_block, num_tiles)
+        first_column += width * tile_columns
+        first_block = (first_block + num_tiles) % num_sms
+        if num_tiles:
+            found.append(region)
+    return tuple(found)
+
+
+@functools.cache
+def choose_wide(tile_rows: int, N: int, num_sms: int) -> int:
+    """The ``Config.wide`` that gives the busiest thread block the least work."""
+    choices = [pl.cdiv(N, WIDE), *range(2 * (N // (2 * WIDE)), -1, -2)]
+    return min(choices, key=lambda wide: _most_work(tile_rows, N, wide, num_sms))
+
+
+def _most_work(tile_rows: int, N: int, wide: int, num_sms: int) -> int:
+    """The work of the thread block that has most, in columns."""
+    work = [0] * num_sms
+    for region in regions(tile_rows, N, wide, num_sms):
+        for block in range(num_sms):
+            position = (block - region.first_block) % num_sms
+            tiles = pl.cdiv(region.num_tiles - position, num_sms)
+            work[block] += tiles * (region.width + _TILE_OVERHEAD)
+    return max(work)
 
 
 class Operands(NamedTuple):
@@ -121,7 +178,7 @@ class Buffers(NamedTuple):
 
     Attributes:
       lhs: int8 ``[stages, 128, 128]``, tiles of lhs or of its residual.
-      rhs: int8 ``[stages, width, 128]``, tiles of rhs.
+      rhs: int8 ``[stages, width, 128]``, tiles of rhs, of at most width rows.
       out: ``[CONSUMERS, 64, PART]``, a part of each consumer's output.
       full: barriers, one per stage: both tiles have arrived.
       empty: barriers, one per stage: all consumers have read both tiles.
@@ -149,7 +206,7 @@ def buffer_types(problem: Problem) -> Buffers:
     out_shape = CONSUMERS, CONSUMER_ROWS, PART
     return Buffers(
         lhs=codes(BLOCK),
-        rhs=codes(problem.config.width),
+        rhs=codes(problem.width),
         out=plgpu.SMEM(out_shape, dtype, transforms=_swizzle(dtype.itemsize)),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),

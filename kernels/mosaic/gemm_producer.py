@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,15 @@ from jax import lax
 
 from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, Buffers
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scheduler, Tile, next_stage
+
+
+def produce(schedulers: Sequence[Scheduler], buffers: Buffers) -> None:
+    """Copies the tiles of all regions, and waits until consumers have read them."""
+    stage = jnp.int32(0)
+    for scheduler in schedulers:
+        stage = Producer(scheduler, buffers).copy_tiles(stage)
+    for stage in range(schedulers[0].problem.num_stages):
+        plgpu.barrier_wait(buffers.empty.at[stage])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +36,9 @@ class Producer:
     scheduler: Scheduler
     buffers: Buffers
 
-    def run(self) -> None:
-        """Copies the steps of all tiles, and waits until consumers have read them."""
-        tiles = self.scheduler.num_tiles
-        lax.fori_loop(0, tiles, self._copy_tile, jnp.int32(0))
-        for stage in range(self.scheduler.problem.num_stages):
-            plgpu.barrier_wait(self.buffers.empty.at[stage])
+    def copy_tiles(self, stage: jax.Array) -> jax.Array:
+        """Copies the steps of all tiles, from ``stage`` on; returns the next stage."""
+        return lax.fori_loop(0, self.scheduler.num_tiles, self._copy_tile, stage)
 
     def _copy_tile(self, n: jax.Array, stage: jax.Array) -> jax.Array:
         tile = self.scheduler.tile(n)
@@ -44,18 +51,18 @@ class Producer:
         k = pl.ds(lax.div(code, jnp.int32(2)) * BLOCK, BLOCK)
         plgpu.barrier_wait(self.buffers.empty.at[stage])
 
-        def copy(term: Any, first_row: jax.Array, buffer: Any) -> None:
-            rows = pl.ds(first_row, buffer.shape[1])
+        def copy(term: Any, first_row: jax.Array, rows: int, buffer: Any) -> None:
             plgpu.copy_gmem_to_smem(
-                term.at[tile.batch, rows, k],
-                buffer.at[stage],
+                term.at[tile.batch, pl.ds(first_row, rows), k],
+                buffer.at[stage, pl.ds(0, rows)],
                 self.buffers.full.at[stage],
             )
 
         # TMA reads zeros beyond the last row of rhs.
-        copy(refs.rhs, tile.column * problem.config.width, self.buffers.rhs)
+        first_column, width = self.scheduler.first_column(tile), self.scheduler.width
+        copy(refs.rhs, first_column, width, self.buffers.rhs)
         copy_lhs = functools.partial(
-            copy, first_row=tile.row * BLOCK, buffer=self.buffers.lhs
+            copy, first_row=tile.row * BLOCK, rows=BLOCK, buffer=self.buffers.lhs
         )
         if problem.fallback:
             is_residual = lax.rem(code, jnp.int32(2))

@@ -39,12 +39,13 @@ class Products:
         The product is in flight until the accumulator is read.
         """
         rows = pl.ds(self.warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
+        columns = pl.ds(0, accumulator.shape[1])
         plgpu.barrier_wait(self.buffers.full.at[stage])
         self._await_turn()
         plgpu.wgmma(
             accumulator,
             self.buffers.lhs.at[stage, rows],
-            self.buffers.rhs.at[stage].transpose((1, 0)),
+            self.buffers.rhs.at[stage, columns].transpose((1, 0)),
         )
         self._end_turn()
 

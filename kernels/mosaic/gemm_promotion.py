@@ -43,7 +43,6 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     PREFETCH,
     SUM_CHUNK,
     UNROLL,
-    Problem,
 )
 from fbq_jax.kernels.mosaic.gemm_products import Products
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile, next_stage
@@ -165,7 +164,7 @@ class RunningSums(_Promotion):
 
         # The weights of an interval's steps sum to the scale of its first step.
         first = self.scheduler.per_part(tile, sums.scales[0])
-        sums = pl.run_scoped(add, _accumulator(self.scheduler.problem))
+        sums = pl.run_scoped(add, _accumulator(self.scheduler.width))
         parts = zip(sums.parts, first, strict=True)
         return sums._replace(parts=[part - MAGIC * scale for part, scale in parts])
 
@@ -209,7 +208,7 @@ class SeparateSums(_Promotion):
                     load,
                 )
 
-            return pl.run_scoped(add_product, _accumulator(self.scheduler.problem))
+            return pl.run_scoped(add_product, _accumulator(self.scheduler.width))
 
         return lax.fori_loop(first_step, work.steps, add, sums)
 
@@ -257,8 +256,8 @@ def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
     return (EXACT_RANGE / (UNROLL * 127.0 * largest)).astype(jnp.int32)
 
 
-def _accumulator(problem: Problem) -> Any:
-    return plgpu.ACC((CONSUMER_ROWS, problem.config.width), jnp.int32)
+def _accumulator(width: int) -> Any:
+    return plgpu.ACC((CONSUMER_ROWS, width), jnp.int32)
 
 
 def reset(accumulator: Any) -> None:

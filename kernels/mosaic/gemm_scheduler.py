@@ -7,11 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, PART, Operands, Problem
+from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, Operands, Problem, Region
 
 
 class Tile(NamedTuple):
-    """Coordinates of an output tile, int32: batch index, tile row and tile column."""
+    """Coordinates of an output tile, int32.
+
+    Attributes:
+      batch: index of the matrix.
+      row: index of its row of tiles.
+      column: index of its column of tiles in the region.
+    """
 
     batch: jax.Array
     row: jax.Array
@@ -32,37 +38,55 @@ class Scales(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheduler:
-    """Assigns tiles to thread blocks, and steps to tiles.
+    """Assigns the tiles of a region to thread blocks, and steps to tiles.
 
     A *step* multiplies one K block of lhs, or of its residual, with one of rhs.
 
     Attributes:
       problem: the GEMM.
+      region: the columns of the output.
       operands: references to the operands.
-      thread_block: int32, index of this thread block.
+      first_tile: int32, index of this thread block's first tile in the region.
       num_tiles: int32, number of tiles that this thread block computes.
     """
 
     problem: Problem
+    region: Region
     operands: Operands
-    thread_block: jax.Array
+    first_tile: jax.Array
     num_tiles: jax.Array
 
     @classmethod
-    def for_this_block(cls, problem: Problem, operands: Operands) -> "Scheduler":
-        """The scheduler of the thread block that runs it."""
+    def for_this_block(
+        cls, problem: Problem, operands: Operands
+    ) -> tuple["Scheduler", ...]:
+        """The schedulers of the regions for the thread block that runs it."""
         index, blocks = lax.axis_index("thread_block"), jnp.int32(problem.num_sms)
-        num_tiles = lax.div(problem.num_tiles - index + blocks - 1, blocks)
-        return cls(problem, operands, index, num_tiles)
+
+        def scheduler(region: Region) -> Scheduler:
+            first = lax.rem(index + (problem.num_sms - region.first_block), blocks)
+            num_tiles = lax.div(region.num_tiles - first + blocks - 1, blocks)
+            return cls(problem, region, operands, first, num_tiles)
+
+        return tuple(scheduler(region) for region in problem.regions)
 
     def tile(self, n: jax.Array) -> Tile:
         """The ``n``-th tile of this thread block; an arbitrary tile after the last."""
-        problem = self.problem
-        index = self.thread_block + n * problem.num_sms
-        index = jnp.minimum(index, problem.num_tiles - 1)
-        tiles_per_matrix = jnp.int32(problem.grid[0] * problem.grid[1])
+        region = self.region
+        index = self.first_tile + n * self.problem.num_sms
+        index = jnp.minimum(index, region.num_tiles - 1)
+        tiles_per_matrix = jnp.int32(region.num_tiles // self.problem.batch)
         row, column = self._locate(lax.rem(index, tiles_per_matrix))
         return Tile(lax.div(index, tiles_per_matrix), row, column)
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return self.region.width
+
+    def first_column(self, tile: Tile) -> jax.Array:
+        """The first column of a tile in the output."""
+        return self.region.first_column + tile.column * self.width
 
     def _locate(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The row and column of a tile of a matrix.
@@ -72,7 +96,7 @@ class Scheduler:
         (The warp of the producer supports few primitives, among them not those of
         ``plgpu.planar_snake`` in all versions of JAX.)
         """
-        tile_rows, tile_columns = self.problem.grid
+        tile_rows, tile_columns = self.problem.M // BLOCK, self.region.tile_columns
         group = lax.div(index, jnp.int32(tile_rows * self.problem.config.group))
         first_column = group * self.problem.config.group
         width = jnp.minimum(self.problem.config.group, tile_columns - first_column)
@@ -99,25 +123,22 @@ class Scheduler:
 
     def scales(self, tile: Tile, step: int | jax.Array) -> Scales:
         """The scales of a step; arbitrary after the last step."""
-        refs, width = self.operands, self.problem.config.width
+        refs = self.operands
         if self.problem.fallback:
             k = lax.div(refs.order[tile.batch, tile.row, step], jnp.int32(2))
         else:
             k = step = jnp.minimum(step, self.problem.K // BLOCK - 1)
         lhs = refs.lhs_scales[tile.batch, tile.row, step]
-        if width == BLOCK:
-            scale = lhs * refs.rhs_scales[tile.batch, tile.column, k]
-            return Scales(scale, scale)
-        first = lax.div(tile.column * (width // PART), jnp.int32(BLOCK // PART))
+        first = lax.div(self.first_column(tile), jnp.int32(BLOCK))
+        first_scale = lhs * refs.rhs_scales[tile.batch, first, k]
+        if self.width == BLOCK:
+            return Scales(first_scale, first_scale)
         last = jnp.minimum(first + 1, self.problem.N // BLOCK - 1)
-        scales = refs.rhs_scales
-        return Scales(
-            lhs * scales[tile.batch, first, k], lhs * scales[tile.batch, last, k]
-        )
+        return Scales(first_scale, lhs * refs.rhs_scales[tile.batch, last, k])
 
     def per_part(self, tile: Tile, scales: Scales) -> list[jax.Array]:
         """The scale of each part of a tile: a tile of 192 columns has 1.5 blocks."""
-        if self.problem.config.width == BLOCK:
+        if self.width == BLOCK:
             return [scales.first, scales.first]
         starts_in_block = lax.rem(tile.column, jnp.int32(2)) == 1
         middle = jnp.where(starts_in_block, scales.last, scales.first)

@@ -30,12 +30,11 @@ def test_shipped_tables_hold_valid_configurations(file):
 
 
 def test_kernel_reads_the_table_or_falls_back_to_a_rule(monkeypatch):
-    found = {"mosaic.matmul": {"8192x4096x4096": {"width": 128, "group": 4}}}
+    found = {"mosaic.matmul": {"8192x4096x4096": {"group": 4}}}
     monkeypatch.setattr(tuning_table, "_entries", lambda _: found)
-    monkeypatch.setattr(mosaic, "_num_sms", lambda: 132)
     sizes = (8000, 4096, 5000)
-    assert mosaic.choose_config(sizes, fallback=False) == (128, 4)
-    assert mosaic.choose_config(sizes, fallback=True) == (192, 8)
+    assert mosaic._tuned_config(sizes, fallback=False) == mosaic.Config(group=4)
+    assert mosaic._tuned_config(sizes, fallback=True) == mosaic.Config()
 
 
 def test_writes_the_fastest_and_keeps_other_entries(monkeypatch, tmp_path, capsys):

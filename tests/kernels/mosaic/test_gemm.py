@@ -11,7 +11,13 @@ import pytest
 from jax import lax
 
 from fbq_jax.kernels.mosaic import gemm, gemm_promotion
-from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, UNROLL, WIDTHS, Config
+from fbq_jax.kernels.mosaic.gemm_problem import (
+    BLOCK,
+    UNROLL,
+    Config,
+    choose_wide,
+    regions,
+)
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scales
 from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
@@ -23,7 +29,7 @@ SUPPORTED = [
     name for name, case in CASES.items() if all(s % BLOCK == 0 for s in case.blocks)
 ]
 # Two matrices, several tiles per thread block, and steps with and without residual.
-MANY_TILES = Case((2, 130, 650, 250), (128, 128, 128), 0.4)
+MANY_TILES = Case((2, 130, 650, 450), (128, 128, 128), 0.4)
 
 
 @pytest.fixture
@@ -78,9 +84,28 @@ def test_matches_float64(interpreted, name):
 
 
 @mosaic_tools.needs_interpreter
-@pytest.mark.parametrize("config", [Config(128, 1), Config(192, 1), Config(192, 8)])
-def test_every_configuration_matches_float64(interpreted, config):
-    gemm_cases.check_against_float64(interpreted(config), MANY_TILES)
+@pytest.mark.parametrize("wide", [0, 2, 3])
+@pytest.mark.parametrize("group", [1, 8])
+def test_every_configuration_matches_float64(interpreted, wide, group):
+    gemm_cases.check_against_float64(interpreted(Config(group, wide)), MANY_TILES)
+
+
+@pytest.mark.parametrize("N", [128, 256, 384, 2048, 14336])
+@pytest.mark.parametrize("wide", [0, 2, 4, 75])
+def test_regions_cover_all_columns_once(N, wide):
+    ends = [0]
+    for region in regions(5, N, wide, 7):
+        assert region.first_column == ends[-1]
+        assert region.first_column % BLOCK == 0
+        ends.append(region.first_column + region.width * region.tile_columns)
+    assert ends[-2] < N <= ends[-1]
+
+
+def test_chosen_regions_share_out_the_last_round():
+    """Tiles of one width would take six rounds of 192 columns, or eight of 128."""
+    wide = choose_wide(32, 4096, num_sms=132)
+    tiles = [region.num_tiles for region in regions(32, 4096, wide, num_sms=132)]
+    assert tiles == [512, 256]
 
 
 @mosaic_tools.needs_interpreter
@@ -149,13 +174,13 @@ def _stand_in_for_max_abs_sum(codes):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_compiles_to_wgmma_without_spills(monkeypatch, width, fallback, dtype):
+@pytest.mark.parametrize("wide", [0, 16, 32])
+def test_compiles_to_wgmma_without_spills(monkeypatch, wide, fallback, dtype):
     monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
     monkeypatch.setattr(gemm, "list_steps", _stand_in_for_list_steps)
     monkeypatch.setattr(gemm, "max_abs_sum", _stand_in_for_max_abs_sum)
     matmul = functools.partial(
-        gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(width, 8)
+        gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(8, wide)
     )
     operand = Quantized(
         jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8),
