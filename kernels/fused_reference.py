@@ -27,6 +27,7 @@ from fbq_jax.kernels.reference import (
     Layouts,
     QuantizeOptions,
 )
+from fbq_jax.kernels.rounding import Seeds
 
 
 class NormQuantized(NamedTuple):
@@ -61,7 +62,7 @@ def rms_norm_quantize(
     x: jax.Array,
     norm_scale: jax.Array,
     theta: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
     *,
     epsilon: float,
     bits: int,
@@ -74,7 +75,7 @@ def rms_norm_quantize(
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       norm_scale: float32 ``[B, C]``.
       theta: float32 ``[B]``, the thresholds of fallback; unused without a criterion.
-      seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
+      seeds: the seeds, of B matrices, of stochastic colwise rounding.
       epsilon: a constant added to the mean square.
       bits: the bits of each code of ``normalized``, 4 to 12.
       ops: the module whose quantization ops are used.
@@ -89,7 +90,7 @@ def rms_norm_quantize(
 def silu_gate_quantize(
     gate_up: jax.Array,
     theta: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
     *,
     bits: int,
     ops: ModuleType = reference,
@@ -101,7 +102,7 @@ def silu_gate_quantize(
       gate_up: bfloat16, float16 or float32 ``[B, R, 2 F]``, as ``join_gate_up``
         returns it.
       theta: float32 ``[B]``, the thresholds of fallback; unused without a criterion.
-      seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
+      seeds: the seeds, of B matrices, of stochastic colwise rounding.
       bits: the bits of each code of the factors, 4 to 12.
       ops: the module whose quantization ops are used.
       **options: options of ``reference.quantize_fallback`` for ``[B, R, F]``.
@@ -119,7 +120,7 @@ def silu_gate_grad_quantize(
     dy: jax.Array,
     gate_factor: Packed,
     up_factor: Packed,
-    seeds: jax.Array,
+    seeds: Seeds,
     *,
     bits: int,
     ops: ModuleType = reference,
@@ -132,7 +133,7 @@ def silu_gate_grad_quantize(
       gate_factor: the packed factor of the gate's gradient, from
         ``silu_gate_quantize``.
       up_factor: the packed factor of up's gradient, from ``silu_gate_quantize``.
-      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      seeds: the seeds, of B matrices, of stochastic rounding.
       bits: the bits of each code of the factors.
       ops: the module whose quantization ops are used.
       **options: options of ``reference.quantize`` for the gradient ``[B, R, 2 F]``.

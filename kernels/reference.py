@@ -133,7 +133,7 @@ class FallbackOptions(TypedDict):
 
 def quantize(
     x: jax.Array,
-    seeds: jax.Array,
+    seeds: rounding.Seeds,
     *,
     block: Block,
     rowwise: rounding.Rounding | None,
@@ -149,7 +149,7 @@ def quantize(
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
-      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+      seeds: the seeds of stochastic rounding, of B matrices.
       block: rows and columns of a block.
       rowwise: the rounding of the rowwise codes, ``"nearest"`` or ``"stochastic"``, or
         None to omit this layout.
@@ -169,7 +169,7 @@ def quantize(
             draw = jax.vmap(
                 lambda seed: rounding.noise(seed, rows, columns, global_offset)
             )
-            noise = _to_tiles(draw(seeds), block)
+            noise = _to_tiles(draw(rounding.fold_seeds(seeds)), block)
         codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound)
         quantized = _from_tiles(codes, scales, x.shape)
         if sum_axis is None:
@@ -235,7 +235,7 @@ def quantize_vectors(
 def quantize_fallback(
     x: jax.Array,
     theta: jax.Array,
-    seeds: jax.Array,
+    seeds: rounding.Seeds,
     *,
     block: Block,
     criterion: Criterion | None,
@@ -259,7 +259,7 @@ def quantize_fallback(
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       theta: float32 ``[B]``, the thresholds, in units of the metric.  A threshold that
         is unset, negative or NaN, counts as 0 (see ``threshold_reference``).
-      seeds: uint32 ``[B]``, the seeds of stochastic colwise rounding.
+      seeds: the seeds of stochastic colwise rounding, of B matrices.
       block: rows and columns of a block.
       criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``; None for no fallback.
       colwise: the rounding of the colwise codes, or None to omit this layout.

@@ -11,6 +11,7 @@ layout.  A transposed copy draws the same noise as the original, and a shard dra
 noise at its ``GlobalOffset``.
 """
 
+import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -23,6 +24,16 @@ _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio, which spreads consecutive counters
 _COLUMN_STREAM = 0x5851F42D
 
 ROW_GROUP = 32  # Rows that stay adjacent in a shard; divides the rows of a block.
+
+
+CallSeed = jax.Array | tuple[jax.Array, jax.Array]
+"""The seed of a call's noise, uint32 ``[]``.  Or two, to be folded by ``fold_seeds``:
+the seed of a layer, and the number of its calls."""
+
+Seeds = jax.Array | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""The seeds of a stack of matrices, uint32 ``[B]``.  Or four such arrays, to be folded
+by ``fold_seeds``: the seed of a layer, the number of its calls, the stream of noise in
+a call, and the index of a matrix.  Kernels fold them, which saves launches."""
 
 
 class GlobalOffset(NamedTuple):
@@ -55,6 +66,11 @@ def mix(x: jax.Array) -> jax.Array:
 def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
     """Derives a new seed from a seed and a counter, both uint32 of any shape."""
     return mix(mix(seed) + jnp.uint32(_GOLDEN) * jnp.asarray(data).astype(jnp.uint32))
+
+
+def fold_seeds(seeds: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+    """The first seeds, folded with the others in turn; or the only ones."""
+    return functools.reduce(fold, seeds) if isinstance(seeds, tuple) else seeds
 
 
 def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -31,12 +31,14 @@ class MovedThreshold(NamedTuple):
         the one that puts the fallback rate nearest to the middle of the range.
       rate: float32 ``[S]``, the fallback rate.
       next_theta: float32 ``[S]``, the threshold of the next activation.
+      next_count: uint32 ``[S]``, the number of calls with this one.
       residual_scales: float32 ``[S, ...]``, 0 for blocks that do not fall back.
     """
 
     theta: jax.Array
     rate: jax.Array
     next_theta: jax.Array
+    next_count: jax.Array
     residual_scales: jax.Array
 
 
@@ -46,11 +48,14 @@ def move_threshold(
     theta: jax.Array,
     blocks: jax.Array,
     above: jax.Array,
+    count: jax.Array,
     *,
     target_rate: tuple[float, float],
     alpha: float,
 ) -> MovedThreshold:
     """Sets an unset threshold, measures the fallback rate and moves the threshold.
+
+    It also counts the call, as part of a layer's next state.
 
     The quantile is the metric of the block that ``above`` blocks exceed.  It sets an
     unset threshold, and the threshold moves towards it if the rate is outside the
@@ -66,6 +71,7 @@ def move_threshold(
       blocks: int32 ``[S]``, the number of blocks that exist.
       above: int32 ``[S]``, the number of blocks in the middle of the range, less than
         ``blocks``.
+      count: uint32 ``[S]``, the number of calls before.
       target_rate: the range of the fallback rate, between 0 and 1.
       alpha: the largest factor by which a threshold moves.
     """
@@ -83,8 +89,8 @@ def move_threshold(
         target = jnp.where(is_usable, quantile, UNSET)
     used = jnp.where(theta >= 0.0, theta, target)
     falls_back = metric > jnp.maximum(used, 0.0)[:, None]
-    count = jnp.sum(falls_back, axis=1, dtype=jnp.float32)
-    rate = count / jnp.maximum(blocks, 1).astype(jnp.float32)
+    number = jnp.sum(falls_back, axis=1, dtype=jnp.float32)
+    rate = number / jnp.maximum(blocks, 1).astype(jnp.float32)
     bounded = jnp.clip(target, used / alpha, used * alpha)
     # A factor does not move a threshold away from 0 or from infinity.
     moved = jnp.where((used > 0.0) & (used < jnp.inf), bounded, target)
@@ -93,5 +99,6 @@ def move_threshold(
         used,
         rate,
         jnp.where(is_outside & (target > 0.0), moved, used),
+        count + jnp.uint32(1),
         jnp.where(falls_back, residual_scales, 0.0).reshape(shape),
     )

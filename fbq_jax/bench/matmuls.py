@@ -84,10 +84,10 @@ def from_recipe(
     choice = forward_choice(recipe, implementation)
     theta = fallback = None
     if recipe.criterion is not None:
-        unset = jnp.float32(threshold.UNSET)
+        unset = threshold.Scalars(jnp.float32(threshold.UNSET), jnp.uint32(0))
         quantized = ops.quantize_fallback(
             x[None],
-            unset[None],
+            unset.theta[None],
             jnp.zeros(1, jnp.uint32),
             block=recipe.lhs_block,
             criterion=recipe.criterion,

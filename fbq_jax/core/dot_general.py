@@ -18,6 +18,7 @@ from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices
 from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec
+from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
@@ -109,8 +110,8 @@ def dot_general(
     """
     call = DotCall(dimension_numbers, precision, preferred_element_type, out_sharding)
     config = DotConfig(recipe, implementation)
-    theta, seed = checked_theta(theta), seed_from_key(key)
-    out, stats = _seeded_dot_general(config, theta, seed, lhs, rhs, call)
+    scalars = Scalars(checked_theta(theta), seed_from_key(key))
+    out, stats = _seeded_dot_general(config, scalars, lhs, rhs, call)
     batch, *rows, columns = stats.metric.shape
     metric = stats.metric.reshape(batch, math.prod(rows), columns)
     return out, stats._replace(metric=metric)
@@ -159,21 +160,20 @@ def stateful_dot_general(
       The output, and the state after a training forward; evaluation drops the latter.
     """
     old = threshold.canonicalize_state(state)
-    theta, seed = old["theta"], threshold.call_seed(old)
-    out, stats = _seeded_dot_general(config, theta, seed, lhs, rhs, call, codes)
+    scalars = threshold.scalars_of(old)
+    out, stats = _seeded_dot_general(config, scalars, lhs, rhs, call, codes)
     return out, threshold.next_state(old, stats)
 
 
 def _seeded_dot_general(
     config: DotConfig,
-    theta: jax.Array,
-    seed: jax.Array,
+    scalars: Scalars,
     lhs: jax.Array,
     rhs: jax.Array,
     call: DotCall,
     codes: QTensor | None = None,
 ) -> tuple[jax.Array, Stats]:
-    """``dot_general``; a traced ``theta`` may be ``threshold.UNSET``."""
+    """``dot_general``; a traced threshold may be ``threshold.UNSET``."""
     out = call.output(lhs, rhs)
     recipe = config.recipe
     spec = Spec(recipe, out.dtype, lhs.dtype, rhs.dtype, config.implementation)
@@ -181,14 +181,13 @@ def _seeded_dot_general(
     def multiply(
         lhs: jax.Array,
         rhs: jax.Array,
-        theta: jax.Array,
-        seed: jax.Array,
+        scalars: Scalars,
         codes: Quantized | None,
     ) -> tuple[jax.Array, Stats]:
         x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
         weight = w if codes is None else codes
-        y, stats = matmul_vjp.matmul(spec, x, weight, theta, seed)
+        y, stats = matmul_vjp.matmul(spec, x, weight, scalars)
         return y.reshape(out.shape), stats
 
     main = None if codes is None else codes.main
-    return automatic(multiply, out)(lhs, rhs, theta, seed, main)
+    return automatic(multiply, out)(lhs, rhs, scalars, main)

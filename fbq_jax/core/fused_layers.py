@@ -35,7 +35,7 @@ from fbq_jax.core.quantize_operands import (
     quantize_grad,
     seeds_of,
 )
-from fbq_jax.core.threshold import Stats
+from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.recipes.schema import Recipe
@@ -51,18 +51,6 @@ class FusedSpec(NamedTuple):
 
     gemm: Spec
     norm: NormSpec
-
-
-class GemmScalars(NamedTuple):
-    """Traced scalars of one GEMM.
-
-    Attributes:
-      theta: float32 ``[]``, the fallback threshold, or ``threshold.UNSET``.
-      seed: uint32 ``[]``, seeds the noise of stochastic rounding.
-    """
-
-    theta: jax.Array
-    seed: jax.Array
 
 
 class _SavedMLP(NamedTuple):
@@ -92,7 +80,7 @@ def norm_mlp(
     x: jax.Array,
     norm_scale: jax.Array,
     weights: tuple[jax.Array | Quantized, ...],
-    scalars: tuple[GemmScalars, ...],
+    scalars: tuple[Scalars, ...],
 ) -> tuple[jax.Array, tuple[Stats, ...]]:
     """Applies a norm and a linear layer; or, with two weights, a norm and a gated MLP.
 
@@ -105,7 +93,7 @@ def norm_mlp(
       weights: of the linear layer, float ``[B, K, N]``; or of the MLP, float
         ``[B, K, 2 F]``, the kernels of gate and up as ``fused_reference.join_gate_up``
         joins them, and ``[B, F, N]``.  A frozen layer has colwise INT8 values.
-      scalars: threshold and seed of each GEMM.
+      scalars: the threshold and the seeds of each GEMM.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the stats of each
@@ -119,7 +107,7 @@ def _norm_mlp(
     x: jax.Array,
     norm_scale: jax.Array,
     weights: tuple[jax.Array | Quantized, ...],
-    scalars: tuple[GemmScalars, ...],
+    scalars: tuple[Scalars, ...],
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _SavedMLP]:
@@ -143,7 +131,7 @@ def _quantize_and_multiply(
     op: Callable[..., tuple[Any, ...]],
     operands: tuple[jax.Array, ...],
     w: jax.Array | Quantized,
-    scalars: GemmScalars,
+    scalars: Scalars,
     *,
     save: bool,
 ) -> tuple[jax.Array, Stats, tuple[Any, ...], SavedMatmul | None]:
@@ -154,7 +142,7 @@ def _quantize_and_multiply(
       op: the op of ``fbq_jax.ops`` that computes and quantizes the layer's output.
       operands: the operands of ``op`` before its thresholds and seeds.
       w: the weight, one of those of ``norm_mlp``.
-      scalars: threshold and seed of the GEMM.
+      scalars: the threshold and the seeds of the GEMM.
       save: whether there will be a backward pass.
 
     Returns:
@@ -164,7 +152,7 @@ def _quantize_and_multiply(
     operand, *residuals = op(
         *operands,
         jnp.broadcast_to(scalars.theta, x.shape[:1]),
-        seeds_of(scalars.seed, LHS_STREAM, x),
+        seeds_of(scalars.call_seed, LHS_STREAM, x),
         bits=spec.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
@@ -174,13 +162,13 @@ def _quantize_and_multiply(
     residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
     lhs = Layouts(operand.main, operand.colwise)
     residual, stats = threshold.apply(
-        scalars.theta,
+        scalars,
         operand.metric,
         operand.residual,
         recipe,
         implementation=gemm.implementation,
     )
-    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, scalars.seed, save=save)
+    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, scalars.call_seed, save=save)
     return y, stats, residuals, saved
 
 

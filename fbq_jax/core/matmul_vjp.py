@@ -28,8 +28,9 @@ from fbq_jax.core.quantize_operands import (
     quantize_rhs,
     seeds_of,
 )
-from fbq_jax.core.threshold import Stats
+from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
+from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.recipes.schema import Gemm, Recipe
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass.
@@ -60,7 +61,7 @@ class DenseGemms:
         lhs: Quantized,
         residual: Quantized | None,
         rhs: Quantized,
-        seed: jax.Array,
+        seed: CallSeed,
     ) -> jax.Array:
         """Multiplies lhs and its residual with rhs, for Y or dX.
 
@@ -69,7 +70,7 @@ class DenseGemms:
           lhs: the rowwise codes ``[B, M, K]`` or ``[B, G, R, K]``, with their scales.
           residual: a second term of lhs, of the same shapes, or None.
           rhs: the codes ``[B, N, K]`` and their scales.
-          seed: uint32 ``[]``, seeds the noise of a sum over devices in INT8.
+          seed: seeds the noise of a sum over devices in INT8.
 
         Returns:
           ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.dtype``.
@@ -77,7 +78,9 @@ class DenseGemms:
         gemm = spec.gemm
         first = 2 if gemm.shards == 1 else 3
         contraction = max(1, math.prod(rhs.codes.shape[first:]))
-        sums_in_int8 = gemm.reduce == "int8"
+        seeds = None
+        if gemm.reduce == "int8":
+            seeds = fold_seeds(seeds_of(seed, SUM_STREAM, lhs.codes))
         return ops.matmul(
             lhs,
             residual,
@@ -85,12 +88,12 @@ class DenseGemms:
             block_shape=spec.block_shape if gemm.in_blocks else (1, contraction, 1),
             dtype=spec.dtype,
             reduce=gemm.reduce,
-            seeds=seeds_of(seed, SUM_STREAM, lhs.codes) if sums_in_int8 else None,
+            seeds=seeds,
             implementation=spec.implementation,
         )
 
     def contract_rows(
-        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: jax.Array
+        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: CallSeed
     ) -> jax.Array:
         """Multiplies X' with dY, for dW.
 
@@ -99,7 +102,7 @@ class DenseGemms:
           lhs: the colwise codes of X, ``[B, K, M]``, ``[B, K, G, R]`` or, in P shards,
             ``[B, P, K, M / P]``, with their scales.
           rhs: the colwise codes of dY, with N in place of K, and their scales.
-          seed: uint32 ``[]``, seeds the noise of a sum over devices in INT8.
+          seed: seeds the noise of a sum over devices in INT8.
 
         Returns:
           ``[B, K, N]`` in ``spec.dtype``.
@@ -115,8 +118,7 @@ def matmul(
     spec: Spec,
     x: jax.Array,
     w: jax.Array | Quantized,
-    theta: jax.Array,
-    seed: jax.Array,
+    scalars: Scalars,
     gemms: DenseGemms = DENSE,
 ) -> tuple[jax.Array, Stats]:
     """Multiplies X with W and measures the blocks of X.
@@ -126,8 +128,7 @@ def matmul(
       x: ``[B, M, K]``, the activation; or ``[B, G, R, K]``, with M as two axes and R a
         multiple of the block's rows.
       w: ``[B, K, N]``, the weight; in a frozen layer, its colwise codes.
-      theta: float32 ``[]``, the threshold of fallback, or ``threshold.UNSET``.
-      seed: uint32 ``[]``, seeds stochastic rounding.
+      scalars: the threshold and the seeds of the call.
       gemms: runs the INT8 GEMMs.
 
     Returns:
@@ -135,7 +136,7 @@ def matmul(
       ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]`` without
       a criterion).
     """
-    return _matmul(spec, x, w, theta, seed, gemms, save=False)[0]
+    return _matmul(spec, x, w, scalars, gemms, save=False)[0]
 
 
 class SavedMatmul(NamedTuple):
@@ -152,7 +153,7 @@ class SavedMatmul(NamedTuple):
 
     lhs: Quantized | jax.Array
     rhs: Quantized | jax.Array
-    seed: jax.Array
+    seed: CallSeed
     gemms: DenseGemms = DENSE
 
 
@@ -160,15 +161,14 @@ def _matmul(
     spec: Spec,
     x: jax.Array,
     w: jax.Array | Quantized,
-    theta: jax.Array,
-    seed: jax.Array,
+    scalars: Scalars,
     gemms: DenseGemms,
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
     rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
-    lhs, residual, stats = quantize_lhs(spec, rows, theta, seed, blocks, save=save)
-    y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
+    lhs, residual, stats = quantize_lhs(spec, rows, scalars, blocks, save=save)
+    y, saved = forward(spec, lhs, residual, w, scalars.call_seed, gemms, x=x, save=save)
     return (y, stats), saved
 
 
@@ -177,7 +177,7 @@ def forward(
     lhs: Layouts,
     residual: Quantized | None,
     w: jax.Array | Quantized,
-    seed: jax.Array,
+    seed: CallSeed,
     gemms: DenseGemms = DENSE,
     *,
     x: jax.Array | None = None,
@@ -190,7 +190,7 @@ def forward(
       lhs: the codes of X.
       residual: the residual of the rowwise codes of X, or None.
       w: the weight, as in ``matmul``.
-      seed: uint32 ``[]``, seeds stochastic rounding.
+      seed: seeds stochastic rounding, as ``Scalars.call_seed``.
       gemms: runs the INT8 GEMMs.
       x: the activation, as in ``matmul``; read by unquantized GEMMs only.
       save: whether there will be a backward pass.
@@ -233,10 +233,10 @@ def _to_save(
 
 def _matmul_bwd(
     spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, Stats]
-) -> tuple[jax.Array, jax.Array, None, None, None]:
+) -> tuple[jax.Array, jax.Array, None, None]:
     dy, _ = cotangents
     grad = quantize_grad(spec, saved.gemms.tile_rows(dy), saved.seed)
-    return (*backward(spec, saved, grad, dy), None, None, None)
+    return (*backward(spec, saved, grad, dy), None, None)
 
 
 matmul.defvjp(_matmul, _matmul_bwd)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from fbq_jax import ops
 from fbq_jax.core import threshold
-from fbq_jax.core.threshold import Stats
+from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
-from fbq_jax.kernels.rounding import fold
+from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
 
@@ -93,8 +93,7 @@ class Spec(NamedTuple):
 def quantize_lhs(
     spec: Spec,
     x: jax.Array,
-    theta: jax.Array,
-    seed: jax.Array,
+    scalars: Scalars,
     blocks: jax.Array | None = None,
     *,
     save: bool,
@@ -104,8 +103,7 @@ def quantize_lhs(
     Args:
       spec: the static settings.
       x: ``[B, M, K]`` or ``[B, G, R, K]``.
-      theta: float32 ``[]``, the threshold of fallback.
-      seed: uint32 ``[]``, seeds stochastic rounding.
+      scalars: the threshold and the seeds of the call.
       blocks: the number of blocks, as in ``threshold.apply``.
       save: whether the backward pass needs the colwise codes.
 
@@ -113,17 +111,17 @@ def quantize_lhs(
       The codes in the layouts that the INT8 GEMMs read, the residual of the rowwise
       codes, and the stats.
     """
-    recipe, seeds = spec.recipe, seeds_of(seed, LHS_STREAM, x)
+    recipe, seeds = spec.recipe, seeds_of(scalars.call_seed, LHS_STREAM, x)
     colwise = recipe.drhs.quantizers[0] if save else None
     quantize = functools.partial(_quantize, spec, x, seeds, recipe.lhs_block)
     if recipe.criterion is None:
         lhs = quantize(rowwise=recipe.fwd.quantizers[0], colwise=colwise)
         metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-        return lhs, None, threshold.without_fallback(theta, metric)
+        return lhs, None, threshold.without_fallback(scalars, metric)
     in_blocks = colwise is not None and colwise.scales == "block"
     main, residual, metric, colwise_codes = ops.quantize_fallback(
         x,
-        jnp.broadcast_to(theta, x.shape[:1]),
+        jnp.broadcast_to(scalars.theta, x.shape[:1]),
         seeds,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
@@ -133,7 +131,7 @@ def quantize_lhs(
     if not in_blocks:
         colwise_codes = quantize(rowwise=None, colwise=colwise).colwise
     residual, stats = threshold.apply(
-        theta,
+        scalars,
         metric,
         residual,
         recipe,
@@ -144,7 +142,7 @@ def quantize_lhs(
 
 
 def quantize_rhs(
-    spec: Spec, w: jax.Array | Quantized, seed: jax.Array, *, save: bool
+    spec: Spec, w: jax.Array | Quantized, seed: CallSeed, *, save: bool
 ) -> Layouts:
     """Quantizes W, ``[B, K, N]``, in the layouts that INT8 GEMMs read.
 
@@ -167,7 +165,7 @@ def quantize_rhs(
     )
 
 
-def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
+def quantize_grad(spec: Spec, dy: jax.Array, seed: CallSeed) -> Layouts:
     """Quantizes dY, ``[B, M, N]``, in the layouts that INT8 GEMMs read."""
     recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
@@ -176,16 +174,21 @@ def quantize_grad(spec: Spec, dy: jax.Array, seed: jax.Array) -> Layouts:
     )
 
 
-def seeds_of(seed: jax.Array, stream: int, x: jax.Array) -> jax.Array:
-    """One seed, uint32 ``[B]``, for each matrix of the stack ``x [B, ...]``."""
+def seeds_of(seed: CallSeed, stream: int, x: jax.Array) -> Seeds:
+    """The seeds of the matrices ``x [B, ...]`` in one of a call's streams of noise."""
     index = jnp.arange(x.shape[0], dtype=jnp.uint32)
-    return fold(fold(seed, stream), index)
+    if not isinstance(seed, tuple):
+        return fold(fold(seed, stream), index)
+    layer, calls, streams = (
+        jnp.broadcast_to(word, index.shape) for word in (*seed, jnp.uint32(stream))
+    )
+    return layer, calls, streams, index
 
 
 def _quantize(
     spec: Spec,
     x: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
     block: Block,
     as_rhs: tuple[str, ...] = (),
     *,
@@ -208,6 +211,7 @@ def _quantize(
         sums = tuple(name for name in as_rhs if wanted[name] and spec.bounds_sums)
         quantize = functools.partial(ops.quantize, block=block, sums=sums)
     else:
+        seeds = fold_seeds(seeds)
         per_tensor = quantizer.scales == "tensor"
         quantize = functools.partial(
             ops.quantize_vectors, bound=spec.recipe.bound, per_tensor=per_tensor
@@ -220,9 +224,7 @@ def _quantize(
     )
 
 
-def _split_shards(
-    x: jax.Array, seeds: jax.Array, shards: int
-) -> tuple[jax.Array, jax.Array]:
+def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[jax.Array, Seeds]:
     """Splits the rows of ``[B, R, C]`` into shards that are quantized separately.
 
     Returns ``[B, P, R / P, C]`` and seeds ``[B, P]``; or the arguments, for one shard.
@@ -234,5 +236,5 @@ def _split_shards(
     size = -(-rows // shards)
     x = jnp.pad(x, ((0, 0), (0, size * shards - rows), (0, 0)))
     index = jnp.arange(shards, dtype=jnp.uint32)
-    seeds = fold(seeds[:, None], index[None, :])
+    seeds = fold(fold_seeds(seeds)[:, None], index[None, :])
     return x.reshape(batch, shards, size, columns), seeds

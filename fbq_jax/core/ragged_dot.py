@@ -29,8 +29,10 @@ from fbq_jax.core.dot_general import (
 )
 from fbq_jax.core.matmul_vjp import DenseGemms
 from fbq_jax.core.quantize_operands import GemmSpec, Spec
+from fbq_jax.core.threshold import Scalars
 from fbq_jax.kernels.grouped_reference import Tiles, assign_tiles, from_tiles, to_tiles
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -91,10 +93,10 @@ def ragged_dot(
     >>> y[:, 0]
     Array([4., 4., 0.], dtype=float32)
     """
-    config, seed = DotConfig(recipe, implementation), seed_from_key(key)
+    config = DotConfig(recipe, implementation)
     call = RaggedCall(group_sizes, precision, preferred_element_type)
-    theta = checked_theta(theta)
-    return _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
+    scalars = Scalars(checked_theta(theta), seed_from_key(key))
+    return _seeded_ragged_dot(config, scalars, lhs, rhs, call)
 
 
 def stateful_ragged_dot(
@@ -106,20 +108,19 @@ def stateful_ragged_dot(
 ) -> tuple[jax.Array, threshold.State]:
     """``ragged_dot`` with a layer's state: the output and the state after training."""
     old = threshold.canonicalize_state(state)
-    theta, seed = old["theta"], threshold.call_seed(old)
-    out, stats = _seeded_ragged_dot(config, theta, seed, lhs, rhs, call)
+    scalars = threshold.scalars_of(old)
+    out, stats = _seeded_ragged_dot(config, scalars, lhs, rhs, call)
     return out, threshold.next_state(old, stats)
 
 
 def _seeded_ragged_dot(
     config: DotConfig,
-    theta: jax.Array,
-    seed: jax.Array,
+    scalars: Scalars,
     lhs: jax.Array,
     rhs: jax.Array,
     call: RaggedCall,
 ) -> tuple[jax.Array, Stats]:
-    """``ragged_dot``; a traced ``theta`` may be ``threshold.UNSET``."""
+    """``ragged_dot``; a traced threshold may be ``threshold.UNSET``."""
     recipe, implementation = config.recipe, config.implementation
     group_sizes, *options = call
     dtype = output_dtype(lhs, rhs, *options)
@@ -129,7 +130,7 @@ def _seeded_ragged_dot(
     tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
     gemms = GroupedGemms(tiles, len(rhs))
-    return matmul_vjp.matmul(spec, lhs, rhs, theta, seed, gemms)
+    return matmul_vjp.matmul(spec, lhs, rhs, scalars, gemms)
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
@@ -199,7 +200,7 @@ class GroupedGemms(DenseGemms):
         lhs: Quantized,
         residual: Quantized | None,
         rhs: Quantized,
-        seed: jax.Array,
+        seed: CallSeed,
     ) -> jax.Array:
         """Multiplies each tile with its group's matrix.
 
@@ -226,7 +227,7 @@ class GroupedGemms(DenseGemms):
         return from_tiles(y, self.tiles)
 
     def contract_rows(
-        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: jax.Array
+        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: CallSeed
     ) -> jax.Array:
         """Multiplies X' with dY, colwise codes ``[T, K, m]`` and ``[T, N, m]``.
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
-from fbq_jax.kernels import rounding
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
 
@@ -32,6 +32,27 @@ class State(TypedDict):
     seed: jax.Array
 
 
+class Scalars(NamedTuple):
+    """The traced scalars of one call.
+
+    Attributes:
+      theta: float32 ``[]``, the threshold of fallback, or ``UNSET``.
+      seed: uint32 ``[]``, seeds the noise; of a layer with state, together with
+        ``calls``.
+      calls: uint32 ``[]``, the number of training forwards of a layer with state; None
+        without state.
+    """
+
+    theta: jax.Array
+    seed: jax.Array
+    calls: jax.Array | None = None
+
+    @property
+    def call_seed(self) -> CallSeed:
+        """The seed, and the number of calls if there is one, to be folded."""
+        return self.seed if self.calls is None else (self.seed, self.calls)
+
+
 class Stats(NamedTuple):
     """Measurements of the forward pass.
 
@@ -44,12 +65,15 @@ class Stats(NamedTuple):
         block.
       next_theta: float32 ``[]``, the threshold of the next call: theta, moved if the
         rate is outside the recipe's range.
+      next_count: uint32 ``[]``, the number of training forwards with this one, which is
+        1 without state.
     """
 
     rate: jax.Array
     theta: jax.Array
     metric: jax.Array
     next_theta: jax.Array
+    next_count: jax.Array
 
 
 def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
@@ -59,22 +83,23 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
 
 
 def canonicalize_state(state: Mapping[str, Any]) -> State:
-    """Converts a state to the dtypes of ``State``; it may be all floats.
-
-    A theta that is not finite and positive becomes ``UNSET``.
-    """
-    theta = jnp.asarray(state["theta"], jnp.float32)
+    """Converts a state to the dtypes of ``State``; it may be all floats."""
     return State(
-        theta=jnp.where((theta > 0.0) & jnp.isfinite(theta), theta, UNSET),
+        theta=jnp.asarray(state["theta"], jnp.float32),
         rate=jnp.asarray(state["rate"], jnp.float32),
         count=jnp.asarray(state["count"], jnp.uint32),
         seed=jnp.asarray(state["seed"], jnp.uint32),
     )
 
 
+def scalars_of(state: State) -> Scalars:
+    """The scalars of the next call."""
+    return Scalars(state["theta"], state["seed"], state["count"])
+
+
 def call_seed(state: State) -> jax.Array:
     """The seed of the next call's noise, uint32 ``[]``."""
-    return rounding.fold(state["seed"], state["count"])
+    return fold_seeds(scalars_of(state).call_seed)
 
 
 def next_state(state: State, stats: Stats) -> State:
@@ -82,18 +107,23 @@ def next_state(state: State, stats: Stats) -> State:
     return State(
         theta=stats.next_theta,
         rate=stats.rate,
-        count=state["count"] + jnp.uint32(1),
+        count=stats.next_count,
         seed=state["seed"],
     )
 
 
-def without_fallback(theta: jax.Array, metric: jax.Array) -> Stats:
+def without_fallback(scalars: Scalars, metric: jax.Array) -> Stats:
     """The stats of a call in which no block falls back and theta stays."""
-    return Stats(jnp.zeros((), jnp.float32), theta, metric, theta)
+    theta, rate = scalars.theta, jnp.zeros((), jnp.float32)
+    return Stats(rate, theta, metric, theta, _calls(scalars) + jnp.uint32(1))
+
+
+def _calls(scalars: Scalars) -> jax.Array:
+    return jnp.uint32(0) if scalars.calls is None else scalars.calls
 
 
 def apply(
-    theta: jax.Array,
+    scalars: Scalars,
     metric: jax.Array,
     residual: Quantized | None,
     recipe: Recipe,
@@ -104,7 +134,7 @@ def apply(
     """Selects the residuals of blocks that fall back, and moves the threshold.
 
     Args:
-      theta: float32 ``[]``, the threshold that quantized the activation, or ``UNSET``.
+      scalars: those of the call; their threshold quantized the activation.
       metric: float32, the metric of each block.
       residual: the residuals, whose scales have the shape of ``metric``; None without
         fallback.
@@ -118,7 +148,7 @@ def apply(
       stats.
     """
     if residual is None:
-        return None, without_fallback(theta, metric)
+        return None, without_fallback(scalars, metric)
     middle = sum(recipe.target_rate) / 2
     if blocks is None:
         blocks = jnp.int32(metric.size)
@@ -129,13 +159,14 @@ def apply(
     moved = ops.move_threshold(
         metric[None],
         residual.scales[None],
-        theta[None],
+        scalars.theta[None],
         blocks[None],
         above[None],
+        _calls(scalars)[None],
         target_rate=recipe.target_rate,
         alpha=recipe.alpha,
         implementation=implementation,
     )
-    used, rate, next_theta = (x.reshape(()) for x in moved[:3])
+    theta, rate, next_theta, next_count = (x.reshape(()) for x in moved[:4])
     residual = residual._replace(scales=moved.residual_scales[0])
-    return residual, Stats(rate, used, metric, next_theta)
+    return residual, Stats(rate, theta, metric, next_theta, next_count)

@@ -166,5 +166,5 @@ def run(
 def next_state(state: threshold.State) -> threshold.State:
     """The state after a training call: its count grows; there is no fallback."""
     no_metric = jnp.zeros((0,), jnp.float32)
-    stats = threshold.without_fallback(state["theta"], no_metric)
+    stats = threshold.without_fallback(threshold.scalars_of(state), no_metric)
     return threshold.next_state(state, stats)

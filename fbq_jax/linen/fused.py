@@ -12,7 +12,7 @@ from flax.core.scope import Variable
 from fbq_jax.core import fused_layers, threshold
 from fbq_jax.core.dimension_numbers import row_shape
 from fbq_jax.core.dot_call import DotCall
-from fbq_jax.core.fused_layers import FusedSpec, GemmScalars
+from fbq_jax.core.fused_layers import FusedSpec
 from fbq_jax.core.matmul_vjp import Spec
 from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.kernels import fused_reference
@@ -212,7 +212,7 @@ def _run(
         x: jax.Array,
         norm_scale: jax.Array,
         weights: Sequence[jax.Array | Quantized],
-        scalars: tuple[GemmScalars, ...],
+        scalars: tuple[threshold.Scalars, ...],
     ) -> tuple[jax.Array, Sequence[threshold.Stats]]:
         rows = x.reshape(1, *row_shape(x.shape[:-1], dot.recipe), x.shape[-1])
         matrices = tuple(map(_as_matrices, weights))
@@ -224,7 +224,7 @@ def _run(
         x,
         norm_scale.astype(jnp.float32),
         [layer.weight for layer in layers],
-        tuple(GemmScalars(s["theta"], threshold.call_seed(s)) for s in states),
+        tuple(map(threshold.scalars_of, states)),
     )
     for layer, gemm_stats in zip(layers, stats, strict=True):
         new = threshold.next_state(layer.state, gemm_stats)

@@ -10,8 +10,14 @@ from fbq_jax.kernels import fused_reference, packing
 from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Block
+from fbq_jax.kernels.rounding import Seeds
 from fbq_jax.ops.backends import triton_kernels
-from fbq_jax.ops.quantization import fallback_words, round_on_shard, wanted_layouts
+from fbq_jax.ops.quantization import (
+    fallback_words,
+    round_on_shard,
+    seed_words,
+    wanted_layouts,
+)
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -59,7 +65,10 @@ def _packed_words(
 
 def _rms_norm_rule(
     x: jax.Array,
-    *_operands: Any,
+    _norm_scale: jax.Array,
+    _theta: jax.Array,
+    seeds: Seeds,
+    *,
     bits: int,
     block: Block,
     criterion: str | None,
@@ -73,12 +82,15 @@ def _rms_norm_rule(
     packed = _packed_words(rows.codes, lambda _: UNSHARDED, packing.GROUP, bits)
     rstd: Any = f"b {rows.codes} ."
     results = NormQuantized(operand, packed, rstd)
-    return ShardingRule((layouts[0].codes, "b .", "b", "b"), results)
+    operands = layouts[0].codes, "b .", "b", seed_words(seeds)
+    return ShardingRule(operands, results)
 
 
 def _gate_rule(
     gate_up: jax.Array,
-    *_operands: Any,
+    _theta: jax.Array,
+    seeds: Seeds,
+    *,
     bits: int,
     block: Block,
     criterion: str | None,
@@ -90,13 +102,17 @@ def _gate_rule(
     columns = AxisWords(column(granularity), column(granularity // block[1]))
     operand = fallback_words(layout_words(rows, columns), criterion, colwise)
     packed = _packed_words(rows.codes, column, granularity, bits)
-    operands = f"b {rows.codes} {column(2 * granularity)}", "b", "b"
+    gate_up_words = f"b {rows.codes} {column(2 * granularity)}"
+    operands = gate_up_words, "b", seed_words(seeds)
     return ShardingRule(operands, GateQuantized(operand, packed, packed))
 
 
 def _gate_grad_rule(
     dy: jax.Array,
-    *_operands: Any,
+    _gate_factor: Packed,
+    _up_factor: Packed,
+    seeds: Seeds,
+    *,
     bits: int,
     block: Block,
     rowwise: str | None,
@@ -109,7 +125,8 @@ def _gate_grad_rule(
     columns = AxisWords(column(2 * granularity), column(2 * granularity // block[1]))
     results = wanted_layouts(layout_words(rows, columns), rowwise, colwise, sums)
     packed = _packed_words(rows.codes, column, granularity, bits)
-    operands = f"b {rows.codes} {column(granularity)}", packed, packed, "b"
+    dy_words = f"b {rows.codes} {column(granularity)}"
+    operands = dy_words, packed, packed, seed_words(seeds)
     return ShardingRule(operands, results)
 
 

@@ -60,6 +60,8 @@ class Op:
       stacks: whether the leading axis of every array is a stack of independent
         matrices.  If so, ``vmap`` merges a mapped axis into it; otherwise ``vmap`` maps
         the reference.
+      seeded: whether operands of dtype uint32 are seeds.  If so, ``vmap`` gives each
+        mapped example seeds of its own, so that examples draw different noise.
       packed_width: takes the operands.  Returns the row length of the arrays that a
         fused op packs; None for any other op.
       kernels: the kernel of each backend, by the backend's name.
@@ -69,6 +71,7 @@ class Op:
     sharding_rule: Callable[..., ShardingRule]
     on_shard: Callable[["LocalOp", Shard, tuple[Any, ...], dict[str, Any]], Any]
     stacks: bool = True
+    seeded: bool = True
     packed_width: Callable[..., int | None] = lambda *_: None
     kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
 

@@ -21,6 +21,7 @@ from fbq_jax.kernels.reference import (
     Layouts,
     Quantized,
 )
+from fbq_jax.kernels.rounding import Seeds
 from fbq_jax.ops.backends import nvidia_refusal, triton_kernels
 from fbq_jax.ops.op import LocalOp
 from fbq_jax.ops.transformations import define_op
@@ -41,6 +42,11 @@ VECTOR_GRANULARITY = (64, 16)
 def block_layouts(shape: tuple[int, ...], block: Block) -> Any:
     """The words of the codes and scales of matrices, rowwise and colwise."""
     return layout_words(row_axes(shape, block[0]), block_axis("j", shape[-1], block[1]))
+
+
+def seed_words(seeds: Seeds) -> Any:
+    """The words of seeds."""
+    return jax.tree.map(lambda _: "b", seeds)
 
 
 def wanted_layouts(
@@ -91,7 +97,8 @@ def round_on_shard(
 
 def _quantize_rule(
     x: jax.Array,
-    *_seeds: Any,
+    seeds: Seeds,
+    *,
     block: Block,
     rowwise: str | None,
     colwise: str | None,
@@ -100,7 +107,8 @@ def _quantize_rule(
     layouts = block_layouts(x.shape, block)
     results = wanted_layouts(layouts, rowwise, colwise, sums)
     splittable = "ij" if x.ndim == 3 else "j"
-    return ShardingRule((layouts[0].codes, "b"), results, splittable=splittable)
+    operands = layouts[0].codes, seed_words(seeds)
+    return ShardingRule(operands, results, splittable=splittable)
 
 
 def _quantize_on_shard(
@@ -158,14 +166,16 @@ def _quantize_parts(
 
 def _fallback_rule(
     x: jax.Array,
-    *_operands: Any,
+    _theta: jax.Array,
+    seeds: Seeds,
+    *,
     block: Block,
     criterion: str | None,
     colwise: str | None,
 ) -> ShardingRule:
     layouts = block_layouts(x.shape, block)
     results = fallback_words(layouts, criterion, colwise)
-    return ShardingRule((layouts[0].codes, "b", "b"), results)
+    return ShardingRule((layouts[0].codes, "b", seed_words(seeds)), results)
 
 
 _BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize")

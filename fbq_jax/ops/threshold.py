@@ -21,8 +21,8 @@ _BLOCK_AXES = {1: "b", 2: "b j", 3: "b i j", 4: "b p i j", 5: "b p g i j"}
 def _rule(metric: jax.Array, *_operands: jax.Array, **_options: Any) -> ShardingRule:
     blocks: Any = _BLOCK_AXES[metric.ndim]
     results: Any = MovedThreshold
-    operands = blocks, blocks, "b", "b", "b"
-    return ShardingRule(operands, results("b", "b", "b", blocks))
+    operands = blocks, blocks, "b", "b", "b", "b"
+    return ShardingRule(operands, results("b", "b", "b", "b", blocks))
 
 
 def _on_shard(
@@ -45,5 +45,6 @@ move_threshold = define_op(
     threshold_reference.move_threshold,
     _rule,
     _on_shard,
+    seeded=False,
     kernels=triton_kernels("fbq_jax.kernels.triton.threshold", refusal=nvidia_refusal),
 )

@@ -92,7 +92,7 @@ def _transformed(
     call_op = functools.partial(call_partitioned, op.name, rule_of, local)
     mapped = custom_vmap(jax.jit(call_op))
     if op.stacks:
-        mapped.def_vmap(functools.partial(_map_stacked, op.name, mapped))
+        mapped.def_vmap(functools.partial(_map_stacked, op, mapped))
     else:
         reference = functools.partial(op.reference, **dict(options))
         mapped.def_vmap(functools.partial(_map_reference, reference))
@@ -102,34 +102,43 @@ def _transformed(
 
 
 def _map_stacked(
-    name: str,
+    op: Op,
     mapped: Callable[..., Any],
     axis_size: int,
     in_batched: Sequence[Any],
     *args: Any,
 ) -> tuple[Any, Any]:
-    """Merges a mapped axis into the leading one.
-
-    Each mapped example gets its own seeds, so that examples draw different noise.
-    """
-
-    def stack(x: jax.Array, batched: bool) -> jax.Array:
-        if not batched:
-            x = jnp.broadcast_to(x, (axis_size, *x.shape))
-            if x.dtype == jnp.uint32:
-                index = jnp.arange(axis_size)
-                x = rounding.fold(x, jnp.expand_dims(index, range(1, x.ndim)))
-        return x.reshape(-1, *x.shape[2:])
-
+    """Merges a mapped axis into the leading one."""
     if not axis_size:
         return _map_empty(mapped, in_batched, *args)
-    stacked = jax.tree.map(stack, list(args), list(in_batched))
-    record_layer(name, stacked)
+    stack = functools.partial(_stack_operand, op, axis_size)
+    stacked = [*map(stack, args, in_batched)]
+    record_layer(op.name, stacked)
     out = jax.tree.map(
         lambda x: x.reshape(axis_size, len(x) // axis_size, *x.shape[1:]),
         mapped(*stacked),
     )
     return out, jax.tree.map(lambda _: True, out)
+
+
+def _stack_operand(op: Op, axis_size: int, operand: Any, batched: Any) -> Any:
+    """Merges a mapped axis of an operand into its leading one.
+
+    Seeds of which none is mapped become different ones for each example.
+    """
+
+    def merge(x: jax.Array, batched: bool) -> jax.Array:
+        if not batched:
+            x = jnp.broadcast_to(x, (axis_size, *x.shape))
+        return x.reshape(-1, *x.shape[2:])
+
+    dtypes = {x.dtype for x in jax.tree.leaves(operand)}
+    is_seeds = op.seeded and dtypes == {jnp.dtype(jnp.uint32)}
+    if is_seeds and not any(jax.tree.leaves(batched)):
+        seeds = rounding.fold_seeds(operand)[None]
+        index = jnp.expand_dims(jnp.arange(axis_size), range(1, seeds.ndim))
+        operand, batched = rounding.fold(seeds, index), True
+    return jax.tree.map(merge, operand, batched)
 
 
 def _map_empty(

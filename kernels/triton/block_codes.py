@@ -99,8 +99,9 @@ def nearest(v):
 def stochastic(v, noise, at):
     """Rounds after adding the noise of ``rounding.noise``.
 
-    ``noise`` is the tuple ``(seeds, row_offsets, column_offset)``: the seeds of the
-    matrices and the two arrays of a ``GlobalOffset``.
+    ``noise`` is the tuple ``(seeds, row_offsets, column_offset)``: the seeds, a tuple
+    of one or of several arrays (``rounding.Seeds``), and the two arrays of a
+    ``GlobalOffset``.
     """
     seeds, row_offsets, column_offset = noise
     batch, i, j, rows, _ = at
@@ -109,7 +110,9 @@ def stochastic(v, noise, at):
     # A part below the last row is not stored, but must not read past the row offsets.
     group = tl.minimum(i * r // ROW_GROUP, tl.cdiv(rows, ROW_GROUP) - 1)
     first_row = tl.load(row_offsets + group) + i * r % ROW_GROUP
-    seed = tl.load(seeds + batch)
+    seed = tl.load(seeds[0] + batch)
+    for n in tl.static_range(1, len(seeds)):
+        seed = _fold(seed, tl.load(seeds[n] + batch))
     column = tl.load(column_offset) + j * c + tl.arange(0, c)[None, :]
     column_key = _fold(seed ^ 0x5851F42D, column) | 1
     rounded = ()

@@ -8,6 +8,7 @@ import jax
 import triton
 
 from fbq_jax.kernels.reference import Block
+from fbq_jax.kernels.rounding import Seeds
 from fbq_jax.kernels.triton.outputs import BlockOutputs
 
 
@@ -52,6 +53,11 @@ def launch(
             **constants,
         )
     )
+
+
+def seed_arguments(seeds: Seeds) -> tuple[jax.Array, ...]:
+    """The four arrays of seeds; a single one takes the place of all."""
+    return seeds if isinstance(seeds, tuple) else (seeds,) * 4
 
 
 def launch_on_blocks(

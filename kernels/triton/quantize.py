@@ -18,29 +18,26 @@ from fbq_jax.kernels.reference import (
     Layouts,
     QuantizeOptions,
 )
-from fbq_jax.kernels.rounding import GlobalOffset, Rounding, no_offset
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_quantize import (
     load_and_measure,
     quantize_with_fallback,
 )
 from fbq_jax.kernels.triton.block_tiles import load, locate_block
-from fbq_jax.kernels.triton.launch import launch_on_blocks
+from fbq_jax.kernels.triton.launch import launch_on_blocks, seed_arguments
 from fbq_jax.kernels.triton.outputs import BlockOutputs, as_fallback, as_layouts
 
 
-def quantize(
-    x: jax.Array, seeds: jax.Array, **options: Unpack[QuantizeOptions]
-) -> Layouts:
+def quantize(x: jax.Array, seeds: Seeds, **options: Unpack[QuantizeOptions]) -> Layouts:
     """See ``reference.quantize``."""
-    # Without a criterion, theta is not read.
-    results = _quantize_blocks(x, seeds, seeds, criterion=None, **options)
+    results = _quantize_blocks(x, None, seeds, criterion=None, **options)
     return as_layouts(x.shape, results[:3], results[6:])
 
 
 def quantize_fallback(
     x: jax.Array,
     theta: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
     **options: Unpack[FallbackOptions],
 ) -> FallbackQuantized:
     """See ``reference.quantize_fallback``."""
@@ -50,8 +47,8 @@ def quantize_fallback(
 
 def _quantize_blocks(
     x: jax.Array,
-    theta: jax.Array,
-    seeds: jax.Array,
+    theta: jax.Array | None,
+    seeds: Seeds,
     *,
     block: Block,
     rowwise: Rounding | None,
@@ -62,17 +59,19 @@ def _quantize_blocks(
 ) -> tuple[jax.Array, ...]:
     """Returns the outputs of ``BlockOutputs.fallback``."""
     is_noisy = "stochastic" in (rowwise, colwise)
+    seed_arrays = seed_arguments(seeds)
     out = BlockOutputs(x.shape, block, sums)
     return _launch(
         _quantize,
         x,
-        theta,
-        seeds,
+        seed_arrays[0] if theta is None else theta,  # not read without a criterion
+        *seed_arrays,
         *(global_offset or no_offset(x.shape[1])),
         block=block,
         outputs=out.fallback(rowwise, criterion, colwise),
         many_registers=len(sums) == 2
         or (is_noisy and (criterion is not None or x.dtype.itemsize == 4)),
+        SEVERAL_SEEDS=isinstance(seeds, tuple),
         ROWWISE=rowwise,
         CRITERION=criterion,
         COLWISE=colwise,
@@ -107,7 +106,10 @@ def _launch(
 def _quantize(
     x,
     theta,
-    seeds,
+    seed,
+    calls,
+    stream,
+    index,
     row_offsets,
     column_offset,
     rows,
@@ -124,6 +126,7 @@ def _quantize(
     r: tl.constexpr,
     c: tl.constexpr,
     PARTS: tl.constexpr,
+    SEVERAL_SEEDS: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
     ROWWISE: tl.constexpr,
     CRITERION: tl.constexpr,
@@ -132,6 +135,7 @@ def _quantize(
     COLUMN_SUMS: tl.constexpr,
 ):
     shape: tl.constexpr = (PARTS, r // PARTS, c)
+    seeds = (seed, calls, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
     rowwise = (codes, scales, sums), (residual_codes, residual_scales)
     outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)

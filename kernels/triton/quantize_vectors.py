@@ -166,7 +166,7 @@ def _round_vectors(
     COLWISE: tl.constexpr,
     CLIPPED: tl.constexpr,
 ):
-    noise = seeds, row_offsets, column_offset
+    noise = (seeds,), row_offsets, column_offset
     at, _ = locate_block(rows, columns * COLUMN_UNIT, r, c)
     tiles = load(x, at, r, c)
     if ROWWISE is not None:

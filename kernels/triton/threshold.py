@@ -28,6 +28,7 @@ def move_threshold(
     theta: jax.Array,
     blocks: jax.Array,
     above: jax.Array,
+    count: jax.Array,
     *,
     target_rate: tuple[float, float],
     alpha: float,
@@ -36,6 +37,7 @@ def move_threshold(
     stack, size = metric.shape[0], math.prod(metric.shape[1:])
     chunk = min(CHUNK, triton.next_power_of_2(size))
     scalar = jax.ShapeDtypeStruct((stack,), jnp.float32)
+    counts = jax.ShapeDtypeStruct((stack,), jnp.uint32)
     scales = jax.ShapeDtypeStruct(metric.shape, jnp.float32)
     results = launch(
         _move_threshold,
@@ -44,8 +46,9 @@ def move_threshold(
         theta,
         blocks,
         above,
+        count,
         size,
-        outputs=[scalar, scalar, scalar, scales],
+        outputs=[scalar, scalar, scalar, counts, scales],
         grid=(stack, triton.cdiv(size, chunk)),
         num_warps=8,
         CHUNK=chunk,
@@ -63,10 +66,12 @@ def _move_threshold(
     theta,
     blocks,
     above,
+    counts,
     size,
     used_theta,
     rates,
     next_theta,
+    next_counts,
     selected_scales,
     CHUNK: tl.constexpr,
     LOW: tl.constexpr,
@@ -90,9 +95,9 @@ def _move_threshold(
     scales = tl.where(falls_back, scales, 0.0)
     tl.store(selected_scales + row + block, scales, block < size)
     if program == 0:
-        count = _count_above(metric, size, limit, CHUNK)
+        above_limit = _count_above(metric, size, limit, CHUNK)
         total = tl.maximum(tl.load(blocks + stack), 1).to(tl.float32)
-        rate = tl.div_rn(count.to(tl.float32), total)
+        rate = tl.div_rn(above_limit.to(tl.float32), total)
         moved = used
         if (rate < LOW) | (rate > HIGH):
             if is_set:
@@ -106,6 +111,7 @@ def _move_threshold(
         tl.store(used_theta + stack, used)
         tl.store(rates + stack, rate)
         tl.store(next_theta + stack, moved)
+        tl.store(next_counts + stack, tl.load(counts + stack) + 1)
 
 
 @triton.jit

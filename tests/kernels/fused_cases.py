@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbq_jax.kernels import fused_reference, packing
-from tests.kernels.quantize_cases import check_sums, seeds
+from tests.kernels.quantize_cases import check_sums, seeds, several_seeds
 from tests.kernels.test_reference import heavy
 
 # shape of the output, dtype, bits, block, criterion, thresholds, colwise.
@@ -44,8 +44,8 @@ def check_norm(
     }
     norm_scale = 1.0 + 0.5 * jax.random.normal(jax.random.key(0), (shape[0], shape[2]))
     operands = heavy(shape, dtype=dtype), norm_scale, jnp.asarray(theta, jnp.float32)
-    got = ops.rms_norm_quantize(*operands, seeds(shape[0]), **args)
-    want = _definition("rms_norm_quantize", **args)(*operands, seeds(shape[0]))
+    got = ops.rms_norm_quantize(*operands, several_seeds(shape[0]), **args)
+    want = _definition("rms_norm_quantize", **args)(*operands, several_seeds(shape[0]))
     np.testing.assert_allclose(got.rstd, want.rstd, rtol=1e-6)
     _check_operand(got.operand, want.operand, block)
     _check_packed(got.normalized, want.normalized, shape[2], bits)
@@ -56,7 +56,7 @@ def check_gate(
 ) -> None:
     args = {"bits": bits, "block": block, "criterion": criterion, "colwise": colwise}
     gate_up = heavy((*shape[:2], 2 * shape[2]), dtype=dtype)
-    operands = gate_up, jnp.asarray(theta, jnp.float32), seeds(shape[0])
+    operands = gate_up, jnp.asarray(theta, jnp.float32), several_seeds(shape[0])
     got = ops.silu_gate_quantize(*operands, **args)
     want = _definition("silu_gate_quantize", **args)(*operands)
     _check_operand(got.operand, want.operand, block)
@@ -74,7 +74,12 @@ def check_grad(
     up_factor = up_factor._replace(scales=scales)
     args = {"bits": bits, "block": block, "rowwise": rowwise, "colwise": colwise}
     args["sums"] = ("colwise",) if colwise else ()
-    operands = heavy(shape, dtype=dtype), gate_factor, up_factor, seeds(shape[0])
+    operands = (
+        heavy(shape, dtype=dtype),
+        gate_factor,
+        up_factor,
+        several_seeds(shape[0]),
+    )
     got = ops.silu_gate_grad_quantize(*operands, **args)
     want = _definition("silu_gate_grad_quantize", **args)(*operands)
     if want.colwise is not None:

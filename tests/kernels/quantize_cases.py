@@ -49,6 +49,11 @@ def seeds(batch: int) -> jax.Array:
     return jnp.asarray([5, 2**32 - 1, 2**31][:batch], jnp.uint32)
 
 
+def several_seeds(batch: int) -> tuple[jax.Array, ...]:
+    """Four seeds of each matrix, for a kernel to fold."""
+    return tuple(seeds(batch) + jnp.uint32(n) for n in range(4))
+
+
 def special(dtype: str, block: reference.Block) -> jax.Array:
     """3 x 5 blocks with NaN, Inf, zeros and extreme values: ``[3, 5, *block]``."""
     blocks = np.array(heavy((3, 5, *block)))
@@ -114,7 +119,7 @@ def check_fallback(
     colwise,
 ) -> None:
     args = {"block": block, "criterion": criterion, "colwise": colwise}
-    operands = x, jnp.asarray(theta, jnp.float32), seeds(len(x))
+    operands = x, jnp.asarray(theta, jnp.float32), several_seeds(len(x))
     got = ops.quantize_fallback(*operands, **args)
     want = _reference("quantize_fallback", **args)(*operands)
     _check_quantized(got.main, want.main, block)

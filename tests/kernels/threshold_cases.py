@@ -47,10 +47,11 @@ def check(ops: types.ModuleType, name: str, size: int) -> None:
     theta = jnp.asarray(THETAS, jnp.float32)
     blocks = jnp.full(len(THETAS), size, jnp.int32)
     above = jnp.full(len(THETAS), min(round(0.2 * size), size - 1), jnp.int32)
-    operands = metric, scales, theta, blocks, above
+    count = jnp.arange(len(THETAS), dtype=jnp.uint32)
+    operands = metric, scales, theta, blocks, above, count
     got = ops.move_threshold(*operands, **OPTIONS)
     want = threshold_reference.move_threshold(*operands, **OPTIONS)
-    for field in ("theta", "residual_scales"):
+    for field in ("theta", "next_count", "residual_scales"):
         np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
     for field in ("rate", "next_theta"):
         np.testing.assert_allclose(

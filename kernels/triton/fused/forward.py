@@ -15,7 +15,7 @@ from fbq_jax.kernels.reference import (
     FallbackOptions,
     FallbackQuantized,
 )
-from fbq_jax.kernels.rounding import GlobalOffset, Rounding, no_offset
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import accumulate_amax
 from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback
@@ -31,7 +31,7 @@ from fbq_jax.kernels.triton.fused.packed_arrays import (
     can_fuse,
     packed_outputs,
 )
-from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.launch import launch, seed_arguments
 from fbq_jax.kernels.triton.outputs import BlockOutputs, Shape, as_fallback
 from fbq_jax.kernels.triton.packed import store_packed
 
@@ -44,7 +44,7 @@ def rms_norm_quantize(
     x: jax.Array,
     norm_scale: jax.Array,
     theta: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
     *,
     epsilon: float,
     bits: int,
@@ -74,7 +74,7 @@ def rms_norm_quantize(
 def silu_gate_quantize(
     gate_up: jax.Array,
     theta: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
     *,
     bits: int,
     **options: Unpack[FallbackOptions],
@@ -104,7 +104,7 @@ def _launch_layer(
     norm_scale: jax.Array,
     rstd: jax.Array,
     theta: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
     *,
     shape: Shape,
     is_norm: bool,
@@ -118,6 +118,7 @@ def _launch_layer(
 
     A norm saves one array, and the second one is without elements.
     """
+    seed_arrays = seed_arguments(seeds)
     out = BlockOutputs(shape, block)
     results = launch(
         _quantize_layer,
@@ -125,7 +126,7 @@ def _launch_layer(
         norm_scale,
         rstd,
         theta,
-        seeds,
+        *seed_arrays,
         *(global_offset or no_offset(shape[1])),
         shape[1],
         out.blocks[1],
@@ -138,6 +139,7 @@ def _launch_layer(
         r=block[0],
         c=block[1],
         PARTS=block[0] // (NORM_PART_ROWS if is_norm else GATE_PART_ROWS),
+        SEVERAL_SEEDS=isinstance(seeds, tuple),
         BITS=bits,
         CRITERION=criterion,
         COLWISE=colwise,
@@ -153,7 +155,10 @@ def _quantize_layer(
     norm_scale,
     rstd,
     theta,
-    seeds,
+    seed,
+    calls,
+    stream,
+    index,
     row_offsets,
     column_offset,
     rows,
@@ -180,6 +185,7 @@ def _quantize_layer(
     r: tl.constexpr,
     c: tl.constexpr,
     PARTS: tl.constexpr,
+    SEVERAL_SEEDS: tl.constexpr,
     BITS: tl.constexpr,
     CRITERION: tl.constexpr,
     COLWISE: tl.constexpr,
@@ -192,6 +198,7 @@ def _quantize_layer(
     first = (first_plane_8, first_plane_4, first_plane_2, first_plane_1), first_scales
     second_planes = second_plane_8, second_plane_4, second_plane_2, second_plane_1
     packed = first, (second_planes, second_scales)
+    seeds = (seed, calls, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
     rowwise = (codes, scales, sums), (residual_codes, residual_scales)
     outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)

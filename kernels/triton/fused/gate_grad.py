@@ -9,7 +9,7 @@ import triton.language as tl
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Layouts, QuantizeOptions
-from fbq_jax.kernels.rounding import no_offset
+from fbq_jax.kernels.rounding import Seeds, no_offset
 from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
@@ -19,7 +19,7 @@ from fbq_jax.kernels.triton.block_codes import (
 from fbq_jax.kernels.triton.block_quantize import quantize_parts, store_sums
 from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
-from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.launch import launch, seed_arguments
 from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
 from fbq_jax.kernels.triton.packed import load_packed
 
@@ -30,7 +30,7 @@ def silu_gate_grad_quantize(
     dy: jax.Array,
     gate_factor: Packed,
     up_factor: Packed,
-    seeds: jax.Array,
+    seeds: Seeds,
     *,
     bits: int,
     **options: Unpack[QuantizeOptions],
@@ -45,13 +45,14 @@ def silu_gate_grad_quantize(
     batch, rows, columns = dy.shape
     shape = batch, rows, 2 * columns
     sums = options.get("sums", ())
+    seed_arrays = seed_arguments(seeds)
     out = BlockOutputs(shape, block, sums)
     results = launch(
         _silu_gate_grad_quantize,
         dy,
-        *packed_inputs(gate_factor, bits, unused=seeds),
-        *packed_inputs(up_factor, bits, unused=seeds),
-        seeds,
+        *packed_inputs(gate_factor, bits, unused=seed_arrays[0]),
+        *packed_inputs(up_factor, bits, unused=seed_arrays[0]),
+        *seed_arrays,
         *(options.get("global_offset") or no_offset(rows)),
         rows,
         columns // block[1],
@@ -60,6 +61,7 @@ def silu_gate_grad_quantize(
         r=block[0],
         c=block[1],
         PARTS=block[0] // PART_ROWS,
+        SEVERAL_SEEDS=isinstance(seeds, tuple),
         BITS=bits,
         ROWWISE=rowwise,
         COLWISE=colwise,
@@ -82,7 +84,10 @@ def _silu_gate_grad_quantize(
     up_plane_2,
     up_plane_1,
     up_scales,
-    seeds,
+    seed,
+    calls,
+    stream,
+    index,
     row_offsets,
     column_offset,
     rows,
@@ -96,6 +101,7 @@ def _silu_gate_grad_quantize(
     r: tl.constexpr,
     c: tl.constexpr,
     PARTS: tl.constexpr,
+    SEVERAL_SEEDS: tl.constexpr,
     BITS: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
@@ -108,6 +114,7 @@ def _silu_gate_grad_quantize(
     gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
     up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
     factors = gate_packed, up_packed
+    seeds = (seed, calls, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
     out = codes, colwise_codes
     at, _ = locate_block(rows, groups * c, r, c)

@@ -15,15 +15,24 @@ from fbq_jax.kernels.threshold_reference import UNSET
 RECIPE = Recipe()
 
 
+def scalars(theta):
+    """The scalars of a call without state."""
+    return threshold.Scalars(jnp.float32(theta), jnp.uint32(0))
+
+
 def stats_of(metric, theta, recipe=RECIPE):
     """The stats of blocks with these metrics."""
     residual = Quantized(None, jnp.ones_like(metric))
-    return threshold.apply(jnp.float32(theta), metric, residual, recipe)[1]
+    return threshold.apply(scalars(theta), metric, residual, recipe)[1]
 
 
 def moved(state, metric, recipe=RECIPE):
     """The state after blocks with these metrics."""
-    return threshold.next_state(state, stats_of(metric, state["theta"], recipe))
+    residual = Quantized(None, jnp.ones_like(metric))
+    call = threshold.scalars_of(state)
+    return threshold.next_state(
+        state, threshold.apply(call, metric, residual, recipe)[1]
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "steps"))
@@ -120,7 +129,7 @@ def test_a_theta_that_no_factor_moves_starts_anew(theta):
 def test_an_unset_theta_selects_the_residuals_above_it(theta):
     metric = jnp.arange(1.0, 101.0).reshape(10, 10)
     residual = Quantized(None, 0.5 * metric)
-    selected, stats = threshold.apply(jnp.float32(theta), metric, residual, RECIPE)
+    selected, stats = threshold.apply(scalars(theta), metric, residual, RECIPE)
     assert stats.theta == 80.0
     expected = jnp.where(metric > 80.0, residual.scales, 0.0)
     np.testing.assert_array_equal(selected.scales, expected)

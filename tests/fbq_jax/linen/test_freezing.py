@@ -99,11 +99,11 @@ def test_every_forward_pass_runs_from_frozen_codes():
     for recipe in FORWARDS.values():
         spec = Spec(recipe, dtype, dtype, dtype, None)
         state = threshold.start(recipe, 7)
-        seed = threshold.call_seed(state)
+        scalars = threshold.scalars_of(state)._replace(theta=theta)
         dims = ((2,), (0,)), ((), ())
         weight = quantize_weight(DotConfig(recipe), state, w, dims)
-        y, _ = matmul_vjp.matmul(spec, x, w[None], theta, seed)
-        z, _ = matmul_vjp.matmul(spec, x, weight.codes.main, theta, seed)
+        y, _ = matmul_vjp.matmul(spec, x, w[None], scalars)
+        z, _ = matmul_vjp.matmul(spec, x, weight.codes.main, scalars)
         assert same_bits(z, y)
 
 

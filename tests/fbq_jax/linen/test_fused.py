@@ -17,7 +17,7 @@ from fbq_jax import (
     nonlinear,
     recipes,
 )
-from fbq_jax.core import fused_layers, matmul_vjp
+from fbq_jax.core import fused_layers, matmul_vjp, threshold
 from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.recipes.schema import Recipe
 from tests.kernels.test_reference import heavy
@@ -107,7 +107,7 @@ def test_saved_floats_are_only_scales_and_statistics():
     gemm = matmul_vjp.Spec(Recipe(block=(32, 128, 64)), dtype, dtype, dtype, None)
     spec = fused_layers.FusedSpec(gemm, NormSpec(False, 1e-5, 10))
     scalars = tuple(
-        fused_layers.GemmScalars(jnp.float32(1.0), jnp.uint32(seed)) for seed in (5, 6)
+        threshold.Scalars(jnp.float32(1.0), jnp.uint32(seed)) for seed in (5, 6)
     )
 
     def saving(x, norm_scale, *weights):

@@ -49,11 +49,12 @@ def test_a_step_has_no_conditional(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dense", "block"])
 def test_a_layer_takes_few_launches(name):
-    """Three GEMMs, three quantizations, casts, seeds and the state."""
+    """Three GEMMs, three quantizations, step lists and the state; and XLA's own."""
     x = jnp.ones((2048, 1024), jnp.bfloat16)
     module = MODULES[name].clone(features=1024, use_bias=False)
     step, variables = compiled_step(module, x)
     text = step.as_text()
     assert " conditional(" not in text
     assert " while(" not in text
-    assert len(measure.kernels(step, variables, x)) <= 22
+    kernels = [kernel for kernel, _ in measure.kernels(step, variables, x)]
+    assert len(kernels) <= {"dense": 13, "block": 12}[name], kernels

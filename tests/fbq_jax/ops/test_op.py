@@ -46,7 +46,7 @@ CALLS = {
     "quantize_vectors": ((X, SEEDS), BOTH | {"bound": 127.0, "per_tensor": False}),
     "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),
     "move_threshold": (
-        (X, X, THETA, *([jnp.ones(1, jnp.int32)] * 2)),
+        (X, X, THETA, *([jnp.ones(1, jnp.int32)] * 2), SEEDS),
         {"target_rate": (0.1, 0.3), "alpha": 1.3},
     ),
     "matmul": ((CODES, None, CODES), PRODUCT | {"reduce": None}),
@@ -168,6 +168,21 @@ def test_vmap_stacks_the_matrices_of_a_fused_op():
         return mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     jax.tree.map(np.testing.assert_array_equal, *both())
+
+
+def test_vmap_gives_examples_without_seeds_of_their_own_different_noise():
+    """Seeds are shared, each example's own, or its own in two of four arrays."""
+    x = jnp.broadcast_to(X, (2, *X.shape))
+    layer, calls = jnp.arange(2, dtype=jnp.uint32)[:, None], jnp.full((2, 1), 7, "u4")
+    op = functools.partial(ops.quantize, **BLOCK, rowwise="stochastic", colwise=None)
+    mapped = jax.jit(jax.vmap(op, (0, (0, 0, None, None))))
+    got = mapped(x, (layer, calls, SEEDS, SEEDS)).rowwise.codes
+    for i in range(2):
+        want = jax.jit(op)(x[i], (layer[i], calls[i], SEEDS, SEEDS)).rowwise.codes
+        np.testing.assert_array_equal(got[i], want)
+    for seeds in (SEEDS, (SEEDS,) * 4):
+        first, second = jax.jit(jax.vmap(op, (0, None)))(x, seeds).rowwise.codes
+        assert (first != second).any()
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ def test_matches_the_reference(name, size):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_spills(capability):
     blocks, scalar = jnp.ones((2, 7168)), jax.ShapeDtypeStruct((2,), jnp.int32)
-    theta = jnp.ones(2)
+    theta, count = jnp.ones(2), jax.ShapeDtypeStruct((2,), jnp.uint32)
     (kernel,) = triton_tools.compile_kernels(
         "threshold",
         "move_threshold",
-        *(blocks, blocks, theta, scalar, scalar),
+        *(blocks, blocks, theta, scalar, scalar, count),
         capability=capability,
         target_rate=(0.1, 0.3),
         alpha=1.3,
