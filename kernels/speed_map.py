@@ -51,8 +51,8 @@ class SpeedMap:
 
         Logarithms of speedups are interpolated linearly in the logarithms of M, K and
         N, so a prediction lies between the speedups of the shapes around it.  Sizes
-        beyond the measured range count as its ends.  A missing shape has the speedup of
-        the largest measured shape that it contains, since INT8 gains with size.
+        beyond the measured range count as its ends.  A missing shape has the highest
+        speedup of the measured shapes that it contains, since INT8 gains with size.
 
         Args:
           recipe: the name of a measured recipe.
@@ -68,7 +68,7 @@ class SpeedMap:
         log = 0.0
         for (M0, M_share), (K0, K_share), (N0, N_share) in corners:
             shape = M0, min(K0, N0), max(K0, N0)
-            speedup = _nearest_inside(measured, shape)
+            speedup = _measured_inside(measured, shape)
             log += M_share * K_share * N_share * math.log(speedup)
         return math.exp(log)
 
@@ -126,16 +126,15 @@ def _around(size: int, ticks: Sequence[int]) -> list[tuple[int, float]]:
     return [(low, 1.0 - share), (high, share)]
 
 
-def _nearest_inside(measured: Mapping[Sizes, float], sizes: Sizes) -> float:
-    """The speedup of a shape, or of the largest measured one that it contains."""
+def _measured_inside(measured: Mapping[Sizes, float], sizes: Sizes) -> float:
+    """The speedup of a shape, or the highest of the measured ones that it contains."""
     if sizes in measured:
         return measured[sizes]
-    inside = [
-        shape
-        for shape in measured
+    return max(
+        speedup
+        for shape, speedup in measured.items()
         if all(size <= limit for size, limit in zip(shape, sizes, strict=True))
-    ]
-    return measured[max(inside, key=math.prod)]
+    )
 
 
 def _has_smallest(shapes: frozenset[Sizes]) -> bool:

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
 
 # Speedups at the ends of the colors.
 _SLOWEST, _FASTEST = 0.4, 1.6
+_DARK = 0.4  # the distance from 1.0 from which colors are dark
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -66,7 +67,9 @@ def _draw_panel(axis: Any, grid: list[list[float]], norm: TwoSlopeNorm) -> Any:
     for K, line in enumerate(grid):
         for N, speedup in enumerate(line):
             if not math.isnan(speedup):
-                axis.text(N, K, f"{speedup:.2f}", ha="center", va="center", fontsize=7)
+                color = "white" if abs(speedup - 1.0) > _DARK else "black"
+                label = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
+                axis.text(N, K, f"{speedup:.2f}", **label)
     measured = [speedup for line in grid for speedup in line if not math.isnan(speedup)]
     if measured and min(measured) < 1.0 < max(measured):
         axis.contour(grid, levels=[1.0], colors="black", linewidths=2)

@@ -72,7 +72,11 @@ def _shard_shape(x: Any) -> tuple[int, ...]:
     """The shape of a device's shard; the shape itself, over automatic mesh axes."""
     if x.sharding is None:
         return tuple(x.shape)
-    return tuple(x.sharding.shard_shape(x.shape))
+    sizes, shape = x.sharding.mesh.shape, list(x.shape)
+    for axis, names in enumerate(x.sharding.spec):
+        names = names if isinstance(names, tuple) else (names,)
+        shape[axis] //= math.prod(sizes.get(name, 1) for name in names)
+    return tuple(shape)
 
 
 class RaggedCall(NamedTuple):

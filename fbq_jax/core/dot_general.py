@@ -206,8 +206,8 @@ def _quantizes(
     out: jax.ShapeDtypeStruct,
 ) -> bool:
     """Whether the recipe quantizes operands of these shapes; warns if it does not."""
-    recipe, sizes = config.recipe, call.sizes(lhs, out)
-    if recipe.where_slower == "quantize" or 0 in sizes:
+    recipe = config.recipe
+    if recipe.where_slower == "quantize" or 0 in (sizes := call.sizes(lhs, out)):
         return True
     choice = dispatch.choose_layer(
         recipe,
