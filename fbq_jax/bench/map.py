@@ -11,8 +11,12 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import (
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+)
 from multiprocessing.synchronize import Lock
 from typing import Any, NamedTuple
 
@@ -42,6 +46,8 @@ _DEPTH, _LARGE_DEPTH, _LARGE_PRODUCT = 8, 2, 2**36
 _SETTLING_STEPS = 8  # until thresholds stay in their range
 _LOSS_LIMIT = 0.2  # of the error, as in ``step``
 _MEMORY_SHARE = 0.5  # of the GPU, as another process may not have ended yet
+
+_Operands = tuple[jax.Array, jax.Array, list[jax.Array]]  # of ``step.operands``
 
 _gpu: Lock  # held by the process that measures
 
@@ -172,28 +178,32 @@ def _measure(job: _Job) -> list[Row]:
         depth: [layers.bf16(depth), *layers.linen(depth, job.implementation)]
         for depth in sorted({_depth(shape) for shape in job.shapes})
     }
-    programs = [
-        [_compile(stack, shape) for stack in stacks[_depth(shape)][1:]]
-        for shape in job.shapes
-    ]
-    operands = [_compile_operands(shape) for shape in job.shapes]
+    with ThreadPoolExecutor() as pool:
+        compiled = list(
+            pool.map(lambda shape: _compile_shape(shape, stacks), job.shapes)
+        )
     measured: list[Row] = []
     with _gpu:
-        for shape, compiled, make in zip(job.shapes, programs, operands, strict=True):
+        for shape, (programs, make_operands) in zip(job.shapes, compiled, strict=True):
             bf16, *others = stacks[_depth(shape)]
             # XLA chooses its kernels by timing them, so nothing else may run.
-            pairs = [(bf16, _compile(bf16, shape)), *zip(others, compiled, strict=True)]
-            measured += with_ratios(_rows(shape, pairs, make(), job.effort))
+            baseline = bf16, _compile(bf16, shape)
+            pairs = [baseline, *zip(others, programs, strict=True)]
+            measured += with_ratios(_rows(shape, pairs, make_operands(), job.effort))
     return measured
+
+
+def _compile_shape(
+    shape: Sizes, stacks: Mapping[int, Sequence[Stack]]
+) -> tuple[list[Program], Callable[[], _Operands]]:
+    """The steps of all stacks but bf16, and the function that makes their operands."""
+    depth = _depth(shape)
+    make_operands = jax.jit(lambda: step.operands(shape, depth)).lower().compile()
+    return [_compile(stack, shape) for stack in stacks[depth][1:]], make_operands
 
 
 def _depth(shape: Sizes) -> int:
     return _DEPTH if math.prod(shape) < _LARGE_PRODUCT else _LARGE_DEPTH
-
-
-def _compile_operands(shape: Sizes) -> Any:
-    make = jax.jit(lambda: step.operands(shape, _depth(shape)))
-    return make.lower().compile()
 
 
 def _compile(stack: Stack, shape: Sizes) -> Program:
@@ -205,7 +215,7 @@ def _compile(stack: Stack, shape: Sizes) -> Program:
 def _rows(
     shape: Sizes,
     compiled: Sequence[tuple[Stack, Program]],
-    operands: tuple[jax.Array, jax.Array, list[jax.Array]],
+    operands: _Operands,
     effort: Effort,
 ) -> Iterator[Row]:
     x, key, kernels = operands
