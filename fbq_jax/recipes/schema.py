@@ -149,8 +149,9 @@ class Recipe:
       where_slower: what becomes of a layer whose shapes make INT8 slower than bf16, by
         the measured map of this GPU (``fbq_jax.dispatch.choose_layer``).
         ``"quantize"`` quantizes it all the same.  ``"float"`` leaves its three GEMMs
-        unquantized, with a warning; its state keeps its structure, and ``count`` goes
-        on.  The maps are of blocks of 128x128, which ``"float"`` needs in all GEMMs.
+        unquantized, with a warning, and XLA sums them, whatever ``Gemm.reduce``; the
+        layer's state keeps its structure, and ``count`` goes on.  The maps are of
+        blocks of 128x128, which ``"float"`` needs in all GEMMs.
 
     Raises:
       RecipeError: a field has a value that it does not accept, alone or together with
