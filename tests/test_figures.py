@@ -1,17 +1,25 @@
-"""The tables in the documents are those of the committed measurements."""
+"""Tables in the documents, and maps, are those of the committed measurements."""
 
 from pathlib import Path
 
 import pytest
 
+from fbq_jax.bench import map as bench_map
 from fbq_jax.bench import report, results
+from fbq_jax.kernels import speed_map
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = results.load(ROOT / "fbq_jax/bench/results/nvidia-h200.json")
-DOCUMENTS = {"recipes": "RECIPES.md", "profile": "PROFILE.md"}
+DOCUMENTS = {"recipes": "RECIPES.md", "profile": "PROFILE.md", "map": "PROFILE.md"}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_tables_show_the_committed_results(section):
     document = ROOT / DOCUMENTS.get(section, "README.md")
     assert report.markdown({section: SECTIONS[section]}) in document.read_text()
+
+
+@pytest.mark.parametrize("file", sorted(speed_map.DIRECTORY.glob("*.json")), ids=str)
+def test_shipped_maps_are_the_committed_results(file):
+    section = results.load(ROOT / "fbq_jax/bench/results" / file.name)["map"]
+    assert speed_map.load(section["device"]) == bench_map.speed_map_of(section)

@@ -1,18 +1,27 @@
 """``python -m fbq_jax.bench``: measures the library's ops and shows results."""
 
 import argparse
+import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fbq_jax.bench import cli, report, results
 
 SECTIONS = {
     "step": "a training step of Flax layers, which is what users get",
+    "map": "where INT8 is faster than bf16: training steps over a grid of shapes",
     "gemm": "the block-scaled INT8 GEMM against bf16",
     "quantize": "quantization against a copy",
     "linear": "a linear layer, in Flax and in parts, against bf16 and other libraries",
     "recipes": "every recipe on activations with outliers",
+}
+# The modules that draw sections. They need Matplotlib, which is optional.
+PICTURES = {
+    "recipes": "fbq_jax.bench.picture",
+    "map": "fbq_jax.bench.map_picture",
 }
 LLAMA = "python -m examples.llama.bench"
 # Commands that need the Llama example, under their present and their former names.
@@ -35,9 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = cli.add_sections(parser, SECTIONS)
     table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")
     table.add_argument("file", type=Path, metavar="FILE")
-    picture = commands.add_parser("picture", help="plots a JSON file's recipes section")
+    picture = commands.add_parser("picture", help="plots a section of a JSON file")
     picture.add_argument("file", type=Path, metavar="FILE")
     picture.add_argument("picture", type=Path, metavar="PICTURE")
+    picture.add_argument(
+        "--section", choices=PICTURES, default="recipes", help="default: recipes"
+    )
+    install = commands.add_parser(
+        "install-map",
+        help="makes a JSON file's map the one that the library reads on such a GPU",
+    )
+    install.add_argument("file", type=Path, metavar="FILE")
     return parser
 
 
@@ -51,18 +68,40 @@ def _run(arguments: Sequence[str]) -> None:
     if options.command == "table":
         print(report.markdown(results.load(options.file)))
     elif options.command == "picture":
-        _draw(options.file, options.picture)
+        _draw(options.file, options.section, options.picture)
+    elif options.command == "install-map":
+        _install_map(options.file)
     else:
-        cli.run("fbq_jax.bench", SECTIONS, options)
+        _run_sections(options)
 
 
-def _draw(file: Path, path: Path) -> None:
-    from fbq_jax.bench import picture  # Needs Matplotlib, which is optional.
+def _run_sections(options: argparse.Namespace) -> None:
+    if options.command == "map":
+        # Its processes share the GPU's memory with this one, which measures nothing.
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    path = cli.run("fbq_jax.bench", SECTIONS, options)
+    if options.command in ("map", "all") and not options.quick:
+        _install_map(path)
 
+
+def _install_map(file: Path) -> None:
+    from fbq_jax.bench import map as speed_map
+
+    print(f"installed as {speed_map.install(_section(file, 'map'))}")
+
+
+def _draw(file: Path, section: str, path: Path) -> None:
+    drawing = importlib.import_module(PICTURES[section])
+    drawing.draw(_section(file, section)["rows"], path)
+
+
+def _section(file: Path, name: str) -> dict[str, Any]:
+    """A section of a JSON file."""
     sections = results.load(file)
-    if "recipes" not in sections:
-        raise results.ResultsError(f"{file} has no section recipes")
-    picture.draw(sections["recipes"]["rows"], path)
+    if name not in sections:
+        raise results.ResultsError(f"{file} has no section {name}")
+    section: dict[str, Any] = sections[name]
+    return section
 
 
 if __name__ == "__main__":

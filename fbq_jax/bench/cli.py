@@ -23,7 +23,7 @@ _USAGE_ERRORS = (UsageError, results.ResultsError, ModuleNotFoundError)
 _FAILED_MEASUREMENTS = (measure.WrongResultError, measure.NoKernelsError)
 
 
-def exit_status(program: str, action: Callable[[], None]) -> int:
+def exit_status(program: str, action: Callable[[], object]) -> int:
     """Runs an action and reports the expected errors in one line on stderr.
 
     Returns:
@@ -68,7 +68,7 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
     return commands
 
 
-def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> None:
+def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> Path:
     """Measures the section that the options name, or all.
 
     Args:
@@ -76,16 +76,20 @@ def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> N
       sections: the sections that ``all`` measures, in order.
       options: the parsed arguments of ``add_sections``.
 
+    Returns:
+      The JSON file.
+
     Raises:
       UsageError: if there is no GPU, or the implementation does not run on it.
       ResultsError: if the results cannot be stored.
     """
     _check_device(options.implementation)
-    path = options.out or results.default_path()
+    path: Path = options.out or results.default_path()
     results.check_writable(path)
     for name in sections if options.command == "all" else [options.command]:
         _measure(name, importlib.import_module(f"{package}.{name}"), path, options)
     print(f"\nwritten to {path}")
+    return path
 
 
 def _check_device(implementation: str | None) -> None:

@@ -17,7 +17,6 @@ from fbq_jax.bench import baselines, matmuls, measure
 from fbq_jax.core.layer_stats import fallback_stats
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.nnx import dot as nnx_dot
-from fbq_jax.nnx import stats as nnx_stats
 from fbq_jax.recipes.schema import Recipe
 
 RECIPES = ("block", "fallback")
@@ -234,7 +233,11 @@ class _Linear(nnx.Module):
 
 
 class NnxStack(Stack):
-    """A stack of ``nnx.Linear``; its state is the model, which a step updates."""
+    """A stack of ``nnx.Linear``; its state is the model's ``nnx.State``.
+
+    The model is split before the first step, as in Flax's functional training loop:
+    ``nnx.jit`` would walk through the model in each step.
+    """
 
     layer = "nnx.Linear"
     recipe: Recipe
@@ -244,49 +247,64 @@ class NnxStack(Stack):
         self.backend = matmuls.forward_choice(recipe, implementation).backend
         self._implementation = implementation
 
-    def start(self, kernels: Sequence[jax.Array]) -> _Linear:
+    def start(self, kernels: Sequence[jax.Array]) -> nnx.State:
         """The first state, with copies of the kernels."""
-        return _Linear(kernels, self.recipe, self._implementation)
+        return nnx.state(self._model(kernels))
 
-    def compile_training(self, state: _Linear, x: jax.Array, key: jax.Array) -> Program:
+    def compile_training(
+        self, state: nnx.State, x: jax.Array, key: jax.Array
+    ) -> Program:
         """Compiles ``(state, x, key) -> (state, loss)``."""
         del key  # The model draws its noise from its own state.
+        graphdef = self._graphdef(state)
 
-        def step(model: _Linear, x: jax.Array) -> jax.Array:
+        def step(state: nnx.State, x: jax.Array) -> tuple[nnx.State, jax.Array]:
+            model = nnx.merge(graphdef, state)
             value, grads = nnx.value_and_grad(lambda model: _loss(model(x)))(model)
             params = nnx.state(model, nnx.Param)
             nnx.update(model, jax.tree.map(_sgd, params, grads))
-            return value
+            return nnx.state(model), value
 
-        return _compile_nnx(step, state, x)
+        return _compile_without_key(step, state, x)
 
     def compile_products(
-        self, state: _Linear, x: jax.Array, dy: jax.Array, key: jax.Array
+        self, state: nnx.State, x: jax.Array, dy: jax.Array, key: jax.Array
     ) -> Program:
         """Compiles ``(state, x, dy, key) -> (state, (y, dx, dw))``."""
         del key
+        graphdef = self._graphdef(state)
 
         def step(
-            model: _Linear, x: jax.Array, dy: jax.Array
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            state: nnx.State, x: jax.Array, dy: jax.Array
+        ) -> tuple[nnx.State, tuple[jax.Array, ...]]:
             def scalar(model: _Linear, x: jax.Array) -> tuple[jax.Array, jax.Array]:
                 y = model(x)  # The scalar, whose gradient is dy there, is never read.
                 return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32)), y
 
+            model = nnx.merge(graphdef, state)
             (grads, dx), y = nnx.grad(scalar, argnums=(0, 1), has_aux=True)(model, x)
             (dw,) = jax.tree.leaves(grads)
-            return y, dx, dw
+            return nnx.state(model), (y, dx, dw)
 
-        return _compile_nnx(step, state, x, dy)
+        return _compile_without_key(step, state, x, dy)
 
-    def first_kernel(self, state: _Linear) -> jax.Array:
+    def first_kernel(self, state: nnx.State) -> jax.Array:
         """The kernel of the first layer."""
-        return state.layers[0].kernel[...]
+        kernel: jax.Array = jax.tree.leaves(state["layers"][0]["kernel"])[0]
+        return kernel
 
-    def rates(self, state: _Linear) -> list[float]:
+    def rates(self, state: nnx.State) -> list[float]:
         """The fallback rate of each layer in the last step."""
-        stats = nnx_stats.fallback_stats(state)
-        return [float(layer.rate) for layer in stats.values()]
+        layers = state["layers"].values()
+        return [float(layer["dot_general"]["rate"].get_value()) for layer in layers]
+
+    def _model(self, kernels: Sequence[jax.Array]) -> _Linear:
+        return _Linear(kernels, self.recipe, self._implementation)
+
+    def _graphdef(self, state: nnx.State) -> Any:
+        """The structure of the model with this state."""
+        kernels = [layer["kernel"].get_value() for layer in state["layers"].values()]
+        return nnx.graphdef(nnx.eval_shape(self._model, kernels))
 
 
 def bf16(depth: int) -> Stack:
@@ -381,11 +399,14 @@ def _compile(function: Any, *args: Any) -> Program:
     return Program(compiled, compiled.as_text(), time.perf_counter() - start)
 
 
-def _compile_nnx(function: Callable[..., Any], model: _Linear, *args: Any) -> Program:
-    """Compiles ``(model, *args) -> results``, which updates the model."""
-    program = _compile(nnx.jit(function, donate_argnums=0), model, *args)
+def _compile_without_key(
+    function: Callable[..., Any], state: nnx.State, *args: Any
+) -> Program:
+    """Compiles ``(state, *args)``; the program drops the key that follows ``args``."""
+    program = _compile(jax.jit(function, donate_argnums=0), state, *args)
 
-    def step(model: _Linear, *inputs: Any) -> tuple[_Linear, Any]:
-        return model, program.step(model, *inputs[: len(args)])
+    def step(state: nnx.State, *inputs: Any) -> tuple[nnx.State, Any]:
+        new, results = program.step(state, *inputs[: len(args)])
+        return new, results
 
     return program._replace(step=step)

@@ -58,6 +58,17 @@ HEADINGS = {
             "conditionals",
         ),
     ),
+    "map": Heading(
+        "Where INT8 is faster: training steps of linear layers, K to N to K, in Flax",
+        "M, K, N",
+        "TFLOP/s",
+        _SPEEDUP,
+        "Steps are those of the table of training steps, of 8 layers, or of 2 where "
+        "M K N is 2^36 or more. Times are sustained milliseconds of wall-clock per "
+        "step, after a short warm-up. Errors compare the loss with bf16's.",
+        error_width=12,
+        columns=("first call, s",),
+    ),
     "gemm": Heading(
         "INT8 GEMM with 128 x 128 block scales, bf16 out",
         "M, N, K",
@@ -243,6 +254,8 @@ def _errors(row: Row) -> str:
 def _markdown_table(section: str, content: Mapping[str, Any]) -> str:
     if section == "recipes":
         head, cells = _recipes_table(content["rows"])
+    elif section == "map":
+        head, cells = _map_table(content["rows"])
     else:
         columns = _columns(section)
         head = [column.title for column in columns]
@@ -283,6 +296,22 @@ def _recipe_cells(rows: Sequence[Row], xs: Sequence[str]) -> list[str]:
             for x in xs
         ),
     ]
+
+
+def _map_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of the map's table: speedups by M, one row per K and N."""
+    names = list(dict.fromkeys(row.what for row in rows if row.what != "bf16"))
+    tokens = sorted({row.shape[0] for row in rows})
+    speedups = {(row.what, row.shape): f"{row.ratio:.2f}" for row in rows}
+    head = ["K, N", *(f"{name}, M = {M}" for name in names for M in tokens)]
+    cells = [
+        [
+            f"{K}, {N}",
+            *(speedups.get((name, (M, K, N)), "") for name in names for M in tokens),
+        ]
+        for K, N in sorted({row.shape[1:] for row in rows})
+    ]
+    return head, cells
 
 
 def _caption(section: str, content: Mapping[str, Any]) -> str:

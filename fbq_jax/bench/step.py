@@ -85,7 +85,7 @@ def _stacks(depth: int, implementation: str | None) -> list[Stack]:
 
 def _compile(stack: Stack, shape: tuple[int, ...], depth: int) -> Program:
     """Compiles a stack's step for ``(tokens, D, F)``; allocates nothing."""
-    x, key, kernels = jax.eval_shape(functools.partial(_data, shape, depth))
+    x, key, kernels = jax.eval_shape(functools.partial(operands, shape, depth))
     return stack.compile_training(nnx.eval_shape(stack.start, kernels), x, key)
 
 
@@ -95,7 +95,7 @@ def _rows(
     compiled: Sequence[tuple[Stack, Program]],
     effort: Effort,
 ) -> Iterator[Row]:
-    x, key, kernels = _data(shape, depth)
+    x, key, kernels = operands(shape, depth)
     exact: dict[str, jax.Array] = {}
     for stack, program in compiled:
         step = RunningStep(program.step, stack.start(kernels), x, key)
@@ -107,7 +107,7 @@ def _rows(
         launches, kernels_ms = _launches(step)
         yield row(
             timing,
-            _work(shape, depth),
+            work(shape, depth),
             what=stack.name,
             implementation=stack.backend,
             shape=shape,
@@ -163,13 +163,13 @@ def _launches(step: RunningStep) -> tuple[int, float] | tuple[None, None]:
     return len(kernels), sum(ms for _, ms in kernels)
 
 
-def _work(shape: tuple[int, ...], depth: int) -> float:
+def work(shape: tuple[int, ...], depth: int) -> float:
     """Operations of a step: three products a layer, but two in the first."""
     tokens, D, F = shape
     return 2.0 * tokens * D * F * (3 * depth - 1)
 
 
-def _data(
+def operands(
     shape: tuple[int, ...], depth: int
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """The activation, a key for noise, and the kernels of ``(tokens, D, F)``."""

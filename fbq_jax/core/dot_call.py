@@ -1,5 +1,6 @@
 """The call that a Flax layer makes to its ``dot_general``, as one value."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,33 @@ class DotCall(NamedTuple):
             )
 
         return jax.eval_shape(product, lhs, rhs)
+
+    def sizes(self, lhs: Operand, out: jax.ShapeDtypeStruct) -> tuple[int, int, int]:
+        """M, K and N of each matrix product; of one device's, over explicit mesh axes.
+
+        Args:
+          lhs: the left operand.
+          out: the ``output`` of the call.
+        """
+        (contract, _), (batch, _) = self.dimension_numbers
+        lhs_shape, out_shape = _shard_shape(jax.typeof(lhs)), _shard_shape(out)
+        first_column = lhs.ndim - len(contract)
+        return (
+            math.prod(out_shape[len(batch) : first_column]),
+            math.prod(lhs_shape[axis] for axis in contract),
+            math.prod(out_shape[first_column:]),
+        )
+
+
+def _shard_shape(x: Any) -> tuple[int, ...]:
+    """The shape of a device's shard; the shape itself, over automatic mesh axes."""
+    if x.sharding is None:
+        return tuple(x.shape)
+    sizes, shape = x.sharding.mesh.shape, list(x.shape)
+    for axis, names in enumerate(x.sharding.spec):
+        names = names if isinstance(names, tuple) else (names,)
+        shape[axis] //= math.prod(sizes.get(name, 1) for name in names)
+    return tuple(shape)
 
 
 class RaggedCall(NamedTuple):

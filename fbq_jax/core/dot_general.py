@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fbq_jax.core import matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices
@@ -176,6 +177,9 @@ def _seeded_dot_general(
     """``dot_general``; a traced threshold may be ``threshold.UNSET``."""
     out = call.output(lhs, rhs)
     recipe = config.recipe
+    # A frozen layer has nothing to multiply by but its codes.
+    if codes is None and not _quantizes(config, lhs, rhs, call, out):
+        return _float_dot_general(scalars, lhs, rhs, call)
     spec = Spec(recipe, out.dtype, lhs.dtype, rhs.dtype, config.implementation)
 
     def multiply(
@@ -191,3 +195,42 @@ def _seeded_dot_general(
 
     main = None if codes is None else codes.main
     return automatic(multiply, out)(lhs, rhs, scalars, main)
+
+
+def _quantizes(
+    config: DotConfig,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    call: DotCall,
+    out: jax.ShapeDtypeStruct,
+) -> bool:
+    """Whether the recipe quantizes operands of these shapes; warns if it does not."""
+    recipe = config.recipe
+    if recipe.where_slower == "quantize" or 0 in (sizes := call.sizes(lhs, out)):
+        return True
+    choice = dispatch.choose_layer(
+        recipe,
+        sizes,
+        dtype=jnp.promote_types(lhs.dtype, rhs.dtype),
+        implementation=config.implementation,
+    )
+    dispatch.warn_where_slower(choice, recipe, sizes)
+    return choice.quantized
+
+
+def _float_dot_general(
+    scalars: Scalars, lhs: jax.Array, rhs: jax.Array, call: DotCall
+) -> tuple[jax.Array, Stats]:
+    """``lax.dot_general``, and the stats of a call that has no blocks."""
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    y = lax.dot_general(
+        lhs.astype(dtype),
+        rhs.astype(dtype),
+        call.dimension_numbers,
+        preferred_element_type=call.preferred_element_type,
+        out_sharding=call.out_sharding,
+    )
+    _, (batch, _) = call.dimension_numbers
+    matrices = math.prod(lhs.shape[axis] for axis in batch)
+    metric = jnp.zeros((matrices, 0, 0), jnp.float32)
+    return y, threshold.without_fallback(scalars, metric)

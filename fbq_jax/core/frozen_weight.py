@@ -193,12 +193,18 @@ def check_axes(axes: Axes, dimension_numbers: DimensionNumbers, layer: str) -> N
 
 
 def check_recipe(recipe: Recipe, layer: str) -> None:
-    """Raises ValueError if the recipe's forward pass does not quantize the weight."""
+    """Raises ValueError if the recipe's forward pass may not quantize the weight."""
     if recipe.fwd.in_floats:
         raise ValueError(
             f"layer {layer!r} has no codes to freeze: its recipe leaves the forward "
             "pass unquantized (Recipe.fwd); freeze takes recipes with an INT8 forward "
             "pass"
+        )
+    if recipe.where_slower != "quantize":
+        raise ValueError(
+            f"layer {layer!r} has a recipe with where_slower={recipe.where_slower!r}, "
+            "and a frozen layer always multiplies by its codes; freeze takes the model "
+            "with where_slower='quantize', in which rules leave layers in float"
         )
 
 

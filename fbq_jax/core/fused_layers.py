@@ -69,9 +69,13 @@ def fuses(recipe: Recipe) -> bool:
     """Whether the fused layers support a recipe.
 
     They need block scales in all three GEMMs and nearest rounding of X in the forward
-    GEMM.
+    GEMM.  They always quantize: ``where_slower`` is ``"quantize"``.
     """
-    return recipe.in_blocks and recipe.fwd.lhs == "nearest"
+    return (
+        recipe.in_blocks
+        and recipe.fwd.lhs == "nearest"
+        and recipe.where_slower == "quantize"
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -68,8 +68,8 @@ def ragged_dot(
       group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
-      recipe: how the three GEMMs are quantized; needs block scales in all of them and
-        no ``Gemm.reduce``.
+      recipe: how the three GEMMs are quantized; needs block scales in all of them, no
+        ``Gemm.reduce`` and ``where_slower="quantize"``.
       theta: the threshold of fallback for all groups, as in ``fbq_jax.dot_general``.
       key: a PRNG key for stochastic rounding, as in ``fbq_jax.dot_general``.
       implementation: ``"reference"``, or None, which lets ``fbq_jax.ops.dispatch``
@@ -85,8 +85,9 @@ def ragged_dot(
       TypeError: an operand has another dtype, ``group_sizes`` does not hold integers,
         or ``recipe`` is not a ``Recipe``.
       ValueError: shapes do not fit, an array is sharded over explicit axes, the recipe
-        has other scales or a ``Gemm.reduce``, theta is negative, another precision is
-        requested, or the implementation has no kernel for this product.
+        has other scales, a ``Gemm.reduce`` or ``where_slower="float"``, theta is
+        negative, another precision is requested, or the implementation has no kernel
+        for this product.
 
     >>> tokens, experts = jnp.ones((3, 4)), jnp.ones((2, 4, 1))
     >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0]))
@@ -161,6 +162,11 @@ def _check_recipe(recipe: Recipe) -> None:
         raise ValueError(
             "a ragged dot takes a recipe with block scales in all three GEMMs; got "
             f"{recipe}"
+        )
+    if recipe.where_slower != "quantize":
+        raise ValueError(
+            "a ragged dot takes a recipe with where_slower='quantize', because the map "
+            f"of speeds has no ragged products; got {recipe}"
         )
     if any(g.reduce is not None for g in (recipe.fwd, recipe.dlhs, recipe.drhs)):
         raise ValueError(

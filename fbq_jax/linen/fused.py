@@ -250,6 +250,6 @@ def _check(dot: FallbackDot) -> None:
         raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused_layers.fuses(dot.recipe):
         raise ValueError(
-            "a fused layer takes a recipe with block scales in all three GEMMs and "
-            f"nearest rounding in fwd.lhs; got {dot.recipe}"
+            "a fused layer takes a recipe with block scales in all three GEMMs, "
+            f"nearest rounding in fwd.lhs and where_slower='quantize'; got {dot.recipe}"
         )

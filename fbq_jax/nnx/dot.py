@@ -55,6 +55,10 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     ``nnx.LinearGeneral`` as ``dot_general=``, because ``dot_general_cls=`` makes a new
     object in every call, which cannot keep state.
 
+    ``nnx.jit`` walks through the model in Python at each call, and here passes four
+    scalars per layer.  Where the GPU waits for that, ``nnx.split`` the model once and
+    ``jax.jit`` the step, or bind the model with ``nnx.cached_partial``.
+
     Args:
       recipe: how the three GEMMs are quantized.
       rngs: seeds the layer's noise from its ``params`` stream.  Without it, all layers

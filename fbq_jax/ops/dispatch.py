@@ -1,5 +1,7 @@
 """Chooses the implementation of an op, and gives the reason for the choice.
 
+``choose_layer`` tells whether a layer is quantized, by the measured map of this GPU.
+
 ========= ==================================================================
 mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton
 triton    NVIDIA GPUs from Ampere on, through jax-triton
@@ -21,14 +23,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from fbq_jax.kernels import speed_map
 from fbq_jax.ops.op import OPS, Op
+from fbq_jax.recipes.schema import MAPPED_BLOCK, Recipe
 from fbq_jax.sharding.layer_names import current_layer
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 _ASKED = "asks for it"
 _warned_reasons: set[str] = set()
+_warned_layers: set[tuple[str | None, str]] = set()
 
 
 class Choice(NamedTuple):
@@ -46,6 +52,22 @@ class Choice(NamedTuple):
     implementation: str
     reason: str
     backend: str
+
+
+class LayerChoice(NamedTuple):
+    """Whether a layer is quantized.
+
+    Attributes:
+      quantized: whether its GEMMs run as its recipe says; otherwise all three run
+        unquantized.
+      speedup: the predicted speedup of the recipe over bf16 in a training step; None
+        where no map applies.
+      reason: the reason, as text.
+    """
+
+    quantized: bool
+    speedup: float | None
+    reason: str
 
 
 def choose(
@@ -146,3 +168,95 @@ def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
         f"many times slower on this GPU than a kernel: {choice.reason}",
         stacklevel=2,
     )
+
+
+def choose_layer(
+    recipe: Recipe,
+    sizes: tuple[int, int, int],
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+) -> LayerChoice:
+    """Predicts a layer's speed on this machine, and decides whether to quantize it.
+
+    The prediction interpolates the map of the GPU
+    (``fbq_jax.kernels.speed_map.SpeedMap.predict``), which
+    ``python -m fbq_jax.bench map`` measures with the recipes ``block`` and
+    ``fallback``.  It applies to any recipe with 128x128 blocks in all three GEMMs, with
+    or without fallback.  Without a map, a layer is quantized.
+
+    Args:
+      recipe: the recipe of the layer.
+      sizes: M, K and N of ``Y [M, N] = X [M, K] . W [K, N]``; M is the tokens of a
+        step on one device.
+      dtype: the dtype of X and W.
+      implementation: as in ``choose``.
+
+    Raises:
+      ValueError: no implementation has that name, or a size is below 1.
+
+    >>> choose_layer(Recipe(criterion=None), (512, 512, 512)).quantized
+    True
+    """
+    if min(sizes) < 1:
+        raise ValueError(f"choose_layer takes sizes of at least 1; got {sizes}")
+    found = _map_for(recipe, dtype, implementation)
+    if isinstance(found, str):
+        return LayerChoice(True, None, found)
+    speedup = found.predict(_mapped_name(recipe), sizes)
+    reason = f"the map of {found.device} predicts {speedup:.2f} times bf16's speed"
+    if speedup >= 1.0:
+        return LayerChoice(True, speedup, reason)
+    if recipe.where_slower == "float":
+        return LayerChoice(False, speedup, f"{reason}, and where_slower='float'")
+    hint = "Recipe(where_slower='float') would leave the layer in float"
+    return LayerChoice(True, speedup, f"{reason}; {hint}")
+
+
+def _map_for(
+    recipe: Recipe, dtype: jax.typing.DTypeLike, implementation: str | None
+) -> speed_map.SpeedMap | str:
+    """The map that applies to a layer, or the reason why none does."""
+    if not recipe.in_blocks or recipe.block_shape != MAPPED_BLOCK:
+        return "maps are of recipes with scales per 128x128 block in all GEMMs"
+    if jnp.dtype(dtype).itemsize != 2:
+        return f"maps are of layers in 16 bits, not in {jnp.dtype(dtype).name}"
+    device = jax.devices()[0].device_kind
+    if jax.default_backend() != "gpu":
+        return f"there is no map for {device}: maps are of GPUs"
+    if (found := speed_map.load(device)) is None:
+        return f"there is no map for {device}: run python -m fbq_jax.bench map"
+    choice = choose("matmul", recipe.block_shape, implementation=implementation)
+    if choice.backend != found.backend:
+        return f"the map of {device} is of {found.backend}, not of {choice.backend}"
+    return found
+
+
+def _mapped_name(recipe: Recipe) -> str:
+    """The measured recipe that stands for a recipe."""
+    return "block" if recipe.criterion is None else "fallback"
+
+
+def warn_where_slower(
+    choice: LayerChoice, recipe: Recipe, sizes: tuple[int, int, int]
+) -> None:
+    """Warns about what ``where_slower="float"`` does to the current layer.
+
+    A layer that it leaves in float is reported once for each shape; the reason why no
+    map applies, once.
+    """
+    if recipe.where_slower == "quantize":
+        return
+    if choice.quantized and choice.speedup is not None:
+        return
+    layer = None if choice.quantized else current_layer()
+    shape = f"M, K, N = {', '.join(map(str, sizes))}"
+    text = (
+        f"where_slower='float' quantizes every layer: {choice.reason}"
+        if choice.quantized
+        else f"a layer of {shape} stays in float, not in INT8 by the recipe "
+        f"{_mapped_name(recipe)!r}: {choice.reason}"
+    )
+    if (layer, text) not in _warned_layers:
+        _warned_layers.add((layer, text))
+        warnings.warn(f"{layer + ': ' if layer else ''}{text}", stacklevel=2)

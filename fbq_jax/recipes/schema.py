@@ -11,6 +11,8 @@ from fbq_jax.kernels.rounding import ROUNDINGS, Rounding
 
 BLOCK_SIDES = (32, 64, 128, 256)
 BOUNDS = (127.0, 127.5)
+# The blocks that speed maps are measured with (``fbq_jax.kernels.speed_map``).
+MAPPED_BLOCK = (128, 128, 128)
 
 Scales = Literal["block", "row", "tensor"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
@@ -18,6 +20,8 @@ Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
 Reduce = Literal["float32", "bfloat16", "int8"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
+WhereSlower = Literal["quantize", "float"]
+WHERE_SLOWER: tuple[WhereSlower, ...] = get_args(WhereSlower)
 
 
 # A field's name, whether its value is accepted, and what the field takes.
@@ -142,6 +146,12 @@ class Recipe:
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
+      where_slower: what becomes of a layer whose shapes make INT8 slower than bf16, by
+        the measured map of this GPU (``fbq_jax.dispatch.choose_layer``).
+        ``"quantize"`` quantizes it all the same.  ``"float"`` leaves its three GEMMs
+        unquantized, with a warning, and XLA sums them, whatever ``Gemm.reduce``; the
+        layer's state keeps its structure, and ``count`` goes on.  The maps are of
+        blocks of 128x128, which ``"float"`` needs in all GEMMs.
 
     Raises:
       RecipeError: a field has a value that it does not accept, alone or together with
@@ -165,6 +175,7 @@ class Recipe:
     fwd: Gemm = Gemm()
     dlhs: Gemm = Gemm(lhs="stochastic")
     drhs: Gemm = Gemm(lhs="stochastic", rhs="stochastic")
+    where_slower: WhereSlower = "quantize"
 
     def __new__(cls, **fields: object) -> "Recipe":
         """Raises a TypeError that lists the fields if one is unknown."""
@@ -196,6 +207,11 @@ class Recipe:
             for field, accepted, takes in _gemm_checks(name, gemm):
                 yield f"{name}.{field}", accepted, takes
         yield from self._joint_checks()
+        accepted = self.where_slower in WHERE_SLOWER
+        yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
+        has_map = self.in_blocks and sizes == MAPPED_BLOCK
+        takes = "'quantize' unless all GEMMs have scales per 128x128 block"
+        yield "where_slower", self.where_slower == "quantize" or has_map, takes
 
     def _threshold_checks(self) -> Iterator[_Check]:
         """Checks the fields of the threshold, each on its own."""

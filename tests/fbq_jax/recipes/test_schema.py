@@ -27,6 +27,7 @@ from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, recipes
         ("start", 1e-50, "'first_batch' or"),
         ("start", "second_batch", "'first_batch' or"),
         ("fwd", "nearest", "a Gemm"),
+        ("where_slower", "bf16", "one of ('quantize', 'float')"),
     ],
 )
 def test_a_bad_field_is_named_with_the_accepted_values(field, value, takes):
@@ -48,6 +49,23 @@ def test_a_bad_field_is_named_with_the_accepted_values(field, value, takes):
 def test_roundings_that_cannot_share_codes_are_refused(fields, named):
     with pytest.raises(RecipeError, match=rf"^Recipe\.{named} takes "):
         Recipe(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block": 64},
+        {"block": (128, 128, 256)},
+        {"drhs": FLOAT_GEMM},
+        {"dlhs": Gemm(scales="row")},
+    ],
+)
+def test_a_layer_stays_in_float_only_where_maps_are_measured(fields):
+    with pytest.raises(
+        RecipeError, match=r"^Recipe\.where_slower takes 'quantize' unl"
+    ):
+        Recipe(**fields, where_slower="float")
+    assert Recipe(where_slower="float") != Recipe()
 
 
 FLOATS = {"lhs": None, "rhs": None}

@@ -1,0 +1,246 @@
+"""Where INT8 is faster than bf16: training steps of Flax layers, by their shapes.
+
+Tracing and lowering a step takes longer than measuring it, and only one thread of a
+process can do it at a time.  So several processes compile at the same time, each for
+the layers of one width; then each has the GPU for itself and measures.
+"""
+
+import itertools
+import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import (
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+)
+from multiprocessing.synchronize import Lock
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from fbq_jax.bench import layers, measure, step
+from fbq_jax.bench.layers import Program, Stack
+from fbq_jax.bench.measure import Effort, RunningStep
+from fbq_jax.bench.results import ResultsError, Row, row, with_ratios
+from fbq_jax.kernels import speed_map
+from fbq_jax.kernels.speed_map import Sizes, SpeedMap
+
+TOKENS = (512, 2048, 8192, 65536)
+WIDTHS = (512, 1024, 2048, 4096, 8192, 28672)
+# Larger products take most of the time to measure, and INT8 gains with size.
+_MAX_PRODUCT = 2**42
+#: ``(M, K, N)`` of layers from K to N and back.
+SHAPES = tuple(
+    (M, K, N)
+    for K, N in itertools.combinations_with_replacement(WIDTHS, 2)
+    for M in TOKENS
+    if M * K * N <= _MAX_PRODUCT
+)
+# With several small layers, the time of a call does not hide the time of the layers.
+_DEPTH, _LARGE_DEPTH, _LARGE_PRODUCT = 8, 2, 2**36
+_SETTLING_STEPS = 8  # until thresholds stay in their range
+_LOSS_LIMIT = 0.2  # of the error, as in ``step``
+_MEMORY_SHARE = 0.5  # of the GPU, as another process may not have ended yet
+
+_Operands = tuple[jax.Array, jax.Array, list[jax.Array]]  # of ``step.operands``
+
+_gpu: Lock  # held by the process that measures
+
+
+class _Job(NamedTuple):
+    """The shapes that one process measures.
+
+    Attributes:
+      shapes: ``(M, K, N)``, with equal K and N.
+      implementation: as in ``dispatch.choose``.
+      effort: of each measurement.
+    """
+
+    shapes: list[Sizes]
+    implementation: str | None
+    effort: Effort
+
+
+def rows(
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
+) -> Iterator[Row]:
+    """Measures steps of layers from K to N and back, for each ``(M, K, N)``.
+
+    A step is the one of ``step.rows``, for bf16 and ``layers.RECIPES``.  Rows come in
+    the order in which processes finish.  Shapes that need more than half of the GPU's
+    memory are left out, and named on stderr.
+
+    Raises:
+      WrongResultError: if a loss differs from bf16's by more than INT8 may.
+    """
+    effort = effort._replace(
+        warm_up_s=effort.warm_up_s / 5,
+        samples=max(1, effort.samples // 4),
+        rest_s=0.0,
+        launches=2,
+    )
+    jobs = [
+        _Job(list(of_widths), implementation, effort)
+        for _, of_widths in itertools.groupby(
+            _that_fit(shapes), lambda shape: shape[1:]
+        )
+    ]
+    # Otherwise the first process would reserve the memory that others measure in.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        max(1, (os.cpu_count() or 1) // 2),  # so that none is late to launch kernels
+        spawn,
+        initializer=_start_process,
+        initargs=(spawn.Lock(),),
+        max_tasks_per_child=1,  # a process that ends gives its memory back
+    ) as pool:
+        futures = [pool.submit(_measure, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                yield from future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def install(section: Mapping[str, Any]) -> str:
+    """Makes a measured section the map that ``fbq_jax.dispatch`` reads.
+
+    Args:
+      section: the section ``map``, as ``results.load`` returns it.
+
+    Returns:
+      The path of the map's file.
+
+    Raises:
+      ResultsError: the section is of a quick run or lacks the smallest shape, or the
+        file cannot be written.
+    """
+    if section["quick"]:
+        raise ResultsError("a map of a quick run is too coarse to be used")
+    file = speed_map.path(section["device"])
+    try:
+        speed_map.save(file, speed_map_of(section))
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"cannot write {file}: {error}") from error
+    return str(file)
+
+
+def speed_map_of(section: Mapping[str, Any]) -> SpeedMap:
+    """The map that a section measures: shapes with rows of all recipes."""
+    found: dict[str, dict[Sizes, float]] = {name: {} for name in layers.RECIPES}
+    for measured in section["rows"]:
+        if measured.what in found:
+            found[measured.what][measured.shape] = measured.ratio
+    complete = set.intersection(*(set(by_shape) for by_shape in found.values()))
+    backends = {r.implementation for r in section["rows"] if r.what in found}
+    return SpeedMap(
+        section["device"],
+        ", ".join(sorted(backends)),
+        {
+            name: {shape: round(by_shape[shape], 3) for shape in sorted(complete)}
+            for name, by_shape in found.items()
+        },
+    )
+
+
+def _that_fit(shapes: Sequence[tuple[int, ...]]) -> Iterator[Sizes]:
+    """The shapes that the GPU's memory holds; stderr names the others."""
+    stats = jax.devices()[0].memory_stats() or {}
+    limit = _MEMORY_SHARE * stats.get("bytes_limit", math.inf)
+    for M, K, N in shapes:
+        weights, activations = K * N, M * (K + N)
+        # Weights, gradients and their copies; activations and their gradients.
+        needed = _depth((M, K, N)) * (16 * weights + 8 * activations)
+        if needed <= limit:
+            yield M, K, N
+        else:
+            print(
+                f"without {M}, {K}, {N}: it needs {needed:.1e} bytes", file=sys.stderr
+            )
+
+
+def _start_process(lock: Lock) -> None:
+    """Prepares a process, which an interrupt ends without a traceback."""
+    global _gpu
+    _gpu = lock
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _measure(job: _Job) -> list[Row]:
+    """Compiles all steps of a job, waits for the GPU and measures them."""
+    stacks = {
+        depth: [layers.bf16(depth), *layers.linen(depth, job.implementation)]
+        for depth in sorted({_depth(shape) for shape in job.shapes})
+    }
+    with ThreadPoolExecutor() as pool:
+        compiled = list(
+            pool.map(lambda shape: _compile_shape(shape, stacks), job.shapes)
+        )
+    measured: list[Row] = []
+    with _gpu:
+        for shape, (programs, make_operands) in zip(job.shapes, compiled, strict=True):
+            bf16, *others = stacks[_depth(shape)]
+            # XLA chooses its kernels by timing them, so nothing else may run.
+            baseline = bf16, _compile(bf16, shape)
+            pairs = [baseline, *zip(others, programs, strict=True)]
+            measured += with_ratios(_rows(shape, pairs, make_operands(), job.effort))
+    return measured
+
+
+def _compile_shape(
+    shape: Sizes, stacks: Mapping[int, Sequence[Stack]]
+) -> tuple[list[Program], Callable[[], _Operands]]:
+    """The steps of all stacks but bf16, and the function that makes their operands."""
+    depth = _depth(shape)
+    make_operands = jax.jit(lambda: step.operands(shape, depth)).lower().compile()
+    return [_compile(stack, shape) for stack in stacks[depth][1:]], make_operands
+
+
+def _depth(shape: Sizes) -> int:
+    return _DEPTH if math.prod(shape) < _LARGE_PRODUCT else _LARGE_DEPTH
+
+
+def _compile(stack: Stack, shape: Sizes) -> Program:
+    """Compiles a stack's step; allocates nothing."""
+    x, key, kernels = jax.eval_shape(lambda: step.operands(shape, _depth(shape)))
+    return stack.compile_training(nnx.eval_shape(stack.start, kernels), x, key)
+
+
+def _rows(
+    shape: Sizes,
+    compiled: Sequence[tuple[Stack, Program]],
+    operands: _Operands,
+    effort: Effort,
+) -> Iterator[Row]:
+    x, key, kernels = operands
+    exact: jax.Array | None = None
+    for stack, program in compiled:
+        running = RunningStep(program.step, stack.start(kernels), x, key)
+        for _ in range(_SETTLING_STEPS):
+            loss = running()
+        exact = loss if exact is None else exact
+        error = measure.relative_error(loss, exact)
+        measure.require(error, _LOSS_LIMIT, f"loss of {stack.name} at {shape}")
+        yield row(
+            measure.running_timing(running, effort=effort),
+            step.work(shape, _depth(shape)),
+            what=stack.name,
+            implementation=stack.backend,
+            shape=shape,
+            fallback=_mean_rate(stack, running.state),
+            errors={"loss": error},
+            compile_s=program.compile_s,
+        )
+
+
+def _mean_rate(stack: Stack, state: Any) -> float | None:
+    if stack.recipe is None or stack.recipe.criterion is None:
+        return None
+    rates = stack.rates(state)
+    return sum(rates) / len(rates)

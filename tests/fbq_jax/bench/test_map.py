@@ -1,0 +1,184 @@
+"""The map of speeds, at sizes that a CPU computes with the reference."""
+
+import importlib
+import math
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from fbq_jax import recipes
+from fbq_jax.bench import layers, results
+from fbq_jax.bench import map as bench_map
+from fbq_jax.bench.__main__ import main
+from fbq_jax.bench.measure import Timing, WrongResultError
+from fbq_jax.kernels import speed_map
+from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
+
+SHAPES = [(64, 32, 32), (16, 32, 64)]
+NAMED = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Measures without processes, which would import everything again."""
+
+    def pool(*_, initializer, initargs, **__):
+        return ThreadPoolExecutor(1, initializer=initializer, initargs=initargs)
+
+    monkeypatch.setattr(bench_map, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(bench_map, "_gpu", threading.Lock(), raising=False)
+    monkeypatch.setattr(bench_map.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(layers, "recipes", types.SimpleNamespace(NAMED=NAMED))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    monkeypatch.setattr(bench_map, "_DEPTH", 2)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_rows():
+    rows = list(bench_map.rows(SHAPES, **OPTIONS))
+    check_rates(rows, lambda row: 2 * row.shape[0] * row.shape[1] * row.shape[2] * 5)
+    assert sorted((row.shape, row.what) for row in rows) == sorted(
+        (shape, what) for shape in SHAPES for what in ("bf16", "block", "fallback")
+    )
+    baselines = {row.shape: row for row in rows if row.what == "bf16"}
+    for row in rows:
+        assert row.ratio == pytest.approx(baselines[row.shape].ms / row.ms)
+        assert row.errors["loss"] <= 0.1
+        assert (row.fallback is not None) == (row.what == "fallback")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_wrong_step_is_refused(monkeypatch):
+    def stacks(depth, _):
+        dot = lambda x, w, dims, **_: 2 * jax.lax.dot_general(x, w, dims)  # noqa: E731
+        yield layers.LinenStack("mine", "xla", depth, dot_general=dot)
+
+    monkeypatch.setattr(layers, "linen", stacks)
+    with pytest.raises(WrongResultError, match=r"^loss of mine at .* is wrong"):
+        list(bench_map.rows(SHAPES[:1], **OPTIONS))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_shapes_that_need_too_much_memory_are_named(monkeypatch, capsys):
+    small = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1e5})
+    monkeypatch.setattr(jax, "devices", lambda: [small])
+    monkeypatch.setattr(bench_map, "_measure", lambda job: job.shapes)
+    assert list(bench_map.rows([(16, 8, 8), (16, 64, 64)], **OPTIONS)) == [(16, 8, 8)]
+    assert capsys.readouterr().err.startswith("without 16, 64, 64: it needs 1.6e+05 b")
+
+
+def test_the_grid_spans_the_sizes_of_large_models():
+    assert {M for M, _, _ in bench_map.SHAPES} >= {512, 65536}
+    assert {width for _, *widths in bench_map.SHAPES for width in widths} >= {
+        512,
+        28672,
+    }
+    assert min(bench_map.SHAPES) == (512, 512, 512)
+    assert max(M * K * N for M, K, N in bench_map.SHAPES) <= 2**42
+
+
+def section(quick=False, shapes=SHAPES):
+    """A section with a speedup of 0.5 for ``block`` and 0.25 for ``fallback``."""
+    rows = [
+        results.row(
+            Timing(1 / ratio, 1.0, "calls"),
+            1e9,
+            what=what,
+            implementation="xla" if what == "bf16" else "triton",
+            shape=shape,
+            ratio=ratio,
+        )
+        for shape in shapes
+        for what, ratio in (("bf16", 1.0), ("block", 0.5), ("fallback", 0.25))
+    ]
+    return results.section(rows, quick=quick)
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """Stores a section in a file; maps are installed in an empty folder."""
+    monkeypatch.setattr(speed_map, "DIRECTORY", tmp_path / "maps")
+
+    def store(content):
+        results.merge(tmp_path / "bench.json", "map", content)
+        return str(tmp_path / "bench.json")
+
+    return store
+
+
+def test_a_measured_map_is_installed(stored, capsys):
+    file = stored(section(shapes=[(16, 32, 32), *SHAPES]))
+    assert main(["install-map", file]) == 0
+    assert "maps/cpu.json" in capsys.readouterr().out
+    found = speed_map.load("cpu")
+    assert (found.device, found.backend) == ("cpu", "triton")
+    assert found.speedups["fallback"] == dict.fromkeys([(16, 32, 32), *SHAPES], 0.25)
+    assert found.predict("block", (16, 64, 32)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (section(quick=True), "a map of a quick run is too coarse"),
+        (section(), "a speed map takes recipes with the same shapes"),
+        (section(shapes=[]), "a speed map takes recipes with the same shapes"),
+    ],
+)
+def test_a_map_that_cannot_be_used_is_refused(content, message, stored, capsys):
+    assert main(["install-map", stored(content)]) == 2
+    assert message in capsys.readouterr().err
+    assert not speed_map.DIRECTORY.exists()
+
+
+def test_shapes_without_all_recipes_are_not_installed():
+    content = section(shapes=[(16, 32, 32), *SHAPES])
+    rows = [results._read_row(row) for row in content["rows"]]
+    found = bench_map.speed_map_of(content | {"rows": rows[:-1]})
+    assert list(found.speedups["block"]) == [(16, 32, 32), (64, 32, 32)]
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_command_installs_what_it_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rows = [results._read_row(row) for row in section(shapes=[(16, 32, 32)])["rows"]]
+    monkeypatch.setattr(bench_map, "rows", lambda *_, **__: iter(rows))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    out = str(tmp_path / "new.json")
+    command = ["map", "--implementation", "reference", "--out", out]
+    assert main([*command, "--quick"]) == 0
+    assert speed_map.load("cpu") is None
+    assert main(command) == 0
+    assert speed_map.load("cpu").speedups["block"] == {(16, 32, 32): 0.5}
+    assert "installed as" in capsys.readouterr().out
+
+
+def test_table_and_picture(stored, tmp_path, capsys):
+    content = section()
+    file, picture = stored(content), tmp_path / "map.png"
+    assert main(["table", file]) == 0
+    *_, head, _, first, second = capsys.readouterr().out.splitlines()
+    assert head == (
+        "| K, N | block, M = 16 | block, M = 64 | fallback, M = 16 | fallback, M = 64 |"
+    )
+    assert (first, second) == (
+        "| 32, 32 |  | 0.50 |  | 0.25 |",
+        "| 32, 64 | 0.50 |  | 0.25 |  |",
+    )
+    assert main(["picture", file, str(picture)]) == 2
+    assert main(["picture", file, str(picture), "--section", "map"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("grid", "lines"),
+    [([[0.5, 0.9], [0.9, 1.2]], 1), ([[0.5, 0.6], [0.6, math.nan]], 0)],
+)
+def test_a_panel_has_the_line_where_int8_breaks_even(grid, lines):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    map_picture = importlib.import_module("fbq_jax.bench.map_picture")
+    axis = figure.subplots()
+    map_picture._draw_panel(axis, grid, map_picture.TwoSlopeNorm(1.0, 0.4, 1.6))
+    assert len(axis.collections) == lines

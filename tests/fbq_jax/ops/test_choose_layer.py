@@ -1,0 +1,110 @@
+"""Whether a layer is quantized: by the map of the GPU, with the reason."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fbq_jax import Recipe, dispatch, recipes
+from fbq_jax.kernels import speed_map
+from fbq_jax.kernels.speed_map import SpeedMap
+
+SLOWER = {(64, 64, 64): 0.5, (4096, 64, 64): 2.0}
+FAST, SLOW = (4096, 64, 64), (512, 64, 64)  # 512 lies between 64 and 4096 in logarithms
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A machine with a GPU that has a map."""
+    device = types.SimpleNamespace(device_kind="Some GPU", compute_capability="8.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, *_: _REFUSALS.get(name))
+    monkeypatch.setattr(speed_map, "DIRECTORY", tmp_path)
+    faster = {shape: 2 * speedup for shape, speedup in SLOWER.items()}
+    found = SpeedMap("Some GPU", "triton", {"block": faster, "fallback": SLOWER})
+    speed_map.save(speed_map.path("Some GPU"), found)
+    return device
+
+
+_REFUSALS = {"mosaic": "it needs a Hopper GPU"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_map_decides_where_the_recipe_leaves_it_the_choice():
+    asked = dataclasses.replace(recipes.fallback, where_slower="float")
+    choice = dispatch.choose_layer(asked, (64, 64, 64))
+    assert (choice.quantized, choice.speedup) == (False, 0.5)
+    assert choice.reason == (
+        "the map of Some GPU predicts 0.50 times bf16's speed, and where_slower='float'"
+    )
+    choice = dispatch.choose_layer(asked, FAST)
+    assert (choice.quantized, choice.speedup) == (True, 2.0)
+    assert choice.reason == "the map of Some GPU predicts 2.00 times bf16's speed"
+    assert dispatch.choose_layer(asked, SLOW).speedup == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_the_option_a_slower_layer_is_quantized_and_the_reason_says_so():
+    choice = dispatch.choose_layer(recipes.fallback, (64, 64, 64))
+    assert (choice.quantized, choice.speedup) == (True, 0.5)
+    assert choice.reason == (
+        "the map of Some GPU predicts 0.50 times bf16's speed; "
+        "Recipe(where_slower='float') would leave the layer in float"
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+def test_recipes_without_fallback_are_predicted_by_block():
+    assert dispatch.choose_layer(recipes.block, (64, 64, 64)).speedup == 1.0
+    other = Recipe(target_rate=(0.0, 0.5), criterion="l1")
+    assert dispatch.choose_layer(other, (64, 64, 64)).speedup == 0.5
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "reason"),
+    [
+        (recipes.jetfire, {}, "scales per 128x128 block in all GEMMs"),
+        (recipes.rowwise, {}, "scales per 128x128 block in all GEMMs"),
+        (recipes.block, {"dtype": jnp.float32}, "in 16 bits, not in float32"),
+        (
+            recipes.block,
+            {"implementation": "reference"},
+            "the map of Some GPU is of triton, not of reference",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_a_layer_outside_the_map_is_quantized(recipe, options, reason):
+    choice = dispatch.choose_layer(recipe, (64, 64, 64), **options)
+    assert (choice.quantized, choice.speedup) == (True, None)
+    assert choice.reason.endswith(reason)
+
+
+def test_a_gpu_without_a_map_says_how_to_measure_one(gpu):
+    gpu.device_kind = "Another GPU"
+    assert dispatch.choose_layer(recipes.block, (64, 64, 64)) == (
+        True,
+        None,
+        "there is no map for Another GPU: run python -m fbq_jax.bench map",
+    )
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_other_platforms_have_no_map():
+    choice = dispatch.choose_layer(recipes.block, (64, 64, 64))
+    assert choice.quantized
+    assert choice.reason == "there is no map for cpu: maps are of GPUs"
+
+
+def test_sizes_and_names_are_checked():
+    with pytest.raises(ValueError, match=r"sizes of at least 1; got \(0, 4, 4\)"):
+        dispatch.choose_layer(recipes.block, (0, 4, 4))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_unknown_implementation_is_named():
+    with pytest.raises(ValueError, match="'cublas' is not an implementation"):
+        dispatch.choose_layer(recipes.block, (4, 4, 4), implementation="cublas")
