@@ -4,14 +4,31 @@ from pathlib import Path
 
 import pytest
 
-from fbq_jax.bench import report, results
+from fbq_jax.bench import compiled, report, results
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = results.load(ROOT / "fbq_jax/bench/results/nvidia-h200.json")
-DOCUMENTS = {"recipes": "RECIPES.md", "profile": "PROFILE.md"}
+COMPILED = compiled.load(ROOT / "fbq_jax/bench/results/compiled.json")
+DOCUMENTS = {
+    "recipes": "RECIPES.md",
+    "profile": "PROFILE.md",
+    "kernels": "PROFILE.md",
+    "products": "PROFILE.md",
+}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_tables_show_the_committed_results(section):
     document = ROOT / DOCUMENTS.get(section, "README.md")
     assert report.markdown({section: SECTIONS[section]}) in document.read_text()
+
+
+@pytest.mark.parametrize("part", ["kernels", "products", "layers"])
+def test_tables_show_the_committed_kernels(part):
+    document = ROOT / DOCUMENTS.get(part, "README.md")
+    assert compiled.tables(COMPILED)[part] in document.read_text()
+
+
+def test_committed_kernels_do_not_spill():
+    assert not [row for row in COMPILED["kernels"] if row["spills"]]
+    assert not [row for row in COMPILED["products"] if row["loop"]["spills"]]

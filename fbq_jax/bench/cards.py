@@ -94,8 +94,8 @@ CARDS = (
         bf16=312.0,
         int8=624.0,
         bandwidth=2.039,
-        source="NVIDIA A100 Tensor Core GPU datasheet; multiprocessors and clock: "
-        "NVIDIA A100 Tensor Core GPU Architecture",
+        source="NVIDIA A100 Tensor Core GPU datasheet, and for multiprocessors and "
+        "clock the whitepaper NVIDIA A100 Tensor Core GPU Architecture",
     ),
     Card(
         "RTX 3090",
@@ -105,7 +105,7 @@ CARDS = (
         bf16=71.0,
         int8=284.0,
         bandwidth=0.936,
-        source="NVIDIA Ampere GA102 GPU Architecture, appendix A",
+        source="whitepaper NVIDIA Ampere GA102 GPU Architecture, appendix A",
     ),
     Card(
         "RTX 4090",
@@ -115,7 +115,7 @@ CARDS = (
         bf16=165.2,
         int8=660.6,
         bandwidth=1.008,
-        source="NVIDIA Ada GPU Architecture, appendix A",
+        source="whitepaper NVIDIA Ada GPU Architecture, appendix A",
     ),
     Card(
         "H200 SXM",
@@ -125,7 +125,7 @@ CARDS = (
         bf16=989.5,
         int8=1979.0,
         bandwidth=4.8,
-        source="NVIDIA H200 Tensor Core GPU datasheet; multiprocessors and clock: "
-        "NVIDIA H100 Tensor Core GPU Architecture",
+        source="NVIDIA H200 Tensor Core GPU datasheet, and for multiprocessors and "
+        "clock the whitepaper NVIDIA H100 Tensor Core GPU Architecture",
     ),
 )

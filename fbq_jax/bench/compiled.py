@@ -17,6 +17,8 @@ from fbq_jax.bench.estimate import CompiledProduct, Range
 LAYERS = ((8192, 4096, 4096), (8192, 4096, 14336))
 _PARTS = ("kernels", "products", "layers")
 
+_Cells = tuple[list[str], list[list[str]]]  # the head and the rows of a table
+
 
 def default_path() -> Path:
     """``bench-compiled.json`` in the current directory."""
@@ -150,31 +152,51 @@ def _layer_row(
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The tables of a file, in Markdown."""
+    """All tables of a file, in Markdown."""
+    return "\n\n".join(tables(content).values())
+
+
+def tables(content: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of a file in Markdown, by the names of its parts."""
     versions = ", ".join(f"{name} {v}" for name, v in content["versions"].items())
     compiled = f"compiled on {content['date']} with {versions}"
-    parts = [
-        f"**Triton kernels, {compiled}.** Cells are registers of a thread, KiB of "
-        "shared memory of a program, and programs that share a multiprocessor, with "
-        "spilled bytes if a thread spills registers.",
-        _table(*_kernel_cells(content["kernels"])),
-        f"**Inner loop of the Triton GEMM, {compiled}.** Instructions are those of one "
-        "warp in a step over 128 of K. Cycles are those of a multiprocessor while each "
-        "of its programs does one step: derived from the instructions and from "
-        "published rates, not measured.",
-        _table(*_product_cells(content["products"])),
-        "**Estimate, not a measurement: a linear layer's three products and its "
-        "quantization by the Triton kernels**, from the instructions above and "
-        "published rates, with fallback of a fifth of X's blocks. The first number of "
-        "a range is the worst case, in which the tensor cores wait while other "
-        "instructions are issued and quantization reaches half of the memory's "
-        "bandwidth; in the best case all work overlaps. bf16 is at its published peak.",
-        _table(*_layer_cells(content["layers"])),
-    ]
-    return "\n\n".join(parts)
+    texts = {
+        "kernels": "**Triton kernels**, "
+        f"{compiled}. Cells are the registers of a thread, KiB of shared memory of a "
+        "program, and programs that share a multiprocessor; and spilled bytes, where a "
+        "thread spills registers.",
+        "products": "**Inner loop of the Triton GEMM**, "
+        f"{compiled}. Instructions are those of one warp in a step over 128 of K. "
+        "Cycles are those of a multiprocessor while each of its programs does one "
+        "step: derived from the instructions and from published rates, not measured.",
+        "layers": "**Estimate, not a measurement: a linear layer by the Triton "
+        f"kernels**, {compiled}. The layer's three products, with fallback of a fifth "
+        "of X's blocks, and the quantization of X, W and dY. Ranges begin with the "
+        "worst case, in which the tensor cores wait while other instructions are "
+        "issued, and quantization reaches half of the memory's bandwidth. In the best "
+        "case all work overlaps. bf16 is taken at its published peak. "
+        f"{_published(content['layers'])}",
+    }
+    cells = {
+        "kernels": _kernel_cells,
+        "products": _product_cells,
+        "layers": _layer_cells,
+    }
+    return {
+        part: f"{texts[part]}\n\n{_table(*cells[part](content[part]))}"
+        for part in _PARTS
+    }
 
 
-_Cells = tuple[list[str], list[list[str]]]
+def _published(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The published figures of each card, with their source."""
+    figure = (
+        "{card}: bf16 {bf16} and INT8 {int8} TOP/s, {bandwidth} TB/s, "
+        "{multiprocessors} multiprocessors at {clock} GHz ({source})"
+    )
+    cards = {row["card"]: row["published"] for row in rows}
+    figures = [figure.format(card=card, **cards[card]) for card in cards]
+    return f"Published figures: {'; '.join(figures)}."
 
 
 def _kernel_cells(rows: Sequence[Mapping[str, Any]]) -> _Cells:
@@ -227,8 +249,7 @@ def _product_row_cells(row: Mapping[str, Any]) -> list[str]:
 
 def _layer_cells(rows: Sequence[Mapping[str, Any]]) -> _Cells:
     head = ["GPU", "M, K, N", "bf16, ms", "products, ms", "quantization, ms"]
-    head += ["speedup vs bf16 (estimate)", "published: bf16 and INT8 TOP/s, TB/s"]
-    return [*head, "source"], [
+    return [*head, "estimated speedup vs bf16"], [
         [
             row["card"],
             ", ".join(map(str, row["shape"])),
@@ -236,8 +257,6 @@ def _layer_cells(rows: Sequence[Mapping[str, Any]]) -> _Cells:
             _range(row["products_ms"]),
             _range(row["quantization_ms"]),
             _range(row["speedup"]),
-            "{bf16}, {int8}, {bandwidth}".format(**row["published"]),
-            row["published"]["source"],
         ]
         for row in rows
     ]
