@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FILE",
-        default=compiled.default_path(),
+        default=compiled.DEFAULT_PATH,
         help="the JSON file to write (default: %(default)s)",
     )
     table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")

@@ -9,20 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fbq_jax.bench import compiler, estimate, results, sass
+from fbq_jax.bench import compiler, estimate, kernel_cases, results, sass
 from fbq_jax.bench.cards import CARDS, Architecture, Card
 from fbq_jax.bench.estimate import CompiledProduct, Range
 
+DEFAULT_PATH = Path("bench-compiled.json")
 # (M, K, N) of the layers whose time is estimated.
 LAYERS = ((8192, 4096, 4096), (8192, 4096, 14336))
 _PARTS = ("kernels", "products", "layers")
 
 _Cells = tuple[list[str], list[list[str]]]  # the head and the rows of a table
-
-
-def default_path() -> Path:
-    """``bench-compiled.json`` in the current directory."""
-    return Path("bench-compiled.json")
 
 
 def run(path: Path) -> None:
@@ -76,7 +72,6 @@ def compiled_products(
 def _compiled_product(
     what: str, sizes: tuple[int, int, int], architecture: Architecture, rate: float
 ) -> CompiledProduct:
-    from fbq_jax.bench import kernel_cases
     from fbq_jax.kernels.triton import gemm_config
 
     capability, block_shape = architecture.capability, kernel_cases.BLOCK_SHAPE
@@ -102,8 +97,6 @@ def _programs(kernel: compiler.CompiledKernel, architecture: Architecture) -> in
 
 
 def _kernel_rows(architecture: Architecture) -> Iterable[dict[str, Any]]:
-    from fbq_jax.bench import kernel_cases
-
     for case in kernel_cases.cases():
         for kernel in case.compiled(capability=architecture.capability):
             yield {

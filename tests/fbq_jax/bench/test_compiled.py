@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from fbq_jax.bench import cards, compiled, compiler, estimate, results, sass
+from fbq_jax.bench import (
+    cards,
+    compiled,
+    compiler,
+    estimate,
+    kernel_cases,
+    results,
+    sass,
+)
 from fbq_jax.bench.__main__ import main
 from fbq_jax.bench.cards import CARDS
 from fbq_jax.bench.estimate import CompiledProduct
@@ -21,8 +29,6 @@ REPRESENTATIVE = (
 
 
 def check_case(what, architecture):
-    from fbq_jax.bench import kernel_cases
-
     (case,) = [case for case in kernel_cases.cases() if case.what == what]
     for kernel in case.compiled(capability=architecture.capability):
         assert kernel.spills == 0, kernel.name
@@ -32,8 +38,6 @@ def check_case(what, architecture):
 def every_case():
     if not compiler.is_installed():
         return []
-    from fbq_jax.bench import kernel_cases
-
     return [case.what for case in kernel_cases.cases()]
 
 
@@ -60,8 +64,6 @@ def test_every_kernel_fits_without_spills(what, card):
     [(32, 128, 128), (128, 128, 32), (64, 64, 64), (128, 256, 128), (256, 128, 256)],
 )
 def test_default_configurations_fit_without_spills(block_shape, fallback, card):
-    from fbq_jax.bench import kernel_cases
-
     for sizes in ((4096, 4096, 4096), (1000, 1000, 1000), (1, 4096, 4096)):
         for kernel in kernel_cases.compile_gemm(
             sizes,
