@@ -47,8 +47,10 @@ def candidates(implementation: str) -> list[dict[str, int]]:
     values = [
         (128, 128, 2, 4, 3, 8),
         (128, 128, 2, 4, 3, 16),
+        (64, 128, 1, 4, 3, 16),
         (64, 128, 1, 4, 4, 16),
         (128, 128, 1, 8, 3, 8),
+        (128, 128, 1, 8, 4, 8),
         (128, 64, 1, 8, 4, 8),
     ]
     return [dict(zip(names, value, strict=True)) for value in values]

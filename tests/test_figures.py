@@ -4,13 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from fbq_jax.bench import compiled, report, results
 from fbq_jax.bench import map as bench_map
-from fbq_jax.bench import report, results
 from fbq_jax.kernels import speed_map
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = results.load(ROOT / "fbq_jax/bench/results/nvidia-h200.json")
-DOCUMENTS = {"recipes": "RECIPES.md", "profile": "PROFILE.md", "map": "PROFILE.md"}
+COMPILED = compiled.load(ROOT / "fbq_jax/bench/results/compiled.json")
+DOCUMENTS = {
+    "recipes": "RECIPES.md",
+    "profile": "PROFILE.md",
+    "map": "PROFILE.md",
+    "kernels": "PROFILE.md",
+    "products": "PROFILE.md",
+}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -23,3 +30,14 @@ def test_tables_show_the_committed_results(section):
 def test_shipped_maps_are_the_committed_results(file):
     section = results.load(ROOT / "fbq_jax/bench/results" / file.name)["map"]
     assert speed_map.load(section["device"]) == bench_map.speed_map_of(section)
+
+
+@pytest.mark.parametrize("part", ["kernels", "products", "layers"])
+def test_tables_show_the_committed_kernels(part):
+    document = ROOT / DOCUMENTS.get(part, "README.md")
+    assert compiled.tables(COMPILED)[part] in document.read_text()
+
+
+def test_committed_kernels_do_not_spill():
+    assert not [row for row in COMPILED["kernels"] if row["spills"]]
+    assert not [row for row in COMPILED["products"] if row["loop"]["spills"]]

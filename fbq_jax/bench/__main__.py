@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fbq_jax.bench import cli, report, results
+from fbq_jax.bench import cli, compiled, report, results
 
 SECTIONS = {
     "step": "a training step of Flax layers, which is what users get",
@@ -42,6 +42,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"In a clone of the repository, {LLAMA} measures the Llama example.",
     )
     commands = cli.add_sections(parser, SECTIONS)
+    compiling = commands.add_parser(
+        "compile",
+        help="compiles the Triton kernels for several GPUs, and estimates their speed",
+        description="Compiles the Triton kernels for GPUs from Ampere on, and "
+        "estimates the speed of a linear layer from the compiled code and published "
+        "rates. Needs Triton (pip install 'triton==3.6.*'), but no GPU.",
+    )
+    compiling.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=compiled.DEFAULT_PATH,
+        help="the JSON file to write (default: %(default)s)",
+    )
     table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")
     table.add_argument("file", type=Path, metavar="FILE")
     picture = commands.add_parser("picture", help="plots a section of a JSON file")
@@ -66,7 +80,10 @@ def _run(arguments: Sequence[str]) -> None:
         )
     options = _parser().parse_args(arguments)
     if options.command == "table":
-        print(report.markdown(results.load(options.file)))
+        print(_tables(options.file))
+    elif options.command == "compile":
+        compiled.run(options.out)
+        print(f"\nwritten to {options.out}: python -m fbq_jax.bench table prints it")
     elif options.command == "picture":
         _draw(options.file, options.section, options.picture)
     elif options.command == "install-map":
@@ -82,6 +99,12 @@ def _run_sections(options: argparse.Namespace) -> None:
     path = cli.run("fbq_jax.bench", SECTIONS, options)
     if options.command in ("map", "all") and not options.quick:
         _install_map(path)
+
+
+def _tables(file: Path) -> str:
+    if (content := compiled.load(file)) is not None:
+        return compiled.markdown(content)
+    return report.markdown(results.load(file))
 
 
 def _install_map(file: Path) -> None:

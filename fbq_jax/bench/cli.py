@@ -19,6 +19,10 @@ class UsageError(Exception):
     """The command line asks for something that cannot be done here."""
 
 
+class UnfinishedError(Exception):
+    """Some of several sections could not be measured."""
+
+
 _USAGE_ERRORS = (UsageError, results.ResultsError, ModuleNotFoundError)
 _FAILED_MEASUREMENTS = (measure.WrongResultError, measure.NoKernelsError)
 
@@ -31,7 +35,7 @@ def exit_status(program: str, action: Callable[[], object]) -> int:
     """
     try:
         action()
-    except (*_USAGE_ERRORS, *_FAILED_MEASUREMENTS) as error:
+    except (*_USAGE_ERRORS, *_FAILED_MEASUREMENTS, UnfinishedError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2 if isinstance(error, _USAGE_ERRORS) else 1
     return 0
@@ -71,6 +75,9 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
 def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> Path:
     """Measures the section that the options name, or all.
 
+    Of all sections, one that fails leaves the rows that it measured, and the others are
+    measured.
+
     Args:
       package: the package with a module for each section.
       sections: the sections that ``all`` measures, in order.
@@ -82,14 +89,46 @@ def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> P
     Raises:
       UsageError: if there is no GPU, or the implementation does not run on it.
       ResultsError: if the results cannot be stored.
+      UnfinishedError: if some of all sections failed.
     """
     _check_device(options.implementation)
     path: Path = options.out or results.default_path()
     results.check_writable(path)
-    for name in sections if options.command == "all" else [options.command]:
+
+    def measure_section(name: str) -> None:
         _measure(name, importlib.import_module(f"{package}.{name}"), path, options)
-    print(f"\nwritten to {path}")
+
+    if options.command != "all":
+        measure_section(options.command)
+        print(f"\nwritten to {path}")
+        return path
+    failed = [name for name in sections if not _succeeds(name, measure_section)]
+    print(f"\nwritten to {path}{_how_to_send(options)}")
+    if failed:
+        raise UnfinishedError(f"not finished: {', '.join(failed)} (see above)")
     return path
+
+
+def _succeeds(name: str, measure_section: Callable[[str], None]) -> bool:
+    """Measures a section and returns whether it succeeded; stderr says why not."""
+    try:
+        measure_section(name)
+    # jax raises the latter when the GPU's memory does not suffice.
+    except (*_FAILED_MEASUREMENTS, jax.errors.JaxRuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        print(f"{name} stopped: {reason}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _how_to_send(options: argparse.Namespace) -> str:
+    """What to do with complete results, after the file's name."""
+    if options.quick or options.implementation is not None:
+        return ""
+    return (
+        "\nTo share the results of this GPU, open a pull request that adds the file "
+        "under\nfbq_jax/bench/results/ (CONTRIBUTING.md, Measuring another GPU)."
+    )
 
 
 def _check_device(implementation: str | None) -> None:

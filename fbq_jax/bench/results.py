@@ -135,7 +135,7 @@ def section(rows: Iterable[Row], *, quick: bool) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "device": jax.devices()[0].device_kind,
         "driver": _driver(),
-        "versions": _versions(),
+        "versions": versions(),
         "quick": quick,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
@@ -171,12 +171,21 @@ def check_writable(path: Path) -> None:
       ResultsError: if the folder is missing or read-only, or the file holds something
         else.
     """
+    check_folder(path)
+    if path.exists():
+        load(path)
+
+
+def check_folder(path: Path) -> None:
+    """Checks that a file can be written into its folder.
+
+    Raises:
+      ResultsError: if the folder is missing or read-only.
+    """
     if not path.parent.is_dir():
         raise ResultsError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise ResultsError(f"cannot write {path}: {path.parent} is read-only")
-    if path.exists():
-        load(path)
 
 
 def merge(path: Path, name: str, content: dict[str, Any]) -> None:
@@ -193,12 +202,13 @@ def _read_row(values: dict[str, Any]) -> Row:
     return Row(**values | {"shape": tuple(values["shape"])})
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide a measurement."""
+    found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _driver() -> str | None:

@@ -99,6 +99,7 @@ def gemm_kernel(
         b = _load(rhs + block * k + rhs_offsets, inside[:, None], K % k == 0)
         acc = _add_product(acc, a, b, scale, MAGIC_CONVERSION)
         if halves == 2:
+            acc = _computed_first(acc)
             a = _load(codes + lower_offsets, inside[None, :], K % k == 0)
             lower_acc = _add_product(lower_acc, a, b, scale, MAGIC_CONVERSION)
 
@@ -177,6 +178,18 @@ def _add_product(acc, a, b, scale, MAGIC_CONVERSION: tl.constexpr):
     else:
         product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
     return tl.fma(product, scale, acc)
+
+
+@triton.jit
+def _computed_first(x):
+    """Returns float32 x, after which the compiler keeps the code that follows.
+
+    LLVM would merge the arithmetic on both halves of a tile and move it below the
+    second product. Registers would then hold two INT32 products, and would spill.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -1,55 +1,30 @@
 """Triton kernels without a GPU: run by Triton's interpreter, or compiled.
 
-Both reload ``fbq_jax.kernels.triton`` with their own ``launch``, because Triton decides
-at the definition of a kernel whether it is interpreted.
+To interpret kernels, ``fbq_jax.kernels.triton`` is reloaded with another ``launch``,
+because Triton decides at the definition of a kernel whether it is interpreted.
 """
 
 import contextlib
 import functools
 import importlib
-import io
-import re
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
 from fbq_jax import kernels
+from fbq_jax.bench import compiler
+from fbq_jax.bench.compiler import CompiledKernel
 from fbq_jax.kernels import reference, rounding  # noqa: F401 (stay when others go)
 
 PACKAGE = "fbq_jax.kernels.triton"
-
-
-class Kernel(NamedTuple):
-    """A compiled kernel.
-
-    Attributes:
-      name: of the function.
-      ptx: the assembly.
-      cubin: the binary.
-      shared: bytes of shared memory of a program.
-      registers: registers of a thread.
-      spills: bytes of registers that a thread spills.
-      num_warps: warps of a program.
-    """
-
-    name: str
-    ptx: str
-    cubin: bytes
-    shared: int
-    registers: int
-    spills: int
-    num_warps: int
 
 
 @functools.cache
@@ -65,21 +40,10 @@ def interpreted(name: str) -> types.ModuleType:
 
 def compile_kernels(
     name: str, function: str, *args: Any, capability: int, **kwargs: Any
-) -> list[Kernel]:
-    """Compiles the kernels that ``fbq_jax.kernels.triton.<name>.<function>`` launches.
-
-    Args:
-      name: the name of the module.
-      function: the name of the function.
-      *args: arguments of the function, arrays or ``jax.ShapeDtypeStruct``.
-      capability: the compute capability to compile for, 80, 89 or 90.  No GPU is
-        needed.
-      **kwargs: static arguments of the function.
-    """
-    op = getattr(_load_recorded(name), function)
-    _launches.clear()
-    jax.eval_shape(functools.partial(op, **kwargs), *args)
-    return [_compile(*launch, capability=capability) for launch in _launches]
+) -> list[CompiledKernel]:
+    """``compiler.compile_kernels`` of ``fbq_jax.kernels.triton.<name>.<function>``."""
+    op = getattr(importlib.import_module(f"{PACKAGE}.{name}"), function)
+    return compiler.compile_kernels(op, *args, capability=capability, **kwargs)
 
 
 def _load(name: str, launch: Callable[..., Any], *, interpret: bool) -> Any:
@@ -189,10 +153,12 @@ def _interpreting() -> Any:
     The interpreter patches Triton's language and does not restore all of it.  It cannot
     call the functions of Triton's library that were imported for compilation, nor, with
     NumPy 2.4, convert a scalar to an index.  It truncates floats to bfloat16, where a
-    GPU rounds to nearest even.
+    GPU rounds to nearest even.  It knows no assembly; the kernels' only one is a copy.
     """
     patch_language = interpreter._patch_lang
     convert_float = interpreter._convert_float
+    builder = interpreter.interpreter_builder
+    create_inline_asm = type(builder).create_inline_asm
     scopes = contextlib.ExitStack()
     nothing = types.SimpleNamespace(restore=lambda: None)
     patched: set[int] = set()
@@ -217,98 +183,18 @@ def _interpreting() -> Any:
             return data.view(np.float32).astype(jnp.bfloat16).view(np.uint16)
         return convert_float(data, source, target, mode)
 
+    def copy(_: Any, assembly: str, *args: Any) -> Any:
+        assert assembly == "mov.b32 $0, $1;", assembly
+        _, values, *_ = args
+        return types.SimpleNamespace(get_result=lambda i: values[i])
+
     interpreter._patch_lang = patch
     interpreter._convert_float = convert
+    type(builder).create_inline_asm = copy
     try:
         with scopes:
             yield
     finally:
         interpreter._patch_lang = patch_language
         interpreter._convert_float = convert_float
-
-
-# The compiler.
-
-
-_launches: list[tuple[Any, list[Any], int, int, dict[str, Any]]] = []
-
-
-def _record(
-    kernel: Any,
-    *args: Any,
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...],
-    num_warps: int = 4,
-    num_stages: int = 1,
-    **constants: Any,
-) -> tuple[jax.Array, ...]:
-    assert all(n > 0 for n in grid)
-    _launches.append((kernel, [*args, *outputs], num_warps, num_stages, constants))
-    return tuple(jnp.zeros(output.shape, output.dtype) for output in outputs)
-
-
-@functools.cache
-def _load_recorded(name: str) -> types.ModuleType:
-    return _load(name, _record, interpret=False)
-
-
-_TYPES = {
-    "bfloat16": "*bf16",
-    "float16": "*fp16",
-    "float32": "*fp32",
-    "int8": "*i8",
-    "uint8": "*u8",
-    "int32": "*i32",
-    "uint32": "*u32",
-}
-
-
-def _compile(
-    kernel: Any,
-    args: list[Any],
-    num_warps: int,
-    num_stages: int,
-    constants: dict[str, Any],
-    capability: int,
-) -> Kernel:
-    """Compiles as jax-triton does: arrays align to 16 bytes, and 1 is a constant."""
-    signature, constants, attributes = {}, dict(constants), {}
-    for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        if not isinstance(arg, int):
-            signature[name] = _TYPES[str(arg.dtype)]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        elif arg == 1:
-            constants[name] = 1
-        else:
-            signature[name] = "i32" if arg < 2**31 else "i64"
-    signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    log = io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        triton.knobs.cache.scope(),
-        triton.knobs.nvidia.scope(),
-        contextlib.redirect_stdout(log),
-    ):
-        triton.knobs.cache.dir = cache
-        triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(
-            ASTSource(kernel, signature, constants, attributes),
-            target=GPUTarget("cuda", capability, 32),
-            options={
-                "num_warps": num_warps,
-                "num_stages": num_stages,
-                "enable_fp_fusion": False,
-            },
-        )
-    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
-    (spills,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
-    return Kernel(
-        name=compiled.metadata.name,
-        ptx=compiled.asm["ptx"],
-        cubin=compiled.asm["cubin"],
-        shared=compiled.metadata.shared,
-        registers=int(registers),
-        spills=int(spills),
-        num_warps=compiled.metadata.num_warps,
-    )
+        type(builder).create_inline_asm = create_inline_asm

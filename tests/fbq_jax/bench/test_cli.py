@@ -8,7 +8,7 @@ import pytest
 
 from examples.llama.bench import __main__ as llama
 from fbq_jax.bench import __main__ as library
-from fbq_jax.bench import measure, results
+from fbq_jax.bench import cli, measure, results
 from tests.fbq_jax.bench.tools import some_rows
 
 PROGRAMS = {"fbq_jax.bench": library, "examples.llama.bench": llama}
@@ -42,6 +42,27 @@ def test_all_measures_and_stores_every_section(tmp_path, monkeypatch, capsys):
         name: name for name in results.SECTIONS
     }
     assert json.loads((tmp_path / "bench-cpu.json").read_text()).keys() >= {"losses"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_all_goes_on_after_a_section_that_fails(tmp_path, monkeypatch, capsys):
+    def rows(*_, **__):
+        yield some_rows()[0]
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\ndetails")
+
+    monkeypatch.setattr(importlib.import_module("fbq_jax.bench.gemm"), "rows", rows)
+    monkeypatch.setattr(cli, "_check_device", lambda _: None)
+    out = tmp_path / "bench.json"
+    assert library.main(["all", "--out", str(out)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        "gemm stopped: RESOURCE_EXHAUSTED: Out of memory",
+        "fbq_jax.bench: not finished: gemm (see above)",
+    ]
+    assert printed.out.endswith("(CONTRIBUTING.md, Measuring another GPU).\n")
+    sections = results.load(out)
+    assert tuple(sections) == tuple(library.SECTIONS)
+    assert [row.what for row in sections["gemm"]["rows"]] == ["bf16"]
 
 
 @pytest.mark.usefixtures("gpu")
