@@ -1,0 +1,37 @@
+"""Programs share their Mosaic kernels."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax.kernels.mosaic import gemm
+from fbq_jax.kernels.mosaic.gemm_producer import Producer
+from fbq_jax.kernels.reference import Quantized
+
+CODES = Quantized(
+    jax.ShapeDtypeStruct((1, 256, 256), jnp.int8),
+    jax.ShapeDtypeStruct((1, 2, 2), jnp.float32),
+)
+
+
+def kernels_of(function, *args):
+    """The hashes by which XLA knows the kernels of a program."""
+    program = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    return re.findall(r'kernel_hash = ("[^"]*")', program.as_text())
+
+
+def multiply(lhs, rhs):
+    return gemm.matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.float32)
+
+
+def test_programs_share_one_kernel(monkeypatch):
+    lowered = []
+    run = Producer.run
+    monkeypatch.setattr(Producer, "run", lambda self: lowered.append(run(self)))
+    monkeypatch.setattr(gemm, "_num_sms", lambda: 4)
+    first = kernels_of(lambda x, y: multiply(x, y) + multiply(y, x), CODES, CODES)
+    second = kernels_of(multiply, CODES, CODES)
+    assert second
+    assert set(first) == set(second)
+    assert len(lowered) == 1
