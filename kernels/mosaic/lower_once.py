@@ -68,17 +68,20 @@ def _export(
 ) -> export.Exported:
     """The lowered kernel, which another thread has started to compile."""
     operands = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*x) for x in shapes])
-    exported = export.export(
+    make = export.export(
         jax.jit(kernel),
         platforms=("cuda",),
         disabled_checks=[export.DisabledSafetyCheck.custom_call(_CUSTOM_CALL)],
-    )(operands)
+    )
+    # A thread of its own has no mesh: the first program's may have several devices.
+    exported: export.Exported = _thread("lower-mosaic").submit(make, operands).result()
     if jax.default_backend() == "gpu":
-        _thread().submit(lambda: jax.jit(exported.call).lower(operands).compile())
+        program = jax.jit(exported.call)
+        _thread("compile-mosaic").submit(lambda: program.lower(operands).compile())
     return exported
 
 
 @functools.cache
-def _thread() -> futures.Executor:
-    # One thread: XLA compiles one Mosaic kernel at a time.
-    return futures.ThreadPoolExecutor(1, "compile-mosaic")
+def _thread(name: str) -> futures.Executor:
+    # One is enough: XLA compiles one Mosaic kernel at a time.
+    return futures.ThreadPoolExecutor(1, name)

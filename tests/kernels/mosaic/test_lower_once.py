@@ -4,8 +4,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-from fbq_jax.kernels.mosaic import gemm
+from fbq_jax.kernels.mosaic import gemm, lower_once
 from fbq_jax.kernels.mosaic.gemm_producer import Producer
 from fbq_jax.kernels.reference import Quantized
 
@@ -35,3 +37,11 @@ def test_programs_share_one_kernel(monkeypatch):
     assert second
     assert set(first) == set(second)
     assert len(lowered) == 1
+
+
+def test_a_kernel_is_for_one_device_in_any_mesh():
+    x = jnp.ones(4)
+    with jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))):
+        shapes = ((x.shape, x.dtype),)
+        exported = lower_once._export(jnp.negative, jax.tree.structure(x), shapes)
+    assert exported.nr_devices == 1
