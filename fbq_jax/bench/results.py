@@ -68,6 +68,8 @@ class Row:
       efficiency: ``tokens_s`` of N devices over N times one device's.
       errors: errors by name; ``report.HEADINGS`` defines them.
       compile_s: seconds of the first call, compilation included.
+      first_calls_s: seconds of the first call in a process that has compiled nothing,
+        by the number of layers; None where it is not measured.
       launches: the kernels of one call, per layer; None where kernels cannot be timed.
       kernels_ms: the milliseconds of one call's kernels together.
       gap_ms: sustained milliseconds without ``kernels_ms``.
@@ -94,6 +96,7 @@ class Row:
     efficiency: float | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     compile_s: float | None = None
+    first_calls_s: dict[str, float] | None = None
     launches: float | None = None
     kernels_ms: float | None = None
     gap_ms: float | None = None

@@ -2,7 +2,11 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ SHAPES = (
     (16384, 4096, 4096),
 )
 DEPTH = 8  # layers
+FIRST_CALL_DEPTHS = (1, 12)  # layers of the steps whose first call is timed
 # Until thresholds stay in their range, and delayed scales have reached the first layer.
 SETTLING_STEPS = 16
 # The limits of the errors through all layers. Of an update that has nothing to do with
@@ -51,6 +56,10 @@ def rows(
         may, or a fallback rate is outside the recipe's range.
     """
     bf16, *stacks = _stacks(depth, implementation)
+    first_calls = {
+        stack: _first_calls(stack, shapes[0], implementation)
+        for stack in (bf16, *stacks)
+    }
     libraries = list(layers.installed_int8_libraries(depth))
     measured = {
         shape: stacks if i else stacks + libraries for i, shape in enumerate(shapes)
@@ -68,9 +77,61 @@ def rows(
     )
     for (shape, stacks), baseline in zip(measured.items(), baselines, strict=True):
         compiled = [(stack, programs.pop(0)) for stack in stacks]
+        calls = first_calls if shape == shapes[0] else {}
         yield from with_ratios(
-            _rows(shape, depth, [(bf16, baseline), *compiled], effort)
+            _rows(shape, depth, [(bf16, baseline), *compiled], calls, effort)
         )
+
+
+def _first_calls(
+    stack: Stack, shape: tuple[int, ...], implementation: str | None
+) -> dict[str, float]:
+    """The seconds of the first call, by the number of layers.
+
+    Each is measured in a process of its own, which has compiled nothing before.
+    """
+    return {
+        str(depth): _in_new_process(
+            f"from {__name__} import first_call_s\n"
+            f"print(first_call_s({stack.name!r}, {shape}, {depth}, {implementation!r}))"
+        )
+        for depth in FIRST_CALL_DEPTHS
+    }
+
+
+def _in_new_process(program: str) -> float:
+    """Runs a Python program without cached compilations; returns the number it prints.
+
+    Raises:
+      RuntimeError: if the program fails.
+    """
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{program}\nfailed:\n{done.stderr}")
+    return float(done.stdout.split()[-1])
+
+
+def first_call_s(
+    name: str, shape: tuple[int, ...], depth: int, implementation: str | None
+) -> float:
+    """The seconds of a step's first call: tracing, lowering, compilation and one run.
+
+    Args:
+      name: the name of the stack.
+      shape: ``(tokens, D, F)``.
+      depth: the number of layers.
+      implementation: as in ``dispatch.choose``.
+    """
+    stacks = {stack.name: stack for stack in _stacks(depth, implementation)}
+    x, key, kernels = operands(shape, depth)
+    state = jax.block_until_ready(stacks[name].start(kernels))
+    start = time.perf_counter()
+    program = _compile(stacks[name], shape, depth)
+    jax.block_until_ready(program.step(state, x, key))
+    return time.perf_counter() - start
 
 
 def _stacks(depth: int, implementation: str | None) -> list[Stack]:
@@ -93,6 +154,7 @@ def _rows(
     shape: tuple[int, ...],
     depth: int,
     compiled: Sequence[tuple[Stack, Program]],
+    first_calls: Mapping[Stack, dict[str, float]],
     effort: Effort,
 ) -> Iterator[Row]:
     x, key, kernels = operands(shape, depth)
@@ -114,6 +176,7 @@ def _rows(
             fallback=_settled_rate(stack, step, what),
             errors=errors,
             compile_s=program.compile_s,
+            first_calls_s=first_calls.get(stack),
             launches=None if launches is None else launches / depth,
             kernels_ms=kernels_ms,
             gap_ms=None if kernels_ms is None else timing.ms - kernels_ms,

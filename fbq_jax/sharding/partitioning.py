@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from fbq_jax.sharding.assignment import (
     UNASSIGNED,
     MeshAxes,
+    ShardAssignment,
     assign_mesh_axes,
     factor_mesh_axes,
     warn_misaligned_shards,
@@ -61,13 +62,35 @@ def call_partitioned(
     call = custom_partitioning(lambda *xs: jax.tree.map(_squeeze, whole(*xs), shapes))
     text, sizes = _shardy_rule(squeezed_rule, operands)
     call.def_partition(
-        functools.partial(_partition, name, squeezed_rule, rule, local, shapes),
+        functools.partial(
+            _partition, name, squeezed_rule, rule, _traced_once(rule, local), shapes
+        ),
         decode_shardings=False,  # Shardy's are not always NamedShardings of the mesh.
         sharding_rule=text,
         reduction_factors=tuple(rule.contracted),
         **sizes,
     )
     return jax.tree.map(_expand, call(*operands), shapes)
+
+
+def _traced_once(
+    rule: ShardingRule, local: Callable[..., Any]
+) -> Callable[[ShardAssignment], Callable[..., Any]]:
+    """What one device computes, by assignment.
+
+    XLA partitions each call of an op on its own.  Calls with equal assignments, as in
+    identical layers, share one traced function.
+    """
+    programs: dict[Any, Callable[..., Any]] = {}
+
+    def program(assignment: ShardAssignment) -> Callable[..., Any]:
+        key = tuple(tuple(sorted(field.items())) for field in assignment)
+        if key not in programs:
+            shard = Shard(rule, assignment)
+            programs[key] = jax.jit(functools.partial(local, shard))
+        return programs[key]
+
+    return program
 
 
 def _unit_axes(shape: Any) -> list[int]:
@@ -138,7 +161,7 @@ def _partition(
     name: str,
     squeezed_rule: ShardingRule,
     rule: ShardingRule,
-    local: Callable[..., Any],
+    local_of: Callable[[ShardAssignment], Callable[..., Any]],
     shapes: Any,
     mesh: Mesh,
     operands: tuple[Any, ...],
@@ -155,7 +178,7 @@ def _partition(
     def run(*operands: Any) -> Any:
         # The caller may compile in the context of another mesh.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            results = local(Shard(rule, assignment), *operands)
+            results = local_of(assignment)(*operands)
             return jax.tree.map(_squeeze, results, shapes)
 
     def sharding(scattered: Mapping[str, MeshAxes], words: str) -> NamedSharding:

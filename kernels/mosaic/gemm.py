@@ -15,6 +15,7 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     Problem,
 )
 from fbq_jax.kernels.mosaic.gemm_promotion import OUTLIER_RATIO
+from fbq_jax.kernels.mosaic.lower_once import call_lowered_once
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
@@ -48,7 +49,9 @@ def matmul(
     N = rhs.codes.shape[1]
     problem = _problem(lhs, rhs, residual is not None, dtype, config)
     operands = _operands(problem, lhs, residual, rhs, block_shape)
-    return build(problem)(operands)[:, :M, :N]
+    shape = problem.batch, problem.M, problem.N
+    out = jax.ShapeDtypeStruct(shape, problem.dtype)
+    return call_lowered_once(build(problem), operands, out)[:, :M, :N]
 
 
 def _problem(

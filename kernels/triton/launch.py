@@ -1,7 +1,15 @@
-"""Calls of Triton kernels from JAX."""
+"""Calls of Triton kernels from JAX.
 
+JAX lowers the calls of a program one after the other, and compiles the kernel of each.
+So that kernels compile at the same time, other threads start when the calls are traced.
+"""
+
+import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Hashable, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -41,18 +49,83 @@ def launch(
     # Imported here because jax-triton cannot be imported without a GPU.
     import jax_triton
 
-    return tuple(
-        jax_triton.triton_call(
-            *args,
-            kernel=kernel,
-            out_shape=list(outputs),
-            grid=grid,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            enable_fp_fusion=False,
-            **constants,
-        )
+    call = functools.partial(
+        jax_triton.triton_call,
+        kernel=kernel,
+        out_shape=list(outputs),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        enable_fp_fusion=False,
+        **constants,
     )
+    kinds = tuple(_kind(arg) for arg in (*args, *outputs))
+    options = num_warps, num_stages, *sorted(constants.items())
+    compilation = _compilations.get((kernel, kinds, options))
+    if compilation is None:
+        compilation = _threads().submit(_compile, call, _without_values(args))
+        _compilations[kernel, kinds, options] = compilation
+    return tuple(call(*args, grid=Grid(grid, compilation)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The number of programs of a kernel that another thread compiles.
+
+    jax-triton calls it when it lowers a call, just before it looks for the compiled
+    kernel.
+
+    Attributes:
+      programs: the number of programs along each axis.
+      compilation: the compilation of the kernel.
+    """
+
+    programs: tuple[int, ...]
+    compilation: futures.Future[None] = dataclasses.field(compare=False)
+
+    def __call__(self, constants: dict[str, Any]) -> tuple[int, ...]:
+        """Waits for the kernel; returns the number of programs."""
+        del constants
+        # A compilation that has not started is jax-triton's. So is one that failed:
+        # jax-triton repeats it, which raises the error.
+        if not self.compilation.cancel():
+            futures.wait([self.compilation])
+        return self.programs
+
+
+# By what a kernel is compiled for. jax-triton keeps the kernels, by the same.
+_compilations: dict[Hashable, futures.Future[None]] = {}
+
+
+@functools.cache
+def _threads() -> futures.Executor:
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    return futures.ThreadPoolExecutor(workers, "compile-triton")
+
+
+def _kind(arg: Any) -> Hashable:
+    """What the compiler knows of an argument."""
+    if isinstance(arg, int):
+        return arg == 1, arg.bit_length() > 31
+    return arg.dtype
+
+
+def _without_values(args: Sequence[Any]) -> list[jax.ShapeDtypeStruct | int]:
+    """Replaces arrays, which may be traced, by their shapes."""
+    return [
+        arg if isinstance(arg, int) else jax.ShapeDtypeStruct(arg.shape, arg.dtype)
+        for arg in args
+    ]
+
+
+def _compile(
+    call: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct | int]
+) -> None:
+    """Compiles a kernel, by lowering a program that only calls it."""
+    sizes = {i: arg for i, arg in enumerate(args) if isinstance(arg, int)}
+    program = jax.jit(
+        functools.partial(call, grid=(1,)), static_argnums=tuple(sizes)
+    ).trace(*args)
+    program.lower(lowering_platforms=("cuda",))
 
 
 def seed_arguments(seeds: Seeds) -> tuple[jax.Array, ...]:

@@ -20,6 +20,17 @@ SMALL = (16, 8, 4)
 NAMED = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}
 
 
+FIRST_CALLS = {"1": 1.5, "12": 2.25}
+
+
+@pytest.fixture(autouse=True)
+def first_calls(monkeypatch):
+    """Measures no first calls, and returns the function that does."""
+    measure_first_calls = step._first_calls
+    monkeypatch.setattr(step, "_first_calls", lambda *_: FIRST_CALLS)
+    return measure_first_calls
+
+
 def stack(name, dot=None):
     """A stack of ``nn.Dense`` with a ``dot_general``."""
     return layers.LinenStack(name, "xla", DEPTH, dot_general=dot)
@@ -70,6 +81,29 @@ def test_kernels_and_the_gap(monkeypatch):
     table = dict(zip(head.split(" | "), cells.split(" | "), strict=True))
     assert (table["launches/layer"], table["kernels, ms"]) == ("1.5", "3.500")
     assert table["gap, ms"] == f"{row.gap_ms:.3f}"
+
+
+def test_first_calls_are_measured_in_new_processes(first_calls, monkeypatch):
+    programs = []
+    monkeypatch.setattr(
+        step, "_in_new_process", lambda text: programs.append(text) or len(programs)
+    )
+    measured = first_calls(layers.bf16(DEPTH), SMALL, "reference")
+    assert measured == {"1": 1, "12": 2}
+    assert [eval(text.split("print")[1], vars(step)) > 0.0 for text in programs]
+
+
+def test_a_new_process_prints_its_result():
+    program = "import os; print('text', os.environ.get('JAX_COMPILATION_CACHE_DIR', 3))"
+    assert step._in_new_process(program) == 3.0
+    with pytest.raises(RuntimeError, match=r"1 / 0\nfailed:\n(.*\n)*ZeroDivision"):
+        step._in_new_process("1 / 0")
+
+
+def test_the_first_shape_has_first_calls(monkeypatch):
+    (row,) = measured(monkeypatch, SMALL)
+    assert row.first_calls_s == FIRST_CALLS
+    assert "1.5, 2.2" in report.text_row("step", row)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels can be timed")

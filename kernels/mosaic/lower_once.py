@@ -1,0 +1,87 @@
+"""Kernels that are lowered and compiled once in a process.
+
+JAX lowers a Pallas kernel again for each program that calls it, and gives it another
+name each time, so that XLA does not recognize the kernel that it has compiled.  Here,
+programs share what the first one lowered, and another thread compiles it while JAX
+lowers the rest of that program.
+"""
+
+import functools
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import jax
+from jax import export
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+_CUSTOM_CALL = "mosaic_gpu_v2"
+
+_call_p = Primitive("mosaic_kernel")
+
+
+def call_lowered_once(
+    kernel: Callable[..., jax.Array], operands: Any, out: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """Calls a kernel that programs share.
+
+    Args:
+      kernel: takes the operands.  Equal kernels are lowered once.
+      operands: a tree of arrays.
+      out: the shape and dtype of the result.
+    """
+    arrays, tree = jax.tree.flatten(operands)
+    result: jax.Array = _call_p.bind(*arrays, kernel=kernel, tree=tree, out=out)
+    return result
+
+
+@_call_p.def_abstract_eval
+def _abstract_result(*_arrays: Any, out: jax.ShapeDtypeStruct, **_params: Any) -> Any:
+    return jax.core.ShapedArray(out.shape, out.dtype)
+
+
+@_call_p.def_impl
+def _call(
+    *arrays: jax.Array, kernel: Callable[..., jax.Array], tree: Any, **_params: Any
+) -> jax.Array:
+    return kernel(jax.tree.unflatten(tree, arrays))
+
+
+def _call_exported(
+    *arrays: jax.Array, kernel: Callable[..., jax.Array], tree: Any, **_params: Any
+) -> jax.Array:
+    shapes = tuple((x.shape, x.dtype) for x in arrays)
+    exported = _export(kernel, tree, shapes)
+    result: jax.Array = exported.call(jax.tree.unflatten(tree, arrays))
+    return result
+
+
+mlir.register_lowering(
+    _call_p, mlir.lower_fun(_call_exported, multiple_results=False), platform="cuda"
+)
+
+
+@functools.cache
+def _export(
+    kernel: Callable[..., jax.Array], tree: Any, shapes: tuple[Any, ...]
+) -> export.Exported:
+    """The lowered kernel, which another thread has started to compile."""
+    operands = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*x) for x in shapes])
+    make = export.export(
+        jax.jit(kernel),
+        platforms=("cuda",),
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(_CUSTOM_CALL)],
+    )
+    # A thread of its own has no mesh: the first program's may have several devices.
+    exported: export.Exported = _thread("lower-mosaic").submit(make, operands).result()
+    if jax.default_backend() == "gpu":
+        program = jax.jit(exported.call)
+        _thread("compile-mosaic").submit(lambda: program.lower(operands).compile())
+    return exported
+
+
+@functools.cache
+def _thread(name: str) -> futures.Executor:
+    # One is enough: XLA compiles one Mosaic kernel at a time.
+    return futures.ThreadPoolExecutor(1, name)

@@ -1,0 +1,48 @@
+"""Programs share their Mosaic kernels."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fbq_jax.kernels.mosaic import gemm, gemm_kernel, lower_once
+from fbq_jax.kernels.reference import Quantized
+
+CODES = Quantized(
+    jax.ShapeDtypeStruct((1, 256, 256), jnp.int8),
+    jax.ShapeDtypeStruct((1, 2, 2), jnp.float32),
+)
+
+
+def kernels_of(function, *args):
+    """The hashes by which XLA knows the kernels of a program."""
+    program = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    return re.findall(r'kernel_hash = ("[^"]*")', program.as_text())
+
+
+def multiply(lhs, rhs):
+    return gemm.matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.float32)
+
+
+def test_programs_share_one_kernel(monkeypatch):
+    lowered = []
+    produce = gemm_kernel.produce
+    monkeypatch.setattr(
+        gemm_kernel, "produce", lambda *args: lowered.append(produce(*args))
+    )
+    monkeypatch.setattr(gemm, "_num_sms", lambda: 4)
+    first = kernels_of(lambda x, y: multiply(x, y) + multiply(y, x), CODES, CODES)
+    second = kernels_of(multiply, CODES, CODES)
+    assert second
+    assert set(first) == set(second)
+    assert len(lowered) == 1
+
+
+def test_a_kernel_is_for_one_device_in_any_mesh():
+    x = jnp.ones(4)
+    with jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))):
+        shapes = ((x.shape, x.dtype),)
+        exported = lower_once._export(jnp.negative, jax.tree.structure(x), shapes)
+    assert exported.nr_devices == 1
