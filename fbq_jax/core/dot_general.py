@@ -26,6 +26,7 @@ from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import automatic
+from fbq_jax.sharding.manual_axes import as_varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +190,8 @@ def _seeded_dot_general(
         codes: Quantized | None,
     ) -> tuple[jax.Array, Stats]:
         x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
-        weight = w if codes is None else codes
-        y, stats = matmul_vjp.matmul(spec, x, weight, scalars)
+        x, weight = as_varying((x, w if codes is None else codes))
+        y, stats = matmul_vjp.matmul(spec, x, weight, scalars.on_device(x))
         return y.reshape(out.shape), stats
 
     main = None if codes is None else codes.main

@@ -32,6 +32,7 @@ from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.recipes.schema import Gemm, Recipe
+from fbq_jax.sharding.manual_axes import warn_of_copies
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass.
 LHS_NAME = "fbq_lhs"
@@ -206,6 +207,7 @@ def forward(
         y = gemms.multiply(spec.fwd, lhs.rowwise, residual, rhs.colwise, seed)
     if not save:
         return y, None
+    warn_of_copies()
     saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
     saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
     return y, SavedMatmul(saved_lhs, saved_rhs, seed, gemms)

@@ -36,6 +36,7 @@ from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.manual_axes import as_varying
 
 
 def ragged_dot(
@@ -131,7 +132,8 @@ def _seeded_ragged_dot(
     tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
     gemms = GroupedGemms(tiles, len(rhs))
-    return matmul_vjp.matmul(spec, lhs, rhs, scalars, gemms)
+    lhs, rhs, gemms = as_varying((lhs, rhs, gemms))
+    return matmul_vjp.matmul(spec, lhs, rhs, scalars.on_device(lhs), gemms)
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:

@@ -14,6 +14,7 @@ from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.manual_axes import device_seed
 
 
 class State(TypedDict):
@@ -51,6 +52,10 @@ class Scalars(NamedTuple):
     def call_seed(self) -> CallSeed:
         """The seed, and the number of calls if there is one, to be folded."""
         return self.seed if self.calls is None else (self.seed, self.calls)
+
+    def on_device(self, *operands: jax.Array) -> "Scalars":
+        """The scalars of a call on this device (``manual_axes.device_seed``)."""
+        return self._replace(seed=device_seed(self.seed, *operands))
 
 
 class Stats(NamedTuple):

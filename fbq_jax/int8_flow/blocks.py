@@ -34,6 +34,7 @@ from fbq_jax.int8_flow.operators import (
 from fbq_jax.int8_flow.self_attention import SelfAttention
 from fbq_jax.kernels import rounding
 from fbq_jax.recipes.schema import BLOCK_SIDES
+from fbq_jax.sharding.manual_axes import as_varying, device_seed, warn_of_copies
 
 # Above the streams of the operators, which count from 0.
 _ADD_STREAM, _GRAD_STREAM = 1 << 16, (1 << 16) + 1
@@ -195,6 +196,8 @@ def apply(
     if block not in BLOCK_SIDES:
         raise ValueError(f"block must be one of {BLOCK_SIDES}; got {block!r}")
     params = jax.tree.map(lambda p: p.astype(jnp.float32), dict(params))
+    params, x = as_varying((params, x))
+    seed = device_seed(seed, x)
     y = _apply(operator, block, params, x.reshape(1, -1, x.shape[-1]), seed)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -216,6 +219,7 @@ def _apply_fwd(
 def _apply_bwd(
     operator: Operator, block: int, residuals: tuple[Any, jax.Array], dy: jax.Array
 ) -> tuple[dict[str, Any], jax.Array, None]:
+    warn_of_copies()
     saved, seed = residuals
     codes = grad_to_codes(dy, block, rounding.fold(seed, _GRAD_STREAM))
     dx, grads = operator.backward(saved, codes, seed)

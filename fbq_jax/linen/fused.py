@@ -20,6 +20,7 @@ from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
 from fbq_jax.linen.frozen import is_frozen, layer_weight
 from fbq_jax.sharding.explicit_axes import automatic
+from fbq_jax.sharding.manual_axes import as_varying
 
 Initializer = Callable[..., jax.Array]
 _MATRICES = (((1,), (0,)), ((), ()))
@@ -216,7 +217,9 @@ def _run(
     ) -> tuple[jax.Array, Sequence[threshold.Stats]]:
         rows = x.reshape(1, *row_shape(x.shape[:-1], dot.recipe), x.shape[-1])
         matrices = tuple(map(_as_matrices, weights))
-        y, stats = fused_layers.norm_mlp(spec, rows, norm_scale, matrices, scalars)
+        rows, norm_scale, matrices = as_varying((rows, norm_scale, matrices))
+        own = tuple(one.on_device(rows) for one in scalars)
+        y, stats = fused_layers.norm_mlp(spec, rows, norm_scale, matrices, own)
         return y.reshape(out.shape), stats
 
     states = [layer.state for layer in layers]

@@ -85,6 +85,18 @@ def warn_once(op: str, operands: Any, cause: Hashable, text: str) -> None:
         warnings.warn(f"{names}{more}: {text}", stacklevel=2)
 
 
+def warn_first(cause: Hashable, text: str) -> None:
+    """Warns about a cause when it first occurs.
+
+    Args:
+      cause: identifies the cause; equal for warnings about the same thing.
+      text: the text of the warning, which may name the first layer.
+    """
+    if cause not in _warned:
+        _warned[cause] = set()
+        warnings.warn(text, stacklevel=2)
+
+
 def clear() -> None:
     """Forgets all layers, calls and warnings, so that each cause warns again."""
     _names.clear()

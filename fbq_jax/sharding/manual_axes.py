@@ -1,0 +1,83 @@
+"""Noise and types inside ``jax.shard_map`` and ``jax.pmap``, over manual mesh axes.
+
+There, code runs once on each device and sees that device's shard only.  A layer whose
+seed is replicated would draw the same noise on every device, and the errors of its
+gradients would not average out.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from fbq_jax.kernels import rounding
+from fbq_jax.sharding.layer_names import warn_first
+
+Tree = TypeVar("Tree")
+
+
+def device_seed(seed: jax.Array, *operands: jax.Array) -> jax.Array:
+    """The seed of a call on this device.
+
+    Devices with different operands get different seeds.  Devices that JAX knows to hold
+    the same operands get the same seed, so that replicated results stay replicated.
+    With ``check_vma=False``, and in ``pmap``, JAX does not know: then all devices get
+    different seeds.  Outside manual mesh axes, and on a single device, the seed does
+    not change.
+
+    Args:
+      seed: uint32 ``[]``.
+      *operands: the operands of the call, of which each device has a shard or a copy.
+    """
+    varying = _varying(*operands)
+    for axis in _manual_axes():
+        index = lax.axis_index(axis)
+        if axis in varying or axis not in _varying(index):
+            seed = rounding.fold(seed, index)
+    return seed
+
+
+def warn_of_copies() -> None:
+    """Warns, once, if devices may hold copies of a layer that draw different noise.
+
+    The backward pass of a layer is traced where this is called.  A single manual axis
+    gives no warning, because a layer is hardly ever replicated over all devices.
+    """
+    unknown = [axis for axis in _manual_axes() if not _varying(lax.axis_index(axis))]
+    if len(unknown) > 1:
+        names = ", ".join(map(str, unknown))
+        warn_first(
+            ("copies", *unknown),
+            f"each device of the manual mesh axes {names} draws its own noise, because "
+            "shard_map(check_vma=False) does not tell which operands are copies. "
+            "Average the gradients of a layer over the axes that have copies of it, or "
+            "its copies drift apart. check_vma=True gives copies the same noise",
+        )
+
+
+def as_varying(tree: Tree) -> Tree:
+    """Arrays that vary over the same manual mesh axes.
+
+    JAX inserts the same casts in ``lax.dot_general``.  The gradient of an array that is
+    cast is summed over the devices.
+    """
+    axes = _varying(*jax.tree.leaves(tree))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - _varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def _varying(*arrays: jax.Array) -> frozenset[Any]:
+    """The manual mesh axes over which JAX knows the arrays to vary."""
+    types = (jax.typeof(x).manual_axis_type for x in arrays)
+    return frozenset().union(*(t.varying for t in types))
+
+
+def _manual_axes() -> list[Any]:
+    """The manual mesh axes that have several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = (axis for axis in mesh.axis_names if axis in mesh.manual_axes)
+    return [axis for axis in names if mesh.shape[axis] > 1]

@@ -1,0 +1,216 @@
+"""Noise inside ``shard_map`` and ``pmap``: each device draws its own."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    Int8MLP,
+    Recipe,
+    dot_general,
+    fallback_stats,
+    ragged_dot,
+)
+from fbq_jax.sharding import layer_names
+
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
+)
+
+DEVICES, ROWS, K, N = 4, 32, 64, 32
+RECIPE = Recipe(block=32, criterion=None)
+DOT = FallbackDot(RECIPE)
+DIMS = (((1,), (0,)), ((), ()))
+X = jax.random.normal(jax.random.key(0), (ROWS, K))
+# Every device has the same rows.
+COPIES = jnp.tile(X, (DEVICES, 1))
+W = jax.random.normal(jax.random.key(1), (K, N))
+KEY = jax.random.key(2)
+
+
+def mesh_of(**sizes):
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+MESH = mesh_of(data=DEVICES)
+
+
+def grads(x, w, key=KEY):
+    def loss(x, w):
+        return jnp.sum(jnp.sin(dot_general(x, w, DIMS, recipe=RECIPE, key=key)[0]))
+
+    return jax.grad(loss, (0, 1))(x, w)
+
+
+def in_shard_map(function, *, check_vma):
+    """Runs ``function`` on each device's rows of x and a copy of w; stacks results."""
+
+    def local(x, w):
+        if check_vma:  # each device has its own gradient of its copy
+            w = jax.lax.pcast(w, "data", to="varying")
+        return jax.tree.map(lambda y: y[None], function(x, w))
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    mapped = jax.shard_map(local, mesh=MESH, check_vma=check_vma, **specs)
+    return jax.jit(mapped)
+
+
+def in_pmap(function):
+    devices = jax.devices()[:DEVICES]
+    mapped = jax.pmap(function, in_axes=(0, None), devices=devices)
+    return lambda x, w: mapped(x.reshape(DEVICES, ROWS, K), w)
+
+
+MAPS = {
+    "shard_map": functools.partial(in_shard_map, check_vma=True),
+    "unchecked": functools.partial(in_shard_map, check_vma=False),
+    "pmap": in_pmap,
+}
+
+
+def distinct(x):
+    return len(np.unique(np.asarray(x).reshape(DEVICES, -1), axis=0))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_each_device_draws_its_own_noise(name):
+    dx, dw = MAPS[name](grads)(COPIES, W)
+    assert distinct(dx) == distinct(dw) == DEVICES
+
+
+def test_errors_of_devices_average_out():
+    """The mean over four devices has a quarter of one device's variance."""
+    keys = jax.random.split(KEY, 64)
+    drawn = jax.vmap(lambda key: grads(X, W, key)[1])(keys)
+    expected = jnp.mean(drawn, 0, keepdims=True)
+    _, dw = in_shard_map(grads, check_vma=True)(COPIES, W)
+    mean = jnp.mean(dw, 0, keepdims=True)
+    share = jnp.var(mean - expected) / jnp.var(drawn - expected)
+    assert share == pytest.approx(1 / DEVICES, rel=0.2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_device_draws_the_noise_of_jit(check_vma):
+    mesh = mesh_of(data=1)
+    specs = {"in_specs": (P("data"), P()), "out_specs": (P("data"), P())}
+    mapped = jax.shard_map(grads, mesh=mesh, check_vma=check_vma, **specs)
+    got, want = jax.jit(mapped)(X, W), jax.jit(grads)(X, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_devices_that_have_copies_draw_the_same_noise():
+    """Over ``model`` everything is replicated, and stays so."""
+    mesh = mesh_of(data=2, model=2)
+    specs = {"in_specs": (P("data"), P()), "out_specs": (P("data"), P())}
+    mapped = jax.shard_map(grads, mesh=mesh, **specs)
+    dx, dw = jax.jit(mapped)(COPIES[: 2 * ROWS], W)
+    assert dx.shape == (2 * ROWS, K)
+    # As of lax.dot_general, the gradient of a replicated array is the devices' sum.
+    np.testing.assert_allclose(dw, 2 * grads(X, W)[1], atol=1.0)
+
+
+def test_a_sharded_weight_draws_noise_for_each_shard():
+    """Tensor parallelism: X is replicated, and each device has columns of W."""
+    mesh = mesh_of(model=2)
+    w = jnp.concatenate([W, W], 1)
+
+    def local(x, w):
+        return grads(x, w)[1]
+
+    specs = {"in_specs": (P(), P(None, "model")), "out_specs": P(None, "model")}
+    dw = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(X, w)
+    assert np.any(dw[:, :N] != dw[:, N:])
+
+
+def test_unknown_copies_over_several_axes_are_warned_about_once():
+    layer_names.clear()
+    mesh = mesh_of(data=2, model=2)
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+
+    def run():
+        def local(x, w):
+            return grads(x, w)[0]
+
+        mapped = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
+        return jax.jit(mapped)(COPIES[: 2 * ROWS], W)
+
+    with pytest.warns(UserWarning, match="axes data, model draws its own .* Average"):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+
+
+def ragged_grads(x, w):
+    sizes = jnp.array([20, ROWS - 20])
+
+    def loss(x, w):
+        y, _ = ragged_dot(x, jnp.stack([w, w]), sizes, recipe=RECIPE, key=KEY)
+        return jnp.sum(jnp.sin(y))
+
+    return jax.grad(loss, (0, 1))(x, w)
+
+
+def layer_grads(layer):
+    variables = layer.init(jax.random.key(0), X)
+
+    def function(x, w):
+        def loss(x, w):
+            x = x + 0 * jnp.sum(w)
+            y, _ = layer.apply(variables, x, mutable=["fallback"])
+            return jnp.sum(jnp.sin(y))
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    return function
+
+
+DENSE = layer_grads(nn.Dense(N, dot_general=DOT))
+GATED = layer_grads(GatedMLP(N, dot_general=FallbackDot(Recipe(block=32))))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("unchecked", ragged_grads),
+        ("shard_map", DENSE),
+        ("unchecked", DENSE),
+        ("shard_map", GATED),
+        ("unchecked", layer_grads(Int8MLP(N))),
+    ],
+    ids=["ragged_dot", "Dense", "Dense_unchecked", "GatedMLP", "Int8MLP"],
+)
+def test_every_layer_draws_noise_for_each_device(name, function):
+    dx, _ = MAPS[name](function)(COPIES, W)
+    assert distinct(dx) == DEVICES
+
+
+def test_state_is_replicated_once_it_is_averaged():
+    """The documented reduction, accepted by ``check_vma=True``."""
+    layer = nn.Dense(N, dot_general=FallbackDot(Recipe(block=32)))
+    variables = layer.init(jax.random.key(0), X)
+    scales = jnp.repeat(jnp.arange(1.0, DEVICES + 1), ROWS)[:, None]
+
+    def step(variables, x):
+        def train(state):
+            updates = layer.apply({**variables, **state}, x, mutable=["fallback"])[1]
+            return jax.lax.pmean(updates, "data")
+
+        state = {"fallback": variables["fallback"]}
+        return train(train(state))
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    state = jax.jit(jax.shard_map(step, mesh=MESH, **specs))(variables, scales * COPIES)
+    stats = fallback_stats(state)["(root)"]
+    assert stats.count == 2
+    assert 1.0 < stats.theta < 40.0
