@@ -92,8 +92,19 @@ def assert_live(
 ) -> None:
     """Raises if a training step did not advance the ``count`` of every layer.
 
-    Dropped state gives neither an error nor a NaN: the threshold just never moves.
-    Call this once after the first steps.
+    Dropped state gives neither an error nor a NaN: the threshold just never moves, and
+    every step has the same noise.  A gradient in Linen with an immutable collection, or
+    in NNX in evaluation mode, warns when it is traced.  JAX cannot see the following;
+    call this once after the first steps, and after a checkpoint is restored, to find
+    them:
+
+    - The updates that ``apply`` returns, or the state that ``nnx.split`` gives, do not
+      reach the next step.
+    - An optimizer, gradient clipping or loss scaling treats the collection
+      ``"_overwrite_with_gradient"`` as gradients, so that counts are no whole numbers.
+
+    Evaluation in training mode moves the state, too.  To find it, compare the
+    ``fallback_stats`` before and after an evaluation, which must be equal.
 
     Args:
       before: ``fallback_stats`` of the variables before a training step.
@@ -102,7 +113,8 @@ def assert_live(
     Raises:
       TypeError: an argument does not come from ``fallback_stats``.
       ValueError: there is no quantized layer, or the layers differ.
-      RuntimeError: a count did not grow; the message names the layers.
+      RuntimeError: a count did not grow by a whole number; the message names the
+        layers.
     """
     for stats in (*before.values(), *after.values()):
         if not isinstance(stats, LayerStats):
@@ -115,14 +127,17 @@ def assert_live(
             "assert_live takes the same quantized layers before and after a step, at "
             f"least one; got {sorted(before)} and {sorted(after)}"
         )
-    dead = [
-        path
-        for path, stats in before.items()
-        if not np.all(np.asarray(after[path].count) > np.asarray(stats.count))
-    ]
-    if dead:
+    if dead := [path for path in before if not _counted(before[path], after[path])]:
         raise RuntimeError(
             f"training did not update the fallback state of {', '.join(dead)}; in "
             "Linen, make its collection mutable in apply (mutable=['fallback']) and "
-            "pass the updates that apply returns to the next step"
+            "pass the updates that apply returns to the next step; with "
+            "'_overwrite_with_gradient', replace the state by its gradient, and "
+            "neither scale nor clip it"
         )
+
+
+def _counted(before: LayerStats, after: LayerStats) -> bool:
+    """Whether a layer's count grew by a whole number."""
+    step = np.asarray(after.count, np.float64) - np.asarray(before.count, np.float64)
+    return bool(np.all((step >= 1) & (step == np.round(step))))

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from fbq_jax import ops
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.rounding import CallSeed, fold_seeds
+from fbq_jax.kernels.rounding import CallSeed, fold, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.manual_axes import device_seed
@@ -23,7 +24,8 @@ class State(TypedDict):
     Attributes:
       theta: float32, the threshold of the next forward; ``UNSET`` until it is known.
       rate: float32, the fallback rate of the last training forward.
-      count: uint32, the number of training forwards.
+      count: uint32, the number of training forwards.  Stored as float32, it starts
+        anew after ``2**24``.
       seed: uint32, constant; seeds the noise of each call together with ``count``.
     """
 
@@ -87,14 +89,69 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
     return canonicalize_state({"theta": theta, "rate": 0, "count": 0, "seed": seed})
 
 
+@custom_vmap
+def example_seed(seed: jax.Array, x: jax.Array) -> jax.Array:
+    """The seed of a new layer; under ``vmap`` of ``x``, another one for each example.
+
+    Args:
+      seed: uint32 ``[]``.  A seed that is mapped does not change.
+      x: the layer's input.
+    """
+    del x
+    return seed
+
+
+@example_seed.def_vmap
+def _map_seed(
+    axis_size: int, in_batched: list[bool], seed: jax.Array, x: jax.Array
+) -> tuple[jax.Array, bool]:
+    if not in_batched[0]:
+        seed = example_seed(seed, x)  # another vmap may be around this one
+        seed = fold(seed, jnp.arange(axis_size, dtype=jnp.uint32))
+    return seed, True
+
+
 def canonicalize_state(state: Mapping[str, Any]) -> State:
     """Converts a state to the dtypes of ``State``; it may be all floats."""
     return State(
         theta=jnp.asarray(state["theta"], jnp.float32),
         rate=jnp.asarray(state["rate"], jnp.float32),
-        count=jnp.asarray(state["count"], jnp.uint32),
+        count=_as_count(state["count"]),
         seed=jnp.asarray(state["seed"], jnp.uint32),
     )
+
+
+def _as_count(count: Any) -> jax.Array:
+    """A count as uint32; one that its float dtype cannot add 1 to starts anew."""
+    count = jnp.asarray(count)
+    if jnp.issubdtype(count.dtype, jnp.floating):
+        count = count % _largest_count(count.dtype)
+    return count.astype(jnp.uint32)
+
+
+def _largest_count(dtype: Any) -> int:
+    """The whole number up to which a dtype represents all."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return 2 ** (int(jnp.finfo(dtype).nmant) + 1)
+    return int(jnp.iinfo(dtype).max)
+
+
+def check_count(state: Mapping[str, Any], layer: str) -> None:
+    """Raises ValueError if a layer in training cannot count its calls.
+
+    The noise of its steps would repeat.  Evaluation does not count.
+
+    Args:
+      state: a ``State``, whose arrays may have other dtypes.
+      layer: the layer's name.
+    """
+    dtype = jnp.asarray(state["count"]).dtype
+    if (largest := _largest_count(dtype)) < 2**24:
+        raise ValueError(
+            f"{layer}: the count of its state is {dtype}, which holds whole numbers up "
+            f"to {largest} only, so its noise would repeat: leave the state out when "
+            "you cast variables, or cast its count and seed to uint32"
+        )
 
 
 def scalars_of(state: State) -> Scalars:

@@ -6,20 +6,24 @@ model, and no two layers share state.
 """
 
 import dataclasses
+import functools
 import zlib
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import Scope, Variable
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax import lax
 
 from fbq_jax.core import threshold
 from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
+from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.ragged_dot import ragged_dot, stateful_ragged_dot
+from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.linen.frozen import is_frozen, layer_weight
 from fbq_jax.linen.state import (
     as_float32,
@@ -31,6 +35,8 @@ from fbq_jax.linen.state import (
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import layer_name
+
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +91,11 @@ class FallbackDot(RaggedDotGeneral):
         """Computes the product, and updates the state of the calling layer."""
         module, config = calling_module(), self.config
         if module is None:
+            rhs = self._without_state(rhs)
             return dot_general(lhs, rhs, **call._asdict(), **self._options())[0]
-        variable = self.variable(module)
+        variable = self.variable(module, lhs)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
+        rhs = self.check_moves(module, variable, rhs)
         # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
         state = dict(variable.value)
         codes = layer_weight(config, module, variable, rhs, call.dimension_numbers)
@@ -100,12 +108,48 @@ class FallbackDot(RaggedDotGeneral):
     ) -> jax.Array:
         module = calling_module()
         if module is None:
+            rhs = self._without_state(rhs)
             return ragged_dot(lhs, rhs, *call, **self._options())[0]
-        variable = self.variable(module)
+        variable = self.variable(module, lhs)
+        rhs = self.check_moves(module, variable, rhs)
         state = dict(variable.value)
         with _named(module):
             out, new = stateful_ragged_dot(self.config, state, lhs, rhs, call)
         return self.commit(module, variable, new, out)
+
+    def _without_state(self, rhs: jax.Array) -> jax.Array:
+        """The weight of a call outside any module, whose gradient warns."""
+        if not needs_state(self.recipe):
+            return rhs
+        return warn_if_differentiated("without state", _NO_STATE, rhs)
+
+    def check_moves(self, module: nn.Module, variable: Variable, weight: Tree) -> Tree:
+        """The weight of a layer; its gradient warns if the state cannot move.
+
+        Args:
+          module: the calling layer.
+          variable: holds its state.
+          weight: float arrays.
+
+        Raises:
+          ValueError: the state can move, but its count is in 16 bits or less.
+        """
+        if module.is_initializing() or is_frozen(variable.value):
+            return weight
+        layer = f"layer {layer_path(module.path)!r}"
+        returned = self.collection == OVERWRITE_WITH_GRADIENT
+        if returned or module.is_mutable_collection(self.collection):
+            threshold.check_count(variable.value, layer)
+            return weight
+        if not needs_state(self.recipe):
+            return weight
+        text = (
+            f"{layer}: a gradient is taken while "
+            f"the collection {self.collection!r} is immutable, so every step has the "
+            f"same noise and threshold. Training calls apply with "
+            f"mutable=[{self.collection!r}] and passes the updates to the next step"
+        )
+        return warn_if_differentiated("immutable", text, weight)
 
     def _options(self) -> dict[str, Any]:
         return {"recipe": self.recipe, "implementation": self.implementation}
@@ -137,11 +181,11 @@ class FallbackDot(RaggedDotGeneral):
             variable.value = new
         return out
 
-    def variable(self, module: nn.Module) -> Variable:
-        """The variable with the state of this call (``find_variable``)."""
-        return find_variable(module, self.collection, self._start)
+    def variable(self, module: nn.Module, x: jax.Array) -> Variable:
+        """The variable with the state of this call on x (``find_variable``)."""
+        return find_variable(module, self.collection, functools.partial(self._start, x))
 
-    def _start(self, scope: Scope, name: str) -> threshold.State:
+    def _start(self, x: jax.Array, scope: Scope, name: str) -> threshold.State:
         """The first state of the layer with this scope."""
         seed = jnp.uint32(zlib.crc32("/".join((*scope.path, name)).encode()))
         if scope.has_rng("params"):
@@ -149,12 +193,20 @@ class FallbackDot(RaggedDotGeneral):
             # other weights than in the unquantized model.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), seed)
             seed = jax.random.bits(key, (), jnp.uint32)
+        seed = threshold.example_seed(seed, lax.stop_gradient(x))
         state = threshold.start(self.recipe, seed >> 8)  # float32 holds 24 bits
         returned = self.collection == OVERWRITE_WITH_GRADIENT
         return as_float32(state) if returned else state
 
 
 fallback_dot = FallbackDot()
+
+_NO_STATE = (
+    "a gradient is taken of a FallbackDot outside any Linen module, where it has no "
+    "state: every call has the same noise. In NNX use "
+    "fbq_jax.nnx.FallbackDot(rngs=rngs) or fbq_jax.nnx.apply_rules; in plain JAX pass "
+    "fbq_jax.dot_general a new key in each call"
+)
 
 
 def _named(module: nn.Module) -> AbstractContextManager[None]:

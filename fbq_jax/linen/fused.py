@@ -70,7 +70,7 @@ class NormDense(nn.Module):
             self.dot_general,
             self.use_bias,
             name="dense",
-        )(x.dtype, x.shape[-1], self.features)
+        )(x, x.shape[-1], self.features)
         out = _dense_output(x, dense.weight, self.features)
         y = _run(self, x, norm_scale, [dense], out)
         if dense.bias is None:
@@ -122,7 +122,7 @@ class GatedMLP(nn.Module):
         projections = [
             _Projection(
                 self.param_dtype, self.kernel_init, self.dot_general, name=name
-            )(x.dtype, *shape)
+            )(x, *shape)
             for name, shape in shapes.items()
         ]
         out = jax.eval_shape(lambda x: x, x)
@@ -166,20 +166,21 @@ class _Projection(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, dtype: Any, size: int, *features: int) -> _Linear:
+    def __call__(self, x: jax.Array, size: int, *features: int) -> _Linear:
         def init(key: jax.Array) -> jax.Array:
             shape = size, math.prod(features)
             kernel = self.kernel_init(key, shape, self.param_dtype)
             return kernel.reshape(size, *features)
 
-        kernel, bias = jnp.asarray(self.param("kernel", init), dtype), None
+        kernel, bias = jnp.asarray(self.param("kernel", init), x.dtype), None
         if self.use_bias:
             zeros = nn.initializers.zeros
             bias = self.param("bias", zeros, features, self.param_dtype)
-        variable = self.dot_general.variable(self)
+        variable = self.dot_general.variable(self, x)
         # In training each device joins its shards of gate and up, inside ``automatic``.
         matrix = _as_matrix(kernel) if is_frozen(variable.value) else kernel
         codes = layer_weight(self.dot_general.config, self, variable, matrix, _MATRICES)
+        kernel = self.dot_general.check_moves(self, variable, kernel)
         weight = kernel if codes is None else codes.main
         state = threshold.canonicalize_state(variable.value)
         return _Linear(weight, bias, variable, state)

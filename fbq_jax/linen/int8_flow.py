@@ -42,7 +42,8 @@ class _Block(nn.Module):
         recipe = shared.recipe_of(self.block)
         dot = FallbackDot(recipe, self.collection)
         params = self.parameters(x.shape[-1])
-        variable = dot.variable(self)
+        variable = dot.variable(self, x)
+        params = dot.check_moves(self, variable, params)
         state = threshold.canonicalize_state(variable.value)
         drops = self.dropout_rate > 0.0 and not deterministic
         dropout_keys = [self.make_rng("dropout")] if drops else []

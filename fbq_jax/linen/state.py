@@ -11,7 +11,8 @@ from flax.core.scope import Scope, Variable
 from flax.linen import module as flax_module
 
 from fbq_jax.core import threshold
-from fbq_jax.core.layer_stats import SLOT
+from fbq_jax.core.layer_stats import SLOT, layer_path
+from fbq_jax.sharding.layer_names import warn_first
 
 
 def find_variable(
@@ -31,17 +32,32 @@ def find_variable(
     assert scope is not None
     names = (f"{SLOT}_{i}" if i else SLOT for i in itertools.count())
     name = next(n for n in names if not scope.name_reserved(n, collection))
-    if not scope.is_mutable_collection(collection) and not scope.has_variable(
-        collection, name
-    ):
+    if not scope.has_variable(collection, name):
+        _report_missing(module, collection, name)
+    return scope.variable(collection, name, start, scope, name)
+
+
+def _report_missing(module: nn.Module, collection: str, name: str) -> None:
+    """Raises ValueError if a layer can have no state; warns if it starts anew."""
+    missing = (
+        f"layer {layer_path(module.path)!r} has no state {name!r} in the collection "
+        f"{collection!r}"
+    )
+    if not module.is_mutable_collection(collection):
         raise ValueError(
-            f"layer {'/'.join(module.path) or '(root)'!r} has no state {name!r} in "
-            f"the collection {collection!r}: pass apply the state that init returned "
+            f"{missing}: pass apply the state that init returned "
             f"({{'params': ..., {collection!r}: ...}}), or start a new one with "
             f"mutable=[{collection!r}]; list the collection in variable_axes if the "
             "layer is inside nn.scan or nn.vmap"
         )
-    return scope.variable(collection, name, start, scope, name)
+    if module.is_initializing():
+        return
+    warn_first(
+        ("missing state", collection),
+        f"{missing} and starts a new one. That is right in the first step with "
+        f"parameters of another model. Otherwise restore {collection!r} together with "
+        "the parameters, and pass the updates that apply returns to the next step",
+    )
 
 
 def check_collection(collection: str) -> None:

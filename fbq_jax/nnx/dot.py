@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,12 @@ from fbq_jax.core.einsum import QuantizedEinsum
 from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
+from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
+
+Tree = TypeVar("Tree")
 
 
 class FallbackState(nnx.Variable):
@@ -72,6 +75,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
       count: the number of training forwards.
       seed: seeds the layer's noise.
       use_running_average: whether the state is frozen, as in evaluation.
+      has_rngs: whether ``rngs`` seeded the noise.
       path: the layer's path, a ``LayerPath`` for warnings, from ``apply_rules`` or
         ``fbq_jax.nnx.name_layers``.
       weight: the codes of a frozen layer's weight, as ``FrozenCodes``; None before
@@ -102,6 +106,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
         self.use_running_average = False
+        self.has_rngs = rngs is not None
         self.theta = FallbackState(state["theta"])
         self.rate = FallbackState(state["rate"])
         self.count = FallbackState(state["count"])
@@ -125,6 +130,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state in training."""
         codes = self._codes(rhs, call.dimension_numbers)
+        rhs = self.check_moves(rhs)
         with self.named(_description(rhs)):
             out, new = stateful_dot_general(
                 self.config, self.state(), lhs, rhs, call, codes
@@ -135,6 +141,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     def _compute_ragged(
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
+        rhs = self.check_moves(rhs)
         with self.named(_description(rhs)):
             out, new = stateful_ragged_dot(self.config, self.state(), lhs, rhs, call)
         self.commit(new)
@@ -162,6 +169,39 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         """The layer's ``fbq_jax.core.threshold.State``."""
         names = ("theta", "rate", "count", "seed")
         return {name: getattr(self, name)[...] for name in names}
+
+    def check_moves(self, weight: Tree) -> Tree:
+        """The layer's weight; its gradient warns if its noise repeats.
+
+        Args:
+          weight: float arrays.
+
+        Raises:
+          ValueError: in training, the count is in 16 bits or less.
+        """
+        if self.layer is not None:
+            return weight
+        name = self.path.name or current_layer() or "an nnx.FallbackDot"
+        if not self.use_running_average:
+            threshold.check_count(self.state(), name)
+        if not needs_state(self.recipe):
+            return weight
+        if self.use_running_average:
+            text = (
+                f"{name}: a gradient is taken in evaluation mode, so every step has "
+                "the same noise and threshold: call model.train() before training"
+            )
+            return warn_if_differentiated("evaluation mode", text, weight)
+        if not self.has_rngs:
+            text = (
+                f"{name}: a gradient is taken of a layer whose FallbackDot was made "
+                "without rngs. All such layers draw the same noise, and one that is "
+                "made anew in each call, as by dot_general_cls, draws it in every "
+                "step: make one FallbackDot(rngs=rngs) for each layer, as "
+                "fbq_jax.nnx.apply_rules(model, rules, rngs=rngs) does"
+            )
+            return warn_if_differentiated("without rngs", text, weight)
+        return weight
 
     def commit(self, new: threshold.State) -> None:
         """Stores the new state of a call, except in evaluation."""

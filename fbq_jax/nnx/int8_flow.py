@@ -218,6 +218,7 @@ def _run(
         if layer.dropout_rate(deterministic) > 0.0
     ]
     first = layers[0]  # whose name stands for all of them in warnings
+    params = first.dot_general.check_moves(params)
     with first.dot_general.named(f"nnx.{type(first).__name__} of width {x.shape[-1]}"):
         y = shared.run(operator, params, x, states[0], dropout_keys, block=first.block)
     for layer, state in zip(layers, states, strict=True):

@@ -20,6 +20,7 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
+from fbq_jax.sharding import layer_names
 
 OWG = "_overwrite_with_gradient"
 SMALL = FallbackDot(Recipe(block=32))
@@ -126,7 +127,11 @@ def test_a_missing_collection_is_named():
         ValueError, match=r"layer 'up' has no state 'dot_general'.*'fallback'"
     ):
         apply(Mlp(), {"params": variables["params"]}, X)
-    _, updates = apply(Mlp(), {"params": variables["params"]}, X, mutable=("fallback",))
+    layer_names.clear()
+    with pytest.warns(UserWarning, match="'up' has no state .* and starts a new one"):
+        _, updates = apply(
+            Mlp(), {"params": variables["params"]}, X, mutable=("fallback",)
+        )
     assert fallback_stats(updates)["up"].count == 1
 
 
@@ -192,7 +197,8 @@ def test_save_codes_saves_codes_only():
     variables = init(model)
 
     def loss(params):
-        return jnp.sum(model.apply({**variables, "params": params}, X))
+        variables_ = {**variables, "params": params}
+        return jnp.sum(model.apply(variables_, X, mutable=["fallback"])[0])
 
     backward = functools.partial(jax.vjp, jax.checkpoint(loss, policy=save_codes))
     _, vjp = jax.eval_shape(backward, variables["params"])

@@ -1,0 +1,244 @@
+"""Steps that would repeat their noise say so; steps that do not are silent."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fbq_jax
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    Int8MLP,
+    Recipe,
+    assert_live,
+    fallback_dot,
+    fallback_einsum,
+    fallback_stats,
+)
+from fbq_jax.core import threshold
+from fbq_jax.sharding import layer_names
+
+OWG = "_overwrite_with_gradient"
+RECIPE = Recipe(block=32)
+X = jax.random.normal(jax.random.key(0), (64, 64))
+W = jax.random.normal(jax.random.key(1), (64, 64))
+DIMS = (((1,), (0,)), ((), ()))
+
+
+@pytest.fixture(autouse=True)
+def every_cause_warns():
+    layer_names.clear()
+
+
+def trace(function, *args):
+    """Traces a function; the warnings come without computing anything."""
+    return jax.eval_shape(function, *args)
+
+
+def summed(function):
+    return lambda *args: jnp.sum(function(*args))
+
+
+def dot(x, w):
+    return fallback_dot(x, w, DIMS)
+
+
+def ragged(x, w):
+    return fallback_dot.ragged_dot(x, w[None], jnp.array([64]))
+
+
+def einsum(x, w):
+    return fallback_einsum("mk,kn->mn", x, w)
+
+
+@pytest.mark.parametrize("function", [dot, ragged, einsum])
+def test_a_gradient_without_state_is_warned_about_once(function):
+    grad = jax.grad(summed(function), 1)
+    with pytest.warns(UserWarning, match=r"no state: .*nnx\.FallbackDot.* new key"):
+        trace(grad, X, W)
+    trace(grad, X, W)
+
+
+def test_no_gradient_of_a_weight_no_warning():
+    trace(dot, X, W)
+    trace(jax.grad(summed(dot)), X, W)  # of the input
+    nearest = FallbackDot(
+        Recipe(
+            criterion=None,
+            dlhs=fbq_jax.Gemm(),
+            drhs=fbq_jax.Gemm(),
+        )
+    )
+    trace(jax.grad(summed(lambda x, w: nearest(x, w, DIMS)), 1), X, W)
+
+
+LAYERS = {
+    "Dense": nn.Dense(64, dot_general=FallbackDot(RECIPE)),
+    "GatedMLP": GatedMLP(64, dot_general=FallbackDot(RECIPE)),
+    "Int8MLP": Int8MLP(64),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_linen_training_with_an_immutable_collection(name, wrap):
+    layer = LAYERS[name]
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+
+    def loss(params, x, mutable=False):
+        out = layer.apply({**variables_, "params": params}, x, mutable=mutable)
+        return jnp.sum(out[0] if mutable else out)
+
+    variables_ = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+    trace(jax.grad(wrap(loss), 1), variables["params"], X)  # of the input
+    training = functools.partial(loss, mutable=["fallback"])
+    trace(jax.grad(wrap(training)), variables["params"], X)
+    with pytest.warns(UserWarning, match=r"'fallback' is immutable.*mutable=\['fallb"):
+        trace(jax.grad(wrap(loss)), variables["params"], X)
+
+
+def test_a_layer_that_lost_its_state_starts_anew_with_a_warning():
+    model = nn.Sequential([LAYERS["Dense"], nn.Dense(8, dot_general=fallback_dot)])
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    state = {"layers_0": variables["fallback"]["layers_0"]}
+    step = functools.partial(model.apply, mutable=["fallback"])
+    trace(step, variables, X)
+    with pytest.warns(UserWarning, match="'layers_1' has no state .* starts a new one"):
+        trace(step, {"params": variables["params"], "fallback": state}, X)
+
+
+def nnx_layer(dot, **options):
+    return nnx.Linear(64, 64, dot_general=dot, rngs=nnx.Rngs(0), **options)
+
+
+def nnx_grad(model):
+    grad = nnx.grad(lambda model, x: jnp.sum(model(x)))
+    nnx.eval_shape(grad, model, X)
+
+
+def test_nnx_layers_with_another_dot_are_warned_about():
+    with pytest.warns(UserWarning, match=r"FallbackDot outside any Linen module"):
+        nnx_grad(nnx_layer(fallback_dot))
+    attention = functools.partial(nnx.MultiHeadAttention, 4, 64, decode=False)
+    layer_names.clear()
+    with pytest.warns(UserWarning, match=r"FallbackDot outside any Linen module"):
+        nnx_grad(attention(qkv_dot_general=fallback_dot, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match=r"without rngs.*one FallbackDot\(rngs=rngs"):
+        nnx_grad(nnx_layer(fbq_jax.nnx.FallbackDot(RECIPE)))
+    layer_names.clear()
+    general = nnx.LinearGeneral(
+        64, 64, dot_general_cls=fbq_jax.nnx.FallbackDot, rngs=nnx.Rngs(0)
+    )
+    with pytest.warns(UserWarning, match=r"without rngs.*dot_general_cls"):
+        nnx_grad(general)
+
+
+def test_nnx_evaluation_mode_in_training():
+    model = nnx_layer(fbq_jax.nnx.FallbackDot(RECIPE, rngs=nnx.Rngs(1)))
+    nnx_grad(model)
+    model.eval()
+    nnx.eval_shape(lambda model: model(X), model)
+    with pytest.warns(UserWarning, match=r"evaluation mode.* call model\.train\(\)"):
+        nnx_grad(model)
+    layer_names.clear()
+    block = fbq_jax.nnx.Int8MLP(64, 64, rngs=nnx.Rngs(0))
+    nnx_grad(block)
+    block.eval()
+    with pytest.warns(UserWarning, match="evaluation mode"):
+        nnx_grad(block)
+
+
+def test_a_warning_changes_no_value():
+    def grads(x, w):
+        return jax.grad(summed(dot), (0, 1))(x, w)
+
+    def core(x, w):
+        return fbq_jax.dot_general(x, w, DIMS)[0]
+
+    with pytest.warns(UserWarning, match="no state"):
+        got = jax.jit(grads)(X, W)
+    want = jax.jit(jax.grad(summed(core), (0, 1)))(X, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_float_count_goes_on_where_its_dtype_ends():
+    state = threshold.start(RECIPE, 7)
+    seeds = []
+    for count in (2.0**24 - 1, 2.0**24, 1.0):
+        moved = {**state, "count": jnp.float32(count)}
+        seeds.append(int(threshold.call_seed(threshold.canonicalize_state(moved))))
+    assert len(set(seeds)) == 3
+    integer = threshold.canonicalize_state({**state, "count": jnp.uint32(2**30)})
+    assert integer["count"] == 2**30
+
+
+def test_a_count_of_16_bits_does_not_train():
+    layer, x = LAYERS["Dense"], X.astype(jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+    half = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), variables
+    )
+    trace(layer.apply, half, x)
+    with pytest.raises(ValueError, match=r"'\(root\)': .*bfloat16.* up to 256 only"):
+        trace(functools.partial(layer.apply, mutable=["fallback"]), half, x)
+
+    model = nnx_layer(fbq_jax.nnx.FallbackDot(RECIPE, rngs=nnx.Rngs(1)))
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model))
+    nnx.update(model, state)
+    with pytest.raises(ValueError, match=r"count of its state is bfloat16"):
+        model(x)
+    model.eval()
+    model(x)
+
+
+def owg_counts(transform):
+    """The counts before and after a step in which optax updates the state."""
+    layer = nn.Dense(64, dot_general=FallbackDot(RECIPE, collection=OWG))
+    variables = layer.init(jax.random.key(0), X)
+    grads = jax.grad(lambda variables: jnp.sum(layer.apply(variables, X)))(variables)
+    updates, _ = transform.update(grads, transform.init(variables))
+    after = optax.apply_updates(variables, updates)
+    return fallback_stats(variables, OWG), fallback_stats(after, OWG)
+
+
+@pytest.mark.parametrize(
+    "transform", [optax.sgd(0.1), optax.scale(2**-10), optax.clip(0.5)]
+)
+def test_a_state_that_optax_updates_is_not_live(transform):
+    with pytest.raises(RuntimeError, match="neither scale nor clip it"):
+        assert_live(*owg_counts(transform))
+
+
+def test_mapped_layers_with_one_rng_have_their_own_seeds():
+    layer = nn.vmap(
+        nn.Dense,
+        variable_axes={"params": None, "fallback": 0},
+        split_rngs={"params": False},
+    )(64, dot_general=FallbackDot(RECIPE))
+    variables = layer.init(jax.random.key(0), jnp.stack([X] * 3))
+    seeds = variables["fallback"]["dot_general"]["seed"]
+    assert len(np.unique(seeds)) == 3
+    assert np.all(seeds < 2**24)
+
+
+def test_no_warning_is_left_over():
+    """Training as documented is silent."""
+    layer = LAYERS["Dense"]
+    variables = layer.init(jax.random.key(0), X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        def loss(params):
+            _, updates = layer.apply(
+                {**variables, "params": params}, X, mutable=["fallback"]
+            )
+            return 0.0, updates
+
+        trace(jax.grad(loss, has_aux=True), variables["params"])
