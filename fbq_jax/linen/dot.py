@@ -46,8 +46,15 @@ class FallbackDot(RaggedDotGeneral):
     Inside a module, the state of a layer is a dictionary
     (``fbq_jax.core.threshold.State``) in ``collection``, under the module's path.  An
     ``apply`` that makes the collection mutable updates it; any other ``apply`` leaves
-    it as it is.  Outside any module there is no state: the threshold is the quantile of
-    lhs' own blocks.
+    it as it is, and a gradient of the weight warns once, because its noise would be the
+    same in every step.  Outside any module there is no state: the threshold is the
+    quantile of lhs' own blocks, every call draws the same noise, and a gradient of the
+    weight warns once.
+
+    Under ``nn.vmap`` every example has its own noise.  Under ``nn.scan`` the layers of
+    a stack have their own noise if ``split_rngs={"params": True}``.  Inside
+    ``shard_map`` and ``pmap`` each device draws its own noise and moves its own
+    threshold; ``jax.lax.pmean`` of the updates gives all devices the mean threshold.
 
     Flax treats the collection ``"_overwrite_with_gradient"`` specially: ``apply`` does
     not write the new state but returns it as the gradient of the old one, and Flax's

@@ -65,7 +65,8 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     Args:
       recipe: how the three GEMMs are quantized.
       rngs: seeds the layer's noise from its ``params`` stream.  Without it, all layers
-        draw the same noise for elements at the same position.
+        draw the same noise for elements at the same position, and a gradient of the
+        weight warns once.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
 

@@ -251,7 +251,8 @@ def test_what_is_saved_for_the_backward_pass():
         variables = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
 
         def apply(params, x):
-            return layer.apply({**variables, "params": params}, x)
+            variables_ = {**variables, "params": params}
+            return layer.apply(variables_, x, mutable=["fallback"])[0]
 
         _, vjp = jax.eval_shape(functools.partial(jax.vjp, apply), shapes["params"], x)
         leaves = jax.tree.leaves(vjp)

@@ -48,7 +48,7 @@ class Model(nnx.Module):
     def __init__(self, kind, dot=None):
         self.kind = kind
         if kind == "scan":
-            build = nnx.vmap(lambda rngs: Block(rngs, FallbackDot(RECIPE)))
+            build = nnx.vmap(lambda rngs: Block(rngs, FallbackDot(RECIPE, rngs=rngs)))
             self.block = nnx.split_rngs(splits=2)(build)(nnx.Rngs(0))
         else:
             self.block = Block(nnx.Rngs(0), dot)
@@ -90,14 +90,15 @@ def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
     if kind == "scan":
         name_layers(model)
     else:
-        apply_rules(model, {".*": RECIPE})
+        apply_rules(model, {".*": RECIPE}, rngs=nnx.Rngs(1))
     assert re.match("block/up: axis . of .* over fsdp=8", warning_of_a_step(model))
 
 
 @needs_devices
 @pytest.mark.parametrize("scope", ["", "encoder"])
 def test_a_layer_without_a_path_is_known_by_its_kernel_and_its_scope(scope):
-    warning = warning_of_a_step(Model("plain", FallbackDot(RECIPE)), scope)
+    dot = FallbackDot(RECIPE, rngs=nnx.Rngs(1))
+    warning = warning_of_a_step(Model("plain", dot), scope)
     layer = r"nnx.FallbackDot with a kernel \[128, 128\]"
     outer = f"{scope}/" if scope else ""
     assert re.match(f"{outer}{layer}{HINT}: axis . of", warning)
