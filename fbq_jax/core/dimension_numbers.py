@@ -20,13 +20,26 @@ DTYPE_NAMES = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
 Operand = jax.Array | jax.ShapeDtypeStruct
 
 
+def check_arrays(lhs: Any, rhs: Any) -> None:
+    """Raises TypeError unless both operands are arrays."""
+    for name, x in {"lhs": lhs, "rhs": rhs}.items():
+        if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}; a quantized dot takes arrays"
+            )
+
+
 def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> Any:
     """The dtype of a product; ``preferred``, or else the operands' common dtype.
 
+    That of float16 and bfloat16 is float32, as for ``jnp.matmul``.
+
     Raises:
-      TypeError: an operand or the output is not bfloat16, float16 or float32.
+      TypeError: an operand is not an array, or it or the output is not bfloat16,
+        float16 or float32.
       ValueError: the precision is neither None nor DEFAULT.
     """
+    check_arrays(lhs, rhs)
     dtypes = {"lhs": lhs.dtype, "rhs": rhs.dtype}
     if preferred is not None:
         dtypes["preferred_element_type"] = jnp.dtype(preferred)

@@ -86,7 +86,8 @@ def dot_general(
       dimension_numbers: the contracting dimensions of lhs and rhs and their batch
         dimensions, as in ``lax.dot_general``.
       precision: None or DEFAULT; the recipe sets the precision.
-      preferred_element_type: the output's dtype; None takes the operands' common one.
+      preferred_element_type: the output's dtype; None takes the operands' common one,
+        which is float32 for float16 and bfloat16, as in ``jnp.matmul``.
       recipe: how the three GEMMs are quantized.
       theta: the threshold of fallback, at least 0.  None takes the quantile of lhs' own
         blocks that puts the fallback rate in the middle of the recipe's range.
@@ -97,11 +98,11 @@ def dot_general(
         ``fbq_jax.ops.dispatch`` choose.
 
     Returns:
-      The output, with the shape and dtype that ``lax.dot_general`` gives, and
-      ``Stats``.
+      The output, with the shape that ``lax.dot_general`` gives, and ``Stats``.
 
     Raises:
-      TypeError: an operand has another dtype, or ``recipe`` is not a ``Recipe``.
+      TypeError: an operand is not an array or has another dtype, or ``recipe`` is not a
+        ``Recipe``.
       ValueError: the dimensions do not fit, theta is negative, another precision is
         requested, or the implementation cannot run here.
 

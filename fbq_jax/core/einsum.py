@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+
+from fbq_jax.core.dimension_numbers import check_arrays
 
 Label = str | int
 
@@ -47,6 +50,9 @@ class QuantizedEinsum:
     ) -> jax.Array:
         """``jnp.einsum(subscripts, *operands, ...)`` by one ``dot_general``.
 
+        An operand is first summed over the labels that neither the other one nor the
+        output has.
+
         Args:
           subscripts: as in ``jnp.einsum``; may have ``...`` and may omit the output.
           *operands: the activation and the weight.
@@ -55,6 +61,7 @@ class QuantizedEinsum:
           out_sharding: the output's sharding over explicit mesh axes.
 
         Raises:
+          TypeError: an operand is not an array.
           ValueError: there are not two operands, or the einsum is not a matrix product.
         """
         if not isinstance(subscripts, str) or len(operands) != 2:
@@ -62,8 +69,10 @@ class QuantizedEinsum:
                 "a quantized einsum takes a string of subscripts and two operands; got "
                 f"{subscripts!r} and {len(operands)}"
             )
+        check_arrays(*operands)
         lhs, rhs = operands
         labels = parse(subscripts, lhs.ndim, rhs.ndim)
+        lhs, rhs, labels = _sum_unshared(lhs, rhs, labels)
         shared = [label for label in labels.lhs if label in labels.rhs]
         sizes = dict(zip(labels.lhs, lhs.shape, strict=True))
         for label, size in zip(labels.rhs, rhs.shape, strict=True):
@@ -107,8 +116,8 @@ def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
 
     Raises:
       ValueError: the subscripts do not fit two operands with these dimensions, a label
-        occurs twice in one operand (a diagonal), or a label is summed over in one
-        operand only.
+        occurs twice in one operand (a diagonal), or the output has no "..." for the
+        dimensions of one operand's.
     """
 
     def error(what: str) -> ValueError:
@@ -132,13 +141,27 @@ def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
         out = (*ellipsis, *sorted(letters))
     if len(set(out)) < len(out) or not set(out) <= {*lhs, *rhs}:
         raise error(f"the output {output!r} takes labels of the operands, once each")
-    for label in (*lhs, *rhs):
+    for label in ellipsis:
         if label not in out and (label in lhs) != (label in rhs):
-            raise error(
-                f"{_name(label)} is summed over in one operand only, which is not a "
-                "matrix product: sum that operand first"
-            )
+            raise error(f"the output lacks '...', which {_name(label)} belongs to")
     return Subscripts(lhs, rhs, out)
+
+
+def _sum_unshared(
+    lhs: jax.Array, rhs: jax.Array, labels: Subscripts
+) -> tuple[jax.Array, jax.Array, Subscripts]:
+    """Sums each operand over the labels that nothing else has."""
+
+    def summed(
+        x: jax.Array, own: tuple[Label, ...], other: tuple[Label, ...]
+    ) -> tuple[jax.Array, tuple[Label, ...]]:
+        kept = tuple(label for label in own if label in (*other, *labels.out))
+        axes = tuple(i for i, label in enumerate(own) if label not in kept)
+        return (jnp.sum(x, axes) if axes else x), kept
+
+    x, lhs_labels = summed(lhs, labels.lhs, labels.rhs)
+    w, rhs_labels = summed(rhs, labels.rhs, labels.lhs)
+    return x, w, Subscripts(lhs_labels, rhs_labels, labels.out)
 
 
 def _label(

@@ -17,8 +17,9 @@ class FallbackEinsum(QuantizedEinsum):
 
     The first operand is the activation, whatever the subscripts.  A dimension that both
     operands and the output have is a batch dimension, with its own codes and scales.
-    The other dimensions of each operand are flattened to a matrix, in the operand's
-    order.
+    An operand is first summed over the labels that neither the other one nor the output
+    has.  The other dimensions of each operand are flattened to a matrix, in the
+    operand's order.
 
     Attributes:
       dot_general: computes the product and, in a Linen module, keeps its state there: a
@@ -27,8 +28,8 @@ class FallbackEinsum(QuantizedEinsum):
     Raises:
       TypeError: ``dot_general`` is not callable (a ``Recipe`` is not).
       ValueError: the einsum is not a matrix product: there are not two operands, a
-        label occurs twice in one operand or is summed over in one operand only, or no
-        label is summed over; or the sizes of a dimension differ.
+        label occurs twice in one operand, or no label of both is summed over; or the
+        sizes of a dimension differ.
 
     >>> import jax.numpy as jnp
     >>> x, w = jnp.ones((2, 5, 64)), jnp.ones((4, 64, 8))

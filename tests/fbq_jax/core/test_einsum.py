@@ -116,12 +116,31 @@ def test_out_sharding_is_that_of_the_output():
         np.testing.assert_allclose(y, (x @ w).T, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "subscripts", ["abc,cd->bd", "abc,cde->d", "bc,ecd->db", "bc,cd->d"]
+)
+def test_a_label_of_one_operand_is_summed_first(subscripts):
+    first, second = subscripts.partition("->")[0].split(",")
+    sizes = dict(zip("abcde", (3, 8, 6, 4, 5), strict=True))
+    shapes = ([sizes[label] for label in term] for term in (first, second))
+    lhs, rhs = (heavy(tuple(shape), i) for i, shape in enumerate(shapes))
+    got = FLOAT_EINSUM(subscripts, lhs, rhs)
+    np.testing.assert_allclose(got, jnp.einsum(subscripts, lhs, rhs), 1e-4, 1e-4)
+
+
+def test_operands_that_are_no_arrays_are_named():
+    with pytest.raises(TypeError, match="lhs is a list; a quantized dot takes arrays"):
+        fallback_einsum("ab,bc->ac", [[1.0]], jnp.ones((1, 1)))
+    dims = (((1,), (0,)), ((), ()))
+    with pytest.raises(TypeError, match="rhs is a list; a quantized dot takes arrays"):
+        dot_general(jnp.ones((1, 1)), [[1.0]], dims)
+
+
 ERRORS = [
     ("ab,bc,cd->ad", (2, 2), "takes two operands, not 3"),
     ("ab->ba", (2, 2), "takes two operands, not 1"),
     ("aab,bc->ac", (3, 2), "'aab' has a label twice, .* no diagonal"),
-    ("ab,bc->c", (2, 2), "label 'a' is summed over in one operand only"),
-    ("...b,bc->c", (2, 2), "a dimension of '...' is summed over in one operand"),
+    ("...b,bc->c", (2, 2), "the output lacks '...', which a dimension of '...'"),
     ("ab,bc->ad", (2, 2), "output 'ad' takes labels of the operands"),
     ("ab,bc->aca", (2, 2), "output 'aca' takes labels of the operands, once each"),
     ("a1,1c->ac", (2, 2), "labels are letters"),
