@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import Scope, Variable
 from flax.linen import module as flax_module
+from flax.nnx import bridge
 
 from fbq_jax.core import threshold
 from fbq_jax.core.layer_stats import SLOT, layer_path
@@ -26,8 +27,14 @@ def find_variable(
       start: makes its first value from the scope and the variable's name.
 
     Raises:
-      ValueError: the variable does not exist and the collection is not mutable.
+      ValueError: the variable does not exist and the collection is not mutable, or the
+        module is an NNX module in ``nnx.bridge.ToLinen``.
     """
+    if isinstance(module, bridge.ToLinen):
+        raise ValueError(
+            f"layer {layer_path(module.path)!r} is an NNX module in ToLinen, which "
+            "keeps no state of Linen ops: give its layers ops of fbq_jax.nnx"
+        )
     scope = module.scope
     assert scope is not None
     names = (f"{SLOT}_{i}" if i else SLOT for i in itertools.count())

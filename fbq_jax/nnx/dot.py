@@ -167,8 +167,19 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
             yield
 
     def state(self) -> dict[str, jax.Array]:
-        """The layer's ``fbq_jax.core.threshold.State``."""
+        """The layer's ``fbq_jax.core.threshold.State``.
+
+        Raises:
+          ValueError: it has no values, as in a model of ``nnx.eval_shape``.
+        """
         names = ("theta", "rate", "count", "seed")
+        for name in names:
+            if isinstance(getattr(self, name).get_value(), jax.ShapeDtypeStruct):
+                layer = self.path.name or current_layer() or "an nnx.FallbackDot"
+                raise ValueError(
+                    f"{layer}: {name} has a shape but no value: update an abstract "
+                    "model with all of its state, not with its nnx.Param alone"
+                )
         return {name: getattr(self, name)[...] for name in names}
 
     def check_moves(self, weight: Tree) -> Tree:

@@ -1,8 +1,12 @@
 """Statistics of the thresholds of a Flax NNX model's layers."""
 
-from flax import nnx
+from collections.abc import Iterator
 
-from fbq_jax.core.layer_stats import LayerStats
+from flax import nnx
+from flax.nnx import bridge
+
+from fbq_jax.core import layer_stats
+from fbq_jax.core.layer_stats import ROOT, LayerStats
 from fbq_jax.nnx.naming import dots_by_path
 from fbq_jax.nnx.sharing import check_unshared
 
@@ -10,15 +14,33 @@ from fbq_jax.nnx.sharing import check_unshared
 def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
     """Collects the state of every quantized layer of an NNX model.
 
+    Args:
+      model: its Linen modules, in ``nnx.bridge.ToNNX``, count as well.
+
     Returns:
       A mapping from layer path (``"mlp/down"``) to ``LayerStats``, as from
       ``fbq_jax.fallback_stats``; empty if no layer is quantized.
 
     Raises:
-      ValueError: two layers share one op (``check_unshared``).
+      ValueError: two layers share one op (``check_unshared``), or a layer's state has
+        no values.
     """
     check_unshared(model)
-    return {
-        path: LayerStats(dot.rate[...], dot.theta[...], dot.count[...])
-        for path, dot in dots_by_path(model).items()
+    states = {path: dot.state() for path, dot in dots_by_path(model).items()}
+    stats = {
+        path: LayerStats(state["rate"], state["theta"], state["count"])
+        for path, state in states.items()
     }
+    return stats | dict(_linen_stats(model))
+
+
+def _linen_stats(model: nnx.Module) -> Iterator[tuple[str, LayerStats]]:
+    """The layers of Linen modules in ``ToNNX``, by path in the model."""
+    for path, module in nnx.iter_modules(model):
+        if not isinstance(module, bridge.ToNNX):
+            continue
+        # ToNNX merges the collections.
+        variables = {"fallback": nnx.to_pure_dict(nnx.state(module))}
+        for layer, stats in layer_stats.fallback_stats(variables).items():
+            inner = () if layer == ROOT else (layer,)
+            yield "/".join((*map(str, path), *inner)) or ROOT, stats
