@@ -73,5 +73,5 @@ def _round_stochastically(
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """``2**exponent`` in float32, from its bits, for int32 exponents of normal floats."""
+    """``2**exponent`` in float32, from its bits, for int32 exponents of normals."""
     return lax.bitcast_convert_type(exponent + 127 << 23, jnp.float32)
