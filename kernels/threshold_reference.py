@@ -9,6 +9,10 @@ have put the rate of the last blocks in the middle of the range, by at most a fa
 ``alpha``.  A fixed factor could overshoot the range forever if the blocks' metrics
 lie closer together than the factor.
 
+Zero blocks never need fallback, and their number says nothing about the others.  So
+they do not count: padding and empty slots of experts change neither the threshold nor
+the rate of the other blocks.
+
 The first activation has no earlier one.  So quantization with an unset theta gives all
 its blocks a residual, and ``move_threshold`` keeps those that fall back.
 """
@@ -22,6 +26,9 @@ import jax.numpy as jnp
 UNSET = -1.0
 """The value of theta until an activation sets it."""
 
+SMALLEST = 2.0**-126
+"""The smallest metric of a block that counts.  Some devices flush smaller ones to 0."""
+
 
 class MovedThreshold(NamedTuple):
     """The result of ``move_threshold`` for ``S`` thresholds.
@@ -29,7 +36,7 @@ class MovedThreshold(NamedTuple):
     Attributes:
       theta: float32 ``[S]``, the threshold in use: the given one, or if that is unset,
         the one that puts the fallback rate nearest to the middle of the range.
-      rate: float32 ``[S]``, the fallback rate.
+      rate: float32 ``[S]``, the fallback rate: the share of the blocks that count.
       next_theta: float32 ``[S]``, the threshold of the next activation.
       next_count: uint32 ``[S]``, the number of calls with this one.
       residual_scales: float32 ``[S, ...]``, 0 for blocks that do not fall back.
@@ -57,11 +64,17 @@ def move_threshold(
 
     It also counts the call, as part of a layer's next state.
 
-    The quantile is the metric of the block that ``above`` blocks exceed.  It sets an
-    unset threshold, and the threshold moves towards it if the rate is outside the
-    range.  There is no quantile if it is 0 (zeros predict nothing), if there is no
-    block, or if a block holds a NaN or an Inf.  Then an unset threshold counts as 0 and
-    stays unset, and others do not move.
+    Blocks count if they are not zero: if their metric is at least ``SMALLEST``, or NaN.
+    The quantile is the metric of the block that ``above`` blocks exceed; fewer, in
+    proportion, if some of the ``blocks`` do not count.  If several blocks have this
+    very metric, so few others may exceed it that the rate would be below the range.
+    Then the float just below it is the quantile if the rate that it gives is nearer to
+    the middle.
+
+    The quantile sets an unset threshold, and the threshold moves towards it if the rate
+    is outside the range.  There is no quantile if no block counts, or if a block holds
+    a NaN or an Inf.  Then an unset threshold counts as 0 and stays unset, and others do
+    not move.
 
     Args:
       metric: float32 ``[S, ...]``, the metric of each block, at least 0 or NaN; 0 for
@@ -69,8 +82,8 @@ def move_threshold(
       residual_scales: float32 of the same shape, the scales of the residuals.
       theta: float32 ``[S]``, the thresholds; unset if negative or NaN.
       blocks: int32 ``[S]``, the number of blocks that exist.
-      above: int32 ``[S]``, the number of blocks in the middle of the range, less than
-        ``blocks``.
+      above: int32 ``[S]``, the number of blocks in the middle of the range if all
+        ``blocks`` count; less than ``blocks``.
       count: uint32 ``[S]``, the number of calls before.
       target_rate: the range of the fallback rate, between 0 and 1.
       alpha: the largest factor by which a threshold moves.
@@ -80,17 +93,12 @@ def move_threshold(
     metric, residual_scales = (
         x.reshape(shape[0], math.prod(shape[1:])) for x in (metric, residual_scales)
     )
-    size = metric.shape[1]
-    target = jnp.full(theta.shape, UNSET, jnp.float32)
-    if size:
-        index = jnp.clip(size - 1 - above, 0, size - 1)[:, None]
-        quantile = jnp.take_along_axis(jnp.sort(metric, axis=1), index, axis=1)[:, 0]
-        is_usable = jnp.isfinite(metric).all(axis=1) & (quantile > 0.0)
-        target = jnp.where(is_usable, quantile, UNSET)
+    size = jnp.sum(~(metric < SMALLEST), axis=1, dtype=jnp.int32)  # NaN counts
+    target = _quantile(metric, size, _scale_count(above, size, blocks), low)
     used = jnp.where(theta >= 0.0, theta, target)
-    falls_back = metric > jnp.maximum(used, 0.0)[:, None]
-    number = jnp.sum(falls_back, axis=1, dtype=jnp.float32)
-    rate = number / jnp.maximum(blocks, 1).astype(jnp.float32)
+    falls_back = exceeds(metric, used)
+    number = jnp.sum(falls_back, axis=1, dtype=jnp.int32)
+    rate = _rate(number, size)
     bounded = jnp.clip(target, used / alpha, used * alpha)
     # A factor does not move a threshold away from 0 or from infinity.
     moved = jnp.where((used > 0.0) & (used < jnp.inf), bounded, target)
@@ -102,3 +110,40 @@ def move_threshold(
         count + jnp.uint32(1),
         jnp.where(falls_back, residual_scales, 0.0).reshape(shape),
     )
+
+
+def exceeds(metric: jax.Array, theta: jax.Array) -> jax.Array:
+    """Whether each block of ``metric [S, ...]`` falls back: counts, and exceeds theta.
+
+    An unset theta counts as 0.
+    """
+    limit = jnp.maximum(theta, 0.0)
+    limit = jnp.expand_dims(limit, tuple(range(1, metric.ndim)))
+    return (metric > limit) & (metric >= SMALLEST)
+
+
+def _rate(number: jax.Array, size: jax.Array) -> jax.Array:
+    return number.astype(jnp.float32) / jnp.maximum(size, 1).astype(jnp.float32)
+
+
+def _scale_count(above: jax.Array, size: jax.Array, blocks: jax.Array) -> jax.Array:
+    """``above * size / blocks``, rounded, and less than ``size`` if that is not 0."""
+    scaled = jnp.round(above.astype(jnp.float32) * _rate(size, blocks))
+    return jnp.clip(scaled.astype(jnp.int32), 0, jnp.maximum(size - 1, 0))
+
+
+def _quantile(
+    metric: jax.Array, size: jax.Array, above: jax.Array, low: float
+) -> jax.Array:
+    """The quantile of ``metric [S, N]``, of which ``size`` count; or ``UNSET``."""
+    if not metric.shape[1]:
+        return jnp.full(metric.shape[:1], UNSET, jnp.float32)
+    index = (metric.shape[1] - 1 - above)[:, None]
+    found = jnp.take_along_axis(jnp.sort(metric, axis=1), index, axis=1)
+    greater = jnp.sum(metric > found, axis=1, dtype=jnp.int32)
+    not_less = jnp.sum(metric >= found, axis=1, dtype=jnp.int32)
+    below = (_rate(greater, size) < low) & (greater + not_less < 2 * above)
+    found = found[:, 0]
+    quantile = jnp.where(below, jnp.nextafter(found, 0.0), found)
+    is_usable = jnp.isfinite(metric).all(axis=1) & (size > 0)
+    return jnp.where(is_usable, quantile, UNSET)

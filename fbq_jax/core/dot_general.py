@@ -90,7 +90,8 @@ def dot_general(
         which is float32 for float16 and bfloat16, as in ``jnp.matmul``.
       recipe: how the three GEMMs are quantized.
       theta: the threshold of fallback, at least 0.  None takes the quantile of lhs' own
-        blocks that puts the fallback rate in the middle of the recipe's range.
+        blocks that puts the fallback rate in the middle of the recipe's range; so does
+        a traced value, or a layer's state, that is negative or NaN.
       key: a PRNG key for stochastic rounding.  Training should pass a new key to each
         call; without a key every call draws the same noise.
       out_sharding: the output's sharding over explicit mesh axes.

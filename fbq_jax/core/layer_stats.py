@@ -19,7 +19,7 @@ class LayerStats:
 
     Attributes:
       rate: float32, the fallback rate: the share of blocks that fell back in the last
-        training forward.
+        training forward, without zero blocks.
       theta: float32, the threshold of the next forward; -1 until it is set.
       count: the number of training forwards.
     """

@@ -23,6 +23,7 @@ class State(TypedDict):
 
     Attributes:
       theta: float32, the threshold of the next forward; ``UNSET`` until it is known.
+        Any negative value or NaN counts as ``UNSET``.
       rate: float32, the fallback rate of the last training forward.
       count: uint32, the number of training forwards.  Stored as float32, it starts
         anew after ``2**24``.
@@ -64,7 +65,8 @@ class Stats(NamedTuple):
     """Measurements of the forward pass.
 
     Attributes:
-      rate: float32 ``[]``, the fallback rate: the share of blocks that fell back.
+      rate: float32 ``[]``, the fallback rate: the share of blocks that fell back.  Zero
+        blocks do not count.
       theta: float32 ``[]``, the threshold that was used.  ``UNSET``, which counts as 0,
         if none was given and lhs does not determine one (it is zero, or has a NaN or an
         Inf).

@@ -198,14 +198,17 @@ def quantize(
     largest = float(jnp.finfo(dtype).max)
     amax = jnp.max(scaling.amax_history)
     moves = (amax > 0.0) & jnp.isfinite(amax)
+    divisor = jnp.where(moves, amax, 1.0)
     # The order of operations is Flax's, for equal results.
     scale = jnp.where(
         moves,
-        1.0 / jnp.minimum(largest / amax, scaled_tensor.MAX_FACTOR),
+        1.0 / jnp.minimum(largest / divisor, scaled_tensor.MAX_FACTOR),
         scaling.scale,
     )
     values = jnp.clip(x / scale, -largest, largest)
-    values = jnp.where(jnp.isfinite(x), values, jnp.nan).astype(dtype)
+    # The difference of an Inf or a NaN with itself is NaN.  (A constant NaN would stop
+    # every call under jax_debug_nans.)
+    values = jnp.where(jnp.isfinite(x), values, x - x).astype(dtype)
     last = jnp.max(jnp.abs(x), initial=0.0)
     history = jnp.roll(scaling.amax_history, -1).at[0].set(last)
     return ScaledTensor(values, scale), Scaling(scale, history)

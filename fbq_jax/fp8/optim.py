@@ -7,7 +7,9 @@ a gradient ``g``, step ``t`` and stored moments ``m~`` and ``v~``:
     v = b2 v~ + (1 - b2) g^2      m~ = E4M3(m)    v~ = E5M2(v)
 
 Each tensor has one scale, which maps its largest magnitude to the format's largest
-finite value: 448 in E4M3 (240 on the paper's hardware) and 57344 in E5M2.
+finite value: 448 in E4M3 (240 on the paper's hardware) and 57344 in E5M2.  Gradients
+beyond ``2**63`` in magnitude count as ``2**63``, because their squares could overflow
+float32; an Inf or a NaN stays.
 
 **Range.**  The update divides by the second moment, which therefore takes E5M2's wider
 range.  ``v~`` is 0 where gradients stay below 1/87000 of their tensor's largest
@@ -34,6 +36,9 @@ from fbq_jax.fp8.scaled_tensor import ScaledTensor
 from fbq_jax.kernels.rounding import ROUNDINGS, Rounding, fold
 
 MU_STREAM, NU_STREAM = range(2)
+
+# Squares of larger gradients could overflow float32.
+MAX_GRADIENT = 2.0**63
 
 
 class Fp8AdamState(NamedTuple):
@@ -159,7 +164,9 @@ def _decay_moments(
     """``decay * stored + (1 - decay) * g^order`` in float32."""
 
     def step(g: jax.Array, old: ScaledTensor) -> jax.Array:
-        new = g.astype(jnp.float32) ** order
+        g = g.astype(jnp.float32)
+        clipped = jnp.clip(g, -MAX_GRADIENT, MAX_GRADIENT)
+        new = jnp.where(jnp.isfinite(g), clipped, g) ** order
         return decay * old.dequantize() + (1.0 - decay) * new
 
     return jax.tree.map(step, grads, stored)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fbq_jax.kernels import rounding
 
@@ -47,7 +48,10 @@ def quantize(
     """
     largest = float(jnp.finfo(dtype).max)
     amax = jnp.max(jnp.abs(x), initial=0.0)
-    factor = jnp.minimum(largest / amax, MAX_FACTOR)
+    # The first bound keeps the quotient finite; the second one keeps XLA from computing
+    # the scale as amax / largest, with another rounding.
+    divisor = jnp.maximum(amax, largest / MAX_FACTOR)
+    factor = jnp.minimum(largest / divisor, MAX_FACTOR)
     # The product can round to just above the largest value.
     scaled = jnp.clip(x * factor, -largest, largest)
     if seed is not None:
@@ -60,8 +64,14 @@ def _round_stochastically(
 ) -> jax.Array:
     """Rounds x to one of its two neighbours in ``dtype``, with float32 values."""
     info = jnp.finfo(dtype)
-    _, exponent = jnp.frexp(x)  # x = mantissa * 2**exponent, mantissa in [1/2, 1)
-    step = jnp.maximum(exponent - 1, info.minexp) - info.nmant
+    # Not frexp and ldexp, whose constant Inf would stop calls under jax_debug_infs.
+    exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF) - 127
+    step = jnp.maximum(exponent, info.minexp) - info.nmant
     columns = x.shape[-1] if x.ndim else 1
     noise = rounding.noise(seed, x.size // max(1, columns), columns).reshape(x.shape)
-    return jnp.ldexp(jnp.rint(jnp.ldexp(x, -step) + noise), step)
+    return jnp.rint(x * _power_of_two(-step) + noise) * _power_of_two(step)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """``2**exponent`` in float32, from its bits, for int32 exponents of normals."""
+    return lax.bitcast_convert_type(exponent + 127 << 23, jnp.float32)

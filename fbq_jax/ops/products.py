@@ -155,12 +155,25 @@ def _multiply(
         block_shape = (1, lhs.codes.shape[-1], 1)
     if not _has_parts(rhs, block_shape):
         return run(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
+    depth = lhs.codes.shape[-1]
+    if run.implementation == "reference" and 0 < depth <= reference.MAX_INT32_K:
+        # XLA would put the quantization of all parts into each of P products.  Of parts
+        # of one row it would make one loop, which LLVM takes minutes to compile.
+        left, right = _parts_as_blocks(lhs), _parts_as_blocks(rhs)
+        return run(left, residual, right, block_shape=(1, depth, 1), dtype=dtype)
     # One after the other: all at once, the P products would need memory in float32.
     total = jnp.float32(0.0)
     for i in range(lhs.codes.shape[1]):
         left, right = jax.tree.map(lambda x, i=i: x[:, i], (lhs, rhs))
         total += run(left, residual, right, block_shape=block_shape, dtype=jnp.float32)
     return total.astype(dtype)
+
+
+def _parts_as_blocks(x: Quantized) -> Quantized:
+    """Parts ``[B, P, N, R]`` as rows ``[B, N, P * R]`` with P blocks."""
+    batch, parts, rows, depth = x.codes.shape
+    codes = x.codes.swapaxes(1, 2).reshape(batch, rows, parts * depth)
+    return Quantized(codes, x.scales[..., 0].mT)
 
 
 _KERNELS = {

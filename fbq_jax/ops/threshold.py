@@ -35,9 +35,8 @@ def _on_shard(
     metric, residual_scales, *others = operands
     every_metric = lax.all_gather(metric, axes, axis=1, tiled=True)
     moved = run(every_metric, every_metric, *others, **options)
-    limit = jnp.maximum(moved.theta, 0.0)
-    limit = jnp.expand_dims(limit, range(1, metric.ndim))
-    selected = jnp.where(metric > limit, residual_scales, 0.0)
+    falls_back = threshold_reference.exceeds(metric, moved.theta)
+    selected = jnp.where(falls_back, residual_scales, 0.0)
     return moved._replace(residual_scales=selected)
 
 

@@ -136,7 +136,8 @@ class Recipe:
       criterion: the metric that is compared with the threshold, ``"absmax"``, ``"l1"``
         or ``"l1_rel"`` (``fbq_jax.kernels.reference.quantize_fallback`` defines them);
         None turns fallback off.
-      target_rate: the range ``(low, high)`` of the fallback rate, inside [0, 1].
+      target_rate: the range ``(low, high)`` of the fallback rate, inside [0, 1].  Zero
+        blocks do not count in the rate.
       alpha: the largest factor, above 1, by which the threshold moves in one training
         forward.
       start: the first threshold, in the units of the criterion; ``"first_batch"`` takes

@@ -19,6 +19,8 @@ from fbq_jax.kernels.triton.launch import launch
 
 CHUNK = 2048  # blocks that a program processes at a time
 UNSET = tl.constexpr(threshold_reference.UNSET)
+SMALLEST = tl.constexpr(threshold_reference.SMALLEST)
+SMALLEST_BITS = tl.constexpr(0x00800000)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -86,22 +88,30 @@ def _move_threshold(
     is_set = used >= 0.0
     target = UNSET + 0.0
     if not is_set:
-        target = _quantile(metric, size, tl.load(above + stack), CHUNK)
+        target = _quantile(
+            metric, size, tl.load(above + stack), tl.load(blocks + stack), LOW, CHUNK
+        )
         used = target
     limit = tl.maximum(used, 0.0)
     block = program * CHUNK + tl.arange(0, CHUNK)
-    falls_back = tl.load(metric + block, block < size, 0.0) > limit
+    values = tl.load(metric + block, block < size, 0.0)
+    falls_back = (values > limit) & (values >= SMALLEST)
     scales = tl.load(residual_scales + row + block, block < size, 0.0)
     scales = tl.where(falls_back, scales, 0.0)
     tl.store(selected_scales + row + block, scales, block < size)
     if program == 0:
-        above_limit = _count_above(metric, size, limit, CHUNK)
-        total = tl.maximum(tl.load(blocks + stack), 1).to(tl.float32)
-        rate = tl.div_rn(above_limit.to(tl.float32), total)
+        rate = _rate(*_count_blocks(metric, size, limit, CHUNK))
         moved = used
         if (rate < LOW) | (rate > HIGH):
             if is_set:
-                target = _quantile(metric, size, tl.load(above + stack), CHUNK)
+                target = _quantile(
+                    metric,
+                    size,
+                    tl.load(above + stack),
+                    tl.load(blocks + stack),
+                    LOW,
+                    CHUNK,
+                )
             if target > 0.0:
                 moved = target
                 if (used > 0.0) & (used < float("inf")):
@@ -115,18 +125,36 @@ def _move_threshold(
 
 
 @triton.jit
-def _count_above(metric, size, limit, CHUNK: tl.constexpr):
-    """The number of blocks whose metric exceeds the limit."""
-    count = 0
+def _rate(number, total):
+    return tl.div_rn(number.to(tl.float32), tl.maximum(total, 1).to(tl.float32))
+
+
+@triton.jit
+def _count_blocks(metric, size, limit, CHUNK: tl.constexpr):
+    """The number of blocks that fall back, and of those that count."""
+    above, total = 0, 0
     for start in range(0, size, CHUNK):
         block = start + tl.arange(0, CHUNK)
         values = tl.load(metric + block, block < size, 0.0)
-        count += tl.sum((values > limit).to(tl.int32), 0)
+        falls_back = (values > limit) & (values >= SMALLEST)
+        above += tl.sum(falls_back.to(tl.int32), 0)
+        total += tl.sum((~(values < SMALLEST)).to(tl.int32), 0)  # NaN counts
+    return above, total
+
+
+@triton.jit
+def _count_reaching(bits, size, least, CHUNK: tl.constexpr):
+    """The number of metrics whose bits are at least ``least``."""
+    count = 0
+    for start in range(0, size, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        values = tl.load(bits + block, block < size, 0) & 0x7FFFFFFF
+        count += tl.sum((values >= least).to(tl.int32), 0)
     return count
 
 
 @triton.jit
-def _quantile(metric, size, above, CHUNK: tl.constexpr):
+def _quantile(metric, size, above, blocks, LOW: tl.constexpr, CHUNK: tl.constexpr):
     """The metric that ``above`` blocks exceed; ``UNSET`` if there is no quantile.
 
     Bits of non-negative floats have the order of the floats.  The bits of the quantile
@@ -134,20 +162,27 @@ def _quantile(metric, size, above, CHUNK: tl.constexpr):
     the highest bit to the lowest.
     """
     bits = metric.to(tl.pointer_type(tl.int32), bitcast=True)
-    largest = 0
-    for start in range(0, size, CHUNK):
-        block = start + tl.arange(0, CHUNK)
-        values = tl.load(bits + block, block < size, 0) & 0x7FFFFFFF
-        largest = tl.maximum(largest, tl.max(values, 0))
-    found = 0 * largest
-    if largest < INFINITY_BITS:
+    total = _count_reaching(bits, size, SMALLEST_BITS, CHUNK)
+    found = 0 * total
+    if (total > 0) & (_count_reaching(bits, size, INFINITY_BITS, CHUNK) == 0):
+        scaled = above.to(tl.float32) * _rate(total, blocks)
+        above = tl.minimum(_round(scaled), total - 1)
         for n in range(31):
             candidate = found | (1 << (30 - n))
-            count = 0
-            for start in range(0, size, CHUNK):
-                block = start + tl.arange(0, CHUNK)
-                values = tl.load(bits + block, block < size, 0)
-                count += tl.sum((values >= candidate).to(tl.int32), 0)
+            count = _count_reaching(bits, size, candidate, CHUNK)
             found = tl.where(count > above, candidate, found)
+        greater = _count_reaching(bits, size, found + 1, CHUNK)
+        not_less = _count_reaching(bits, size, found, CHUNK)
+        # The float just below the quantile gives a rate nearer to the middle.
+        if (_rate(greater, total) < LOW) & (greater + not_less < 2 * above):
+            found -= 1
     quantile = tl.cast(found, tl.float32, bitcast=True)
     return tl.where(found > 0, quantile, UNSET)
+
+
+@triton.jit
+def _round(x):
+    """The nearest integer to a float of at least 0, with ties to even, as int32."""
+    whole = x.to(tl.int32)
+    rest = x - whole.to(tl.float32)
+    return whole + ((rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))).to(tl.int32)

@@ -25,10 +25,23 @@ def _mostly_zero(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray
     return np.where(rng.random(shape) < 0.9, 0.0, _ordinary(rng, shape))
 
 
+def _few(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """A different number of blocks that are not zero for each threshold."""
+    count = np.minimum(np.arange(shape[0]) ** 2, shape[1])[:, None]
+    return np.where(np.arange(shape[1]) < count, _ordinary(rng, shape), 0.0)
+
+
+def _tied(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return np.where(rng.random(shape) < 0.25, 6.0, np.minimum(_ordinary(rng, shape), 5))
+
+
 METRICS = {
     "ordinary": _ordinary,
     "with a NaN": _with_nan,
     "mostly zero": _mostly_zero,
+    "few": _few,
+    "tied": _tied,
+    "subnormal": lambda rng, shape: 2.0**-126 * rng.random(shape).round(2) * 2,
     "zero": lambda _, shape: np.zeros(shape),
     "equal": lambda _, shape: np.ones(shape),
     "largest": lambda rng, shape: 3.4e38 * rng.random(shape),

@@ -1,6 +1,7 @@
 """The delay threshold on random block maxima."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -133,3 +134,99 @@ def test_an_unset_theta_selects_the_residuals_above_it(theta):
     assert stats.theta == 80.0
     expected = jnp.where(metric > 80.0, residual.scales, 0.0)
     np.testing.assert_array_equal(selected.scales, expected)
+
+
+def steps_to(ratio, alpha=RECIPE.alpha):
+    """The number of moves that change a threshold by this factor."""
+    return math.ceil(abs(math.log(ratio)) / math.log(alpha))
+
+
+def rates_of(metrics, theta=UNSET, recipe=RECIPE):
+    """The rates and thresholds of training forwards with these metrics."""
+    state = threshold.start(recipe)
+    state["theta"] = jnp.asarray(theta, jnp.float32)
+
+    def step(state, metric):
+        state = moved(state, metric, recipe)
+        return state, (state["rate"], state["theta"])
+
+    return jax.lax.scan(step, state, jnp.asarray(metrics, jnp.float32))[1]
+
+
+def sparse_metrics(rng, steps, density, blocks=200):
+    """Block maxima of which a share of ``density`` is not zero, at least one."""
+    metrics = np.exp(0.5 * rng.normal(size=(steps, blocks)))
+    metrics[rng.random(metrics.shape) > density] = 0.0
+    metrics[:, 0] = 1.0
+    return metrics
+
+
+@pytest.mark.parametrize("density", [0.9, 0.5, 0.15, 0.02])
+@pytest.mark.parametrize("factor", [1e-6, 0.1, 10.0, 1e6])
+def test_zero_blocks_do_not_keep_a_threshold_where_it_is(density, factor):
+    """Padding, or empty slots of experts."""
+    metrics = sparse_metrics(np.random.default_rng(0), 120, density)
+    exact = stats_of(jnp.asarray(metrics[0], jnp.float32), UNSET).theta
+    rates, thetas = rates_of(metrics, factor * exact)
+    recovered = steps_to(factor) + 5
+    assert 0.5 < thetas[recovered] / exact < 2.0
+    assert 0.05 < rates[recovered:].mean() < 0.4
+
+
+@pytest.mark.parametrize("zeros", [1, 37, 100, 10_000])
+@pytest.mark.parametrize("theta", [UNSET, 1e-3, 1.0, 1e3])
+def test_padding_changes_nothing(zeros, theta):
+    rng = np.random.default_rng(1)
+    metric = jnp.asarray(np.exp(rng.normal(size=100)), jnp.float32)
+    want = stats_of(metric, theta)
+    got = stats_of(jnp.pad(metric, (0, zeros)), theta)
+    np.testing.assert_array_equal(got.rate, want.rate)
+    np.testing.assert_array_equal(got.theta, want.theta)
+    np.testing.assert_array_equal(got.next_theta, want.next_theta)
+
+
+@pytest.mark.parametrize("jump", [1e-6, 1e6, 1e-30, 1e30])
+def test_it_follows_a_jump_of_the_activations(jump):
+    rng = np.random.default_rng(2)
+    metrics = np.exp(rng.normal(size=(300, 256)))
+    metrics[20:] *= jump
+    rates, _ = rates_of(metrics)
+    inside = in_range(rates)
+    assert inside[:20].all()
+    assert not inside[20 : 20 + steps_to(jump) // 2].any()
+    assert inside[20 + steps_to(jump) + 2 :].mean() >= 0.97
+
+
+def test_it_recovers_from_activations_that_alternate():
+    """Between two scales, with batches of zeros in between."""
+    rng = np.random.default_rng(3)
+    metrics = np.exp(rng.normal(size=(200, 256)))
+    metrics[:100:3] *= 1e6
+    metrics[1:100:3] = 0.0
+    rates, thetas = rates_of(metrics)
+    assert np.isfinite(thetas).all()
+    assert in_range(rates)[100 + steps_to(1e6) + 2 :].mean() >= 0.97
+
+
+@pytest.mark.parametrize("theta", [UNSET, 1e-6, 1e6])
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_few_or_equal_blocks_bring_the_threshold_to_their_metric(theta, blocks):
+    """No threshold gives a rate in the range; 0 is the nearest."""
+    rates, thetas = rates_of(np.full((60, blocks), 3.0), theta)
+    assert (thetas[steps_to(1e6) + 2 :] == 3.0).all()
+    assert (rates[steps_to(1e6) + 2 :] == 0.0).all()
+
+
+@pytest.mark.parametrize("theta", [UNSET, 1e-3, 1e3])
+@pytest.mark.parametrize(("share", "want"), [(0.25, 0.25), (0.9, 0.0)])
+def test_a_maximum_that_many_blocks_share(theta, share, want):
+    """Saturated activations, whose blocks' maxima are equal."""
+    metric = np.where(np.arange(100) < 100 * share, 6.0, np.linspace(1.0, 2.0, 100))
+    rates, _ = rates_of(np.tile(metric, (40, 1)), theta)
+    settled = rates[steps_to(6e3) + 2 :]
+    np.testing.assert_allclose(settled, want, rtol=1e-6)
+
+
+def test_a_shared_maximum_of_all_blocks_in_a_range_that_has_all():
+    rates, _ = rates_of(np.ones((3, 10)), recipe=Recipe(target_rate=(0.5, 1.0)))
+    assert (rates == 1.0).all()

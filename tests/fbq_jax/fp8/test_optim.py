@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from fbq_jax import optim
+from tests.debugging import debugging
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 
@@ -233,3 +234,36 @@ def test_a_nan_gradient_stays_visible():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale", [1e18, 1e30, 3e38])
+def test_huge_gradients_give_steps_of_the_learning_rate(rounding, scale):
+    """Their squares overflow float32."""
+    params = {"w": jnp.zeros(256)}
+    grads = {"w": jnp.asarray(np.sign(normal(256)) * scale, jnp.float32)}
+    optimizer = optim.fp8_adamw(1e-3, rounding=rounding)
+    state = optimizer.init(params)
+    for _ in range(3):
+        updates, state = jax.jit(optimizer.update)(grads, state, params)
+        want = -1e-3 * np.sign(grads["w"])
+        np.testing.assert_allclose(updates["w"], want, rtol=0.15)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_gradient_that_is_not_finite_is_not_hidden(value):
+    params, grads = {"w": jnp.zeros(4)}, {"w": jnp.array([1.0, value, 1.0, 1.0])}
+    optimizer = optim.fp8_adamw(1e-3)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert np.isnan(updates["w"][1])
+
+
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_healthy_updates_have_no_nan_or_inf_inside(flag, scale):
+    """Also operation by operation, where a value that is not used counts."""
+    params = {"w": jnp.ones(8)}
+    optimizer = optim.fp8_adamw(1e-3, rounding="stochastic", master_dtype=jnp.float16)
+    with debugging(flag):
+        state = optimizer.init(params)
+        optimizer.update({"w": jnp.full(8, scale)}, state, params)

@@ -322,3 +322,33 @@ def test_qwix(run_other):
         product(*operands, recipe=recipe), run_qwix(*operands), strict=True
     ):
         assert oracle.relative(got, want) <= 1e-5
+
+
+def lowered_in_shards(tokens, shards):
+    """The gradients of a layer whose dW has shards of the tokens."""
+    drhs = Gemm(scales="row", rhs="stochastic", shards=shards)
+    recipe = dataclasses.replace(recipes.rowwise, drhs=drhs)
+
+    def grads(x, w, dy, key):
+        dot = functools.partial(dot_general, recipe=recipe, key=key)
+        _, vjp = jax.vjp(lambda x, w: dot(x, w, MATMUL)[0], x, w)
+        return vjp(dy)
+
+    x, w, dy = jnp.ones((tokens, 64)), jnp.ones((64, 32)), jnp.ones((tokens, 32))
+    return jax.jit(grads).lower(x, w, dy, jax.random.key(0))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_more_shards_than_tokens_are_no_larger_program(tokens):
+    """A product per shard, fused with both quantizations, compiled for minutes."""
+    few, many = (
+        len(lowered_in_shards(tokens, shards).as_text().splitlines())
+        for shards in (8, 64)
+    )
+    assert many == few
+
+
+def test_shards_share_one_product_in_the_compiled_program():
+    texts = [lowered_in_shards(64, n).compile().as_text() for n in (2, 8)]
+    few, many = (text.count(" = ") for text in texts)
+    assert many < 1.1 * few

@@ -1,0 +1,96 @@
+"""The functional core under JAX's own checks and modes."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from fbq_jax import Recipe, dot_general, recipes
+from tests.debugging import debugging
+
+MATMUL = (((1,), (0,)), ((), ()))
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((48, 40), np.float32)
+W = RNG.standard_normal((40, 24), np.float32)
+DY = RNG.standard_normal((48, 24), np.float32)
+RECIPES = {
+    "fallback": Recipe(block=32),
+    "l1": Recipe(block=32, criterion="l1"),
+    "l1_rel": Recipe(block=32, criterion="l1_rel"),
+    "fallback_rowwise_bwd": recipes.fallback_rowwise_bwd,
+    "aqt_int8_local": recipes.aqt_int8_local,
+    "per_tensor_bifurcated": recipes.per_tensor_bifurcated,
+}
+
+
+def product(x, w, dy, recipe, theta=None):
+    """The output, both gradients and the stats."""
+    dot = functools.partial(
+        dot_general, recipe=recipe, theta=theta, key=jax.random.key(0)
+    )
+    y, vjp, stats = jax.vjp(lambda x, w: dot(x, w, MATMUL), x, w, has_aux=True)
+    return y, *vjp(dy), stats
+
+
+jitted = jax.jit(product, static_argnames="recipe")
+
+
+def sparse(x):
+    """With zero blocks, zero rows and a subnormal value."""
+    x = np.array(x)
+    x[:33] = 0.0
+    x[-1, -1] = 1e-42
+    return x
+
+
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize("change", [np.asarray, sparse, np.zeros_like])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "l1_rel"))
+        for name in RECIPES
+    ],
+)
+def test_healthy_operands_have_no_nan_or_inf_inside(name, change, flag):
+    with debugging(flag):
+        product(change(X), W, change(DY), RECIPES[name])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_tracer_leaks(name):
+    with jax.checking_leaks():
+        jax.jit(functools.partial(product, recipe=RECIPES[name]))(X, W, DY)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_jit_it_computes_the_same(name):
+    """Up to the rounding of sums, which ``jit`` may fuse."""
+    want = jitted(X, W, DY, RECIPES[name])
+    with jax.disable_jit():
+        got = product(X, W, DY, RECIPES[name])
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(compare, got, want)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_with_x64_it_computes_the_same(name):
+    """Bit for bit, and float32 operands give float32."""
+    want = jitted(X, W, DY, RECIPES[name])
+    with jax.enable_x64(True):
+        got = jax.jit(functools.partial(product, recipe=RECIPES[name]))(X, W, DY)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(x)] for x in (got, want)]
+    assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize("theta", [-1.0, -3.0, -np.inf, np.nan])
+def test_a_traced_theta_that_is_no_threshold_is_unset(theta):
+    """Only a concrete one can be an error."""
+    got = jitted(X, W, DY, RECIPES["fallback"], theta)
+    jax.tree.map(
+        np.testing.assert_array_equal, got, jitted(X, W, DY, RECIPES["fallback"])
+    )
+    with pytest.raises(ValueError, match="at least 0"):
+        dot_general(X, W, MATMUL, theta=theta)
