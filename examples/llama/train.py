@@ -32,6 +32,7 @@ ERRORS = (
     RunError,
     mesh.MeshError,
     checkpoint.RestoreError,
+    checkpoint.SaveError,
     metrics.MetricsError,
     hf.CheckpointError,
 )

@@ -1,6 +1,7 @@
 """Training runs resume bit for bit, stop on a signal and reject bad options."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -15,7 +16,16 @@ import numpy as np
 import optax
 import pytest
 
-from examples.llama import flops, hf, metrics, run_folder, step, train, training
+from examples.llama import (
+    checkpoint,
+    flops,
+    hf,
+    metrics,
+    run_folder,
+    step,
+    train,
+    training,
+)
 from examples.llama.build import build
 from examples.llama.command_line import parse_command
 from examples.llama.config import Config, ConfigError
@@ -86,6 +96,7 @@ def test_run_learns_and_leaves_its_records(whole_run: Path, config: Config) -> N
         assert min(layer["theta"]) > 0
     assert len(records[-1]["fallback"]) == 4
     assert sorted(path.name for path in whole_run.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.json",
         "curves.png",
@@ -121,7 +132,7 @@ def test_reading_metrics_less_often_changes_no_number(
     train.train(seldom, tmp_path / "run")
     assert records_of(tmp_path / "run") == records_of(whole_run)
     left = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert left == ["config.json", "metrics.jsonl"]
+    assert left == [".lock", "config.json", "metrics.jsonl"]
 
 
 def test_signal_handlers_are_restored(whole_run: Path) -> None:
@@ -178,19 +189,85 @@ def test_resuming_with_changed_data_is_an_error(
     assert "corpus = " in error
 
 
-def test_damaged_checkpoint_is_an_error_and_nothing_is_lost(
+def test_a_damaged_checkpoint_is_skipped_and_written_again(
     whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(whole_run, tmp_path / "run"))
     (run / "checkpoints" / "6" / "default" / "manifest.ocdbt").unlink()
-    error = error_of(capsys, [f"--out={run}", "--resume"])
-    assert "checkpoints/6 is damaged" in error
-    assert records_of(run) == records_of(whole_run)
-
-    # The remedy that the error names works.
-    shutil.rmtree(run / "checkpoints" / "6")
     assert train.main([f"--out={run}", "--resume"]) == 0
+    output = capsys.readouterr().out
+    assert "checkpoints/6 is damaged" in output
+    assert "continues from step 4" in output
     assert records_of(run) == records_of(whole_run)
+    repeated = metrics.read(run / "metrics.repeated.jsonl")
+    assert repeated == metrics.read(whole_run / "metrics.jsonl")[4:]
+    assert checkpoint.find(run / "checkpoints") == (6, [])
+
+    for damaged in "46":
+        (run / "checkpoints" / damaged / "default" / "manifest.ocdbt").unlink()
+    before = sorted(run.rglob("*"))
+    error = error_of(capsys, [f"--out={run}", "--resume"])
+    assert "holds no checkpoint that is whole" in error
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("lose", "message"),
+    [
+        (Path.exists, "checkpoints does not exist, but .* taken 6 steps"),
+        (Path.mkdir, "checkpoints is empty, but .* taken 6 steps .*: mount the file"),
+    ],
+)
+def test_missing_checkpoints_are_an_error_and_nothing_changes(
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lose: Any,
+    message: str,
+) -> None:
+    run = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    lose(run / "checkpoints")
+    assert re.search(message, error_of(capsys, [f"--out={run}", "--resume"]))
+    assert records_of(run) == records_of(whole_run)
+    assert not (run / "metrics.repeated.jsonl").exists()
+
+
+def test_two_runs_cannot_share_a_folder(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    corpus = build(config)[2]
+    with run_folder.enter_folder(out, config, corpus, resume=False):
+        before = sorted(out.rglob("*"))
+        for more in [], ["--resume"]:
+            if not more:  # as in a race, before the other run has written its options
+                (out / "config.json").rename(tmp_path / "options")
+            error = error_of(capsys, flags(config, f"--out={out}", *more))
+            assert f"another process is training in {out}" in error
+            if not more:
+                (tmp_path / "options").rename(out / "config.json")
+        assert sorted(out.rglob("*")) == before
+    with run_folder.enter_folder(out, config, corpus, resume=True):
+        pass
+    again = run_folder.enter_folder(out, config, corpus, resume=False)
+    with pytest.raises(run_folder.RunError, match="already holds a run"), again:
+        pass
+
+
+def test_a_file_system_without_locks_is_named(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", unsupported)
+    corpus = build(config)[2]
+    with run_folder.enter_folder(tmp_path, config, corpus, resume=False):
+        assert "has no locks" in capsys.readouterr().err
 
 
 def test_folder_in_use_is_left_alone(
@@ -264,7 +341,7 @@ def test_loss_that_is_not_finite_stops_the_run(
     with pytest.raises(run_folder.RunError, match="loss is nan at step 1"):
         train.train(config, tmp_path)
     assert [record["loss"] for record in records_of(tmp_path)] == [None]
-    assert not (tmp_path / "checkpoints").exists()
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_thresholds_that_never_move_stop_the_run(
@@ -545,8 +622,6 @@ def change_options(run: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("metrics.jsonl", "", "must have a line for each"),
-        ("metrics.jsonl", "3\n", "must have a line for each"),
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "3", "config.json is damaged"),
     ],
@@ -563,6 +638,41 @@ def test_damaged_records_are_named_and_kept(
     (out / file).write_text(content)
     assert message in error_of(capsys, [f"--out={out}", "--resume"])
     assert (out / file).read_text() == content
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: [],
+        lambda lines: [b"3", b"\xff\0", b"[" * 100_000, *lines[3:]],
+        lambda lines: [*lines[:2], b'{"step": 3, "loss": "x"}', *lines[3:5]],
+        lambda lines: [*lines[3:], *lines[:2], lines[0]],
+    ],
+)
+def test_missing_metrics_do_not_stop_a_run(
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Any,
+) -> None:
+    out = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    shutil.rmtree(out / "checkpoints" / "6")
+    log = out / "metrics.jsonl"
+    lines = damage(log.read_bytes().splitlines())
+    log.write_bytes(b"".join(line + b"\n" for line in lines))
+    written = {r["step"] for r in metrics.read(log)}
+    assert train.main([f"--out={out}", "--resume"]) == 0
+    expected = [r for r in records_of(whole_run) if r["step"] in written | {5, 6}]
+    assert records_of(out) == expected
+    output = capsys.readouterr().out
+    lost = 4 - len(written - {5, 6})
+    assert f"lacks {lost} of the 4 steps so far" in output
+    kept = log.read_bytes().splitlines()
+    moved = out / "metrics.repeated.jsonl"
+    kept += moved.read_bytes().splitlines() if moved.exists() else []
+    assert set(lines) <= set(kept)  # no line is lost
+    train.plot.draw_comparison([whole_run, out], tmp_path / "compare.png")
+    assert metrics.summarize(out).val_loss == metrics.summarize(whole_run).val_loss
 
 
 def test_out_must_be_a_folder_outside_the_data(
