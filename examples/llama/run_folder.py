@@ -137,9 +137,11 @@ def read_options(out: Path) -> dict[str, Any]:
     if not file.exists():
         raise RunError(f"{out} holds no run to resume: {file} does not exist")
     try:
-        options = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
+        options = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{file} is damaged: {error}") from error
+    if not isinstance(options, dict):
+        raise RunError(f"{file} is damaged: it does not hold a JSON object")
     known = {option.name for option in dataclasses.fields(Config)} | FACTS
     if options.keys() != known:
         raise RunError(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class Watch:
             return
         self._seen.add(state)
         copy = self._copies[0].parent / f"{folder.name}-{len(self._seen)}"
-        shutil.copytree(folder, copy)
+        with suppress(shutil.Error):  # TensorStore's threads delete their locks
+            shutil.copytree(folder, copy)
         self._copies.append(copy)
 
     @contextmanager
