@@ -123,10 +123,13 @@ class Config:
             lowest = int(option.name not in ("seed", "save_every"))
             # JAX's integers have 32 bits; of a longer seed it drops bits in silence.
             highest = 2**32 - 1 if option.name == "seed" else 2**31 - 1
-            if option.type is int and not lowest <= value <= highest:
+            if option.type is int and value < lowest:
                 raise ConfigError(
-                    f"{option.name} takes an integer of at least {lowest} and at most "
-                    f"{highest}, got {value}"
+                    f"{option.name} takes an integer of at least {lowest}, got {value}"
+                )
+            if option.type is int and value > highest:
+                raise ConfigError(
+                    f"{option.name} takes an integer of at most {highest}, got {value}"
                 )
             if isinstance(value, str) and "\0" in value:
                 raise ConfigError(f"{option.name} takes no NUL byte, got {value!r}")

@@ -311,7 +311,10 @@ def test_config_of_another_version_is_an_error(
             "reduce applies to INT8 recipes only, got 'bfloat16' with bf16",
         ),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
-        ("--lr=nan", "lr takes a finite positive number"),
+        ("--lr=nan", "lr takes a finite number, got nan"),
+        ("--lr=-1", "lr takes a finite positive number, got -1"),
+        ("--seed=4294967296", "seed takes an integer of at most 4294967295, got"),
+        ("--steps=2147483648", "steps takes an integer of at most 2147483647, got"),
         ("--clip=-1", "clip takes a finite number of at least 0"),
         ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
         ("--data=/nowhere", "/nowhere does not exist"),
@@ -624,9 +627,11 @@ def change_options(run: Path, **options: Any) -> None:
     [
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "3", "config.json is damaged"),
+        ("config.json", '[["recipe", "bf16"]]', "does not hold a JSON object"),
+        ("config.json", "[" * 100_000, "config.json is damaged"),
     ],
 )
-def test_damaged_records_are_named_and_kept(
+def test_damaged_options_are_named_and_kept(
     whole_run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -673,6 +678,75 @@ def test_missing_metrics_do_not_stop_a_run(
     assert set(lines) <= set(kept)  # no line is lost
     train.plot.draw_comparison([whole_run, out], tmp_path / "compare.png")
     assert metrics.summarize(out).val_loss == metrics.summarize(whole_run).val_loss
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": "5"}, "steps takes an integer, got '5'"),
+        ({"steps": True}, "steps takes an integer, got True"),
+        ({"recipe": ["x"]}, "recipe takes text, got ['x']"),
+        ({"data": 5}, "data takes text or None, got 5"),
+        ({"data": "a\0"}, "data takes no NUL byte"),
+        ({"seed": 10**20}, "seed takes an integer of at most 4294967295"),
+        ({"lr": 10**400}, "lr takes a finite number, got 1000"),
+        ({"clip": None}, "clip takes a finite number, got None"),
+        ({"saved_bits": 8.0}, "saved_bits takes an integer or None, got 8.0"),
+        ({"reduce": {}}, "reduce takes text or None, got {}"),
+        ({"corpus": 5}, "has corpus = 5, so it cannot be resumed"),
+    ],
+)
+def test_options_of_a_wrong_type_are_one_error(
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    out = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    change_options(out, **options)
+    before = (out / "metrics.jsonl").read_bytes()
+    assert message in error_of(capsys, [f"--out={out}", "--resume"])
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("fails", ["write", "replace", "savefig"])
+def test_a_full_disk_is_one_error_and_the_run_resumes(
+    config: Config,
+    whole_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fails: str,
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if fails == "write":  # a line of metrics
+            patch.setattr(metrics, "_plain", full)
+        elif fails == "replace":  # the checksums of a checkpoint
+            patch.setattr(checkpoint, "_checksums", full)
+        else:
+            patch.setattr(training.plot, "draw_curves", full)
+        assert train.main(flags(config, f"--out={out}")) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "No space left on device" in last
+    assert str(tmp_path) in last
+    assert train.main([f"--out={out}", "--resume"]) == 0
+    assert records_of(out) == records_of(whole_run)
+
+
+def test_a_broken_tokenizer_beside_token_ids_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "train.bin", "val.bin":
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / name)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff{")
+    error = error_of(capsys, [f"--data={tmp_path}", f"--out={tmp_path}-run"])
+    assert f"{tmp_path / 'tokenizer.json'} is not a tokenizer" in error
 
 
 def test_out_must_be_a_folder_outside_the_data(
