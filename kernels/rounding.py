@@ -63,7 +63,6 @@ def mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-@jax.jit  # traced once for all layers
 def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
     """Derives a new seed from a seed and a counter, both uint32 of any shape."""
     return mix(mix(seed) + jnp.uint32(_GOLDEN) * jnp.asarray(data).astype(jnp.uint32))

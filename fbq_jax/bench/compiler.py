@@ -12,7 +12,9 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -81,21 +83,29 @@ def compile_kernels(
     return [_compile(launch, capability) for launch in launches]
 
 
+class _NoThreads:
+    """Starts no compilation, in place of the threads that ``launch`` compiles in."""
+
+    def submit(self, *_: Any) -> futures.Future[None]:
+        return futures.Future()
+
+
 @contextlib.contextmanager
 def _recording(launches: list[_Launch]) -> Iterator[None]:
     """Stands in for jax-triton, which cannot be imported without a GPU."""
+    from fbq_jax.kernels.triton import launch
 
     def triton_call(
         *args: Any,
         kernel: Any,
         out_shape: list[jax.ShapeDtypeStruct],
-        grid: tuple[int, ...],
+        grid: Callable[[dict[str, Any]], tuple[int, ...]],
         num_warps: int,
         num_stages: int,
         enable_fp_fusion: bool,
         **constants: Any,
     ) -> list[jax.Array]:
-        assert all(n > 0 for n in grid)
+        assert all(n > 0 for n in grid(constants))
         options = {
             "num_warps": num_warps,
             "num_stages": num_stages,
@@ -104,16 +114,14 @@ def _recording(launches: list[_Launch]) -> Iterator[None]:
         launches.append(_Launch(kernel, (*args, *out_shape), constants, options))
         return [jnp.zeros(output.shape, output.dtype) for output in out_shape]
 
-    kept = sys.modules.get("jax_triton")
     stand_in: Any = types.ModuleType("jax_triton")
     stand_in.triton_call = triton_call
-    sys.modules["jax_triton"] = stand_in
-    try:
+    with (
+        mock.patch.dict(sys.modules, {"jax_triton": stand_in}),
+        mock.patch.dict(launch._compilations, clear=True),
+        mock.patch.object(launch, "_threads", _NoThreads),
+    ):
         yield
-    finally:
-        del sys.modules["jax_triton"]
-        if kept is not None:
-            sys.modules["jax_triton"] = kept
 
 
 def _compile(launch: _Launch, capability: int) -> CompiledKernel:

