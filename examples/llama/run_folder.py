@@ -48,6 +48,11 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
             f"{out} already holds a run: continue it with --resume, or choose another "
             "folder with --out"
         )
+    elif (out / "metrics.jsonl").exists() or any(checkpoints(out).glob("*")):
+        raise RunError(
+            f"{out} holds metrics or checkpoints of a run without its config.json: put "
+            "it back, or choose another folder with --out"
+        )
     if config.data is not None and Path(config.data).resolve() in out.resolve().parents:
         raise RunError(
             f"{out} is inside the data, {config.data}, which the files of the run "

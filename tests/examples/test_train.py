@@ -279,6 +279,23 @@ def test_folder_in_use_is_left_alone(
     assert len(records_of(whole_run)) == 6
 
 
+@pytest.mark.parametrize("lost", ["config.json metrics.jsonl", "config.json"])
+def test_a_new_run_takes_no_files_of_another(
+    whole_run: Path,
+    config: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lost: str,
+) -> None:
+    run = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    for name in lost.split():
+        (run / name).unlink()
+    before = sorted(run.rglob("*"))
+    error = error_of(capsys, flags(config, f"--out={run}"))
+    assert "of a run without its config.json" in error
+    assert sorted(run.rglob("*")) == before
+
+
 def test_nothing_to_resume_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
