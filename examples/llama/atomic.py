@@ -1,10 +1,14 @@
 """Files that are replaced at once."""
 
+import os
 from pathlib import Path
 
 
-def write(path: Path, text: str) -> None:
-    """Writes a text file atomically: a reader sees the old content or the new one."""
+def write(path: Path, content: str | bytes) -> None:
+    """Writes a file atomically: a reader sees the old content or the new one."""
     part = path.with_suffix(".part")
-    part.write_text(text)
+    with part.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())  # a rename can reach the disk before the content
     part.replace(path)

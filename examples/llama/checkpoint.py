@@ -2,13 +2,17 @@
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete. It
 does not detect every later change of a byte, and it reports a truncated file in pages
-of text. `save` therefore stores the SHA-256 sums of the files beside them, and
-`restore` compares the sums first. `sha256sum --check SHA256SUMS` also reads them.
+of text. `save` therefore stores the SHA-256 sums of the files beside them. A checkpoint
+is whole once they exist and match. `sha256sum --check SHA256SUMS` also reads them.
 """
 
 import hashlib
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import orbax.checkpoint as ocp
 
@@ -24,32 +28,82 @@ class RestoreError(ValueError):
     """There is no checkpoint to restore, or it is damaged."""
 
 
+class SaveError(RuntimeError):
+    """A checkpoint cannot be written."""
+
+
+class Found(NamedTuple):
+    """What `find` found.
+
+    Attributes:
+        step: The number of the newest checkpoint that is whole; None without one.
+        skipped: Why each newer checkpoint is not whole, newest first.
+    """
+
+    step: int | None
+    skipped: list[str]
+
+
 def save(folder: Path, step: int, state: object) -> None:
     """Writes the checkpoint `folder/<step>` and keeps the one before it.
 
+    Checkpoints from `step` on are deleted first. They are those that `find` skipped.
+
     Args:
         folder: The folder of a run's checkpoints.
-        step: The number of the checkpoint, higher than all existing ones.
+        step: The number of the checkpoint, higher than that of every whole one.
         state: A pytree of arrays.
+
+    Raises:
+        SaveError: A file cannot be written. Checkpoints before `step` are unchanged.
     """
-    with _manager(folder) as manager:
-        manager.save(step, args=ocp.args.StandardSave(state))
-    if is_first():  # every process has written its shards
-        sums = folder / str(step) / _SUMS
-        atomic.write(sums, _checksums(sums.parent))
+    try:
+        if is_first():
+            for later in _steps(folder):
+                if later >= step:
+                    shutil.rmtree(folder / str(later))
+        wait("checkpoint cleared")
+        with _no_logs(), _manager(folder) as manager:
+            manager.save(step, args=ocp.args.StandardSave(state))
+        if is_first():  # every process has written its shards
+            sums = folder / str(step) / _SUMS
+            atomic.write(sums, _checksums(sums.parent))
+    except (OSError, ValueError) as error:  # TensorStore raises ValueError
+        raise SaveError(
+            f"the checkpoint {folder / str(step)} cannot be written: {error}. Make "
+            "room, or make the folder writable, and continue with --resume"
+        ) from error
     wait("checkpoint")
 
 
-def any_in(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint; a run can stop before its first one."""
-    if not folder.exists():
-        return False
-    with _manager(folder) as manager:
-        return bool(manager.all_steps())
+def find(folder: Path) -> Found:
+    """Finds the newest checkpoint that is whole.
+
+    A checkpoint without checksums is incomplete: its writing was interrupted.
+
+    Raises:
+        RestoreError: No checkpoint is whole, and at least one has changed since it was
+            written.
+    """
+    skipped: list[str] = []
+    changed = False
+    for step in reversed(_steps(folder)):
+        problem = _problem(folder / str(step))
+        if problem is None:
+            return Found(step, skipped)
+        skipped.append(problem)
+        changed |= (folder / str(step) / _SUMS).exists()
+    if changed:
+        raise RestoreError(
+            f"{folder} holds no checkpoint that is whole: {'; '.join(skipped)}. Repair "
+            "the files, delete the checkpoints to start from step 0, or start again "
+            "with another --out."
+        )
+    return Found(None, skipped)
 
 
 def restore(folder: Path, like: T) -> T:
-    """Reads the latest checkpoint.
+    """Reads the newest checkpoint.
 
     Args:
         folder: The folder of a run's checkpoints.
@@ -64,34 +118,75 @@ def restore(folder: Path, like: T) -> T:
         RestoreError: There is no checkpoint, its files have changed, or its structure
             differs from `like`.
     """
-    with _manager(folder) as manager:
-        steps = sorted(manager.all_steps())
-        if not steps:
-            raise RestoreError(
-                f"{folder} holds no checkpoint: the run stopped before its first one. "
-                "Start again with another --out, or delete the run's folder."
-            )
-        latest = folder / str(steps[-1])
-        sums = latest / _SUMS
-        if not sums.exists() or sums.read_text() != _checksums(latest):
-            remedy = (
-                f"Delete it to continue from step {steps[-2]}."
-                if len(steps) > 1
-                else "It is the only one: start again with another --out."
-            )
-            raise RestoreError(
-                f"the checkpoint {latest} is damaged: its files do not match their "
-                f"checksums. {remedy}"
-            )
-        try:
-            return manager.restore(steps[-1], args=ocp.args.StandardRestore(like))
-        except ValueError as error:
-            # The files are intact, so the structure differs.
-            raise RestoreError(
-                f"the checkpoint {latest} belongs to another model or to another "
-                "version of this example: its arrays have other names or shapes. Start "
-                "again with another --out, or continue with the version that wrote it."
-            ) from error
+    if not (steps := _steps(folder)):
+        raise RestoreError(f"{folder} holds no checkpoint")
+    if problem := _problem(folder / str(steps[-1])):
+        raise RestoreError(f"{problem}. --resume writes it again.")
+    return read(folder, steps[-1], like)
+
+
+def read(folder: Path, step: int, like: T) -> T:
+    """Reads the checkpoint `folder/<step>`, which `find` found to be whole.
+
+    Args:
+        folder: The folder of a run's checkpoints.
+        step: The number of the checkpoint.
+        like: As in `restore`.
+
+    Returns:
+        The pytree that was saved.
+
+    Raises:
+        RestoreError: The structure of the checkpoint differs from `like`.
+    """
+    try:
+        with _no_logs(), _manager(folder) as manager:
+            return manager.restore(step, args=ocp.args.StandardRestore(like))
+    except ValueError as error:
+        # The files are intact, so the structure differs.
+        raise RestoreError(
+            f"the checkpoint {folder / str(step)} belongs to another model or to "
+            "another version of this example: its arrays have other names or shapes. "
+            "Start again with another --out, or continue with the version that wrote "
+            "it."
+        ) from error
+
+
+def _steps(folder: Path) -> list[int]:
+    """The numbers of the checkpoints that Orbax has renamed, in order."""
+    names = [path.name for path in folder.glob("*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _problem(checkpoint: Path) -> str | None:
+    """Why a checkpoint is not whole; None if it is."""
+    try:
+        sums = (checkpoint / _SUMS).read_bytes()
+        if sums == _checksums(checkpoint).encode():
+            return None
+    except FileNotFoundError:
+        return (
+            f"the checkpoint {checkpoint} is incomplete: it has no {_SUMS}, because "
+            "its writing was interrupted"
+        )
+    except OSError as error:
+        return f"the checkpoint {checkpoint} is damaged: it cannot be read ({error})"
+    return (
+        f"the checkpoint {checkpoint} is damaged: its files do not match their "
+        "checksums"
+    )
+
+
+@contextmanager
+def _no_logs() -> Iterator[None]:
+    """Silences the logs of Orbax, which repeat an error that it raises, in pages."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _manager(folder: Path) -> ocp.CheckpointManager:

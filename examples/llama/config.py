@@ -1,10 +1,10 @@
 """The options of a training run."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from examples.llama import field_types
 from examples.llama.model_config import REMAT
 from examples.llama.projections import DotGeneral
 from fbq_jax import FallbackDot, Fp8Dot, RecipeError, nonlinear, recipes
@@ -37,8 +37,8 @@ class Config:
     """All options that determine a run's numbers. Each field is a flag of train.py.
 
     Raises:
-        ConfigError: A field is out of range. The message names the field and what it
-            accepts.
+        ConfigError: A field has another type or is out of range. The message names the
+            field and what it accepts.
     """
 
     recipe: str = _option(
@@ -91,6 +91,10 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        try:
+            field_types.check(self)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self._check_choices()
         self._check_numbers()
 
@@ -117,13 +121,21 @@ class Config:
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
             lowest = int(option.name not in ("seed", "save_every"))
+            # JAX's integers have 32 bits; of a longer seed it drops bits in silence.
+            highest = 2**32 - 1 if option.name == "seed" else 2**31 - 1
             if option.type is int and value < lowest:
                 raise ConfigError(
                     f"{option.name} takes an integer of at least {lowest}, got {value}"
                 )
-        if not 0 < self.lr < math.inf:
+            if option.type is int and value > highest:
+                raise ConfigError(
+                    f"{option.name} takes an integer of at most {highest}, got {value}"
+                )
+            if isinstance(value, str) and "\0" in value:
+                raise ConfigError(f"{option.name} takes no NUL byte, got {value!r}")
+        if self.lr <= 0:
             raise ConfigError(f"lr takes a finite positive number, got {self.lr}")
-        if not 0 <= self.clip < math.inf:
+        if self.clip < 0:
             raise ConfigError(
                 f"clip takes a finite number of at least 0, got {self.clip}"
             )

@@ -213,7 +213,10 @@ def _load_ids(folder: Path) -> Corpus:
     )
     if not (file := folder / "tokenizer.json").exists():
         return corpus
-    vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
+    try:
+        vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
+    except Exception as error:  # the library raises no narrower one
+        raise DataError(f"data: {file} is not a tokenizer: {error}") from error
     corpus.check_fits(vocab_size)
     return replace(corpus, vocab_size=vocab_size)
 

@@ -229,6 +229,13 @@ def wait(name: str) -> None:
     multihost_utils.sync_global_devices(name)
 
 
+def from_first(number: int) -> int:
+    """Returns the first process's number; the same value in all processes."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 def any_of(flag: bool) -> bool:
     """Whether any process has set its flag; the same value in all processes."""
     if jax.process_count() == 1:

@@ -5,6 +5,8 @@ import math
 import os
 import platform
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,60 +17,103 @@ import numpy as np
 
 from examples.llama import atomic
 
+# Entries of a record that are numbers, or null.
+_NUMBERS = ("loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu")
 
-class MetricsError(ValueError):
-    """The metrics file of a run is damaged."""
+
+class MetricsError(RuntimeError):
+    """The metrics file of a run cannot be written."""
 
 
 class MetricsLog:
     """Writes one JSON object per step, each on its own line, without buffering.
 
     Numbers that are not finite are written as null, because JSON cannot express them.
+
+    Attributes:
+        missing: The number of steps up to `after_step` that have no record.
+        moved: The number of lines that moved to `metrics.repeated.jsonl`.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
         """Opens `path` to continue after a step.
 
-        Records of later steps, which will run again, are dropped, and so is a truncated
-        line.
+        The lines of later steps, which will run again, and damaged lines move to the
+        end of `metrics.repeated.jsonl` beside it.
 
         Raises:
-            MetricsError: A step up to `after_step` has no record. The file is not
-                changed.
+            MetricsError: A file cannot be read or written.
         """
-        kept = read(path)[:after_step]
-        if [record.get("step") for record in kept] != list(range(1, after_step + 1)):
-            raise MetricsError(
-                f"{path} is damaged: it must have a line for each of the {after_step} "
-                "steps before the checkpoint. Start again with another --out."
-            )
-        atomic.write(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = path.open("a", buffering=1)
+        self._path = path
+        with self._named_errors():
+            lines = path.read_bytes().splitlines() if path.exists() else []
+            kept: dict[int, bytes] = {}
+            moved = []
+            for line in lines:
+                step = (_parse(line) or {"step": 0})["step"]
+                if 1 <= step <= after_step and step not in kept:
+                    kept[step] = line
+                else:
+                    moved.append(line)
+            self.missing, self.moved = after_step - len(kept), len(moved)
+            if moved:  # before they leave the file
+                _append(path.with_suffix(".repeated.jsonl"), moved)
+            atomic.write(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
+            self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends `record`: numbers and arrays in nested dictionaries."""
-        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        """Appends `record`: numbers and arrays in nested dictionaries.
+
+        Raises:
+            MetricsError: The file cannot be written.
+        """
+        with self._named_errors():
+            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        with self._named_errors():
+            self._file.close()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MetricsError(
+                f"{self._path} cannot be written: {error.strerror}. Make room, or make "
+                "the folder writable, and continue with --resume"
+            ) from error
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the records in `path` up to a truncated line; none if it does not exist."""
-    records = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if not isinstance(record, dict):
-                break
-            records.append(record)
-    return records
+    """Reads the records in `path`, in order; none if it does not exist.
+
+    Lines that are no records are left out: a killed run can leave a truncated one.
+    """
+    if not path.exists():
+        return []
+    records = map(_parse, path.read_bytes().splitlines())
+    return [record for record in records if record is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record on a line; None if it holds something else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    numbers = [record[name] for name in _NUMBERS if record.get(name) is not None]
+    return record if all(isinstance(n, int | float) for n in numbers) else None
+
+
+def _append(path: Path, lines: list[bytes]) -> None:
+    with path.open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
 
 
 def _plain(value: Any) -> Any:
@@ -83,7 +128,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run.
+    """The summary of a run; NaN stands for what no record holds.
 
     Attributes:
         loss: The mean training loss of the last 20 steps, in nats per token.
@@ -102,11 +147,16 @@ class Summary:
 def summarize(out: Path) -> Summary:
     """Summarizes the finished run in `out`."""
     records = read(out / "metrics.jsonl")
-    mfu = [record["mfu"] for record in records if "mfu" in record]
+
+    def values(name: str) -> list[float]:
+        found = (record.get(name) for record in records)
+        return [value for value in found if value is not None]
+
+    mfu = values("mfu")
     return Summary(
-        loss=statistics.fmean(record["loss"] for record in records[-20:]),
-        val_loss=[r["val_loss"] for r in records if "val_loss" in r][-1],
-        tokens_per_s=statistics.median(r["tokens_per_s"] for r in records),
+        loss=statistics.fmean(values("loss")[-20:] or [math.nan]),
+        val_loss=(values("val_loss") or [math.nan])[-1],
+        tokens_per_s=statistics.median(values("tokens_per_s") or [math.nan]),
         mfu=statistics.median(mfu) if mfu else None,
     )
 
@@ -144,7 +194,8 @@ def write_comparison(runs: list[Path], path: Path) -> None:
         "options": options,
         "runs": summaries,
     }
-    atomic.write(path, json.dumps(comparison, indent=2) + "\n")
+    text = json.dumps(_plain(comparison), indent=2, allow_nan=False)
+    atomic.write(path, text + "\n")
 
 
 def compare(runs: list[Path]) -> str:

@@ -6,7 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from examples.llama import field_types
 from fbq_jax import nonlinear
+
+# The positive numbers that float32 holds with all of its digits.
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 
 # What a layer recomputes in the backward pass; see `LlamaConfig.remat`.
 REMAT = ("none", "codes", "full")
@@ -28,8 +33,8 @@ class RopeScaling:
         original_max_position_embeddings: The length of the original context, in tokens.
 
     Raises:
-        ValueError: A field is out of range. The message names the field and what it
-            accepts.
+        ValueError: A field has another type or is out of range. The message names the
+            field and what it accepts.
     """
 
     factor: float
@@ -38,8 +43,10 @@ class RopeScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor")
-        _check_positive(self, "original_max_position_embeddings", integer=True)
+        field_types.check(self)
+        _check_sizes(self, "original_max_position_embeddings")
+        _check_at_least(self, 1, "factor")
+        _check_at_least(self, _SMALLEST, "low_freq_factor", "high_freq_factor")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "high_freq_factor takes a number above low_freq_factor "
@@ -85,8 +92,8 @@ class LlamaConfig:
             and gates to autodiff, which saves floats.
 
     Raises:
-        ValueError: A field is out of range. The message names the field and what it
-            accepts.
+        ValueError: A field has another type or is out of range. The message names the
+            field and what it accepts.
     """
 
     vocab_size: int
@@ -107,9 +114,11 @@ class LlamaConfig:
     saved_bits: int | None = None
 
     def __post_init__(self) -> None:
+        field_types.check(self)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers")
-        _check_positive(self, *sizes, "num_heads", "num_kv_heads", integer=True)
-        _check_positive(self, "rope_theta", "norm_eps")
+        _check_sizes(self, *sizes, "num_heads", "num_kv_heads", "max_seq_len")
+        _check_at_least(self, 1, "rope_theta")
+        _check_at_least(self, _SMALLEST, "norm_eps")
         self._check_heads()
         self._check_choices()
 
@@ -127,7 +136,7 @@ class LlamaConfig:
                     f"when head_dim is None, got {self.hidden_size}"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        _check_positive(self, "head_dim", "max_seq_len", integer=True)
+        _check_sizes(self, "head_dim")
         if self.head_dim % 2:
             raise ValueError(
                 "head_dim takes an even number (RoPE rotates pairs), "
@@ -135,15 +144,12 @@ class LlamaConfig:
             )
 
     def _check_choices(self) -> None:
-        for name in ("qkv_bias", "tie_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} takes a bool, got {getattr(self, name)!r}")
         if self.remat not in REMAT:
             raise ValueError(
                 f"remat takes one of {', '.join(REMAT)}, got {self.remat!r}"
             )
         bits = self.saved_bits
-        if bits is not None and (type(bits) is not int or bits not in nonlinear.BITS):
+        if bits is not None and bits not in nonlinear.BITS:
             raise ValueError(
                 f"saved_bits takes None or an integer from {nonlinear.BITS[0]} to "
                 f"{nonlinear.BITS[-1]}, got {bits!r}"
@@ -154,10 +160,16 @@ class LlamaConfig:
             )
 
 
-def _check_positive(config: object, *names: str, integer: bool = False) -> None:
-    accepted = int if integer else (int, float)
+def _check_sizes(config: object, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, accepted) or isinstance(value, bool) or value <= 0:
-            kind = "integer" if integer else "number"
-            raise ValueError(f"{name} takes a positive {kind}, got {value!r}")
+        if not 0 < (value := getattr(config, name)) < 2**31:
+            raise ValueError(f"{name} takes a positive integer of 31 bits, got {value}")
+
+
+def _check_at_least(config: object, lowest: float, *names: str) -> None:
+    for name in names:
+        if not lowest <= (value := getattr(config, name)) <= _LARGEST:
+            raise ValueError(
+                f"{name} takes a number of at least {lowest:g} and at most "
+                f"{_LARGEST:g}, got {value:g}"
+            )

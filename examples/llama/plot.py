@@ -72,8 +72,8 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
         ylabel="nats per token",
     )
     run_records = [metrics.read(run / "metrics.jsonl") for run in runs]
-    baseline = _column(run_records[0], "loss")
-    final = [_column(records, "loss")[-20:].mean() for records in run_records]
+    baseline = {record["step"]: record.get("loss") for record in run_records[0]}
+    final = [metrics.summarize(run).loss for run in runs]
     for index, (run, records) in enumerate(zip(runs, run_records, strict=True)):
         line = style(index)
         label = f"{run.name} {final[index]:.4f}"
@@ -81,9 +81,10 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
             label += f" ({final[index] - final[0]:+.4f})"
         _draw_loss(losses, records, label=label, **line)
         _draw_validation(losses, records, color=line["color"])
-        difference = smooth(_column(records, "loss") - baseline)
-        steps = _column(records, "step")
-        differences.plot(steps, difference, **line)
+        shared = [record for record in records if record["step"] in baseline]
+        exact = np.array([baseline[record["step"]] for record in shared], np.float64)
+        difference = smooth(_column(shared, "loss") - exact)
+        differences.plot(_column(shared, "step"), difference, **line)
     finish(losses)
     finish(differences)
     save(figure, path)
@@ -104,6 +105,9 @@ def _draw_validation(axes: Axes, records: list[dict[str, Any]], **line: Any) -> 
 def _draw_rates(
     figure: SubFigure, records: list[dict[str, Any]], target: tuple[float, float]
 ) -> None:
+    records = [record for record in records if record.get("fallback")]
+    if not records:
+        return
     steps, projections = _column(records, "step"), list(records[0]["fallback"])
     panels = figure.subplots(1, len(projections), sharey=True, squeeze=False)[0]
     for panel, projection in zip(panels, projections, strict=True):
@@ -156,7 +160,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
-    return np.array([record[name] for record in records], np.float64)
+    """The values of a metric, float64 [records]; NaN where a record has none."""
+    return np.array([record.get(name) for record in records], np.float64)
 
 
 def finish(axes: Axes, legend: Place = "upper right") -> None:

@@ -1,7 +1,12 @@
-"""The folder of a run and its config.json."""
+"""The folder of a run: its lock and its config.json."""
 
 import dataclasses
+import errno
+import fcntl
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,11 @@ COLUMNS = "in turns"
 
 class RunError(RuntimeError):
     """A run cannot start in its folder or cannot continue."""
+
+
+def checkpoints(out: Path) -> Path:
+    """The folder of the checkpoints of the run in `out`."""
+    return out / "checkpoints"
 
 
 def has_run(out: Path) -> bool:
@@ -38,6 +48,11 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
             f"{out} already holds a run: continue it with --resume, or choose another "
             "folder with --out"
         )
+    elif (out / "metrics.jsonl").exists() or any(checkpoints(out).glob("*")):
+        raise RunError(
+            f"{out} holds metrics or checkpoints of a run without its config.json: put "
+            "it back, or choose another folder with --out"
+        )
     if config.data is not None and Path(config.data).resolve() in out.resolve().parents:
         raise RunError(
             f"{out} is inside the data, {config.data}, which the files of the run "
@@ -45,13 +60,57 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
         )
 
 
-def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> None:
-    """Writes the config.json of a new run, or checks a resumed run against its own.
+@contextmanager
+def enter_folder(
+    out: Path, config: Config, corpus: Corpus, resume: bool
+) -> Iterator[None]:
+    """Keeps other runs out of the folder until the end of the block.
+
+    It writes the config.json of a new run, or checks a resumed run against its own. Of
+    the processes of one run, only the first enters.
 
     Raises:
         ConfigError: The resumed run has other options or other data.
-        RunError: The folder cannot be created.
+        RunError: The folder cannot be created, or another process is in it.
     """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("ab")
+    except OSError as error:
+        raise _unusable(out, error) from error
+    with lock:
+        _lock(lock.fileno(), out)
+        check_folder(out, config, resume)  # again: another run may have come and gone
+        _check_or_write_options(out, config, corpus, resume)
+        yield
+
+
+def _lock(file: int, out: Path) -> None:
+    """Takes the lock, which the kernel releases when the process ends in any way."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunError(
+            f"another process is training in {out}: wait for its end, stop it, or "
+            "choose another folder with --out"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise _unusable(out, error) from error
+        print(
+            f"warning: the file system of {out} has no locks ({error.strerror}): do "
+            "not start another run in this folder",
+            file=sys.stderr,
+        )
+
+
+def _unusable(out: Path, error: OSError) -> RunError:
+    return RunError(f"{out} cannot be a run's folder: {error.strerror}")
+
+
+def _check_or_write_options(
+    out: Path, config: Config, corpus: Corpus, resume: bool
+) -> None:
     options = dataclasses.asdict(config) | {
         "corpus": corpus.fingerprint(),
         "columns": COLUMNS,
@@ -65,10 +124,11 @@ def enter_folder(out: Path, config: Config, corpus: Corpus, resume: bool) -> Non
                 )
         return
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        if config.save_every:  # before the run exists: no run lacks the folder
+            checkpoints(out).mkdir(exist_ok=True)
         atomic.write(out / "config.json", json.dumps(options, indent=2) + "\n")
     except OSError as error:
-        raise RunError(f"{out} cannot be a run's folder: {error.strerror}") from error
+        raise _unusable(out, error) from error
 
 
 def read_options(out: Path) -> dict[str, Any]:
@@ -82,9 +142,11 @@ def read_options(out: Path) -> dict[str, Any]:
     if not file.exists():
         raise RunError(f"{out} holds no run to resume: {file} does not exist")
     try:
-        options = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
+        options = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{file} is damaged: {error}") from error
+    if not isinstance(options, dict):
+        raise RunError(f"{file} is damaged: it does not hold a JSON object")
     known = {option.name for option in dataclasses.fields(Config)} | FACTS
     if options.keys() != known:
         raise RunError(

@@ -32,6 +32,7 @@ ERRORS = (
     RunError,
     mesh.MeshError,
     checkpoint.RestoreError,
+    checkpoint.SaveError,
     metrics.MetricsError,
     hf.CheckpointError,
 )
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
             + shlex.join(again)
         )
         return 130
-    except ERRORS as error:
+    except (*ERRORS, OSError) as error:  # OSError names its file
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

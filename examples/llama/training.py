@@ -16,11 +16,16 @@ from tqdm import tqdm
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
 from examples.llama.build import build
 from examples.llama.config import Config
-from examples.llama.data import batches
+from examples.llama.data import Corpus, batches
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.progress import show, stop_requests
-from examples.llama.run_folder import RunError, check_folder, enter_folder
+from examples.llama.run_folder import (
+    RunError,
+    check_folder,
+    checkpoints,
+    enter_folder,
+)
 from examples.llama.step import (
     TrainState,
     init_state,
@@ -47,8 +52,9 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     Raises:
         ConfigError: The model cannot be built, or a resumed run has other options.
         DataError: The data cannot be read or does not fit.
-        RestoreError: The checkpoint to resume from is damaged.
-        MetricsError: The metrics of the steps before it are damaged.
+        RestoreError: Checkpoints that were written are missing, or all are damaged.
+        SaveError: A checkpoint cannot be written.
+        MetricsError: The metrics cannot be written.
         RunError: `out` is in use, or the loss is no longer finite.
         KeyboardInterrupt: A signal stopped the run; it can be resumed.
     """
@@ -67,23 +73,72 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
         evaluate=make_eval(model, batches(corpus, "val", seed=0, **sizes)),
     )
     state = init_state(model, optimizer, weights, config.seed)
-    if mesh.is_first():
-        enter_folder(out, config, corpus, resume)
-    mesh.wait("entered")
-    if resume and checkpoint.any_in(out / "checkpoints"):
-        state = checkpoint.restore(out / "checkpoints", state)
-    if mesh.is_first():
-        devices = mesh.size()
-        print(
-            f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
-            f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
-            f"{len(corpus.train):,} training tokens"
-        )
-    state, stopped = loop.run(state)
-    if config.from_hf is not None and config.save_every:
-        _export(config.from_hf, model.config, state, out / "hf")
+    with _entered(out, config, corpus, resume):
+        mesh.wait("entered")
+        if resume:
+            state = _latest_state(config, out, state)
+        if mesh.is_first():
+            devices = mesh.size()
+            print(
+                f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
+                f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
+                f"{len(corpus.train):,} training tokens"
+            )
+        state, stopped = loop.run(state)
+        if config.from_hf is not None and config.save_every:
+            _export(config.from_hf, model.config, state, out / "hf")
     if stopped:  # during the last step: the caller must not start another run
         raise KeyboardInterrupt
+
+
+def _entered(
+    out: Path, config: Config, corpus: Corpus, resume: bool
+) -> AbstractContextManager[None]:
+    """The run's folder, which the first process enters for all."""
+    if not mesh.is_first():
+        return nullcontext()
+    return enter_folder(out, config, corpus, resume)
+
+
+def _latest_state(config: Config, out: Path, start: TrainState) -> TrainState:
+    """The state to resume from, which the first process chooses for all.
+
+    Args:
+        config: The options of the run.
+        out: The folder of the run.
+        start: The state before the first step.
+
+    Raises:
+        RestoreError: Checkpoints that were written are missing or damaged.
+    """
+    step = 0
+    if mesh.is_first():
+        found = checkpoint.find(checkpoints(out))
+        step = found.step or 0
+        for problem in found.skipped:
+            print(f"skipped: {problem}")
+        if found.skipped:
+            print(
+                f"continues from step {step}; the run writes the skipped checkpoints "
+                "again"
+            )
+        elif not step:
+            _check_nothing_is_missing(config, out)
+    step = mesh.from_first(step)
+    return checkpoint.read(checkpoints(out), step, start) if step else start
+
+
+def _check_nothing_is_missing(config: Config, out: Path) -> None:
+    """Raises RestoreError if a run without checkpoints must have written one."""
+    log, folder = out / "metrics.jsonl", checkpoints(out)
+    taken = max((record["step"] for record in metrics.read(log)), default=0)
+    saved = taken > min(config.save_every, config.steps)
+    if config.save_every and taken and (saved or not folder.exists()):
+        raise checkpoint.RestoreError(
+            f"{folder} {'is empty' if folder.exists() else 'does not exist'}, but the "
+            f"run has taken {taken} steps ({log}): mount the file system that holds "
+            "its checkpoints. If they are lost, start again with another --out."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +232,7 @@ class _Loop:
         return [record | speed for record in records]
 
     def _save(self, step: int, state: TrainState) -> None:
-        checkpoint.save(self.out / "checkpoints", step, state)
+        checkpoint.save(checkpoints(self.out), step, state)
         if mesh.is_first():
             plot.draw_curves(self.out, self._recipe())
 
@@ -191,14 +246,23 @@ def last_state(config: Config, out: Path) -> TrainState:
     model, _, _ = build(config)
     optimizer, _ = make_optimizer(config)
     like = init_state(model, optimizer, None, config.seed)
-    return checkpoint.restore(out / "checkpoints", like)
+    return checkpoint.restore(checkpoints(out), like)
 
 
 def _open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
     """The metrics of the run after a step; None in all processes but the first."""
     if not mesh.is_first():
         return nullcontext()
-    return metrics.MetricsLog(file, after_step)
+    log = metrics.MetricsLog(file, after_step)
+    if log.moved:
+        moved_to = file.with_suffix(".repeated.jsonl")
+        print(
+            f"continues after step {after_step}: {log.moved} later or damaged lines of "
+            f"{file} moved to {moved_to}"
+        )
+    if log.missing:
+        print(f"warning: {file} lacks {log.missing} of the {after_step} steps so far")
+    return log
 
 
 def check_finite(record: dict[str, Any], out: Path) -> None:
@@ -216,6 +280,11 @@ def _export(source: str, config: LlamaConfig, state: TrainState, folder: Path) -
     """Writes a tuned model in Hugging Face's format, with its tokenizer."""
     params = mesh.collect(state.params)
     if mesh.is_first() and not folder.exists():
-        hf.save(folder, config, params)
+        part = folder.with_suffix(".part")  # the model appears when it is complete
+        if part.exists():
+            shutil.rmtree(part)
+        hf.save(part / "model", config, params)
         if (tokenizer := Path(source) / "tokenizer.json").exists():
-            shutil.copy(tokenizer, folder)
+            shutil.copy(tokenizer, part / "model")
+        (part / "model").rename(folder)
+        part.rmdir()

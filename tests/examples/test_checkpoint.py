@@ -1,6 +1,9 @@
 """Checkpoints are exact, the last two remain, and damage is detected."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import pytest
 
 from examples.llama import checkpoint
 from examples.llama.step import TrainState
+
+ROOT = Path(__file__).parents[2]
 
 
 def train_state(seed: int) -> TrainState:
@@ -72,24 +77,73 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
-def test_damage_is_an_error_with_a_remedy(tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, damage: Any) -> None:
     checkpoint.save(tmp_path, 1, train_state(1))
     checkpoint.save(tmp_path, 2, train_state(2))
     damage(largest_file(tmp_path / "2"))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(
-        checkpoint.RestoreError,
-        match=rf"{tmp_path / '2'} is damaged.*Delete it to continue from step 1",
-    ):
-        checkpoint.restore(tmp_path, train_state(0))
+    step, (problem,) = checkpoint.find(tmp_path)
+    assert step == 1
+    assert f"{tmp_path / '2'} is damaged: its files do not match" in problem
+    with pytest.raises(checkpoint.RestoreError, match=r"2 is damaged.*--resume writes"):
+        checkpoint.restore(tmp_path, train_state(0))  # never an older one in silence
     assert sorted(tmp_path.rglob("*")) == before
+    damage(largest_file(tmp_path / "1"))
+    with pytest.raises(checkpoint.RestoreError, match=r"no checkpoint that is whole"):
+        checkpoint.find(tmp_path)
+    assert checkpoint.find(tmp_path / "none") == (None, [])
 
 
-def test_remedy_for_the_only_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sums", "problem"), [(None, "incomplete"), (b"\xff\0", "damaged")]
+)
+def test_a_checkpoint_without_its_checksums(
+    tmp_path: Path, sums: bytes | None, problem: str
+) -> None:
+    for step in 1, 2:
+        checkpoint.save(tmp_path, step, train_state(step))
+    file = tmp_path / "2" / "SHA256SUMS"
+    file.unlink() if sums is None else file.write_bytes(sums)
+    step, (reason,) = checkpoint.find(tmp_path)
+    assert step == 1
+    assert f"{tmp_path / '2'} is {problem}" in reason
+
+
+def test_an_incomplete_first_checkpoint_starts_from_the_beginning(
+    tmp_path: Path,
+) -> None:
+    checkpoint.save(tmp_path, 4, train_state(4))
+    (tmp_path / "4" / "SHA256SUMS").unlink()
+    step, (reason,) = checkpoint.find(tmp_path)
+    assert step is None
+    assert f"{tmp_path / '4'} is incomplete" in reason
+    checkpoint.save(tmp_path, 2, train_state(2))  # in place of the incomplete one
+    assert checkpoint.find(tmp_path) == (2, [])
+    assert_equal(checkpoint.restore(tmp_path, train_state(0)), train_state(2))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, train_state(1))
-    (tmp_path / "1" / "SHA256SUMS").unlink()
-    with pytest.raises(checkpoint.RestoreError, match="start again"):
-        checkpoint.restore(tmp_path, train_state(0))
+    code = (
+        "import resource, jax.numpy as jnp; from pathlib import Path;"
+        "from examples.llama import checkpoint;"
+        # Files of at most 4 KiB, as on a disk that is full.
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
+        f"checkpoint.save(Path({str(tmp_path)!r}), 2, jnp.arange(10000))"
+    )
+    failed = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert failed.returncode == 1
+    last = failed.stderr.splitlines()[-1]
+    assert f"SaveError: the checkpoint {tmp_path / '2'} cannot be written" in last
+    assert "continue with --resume" in last
+    assert checkpoint.find(tmp_path) == (1, [])
 
 
 def test_another_structure_is_an_error(tmp_path: Path) -> None:

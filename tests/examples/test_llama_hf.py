@@ -241,8 +241,20 @@ def test_save_checks_the_parameters(
         ({"hidden_size": 33}, "lm_head.weight has shape .*asks for"),
         ({"num_key_value_heads": 3}, "num_kv_heads takes a divisor of num_heads"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "RoPE type 'yarn' is not"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "factor takes a positive"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor takes a finite number"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not"),
+        ({"layer_types": 5}, "layer_types takes 'full_attention' for every layer"),
+        ({"num_key_value_heads": 0}, "num_kv_heads takes a positive integer"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps takes a finite number, got nan"),
+        ({"rms_norm_eps": -1e-6}, "norm_eps takes a number of at least"),
+        ({"rope_theta": 0.5, "rope_parameters": None}, "rope_theta takes a number of"),
+        ({"rope_parameters": "linear"}, "rope_parameters takes an object, got 'lin"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+        ({"num_hidden_layers": 10**9}, "asks for 1000000000 layers, the checkpoint"),
+        ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 4}, "cannot be allocated"),
         ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight and 8"),
         ({"num_hidden_layers": 1}, "the unexpected model.layers.1.input_layernorm"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_"),
@@ -334,6 +346,50 @@ def test_index_without_a_weight_map_is_named(checkpoint: Path) -> None:
     shard(checkpoint)
     (checkpoint / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(hf.CheckpointError, match=r"index.json lacks weight_map"):
+        hf.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/model.safetensors", "/etc/passwd", "", "..", "a\0", 5, None]
+)
+def test_shards_lie_in_the_folder_of_the_checkpoint(
+    checkpoint: Path, name: Any
+) -> None:
+    shard(checkpoint)
+    other = checkpoint.parent / "other"
+    other.mkdir()
+    shutil.copy(FIXTURE / "llama" / "model.safetensors", other)
+    index = checkpoint / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(hf.CheckpointError, match="takes names of files beside it"):
+        hf.load(checkpoint)
+
+
+def rewrite(file: Path, **changes: np.ndarray) -> None:
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors | changes, file)
+
+
+@pytest.mark.parametrize("stale", [1, 2])
+def test_the_index_chooses_between_two_shards(checkpoint: Path, stale: int) -> None:
+    _, expected = hf.load(checkpoint)
+    shard(checkpoint)
+    index = checkpoint / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    shards = [checkpoint / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    name = next(t for t, file in weight_map.items() if file != shards[stale - 1].name)
+    tensors = safetensors.numpy.load_file(checkpoint / weight_map[name])
+    rewrite(shards[stale - 1], **{name: tensors[name] + 1})
+    jax.tree.map(np.testing.assert_array_equal, hf.load(checkpoint)[1], expected)
+
+    # The shard that the index names must hold the tensor.
+    holder = checkpoint / weight_map[name]
+    tensors = safetensors.numpy.load_file(holder)
+    del tensors[name]
+    safetensors.numpy.save_file(tensors, holder)
+    with pytest.raises(hf.CheckpointError, match=rf"{holder} lacks {name}"):
         hf.load(checkpoint)
 
 

@@ -1,6 +1,7 @@
 """Training runs resume bit for bit, stop on a signal and reject bad options."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -15,7 +16,16 @@ import numpy as np
 import optax
 import pytest
 
-from examples.llama import flops, hf, metrics, run_folder, step, train, training
+from examples.llama import (
+    checkpoint,
+    flops,
+    hf,
+    metrics,
+    run_folder,
+    step,
+    train,
+    training,
+)
 from examples.llama.build import build
 from examples.llama.command_line import parse_command
 from examples.llama.config import Config, ConfigError
@@ -86,6 +96,7 @@ def test_run_learns_and_leaves_its_records(whole_run: Path, config: Config) -> N
         assert min(layer["theta"]) > 0
     assert len(records[-1]["fallback"]) == 4
     assert sorted(path.name for path in whole_run.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.json",
         "curves.png",
@@ -121,7 +132,7 @@ def test_reading_metrics_less_often_changes_no_number(
     train.train(seldom, tmp_path / "run")
     assert records_of(tmp_path / "run") == records_of(whole_run)
     left = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert left == ["config.json", "metrics.jsonl"]
+    assert left == [".lock", "config.json", "metrics.jsonl"]
 
 
 def test_signal_handlers_are_restored(whole_run: Path) -> None:
@@ -178,19 +189,85 @@ def test_resuming_with_changed_data_is_an_error(
     assert "corpus = " in error
 
 
-def test_damaged_checkpoint_is_an_error_and_nothing_is_lost(
+def test_a_damaged_checkpoint_is_skipped_and_written_again(
     whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(whole_run, tmp_path / "run"))
     (run / "checkpoints" / "6" / "default" / "manifest.ocdbt").unlink()
-    error = error_of(capsys, [f"--out={run}", "--resume"])
-    assert "checkpoints/6 is damaged" in error
-    assert records_of(run) == records_of(whole_run)
-
-    # The remedy that the error names works.
-    shutil.rmtree(run / "checkpoints" / "6")
     assert train.main([f"--out={run}", "--resume"]) == 0
+    output = capsys.readouterr().out
+    assert "checkpoints/6 is damaged" in output
+    assert "continues from step 4" in output
     assert records_of(run) == records_of(whole_run)
+    repeated = metrics.read(run / "metrics.repeated.jsonl")
+    assert repeated == metrics.read(whole_run / "metrics.jsonl")[4:]
+    assert checkpoint.find(run / "checkpoints") == (6, [])
+
+    for damaged in "46":
+        (run / "checkpoints" / damaged / "default" / "manifest.ocdbt").unlink()
+    before = sorted(run.rglob("*"))
+    error = error_of(capsys, [f"--out={run}", "--resume"])
+    assert "holds no checkpoint that is whole" in error
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("lose", "message"),
+    [
+        (Path.exists, "checkpoints does not exist, but .* taken 6 steps"),
+        (Path.mkdir, "checkpoints is empty, but .* taken 6 steps .*: mount the file"),
+    ],
+)
+def test_missing_checkpoints_are_an_error_and_nothing_changes(
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lose: Any,
+    message: str,
+) -> None:
+    run = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    lose(run / "checkpoints")
+    assert re.search(message, error_of(capsys, [f"--out={run}", "--resume"]))
+    assert records_of(run) == records_of(whole_run)
+    assert not (run / "metrics.repeated.jsonl").exists()
+
+
+def test_two_runs_cannot_share_a_folder(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    corpus = build(config)[2]
+    with run_folder.enter_folder(out, config, corpus, resume=False):
+        before = sorted(out.rglob("*"))
+        for more in [], ["--resume"]:
+            if not more:  # as in a race, before the other run has written its options
+                (out / "config.json").rename(tmp_path / "options")
+            error = error_of(capsys, flags(config, f"--out={out}", *more))
+            assert f"another process is training in {out}" in error
+            if not more:
+                (tmp_path / "options").rename(out / "config.json")
+        assert sorted(out.rglob("*")) == before
+    with run_folder.enter_folder(out, config, corpus, resume=True):
+        pass
+    again = run_folder.enter_folder(out, config, corpus, resume=False)
+    with pytest.raises(run_folder.RunError, match="already holds a run"), again:
+        pass
+
+
+def test_a_file_system_without_locks_is_named(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", unsupported)
+    corpus = build(config)[2]
+    with run_folder.enter_folder(tmp_path, config, corpus, resume=False):
+        assert "has no locks" in capsys.readouterr().err
 
 
 def test_folder_in_use_is_left_alone(
@@ -200,6 +277,23 @@ def test_folder_in_use_is_left_alone(
     assert "--resume" in error
     assert "--out" in error
     assert len(records_of(whole_run)) == 6
+
+
+@pytest.mark.parametrize("lost", ["config.json metrics.jsonl", "config.json"])
+def test_a_new_run_takes_no_files_of_another(
+    whole_run: Path,
+    config: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lost: str,
+) -> None:
+    run = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    for name in lost.split():
+        (run / name).unlink()
+    before = sorted(run.rglob("*"))
+    error = error_of(capsys, flags(config, f"--out={run}"))
+    assert "of a run without its config.json" in error
+    assert sorted(run.rglob("*")) == before
 
 
 def test_nothing_to_resume_is_an_error(
@@ -234,7 +328,10 @@ def test_config_of_another_version_is_an_error(
             "reduce applies to INT8 recipes only, got 'bfloat16' with bf16",
         ),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
-        ("--lr=nan", "lr takes a finite positive number"),
+        ("--lr=nan", "lr takes a finite number, got nan"),
+        ("--lr=-1", "lr takes a finite positive number, got -1"),
+        ("--seed=4294967296", "seed takes an integer of at most 4294967295, got"),
+        ("--steps=2147483648", "steps takes an integer of at most 2147483647, got"),
         ("--clip=-1", "clip takes a finite number of at least 0"),
         ("--hidden=30 --heads=4", "hidden_size takes a multiple of num_heads"),
         ("--data=/nowhere", "/nowhere does not exist"),
@@ -264,7 +361,7 @@ def test_loss_that_is_not_finite_stops_the_run(
     with pytest.raises(run_folder.RunError, match="loss is nan at step 1"):
         train.train(config, tmp_path)
     assert [record["loss"] for record in records_of(tmp_path)] == [None]
-    assert not (tmp_path / "checkpoints").exists()
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_thresholds_that_never_move_stop_the_run(
@@ -545,13 +642,13 @@ def change_options(run: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("metrics.jsonl", "", "must have a line for each"),
-        ("metrics.jsonl", "3\n", "must have a line for each"),
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "3", "config.json is damaged"),
+        ("config.json", '[["recipe", "bf16"]]', "does not hold a JSON object"),
+        ("config.json", "[" * 100_000, "config.json is damaged"),
     ],
 )
-def test_damaged_records_are_named_and_kept(
+def test_damaged_options_are_named_and_kept(
     whole_run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -563,6 +660,110 @@ def test_damaged_records_are_named_and_kept(
     (out / file).write_text(content)
     assert message in error_of(capsys, [f"--out={out}", "--resume"])
     assert (out / file).read_text() == content
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: [],
+        lambda lines: [b"3", b"\xff\0", b"[" * 100_000, *lines[3:]],
+        lambda lines: [*lines[:2], b'{"step": 3, "loss": "x"}', *lines[3:5]],
+        lambda lines: [*lines[3:], *lines[:2], lines[0]],
+    ],
+)
+def test_missing_metrics_do_not_stop_a_run(
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Any,
+) -> None:
+    out = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    shutil.rmtree(out / "checkpoints" / "6")
+    log = out / "metrics.jsonl"
+    lines = damage(log.read_bytes().splitlines())
+    log.write_bytes(b"".join(line + b"\n" for line in lines))
+    written = {r["step"] for r in metrics.read(log)}
+    assert train.main([f"--out={out}", "--resume"]) == 0
+    expected = [r for r in records_of(whole_run) if r["step"] in written | {5, 6}]
+    assert records_of(out) == expected
+    output = capsys.readouterr().out
+    lost = 4 - len(written - {5, 6})
+    assert f"lacks {lost} of the 4 steps so far" in output
+    kept = log.read_bytes().splitlines()
+    moved = out / "metrics.repeated.jsonl"
+    kept += moved.read_bytes().splitlines() if moved.exists() else []
+    assert set(lines) <= set(kept)  # no line is lost
+    train.plot.draw_comparison([whole_run, out], tmp_path / "compare.png")
+    assert metrics.summarize(out).val_loss == metrics.summarize(whole_run).val_loss
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": "5"}, "steps takes an integer, got '5'"),
+        ({"steps": True}, "steps takes an integer, got True"),
+        ({"recipe": ["x"]}, "recipe takes text, got ['x']"),
+        ({"data": 5}, "data takes text or None, got 5"),
+        ({"data": "a\0"}, "data takes no NUL byte"),
+        ({"seed": 10**20}, "seed takes an integer of at most 4294967295"),
+        ({"lr": 10**400}, "lr takes a finite number, got 1000"),
+        ({"clip": None}, "clip takes a finite number, got None"),
+        ({"saved_bits": 8.0}, "saved_bits takes an integer or None, got 8.0"),
+        ({"reduce": {}}, "reduce takes text or None, got {}"),
+        ({"corpus": 5}, "has corpus = 5, so it cannot be resumed"),
+    ],
+)
+def test_options_of_a_wrong_type_are_one_error(
+    whole_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    out = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    change_options(out, **options)
+    before = (out / "metrics.jsonl").read_bytes()
+    assert message in error_of(capsys, [f"--out={out}", "--resume"])
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("fails", ["write", "replace", "savefig"])
+def test_a_full_disk_is_one_error_and_the_run_resumes(
+    config: Config,
+    whole_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fails: str,
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if fails == "write":  # a line of metrics
+            patch.setattr(metrics, "_plain", full)
+        elif fails == "replace":  # the checksums of a checkpoint
+            patch.setattr(checkpoint, "_checksums", full)
+        else:
+            patch.setattr(training.plot, "draw_curves", full)
+        assert train.main(flags(config, f"--out={out}")) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "No space left on device" in last
+    assert str(tmp_path) in last
+    assert train.main([f"--out={out}", "--resume"]) == 0
+    assert records_of(out) == records_of(whole_run)
+
+
+def test_a_broken_tokenizer_beside_token_ids_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "train.bin", "val.bin":
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / name)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff{")
+    error = error_of(capsys, [f"--data={tmp_path}", f"--out={tmp_path}-run"])
+    assert f"{tmp_path / 'tokenizer.json'} is not a tokenizer" in error
 
 
 def test_out_must_be_a_folder_outside_the_data(

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,11 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     """
     folder = Path(folder)
     config = from_json(read_json(folder / CONFIG), folder / CONFIG)
-    shapes = parameter_shapes(config)
-    flat = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
-    expected = {name: (view, shape) for name, view, shape in tensor_views(config, flat)}
     with contextlib.ExitStack() as stack:
-        files = {}
-        for file in weight_files(folder):
-            opened = stack.enter_context(open_tensors(file))
-            files.update(dict.fromkeys(opened.keys(), (file, opened)))
+        files = _open_files(folder, stack)
+        flat = _empty_parameters(config, files, folder / CONFIG)
+        views = tensor_views(config, flat)
+        expected = {name: (view, shape) for name, view, shape in views}
         # Early checkpoints of Llama 2 also store the rotary frequencies.
         found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
         if config.tie_embeddings and {TABLE, HEAD} <= found:
@@ -123,6 +120,45 @@ def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower one
         raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _open_files(
+    folder: Path, stack: contextlib.ExitStack
+) -> dict[str, tuple[Path, Any]]:
+    """Opens the file of each tensor.
+
+    A tensor that several files hold is in the file that the index assigns it to.
+    """
+    files: dict[str, tuple[Path, Any]] = {}
+    assigned = weight_files(folder)
+    names_elsewhere = set().union(*(names or () for names in assigned.values()))
+    for file, names in assigned.items():
+        opened = stack.enter_context(open_tensors(file))
+        held = set(opened.keys())
+        if names is not None:
+            if missing := names - held:
+                raise CheckpointError(f"{file} lacks {min(missing)}, see the index")
+            held -= names_elsewhere - names
+        files.update(dict.fromkeys(held, (file, opened)))
+    return files
+
+
+def _empty_parameters(
+    config: LlamaConfig, tensors: Collection[str], file: Path
+) -> dict[str, np.ndarray]:
+    """Allocates the parameters by path, float32."""
+    if config.num_layers > len(tensors):  # before anything of this length is built
+        raise CheckpointError(
+            f"{file} asks for {config.num_layers} layers, the checkpoint has "
+            f"{len(tensors)} tensors"
+        )
+    try:
+        shapes = parameter_shapes(config)
+        return {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+    except (MemoryError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} asks for arrays that cannot be allocated: {error}"
+        ) from error
 
 
 def _fill(

@@ -1,6 +1,7 @@
 """The translation between config.json and `LlamaConfig`."""
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,19 @@ def from_json(stored: Mapping[str, Any], file: Path) -> LlamaConfig:
     # transformers 5 stores in rope_parameters what older versions store at the top.
     rope_keys = ("rope_theta", "partial_rotary_factor")
     rope = {key: stored[key] for key in rope_keys if key in stored}
-    rope |= stored.get("rope_parameters") or stored.get("rope_scaling") or {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = {} if stored.get(key) is None else stored[key]
+        if not isinstance(value, dict):
+            raise CheckpointError(
+                f"{file}: {key} takes an object, got {reprlib.repr(value)}"
+            )
+        rope |= value
     _check_supported(stored, rope, file)
     fields: dict[str, Any] = {name: stored.get(key) for name, key in _FIELDS.items()}
-    fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
+    if fields["num_kv_heads"] is None:
+        fields["num_kv_heads"] = fields["num_heads"]
     try:
-        return LlamaConfig(
+        config = LlamaConfig(
             **fields,
             rope_theta=rope.get("rope_theta", 10000.0),
             rope_scaling=_rope_scaling(rope),
@@ -63,6 +71,12 @@ def from_json(stored: Mapping[str, Any], file: Path) -> LlamaConfig:
         )
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
+    if _uses_sliding_window(stored, config.num_layers):
+        raise CheckpointError(
+            f"{file}: sliding-window attention is not supported; layer_types takes "
+            "'full_attention' for every layer"
+        )
+    return config
 
 
 def to_json(config: LlamaConfig) -> dict[str, Any]:
@@ -91,17 +105,15 @@ def _check_supported(
     stored: Mapping[str, Any], rope: Mapping[str, Any], file: Path
 ) -> None:
     for key, accepted in _ACCEPTED.items():
-        value = stored.get(key, rope.get(key))
+        value = rope.get(key, stored.get(key))
         if value not in accepted:
             raise CheckpointError(
-                f"{file}: {key} is {value!r}, supported: "
+                f"{file}: {key} is {reprlib.repr(value)}, supported: "
                 + " or ".join(map(repr, accepted))
             )
     for key in _FIELDS.values():
         if key not in stored and key not in _OPTIONAL:
             raise CheckpointError(f"{file} lacks {key}")
-    if _uses_sliding_window(stored):
-        raise CheckpointError(f"{file}: sliding-window attention is not supported")
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
@@ -117,12 +129,12 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     return RopeScaling(**factors)
 
 
-def _uses_sliding_window(stored: Mapping[str, Any]) -> bool:
-    if stored.get("layer_types") is not None:
-        return "sliding_attention" in stored["layer_types"]
+def _uses_sliding_window(stored: Mapping[str, Any], layers: int) -> bool:
+    types = stored.get("layer_types")
+    if types is not None:
+        return types != ["full_attention"] * layers
+    if not stored.get("use_sliding_window") or stored.get("sliding_window") is None:
+        return False
     # Older Qwen2: the layers from max_window_layers on, if the window is enabled.
-    return bool(
-        stored.get("use_sliding_window")
-        and stored.get("sliding_window") is not None
-        and stored.get("max_window_layers", 0) < stored["num_hidden_layers"]
-    )
+    first = stored.get("max_window_layers")
+    return not isinstance(first, int) or first < layers

@@ -1,6 +1,7 @@
 """The files of a checkpoint, read with errors that name them."""
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,53 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: The file does not exist or holds something else.
     """
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
     return value
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """Returns the safetensors files of a checkpoint.
+
+    Returns:
+        The tensors that the index assigns to each file; None for the only file of a
+        checkpoint without an index, which holds all of them.
 
     Raises:
         CheckpointError: A file does not exist, or the index is malformed.
     """
     if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
-    if not (folder / _INDEX).exists():
+        return {folder / WEIGHTS: None}
+    index = folder / _INDEX
+    if not index.exists():
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {_INDEX}")
-    weight_map = read_json(folder / _INDEX).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{folder / _INDEX} lacks weight_map, an object")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.exists():
+        raise CheckpointError(f"{index} lacks weight_map, an object")
+    files: dict[Path, set[str] | None] = {}
+    for file in sorted({_beside(index, name) for name in weight_map.values()}):
+        if not file.is_file():
             raise CheckpointError(f"{file} does not exist; {_INDEX} lists it")
+        files[file] = {t for t, name in weight_map.items() if name == file.name}
     return files
+
+
+def _beside(index: Path, name: Any) -> Path:
+    """The file that an index names, which must lie beside it."""
+    plain = isinstance(name, str) and name == Path(name).name and "\0" not in name
+    if not plain or name in ("", ".."):
+        raise CheckpointError(
+            f"{index}: weight_map takes names of files beside it, got "
+            f"{reprlib.repr(name)}"
+        )
+    return index.with_name(name)
 
 
 def open_tensors(file: Path) -> Any:
@@ -61,7 +81,7 @@ def open_tensors(file: Path) -> Any:
     """
     try:
         return safetensors.safe_open(file, framework="numpy")
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
 
 

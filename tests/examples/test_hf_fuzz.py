@@ -1,0 +1,160 @@
+"""A Hugging Face folder with odd content is one CheckpointError or the right model."""
+
+import functools
+import json
+import math
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.llama import hf
+from examples.llama.model_config import LlamaConfig
+from examples.llama.rotary import rotary_tables
+from tests.examples.make_hf_fixture import FIXTURE
+
+FAMILIES = ("llama", "qwen2")
+# Entries of config.json that a model takes over as they are.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "norm_eps": "rms_norm_eps",
+    "max_seq_len": "max_position_embeddings",
+}
+TOP = [
+    *FIELDS.values(),
+    *("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "partial_rotary_factor", "tie_word_embeddings"),
+    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("model_type", "hidden_act", "attention_bias", "quantization_config"),
+]
+ROPE = [
+    *("rope_theta", "rope_type", "type", "factor", "low_freq_factor"),
+    *("high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
+]
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 80),
+    st.sampled_from([2**31, 10**20, 10**400, -(10**30)]),
+    st.floats(),
+    st.sampled_from(["", "x", "llama", "qwen2", "llama3", "default", "1e-6"]),
+)
+VALUES = st.one_of(
+    PLAIN,
+    st.lists(PLAIN, max_size=3),
+    st.dictionaries(st.sampled_from(ROPE), PLAIN, max_size=4),
+)
+
+
+@functools.cache
+def fixture(family: str) -> tuple[dict[str, Any], LlamaConfig, Any]:
+    stored = json.loads((FIXTURE / family / "config.json").read_text())
+    return stored, *hf.load(FIXTURE / family)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    changes=st.dictionaries(st.sampled_from(TOP), VALUES, max_size=3),
+    rope=st.dictionaries(st.sampled_from(ROPE), PLAIN, max_size=2),
+    removed=st.sets(st.sampled_from(TOP), max_size=1),
+)
+def test_any_config_is_an_error_or_the_model_that_it_describes(
+    family: str, changes: dict[str, Any], rope: dict[str, Any], removed: set[str]
+) -> None:
+    stored, _, params = fixture(family)
+    stored = stored | {"rope_parameters": stored["rope_parameters"] | rope} | changes
+    stored = {key: value for key, value in stored.items() if key not in removed}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shutil.copy(FIXTURE / family / "model.safetensors", folder)
+        (folder / "config.json").write_text(json.dumps(stored))
+        try:
+            config, loaded = hf.load(folder)
+        except hf.CheckpointError:
+            return
+    for field, key in FIELDS.items():
+        assert getattr(config, field) == stored[key]
+    assert not any(isinstance(stored[key], bool) for key in FIELDS.values())
+    nested = stored.get("rope_scaling") or {}
+    nested = nested | (stored.get("rope_parameters") or {})
+    assert config.rope_theta == nested.get("rope_theta", stored.get("rope_theta", 1e4))
+    scaled = nested.get("rope_type", nested.get("type", "default")) == "llama3"
+    assert (config.rope_scaling is not None) == scaled
+    assert config.norm_eps > 0
+    assert math.isfinite(config.norm_eps)
+    assert np.float32(config.norm_eps) > 0
+    tables = rotary_tables(config, 8)
+    assert all(np.isfinite(table).all() for table in tables)
+    if config.num_kv_heads == 2:  # else the columns of QKV have another order
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+NAMES = ("a.safetensors", "b.safetensors")
+ODD_NAMES = st.one_of(
+    st.sampled_from(["../a.safetensors", "/a.safetensors", "", ".", "..", "c", "a\0"]),
+    PLAIN,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_index_is_an_error_or_followed(data: st.DataObject) -> None:
+    _, config, params = fixture("llama")
+    right = safetensors.numpy.load_file(FIXTURE / "llama" / "model.safetensors")
+    names = sorted(right)
+    home = {n: data.draw(st.sampled_from(NAMES), label=n) for n in names}
+    copies = data.draw(st.sets(st.sampled_from(names), max_size=3), label="copies")
+    lost = data.draw(st.sets(st.sampled_from(names), max_size=1), label="lost")
+    odd = data.draw(st.dictionaries(st.sampled_from(names), ODD_NAMES, max_size=1))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shutil.copy(FIXTURE / "llama" / "config.json", folder)
+        for name in NAMES:
+            held = {n: right[n] for n in names if home[n] == name and n not in lost}
+            # A copy in the other file has other values.
+            held |= {n: right[n] + 1 for n in copies if home[n] != name}
+            safetensors.numpy.save_file(held, folder / name)
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": home | odd}))
+        if lost or odd:
+            with pytest.raises(hf.CheckpointError):
+                hf.load(folder)
+            return
+        loaded, arrays = hf.load(folder)
+    assert loaded == config
+    jax.tree.map(np.testing.assert_array_equal, arrays, params)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    file=st.sampled_from(["config.json", "model.safetensors", "tokenizer.json"]),
+    content=st.one_of(
+        st.binary(max_size=200),
+        st.recursive(VALUES, lambda x: st.dictionaries(st.text(), x)).map(
+            lambda value: json.dumps(value).encode()
+        ),
+        st.just(b"[" * 100_000),
+    ),
+)
+def test_any_bytes_are_an_error(file: str, content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(FIXTURE / "llama" / name, folder)
+        (folder / file).write_bytes(content)
+        read = hf.load_tokenizer if file == "tokenizer.json" else hf.load
+        with pytest.raises(hf.CheckpointError, match=re.escape(scratch)):
+            read(folder)
