@@ -327,9 +327,9 @@ def test_the_output_is_rounded_once(dtype):
 
 
 def test_a_rate_counts_the_blocks_that_fell_back():
-    """Also if the operand sets no threshold: one block of 64 is not zero."""
+    """Of those that are not zero: 2 of 8, and none if all are."""
     dot = functools.partial(dot_general, recipe=Recipe(block=32))
     rate = jax.jit(lambda x: dot(x, jnp.ones((256, 1)), MATMUL)[1].rate)
-    x = jnp.zeros((256, 256)).at[0, 0].set(1.0)
-    assert rate(x) == 1 / 64
+    x = jnp.zeros((256, 256)).at[::32, 0].set(jnp.arange(1.0, 9.0))
+    assert rate(x) == 2 / 8
     assert rate(0.0 * x) == 0.0

@@ -45,6 +45,8 @@ def _perplexity(subject: Subject, model: Llama) -> float:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _loss(model: Llama, params: PyTree, tokens: jax.Array) -> jax.Array:
-    # Without a state each batch sets its own thresholds.
-    logits, _ = model.apply({"params": params}, tokens[:, :-1], mutable=["fallback"])
+    # With the state of a new model each batch sets its own thresholds.
+    inputs = tokens[:, :-1]
+    variables = {**model.init(jax.random.key(0), inputs), "params": params}
+    logits, _ = model.apply(variables, inputs, mutable=["fallback"])
     return cross_entropy(logits, tokens[:, 1:])
