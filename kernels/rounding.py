@@ -26,14 +26,15 @@ _COLUMN_STREAM = 0x5851F42D
 ROW_GROUP = 32  # Rows that stay adjacent in a shard; divides the rows of a block.
 
 
-CallSeed = jax.Array | tuple[jax.Array, jax.Array]
-"""The seed of a call's noise, uint32 ``[]``.  Or two, to be folded by ``fold_seeds``:
-the seed of a layer, and the number of its calls."""
+CallSeed = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
+"""The seed of a call's noise, uint32 ``[]``.  Or three, to be folded by ``fold_seeds``:
+the seed of a layer, the number of its calls, and how many of them are not earlier: 1 if
+the number counts this call, else 0."""
 
-Seeds = jax.Array | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""The seeds of a stack of matrices, uint32 ``[B]``.  Or four such arrays, to be folded
-by ``fold_seeds``: the seed of a layer, the number of its calls, the stream of noise in
-a call, and the index of a matrix.  Kernels fold them, which saves launches."""
+Seeds = jax.Array | tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+"""The seeds of a stack of matrices, uint32 ``[B]``.  Or five such arrays, to be folded
+by ``fold_seeds``: those of a ``CallSeed``, the stream of noise in a call, and the index
+of a matrix.  Kernels fold them, which saves launches."""
 
 
 class GlobalOffset(NamedTuple):
@@ -69,8 +70,11 @@ def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
 
 
 def fold_seeds(seeds: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-    """The first seeds, folded with the others in turn; or the only ones."""
-    return functools.reduce(fold, seeds) if isinstance(seeds, tuple) else seeds
+    """The first seeds, folded with the earlier calls and the rest; or the only ones."""
+    if not isinstance(seeds, tuple):
+        return seeds
+    layer, calls, not_earlier, *others = seeds
+    return functools.reduce(fold, (layer, calls - not_earlier, *others))
 
 
 def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -56,6 +56,7 @@ def move_threshold(
     blocks: jax.Array,
     above: jax.Array,
     count: jax.Array,
+    rate: jax.Array | None = None,
     *,
     target_rate: tuple[float, float],
     alpha: float,
@@ -85,9 +86,12 @@ def move_threshold(
       above: int32 ``[S]``, the number of blocks in the middle of the range if all
         ``blocks`` count; less than ``blocks``.
       count: uint32 ``[S]``, the number of calls before.
+      rate: float32 ``[S]``, the rates of the calls before.  Results do not depend on
+        them, but a kernel may write the new theta, rate and count over these three.
       target_rate: the range of the fallback rate, between 0 and 1.
       alpha: the largest factor by which a threshold moves.
     """
+    del rate
     low, high = target_rate
     shape = metric.shape
     metric, residual_scales = (

@@ -8,16 +8,12 @@ import functools
 import importlib.util
 import io
 import re
-import sys
 import tempfile
-import types
-from collections.abc import Callable, Iterator
-from concurrent import futures
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
 _TYPES = {
     "bfloat16": "*bf16",
@@ -52,15 +48,6 @@ class CompiledKernel(NamedTuple):
     num_warps: int
 
 
-class _Launch(NamedTuple):
-    """The arguments of ``jax_triton.triton_call`` that the compiler needs."""
-
-    kernel: Any
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
 def is_installed() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
@@ -77,62 +64,34 @@ def compile_kernels(
       capability: the compute capability to compile for times ten, such as 86.
       **options: its static arguments.
     """
-    launches: list[_Launch] = []
-    with _recording(launches):
-        jax.eval_shape(functools.partial(op, **options), *args)
-    return [_compile(launch, capability) for launch in launches]
-
-
-class _NoThreads:
-    """Starts no compilation, in place of the threads that ``launch`` compiles in."""
-
-    def submit(self, *_: Any) -> futures.Future[None]:
-        return futures.Future()
-
-
-@contextlib.contextmanager
-def _recording(launches: list[_Launch]) -> Iterator[None]:
-    """Stands in for jax-triton, which cannot be imported without a GPU."""
     from fbq_jax.kernels.triton import launch
 
-    def triton_call(
-        *args: Any,
-        kernel: Any,
-        out_shape: list[jax.ShapeDtypeStruct],
-        grid: Callable[[dict[str, Any]], tuple[int, ...]],
-        num_warps: int,
-        num_stages: int,
-        enable_fp_fusion: bool,
-        **constants: Any,
-    ) -> list[jax.Array]:
-        assert all(n > 0 for n in grid(constants))
-        options = {
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-            "enable_fp_fusion": enable_fp_fusion,
-        }
-        launches.append(_Launch(kernel, (*args, *out_shape), constants, options))
-        return [jnp.zeros(output.shape, output.dtype) for output in out_shape]
+    calls: list[tuple[launch.Call, Sequence[jax.Array]]] = []
 
-    stand_in: Any = types.ModuleType("jax_triton")
-    stand_in.triton_call = triton_call
-    with (
-        mock.patch.dict(sys.modules, {"jax_triton": stand_in}),
-        mock.patch.dict(launch._compilations, clear=True),
-        mock.patch.object(launch, "_threads", _NoThreads),
-    ):
-        yield
+    def record(call: launch.Call, arrays: Sequence[jax.Array]) -> None:
+        calls.append((call, arrays))
+
+    with mock.patch.object(launch, "compile_ahead", record):
+        jax.eval_shape(functools.partial(op, **options), *args)
+    return [_compile(call, arrays, capability) for call, arrays in calls]
 
 
-def _compile(launch: _Launch, capability: int) -> CompiledKernel:
-    """Compiles as jax-triton does: arrays align to 16 bytes, and 1 is a constant."""
+def _compile(call: Any, arrays: Sequence[jax.Array], capability: int) -> CompiledKernel:
+    """Compiles as jax-triton does: arrays align to 16 bytes, and 1 is a constant.
+
+    Args:
+      call: a ``fbq_jax.kernels.triton.launch.Call``.
+      arrays: its arrays.
+      capability: the compute capability times ten.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, attributes = {}, dict(launch.constants), {}
-    names = launch.kernel.arg_names
-    for i, (name, arg) in enumerate(zip(names, launch.args, strict=False)):
+    signature, constants, attributes = {}, dict(call.constants), {}
+    names = call.kernel.arg_names
+    inputs = (*call.arguments(arrays), *call.outputs)
+    for i, (name, arg) in enumerate(zip(names, inputs, strict=False)):
         if not isinstance(arg, int):
             signature[name] = _TYPES[str(arg.dtype)]
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -153,9 +112,13 @@ def _compile(launch: _Launch, capability: int) -> CompiledKernel:
         triton.knobs.cache.dir = cache
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(
-            ASTSource(launch.kernel, signature, constants, attributes),
+            ASTSource(call.kernel, signature, constants, attributes),
             target=GPUTarget("cuda", capability, 32),
-            options=launch.options,
+            options={
+                "num_warps": call.num_warps,
+                "num_stages": call.num_stages,
+                "enable_fp_fusion": False,
+            },
         )
     (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
     (spills,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())

@@ -172,7 +172,8 @@ def _quantize_and_multiply(
         recipe,
         implementation=gemm.implementation,
     )
-    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, scalars.call_seed, save=save)
+    seed = scalars.later_seed(stats)
+    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, seed, save=save)
     return y, stats, residuals, saved
 
 

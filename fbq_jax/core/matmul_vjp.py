@@ -169,7 +169,8 @@ def _matmul(
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
     rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
     lhs, residual, stats = quantize_lhs(spec, rows, scalars, blocks, save=save)
-    y, saved = forward(spec, lhs, residual, w, scalars.call_seed, gemms, x=x, save=save)
+    seed = scalars.later_seed(stats)
+    y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
     return (y, stats), saved
 
 
@@ -191,7 +192,7 @@ def forward(
       lhs: the codes of X.
       residual: the residual of the rowwise codes of X, or None.
       w: the weight, as in ``matmul``.
-      seed: seeds stochastic rounding, as ``Scalars.call_seed``.
+      seed: seeds stochastic rounding of W and dY.
       gemms: runs the INT8 GEMMs.
       x: the activation, as in ``matmul``; read by unquantized GEMMs only.
       save: whether there will be a backward pass.

@@ -111,13 +111,18 @@ def quantize_lhs(
       The codes in the layouts that the INT8 GEMMs read, the residual of the rowwise
       codes, and the stats.
     """
-    recipe, seeds = spec.recipe, seeds_of(scalars.call_seed, LHS_STREAM, x)
+    recipe = spec.recipe
     colwise = recipe.drhs.quantizers[0] if save else None
-    quantize = functools.partial(_quantize, spec, x, seeds, recipe.lhs_block)
     if recipe.criterion is None:
-        lhs = quantize(rowwise=recipe.fwd.quantizers[0], colwise=colwise)
         metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-        return lhs, None, threshold.without_fallback(scalars, metric)
+        stats = threshold.without_fallback(scalars, metric)
+        seeds = seeds_of(scalars.later_seed(stats), LHS_STREAM, x)
+        rowwise = recipe.fwd.quantizers[0]
+        lhs = _quantize(
+            spec, x, seeds, recipe.lhs_block, rowwise=rowwise, colwise=colwise
+        )
+        return lhs, None, stats
+    seeds = seeds_of(scalars.call_seed, LHS_STREAM, x)
     in_blocks = colwise is not None and colwise.scales == "block"
     main, residual, metric, colwise_codes = ops.quantize_fallback(
         x,
@@ -129,7 +134,9 @@ def quantize_lhs(
         implementation=spec.implementation,
     )
     if not in_blocks:
-        colwise_codes = quantize(rowwise=None, colwise=colwise).colwise
+        colwise_codes = _quantize(
+            spec, x, seeds, recipe.lhs_block, rowwise=None, colwise=colwise
+        ).colwise
     residual, stats = threshold.apply(
         scalars,
         metric,
@@ -179,10 +186,10 @@ def seeds_of(seed: CallSeed, stream: int, x: jax.Array) -> Seeds:
     index = jnp.arange(x.shape[0], dtype=jnp.uint32)
     if not isinstance(seed, tuple):
         return fold(fold(seed, stream), index)
-    layer, calls, streams = (
+    layer, calls, not_earlier, streams = (
         jnp.broadcast_to(word, index.shape) for word in (*seed, jnp.uint32(stream))
     )
-    return layer, calls, streams, index
+    return layer, calls, not_earlier, streams, index
 
 
 def _quantize(

@@ -24,7 +24,8 @@ class State(TypedDict):
     Attributes:
       theta: float32, the threshold of the next forward; ``UNSET`` until it is known.
         Any negative value or NaN counts as ``UNSET``.
-      rate: float32, the fallback rate of the last training forward.
+      rate: float32, the fallback rate of the last training forward that could fall
+        back; 0 before.
       count: uint32, the number of training forwards.  Stored as float32, it starts
         anew after ``2**24``.
       seed: uint32, constant; seeds the noise of each call together with ``count``.
@@ -43,18 +44,31 @@ class Scalars(NamedTuple):
       theta: float32 ``[]``, the threshold of fallback, or ``UNSET``.
       seed: uint32 ``[]``, seeds the noise; of a layer with state, together with
         ``calls``.
-      calls: uint32 ``[]``, the number of training forwards of a layer with state; None
-        without state.
+      calls: uint32 ``[]``, the number of training forwards before, of a layer with
+        state; None without state.
+      rate: float32 ``[]``, the rate of the last one; None without state.
     """
 
     theta: jax.Array
     seed: jax.Array
     calls: jax.Array | None = None
+    rate: jax.Array | None = None
 
     @property
     def call_seed(self) -> CallSeed:
-        """The seed, and the number of calls if there is one, to be folded."""
-        return self.seed if self.calls is None else (self.seed, self.calls)
+        """Seeds the noise of X, whose quantization precedes ``apply``."""
+        if self.calls is None:
+            return self.seed
+        return self.seed, self.calls, jnp.uint32(0)
+
+    def later_seed(self, stats: "Stats") -> CallSeed:
+        """Seeds the other noise of the call: folded, it is ``call_seed``.
+
+        It reads the count of the stats, so that may take the old one's memory.
+        """
+        if self.calls is None:
+            return self.seed
+        return self.seed, stats.next_count, jnp.uint32(1)
 
     def on_device(self, *operands: jax.Array) -> "Scalars":
         """The scalars of a call on this device (``manual_axes.device_seed``)."""
@@ -158,7 +172,7 @@ def check_count(state: Mapping[str, Any], layer: str) -> None:
 
 def scalars_of(state: State) -> Scalars:
     """The scalars of the next call."""
-    return Scalars(state["theta"], state["seed"], state["count"])
+    return Scalars(state["theta"], state["seed"], state["count"], state["rate"])
 
 
 def call_seed(state: State) -> jax.Array:
@@ -177,8 +191,9 @@ def next_state(state: State, stats: Stats) -> State:
 
 
 def without_fallback(scalars: Scalars, metric: jax.Array) -> Stats:
-    """The stats of a call in which no block falls back and theta stays."""
-    theta, rate = scalars.theta, jnp.zeros((), jnp.float32)
+    """The stats of a call that cannot fall back: the state's theta and rate stay."""
+    theta, rate = scalars.theta, scalars.rate
+    rate = jnp.zeros((), jnp.float32) if rate is None else rate
     return Stats(rate, theta, metric, theta, _calls(scalars) + jnp.uint32(1))
 
 
@@ -227,6 +242,7 @@ def apply(
         blocks[None],
         above[None],
         _calls(scalars)[None],
+        None if scalars.rate is None else scalars.rate[None],
         target_rate=recipe.target_rate,
         alpha=recipe.alpha,
         implementation=implementation,

@@ -18,10 +18,13 @@ from fbq_jax.sharding.rule_language import ShardingRule
 _BLOCK_AXES = {1: "b", 2: "b j", 3: "b i j", 4: "b p i j", 5: "b p g i j"}
 
 
-def _rule(metric: jax.Array, *_operands: jax.Array, **_options: Any) -> ShardingRule:
+def _rule(
+    metric: jax.Array, _scales: jax.Array, *scalars: jax.Array, **_options: Any
+) -> ShardingRule:
     blocks: Any = _BLOCK_AXES[metric.ndim]
     results: Any = MovedThreshold
-    operands = blocks, blocks, "b", "b", "b", "b"
+    words = jax.tree.map(lambda _: "b", scalars)
+    operands = blocks, blocks, *words
     return ShardingRule(operands, results("b", "b", "b", "b", blocks))
 
 

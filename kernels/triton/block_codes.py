@@ -111,7 +111,9 @@ def stochastic(v, noise, at):
     group = tl.minimum(i * r // ROW_GROUP, tl.cdiv(rows, ROW_GROUP) - 1)
     first_row = tl.load(row_offsets + group) + i * r % ROW_GROUP
     seed = tl.load(seeds[0] + batch)
-    for n in tl.static_range(1, len(seeds)):
+    if len(seeds) > 1:
+        seed = _fold(seed, tl.load(seeds[1] + batch) - tl.load(seeds[2] + batch))
+    for n in tl.static_range(3, len(seeds)):
         seed = _fold(seed, tl.load(seeds[n] + batch))
     column = tl.load(column_offset) + j * c + tl.arange(0, c)[None, :]
     column_key = _fold(seed ^ 0x5851F42D, column) | 1

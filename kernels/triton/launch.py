@@ -2,22 +2,37 @@
 
 JAX lowers the calls of a program one after the other, and compiles the kernel of each.
 So that kernels compile at the same time, other threads start when the calls are traced.
+
+jax-triton's custom call has an interface that XLA leaves out of CUDA graphs.  jaxlib
+has the same call in the newer, typed interface, which XLA puts into them.  A training
+step is then one graph, and the host does not hold up small layers.
 """
 
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent import futures
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from fbq_jax.kernels.reference import Block
-from fbq_jax.kernels.rounding import Seeds
+from fbq_jax.kernels.rounding import Rounding, Seeds
 from fbq_jax.kernels.triton.outputs import BlockOutputs
+
+_TYPED_CUSTOM_CALL = "triton_kernel_call_ffi"
+_TYPED_INTERFACE = 4  # XLA's number of the version
+
+_call_p = Primitive("triton_kernel")
+_call_p.multiple_results = True
 
 
 def launch(
@@ -27,6 +42,7 @@ def launch(
     grid: tuple[int, ...],
     num_warps: int = 4,
     num_stages: int = 1,
+    in_place: Mapping[int, int] = MappingProxyType({}),
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel(*args, *outputs, **constants)`` on a grid of programs.
@@ -41,59 +57,94 @@ def launch(
       grid: the number of programs along each axis.
       num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
+      in_place: by the position of an input, that of the output that takes its memory.
       **constants: the ``tl.constexpr`` arguments of the kernel.
 
     Returns:
       The outputs.
     """
-    # Imported here because jax-triton cannot be imported without a GPU.
-    import jax_triton
-
-    call = functools.partial(
-        jax_triton.triton_call,
-        kernel=kernel,
-        out_shape=list(outputs),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        enable_fp_fusion=False,
-        **constants,
+    call = Call(
+        kernel,
+        tuple(arg if isinstance(arg, int) else None for arg in args),
+        tuple(outputs),
+        grid,
+        num_warps,
+        num_stages,
+        tuple(in_place.items()),
+        tuple(sorted(constants.items())),
     )
-    kinds = tuple(_kind(arg) for arg in (*args, *outputs))
-    options = num_warps, num_stages, *sorted(constants.items())
-    compilation = _compilations.get((kernel, kinds, options))
-    if compilation is None:
-        compilation = _threads().submit(_compile, call, _without_values(args))
-        _compilations[kernel, kinds, options] = compilation
-    return tuple(call(*args, grid=Grid(grid, compilation)))
+    arrays = [arg for arg in args if not isinstance(arg, int)]
+    compile_ahead(call, arrays)
+    return tuple(_call_p.bind(*arrays, call=call))
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """The number of programs of a kernel that another thread compiles.
-
-    jax-triton calls it when it lowers a call, just before it looks for the compiled
-    kernel.
+class Call:
+    """The call of a kernel, but for the arrays; JAX lowers equal calls once.
 
     Attributes:
-      programs: the number of programs along each axis.
-      compilation: the compilation of the kernel.
+      kernel: the kernel.
+      sizes: for each input of the kernel, the integer, or None for an array.
+      outputs: shapes and dtypes of the outputs.
+      grid: the number of programs along each axis.
+      num_warps: the number of warps per program.
+      num_stages: the depth of the pipeline of loads.
+      in_place: pairs of an input and the output that takes its memory.
+      constants: the names and values of the ``tl.constexpr`` arguments.
     """
 
-    programs: tuple[int, ...]
-    compilation: futures.Future[None] = dataclasses.field(compare=False)
+    kernel: triton.JITFunction
+    sizes: tuple[int | None, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    in_place: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[str, Any], ...]
 
-    def __call__(self, constants: dict[str, Any]) -> tuple[int, ...]:
-        """Waits for the kernel; returns the number of programs."""
-        del constants
-        # A compilation that has not started is jax-triton's. So is one that failed:
-        # jax-triton repeats it, which raises the error.
-        if not self.compilation.cancel():
-            futures.wait([self.compilation])
-        return self.programs
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Calls the kernel through jax-triton."""
+        # Imported here because jax-triton cannot be imported without a GPU.
+        import jax_triton
+
+        results: list[jax.Array] = jax_triton.triton_call(
+            *self.arguments(arrays),
+            kernel=self.kernel,
+            out_shape=list(self.outputs),
+            grid=self.grid,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            enable_fp_fusion=False,
+            input_output_aliases=dict(self.in_place),
+            **dict(self.constants),
+        )
+        return results
+
+    def arguments(self, arrays: Sequence[Any]) -> list[Any]:
+        """The inputs of the kernel: the arrays, with the integers between them."""
+        rest = iter(arrays)
+        return [next(rest) if size is None else size for size in self.sizes]
+
+    def compiled_for(self, arrays: Sequence[Any]) -> Hashable:
+        """What the compiler knows of the kernel and its arguments."""
+        args = (*self.arguments(arrays), *self.outputs)
+        kinds = tuple(
+            (arg == 1, arg.bit_length() > 31) if isinstance(arg, int) else arg.dtype
+            for arg in args
+        )
+        return self.kernel, kinds, self.num_warps, self.num_stages, self.constants
 
 
 # By what a kernel is compiled for. jax-triton keeps the kernels, by the same.
 _compilations: dict[Hashable, futures.Future[None]] = {}
+
+
+def compile_ahead(call: Call, arrays: Sequence[jax.Array]) -> None:
+    """Compiles the kernel of a call in another thread, unless that is done."""
+    key = call.compiled_for(arrays)
+    if key not in _compilations:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        _compilations[key] = _threads().submit(_compile, call, shapes)
 
 
 @functools.cache
@@ -102,35 +153,55 @@ def _threads() -> futures.Executor:
     return futures.ThreadPoolExecutor(workers, "compile-triton")
 
 
-def _kind(arg: Any) -> Hashable:
-    """What the compiler knows of an argument."""
-    if isinstance(arg, int):
-        return arg == 1, arg.bit_length() > 31
-    return arg.dtype
-
-
-def _without_values(args: Sequence[Any]) -> list[jax.ShapeDtypeStruct | int]:
-    """Replaces arrays, which may be traced, by their shapes."""
-    return [
-        arg if isinstance(arg, int) else jax.ShapeDtypeStruct(arg.shape, arg.dtype)
-        for arg in args
-    ]
-
-
-def _compile(
-    call: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct | int]
-) -> None:
+def _compile(call: Call, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
     """Compiles a kernel, by lowering a program that only calls it."""
-    sizes = {i: arg for i, arg in enumerate(args) if isinstance(arg, int)}
-    program = jax.jit(
-        functools.partial(call, grid=(1,)), static_argnums=tuple(sizes)
-    ).trace(*args)
-    program.lower(lowering_platforms=("cuda",))
+    jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
-def seed_arguments(seeds: Seeds) -> tuple[jax.Array, ...]:
-    """The four arrays of seeds; a single one takes the place of all."""
-    return seeds if isinstance(seeds, tuple) else (seeds,) * 4
+@_call_p.def_abstract_eval
+def _abstract_results(*_arrays: Any, call: Call) -> list[Any]:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in call.outputs]
+
+
+@_call_p.def_impl
+def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
+    return jax.jit(call)(*arrays)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[Any]:
+    compilation = _compilations.get(call.compiled_for(ctx.avals_in))
+    # A compilation that has not started is jax-triton's.  So is one that failed:
+    # jax-triton repeats it, which raises the error.
+    if compilation is not None and not compilation.cancel():
+        futures.wait([compilation])
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *arrays)
+    attributes = results[0].owner.attributes
+    untyped = attributes["backend_config"]
+    name = ir.StringAttr.get(getattr(call.kernel, "__name__", ""))
+    attributes["call_target_name"] = ir.StringAttr.get(_TYPED_CUSTOM_CALL)
+    attributes["backend_config"] = ir.DictAttr.get({"name": name, "opaque": untyped})
+    attributes["api_version"] = ir.IntegerAttr.get(
+        ir.IntegerType.get_signless(32), _TYPED_INTERFACE
+    )
+    return results
+
+
+mlir.register_lowering(_call_p, _lower, platform="cuda")
+
+
+def seed_arguments(
+    seeds: Seeds, *roundings: Rounding | None
+) -> tuple[tuple[jax.Array, ...], bool]:
+    """The five arrays of seeds that a kernel takes, and whether it folds them.
+
+    A single array takes the place of all.  Without stochastic rounding they are zeros,
+    so that a later kernel may overwrite the number of calls.
+    """
+    if "stochastic" not in roundings:
+        seeds = jnp.zeros_like(seeds[0] if isinstance(seeds, tuple) else seeds)
+    if isinstance(seeds, tuple):
+        return seeds, True
+    return (seeds,) * 5, False
 
 
 def launch_on_blocks(

@@ -59,7 +59,7 @@ def _quantize_blocks(
 ) -> tuple[jax.Array, ...]:
     """Returns the outputs of ``BlockOutputs.fallback``."""
     is_noisy = "stochastic" in (rowwise, colwise)
-    seed_arrays = seed_arguments(seeds)
+    seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
     out = BlockOutputs(x.shape, block, sums)
     return _launch(
         _quantize,
@@ -71,7 +71,7 @@ def _quantize_blocks(
         outputs=out.fallback(rowwise, criterion, colwise),
         many_registers=len(sums) == 2
         or (is_noisy and (criterion is not None or x.dtype.itemsize == 4)),
-        SEVERAL_SEEDS=isinstance(seeds, tuple),
+        SEVERAL_SEEDS=several,
         ROWWISE=rowwise,
         CRITERION=criterion,
         COLWISE=colwise,
@@ -108,6 +108,7 @@ def _quantize(
     theta,
     seed,
     calls,
+    not_earlier,
     stream,
     index,
     row_offsets,
@@ -135,7 +136,7 @@ def _quantize(
     COLUMN_SUMS: tl.constexpr,
 ):
     shape: tl.constexpr = (PARTS, r // PARTS, c)
-    seeds = (seed, calls, stream, index) if SEVERAL_SEEDS else (seed,)
+    seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
     rowwise = (codes, scales, sums), (residual_codes, residual_scales)
     outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)

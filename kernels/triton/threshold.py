@@ -4,6 +4,9 @@ Each program selects the residuals of some blocks.  The first program of a thres
 also counts the blocks that fall back and moves the threshold.  A quantile costs several
 passes over all metrics, but it is needed only if the threshold is unset or the fallback
 rate is outside its range.
+
+A layer's next state takes the place of its state in memory.  Otherwise XLA would copy
+it there, at one launch for each scalar.
 """
 
 import math
@@ -17,7 +20,8 @@ from fbq_jax.kernels import threshold_reference
 from fbq_jax.kernels.threshold_reference import MovedThreshold
 from fbq_jax.kernels.triton.launch import launch
 
-CHUNK = 2048  # blocks that a program processes at a time
+CHUNK = 2048  # blocks that are counted at a time
+SELECTED = 8192  # blocks of which a program selects the residuals
 UNSET = tl.constexpr(threshold_reference.UNSET)
 SMALLEST = tl.constexpr(threshold_reference.SMALLEST)
 SMALLEST_BITS = tl.constexpr(0x00800000)
@@ -31,13 +35,16 @@ def move_threshold(
     blocks: jax.Array,
     above: jax.Array,
     count: jax.Array,
+    rate: jax.Array | None = None,
     *,
     target_rate: tuple[float, float],
     alpha: float,
 ) -> MovedThreshold:
     """See ``threshold_reference.move_threshold``."""
     stack, size = metric.shape[0], math.prod(metric.shape[1:])
-    chunk = min(CHUNK, triton.next_power_of_2(size))
+    # Several programs all read theta, so none may overwrite it.
+    in_place = {} if rate is None or size > SELECTED else {2: 2, 5: 3, 6: 1}
+    selected = min(SELECTED, triton.next_power_of_2(size))
     scalar = jax.ShapeDtypeStruct((stack,), jnp.float32)
     counts = jax.ShapeDtypeStruct((stack,), jnp.uint32)
     scales = jax.ShapeDtypeStruct(metric.shape, jnp.float32)
@@ -49,11 +56,14 @@ def move_threshold(
         blocks,
         above,
         count,
+        theta if rate is None else rate,  # not read
         size,
         outputs=[scalar, scalar, scalar, counts, scales],
-        grid=(stack, triton.cdiv(size, chunk)),
+        grid=(stack, triton.cdiv(size, selected)),
         num_warps=8,
-        CHUNK=chunk,
+        in_place=in_place,
+        CHUNK=min(CHUNK, selected),
+        SELECTED=selected,
         LOW=target_rate[0],
         HIGH=target_rate[1],
         ALPHA=alpha,
@@ -69,6 +79,7 @@ def _move_threshold(
     blocks,
     above,
     counts,
+    _old_rates,
     size,
     used_theta,
     rates,
@@ -76,11 +87,12 @@ def _move_threshold(
     next_counts,
     selected_scales,
     CHUNK: tl.constexpr,
+    SELECTED: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     ALPHA: tl.constexpr,
 ):
-    """One program selects the residuals of a chunk of one threshold's blocks."""
+    """One program selects the residuals of some of one threshold's blocks."""
     stack, program = tl.program_id(0), tl.program_id(1)
     row = stack.to(tl.int64) * size
     metric += row
@@ -93,7 +105,7 @@ def _move_threshold(
         )
         used = target
     limit = tl.maximum(used, 0.0)
-    block = program * CHUNK + tl.arange(0, CHUNK)
+    block = program * SELECTED + tl.arange(0, SELECTED)
     values = tl.load(metric + block, block < size, 0.0)
     falls_back = (values > limit) & (values >= SMALLEST)
     scales = tl.load(residual_scales + row + block, block < size, 0.0)

@@ -50,8 +50,8 @@ def seeds(batch: int) -> jax.Array:
 
 
 def several_seeds(batch: int) -> tuple[jax.Array, ...]:
-    """Four seeds of each matrix, for a kernel to fold."""
-    return tuple(seeds(batch) + jnp.uint32(n) for n in range(4))
+    """Five seeds of each matrix, for a kernel to fold."""
+    return tuple(seeds(batch) + jnp.uint32(n) for n in range(5))
 
 
 def special(dtype: str, block: reference.Block) -> jax.Array:

@@ -62,11 +62,12 @@ def check(ops: types.ModuleType, name: str, size: int) -> None:
     above = jnp.full(len(THETAS), min(round(0.2 * size), size - 1), jnp.int32)
     count = jnp.arange(len(THETAS), dtype=jnp.uint32)
     operands = metric, scales, theta, blocks, above, count
-    got = ops.move_threshold(*operands, **OPTIONS)
     want = threshold_reference.move_threshold(*operands, **OPTIONS)
-    for field in ("theta", "next_count", "residual_scales"):
-        np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
-    for field in ("rate", "next_theta"):
-        np.testing.assert_allclose(
-            getattr(got, field), getattr(want, field), rtol=2e-7, atol=0.0
-        )
+    for rate in (None, jnp.full(len(THETAS), 0.5)):
+        got = ops.move_threshold(*operands, rate, **OPTIONS)
+        for field in ("theta", "next_count", "residual_scales"):
+            np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
+        for field in ("rate", "next_theta"):
+            np.testing.assert_allclose(
+                getattr(got, field), getattr(want, field), rtol=2e-7, atol=0.0
+            )

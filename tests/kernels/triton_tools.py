@@ -9,7 +9,8 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -127,11 +128,14 @@ def _interpret(
     grid: tuple[int, ...],
     num_warps: int = 4,
     num_stages: int = 1,
+    in_place: Mapping[int, int] = MappingProxyType({}),
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     del num_warps, num_stages
     inputs = [a if isinstance(a, int) else _Tensor(np.asarray(a)) for a in args]
     results = [_Tensor(np.full(o.shape, _garbage(o.dtype), o.dtype)) for o in outputs]
+    for position, output in in_place.items():
+        results[output] = inputs[position]
     with (
         _interpreting(),
         np.errstate(all="ignore"),

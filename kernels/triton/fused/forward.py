@@ -118,7 +118,7 @@ def _launch_layer(
 
     A norm saves one array, and the second one is without elements.
     """
-    seed_arrays = seed_arguments(seeds)
+    seed_arrays, several = seed_arguments(seeds, colwise)
     out = BlockOutputs(shape, block)
     results = launch(
         _quantize_layer,
@@ -139,7 +139,7 @@ def _launch_layer(
         r=block[0],
         c=block[1],
         PARTS=block[0] // (NORM_PART_ROWS if is_norm else GATE_PART_ROWS),
-        SEVERAL_SEEDS=isinstance(seeds, tuple),
+        SEVERAL_SEEDS=several,
         BITS=bits,
         CRITERION=criterion,
         COLWISE=colwise,
@@ -157,6 +157,7 @@ def _quantize_layer(
     theta,
     seed,
     calls,
+    not_earlier,
     stream,
     index,
     row_offsets,
@@ -198,7 +199,7 @@ def _quantize_layer(
     first = (first_plane_8, first_plane_4, first_plane_2, first_plane_1), first_scales
     second_planes = second_plane_8, second_plane_4, second_plane_2, second_plane_1
     packed = first, (second_planes, second_scales)
-    seeds = (seed, calls, stream, index) if SEVERAL_SEEDS else (seed,)
+    seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
     rowwise = (codes, scales, sums), (residual_codes, residual_scales)
     outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)

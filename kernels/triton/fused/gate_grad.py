@@ -45,7 +45,7 @@ def silu_gate_grad_quantize(
     batch, rows, columns = dy.shape
     shape = batch, rows, 2 * columns
     sums = options.get("sums", ())
-    seed_arrays = seed_arguments(seeds)
+    seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
     out = BlockOutputs(shape, block, sums)
     results = launch(
         _silu_gate_grad_quantize,
@@ -61,7 +61,7 @@ def silu_gate_grad_quantize(
         r=block[0],
         c=block[1],
         PARTS=block[0] // PART_ROWS,
-        SEVERAL_SEEDS=isinstance(seeds, tuple),
+        SEVERAL_SEEDS=several,
         BITS=bits,
         ROWWISE=rowwise,
         COLWISE=colwise,
@@ -86,6 +86,7 @@ def _silu_gate_grad_quantize(
     up_scales,
     seed,
     calls,
+    not_earlier,
     stream,
     index,
     row_offsets,
@@ -114,7 +115,7 @@ def _silu_gate_grad_quantize(
     gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
     up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
     factors = gate_packed, up_packed
-    seeds = (seed, calls, stream, index) if SEVERAL_SEEDS else (seed,)
+    seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
     out = codes, colwise_codes
     at, _ = locate_block(rows, groups * c, r, c)

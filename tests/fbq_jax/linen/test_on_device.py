@@ -1,12 +1,19 @@
 """A training step runs on the device: the host decides nothing in it."""
 
+import re
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, GatedMLP, NormDense, fallback_dot, fp8_dot, recipes
 from fbq_jax.bench import measure
+from fbq_jax.ops import dispatch
+from tests.gpus import h200s, needs_compiler
 
 
 def dense(dot_general):
@@ -23,9 +30,8 @@ MODULES = {
 }
 
 
-def compiled_step(module, x):
-    """The compiled gradient and state update of a module, and its arguments."""
-    variables = module.init(jax.random.key(0), x)
+def step_of(module):
+    """The gradient and the state update of a module."""
 
     def step(variables, x):
         rest = {name: value for name, value in variables.items() if name != "params"}
@@ -36,7 +42,13 @@ def compiled_step(module, x):
 
         return jax.grad(loss, has_aux=True)(variables["params"])
 
-    return jax.jit(step).lower(variables, x).compile(), variables
+    return step
+
+
+def compiled_step(module, x):
+    """The compiled step of a module, and its variables."""
+    variables = module.init(jax.random.key(0), x)
+    return jax.jit(step_of(module)).lower(variables, x).compile(), variables
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -44,6 +56,51 @@ def test_a_step_has_no_conditional(name):
     x = jnp.ones((256, 256), jnp.bfloat16)
     step, _ = compiled_step(MODULES[name], x)
     assert " conditional(" not in step.as_text()
+
+
+@pytest.fixture
+def triton_calls(monkeypatch):
+    """Traces calls of Triton kernels for an H200, without compiling the kernels."""
+    launch = pytest.importorskip("fbq_jax.kernels.triton.launch")
+    device = types.SimpleNamespace(compute_capability="9.0")
+
+    def call_anything(call, *arrays):
+        positions = [i for i, size in enumerate(call.sizes) if size is None]
+        in_place = {positions.index(i): output for i, output in call.in_place}
+        custom_call = jax.ffi.ffi_call(
+            "triton_kernel_call",
+            call.outputs,
+            input_output_aliases=in_place,
+            custom_call_api_version=2,
+            legacy_backend_config="",
+        )
+        return custom_call(*arrays)
+
+    monkeypatch.setattr(launch.Call, "__call__", call_anything)
+    monkeypatch.setattr(launch, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(dispatch, "_refusal", lambda *_: None)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("triton_calls")
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "fp8"])
+def test_a_step_on_a_gpu_is_one_graph_that_writes_state_in_place(name):
+    """XLA needs typed calls for a CUDA graph, and copies nothing of the state."""
+    module, sharding = MODULES[name], NamedSharding(h200s(1, "all"), P())
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    variables = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), variables
+    )
+    step = jax.jit(step_of(module), donate_argnums=0)
+    text = step.lower(variables, x).compile().as_text()
+    calls = [line for line in text.splitlines() if "custom_call_target=" in line]
+    assert all("API_VERSION_TYPED_FFI" in call for call in calls)
+    assert len([call for call in calls if "triton_kernel_call_ffi" in call]) >= 5
+    assert not re.findall(r".*\[\]\S* copy\(.*", text)
+    assert " while(" not in text
 
 
 @pytest.mark.gpu

@@ -171,16 +171,17 @@ def test_vmap_stacks_the_matrices_of_a_fused_op():
 
 
 def test_vmap_gives_examples_without_seeds_of_their_own_different_noise():
-    """Seeds are shared, each example's own, or its own in two of four arrays."""
+    """Seeds are shared, each example's own, or its own in two of five arrays."""
     x = jnp.broadcast_to(X, (2, *X.shape))
     layer, calls = jnp.arange(2, dtype=jnp.uint32)[:, None], jnp.full((2, 1), 7, "u4")
     op = functools.partial(ops.quantize, **BLOCK, rowwise="stochastic", colwise=None)
-    mapped = jax.jit(jax.vmap(op, (0, (0, 0, None, None))))
-    got = mapped(x, (layer, calls, SEEDS, SEEDS)).rowwise.codes
+    rest = jnp.ones(1, jnp.uint32), SEEDS, SEEDS
+    mapped = jax.jit(jax.vmap(op, (0, (0, 0, None, None, None))))
+    got = mapped(x, (layer, calls, *rest)).rowwise.codes
     for i in range(2):
-        want = jax.jit(op)(x[i], (layer[i], calls[i], SEEDS, SEEDS)).rowwise.codes
+        want = jax.jit(op)(x[i], (layer[i], calls[i], *rest)).rowwise.codes
         np.testing.assert_array_equal(got[i], want)
-    for seeds in (SEEDS, (SEEDS,) * 4):
+    for seeds in (SEEDS, (SEEDS,) * 5):
         first, second = jax.jit(jax.vmap(op, (0, None)))(x, seeds).rowwise.codes
         assert (first != second).any()
 

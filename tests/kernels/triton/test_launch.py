@@ -1,4 +1,4 @@
-"""Kernels compile in other threads, before JAX lowers their calls."""
+"""Kernels compile in other threads, and XLA may put their calls into CUDA graphs."""
 
 import sys
 import threading
@@ -12,14 +12,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from fbq_jax.kernels.triton import launch as launch_module
-from fbq_jax.kernels.triton.launch import Grid, launch
+from fbq_jax.kernels.triton.launch import Call, launch
 
 X = jnp.ones((4, 8), jnp.bfloat16)
 PROGRAMS = (3, 2)
 
 
 class Compiler:
-    """jax-triton without Triton: it compiles a kernel when a call is lowered."""
+    """jax-triton without Triton: it compiles a kernel when a call is first lowered."""
 
     def __init__(self):
         self.compiled = []  # kernel and thread
@@ -33,26 +33,36 @@ class Compiler:
         )
         mlir.register_lowering(call_p, self._lower, platform="cuda")
         self._call_p = call_p
+        self._kernels = set()
 
-    def triton_call(self, *args, kernel, out_shape, grid, **_options):
+    def triton_call(
+        self, *args, kernel, out_shape, grid, input_output_aliases, **options
+    ):
+        assert grid == PROGRAMS
         arrays = [x for x in args if not isinstance(x, int)]
+        ones = tuple(x == 1 for x in args if isinstance(x, int))
+        dtypes = tuple(x.dtype for x in arrays)
         return self._call_p.bind(
-            *arrays, kernel=kernel, outputs=tuple(out_shape), grid=grid
+            *arrays,
+            kernel=(kernel, ones, dtypes, *sorted(options.items())),
+            outputs=tuple(out_shape),
+            aliases=tuple(input_output_aliases.items()),
         )
 
-    def _lower(self, ctx, *args, kernel, outputs, grid):
-        if callable(grid):
-            grid = grid({})
-            assert grid == PROGRAMS
-        elif self.error:
-            raise self.error
-        else:
-            self.compiled.append((kernel, threading.current_thread()))
-        zeros = mlir.lower_fun(
-            lambda *_: [jnp.zeros(x.shape, x.dtype) for x in outputs],
-            multiple_results=True,
+    def _lower(self, ctx, *args, kernel, outputs, aliases):
+        del outputs
+        if kernel not in self._kernels:
+            if self.error:
+                raise self.error
+            self.compiled.append((kernel[0], threading.current_thread()))
+            self._kernels.add(kernel)
+        rule = jax.ffi.ffi_lowering(
+            "triton_kernel_call",
+            api_version=2,
+            backend_config=b"compressed",
+            operand_output_aliases=dict(aliases),
         )
-        return zeros(ctx, *args)
+        return rule(ctx, *args)
 
 
 @pytest.fixture
@@ -64,17 +74,17 @@ def compiler(monkeypatch):
     return compiler
 
 
-def call(kernel, x, size=7, **constants):
+def call(kernel, x, size=7, **options):
     """Launches a kernel."""
-    outputs = [jax.ShapeDtypeStruct(x.shape, jnp.int8)]
-    return launch(kernel, x, size, outputs=outputs, grid=PROGRAMS, **constants)[0]
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    return launch(kernel, x, size, outputs=outputs, grid=PROGRAMS, **options)[0]
 
 
 def compile_and_lower(function):
     """Traces a function, awaits the other threads, and lowers it for a GPU."""
     program = jax.jit(function).trace(X)
     futures.wait(launch_module._compilations.values())
-    program.lower(lowering_platforms=("cuda",))
+    return program.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_every_kernel_compiles_once_in_another_thread(compiler):
@@ -103,19 +113,33 @@ def test_kernels_differ_by_what_they_are_compiled_for(compiler):
 
 def test_a_failed_compilation_is_left_to_jax_triton(compiler):
     compiler.error = RuntimeError("out of registers")
-    compile_and_lower(lambda x: call("kernel", x))
+    with pytest.raises(RuntimeError, match="out of registers"):
+        compile_and_lower(lambda x: call("kernel", x))
     (compilation,) = launch_module._compilations.values()
     assert compilation.exception() is compiler.error
 
 
-def test_a_compilation_that_has_not_started_is_not_awaited():
-    compilation = futures.Future()
-    assert Grid(PROGRAMS, compilation)({}) == PROGRAMS
+def test_a_compilation_that_has_not_started_is_not_awaited(compiler):
+    program = jax.jit(lambda x: call("kernel", x))
+    key = Call("kernel", (None, 7), (X,), PROGRAMS, 4, 1, (), ()).compiled_for([X])
+    compilation = launch_module._compilations[key] = futures.Future()
+    program.trace(X).lower(lowering_platforms=("cuda",))
     assert compilation.cancelled()
+    assert [thread for _, thread in compiler.compiled] == [threading.current_thread()]
 
 
-def test_grids_are_equal_whoever_compiles():
-    """So that JAX lowers identical calls once."""
-    grid, other = (Grid(PROGRAMS, futures.Future()) for _ in range(2))
-    assert grid == other
-    assert hash(grid) == hash(other)
+def test_identical_calls_are_equal():
+    """So that JAX lowers them once."""
+    call, other = (Call("k", (None,), (), PROGRAMS, 4, 1, (), ()) for _ in range(2))
+    assert call == other
+    assert hash(call) == hash(other)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_calls_have_the_interface_that_cuda_graphs_need():
+    text = compile_and_lower(lambda x: call("kernel", x, in_place={0: 0}))
+    (line,) = (line for line in text.splitlines() if "custom_call" in line)
+    assert "@triton_kernel_call_ffi(" in line
+    assert "api_version = 4" in line
+    assert 'opaque = "compressed"' in line
+    assert "output_operand_aliases" in line

@@ -10,7 +10,7 @@ from tests.kernels import threshold_cases, triton_tools
 
 
 @pytest.mark.parametrize("name", threshold_cases.METRICS)
-@pytest.mark.parametrize("size", [1, 64, 3000])
+@pytest.mark.parametrize("size", [1, 64, 3000, 9000])
 def test_matches_the_reference(name, size):
     threshold_cases.check(triton_tools.interpreted("threshold"), name, size)
 
