@@ -59,6 +59,7 @@ def rows(
     first_calls = {
         stack: _first_calls(stack, shapes[0], implementation)
         for stack in (bf16, *stacks)
+        if stack is bf16 or stack.recipe is not None
     }
     libraries = list(layers.installed_int8_libraries(depth))
     measured = {
