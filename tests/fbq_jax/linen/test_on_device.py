@@ -83,24 +83,53 @@ def triton_calls(monkeypatch):
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
 
 
+def compile_for_h200(step, module, x_shape):
+    """The HLO of a step ``(variables, x)`` that donates the variables."""
+    sharding = NamedSharding(h200s(1, "all"), P())
+    x = jax.ShapeDtypeStruct(x_shape, jnp.bfloat16, sharding=sharding)
+    row = jax.ShapeDtypeStruct((1, x_shape[-1]), jnp.bfloat16)
+    variables = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+        jax.eval_shape(module.init, jax.random.key(0), row),
+    )
+    return jax.jit(step, donate_argnums=0).lower(variables, x).compile().as_text()
+
+
+def triton_kernels(text):
+    """The number of calls of Triton kernels, which all are fit for a CUDA graph."""
+    calls = [line for line in text.splitlines() if "custom_call_target=" in line]
+    assert all("API_VERSION_TYPED_FFI" in call for call in calls)
+    return len([call for call in calls if '"triton_kernel_call_ffi"' in call])
+
+
 @needs_compiler
 @pytest.mark.usefixtures("triton_calls")
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "fp8"])
 def test_a_step_on_a_gpu_is_one_graph_that_writes_state_in_place(name):
     """XLA needs typed calls for a CUDA graph, and copies nothing of the state."""
-    module, sharding = MODULES[name], NamedSharding(h200s(1, "all"), P())
-    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding)
-    variables = jax.eval_shape(module.init, jax.random.key(0), x)
-    variables = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), variables
-    )
-    step = jax.jit(step_of(module), donate_argnums=0)
-    text = step.lower(variables, x).compile().as_text()
-    calls = [line for line in text.splitlines() if "custom_call_target=" in line]
-    assert all("API_VERSION_TYPED_FFI" in call for call in calls)
-    assert len([call for call in calls if "triton_kernel_call_ffi" in call]) >= 5
+    module = MODULES[name]
+    text = compile_for_h200(step_of(module), module, (256, 256))
+    assert triton_kernels(text) >= 5
     assert not re.findall(r".*\[\]\S* copy\(.*", text)
     assert " while(" not in text
+
+
+@needs_compiler
+@pytest.mark.usefixtures("triton_calls")
+def test_unrolled_microbatches_quantize_a_weight_once():
+    module, microbatches = MODULES["dense"], 3
+
+    def step(variables, x):
+        grads = jax.tree.map(jnp.zeros_like, variables["params"])
+        for microbatch in x:
+            new, state = step_of(module)(variables, microbatch)
+            grads = jax.tree.map(jnp.add, grads, new)
+            variables = {**variables, **state}
+        return grads, variables
+
+    text = compile_for_h200(step, module, (microbatches, 256, 256))
+    # X, the threshold, the steps, dY and two products; and W.
+    assert triton_kernels(text) == 6 * microbatches + 1
 
 
 @pytest.mark.gpu
