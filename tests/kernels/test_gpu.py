@@ -180,6 +180,11 @@ def test_gate_gradients(quantization, case):
     fused_cases.check_grad(quantization, *case)
 
 
+@pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
+def test_large_metrics(quantization, criterion):
+    quantize_cases.check_large_metrics(quantization, criterion)
+
+
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_values_of_fused_quantization(quantization, dtype):
     fused_cases.check_special(quantization, dtype)
