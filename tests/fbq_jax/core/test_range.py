@@ -75,7 +75,7 @@ def check(got, lhs, rhs):
             size += np.abs(x) @ np.abs(w)
             for k in range(0, SIDE, BLOCK):  # the scales are constant along a block
                 scale = x_scale[:, :, k, None] * w_scale[:, None, k]
-                lost += BLOCK * 2.0**-112 * ((0 < scale) & (scale < 2.0**-126))
+                lost += BLOCK * 2.0**-112 * ((scale > 0) & (scale < 2.0**-126))
                 overflows += scale >= 2.0**128 * (1 - 2.0**-25)
     finite = np.isfinite(got)
     bound = (len(lhs) * SIDE // BLOCK + 3) * 2.0**-24 * size + lost + 2.0**-126
