@@ -27,8 +27,8 @@ product of the scales is a normal float if the product ``a`` of both blocks' ``a
 at least ``2**-112`` and below ``2**141``.  Below, a device may flush the product of the
 scales to 0, or keep fewer of its bits, and each product of two elements loses at most
 ``2**-112``.  Above, the product of the scales is Inf, and so the sum is Inf or, if a
-product of codes is 0, NaN.  A kernel with running sums in float32 (Mosaic's, for outputs
-of 16 bits) reaches Inf or NaN from ``a = 2**118`` on.
+product of codes is 0, NaN.  A kernel with running sums in float32 (that of Mosaic, for
+outputs of 16 bits) reaches Inf or NaN from ``a = 2**118`` on.
 
 Every implementation gives the same codes and scales, bit for bit, on every device.  Two
 rules in this code ensure that.  A product is clipped before something is added to it,
