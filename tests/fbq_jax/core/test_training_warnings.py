@@ -283,6 +283,50 @@ def test_mapped_layers_with_one_rng_have_their_own_seeds():
     assert np.all(seeds < 2**24)
 
 
+class Stack(nn.Module):
+    split: bool
+
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0, "fallback": 0},
+            split_rngs={"params": self.split},
+            length=3,
+        )
+        return stack(nn.Dense(64, dot_general=FallbackDot(RECIPE)), x, None)[0]
+
+
+def test_scanned_layers_with_one_seed():
+    x = jnp.ones((64, 64))
+    own, one = (Stack(split).init(jax.random.key(0), x) for split in (True, False))
+    fallback_stats(own)
+    layer_names.clear()
+    jax.eval_shape(fallback_stats, one)
+    fallback_stats(jax.eval_shape(lambda: one))
+    with pytest.warns(UserWarning, match=r"stack 'Dense_0' share a seed.*split_rngs="):
+        fallback_stats(one)
+    fallback_stats(one)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_stacked_nnx_layers_with_one_seed(split):
+    def make(rngs):
+        dot = fbq_jax.nnx.FallbackDot(RECIPE, rngs=rngs)
+        return nnx.Linear(64, 64, dot_general=dot, rngs=rngs)
+
+    if split:
+        make = nnx.split_rngs(splits=3)(nnx.vmap(make, in_axes=0, axis_size=3))
+    else:
+        make = nnx.vmap(make, in_axes=None, axis_size=3)
+    layers = make(nnx.Rngs(0))
+    if split:
+        fbq_jax.nnx.fallback_stats(layers)
+        return
+    with pytest.warns(UserWarning, match=r"share a seed.*nnx\.split_rngs"):
+        fbq_jax.nnx.fallback_stats(layers)
+
+
 def test_no_warning_is_left_over():
     """Training as documented is silent."""
     layer = LAYERS["Dense"]
