@@ -98,7 +98,10 @@ def warn_first(cause: Hashable, text: str) -> None:
 
 def is_first(cause: Hashable) -> bool:
     """Whether a cause occurs for the first time."""
-    return _warned.setdefault(cause, seen := set()) is seen
+    if cause in _warned:
+        return False
+    _warned[cause] = set()
+    return True
 
 
 def clear() -> None:
