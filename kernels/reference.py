@@ -24,9 +24,9 @@ Two kinds of blocks are special:
 
 A GEMM multiplies two scales in float32 before it scales a product of codes.  The
 product of the scales is a normal float if the product ``a`` of both blocks' ``amax`` is
-at least ``2**-112`` and below ``2**141``.  Below, a device may flush the product of the
-scales to 0, or keep fewer of its bits, and each product of two elements loses at most
-``2**-112``.  Above, the product of the scales is Inf, and so the sum is Inf or, if a
+at least ``2**-112`` and below ``2**141``.  Below, CPUs take the product of the scales
+for 0, and each product of two elements loses at most ``2**-112``; GPUs keep fewer bits
+of it, and lose at most ``2**-136``.  Above, the product of the scales is Inf, and so the sum is Inf or, if a
 product of codes is 0, NaN.  A kernel with running sums in float32 (that of Mosaic, for
 outputs of 16 bits) reaches Inf or NaN from ``a = 2**118`` on.
 

@@ -78,6 +78,11 @@ def test_matmul_outlier_scale(matmul):
     gemm_cases.check_outlier_scale(matmul)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matmul_extreme_scales(matmul, dtype):
+    gemm_cases.check_extreme_scales(matmul, dtype)
+
+
 def test_matmul_nan_scales(matmul):
     gemm_cases.check_nan_scales(matmul, (128, 128, 128))
 
