@@ -26,9 +26,9 @@ A GEMM multiplies two scales in float32 before it scales a product of codes.  Th
 product of the scales is a normal float if the product ``a`` of both blocks' ``amax`` is
 at least ``2**-112`` and below ``2**141``.  Below, CPUs take the product of the scales
 for 0, and each product of two elements loses at most ``2**-112``; GPUs keep fewer bits
-of it, and lose at most ``2**-136``.  Above, the product of the scales is Inf, and so the sum is Inf or, if a
-product of codes is 0, NaN.  A kernel with running sums in float32 (that of Mosaic, for
-outputs of 16 bits) reaches Inf or NaN from ``a = 2**118`` on.
+of it, and lose at most ``2**-136``.  Above, the product of the scales is Inf, and so
+the sum is Inf or, if a product of codes is 0, NaN.  A kernel with running sums in
+float32 (that of Mosaic, for outputs of 16 bits) reaches Inf or NaN from ``a = 2**118``.
 
 Every implementation gives the same codes and scales, bit for bit, on every device.  Two
 rules in this code ensure that.  A product is clipped before something is added to it,
