@@ -22,10 +22,21 @@ Two kinds of blocks are special:
   from it.  Quantization never hides a diverged run.  The codes have no meaning (here
   they are 0).
 
+A GEMM multiplies two scales in float32 before it scales a product of codes.  The
+product of the scales is a normal float if the product ``a`` of both blocks' ``amax`` is
+at least ``2**-112`` and below ``2**141``.  Below, CPUs take the product of the scales
+for 0, and each product of two elements loses at most ``2**-112``; GPUs keep fewer bits
+of it, and lose at most ``2**-136``.  Above, the product of the scales is Inf, and so
+the sum is Inf or, if a product of codes is 0, NaN.  A kernel with running sums in
+float32 (that of Mosaic, for outputs of 16 bits) reaches Inf or NaN from ``a = 2**118``.
+
 Every implementation gives the same codes and scales, bit for bit, on every device.  Two
 rules in this code ensure that.  A product is clipped before something is added to it,
 because a compiler could otherwise fuse both operations into one rounding.  Quotients
-come from ``scales.divide``, because XLA does not round them correctly.
+come from ``scales.divide``, because XLA does not round them correctly.  There is one
+exception: on CPUs, XLA takes subnormal values, below ``2**-126``, for 0.  Noise can
+round them up on GPUs in a block whose ``amax`` is below ``2**-103``; in others, they
+are too small for that, and without noise in all.
 """
 
 import functools
@@ -42,6 +53,9 @@ from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 Block = tuple[int, int]
 Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+
+LARGE = 2.0**88  # The metrics of blocks with a larger scale sum their values times
+SHRINK = 2.0**-32  # this power of two, lest a sum overflow.
 
 MAX_INT32_K = 2**17  # The longest K of exact products: 127 * 127 * K fits into int32.
 
@@ -250,7 +264,8 @@ def quantize_fallback(
     a block:
 
     - ``absmax``: ``max |x|``;
-    - ``l1``: ``sum |x - scale * codes|``, the error of plain INT8;
+    - ``l1``: ``sum |x - scale * codes|``, the error of plain INT8, or the largest
+      float if that is smaller;
     - ``l1_rel``: that error divided by ``sum |x|``, and 0 for an all-zero block.
 
     A block with a NaN or an Inf has metric NaN and never falls back.
@@ -441,11 +456,21 @@ def _metric(
     if criterion == "absmax":
         metric = find_amax(tiles, (2, 4))
     else:
-        metric = jnp.sum(jnp.abs(residual), axis=(2, 4))
+        metric = _sum_abs(residual, scales)
         if criterion == "l1_rel":
-            total = jnp.sum(jnp.abs(tiles), axis=(2, 4))
+            total = _sum_abs(tiles, scales)
             metric = metric / jnp.where(total > 0.0, total, 1.0)
+        else:
+            grow = jnp.where(scales > LARGE, 1 / SHRINK, 1.0)
+            metric = jnp.minimum(metric * grow, jnp.finfo(jnp.float32).max)
     return jnp.where(jnp.isfinite(scales), metric, jnp.nan)
+
+
+def _sum_abs(tiles: jax.Array, scales: jax.Array) -> jax.Array:
+    """``sum |x|`` of each block, times ``SHRINK`` if the block's scale is large."""
+    small = jnp.sum(jnp.abs(tiles), axis=(2, 4))
+    large = jnp.sum(jnp.abs(tiles * SHRINK), axis=(2, 4))
+    return jnp.where(scales > LARGE, large, small)
 
 
 def dequantize(x: Quantized, block: Block) -> jax.Array:

@@ -76,7 +76,7 @@ def quantize_fallback(x, theta, block, criterion="absmax"):
         total = np.abs(x[where]).sum(dtype=np.float64)
         metric[index] = {
             "absmax": np.abs(x[where]).max(),
-            "l1": l1,
+            "l1": min(l1, float(np.finfo(np.float32).max)),
             "l1_rel": l1 / total if total else 0.0,
         }[criterion]
         if not metric[index] > theta:

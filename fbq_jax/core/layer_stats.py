@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from flax import struct
 
+from fbq_jax.sharding.layer_names import is_first, warn_first
+
 SLOT = "dot_general"
 """The name under which a layer keeps its state."""
 ROOT = "(root)"
@@ -46,8 +48,41 @@ def fallback_stats(
     >>> fallback_stats({"fallback": {"Dense_0": {"dot_general": state}}})
     {'Dense_0': LayerStats(rate=0.25, theta=2.0, count=7)}
     """
-    states = _walk(variables.get(collection, {}), ())
-    return {layer_path(path): stats for path, stats in states}
+    states = {layer_path(p): s for p, s in _walk(variables.get(collection, {}), ())}
+    return {layer: stats_of(layer, state) for layer, state in states.items()}
+
+
+def stats_of(layer: str, state: Mapping[str, Any]) -> LayerStats:
+    """The stats of a layer's state.
+
+    Warns, once, if the layers of a stack have one seed.  Inside ``nn.scan`` a layer
+    cannot know that, nor its index.
+
+    Args:
+      layer: the layer's path.
+      state: a ``fbq_jax.core.threshold.State``, whose arrays may be traced.
+    """
+    seed = state.get("seed")
+    # Reading seeds waits for the device, so it happens once.
+    if _is_stack(seed) and is_first(("seeds", layer)) and not _differ(seed):
+        warn_first(
+            "equal seeds",
+            f"the layers of the stack {layer!r} share a seed, so all have the same "
+            'noise: initialize them with split_rngs={"params": True} in nn.scan, or in '
+            "NNX with rngs that nnx.split_rngs has split",
+        )
+    return LayerStats(state["rate"], state["theta"], state["count"])
+
+
+def _is_stack(seed: Any) -> bool:
+    """Whether these are the seeds of several layers, with values on this host."""
+    if isinstance(seed, jax.core.Tracer) or not isinstance(seed, jax.Array):
+        return isinstance(seed, np.ndarray) and seed.ndim > 0
+    return seed.ndim > 0 and seed.is_fully_addressable
+
+
+def _differ(seeds: Any) -> bool:
+    return len(np.unique(seeds)) == np.size(seeds)
 
 
 def layer_path(path: Sequence[Any]) -> str:
@@ -72,11 +107,11 @@ def mean_rate(
 
 def _walk(
     node: Any, path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], LayerStats]]:
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
     if not isinstance(node, Mapping):
         return
     if is_state(node):
-        yield path, LayerStats(node["rate"], node["theta"], node["count"])
+        yield path, node
         return
     for name, child in node.items():
         yield from _walk(child, (*path, name))

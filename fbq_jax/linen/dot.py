@@ -51,6 +51,10 @@ class FallbackDot(RaggedDotGeneral):
     quantile of lhs' own blocks, every call draws the same noise, and a gradient of the
     weight warns once.
 
+    Each product of a module has its own state.  States follow the order of calls: a
+    module that leaves a product out, or whose methods run alone, takes another one's.
+    Layers such as ``nn.Dense`` have one product each.
+
     Under ``nn.vmap`` every example has its own noise.  Under ``nn.scan`` the layers of
     a stack have their own noise if ``split_rngs={"params": True}``.  Inside
     ``shard_map`` and ``pmap`` each device draws its own noise and moves its own

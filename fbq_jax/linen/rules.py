@@ -38,7 +38,8 @@ class RulesDot(RaggedDotGeneral):
     The first rule that matches the path of a layer (``fbq_jax.recipes.path_rules``)
     sets its recipe.  The layer then computes, and keeps its state, as with
     ``FallbackDot(recipe)``.  A layer stays unquantized and has no state if its rule is
-    None or no rule matches.
+    None or no rule matches.  Several products of one module have its path in common,
+    and so its rule.
 
     Attributes:
       rules: a mapping from patterns to recipes, tried in order.

@@ -20,6 +20,7 @@ from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
+from fbq_jax.nnx.callers import warn_if_shared
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
@@ -185,6 +186,8 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     def check_moves(self, weight: Tree) -> Tree:
         """The layer's weight; its gradient warns if its noise repeats.
 
+        Two layers that train with this op are warned about as well.
+
         Args:
           weight: float arrays.
 
@@ -196,6 +199,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         name = self.path.name or current_layer() or "an nnx.FallbackDot"
         if not self.use_running_average:
             threshold.check_count(self.state(), name)
+            warn_if_shared(self)
         if not needs_state(self.recipe):
             return weight
         if self.use_running_average:
@@ -257,6 +261,11 @@ class FallbackOp(nnx.Module):
     ):
         self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
 
+    def check_unshared(self) -> None:
+        """Warns, once, if another layer trains with this op."""
+        if not self.dot_general.use_running_average:
+            warn_if_shared(self)
+
 
 class FallbackEinsum(QuantizedEinsum, FallbackOp):
     """A quantized ``jnp.einsum`` for one ``nnx.Einsum``, which holds its state.
@@ -269,6 +278,13 @@ class FallbackEinsum(QuantizedEinsum, FallbackOp):
     >>> nnx.eval_shape(lambda layer: layer(jnp.ones((5, 8))), layer).shape
     (2, 5, 4)
     """
+
+    def __call__(
+        self, subscripts: str, /, *operands: jax.Array, **kwargs: Any
+    ) -> jax.Array:
+        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
+        self.check_unshared()
+        return super().__call__(subscripts, *operands, **kwargs)
 
 
 class FallbackConv(FallbackOp):
@@ -288,6 +304,7 @@ class FallbackConv(FallbackOp):
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any
     ) -> jax.Array:
         """``lax.conv_general_dilated(lhs, rhs, ...)``, quantized."""
+        self.check_unshared()
         return conv_general_dilated(self.dot_general, lhs, rhs, *args, **kwargs)
 
 

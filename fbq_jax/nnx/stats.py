@@ -6,7 +6,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 from fbq_jax.core import layer_stats
-from fbq_jax.core.layer_stats import ROOT, LayerStats
+from fbq_jax.core.layer_stats import ROOT, LayerStats, stats_of
 from fbq_jax.nnx.naming import dots_by_path
 from fbq_jax.nnx.sharing import check_unshared
 
@@ -27,10 +27,7 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
     """
     check_unshared(model)
     states = {path: dot.state() for path, dot in dots_by_path(model).items()}
-    stats = {
-        path: LayerStats(state["rate"], state["theta"], state["count"])
-        for path, state in states.items()
-    }
+    stats = {path: stats_of(path, state) for path, state in states.items()}
     return stats | dict(_linen_stats(model))
 
 

@@ -92,9 +92,16 @@ def warn_first(cause: Hashable, text: str) -> None:
       cause: identifies the cause; equal for warnings about the same thing.
       text: the text of the warning, which may name the first layer.
     """
-    if cause not in _warned:
-        _warned[cause] = set()
+    if is_first(cause):
         warnings.warn(text, stacklevel=2)
+
+
+def is_first(cause: Hashable) -> bool:
+    """Whether a cause occurs for the first time."""
+    if cause in _warned:
+        return False
+    _warned[cause] = set()
+    return True
 
 
 def clear() -> None:

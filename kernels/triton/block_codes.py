@@ -7,9 +7,12 @@ elements until they are stored.
 import triton
 import triton.language as tl
 
-from fbq_jax.kernels import rounding, scales
+from fbq_jax.kernels import reference, rounding, scales
 
 TINY = tl.constexpr(scales.TINY)
+LARGE = tl.constexpr(reference.LARGE)
+SHRINK = tl.constexpr(reference.SHRINK)
+LARGEST = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 ROW_GROUP = tl.constexpr(rounding.ROW_GROUP)
 # Adding it to a float32 below 2**22 rounds that float to an integer, in the low bits of
 # the sum.
@@ -179,9 +182,15 @@ def residual_of(tiles, rounded, scale):
 
 
 @triton.jit
-def sum_abs(tiles):
-    """``sum |x|``."""
-    x = [tl.abs(widen(tile)) for tile in tiles]
+def shrink_of(scale):
+    """The power of two by which a block's metric multiplies values before it sums."""
+    return tl.where(scale > LARGE, SHRINK, 1.0)
+
+
+@triton.jit
+def sum_abs(tiles, shrink):
+    """``sum |x| * shrink``."""
+    x = [tl.abs(widen(tile)) * shrink for tile in tiles]
     return tl.sum(x[0] + x[1] + x[2] + x[3])
 
 
@@ -190,7 +199,7 @@ def metric_of(scaling, sums, CRITERION: tl.constexpr):
     """The metric of ``reference.quantize_fallback``.
 
     ``scaling`` is ``(amax, scale, inverse)``; ``sums`` are ``sum |x - scale * codes|``
-    and ``sum |x|``.
+    and ``sum |x|``, both times ``shrink_of(scale)``.
     """
     amax, scale, _ = scaling
     error, total = sums
@@ -200,4 +209,7 @@ def metric_of(scaling, sums, CRITERION: tl.constexpr):
         value = tl.where(scale * 127.0 < float("inf"), error, 0.0)
         if CRITERION == "l1_rel":
             value = value / tl.where(total > 0.0, total, 1.0)
+        else:
+            grow = tl.where(scale > LARGE, 1 / SHRINK, 1.0)
+            value = tl.minimum(value * grow, LARGEST)
     return tl.where(amax < float("inf"), value, float("nan"))

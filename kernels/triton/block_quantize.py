@@ -30,6 +30,7 @@ from fbq_jax.kernels.triton.block_codes import (
     nearest,
     residual_of,
     scale_and_inverse,
+    shrink_of,
     stochastic,
     sum_abs,
 )
@@ -64,9 +65,10 @@ def quantize_parts(
     ``outputs`` are the rowwise and the colwise codes.
 
     Returns:
-      ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``, each 0 if the
-      criterion does not need it.  And ``sum |codes|``, each 0 if it is not wanted: the
-      largest of a row, and an upper bound of those of columns, exact for one part.
+      ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``, both times
+      ``shrink_of(scale)``, each 0 if the criterion does not need it.  And
+      ``sum |codes|``, each 0 if it is not wanted: the largest of a row, and an upper
+      bound of those of columns, exact for one part.
     """
     PARTS: tl.constexpr = shape[0]
     r: tl.constexpr = shape[1]
@@ -84,9 +86,9 @@ def quantize_parts(
         row_sum = tl.maximum(row_sum, part_sums[0])
         column_sum += part_sums[1]
         if CRITERION == "l1" or CRITERION == "l1_rel":
-            error += sum_abs(residual_of(tiles, nearest(v), scale))
+            error += sum_abs(residual_of(tiles, nearest(v), scale), shrink_of(scale))
         if CRITERION == "l1_rel":
-            total += sum_abs(tiles)
+            total += sum_abs(tiles, shrink_of(scale))
     return error, total, (row_sum, column_sum)
 
 

@@ -166,6 +166,30 @@ def check_nan_scales(matmul, block_shape: tuple[int, int, int]) -> None:
     np.testing.assert_array_equal(np.isnan(y), expected)
 
 
+def check_extreme_scales(matmul, dtype) -> None:
+    """Products of scales far below and above float32's range, and just inside it."""
+    K, blocks = 512, (128, 128, 128)
+    lhs, _, rhs = operands(Case((1, 128, K, 128), blocks, None))
+    for exponent in (-146, -134, -124, 0, 101, 110, 130):
+        half = exponent // 2
+        x = lhs._replace(scales=lhs.scales * 2.0**half)
+        w = rhs._replace(scales=rhs.scales * 2.0 ** (exponent - half))
+        y = np.asarray(matmul(x, None, w, block_shape=blocks, dtype=dtype), np.float64)
+        expected = exact(x, None, w, blocks)
+        sizes = (term._replace(codes=jnp.abs(term.codes)) for term in (x, w))
+        x_size, w_size = sizes
+        bound = 2.0**-22 * exact(x_size, None, w_size, blocks)
+        if dtype != jnp.float32:  # sums may be running ones
+            bound += np.abs(expected) * float(jnp.finfo(dtype).eps)
+            bound += 4.0 * 2.0**exponent
+        if exponent < -124:  # a device may take a subnormal product of scales for 0
+            bound += K * 127.0**2 * 2.0**-126
+        finite = np.isfinite(y)
+        assert np.all((np.abs(y - expected) <= bound)[finite])
+        assert finite.all() or exponent > 101
+        assert not finite.any() or exponent < 130
+
+
 def check_extreme_codes(matmul, k: int, K: int = 140_032) -> None:
     """The largest and the smallest sums, by default over a K that overflows int32."""
     codes = jnp.full((1, 2, K), 127, jnp.int8)

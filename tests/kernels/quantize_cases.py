@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbq_jax.kernels import reference, rounding
+from tests import oracle
 from tests.kernels.test_reference import heavy
 
 # shape, dtype, block, rowwise, colwise.
@@ -136,6 +137,22 @@ def check_special(ops: types.ModuleType, dtype: str) -> None:
     check_quantize(ops, x, block, "stochastic", "nearest")
     criterion = "l1_rel" if dtype == "float32" else "absmax"
     check_fallback(ops, x, block, criterion, (0.0,), None)
+
+
+def check_large_metrics(ops: types.ModuleType, criterion: reference.Criterion) -> None:
+    """Sums of magnitudes beyond float32's give a finite metric."""
+    block, largest = (64, 64), float(np.finfo(np.float32).max)
+    tops = [1.0, 1e30, 1e36, 1e37, 1e38, 0.99 * largest]
+    blocks = np.tanh(np.array(heavy((len(tops), *block)), np.float64))
+    blocks *= np.reshape(tops, (-1, 1, 1)) / np.abs(blocks).max((1, 2), keepdims=True)
+    x = np.concatenate([*blocks.astype(np.float32)], 1)
+    *_, exact = oracle.quantize_fallback(x, 0.0, block, criterion)
+    theta, options = jnp.zeros(1), {"block": block, "colwise": None}
+    got = ops.quantize_fallback(
+        jnp.asarray(x)[None], theta, seeds(1), criterion=criterion, **options
+    )
+    np.testing.assert_allclose(got.metric[0], exact, rtol=2e-6)
+    assert np.all(np.asarray(got.residual.scales) > 0.0)
 
 
 def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.scales import TINY
+from tests.kernels import quantize_cases
 
 BLOCK = (32, 32)
 EXPONENTS = [
@@ -50,3 +51,8 @@ def test_smaller_blocks_are_zero(amax):
     main = quantize(jnp.full((1, 32, 32), amax), jnp.zeros(1, jnp.uint32)).rowwise
     assert not np.any(main.codes)
     assert not np.any(main.scales)
+
+
+@pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
+def test_large_metrics(criterion):
+    quantize_cases.check_large_metrics(reference, criterion)

@@ -78,6 +78,11 @@ def test_matmul_outlier_scale(matmul):
     gemm_cases.check_outlier_scale(matmul)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matmul_extreme_scales(matmul, dtype):
+    gemm_cases.check_extreme_scales(matmul, dtype)
+
+
 def test_matmul_nan_scales(matmul):
     gemm_cases.check_nan_scales(matmul, (128, 128, 128))
 
@@ -178,6 +183,11 @@ def test_fused_quantization(quantization, case):
 @pytest.mark.parametrize("case", fused_cases.GRAD)
 def test_gate_gradients(quantization, case):
     fused_cases.check_grad(quantization, *case)
+
+
+@pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
+def test_large_metrics(quantization, criterion):
+    quantize_cases.check_large_metrics(quantization, criterion)
 
 
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)

@@ -155,6 +155,61 @@ def test_nnx_evaluation_mode_in_training():
         nnx_grad(block)
 
 
+def trained_with_one(op_type):
+    """Makes two layers of each kind that share one op."""
+    op, rngs = op_type(RECIPE, rngs=nnx.Rngs(1)), nnx.Rngs(0)
+    match op:
+        case fbq_jax.nnx.FallbackEinsum():
+            make = functools.partial(nnx.Einsum, "ij,jk->ik", (64, 64), einsum_op=op)
+        case fbq_jax.nnx.FallbackConv():
+            make = functools.partial(nnx.Conv, 64, 64, (1,), conv_general_dilated=op)
+        case _:
+            make = functools.partial(nnx.Linear, 64, 64, dot_general=op)
+    return make(rngs=rngs), make(rngs=rngs)
+
+
+@pytest.mark.parametrize("name", ["FallbackDot", "FallbackEinsum", "FallbackConv"])
+@pytest.mark.parametrize("lift", [lambda f, *args: f(*args), nnx.jit, nnx.remat])
+def test_nnx_layers_that_train_with_one_op(name, lift):
+    first, second = trained_with_one(getattr(fbq_jax.nnx, name))
+
+    def run(*layers):
+        return functools.reduce(lambda x, layer: layer(x), layers, X)
+
+    if lift in (nnx.jit, nnx.remat):
+        run = lift(run)
+    for layer in (first, second):
+        layer.eval()
+    run(first, second)
+    for layer in (first, second):
+        layer.train()
+    run(first, first)  # one layer, called twice
+    with pytest.warns(UserWarning, match=rf"train with one {name}.*its own {name}\("):
+        run(first, second)
+    run(first, second)
+
+
+def test_nnx_attention_with_one_op():
+    attention = nnx.MultiHeadAttention(
+        4,
+        64,
+        decode=False,
+        qkv_dot_general=fbq_jax.nnx.FallbackDot(RECIPE, rngs=nnx.Rngs(1)),
+        rngs=nnx.Rngs(0),
+    )
+    with pytest.warns(UserWarning, match="a LinearGeneral and a LinearGeneral train"):
+        nnx.eval_shape(lambda attention: attention(X), attention)
+
+
+def test_an_nnx_op_that_moves_to_another_layer_is_not_shared():
+    dot = fbq_jax.nnx.FallbackDot(RECIPE, rngs=nnx.Rngs(1))
+    first, second = nnx_layer(dot), nnx_layer(jax.lax.dot_general)
+    first(X)
+    first.dot_general = nnx.static(jax.lax.dot_general)
+    second.dot_general = nnx.data(dot)
+    second(X)
+
+
 def test_a_warning_changes_no_value():
     def grads(x, w):
         return jax.grad(summed(dot), (0, 1))(x, w)
@@ -226,6 +281,50 @@ def test_mapped_layers_with_one_rng_have_their_own_seeds():
     seeds = variables["fallback"]["dot_general"]["seed"]
     assert len(np.unique(seeds)) == 3
     assert np.all(seeds < 2**24)
+
+
+class Stack(nn.Module):
+    split: bool
+
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0, "fallback": 0},
+            split_rngs={"params": self.split},
+            length=3,
+        )
+        return stack(nn.Dense(64, dot_general=FallbackDot(RECIPE)), x, None)[0]
+
+
+def test_scanned_layers_with_one_seed():
+    x = jnp.ones((64, 64))
+    own, one = (Stack(split).init(jax.random.key(0), x) for split in (True, False))
+    fallback_stats(own)
+    layer_names.clear()
+    jax.eval_shape(fallback_stats, one)
+    fallback_stats(jax.eval_shape(lambda: one))
+    with pytest.warns(UserWarning, match=r"stack 'Dense_0' share a seed.*split_rngs="):
+        fallback_stats(one)
+    fallback_stats(one)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_stacked_nnx_layers_with_one_seed(split):
+    def make(rngs):
+        dot = fbq_jax.nnx.FallbackDot(RECIPE, rngs=rngs)
+        return nnx.Linear(64, 64, dot_general=dot, rngs=rngs)
+
+    if split:
+        make = nnx.split_rngs(splits=3)(nnx.vmap(make, in_axes=0, axis_size=3))
+    else:
+        make = nnx.vmap(make, in_axes=None, axis_size=3)
+    layers = make(nnx.Rngs(0))
+    if split:
+        fbq_jax.nnx.fallback_stats(layers)
+        return
+    with pytest.warns(UserWarning, match=r"share a seed.*nnx\.split_rngs"):
+        fbq_jax.nnx.fallback_stats(layers)
 
 
 def test_no_warning_is_left_over():

@@ -1,6 +1,8 @@
 """State and injection in Flax Linen, under each transformation."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax
 import jax
@@ -285,6 +287,61 @@ def test_a_module_that_calls_twice_has_two_states():
     variables = init(Twice())
     _, updates = apply(Twice(), variables, X, mutable=("fallback",))
     assert list(fallback_stats(updates)) == ["(root)", "dot_general_1"]
+
+
+class Products(nn.Module):
+    """Two products in one module, the first of which can be left out."""
+
+    @nn.compact
+    def __call__(self, x, _=None, *, first=True):
+        for name in ("a", "b") if first else ("b",):
+            w = self.param(name, nn.initializers.normal(0.1), (64, 64))
+            x = SMALL(x, w, (((1,), (0,)), ((), ())))
+        return x, None
+
+
+class Lifted(nn.Module):
+    lift: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, x):
+        return self.lift(Products)(name="layer")(x, None)[0]
+
+
+LIFTS = {
+    "none": lambda layer: layer,
+    "jit": nn.jit,
+    "remat": nn.remat,
+    "scan": functools.partial(
+        nn.scan,
+        variable_axes={"params": 0, "fallback": 0},
+        split_rngs={"params": True},
+        length=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIFTS)
+def test_each_product_of_a_module_has_a_state(name):
+    """JAX may trace the module several times, which makes no more products."""
+    model = Lifted(LIFTS[name])
+    variables = init(model)
+    for _ in range(2):
+        _, _, variables = train_step(model, variables, X)
+    stats = fallback_stats(variables)
+    assert sorted(stats) == ["layer", "layer/dot_general_1"]
+    assert all(np.all(s.count == 2) for s in stats.values())
+    layers = variables["fallback"]["layer"]
+    seeds = [layers[name]["seed"] for name in ("dot_general", "dot_general_1")]
+    assert len(np.unique(np.ravel(seeds))) == np.size(seeds)
+
+
+def test_a_state_that_a_step_leaves_out_is_named():
+    """States follow the order of calls, so the second product takes the first's."""
+    variables = init(Products())
+    _, updates = Products().apply(variables, X, first=False, mutable=["fallback"])
+    with pytest.raises(RuntimeError, match="state of dot_general_1;"):
+        assert_live(fallback_stats(variables), fallback_stats(updates))
 
 
 def test_one_layer_that_runs_twice_has_one_state():

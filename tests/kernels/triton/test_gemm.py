@@ -47,6 +47,13 @@ def test_reference_matches_float64():
     gemm_cases.check_against_float64(matmul, case)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_extreme_scales(dtype):
+    gemm_cases.check_extreme_scales(interpreted(90), dtype)
+    matmul = jax.jit(reference.matmul, static_argnames=("block_shape", "dtype"))
+    gemm_cases.check_extreme_scales(matmul, dtype)
+
+
 def test_rounds_once():
     gemm_cases.check_rounds_once(interpreted(90), jnp.float16)
 

@@ -52,6 +52,11 @@ def test_special_blocks(ops, vectors, dtype):
     cases.check_special_vectors(vectors, dtype)
 
 
+@pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
+def test_large_metrics(ops, criterion):
+    cases.check_large_metrics(ops, criterion)
+
+
 def test_a_shard_draws_the_noise_of_the_global_matrix(ops, vectors):
     cases.check_global_offset(ops, vectors)
 
