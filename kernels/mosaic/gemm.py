@@ -115,7 +115,7 @@ def _operands(
 def _sums(rhs: Quantized, codes: jax.Array) -> jax.Array:
     """The sums of rhs, or of its padded codes, as ``Operands`` has them."""
     sums = max_abs_sum(codes) if rhs.sums is None else rhs.sums
-    return jnp.pad(sums.reshape(-1), (0, -sums.size % SUM_CHUNK))
+    return jnp.pad(sums.reshape(-1), (0, max(0, SUM_CHUNK - sums.size)))
 
 
 def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -158,8 +158,8 @@ class Operands(NamedTuple):
         None without residual.
       rhs: int8 ``[B, N, K]``, codes.
       rhs_scales: float32 ``[B, N/128, K/128]``.
-      rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to a
-        multiple of ``SUM_CHUNK``.  None for an output of 4 bytes.
+      rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to at
+        least ``SUM_CHUNK``.  None for an output of 4 bytes.
     """
 
     lhs: Any

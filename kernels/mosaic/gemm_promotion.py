@@ -241,11 +241,13 @@ def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
       shared: float32 ``[SUM_CHUNK]``, shared memory of this warpgroup.
     """
 
-    def take(n: jax.Array, largest: jax.Array) -> jax.Array:
-        chunk = rhs_sums[pl.ds(n * SUM_CHUNK, SUM_CHUNK)]
-        return jnp.maximum(largest, chunk)
+    last = rhs_sums.shape[0] - SUM_CHUNK
 
-    chunks = rhs_sums.shape[0] // SUM_CHUNK
+    def take(n: jax.Array, largest: jax.Array) -> jax.Array:
+        start = jnp.minimum(n * SUM_CHUNK, last)  # The last chunks may overlap.
+        return jnp.maximum(largest, rhs_sums[pl.ds(start, SUM_CHUNK)])
+
+    chunks = pl.cdiv(rhs_sums.shape[0], SUM_CHUNK)
     shared[...] = lax.fori_loop(1, chunks, take, rhs_sums[pl.ds(0, SUM_CHUNK)])
     plgpu.commit_smem()
     largest = lax.fori_loop(

@@ -99,19 +99,25 @@ def check_outlier_scale(matmul) -> None:
     assert oracle.relative(y[others], expected[others]) <= 1e-6
 
 
-def check_largest_sums(matmul, sign: int, sums: float | None = None) -> None:
+def check_largest_sums(
+    matmul, sign: int, sums: float | None = None, zero_columns: int = 0
+) -> None:
     """The largest products there are, whose running sums must not leave their range.
 
-    ``sums`` are those of rhs: an upper bound, or NaN, which bounds nothing.
+    ``sums`` are those of rhs: an upper bound, or NaN, which bounds nothing.  rhs begins
+    with blocks of columns of zeros.
     """
-    depth = 8 * 128
+    depth, columns = 8 * 128, 128 * (zero_columns + 1)
     codes = jnp.full((1, 128, depth), 127, jnp.int8)
     scales = jnp.full((1, 1, depth // 128), 2.0**-14)
-    bounds = None if sums is None else jnp.full_like(scales, sums)
+    rhs_codes = jnp.pad(codes, ((0, 0), (columns - 128, 0), (0, 0)))
+    rhs_scales = jnp.ones((1, columns // 128, depth // 128))
+    bounds = None if sums is None else jnp.full_like(rhs_scales, sums)
     lhs = Quantized(sign * codes, scales)
-    rhs = Quantized(codes, jnp.ones_like(scales), bounds)
+    rhs = Quantized(rhs_codes, rhs_scales, bounds)
     y = matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.bfloat16)
-    expected = jnp.full_like(y, sign * 127.0**2 * 2.0**-14 * depth)
+    largest = jnp.full((1, 128, 128), sign * 127.0**2 * 2.0**-14 * depth, y.dtype)
+    expected = jnp.pad(largest, ((0, 0), (0, 0), (columns - 128, 0)))
     np.testing.assert_array_equal(y, expected)
 
 

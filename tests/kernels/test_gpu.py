@@ -70,6 +70,10 @@ def test_matmul_largest_sums(matmul, sign, sums):
     gemm_cases.check_largest_sums(matmul, sign, sums)
 
 
+def test_matmul_largest_sum_at_the_end(matmul):
+    gemm_cases.check_largest_sums(matmul, 1, zero_columns=16)
+
+
 def test_matmul_outlier_with_residual(matmul):
     gemm_cases.check_outlier_with_residual(matmul)
 
