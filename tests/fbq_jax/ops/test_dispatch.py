@@ -14,6 +14,7 @@ import pytest
 from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
 from fbq_jax.integrations.maxtext import Quantization
 from fbq_jax.ops import dispatch
+from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -75,10 +76,10 @@ def test_without_jax_triton_the_reason_says_what_to_install(on_gpu):
         dispatch.choose("quantize", (128, 128), implementation="triton")
 
 
-def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu, monkeypatch):
+def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu):
     """It names the layer and every op that the reason applies to."""
     on_gpu("7.5")
-    monkeypatch.setattr(dispatch, "_warned_reasons", set())
+    layer_names.clear()
     x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
     options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
     every = "encoder/up: quantize, .*, rms_norm_quantize, .*matmul, move_threshold"
@@ -95,7 +96,7 @@ def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu, monkeypatch
         fallback = {"block": (32, 32), "criterion": "absmax", "colwise": None}
         theta = jnp.zeros(1)
         jax.eval_shape(lambda: ops.quantize_fallback(x, theta, seeds, **fallback))
-        dispatch._warned_reasons.clear()
+        layer_names.clear()
         asked = {"implementation": "reference"} | options
         jax.eval_shape(lambda: ops.quantize(x, seeds, **asked))
 
