@@ -13,7 +13,7 @@ import pytest
 
 from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
 from fbq_jax.integrations.maxtext import Quantization
-from fbq_jax.ops import dispatch
+from fbq_jax.ops import backends, dispatch
 from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
 
@@ -26,6 +26,7 @@ def on_gpu(monkeypatch):
     """Chooses as on a machine with some GPU, with jax-triton or without it."""
 
     def pretend(capability, *, triton=True):
+        monkeypatch.setattr(jax, "__version_info__", backends.MOSAIC_JAX)
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda: [device])
@@ -67,6 +68,15 @@ def test_the_choice_depends_on_device_and_blocks(
     choice = dispatch.choose(op, sides)
     assert choice.implementation == implementation
     assert re.search(reason, choice.reason)
+
+
+def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeypatch):
+    on_gpu("9.0")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    choice = dispatch.choose("matmul", BLOCKS)
+    assert choice.implementation == "triton"
+    assert "not mosaic: it needs jax 0.10.2 or later" in choice.reason
+    assert dispatch.choose("quantize", (128, 128)).implementation == "mosaic"
 
 
 def test_without_jax_triton_the_reason_says_what_to_install(on_gpu):
