@@ -5,8 +5,10 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -609,6 +611,28 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes(
         stop_after(2, patch)
         assert train.main(flags(config, f"--out={out}", "--save-every=0")) == 130
     assert not (out / "checkpoints").exists()
+    assert train.main([f"--out={out}", "--resume"]) == 0
+    assert records_of(out) == records_of(whole_run)
+
+
+def test_a_run_without_a_checkpoint_whose_folder_is_missing_says_what_to_do(
+    config: Config,
+    whole_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Earlier versions created the folder with the first checkpoint."""
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        patch.setattr(checkpoint, "save", lambda *_: None)
+        assert train.main(flags(config, f"--out={out}")) == 130
+    (out / "checkpoints").rmdir()
+    capsys.readouterr()
+    error = error_of(capsys, [f"--out={out}", "--resume"])
+    (command,) = re.findall("If there are none yet, run (mkdir .*), and resume", error)
+    subprocess.run(shlex.split(command), check=True)
     assert train.main([f"--out={out}", "--resume"]) == 0
     assert records_of(out) == records_of(whole_run)
 
