@@ -8,6 +8,7 @@ is whole once they exist and match. `sha256sum --check SHA256SUMS` also reads th
 
 import functools
 import hashlib
+import inspect
 import logging
 import shutil
 import sys
@@ -194,7 +195,7 @@ def _no_logs() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.unraisablehook = functools.partial(_hide_closed_loops, hook)
+    sys.unraisablehook = functools.partial(_hide_asynchronous, hook)
     try:
         yield
     except BaseException:
@@ -205,8 +206,9 @@ def _no_logs() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-def _hide_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
-    if str(unraisable.exc_value) != "Event loop is closed":
+def _hide_asynchronous(hook: Callable[[Any], object], unraisable: Any) -> None:
+    late = str(unraisable.exc_value) == "Event loop is closed"
+    if not late and not inspect.iscoroutine(unraisable.object):
         hook(unraisable)
 
 

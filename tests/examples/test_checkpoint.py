@@ -136,10 +136,18 @@ for limit in 1024, 4096, 10_000:
         checkpoint.save(Path(sys.argv[1]), 2, state)
     except checkpoint.SaveError as error:
         print("error:", error, file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+checkpoint.save(Path(sys.argv[1]), 2, state)
+try:
+    checkpoint.restore(Path(sys.argv[1]), {name: x[1:] for name, x in state.items()})
+except checkpoint.RestoreError as error:
+    print("error:", error, file=sys.stderr)
 """
 
 
-def test_a_checkpoint_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_or_read_is_one_error(
+    tmp_path: Path,
+) -> None:
     checkpoint.save(tmp_path, 1, train_state(1))
     failed = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)],
@@ -150,13 +158,14 @@ def test_a_checkpoint_that_cannot_be_written_is_one_error(tmp_path: Path) -> Non
         check=False,
     )
     assert failed.returncode == 0
-    lines = failed.stderr.splitlines()
+    *lines, last = failed.stderr.splitlines()
     assert len(lines) == 3
+    assert f"error: the checkpoint {tmp_path / '2'} belongs to another model" in last
     for line in lines:
         assert f"error: the checkpoint {tmp_path / '2'} cannot be written" in line
         assert len(line) < 2000
         assert "continue with --resume" in line
-    assert checkpoint.find(tmp_path) == (1, [])
+    assert checkpoint.find(tmp_path) == (2, [])
 
 
 def test_another_structure_is_an_error(tmp_path: Path) -> None:
