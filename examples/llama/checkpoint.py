@@ -6,13 +6,17 @@ of text. `save` therefore stores the SHA-256 sums of the files beside them. A ch
 is whole once they exist and match. `sha256sum --check SHA256SUMS` also reads them.
 """
 
+import functools
 import hashlib
+import inspect
 import logging
 import shutil
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orbax.checkpoint as ocp
 
@@ -69,8 +73,9 @@ def save(folder: Path, step: int, state: object) -> None:
             sums = folder / str(step) / _SUMS
             atomic.write(sums, _checksums(sums.parent))
     except (OSError, ValueError) as error:  # TensorStore raises ValueError
+        reason = str(error).partition(" [tensorstore_spec=")[0]
         raise SaveError(
-            f"the checkpoint {folder / str(step)} cannot be written: {error}. Make "
+            f"the checkpoint {folder / str(step)} cannot be written: {reason}. Make "
             "room, or make the folder writable, and continue with --resume"
         ) from error
     wait("checkpoint")
@@ -179,14 +184,32 @@ def _problem(checkpoint: Path) -> str | None:
 
 @contextmanager
 def _no_logs() -> Iterator[None]:
-    """Silences the logs of Orbax, which repeat an error that it raises, in pages."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Silences Orbax, which reports an error that it raises in pages as well.
+
+    After an error, other writes fail in TensorStore's threads, whose event loop is
+    closed by then, or in tasks that nobody awaits. These report at any later time, so
+    they stay silent.
+    """
+    never_awaited = "coroutine .* was never awaited"
+    hook = sys.unraisablehook
+    levels = {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.unraisablehook = functools.partial(_hide_asynchronous, hook)
     try:
         yield
-    finally:
-        logger.setLevel(level)
+    except BaseException:
+        warnings.filterwarnings("ignore", never_awaited, RuntimeWarning)
+        raise
+    sys.unraisablehook = hook
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def _hide_asynchronous(hook: Callable[[Any], object], unraisable: Any) -> None:
+    late = str(unraisable.exc_value) == "Event loop is closed"
+    if not late and not inspect.iscoroutine(unraisable.object):
+        hook(unraisable)
 
 
 def _manager(folder: Path) -> ocp.CheckpointManager:

@@ -1,6 +1,7 @@
 """The options of a training run."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,14 @@ REDUCE_DTYPES = ("float32", "bfloat16", "int8")
 
 class ConfigError(ValueError):
     """An option has a value that is not accepted."""
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether the system accepts a text as a file's name, if it is not too long."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _option(default: Any, meaning: str) -> Any:
@@ -131,8 +140,10 @@ class Config:
                 raise ConfigError(
                     f"{option.name} takes an integer of at most {highest}, got {value}"
                 )
-            if isinstance(value, str) and "\0" in value:
-                raise ConfigError(f"{option.name} takes no NUL byte, got {value!r}")
+            if isinstance(value, str) and not _is_file_name(value):
+                raise ConfigError(
+                    f"{option.name} takes text that can name a file, got {value!r}"
+                )
         if self.lr <= 0:
             raise ConfigError(f"lr takes a finite positive number, got {self.lr}")
         if self.clip < 0:

@@ -184,11 +184,15 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
     if tokenizer is None:
         return np.frombuffer(SEPARATOR.join(texts), np.uint8)
     try:
-        encodings = tokenizer.encode_batch([text.decode() for text in texts])
+        decoded = [text.decode() for text in texts]
     except UnicodeDecodeError as error:
         raise DataError(
             f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
         ) from error
+    try:
+        encodings = tokenizer.encode_batch(decoded)
+    except Exception as error:  # the library raises no narrower one
+        raise DataError(f"data: the tokenizer cannot encode {path}: {error}") from error
     return np.concatenate([np.array(item.ids, np.uint32) for item in encodings])
 
 

@@ -107,8 +107,28 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return None
-    numbers = [record[name] for name in _NUMBERS if record.get(name) is not None]
-    return record if all(isinstance(n, int | float) for n in numbers) else None
+    numbers = [record["step"], *(record.get(name) for name in _NUMBERS)]
+    if not all(map(_is_number, numbers)):
+        return None
+    layers = record.get("fallback", {})
+    if not isinstance(layers, dict) or not all(map(_has_rates, layers.values())):
+        return None
+    return record
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, or None, which stands for one that is not finite."""
+    if isinstance(value, int):
+        return abs(value) < 2**63  # NumPy takes no other integer
+    return value is None or isinstance(value, float)
+
+
+def _has_rates(layer: Any) -> bool:
+    """Whether the statistics of layers hold a rate, or a list with that of each."""
+    if not isinstance(layer, dict) or "rate" not in layer:
+        return False
+    rates = layer["rate"]
+    return all(map(_is_number, rates if isinstance(rates, list) else [rates]))
 
 
 def _append(path: Path, lines: list[bytes]) -> None:

@@ -106,13 +106,15 @@ def _draw_rates(
     figure: SubFigure, records: list[dict[str, Any]], target: tuple[float, float]
 ) -> None:
     records = [record for record in records if record.get("fallback")]
+    # Only an edited file has records of several models.
+    records = [record for record in records if _layers(record) == _layers(records[-1])]
     if not records:
         return
     steps, projections = _column(records, "step"), list(records[0]["fallback"])
     panels = figure.subplots(1, len(projections), sharey=True, squeeze=False)[0]
     for panel, projection in zip(panels, projections, strict=True):
-        rates = np.array([record["fallback"][projection]["rate"] for record in records])
-        rates = rates.reshape(len(records), -1).T
+        values = [record["fallback"][projection]["rate"] for record in records]
+        rates = np.array(values, np.float64).reshape(len(records), -1).T
         panel.axhspan(*target, color="0.87", zorder=0)
         colors = colormaps["viridis"](np.linspace(0, 0.9, len(rates)))
         for rate, color in zip(rates, colors, strict=True):
@@ -128,6 +130,12 @@ def _draw_rates(
     )
 
     _draw_layer_colorbar(figure, panels, colors)
+
+
+def _layers(record: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of the rates of each projection."""
+    layers = record["fallback"].items()
+    return {name: np.shape(layer["rate"]) for name, layer in layers}
 
 
 def _draw_layer_colorbar(figure: SubFigure, panels: Any, colors: np.ndarray) -> None:

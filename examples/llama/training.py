@@ -1,6 +1,7 @@
 """Trains one model: the loop over steps, with metrics, validation and checkpoints."""
 
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -134,10 +135,14 @@ def _check_nothing_is_missing(config: Config, out: Path) -> None:
     taken = max((record["step"] for record in metrics.read(log)), default=0)
     saved = taken > min(config.save_every, config.steps)
     if config.save_every and taken and (saved or not folder.exists()):
+        remedy = "If they are lost, start again with another --out."
+        if not saved:  # earlier versions created the folder with the first checkpoint
+            command = shlex.join(["mkdir", str(folder)])
+            remedy = f"If there are none yet, run {command}, and resume from step 0."
         raise checkpoint.RestoreError(
             f"{folder} {'is empty' if folder.exists() else 'does not exist'}, but the "
             f"run has taken {taken} steps ({log}): mount the file system that holds "
-            "its checkpoints. If they are lost, start again with another --out."
+            f"its checkpoints. {remedy}"
         )
 
 

@@ -114,8 +114,17 @@ def _install_map(file: Path) -> None:
 
 
 def _draw(file: Path, section: str, path: Path) -> None:
-    drawing = importlib.import_module(PICTURES[section])
-    drawing.draw(_section(file, section)["rows"], path)
+    """Draws a section; the picture's suffix selects one of Matplotlib's formats."""
+    try:
+        drawing = importlib.import_module(PICTURES[section])
+    except ModuleNotFoundError as error:
+        reason = "picture needs Matplotlib: pip install matplotlib"
+        raise cli.UsageError(reason) from error
+    figure = drawing.draw(_section(file, section)["rows"])
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise results.ResultsError(f"cannot write {path}: {error}") from error
 
 
 def _section(file: Path, name: str) -> dict[str, Any]:

@@ -2,33 +2,23 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from fbq_jax.bench.results import ResultsError, Row
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
 
-try:
-    from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "picture needs Matplotlib: pip install matplotlib", name=error.name
-    ) from error
+from fbq_jax.bench.results import Row
 
 # Speedups at the ends of the colors.
 _SLOWEST, _FASTEST = 0.4, 1.6
 _DARK = 0.4  # the distance from 1.0 from which colors are dark
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row]) -> Figure:
     """Draws a heat map over K and N for each recipe and M, with the line of 1.0.
 
     Args:
       rows: the rows of the section.
-      path: the picture; its suffix selects one of Matplotlib's formats.
-
-    Raises:
-      ResultsError: if the picture cannot be written.
     """
     recipes = list(dict.fromkeys(row.what for row in rows if row.what != "bf16"))
     tokens = sorted({row.shape[0] for row in rows})
@@ -46,10 +36,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axis.set_yticks(range(len(widths)), map(str, widths))
     figure.colorbar(image, ax=panels, label="speedup vs bf16", shrink=0.6)
     figure.suptitle("Training steps of linear layers from K to N and back")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ResultsError(f"cannot write {path}: {error}") from error
+    return figure
 
 
 def _grid(

@@ -1,17 +1,11 @@
 """The picture of the section ``recipes``: errors as outliers grow."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from fbq_jax.bench.results import ResultsError, Row
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
-try:
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "picture needs Matplotlib: pip install matplotlib", name=error.name
-    ) from error
+from fbq_jax.bench.results import Row
 
 _PANELS = {
     "token": "Y, mean over tokens",
@@ -21,15 +15,11 @@ _PANELS = {
 _DASHES = ("-", "--", ":")
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row]) -> Figure:
     """Plots the errors of each recipe over the inputs.
 
     Args:
       rows: the rows of the section.
-      path: the picture; its suffix selects one of Matplotlib's formats.
-
-    Raises:
-      ResultsError: if the picture cannot be written.
     """
     names = list(dict.fromkeys(row.what for row in rows))
     figure = Figure(figsize=(12, 5), layout="constrained")
@@ -54,7 +44,4 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle(f"Errors of a linear layer, M x K x N = {shape}")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles=handles, labels=labels, loc="outside right upper")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ResultsError(f"cannot write {path}: {error}") from error
+    return figure

@@ -8,6 +8,8 @@ import jax
 
 from fbq_jax.ops.op import Kernel
 
+# The lowest version that the kernel is tested with; ``plgpu.kernel`` of 0.9 differs.
+MOSAIC_JAX = (0, 10, 2)
 TRITON_SIDES = (32, 64, 128, 256)
 MOSAIC_SIDES = (128, 256)
 
@@ -37,6 +39,8 @@ def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
         return reason
     if _compute_capability() != 90:
         return "it needs a Hopper GPU, of compute capability 9.0"
+    if jax.__version_info__ < MOSAIC_JAX:
+        return f"it needs jax {'.'.join(map(str, MOSAIC_JAX))} or later"
     return _sides_refusal(block_shape, MOSAIC_SIDES)
 
 

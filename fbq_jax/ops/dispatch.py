@@ -18,7 +18,6 @@ the call, an error says why.
 """
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,13 +27,11 @@ import jax.numpy as jnp
 from fbq_jax.kernels import speed_map
 from fbq_jax.ops.op import OPS, Op
 from fbq_jax.recipes.schema import MAPPED_BLOCK, Recipe
-from fbq_jax.sharding.layer_names import current_layer
+from fbq_jax.sharding.layer_names import current_layer, warn_first
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 _ASKED = "asks for it"
-_warned_reasons: set[str] = set()
-_warned_layers: set[tuple[str | None, str]] = set()
 
 
 class Choice(NamedTuple):
@@ -154,19 +151,18 @@ def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
     the reason applies to.
     """
     slow = choice.implementation == "reference" and jax.default_backend() == "gpu"
-    if not slow or _ASKED in choice.reason or choice.reason in _warned_reasons:
+    if not slow or _ASKED in choice.reason:
         return
-    _warned_reasons.add(choice.reason)
     affected = (
         op.name
         for op in OPS.values()
         if _first_choice(op, sides, None).reason == choice.reason
     )
     layer = current_layer()
-    warnings.warn(
+    warn_first(
+        choice.reason,
         f"{layer + ': ' if layer else ''}{', '.join(affected)} run as jax.numpy code, "
         f"many times slower on this GPU than a kernel: {choice.reason}",
-        stacklevel=2,
     )
 
 
@@ -249,14 +245,13 @@ def warn_where_slower(
         return
     if choice.quantized and choice.speedup is not None:
         return
-    layer = None if choice.quantized else current_layer()
-    shape = f"M, K, N = {', '.join(map(str, sizes))}"
-    text = (
-        f"where_slower='float' quantizes every layer: {choice.reason}"
-        if choice.quantized
-        else f"a layer of {shape} stays in float, not in INT8 by the recipe "
-        f"{_mapped_name(recipe)!r}: {choice.reason}"
-    )
-    if (layer, text) not in _warned_layers:
-        _warned_layers.add((layer, text))
-        warnings.warn(f"{layer + ': ' if layer else ''}{text}", stacklevel=2)
+    if choice.quantized:
+        text = f"where_slower='float' quantizes every layer: {choice.reason}"
+    else:
+        layer = current_layer()
+        text = (
+            f"{layer + ': ' if layer else ''}a layer of M, K, N = "
+            f"{', '.join(map(str, sizes))} stays in float, not in INT8 by the recipe "
+            f"{_mapped_name(recipe)!r}: {choice.reason}"
+        )
+    warn_first(text, text)

@@ -72,8 +72,11 @@ def as_varying(tree: Tree) -> Tree:
 
 def _varying(*arrays: jax.Array) -> frozenset[Any]:
     """The manual mesh axes over which JAX knows the arrays to vary."""
-    types = (jax.typeof(x).manual_axis_type for x in arrays)
-    return frozenset().union(*(t.varying for t in types))
+    types = (jax.typeof(x) for x in arrays)
+    # Only jax 0.9 has ``vma``. This goes when the lowest supported version is 0.10.
+    return frozenset().union(
+        *(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying for t in types)
+    )
 
 
 def _manual_axes() -> list[Any]:

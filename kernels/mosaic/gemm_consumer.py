@@ -40,17 +40,17 @@ def consume(
       warpgroup: int32, index of this warpgroup.
     """
     problem, operands = schedulers[0].problem, schedulers[0].operands
-    for stage in range(problem.num_stages):
-        plgpu.barrier_arrive(buffers.empty.at[stage])
+    for i in range(problem.num_stages):
+        plgpu.barrier_arrive(buffers.empty.at[i])
     interval = None
     if problem.running_sums:
         interval = reset_interval(operands.rhs_sums, buffers.sums.at[warpgroup])
     products, staged = Products(buffers, warpgroup), buffers.out.at[warpgroup]
     products.start_turns()
-    next_stage = jnp.int32(0)
+    stage = jnp.int32(0)
     for scheduler in schedulers:
         consumer = Consumer(scheduler, products, interval, staged, out)
-        next_stage = consumer.compute_tiles(next_stage)
+        stage = consumer.compute_tiles(stage)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     products.end_turns()
 
@@ -105,14 +105,14 @@ class Consumer:
 
     def _store(self, tile: Tile, parts: list[jax.Array]) -> None:
         """Copies a finished tile, each part after the copy before it has been read."""
-        staged = self.staged
         first_row = tile.row * BLOCK + self.products.warpgroup * CONSUMER_ROWS
         first_column = self.scheduler.first_column(tile)
         for n, part in enumerate(parts):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[...] = part.astype(self.scheduler.problem.dtype)
+            self.staged[...] = part.astype(self.scheduler.problem.dtype)
             plgpu.commit_smem()
             rows = pl.ds(first_row, CONSUMER_ROWS)
             columns = pl.ds(first_column + n * PART, PART)
             # TMA writes nothing beyond the last column.
-            plgpu.copy_smem_to_gmem(staged, self.out.at[tile.batch, rows, columns])
+            target = self.out.at[tile.batch, rows, columns]
+            plgpu.copy_smem_to_gmem(self.staged, target)

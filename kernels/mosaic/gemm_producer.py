@@ -20,8 +20,8 @@ def produce(schedulers: Sequence[Scheduler], buffers: Buffers) -> None:
     stage = jnp.int32(0)
     for scheduler in schedulers:
         stage = Producer(scheduler, buffers).copy_tiles(stage)
-    for stage in range(schedulers[0].problem.num_stages):
-        plgpu.barrier_wait(buffers.empty.at[stage])
+    for i in range(schedulers[0].problem.num_stages):
+        plgpu.barrier_wait(buffers.empty.at[i])
 
 
 @dataclasses.dataclass(frozen=True)

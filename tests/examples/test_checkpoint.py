@@ -122,28 +122,50 @@ def test_an_incomplete_first_checkpoint_starts_from_the_beginning(
     assert_equal(checkpoint.restore(tmp_path, train_state(0)), train_state(2))
 
 
-def test_a_checkpoint_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+# Limits the size of files, as a disk does that is full.
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import jax.numpy as jnp
+from examples.llama import checkpoint
+
+state = {str(n): jnp.arange(n, n + 3000) for n in range(20)}
+for limit in 1024, 4096, 10_000:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        checkpoint.save(Path(sys.argv[1]), 2, state)
+    except checkpoint.SaveError as error:
+        print("error:", error, file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+checkpoint.save(Path(sys.argv[1]), 2, state)
+try:
+    checkpoint.restore(Path(sys.argv[1]), {name: x[1:] for name, x in state.items()})
+except checkpoint.RestoreError as error:
+    print("error:", error, file=sys.stderr)
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written_or_read_is_one_error(
+    tmp_path: Path,
+) -> None:
     checkpoint.save(tmp_path, 1, train_state(1))
-    code = (
-        "import resource, jax.numpy as jnp; from pathlib import Path;"
-        "from examples.llama import checkpoint;"
-        # Files of at most 4 KiB, as on a disk that is full.
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
-        f"checkpoint.save(Path({str(tmp_path)!r}), 2, jnp.arange(10000))"
-    )
     failed = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert failed.returncode == 1
-    last = failed.stderr.splitlines()[-1]
-    assert f"SaveError: the checkpoint {tmp_path / '2'} cannot be written" in last
-    assert "continue with --resume" in last
-    assert checkpoint.find(tmp_path) == (1, [])
+    assert failed.returncode == 0
+    *lines, last = failed.stderr.splitlines()
+    assert len(lines) == 3
+    assert f"error: the checkpoint {tmp_path / '2'} belongs to another model" in last
+    for line in lines:
+        assert f"error: the checkpoint {tmp_path / '2'} cannot be written" in line
+        assert len(line) < 2000
+        assert "continue with --resume" in line
+    assert checkpoint.find(tmp_path) == (2, [])
 
 
 def test_another_structure_is_an_error(tmp_path: Path) -> None:

@@ -129,6 +129,13 @@ def test_bin_of_half_a_token_is_an_error(tmp_path: Path, size: int) -> None:
         load_corpus(tmp_path / "ids.bin")
 
 
+def test_a_tokenizer_that_cannot_encode_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("xyz")
+    broken = Tokenizer(models.WordLevel({"a": 0}, unk_token="lost"))
+    with pytest.raises(DataError, match=r"the tokenizer cannot encode .*text: "):
+        load_corpus(tmp_path / "text", broken)
+
+
 def test_tokenizer_needs_utf8(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match="latin is not UTF-8"):

@@ -74,6 +74,25 @@ def test_recipes_without_fallback_have_no_rates(
     assert [axes.get_title() for axes in figures[0].get_axes()] == ["Loss (run)"]
 
 
+@pytest.mark.parametrize(
+    "fallback",
+    [5, None, ["x"], {"mlp/down": 5}, {"mlp/down": {}}, {"mlp/down": {"rate": "x"}}]
+    + [{"mlp/down": {"rate": [10**400]}}, {"mlp/down": {"rate": 0.2}}],
+)
+def test_records_with_odd_rates_are_left_out(
+    tmp_path: Path, figures: list[Figure], fallback: Any
+) -> None:
+    run = write_run(tmp_path / "run", 20)
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    odd = json.loads(lines[3]) | {"fallback": fallback}
+    log.write_text("\n".join([*lines[:3], json.dumps(odd), *lines[4:]]))
+    plot.draw_curves(run, recipes.fallback)
+    panels: dict[str, Any] = {axes.get_title(): axes for axes in figures[0].get_axes()}
+    assert 4 not in panels["mlp/down"].lines[0].get_xdata()
+    assert len(panels["mlp/down"].lines[0].get_xdata()) == 19
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_run_of_few_steps_is_drawn(tmp_path: Path, steps: int) -> None:
     plot.draw_curves(write_run(tmp_path / "run", steps), recipes.fallback)

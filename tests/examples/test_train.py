@@ -5,8 +5,10 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -613,6 +615,28 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes(
     assert records_of(out) == records_of(whole_run)
 
 
+def test_a_run_without_a_checkpoint_whose_folder_is_missing_says_what_to_do(
+    config: Config,
+    whole_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Earlier versions created the folder with the first checkpoint."""
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        patch.setattr(checkpoint, "save", lambda *_: None)
+        assert train.main(flags(config, f"--out={out}")) == 130
+    (out / "checkpoints").rmdir()
+    capsys.readouterr()
+    error = error_of(capsys, [f"--out={out}", "--resume"])
+    (command,) = re.findall("If there are none yet, run (mkdir .*), and resume", error)
+    subprocess.run(shlex.split(command), check=True)
+    assert train.main([f"--out={out}", "--resume"]) == 0
+    assert records_of(out) == records_of(whole_run)
+
+
 def test_a_resumed_comparison_starts_the_rest_with_the_same_options(
     config: Config, whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -704,7 +728,8 @@ def test_missing_metrics_do_not_stop_a_run(
         ({"steps": True}, "steps takes an integer, got True"),
         ({"recipe": ["x"]}, "recipe takes text, got ['x']"),
         ({"data": 5}, "data takes text or None, got 5"),
-        ({"data": "a\0"}, "data takes no NUL byte"),
+        ({"data": "a\0"}, "data takes text that can name a file, got 'a"),
+        ({"data": "\ud800"}, "data takes text that can name a file, got '"),
         ({"seed": 10**20}, "seed takes an integer of at most 4294967295"),
         ({"lr": 10**400}, "lr takes a finite number, got 1000"),
         ({"clip": None}, "clip takes a finite number, got None"),

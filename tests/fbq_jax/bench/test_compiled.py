@@ -22,6 +22,7 @@ needs_triton = pytest.mark.skipif(
 )
 # Without the H200, whose GEMM is another one.
 OTHERS = [card for card in CARDS if card.architecture != cards.HOPPER]
+AMPERE, ADA = CARDS[0], CARDS[2]
 REPRESENTATIVE = (
     "GEMM, blocks of 128, fallback",
     "quantize with fallback, blocks of 128",
@@ -42,7 +43,7 @@ def every_case():
 
 
 @needs_triton
-@pytest.mark.parametrize("card", OTHERS, ids=lambda card: card.name)
+@pytest.mark.parametrize("card", [AMPERE, ADA], ids=lambda card: card.name)
 @pytest.mark.parametrize("what", REPRESENTATIVE)
 def test_kernels_fit_without_spills(what, card):
     check_case(what, card.architecture)
@@ -76,7 +77,14 @@ def test_default_configurations_fit_without_spills(block_shape, fallback, card):
 
 
 @needs_triton
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+@pytest.mark.parametrize(
+    "card",
+    [
+        pytest.param(card, marks=[pytest.mark.exhaustive] * (card in OTHERS[1:]))
+        for card in CARDS
+    ],
+    ids=lambda card: card.name,
+)
 def test_the_inner_loop_is_counted(card):
     """The counted products are those of a tile, and its operands are copied once."""
     (product, _, _) = compiled.compiled_products((256, 512, 1024), card.architecture)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import sys
 
 import jax
 import pytest
 
 from fbq_jax.bench import report, results
-from fbq_jax.bench.__main__ import main
+from fbq_jax.bench.__main__ import PICTURES, main
 from tests.fbq_jax.bench.tools import some_rows
 
 
@@ -85,6 +86,17 @@ def test_picture(tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
     assert main(["picture", str(path), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, capsys):
+    for name in PICTURES.values():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("matplotlib", "matplotlib.colors", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for section in PICTURES:
+        command = ["picture", "some.json", "some.png", "--section", section]
+        assert main(command) == 2
+        assert "needs Matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ['{"answer": 42}', '{"gemm": {"rows": [1]}}', "["])

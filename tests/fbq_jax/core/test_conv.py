@@ -352,11 +352,12 @@ def test_unsupported_nnx_layers_are_named():
     with pytest.raises(ValueError, match=r"no nnx.Conv with a mask, as 'patch' has"):
         fbq_jax.nnx.freeze(model, jnp.ones((1, 8, 8, 3)))
 
+    @nnx.split_rngs(splits=2)
     @nnx.vmap
     def stack(rngs):
         return nnx.Conv(3, 8, (2, 2), rngs=rngs)
 
-    stacked = stack(nnx.Rngs(0).split(2))
+    stacked = stack(nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"stack of layers, .* \(2, 2, 2, 3, 8\)"):
         apply_rules(stacked, {".*": recipes.block})
 

@@ -32,6 +32,7 @@ from fbq_jax import (
     recipes,
 )
 from fbq_jax.kernels.speed_map import SpeedMap
+from fbq_jax.sharding import layer_names
 
 MATMUL = (((1,), (0,)), ((), ()))
 FLOAT = dataclasses.replace(recipes.fallback, where_slower="float")
@@ -46,7 +47,7 @@ SLOW, FAST = 16, 32
 def some_map(monkeypatch):
     """A map that calls fewer than 23 rows slower, and no earlier warnings."""
     monkeypatch.setattr(dispatch, "_map_for", lambda *_: MAP)
-    monkeypatch.setattr(dispatch, "_warned_layers", set())
+    layer_names.clear()
 
 
 dense = functools.partial(nn.Dense, 16, use_bias=False, dtype=jnp.bfloat16)
@@ -203,8 +204,8 @@ class _Layer(nn.Module):
         return dense(dot_general=FallbackDot(FLOAT))(x), None
 
 
-@stays_in_float
-def test_einsums_convolutions_and_rules_are_left_in_float_too():
+def test_einsums_convolutions_and_rules_are_left_in_float_too(recwarn):
+    warnings.simplefilter("always")
     x, w = operands(SLOW)
     einsum = FallbackEinsum(FallbackDot(FLOAT))
     same_bits([einsum("td,df->tf", x, w)], [x @ w])
@@ -221,7 +222,7 @@ def test_einsums_convolutions_and_rules_are_left_in_float_too():
     )
     np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.02)
     # Of the einsum, which is in no layer, and of the layer with rules.
-    assert len(dispatch._warned_layers) == 2
+    assert len(recwarn) == 2
 
 
 @pytest.mark.parametrize(

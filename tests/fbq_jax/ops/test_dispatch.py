@@ -13,7 +13,8 @@ import pytest
 
 from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
 from fbq_jax.integrations.maxtext import Quantization
-from fbq_jax.ops import dispatch
+from fbq_jax.ops import backends, dispatch
+from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -25,6 +26,7 @@ def on_gpu(monkeypatch):
     """Chooses as on a machine with some GPU, with jax-triton or without it."""
 
     def pretend(capability, *, triton=True):
+        monkeypatch.setattr(jax, "__version_info__", backends.MOSAIC_JAX)
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda: [device])
@@ -68,6 +70,15 @@ def test_the_choice_depends_on_device_and_blocks(
     assert re.search(reason, choice.reason)
 
 
+def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeypatch):
+    on_gpu("9.0")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    choice = dispatch.choose("matmul", BLOCKS)
+    assert choice.implementation == "triton"
+    assert "not mosaic: it needs jax 0.10.2 or later" in choice.reason
+    assert dispatch.choose("quantize", (128, 128)).implementation == "mosaic"
+
+
 def test_without_jax_triton_the_reason_says_what_to_install(on_gpu):
     on_gpu("9.0", triton=False)
     assert "pip install 'fbq-jax[cuda]'" in dispatch.choose("matmul", BLOCKS).reason
@@ -75,10 +86,10 @@ def test_without_jax_triton_the_reason_says_what_to_install(on_gpu):
         dispatch.choose("quantize", (128, 128), implementation="triton")
 
 
-def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu, monkeypatch):
+def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu):
     """It names the layer and every op that the reason applies to."""
     on_gpu("7.5")
-    monkeypatch.setattr(dispatch, "_warned_reasons", set())
+    layer_names.clear()
     x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
     options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
     every = "encoder/up: quantize, .*, rms_norm_quantize, .*matmul, move_threshold"
@@ -95,7 +106,7 @@ def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu, monkeypatch
         fallback = {"block": (32, 32), "criterion": "absmax", "colwise": None}
         theta = jnp.zeros(1)
         jax.eval_shape(lambda: ops.quantize_fallback(x, theta, seeds, **fallback))
-        dispatch._warned_reasons.clear()
+        layer_names.clear()
         asked = {"implementation": "reference"} | options
         jax.eval_shape(lambda: ops.quantize(x, seeds, **asked))
 

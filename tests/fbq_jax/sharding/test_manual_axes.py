@@ -42,9 +42,6 @@ def mesh_of(**sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
 
-MESH = mesh_of(data=DEVICES)
-
-
 def grads(x, w, key=KEY):
     def loss(x, w):
         return jnp.sum(jnp.sin(dot_general(x, w, DIMS, recipe=RECIPE, key=key)[0]))
@@ -61,7 +58,8 @@ def in_shard_map(function, *, check_vma):
         return jax.tree.map(lambda y: y[None], function(x, w))
 
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
-    mapped = jax.shard_map(local, mesh=MESH, check_vma=check_vma, **specs)
+    mesh = mesh_of(data=DEVICES)
+    mapped = jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
     return jax.jit(mapped)
 
 
@@ -210,7 +208,8 @@ def test_state_is_replicated_once_it_is_averaged():
         return train(train(state))
 
     specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    state = jax.jit(jax.shard_map(step, mesh=MESH, **specs))(variables, scales * COPIES)
+    mapped = jax.shard_map(step, mesh=mesh_of(data=DEVICES), **specs)
+    state = jax.jit(mapped)(variables, scales * COPIES)
     stats = fallback_stats(state)["(root)"]
     assert stats.count == 2
     assert 1.0 < stats.theta < 40.0

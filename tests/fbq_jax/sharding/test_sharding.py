@@ -39,6 +39,10 @@ SIDE = 32
 DOT = FallbackDot(Recipe(block=SIDE))
 SEEDS = jnp.asarray([7], jnp.uint32)
 BATCH = ("data", "fsdp")
+returns_parts_of_axes = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="jax 0.9 cannot return an array that is sharded over a part of a mesh axis",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +114,9 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
 @pytest.mark.parametrize(
     ("spec", "shape", "tiles"),
     [
-        ((None, "all"), (1, 64, 96), (8, 3)),  # two blocks for eight devices
+        pytest.param(  # two blocks for eight devices
+            (None, "all"), (1, 64, 96), (8, 3), marks=returns_parts_of_axes
+        ),
         ((None, "tensor", BATCH), (1, 96, 128), (6, 4)),  # three for two
         ((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),  # 3 for 2, twice
         ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
@@ -131,6 +137,7 @@ def test_the_scales_of_split_blocks_are_all_reduced(spec, shape, tiles):
     assert 0 < max(floats) <= math.prod(tiles)
 
 
+@returns_parts_of_axes
 def test_six_devices_in_three_pairs():
     """Shardy shards over a part of six: pairs have equal codes, and floats stay."""
     mesh = Mesh(np.array(jax.devices()[:6]), "data")

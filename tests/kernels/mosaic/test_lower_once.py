@@ -5,10 +5,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from fbq_jax.kernels.mosaic import gemm, gemm_kernel, lower_once
 from fbq_jax.kernels.reference import Quantized
+from fbq_jax.ops.backends import MOSAIC_JAX
 
 CODES = Quantized(
     jax.ShapeDtypeStruct((1, 256, 256), jnp.int8),
@@ -26,6 +28,7 @@ def multiply(lhs, rhs):
     return gemm.matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.float32)
 
 
+@pytest.mark.skipif(jax.__version_info__ < MOSAIC_JAX, reason="needs a newer jax")
 def test_programs_share_one_kernel(monkeypatch):
     lowered = []
     produce = gemm_kernel.produce
