@@ -240,7 +240,6 @@ def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
       rhs_sums: a reference to ``Operands.rhs_sums``.
       shared: float32 ``[SUM_CHUNK]``, shared memory of this warpgroup.
     """
-
     last = rhs_sums.shape[0] - SUM_CHUNK
 
     def take(n: jax.Array, largest: jax.Array) -> jax.Array:

@@ -53,11 +53,15 @@ def as_trained(model, x):
             lambda p: jnp.asarray(random.normal(0.0, 0.1, p.shape), p.dtype),
             shapes["params"],
         ),
-        # Sets theta to 2.0 and count to 2.
-        "fallback": jax.tree.map(
-            lambda s: jnp.full(s.shape, 2, s.dtype), shapes["fallback"]
-        ),
+        "fallback": jax.tree.map(_later, shapes["fallback"]),
     }
+
+
+def _later(scalar):
+    """A theta or rate of 2.0; a count or seed of 2, or from 2 on for a stack."""
+    if jnp.issubdtype(scalar.dtype, jnp.floating):
+        return jnp.full(scalar.shape, 2, scalar.dtype)
+    return jnp.arange(2, 2 + scalar.size, dtype=scalar.dtype).reshape(scalar.shape)
 
 
 def same_bits(a, b):
