@@ -2,6 +2,7 @@
 
 import re
 import types
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxlib import gpu_triton
 
 from fbq_jax import FallbackDot, GatedMLP, NormDense, fallback_dot, fp8_dot, recipes
 from fbq_jax.bench import measure
@@ -28,6 +30,14 @@ MODULES = {
     "gated MLP": GatedMLP(128),
     "fp8": dense(fp8_dot),
 }
+
+
+EMPTY_KERNEL = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry kernel() { ret; }
+"""
 
 
 def step_of(module):
@@ -63,6 +73,10 @@ def triton_calls(monkeypatch):
     """Traces calls of Triton kernels for an H200, without compiling the kernels."""
     launch = pytest.importorskip("fbq_jax.kernels.triton.launch")
     device = types.SimpleNamespace(compute_capability="9.0")
+    # XLA assembles it when it compiles the call.
+    kernel = gpu_triton.TritonKernel("kernel", 4, 1, 0, EMPTY_KERNEL, "", 90)
+    kernel_call = gpu_triton.TritonKernelCall(kernel, 1, 1, 1, [])
+    opaque = zlib.compress(kernel_call.to_proto("kernel", b""))
 
     def call_anything(call, *arrays):
         positions = [i for i, size in enumerate(call.sizes) if size is None]
@@ -72,7 +86,7 @@ def triton_calls(monkeypatch):
             call.outputs,
             input_output_aliases=in_place,
             custom_call_api_version=2,
-            legacy_backend_config="",
+            legacy_backend_config=opaque,
         )
         return custom_call(*arrays)
 
