@@ -211,7 +211,7 @@ fallback_dot = FallbackDot()
 _NO_STATE = (
     "a gradient is taken of a FallbackDot outside any Linen module, where it has no "
     "state: every call has the same noise. In NNX use "
-    "fbq_jax.nnx.FallbackDot(rngs=rngs) or fbq_jax.nnx.apply_rules; in plain JAX pass "
+    "fbq_jax.nnx.FallbackDot(rngs=rngs) or fbq_jax.nnx.quantize; in plain JAX pass "
     "fbq_jax.dot_general a new key in each call"
 )
 
