@@ -78,24 +78,7 @@ def quantize(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
-    DotConfig(fallback, implementation)  # checks the implementation
-    found: dict[str, str | None] = {}
-    matched: list[tuple[nnx.Module, LayerOp, Recipe | None]] = []
-    for parts, module in nnx.iter_modules(model):
-        if (op := _op_of(module)) is None:
-            continue
-        path = _join(parts)
-        found[path], recipe = path_rules.first_match(pairs, path)
-        if recipe is not None and isinstance(module, Layer) and _is_stack(module):
-            raise ValueError(
-                f"layer {path!r} is a stack of layers, with a kernel of shape "
-                f"{module.kernel.shape}: apply rules where one of them is made, inside "
-                "nnx.vmap"
-            )
-        if found[path] is not None:
-            matched.append((module, op, recipe))
-    for layer, op, recipe in matched:
-        _set_op(layer, op, recipe, rngs=rngs, implementation=implementation)
+    found = quantize_layers(model, pairs, rngs=rngs, implementation=implementation)
     name_layers(model)
     if args or kwargs:
         parameters = trace_parameters(model, args, kwargs)
@@ -106,6 +89,39 @@ def quantize(
 
 #: The earlier name of ``quantize``.
 apply_rules = quantize
+
+
+def quantize_layers(
+    model: nnx.Module,
+    rules: Pairs,
+    *,
+    rngs: nnx.Rngs | None,
+    implementation: str | None,
+) -> dict[str, str | None]:
+    """Gives each layer that takes an op its own; see ``quantize``.
+
+    Returns:
+      Maps the path of each such layer to the pattern that matched it, or None.
+    """
+    DotConfig(fallback, implementation)  # checks the implementation
+    found: dict[str, str | None] = {}
+    matched: list[tuple[nnx.Module, LayerOp, Recipe | None]] = []
+    for parts, module in nnx.iter_modules(model):
+        if (op := _op_of(module)) is None:
+            continue
+        path = _join(parts)
+        found[path], recipe = path_rules.first_match(rules, path)
+        if recipe is not None and isinstance(module, Layer) and _is_stack(module):
+            raise ValueError(
+                f"layer {path!r} is a stack of layers, with a kernel of shape "
+                f"{module.kernel.shape}: apply rules where one of them is made, inside "
+                "nnx.vmap"
+            )
+        if found[path] is not None:
+            matched.append((module, op, recipe))
+    for layer, op, recipe in matched:
+        _set_op(layer, op, recipe, rngs=rngs, implementation=implementation)
+    return found
 
 
 def trace_parameters(
