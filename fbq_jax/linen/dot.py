@@ -96,7 +96,7 @@ class FallbackDot(RaggedDotGeneral):
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
-        module, config = calling_module(), self.config
+        module, config = calling_module(self.collection), self.config
         if module is None:
             rhs = self._without_state(rhs)
             return dot_general(lhs, rhs, **call._asdict(), **self._options())[0]
@@ -113,7 +113,7 @@ class FallbackDot(RaggedDotGeneral):
     def _compute_ragged(
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
-        module = calling_module()
+        module = calling_module(self.collection)
         if module is None:
             rhs = self._without_state(rhs)
             return ragged_dot(lhs, rhs, *call, **self._options())[0]

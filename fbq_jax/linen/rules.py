@@ -109,7 +109,7 @@ class RulesDot(RaggedDotGeneral):
 
     def of_layer(self) -> FallbackDot | None:
         """The ``FallbackDot`` of the calling layer; None if it stays unquantized."""
-        module = calling_module()
+        module = calling_module(self.collection)
         if module is None:
             raise ValueError(
                 "RulesDot finds a recipe by the path of the Linen layer that calls it, "
@@ -151,7 +151,8 @@ class RulesDot(RaggedDotGeneral):
             context: nn.module.InterceptorContext,
         ) -> Any:
             if isinstance(context.module, LAYERS):
-                found.setdefault(relative_path(context.module), None)
+                module = calling_module(self.collection)
+                found.setdefault(relative_path(module or context.module), None)
             return call(*args, **kwargs)
 
         with _tracing(_Tracing(self, found)), nn.intercept_methods(add_layer):

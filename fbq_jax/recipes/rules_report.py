@@ -74,7 +74,7 @@ class RulesReport:
     def __str__(self) -> str:
         rows = [("parameter", "shape", "rule", "recipe")]
         rows += [
-            (p.parameter, _shape(p.shape), _rule(p.rule), recipe_name(p.recipe))
+            (p.parameter, _shape(p.shape), _rule(p.rule), _recipe(p))
             for p in self.products
         ]
         rows += [
@@ -124,6 +124,14 @@ def recipe_name(recipe: Recipe) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
+
+
+def _recipe(product: QuantizedParameter) -> str:
+    """The recipe, and the layer if the parameter is another's."""
+    name = recipe_name(product.recipe)
+    if product.layer == product.parameter.rpartition("/")[0]:
+        return name
+    return f"{name}, in {product.layer or '(root)'}"
 
 
 def _rule(pattern: str | None) -> str:

@@ -302,6 +302,46 @@ def test_the_report_says_why_parameters_stay_in_float():
     assert report.unused_rules == ("nothing",)
 
 
+def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
+    class Tied(nn.Module):
+        op: object = None
+
+        def setup(self):
+            self.embed = nn.Embed(16, 32)
+            self.up = nn.Dense(32, dot_general=self.op)
+            self.head = nn.Dense(16, dot_general=self.op, use_bias=False)
+
+        def __call__(self, x):
+            x = self.up(x) + self.embed(jnp.zeros((1, 1), jnp.int32))
+            kernel = self.embed.variables["params"]["embedding"].T
+            return self.head.apply({"params": {"kernel": kernel}}, x)
+
+    rules = {".*": SMALL, "embed": None}
+    tied, report = quantize(Tied(), rules, KEY, X)
+    variables = tied.init(KEY, X)
+    assert set(fallback_stats(variables)) == {"head", "up"}
+    for model in (tied, Tied(RulesDot(rules))):
+        _, state = model.apply(variables, X, mutable=["fallback"])
+        assert [int(s.count) for s in fallback_stats(state).values()] == [1, 1]
+    products = {p.parameter: p.layer for p in report.products}
+    assert products == {"embed/embedding": "head", "up/kernel": "up"}
+    assert report.unmatched_layers == ()
+    assert "embed/embedding  32 x 16  .*    Recipe(...), in head" in str(report)
+
+
+def test_a_model_with_variables_of_its_own_keeps_its_state():
+    teacher = Setup(op=HAND)
+    frozen = teacher.init(KEY, X)
+
+    class Student(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="student")(x) - teacher.apply(frozen, x)
+
+    model, _ = quantize(Student(), {".*": SMALL}, KEY, X)
+    assert list(fallback_stats(model.init(KEY, X))) == ["student"]
+
+
 def test_a_bound_model_is_named():
     model = Setup()
     with pytest.raises(ValueError, match="takes an unbound model; this Setup is"):
