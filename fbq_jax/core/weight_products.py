@@ -190,15 +190,18 @@ class _Search:
         return [self.uses[index] for index in sorted(found)]
 
     def _scan(self, eqn: Any, inputs: list[_Weight | None]) -> Sequence[_Weight | None]:
-        first = eqn.params["num_consts"]
-        last = first + eqn.params["num_carry"]
+        # Constants, carried values, and arrays that lose their first axis inside.
+        body = eqn.params["jaxpr"].jaxpr
+        last = sum(map(_same_rank, eqn.invars, body.invars))
+        carried = sum(map(_same_rank, eqn.outvars, body.outvars))
         for use in self._of(inputs[last:]):
             use.stacked += 1
         # What is carried counts as an activation.
-        inputs[first:last] = [None] * (last - first)
-        outputs = self.jaxpr(eqn.params["jaxpr"].jaxpr, inputs)
-        carried = [None] * eqn.params["num_carry"]
-        return [*carried, *outputs[len(carried) :]]
+        activations = [None] * carried
+        outputs = self.jaxpr(
+            body, [*inputs[: last - carried], *activations, *inputs[last:]]
+        )
+        return [*activations, *outputs[carried:]]
 
     def _while(
         self, eqn: Any, inputs: list[_Weight | None]
@@ -216,6 +219,10 @@ class _Search:
 
 
 _LOOPS = {"scan": _Search._scan, "while": _Search._while, "cond": _Search._cond}
+
+
+def _same_rank(x: Any, y: Any) -> bool:
+    return len(x.aval.shape) == len(y.aval.shape)
 
 
 def _inner(eqn: Any) -> Jaxpr | None:

@@ -328,7 +328,12 @@ class _Provider(QuantizationProvider):
         if name in _PRODUCTS:
             y = self._product(name, *args, **params)
             return primitive.bind(*args, **params) if y is None else y
-        if name in ("jit", "pjit") and _is_plain(params["jaxpr"].jaxpr):
+        # Functions of activations alone stay as they are, to the bit.
+        if (
+            name in ("jit", "pjit")
+            and _is_plain(params["jaxpr"].jaxpr)
+            and any(self._is_weight(x) for x in args)
+        ):
             return self._evaluate(params["jaxpr"], args)
         y = primitive.bind(*args, **params)
         if name in _VIEWS and getattr(args[0], "ndim", 0) >= 2:
@@ -338,6 +343,10 @@ class _Provider(QuantizationProvider):
     def _source(self, x: Any) -> Any:
         """The array that x is a view of."""
         return self.views.get(id(x), (x, x))[1]
+
+    def _is_weight(self, x: Any) -> bool:
+        """Whether x is a parameter, or a view, of two or more dimensions."""
+        return getattr(x, "ndim", 0) >= 2 and self.modules.has(self._source(x))
 
     def _evaluate(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Calls what a jitted function calls, one by one."""
@@ -360,11 +369,7 @@ class _Provider(QuantizationProvider):
         """A product by its op; None if it stays in float."""
         if lhs.dtype not in _FLOATS or rhs.dtype not in _FLOATS:
             return None
-        sources = self._source(lhs), self._source(rhs)
-        weights = [
-            min(x.ndim, 2) == 2 and self.modules.has(s)
-            for x, s in zip((lhs, rhs), sources, strict=True)
-        ]
+        weights = self._is_weight(lhs), self._is_weight(rhs)
         if weights[0] == weights[1]:
             return None
         if name == "conv_general_dilated":
@@ -372,7 +377,7 @@ class _Provider(QuantizationProvider):
                 return None
         elif not params["dimension_numbers"][0][0]:
             return None  # an outer product
-        if (op := self.modules.op(sources[weights[1]])) is None:
+        if (op := self.modules.op(self._source(rhs if weights[1] else lhs))) is None:
             return None
         if name == "conv_general_dilated":
             return conv_general_dilated(op, lhs, rhs, **params)
