@@ -43,8 +43,9 @@ from fbq_jax.linen import fallback_dot as fallback_dot
 from fbq_jax.linen import fallback_einsum as fallback_einsum
 from fbq_jax.linen import fp8_dot as fp8_dot
 from fbq_jax.linen import freeze as freeze
+from fbq_jax.linen import quantize as quantize
 from fbq_jax.ops import dispatch as dispatch
-from fbq_jax.recipes.path_rules import RulesReport as RulesReport
+from fbq_jax.recipes.rules_report import RulesReport as RulesReport
 from fbq_jax.recipes.schema import FLOAT_GEMM as FLOAT_GEMM
 from fbq_jax.recipes.schema import Gemm as Gemm
 from fbq_jax.recipes.schema import Recipe as Recipe

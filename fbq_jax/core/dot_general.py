@@ -21,6 +21,7 @@ from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
+from fbq_jax.core.weight_products import mark_weight
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
@@ -165,6 +166,7 @@ def stateful_dot_general(
     """
     old = threshold.canonicalize_state(state)
     scalars = threshold.scalars_of(old)
+    rhs = mark_weight(rhs, config.recipe)
     out, stats = _seeded_dot_general(config, scalars, lhs, rhs, call, codes)
     return out, threshold.next_state(old, stats)
 

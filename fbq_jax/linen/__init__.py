@@ -18,3 +18,4 @@ from fbq_jax.linen.int8_flow import Int8Sequential as Int8Sequential
 from fbq_jax.linen.norms import LayerNorm as LayerNorm
 from fbq_jax.linen.norms import RMSNorm as RMSNorm
 from fbq_jax.linen.rules import RulesDot as RulesDot
+from fbq_jax.linen.whole_models import quantize as quantize

@@ -100,7 +100,7 @@ class FallbackDot(RaggedDotGeneral):
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
-        module, config = calling_module(), self.config
+        module, config = calling_module(self.collection), self.config
         if module is None:
             rhs = self._without_state(rhs)
             return dot_general(lhs, rhs, **call._asdict(), **self._options())[0]
@@ -117,7 +117,7 @@ class FallbackDot(RaggedDotGeneral):
     def _compute_ragged(
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
-        module = calling_module()
+        module = calling_module(self.collection)
         if module is None:
             rhs = self._without_state(rhs)
             return ragged_dot(lhs, rhs, *call, **self._options())[0]
@@ -215,7 +215,7 @@ fallback_dot = FallbackDot()
 _NO_STATE = (
     "a gradient is taken of a FallbackDot outside any Linen module, where it has no "
     "state: every call has the same noise. In NNX use "
-    "fbq_jax.nnx.FallbackDot(rngs=rngs) or fbq_jax.nnx.apply_rules; in plain JAX pass "
+    "fbq_jax.nnx.FallbackDot(rngs=rngs) or fbq_jax.nnx.quantize; in plain JAX pass "
     "fbq_jax.dot_general a new key in each call"
 )
 

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from fbq_jax.core.einsum import QuantizedEinsum, parse
 from fbq_jax.linen.dot import check_dot_general, fallback_dot
+from fbq_jax.linen.rules import RulesDot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,6 @@ class FallbackEinsum(QuantizedEinsum):
         label occurs twice in one operand, or no label of both is summed over; or the
         sizes of a dimension differ.
 
-    >>> import jax.numpy as jnp
     >>> x, w = jnp.ones((2, 5, 64)), jnp.ones((4, 64, 8))
     >>> jax.eval_shape(lambda: fallback_einsum("btd,hdk->bhtk", x, w)).shape
     (2, 4, 5, 8)
@@ -41,6 +42,14 @@ class FallbackEinsum(QuantizedEinsum):
 
     def __post_init__(self) -> None:
         check_dot_general("FallbackEinsum", self.dot_general)
+
+    def __call__(self, subscripts: str, /, *operands: Any, **kwargs: Any) -> jax.Array:
+        """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
+        if isinstance(self.dot_general, RulesDot):
+            if (dot := self.dot_general.of_layer()) is None:
+                return jnp.einsum(subscripts, *operands, **kwargs)
+            return FallbackEinsum(dot)(subscripts, *operands, **kwargs)
+        return super().__call__(subscripts, *operands, **kwargs)
 
 
 fallback_einsum = FallbackEinsum()
@@ -54,7 +63,6 @@ class Einsum(nn.Einsum):
     Attributes:
       einsum_op: computes the einsum of subscripts, inputs and kernel.
 
-    >>> import jax.numpy as jnp
     >>> layer = Einsum((16, 2, 8), "...d,dhk->...hk")
     >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((3, 16)))
     >>> jax.tree.map(jnp.shape, variables["params"])
@@ -73,23 +81,33 @@ class Einsum(nn.Einsum):
           inputs: the activation.
           einsum_str: the subscripts, if the attribute of that name is None.
         """
-        subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
-        labels = parse(subscripts, inputs.ndim, len(self.shape))
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        sizes = dict(zip(labels.rhs, self.shape, strict=True))
-        bias: jax.Array | None = None
-        if self.use_bias:
-            shape = tuple(sizes[label] for label in labels.out if label in sizes)
-            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
-        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        inputs, kernel, bias = promoted
-        y = self.einsum_op(
-            subscripts,
-            inputs,
-            kernel,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-        )
-        if bias is not None:
-            y += bias.reshape([sizes.get(label, 1) for label in labels.out])
-        return y
+        return call_einsum(self, self.einsum_op, inputs, einsum_str)
+
+
+def call_einsum(
+    layer: nn.Einsum,
+    einsum_op: Callable[..., jax.Array],
+    inputs: jax.Array,
+    einsum_str: str | None = None,
+) -> jax.Array:
+    """Computes an ``nn.Einsum``, whose method is running, by ``einsum_op``."""
+    subscripts = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
+    labels = parse(subscripts, inputs.ndim, len(layer.shape))
+    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
+    sizes = dict(zip(labels.rhs, layer.shape, strict=True))
+    bias: jax.Array | None = None
+    if layer.use_bias:
+        shape = tuple(sizes[label] for label in labels.out if label in sizes)
+        bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
+    promoted: Any = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    inputs, kernel, bias = promoted
+    y = einsum_op(
+        subscripts,
+        inputs,
+        kernel,
+        precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type,
+    )
+    if bias is not None:
+        y += bias.reshape([sizes.get(label, 1) for label in labels.out])
+    return y

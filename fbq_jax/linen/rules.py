@@ -1,7 +1,6 @@
 """Rules for Linen models: one ``dot_general`` that picks a recipe by path."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +8,13 @@ import jax
 from flax import linen as nn
 from jax import lax
 
+from fbq_jax.core import weight_products
 from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.linen.state import calling_module
+from fbq_jax.linen.tracing import trace_parameters
 from fbq_jax.recipes import path_rules
-from fbq_jax.recipes.path_rules import RulesReport
+from fbq_jax.recipes.rules_report import RulesReport
 from fbq_jax.recipes.schema import Recipe
 
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv)
@@ -27,8 +28,18 @@ class _Tracing:
     found: dict[str, str | None]
 
 
+#: The path of the quantized model inside a larger one (``fbq_jax.quantize``).  Like
+#: ``_tracing`` it is a part of the key of JAX's trace caches.
+root_path = jax.make_user_context(())
+
 # Part of the key of JAX's trace caches: a layer that was traced before is traced again.
 _tracing = jax.make_user_context(None)
+
+
+def relative_path(module: nn.Module) -> str:
+    """The path of a layer in the model that rules are for."""
+    path, root = module.path, root_path.value
+    return "/".join(path[len(root) :] if path[: len(root)] == root else path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +74,13 @@ class RulesDot(RaggedDotGeneral):
     ...         return nn.Dense(8, dot_general=dot, name="head")(x)
     >>> x = jax.ShapeDtypeStruct((4, 16), "float32")
     >>> report = dot.report(Model(), jax.random.key(0), x)
+    >>> print(report)
+    parameter         shape    rule    recipe
+    mlp_0/kernel      16 x 16  mlp_.*  fallback
+    forgotten/kernel  16 x 16          float: no rule for its layer
+    head/kernel       16 x 8           float: rule 'head'
+    rules without effect: 'attn'
+    layers without a rule: forgotten
     >>> report.layers
     {'mlp_0': 'mlp_.*', 'head': 'head'}
     >>> report.unused_rules, report.unmatched_layers
@@ -92,14 +110,14 @@ class RulesDot(RaggedDotGeneral):
 
     def of_layer(self) -> FallbackDot | None:
         """The ``FallbackDot`` of the calling layer; None if it stays unquantized."""
-        module = calling_module()
+        module = calling_module(self.collection)
         if module is None:
             raise ValueError(
                 "RulesDot finds a recipe by the path of the Linen layer that calls it, "
-                "and none is running: use fbq_jax.nnx.apply_rules in NNX, FallbackDot "
+                "and none is running: use fbq_jax.nnx.quantize in NNX, FallbackDot "
                 "elsewhere"
             )
-        path = "/".join(module.path)
+        path = relative_path(module)
         pattern, recipe = path_rules.first_match(self._pairs, path)
         if (tracing := _tracing.value) is not None and tracing.dot == self:
             tracing.found[path] = pattern
@@ -110,18 +128,20 @@ class RulesDot(RaggedDotGeneral):
     def report(
         self, model: nn.Module, rngs: Any, *args: Any, **kwargs: Any
     ) -> RulesReport:
-        """Traces ``model.init(rngs, *args, **kwargs)`` and computes nothing.
+        """Traces ``model.init(rngs, ...)`` and ``model.apply``, and computes nothing.
 
         Args:
           model: a model that has this object as the ``dot_general`` of its layers.
           rngs: the PRNG keys of ``init``.
-          *args: arrays or ``jax.ShapeDtypeStruct``.
-          **kwargs: static options, such as ``train=False``.
+          *args: the arguments of the model; arrays may be ``jax.ShapeDtypeStruct``.
+          **kwargs: keyword arguments of the model, and ``method``.
 
         Returns:
-          The layers that called this object and the rules that matched them.  Flax's
-          ``Dense``, ``DenseGeneral``, ``Einsum`` and ``Conv`` layers that did not call
-          it, because they have another ``dot_general`` or none, count as unmatched.
+          The layers that called this object and the rules that matched them; the
+          parameters that quantized products read; and all other parameters of two or
+          more dimensions, with the reason.  Flax's ``Dense``, ``DenseGeneral``,
+          ``Einsum`` and ``Conv`` layers that did not call this object, because they
+          have another ``dot_general`` or none, count as unmatched.
         """
         found: dict[str, str | None] = {}
 
@@ -132,12 +152,13 @@ class RulesDot(RaggedDotGeneral):
             context: nn.module.InterceptorContext,
         ) -> Any:
             if isinstance(context.module, LAYERS):
-                found.setdefault("/".join(context.module.path), None)
+                module = calling_module(self.collection)
+                found.setdefault(relative_path(module or context.module), None)
             return call(*args, **kwargs)
 
         with _tracing(_Tracing(self, found)), nn.intercept_methods(add_layer):
-            jax.eval_shape(functools.partial(model.init, **kwargs), rngs, *args)
-        return path_rules.report(self._pairs, found)
+            parameters = trace_parameters(model, rngs, args, kwargs)
+        return weight_products.report(self._pairs, found, parameters)
 
     @property
     def _pairs(self) -> path_rules.Pairs:

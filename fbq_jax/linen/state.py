@@ -76,9 +76,43 @@ def check_collection(collection: str) -> None:
         )
 
 
-def calling_module() -> nn.Module | None:
-    """The Linen module whose method is running; None outside any module."""
-    return flax_module._context.module_stack[-1]
+def calling_module(collection: str | None = None) -> nn.Module | None:
+    """The Linen module whose method is running; None outside any module.
+
+    A model that calls ``self.head.apply({"params": ...}, x)``, as for a head that
+    shares the embedding's weight, gives the head variables of its own, in which no
+    state can stay.  The module is then a copy of the head in its place in the model.
+
+    Args:
+      collection: the collection with the state that the module keeps.
+    """
+    stack = flax_module._context.module_stack
+    module = stack[-1]
+    if collection is None or module is None or module.scope is None:
+        return module
+    scope = module.scope
+    if scope.root.mutable is not False or collection in scope.root._variables:
+        return module  # it can keep state, or has it
+    modules: list[nn.Module] = [m for m in stack if m is not None and m.scope]
+    inside = [m for m in modules if m.scope and m.scope.root is scope.root]
+    first = modules.index(inside[0])
+    if not first or not _is_applied(modules[first], modules[first - 1]):
+        return module
+    applied, place = modules[first], modules[first - 1].scope
+    assert place is not None
+    for part in (applied.name or type(applied).__name__, *module.path):
+        place = place.push(part, reuse=True)
+    return module.clone(parent=place)
+
+
+def _is_applied(module: nn.Module, caller: nn.Module) -> bool:
+    """Whether ``module.apply`` made the scope of a module, in a method of ``caller``.
+
+    Otherwise a lifted transformation did, which keeps the path.
+    """
+    if module.name is not None:
+        return module.path[-1:] != (module.name,)
+    return not module.path and not isinstance(caller, type(module))
 
 
 def as_float32(state: threshold.State) -> threshold.State:

@@ -1,7 +1,7 @@
 """Quantized layers for Flax NNX: ``nnx.Linear(..., dot_general=FallbackDot())``.
 
-``apply_rules`` gives every layer of a model its op; ``fallback_stats`` reports the
-layers' thresholds and fallback rates; ``name_layers`` makes warnings name the layers.
+``quantize`` gives every layer of a model its op; ``fallback_stats`` reports the layers'
+thresholds and fallback rates; ``name_layers`` makes warnings name the layers.
 """
 
 from fbq_jax.nnx.dot import FallbackConv as FallbackConv
@@ -19,5 +19,6 @@ from fbq_jax.nnx.naming import name_layers as name_layers
 from fbq_jax.nnx.norms import LayerNorm as LayerNorm
 from fbq_jax.nnx.norms import RMSNorm as RMSNorm
 from fbq_jax.nnx.rules import apply_rules as apply_rules
+from fbq_jax.nnx.rules import quantize as quantize
 from fbq_jax.nnx.sharing import check_unshared as check_unshared
 from fbq_jax.nnx.stats import fallback_stats as fallback_stats

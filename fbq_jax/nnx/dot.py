@@ -78,7 +78,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
       seed: seeds the layer's noise.
       use_running_average: whether the state is frozen, as in evaluation.
       has_rngs: whether ``rngs`` seeded the noise.
-      path: the layer's path, a ``LayerPath`` for warnings, from ``apply_rules`` or
+      path: the layer's path, a ``LayerPath`` for warnings, from ``quantize`` or
         ``fbq_jax.nnx.name_layers``.
       weight: the codes of a frozen layer's weight, as ``FrozenCodes``; None before
         ``freeze``.
@@ -214,7 +214,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
                 "without rngs. All such layers draw the same noise, and one that is "
                 "made anew in each call, as by dot_general_cls, draws it in every "
                 "step: make one FallbackDot(rngs=rngs) for each layer, as "
-                "fbq_jax.nnx.apply_rules(model, rules, rngs=rngs) does"
+                "fbq_jax.nnx.quantize(model, rules, rngs=rngs) does"
             )
             return warn_if_differentiated("without rngs", text, weight)
         return weight
@@ -323,7 +323,7 @@ class LayerOp(NamedTuple):
 
 
 _LINEAR = LayerOp("dot_general", lax.dot_general, FallbackDot)
-#: The layers that ``apply_rules`` and ``freeze`` support.
+#: The layers that ``quantize`` and ``freeze`` support.
 LAYER_OPS = {
     nnx.Linear: _LINEAR,
     nnx.LinearGeneral: _LINEAR,

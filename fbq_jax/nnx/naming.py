@@ -12,7 +12,7 @@ from fbq_jax.nnx.dot import LAYER_OPS, FallbackDot, LayerPath
 def name_layers(model: nnx.Module) -> None:
     """Tells each quantized layer its path, so that warnings can name it.
 
-    ``apply_rules`` calls this.  If you give layers their ops by hand, call it once on
+    ``quantize`` calls this.  If you give layers their ops by hand, call it once on
     the new model, and again if you move layers.  The warnings of a layer that has no
     name say so, and give the shape of its kernel.
 

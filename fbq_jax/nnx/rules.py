@@ -3,93 +3,215 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
+from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.nnx.dot import Layer, layer_op
+from fbq_jax.core.weight_products import (
+    ParameterUse,
+    QuantizedProduct,
+    find_uses,
+    record_products,
+    split_arrays,
+)
+from fbq_jax.nnx.dot import LAYER_OPS, FallbackOp, Layer, LayerOp, layer_op
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.recipes import fallback, path_rules
-from fbq_jax.recipes.path_rules import RulesReport
+from fbq_jax.recipes.path_rules import Pairs
+from fbq_jax.recipes.rules_report import RulesReport
 from fbq_jax.recipes.schema import Recipe
 
 
-def apply_rules(
+def quantize(
     model: nnx.Module,
     rules: Mapping[str, Recipe | None],
-    *,
+    *args: Any,
     rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
+    **kwargs: Any,
 ) -> RulesReport:
-    """Gives each linear layer of a model the recipe of the first rule that matches.
+    """Gives each layer of a model the recipe of the first rule that matches its path.
 
-    Rules match the paths, such as ``"blocks/0/mlp/up"``, of the model's ``nnx.Linear``,
-    ``nnx.LinearGeneral``, ``nnx.Einsum`` and ``nnx.Conv`` layers
-    (``fbq_jax.recipes.path_rules``).  A layer gets its own ``FallbackDot`` as its
-    ``dot_general``, ``FallbackEinsum`` as its ``einsum_op`` or ``FallbackConv`` as its
-    ``conv_general_dilated``.  If its rule is None, it gets the unquantized op:
-    ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.  A layer that
-    no rule matches keeps its op.  Warnings name every quantized layer by its path
-    (``fbq_jax.nnx.name_layers``).
+    Layers are ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and ``nnx.Conv``,
+    and all other modules with an attribute ``dot_general``, ``einsum_op`` or
+    ``conv_general_dilated`` that is None or the unquantized op.  A layer gets its own
+    ``FallbackDot`` as its ``dot_general``, ``FallbackEinsum`` as its ``einsum_op`` or
+    ``FallbackConv`` as its ``conv_general_dilated``.  If its rule is None, it gets the
+    unquantized op: ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.
+    A layer that no rule matches keeps its op.  Warnings name every quantized layer by
+    its path (``fbq_jax.nnx.name_layers``).
+
+    Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
+    ``@``, stay in float, which the report says:
+    ``fbq_jax.integrations.qwix.quantize_nnx`` reaches them.
 
     Args:
       model: changed in place; an error leaves it unchanged.
-      rules: a mapping from patterns to recipes, tried in order.
+      rules: a mapping from patterns of paths, such as ``"blocks/0/mlp/up"``, to
+        recipes, tried in order (``fbq_jax.recipes.path_rules``).
+      *args: the arguments of a call of the model; arrays may be
+        ``jax.ShapeDtypeStruct``.  The call is traced, and the report says what it does
+        with each parameter.  Without any arguments nothing is traced, and the report
+        goes by the kinds of the layers.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
+      **kwargs: keyword arguments of the same call.
 
     Returns:
-      The rule of each layer, the rules that apply to no layer, and the layers without a
-      rule.
+      The rule of each layer, the rules that apply to no layer, the layers without a
+      rule, and what became of each parameter.
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
       ValueError: a pattern is not a regular expression, or no implementation has this
         name; or a matched layer is a stack made by ``nnx.vmap``.  Each layer of a stack
-        needs its own state: apply rules where ``nnx.vmap`` makes one layer.
+        needs its own state: quantize where ``nnx.vmap`` makes one layer.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
     >>> rules = {"out": None, "query|key": recipes.fallback, "up": None}
-    >>> report = apply_rules(model, rules)
+    >>> report = quantize(model, rules)
     >>> report.layers
     {'key': 'query|key', 'out': 'out', 'query': 'query|key'}
     >>> report.unused_rules, report.unmatched_layers
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
+    found = quantize_layers(model, pairs, rngs=rngs, implementation=implementation)
+    name_layers(model)
+    if args or kwargs:
+        parameters = trace_parameters(model, args, kwargs)
+    else:
+        parameters = _expected_parameters(model, pairs, found)
+    return weight_products.report(pairs, found, parameters)
+
+
+#: The earlier name of ``quantize``.
+apply_rules = quantize
+
+
+def quantize_layers(
+    model: nnx.Module,
+    rules: Pairs,
+    *,
+    rngs: nnx.Rngs | None,
+    implementation: str | None,
+) -> dict[str, str | None]:
+    """Gives each layer that takes an op its own; see ``quantize``.
+
+    Returns:
+      Maps the path of each such layer to the pattern that matched it, or None.
+    """
     DotConfig(fallback, implementation)  # checks the implementation
     found: dict[str, str | None] = {}
-    matched: list[tuple[Layer, Recipe | None]] = []
+    matched: list[tuple[nnx.Module, LayerOp, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):
-        if not isinstance(module, Layer):
+        if (op := _op_of(module)) is None:
             continue
-        path = "/".join(map(str, parts))
-        found[path], recipe = path_rules.first_match(pairs, path)
-        if recipe is not None and _is_stack(module):
+        path = _join(parts)
+        found[path], recipe = path_rules.first_match(rules, path)
+        if recipe is not None and isinstance(module, Layer) and _is_stack(module):
             raise ValueError(
                 f"layer {path!r} is a stack of layers, with a kernel of shape "
                 f"{module.kernel.shape}: apply rules where one of them is made, inside "
                 "nnx.vmap"
             )
         if found[path] is not None:
-            matched.append((module, recipe))
-    for layer, recipe in matched:
-        _set_op(layer, recipe, rngs=rngs, implementation=implementation)
-    name_layers(model)
-    return path_rules.report(pairs, found)
+            matched.append((module, op, recipe))
+    for layer, op, recipe in matched:
+        _set_op(layer, op, recipe, rngs=rngs, implementation=implementation)
+    return found
 
 
-def _set_op(layer: Layer, recipe: Recipe | None, **options: Any) -> None:
+def trace_parameters(
+    model: nnx.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
+    """The path, the shape and the use of each parameter; computes nothing.
+
+    Args:
+      model: does not change.
+      args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
+      kwargs: keyword arguments of the same call.
+    """
+    arrays, rebuild = split_arrays((args, kwargs))
+    split: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, parameters, others = split
+
+    def call(parameters: Any, others: Any, arrays: list[Any]) -> None:
+        args, kwargs = rebuild(arrays)
+        merged: Any = nnx.merge(graphdef, parameters, others)
+        merged(*args, **kwargs)
+
+    leaves = jax.tree.leaves_with_path(parameters)
+    with record_products() as recorder:
+        closed = jax.make_jaxpr(call)(parameters, others, arrays)
+    uses = find_uses(closed, range(len(leaves)), recorder)
+    return [
+        (_path(keys), leaf.shape, use)
+        for (keys, leaf), use in zip(leaves, uses, strict=True)
+    ]
+
+
+def _expected_parameters(
+    model: nnx.Module, rules: Pairs, found: Mapping[str, str | None]
+) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
+    """What layers do with their parameters, by the kind of the layer."""
+    modules = {_join(path): module for path, module in nnx.iter_modules(model)}
+    recipes = dict(rules)
+    expected = []
+    for keys, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
+        path, use = _path(keys), ParameterUse()
+        layer, _, name = path.rpartition("/")
+        pattern = found.get(layer)
+        recipe = None if pattern is None else recipes[pattern]
+        is_layer = isinstance(modules.get(layer), Layer)
+        if layer not in found:
+            use.others.add(f"{type(modules.get(layer)).__name__} takes no op")
+        elif is_layer and name != "kernel":
+            use.others.add("add")
+        elif recipe is None:
+            use.in_float = True
+        elif leaf.ndim >= 2:
+            use.quantized.append(QuantizedProduct(layer, leaf.shape, recipe))
+        expected.append((path, leaf.shape, use))
+    return expected
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    """The path of a leaf of ``nnx.State``."""
+    return _join(key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
+
+
+def _join(parts: Any) -> str:
+    return "/".join(map(str, parts))
+
+
+def _op_of(module: nnx.Module) -> LayerOp | None:
+    """The op of a module that takes one."""
+    if isinstance(module, Layer):
+        return layer_op(module)
+    if isinstance(module, FallbackOp):
+        return None  # an op itself
+    for op in LAYER_OPS.values():
+        value = getattr(module, op.name, module)
+        if value in (None, op.unquantized) or isinstance(value, op.quantized):
+            return op
+    return None
+
+
+def _set_op(
+    layer: nnx.Module, op: LayerOp, recipe: Recipe | None, **options: Any
+) -> None:
     """Gives a layer the op of a recipe, with the options of ``FallbackDot``.
 
     None is the unquantized op.
     """
-    kind = layer_op(layer)
     if recipe is None:
-        op = nnx.static(kind.unquantized)
+        value = nnx.static(op.unquantized)
     else:
-        op = nnx.data(kind.quantized(recipe, **options))
-    setattr(layer, kind.name, op)
+        value = nnx.data(op.quantized(recipe, **options))
+    setattr(layer, op.name, value)
     if isinstance(layer, nnx.LinearGeneral):
         layer.dot_general_cls = None  # takes precedence over dot_general
 

@@ -16,21 +16,6 @@ from fbq_jax.recipes.schema import Recipe
 Pairs = tuple[tuple[str, Recipe | None], ...]
 
 
-class RulesReport(NamedTuple):
-    """The layers that each rule applied to.
-
-    Attributes:
-      layers: maps the path of each matched layer to the pattern of its rule.
-      unused_rules: the patterns that apply to no layer, because they match none or an
-        earlier rule matched first.
-      unmatched_layers: the paths of the layers that no rule matched.
-    """
-
-    layers: dict[str, str]
-    unused_rules: tuple[str, ...]
-    unmatched_layers: tuple[str, ...]
-
-
 class Match(NamedTuple):
     """The rule that applies to a layer; the pattern is None if no rule does."""
 
@@ -74,19 +59,3 @@ def first_match(rules: Pairs, path: str) -> Match:
     """The first rule that matches the path of a layer."""
     matches = (Match(*rule) for rule in rules if re.fullmatch(rule[0], path))
     return next(matches, Match(None, None))
-
-
-def report(rules: Pairs, found: Mapping[str, str | None]) -> RulesReport:
-    """Makes a report.
-
-    Args:
-      rules: all rules.
-      found: maps the path of each layer to the pattern that matched it, or None.
-    """
-    layers = {path: pattern for path, pattern in found.items() if pattern is not None}
-    used = set(layers.values())
-    return RulesReport(
-        layers,
-        tuple(pattern for pattern, _ in rules if pattern not in used),
-        tuple(path for path, pattern in found.items() if pattern is None),
-    )

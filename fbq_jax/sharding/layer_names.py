@@ -58,6 +58,11 @@ def current_layer() -> str | None:
     return next((_names[path] for path in paths if path in _names), paths[0]) or None
 
 
+def inside_layer() -> bool:
+    """Whether the op of a layer is being traced, in ``layer_name``."""
+    return _layer.get() is not None
+
+
 def record_layer(op: str, operands: Any) -> None:
     """Records that the current layer calls an op with operands of these shapes."""
     if layer := current_layer():

@@ -286,7 +286,9 @@ def test_rules_reach_convolutions():
     dot = RulesDot({"patch": None, "deep.*": SMALL, "head": None})
     net = Net(FallbackConv(dot))
     layers = {"patch": "patch", "deep/0": "deep.*"}
-    assert dot.report(net, jax.random.key(0), x) == (layers, ("head",), ("forgotten",))
+    report = dot.report(net, jax.random.key(0), x)
+    assert (report.layers, report.unused_rules) == (layers, ("head",))
+    assert report.unmatched_layers == ("forgotten",)
     variables = jax.jit(net.init)(jax.random.key(0), x)
     assert list(fallback_stats(variables)) == ["deep/0"]
     floats = Net(FallbackConv(RulesDot({"deep/.": None})))
@@ -326,7 +328,7 @@ def test_nnx_layers_keep_their_state():
     model, floats = NnxNet(), NnxNet()
     run = nnx.jit(lambda model, x: model(x))
     report = apply_rules(model, {".*": SMALL}, rngs=nnx.Rngs(1))
-    assert report == ({"deep": ".*", "patch": ".*"}, (), ())
+    assert report.layers == {"deep": ".*", "patch": ".*"}
     assert isinstance(model.deep.conv_general_dilated, fbq_jax.nnx.FallbackConv)
 
     run(model, x)

@@ -1,0 +1,287 @@
+"""Which parameters a model multiplies by, and what becomes of the other ones.
+
+A model is traced once, and its jaxpr says where each parameter goes: through casts and
+reshapes, into scanned and rematerialized layers, to a product.  A value counts as a
+weight while it depends on parameters only.  Quantized ops mark their weights while a
+model is traced, so that the search stops there.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from fbq_jax.recipes.path_rules import Pairs
+from fbq_jax.recipes.rules_report import (
+    FloatParameter,
+    QuantizedParameter,
+    RulesReport,
+    rules_report,
+)
+from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.layer_names import current_layer
+
+_MARK = "fbq_jax_weight_"
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedProduct:
+    """A product that a quantized op computes.
+
+    Attributes:
+      layer: the name of the calling layer; None if it has none.
+      shape: the shape of the right operand.
+      recipe: the recipe of the product.
+    """
+
+    layer: str | None
+    shape: tuple[int, ...]
+    recipe: Recipe
+
+
+@dataclasses.dataclass
+class ParameterUse:
+    """What a traced model does with one parameter.
+
+    Attributes:
+      quantized: the quantized products of this parameter.
+      in_float: whether a product in float reads it.
+      others: the primitives that read it together with other values, sorted.
+      stacked: the number of its axes that scans run over.
+    """
+
+    quantized: list[QuantizedProduct] = dataclasses.field(default_factory=list)
+    in_float: bool = False
+    others: set[str] = dataclasses.field(default_factory=set)
+    stacked: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class ProductRecorder:
+    """The quantized products of a model that is being traced, in order."""
+
+    products: list[QuantizedProduct] = dataclasses.field(default_factory=list)
+
+
+# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
+_recorder = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def record_products() -> Iterator[ProductRecorder]:
+    """Makes quantized ops that are traced inside report to the yielded recorder."""
+    recorder = ProductRecorder()
+    with _recorder(recorder):
+        yield recorder
+
+
+def mark_weight(weight: jax.Array, recipe: Recipe) -> jax.Array:
+    """The weight of a quantized product, marked if a recorder is active."""
+    recorder: ProductRecorder | None = _recorder.value
+    if recorder is None:
+        return weight
+
+    def marked(x: jax.Array) -> jax.Array:
+        return lax.optimization_barrier(x)  # JAX would drop an identity
+
+    marked.__name__ = f"{_MARK}{len(recorder.products)}"
+    product = QuantizedProduct(current_layer(), weight.shape, recipe)
+    recorder.products.append(product)
+    return jax.jit(marked)(weight)
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Splits arrays, and shapes of arrays, from static options such as ``train``."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        values = iter(arrays)
+        merged = [
+            next(values) if array else x
+            for x, array in zip(leaves, is_array, strict=True)
+        ]
+        return jax.tree.unflatten(structure, merged)
+
+    return arrays, rebuild
+
+
+def find_uses(
+    closed: ClosedJaxpr, parameters: Sequence[int], recorder: ProductRecorder
+) -> list[ParameterUse]:
+    """Finds what a traced model does with its parameters.
+
+    Args:
+      closed: the traced model.
+      parameters: the positions of the parameters among its inputs.
+      recorder: was active during the trace.
+
+    Returns:
+      One use for each parameter.
+    """
+    uses = [ParameterUse() for _ in parameters]
+    inputs: list[_Weight | None] = [None] * len(closed.jaxpr.invars)
+    for index, position in enumerate(parameters):
+        inputs[position] = frozenset({index})
+    _Search(uses, recorder).jaxpr(closed.jaxpr, inputs)
+    return uses
+
+
+# The parameters that a value depends on; empty for constants, None if it also depends
+# on the model's inputs.
+_Weight = frozenset[int]
+
+
+@dataclasses.dataclass
+class _Search:
+    """Follows weights through a jaxpr."""
+
+    uses: list[ParameterUse]
+    recorder: ProductRecorder
+
+    def jaxpr(
+        self, jaxpr: Jaxpr, inputs: Sequence[_Weight | None]
+    ) -> list[_Weight | None]:
+        """Visits a jaxpr; returns what its outputs depend on."""
+        known: dict[Var, _Weight | None] = dict.fromkeys(jaxpr.constvars, _Weight())
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def weight(x: Any) -> _Weight | None:
+            return _Weight() if isinstance(x, Literal) else known[x]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [weight(x) for x in eqn.invars])
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [weight(x) for x in jaxpr.outvars]
+
+    def _equation(
+        self, eqn: Any, inputs: list[_Weight | None]
+    ) -> Sequence[_Weight | None]:
+        name, none = eqn.primitive.name, [None] * len(eqn.outvars)
+        label = eqn.params.get("name")
+        if isinstance(label, str) and label.startswith(_MARK):
+            product = self.recorder.products[int(label.removeprefix(_MARK))]
+            for use in self._of(inputs):
+                use.quantized.append(product)
+            return none
+        if name in _PRODUCTS:
+            for use in self._of(inputs[:2]):
+                use.in_float = True
+        elif name in _LOOPS:
+            return _LOOPS[name](self, eqn, inputs)
+        elif (inner := _inner(eqn)) is not None:
+            return self.jaxpr(inner, inputs)
+        if all(x is not None for x in inputs):
+            return [_Weight().union(*inputs)] * len(eqn.outvars)  # type: ignore[arg-type]
+        if name not in _PRODUCTS:
+            for use in self._of(inputs):
+                use.others.add(name)
+        return none
+
+    def _of(self, inputs: Sequence[_Weight | None]) -> list[ParameterUse]:
+        """The uses of the parameters that inputs depend on."""
+        found = _Weight().union(*(x for x in inputs if x is not None))
+        return [self.uses[index] for index in sorted(found)]
+
+    def _scan(self, eqn: Any, inputs: list[_Weight | None]) -> Sequence[_Weight | None]:
+        # Constants, carried values, and arrays that lose their first axis inside.
+        body = eqn.params["jaxpr"].jaxpr
+        last = sum(map(_same_rank, eqn.invars, body.invars))
+        carried = sum(map(_same_rank, eqn.outvars, body.outvars))
+        for use in self._of(inputs[last:]):
+            use.stacked += 1
+        # What is carried counts as an activation.
+        activations = [None] * carried
+        outputs = self.jaxpr(
+            body, [*inputs[: last - carried], *activations, *inputs[last:]]
+        )
+        return [*activations, *outputs[carried:]]
+
+    def _while(
+        self, eqn: Any, inputs: list[_Weight | None]
+    ) -> Sequence[_Weight | None]:
+        first = eqn.params["cond_nconsts"]
+        last = first + eqn.params["body_nconsts"]
+        carried: list[_Weight | None] = [None] * len(eqn.outvars)
+        self.jaxpr(eqn.params["body_jaxpr"].jaxpr, [*inputs[first:last], *carried])
+        return carried
+
+    def _cond(self, eqn: Any, inputs: list[_Weight | None]) -> Sequence[_Weight | None]:
+        for branch in eqn.params["branches"]:
+            self.jaxpr(branch.jaxpr, inputs[1:])
+        return [None] * len(eqn.outvars)
+
+
+_LOOPS = {"scan": _Search._scan, "while": _Search._while, "cond": _Search._cond}
+
+
+def _same_rank(x: Any, y: Any) -> bool:
+    return len(x.aval.shape) == len(y.aval.shape)
+
+
+def _inner(eqn: Any) -> Jaxpr | None:
+    """The jaxpr that an equation calls with its own inputs, if there is one."""
+    for value in eqn.params.values():
+        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        if isinstance(inner, Jaxpr) and len(inner.invars) == len(eqn.invars):
+            return inner
+    return None
+
+
+def report(
+    rules: Pairs,
+    found: Mapping[str, str | None],
+    parameters: Iterable[tuple[str, tuple[int, ...], ParameterUse]],
+) -> RulesReport:
+    """Reports what rules did to a model.
+
+    Args:
+      rules: all rules.
+      found: maps the path of each layer that rules are for to the pattern that matched
+        it, or None.
+      parameters: the path, the shape and the use of each parameter.
+    """
+    products, floats = [], []
+    for path, shape, use in parameters:
+        owner = path.rpartition("/")[0]
+        recipes: dict[tuple[str, tuple[int, ...], Recipe], None] = {}
+        for product in use.quantized:
+            layer = owner if product.layer not in found else str(product.layer)
+            recipes[layer, product.shape, product.recipe] = None
+        products += [
+            QuantizedParameter(path, shape, layer, found.get(layer), recipe)
+            for layer, shape, recipe in recipes
+        ]
+        reason = _float_reason(dict(rules), found, owner, use)
+        if reason is not None and len(shape) - use.stacked >= 2:
+            floats.append(FloatParameter(path, shape, reason))
+    return rules_report(rules, found, products, floats)
+
+
+def _float_reason(
+    rules: Mapping[str, Recipe | None],
+    found: Mapping[str, str | None],
+    owner: str,
+    use: ParameterUse,
+) -> str | None:
+    """Why a product in float, or none, reads a parameter; None if that is not so."""
+    if use.quantized:
+        return "a product in float reads it, too" if use.in_float else None
+    if use.in_float:
+        if owner not in found:
+            return "its layer multiplies without an op (see fbq_jax.integrations.qwix)"
+        pattern = found[owner]
+        if pattern is None:
+            return "no rule for its layer"
+        if rules[pattern] is None:
+            return f"rule {pattern!r}"
+        return "its layer did not call its op"
+    if use.others:
+        return f"no product reads it ({', '.join(sorted(use.others))})"
+    return "not read in this call"

@@ -1,0 +1,434 @@
+"""Whole models whose own code multiplies by their parameters, through Qwix.
+
+``fbq_jax.quantize`` reaches layers that take an op.  Other layers call ``jnp.einsum``,
+``@`` or ``lax.dot_general`` on their parameters.  Qwix replaces functions of JAX while
+a model runs, and asks a *provider* what to do instead.
+
+The functions that Qwix's own providers replace do not suffice for ops with state.  JAX
+traces ``@`` and ``jnp.dot`` once for all layers with equal shapes, so that only the
+first layer calls the replaced ``lax.dot_general``, and inside a trace that no state may
+leave.  The provider here replaces the function below, by which JAX calls a primitive.
+It sees the operands of every product, and follows parameters through casts and
+reshapes.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.core import tracers
+from flax.linen import module as flax_module
+from jax.extend.core import (
+    Jaxpr,
+    Literal,
+    unsafe_am_i_under_a_jit_DO_NOT_USE,
+)
+from qwix import QuantizationProvider
+from qwix._src import interception
+
+from fbq_jax.core import weight_products
+from fbq_jax.core.conv import conv_general_dilated
+from fbq_jax.core.einsum import before_transposing
+from fbq_jax.linen.rules import RulesDot
+from fbq_jax.linen.state import calling_module
+from fbq_jax.linen.whole_models import inject_ops, quantize_with
+from fbq_jax.nnx.dot import FallbackDot
+from fbq_jax.nnx.naming import name_layers
+from fbq_jax.nnx.rules import quantize_layers, trace_parameters
+from fbq_jax.recipes import path_rules
+from fbq_jax.recipes.rules_report import RulesReport
+from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.layer_names import inside_layer
+
+M = TypeVar("M", bound=nn.Module)
+Op = Callable[..., jax.Array]
+
+# The primitives that leave a parameter the same matrix, or a part of it.
+_VIEWS = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "optimization_barrier",
+        "reduce_precision",
+        "reshape",
+        "reshard",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def quantize(
+    model: M,
+    rules: Mapping[str, Recipe | None] | RulesDot,
+    rngs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[M, RulesReport]:
+    """``fbq_jax.quantize``, which also reaches products in the model's own code.
+
+    Every product of an activation and a parameter is quantized by the rule for the
+    module whose method computes it, whether by ``jnp.einsum``, ``jnp.dot``, ``@``,
+    ``lax.dot_general`` or a convolution.  A product of two activations, as in
+    attention, and one of two parameters stay in float.  So do products inside a
+    ``jax.checkpoint`` or ``lax.scan`` that the model uses in place of Flax's: no state
+    may leave those.  ``fbq_jax.quantize`` documents the arguments.
+
+    A call outside ``jit`` runs without ``jit`` inside, slowly.
+
+    >>> import jax.numpy as jnp
+    >>> from fbq_jax import recipes
+    >>> class Model(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         w = self.param("w", nn.initializers.lecun_normal(), (16, 8))
+    ...         return x @ w
+    >>> x = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    >>> model, report = quantize(Model(), {".*": recipes.block}, jax.random.key(0), x)
+    >>> print(report)
+    parameter  shape   rule  recipe
+    w          16 x 8  .*    block
+    """
+    return quantize_with(_inject_linen, model, rules, rngs, args, kwargs)
+
+
+def quantize_nnx(
+    model: nnx.Module,
+    rules: Mapping[str, Recipe | None],
+    *args: Any,
+    rngs: nnx.Rngs | None = None,
+    implementation: str | None = None,
+    **kwargs: Any,
+) -> RulesReport:
+    """``fbq_jax.nnx.quantize``, which also reaches products in the model's own code.
+
+    ``quantize`` says which products.  The rule for the module that holds the parameter
+    decides.  A module that multiplies by its parameter ``w`` gets a ``FallbackDot`` as
+    ``w_dot_general``.  The model's class becomes one that is derived from it, in whose
+    public methods products are reached.  A layer that is called outside of them
+    multiplies by ``w`` in float.
+
+    Args:
+      model: changed in place.
+      rules: a mapping from patterns of paths to recipes, tried in order.
+      *args: the arguments of a call of the model, which is traced; arrays may be
+        ``jax.ShapeDtypeStruct``.
+      rngs: seeds the noise of the layers, as in ``FallbackDot``.
+      implementation: the implementation of the layers' ops, as in ``FallbackDot``.
+      **kwargs: keyword arguments of the same call.
+
+    Raises:
+      TypeError: as in ``fbq_jax.nnx.quantize``.
+      ValueError: as in ``fbq_jax.nnx.quantize``.
+    """
+    pairs = path_rules.as_pairs(rules)
+    options: dict[str, Any] = {"rngs": rngs, "implementation": implementation}
+    found = quantize_layers(model, pairs, **options)
+    modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
+    others = {
+        path: path_rules.first_match(pairs, path)
+        for path, module in modules.items()
+        if path not in found and any(True for _ in _matrices(module))
+    }
+    for path, (_, recipe) in others.items():
+        for name, _ in list(_matrices(modules[path])):
+            if recipe is not None:
+                dot = nnx.data(FallbackDot(recipe, **options))
+                setattr(modules[path], _dot_name(name), dot)
+    model.__class__ = _nnx_class(getattr(type(model), "unquantized", type(model)))
+    parameters = trace_parameters(model, args, kwargs)
+    for path, _, use in parameters:
+        layer, _, name = path.rpartition("/")
+        if layer in others and not use.quantized:
+            vars(modules[layer]).pop(_dot_name(name), None)
+        if layer in others and (use.quantized or use.in_float):
+            found[layer] = others[layer].pattern
+    name_layers(model)
+    return weight_products.report(pairs, found, parameters)
+
+
+def _dot_name(parameter: str) -> str:
+    """The attribute with the op of a parameter."""
+    return f"{parameter}_dot_general"
+
+
+def _matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
+    """The parameters of two or more dimensions that a module holds itself."""
+    for name, value in vars(module).items():
+        if isinstance(value, nnx.Param) and getattr(value, "ndim", 0) >= 2:
+            yield name, value
+
+
+@functools.cache
+def _nnx_class(cls: Any) -> Any:
+    """A class derived from a model's, in whose methods products are reached."""
+    fields: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "unquantized": cls,
+    }
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        public = name == "__call__" or not name.startswith("_")
+        inherited = any(name in vars(base) for base in nnx.Module.__mro__)
+        if public and inspect.isfunction(method) and not inherited:
+            fields[name] = _reaching_products(method)
+    return type(cls.__name__, (cls,), fields)
+
+
+def _reaching_products(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _in_nnx_model.value:
+            return method(*args, **kwargs)
+        with _in_nnx_model(True), _intercept(_NnxModules()):
+            return method(*args, **kwargs)
+
+    return wrapper
+
+
+# Part of the key of JAX's trace caches: a function that was traced outside is traced
+# again inside.
+_in_nnx_model = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def _inject_linen(dot: RulesDot) -> Iterator[None]:
+    """Gives layers their op, and intercepts the products of all others."""
+    with inject_ops(dot), _intercept(_LinenModules(dot)):
+        yield
+
+
+class _LinenModules:
+    """The parameters of the Linen modules whose methods are running."""
+
+    def __init__(self, dot: RulesDot):
+        self.dot = dot
+
+    def has(self, x: Any) -> bool:
+        """Whether an array is a parameter."""
+        stack = flax_module._context.module_stack
+        roots = {m.scope.root for m in stack if m is not None and m.scope is not None}
+        return any(
+            x is leaf
+            for root in roots
+            for leaf in jax.tree.leaves(root._variables.get("params", {}))
+        )
+
+    def op(self, x: Any) -> Op | None:
+        """The op for a product with a parameter; None leaves it in float."""
+        del x
+        module = calling_module()
+        if module is None or module.scope is None:
+            return None
+        if module.scope.trace_level != tracers.current_trace():
+            return None  # inside a jax.checkpoint or lax.scan
+        return self.dot.of_layer()
+
+
+class _Owner(NamedTuple):
+    """The module that holds a parameter, and the parameter's name."""
+
+    module: nnx.Module
+    name: str
+
+
+class _NnxModules:
+    """The parameters of the NNX modules whose methods are running."""
+
+    def has(self, x: Any) -> bool:
+        """Whether an array is a parameter."""
+        return self._owner(x) is not None
+
+    def op(self, x: Any) -> Op | None:
+        """The op for a product with a parameter; None leaves it in float."""
+        owner = self._owner(x)
+        assert owner is not None
+        dot = getattr(owner.module, _dot_name(owner.name), None)
+        if dot is None or not (dot.theta._can_update or dot.use_running_average):
+            return None
+        return dot
+
+    def _owner(self, x: Any) -> _Owner | None:
+        """Finds the module that holds a parameter."""
+        # A transformation such as nnx.remat makes new modules for what runs inside.
+        # They know nothing of the model, but a method of theirs is running.
+        running = list(_running_modules())
+        inside = (m for module in running for _, m in nnx.iter_modules(module))
+        for module in (*running, *inside):
+            for name, parameter in _matrices(module):
+                if parameter.get_raw_value() is x:
+                    return _Owner(module, name)
+        return None
+
+
+def _running_modules() -> Iterator[nnx.Module]:
+    """The NNX modules whose methods are running, innermost first."""
+    frame, seen = inspect.currentframe(), set()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nnx.Module) and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+        frame = frame.f_back
+
+
+@contextlib.contextmanager
+def _intercept(modules: _LinenModules | _NnxModules) -> Iterator[None]:
+    """Computes products with parameters by their ops, in this thread."""
+    # Outside jit, JAX runs functions that it has compiled without a call in Python.
+    eager = not unsafe_am_i_under_a_jit_DO_NOT_USE()
+    provider = _Provider(modules)
+    (interceptor,) = (make() for make in provider.get_interceptors())
+    interceptor = interception._preprocess_interceptor(interceptor, eager)
+    manager = interception.interception_manager
+    with jax.disable_jit() if eager else contextlib.nullcontext():
+        manager.activate_interceptor(interceptor)
+        try:
+            yield
+        finally:
+            manager.deactivate_interceptor(interceptor)
+
+
+class _Provider(QuantizationProvider):
+    """Replaces ``Primitive.bind``, by which JAX calls a primitive.
+
+    Qwix does not replace it while it runs the replacement.
+    """
+
+    def __init__(self, modules: _LinenModules | _NnxModules):
+        super().__init__([])
+        self.modules = modules
+        # The parameter, or another source, of each view; and the view, which keeps its
+        # id from being used again.
+        self.views: dict[int, tuple[Any, Any]] = {}
+
+    def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
+        """What Qwix replaces."""
+        replaced = super().get_intercept_map()
+        return {**replaced, interception.PRIMITIVE_BIND_KEY: self.bind}
+
+    def bind(self, primitive: Any, *args: Any, **params: Any) -> Any:
+        """Calls a primitive, or an op in its place."""
+        name = primitive.name
+        if inside_layer():
+            return primitive.bind(*args, **params)
+        if name in _PRODUCTS:
+            y = self._product(name, *args, **params)
+            return primitive.bind(*args, **params) if y is None else y
+        # Functions of activations alone stay as they are, to the bit.
+        if (
+            name in ("jit", "pjit")
+            and _is_plain(params["jaxpr"].jaxpr)
+            and any(self._is_weight(x) for x in args)
+        ):
+            return self._evaluate(params["jaxpr"], args)
+        y = primitive.bind(*args, **params)
+        if name in _VIEWS and getattr(args[0], "ndim", 0) >= 2:
+            self.views[id(y)] = y, self._source(args[0])
+        return y
+
+    def _source(self, x: Any) -> Any:
+        """The array that x is a view of."""
+        return self.views.get(id(x), (x, x))[1]
+
+    def _is_weight(self, x: Any) -> bool:
+        """Whether x is a parameter, or a view, of two or more dimensions."""
+        return getattr(x, "ndim", 0) >= 2 and self.modules.has(self._source(x))
+
+    def _evaluate(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        """Calls what a jitted function calls, one by one."""
+        jaxpr = closed.jaxpr
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(x: Any) -> Any:
+            return x.val if isinstance(x, Literal) else values[x]
+
+        for eqn in jaxpr.eqns:
+            y = self.bind(eqn.primitive, *map(read, eqn.invars), **eqn.params)
+            outputs = y if eqn.primitive.multiple_results else [y]
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _product(
+        self, name: str, lhs: Any, rhs: Any, /, **params: Any
+    ) -> jax.Array | None:
+        """A product by its op; None if it stays in float."""
+        if lhs.dtype not in _FLOATS or rhs.dtype not in _FLOATS:
+            return None
+        weights = self._is_weight(lhs), self._is_weight(rhs)
+        if weights[0] == weights[1]:
+            return None
+        if name == "conv_general_dilated":
+            if weights[0] or params["batch_group_count"] != 1:
+                return None
+        elif not params["dimension_numbers"][0][0]:
+            return None  # an outer product
+        if (op := self.modules.op(self._source(rhs if weights[1] else lhs))) is None:
+            return None
+        if name == "conv_general_dilated":
+            return conv_general_dilated(op, lhs, rhs, **params)
+        return _dot_general(op, lhs, rhs, weights[0], **params)
+
+
+def _dot_general(
+    op: Op,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    weight_is_left: bool,
+    *,
+    dimension_numbers: Any,
+    out_sharding: Any,
+    **params: Any,
+) -> jax.Array:
+    """``lax.dot_general`` by an op, whose left operand is the activation."""
+    if not weight_is_left:
+        return op(lhs, rhs, dimension_numbers, out_sharding=out_sharding, **params)
+    contract, batch = dimension_numbers
+    batches = len(batch[0])
+    columns = lhs.ndim - batches - len(contract[0])
+    rows = rhs.ndim - batches - len(contract[0])
+    order = [
+        *range(batches),
+        *range(batches + rows, batches + rows + columns),
+        *range(batches, batches + rows),
+    ]
+    sharding = before_transposing(out_sharding, order)
+    swapped = contract[::-1], batch[::-1]
+    y = op(rhs, lhs, swapped, out_sharding=sharding, **params)
+    return y.transpose(order)
+
+
+def _is_plain(jaxpr: Jaxpr) -> bool:
+    """Whether a jitted function only views arrays, or multiplies without control flow.
+
+    It has no call of another function but such, so that no op is inside.
+    """
+    names = set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in ("jit", "pjit"):
+            if not _is_plain(eqn.params["jaxpr"].jaxpr):
+                return False
+            names.add("dot_general")
+        elif any(
+            isinstance(x, Jaxpr) or hasattr(x, "jaxpr") or callable(x)
+            for x in eqn.params.values()
+        ):
+            return False
+        else:
+            names.add(name)
+    return bool(names & _PRODUCTS) or names <= _VIEWS

@@ -1,0 +1,55 @@
+"""Traces a Linen model to see what it does with its parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import DenyList
+
+from fbq_jax.core.weight_products import (
+    ParameterUse,
+    find_uses,
+    record_products,
+    split_arrays,
+)
+
+
+def trace_parameters(
+    model: nn.Module, rngs: Any, args: Any, kwargs: Mapping[str, Any]
+) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
+    """The path, the shape and the use of each parameter; computes nothing.
+
+    Args:
+      model: an unbound model.
+      rngs: the PRNG keys of ``init``, which ``apply`` gets, too.
+      args: its arguments; arrays may be ``jax.ShapeDtypeStruct``.
+      kwargs: its keyword arguments, and ``method``.
+    """
+    arrays, rebuild = split_arrays((args, kwargs))
+    rngs = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+
+    def init(rngs: Any, arrays: list[Any]) -> Any:
+        args, kwargs = rebuild(arrays)
+        return model.init(rngs, *args, **kwargs)
+
+    def apply(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
+        args, kwargs = rebuild(arrays)
+        mutable = DenyList("params")
+        return model.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+
+    variables = jax.eval_shape(init, rngs, arrays)
+    leaves = jax.tree.leaves_with_path(variables)
+    positions = [i for i, (path, _) in enumerate(leaves) if _name(path[0]) == "params"]
+    with record_products() as recorder:
+        closed = jax.make_jaxpr(apply)(variables, rngs, arrays)
+    uses = find_uses(closed, positions, recorder)
+    return [
+        ("/".join(filter(None, map(_name, leaves[i][0][1:]))), leaves[i][1].shape, use)
+        for i, use in zip(positions, uses, strict=True)
+    ]
+
+
+def _name(key: Any) -> str:
+    """The name of a variable or module; empty inside the box of a parameter."""
+    return str(key.key) if isinstance(key, jax.tree_util.DictKey) else ""

@@ -1,0 +1,263 @@
+"""``quantize``: a Linen model as it is, with quantized layers.
+
+A quantized model has a class of its own, derived from the model's.  While one of its
+methods runs, an interceptor of Flax gives each layer that runs inside its op.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import lift
+from flax.core.scope import in_filter
+from flax.linen import transforms
+from jax import lax
+
+from fbq_jax.linen.conv import FallbackConv
+from fbq_jax.linen.einsum import FallbackEinsum, call_einsum
+from fbq_jax.linen.rules import RulesDot, root_path
+from fbq_jax.recipes.path_rules import Pairs
+from fbq_jax.recipes.rules_report import RulesReport
+from fbq_jax.recipes.schema import Recipe
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def quantize(
+    model: M,
+    rules: Mapping[str, Recipe | None] | RulesDot,
+    rngs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[M, RulesReport]:
+    """Quantizes the layers of a Linen model, whose code does not change.
+
+    All modules inside the model, Flax's or others, that have a field ``dot_general``,
+    ``conv_general_dilated`` or ``einsum_op`` compute as if the model's code had passed
+    them a ``RulesDot(rules)`` (in a ``FallbackConv`` or a ``FallbackEinsum``), with the
+    same state, the same parameters and the same bits; so do ``nn.Einsum`` layers.  A
+    layer whose field has another op keeps it.
+
+    The returned model is an instance of the model's class, with the same fields and
+    methods, and may be a part of other models.  Rules match paths inside the quantized
+    model, wherever it is.  ``nn.scan`` and ``nn.vmap`` inside it carry the state on
+    axis 0.  A layer that is taken out of the model, as in
+    ``model.bind(variables).head(x)``, computes in float.
+
+    Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
+    ``@``, stay in float, which the report says:
+    ``fbq_jax.integrations.qwix.quantize`` reaches them.
+
+    Args:
+      model: an unbound model, which does not change.
+      rules: a mapping from patterns of layer paths to recipes, tried in order
+        (``fbq_jax.recipes.path_rules``); or a ``RulesDot``, with another collection or
+        implementation.
+      rngs: PRNG keys for ``model.init``, which is traced for the report.
+      *args: the arguments of the model; arrays may be ``jax.ShapeDtypeStruct``.
+      **kwargs: keyword arguments of the model, such as ``train=False``, and ``method``.
+
+    Returns:
+      The quantized model, and what became of each parameter.  Nothing is computed.
+
+    Raises:
+      TypeError: a rule's recipe is neither a ``Recipe`` nor None.
+      ValueError: a pattern is not a regular expression, or the model is bound.
+
+    >>> from fbq_jax import recipes
+    >>> class Classifier(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return nn.Dense(8, name="head")(nn.relu(nn.Dense(32, name="up")(x)))
+    >>> x = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    >>> rules = {"head": None, ".*": recipes.fallback}
+    >>> model, report = quantize(Classifier(), rules, jax.random.key(0), x)
+    >>> print(report)
+    parameter    shape    rule  recipe
+    up/kernel    16 x 32  .*    fallback
+    head/kernel  32 x 8         float: rule 'head'
+    >>> variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> sorted(variables["fallback"])
+    ['up']
+    """
+    return quantize_with(inject_ops, model, rules, rngs, args, kwargs)
+
+
+class Quantization(NamedTuple):
+    """What a quantized model does to the layers inside.
+
+    Attributes:
+      dot: their op.
+      inject: gives layers that run in its context the op.
+    """
+
+    dot: RulesDot
+    inject: Callable[[RulesDot], contextlib.AbstractContextManager[None]]
+
+
+def quantize_with(
+    inject: Callable[[RulesDot], contextlib.AbstractContextManager[None]],
+    model: M,
+    rules: Mapping[str, Recipe | None] | Pairs | RulesDot,
+    rngs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[M, RulesReport]:
+    """``quantize``, where ``inject`` gives layers that run in its context the op."""
+    if model.scope is not None:
+        raise ValueError(
+            f"quantize takes an unbound model; this {type(model).__name__} is bound to "
+            "variables: quantize it first, then pass them to its apply"
+        )
+    dot = rules if isinstance(rules, RulesDot) else RulesDot(rules)
+    quantized = model.clone()
+    original: Any = getattr(type(model), "unquantized", type(model))
+    quantized_class = _quantized_class(original, Quantization(dot, inject))
+    object.__setattr__(quantized, "__class__", quantized_class)
+    return quantized, dot.report(quantized, rngs, *args, **kwargs)
+
+
+class _Quantized:
+    """The base of the classes of quantized models, before the model's own class."""
+
+    unquantized: type[nn.Module]
+    quantization: Quantization
+
+    def _call_wrapped_method(self, *args: Any) -> Any:
+        # Flax calls each method of a module through this one.
+        with _active_in(self):
+            return super()._call_wrapped_method(*args)  # type: ignore[misc]
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        with _active_in(self):  # also where method= is a function of the model
+            return super().apply(*args, **kwargs)  # type: ignore[misc]
+
+    def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
+        with _active_in(self):
+            return super().init_with_output(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        arguments = self.unquantized, self.quantization
+        return _new, arguments, self.__dict__
+
+
+@functools.cache
+def _quantized_class(cls: Any, quantization: Quantization) -> type:
+    """The class of quantized models; equal arguments give the same class."""
+    fields = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__hash__": cls.__hash__,
+        "unquantized": cls,
+        "quantization": quantization,
+    }
+    # Flax names modules by the name of their class.
+    return type(cls.__name__, (_Quantized, cls), fields)
+
+
+def _new(cls: Any, quantization: Quantization) -> Any:
+    """An empty quantized model, for ``pickle`` and ``copy``."""
+    return object.__new__(_quantized_class(cls, quantization))
+
+
+# The quantization, and the path of its model, that methods run in.  It is part of the
+# key of JAX's trace caches: what was traced inside a quantized model is traced again
+# outside.
+_active = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def _active_in(model: Any) -> Iterator[None]:
+    """Gives layers their op that run in this context, inside a quantized model."""
+    path = () if model.scope is None else model.path
+    active = model.quantization, path
+    if _active.value == active:
+        yield
+        return
+    with _active(active), root_path(path), model.quantization.inject(active[0].dot):
+        yield
+
+
+@contextlib.contextmanager
+def inject_ops(dot: RulesDot) -> Iterator[None]:
+    """Gives layers that run in this context, and have a field for an op, the op."""
+    ops: dict[str, tuple[Any, Any]] = {
+        "dot_general": (lax.dot_general, dot),
+        "conv_general_dilated": (lax.conv_general_dilated, FallbackConv(dot)),
+        "einsum_op": (jnp.einsum, FallbackEinsum(dot)),
+    }
+
+    def give_op(
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        module: Any = context.module
+        if (active := _active.value) is None or active[0].dot != dot:
+            return call(*args, **kwargs)  # the layer is in another quantized model
+        if type(module).__call__ is nn.Einsum.__call__ and (
+            context.method_name == "__call__"
+        ):
+            return call_einsum(module, ops["einsum_op"][1], *args, **kwargs)
+        given = {}
+        for field in dataclasses.fields(module):
+            value = getattr(module, field.name, None)
+            if field.name not in ops or value not in (None, ops[field.name][0]):
+                continue
+            if getattr(module, f"{field.name}_cls", None) is None:
+                given[field.name] = value
+        try:
+            for name in given:
+                object.__setattr__(module, name, ops[name][1])
+            return call(*args, **kwargs)
+        finally:
+            for name, value in given.items():
+                object.__setattr__(module, name, value)
+
+    with nn.intercept_methods(give_op):
+        yield
+
+
+def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes ``nn.scan`` and ``nn.vmap`` in a quantized model carry its state.
+
+    Both read the axes of variable collections by this function when they run.  Models
+    name the collections that they have themselves, and a missing one would be lost.
+    """
+
+    @functools.wraps(split_axes)
+    def split_axes_with_state(variable_axes: Mapping[Any, Any]) -> Any:
+        if (active := _active.value) is not None:
+            collection = active[0].dot.collection
+            if not any(in_filter(axis, collection) for axis in variable_axes):
+                variable_axes = {**variable_axes, collection: 0}
+        return split_axes(variable_axes)
+
+    return split_axes_with_state
+
+
+def _key_by_path(fingerprint: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Makes ``nn.jit`` trace each layer of a quantized model.
+
+    It takes modules with equal fingerprints for the same one, wherever they are, and
+    would give the second the first one's rule.
+    """
+
+    @functools.wraps(fingerprint)
+    def fingerprint_with_path(module: nn.Module) -> Any:
+        found = fingerprint(module)
+        return found if _active.value is None else (found, module.path)
+
+    return fingerprint_with_path
+
+
+# Outside quantized models, Flax's functions do what they did before.
+vars(lift)["_split_in_out_axes"] = _carry_state(lift._split_in_out_axes)
+vars(transforms)["_module_fingerprint"] = _key_by_path(transforms._module_fingerprint)

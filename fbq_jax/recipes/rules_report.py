@@ -1,0 +1,149 @@
+"""What rules did to a model: its quantized products, and what stayed in float."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fbq_jax.recipes.path_rules import Pairs
+from fbq_jax.recipes.presets import NAMED
+from fbq_jax.recipes.schema import Recipe
+
+
+class QuantizedParameter(NamedTuple):
+    """A parameter that a quantized product reads.
+
+    Attributes:
+      parameter: its path, such as ``"mlp/up/kernel"``.
+      shape: its shape as the product reads it, without the axes of stacked layers.
+      layer: the path of the layer that multiplies.
+      rule: the pattern of the layer's rule; None if the layer had its op before.
+      recipe: the recipe of the product.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    layer: str
+    rule: str | None
+    recipe: Recipe
+
+
+class FloatParameter(NamedTuple):
+    """A parameter of two or more dimensions that stayed in float.
+
+    Attributes:
+      parameter: its path.
+      shape: its shape.
+      reason: why no quantized product reads it, or what else reads it in float.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RulesReport:
+    """What rules did to a model; ``print`` shows it as a table.
+
+    Attributes:
+      layers: maps the path of each layer that a rule matched to the rule's pattern.
+      unused_rules: the patterns that apply to no layer, because they match none or an
+        earlier rule matched first.
+      unmatched_layers: the paths of the layers that no rule matched.
+      products: the parameters that quantized products read.
+      float_parameters: all other parameters of two or more dimensions.
+
+    >>> report = RulesReport(
+    ...     {"up": ".*"}, ("head",), (),
+    ...     (QuantizedParameter("up/kernel", (16, 32), "up", ".*", NAMED["block"]),),
+    ...     (FloatParameter("embed/embedding", (99, 16), "no product: gather"),),
+    ... )
+    >>> print(report)
+    parameter        shape    rule  recipe
+    up/kernel        16 x 32  .*    block
+    embed/embedding  99 x 16        float: no product: gather
+    rules without effect: 'head'
+    """
+
+    layers: dict[str, str]
+    unused_rules: tuple[str, ...]
+    unmatched_layers: tuple[str, ...]
+    products: tuple[QuantizedParameter, ...] = ()
+    float_parameters: tuple[FloatParameter, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "rule", "recipe")]
+        rows += [
+            (p.parameter, _shape(p.shape), _rule(p.rule), _recipe(p))
+            for p in self.products
+        ]
+        rows += [
+            (p.parameter, _shape(p.shape), "", f"float: {p.reason}")
+            for p in self.float_parameters
+        ]
+        lines = _align(rows)
+        if self.unused_rules:
+            names = ", ".join(map(repr, self.unused_rules))
+            lines.append(f"rules without effect: {names}")
+        if self.unmatched_layers:
+            names = ", ".join(path or "(root)" for path in self.unmatched_layers)
+            lines.append(f"layers without a rule: {names}")
+        return "\n".join(lines)
+
+
+def rules_report(
+    rules: Pairs,
+    found: Mapping[str, str | None],
+    products: Iterable[QuantizedParameter] = (),
+    float_parameters: Iterable[FloatParameter] = (),
+) -> RulesReport:
+    """Makes a report.
+
+    Args:
+      rules: all rules.
+      found: maps the path of each layer to the pattern that matched it, or None.
+      products: the parameters that quantized products read.
+      float_parameters: all other parameters of two or more dimensions.
+    """
+    layers = {path: pattern for path, pattern in found.items() if pattern is not None}
+    used = set(layers.values())
+    return RulesReport(
+        layers,
+        tuple(pattern for pattern, _ in rules if pattern not in used),
+        tuple(path for path, pattern in found.items() if pattern is None),
+        tuple(products),
+        tuple(float_parameters),
+    )
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """The name of a named recipe; ``"Recipe(...)"`` for another one."""
+    names = (name for name, named in NAMED.items() if named == recipe)
+    return next(names, "Recipe(...)")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _recipe(product: QuantizedParameter) -> str:
+    """The recipe, and the layer if the parameter is another's."""
+    name = recipe_name(product.recipe)
+    if product.layer == product.parameter.rpartition("/")[0]:
+        return name
+    return f"{name}, in {product.layer or '(root)'}"
+
+
+def _rule(pattern: str | None) -> str:
+    return "own op" if pattern is None else pattern or "''"
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The rows as lines whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,276 @@
+"""Models that multiply by their parameters in their own code."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import fbq_jax
+from fbq_jax import (
+    FallbackConv,
+    FallbackEinsum,
+    Recipe,
+    RulesDot,
+    fallback_stats,
+    recipes,
+)
+from fbq_jax.integrations import qwix
+
+SMALL = Recipe(block=32)
+RULES = {"head": None, ".*": SMALL}
+HAND = RulesDot(RULES)
+KEY = jax.random.key(1)
+X = jax.random.normal(jax.random.key(0), (4, 8, 32))
+
+
+def product(dot, x, w):
+    """``x @ w`` by an op that is injected by hand."""
+    return dot(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+# One product each, of x [..., 32] and w [32, 32]; each also by hand.
+PRODUCTS = {
+    "@": lambda x, w: x @ w,
+    "dot": lambda x, w: jnp.dot(x, w),
+    "tensordot": lambda x, w: jnp.tensordot(x, w, 1),
+    "einsum": lambda x, w: jnp.einsum("btd,df->btf", x, w),
+    "dot_general": lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))),
+    "cast": lambda x, w: x @ w.astype(jnp.float16).astype(x.dtype),
+    "jitted": jax.jit(lambda x, w: (x @ w).astype(x.dtype)),
+    "view": lambda x, w: x @ w.reshape(2, 16, 32).reshape(32, 32),
+    "left": lambda x, w: jnp.einsum("df,btd->btf", w, x),
+}
+
+
+class Layer(nn.Module):
+    multiply: object = PRODUCTS["@"]
+    op: object = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        w = self.param("w", nn.initializers.lecun_normal(), (32, 32))
+        if self.op is None:
+            y = self.multiply(x, w)
+        else:
+            w = w.astype(jnp.float16).astype(x.dtype) if self.multiply is CAST else w
+            y = product(self.op, x, w)
+        scores = jnp.einsum("btd,bsd->bts", y, y)  # activations only
+        return x + jnp.einsum("bts,bsd->btd", nn.softmax(scores), y), None
+
+
+CAST = PRODUCTS["cast"]
+
+
+class Unrolled(nn.Module):
+    """Layers with equal shapes, whose products JAX traces once."""
+
+    multiply: object = PRODUCTS["@"]
+    op: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x, _ = Layer(self.multiply, self.op)(x)
+        return Layer(self.multiply, self.op, name="head")(x)[0]
+
+
+class Scanned(nn.Module):
+    multiply: object = PRODUCTS["@"]
+    op: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0} | ({"fallback": 0} if self.op else {})
+        layers = nn.scan(nn.remat(Layer), axes, split_rngs={"params": True}, length=2)
+        return layers(self.multiply, self.op, name="layers")(x, None)[0]
+
+
+def train(model, steps=2):
+    variables = jax.jit(model.init)(KEY, X)
+
+    @jax.jit
+    def step(variables):
+        def loss(params):
+            y, state = model.apply(
+                {**variables, "params": params}, X, mutable=["fallback"]
+            )
+            return jnp.mean(y**2), state
+
+        grads, state = jax.grad(loss, has_aux=True)(variables["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads)
+        return {"params": params, **state}
+
+    for _ in range(steps):
+        variables = step(variables)
+    return variables
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_has_the_bits_of_injection_by_hand(name):
+    multiply = PRODUCTS[name]
+    model, report = qwix.quantize(Unrolled(multiply), RULES, KEY, X)
+    variables = train(model)
+    by_hand = train(Unrolled(multiply, HAND))
+    jax.tree.map(np.testing.assert_array_equal, variables, by_hand)
+    stats = fallback_stats(variables)
+    assert {path: int(s.count) for path, s in stats.items()} == {
+        "Layer_0": 2,
+        "Layer_1": 2,
+    }
+    assert [p.parameter for p in report.products] == ["Layer_0/w", "Layer_1/w"]
+    assert [p[::2] for p in report.float_parameters] == [("head/w", "rule 'head'")]
+
+
+def test_scanned_and_rematerialized_layers():
+    model, report = qwix.quantize(Scanned(), RULES, KEY, X)
+    variables = train(model)
+    by_hand = train(Scanned(op=HAND))
+    jax.tree.map(np.testing.assert_array_equal, variables, by_hand)
+    assert fallback_stats(variables)["layers"].count.tolist() == [2, 2]
+    assert [p.shape for p in report.products] == [(32, 32)]
+
+
+def test_outside_jit_nothing_is_missed():
+    """Neither in ``init`` nor in a gradient, however often the shapes have run."""
+    floats = Unrolled()
+    params = floats.init(KEY, X)
+    before = floats.apply(params, X)
+    model, _ = qwix.quantize(floats, RULES, KEY, X)
+    variables = model.init(KEY, X)
+    assert list(fallback_stats(variables)) == ["Layer_0", "Layer_1"]
+    for _ in range(2):
+        y, state = model.apply(variables, X, mutable=["fallback"])
+        assert [int(s.count) for s in fallback_stats(state).values()] == [1, 1]
+        np.testing.assert_array_equal(floats.apply(params, X), before)
+    expected = jax.jit(functools.partial(model.apply, mutable=["fallback"]))
+    np.testing.assert_allclose(y, expected(variables, X)[0], rtol=1e-5, atol=1e-5)
+    grads = jax.grad(
+        lambda v: jnp.sum(model.apply(v, X, mutable=["fallback"])[0]), allow_int=True
+    )(variables)
+    assert float(jnp.abs(grads["params"]["Layer_0"]["w"]).max()) > 0
+
+
+def test_convolutions_and_einsums_of_several_axes():
+    class Net(nn.Module):
+        op: object = None
+
+        @nn.compact
+        def __call__(self, x):
+            conv = lax.conv_general_dilated
+            einsum = jnp.einsum
+            if self.op is not None:
+                conv, einsum = FallbackConv(self.op), FallbackEinsum(self.op)
+            ones = nn.initializers.normal()
+            w = self.param("conv", ones, (2, 32, 32))
+            x = conv(x, w, (2,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))
+            x = einsum("btd,dhk->bthk", x, self.param("up", ones, (32, 2, 16)))
+            return einsum("bthk,hkd->btd", x, self.param("down", ones, (2, 16, 32)))
+
+    model, report = qwix.quantize(Net(), {".*": SMALL}, KEY, X)
+    by_hand = train(Net(RulesDot({".*": SMALL})))
+    jax.tree.map(np.testing.assert_array_equal, train(model), by_hand)
+    assert len(report.products) == 3
+
+
+def test_layers_that_take_an_op_and_others_in_one_model():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(16, 32, name="embed")
+            x = nn.Dense(32, name="dense")(embed(tokens))
+            return embed.attend(x)
+
+    tokens = jnp.arange(32).reshape(4, 8) % 16
+    model, report = qwix.quantize(Model(), {".*": recipes.block}, KEY, tokens)
+    variables = model.init(KEY, tokens)
+    assert set(fallback_stats(variables)) == {"dense", "embed"}
+    assert {p.parameter for p in report.products} == {
+        "dense/kernel",
+        "embed/embedding",
+    }
+    with pytest.raises(ValueError, match=r"'kernel', .*; these have none: embed"):
+        fbq_jax.freeze(model, variables, tokens)
+
+
+def test_state_does_not_leave_transformations_that_are_not_flaxs():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.lecun_normal(), (32, 32))
+            x = jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, w)
+            return lax.scan(lambda x, _: (x @ w, None), x, None, length=2)[0]
+
+    model, report = qwix.quantize(Model(), {".*": SMALL}, KEY, X)
+    assert sorted(jax.eval_shape(model.init, KEY, X)) == ["params"]
+    assert [p.parameter for p in report.float_parameters] == ["w"]
+    assert report.products == ()
+
+
+class Raw(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 6)
+        self.scale = nnx.Param(jnp.ones((1, 1, 32)))
+
+    def __call__(self, x):
+        return x + jnp.einsum("btd,df->btf", x * self.scale[...], self.w[...])
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 32, rngs=rngs)
+        self.blocks = nnx.List([Raw(rngs) for _ in range(2)])
+        self.dense = nnx.Linear(32, 32, rngs=rngs)
+        self.head = Raw(rngs)
+
+    def encode(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return x
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.head(self.dense(self.encode(tokens))))
+
+
+def test_nnx_modules_that_multiply_in_their_own_code():
+    tokens = jnp.arange(32).reshape(4, 8) % 16
+    model = NnxModel(nnx.Rngs(0))
+    report = qwix.quantize_nnx(model, RULES, tokens, rngs=nnx.Rngs(1))
+    assert isinstance(model, NnxModel)
+    assert {p.parameter: p.rule for p in report.products} == {
+        "blocks/0/w": ".*",
+        "blocks/1/w": ".*",
+        "dense/kernel": ".*",
+        "embed/embedding": ".*",
+    }
+    floats = {p.parameter: p.reason for p in report.float_parameters}
+    assert floats.pop("head/w") == "rule 'head'"
+    assert set(floats) == {"blocks/0/scale", "blocks/1/scale", "head/scale"}
+    assert report.unused_rules == report.unmatched_layers == ()
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def step(state):
+        model = nnx.merge(graphdef, state)
+        grads = nnx.grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+        return nnx.state(model)
+
+    nnx.update(model, step(step(state)))
+    counts = {k: int(s.count) for k, s in fbq_jax.nnx.fallback_stats(model).items()}
+    assert counts == {
+        "blocks/0/w_dot_general": 2,
+        "blocks/1/w_dot_general": 2,
+        "dense": 2,
+        "embed/embedding_dot_general": 2,
+    }
+    model.encode(tokens)  # outside jit, by another method
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert int(stats["blocks/1/w_dot_general"].count) == 3
+    assert int(stats["dense"].count) == 2

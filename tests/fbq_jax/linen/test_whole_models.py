@@ -1,0 +1,348 @@
+"""Whole Linen models, quantized without a change of their code."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fbq_jax
+from fbq_jax import (
+    FallbackConv,
+    Fp8Dot,
+    Recipe,
+    RulesDot,
+    fallback_stats,
+    quantize,
+    recipes,
+)
+from fbq_jax.linen.einsum import Einsum, FallbackEinsum
+
+SMALL = Recipe(block=32)
+KEY = jax.random.key(1)
+X = jax.random.normal(jax.random.key(0), (4, 8, 32))
+RULES = {"head": None, ".*": SMALL}
+HAND = RulesDot(RULES)
+
+
+class Block(nn.Module):
+    """A block; ``op`` is injected by hand, or None."""
+
+    op: object = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.Dense(32, dot_general=self.op, name="up")(nn.RMSNorm()(x))
+        return x + nn.Dense(32, dot_general=self.op, name="down")(nn.silu(y)), None
+
+
+class Unrolled(nn.Module):
+    op: object = None
+    block: object = Block
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x, _ = self.block(self.op, name=f"block_{i}")(x)
+        return nn.Dense(8, dot_general=self.op, name="head")(x)
+
+
+class Scanned(nn.Module):
+    op: object = None
+    axes: object = None  # with the state's, by hand
+    lift: object = nn.scan
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0} | ({"fallback": 0} if self.op else {})
+        blocks = nn.scan(nn.remat(Block), axes, split_rngs={"params": True}, length=3)
+        x, _ = blocks(self.op, name="blocks")(x, None)
+        return nn.Dense(8, dot_general=self.op, name="head")(x)
+
+
+class Mapped(nn.Module):
+    """A layer for each example."""
+
+    op: object = None
+    shared: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": None if self.shared else 0}
+        axes |= {"fallback": 0} if self.op else {}
+        rngs = {"params": not self.shared}
+        blocks = nn.vmap(Block, variable_axes=axes, split_rngs=rngs, in_axes=(0, None))
+        x, _ = blocks(self.op, name="blocks")(x[:, None], None)
+        return nn.Dense(8, dot_general=self.op, name="head")(x)
+
+
+class Setup(nn.Module):
+    """Layers from ``setup``, several methods, and a layer that is called twice."""
+
+    op: object = None
+
+    def setup(self):
+        self.up = nn.Dense(32, dot_general=self.op)
+        self.head = nn.Dense(8, dot_general=self.op)
+
+    def encode(self, x):
+        return self.up(nn.silu(self.up(x)))
+
+    def __call__(self, x):
+        return self.head(self.encode(x))
+
+
+class Patches(nn.Module):
+    op: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        conv = FallbackConv(self.op) if self.op else None
+        x = nn.Conv(32, (2,), strides=2, conv_general_dilated=conv, name="patch")(x)
+        if self.op is None:
+            x = nn.Einsum((32, 2, 16), "btd,dhk->bthk", name="mix")(x)
+        else:
+            op = FallbackEinsum(self.op)
+            x = Einsum((32, 2, 16), "btd,dhk->bthk", einsum_op=op, name="mix")(x)
+        attention = nn.MultiHeadDotProductAttention(
+            2, qkv_dot_general=self.op, out_dot_general=self.op, name="attention"
+        )
+        x = attention(x.reshape(4, 4, 32))
+        return nn.Dense(8, dot_general=self.op, name="head")(x)
+
+
+MODELS = {
+    "unrolled": Unrolled,
+    # Under nn.jit, rules that are injected by hand give all layers the first one's.
+    "jit": functools.partial(Unrolled, block=nn.jit(Block), layers=1),
+    "scan": Scanned,
+    "vmap": Mapped,
+    "vmap, shared": functools.partial(Mapped, shared=True),
+    "setup": Setup,
+    "convolution, einsum and attention": Patches,
+}
+
+
+def train(model, steps=2):
+    """The variables after steps of training, and the losses."""
+    variables = jax.jit(model.init)(KEY, X)
+
+    @jax.jit
+    def step(variables):
+        def loss(params):
+            y, state = model.apply(
+                {**variables, "params": params}, X, mutable=["fallback"]
+            )
+            return jnp.mean(y**2), state
+
+        grads, state = jax.grad(loss, has_aux=True)(variables["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads)
+        return {"params": params, **state}
+
+    for _ in range(steps):
+        variables = step(variables)
+    return variables
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_same_bits_as_injection_by_hand(make):
+    model, report = quantize(make(), RULES, KEY, X)
+    variables = train(model)
+    jax.tree.map(np.testing.assert_array_equal, variables, train(make(HAND)))
+    counts = [np.asarray(s.count) for s in fallback_stats(variables).values()]
+    assert counts
+    assert all(np.all((count == 2) | (count == 4)) for count in counts)  # up runs twice
+    assert report.unused_rules == ()
+    assert report.unmatched_layers == ()
+    floats = {p.parameter: p.reason for p in report.float_parameters}
+    assert floats.pop("head/kernel") == "rule 'head'"
+    # Biases with an axis of heads, and what nn.vmap has stacked.
+    assert {path.rpartition("/")[2] for path in floats} <= {"bias", "scale"}
+    assert all(reason.startswith("no product reads it") for reason in floats.values())
+    quantized = {p.layer for p in report.products}
+    assert quantized == {path for path in report.layers if path != "head"}
+    assert quantized == set(fallback_stats(variables))
+
+
+def test_outside_its_model_nothing_is_quantized():
+    """Not after a call, an error or a trace that JAX keeps."""
+    block = nn.jit(Block)
+    floats = Unrolled(block=block)
+    variables = floats.init(KEY, X)
+    before = floats.apply(variables, X)
+    model, _ = quantize(floats, RULES, KEY, X)
+    quantized = model.init(KEY, X)
+    y = model.apply(quantized, X, mutable=["fallback"])[0]
+    assert not np.array_equal(y, before)
+    with pytest.raises(ValueError, match="has no state 'dot_general'"):
+        model.apply(variables, X)
+    assert sorted(floats.init(KEY, X)) == ["params"]
+    np.testing.assert_array_equal(floats.apply(variables, X), before)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
+    jax.tree.map(near, quantized["params"], variables["params"])
+
+
+def test_jitted_layers_have_their_own_rules():
+    model = Unrolled(block=nn.jit(Block))
+    model, report = quantize(model, {"block_0/up": None, ".*": SMALL}, KEY, X)
+    layers = set(fallback_stats(jax.eval_shape(model.init, KEY, X)))
+    assert layers == {"block_0/down", "block_1/up", "block_1/down", "head"}
+    assert {p.layer for p in report.products} == layers
+    assert {p.parameter.rpartition("/")[0] for p in report.products} == layers
+
+
+def test_a_quantized_model_is_an_instance_of_its_class():
+    model, _ = quantize(Unrolled(), RULES, KEY, X)
+    assert isinstance(model, Unrolled)
+    assert type(model).__name__ == "Unrolled"
+    assert model.block is Block
+    again, _ = quantize(Unrolled(), dict(RULES), KEY, X)
+    assert model == again
+    assert hash(model) == hash(again)  # a static argument of jit
+    assert model != Unrolled()
+    for copy in (model.clone(), model.copy(), pickle.loads(pickle.dumps(model))):
+        assert copy == model
+        assert "fallback" in jax.eval_shape(copy.init, KEY, X)
+    other, report = quantize(model, {".*": None}, KEY, X)  # from the original
+    assert sorted(jax.eval_shape(other.init, KEY, X)) == ["params"]
+    assert report.products == ()
+
+
+def test_inside_another_model():
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="last")(self.inner(x))
+
+    inner, _ = quantize(Setup(), {"up": SMALL}, KEY, X)
+    variables = Outer(inner).init(KEY, X)
+    # The path in the quantized model decides; what is around it stays in float.
+    assert list(fallback_stats(variables)) == ["inner/up"]
+    outer, report = quantize(Outer(inner), {".*": recipes.block}, KEY, X)
+    variables = outer.init(KEY, X)
+    assert list(fallback_stats(variables)) == ["inner/up", "last"]
+    names = {p.parameter: p.recipe for p in report.products}
+    assert names == {"inner/up/kernel": SMALL, "last/kernel": recipes.block}
+
+
+def test_all_methods_and_functions_of_the_model():
+    model, _ = quantize(Setup(), {".*": SMALL}, KEY, X)
+    variables = model.init(KEY, X)
+    encode = functools.partial(model.apply, variables, X, mutable=["fallback"])
+    for method in ("encode", Setup.encode, lambda model, x: model.up(model.up(x))):
+        _, state = encode(method=method)
+        assert int(state["fallback"]["up"]["dot_general"]["count"]) == 2
+    only = jax.eval_shape(functools.partial(model.init, method="encode"), KEY, X)
+    assert list(only["params"]) == ["up"]
+    _, report = quantize(Setup(), {".*": SMALL}, KEY, X, method="encode")
+    assert [p.parameter for p in report.products] == ["up/kernel"]
+
+
+def test_freeze_serves_it():
+    model, _ = quantize(Scanned(), {"head": None, ".*": recipes.fallback}, KEY, X)
+    variables = train(model, 1)
+    frozen = fbq_jax.freeze(model, variables, X)
+    expected = jax.jit(model.apply)(variables, X)
+    np.testing.assert_array_equal(jax.jit(model.apply)(frozen, X), expected)
+
+
+def test_layers_keep_an_op_of_their_own():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(32, dot_general=Fp8Dot(scaling="current"), name="fp8")(x)
+            return nn.Dense(32, dot_general=fbq_jax.fallback_dot, name="own")(x)
+
+    model, report = quantize(Model(), {".*": SMALL}, KEY, X)
+    assert [(p.parameter, p.rule) for p in report.products] == [("own/kernel", None)]
+    assert report.unused_rules == (".*",)
+    assert report.unmatched_layers == ("fp8", "own")
+    assert "own/kernel  32 x 32  own op  fallback" in str(report)
+    assert list(fallback_stats(model.init(KEY, X))) == ["own"]
+
+
+def test_the_report_says_why_parameters_stay_in_float():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, scale, train):
+            embed = nn.Embed(16, 32, name="embed")
+            position = self.param("position", nn.initializers.ones, (1, 8, 32))
+            raw = self.param("raw", nn.initializers.ones, (32, 32))
+            self.param("unread", nn.initializers.ones, (2, 2))
+            y = embed(tokens) * scale + position
+            y = nn.Dropout(0.5, deterministic=not train)(y)
+            layers = nn.scan(
+                nn.remat(Scale), {"params": 0}, split_rngs={"params": True}, length=3
+            )
+            y, _ = layers(name="layers")(y, None)
+            y = nn.Dense(32, name="free")(y) @ raw.astype(y.dtype).T
+            return embed.attend(y)
+
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.RMSNorm()(x), None
+
+    tokens, scale = jax.ShapeDtypeStruct((4, 8), jnp.int32), jnp.ones((1, 1, 1))
+    rules = {"free": SMALL, "nothing": None}
+    _, report = quantize(Model(), rules, KEY, tokens, scale=scale, train=True)
+    without_op = "its layer multiplies without an op (see fbq_jax.integrations.qwix)"
+    assert {p.parameter: p.reason for p in report.float_parameters} == {
+        "embed/embedding": without_op,
+        "position": "no product reads it (add)",
+        "raw": without_op,
+        "unread": "not read in this call",
+    }
+    assert report.unused_rules == ("nothing",)
+
+
+def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
+    class Tied(nn.Module):
+        op: object = None
+
+        def setup(self):
+            self.embed = nn.Embed(16, 32)
+            self.up = nn.Dense(32, dot_general=self.op)
+            self.head = nn.Dense(16, dot_general=self.op, use_bias=False)
+
+        def __call__(self, x):
+            x = self.up(x) + self.embed(jnp.zeros((1, 1), jnp.int32))
+            kernel = self.embed.variables["params"]["embedding"].T
+            return self.head.apply({"params": {"kernel": kernel}}, x)
+
+    rules = {".*": SMALL, "embed": None}
+    tied, report = quantize(Tied(), rules, KEY, X)
+    variables = tied.init(KEY, X)
+    assert set(fallback_stats(variables)) == {"head", "up"}
+    for model in (tied, Tied(RulesDot(rules))):
+        _, state = model.apply(variables, X, mutable=["fallback"])
+        assert [int(s.count) for s in fallback_stats(state).values()] == [1, 1]
+    products = {p.parameter: p.layer for p in report.products}
+    assert products == {"embed/embedding": "head", "up/kernel": "up"}
+    assert report.unmatched_layers == ()
+    assert "embed/embedding  32 x 16  .*    Recipe(...), in head" in str(report)
+
+
+def test_a_model_with_variables_of_its_own_keeps_its_state():
+    teacher = Setup(op=HAND)
+    frozen = teacher.init(KEY, X)
+
+    class Student(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="student")(x) - teacher.apply(frozen, x)
+
+    model, _ = quantize(Student(), {".*": SMALL}, KEY, X)
+    assert list(fallback_stats(model.init(KEY, X))) == ["student"]
+
+
+def test_a_bound_model_is_named():
+    model = Setup()
+    with pytest.raises(ValueError, match="takes an unbound model; this Setup is"):
+        quantize(model.bind(model.init(KEY, X)), RULES, KEY, X)

@@ -1,0 +1,125 @@
+"""Whole NNX models, quantized without a change of their code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import fbq_jax
+from fbq_jax import Recipe, recipes
+from fbq_jax.nnx import FallbackDot, quantize
+
+SMALL = Recipe(block=32)
+X = jax.random.normal(jax.random.key(0), (4, 8, 32))
+TOKENS = jax.ShapeDtypeStruct((4, 8), jnp.int32)
+
+
+class Own(nnx.Module):
+    """A layer that is not Flax's and takes a ``dot_general``."""
+
+    def __init__(self, rngs, dot_general=lax.dot_general):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (32, 32)))
+        self.dot_general = dot_general
+
+    def __call__(self, x):
+        return self.dot_general(x, self.w[...], (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class Raw(nnx.Module):
+    """A layer that multiplies in its own code."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (32, 2, 16)))
+
+    def __call__(self, x):
+        y = jnp.einsum("btd,dhk->bthk", x, self.w[...].astype(x.dtype))
+        return y.reshape(x.shape)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 32, rngs=rngs)
+        self.layers = nnx.List([Own(rngs), Raw(rngs), nnx.Linear(32, 32, rngs=rngs)])
+        self.head = nnx.Linear(32, 8, rngs=rngs)
+
+    @nnx.remat
+    def encode(self, x):
+        for layer in self.layers:
+            x = layer(nnx.silu(x))
+        return x
+
+    def __call__(self, tokens, train=False):
+        x = self.encode(self.embed(tokens))
+        return self.head(x) if train else x
+
+
+def test_a_traced_report_is_complete():
+    model = Model(nnx.Rngs(0))
+    rules = {"head": None, "layers/.*": SMALL, "up": None}
+    report = quantize(model, rules, TOKENS, train=True, rngs=nnx.Rngs(1))
+    assert [(p.parameter, p.layer, p.rule) for p in report.products] == [
+        ("layers/0/w", "layers/0", "layers/.*"),
+        ("layers/2/kernel", "layers/2", "layers/.*"),
+    ]
+    assert {p.parameter: p.reason for p in report.float_parameters} == {
+        "embed/embedding": "no product reads it (gather)",
+        "layers/1/w": "its layer multiplies without an op "
+        "(see fbq_jax.integrations.qwix)",
+        "head/kernel": "rule 'head'",
+    }
+    assert report.unused_rules == ("up",)
+    counts = [int(s.count) for s in fbq_jax.nnx.fallback_stats(model).values()]
+    assert counts == [0, 0]  # nothing ran
+
+
+def test_a_report_without_a_trace_goes_by_the_kinds_of_layers():
+    model = Model(nnx.Rngs(0))
+    report = quantize(model, {"head": None, ".*": recipes.block})
+    assert [p.parameter for p in report.products] == ["layers/0/w", "layers/2/kernel"]
+    assert {p.parameter: p.reason for p in report.float_parameters} == {
+        "embed/embedding": "no product reads it (Embed takes no op)",
+        "layers/1/w": "no product reads it (Raw takes no op)",
+        "head/kernel": "rule 'head'",
+    }
+
+
+def train(model):
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def step(state):
+        model = nnx.merge(graphdef, state)
+        tokens = jnp.arange(32).reshape(4, 8) % 16
+        grads = nnx.grad(lambda model: jnp.mean(model(tokens, train=True) ** 2))(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+        return nnx.state(model)
+
+    nnx.update(model, step(step(state)))
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def test_same_bits_as_injection_by_hand():
+    model, by_hand = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    quantize(model, {"layers/.*": SMALL}, TOKENS, rngs=nnx.Rngs(1))
+    rngs = nnx.Rngs(1)
+    by_hand.layers[0].dot_general = nnx.data(FallbackDot(SMALL, rngs=rngs))
+    by_hand.layers[2].dot_general = nnx.data(FallbackDot(SMALL, rngs=rngs))
+    states = train(model), train(by_hand)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert {path: int(s.count) for path, s in stats.items()} == {
+        "layers/0": 2,
+        "layers/2": 2,
+    }
+
+
+def test_rules_can_be_applied_again():
+    model = Model(nnx.Rngs(0))
+    quantize(model, {"layers/.*": SMALL})
+    report = quantize(model, {"layers/0": recipes.block, ".*": None})
+    assert list(fbq_jax.nnx.fallback_stats(model)) == ["layers/0"]
+    assert model.layers[0].dot_general.recipe == recipes.block
+    assert model.layers[2].dot_general is lax.dot_general
+    assert report.unused_rules == ()
