@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -149,6 +150,7 @@ class _Quantized:
 @functools.cache
 def _quantized_class(cls: Any, quantization: Quantization) -> type:
     """The class of quantized models; equal arguments give the same class."""
+    _replace_flax_functions()
     fields = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -258,6 +260,24 @@ def _key_by_path(fingerprint: Callable[[nn.Module], Any]) -> Callable[[nn.Module
     return fingerprint_with_path
 
 
-# Outside quantized models, Flax's functions do what they did before.
-vars(lift)["_split_in_out_axes"] = _carry_state(lift._split_in_out_axes)
-vars(transforms)["_module_fingerprint"] = _key_by_path(transforms._module_fingerprint)
+@functools.cache
+def _replace_flax_functions() -> None:
+    """Replaces two functions of Flax, when a model is first quantized.
+
+    Outside quantized models they do what they did before.
+
+    Raises:
+      RuntimeError: this version of Flax has other functions.
+    """
+    replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (lift, "_split_in_out_axes", _carry_state),
+        (transforms, "_module_fingerprint", _key_by_path),
+    )
+    for module, name, _ in replacements:
+        if not hasattr(module, name):
+            raise RuntimeError(
+                f"quantize does not know flax {flax.__version__}, which has no "
+                f"{module.__name__}.{name}: give layers a RulesDot as dot_general="
+            )
+    for module, name, replacement in replacements:
+        setattr(module, name, replacement(getattr(module, name)))

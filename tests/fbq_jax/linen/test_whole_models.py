@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.core import lift
 
 import fbq_jax
 from fbq_jax import (
@@ -19,6 +20,7 @@ from fbq_jax import (
     quantize,
     recipes,
 )
+from fbq_jax.linen import whole_models
 from fbq_jax.linen.einsum import Einsum, FallbackEinsum
 
 SMALL = Recipe(block=32)
@@ -346,3 +348,11 @@ def test_a_bound_model_is_named():
     model = Setup()
     with pytest.raises(ValueError, match="takes an unbound model; this Setup is"):
         quantize(model.bind(model.init(KEY, X)), RULES, KEY, X)
+
+
+def test_another_flax_is_named(monkeypatch):
+    monkeypatch.delattr(lift, "_split_in_out_axes")
+    with pytest.raises(
+        RuntimeError, match=r"flax \S+, which has no flax.core.lift._spl"
+    ):
+        whole_models._replace_flax_functions.__wrapped__()
