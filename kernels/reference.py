@@ -229,7 +229,7 @@ def quantize_vectors(
       amax_reduce: the reduction of maxima over shards of vectors.
     """
     _, height, width = x.shape
-    matrix = max(1, height), max(1, width)
+    matrix = height or 1, width or 1
     row, column = (matrix, matrix) if per_tensor else ((1, matrix[1]), (matrix[0], 1))
     run = functools.partial(
         quantize, x, seeds, global_offset=global_offset, bound=bound
@@ -292,7 +292,7 @@ def quantize_fallback(
         global_offset=global_offset,
     )
     if criterion is None:
-        no_metric = jnp.zeros((len(x), 0, 0), jnp.float32)
+        no_metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
         return FallbackQuantized(main, None, no_metric, transposed)
     residual = _residual(tiles, codes, scales)
     metric = _metric(tiles, residual, scales, criterion)
@@ -339,11 +339,15 @@ def matmul(
     """
     m, k, n = block_shape
     terms = [lhs] if residual is None else [lhs, residual]
-    if k > MAX_INT32_K and lhs.scales.shape[2] == 1:
-        # K has one scale but is too long for exact int32 sums, so it is split.
-        k, pieces = MAX_INT32_K, -(-lhs.codes.shape[2] // MAX_INT32_K)
+    if lhs.scales.shape[2] == 1:
+        # K has one scale.  If it is too long for exact int32 sums, it is split.
+        k = jax.core.min_dim(k, MAX_INT32_K)
+        pieces = -(-lhs.codes.shape[2] // k)
         *terms, rhs = (
-            Quantized(term.codes, jnp.repeat(term.scales, pieces, axis=2))
+            Quantized(
+                term.codes,
+                jnp.broadcast_to(term.scales, (*term.scales.shape[:2], pieces)),
+            )
             for term in (*terms, rhs)
         )
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
@@ -489,6 +493,7 @@ def _split_k(operand: Quantized, k: int) -> Quantized:
     """Moves blocks of K first: codes ``[K/k, B, R, k]``, scales ``[K/k, B, R/r]``."""
     codes, scales, _ = operand
     batch, rows, size = codes.shape
-    codes = jnp.pad(codes, ((0, 0), (0, 0), (0, -size % k)))
-    codes = codes.reshape(batch, rows, scales.shape[2], k)
+    blocks = scales.shape[2]
+    codes = jnp.pad(codes, ((0, 0), (0, 0), (0, blocks * k - size)))
+    codes = codes.reshape(batch, rows, blocks, k)
     return Quantized(codes.transpose(2, 0, 1, 3), scales.transpose(2, 0, 1))

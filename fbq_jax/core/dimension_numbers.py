@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from fbq_jax.recipes.schema import Recipe
 
@@ -70,7 +70,7 @@ def as_matrices(
     x = _group(lhs, batch, free, contract)
     if recipe is not None:
         rows = row_shape([lhs.shape[d] for d in free], recipe)
-        x = x.reshape(len(x), *rows, x.shape[-1])
+        x = x.reshape(x.shape[0], *rows, x.shape[-1])
     return x, rhs_matrix(rhs, dimension_numbers)
 
 
@@ -105,7 +105,20 @@ def _group(x: jax.Array, *dims: Sequence[int]) -> jax.Array:
     """Makes one axis of each group of dimensions."""
     order = [d for group in dims for d in group]
     sizes = [math.prod(x.shape[d] for d in group) for group in dims]
+    _check_symbolic(sizes)
     return x.transpose(order).reshape(sizes)
+
+
+def _check_symbolic(sizes: Sequence[int]) -> None:
+    """Raises ValueError if a symbolic size of a matrix may be below 1."""
+    for size in filter(export.is_symbolic_dim, sizes):
+        if jax.core.max_dim(size, 1) != size:
+            raise ValueError(
+                f"a quantized dot takes symbolic sizes of at least 1, and {size} may "
+                "be less: export with a symbol for what is left, such as "
+                "symbolic_shape('b, s + 1') where s of s + 1 tokens are multiplied, or "
+                f"with symbolic_shape(..., constraints=['{size} >= 1'])"
+            )
 
 
 def _free(x: jax.Array, *taken: Sequence[int]) -> list[int]:

@@ -78,7 +78,7 @@ class DenseGemms:
         """
         gemm = spec.gemm
         first = 2 if gemm.shards == 1 else 3
-        contraction = max(1, math.prod(rhs.codes.shape[first:]))
+        contraction = math.prod(rhs.codes.shape[first:]) or 1
         seeds = None
         if gemm.reduce == "int8":
             seeds = fold_seeds(seeds_of(seed, SUM_STREAM, lhs.codes))

@@ -231,10 +231,11 @@ def apply(
     middle = sum(recipe.target_rate) / 2
     if blocks is None:
         blocks = jnp.int32(metric.size)
-        above = jnp.int32(min(round(middle * metric.size), metric.size - 1))
+        with jax.enable_x64(True):  # exact for any number, also one that is symbolic
+            above = jnp.round(middle * blocks.astype(jnp.float64)).astype(jnp.int32)
     else:
         above = jnp.round(middle * blocks.astype(jnp.float32)).astype(jnp.int32)
-        above = jnp.clip(above, 0, blocks - 1)
+    above = jnp.clip(above, 0, blocks - 1)
     moved = ops.move_threshold(
         metric[None],
         residual.scales[None],

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from fbq_jax.kernels import speed_map
 from fbq_jax.ops.op import OPS, Op
@@ -189,16 +190,23 @@ def choose_layer(
       implementation: as in ``choose``.
 
     Raises:
-      ValueError: no implementation has that name, or a size is below 1.
+      ValueError: no implementation has that name, or a size is below 1; or there is a
+        map, and a size is symbolic.
 
     >>> choose_layer(Recipe(criterion=None), (512, 512, 512)).quantized
     True
     """
-    if min(sizes) < 1:
+    if any(size < 1 for size in sizes):
         raise ValueError(f"choose_layer takes sizes of at least 1; got {sizes}")
     found = _map_for(recipe, dtype, implementation)
     if isinstance(found, str):
         return LayerChoice(True, None, found)
+    if symbolic := [size for size in sizes if export.is_symbolic_dim(size)]:
+        raise ValueError(
+            f"the size {symbolic[0]} of a layer is symbolic, and its speed depends on "
+            "a number: export one function for each size, or with "
+            "where_slower='quantize'"
+        )
     speedup = found.predict(_mapped_name(recipe), sizes)
     reason = f"the map of {found.device} predicts {speedup:.2f} times bf16's speed"
     if speedup >= 1.0:

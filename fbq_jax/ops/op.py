@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
+from jax import export, lax
 
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
@@ -116,6 +116,14 @@ class LocalOp:
         is_empty = any(x.size == 0 for x in jax.tree.leaves(operands))
         if self.implementation == "reference" or is_empty:
             return on_cpu(*operands)
+        for size in (size for x in jax.tree.leaves(operands) for size in x.shape):
+            if export.is_symbolic_dim(size):
+                raise ValueError(
+                    f"{self.op.name}: the size {size} is symbolic, and the grid of a "
+                    f"GPU kernel ({self.implementation}) needs a number: export one "
+                    "function for each size, or export jax.numpy code, many times "
+                    "slower, with implementation='reference'"
+                )
         # A program may also run on the machine's CPU, which has no kernel.
         return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
 

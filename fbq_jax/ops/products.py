@@ -156,11 +156,14 @@ def _multiply(
     if not _has_parts(rhs, block_shape):
         return run(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
     depth = lhs.codes.shape[-1]
-    if run.implementation == "reference" and 0 < depth <= reference.MAX_INT32_K:
+    longest = reference.MAX_INT32_K
+    is_long = jax.core.min_dim(depth, longest + 1) == longest + 1
+    if run.implementation == "reference" and depth and not is_long:
         # XLA would put the quantization of all parts into each of P products.  Of parts
         # of one row it would make one loop, which LLVM takes minutes to compile.
-        left, right = _parts_as_blocks(lhs), _parts_as_blocks(rhs)
-        return run(left, residual, right, block_shape=(1, depth, 1), dtype=dtype)
+        side = jax.core.min_dim(depth, longest)  # a symbolic depth may turn out long
+        left, right = _parts_as_blocks(lhs, side), _parts_as_blocks(rhs, side)
+        return run(left, residual, right, block_shape=(1, side, 1), dtype=dtype)
     # One after the other: all at once, the P products would need memory in float32.
     total = jnp.float32(0.0)
     for i in range(lhs.codes.shape[1]):
@@ -169,11 +172,14 @@ def _multiply(
     return total.astype(dtype)
 
 
-def _parts_as_blocks(x: Quantized) -> Quantized:
-    """Parts ``[B, P, N, R]`` as rows ``[B, N, P * R]`` with P blocks."""
+def _parts_as_blocks(x: Quantized, side: int) -> Quantized:
+    """Parts ``[B, P, N, R]`` as rows ``[B, N, K]`` with blocks of ``side``."""
     batch, parts, rows, depth = x.codes.shape
-    codes = x.codes.swapaxes(1, 2).reshape(batch, rows, parts * depth)
-    return Quantized(codes, x.scales[..., 0].mT)
+    blocks = -(-depth // side)  # of each part
+    codes = jnp.pad(x.codes, [(0, 0)] * 3 + [(0, blocks * side - depth)])
+    codes = codes.swapaxes(1, 2).reshape(batch, rows, parts * blocks * side)
+    scales = jnp.broadcast_to(x.scales.swapaxes(1, 2), (batch, rows, parts, blocks))
+    return Quantized(codes, scales.reshape(batch, rows, parts * blocks))
 
 
 _KERNELS = {

@@ -96,9 +96,10 @@ def word(factor: str, granularity: int) -> str:
 def block_axis(factor: str, size: int, side: int) -> AxisWords:
     """The words of an axis that consists of blocks of ``side`` elements.
 
-    It may be sharded between blocks, unless it has a partial block or only one block.
+    It may be sharded between blocks, unless it has a partial block or only one block,
+    or a symbolic size that leaves this open.
     """
-    if size % side or size < 2 * side:
+    if size % side or jax.core.min_dim(size, 2 * side) != 2 * side:
         return AxisWords(word(UNSHARDED, side), UNSHARDED)
     return AxisWords(word(factor, side), factor)
 

@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 
 from fbq_jax import Recipe, dispatch, recipes
 from fbq_jax.kernels import speed_map
@@ -44,6 +45,13 @@ def test_the_map_decides_where_the_recipe_leaves_it_the_choice():
     assert (choice.quantized, choice.speedup) == (True, 2.0)
     assert choice.reason == "the map of Some GPU predicts 2.00 times bf16's speed"
     assert dispatch.choose_layer(asked, SLOW).speedup == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_map_predicts_for_numbers_only():
+    sizes = export.symbolic_shape("b*s, 64, 64")
+    with pytest.raises(ValueError, match=r"size b\*s of a layer is .*'quantize'"):
+        dispatch.choose_layer(recipes.fallback, sizes)
 
 
 @pytest.mark.usefixtures("gpu")

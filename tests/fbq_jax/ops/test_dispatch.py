@@ -10,6 +10,7 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 
 from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
 from fbq_jax.integrations.maxtext import Quantization
@@ -109,6 +110,18 @@ def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu):
         layer_names.clear()
         asked = {"implementation": "reference"} | options
         jax.eval_shape(lambda: ops.quantize(x, seeds, **asked))
+
+
+def test_a_kernel_needs_numbers_and_the_error_names_the_symbolic_size(on_gpu):
+    on_gpu("8.0")
+    (rows,) = export.symbolic_shape("128*b")
+    x = jax.ShapeDtypeStruct((1, rows, 128), jnp.float32)
+    seeds = jnp.zeros(1, jnp.uint32)
+    options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
+    with pytest.raises(ValueError, match=r"quantize: the size 128\*b is symbolic, .*'"):
+        jax.eval_shape(lambda x: ops.quantize(x, seeds, **options), x)
+    asked = {"implementation": "reference"} | options
+    jax.eval_shape(lambda x: ops.quantize(x, seeds, **asked), x)
 
 
 def test_errors_name_who_asked_for_an_implementation(monkeypatch):

@@ -1,0 +1,186 @@
+"""Layers exported with symbolic sizes compute what they compute at concrete ones."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import export
+
+import fbq_jax
+from fbq_jax import FallbackDot, dot_general, freeze, recipes
+from fbq_jax.sharding import layer_names
+
+K, N = 72, 40
+MATMUL = (((1,), (0,)), ((), ()))
+# Rows that are part of a block, several blocks, and several blocks of each sequence.
+SIZES = [(1, 5), (3, 100), (2, 128)]
+FAST = "fallback", "fallback_rowwise_bwd", "aqt_int8_local"
+each_recipe = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in recipes.NAMED
+    ],
+)
+
+
+def values(*shape):
+    """Normal values, of which a few are outliers."""
+    x = jax.random.normal(jax.random.key(sum(shape)), shape)
+    return x.at[..., 3].multiply(
+        jnp.where(jnp.arange(shape[0]) % 2, 1.0, 20.0)[:, None]
+    )
+
+
+def assert_exported(function, *shape, sizes=SIZES):
+    """Exports a function of an activation, and runs it at each size.
+
+    Args:
+      function: returns a tree of arrays.
+      *shape: the symbolic sizes of the activation.
+      sizes: the leading sizes to run at.
+    """
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    run = jax.jit(lambda x: jax.tree.leaves(function(x)))
+    exported = export.export(run)(x)
+    for lead in sizes:
+        x = values(*lead, shape[-1])
+        got, want = jax.jit(exported.call)(x), run(x)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def leading():
+    return export.symbolic_shape("b, s")
+
+
+def weighted(y):
+    """A loss whose gradients differ between rows and columns."""
+    return jnp.sum(jnp.sin(y) * jnp.linspace(-1.0, 2.0, N)[None, None])
+
+
+def linen_calls(recipe):
+    """Evaluation, a training step, and evaluation of the frozen layer."""
+    layer = nn.Dense(N, dot_general=FallbackDot(recipe))
+    variables = layer.init(jax.random.key(1), values(2, 9, K))
+    # The threshold is set, and moves.
+    _, updates = layer.apply(variables, values(2, 9, K) / 50, mutable=["fallback"])
+    trained = {**variables, **updates}
+    frozen = freeze(layer, trained, values(2, 9, K))
+
+    def step(variables, x):
+        def loss(params, x):
+            y, updates = layer.apply(
+                {**variables, "params": params}, x, mutable=["fallback"]
+            )
+            return weighted(y), (y, updates)
+
+        return jax.grad(loss, (0, 1), has_aux=True)(variables["params"], x)
+
+    return lambda x: (
+        layer.apply(trained, x),
+        step(variables, x),  # sets the threshold
+        step(trained, x),
+        layer.apply(frozen, x),
+    )
+
+
+def nnx_calls(recipe):
+    """The same calls."""
+    rngs = nnx.Rngs(1)
+    dot = fbq_jax.nnx.FallbackDot(recipe, rngs=rngs)
+    layer = nnx.Linear(K, N, dot_general=dot, rngs=rngs)
+    layer(values(2, 9, K) / 50)
+    frozen = fbq_jax.nnx.freeze(layer, values(2, 9, K))
+    graphdef, state = nnx.split(layer)
+
+    def new_layer():
+        return nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
+
+    def step(x):
+        layer = new_layer()
+        loss = nnx.grad(lambda layer: weighted(layer(x)))
+        return loss(layer), nnx.state(layer)
+
+    def evaluate(x):
+        layer = new_layer()
+        layer.eval()
+        return layer(x)
+
+    return lambda x: (evaluate(x), step(x), frozen(x))
+
+
+@each_recipe
+def test_linen_layers(name):
+    assert_exported(linen_calls(recipes.NAMED[name]), *leading(), K)
+
+
+@each_recipe
+def test_nnx_layers(name):
+    assert_exported(nnx_calls(recipes.NAMED[name]), *leading(), K, sizes=SIZES[1:2])
+
+
+def test_a_symbolic_size_may_be_a_multiple_of_the_block():
+    """Sequences are then an axis of their own."""
+    b, s = export.symbolic_shape("b, 128*s")
+    assert_exported(linen_calls(recipes.fallback), b, s, K, sizes=[(2, 128), (1, 256)])
+
+
+@pytest.mark.parametrize("name", ["fallback", "rowwise"])
+def test_a_size_that_may_be_zero_is_an_error_that_says_what_to_do(name):
+    layer = nn.Dense(N, dot_general=FallbackDot(recipes.NAMED[name]))
+    variables = layer.init(jax.random.key(1), values(2, 9, K))
+
+    def apply(x):
+        return layer.apply(variables, x[:, :-1])
+
+    b, s = leading()
+    with pytest.raises(ValueError, match=r"b\*s - b may be less: .*b\*s - b >= 1'"):
+        assert_exported(apply, b, s, K)
+    assert_exported(apply, b, s + 1, K, sizes=[(2, 9)])
+    constrained = export.symbolic_shape("b, s", constraints=["b*s - b >= 1"])
+    assert_exported(apply, *constrained, K, sizes=[(2, 9)])
+
+
+def test_batch_and_contraction_may_be_symbolic():
+    """The stack of matrices, and K of the forward product, as in attention."""
+    b, k = export.symbolic_shape("b, k")
+    numbers = ((2,), (1,)), ((0,), (0,))
+
+    def product(x):
+        return [
+            dot_general(x, x.mT, numbers, recipe=recipes.NAMED[name])[0]
+            for name in ("fallback", "rowwise")
+        ]
+
+    x = jax.ShapeDtypeStruct((b, 6, k), jnp.float32)
+    run = jax.jit(product)
+    exported = export.export(run)(x)
+    x = values(2, 6, 150)
+    jax.tree.map(np.testing.assert_array_equal, exported.call(x), run(x))
+
+
+def test_the_first_fallback_rate_is_rounded_in_64_bits():
+    """In 32 bits, 0.55 times 10 blocks is 5.5, which would round to 6."""
+    recipe = dataclasses.replace(recipes.fallback, block=32, target_rate=(0.15, 0.95))
+
+    def rate(x):
+        return dot_general(x, jnp.ones((64, 8)), MATMUL, recipe=recipe)[1].rate
+
+    (rows,) = export.symbolic_shape("m")
+    exported = export.export(jax.jit(rate))
+    x = jax.random.normal(jax.random.key(0), (5 * 32, 64))
+    call = exported(jax.ShapeDtypeStruct((rows, 64), jnp.float32)).call
+    assert rate(x) == call(x) == 0.5
+
+
+def test_a_layer_that_may_stay_in_float_is_exported_where_there_is_no_map():
+    recipe = dataclasses.replace(recipes.block, where_slower="float")
+    layer = nn.Dense(N, dot_general=FallbackDot(recipe))
+    layer_names.clear()
+    with pytest.warns(UserWarning, match="quantizes every layer"):
+        variables = layer.init(jax.random.key(1), values(2, 9, K))
+    assert_exported(lambda x: layer.apply(variables, x), *leading(), K)
