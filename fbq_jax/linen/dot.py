@@ -21,7 +21,7 @@ from jax import lax
 from fbq_jax.core import threshold
 from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
-from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.layer_stats import SLOT, layer_path
 from fbq_jax.core.ragged_dot import ragged_dot, stateful_ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.linen.frozen import is_frozen, layer_weight
@@ -30,13 +30,18 @@ from fbq_jax.linen.state import (
     calling_module,
     check_collection,
     find_variable,
+    lacks_state,
     return_as_gradient,
+    temporary_variable,
 )
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import layer_name
 
 Tree = TypeVar("Tree")
+
+#: The RNG stream that seeds the noise of layers without state.
+RNG_STREAM = "fbq"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,13 @@ class FallbackDot(RaggedDotGeneral):
     same in every step.  Outside any module there is no state: the threshold is the
     quantile of lhs' own blocks, every call draws the same noise, and a gradient of the
     weight warns once.
+
+    A recipe without fallback (``criterion=None``) has no threshold, and works without
+    the collection, as with ``apply({"params": params}, x)``.  Its noise then comes from
+    the RNG stream ``"fbq"``: a training step passes ``rngs={"fbq": key}`` with a new
+    key.  Without the stream, the noise is the same in each call, and a gradient of the
+    weight warns once, unless the recipe draws none.  A collection that is given counts
+    as above, and the stream is not read.
 
     Each product of a module has its own state.  States follow the order of calls: a
     module that leaves a product out, or whose methods run alone, takes another one's.
@@ -75,7 +87,7 @@ class FallbackDot(RaggedDotGeneral):
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
       ValueError: the collection is ``"params"``, or no implementation has this name;
-        or, in a call, the layer has no state.
+        or, in a call, the layer has no state and its recipe has a threshold.
 
     >>> layer = nn.Dense(2, dot_general=FallbackDot())
     >>> x = jnp.ones((4, 8))
@@ -148,6 +160,8 @@ class FallbackDot(RaggedDotGeneral):
         if module.is_initializing() or is_frozen(variable.value):
             return weight
         layer = f"layer {layer_path(module.path)!r}"
+        if variable.scope is not module.scope:
+            return self._check_noise(module, layer, weight)
         returned = self.collection == OVERWRITE_WITH_GRADIENT
         if returned or module.is_mutable_collection(self.collection):
             threshold.check_count(variable.value, layer)
@@ -161,6 +175,19 @@ class FallbackDot(RaggedDotGeneral):
             f"mutable=[{self.collection!r}] and passes the updates to the next step"
         )
         return warn_if_differentiated("immutable", text, weight)
+
+    def _check_noise(self, module: nn.Module, layer: str, weight: Tree) -> Tree:
+        """The weight of a layer without state; its gradient warns without a key."""
+        if module.has_rng(RNG_STREAM) or not needs_state(self.recipe):
+            return weight
+        text = (
+            f"{layer}: a gradient is taken without the collection {self.collection!r}, "
+            "so every step has the same noise. Training calls apply with "
+            f"rngs={{{RNG_STREAM!r}: key}} and a new key in each step (split_rngs of "
+            f"nn.scan and nn.vmap lists {RNG_STREAM!r}), or with the collection that "
+            f"init returns and mutable=[{self.collection!r}]"
+        )
+        return warn_if_differentiated("without noise", text, weight)
 
     def _options(self) -> dict[str, Any]:
         return {"recipe": self.recipe, "implementation": self.implementation}
@@ -193,8 +220,23 @@ class FallbackDot(RaggedDotGeneral):
         return out
 
     def variable(self, module: nn.Module, x: jax.Array) -> Variable:
-        """The variable with the state of this call on x (``find_variable``)."""
-        return find_variable(module, self.collection, functools.partial(self._start, x))
+        """The variable with the state of this call on x (``find_variable``).
+
+        A recipe without a threshold may have none, and gets one for this call.
+        """
+        may_lack = self.recipe.criterion is None
+        may_lack &= self.collection != OVERWRITE_WITH_GRADIENT
+        if not may_lack or not lacks_state(module, self.collection):
+            start = functools.partial(self._start, x)
+            return find_variable(module, self.collection, start)
+        if module.has_rng(RNG_STREAM):
+            seed = jax.random.bits(module.make_rng(RNG_STREAM), (), jnp.uint32)
+            seed = threshold.example_seed(seed, lax.stop_gradient(x))
+            state = threshold.start(self.recipe, seed)
+        else:
+            assert module.scope is not None
+            state = self._start(x, module.scope, SLOT)
+        return temporary_variable(self.collection, state)
 
     def _start(self, x: jax.Array, scope: Scope, name: str) -> threshold.State:
         """The first state of the layer with this scope."""

@@ -30,6 +30,30 @@ def find_variable(
       ValueError: the variable does not exist and the collection is not mutable, or the
         module is an NNX module in ``nnx.bridge.ToLinen``.
     """
+    scope, name = _next_slot(module, collection)
+    if not scope.has_variable(collection, name):
+        _report_missing(module, collection, name)
+    return scope.variable(collection, name, start, scope, name)
+
+
+def lacks_state(module: nn.Module, collection: str) -> bool:
+    """Whether this call has no state, and the collection is not mutable.
+
+    The arguments and the errors are those of ``find_variable``.
+    """
+    scope, name = _next_slot(module, collection)
+    return not (
+        scope.has_variable(collection, name) or module.is_mutable_collection(collection)
+    )
+
+
+def temporary_variable(collection: str, value: Any) -> Variable:
+    """A variable for a call that lacks state: it is in no module's scope."""
+    return Scope({collection: {SLOT: value}}).variable(collection, SLOT)
+
+
+def _next_slot(module: nn.Module, collection: str) -> tuple[Scope, str]:
+    """The scope of a module, and the name of its next variable."""
     if isinstance(module, bridge.ToLinen):
         raise ValueError(
             f"layer {layer_path(module.path)!r} is an NNX module in ToLinen, which "
@@ -38,10 +62,7 @@ def find_variable(
     scope = module.scope
     assert scope is not None
     names = (f"{SLOT}_{i}" if i else SLOT for i in itertools.count())
-    name = next(n for n in names if not scope.name_reserved(n, collection))
-    if not scope.has_variable(collection, name):
-        _report_missing(module, collection, name)
-    return scope.variable(collection, name, start, scope, name)
+    return scope, next(n for n in names if not scope.name_reserved(n, collection))
 
 
 def _report_missing(module: nn.Module, collection: str, name: str) -> None:
