@@ -135,6 +135,7 @@ def test_scanned_and_rematerialized_layers():
     assert [p.shape for p in report.products] == [(32, 32)]
 
 
+@pytest.mark.exhaustive
 def test_outside_jit_nothing_is_missed():
     """Neither in ``init`` nor in a gradient, however often the shapes have run."""
     floats = Unrolled()
