@@ -41,7 +41,7 @@ def warn_if_shared(op: nnx.Module) -> None:
     warn_first(
         "shared op",
         f"{names} train with one {kind}, so both move one threshold: give each layer "
-        f"its own {kind}(rngs=rngs), as fbq_jax.nnx.apply_rules(model, rules, "
+        f"its own {kind}(rngs=rngs), as fbq_jax.nnx.quantize(model, rules, "
         "rngs=rngs) does. fbq_jax.nnx.check_unshared(model) names the layers",
     )
 

@@ -42,7 +42,8 @@ def move_threshold(
 ) -> MovedThreshold:
     """See ``threshold_reference.move_threshold``."""
     stack, size = metric.shape[0], math.prod(metric.shape[1:])
-    # Several programs all read theta, so none may overwrite it.
+    # The next theta, count and rate take the memory of the old ones, unless several
+    # programs read theta.
     in_place = {} if rate is None or size > SELECTED else {2: 2, 5: 3, 6: 1}
     selected = min(SELECTED, triton.next_power_of_2(size))
     scalar = jax.ShapeDtypeStruct((stack,), jnp.float32)

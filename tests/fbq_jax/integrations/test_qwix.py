@@ -20,12 +20,11 @@ from fbq_jax import (
     recipes,
 )
 from fbq_jax.integrations import qwix
+from tests.fbq_jax.linen.test_whole_models import KEY, X, train
 
 SMALL = Recipe(block=32)
 RULES = {"head": None, ".*": SMALL}
 HAND = RulesDot(RULES)
-KEY = jax.random.key(1)
-X = jax.random.normal(jax.random.key(0), (4, 8, 32))
 
 
 def product(dot, x, w):
@@ -88,26 +87,6 @@ class Scanned(nn.Module):
         axes = {"params": 0} | ({"fallback": 0} if self.op else {})
         layers = nn.scan(nn.remat(Layer), axes, split_rngs={"params": True}, length=2)
         return layers(self.multiply, self.op, name="layers")(x, None)[0]
-
-
-def train(model, steps=2):
-    variables = jax.jit(model.init)(KEY, X)
-
-    @jax.jit
-    def step(variables):
-        def loss(params):
-            y, state = model.apply(
-                {**variables, "params": params}, X, mutable=["fallback"]
-            )
-            return jnp.mean(y**2), state
-
-        grads, state = jax.grad(loss, has_aux=True)(variables["params"])
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads)
-        return {"params": params, **state}
-
-    for _ in range(steps):
-        variables = step(variables)
-    return variables
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -130,7 +130,7 @@ MODELS = {
 
 
 def train(model, steps=2):
-    """The variables after steps of training, and the losses."""
+    """The variables after steps of training on X."""
     variables = jax.jit(model.init)(KEY, X)
 
     @jax.jit
