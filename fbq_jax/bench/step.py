@@ -1,6 +1,8 @@
 """A training step of Flax layers in wall-clock time: what users of the library get."""
 
+import contextlib
 import functools
+import importlib
 import itertools
 import os
 import subprocess
@@ -120,12 +122,17 @@ def first_call_s(
 ) -> float:
     """The seconds of a step's first call: tracing, lowering, compilation and one run.
 
+    Imports are not counted, and among them PyTorch's, which takes seconds: Triton
+    imports it where it is installed, when it compiles its first kernel.
+
     Args:
       name: the name of the stack.
       shape: ``(tokens, D, F)``.
       depth: the number of layers.
       implementation: as in ``dispatch.choose``.
     """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
     stacks = {stack.name: stack for stack in _stacks(depth, implementation)}
     x, key, kernels = operands(shape, depth)
     state = jax.block_until_ready(stacks[name].start(kernels))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
@@ -50,8 +51,32 @@ def test_a_gradient_from_codes_compiles():
     compile_for_gpus(step, (1, 512, 256), (1, 256, 128), (1, 512, 128))
 
 
+several_gpus = pytest.mark.skipif(
+    jax.device_count() < 2, reason="needs several devices"
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
+@several_gpus
+def test_each_gpu_draws_its_own_noise_in_shard_map():
+    devices = jax.device_count()
+    x, w, dy = (heavy(s, i) for i, s in enumerate([(256, 384), (384, 256), (256, 256)]))
+
+    def local(x, w, dy):
+        key = jax.random.key(0)
+        _, dx, dw = product(x, w, dy, recipe=recipes.fallback, theta=100.0, key=key)
+        return dx[None], dw[None]
+
+    specs = {"in_specs": (P(), P(), P()), "out_specs": P("data")}
+    mesh = mesh_of(data=devices)
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))
+    for gradient in mapped(x, w, dy):
+        drawn = np.asarray(gradient).reshape(devices, -1)
+        assert len(np.unique(drawn, axis=0)) == devices
+
+
+@pytest.mark.gpu
+@several_gpus
 @pytest.mark.parametrize("name", recipes.NAMED)
 @pytest.mark.parametrize("blocks", ["whole", "split"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
