@@ -359,7 +359,11 @@ def matmul(
         column_scale = _repeat(rhs.scales, n, columns)[:, None, :]
         for term in terms:
             product = lax.platform_dependent(
-                term.codes, rhs.codes, cpu=_int_product, default=_float_product
+                term.codes,
+                rhs.codes,
+                cpu=_int_product,
+                tpu=_int_product,
+                default=_float_product,
             )
             row_scale = _repeat(term.scales, m, rows)[:, :, None]
             acc += product * (row_scale * column_scale)

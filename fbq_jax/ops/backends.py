@@ -11,7 +11,7 @@ from fbq_jax.ops.op import Kernel
 # The lowest version that the kernel is tested with; ``plgpu.kernel`` of 0.9 differs.
 MOSAIC_JAX = (0, 10, 2)
 TRITON_SIDES = (32, 64, 128, 256)
-MOSAIC_SIDES = (128, 256)
+MOSAIC_SIDES = TPU_SIDES = (128, 256)
 
 
 def nvidia_refusal(block_shape: Sequence[int] = ()) -> str | None:
@@ -44,14 +44,34 @@ def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
     return _sides_refusal(block_shape, MOSAIC_SIDES)
 
 
-def triton_kernels(
-    module: str,
+def tpu_refusal(block_shape: Sequence[int]) -> str | None:
+    """The same for the TPU GEMM."""
+    return xla_refusal() or _sides_refusal(block_shape, TPU_SIDES)
+
+
+def xla_refusal(block_shape: Sequence[int] = ()) -> str | None:
+    """The same for what XLA fuses on a TPU."""
+    del block_shape  # XLA takes all.
+    backend = jax.default_backend()
+    if backend != "tpu":
+        return f"it needs a TPU, and JAX's default backend is {backend}"
+    return None
+
+
+def fused_kernels(
+    triton_module: str,
+    reference_module: str,
     refusal: Callable[[Sequence[int]], str | None] = triton_refusal,
     **fields: Any,
 ) -> dict[str, Kernel]:
-    """A Triton kernel for both backends: only the GEMM is written in Mosaic."""
-    kernel = Kernel("triton", module, refusal, **fields)
-    return {"mosaic": kernel, "triton": kernel}
+    """The kernels of an op that is no GEMM.
+
+    On GPUs there is one in Triton, as only the GEMM is written in Mosaic.  On a TPU,
+    XLA fuses the definition.
+    """
+    kernel = Kernel("triton", triton_module, refusal, **fields)
+    by_xla = Kernel("xla", reference_module, xla_refusal)
+    return {"mosaic": kernel, "triton": kernel, "tpu": by_xla}
 
 
 def _sides_refusal(block_shape: Sequence[int], sides: tuple[int, ...]) -> str | None:

@@ -5,11 +5,12 @@
 ========= ==================================================================
 mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton
 triton    NVIDIA GPUs from Ampere on, through jax-triton
+tpu       TPUs: the GEMM in Pallas, the rest is fused by XLA
 reference any device: the definition in ``jax.numpy``
 ========= ==================================================================
 
-A GEMM whose operands have one scale per row has no blocks; ``mosaic`` and ``triton``
-use XLA's own INT8 GEMM for it.  Ragged products have only the reference.
+A GEMM whose operands have one scale per row has no blocks; all but ``reference`` use
+XLA's own INT8 GEMM for it.  Ragged products have only the reference.
 
 The first implementation in the table that supports a call is used.  The argument
 ``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a
@@ -31,7 +32,7 @@ from fbq_jax.recipes.schema import MAPPED_BLOCK, Recipe
 from fbq_jax.sharding.layer_names import current_layer, warn_first
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-IMPLEMENTATIONS = ("mosaic", "triton", "reference")
+IMPLEMENTATIONS = ("mosaic", "triton", "tpu", "reference")
 _ASKED = "asks for it"
 
 
@@ -43,7 +44,7 @@ class Choice(NamedTuple):
       implementation: the name of the implementation.
       reason: the reason for the choice, as text.
       backend: what computes the op in this implementation: ``"mosaic"``, ``"triton"``,
-        ``"xla"`` or ``"reference"``.
+        ``"tpu"``, ``"xla"`` or ``"reference"``.
     """
 
     op: str
@@ -123,7 +124,7 @@ def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
         if reason is None:
             break
         refusals.append(f"not {name}: {reason}")
-    reason = "; ".join(refusals) or "the first choice on this GPU"
+    reason = "; ".join(refusals) or "the first choice on this device"
     return _choice(op, name, sides, width, reason)
 
 
@@ -146,12 +147,13 @@ def _choice(
 
 
 def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
-    """Warns if a GPU runs the slow reference, unless the caller asked for it.
+    """Warns if an accelerator runs the slow reference, unless the caller asked for it.
 
     Each reason is reported once.  The warning names the first layer, and every op that
     the reason applies to.
     """
-    slow = choice.implementation == "reference" and jax.default_backend() == "gpu"
+    platform = jax.default_backend()
+    slow = choice.implementation == "reference" and platform != "cpu"
     if not slow or _ASKED in choice.reason:
         return
     affected = (
@@ -163,7 +165,7 @@ def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
     warn_first(
         choice.reason,
         f"{layer + ': ' if layer else ''}{', '.join(affected)} run as jax.numpy code, "
-        f"many times slower on this GPU than a kernel: {choice.reason}",
+        f"many times slower on this {platform.upper()} than a kernel: {choice.reason}",
     )
 
 

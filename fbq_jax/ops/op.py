@@ -29,7 +29,8 @@ class Kernel:
     """The kernel of an implementation for an op.
 
     Attributes:
-      backend: what the kernel is written in, ``"mosaic"`` or ``"triton"``.
+      backend: what the kernel is written in, ``"mosaic"``, ``"triton"`` or ``"tpu"``,
+        or ``"xla"`` if XLA fuses ``jax.numpy`` code.
       module: the name of the module, imported when the kernel is first used.  It has a
         function with the op's name and the signature of its reference.
       refusal: takes the shape of a block.  Returns the reason why the kernel cannot run

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.ops.backends import mosaic_refusal, triton_refusal
+from fbq_jax.ops.backends import mosaic_refusal, tpu_refusal, triton_refusal
 from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, register
 from fbq_jax.ops.quantization import VECTOR_GRANULARITY
 from fbq_jax.ops.transformations import call
@@ -189,7 +189,11 @@ _KERNELS = {
         refusal,
         blockless_module="fbq_jax.kernels.xla_gemm",
     )
-    for name, refusal in (("mosaic", mosaic_refusal), ("triton", triton_refusal))
+    for name, refusal in (
+        ("mosaic", mosaic_refusal),
+        ("triton", triton_refusal),
+        ("tpu", tpu_refusal),
+    )
 }
 MATMUL = Op(reference.matmul, _matmul_rule, _matmul_on_shard, kernels=_KERNELS)
 register(MATMUL)

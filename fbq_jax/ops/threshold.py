@@ -8,7 +8,7 @@ from jax import lax
 
 from fbq_jax.kernels import threshold_reference
 from fbq_jax.kernels.threshold_reference import MovedThreshold
-from fbq_jax.ops.backends import nvidia_refusal, triton_kernels
+from fbq_jax.ops.backends import fused_kernels, nvidia_refusal
 from fbq_jax.ops.op import LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.local_ops import Shard
@@ -48,5 +48,9 @@ move_threshold = define_op(
     _rule,
     _on_shard,
     seeded=False,
-    kernels=triton_kernels("fbq_jax.kernels.triton.threshold", refusal=nvidia_refusal),
+    kernels=fused_kernels(
+        "fbq_jax.kernels.triton.threshold",
+        "fbq_jax.kernels.threshold_reference",
+        nvidia_refusal,
+    ),
 )

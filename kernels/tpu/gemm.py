@@ -1,0 +1,242 @@
+"""The INT8 GEMM with block scales and fallback: ``reference.matmul`` on TPUs.
+
+A program computes an output tile from a chunk of K, whose codes lie in its memory.  It
+goes through the tile's rows, 128 at a time, and through the *steps* of those rows: a
+step multiplies one K block of lhs, or of its residual, with one of rhs.  The steps are
+listed in scalar memory, so a residual adds no branch, only a step.
+
+The matrix units multiply INT8 to INT32.  At the same time, the vector units convert the
+products before, scale them and add them up: three operations an element.  The sums of
+``SUM_COLUMNS`` columns stay in registers during a group of ``GROUP`` steps.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.tpu.steps import Steps, list_all, list_used
+
+ROWS = 128  # rows of lhs that share their steps
+SUM_COLUMNS = 256
+GROUP = 4
+_MAX_ROWS, _MAX_COLUMNS = 1024, 2048  # of a tile
+_VMEM_LIMIT = 64 * 2**20  # bytes; there are at least 96 MiB from v5e on
+_VMEM_OF_TILES = 56 * 2**20  # what the compiler needs takes the rest
+
+
+class Tiles(NamedTuple):
+    """How the product is divided among programs.
+
+    Attributes:
+      rows: rows of an output tile.
+      columns: columns of an output tile.
+      blocks: K blocks in a chunk.
+      chunks: chunks of K.
+    """
+
+    rows: int
+    columns: int
+    blocks: int
+    chunks: int
+
+
+def matmul(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    *,
+    block_shape: tuple[int, int, int],
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Multiplies as ``reference.matmul`` does; block sizes are multiples of 128.
+
+    If K is not a multiple of a block, codes are copied and padded with zeros.
+
+    Args:
+      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
+      residual: a second term of lhs with the same shapes, or None.
+      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
+      block_shape: ``(m, k, n)``, each a multiple of 128.
+      dtype: dtype of the output.
+
+    Returns:
+      ``[B, M, N]`` in ``dtype``.
+    """
+    m, k, n = block_shape
+    batch, M, _ = lhs.codes.shape
+    N = rhs.codes.shape[1]
+    terms = [lhs] if residual is None else [lhs, residual]
+    codes = [_pad_axis(x.codes, 2, k) for x in (*terms, rhs)]
+    # The vector units have no other dtypes.
+    stored = dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+    out = jax.ShapeDtypeStruct((batch, M, N), stored)
+    tiles = choose_tiles(out, codes[0].shape[2] // k, k, len(terms))
+    row_scales = [_row_scales(term.scales, m, M, tiles) for term in terms]
+    list_steps = list_all if residual is None else list_used
+    program: Callable[..., jax.Array] = pl.pallas_call(
+        functools.partial(_compute_tile, k),
+        out_shape=out,
+        grid=(batch, pl.cdiv(N, tiles.columns), pl.cdiv(M, tiles.rows), tiles.chunks),
+        in_specs=_input_specs(tiles, k, len(terms)),
+        out_specs=pl.BlockSpec(
+            (None, tiles.rows, tiles.columns), lambda b, j, i, c: (b, i, j)
+        ),
+        scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=_VMEM_LIMIT,
+        ),
+        name="fbq_matmul",
+    )
+    column_scales = _column_scales(rhs.scales, n, N, tiles)
+    steps = list_steps(*row_scales, multiple=GROUP)
+    return program(steps, codes[:-1], codes[-1], column_scales).astype(dtype)
+
+
+def choose_tiles(
+    out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int
+) -> Tiles:
+    """The largest tiles that fit into memory, beside the copies for the next program.
+
+    Args:
+      out: the output, ``[B, M, N]``.
+      blocks: K blocks of the operands.
+      k: the depth of a block.
+      terms: 2 if lhs has a residual, else 1.
+    """
+    _, M, N = out.shape
+    rows = min(_MAX_ROWS, ROWS * pl.cdiv(M, ROWS))
+    columns = min(_MAX_COLUMNS, SUM_COLUMNS * pl.cdiv(N, SUM_COLUMNS))
+    of_output = rows * columns * (4 + 2 * out.dtype.itemsize)
+    of_block = 2 * (k * (terms * rows + columns) + 4 * columns)
+    chunks = pl.cdiv(blocks, max(1, (_VMEM_OF_TILES - of_output) // of_block))
+    # Chunks of the same size leave no part of the last one empty.
+    even = (n for n in range(chunks, 2 * chunks) if blocks % n == 0)
+    chunks = next(even, chunks)
+    return Tiles(rows, columns, pl.cdiv(blocks, chunks), chunks)
+
+
+def _row_scales(scales: jax.Array, m: int, M: int, tiles: Tiles) -> jax.Array:
+    """Scales of 128 rows ``[B, chunks, I, blocks]``, 0 beyond the operand."""
+    scales = jnp.repeat(scales, m // ROWS, axis=1)[:, : pl.cdiv(M, ROWS)]
+    scales = _pad_axis(scales, 1, tiles.rows // ROWS)
+    return _in_chunks(scales, tiles).swapaxes(1, 2)
+
+
+def _column_scales(scales: jax.Array, n: int, N: int, tiles: Tiles) -> jax.Array:
+    """Scales of columns ``[B, chunks, blocks, N]``, 0 beyond the operand."""
+    scales = jnp.repeat(scales, n, axis=1)[:, :N]
+    return jnp.moveaxis(_in_chunks(scales, tiles), 1, 3)
+
+
+def _in_chunks(scales: jax.Array, tiles: Tiles) -> jax.Array:
+    """Splits ``[B, R, K/k]`` into ``[B, R, chunks, blocks]``."""
+    scales = _pad_axis(scales, 2, tiles.blocks * tiles.chunks)
+    return scales.reshape(*scales.shape[:2], tiles.chunks, tiles.blocks)
+
+
+def _pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, widths)
+
+
+def _input_specs(tiles: Tiles, k: int, terms: int) -> tuple[Any, ...]:
+    """What a program reads of its steps, lhs, rhs and the scales of rhs."""
+
+    def of_list(length: int) -> pl.BlockSpec:
+        shape = None, None, tiles.rows // ROWS, length
+        return pl.BlockSpec(
+            shape, lambda b, j, i, c: (b, c, i, 0), memory_space=pltpu.SMEM
+        )
+
+    length = Steps.length(terms * tiles.blocks, GROUP)
+    depth = tiles.blocks * k
+    lhs = pl.BlockSpec((None, tiles.rows, depth), lambda b, j, i, c: (b, i, c))
+    return (
+        Steps(of_list(length), of_list(length), of_list(1)),
+        [lhs] * terms,
+        pl.BlockSpec((None, tiles.columns, depth), lambda b, j, i, c: (b, j, c)),
+        pl.BlockSpec(
+            (None, None, tiles.blocks, tiles.columns), lambda b, j, i, c: (b, c, 0, j)
+        ),
+    )
+
+
+def _compute_tile(
+    k: int,
+    steps: Steps,
+    terms: Sequence[Any],
+    rhs: Any,
+    rhs_scales: Any,
+    out: Any,
+    sums: Any,
+) -> None:
+    """The kernel: adds the products of a chunk of K to the sums of a tile.
+
+    Codes beyond the operands are arbitrary.  Their scales are 0.
+
+    Args:
+      k: the depth of a K block.
+      steps: references to the steps of the tile's rows.
+      terms: references to the codes of lhs and, with fallback, of its residual.
+      rhs: a reference to the codes of rhs.
+      rhs_scales: a reference to the scales of rhs, ``[blocks, columns]``.
+      out: a reference to the tile of the output.
+      sums: float32, of the tile's shape, which stays from chunk to chunk.
+    """
+    chunk, last_chunk = pl.program_id(3), pl.num_programs(3) - 1
+
+    def add_rows(row: jax.Array, _: None) -> None:
+        rows = _slice(row, ROWS)
+
+        @pl.when(chunk == 0)
+        def _start() -> None:
+            sums[rows] = jnp.zeros((ROWS, sums.shape[1]), jnp.float32)
+
+        def add_group(group: jax.Array, _: None) -> None:
+            places = [group * GROUP + n for n in range(GROUP)]
+            codes = [steps.order[row, place] for place in places]
+            scales = [steps.scales[row, place] for place in places]
+            blocks = [_slice(code // 2, k) for code in codes]
+            lhs = [terms[0][rows, block] for block in blocks]
+            if len(terms) == 2:
+                lhs = [
+                    jnp.where(code % 2 == 1, terms[1][rows, block], main)
+                    for code, block, main in zip(codes, blocks, lhs, strict=True)
+                ]
+            for start in range(0, sums.shape[1], SUM_COLUMNS):
+                columns = pl.ds(start, SUM_COLUMNS)
+                total = sums[rows, columns]
+                for code, scale, block, left in zip(
+                    codes, scales, blocks, lhs, strict=True
+                ):
+                    product = lax.dot_general(
+                        left,
+                        rhs[columns, block],
+                        (((1,), (1,)), ((), ())),
+                        preferred_element_type=jnp.int32,
+                    )
+                    scale *= rhs_scales[pl.ds(code // 2, 1), columns]
+                    total += product.astype(jnp.float32) * scale
+                sums[rows, columns] = total
+
+        lax.fori_loop(0, steps.counts[row, 0] // GROUP, add_group, None)
+
+        @pl.when(chunk == last_chunk)
+        def _store() -> None:
+            out[rows] = sums[rows].astype(out.dtype)
+
+    lax.fori_loop(0, sums.shape[0] // ROWS, add_rows, None)
+
+
+def _slice(index: jax.Array, size: int) -> Any:
+    """The ``index``-th slice of this size; the compiler knows that it is aligned."""
+    return pl.ds(pl.multiple_of(index * size, size), size)
