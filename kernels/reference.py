@@ -294,7 +294,7 @@ def quantize_fallback(
     if criterion is None:
         no_metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
         return FallbackQuantized(main, None, no_metric, transposed)
-    residual = _residual(tiles, codes, scales)
+    residual = residual_of(tiles, codes, _spread(scales))
     metric = _metric(tiles, residual, scales, criterion)
     limit = jnp.where(theta >= 0.0, theta, 0.0)
     fallback = metric > limit[:, None, None]
@@ -307,7 +307,9 @@ def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Arr
     """Computes only the metric of ``quantize_fallback``, float32 ``[B, R/r, C/c]``."""
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
-    return _metric(tiles, _residual(tiles, codes, scales), scales, criterion)
+    return _metric(
+        tiles, residual_of(tiles, codes, _spread(scales)), scales, criterion
+    )
 
 
 def matmul(
@@ -445,40 +447,65 @@ def _quantize_tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns codes, as float32 tiles, and scales ``[B, R/r, C/c]``."""
     scale, inverse = scale_and_inverse(amax_reduce(find_amax(tiles, (2, 4))), bound)
-    inverse = _spread(inverse)
-    v = jnp.clip(tiles * inverse, -127.0, 127.0)
+    return round_to_codes(tiles, _spread(inverse), noise), scale
+
+
+def round_to_codes(
+    x: jax.Array, inverse: jax.Array, noise: jax.Array | None
+) -> jax.Array:
+    """Rounds ``x * inverse``, and noise, to codes in float32; 0 without an inverse."""
+    v = jnp.clip(x * inverse, -127.0, 127.0)
     v = jnp.where(inverse > 0.0, v, 0.0)
-    return jnp.round(v if noise is None else v + noise), scale
+    return jnp.round(v if noise is None else v + noise)
 
 
-def _residual(tiles: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """``x - scale * codes``, and 0 in a block without a finite scale."""
-    limit = _spread(scales * 127.0)
-    product = jnp.clip(_spread(scales) * codes, -limit, limit)
-    return jnp.where(jnp.isfinite(limit), tiles - product, 0.0)
+def residual_of(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """``x - scale * codes``, and 0 where the scale is not finite."""
+    limit = scales * 127.0
+    product = jnp.clip(scales * codes, -limit, limit)
+    return jnp.where(jnp.isfinite(limit), x - product, 0.0)
 
 
 def _metric(
     tiles: jax.Array, residual: jax.Array, scales: jax.Array, criterion: Criterion
 ) -> jax.Array:
+    def sum_abs(tiles: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.abs(tiles * _spread(shrinkage(scales))), axis=(2, 4))
+
     if criterion == "absmax":
-        metric = find_amax(tiles, (2, 4))
+        return metric_of(criterion, scales, amax=find_amax(tiles, (2, 4)))
+    return metric_of(criterion, scales, sum_abs(residual), sum_abs(tiles))
+
+
+def shrinkage(scales: jax.Array) -> jax.Array:
+    """What the values of blocks with these scales are multiplied by before a sum."""
+    return jnp.where(scales > LARGE, SHRINK, 1.0)
+
+
+def metric_of(
+    criterion: Criterion,
+    scales: jax.Array,
+    error: jax.Array | None = None,
+    total: jax.Array | None = None,
+    *,
+    amax: jax.Array | None = None,
+) -> jax.Array:
+    """The metric of blocks from what is known of them; NaN without a finite scale.
+
+    Args:
+      criterion: which of the following it is of.
+      scales: the scales of the blocks.
+      error: for ``l1`` and ``l1_rel``, ``sum |x - scale * codes|`` times ``shrinkage``.
+      total: for ``l1_rel``, ``sum |x|`` times ``shrinkage``.
+      amax: for ``absmax``, ``max |x|``.
+    """
+    if criterion == "absmax":
+        metric = amax
+    elif criterion == "l1_rel":
+        metric = error / jnp.where(total > 0.0, total, 1.0)
     else:
-        metric = _sum_abs(residual, scales)
-        if criterion == "l1_rel":
-            total = _sum_abs(tiles, scales)
-            metric = metric / jnp.where(total > 0.0, total, 1.0)
-        else:
-            grow = jnp.where(scales > LARGE, 1 / SHRINK, 1.0)
-            metric = jnp.minimum(metric * grow, jnp.finfo(jnp.float32).max)
+        metric = jnp.minimum(error / shrinkage(scales), jnp.finfo(jnp.float32).max)
     return jnp.where(jnp.isfinite(scales), metric, jnp.nan)
-
-
-def _sum_abs(tiles: jax.Array, scales: jax.Array) -> jax.Array:
-    """``sum |x|`` of each block, times ``SHRINK`` if the block's scale is large."""
-    small = jnp.sum(jnp.abs(tiles), axis=(2, 4))
-    large = jnp.sum(jnp.abs(tiles * SHRINK), axis=(2, 4))
-    return jnp.where(scales > LARGE, large, small)
 
 
 def dequantize(x: Quantized, block: Block) -> jax.Array:

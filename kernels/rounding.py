@@ -110,6 +110,27 @@ def noise(
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
+    return noise_of(noise_factors(seed, rows, columns, global_offset))
+
+
+class NoiseFactors(NamedTuple):
+    """What ``noise`` is computed from, for rows ``[R, 1]`` and columns ``[1, C]``.
+
+    Attributes:
+      row: uint32, the factor ``a`` of each row.
+      column: uint32, the factor ``b`` of each column.
+      shift: uint32, 16 for an odd row, else 0.
+    """
+
+    row: jax.Array
+    column: jax.Array
+    shift: jax.Array
+
+
+def noise_factors(
+    seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None = None
+) -> NoiseFactors:
+    """The factors of a matrix's noise; the arguments are those of ``noise``."""
     row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
     column = jnp.arange(columns, dtype=jnp.uint32)[None, :]
     if global_offset is not None:
@@ -118,6 +139,12 @@ def noise(
     # An even factor would lose bits of the other one.
     a = fold(seed, row >> 1) | 1
     b = fold(seed ^ jnp.uint32(_COLUMN_STREAM), column) | 1
+    return NoiseFactors(a, b, 16 * (row & 1))
+
+
+def noise_of(factors: NoiseFactors) -> jax.Array:
+    """The noise of the rows and columns with these factors, float32."""
+    a, b, shift = factors
     words = a * b + _high_half(a, b) * jnp.uint32(_GOLDEN)
-    bits = (words >> 16 * (row & 1)) & 0xFFFF | 1
-    return (bits.astype(jnp.float32) - 2.0**15) * 2.0**-16
+    bits = (words >> shift) & 0xFFFF | 1
+    return (bits.astype(jnp.int32).astype(jnp.float32) - 2.0**15) * 2.0**-16

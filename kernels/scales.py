@@ -7,14 +7,17 @@ from jax import lax
 TINY = 2.0**-118  # From here on, INT8 scales and their inverses are normal floats.
 
 
-def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """``max |x|`` of float32 along axes; NaN if there is one.
+def find_amax(
+    x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False
+) -> jax.Array:
+    """``max |x|`` of float32 along axes, as ``jnp.max``; NaN if there is one.
 
     The maximum is over bits: as integers, non-negative floats have the same order, with
     NaN last.  On CPUs, XLA's maximum of floats may drop a NaN.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)
+    largest = jnp.max(bits, axis=axis, keepdims=keepdims)
+    return lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def scale_and_inverse(

@@ -22,8 +22,8 @@ from fbq_jax.kernels.reference import (
     Quantized,
 )
 from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.ops.backends import fused_kernels, nvidia_refusal
-from fbq_jax.ops.op import LocalOp
+from fbq_jax.ops.backends import fused_kernels, nvidia_refusal, tpu_refusal
+from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
@@ -179,7 +179,9 @@ def _fallback_rule(
 
 
 _REFERENCE = "fbq_jax.kernels.reference"
-_BLOCK_KERNELS = fused_kernels("fbq_jax.kernels.triton.quantize", _REFERENCE)
+_BLOCK_KERNELS = fused_kernels("fbq_jax.kernels.triton.quantize", _REFERENCE) | {
+    "tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize", tpu_refusal)
+}
 _VECTOR_KERNELS = fused_kernels(
     "fbq_jax.kernels.triton.quantize_vectors", _REFERENCE, nvidia_refusal
 )
