@@ -307,9 +307,7 @@ def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Arr
     """Computes only the metric of ``quantize_fallback``, float32 ``[B, R/r, C/c]``."""
     tiles = _to_tiles(x.astype(jnp.float32), block)
     codes, scales = _quantize_tiles(tiles, None)
-    return _metric(
-        tiles, residual_of(tiles, codes, _spread(scales)), scales, criterion
-    )
+    return _metric(tiles, residual_of(tiles, codes, _spread(scales)), scales, criterion)
 
 
 def matmul(

@@ -22,7 +22,7 @@ from fbq_jax.kernels.reference import (
     Quantized,
 )
 from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.ops.backends import fused_kernels, nvidia_refusal, tpu_refusal
+from fbq_jax.ops.backends import fused_kernels, nvidia_refusal, tpu_refusal, xla_refusal
 from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.local_ops import Shard
@@ -184,7 +184,7 @@ _BLOCK_KERNELS = fused_kernels("fbq_jax.kernels.triton.quantize", _REFERENCE) | 
 }
 _VECTOR_KERNELS = fused_kernels(
     "fbq_jax.kernels.triton.quantize_vectors", _REFERENCE, nvidia_refusal
-)
+) | {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize_vectors", xla_refusal)}
 quantize = define_op(
     reference.quantize, _quantize_rule, _quantize_on_shard, kernels=_BLOCK_KERNELS
 )

@@ -22,13 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.tpu.steps import Steps, list_all, list_used
+from fbq_jax.kernels.tpu.tiles import VMEM_LIMIT, aligned, compiler_params
 
 ROWS = 128  # rows of lhs that share their steps
 SUM_COLUMNS = 256
 GROUP = 4
 _MAX_ROWS, _MAX_COLUMNS = 1024, 2048  # of a tile
-_VMEM_LIMIT = 64 * 2**20  # bytes; there are at least 96 MiB from v5e on
-_VMEM_OF_TILES = 56 * 2**20  # what the compiler needs takes the rest
+_VMEM_OF_TILES = VMEM_LIMIT - 8 * 2**20  # bytes; the compiler needs some, too
 
 
 class Tiles(NamedTuple):
@@ -89,9 +89,8 @@ def matmul(
             (None, tiles.rows, tiles.columns), lambda b, j, i, c: (b, i, j)
         ),
         scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=_VMEM_LIMIT,
+        compiler_params=compiler_params(
+            "parallel", "parallel", "parallel", "arbitrary"
         ),
         name="fbq_matmul",
     )
@@ -100,9 +99,7 @@ def matmul(
     return program(steps, codes[:-1], codes[-1], column_scales).astype(dtype)
 
 
-def choose_tiles(
-    out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int
-) -> Tiles:
+def choose_tiles(out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int) -> Tiles:
     """The largest tiles that fit into memory, beside the copies for the next program.
 
     Args:
@@ -195,7 +192,7 @@ def _compute_tile(
     chunk, last_chunk = pl.program_id(3), pl.num_programs(3) - 1
 
     def add_rows(row: jax.Array, _: None) -> None:
-        rows = _slice(row, ROWS)
+        rows = aligned(row, ROWS)
 
         @pl.when(chunk == 0)
         def _start() -> None:
@@ -205,7 +202,7 @@ def _compute_tile(
             places = [group * GROUP + n for n in range(GROUP)]
             codes = [steps.order[row, place] for place in places]
             scales = [steps.scales[row, place] for place in places]
-            blocks = [_slice(code // 2, k) for code in codes]
+            blocks = [aligned(code // 2, k) for code in codes]
             lhs = [terms[0][rows, block] for block in blocks]
             if len(terms) == 2:
                 lhs = [
@@ -235,8 +232,3 @@ def _compute_tile(
             out[rows] = sums[rows].astype(out.dtype)
 
     lax.fori_loop(0, sums.shape[0] // ROWS, add_rows, None)
-
-
-def _slice(index: jax.Array, size: int) -> Any:
-    """The ``index``-th slice of this size; the compiler knows that it is aligned."""
-    return pl.ds(pl.multiple_of(index * size, size), size)

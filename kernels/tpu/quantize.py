@@ -26,10 +26,10 @@ from fbq_jax.kernels.reference import (
     Quantized,
 )
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+from fbq_jax.kernels.tpu import tiles
+from fbq_jax.kernels.tpu.tiles import LANES
 
-LANES = 128  # of a vector; values per block are stored once for each
 _MAX_BLOCKS = 128  # of a stripe
-_VMEM_LIMIT = 64 * 2**20  # bytes; there are at least 96 MiB from v5e on
 
 
 class Plan(NamedTuple):
@@ -207,9 +207,7 @@ def _run(
         in_specs=[specs],
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         scratch_shapes=[vectors] * 5,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=_VMEM_LIMIT
-        ),
+        compiler_params=tiles.compiler_params("parallel", "parallel", "parallel"),
         name="fbq_quantize",
     )(inputs)
     return result
@@ -220,9 +218,7 @@ def _block_spec(plan: Plan) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda b, i, j: (b, i, j, 0))
 
 
-def _rowwise(
-    plan: Plan, found: Mapping[str, jax.Array], name: str
-) -> Quantized | None:
+def _rowwise(plan: Plan, found: Mapping[str, jax.Array], name: str) -> Quantized | None:
     return Quantized(found[name], found["scales"][..., 0]) if plan.rowwise else None
 
 
@@ -273,18 +269,14 @@ def _quantize_stripe(
         if "nearest" in (plan.rowwise, plan.colwise):
             codes["nearest"] = reference.round_to_codes(x, inverse, None)
         if plan.draws_noise:
-            row, column, shift = inputs["factors"]
-            factors = rounding.NoiseFactors(row[...], column[:, columns], shift[...])
-            noise = rounding.noise_of(factors)
+            noise = tiles.load_noise(inputs["factors"], columns)
             codes["stochastic"] = reference.round_to_codes(x, inverse, noise)
         if plan.rowwise:
-            out["codes"][:, columns] = _to_int8(codes[plan.rowwise])
+            out["codes"][:, columns] = tiles.to_int8(codes[plan.rowwise])
         if plan.colwise:
-            out["transposed"][columns] = _to_int8(codes[plan.colwise].T)
+            out["transposed"][columns] = tiles.to_int8(codes[plan.colwise].T)
         if plan.criterion:
-            rest = reference.residual_of(
-                x, codes["nearest"], stripe.spread(scales, j)
-            )
+            rest = reference.residual_of(x, codes["nearest"], stripe.spread(scales, j))
             per_block[pl.ds(j, 1)] = _largest_of_lanes(rest)
             if plan.criterion != "absmax":
                 weight = reference.shrinkage(stripe.spread(scales, j))
@@ -307,7 +299,7 @@ def _quantize_stripe(
         rest = reference.residual_of(x, codes, stripe.spread(scales, j))
         inverse = stripe.spread(per_block, j)
         second = reference.round_to_codes(rest, inverse, None)
-        out["residual"][:, columns] = _to_int8(second)
+        out["residual"][:, columns] = tiles.to_int8(second)
 
     stripe.for_each_block(store_residual)
 
@@ -333,21 +325,13 @@ class Stripe(NamedTuple):
 
     def columns(self, j: jax.Array) -> Any:
         """The columns of block ``j``, in the stripe."""
-        c = self.plan.block[1]
-        return pl.ds(pl.multiple_of(j * c, c), c)
+        return tiles.aligned(j, self.plan.block[1])
 
     def values(self, j: jax.Array) -> jax.Array:
         """The values of block ``j`` in float32, 0 beyond the matrix."""
-        (_, R, C), (r, c) = self.plan.shape, self.plan.block
-        x = self.x[:, self.columns(j)].astype(jnp.float32)
-        if R % r:
-            row = self.block_row * r + lax.broadcasted_iota(jnp.int32, (r, c), 0)
-            x = jnp.where(row < R, x, 0.0)
-        if C % c:
-            first = (self.first_block + j) * c
-            column = first + lax.broadcasted_iota(jnp.int32, (r, c), 1)
-            x = jnp.where(column < C, x, 0.0)
-        return x
+        r, c = self.plan.block
+        first = self.block_row * r, (self.first_block + j) * c
+        return tiles.load(self.x, self.columns(j), first, self.plan.shape[1:])
 
     def spread(self, per_block: Any, j: jax.Array) -> jax.Array:
         """The value of block ``j``, once for each of its columns: ``[1, c]``."""
@@ -379,7 +363,3 @@ def _sum_lanes(per_block: Any) -> jax.Array:
     """The sum of all lanes, in all lanes."""
     total = jnp.sum(per_block[...], axis=1, keepdims=True)
     return jnp.broadcast_to(total, per_block.shape)
-
-
-def _to_int8(codes: jax.Array) -> jax.Array:
-    return codes.astype(jnp.int32).astype(jnp.int8)

@@ -46,9 +46,7 @@ def list_all(scales: jax.Array, *, multiple: int) -> Steps:
     return Steps(jnp.broadcast_to(order, scales.shape), scales, counts)
 
 
-def list_used(
-    scales: jax.Array, residual_scales: jax.Array, *, multiple: int
-) -> Steps:
+def list_used(scales: jax.Array, residual_scales: jax.Array, *, multiple: int) -> Steps:
     """Lists a step for each K block of both terms that is used.
 
     Args:
