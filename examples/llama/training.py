@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -285,11 +284,4 @@ def _export(source: str, config: LlamaConfig, state: TrainState, folder: Path) -
     """Writes a tuned model in Hugging Face's format, with its tokenizer."""
     params = mesh.collect(state.params)
     if mesh.is_first() and not folder.exists():
-        part = folder.with_suffix(".part")  # the model appears when it is complete
-        if part.exists():
-            shutil.rmtree(part)
-        hf.save(part / "model", config, params)
-        if (tokenizer := Path(source) / "tokenizer.json").exists():
-            shutil.copy(tokenizer, part / "model")
-        (part / "model").rename(folder)
-        part.rmdir()
+        hf.save(folder, config, params, like=source)
