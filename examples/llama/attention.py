@@ -39,10 +39,7 @@ def attend(
     Returns:
         An array [B, S, heads * head_dim] of the dtype of ``q``.
     """
-    seq = q.shape[1]
-    if window is not None and window >= seq:
-        window = None
-    chosen = implementation(q.dtype, seq, q.shape[-1])
+    chosen = implementation(q.dtype, q.shape[1], q.shape[-1])
     if softcap is not None:
         if chosen == "cudnn":
             warnings.warn(

@@ -85,8 +85,9 @@ class Attention(nn.Module):
         attend = functools.partial(
             attention.attend, scale=scale, softcap=config.attn_softcap
         )
-        # The implementations take windows that the compiler knows.
         windows = [kind.window for kind in config.distinct_kinds()]
+        windows = [None if w is None or w >= q.shape[1] else w for w in windows]
+        # cuDNN takes windows that the compiler knows.
         branches = [functools.partial(attend, window=window) for window in windows]
         if len(set(windows)) == 1:
             return branches[0](q, k, v)

@@ -20,6 +20,7 @@ from examples.llama.data import Corpus, batches
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.progress import show, stop_requests
+from examples.llama.projections import why_not_fused
 from examples.llama.run_folder import (
     RunError,
     check_folder,
@@ -84,6 +85,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
                 f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
                 f"{len(corpus.train):,} training tokens"
             )
+            if reason := why_not_fused(model.config, model.dot_general):
+                print(f"note: {reason}")
         state, stopped = loop.run(state)
         if config.from_hf is not None and config.save_every:
             _export(config.from_hf, model.config, state, out / "hf")

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of the Llama and Qwen2 families.
+"""Hugging Face checkpoints of Llama and the families of `families.py`.
 
 A checkpoint is a folder with ``config.json`` and the weights. The weights are in
 ``model.safetensors``, or in the shards that ``model.safetensors.index.json`` lists.
