@@ -171,7 +171,7 @@ class _GateUp(nn.Module):
         shape = size, 2, config.intermediate_size
         kernel = self.param("kernel", INITIALIZER, shape, jnp.float32)
         # XLA would transpose the product of a kernel with three axes.
-        kernel = kernel.astype(config.dtype).reshape(size, -1)
+        kernel = jnp.asarray(kernel, config.dtype).reshape(size, -1)
         multiply = self.dot_general or jax.lax.dot_general
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 

@@ -11,7 +11,6 @@ from typing import Any
 import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 import tokenizers
 
 from examples.llama.hf.config_json import (
@@ -24,12 +23,12 @@ from examples.llama.hf.families import FAMILIES
 from examples.llama.hf.files import (
     CONFIG,
     GENERATION,
-    WEIGHTS,
     CheckpointError,
     open_tensors,
     read_json,
     read_tensor,
     weight_files,
+    write_tensors,
 )
 from examples.llama.hf.tensor_views import (
     HEAD,
@@ -109,17 +108,39 @@ def save(
             a setting of ``config``; or ``like`` is damaged.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} already exists; save takes a new folder")
+    check_new(folder)
     flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
     _check_parameters(config, flat)
-    stored = _config_json(config, like)
+    stored = config_json(config, like)
     family = FAMILIES[stored["model_type"]]
     host = {path: np.asarray(array) for path, array in flat.items()}
     tensors = {
         name: tensor.join()
         for name, tensor in tensor_views(config, family, host).items()
     }
+    write_folder(folder, stored, tensors, like)
+
+
+def check_new(folder: Path) -> None:
+    """Raises FileExistsError if a checkpoint cannot be written to a folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} already exists; save takes a new folder")
+
+
+def write_folder(
+    folder: Path,
+    stored: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    like: str | Path | None,
+) -> None:
+    """Writes a checkpoint, which appears when it is complete.
+
+    Args:
+        folder: The folder.
+        stored: The content of config.json.
+        tensors: The tensors by name.
+        like: The checkpoint that provides the files of the tokenizer and of generation.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f".{folder.name}."
@@ -129,8 +150,7 @@ def save(
         (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
         if like is not None:
             _copy_generation(Path(like), complete)
-        # transformers rejects weights without this metadata.
-        safetensors.numpy.save_file(tensors, complete / WEIGHTS, {"format": "pt"})
+        write_tensors(complete, tensors)
         complete.rename(folder)
 
 
@@ -149,7 +169,7 @@ def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
         raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
 
 
-def _config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:
+def config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:
     """The content of config.json, with the ids of special tokens of ``like``."""
     if like is None:
         return to_json(config)
