@@ -1,11 +1,13 @@
 """Exported checkpoints: the codes of training, in the shapes that engines load."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,7 +20,7 @@ from examples.llama import hf, train
 from examples.llama.hf import files
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from fbq_jax.export import ExportError
+from fbq_jax.export import FORMATS, BlockWeight, ExportError
 from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained
 
@@ -145,6 +147,65 @@ def test_codes_are_byte_equal_to_those_of_freeze(tmp_path: Path) -> None:
             for head in (first, second)
         ]
         np.testing.assert_array_equal(keys, np.concatenate(expected))
+
+
+def float_params(frozen: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, with the values of the codes in place of frozen kernels."""
+    flat = flax.traverse_util.flatten_dict(params)
+    for path, kernel in flat.items():
+        if path[0] == "layers" and path[-1] == "kernel":
+            state = functools.reduce(dict.__getitem__, path[:-1], frozen["fallback"])
+            values = [x.mT.dequantize()[0] for x in unstack(state["dot_general"])]
+            flat[path] = jnp.stack(values).reshape(kernel.shape)
+    return flax.traverse_util.unflatten_dict(flat)
+
+
+def unstack(state: dict[str, Any]) -> list[Any]:
+    codes = state["weight"].codes
+    return [jax.tree.map(lambda x, i=i: x[i], codes) for i in range(2)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_transformers_computes_with_the_codes_of_compressed_tensors(
+    tmp_path: Path,
+) -> None:
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    transformers = pytest.importorskip("transformers", reason="compares with it")
+    pytest.importorskip("compressed_tensors", reason="reads the format")
+    # Not fused: the columns of gate_up are gate, then up.
+    model, variables = trained(dtype=jnp.float32, saved_bits=None)
+    frozen = fbq_jax.freeze(model, variables, TOKENS)
+    hf.export(tmp_path / "packed", "compressed-tensors", model, frozen)
+    reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    tokens = np.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        logits = reread.eval()(torch.from_numpy(tokens)).logits.numpy()
+    params = float_params(frozen, variables["params"])
+    unquantized = Llama(model.config)
+    expected = jax.jit(unquantized.apply)({"params": params}, jnp.asarray(tokens))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    # A frozen model also quantizes activations.
+    served = jax.jit(model.apply)(frozen, jnp.asarray(tokens))
+    assert np.linalg.norm(served - logits) < 0.1 * np.linalg.norm(logits)
+
+
+def test_compressed_tensors_packs_four_codes_in_a_word() -> None:
+    codes = np.array([[-127, 0, 1, 127] * 8], np.int8)
+    weight = BlockWeight(codes, np.full((1, 1), 0.1, np.float32), 32)
+    tensors, config = FORMATS["compressed-tensors"](
+        {"a.weight": weight}, np.dtype(ml_dtypes.bfloat16)
+    )
+    # Each byte is a code plus 128, the first one lowest.
+    word = (1) | (128 << 8) | (129 << 16) | (255 << 24)
+    np.testing.assert_array_equal(
+        tensors["a.weight_packed"].view(np.uint32), np.full((1, 8), word)
+    )
+    assert tensors["a.weight_scale"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(tensors["a.weight_shape"], [1, 32])
+    group = config["config_groups"]["group_0"]["weights"]
+    assert (group["num_bits"], group["group_size"]) == (8, 32)
 
 
 @pytest.mark.exhaustive

@@ -50,7 +50,8 @@ def check_exportable(
     )
     one_layer = Llama(one, model.dot_general)
     abstract = jax.eval_shape(lambda: _freeze(one_layer, None))
-    FORMATS[name](_weights(one_layer, family, jax.tree.map(_numbered, abstract)))
+    weights = _weights(one_layer, family, jax.tree.map(_numbered, abstract))
+    FORMATS[name](weights, np.dtype(one.dtype))
 
 
 def export(
@@ -87,8 +88,8 @@ def export(
     family = FAMILIES[stored["model_type"]]
     if len(_arrays(variables)) == len(parameter_shapes(model.config)):
         variables = _freeze(model, variables)
-    tensors, quantization = FORMATS[name](_weights(model, family, variables))
     dtype = np.dtype(model.config.dtype)
+    tensors, quantization = FORMATS[name](_weights(model, family, variables), dtype)
     floats = {path: np.asarray(x, dtype) for path, x in _arrays(variables).items()}
     views = tensor_views(model.config, family, floats)
     tensors |= {tensor: view.join() for tensor, view in views.items()}
