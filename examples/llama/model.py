@@ -81,9 +81,8 @@ class Attention(nn.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, kind: jax.Array | None
     ) -> jax.Array:
         config = self.config
-        scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         attend = functools.partial(
-            attention.attend, scale=scale, softcap=config.attn_softcap
+            attention.attend, scale=config.score_scale(), softcap=config.attn_softcap
         )
         windows = [kind.window for kind in config.distinct_kinds()]
         windows = [None if w is None or w >= q.shape[1] else w for w in windows]
@@ -182,9 +181,10 @@ class Llama(nn.Module):
         # The lookup is in float32, so that the gradients of rows add up in float32.
         # A device looks up its own tokens in complete rows.
         rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
-        if config.embed_scale != 1:
-            rows *= config.embed_scale
         x = constrain(rows.astype(config.dtype), "batch", None, None)
+        if config.embed_scale != 1:
+            # Gemma's factor is rounded to the dtype of the computation.
+            x *= jnp.asarray(config.embed_scale, config.dtype)
 
         # FallbackDot keeps its state in "fallback" by default. The other collection is
         # Flax's transport, for FallbackDot(collection=...) and for FP8.

@@ -134,6 +134,10 @@ class LlamaConfig:
         self._check_attention()
         self._check_choices()
 
+    def score_scale(self) -> float:
+        """Returns what attention multiplies its scores by."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kind of each layer in turn."""
         rope = Rope(self.rope_theta, self.rope_scaling)

@@ -1,5 +1,6 @@
 """The attention core: which implementation runs, and that both agree."""
 
+import functools
 import types
 from typing import Any
 
@@ -106,8 +107,9 @@ def test_attend_matches_its_definition(
 @pytest.mark.gpu
 @pytest.mark.parametrize("seq", [2, 78, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 2])
 def test_cudnn_agrees_with_xla(
-    monkeypatch: pytest.MonkeyPatch, seq: int, head_dim: int
+    monkeypatch: pytest.MonkeyPatch, seq: int, head_dim: int, window: int | None
 ) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (4, 2, 2, 4)
@@ -119,7 +121,8 @@ def test_cudnn_agrees_with_xla(
 
     def results() -> list[np.ndarray]:
         with jax.numpy_dtype_promotion("standard"):
-            out, backward = jax.vjp(attention.attend, q, k, v)
+            attend = functools.partial(attention.attend, window=window)
+            out, backward = jax.vjp(attend, q, k, v)
             arrays = jax.tree.leaves((out, backward(dy)))
         return [np.asarray(x, np.float32) for x in arrays]
 

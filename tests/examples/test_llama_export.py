@@ -20,7 +20,7 @@ from examples.llama import hf, train
 from examples.llama.hf import files
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from fbq_jax.export import FORMATS, BlockWeight, ExportError
+from fbq_jax.export import ExportError
 from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained
 
@@ -189,23 +189,6 @@ def test_transformers_computes_with_the_codes_of_compressed_tensors(
     # A frozen model also quantizes activations.
     served = jax.jit(model.apply)(frozen, jnp.asarray(tokens))
     assert np.linalg.norm(served - logits) < 0.1 * np.linalg.norm(logits)
-
-
-def test_compressed_tensors_packs_four_codes_in_a_word() -> None:
-    codes = np.array([[-127, 0, 1, 127] * 8], np.int8)
-    weight = BlockWeight(codes, np.full((1, 1), 0.1, np.float32), 32)
-    tensors, config = FORMATS["compressed-tensors"](
-        {"a.weight": weight}, np.dtype(ml_dtypes.bfloat16)
-    )
-    # Each byte is a code plus 128, the first one lowest.
-    word = (1) | (128 << 8) | (129 << 16) | (255 << 24)
-    np.testing.assert_array_equal(
-        tensors["a.weight_packed"].view(np.uint32), np.full((1, 8), word)
-    )
-    assert tensors["a.weight_scale"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(tensors["a.weight_shape"], [1, 32])
-    group = config["config_groups"]["group_0"]["weights"]
-    assert (group["num_bits"], group["group_size"]) == (8, 32)
 
 
 @pytest.mark.exhaustive

@@ -202,6 +202,14 @@ def test_save_finds_the_family_of_a_model(tmp_path: Path, family: str) -> None:
     assert stored["model_type"] == expected
 
 
+def test_save_writes_the_scale_of_scores_that_a_gemma_needs(tmp_path: Path) -> None:
+    config, params = hf.load(FIXTURE / "gemma2")
+    config = dataclasses.replace(config, query_pre_attn_scalar=None)
+    hf.save(tmp_path / "out", config, params)
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stored["query_pre_attn_scalar"] == config.head_dim
+
+
 def test_save_names_what_a_family_lacks(tmp_path: Path) -> None:
     config, params = hf.load(FIXTURE / "gemma2")
     with pytest.raises(

@@ -43,11 +43,11 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 _SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # The fields of LlamaConfig that config.json does not store, and those that only count
-# through the kinds of layers.
+# through the kinds of layers and the scale of scores.
 _NUMERICS = ("dtype", "remat", "saved_bits")
-_BY_LAYER = (
-    *("rope_theta", "rope_scaling", "local_rope_theta"),
-    *("nope_layers", "sliding_window", "sliding_layers"),
+_INDIRECT = (
+    *("rope_theta", "rope_scaling", "local_rope_theta", "nope_layers"),
+    *("sliding_window", "sliding_layers", "query_pre_attn_scalar"),
 )
 # The ids of tokens, which are not part of a model; `save` takes them from a checkpoint.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -336,6 +336,8 @@ def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
         # transformers would default to ids of the family's own tokenizer.
         **dict.fromkeys(SPECIAL_TOKENS),
     }
+    if (key := family.keys.get("query_pre_attn_scalar")) and stored[key] is None:
+        stored[key] = config.head_dim
     kinds = config.layer_kinds()
     if family.window != "none":
         stored["sliding_window"] = config.sliding_window
@@ -369,9 +371,11 @@ def _lacking(config: LlamaConfig, stored: dict[str, Any]) -> str | None:
     differing = [
         name
         for name in names
-        if name not in (*_NUMERICS, *_BY_LAYER)
+        if name not in (*_NUMERICS, *_INDIRECT)
         and getattr(described, name) != getattr(config, name)
     ]
     if described.layer_kinds() != config.layer_kinds():
         differing.append("kinds of layers")
+    if described.score_scale() != config.score_scale():
+        differing.append("query_pre_attn_scalar")
     return ", ".join(differing) or None
