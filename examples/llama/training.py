@@ -2,9 +2,10 @@
 
 import math
 import shlex
+import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,8 @@ def _save_tuned(
     """Writes a tuned model in Hugging Face's format, with its tokenizer."""
     params = mesh.collect(state.params)
     if mesh.is_first() and not folder.exists():
-        hf.save(folder, config, params, like=source)
+        with _part_of(folder) as part:
+            hf.save(part, config, params, like=source)
 
 
 def _export(
@@ -314,5 +316,20 @@ def _export(
     if folder.exists():
         print(f"{folder} exists and stays as it is")
         return
-    hf.export(folder, name, model, frozen, like=config.from_hf)
+    with _part_of(folder) as part:
+        hf.export(part, name, model, frozen, like=config.from_hf)
     print(f"exported: {folder}")
+
+
+@contextmanager
+def _part_of(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write, which becomes ``folder`` when it is complete.
+
+    What an earlier run left of it when it was killed is removed.
+    """
+    part = folder.with_suffix(".part")
+    if part.exists():
+        shutil.rmtree(part)
+    yield part / "model"
+    (part / "model").rename(folder)
+    part.rmdir()

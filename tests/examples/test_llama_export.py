@@ -65,20 +65,15 @@ def projections(config: LlamaConfig) -> dict[str, list[dict[str, tuple[int, int]
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
         ({"saved_bits": 10}, 32),
         # Blocks of 32 hold columns of q, k and v of 16 each.
-        pytest.param(
-            {"saved_bits": 10, "head_dim": 16, "tie_embeddings": True},
-            16,
-            marks=pytest.mark.exhaustive,
-        ),
+        ({"saved_bits": 10, "head_dim": 16, "tie_embeddings": True}, 16),
         # Norms and projections are not fused: up follows gate.
-        pytest.param(
-            {"qkv_bias": True, "saved_bits": None}, 32, marks=pytest.mark.exhaustive
-        ),
+        ({"qkv_bias": True, "saved_bits": None}, 32),
     ],
 )
 def test_blockwise_int8_has_the_codes_of_training(
