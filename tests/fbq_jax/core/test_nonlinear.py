@@ -78,7 +78,7 @@ def marked(name):
 POINTWISE = tuple(name for name in CASES if name not in NORMS)
 # Tests share shapes, so that each layer is compiled once.
 SMALL, LARGE = (3, 256), (64, 512)
-every_case = pytest.mark.parametrize("name", map(marked, CASES))
+every_case = pytest.mark.parametrize("name", [*map(marked, CASES)])
 
 
 def normal(shape, seed=0):
@@ -195,7 +195,7 @@ def test_ten_bits_preserve_the_direction_of_every_gradient(name, draw):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", map(marked, POINTWISE))
+@pytest.mark.parametrize("name", [*map(marked, POINTWISE)])
 def test_forward_equals_jax_nn(name, dtype):
     """With and without differentiation."""
     case = CASES[name]
@@ -271,7 +271,7 @@ def test_vmap_equals_a_batch(name):
     assert_equal_gradients(vjp(jax.vmap(case.layer, axes), dy, *operands), name)
 
 
-@pytest.mark.parametrize("name", map(marked, POINTWISE))
+@pytest.mark.parametrize("name", [*map(marked, POINTWISE)])
 def test_eager_equals_jit(name):
     """Eager norms are compared with Flax's in ``linen/test_norms.py``."""
     operands, dy = operands_of(name, SMALL), normal(SMALL, 9)
@@ -284,7 +284,7 @@ def assert_equal_gradients(got, name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", map(marked, POINTWISE))
+@pytest.mark.parametrize("name", [*map(marked, POINTWISE)])
 def test_shards_of_whole_groups_need_no_communication(name):
     case, shape = CASES[name], LARGE
     mesh = jax.make_mesh((4,), ("model",), (jax.sharding.AxisType.Auto,))
