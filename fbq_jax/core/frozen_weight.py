@@ -22,9 +22,8 @@ import jax.numpy as jnp
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.core.matmul_vjp import forward_qtensor
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.quantize_operands import Spec, quantize_rhs
+from fbq_jax.core.quantize_operands import Spec, forward_qtensor, quantize_rhs
 from fbq_jax.recipes.schema import Recipe
 
 # The contracting and the batch dimensions of a product's right operand.
