@@ -29,9 +29,9 @@ from fbq_jax.core.quantize_operands import (
     seeds_of,
 )
 from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.kernels.reference import Block, Layouts, Quantized
+from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
-from fbq_jax.recipes.schema import Gemm, Recipe
+from fbq_jax.recipes.schema import Gemm
 from fbq_jax.sharding.manual_axes import warn_of_copies
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass.
