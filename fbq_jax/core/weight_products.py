@@ -95,6 +95,15 @@ def mark_weight(weight: jax.Array, recipe: Recipe) -> jax.Array:
     return jax.jit(marked)(weight)
 
 
+def is_adapter(parameter: str) -> bool:
+    """Whether a name is that of a LoRA parameter, which products in float read.
+
+    ``nnx.LoRA`` calls its parameters ``lora_a`` and ``lora_b``, and Qwix those of a
+    parameter ``kernel`` ``kernel_lora_a`` and ``kernel_lora_b``.
+    """
+    return parameter.endswith(("lora_a", "lora_b"))
+
+
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Splits arrays, and shapes of arrays, from static options such as ``train``."""
     leaves, structure = jax.tree.flatten(tree)
@@ -258,7 +267,9 @@ def report(
             QuantizedParameter(path, shape, layer, found.get(layer), recipe)
             for layer, shape, recipe in recipes
         ]
-        reason = _float_reason(dict(rules), found, owner, use)
+        reason: str | None = "LoRA"
+        if not is_adapter(path):
+            reason = _float_reason(dict(rules), found, owner, use)
         if reason is not None and len(shape) - use.stacked >= 2:
             floats.append(FloatParameter(path, shape, reason))
     return rules_report(rules, found, products, floats)

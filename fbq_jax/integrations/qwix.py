@@ -15,10 +15,12 @@ reshapes.
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from flax.core import tracers
@@ -28,15 +30,19 @@ from jax.extend.core import (
     Literal,
     unsafe_am_i_under_a_jit_DO_NOT_USE,
 )
-from qwix import QuantizationProvider
+from qwix import LoraProvider, QuantizationProvider
 from qwix._src import interception
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.einsum import before_transposing
+from fbq_jax.core.frozen_weight import FrozenKernel
+from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.linen.frozen import KERNEL
 from fbq_jax.linen.rules import RulesDot
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
+from fbq_jax.nnx.callers import calling_layer, running_modules, seen_by_qwix
 from fbq_jax.nnx.dot import FallbackDot
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.nnx.rules import quantize_layers, trace_parameters
@@ -146,7 +152,7 @@ def quantize_nnx(
             if recipe is not None:
                 dot = nnx.data(FallbackDot(recipe, **options))
                 setattr(modules[path], _dot_name(name), dot)
-    model.__class__ = _nnx_class(getattr(type(model), "unquantized", type(model)))
+    model.__class__ = _nnx_class(vars(type(model)).get("unquantized", type(model)))
     parameters = trace_parameters(model, args, kwargs)
     for path, _, use in parameters:
         layer, _, name = path.rpartition("/")
@@ -164,9 +170,11 @@ def _dot_name(parameter: str) -> str:
 
 
 def _matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
-    """The parameters of two or more dimensions that a module holds itself."""
+    """The parameters of two or more dimensions that a module multiplies by itself."""
     for name, value in vars(module).items():
-        if isinstance(value, nnx.Param) and getattr(value, "ndim", 0) >= 2:
+        if not isinstance(value, nnx.Param) or weight_products.is_adapter(name):
+            continue
+        if getattr(value, "ndim", 0) >= 2:
             yield name, value
 
 
@@ -191,17 +199,12 @@ def _nnx_class(cls: Any) -> Any:
 def _reaching_products(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _in_nnx_model.value:
+        if seen_by_qwix.value:
             return method(*args, **kwargs)
-        with _in_nnx_model(True), _intercept(_NnxModules()):
+        with seen_by_qwix(True), _intercept(_NnxModules()):
             return method(*args, **kwargs)
 
     return wrapper
-
-
-# Part of the key of JAX's trace caches: a function that was traced outside is traced
-# again inside.
-_in_nnx_model = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -222,9 +225,11 @@ class _LinenModules:
         stack = flax_module._context.module_stack
         roots = {m.scope.root for m in stack if m is not None and m.scope is not None}
         return any(
-            x is leaf
+            x is leaf and not weight_products.is_adapter(_name(path))
             for root in roots
-            for leaf in jax.tree.leaves(root._variables.get("params", {}))
+            for path, leaf in jax.tree.leaves_with_path(
+                root._variables.get("params", {})
+            )
         )
 
     def op(self, x: Any) -> Op | None:
@@ -236,6 +241,12 @@ class _LinenModules:
         if module.scope.trace_level != tracers.current_trace():
             return None  # inside a jax.checkpoint or lax.scan
         return self.dot.of_layer()
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The name of a Linen parameter, which may be boxed."""
+    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return str(keys[-1])
 
 
 class _Owner(NamedTuple):
@@ -265,7 +276,7 @@ class _NnxModules:
         """Finds the module that holds a parameter."""
         # A transformation such as nnx.remat makes new modules for what runs inside.
         # They know nothing of the model, but a method of theirs is running.
-        running = list(_running_modules())
+        running = list(dict.fromkeys(running_modules()))
         inside = (m for module in running for _, m in nnx.iter_modules(module))
         for module in (*running, *inside):
             for name, parameter in _matrices(module):
@@ -274,35 +285,43 @@ class _NnxModules:
         return None
 
 
-def _running_modules() -> Iterator[nnx.Module]:
-    """The NNX modules whose methods are running, innermost first."""
-    frame, seen = inspect.currentframe(), set()
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nnx.Module) and id(module) not in seen:
-            seen.add(id(module))
-            yield module
-        frame = frame.f_back
-
-
 @contextlib.contextmanager
 def _intercept(modules: _LinenModules | _NnxModules) -> Iterator[None]:
     """Computes products with parameters by their ops, in this thread."""
     # Outside jit, JAX runs functions that it has compiled without a call in Python.
     eager = not unsafe_am_i_under_a_jit_DO_NOT_USE()
-    provider = _Provider(modules)
+    products = _Products(modules)
+    with contextlib.ExitStack() as stack:
+        if eager:
+            stack.enter_context(jax.disable_jit())
+        for provider in (products, _OpCalls(products)):
+            stack.enter_context(_activate(provider, eager))
+        yield
+
+
+@contextlib.contextmanager
+def _activate(provider: QuantizationProvider, eager: bool) -> Iterator[None]:
+    """Replaces the functions of a provider, in this thread."""
     (interceptor,) = (make() for make in provider.get_interceptors())
     interceptor = interception._preprocess_interceptor(interceptor, eager)
-    manager = interception.interception_manager
-    with jax.disable_jit() if eager else contextlib.nullcontext():
-        manager.activate_interceptor(interceptor)
-        try:
-            yield
-        finally:
-            manager.deactivate_interceptor(interceptor)
+    _manager.activate_interceptor(interceptor)
+    try:
+        yield
+    finally:
+        _manager.deactivate_interceptor(interceptor)
 
 
-class _Provider(QuantizationProvider):
+_manager = interception.interception_manager
+
+
+class _Weight(NamedTuple):
+    """The right operand of an op that LoRA is to see, and the op."""
+
+    array: Any
+    op: Op
+
+
+class _Products(QuantizationProvider):
     """Replaces ``Primitive.bind``, by which JAX calls a primitive.
 
     Qwix does not replace it while it runs the replacement.
@@ -311,6 +330,8 @@ class _Provider(QuantizationProvider):
     def __init__(self, modules: _LinenModules | _NnxModules):
         super().__init__([])
         self.modules = modules
+        # Of the op that is being called, until its product is found.
+        self.called: _Weight | None = None
         # The parameter, or another source, of each view; and the view, which keeps its
         # id from being used again.
         self.views: dict[int, tuple[Any, Any]] = {}
@@ -346,7 +367,12 @@ class _Provider(QuantizationProvider):
 
     def _is_weight(self, x: Any) -> bool:
         """Whether x is a parameter, or a view, of two or more dimensions."""
-        return getattr(x, "ndim", 0) >= 2 and self.modules.has(self._source(x))
+        if getattr(x, "ndim", 0) < 2:
+            return False
+        source = self._source(x)
+        if self.called is not None and source is self._source(self.called.array):
+            return True
+        return self.modules.has(source)
 
     def _evaluate(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Calls what a jitted function calls, one by one."""
@@ -377,11 +403,118 @@ class _Provider(QuantizationProvider):
                 return None
         elif not params["dimension_numbers"][0][0]:
             return None  # an outer product
-        if (op := self.modules.op(self._source(rhs if weights[1] else lhs))) is None:
+        if (op := self._op(self._source(rhs if weights[1] else lhs))) is None:
             return None
+        op = interception.disable_interceptions(op)
         if name == "conv_general_dilated":
             return conv_general_dilated(op, lhs, rhs, **params)
         return _dot_general(op, lhs, rhs, weights[0], **params)
+
+    def _op(self, x: Any) -> Op | None:
+        """The op for a product with a parameter; None leaves it in float."""
+        if self.called is not None and x is self._source(self.called.array):
+            op, self.called = self.called.op, None
+            return op
+        return self.modules.op(x)
+
+
+# What layers call, and the function that LoRA replaces, which they call in float.
+_OP_CALLS = {
+    "fbq_jax.core.dot_call.DotGeneral.__call__": "jax.lax.dot_general",
+    "fbq_jax.linen.einsum.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.nnx.dot.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.linen.conv.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+    "fbq_jax.nnx.dot.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+}
+
+
+class _OpCalls(QuantizationProvider):
+    """Shows the products of ops to Qwix's LoRA.
+
+    LoRA replaces functions of JAX, and adds to the products that it finds.  A layer
+    with an op calls none of these functions.  Here it calls the one that it would call
+    in float, and ``_Products`` calls the op for the product inside.
+    """
+
+    def __init__(self, products: _Products):
+        super().__init__([])
+        self.products = products
+
+    def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
+        """What Qwix replaces."""
+        return {
+            name: functools.partial(self.call, function)
+            for name, function in _OP_CALLS.items()
+        }
+
+    def call(self, function: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls an op, or the function that it stands for."""
+        if not _in_lora(function):
+            return interception.disable_interceptions(op)(*args, **kwargs)
+        position = 2 if function == "jax.numpy.einsum" else 1
+        rhs = jnp.asarray(args[position])  # may be a FrozenKernel
+        args = (*args[:position], rhs, *args[position + 1 :])
+        self.products.called = _Weight(rhs, getattr(op, "dot_general", op))
+        try:
+            with _shown_to_lora(op, rhs):
+                y = interception.get_attribute(function)(*args, **kwargs)
+            if self.products.called is None:
+                return y
+        finally:
+            self.products.called = None
+        raise ValueError(
+            "a LoraRule has a weight_qtype or an act_qtype for a layer that fbq_jax "
+            "quantizes: omit them"
+        )
+
+
+def _in_lora(function: str) -> bool:
+    """Whether Qwix's LoRA replaces a function of JAX, in this thread."""
+    thread = threading.get_ident()
+    return any(
+        isinstance(getattr(replacement, "__self__", None), LoraProvider)
+        for interceptor in _manager._interceptors
+        if _manager._intercepted_threads.get((thread, interceptor.id))
+        for name, replacement in interceptor.items()
+        if name.startswith(function)
+    )
+
+
+@contextlib.contextmanager
+def _shown_to_lora(op: Any, weight: jax.Array) -> Iterator[None]:
+    """Lets LoRA find the weight of a frozen layer, which has codes in its place.
+
+    LoRA names its own parameters after the one that a layer multiplies by.
+    """
+    if calling_module() is not None:
+        _refuse_frozen_linen()
+        yield
+        return
+    layer = calling_layer(op)
+    frozen = {
+        name: value
+        for name, value in (vars(layer) if layer is not None else {}).items()
+        if isinstance(value, FrozenKernel)
+    }
+    if layer is None or not frozen:
+        yield
+        return
+    vars(layer).update({name: nnx.Param(weight) for name in frozen})
+    try:
+        yield
+    finally:
+        vars(layer).update(frozen)
+
+
+def _refuse_frozen_linen() -> None:
+    """Raises ValueError if the Linen layer that is running is frozen."""
+    module = calling_module()
+    assert module is not None
+    if isinstance(module.get_variable("params", KERNEL), FrozenKernel):
+        raise ValueError(
+            f"layer {layer_path(module.path)!r} is frozen, and LoRA finds no parameter "
+            "in it: use NNX for LoRA on a frozen base, or LoRA without freeze"
+        )
 
 
 def _dot_general(

@@ -117,7 +117,7 @@ def quantize_with(
         )
     dot = rules if isinstance(rules, RulesDot) else RulesDot(rules)
     quantized = model.clone()
-    original: Any = getattr(type(model), "unquantized", type(model))
+    original: Any = vars(type(model)).get("unquantized", type(model))
     quantized_class = _quantized_class(original, Quantization(dot, inject))
     object.__setattr__(quantized, "__class__", quantized_class)
     return quantized, dot.report(quantized, rngs, *args, **kwargs)
@@ -177,6 +177,11 @@ _active = jax.make_user_context(None)
 @contextlib.contextmanager
 def _active_in(model: Any) -> Iterator[None]:
     """Gives layers their op that run in this context, inside a quantized model."""
+    if model.quantization.inject is inject_ops and hasattr(model, "_unquantized_type"):
+        raise ValueError(
+            f"Qwix changed this {type(model).__name__}, and does not see the products "
+            "of layers with an op: use fbq_jax.integrations.qwix.quantize"
+        )
     path = () if model.scope is None else model.path
     active = model.quantization, path
     if _active.value == active:

@@ -20,7 +20,7 @@ from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
-from fbq_jax.nnx.callers import warn_if_shared
+from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
@@ -131,6 +131,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state in training."""
+        warn_if_hidden(self)
         codes = self._codes(rhs, call.dimension_numbers)
         rhs = self.check_moves(rhs)
         with self.named(_description(rhs)):

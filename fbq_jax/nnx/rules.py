@@ -65,7 +65,7 @@ def quantize(
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
       ValueError: a pattern is not a regular expression, or no implementation has this
-        name; or a matched layer is a stack made by ``nnx.vmap``.  Each layer of a stack
+        name; Qwix changed the model; or a matched layer is a stack made by ``nnx.vmap``.  Each layer of a stack
         needs its own state: quantize where ``nnx.vmap`` makes one layer.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
@@ -78,6 +78,11 @@ def quantize(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
+    if hasattr(model, "_unquantized_type"):
+        raise ValueError(
+            f"Qwix changed this {type(model).__name__}, and does not see the products "
+            "of layers with an op: use fbq_jax.integrations.qwix.quantize_nnx"
+        )
     found = quantize_layers(model, pairs, rngs=rngs, implementation=implementation)
     name_layers(model)
     if args or kwargs:
