@@ -83,6 +83,28 @@ class FrozenWeight:
 
 
 @dataclass(frozen=True)
+class ViewStep:
+    """A primitive of JAX between a parameter and the operand of a product.
+
+    Attributes:
+      primitive: takes the array and the other operands.
+      operands: the other operands.
+      params: the parameters of the primitive, sorted.
+    """
+
+    primitive: Any
+    operands: tuple[Any, ...]
+    params: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Takes the step."""
+        return self.primitive.bind(x, *self.operands, **dict(self.params))
+
+
+View = tuple[ViewStep, ...]
+
+
+@dataclass(frozen=True)
 class WeightUse:
     """How a layer multiplies by its weight.
 
@@ -90,11 +112,14 @@ class WeightUse:
       shape: the shape of the right operand, without the axes of stacked layers.
       dtype: the dtype of the right operand.
       dimension_numbers: the product's, as in ``lax.dot_general``.
+      view: the steps from the parameter to the right operand, if the model's own code
+        takes them; casts and reshapes of layers are none.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     dimension_numbers: DimensionNumbers
+    view: View = ()
 
 
 class WeightRecorder:
@@ -102,10 +127,12 @@ class WeightRecorder:
 
     Attributes:
       uses: maps the path of each layer to freeze to its use; None until the layer ran.
+      view: the view of the product that is being traced.
     """
 
     def __init__(self, layers: Iterable[str]):
         self.uses: dict[str, WeightUse | None] = dict.fromkeys(layers)
+        self.view: View = ()
 
     def report(
         self, layer: str, weight: jax.Array, dimension_numbers: DimensionNumbers
@@ -119,7 +146,14 @@ class WeightRecorder:
             return False
         if (earlier := self.uses[layer]) is not None:
             check_axes(rhs_axes(earlier.dimension_numbers), dimension_numbers, layer)
-        self.uses[layer] = WeightUse(weight.shape, weight.dtype, dimension_numbers)
+            if earlier.view != self.view:
+                raise ValueError(
+                    f"layer {layer!r} multiplies by several parts of its parameter: "
+                    "freeze takes layers that multiply by it in one way"
+                )
+        self.uses[layer] = WeightUse(
+            weight.shape, weight.dtype, dimension_numbers, self.view
+        )
         return True
 
     def check_all_ran(self) -> None:

@@ -181,7 +181,7 @@ def _norm_mlp_bwd(
     spec: FusedSpec,
     saved: _SavedMLP,
     cotangents: tuple[jax.Array, tuple[Stats, ...]],
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], None]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...], None]:
     dy, _ = cotangents
     gemm, recipe = spec.gemm, spec.gemm.recipe
     assert saved.up is not None

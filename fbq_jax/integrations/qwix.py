@@ -36,14 +36,19 @@ from qwix._src import interception
 from fbq_jax.core import weight_products
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.einsum import before_transposing
-from fbq_jax.core.frozen_weight import FrozenKernel
+from fbq_jax.core.frozen_weight import (
+    FrozenKernel,
+    View,
+    ViewStep,
+    active_recorder,
+)
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.linen.frozen import KERNEL
 from fbq_jax.linen.rules import RulesDot
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
 from fbq_jax.nnx.callers import calling_layer, running_modules, seen_by_qwix
-from fbq_jax.nnx.dot import FallbackDot
+from fbq_jax.nnx.dot import FallbackDot, dot_name
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.nnx.rules import quantize_layers, trace_parameters
 from fbq_jax.recipes import path_rules
@@ -151,22 +156,17 @@ def quantize_nnx(
         for name, _ in list(_matrices(modules[path])):
             if recipe is not None:
                 dot = nnx.data(FallbackDot(recipe, **options))
-                setattr(modules[path], _dot_name(name), dot)
+                setattr(modules[path], dot_name(name), dot)
     model.__class__ = _nnx_class(vars(type(model)).get("unquantized", type(model)))
     parameters = trace_parameters(model, args, kwargs)
     for path, _, use in parameters:
         layer, _, name = path.rpartition("/")
         if layer in others and not use.quantized:
-            vars(modules[layer]).pop(_dot_name(name), None)
+            vars(modules[layer]).pop(dot_name(name), None)
         if layer in others and (use.quantized or use.in_float):
             found[layer] = others[layer].pattern
     name_layers(model)
     return weight_products.report(pairs, found, parameters)
-
-
-def _dot_name(parameter: str) -> str:
-    """The attribute with the op of a parameter."""
-    return f"{parameter}_dot_general"
 
 
 def _matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
@@ -201,10 +201,36 @@ def _reaching_products(method: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if seen_by_qwix.value:
             return method(*args, **kwargs)
-        with seen_by_qwix(True), _intercept(_NnxModules()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(seen_by_qwix(True))
+            if isinstance(args[0], nnx.Module):
+                stack.enter_context(_shown_parameters(args[0]))
+            stack.enter_context(_intercept(_NnxModules()))
             return method(*args, **kwargs)
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _shown_parameters(model: nnx.Module) -> Iterator[None]:
+    """Gives frozen parameters arrays of NaNs, which code other than layers' can read.
+
+    The product that reads one is the op's, which reads its codes.
+    """
+    frozen = [
+        (variable, kernel)
+        for _, module in nnx.iter_modules(model)
+        for variable in vars(module).values()
+        if isinstance(variable, nnx.Param)
+        and isinstance(kernel := variable.get_raw_value(), FrozenKernel)
+    ]
+    try:
+        for variable, kernel in frozen:
+            object.__setattr__(variable, "_raw_value", jnp.asarray(kernel))
+        yield
+    finally:
+        for variable, kernel in frozen:
+            object.__setattr__(variable, "_raw_value", kernel)
 
 
 @contextlib.contextmanager
@@ -267,7 +293,7 @@ class _NnxModules:
         """The op for a product with a parameter; None leaves it in float."""
         owner = self._owner(x)
         assert owner is not None
-        dot = getattr(owner.module, _dot_name(owner.name), None)
+        dot = getattr(owner.module, dot_name(owner.name), None)
         if dot is None or not (dot.theta._can_update or dot.use_running_average):
             return None
         return dot
@@ -332,9 +358,9 @@ class _Products(QuantizationProvider):
         self.modules = modules
         # Of the op that is being called, until its product is found.
         self.called: _Weight | None = None
-        # The parameter, or another source, of each view; and the view, which keeps its
-        # id from being used again.
-        self.views: dict[int, tuple[Any, Any]] = {}
+        # Each view, which keeps its id from being used again; the parameter, or another
+        # source, that it is of; and the steps between them.
+        self.views: dict[int, tuple[Any, Any, View]] = {}
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """What Qwix replaces."""
@@ -358,12 +384,17 @@ class _Products(QuantizationProvider):
             return self._evaluate(params["jaxpr"], args)
         y = primitive.bind(*args, **params)
         if name in _VIEWS and getattr(args[0], "ndim", 0) >= 2:
-            self.views[id(y)] = y, self._source(args[0])
+            step = ViewStep(primitive, args[1:], tuple(sorted(params.items())))
+            _, source, steps = self._view(args[0])
+            self.views[id(y)] = y, source, (*steps, step)
         return y
+
+    def _view(self, x: Any) -> tuple[Any, Any, View]:
+        return self.views.get(id(x), (x, x, ()))
 
     def _source(self, x: Any) -> Any:
         """The array that x is a view of."""
-        return self.views.get(id(x), (x, x))[1]
+        return self._view(x)[1]
 
     def _is_weight(self, x: Any) -> bool:
         """Whether x is a parameter, or a view, of two or more dimensions."""
@@ -403,9 +434,12 @@ class _Products(QuantizationProvider):
                 return None
         elif not params["dimension_numbers"][0][0]:
             return None  # an outer product
-        if (op := self._op(self._source(rhs if weights[1] else lhs))) is None:
+        _, source, steps = self._view(rhs if weights[1] else lhs)
+        if (op := self._op(source)) is None:
             return None
         op = interception.disable_interceptions(op)
+        if (recorder := active_recorder()) is not None:
+            recorder.view = steps
         if name == "conv_general_dilated":
             return conv_general_dilated(op, lhs, rhs, **params)
         return _dot_general(op, lhs, rhs, weights[0], **params)

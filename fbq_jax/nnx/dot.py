@@ -309,6 +309,11 @@ class FallbackConv(FallbackOp):
         return conv_general_dilated(self.dot_general, lhs, rhs, *args, **kwargs)
 
 
+def dot_name(parameter: str) -> str:
+    """The attribute with the op of a module that multiplies by a parameter itself."""
+    return f"{parameter}_dot_general"
+
+
 class LayerOp(NamedTuple):
     """The op that a kind of layer multiplies with.
 

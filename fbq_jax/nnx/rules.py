@@ -65,8 +65,9 @@ def quantize(
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
       ValueError: a pattern is not a regular expression, or no implementation has this
-        name; Qwix changed the model; or a matched layer is a stack made by ``nnx.vmap``.  Each layer of a stack
-        needs its own state: quantize where ``nnx.vmap`` makes one layer.
+        name; Qwix changed the model; or a matched layer is a stack made by
+        ``nnx.vmap``.  Each layer of a stack needs its own state: quantize where
+        ``nnx.vmap`` makes one layer.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
