@@ -294,7 +294,7 @@ class _NnxModules:
         owner = self._owner(x)
         assert owner is not None
         dot = getattr(owner.module, dot_name(owner.name), None)
-        if dot is None or not (dot.theta._can_update or dot.use_running_average):
+        if dot is None or not (dot.theta._can_update or dot.evaluates):
             return None
         return dot
 

@@ -36,6 +36,30 @@ class FrozenCodes(nnx.Variable):
     """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
 
 
+# Part of the key of JAX's trace caches: a layer that was traced in training is traced
+# again.
+_in_evaluation = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def evaluation() -> Iterator[None]:
+    """Freezes the thresholds of all NNX layers that run in this context.
+
+    ``model.eval()`` does so until ``model.train()``.  This is for trainers that call
+    neither, and it decorates a loss function, too:
+
+        trainer.eval_loss_fn = fbq_jax.nnx.evaluation()(loss_fn)
+
+    >>> layer = nnx.Linear(8, 2, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
+    >>> with evaluation():
+    ...     y = layer(jnp.ones((4, 8)))
+    >>> int(layer.dot_general.count[...])
+    0
+    """
+    with _in_evaluation(True):
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerPath:
     """The path of a layer, for warnings only.
@@ -124,6 +148,11 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         """The settings that Linen and NNX share."""
         return DotConfig(self.recipe, self.implementation)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether a call leaves the state as it is."""
+        return self.use_running_average or _in_evaluation.value
+
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Called by ``nnx.view``: True freezes the threshold, False lets it move."""
         if use_running_average is not None:
@@ -198,12 +227,12 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         if self.layer is not None:
             return weight
         name = self.path.name or current_layer() or "an nnx.FallbackDot"
-        if not self.use_running_average:
+        if not self.evaluates:
             threshold.check_count(self.state(), name)
             warn_if_shared(self)
         if not needs_state(self.recipe):
             return weight
-        if self.use_running_average:
+        if self.evaluates:
             text = (
                 f"{name}: a gradient is taken in evaluation mode, so every step has "
                 "the same noise and threshold: call model.train() before training"
@@ -222,7 +251,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
 
     def commit(self, new: threshold.State) -> None:
         """Stores the new state of a call, except in evaluation."""
-        if not self.use_running_average:
+        if not self.evaluates:
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]
             self.count[...] = new["count"]
@@ -237,7 +266,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
             recorder.report(self.layer, rhs, dimension_numbers)
         if self.weight is None:
             return None
-        if not self.use_running_average:
+        if not self.evaluates:
             raise ValueError(
                 f"layer {self.layer!r} is frozen and does not train: call model.eval() "
                 "on the model that freeze returned, or train the model from before"
@@ -264,7 +293,7 @@ class FallbackOp(nnx.Module):
 
     def check_unshared(self) -> None:
         """Warns, once, if another layer trains with this op."""
-        if not self.dot_general.use_running_average:
+        if not self.dot_general.evaluates:
             warn_if_shared(self)
 
 
