@@ -120,6 +120,7 @@ def quantize_nnx(
     *args: Any,
     rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
+    ignore_precision: bool = False,
     **kwargs: Any,
 ) -> RulesReport:
     """``fbq_jax.nnx.quantize``, which also reaches products in the model's own code.
@@ -137,6 +138,7 @@ def quantize_nnx(
         ``jax.ShapeDtypeStruct``.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
+      ignore_precision: whether to quantize products that ask for a precision.
       **kwargs: keyword arguments of the same call.
 
     Raises:
@@ -144,7 +146,11 @@ def quantize_nnx(
       ValueError: as in ``fbq_jax.nnx.quantize``.
     """
     pairs = path_rules.as_pairs(rules)
-    options: dict[str, Any] = {"rngs": rngs, "implementation": implementation}
+    options: dict[str, Any] = {
+        "rngs": rngs,
+        "implementation": implementation,
+        "ignore_precision": ignore_precision,
+    }
     found = quantize_layers(model, pairs, **options)
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
     others = {

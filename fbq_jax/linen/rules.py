@@ -57,6 +57,8 @@ class RulesDot(RaggedDotGeneral):
       collection: the name of the variable collection.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
+      ignore_precision: whether to quantize products that ask for a precision, such as
+        HIGHEST; otherwise they are errors.
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
@@ -90,6 +92,7 @@ class RulesDot(RaggedDotGeneral):
     rules: Mapping[str, Recipe | None] | path_rules.Pairs
     collection: str = "fallback"
     implementation: str | None = None
+    ignore_precision: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", path_rules.as_pairs(self.rules))
@@ -123,7 +126,9 @@ class RulesDot(RaggedDotGeneral):
             tracing.found[path] = pattern
         if recipe is None:
             return None
-        return FallbackDot(recipe, self.collection, self.implementation)
+        return FallbackDot(
+            recipe, self.collection, self.implementation, self.ignore_precision
+        )
 
     def report(
         self, model: nn.Module, rngs: Any, *args: Any, **kwargs: Any

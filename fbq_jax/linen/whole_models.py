@@ -58,7 +58,7 @@ def quantize(
       model: an unbound model, which does not change.
       rules: a mapping from patterns of layer paths to recipes, tried in order
         (``fbq_jax.recipes.path_rules``); or a ``RulesDot``, with another collection or
-        implementation.
+        implementation, or ``ignore_precision``.
       rngs: PRNG keys for ``model.init``, which is traced for the report.
       *args: the arguments of the model; arrays may be ``jax.ShapeDtypeStruct``.
       **kwargs: keyword arguments of the model, such as ``train=False``, and ``method``.

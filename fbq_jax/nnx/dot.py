@@ -94,6 +94,8 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         weight warns once.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
+      ignore_precision: whether to quantize products that ask for a precision, such as
+        HIGHEST; otherwise they are errors.
 
     Attributes:
       theta: float32 ``[]``, the threshold of the next forward; -1 until it is set.
@@ -126,8 +128,10 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         implementation: str | None = None,
+        ignore_precision: bool = False,
     ):
         self.recipe, self.implementation = recipe, implementation
+        self.ignore_precision = ignore_precision
         _ = self.config  # checks the recipe and the implementation
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
@@ -146,7 +150,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     @property
     def config(self) -> DotConfig:
         """The settings that Linen and NNX share."""
-        return DotConfig(self.recipe, self.implementation)
+        return DotConfig(self.recipe, self.implementation, self.ignore_precision)
 
     @property
     def evaluates(self) -> bool:
@@ -288,8 +292,14 @@ class FallbackOp(nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         implementation: str | None = None,
+        ignore_precision: bool = False,
     ):
-        self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
+        self.dot_general = FallbackDot(
+            recipe,
+            rngs=rngs,
+            implementation=implementation,
+            ignore_precision=ignore_precision,
+        )
 
     def check_unshared(self) -> None:
         """Warns, once, if another layer trains with this op."""

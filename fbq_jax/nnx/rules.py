@@ -29,6 +29,7 @@ def quantize(
     *args: Any,
     rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
+    ignore_precision: bool = False,
     **kwargs: Any,
 ) -> RulesReport:
     """Gives each layer of a model the recipe of the first rule that matches its path.
@@ -56,6 +57,8 @@ def quantize(
         goes by the kinds of the layers.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
+      ignore_precision: whether to quantize products that ask for a precision, such as
+        HIGHEST; otherwise they are errors.
       **kwargs: keyword arguments of the same call.
 
     Returns:
@@ -84,7 +87,13 @@ def quantize(
             f"Qwix changed this {type(model).__name__}, and does not see the products "
             "of layers with an op: use fbq_jax.integrations.qwix.quantize_nnx"
         )
-    found = quantize_layers(model, pairs, rngs=rngs, implementation=implementation)
+    found = quantize_layers(
+        model,
+        pairs,
+        rngs=rngs,
+        implementation=implementation,
+        ignore_precision=ignore_precision,
+    )
     name_layers(model)
     if args or kwargs:
         parameters = trace_parameters(model, args, kwargs)
@@ -103,6 +112,7 @@ def quantize_layers(
     *,
     rngs: nnx.Rngs | None,
     implementation: str | None,
+    ignore_precision: bool,
 ) -> dict[str, str | None]:
     """Gives each layer that takes an op its own; see ``quantize``.
 
@@ -126,7 +136,14 @@ def quantize_layers(
         if found[path] is not None:
             matched.append((module, op, recipe))
     for layer, op, recipe in matched:
-        _set_op(layer, op, recipe, rngs=rngs, implementation=implementation)
+        _set_op(
+            layer,
+            op,
+            recipe,
+            rngs=rngs,
+            implementation=implementation,
+            ignore_precision=ignore_precision,
+        )
     return found
 
 

@@ -306,3 +306,24 @@ def test_parts_of_a_parameter_are_not_frozen():
     qwix.quantize_nnx(model, {".*": recipes.block}, X, rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="layer 'w' multiplies by several parts of"):
         fbq_jax.nnx.freeze(model, X)
+
+
+def test_a_precision_is_ignored_on_request():
+    class Precise(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((32, 32)))
+            self.dense = nnx.Linear(32, 8, precision="high", rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            x = jnp.einsum("btd,df->btf", x, self.w, precision=lax.Precision.HIGHEST)
+            return self.dense(x)
+
+    with pytest.raises(ValueError, match="quantize with ignore_precision=True"):
+        qwix.quantize_nnx(Precise(), {".*": recipes.block}, X)
+    report = qwix.quantize_nnx(
+        Precise(), {".*": recipes.block}, X, ignore_precision=True
+    )
+    assert {p.parameter: p.ignores_precision for p in report.products} == {
+        "dense/kernel": True,
+        "w": True,
+    }

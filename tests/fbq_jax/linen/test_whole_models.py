@@ -356,3 +356,19 @@ def test_another_flax_is_named(monkeypatch):
         RuntimeError, match=r"flax \S+, which has no flax.core.lift._spl"
     ):
         whole_models._replace_flax_functions.__wrapped__()
+
+
+def test_a_precision_is_ignored_on_request_and_the_report_says_so():
+    def make(precision=None, op=None):
+        return nn.Dense(32, precision=precision, dot_general=op)
+
+    rules = {".*": recipes.block}
+    with pytest.raises(ValueError, match="quantize with ignore_precision=True"):
+        quantize(make("highest"), rules, KEY, X)
+    ignoring = RulesDot(rules, ignore_precision=True)
+    model, report = quantize(make("highest"), ignoring, KEY, X)
+    assert str(report).splitlines()[1].endswith("block, precision ignored")
+    variables = make(op=ignoring).init(KEY, X)
+    expected = make(op=RulesDot(rules)).apply(variables, X)
+    np.testing.assert_array_equal(model.apply(variables, X), expected)
+    assert not quantize(make(), ignoring, KEY, X)[1].products[0].ignores_precision
