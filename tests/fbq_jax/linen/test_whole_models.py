@@ -119,8 +119,7 @@ class Patches(nn.Module):
 
 MODELS = {
     "unrolled": Unrolled,
-    # Under nn.jit, rules that are injected by hand give all layers the first one's.
-    "jit": functools.partial(Unrolled, block=nn.jit(Block), layers=1),
+    "jit": functools.partial(Unrolled, block=nn.jit(Block)),
     "scan": Scanned,
     "vmap": Mapped,
     "vmap, shared": functools.partial(Mapped, shared=True),
@@ -189,10 +188,14 @@ def test_outside_its_model_nothing_is_quantized():
 
 
 def test_jitted_layers_have_their_own_rules():
-    model = Unrolled(block=nn.jit(Block))
-    model, report = quantize(model, {"block_0/up": None, ".*": SMALL}, KEY, X)
-    layers = set(fallback_stats(jax.eval_shape(model.init, KEY, X)))
-    assert layers == {"block_0/down", "block_1/up", "block_1/down", "head"}
+    block, rules = nn.jit(Block), {"block_0/up": None, ".*": SMALL}
+    model, report = quantize(Unrolled(block=block), rules, KEY, X)
+    by_hand = Unrolled(RulesDot(rules), block)
+    layers, others = (
+        set(fallback_stats(jax.eval_shape(model.init, KEY, X)))
+        for model in (model, by_hand)
+    )
+    assert layers == others == {"block_0/down", "block_1/up", "block_1/down", "head"}
     assert {p.layer for p in report.products} == layers
     assert {p.parameter.rpartition("/")[0] for p in report.products} == layers
 
