@@ -24,12 +24,14 @@ from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec, forward_qtensor, quantize_rhs
+from fbq_jax.core.serialization import serializable_dataclass, serializable_static
 from fbq_jax.recipes.schema import Recipe
 
 # The contracting and the batch dimensions of a product's right operand.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+@serializable_static
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class FrozenKernel:
@@ -59,6 +61,7 @@ class FrozenKernel:
         return self
 
 
+@serializable_dataclass
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes"],
