@@ -1,6 +1,7 @@
 """Public models as their packages ship them: ``pip install -e '.[models]'``.
 
 Weights are random and sizes tiny.  Models whose package is not installed are skipped.
+``gemma`` needs an environment of its own: with its ``typeguard``, Griffin does not run.
 """
 
 import importlib
@@ -108,8 +109,23 @@ def griffin() -> Any:
     return package.Griffin(config, dtype=jnp.float32, param_dtype=jnp.float32)
 
 
+def gemma_vision() -> Any:
+    """With ``nn.scan`` over its layers."""
+    pytest.importorskip("gemma", "4.0")
+    module = importlib.import_module("gemma.gm.nn.gemma4.vision._transformer")
+    return module.VisionTransformer(
+        d_model=64, ffw_hidden=128, num_heads=4, num_layers=2
+    )
+
+
 CAUSAL = (TOKENS, jnp.ones_like(TOKENS), POSITIONS)
 MASKED = (TOKENS, jnp.ones_like(TOKENS), jnp.zeros_like(TOKENS), POSITIONS, None)
+
+PATCHES = (
+    jax.random.normal(jax.random.key(2), (2, 16, 64)),
+    jnp.ones((2, 16), bool),
+    jnp.broadcast_to(jnp.indices((4, 4)).reshape(2, 16).T, (2, 16, 2)),
+)
 
 # The model, its arguments, how it is quantized, and the number of its products.
 LINEN = {
@@ -117,6 +133,7 @@ LINEN = {
     "transformers ViT": (vit, (IMAGES,), fbq_jax.quantize, 14),
     "transformers BERT, remat": (bert, MASKED, fbq_jax.quantize, 14),
     "transformers GPT-2": (gpt2, CAUSAL, qwix.quantize, 9),
+    "Gemma 4's vision, scan": (gemma_vision, PATCHES, qwix.quantize, 5),
     "recurrentgemma Griffin": (griffin, (TOKENS, POSITIONS), qwix.quantize, 14),
 }
 
@@ -177,7 +194,7 @@ def test_linen(name: str) -> None:
     matrices = {
         "/".join(key.key for key in path)
         for path, leaf in jax.tree.leaves_with_path(variables["params"])
-        if leaf.ndim >= 2
+        if leaf.ndim >= 2 + (make is gemma_vision)  # an axis of layers
     }
     check_report(report, products, matrices)
     losses, history = train_linen(quantized, args, kwargs)
