@@ -145,17 +145,23 @@ class WeightRecorder:
         Raises:
           ValueError: the layer multiplies by its weight in two ways.
         """
+        view, self.view = self.view, ()
         if layer not in self.uses:
             return False
         if (earlier := self.uses[layer]) is not None:
             check_axes(rhs_axes(earlier.dimension_numbers), dimension_numbers, layer)
-            if earlier.view != self.view:
-                raise ValueError(
-                    f"layer {layer!r} multiplies by several parts of its parameter: "
-                    "freeze takes layers that multiply by it in one way"
-                )
+        chosen = any(
+            isinstance(operand, jax.core.Tracer)
+            for step in view
+            for operand in step.operands
+        )
+        if chosen or (earlier is not None and earlier.view != view):
+            raise ValueError(
+                f"layer {layer!r} multiplies by several parts of its parameter: freeze "
+                "takes layers that multiply by it in one way"
+            )
         self.uses[layer] = WeightUse(
-            weight.shape, weight.dtype, dimension_numbers, self.view
+            weight.shape, weight.dtype, dimension_numbers, view
         )
         return True
 

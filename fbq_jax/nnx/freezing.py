@@ -82,11 +82,13 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     with record_weights(layers) as recorder:
         nnx.eval_shape(lambda model: model(*args, **kwargs), model)
     recorder.check_all_ran()
-    kept = {
-        path
-        for path, _, use in trace_parameters(model, args, kwargs)
-        if use.others or use.in_float
-    }
+    kept = set()
+    if not all(isinstance(weight.layer, Layer) for weight in layers.values()):
+        kept = {
+            path
+            for path, _, use in trace_parameters(model, args, kwargs)
+            if use.others or use.in_float
+        }
     for path, use in recorder.uses.items():
         assert use is not None  # check_all_ran raises otherwise
         weight = layers[path]
