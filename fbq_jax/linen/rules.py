@@ -69,6 +69,7 @@ class RulesDot(RaggedDotGeneral):
       ValueError: a pattern is not a regular expression, the collection is
         ``"params"``, or no implementation has this name; or a call is outside any
         module and has no path.
+      RuntimeError: this version of Flax gives layers under ``nn.jit`` no path.
 
     >>> from fbq_jax import recipes
     >>> dot = RulesDot({"head": None, "mlp_.*": recipes.fallback, "attn": None})
