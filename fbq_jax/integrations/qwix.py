@@ -459,13 +459,14 @@ class _Products(QuantizationProvider):
         return self.modules.op(x)
 
 
-# What layers call, and the function that LoRA replaces, which they call in float.
+# What layers call, and the function that LoRA replaces, which they call in float.  All
+# classes of dots have one ``__call__``.
 _OP_CALLS = {
-    "fbq_jax.core.dot_call.DotGeneral.__call__": "jax.lax.dot_general",
-    "fbq_jax.linen.einsum.FallbackEinsum.__call__": "jax.numpy.einsum",
-    "fbq_jax.nnx.dot.FallbackEinsum.__call__": "jax.numpy.einsum",
-    "fbq_jax.linen.conv.FallbackConv.__call__": "jax.lax.conv_general_dilated",
-    "fbq_jax.nnx.dot.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+    "fbq_jax.FallbackDot.__call__": "jax.lax.dot_general",
+    "fbq_jax.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.nnx.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+    "fbq_jax.nnx.FallbackConv.__call__": "jax.lax.conv_general_dilated",
 }
 
 
