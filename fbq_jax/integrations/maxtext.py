@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fbq_jax.core import weight_products
+from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.nnx.dot import FallbackDot
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.nnx.rules import trace_parameters
-from fbq_jax.recipes import path_rules
+from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import RulesReport
 from fbq_jax.recipes.schema import Recipe
@@ -28,7 +29,7 @@ from fbq_jax.recipes.schema import Recipe
 def quantize_models(
     rules: Mapping[str, Recipe | None], implementation: str | None = None
 ) -> Iterator[None]:
-    """Quantizes every model that MaxText makes in this context, and logs what it did.
+    """Quantizes every model that MaxText makes in this context, and prints what it did.
 
     Args:
       rules: the rules of ``quantize``.
@@ -38,25 +39,29 @@ def quantize_models(
       ImportError: MaxText is not installed.
       RuntimeError: this version of MaxText has other functions.
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
-      ValueError: a pattern is not a regular expression, or ``quantize`` raises it when
-        MaxText makes a model.
+      ValueError: a pattern is not a regular expression, or no implementation has this
+        name; when MaxText makes a model, its ``quantization`` is not empty, or
+        ``quantize`` raises it.
     """
-    rules = dict(path_rules.as_pairs(rules))
+    pairs = path_rules.as_pairs(rules)
+    DotConfig(fallback, implementation)  # checks the implementation
     quantizations, original = _find("maxtext.layers.quantizations", _MAKE)
-    logged = False
+    reported = False
 
     def quantize_model(model: Any, config: Any) -> Any:
-        nonlocal logged
+        nonlocal reported
         if config.quantization:
             raise ValueError(
-                f"fbq_jax.maxtext quantizes the model, and so does MaxText with "
+                "fbq_jax.maxtext quantizes the model, and so does MaxText with "
                 f"quantization={config.quantization!r}: leave that empty"
             )
         rngs = nnx.Rngs(config.init_weights_seed)
-        report = quantize(model, rules, rngs=rngs, implementation=implementation)
-        if not logged:
-            logged = True
-            importlib.import_module("maxtext.utils.max_logging").log(f"\n{report}")
+        found = _quantize_layers(model, pairs, rngs, implementation)
+        if (
+            not reported and jax.process_index() == 0
+        ):  # MaxText makes a model repeatedly
+            print(_report(model, pairs, found))
+            reported = True
         return model
 
     setattr(quantizations, _MAKE, quantize_model)
@@ -102,35 +107,7 @@ def quantize(
         the vocabulary, or the weights of a matched layer are in 8 bits.
     """
     pairs = path_rules.as_pairs(rules)
-    config = model.config
-    if config.using_pipeline_parallelism:
-        raise ValueError(
-            "fbq_jax.maxtext does not support MaxText's pipelines, which drop the "
-            "state of layers and run them on empty microbatches: got "
-            f"ici_pipeline_parallelism={config.ici_pipeline_parallelism} and "
-            f"dcn_pipeline_parallelism={config.dcn_pipeline_parallelism}. Both must "
-            "be 1; data, fsdp, tensor and context parallelism work"
-        )
-    if config.num_vocab_tiling > 1 and path_rules.first_match(pairs, _HEAD).recipe:
-        raise ValueError(
-            f"with num_vocab_tiling={config.num_vocab_tiling} MaxText drops the state "
-            f"of the head: begin the rules with {_HEAD!r}: None, or set it to 1"
-        )
-    found = _quantize_layers(model, pairs, rngs, implementation)
-    name_layers(model)
-    shape = config.micro_batch_size_to_train_on, config.max_target_length
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    targets = {}
-    if config.mtp_num_layers:  # multi-token prediction reads targets
-        targets = dict.fromkeys(
-            ("decoder_target_tokens", "decoder_target_mask"), tokens
-        )
-    # In explicit mode, layers name mesh axes.
-    with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
-        parameters = trace_parameters(
-            model, (tokens,) * 3, {"enable_dropout": False, **targets}
-        )
-    return weight_products.report(pairs, found, parameters)
+    return _report(model, pairs, _quantize_layers(model, pairs, rngs, implementation))
 
 
 class _Quantized(NamedTuple):
@@ -140,10 +117,11 @@ class _Quantized(NamedTuple):
 
 
 def _quantize_layers(
-    model: nnx.Module, rules: Pairs, rngs: nnx.Rngs, implementation: str | None
+    model: Any, rules: Pairs, rngs: nnx.Rngs, implementation: str | None
 ) -> dict[str, str | None]:
     """Gives dense layers their ops; maps their paths to the patterns of their rules."""
     dense_general = _replace_product().DenseGeneral
+    _check_config(model.config, rules)
     found: dict[str, str | None] = {}
     ops = []
     for parts, layer in nnx.iter_modules(model):
@@ -165,7 +143,43 @@ def _quantize_layers(
         layer.dot_general = op
         layer._quant_dot_general_name = "dot_general"
         layer.quant = _Quantized()
+    name_layers(model)
     return found
+
+
+def _check_config(config: Any, rules: Pairs) -> None:
+    """Raises ValueError if MaxText would lose the state of layers."""
+    if config.using_pipeline_parallelism:
+        raise ValueError(
+            "fbq_jax.maxtext does not support MaxText's pipelines, which drop the "
+            "state of layers and run them on empty microbatches: got "
+            f"ici_pipeline_parallelism={config.ici_pipeline_parallelism} and "
+            f"dcn_pipeline_parallelism={config.dcn_pipeline_parallelism}. Both must "
+            "be 1; data, fsdp, tensor and context parallelism work"
+        )
+    if config.num_vocab_tiling > 1 and path_rules.first_match(rules, _HEAD).recipe:
+        raise ValueError(
+            f"with num_vocab_tiling={config.num_vocab_tiling} MaxText drops the state "
+            f"of the head: begin the rules with {_HEAD!r}: None, or set it to 1"
+        )
+
+
+def _report(model: Any, rules: Pairs, found: dict[str, str | None]) -> RulesReport:
+    """Traces a model to report what rules did to it."""
+    config = model.config
+    shape = config.micro_batch_size_to_train_on, config.max_target_length
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    targets = {}
+    if config.mtp_num_layers:  # multi-token prediction reads targets
+        targets = dict.fromkeys(
+            ("decoder_target_tokens", "decoder_target_mask"), tokens
+        )
+    # In explicit mode, layers name mesh axes.
+    with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
+        parameters = trace_parameters(
+            model, (tokens,) * 3, {"enable_dropout": False, **targets}
+        )
+    return weight_products.report(rules, found, parameters)
 
 
 def _stack_shape(layer: Any) -> tuple[int, ...]:

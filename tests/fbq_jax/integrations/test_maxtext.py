@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fbq_jax import recipes
+from fbq_jax import Recipe, recipes
 from tests.collectives import collectives
 
 pytest.importorskip("maxtext", reason="needs the extra maxtext, and so Python 3.12")
@@ -32,7 +32,8 @@ import fbq_jax.maxtext
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's code
 
 ROOT = Path(__file__).parents[3]
-RULES = {".*logits_dense": None, ".*": recipes.fallback}
+RECIPE = Recipe(block=32)  # smaller than what a device has of any operand
+RULES = {".*logits_dense": None, ".*": RECIPE}
 STEPS, LAYERS, EMBED, MLP, BATCH, LENGTH = 4, 2, 64, 128, 8, 32
 SETTINGS = {
     "run_name": "test",
@@ -142,8 +143,9 @@ def states_of(variables):
 
 def assert_trained(run, reference, layers, calls=STEPS, atol=0.1):
     """The loss falls as in float, and each op counts its calls."""
-    np.testing.assert_allclose(run.losses, reference.losses, atol=atol)
-    assert run.losses != reference.losses
+    if reference is not None:
+        np.testing.assert_allclose(run.losses, reference.losses, atol=atol)
+        assert run.losses != reference.losses
     assert run.losses[-1] < run.losses[0] - 2.0
     assert len(run.layers) == layers
     for path, state in run.layers.items():
@@ -171,11 +173,11 @@ def test_scanned_layers_train(in_float, quantized):
     assert layer["theta"][0] != layer["theta"][1]
 
 
-def test_unrolled_layers_have_rules_of_their_own(run):
+def test_unrolled_layers_have_rules_of_their_own(run, in_float):
     settings = {"scan_layers": False, "remat_policy": "minimal"}
     rules = {"decoder/layers_0/mlp/wo": None, **RULES}
     trained = run(rules, **settings)
-    assert_trained(trained, run(None, **settings), layers=2 * 7 - 1)
+    assert_trained(trained, in_float, layers=2 * 7 - 1)
     assert "decoder/layers_0/mlp/wo" not in trained.layers
     assert trained.layers["decoder/layers_1/mlp/wo"]["theta"].shape == ()
 
@@ -193,25 +195,19 @@ def test_fsdp_and_tensor_parallelism(run, in_float, shard_mode, monkeypatch):
     trained = run(shard_mode=shard_mode, **TENSOR)
     assert_trained(trained, in_float, layers=7)
     gathered = [c for c in collectives(programs[0]) if c.kind == "all-gather"]
-    assert EMBED * MLP // 2 in {c.size for c in gathered if c.dtype == "s8"}
-
-
-def test_fsdp_in_explicit_mode(run, in_float):
-    assert_trained(run(shard_mode="explicit"), in_float, layers=7)
+    codes = {c.size for c in gathered if c.dtype == "s8"}
+    kernels = {EMBED * EMBED // 2, EMBED * MLP // 2}
+    assert kernels <= codes
+    assert max(codes) < BATCH * LENGTH * EMBED  # no device has the whole batch
 
 
 def test_each_microbatch_moves_the_thresholds(run):
-    settings = {"gradient_accumulation_steps": 2}
-    trained = run(**settings)
-    assert_trained(trained, run(None, **settings), layers=7, calls=2 * STEPS)
-
-
-def test_evaluation_leaves_the_thresholds(run, quantized):
-    trained = run(eval_interval=2, eval_steps=1)
-    jax.tree.map(np.testing.assert_array_equal, trained.variables, quantized.variables)
+    trained = run(gradient_accumulation_steps=2)
+    assert_trained(trained, None, layers=7, calls=2 * STEPS)
 
 
 def test_a_resumed_training_continues_bit_for_bit(run, quantized, tmp_path):
+    """Evaluation between the steps leaves the state as it is."""
     settings = {
         "base_output_directory": tmp_path,
         "enable_checkpointing": True,
@@ -219,17 +215,14 @@ def test_a_resumed_training_continues_bit_for_bit(run, quantized, tmp_path):
         "learning_rate_schedule_steps": STEPS,
     }
     run(steps=STEPS // 2, **settings)
-    resumed = run(**settings)
+    resumed = run(eval_interval=1, eval_steps=1, **settings)
     assert resumed.losses == quantized.losses[STEPS // 2 :]
     jax.tree.map(np.testing.assert_array_equal, resumed.variables, quantized.variables)
 
 
-@pytest.mark.parametrize(
-    ("decoder", "layers"), [("gemma2", 14), ("mistral", 7), ("qwen3", 7)]
-)
+@pytest.mark.parametrize(("decoder", "layers"), [("gemma2", 14), ("qwen3", 7)])
 def test_decoders(run, decoder, layers):
-    settings = {"decoder_block": decoder}
-    assert_trained(run(**settings), run(None, **settings), layers)
+    assert_trained(run(decoder_block=decoder), None, layers)
 
 
 def test_experts_stay_in_float(run):
@@ -237,8 +230,9 @@ def test_experts_stay_in_float(run):
         "decoder_block": "mixtral",
         "num_experts": 4,
         "num_experts_per_tok": 2,
+        "sparse_matmul": False,
     }
-    assert_trained(run(**settings), run(None, **settings), layers=4)
+    assert_trained(run(**settings), None, layers=4)
     report, _ = quantize(**settings)
     assert {p.layer.split("/")[-2] for p in report.products} == {"self_attention"}
     floats = {p.parameter.rpartition("/")[2] for p in report.float_parameters}
@@ -307,11 +301,7 @@ def test_sliced_kernels_are_quantized():
 )
 def test_what_is_not_supported_is_refused(run, settings, message):
     with pytest.raises(ValueError, match=message):
-        run({".*": recipes.fallback}, **settings)
-
-
-def test_a_tiled_loss_takes_a_head_in_float(run, in_float):
-    assert_trained(run(num_vocab_tiling=2), in_float, layers=7)
+        run({".*": RECIPE}, **settings)
 
 
 def test_models_outside_the_context_stay_as_they_are():
@@ -332,12 +322,11 @@ def test_wrong_arguments_are_errors():
             fbq_jax.maxtext.quantize_models(rules),
         ):
             pass
-    with pytest.raises(ValueError, match="implementation='tritn' is not"):
-        nnx.eval_shape(
-            lambda: fbq_jax.maxtext.quantize(
-                model_maker()(), RULES, rngs=nnx.Rngs(0), implementation="tritn"
-            )
-        )
+    with (
+        pytest.raises(ValueError, match="implementation='tritn' is not"),
+        fbq_jax.maxtext.quantize_models(RULES, "tritn"),
+    ):
+        pass
 
 
 def test_another_maxtext_is_refused(monkeypatch):
