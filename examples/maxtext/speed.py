@@ -117,7 +117,7 @@ def _run(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         "layers": config.num_decoder_layers,
         "tokens": tokens,
         "device": jax.devices()[0].device_kind,
-        "versions": {p: version(p) for p in ("fbq-jax", "jax", "flax", "maxtext")},
+        "versions": {name: version(name) for name in ("jax", "flax", "maxtext")},
     }
 
 
