@@ -57,9 +57,8 @@ def quantize_models(
             )
         rngs = nnx.Rngs(config.init_weights_seed)
         found = _quantize_layers(model, pairs, rngs, implementation)
-        if (
-            not reported and jax.process_index() == 0
-        ):  # MaxText makes a model repeatedly
+        # MaxText makes each model several times.
+        if not reported and jax.process_index() == 0:
             print(_report(model, pairs, found))
             reported = True
         return model
@@ -231,17 +230,8 @@ def _replace_product() -> Any:
         **kwargs: Any,
     ) -> jax.Array:
         if not isinstance(op, FallbackDot):
-            return original(
-                inputs,
-                kernel,
-                axis,
-                contract_ind,
-                matmul_precision,
-                op,
-                initializing,
-                out_sharding,
-                **kwargs,
-            )
+            first = inputs, kernel, axis, contract_ind, matmul_precision
+            return original(*first, op, initializing, out_sharding, **kwargs)
         if out_sharding is not None:
             ndim = inputs.ndim + kernel.ndim - 2 * len(axis)
             out_sharding = linears.truncate_out_sharding(out_sharding, ndim)
