@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ def quantize_models(
 ) -> Iterator[None]:
     """Quantizes every model that MaxText makes in this context, and prints what it did.
 
+    It warns if MaxText made none.
+
     Args:
       rules: the rules of ``quantize``.
       implementation: the implementation of ``quantize``.
@@ -46,10 +49,11 @@ def quantize_models(
     pairs = path_rules.as_pairs(rules)
     DotConfig(fallback, implementation)  # checks the implementation
     quantizations, original = _find("maxtext.layers.quantizations", _MAKE)
-    reported = False
+    called = reported = False
 
     def quantize_model(model: Any, config: Any) -> Any:
-        nonlocal reported
+        nonlocal called, reported
+        called = True
         if config.quantization:
             raise ValueError(
                 "fbq_jax.maxtext quantizes the model, and so does MaxText with "
@@ -68,6 +72,12 @@ def quantize_models(
         yield
     finally:
         setattr(quantizations, _MAKE, original)
+    if not called:
+        warnings.warn(
+            "fbq_jax.maxtext quantized nothing: MaxText made no model in "
+            "quantize_models, or made it with use_m3_model",
+            stacklevel=3,
+        )
 
 
 def quantize(

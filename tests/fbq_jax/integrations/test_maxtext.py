@@ -306,7 +306,10 @@ def test_what_is_not_supported_is_refused(run, settings, message):
 
 def test_models_outside_the_context_stay_as_they_are():
     original = quantizations.maybe_quantize_model
-    with fbq_jax.maxtext.quantize_models(RULES):
+    with (
+        pytest.warns(UserWarning, match="quantized nothing: MaxText made no model"),
+        fbq_jax.maxtext.quantize_models(RULES),
+    ):
         assert quantizations.maybe_quantize_model is not original
     assert quantizations.maybe_quantize_model is original
 
