@@ -87,11 +87,17 @@ def make_run(tmp_path_factory):
             state = train.train_loop(config, recorder)
         metrics = map(json.loads, (folder / "metrics").read_text().splitlines())
         losses = [m["learning/loss"] for m in metrics if "learning/loss" in m]
-        variables = jax.device_get(nnx.to_pure_dict(state))
+        variables = jax.tree.map(as_numpy, nnx.to_pure_dict(state))
         return Run(losses, states_of(variables), variables)
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield run
+
+
+def as_numpy(x):
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
 
 
 def configure(**settings):
