@@ -74,9 +74,8 @@ class FallbackDot(RaggedDotGeneral):
 
     Flax treats the collection ``"_overwrite_with_gradient"`` specially: ``apply`` does
     not write the new state but returns it as the gradient of the old one, and Flax's
-    ``TrainState`` (and MaxText, for Linen models) stores it.  All values are then
-    float32.  Such gradients must not be summed over micro-batches, and a layer must not
-    be called twice in one forward pass.
+    ``TrainState`` stores it.  All values are then float32.  Such gradients must not be
+    summed over micro-batches, and a layer must not be called twice in one forward pass.
 
     Attributes:
       recipe: how the three GEMMs are quantized.
