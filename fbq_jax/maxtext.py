@@ -1,5 +1,4 @@
-"""The public names of ``fbq_jax.integrations.maxtext``, as MaxText imports them."""
+"""The public names of ``fbq_jax.integrations.maxtext``."""
 
-from fbq_jax.integrations.maxtext import COLLECTIONS as COLLECTIONS
-from fbq_jax.integrations.maxtext import FallbackDotGeneral as FallbackDotGeneral
-from fbq_jax.integrations.maxtext import Quantization as Quantization
+from fbq_jax.integrations.maxtext import quantize as quantize
+from fbq_jax.integrations.maxtext import quantize_models as quantize_models

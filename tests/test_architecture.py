@@ -20,7 +20,7 @@ LEVELS = [
     {"core"},
     {"fp8", "int8_flow"},
     {"linen", "nnx"},
-    {"integrations", "testing"},
+    {"export", "integrations", "testing"},
     {"maxtext"},
 ]
 # The command-line tools use the whole library.

@@ -11,6 +11,7 @@ import jax
 
 from examples.llama.config import Config, ConfigError
 from examples.llama.mesh import PARSER
+from fbq_jax.export import FORMATS
 
 # Sizes are multiples of 128, so that quantized matrices consist of complete blocks.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ class Command:
         out: The folder of the run, or of the runs of a comparison.
         resume: Whether to continue the run in `out`.
         compare: The recipes to train one after another; empty for a single run.
+        export: The format to export the trained model in; None exports nothing.
         mesh: The devices to train on, in the format of `mesh.make`.
         given: The options of `Config` that the command line sets, by name.
         defaults: Values of options that the command line does not set.
@@ -41,6 +43,7 @@ class Command:
     out: Path
     resume: bool
     compare: tuple[str, ...]
+    export: str | None
     mesh: str
     given: dict[str, Any]
     defaults: dict[str, Any]
@@ -61,13 +64,15 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     """
     given = vars(_parser().parse_args(argv))
     preset, names = given.pop("preset"), given.pop("compare")
-    out, resume = given.pop("out"), given.pop("resume")
+    out, resume, export = given.pop("out"), given.pop("resume"), given.pop("export")
     mesh, _ = given.pop("mesh"), given.pop("hosts")
 
     for name in MODEL_SIZES:
         if "from_hf" in given and name in given:
             raise ConfigError(f"--{name} comes from the model of --from-hf")
     compare = _recipes_to_compare(names, given)
+    if compare and export is not None:
+        raise ConfigError("--export takes one run; leave --compare out")
     defaults: dict[str, Any] = {}
     if preset is not None:
         given = PRESETS[preset] | given
@@ -79,7 +84,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     if out is None:
         name = "compare" if compare else given.get("recipe", Config.recipe)
         out = Path("runs") / name
-    return Command(out, resume, compare, mesh, given, defaults)
+    return Command(out, resume, compare, export, mesh, given, defaults)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in --out, bit for bit"
+    )
+    parser.add_argument(
+        "--export",
+        choices=FORMATS,
+        help="also write the trained model's INT8 codes to a folder of this name in "
+        "--out, for a serving engine; with --resume, of a run that has ended",
     )
     return parser
 

@@ -28,13 +28,13 @@ PEAKS = {
 def per_token(config: LlamaConfig, seq_len: int) -> int:
     """Returns the FLOPs per token of a training step, forward and backward.
 
-        6 * (parameters of matrix products) + 6 * layers * heads * head_dim * seq_len
+        6 * (parameters of matrix products) + 12 * heads * head_dim * (keys of a query)
 
     Each parameter of a matrix product takes one multiply-add in the forward pass and
-    two in the backward pass. The two products of attention take as many per position.
-    This counts the half that is not masked; PaLM counts all of it, a factor of 12 in
-    place of 6. The embedding lookup counts nothing. The head counts even if it shares
-    the embedding table.
+    two in the backward pass. The two products of attention take as many per key. The
+    keys are the mean number that are not masked, summed over the layers: half of the
+    sequence, or fewer with a sliding window; PaLM counts all. The embedding lookup
+    counts nothing. The head counts even if it shares the embedding table.
 
     Args:
         config: The sizes of the model.
@@ -46,7 +46,12 @@ def per_token(config: LlamaConfig, seq_len: int) -> int:
     mlp = 3 * config.hidden_size * config.intermediate_size
     head = config.hidden_size * config.vocab_size
     parameters = config.num_layers * (attention + mlp) + head
-    return 6 * parameters + 6 * config.num_layers * heads * seq_len
+    twice_keys = 0
+    for kind in config.layer_kinds():
+        window = min(kind.window or seq_len, seq_len)
+        # The queries before the window is full see half of it on average.
+        twice_keys += 2 * window - window**2 // max(seq_len, 1)
+    return 6 * parameters + 6 * heads * twice_keys
 
 
 def peak() -> float | None:

@@ -1,4 +1,7 @@
-"""A Llama in Flax Linen: the architecture of Llama 2, Llama 3 and Qwen2.
+"""A Llama in Flax Linen, with the settings of the families that descend from it.
+
+They are Llama 2 and 3, Qwen2, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2 and Gemma 3:
+`LlamaConfig` has what differs between them, and `hf/families.py` which of it each has.
 
 The argument ``dot_general`` computes all projections of a layer:
 
@@ -19,11 +22,13 @@ of the QKV projection are grouped by key-value head: its queries, its key, its v
 A device that holds some of these groups computes a model with fewer heads.
 """
 
+import functools
 import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import fbq_jax
 from examples.llama import attention
@@ -47,7 +52,12 @@ class Attention(nn.Module):
     dot_general: DotGeneral | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        kind: jax.Array | None,
+    ) -> jax.Array:
         """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
         config = self.config
         queries = config.num_heads // config.num_kv_heads
@@ -58,9 +68,29 @@ class Attention(nn.Module):
         qkv = qkv.reshape(*x.shape[:2], *heads)
         q = qkv[..., :queries, :].reshape(*x.shape[:2], -1, config.head_dim)
         k, v = qkv[..., queries, :], qkv[..., queries + 1, :]
+        if config.qk_norm:
+            q, k = norm(config, "q_norm")(q), norm(config, "k_norm")(k)
+        if kind is not None:
+            cos, sin = (lax.dynamic_index_in_dim(table, kind) for table in tables)
+            tables = cos, sin
         q, k = rotate(q, tables), rotate(k, tables)
         out = dense(config, self.dot_general)(config.hidden_size, name="out")
-        return out(attention.attend(q, k, v))
+        return out(self._attend(q, k, v, kind))
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, kind: jax.Array | None
+    ) -> jax.Array:
+        config = self.config
+        attend = functools.partial(
+            attention.attend, scale=config.score_scale(), softcap=config.attn_softcap
+        )
+        windows = [kind.window for kind in config.distinct_kinds()]
+        windows = [None if w is None or w >= q.shape[1] else w for w in windows]
+        # cuDNN takes windows that the compiler knows.
+        branches = [functools.partial(attend, window=window) for window in windows]
+        if len(set(windows)) == 1:
+            return branches[0](q, k, v)
+        return lax.switch(kind, branches, q, k, v)
 
 
 class Layer(nn.Module):
@@ -71,11 +101,31 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, tables: tuple[jax.Array, jax.Array]
+        self,
+        x: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        kind: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
-        """Maps ``x`` [B, S, hidden] to an array of its shape and dtype, and None."""
-        x = x + Attention(self.config, self.dot_general, name="attention")(x, tables)
-        x = x + gated_mlp(self.config, self.dot_general, name="mlp")(x)
+        """Computes one layer.
+
+        Args:
+            x: An array [B, S, hidden].
+            tables: The result of `rotary_tables`.
+            kind: The layer's index into ``config.distinct_kinds()``, an int32 scalar;
+                None if all layers are of one kind.
+
+        Returns:
+            An array of the shape and dtype of ``x``, and None.
+        """
+        config = self.config
+        y = Attention(config, self.dot_general, name="attention")(x, tables, kind)
+        if config.post_norms:
+            y = norm(config, "post_attention_norm")(y)
+        x = x + y
+        y = gated_mlp(config, self.dot_general, name="mlp")(x)
+        if config.post_norms:
+            y = norm(config, "post_mlp_norm")(y)
+        x = x + y
         return constrain(x, "batch", None, None), None
 
 
@@ -132,6 +182,9 @@ class Llama(nn.Module):
         # A device looks up its own tokens in complete rows.
         rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
         x = constrain(rows.astype(config.dtype), "batch", None, None)
+        if config.embed_scale != 1:
+            # Gemma's factor is rounded to the dtype of the computation.
+            x *= jnp.asarray(config.embed_scale, config.dtype)
 
         # FallbackDot keeps its state in "fallback" by default. The other collection is
         # Flax's transport, for FallbackDot(collection=...) and for FP8.
@@ -140,17 +193,29 @@ class Llama(nn.Module):
             remat_layer(config, prevent_cse=False),
             variable_axes={"params": 0, "fallback": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
-            in_axes=nn.broadcast,
+            in_axes=(nn.broadcast, 0),
             length=config.num_layers,
         )(config, self.dot_general, name="layers")
-        x, _ = layers(x, rotary_tables(config, tokens.shape[1]))
+        x, _ = layers(x, rotary_tables(config, tokens.shape[1]), _kinds(config))
 
         x = norm(config, "norm")(x)
         if config.tie_embeddings:
             logits = x @ embed.embedding.T.astype(config.dtype)
         else:
             logits = dense(config)(config.vocab_size, name="lm_head")(x)
-        return logits.astype(jnp.float32)
+        logits = logits.astype(jnp.float32)
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+        return logits
+
+
+def _kinds(config: LlamaConfig) -> jax.Array | None:
+    """The index of each layer's kind; None if all layers are of one kind."""
+    distinct = config.distinct_kinds()
+    if len(distinct) == 1:
+        return None
+    kinds = [distinct.index(kind) for kind in config.layer_kinds()]
+    return jnp.asarray(kinds, jnp.int32)
 
 
 def _check_tokens(tokens: jax.Array, max_seq_len: int) -> None:

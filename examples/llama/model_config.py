@@ -1,64 +1,46 @@
-"""The sizes and numerics of a Llama."""
+"""The sizes, the variants and the numerics of a Llama."""
 
 import dataclasses
-from typing import Any
+import reprlib
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from examples.llama import field_types
+from examples.llama.field_types import SMALLEST, check_at_least, check_sizes
+from examples.llama.rope_scaling import RopeScaling, YarnScaling
 from fbq_jax import nonlinear
-
-# The positive numbers that float32 holds with all of its digits.
-_SMALLEST = float(np.finfo(np.float32).tiny)
-_LARGEST = float(np.finfo(np.float32).max)
 
 # What a layer recomputes in the backward pass; see `LlamaConfig.remat`.
 REMAT = ("none", "codes", "full")
 
+# The functions that the MLP applies to its gate; see `LlamaConfig.activation`.
+ACTIVATIONS = ("silu", "gelu_tanh")
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """The scaling of rotary frequencies in Llama 3.1.
 
-    A rotation that completes many turns in the original context keeps its frequency.
-    One that completes few turns is slowed down by ``factor``.
+class Rope(NamedTuple):
+    """The rotation of queries and keys: the base of its frequencies, and their scaling.
 
     Attributes:
-        factor: The divisor of the frequencies of rotations with fewer than
-            ``low_freq_factor`` turns in the original context.
-        low_freq_factor: The number of turns below which ``factor`` applies in full.
-        high_freq_factor: The number of turns above which a frequency is unchanged.
-            Between the two bounds the scale is interpolated in the number of turns.
-        original_max_position_embeddings: The length of the original context, in tokens.
-
-    Raises:
-        ValueError: A field has another type or is out of range. The message names the
-            field and what it accepts.
+        theta: The base of the frequencies.
+        scaling: How the frequencies are stretched; None leaves them unscaled.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    theta: float
+    scaling: RopeScaling | None
 
-    def __post_init__(self) -> None:
-        field_types.check(self)
-        _check_sizes(self, "original_max_position_embeddings")
-        _check_at_least(self, 1, "factor")
-        _check_at_least(self, _SMALLEST, "low_freq_factor", "high_freq_factor")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                "high_freq_factor takes a number above low_freq_factor "
-                f"({self.low_freq_factor}), got {self.high_freq_factor}"
-            )
 
-    def scale(self, frequencies: np.ndarray) -> np.ndarray:
-        """Returns the scaled rotation ``frequencies``, in radians per token."""
-        turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
-        transition = self.high_freq_factor - self.low_freq_factor
-        unscaled = np.clip((turns - self.low_freq_factor) / transition, 0, 1)
-        return frequencies * (unscaled + (1 - unscaled) / self.factor)
+class LayerKind(NamedTuple):
+    """What differs between the layers of one model.
+
+    Attributes:
+        window: The keys that a query sees, up to and including its own; None stands for
+            all of them.
+        rope: The rotation of queries and keys; None leaves them unrotated.
+    """
+
+    window: int | None
+    rope: Rope | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +60,25 @@ class LlamaConfig:
         rope_theta: The base of the rotary frequencies.
         rope_scaling: How the rotary frequencies are stretched to a longer context;
             None leaves them unscaled.
+        local_rope_theta: The base of the rotary frequencies, unscaled, in the layers
+            with a sliding window; None means those of all layers.
+        nope_layers: The layers that do not rotate queries and keys.
+        sliding_window: The keys that a query sees, up to and including its own, in
+            ``sliding_layers``; None stands for all of them.
+        sliding_layers: The layers with a sliding window; None means every layer.
         norm_eps: The constant that RMSNorm adds to the mean square.
-        qkv_bias: Whether the QKV projection has a bias, as in Qwen2.
+        unit_offset_norms: Whether norms multiply by ``1 + scale`` instead of ``scale``.
+        post_norms: Whether norms also follow attention and the MLP, before the skip
+            connection.
+        qk_norm: Whether queries and keys are normalized, each head by itself.
+        qkv_bias: Whether the QKV projection has a bias.
+        query_pre_attn_scalar: Attention's scores are divided by its square root; None
+            means ``head_dim``.
+        attn_softcap: Scores become ``cap * tanh(score / cap)``; None leaves them.
+        logit_softcap: The same for the logits.
+        activation: The function that the MLP applies to its gate: ``"silu"`` or
+            ``"gelu_tanh"``, the tanh approximation of GELU.
+        embed_scale: Multiplies the embeddings that enter the first layer.
         tie_embeddings: Whether the head shares the embedding table.
         dtype: The dtype of the computation, ``jnp.bfloat16`` or ``jnp.float32``.
             Parameters are float32 in either case.
@@ -106,8 +105,20 @@ class LlamaConfig:
     max_seq_len: int = 8192
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    nope_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
     norm_eps: float = 1e-5
+    unit_offset_norms: bool = False
+    post_norms: bool = False
+    qk_norm: bool = False
     qkv_bias: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    activation: str = "silu"
+    embed_scale: float = 1.0
     tie_embeddings: bool = False
     dtype: Any = jnp.bfloat16
     remat: str = "none"
@@ -116,11 +127,38 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         field_types.check(self)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers")
-        _check_sizes(self, *sizes, "num_heads", "num_kv_heads", "max_seq_len")
-        _check_at_least(self, 1, "rope_theta")
-        _check_at_least(self, _SMALLEST, "norm_eps")
+        check_sizes(self, *sizes, "num_heads", "num_kv_heads", "max_seq_len")
+        check_at_least(self, 1, "rope_theta")
+        check_at_least(self, SMALLEST, "norm_eps", "embed_scale")
         self._check_heads()
+        self._check_attention()
         self._check_choices()
+
+    def score_scale(self) -> float:
+        """Returns what attention multiplies its scores by."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Returns the kind of each layer in turn."""
+        rope = Rope(self.rope_theta, self.rope_scaling)
+        local = rope
+        if self.local_rope_theta is not None:
+            local = Rope(self.local_rope_theta, None)
+        kinds = []
+        for layer in range(self.num_layers):
+            slides = self._slides(layer)
+            rotation = None if layer in self.nope_layers else local if slides else rope
+            kinds.append(LayerKind(self.sliding_window if slides else None, rotation))
+        return tuple(kinds)
+
+    def distinct_kinds(self) -> tuple[LayerKind, ...]:
+        """Returns the kinds that some layer has, in the order of the first layers."""
+        return tuple(dict.fromkeys(self.layer_kinds()))
+
+    def _slides(self, layer: int) -> bool:
+        if self.sliding_window is None:
+            return False
+        return self.sliding_layers is None or layer in self.sliding_layers
 
     def _check_heads(self) -> None:
         """Checks the sizes of the heads and fills in ``head_dim``."""
@@ -136,14 +174,44 @@ class LlamaConfig:
                     f"when head_dim is None, got {self.hidden_size}"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        _check_sizes(self, "head_dim")
+        check_sizes(self, "head_dim")
         if self.head_dim % 2:
             raise ValueError(
                 "head_dim takes an even number (RoPE rotates pairs), "
                 f"got {self.head_dim}"
             )
 
+    def _check_attention(self) -> None:
+        """Checks what attention does with positions and scores."""
+        for name in ("nope_layers", "sliding_layers"):
+            layers = getattr(self, name) or ()
+            if any(not 0 <= layer < self.num_layers for layer in layers):
+                raise ValueError(
+                    f"{name} takes indices of the {self.num_layers} layers, "
+                    f"got {reprlib.repr(layers)}"
+                )
+        if self.sliding_window is not None:
+            check_sizes(self, "sliding_window")
+        elif self.sliding_layers:
+            raise ValueError("sliding_window takes an integer with sliding_layers")
+        if self.local_rope_theta is not None:
+            check_at_least(self, 1, "local_rope_theta")
+        for name in ("query_pre_attn_scalar", "attn_softcap", "logit_softcap"):
+            if getattr(self, name) is not None:
+                check_at_least(self, SMALLEST, name)
+        yarn = isinstance(self.rope_scaling, YarnScaling)
+        if yarn and (self.rope_theta == 1 or self.head_dim == 2):
+            raise ValueError(
+                "YaRN takes a rope_theta above 1 and a head_dim above 2, got "
+                f"{self.rope_theta:g} and {self.head_dim}"
+            )
+
     def _check_choices(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation takes one of {', '.join(ACTIVATIONS)}, "
+                f"got {self.activation!r}"
+            )
         if self.remat not in REMAT:
             raise ValueError(
                 f"remat takes one of {', '.join(REMAT)}, got {self.remat!r}"
@@ -157,19 +225,4 @@ class LlamaConfig:
         if self.dtype not in (jnp.bfloat16, jnp.float32):
             raise ValueError(
                 f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
-            )
-
-
-def _check_sizes(config: object, *names: str) -> None:
-    for name in names:
-        if not 0 < (value := getattr(config, name)) < 2**31:
-            raise ValueError(f"{name} takes a positive integer of 31 bits, got {value}")
-
-
-def _check_at_least(config: object, lowest: float, *names: str) -> None:
-    for name in names:
-        if not lowest <= (value := getattr(config, name)) <= _LARGEST:
-            raise ValueError(
-                f"{name} takes a number of at least {lowest:g} and at most "
-                f"{_LARGEST:g}, got {value:g}"
             )

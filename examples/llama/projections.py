@@ -1,9 +1,9 @@
 """The projections of a layer, and the norms whose outputs they read.
 
-Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it and
-the backward pass reads packed codes: the fused layer quantizes values where it computes
-them. Otherwise norm and projection are separate Flax modules. Both variants use the
-same names for parameters and state.
+Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it, the
+backward pass reads packed codes, and the model has the gate and the norms of Llama: the
+fused layer quantizes values where it computes them. Otherwise norm and projection are
+separate Flax modules. Both variants use the same names for parameters and state.
 """
 
 import functools
@@ -44,7 +44,7 @@ def norm_dense(
 def gated_mlp(
     config: LlamaConfig, dot_general: DotGeneral | None, *, name: str
 ) -> nn.Module:
-    """Returns a norm and SwiGLU as one module: ``"norm"``, ``"gate_up"``, ``"down"``.
+    """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
 
     The module maps [..., hidden_size] to the same shape.
     """
@@ -57,11 +57,39 @@ def gated_mlp(
 
 def fuses(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     """Whether norms and projections run as fused layers of ``fbq_jax``."""
+    return _could_fuse(config, dot_general) and not _not_fused(config)
+
+
+def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | None:
+    """Says what in the model keeps its norms and projections from running fused.
+
+    None if they run fused, or would not in any model: for the recipe or ``saved_bits``.
+    """
+    if not _could_fuse(config, dot_general) or not _not_fused(config):
+        return None
+    return (
+        "norms, gates and projections run as separate layers: fbq_jax fuses SwiGLU and "
+        "norms that multiply by their scale, this model has "
+        + " and ".join(_not_fused(config))
+    )
+
+
+def _could_fuse(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     return (
         config.saved_bits is not None
         and isinstance(dot_general, fbq_jax.FallbackDot)
         and fbq_jax.fuses(dot_general.recipe)
     )
+
+
+def _not_fused(config: LlamaConfig) -> list[str]:
+    """The parts of the model that the fused layers do not have."""
+    parts = []
+    if config.activation != "silu":
+        parts.append(f"the gate {config.activation}")
+    if config.unit_offset_norms:
+        parts.append("norms that multiply by 1 + scale")
+    return parts
 
 
 def dense(
@@ -80,7 +108,9 @@ def dense(
 def norm(config: LlamaConfig, name: str) -> Callable[[jax.Array], jax.Array]:
     """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
     module: nn.Module
-    if config.saved_bits is None:
+    if config.unit_offset_norms:
+        module = _UnitOffsetNorm(config, name=name)
+    elif config.saved_bits is None:
         module = nn.RMSNorm(epsilon=config.norm_eps, name=name)
     else:
         module = fbq_jax.RMSNorm(
@@ -99,6 +129,21 @@ def _fused_options(
         "kernel_init": INITIALIZER,
         "dot_general": dot_general,
     }
+
+
+class _UnitOffsetNorm(nn.Module):
+    """An RMSNorm that multiplies by ``1 + scale``."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        epsilon, bits = self.config.norm_eps, self.config.saved_bits
+        scale = 1 + self.param("scale", nn.initializers.zeros, x.shape[-1:])
+        if bits is not None:
+            return nonlinear.rms_norm(x, scale, epsilon=epsilon, bits=bits)
+        normalized = nn.RMSNorm(epsilon=epsilon, use_scale=False)(x)
+        return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
 class _NormDense(nn.Module):
@@ -126,7 +171,7 @@ class _GateUp(nn.Module):
         shape = size, 2, config.intermediate_size
         kernel = self.param("kernel", INITIALIZER, shape, jnp.float32)
         # XLA would transpose the product of a kernel with three axes.
-        kernel = kernel.astype(config.dtype).reshape(size, -1)
+        kernel = jnp.asarray(kernel, config.dtype).reshape(size, -1)
         multiply = self.dot_general or jax.lax.dot_general
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
@@ -142,8 +187,13 @@ class _GatedMLP(nn.Module):
         x = norm(config, "norm")(x)
         gate_up = _GateUp(config, self.dot_general, name="gate_up")(x)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        if config.saved_bits is None:
-            x = nn.silu(gate) * up
-        else:
-            x = nonlinear.silu_gate(gate, up, bits=config.saved_bits)
+        x = _gate(config, gate, up)
         return project(config.hidden_size, name="down")(x)
+
+
+def _gate(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    silu = config.activation == "silu"
+    if config.saved_bits is None:
+        return (nn.silu if silu else nn.gelu)(gate) * up
+    gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
+    return gate_of(gate, up, bits=config.saved_bits)

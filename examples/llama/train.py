@@ -25,6 +25,7 @@ from examples.llama.run_folder import (
     read_options,
 )
 from examples.llama.training import train
+from fbq_jax.export import ExportError
 
 ERRORS = (
     ConfigError,
@@ -35,6 +36,7 @@ ERRORS = (
     checkpoint.SaveError,
     metrics.MetricsError,
     hf.CheckpointError,
+    ExportError,
 )
 
 
@@ -98,7 +100,7 @@ def run(command: Command) -> None:
     runs = plan(command)
     with mesh.use(devices):
         for out, (config, resume) in runs.items():
-            train(config, out, resume=resume)
+            train(config, out, resume=resume, export=command.export)
             if mesh.is_first():
                 print(metrics.report(out))
     if command.compare and mesh.is_first():

@@ -4,13 +4,14 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from tqdm import tqdm
 
@@ -21,6 +22,7 @@ from examples.llama.data import Corpus, batches
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.progress import show, stop_requests
+from examples.llama.projections import why_not_fused
 from examples.llama.run_folder import (
     RunError,
     check_folder,
@@ -34,14 +36,16 @@ from examples.llama.step import (
     make_optimizer,
     make_train_step,
 )
-from fbq_jax import FallbackDot, Recipe, assert_live
+from fbq_jax import FallbackDot, Recipe, assert_live, freeze
 
 
 class DivergedError(RunError):
     """A loss or a gradient is no longer finite."""
 
 
-def train(config: Config, out: Path, *, resume: bool = False) -> None:
+def train(
+    config: Config, out: Path, *, resume: bool = False, export: str | None = None
+) -> None:
     """Trains one model.
 
     Args:
@@ -49,8 +53,11 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
         out: The folder of the run: a new one, or the one to resume.
         resume: Whether to continue the run in `out`. Its steps then equal the steps of
             an uninterrupted run bit for bit.
+        export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
+            also written to the folder of this name in `out`. None writes none.
 
     Raises:
+        ExportError: The model cannot be exported; nothing has been written.
         ConfigError: The model cannot be built, or a resumed run has other options.
         DataError: The data cannot be read or does not fit.
         RestoreError: Checkpoints that were written are missing, or all are damaged.
@@ -63,6 +70,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
     mesh.wait("checked")
     mesh.check_batch(config.batch // config.accumulate)
     model, weights, corpus = build(config)
+    if export is not None:
+        hf.check_exportable(export, model, like=config.from_hf)
     sizes = {"seq": config.seq, "batch": config.batch}
     optimizer, schedule = make_optimizer(config)
     loop = _Loop(
@@ -85,9 +94,13 @@ def train(config: Config, out: Path, *, resume: bool = False) -> None:
                 f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
                 f"{len(corpus.train):,} training tokens"
             )
+            if reason := why_not_fused(model.config, model.dot_general):
+                print(f"note: {reason}")
         state, stopped = loop.run(state)
         if config.from_hf is not None and config.save_every:
-            _export(config.from_hf, model.config, state, out / "hf")
+            _save_tuned(config.from_hf, model.config, state, out / "hf")
+        if export is not None and not stopped:
+            _export(export, config, model, state, out / export)
     if stopped:  # during the last step: the caller must not start another run
         raise KeyboardInterrupt
 
@@ -281,15 +294,42 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
             )
 
 
-def _export(source: str, config: LlamaConfig, state: TrainState, folder: Path) -> None:
+def _save_tuned(
+    source: str, config: LlamaConfig, state: TrainState, folder: Path
+) -> None:
     """Writes a tuned model in Hugging Face's format, with its tokenizer."""
     params = mesh.collect(state.params)
     if mesh.is_first() and not folder.exists():
-        part = folder.with_suffix(".part")  # the model appears when it is complete
-        if part.exists():
-            shutil.rmtree(part)
-        hf.save(part / "model", config, params)
-        if (tokenizer := Path(source) / "tokenizer.json").exists():
-            shutil.copy(tokenizer, part / "model")
-        (part / "model").rename(folder)
-        part.rmdir()
+        with _part_of(folder) as part:
+            hf.save(part, config, params, like=source)
+
+
+def _export(
+    name: str, config: Config, model: Llama, state: TrainState, folder: Path
+) -> None:
+    """Writes the codes of a model for serving engines; an export is not repeated."""
+    variables = {"params": state.params, "fallback": state.fallback}
+    tokens = jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
+    frozen = mesh.collect(freeze(model, variables, tokens))
+    if not mesh.is_first():
+        return
+    if folder.exists():
+        print(f"{folder} exists and stays as it is")
+        return
+    with _part_of(folder) as part:
+        hf.export(part, name, model, frozen, like=config.from_hf)
+    print(f"exported: {folder}")
+
+
+@contextmanager
+def _part_of(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write, which becomes ``folder`` when it is complete.
+
+    What an earlier run left of it when it was killed is removed.
+    """
+    part = folder.with_suffix(".part")
+    if part.exists():
+        shutil.rmtree(part)
+    yield part / "model"
+    (part / "model").rename(folder)
+    part.rmdir()

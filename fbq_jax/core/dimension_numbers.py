@@ -46,13 +46,19 @@ def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> 
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
             raise TypeError(f"{name} is {dtype}; a quantized dot takes {DTYPE_NAMES}")
-    pair = precision if isinstance(precision, tuple) else (precision, precision)
-    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair):
+    if is_requested(precision):
         raise ValueError(
             f"precision={precision} cannot be met: the recipe sets the precision of a "
-            "quantized dot; pass None or DEFAULT"
+            "quantized dot; pass None or DEFAULT, or quantize with "
+            "ignore_precision=True"
         )
     return jnp.dtype(preferred or jnp.promote_types(lhs.dtype, rhs.dtype))
+
+
+def is_requested(precision: Any) -> bool:
+    """Whether a product asks for another precision than DEFAULT."""
+    pair = precision if isinstance(precision, tuple) else (precision, precision)
+    return any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair)
 
 
 def as_matrices(

@@ -7,7 +7,7 @@ out.  Callers that keep state update it outside.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from fbq_jax.core import matmul_vjp, threshold
-from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices
-from fbq_jax.core.dot_call import DotCall
+from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices, is_requested
+from fbq_jax.core.dot_call import DotCall, RaggedCall
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.core.threshold import Scalars
@@ -29,6 +29,8 @@ from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying
 
+Call = TypeVar("Call", DotCall, RaggedCall)
+
 
 @dataclasses.dataclass(frozen=True)
 class DotConfig:
@@ -38,6 +40,7 @@ class DotConfig:
       recipe: how the three GEMMs are quantized.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
+      ignore_precision: whether a product that asks for a precision is quantized.
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
@@ -46,6 +49,7 @@ class DotConfig:
 
     recipe: Recipe
     implementation: str | None = None
+    ignore_precision: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
@@ -54,6 +58,12 @@ class DotConfig:
                 f"{self.recipe!r}"
             )
         dispatch.check_name(self.implementation)
+
+    def marked(self, rhs: jax.Array, call: Call) -> tuple[jax.Array, Call]:
+        """The weight, marked for reports, and the call that the recipe computes."""
+        ignores = self.ignore_precision and is_requested(call.precision)
+        rhs = mark_weight(rhs, self.recipe, ignores_precision=ignores)
+        return rhs, call._replace(precision=None) if ignores else call
 
 
 def dot_general(
@@ -166,7 +176,7 @@ def stateful_dot_general(
     """
     old = threshold.canonicalize_state(state)
     scalars = threshold.scalars_of(old)
-    rhs = mark_weight(rhs, config.recipe)
+    rhs, call = config.marked(rhs, call)
     out, stats = _seeded_dot_general(config, scalars, lhs, rhs, call, codes)
     return out, threshold.next_state(old, stats)
 

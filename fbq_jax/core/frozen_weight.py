@@ -22,15 +22,16 @@ import jax.numpy as jnp
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.core.matmul_vjp import forward_qtensor
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.quantize_operands import Spec, quantize_rhs
+from fbq_jax.core.quantize_operands import Spec, forward_qtensor, quantize_rhs
+from fbq_jax.core.serialization import serializable_dataclass, serializable_static
 from fbq_jax.recipes.schema import Recipe
 
 # The contracting and the batch dimensions of a product's right operand.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+@serializable_static
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class FrozenKernel:
@@ -60,6 +61,7 @@ class FrozenKernel:
         return self
 
 
+@serializable_dataclass
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes"],
@@ -84,6 +86,28 @@ class FrozenWeight:
 
 
 @dataclass(frozen=True)
+class ViewStep:
+    """A primitive of JAX between a parameter and the operand of a product.
+
+    Attributes:
+      primitive: takes the array and the other operands.
+      operands: the other operands.
+      params: the parameters of the primitive, sorted.
+    """
+
+    primitive: Any
+    operands: tuple[Any, ...]
+    params: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Takes the step."""
+        return self.primitive.bind(x, *self.operands, **dict(self.params))
+
+
+View = tuple[ViewStep, ...]
+
+
+@dataclass(frozen=True)
 class WeightUse:
     """How a layer multiplies by its weight.
 
@@ -91,11 +115,14 @@ class WeightUse:
       shape: the shape of the right operand, without the axes of stacked layers.
       dtype: the dtype of the right operand.
       dimension_numbers: the product's, as in ``lax.dot_general``.
+      view: the steps from the parameter to the right operand, if the model's own code
+        takes them; casts and reshapes of layers are none.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     dimension_numbers: DimensionNumbers
+    view: View = ()
 
 
 class WeightRecorder:
@@ -103,10 +130,12 @@ class WeightRecorder:
 
     Attributes:
       uses: maps the path of each layer to freeze to its use; None until the layer ran.
+      view: the view of the product that is being traced.
     """
 
     def __init__(self, layers: Iterable[str]):
         self.uses: dict[str, WeightUse | None] = dict.fromkeys(layers)
+        self.view: View = ()
 
     def report(
         self, layer: str, weight: jax.Array, dimension_numbers: DimensionNumbers
@@ -116,11 +145,24 @@ class WeightRecorder:
         Raises:
           ValueError: the layer multiplies by its weight in two ways.
         """
+        view, self.view = self.view, ()
         if layer not in self.uses:
             return False
         if (earlier := self.uses[layer]) is not None:
             check_axes(rhs_axes(earlier.dimension_numbers), dimension_numbers, layer)
-        self.uses[layer] = WeightUse(weight.shape, weight.dtype, dimension_numbers)
+        chosen = any(
+            isinstance(operand, jax.core.Tracer)
+            for step in view
+            for operand in step.operands
+        )
+        if chosen or (earlier is not None and earlier.view != view):
+            raise ValueError(
+                f"layer {layer!r} multiplies by several parts of its parameter: freeze "
+                "takes layers that multiply by it in one way"
+            )
+        self.uses[layer] = WeightUse(
+            weight.shape, weight.dtype, dimension_numbers, view
+        )
         return True
 
     def check_all_ran(self) -> None:

@@ -160,7 +160,7 @@ def _quantize_and_multiply(
         bits=spec.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
-        colwise=recipe.drhs.lhs if save else None,
+        colwise=recipe.drhs.lhs if save and not isinstance(w, Quantized) else None,
         implementation=gemm.implementation,
     )
     residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
@@ -181,15 +181,16 @@ def _norm_mlp_bwd(
     spec: FusedSpec,
     saved: _SavedMLP,
     cotangents: tuple[jax.Array, tuple[Stats, ...]],
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], None]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...], None]:
     dy, _ = cotangents
     gemm, recipe = spec.gemm, spec.gemm.recipe
     assert saved.up is not None
-    dw_down: list[jax.Array] = []
+    frozen = saved.up.lhs is None
+    dw_down: list[jax.Array | None] = []
     if saved.down is None or saved.gate is None:
-        grad = quantize_grad(gemm, dy, saved.up.seed)
+        grad = quantize_grad(gemm, dy, saved.up.seed, frozen=frozen)
     else:
-        grad = quantize_grad(gemm, dy, saved.down.seed)
+        grad = quantize_grad(gemm, dy, saved.down.seed, frozen=frozen)
         dhidden, *dw_down = matmul_vjp.backward(gemm, saved.down, grad)
         grad = ops.silu_gate_grad_quantize(
             dhidden,

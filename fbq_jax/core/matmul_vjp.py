@@ -18,20 +18,20 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
-from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import (
     SUM_STREAM,
     GemmSpec,
     Spec,
+    forward_qtensor,
     quantize_grad,
     quantize_lhs,
     quantize_rhs,
     seeds_of,
 )
 from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.kernels.reference import Block, Layouts, Quantized
+from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
-from fbq_jax.recipes.schema import Gemm, Recipe
+from fbq_jax.recipes.schema import Gemm
 from fbq_jax.sharding.manual_axes import warn_of_copies
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass.
@@ -145,14 +145,14 @@ class SavedMatmul(NamedTuple):
 
     Attributes:
       lhs: the colwise codes of X for a dW in INT8; otherwise X itself or its rowwise
-        forward codes.
+        forward codes.  None in a frozen layer, which has no dW.
       rhs: the rowwise codes of W for a dX in INT8; otherwise W itself or its colwise
         forward codes.
       seed: seeds the noise of dY.
       gemms: runs the INT8 GEMMs.
     """
 
-    lhs: Quantized | jax.Array
+    lhs: Quantized | jax.Array | None
     rhs: Quantized | jax.Array
     seed: CallSeed
     gemms: DenseGemms = DENSE
@@ -168,7 +168,8 @@ def _matmul(
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
     rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
-    lhs, residual, stats = quantize_lhs(spec, rows, scalars, blocks, save=save)
+    saves_lhs = save and not isinstance(w, Quantized)
+    lhs, residual, stats = quantize_lhs(spec, rows, scalars, blocks, save=saves_lhs)
     seed = scalars.later_seed(stats)
     y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
     return (y, stats), saved
@@ -209,7 +210,9 @@ def forward(
     if not save:
         return y, None
     warn_of_copies()
-    saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
+    saved_lhs = None
+    if not isinstance(w, Quantized):
+        saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
     saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
     return y, SavedMatmul(saved_lhs, saved_rhs, seed, gemms)
 
@@ -236,9 +239,10 @@ def _to_save(
 
 def _matmul_bwd(
     spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, Stats]
-) -> tuple[jax.Array, jax.Array, None, None]:
+) -> tuple[jax.Array, jax.Array | None, None, None]:
     dy, _ = cotangents
-    grad = quantize_grad(spec, saved.gemms.tile_rows(dy), saved.seed)
+    rows, frozen = saved.gemms.tile_rows(dy), saved.lhs is None
+    grad = quantize_grad(spec, rows, saved.seed, frozen=frozen)
     return (*backward(spec, saved, grad, dy), None, None)
 
 
@@ -247,8 +251,8 @@ matmul.defvjp(_matmul, _matmul_bwd)
 
 def backward(
     spec: Spec, saved: SavedMatmul, grad: Layouts, dy: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients dX and dW.
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients dX and dW; a frozen layer has no dW.
 
     Args:
       spec: the static settings.
@@ -264,7 +268,9 @@ def backward(
         assert isinstance(rhs, Quantized)
         assert grad.rowwise is not None
         dx = gemms.multiply(spec.dlhs, grad.rowwise, None, rhs, seed)
-    if spec.recipe.drhs.in_floats:
+    if lhs is None:
+        dw = None
+    elif spec.recipe.drhs.in_floats:
         assert dy is not None
         dw = float_matmul(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
     else:
@@ -305,9 +311,3 @@ def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
         codes = forward_qtensor(spec.recipe, rhs, spec.recipe.rhs_block[::-1])
         return codes.dequantize(spec.rhs_dtype)
     return rhs.mT
-
-
-def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
-    """Codes of the forward GEMM; ``block`` is theirs if scales are per block."""
-    row = 1, max(1, codes.codes.shape[2])
-    return QTensor(codes, None, block if recipe.fwd.in_blocks else row)

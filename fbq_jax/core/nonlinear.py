@@ -12,6 +12,7 @@ rms_norm,   normalized = (x - mean) * rstd     dx = rstd * (g - mean(g) - normal
 layer_norm                                     mean(g * normalized)), g = dy * scale
 gelu        slope = gelu'(x)                   dx = dy * slope
 silu_gate   silu(gate), up * silu'(gate)       dup, dgate = dy * each
+gelu_gate   gelu(gate), up * gelu'(gate)       dup, dgate = dy * each
 =========== ================================== =========================================
 
 (``rms_norm`` has no means.)  A rounding error of half a step in a factor stays half a
@@ -143,17 +144,50 @@ def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:
       ValueError: the operands differ in shape or dtype or have no axis, or ``bits`` is
         out of range.
     """
+    _check_gate(bits, gate, up)
+    return _pointwise(_silu_times, fused_reference.silu_factors, bits, gate, up)
+
+
+def gelu_gate(
+    gate: jax.Array, up: jax.Array, approximate: bool = True, *, bits: int = 10
+) -> jax.Array:
+    """``jax.nn.gelu(gate, approximate) * up``, the gate of GEGLU (arXiv 2002.05202).
+
+    Args:
+      gate: bfloat16, float16 or float32 ``[..., C]``.
+      up: an array of gate's shape and dtype.
+      approximate: True for the tanh approximation, False for the error function.
+      bits: bits per value saved for the backward pass, 4 to 12.
+
+    Returns:
+      An array of gate's shape and dtype.
+
+    Raises:
+      TypeError: an operand has another dtype.
+      ValueError: the operands differ in shape or dtype or have no axis, or ``bits`` is
+        out of range.
+    """
+    _check_gate(bits, gate, up)
+    function = functools.partial(jax.nn.gelu, approximate=approximate)
+
+    def factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, slope = fused_reference.with_slope(function, gate)
+        return up.astype(jnp.float32) * slope, value
+
+    return _pointwise(lambda gate, up: function(gate) * up, factors, bits, gate, up)
+
+
+def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _check_gate(bits: int, gate: jax.Array, up: jax.Array) -> None:
     _check(bits, gate=gate, up=up)
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(
             "gate and up must have the same shape and dtype; got "
             f"{gate.dtype} {gate.shape} and {up.dtype} {up.shape}"
         )
-    return _pointwise(_silu_times, fused_reference.silu_factors, bits, gate, up)
-
-
-def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
 
 
 def _check(bits: int, **operands: jax.Array) -> None:

@@ -10,11 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
+from fbq_jax.core.serialization import (
+    serializable_dataclass,
+    serializable_namedtuple,
+)
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Block, Quantized
 from fbq_jax.kernels.rounding import Rounding
 
+serializable_namedtuple(Quantized)
 
+
+@serializable_dataclass
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["main", "residual"],

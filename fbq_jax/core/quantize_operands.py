@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fbq_jax import ops
 from fbq_jax.core import threshold
+from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
@@ -154,28 +156,52 @@ def quantize_rhs(
     """Quantizes W, ``[B, K, N]``, in the layouts that INT8 GEMMs read.
 
     The weight of a frozen layer (``fbq_jax.core.frozen_weight``) is already stored as
-    colwise codes.  ``save`` says whether the backward pass needs the rowwise codes.
+    colwise codes.  Its rowwise codes are the same ones where both layouts of a weight
+    share codes and scales, and otherwise those of the dequantized weight.  ``save``
+    says whether the backward pass needs the rowwise codes.
     """
-    if isinstance(w, Quantized):
-        if save:
-            raise ValueError(
-                "a frozen model does not train: it has no gradients; differentiate the "
-                "model and variables from before freeze"
-            )
-        return Layouts(None, w)
-    recipe, seeds = spec.recipe, seeds_of(seed, RHS_STREAM, w)
+    recipe = spec.recipe
     rows = recipe.dlhs.quantizers[1] if save else None
     columns = recipe.fwd.quantizers[1]
-    both = "rowwise", "colwise"
-    return _quantize(
-        spec, w, seeds, recipe.rhs_block, both, rowwise=rows, colwise=columns
+    if not isinstance(w, Quantized):
+        seeds = seeds_of(seed, RHS_STREAM, w)
+        both = "rowwise", "colwise"
+        return _quantize(
+            spec, w, seeds, recipe.rhs_block, both, rowwise=rows, colwise=columns
+        )
+    if rows is None:
+        return Layouts(None, w)
+    if rows == columns and rows.scales == "block":
+        return Layouts(Quantized(w.codes.mT, w.scales.mT), w)
+    codes = forward_qtensor(recipe, w, recipe.rhs_block[::-1])
+    floats = codes.dequantize(spec.rhs_dtype).mT
+    seeds = seeds_of(seed, RHS_STREAM, floats)
+    requantized = _quantize(
+        spec, floats, seeds, recipe.rhs_block, ("rowwise",), rowwise=rows, colwise=None
     )
+    return Layouts(requantized.rowwise, w)
 
 
-def quantize_grad(spec: Spec, dy: jax.Array, seed: CallSeed) -> Layouts:
-    """Quantizes dY, ``[B, M, N]``, in the layouts that INT8 GEMMs read."""
-    recipe, seeds = spec.recipe, seeds_of(seed, GRAD_STREAM, dy)
+def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
+    """Codes of the forward GEMM; ``block`` is theirs if scales are per block."""
+    row = 1, max(1, codes.codes.shape[2])
+    return QTensor(codes, None, block if recipe.fwd.in_blocks else row)
+
+
+def quantize_grad(
+    spec: Spec, dy: jax.Array, seed: CallSeed, *, frozen: bool = False
+) -> Layouts:
+    """Quantizes dY, ``[B, M, N]``, in the layouts that INT8 GEMMs read.
+
+    A frozen layer has no dW to read the colwise codes.  Its state, and so its seed, is
+    the same in every step; the bits of dY seed the noise as well.
+    """
+    recipe = spec.recipe
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
+    if frozen:
+        bits = lax.bitcast_convert_type(dy.astype(jnp.float32), jnp.uint32)
+        seed, columns = fold(fold_seeds(seed), jnp.sum(bits, dtype=jnp.uint32)), None
+    seeds = seeds_of(seed, GRAD_STREAM, dy)
     return _quantize(
         spec, dy, seeds, recipe.grad_block, ("colwise",), rowwise=rows, colwise=columns
     )

@@ -30,7 +30,6 @@ from fbq_jax.core.dot_general import (
 from fbq_jax.core.matmul_vjp import DenseGemms
 from fbq_jax.core.quantize_operands import GemmSpec, Spec
 from fbq_jax.core.threshold import Scalars
-from fbq_jax.core.weight_products import mark_weight
 from fbq_jax.kernels.grouped_reference import Tiles, assign_tiles, from_tiles, to_tiles
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.rounding import CallSeed
@@ -112,7 +111,7 @@ def stateful_ragged_dot(
     """``ragged_dot`` with a layer's state: the output and the state after training."""
     old = threshold.canonicalize_state(state)
     scalars = threshold.scalars_of(old)
-    rhs = mark_weight(rhs, config.recipe)
+    rhs, call = config.marked(rhs, call)
     out, stats = _seeded_ragged_dot(config, scalars, lhs, rhs, call)
     return out, threshold.next_state(old, stats)
 

@@ -37,11 +37,13 @@ class QuantizedProduct:
       layer: the name of the calling layer; None if it has none.
       shape: the shape of the right operand.
       recipe: the recipe of the product.
+      ignores_precision: whether the layer asked for a precision that was ignored.
     """
 
     layer: str | None
     shape: tuple[int, ...]
     recipe: Recipe
+    ignores_precision: bool = False
 
 
 @dataclasses.dataclass
@@ -80,7 +82,9 @@ def record_products() -> Iterator[ProductRecorder]:
         yield recorder
 
 
-def mark_weight(weight: jax.Array, recipe: Recipe) -> jax.Array:
+def mark_weight(
+    weight: jax.Array, recipe: Recipe, *, ignores_precision: bool = False
+) -> jax.Array:
     """The weight of a quantized product, marked if a recorder is active."""
     recorder: ProductRecorder | None = _recorder.value
     if recorder is None:
@@ -90,9 +94,18 @@ def mark_weight(weight: jax.Array, recipe: Recipe) -> jax.Array:
         return lax.optimization_barrier(x)  # JAX would drop an identity
 
     marked.__name__ = f"{_MARK}{len(recorder.products)}"
-    product = QuantizedProduct(current_layer(), weight.shape, recipe)
+    product = QuantizedProduct(current_layer(), weight.shape, recipe, ignores_precision)
     recorder.products.append(product)
     return jax.jit(marked)(weight)
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a name is that of a LoRA parameter, which products in float read.
+
+    ``nnx.LoRA`` calls its parameters ``lora_a`` and ``lora_b``, and Qwix those of a
+    parameter ``kernel`` ``kernel_lora_a`` and ``kernel_lora_b``.
+    """
+    return parameter.endswith(("lora_a", "lora_b"))
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -247,18 +260,25 @@ def report(
         it, or None.
       parameters: the path, the shape and the use of each parameter.
     """
-    products, floats = [], []
+    products: list[QuantizedParameter] = []
+    floats = []
     for path, shape, use in parameters:
         owner = path.rpartition("/")[0]
-        recipes: dict[tuple[str, tuple[int, ...], Recipe], None] = {}
         for product in use.quantized:
             layer = owner if product.layer not in found else str(product.layer)
-            recipes[layer, product.shape, product.recipe] = None
-        products += [
-            QuantizedParameter(path, shape, layer, found.get(layer), recipe)
-            for layer, shape, recipe in recipes
-        ]
-        reason = _float_reason(dict(rules), found, owner, use)
+            row = QuantizedParameter(
+                path,
+                product.shape,
+                layer,
+                found.get(layer),
+                product.recipe,
+                product.ignores_precision,
+            )
+            if row not in products:
+                products.append(row)
+        reason: str | None = "LoRA"
+        if not is_adapter(path):
+            reason = _float_reason(dict(rules), found, owner, use)
         if reason is not None and len(shape) - use.stacked >= 2:
             floats.append(FloatParameter(path, shape, reason))
     return rules_report(rules, found, products, floats)

@@ -15,10 +15,12 @@ reshapes.
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from flax.core import tracers
@@ -28,16 +30,25 @@ from jax.extend.core import (
     Literal,
     unsafe_am_i_under_a_jit_DO_NOT_USE,
 )
-from qwix import QuantizationProvider
+from qwix import LoraProvider, QuantizationProvider
 from qwix._src import interception
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.einsum import before_transposing
+from fbq_jax.core.frozen_weight import (
+    FrozenKernel,
+    View,
+    ViewStep,
+    active_recorder,
+)
+from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.linen.frozen import KERNEL
 from fbq_jax.linen.rules import RulesDot
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
-from fbq_jax.nnx.dot import FallbackDot
+from fbq_jax.nnx.callers import calling_layer, running_modules, seen_by_qwix
+from fbq_jax.nnx.dot import FallbackDot, dot_name
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.nnx.rules import quantize_layers, trace_parameters
 from fbq_jax.recipes import path_rules
@@ -81,7 +92,8 @@ def quantize(
     Every product of an activation and a parameter is quantized by the rule for the
     module whose method computes it, whether by ``jnp.einsum``, ``jnp.dot``, ``@``,
     ``lax.dot_general`` or a convolution.  A product of two activations, as in
-    attention, and one of two parameters stay in float.  So do products inside a
+    attention, and one of two parameters stay in float.  So do
+    the parameters of LoRA, which Qwix may add before or after, and products inside a
     ``jax.checkpoint`` or ``lax.scan`` that the model uses in place of Flax's: no state
     may leave those.  ``fbq_jax.quantize`` documents the arguments.
 
@@ -109,6 +121,7 @@ def quantize_nnx(
     *args: Any,
     rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
+    ignore_precision: bool = False,
     **kwargs: Any,
 ) -> RulesReport:
     """``fbq_jax.nnx.quantize``, which also reaches products in the model's own code.
@@ -126,6 +139,7 @@ def quantize_nnx(
         ``jax.ShapeDtypeStruct``.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
+      ignore_precision: whether to quantize products that ask for a precision.
       **kwargs: keyword arguments of the same call.
 
     Raises:
@@ -133,7 +147,11 @@ def quantize_nnx(
       ValueError: as in ``fbq_jax.nnx.quantize``.
     """
     pairs = path_rules.as_pairs(rules)
-    options: dict[str, Any] = {"rngs": rngs, "implementation": implementation}
+    options: dict[str, Any] = {
+        "rngs": rngs,
+        "implementation": implementation,
+        "ignore_precision": ignore_precision,
+    }
     found = quantize_layers(model, pairs, **options)
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
     others = {
@@ -145,28 +163,25 @@ def quantize_nnx(
         for name, _ in list(_matrices(modules[path])):
             if recipe is not None:
                 dot = nnx.data(FallbackDot(recipe, **options))
-                setattr(modules[path], _dot_name(name), dot)
-    model.__class__ = _nnx_class(getattr(type(model), "unquantized", type(model)))
+                setattr(modules[path], dot_name(name), dot)
+    model.__class__ = _nnx_class(vars(type(model)).get("unquantized", type(model)))
     parameters = trace_parameters(model, args, kwargs)
     for path, _, use in parameters:
         layer, _, name = path.rpartition("/")
         if layer in others and not use.quantized:
-            vars(modules[layer]).pop(_dot_name(name), None)
+            vars(modules[layer]).pop(dot_name(name), None)
         if layer in others and (use.quantized or use.in_float):
             found[layer] = others[layer].pattern
     name_layers(model)
     return weight_products.report(pairs, found, parameters)
 
 
-def _dot_name(parameter: str) -> str:
-    """The attribute with the op of a parameter."""
-    return f"{parameter}_dot_general"
-
-
 def _matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
-    """The parameters of two or more dimensions that a module holds itself."""
+    """The parameters of two or more dimensions that a module multiplies by itself."""
     for name, value in vars(module).items():
-        if isinstance(value, nnx.Param) and getattr(value, "ndim", 0) >= 2:
+        if not isinstance(value, nnx.Param) or weight_products.is_adapter(name):
+            continue
+        if getattr(value, "ndim", 0) >= 2:
             yield name, value
 
 
@@ -191,17 +206,38 @@ def _nnx_class(cls: Any) -> Any:
 def _reaching_products(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _in_nnx_model.value:
+        if seen_by_qwix.value:
             return method(*args, **kwargs)
-        with _in_nnx_model(True), _intercept(_NnxModules()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(seen_by_qwix(True))
+            if isinstance(args[0], nnx.Module):
+                stack.enter_context(_shown_parameters(args[0]))
+            stack.enter_context(_intercept(_NnxModules()))
             return method(*args, **kwargs)
 
     return wrapper
 
 
-# Part of the key of JAX's trace caches: a function that was traced outside is traced
-# again inside.
-_in_nnx_model = jax.make_user_context(False)
+@contextlib.contextmanager
+def _shown_parameters(model: nnx.Module) -> Iterator[None]:
+    """Gives frozen parameters arrays of NaNs, which code other than layers' can read.
+
+    The product that reads one is the op's, which reads its codes.
+    """
+    frozen = [
+        (variable, kernel)
+        for _, module in nnx.iter_modules(model)
+        for variable in vars(module).values()
+        if isinstance(variable, nnx.Param)
+        and isinstance(kernel := variable.get_raw_value(), FrozenKernel)
+    ]
+    try:
+        for variable, kernel in frozen:
+            object.__setattr__(variable, "_raw_value", jnp.asarray(kernel))
+        yield
+    finally:
+        for variable, kernel in frozen:
+            object.__setattr__(variable, "_raw_value", kernel)
 
 
 @contextlib.contextmanager
@@ -222,9 +258,11 @@ class _LinenModules:
         stack = flax_module._context.module_stack
         roots = {m.scope.root for m in stack if m is not None and m.scope is not None}
         return any(
-            x is leaf
+            x is leaf and not weight_products.is_adapter(_name(path))
             for root in roots
-            for leaf in jax.tree.leaves(root._variables.get("params", {}))
+            for path, leaf in jax.tree.leaves_with_path(
+                root._variables.get("params", {})
+            )
         )
 
     def op(self, x: Any) -> Op | None:
@@ -236,6 +274,12 @@ class _LinenModules:
         if module.scope.trace_level != tracers.current_trace():
             return None  # inside a jax.checkpoint or lax.scan
         return self.dot.of_layer()
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The name of a Linen parameter, which may be boxed."""
+    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return str(keys[-1])
 
 
 class _Owner(NamedTuple):
@@ -256,8 +300,8 @@ class _NnxModules:
         """The op for a product with a parameter; None leaves it in float."""
         owner = self._owner(x)
         assert owner is not None
-        dot = getattr(owner.module, _dot_name(owner.name), None)
-        if dot is None or not (dot.theta._can_update or dot.use_running_average):
+        dot = getattr(owner.module, dot_name(owner.name), None)
+        if dot is None or not (dot.theta._can_update or dot.evaluates):
             return None
         return dot
 
@@ -265,7 +309,7 @@ class _NnxModules:
         """Finds the module that holds a parameter."""
         # A transformation such as nnx.remat makes new modules for what runs inside.
         # They know nothing of the model, but a method of theirs is running.
-        running = list(_running_modules())
+        running = list(dict.fromkeys(running_modules()))
         inside = (m for module in running for _, m in nnx.iter_modules(module))
         for module in (*running, *inside):
             for name, parameter in _matrices(module):
@@ -274,35 +318,43 @@ class _NnxModules:
         return None
 
 
-def _running_modules() -> Iterator[nnx.Module]:
-    """The NNX modules whose methods are running, innermost first."""
-    frame, seen = inspect.currentframe(), set()
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nnx.Module) and id(module) not in seen:
-            seen.add(id(module))
-            yield module
-        frame = frame.f_back
-
-
 @contextlib.contextmanager
 def _intercept(modules: _LinenModules | _NnxModules) -> Iterator[None]:
     """Computes products with parameters by their ops, in this thread."""
     # Outside jit, JAX runs functions that it has compiled without a call in Python.
     eager = not unsafe_am_i_under_a_jit_DO_NOT_USE()
-    provider = _Provider(modules)
+    products = _Products(modules)
+    with contextlib.ExitStack() as stack:
+        if eager:
+            stack.enter_context(jax.disable_jit())
+        for provider in (products, _OpCalls(products)):
+            stack.enter_context(_activate(provider, eager))
+        yield
+
+
+@contextlib.contextmanager
+def _activate(provider: QuantizationProvider, eager: bool) -> Iterator[None]:
+    """Replaces the functions of a provider, in this thread."""
     (interceptor,) = (make() for make in provider.get_interceptors())
     interceptor = interception._preprocess_interceptor(interceptor, eager)
-    manager = interception.interception_manager
-    with jax.disable_jit() if eager else contextlib.nullcontext():
-        manager.activate_interceptor(interceptor)
-        try:
-            yield
-        finally:
-            manager.deactivate_interceptor(interceptor)
+    _manager.activate_interceptor(interceptor)
+    try:
+        yield
+    finally:
+        _manager.deactivate_interceptor(interceptor)
 
 
-class _Provider(QuantizationProvider):
+_manager = interception.interception_manager
+
+
+class _Weight(NamedTuple):
+    """The right operand of an op that LoRA is to see, and the op."""
+
+    array: Any
+    op: Op
+
+
+class _Products(QuantizationProvider):
     """Replaces ``Primitive.bind``, by which JAX calls a primitive.
 
     Qwix does not replace it while it runs the replacement.
@@ -311,9 +363,11 @@ class _Provider(QuantizationProvider):
     def __init__(self, modules: _LinenModules | _NnxModules):
         super().__init__([])
         self.modules = modules
-        # The parameter, or another source, of each view; and the view, which keeps its
-        # id from being used again.
-        self.views: dict[int, tuple[Any, Any]] = {}
+        # Of the op that is being called, until its product is found.
+        self.called: _Weight | None = None
+        # Each view, which keeps its id from being used again; the parameter, or another
+        # source, that it is of; and the steps between them.
+        self.views: dict[int, tuple[Any, Any, View]] = {}
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """What Qwix replaces."""
@@ -337,16 +391,26 @@ class _Provider(QuantizationProvider):
             return self._evaluate(params["jaxpr"], args)
         y = primitive.bind(*args, **params)
         if name in _VIEWS and getattr(args[0], "ndim", 0) >= 2:
-            self.views[id(y)] = y, self._source(args[0])
+            step = ViewStep(primitive, args[1:], tuple(sorted(params.items())))
+            _, source, steps = self._view(args[0])
+            self.views[id(y)] = y, source, (*steps, step)
         return y
+
+    def _view(self, x: Any) -> tuple[Any, Any, View]:
+        return self.views.get(id(x), (x, x, ()))
 
     def _source(self, x: Any) -> Any:
         """The array that x is a view of."""
-        return self.views.get(id(x), (x, x))[1]
+        return self._view(x)[1]
 
     def _is_weight(self, x: Any) -> bool:
         """Whether x is a parameter, or a view, of two or more dimensions."""
-        return getattr(x, "ndim", 0) >= 2 and self.modules.has(self._source(x))
+        if getattr(x, "ndim", 0) < 2:
+            return False
+        source = self._source(x)
+        if self.called is not None and source is self._source(self.called.array):
+            return True
+        return self.modules.has(source)
 
     def _evaluate(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Calls what a jitted function calls, one by one."""
@@ -377,11 +441,122 @@ class _Provider(QuantizationProvider):
                 return None
         elif not params["dimension_numbers"][0][0]:
             return None  # an outer product
-        if (op := self.modules.op(self._source(rhs if weights[1] else lhs))) is None:
+        _, source, steps = self._view(rhs if weights[1] else lhs)
+        if (op := self._op(source)) is None:
             return None
+        op = interception.disable_interceptions(op)
+        if (recorder := active_recorder()) is not None:
+            recorder.view = steps
         if name == "conv_general_dilated":
             return conv_general_dilated(op, lhs, rhs, **params)
         return _dot_general(op, lhs, rhs, weights[0], **params)
+
+    def _op(self, x: Any) -> Op | None:
+        """The op for a product with a parameter; None leaves it in float."""
+        if self.called is not None and x is self._source(self.called.array):
+            op, self.called = self.called.op, None
+            return op
+        return self.modules.op(x)
+
+
+# What layers call, and the function that LoRA replaces, which they call in float.  All
+# classes of dots have one ``__call__``.
+_OP_CALLS = {
+    "fbq_jax.FallbackDot.__call__": "jax.lax.dot_general",
+    "fbq_jax.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.nnx.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+    "fbq_jax.nnx.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+}
+
+
+class _OpCalls(QuantizationProvider):
+    """Shows the products of ops to Qwix's LoRA.
+
+    LoRA replaces functions of JAX, and adds to the products that it finds.  A layer
+    with an op calls none of these functions.  Here it calls the one that it would call
+    in float, and ``_Products`` calls the op for the product inside.
+    """
+
+    def __init__(self, products: _Products):
+        super().__init__([])
+        self.products = products
+
+    def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
+        """What Qwix replaces."""
+        return {
+            name: functools.partial(self.call, function)
+            for name, function in _OP_CALLS.items()
+        }
+
+    def call(self, function: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls an op, or the function that it stands for."""
+        if not _in_lora(function):
+            return interception.disable_interceptions(op)(*args, **kwargs)
+        position = 2 if function == "jax.numpy.einsum" else 1
+        rhs = jnp.asarray(args[position])  # may be a FrozenKernel
+        args = (*args[:position], rhs, *args[position + 1 :])
+        self.products.called = _Weight(rhs, getattr(op, "dot_general", op))
+        try:
+            with _shown_to_lora(op, rhs):
+                y = interception.get_attribute(function)(*args, **kwargs)
+            if self.products.called is None:
+                return y
+        finally:
+            self.products.called = None
+        raise ValueError(
+            "a LoraRule has a weight_qtype or an act_qtype for a layer that fbq_jax "
+            "quantizes: omit them"
+        )
+
+
+def _in_lora(function: str) -> bool:
+    """Whether Qwix's LoRA replaces a function of JAX, in this thread."""
+    thread = threading.get_ident()
+    return any(
+        isinstance(getattr(replacement, "__self__", None), LoraProvider)
+        for interceptor in _manager._interceptors
+        if _manager._intercepted_threads.get((thread, interceptor.id))
+        for name, replacement in interceptor.items()
+        if name.startswith(function)
+    )
+
+
+@contextlib.contextmanager
+def _shown_to_lora(op: Any, weight: jax.Array) -> Iterator[None]:
+    """Lets LoRA find the weight of a frozen layer, which has codes in its place.
+
+    LoRA names its own parameters after the one that a layer multiplies by.
+    """
+    if calling_module() is not None:
+        _refuse_frozen_linen()
+        yield
+        return
+    layer = calling_layer(op)
+    frozen = {
+        name: value
+        for name, value in (vars(layer) if layer is not None else {}).items()
+        if isinstance(value, FrozenKernel)
+    }
+    if layer is None or not frozen:
+        yield
+        return
+    vars(layer).update({name: nnx.Param(weight) for name in frozen})
+    try:
+        yield
+    finally:
+        vars(layer).update(frozen)
+
+
+def _refuse_frozen_linen() -> None:
+    """Raises ValueError if the Linen layer that is running is frozen."""
+    module = calling_module()
+    assert module is not None
+    if isinstance(module.get_variable("params", KERNEL), FrozenKernel):
+        raise ValueError(
+            f"layer {layer_path(module.path)!r} is frozen, and LoRA finds no parameter "
+            "in it: use NNX for LoRA on a frozen base, or LoRA without freeze"
+        )
 
 
 def _dot_general(

@@ -74,15 +74,16 @@ class FallbackDot(RaggedDotGeneral):
 
     Flax treats the collection ``"_overwrite_with_gradient"`` specially: ``apply`` does
     not write the new state but returns it as the gradient of the old one, and Flax's
-    ``TrainState`` (and MaxText, for Linen models) stores it.  All values are then
-    float32.  Such gradients must not be summed over micro-batches, and a layer must not
-    be called twice in one forward pass.
+    ``TrainState`` stores it.  All values are then float32.  Such gradients must not be
+    summed over micro-batches, and a layer must not be called twice in one forward pass.
 
     Attributes:
       recipe: how the three GEMMs are quantized.
       collection: the name of the variable collection.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
+      ignore_precision: whether to quantize products that ask for a precision, such as
+        HIGHEST; otherwise they are errors.
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
@@ -100,6 +101,7 @@ class FallbackDot(RaggedDotGeneral):
     recipe: Recipe = fallback
     collection: str = "fallback"
     implementation: str | None = None
+    ignore_precision: bool = False
 
     def __post_init__(self) -> None:
         _ = self.config  # checks the recipe and the implementation
@@ -108,13 +110,13 @@ class FallbackDot(RaggedDotGeneral):
     @property
     def config(self) -> DotConfig:
         """The settings that Linen and NNX share."""
-        return DotConfig(self.recipe, self.implementation)
+        return DotConfig(self.recipe, self.implementation, self.ignore_precision)
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
         module, config = calling_module(self.collection), self.config
         if module is None:
-            rhs = self._without_state(rhs)
+            rhs, call = config.marked(self._without_state(rhs), call)
             return dot_general(lhs, rhs, **call._asdict(), **self._options())[0]
         variable = self.variable(module, lhs)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
@@ -131,7 +133,7 @@ class FallbackDot(RaggedDotGeneral):
     ) -> jax.Array:
         module = calling_module(self.collection)
         if module is None:
-            rhs = self._without_state(rhs)
+            rhs, call = self.config.marked(self._without_state(rhs), call)
             return ragged_dot(lhs, rhs, *call, **self._options())[0]
         variable = self.variable(module, lhs)
         rhs = self.check_moves(module, variable, rhs)

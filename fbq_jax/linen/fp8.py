@@ -25,9 +25,8 @@ class Fp8Dot(DotGeneral):
     Flax's collection ``_overwrite_with_gradient`` under the layer's path.
     Differentiate with respect to the collection together with the parameters, and
     replace it by its "gradient", which is the new state.  Flax's ``TrainState`` does
-    this, and so does MaxText for Linen models.  Such gradients must not be summed over
-    micro-batches, and a layer must not be called twice in one forward pass.  Evaluation
-    does not change the state.
+    this.  Such gradients must not be summed over micro-batches, and a layer must not be
+    called twice in one forward pass.  Evaluation does not change the state.
 
     Current scaling has no state and also works outside Linen.  For delayed scaling in
     NNX use ``fbq_jax.nnx.Fp8Dot``.

@@ -22,6 +22,7 @@ from fbq_jax.core.frozen_weight import (
     record_weights,
 )
 from fbq_jax.core.layer_stats import is_state, layer_path
+from fbq_jax.core.serialization import serializable_static
 from fbq_jax.linen.frozen import KERNEL, WEIGHT
 from fbq_jax.linen.state import calling_module
 
@@ -98,6 +99,7 @@ def freeze(
     return result
 
 
+@serializable_static
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _LinenKernel(FrozenKernel):

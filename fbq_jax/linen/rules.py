@@ -1,11 +1,14 @@
 """Rules for Linen models: one ``dot_general`` that picks a recipe by path."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax
 import jax
 from flax import linen as nn
+from flax.linen import transforms
 from jax import lax
 
 from fbq_jax.core import weight_products
@@ -28,9 +31,10 @@ class _Tracing:
     found: dict[str, str | None]
 
 
-#: The path of the quantized model inside a larger one (``fbq_jax.quantize``).  Like
-#: ``_tracing`` it is a part of the key of JAX's trace caches.
-root_path = jax.make_user_context(())
+#: The path of the quantized model (``fbq_jax.quantize``) inside a larger one; None
+#: outside of quantized models.  Like ``_tracing`` it is a part of the key of JAX's
+#: trace caches.
+root_path = jax.make_user_context(None)
 
 # Part of the key of JAX's trace caches: a layer that was traced before is traced again.
 _tracing = jax.make_user_context(None)
@@ -38,7 +42,7 @@ _tracing = jax.make_user_context(None)
 
 def relative_path(module: nn.Module) -> str:
     """The path of a layer in the model that rules are for."""
-    path, root = module.path, root_path.value
+    path, root = module.path, root_path.value or ()
     return "/".join(path[len(root) :] if path[: len(root)] == root else path)
 
 
@@ -57,12 +61,15 @@ class RulesDot(RaggedDotGeneral):
       collection: the name of the variable collection.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
+      ignore_precision: whether to quantize products that ask for a precision, such as
+        HIGHEST; otherwise they are errors.
 
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
       ValueError: a pattern is not a regular expression, the collection is
         ``"params"``, or no implementation has this name; or a call is outside any
         module and has no path.
+      RuntimeError: this version of Flax gives layers under ``nn.jit`` no path.
 
     >>> from fbq_jax import recipes
     >>> dot = RulesDot({"head": None, "mlp_.*": recipes.fallback, "attn": None})
@@ -90,8 +97,10 @@ class RulesDot(RaggedDotGeneral):
     rules: Mapping[str, Recipe | None] | path_rules.Pairs
     collection: str = "fallback"
     implementation: str | None = None
+    ignore_precision: bool = False
 
     def __post_init__(self) -> None:
+        _key_layers_by_path()
         object.__setattr__(self, "rules", path_rules.as_pairs(self.rules))
         # Checks both, whatever the rules.
         FallbackDot(collection=self.collection, implementation=self.implementation)
@@ -123,7 +132,9 @@ class RulesDot(RaggedDotGeneral):
             tracing.found[path] = pattern
         if recipe is None:
             return None
-        return FallbackDot(recipe, self.collection, self.implementation)
+        return FallbackDot(
+            recipe, self.collection, self.implementation, self.ignore_precision
+        )
 
     def report(
         self, model: nn.Module, rngs: Any, *args: Any, **kwargs: Any
@@ -164,3 +175,38 @@ class RulesDot(RaggedDotGeneral):
     def _pairs(self) -> path_rules.Pairs:
         assert isinstance(self.rules, tuple)  # __post_init__ makes it one
         return self.rules
+
+
+@functools.cache
+def _key_layers_by_path() -> None:
+    """Makes ``nn.jit`` trace each layer with a ``RulesDot``, or of a quantized model.
+
+    It takes modules with equal fingerprints for the same one, wherever they are, and
+    would give the second the first one's rule.  Other modules keep their fingerprint.
+
+    Raises:
+      RuntimeError: this version of Flax has another function.
+    """
+    name = "_module_fingerprint"
+    if not hasattr(transforms, name):
+        raise RuntimeError(
+            f"RulesDot does not know flax {flax.__version__}, which has no "
+            f"{transforms.__name__}.{name}: give layers a FallbackDot as dot_general="
+        )
+    fingerprint = getattr(transforms, name)
+
+    @functools.wraps(fingerprint)
+    def fingerprint_with_path(module: nn.Module) -> Any:
+        found = fingerprint(module)
+        if root_path.value is None and not _mentions_rules(found):
+            return found
+        return found, module.path
+
+    setattr(transforms, name, fingerprint_with_path)
+
+
+def _mentions_rules(fingerprint: Any) -> bool:
+    """Whether a module has a ``RulesDot``, in a field or in a module inside."""
+    if isinstance(fingerprint, tuple):
+        return any(map(_mentions_rules, fingerprint))
+    return fingerprint is RulesDot or isinstance(fingerprint, RulesDot)

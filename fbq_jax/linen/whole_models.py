@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import lift
 from flax.core.scope import in_filter
-from flax.linen import transforms
 from jax import lax
 
 from fbq_jax.linen.conv import FallbackConv
@@ -58,7 +57,7 @@ def quantize(
       model: an unbound model, which does not change.
       rules: a mapping from patterns of layer paths to recipes, tried in order
         (``fbq_jax.recipes.path_rules``); or a ``RulesDot``, with another collection or
-        implementation.
+        implementation, or ``ignore_precision``.
       rngs: PRNG keys for ``model.init``, which is traced for the report.
       *args: the arguments of the model; arrays may be ``jax.ShapeDtypeStruct``.
       **kwargs: keyword arguments of the model, such as ``train=False``, and ``method``.
@@ -117,7 +116,7 @@ def quantize_with(
         )
     dot = rules if isinstance(rules, RulesDot) else RulesDot(rules)
     quantized = model.clone()
-    original: Any = getattr(type(model), "unquantized", type(model))
+    original: Any = vars(type(model)).get("unquantized", type(model))
     quantized_class = _quantized_class(original, Quantization(dot, inject))
     object.__setattr__(quantized, "__class__", quantized_class)
     return quantized, dot.report(quantized, rngs, *args, **kwargs)
@@ -177,6 +176,11 @@ _active = jax.make_user_context(None)
 @contextlib.contextmanager
 def _active_in(model: Any) -> Iterator[None]:
     """Gives layers their op that run in this context, inside a quantized model."""
+    if model.quantization.inject is inject_ops and hasattr(model, "_unquantized_type"):
+        raise ValueError(
+            f"Qwix changed this {type(model).__name__}, and does not see the products "
+            "of layers with an op: use fbq_jax.integrations.qwix.quantize"
+        )
     path = () if model.scope is None else model.path
     active = model.quantization, path
     if _active.value == active:
@@ -245,39 +249,19 @@ def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return split_axes_with_state
 
 
-def _key_by_path(fingerprint: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Makes ``nn.jit`` trace each layer of a quantized model.
-
-    It takes modules with equal fingerprints for the same one, wherever they are, and
-    would give the second the first one's rule.
-    """
-
-    @functools.wraps(fingerprint)
-    def fingerprint_with_path(module: nn.Module) -> Any:
-        found = fingerprint(module)
-        return found if _active.value is None else (found, module.path)
-
-    return fingerprint_with_path
-
-
 @functools.cache
 def _replace_flax_functions() -> None:
-    """Replaces two functions of Flax, when a model is first quantized.
+    """Replaces a function of Flax, when a model is first quantized.
 
-    Outside quantized models they do what they did before.
+    Outside quantized models it does what it did before.
 
     Raises:
       RuntimeError: this version of Flax has other functions.
     """
-    replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (lift, "_split_in_out_axes", _carry_state),
-        (transforms, "_module_fingerprint", _key_by_path),
-    )
-    for module, name, _ in replacements:
-        if not hasattr(module, name):
-            raise RuntimeError(
-                f"quantize does not know flax {flax.__version__}, which has no "
-                f"{module.__name__}.{name}: give layers a RulesDot as dot_general="
-            )
-    for module, name, replacement in replacements:
-        setattr(module, name, replacement(getattr(module, name)))
+    name = "_split_in_out_axes"
+    if not hasattr(lift, name):
+        raise RuntimeError(
+            f"quantize does not know flax {flax.__version__}, which has no "
+            f"{lift.__name__}.{name}: give layers a RulesDot as dot_general="
+        )
+    setattr(lift, name, _carry_state(getattr(lift, name)))

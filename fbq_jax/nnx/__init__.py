@@ -9,6 +9,7 @@ from fbq_jax.nnx.dot import FallbackDot as FallbackDot
 from fbq_jax.nnx.dot import FallbackEinsum as FallbackEinsum
 from fbq_jax.nnx.dot import FallbackState as FallbackState
 from fbq_jax.nnx.dot import Layer as Layer
+from fbq_jax.nnx.dot import evaluation as evaluation
 from fbq_jax.nnx.fp8 import Fp8Dot as Fp8Dot
 from fbq_jax.nnx.fp8 import Fp8Scaling as Fp8Scaling
 from fbq_jax.nnx.freezing import freeze as freeze

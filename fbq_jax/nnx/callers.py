@@ -1,21 +1,49 @@
-"""Tells whether two layers of an NNX model call one op, and so share its state.
+"""The modules whose methods are running, by Python's stack.
 
-NNX does not tell an op which layer calls it.  The layer is the nearest object on
-Python's stack that has the op as an attribute and runs a method.
+NNX does not tell an op which layer calls it, nor a parameter's reader which module has
+it.  A module is found if it is the ``self`` of a function on the stack.
 """
 
 import inspect
+import itertools
 import weakref
-from types import FrameType
+from collections.abc import Iterator
 
+import jax
 from flax import nnx
 
 from fbq_jax.sharding.layer_names import warn_first
 
-_MOST_FRAMES = 10  # between a layer's method and its op there are four at most
+#: Whether a model runs whose ops Qwix sees (``fbq_jax.integrations.qwix``).  Part of
+#: the key of JAX's trace caches: what was traced outside is traced again inside.
+seen_by_qwix = jax.make_user_context(False)
+
+_MOST_FRAMES = 20  # between a layer's method and its op, if Qwix replaces functions
 
 _layers: weakref.WeakKeyDictionary[nnx.Module, weakref.ref[nnx.Module]]
 _layers = weakref.WeakKeyDictionary()  # the last layer that called each op
+
+
+def running_modules(most_frames: int | None = None) -> Iterator[nnx.Module]:
+    """The modules whose methods are running, innermost first.
+
+    Args:
+      most_frames: how many functions to look at; None looks at all.
+    """
+    frame = inspect.currentframe()
+    for _ in itertools.count() if most_frames is None else range(most_frames):
+        if (frame := frame.f_back if frame else None) is None:
+            return
+        if frame.f_code.co_varnames[:1] == ("self",):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nnx.Module):
+                yield module
+
+
+def calling_layer(op: nnx.Module) -> nnx.Module | None:
+    """The layer that has ``op`` as an attribute and calls it, if a method does."""
+    modules = running_modules(_MOST_FRAMES)
+    return next((module for module in modules if _holds(module, op)), None)
 
 
 def warn_if_shared(op: nnx.Module) -> None:
@@ -27,8 +55,7 @@ def warn_if_shared(op: nnx.Module) -> None:
     Args:
       op: the op that is being called.
     """
-    frame = inspect.currentframe()
-    layer = _calling_layer(op, frame.f_back if frame else None)
+    layer = calling_layer(op)
     if layer is None:
         return
     reference = _layers.get(op)
@@ -46,17 +73,19 @@ def warn_if_shared(op: nnx.Module) -> None:
     )
 
 
-def _calling_layer(op: nnx.Module, frame: FrameType | None) -> nnx.Module | None:
-    """The layer that holds ``op`` and runs in one of the nearest frames."""
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return None
-        if frame.f_code.co_varnames[:1] == ("self",):
-            caller = frame.f_locals["self"]
-            if isinstance(caller, nnx.Module) and _holds(caller, op):
-                return caller
-        frame = frame.f_back
-    return None
+def warn_if_hidden(op: nnx.Module) -> None:
+    """Warns, once, if Qwix changed the model after a layer got an op.
+
+    Args:
+      op: the op that is being called.
+    """
+    if hasattr(op, "qwix_path") and not seen_by_qwix.value:
+        warn_first(
+            "hidden from Qwix",
+            "Qwix changed a model that fbq_jax.nnx.quantize had quantized, and does "
+            "not see the products of its quantized layers, such as those for LoRA: use "
+            "fbq_jax.integrations.qwix.quantize_nnx",
+        )
 
 
 def _holds(layer: nnx.Module, op: nnx.Module) -> bool:

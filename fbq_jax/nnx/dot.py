@@ -20,7 +20,7 @@ from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
-from fbq_jax.nnx.callers import warn_if_shared
+from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
@@ -34,6 +34,30 @@ class FallbackState(nnx.Variable):
 
 class FrozenCodes(nnx.Variable):
     """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
+
+
+# Part of the key of JAX's trace caches: a layer that was traced in training is traced
+# again.
+_in_evaluation = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def evaluation() -> Iterator[None]:
+    """Freezes the thresholds of all NNX layers that run in this context.
+
+    ``model.eval()`` does so until ``model.train()``.  This is for trainers that call
+    neither, and it decorates a loss function, too:
+
+        trainer.eval_loss_fn = fbq_jax.nnx.evaluation()(loss_fn)
+
+    >>> layer = nnx.Linear(8, 2, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
+    >>> with evaluation():
+    ...     y = layer(jnp.ones((4, 8)))
+    >>> int(layer.dot_general.count[...])
+    0
+    """
+    with _in_evaluation(True):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +94,8 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         weight warns once.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
         ``fbq_jax.ops.dispatch`` choose.
+      ignore_precision: whether to quantize products that ask for a precision, such as
+        HIGHEST; otherwise they are errors.
 
     Attributes:
       theta: float32 ``[]``, the threshold of the next forward; -1 until it is set.
@@ -102,8 +128,10 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         implementation: str | None = None,
+        ignore_precision: bool = False,
     ):
         self.recipe, self.implementation = recipe, implementation
+        self.ignore_precision = ignore_precision
         _ = self.config  # checks the recipe and the implementation
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
@@ -122,7 +150,12 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     @property
     def config(self) -> DotConfig:
         """The settings that Linen and NNX share."""
-        return DotConfig(self.recipe, self.implementation)
+        return DotConfig(self.recipe, self.implementation, self.ignore_precision)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a call leaves the state as it is."""
+        return self.use_running_average or _in_evaluation.value
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Called by ``nnx.view``: True freezes the threshold, False lets it move."""
@@ -131,6 +164,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
 
     def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state in training."""
+        warn_if_hidden(self)
         codes = self._codes(rhs, call.dimension_numbers)
         rhs = self.check_moves(rhs)
         with self.named(_description(rhs)):
@@ -197,12 +231,12 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         if self.layer is not None:
             return weight
         name = self.path.name or current_layer() or "an nnx.FallbackDot"
-        if not self.use_running_average:
+        if not self.evaluates:
             threshold.check_count(self.state(), name)
             warn_if_shared(self)
         if not needs_state(self.recipe):
             return weight
-        if self.use_running_average:
+        if self.evaluates:
             text = (
                 f"{name}: a gradient is taken in evaluation mode, so every step has "
                 "the same noise and threshold: call model.train() before training"
@@ -221,7 +255,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
 
     def commit(self, new: threshold.State) -> None:
         """Stores the new state of a call, except in evaluation."""
-        if not self.use_running_average:
+        if not self.evaluates:
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]
             self.count[...] = new["count"]
@@ -236,7 +270,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
             recorder.report(self.layer, rhs, dimension_numbers)
         if self.weight is None:
             return None
-        if not self.use_running_average:
+        if not self.evaluates:
             raise ValueError(
                 f"layer {self.layer!r} is frozen and does not train: call model.eval() "
                 "on the model that freeze returned, or train the model from before"
@@ -258,12 +292,18 @@ class FallbackOp(nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         implementation: str | None = None,
+        ignore_precision: bool = False,
     ):
-        self.dot_general = FallbackDot(recipe, rngs=rngs, implementation=implementation)
+        self.dot_general = FallbackDot(
+            recipe,
+            rngs=rngs,
+            implementation=implementation,
+            ignore_precision=ignore_precision,
+        )
 
     def check_unshared(self) -> None:
         """Warns, once, if another layer trains with this op."""
-        if not self.dot_general.use_running_average:
+        if not self.dot_general.evaluates:
             warn_if_shared(self)
 
 
@@ -306,6 +346,11 @@ class FallbackConv(FallbackOp):
         """``lax.conv_general_dilated(lhs, rhs, ...)``, quantized."""
         self.check_unshared()
         return conv_general_dilated(self.dot_general, lhs, rhs, *args, **kwargs)
+
+
+def dot_name(parameter: str) -> str:
+    """The attribute with the op of a module that multiplies by a parameter itself."""
+    return f"{parameter}_dot_general"
 
 
 class LayerOp(NamedTuple):

@@ -1,6 +1,6 @@
 """``freeze`` for Flax NNX: INT8 weights with the results of the trained model."""
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -17,7 +17,15 @@ from fbq_jax.core.frozen_weight import (
 )
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.nnx.dot import FallbackDot, FallbackOp, FrozenCodes, Layer, layer_op
+from fbq_jax.nnx.dot import (
+    FallbackDot,
+    FallbackOp,
+    FrozenCodes,
+    Layer,
+    dot_name,
+    layer_op,
+)
+from fbq_jax.nnx.rules import trace_parameters
 from fbq_jax.nnx.sharing import check_unshared
 
 M = TypeVar("M", bound=nnx.Module)
@@ -32,6 +40,10 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     ``fbq_jax.nnx.FallbackConv``.  They lose their kernel.  Codes and scales are the
     variable ``dot_general.weight``, inside the ``einsum_op`` of an einsum and the
     ``conv_general_dilated`` of a convolution.
+
+    In a model of ``fbq_jax.integrations.qwix.quantize_nnx``, it also freezes modules
+    that multiply by a parameter in their own code.  They keep a parameter that is read
+    other than by this product, as a tied head does.
 
     To get the abstract model that restoring a checkpoint needs, call
     ``nnx.eval_shape(lambda: freeze(Model(rngs=nnx.Rngs(0)), x))``.
@@ -70,21 +82,46 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     with record_weights(layers) as recorder:
         nnx.eval_shape(lambda model: model(*args, **kwargs), model)
     recorder.check_all_ran()
+    kept = set()
+    if not all(isinstance(weight.layer, Layer) for weight in layers.values()):
+        kept = {
+            path
+            for path, _, use in trace_parameters(model, args, kwargs)
+            if use.others or use.in_float
+        }
     for path, use in recorder.uses.items():
         assert use is not None  # check_all_ran raises otherwise
-        _freeze_layer(*layers[path], use)
+        weight = layers[path]
+        if isinstance(weight.layer, Layer):
+            _freeze_layer(weight.layer, weight.dot, use)
+        else:
+            _freeze_parameter(weight, use, keep=path in kept)
     return model
 
 
-def _find_layers(model: nnx.Module) -> dict[str, tuple[Layer, FallbackDot]]:
-    """Maps path to layer and dot; each dot learns the path of its layer."""
+class _Weight(NamedTuple):
+    """The parameter of a module, and the op that multiplies by it."""
+
+    layer: nnx.Module
+    name: str
+    dot: FallbackDot
+
+
+def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
+    """Maps path to weight; each dot learns the path of its layer."""
     modules = dict(nnx.iter_modules(model))
-    layers: dict[str, tuple[Layer, FallbackDot]] = {}
+    layers: dict[str, _Weight] = {}
     for path, layer in modules.items():
         if isinstance(layer, Layer) and (dot := _dot_of(layer)) is not None:
             dot.layer = layer_path(path)
             _check_layer(dot.layer, layer, dot)
-            layers[dot.layer] = layer, dot
+            layers[dot.layer] = _Weight(layer, "kernel", dot)
+        for name, value in vars(layer).items():
+            dot = getattr(layer, dot_name(name), None)
+            if isinstance(value, nnx.Param) and isinstance(dot, FallbackDot):
+                dot.layer = layer_path((*path, name))
+                _check_dot(dot.layer, dot)
+                layers[dot.layer] = _Weight(layer, name, dot)
     for path, module in modules.items():
         if isinstance(module, FallbackDot) and module.layer is None:
             outer = (modules.get(path[:end]) for end in reversed(range(len(path))))
@@ -96,7 +133,7 @@ def _find_layers(model: nnx.Module) -> dict[str, tuple[Layer, FallbackDot]]:
             )
     if not layers:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
-    check_thetas({p: (dot.recipe, dot.theta[...]) for p, (_, dot) in layers.items()})
+    check_thetas({p: (w.dot.recipe, w.dot.theta[...]) for p, w in layers.items()})
     return layers
 
 
@@ -110,6 +147,10 @@ def _dot_of(layer: Layer) -> FallbackDot | None:
 def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
         raise ValueError(f"freeze takes no nnx.Conv with a mask, as {path!r} has")
+    _check_dot(path, dot)
+
+
+def _check_dot(path: str, dot: FallbackDot) -> None:
     if dot.weight is not None:
         raise ValueError(f"freeze takes a model once; {path!r} is frozen already")
     check_recipe(dot.recipe, path)
@@ -130,3 +171,19 @@ def _freeze_layer(layer: Any, dot: FallbackDot, use: WeightUse) -> None:
     dot.weight = nnx.data(FrozenCodes(quantize(kernel, dot.state())))
     dot.axes = rhs_axes(use.dimension_numbers)
     layer.kernel = FrozenKernel(shape, kernel.dtype)
+
+
+def _freeze_parameter(weight: _Weight, use: WeightUse, *, keep: bool) -> None:
+    """Gives an op the codes of a parameter, and replaces it unless ``keep``."""
+    layer, name, dot = weight
+    parameter = getattr(layer, name)
+    w = parameter[...]
+    shape, dtype = w.shape, w.dtype
+    for step in use.view:
+        w = step(w)
+    w = w.astype(use.dtype).reshape(use.shape)
+    codes = quantize_weight(dot.config, dot.state(), w, use.dimension_numbers).codes
+    dot.weight = nnx.data(FrozenCodes(codes))
+    dot.axes = rhs_axes(use.dimension_numbers)
+    if not keep:
+        setattr(layer, name, nnx.Param(FrozenKernel(shape, dtype)))

@@ -29,6 +29,7 @@ def quantize(
     *args: Any,
     rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
+    ignore_precision: bool = False,
     **kwargs: Any,
 ) -> RulesReport:
     """Gives each layer of a model the recipe of the first rule that matches its path.
@@ -56,6 +57,8 @@ def quantize(
         goes by the kinds of the layers.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
+      ignore_precision: whether to quantize products that ask for a precision, such as
+        HIGHEST; otherwise they are errors.
       **kwargs: keyword arguments of the same call.
 
     Returns:
@@ -65,8 +68,9 @@ def quantize(
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
       ValueError: a pattern is not a regular expression, or no implementation has this
-        name; or a matched layer is a stack made by ``nnx.vmap``.  Each layer of a stack
-        needs its own state: quantize where ``nnx.vmap`` makes one layer.
+        name; Qwix changed the model; or a matched layer is a stack made by
+        ``nnx.vmap``.  Each layer of a stack needs its own state: quantize where
+        ``nnx.vmap`` makes one layer.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
@@ -78,7 +82,18 @@ def quantize(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
-    found = quantize_layers(model, pairs, rngs=rngs, implementation=implementation)
+    if hasattr(model, "_unquantized_type"):
+        raise ValueError(
+            f"Qwix changed this {type(model).__name__}, and does not see the products "
+            "of layers with an op: use fbq_jax.integrations.qwix.quantize_nnx"
+        )
+    found = quantize_layers(
+        model,
+        pairs,
+        rngs=rngs,
+        implementation=implementation,
+        ignore_precision=ignore_precision,
+    )
     name_layers(model)
     if args or kwargs:
         parameters = trace_parameters(model, args, kwargs)
@@ -97,6 +112,7 @@ def quantize_layers(
     *,
     rngs: nnx.Rngs | None,
     implementation: str | None,
+    ignore_precision: bool,
 ) -> dict[str, str | None]:
     """Gives each layer that takes an op its own; see ``quantize``.
 
@@ -120,7 +136,14 @@ def quantize_layers(
         if found[path] is not None:
             matched.append((module, op, recipe))
     for layer, op, recipe in matched:
-        _set_op(layer, op, recipe, rngs=rngs, implementation=implementation)
+        _set_op(
+            layer,
+            op,
+            recipe,
+            rngs=rngs,
+            implementation=implementation,
+            ignore_precision=ignore_precision,
+        )
     return found
 
 

@@ -18,6 +18,8 @@ class QuantizedParameter(NamedTuple):
       layer: the path of the layer that multiplies.
       rule: the pattern of the layer's rule; None if the layer had its op before.
       recipe: the recipe of the product.
+      ignores_precision: whether the layer asked for a precision that was ignored
+        (``ignore_precision=True``).
     """
 
     parameter: str
@@ -25,6 +27,7 @@ class QuantizedParameter(NamedTuple):
     layer: str
     rule: str | None
     recipe: Recipe
+    ignores_precision: bool = False
 
 
 class FloatParameter(NamedTuple):
@@ -127,8 +130,10 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _recipe(product: QuantizedParameter) -> str:
-    """The recipe, and the layer if the parameter is another's."""
+    """The recipe, what it ignores, and the layer if the parameter is another's."""
     name = recipe_name(product.recipe)
+    if product.ignores_precision:
+        name += ", precision ignored"
     if product.layer == product.parameter.rpartition("/")[0]:
         return name
     return f"{name}, in {product.layer or '(root)'}"

@@ -1,5 +1,6 @@
 """The attention core: which implementation runs, and that both agree."""
 
+import functools
 import types
 from typing import Any
 
@@ -48,23 +49,67 @@ def test_implementation_by_device_and_shape(
 def test_attend_uses_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def spy(q: jax.Array, *_: jax.Array, is_causal: bool, implementation: str) -> Any:
-        asked.append((is_causal, implementation))
+    def spy(q: jax.Array, *_: jax.Array, **options: Any) -> Any:
+        asked.append(options)
         return q
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     assert attention.attend(q, q, q).shape == (1, 4, 16)
     pretend(monkeypatch, "gpu", "9.0")
-    attention.attend(q, q, q)
-    assert asked == [(True, "xla"), (True, "cudnn")]
+    attention.attend(q, q, q, scale=2.0, window=3)
+    assert asked == [
+        {
+            "is_causal": True,
+            "implementation": implementation,
+            "scale": scale,
+            "local_window_size": window,
+        }
+        for implementation, scale, window in [
+            ("xla", None, None),
+            ("cudnn", 2.0, (2, 0)),
+        ]
+    ]
+
+
+def test_a_soft_cap_where_cudnn_would_run_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    attention.attend(q, q, q, softcap=5.0)
+    pretend(monkeypatch, "gpu", "9.0")
+    with pytest.warns(UserWarning, match="runs as XLA ops, .* has no soft cap"):
+        attention.attend(q, q, q, softcap=5.0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_attend_matches_its_definition(
+    window: int | None, softcap: float | None
+) -> None:
+    batch, seq, heads, kv_heads, dim = 2, 7, 4, 2, 6
+    draw = np.random.default_rng(0).standard_normal
+    q = draw((batch, seq, heads, dim), np.float32)
+    k, v = draw((2, batch, seq, kv_heads, dim), np.float32)
+    scores = np.einsum("bqhd,bshd->bhqs", q, k.repeat(heads // kv_heads, 2)) * 0.3
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    distance = np.subtract.outer(np.arange(seq), np.arange(seq))
+    scores[..., (distance < 0) | (distance >= (window or seq))] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bhqs,bshd->bqhd", weights, v.repeat(heads // kv_heads, 2))
+    out = attention.attend(q, k, v, scale=0.3, window=window, softcap=softcap)
+    expected = expected.reshape(batch, seq, -1)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seq", [2, 78, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 2])
 def test_cudnn_agrees_with_xla(
-    monkeypatch: pytest.MonkeyPatch, seq: int, head_dim: int
+    monkeypatch: pytest.MonkeyPatch, seq: int, head_dim: int, window: int | None
 ) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (4, 2, 2, 4)
@@ -76,7 +121,8 @@ def test_cudnn_agrees_with_xla(
 
     def results() -> list[np.ndarray]:
         with jax.numpy_dtype_promotion("standard"):
-            out, backward = jax.vjp(attention.attend, q, k, v)
+            attend = functools.partial(attention.attend, window=window)
+            out, backward = jax.vjp(attend, q, k, v)
             arrays = jax.tree.leaves((out, backward(dy)))
         return [np.asarray(x, np.float32) for x in arrays]
 

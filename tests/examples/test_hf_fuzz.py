@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from examples.llama import hf
 from examples.llama.model_config import LlamaConfig
 from examples.llama.rotary import rotary_tables
-from tests.examples.make_hf_fixture import FIXTURE
+from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 
-FAMILIES = ("llama", "qwen2")
+FAMILIES = tuple(name.lower() for name in CONFIGS)
 # Entries of config.json that a model takes over as they are.
 FIELDS = {
     "vocab_size": "vocab_size",
@@ -38,10 +38,15 @@ TOP = [
     *("rope_parameters", "partial_rotary_factor", "tie_word_embeddings"),
     *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
     *("model_type", "hidden_act", "attention_bias", "quantization_config"),
+    *("hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping"),
+    *("attn_logit_softcapping", "rope_local_base_freq", "sliding_window_pattern"),
+    *("no_rope_layers", "no_rope_layer_interval"),
 ]
 ROPE = [
     *("rope_theta", "rope_type", "type", "factor", "low_freq_factor"),
     *("high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale"),
+    *("full_attention", "sliding_attention"),
 ]
 PLAIN = st.one_of(
     st.none(),
@@ -49,7 +54,9 @@ PLAIN = st.one_of(
     st.integers(-2, 80),
     st.sampled_from([2**31, 10**20, 10**400, -(10**30)]),
     st.floats(),
-    st.sampled_from(["", "x", "llama", "qwen2", "llama3", "default", "1e-6"]),
+    st.sampled_from(
+        ["", "x", "llama", "qwen2", "llama3", "yarn", "linear", "default", "1e-6"]
+    ),
 )
 VALUES = st.one_of(
     PLAIN,
@@ -90,8 +97,11 @@ def test_any_config_is_an_error_or_the_model_that_it_describes(
     assert not any(isinstance(stored[key], bool) for key in FIELDS.values())
     nested = stored.get("rope_scaling") or {}
     nested = nested | (stored.get("rope_parameters") or {})
-    assert config.rope_theta == nested.get("rope_theta", stored.get("rope_theta", 1e4))
-    scaled = nested.get("rope_type", nested.get("type", "default")) == "llama3"
+    nested = nested | (nested.get("full_attention") or {})
+    theta = {"gemma3_text": 1e6, "smollm3": 2e6}.get(stored["model_type"], 1e4)
+    theta = stored.get("rope_theta", theta)
+    assert config.rope_theta == nested.get("rope_theta", theta)
+    scaled = nested.get("rope_type", nested.get("type", "default")) != "default"
     assert (config.rope_scaling is not None) == scaled
     assert config.norm_eps > 0
     assert math.isfinite(config.norm_eps)

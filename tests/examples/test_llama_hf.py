@@ -17,12 +17,15 @@ import tokenizers
 
 from examples.llama import hf
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig, RopeScaling
+from examples.llama.model_config import LlamaConfig
+from examples.llama.rope_scaling import Llama3Scaling
 from tests.examples import make_hf_fixture
 from tests.examples.small import small_config
 
-FAMILIES = ["llama", "qwen2"]
+FAMILIES = [name.lower() for name in make_hf_fixture.CONFIGS]
 FIXTURE = make_hf_fixture.FIXTURE
+# For changes to the keys of older transformers, which these would override.
+TOP = {"rope_parameters": None}
 
 
 def logits_of(folder: Path, tokens: np.ndarray, **changes: Any) -> np.ndarray:
@@ -87,6 +90,25 @@ def test_logits_match_pytorch(family: str) -> None:
         ("llama", {"rope_theta": 510.0}),
         ("qwen2", {"rope_theta": 510.0}),
         ("qwen2", {"norm_eps": 1e-5}),
+        *[
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("mistral", {"sliding_window": 6}),
+                ("qwen3", {"sliding_layers": None}),
+                ("qwen3", {"rope_scaling": None}),
+                ("smollm3", {"nope_layers": ()}),
+                ("gemma2", {"sliding_layers": (1,)}),
+                ("gemma2", {"attn_softcap": None}),
+                ("gemma2", {"logit_softcap": None}),
+                ("gemma2", {"query_pre_attn_scalar": None}),
+                ("gemma2", {"activation": "silu"}),
+                ("gemma2", {"unit_offset_norms": False}),
+                ("gemma2", {"embed_scale": 1.0}),
+                ("gemma3", {"local_rope_theta": None}),
+                ("gemma3", {"rope_scaling": None}),
+                ("phi3", {"sliding_window": None}),
+            )
+        ],
     ],
 )
 def test_reference_logits_tell_configurations_apart(
@@ -109,7 +131,7 @@ def test_loads_configuration_and_float32_parameters() -> None:
         head_dim=8,
         max_seq_len=512,
         rope_theta=500.0,
-        rope_scaling=RopeScaling(
+        rope_scaling=Llama3Scaling(
             factor=8.0,
             low_freq_factor=1.0,
             high_freq_factor=4.0,
@@ -163,7 +185,7 @@ def test_ignores_stored_rotary_frequencies(checkpoint: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_is_bit_exact(tmp_path: Path, family: str) -> None:
     before = hf.load(FIXTURE / family)
-    hf.save(tmp_path / "new" / "folder", *before)
+    hf.save(tmp_path / "new" / "folder", *before, like=FIXTURE / family)
     assert_equal_checkpoints(hf.load(tmp_path / "new" / "folder"), before)
     original, written = (
         safetensors.numpy.load_file(folder / "model.safetensors")
@@ -171,6 +193,61 @@ def test_round_trip_is_bit_exact(tmp_path: Path, family: str) -> None:
     )
     assert original.keys() == written.keys()
     jax.tree.map(np.testing.assert_array_equal, original, written)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_save_finds_the_family_of_a_model(tmp_path: Path, family: str) -> None:
+    before = hf.load(FIXTURE / family)
+    hf.save(tmp_path / "new", *before)
+    assert_equal_checkpoints(hf.load(tmp_path / "new"), before)
+    stored = json.loads((tmp_path / "new" / "config.json").read_text())
+    original = json.loads((FIXTURE / family / "config.json").read_text())
+    # A Phi-3 is a Mistral whose tensors are joined.
+    expected = "mistral" if family == "phi3" else original["model_type"]
+    assert stored["model_type"] == expected
+
+
+def test_save_writes_the_scale_of_scores_that_a_gemma_needs(tmp_path: Path) -> None:
+    config, params = hf.load(FIXTURE / "gemma2")
+    config = dataclasses.replace(config, query_pre_attn_scalar=None)
+    hf.save(tmp_path / "out", config, params)
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stored["query_pre_attn_scalar"] == config.head_dim
+
+
+def test_save_names_what_a_family_lacks(tmp_path: Path) -> None:
+    config, params = hf.load(FIXTURE / "gemma2")
+    with pytest.raises(
+        hf.CheckpointError,
+        match=r"a llama does not have the model's .*"
+        r"unit_offset_norms.*attn_softcap.*activation.*kinds of layers",
+    ):
+        hf.save(tmp_path / "out", config, params, like=FIXTURE / "llama")
+    config = dataclasses.replace(config, qkv_bias=True)
+    with pytest.raises(hf.CheckpointError, match=r"params lacks .*bias"):
+        hf.save(tmp_path / "out", config, params)
+    config = dataclasses.replace(config, qkv_bias=False, post_norms=False)
+    del params["layers"]["post_attention_norm"], params["layers"]["post_mlp_norm"]
+    with pytest.raises(hf.CheckpointError, match="none of the families has all"):
+        hf.save(tmp_path / "out", config, params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_keeps_what_generation_needs(checkpoint: Path, tmp_path: Path) -> None:
+    edit_config(checkpoint, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0)
+    files = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    files += ("special_tokens_map.json", "chat_template.jinja", "tokenizer.model")
+    for name in files:
+        (checkpoint / name).write_text(f"the content of {name}")
+    (checkpoint / "training_args.bin").write_text("not this one")
+    hf.save(tmp_path / "out", *hf.load(checkpoint), like=checkpoint)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {*files, "config.json", "model.safetensors"}
+    for name in files:
+        assert (tmp_path / "out" / name).read_text() == f"the content of {name}"
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    ids = [stored[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+    assert ids == [1, [2, 3], 0]
 
 
 def test_saves_jax_arrays_and_head_dim_and_no_leftovers(tmp_path: Path) -> None:
@@ -230,20 +307,34 @@ def test_save_checks_the_parameters(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral', supported: 'llama' or"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', supported: llama, qwen2, mi"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         ({"model_type": ...}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"hidden_size": ...}, "config.json lacks hidden_size"),
+        ({"hidden_size": ...}, "config.json: lacks hidden_size"),
         ({"hidden_size": 33}, "lm_head.weight has shape .*asks for"),
         ({"num_key_value_heads": 3}, "num_kv_heads takes a divisor of num_heads"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "RoPE type 'yarn' is not"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor takes a finite number"),
+        (
+            {**TOP, "rope_scaling": {"type": "yarn", "mscale": 1, "mscale_all_dim": 1}},
+            "mscale and mscale_all_dim are not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1, **TOP},
+            "YaRN takes a rope_theta above 1 ",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            "rope_parameters takes one rotation for all layers of a llama",
+        ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor takes a finite number"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not"),
-        ({"layer_types": 5}, "layer_types takes 'full_attention' for every layer"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types takes 'full_attention'"),
+        ({"layer_types": 5}, "layer_types takes 'full_attention' for each of the 2"),
         ({"num_key_value_heads": 0}, "num_kv_heads takes a positive integer"),
         ({"rms_norm_eps": float("nan")}, "norm_eps takes a finite number, got nan"),
         ({"rms_norm_eps": -1e-6}, "norm_eps takes a number of at least"),
@@ -282,18 +373,88 @@ def test_a_shared_table_may_be_stored_twice(checkpoint: Path) -> None:
     np.testing.assert_array_equal(params["embed"]["embedding"], table)
 
 
-@pytest.mark.parametrize(("first", "slides"), [(1, True), (2, False)])
-def test_sliding_window_counts_where_a_layer_uses_it(
-    tmp_path: Path, first: int, slides: bool
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu', supp"),
+        ("gemma2", {"sliding_window": None}, "sliding_window takes an integer"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "for each of the 3 layers"),
+        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "takes the default rotation for sliding_attention",
+        ),
+        (
+            "gemma3",
+            {"layer_types": None, "sliding_window_pattern": 0},
+            "sliding_window_pattern takes an integer of at least 1, got 0",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_local_base_freq": None},
+            "rope_local_base_freq takes a finite number, got None",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "takes a 0 or 1 for each of the 3"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "'longrope' is not supported in a phi3, supported: default$",
+        ),
+        (
+            "phi3",
+            {**TOP, "partial_rotary_factor": 0.75},
+            "partial_rotary_factor is 0.75",
+        ),
+        ("phi3", {"sliding_window": 0}, "sliding_window takes a positive integer"),
+    ],
+)
+def test_unsupported_variants_of_a_family_are_named(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
-    folder = Path(shutil.copytree(FIXTURE / "qwen2", tmp_path / "checkpoint"))
-    window = {"use_sliding_window": True, "sliding_window": 16, "layer_types": ...}
-    edit_config(folder, **window, max_window_layers=first)
-    if slides:
-        with pytest.raises(hf.CheckpointError, match="sliding-window attention is not"):
-            hf.load(folder)
-    else:
+    folder = Path(shutil.copytree(FIXTURE / family, tmp_path / "checkpoint"))
+    edit_config(folder, **changes)
+    with pytest.raises(hf.CheckpointError, match=message):
         hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sliding"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, (1,)),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, ()),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": ...}, ()),
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 1}, ()),
+        ("smollm3", {"use_sliding_window": True}, (1,)),
+        ("mistral", {}, None),
+        ("mistral", {"sliding_window": None}, ()),
+        ("gemma2", {}, (0, 2)),
+        ("gemma3", {}, None),
+        ("gemma3", {"sliding_window_pattern": 3}, (0, 1)),
+    ],
+)
+def test_layers_with_a_window_where_no_list_says(
+    tmp_path: Path, family: str, changes: dict[str, Any], sliding: Any
+) -> None:
+    folder = Path(shutil.copytree(FIXTURE / family, tmp_path / "checkpoint"))
+    edit_config(folder, **{"sliding_window": 16, "layer_types": ..., **changes})
+    config, _ = hf.load(folder)
+    if sliding == ():
+        assert config.sliding_window is None
+    else:
+        assert (config.sliding_window, config.sliding_layers) == (16, sliding)
+
+
+def test_missing_window_of_a_mistral_is_the_one_of_transformers(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURE / "mistral", tmp_path / "checkpoint"))
+    edit_config(folder, sliding_window=...)
+    assert hf.load(folder)[0].sliding_window == 4096
 
 
 def truncate(file: Path) -> None:
@@ -416,6 +577,33 @@ def test_tokenizer_is_optional(tmp_path: Path) -> None:
         ),
         ("Qwen2", {}, "bfloat16", "20KB"),
         ("Qwen2", {"tie_word_embeddings": False, "head_dim": 4}, "float32", "5GB"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+            "float32",
+            "5GB",
+        ),
+        ("Mistral", {"rope_parameters": make_hf_fixture.YARN_ROPE}, "bfloat16", "20KB"),
+        ("Qwen3", {"use_sliding_window": False}, "bfloat16", "20KB"),
+        ("Qwen3", {"tie_word_embeddings": True, "head_dim": 6}, "float32", "5GB"),
+        ("SmolLM3", {"tie_word_embeddings": False}, "bfloat16", "20KB"),
+        (
+            "SmolLM3",
+            {"use_sliding_window": True, "sliding_window": 5},
+            "float32",
+            "5GB",
+        ),
+        ("Gemma2", {}, "bfloat16", "20KB"),
+        ("Gemma2", {"attn_logit_softcapping": None}, "float32", "5GB"),
+        ("Gemma3", {}, "bfloat16", "20KB"),
+        (
+            "Gemma3",
+            {"final_logit_softcapping": None, "layer_types": None},
+            "float32",
+            "5GB",
+        ),
+        ("Phi3", {}, "bfloat16", "20KB"),
+        ("Phi3", {"num_key_value_heads": 4, "sliding_window": None}, "float32", "5GB"),
     ],
 )
 def test_live_pytorch_model(
@@ -423,7 +611,7 @@ def test_live_pytorch_model(
 ) -> None:
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     transformers = pytest.importorskip("transformers", reason="compares with it")
-    config = getattr(make_hf_fixture, family.upper()) | changes
+    config = make_hf_fixture.CONFIGS[family] | changes
     model = make_hf_fixture.random_model(family, config, seed=1)
     # Only the weights: model.to would also round the rotary frequencies.
     for parameter in model.parameters():
@@ -436,7 +624,7 @@ def test_live_pytorch_model(
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
 
     # transformers reads the same model from the saved checkpoint.
-    hf.save(tmp_path / "b", *hf.load(tmp_path / "a"))
+    hf.save(tmp_path / "b", *hf.load(tmp_path / "a"), like=tmp_path / "a")
     reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     again = make_hf_fixture.reference(reread, seed=1)
     np.testing.assert_array_equal(again["logits"], reference["logits"])

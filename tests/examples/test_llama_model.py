@@ -15,13 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fbq_jax
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig, RopeScaling
+from examples.llama.model_config import LlamaConfig
+from examples.llama.rope_scaling import Llama3Scaling, RopeScaling
 from examples.llama.rotary import rotary_tables, rotate
 from tests.examples.small import small_config
 from tests.fbq_jax.bench.tools import float_backward
 
 CONFIG = small_config(dtype=jnp.float32)
-SCALING = RopeScaling(
+SCALING = Llama3Scaling(
     factor=8.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
@@ -309,7 +310,7 @@ def count_spied(jaxpr: jax.extend.core.Jaxpr) -> int:
         ("norm_eps", float("nan"), "a finite number, got nan"),
         ("norm_eps", float("inf"), "a finite number, got inf"),
         ("norm_eps", 10**400, "a finite number, got 1000"),
-        ("rope_scaling", {"factor": 2}, "RopeScaling or None, got {'factor': 2}"),
+        ("rope_scaling", {"factor": 2}, "LinearScaling or Llama3Scaling or Y"),
         ("remat", "some", "one of none, codes, full, got 'some'"),
         ("remat", True, "text, got True"),
         ("saved_bits", 3, "None or an integer from 4 to 12, got 3"),

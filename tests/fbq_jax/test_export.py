@@ -184,3 +184,14 @@ def test_a_layer_that_may_stay_in_float_is_exported_where_there_is_no_map():
     with pytest.warns(UserWarning, match="quantizes every layer"):
         variables = layer.init(jax.random.key(1), values(2, 9, K))
     assert_exported(lambda x: layer.apply(variables, x), *leading(), K)
+
+
+def test_frozen_variables_are_an_argument_of_a_serialized_function():
+    pytest.importorskip("flatbuffers")
+    x = jax.random.normal(jax.random.key(0), (5, K))
+    layer = nn.Dense(N, dot_general=FallbackDot(recipes.rowwise))
+    frozen = freeze(layer, layer.init(jax.random.key(1), x), x)
+    exported = export.export(jax.jit(layer.apply))(frozen, x)
+    loaded = export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(loaded.call(frozen, x), layer.apply(frozen, x))
+    assert loaded.in_tree == exported.in_tree

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of the Llama and Qwen2 families.
+"""Hugging Face checkpoints of Llama and the families of `families.py`.
 
 A checkpoint is a folder with ``config.json`` and the weights. The weights are in
 ``model.safetensors``, or in the shards that ``model.safetensors.index.json`` lists.
@@ -7,4 +7,6 @@ A checkpoint is a folder with ``config.json`` and the weights. The weights are i
 from examples.llama.hf.checkpoint import load as load
 from examples.llama.hf.checkpoint import load_tokenizer as load_tokenizer
 from examples.llama.hf.checkpoint import save as save
+from examples.llama.hf.export import check_exportable as check_exportable
+from examples.llama.hf.export import export as export
 from examples.llama.hf.files import CheckpointError as CheckpointError

@@ -2,28 +2,41 @@
 
 import contextlib
 import json
+import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 import tokenizers
 
-from examples.llama.hf.config_json import from_json, to_json
+from examples.llama.hf.config_json import (
+    SPECIAL_TOKENS,
+    family_of,
+    from_json,
+    to_json,
+)
+from examples.llama.hf.families import FAMILIES
 from examples.llama.hf.files import (
     CONFIG,
-    WEIGHTS,
+    GENERATION,
     CheckpointError,
     open_tensors,
     read_json,
     read_tensor,
     weight_files,
+    write_tensors,
 )
-from examples.llama.hf.tensor_views import HEAD, TABLE, parameter_shapes, tensor_views
+from examples.llama.hf.tensor_views import (
+    HEAD,
+    TABLE,
+    TensorView,
+    parameter_shapes,
+    tensor_views,
+)
 from examples.llama.model_config import LlamaConfig
 
 # Rows of a tensor that are copied at once: when transposed, they fill cache lines,
@@ -49,12 +62,13 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
             the wrong shape, or the model is not supported. The message names it.
     """
     folder = Path(folder)
-    config = from_json(read_json(folder / CONFIG), folder / CONFIG)
+    stored = read_json(folder / CONFIG)
+    family = family_of(stored, folder / CONFIG)
     with contextlib.ExitStack() as stack:
         files = _open_files(folder, stack)
-        flat = _empty_parameters(config, files, folder / CONFIG)
-        views = tensor_views(config, flat)
-        expected = {name: (view, shape) for name, view, shape in views}
+        config = from_json(stored, folder / CONFIG, len(files))
+        flat = _empty_parameters(config, folder / CONFIG)
+        expected = tensor_views(config, family, flat)
         # Early checkpoints of Llama 2 also store the rotary frequencies.
         found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
         if config.tie_embeddings and {TABLE, HEAD} <= found:
@@ -63,47 +77,80 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
         _check_names(folder, expected, found)
         for name in sorted(found):
             tensor = read_tensor(*files[name], name)
-            _fill(*expected[name], tensor, f"{files[name][0]}: {name}")
+            _fill(expected[name], tensor, f"{files[name][0]}: {name}")
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
-def save(folder: str | Path, config: LlamaConfig, params: Mapping[str, Any]) -> None:
+def save(
+    folder: str | Path,
+    config: LlamaConfig,
+    params: Mapping[str, Any],
+    *,
+    like: str | Path | None = None,
+) -> None:
     """Writes a float32 checkpoint that `load` and transformers can read.
 
-    The checkpoint is a Qwen2 if ``config.qkv_bias`` is set, and a Llama otherwise. The
-    folder appears atomically. The tokenizer is not part of a model; copy its files into
-    the folder afterwards.
+    The folder appears atomically.
 
     Args:
         folder: The folder to write. It must not exist or must be empty.
         config: The configuration of the model. ``dtype``, ``remat`` and ``saved_bits``
             are not stored.
         params: The parameters of ``Llama(config)``, float32 arrays.
+        like: The folder of a checkpoint, such as the one that ``config`` was loaded
+            from. It provides the family, the ids of special tokens, and copies of the
+            files of the tokenizer and of generation. None takes the first family that
+            has the model's settings, and writes neither ids nor these files.
 
     Raises:
         FileExistsError: ``folder`` is a file or is not empty.
-        CheckpointError: ``params`` do not belong to ``Llama(config)``.
+        CheckpointError: ``params`` do not belong to ``Llama(config)``; the family lacks
+            a setting of ``config``; or ``like`` is damaged.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} already exists; save takes a new folder")
+    check_new(folder)
     flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
     _check_parameters(config, flat)
+    stored = config_json(config, like)
+    family = FAMILIES[stored["model_type"]]
     host = {path: np.asarray(array) for path, array in flat.items()}
     tensors = {
-        name: np.ascontiguousarray(view).reshape(shape)
-        for name, view, shape in tensor_views(config, host)
+        name: tensor.join()
+        for name, tensor in tensor_views(config, family, host).items()
     }
+    write_folder(folder, stored, tensors, like)
+
+
+def check_new(folder: Path) -> None:
+    """Raises FileExistsError if a checkpoint cannot be written to a folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} already exists; save takes a new folder")
+
+
+def write_folder(
+    folder: Path,
+    stored: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    like: str | Path | None,
+) -> None:
+    """Writes a checkpoint, which appears when it is complete.
+
+    Args:
+        folder: The folder.
+        stored: The content of config.json.
+        tensors: The tensors by name.
+        like: The checkpoint that provides the files of the tokenizer and of generation.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f".{folder.name}."
     ) as scratch:
         complete = Path(scratch) / "checkpoint"
         complete.mkdir()
-        text = json.dumps(to_json(config), indent=2) + "\n"
-        (complete / CONFIG).write_text(text)
-        # transformers rejects weights without this metadata.
-        safetensors.numpy.save_file(tensors, complete / WEIGHTS, {"format": "pt"})
+        (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
+        if like is not None:
+            _copy_generation(Path(like), complete)
+        write_tensors(complete, tensors)
         complete.rename(folder)
 
 
@@ -120,6 +167,23 @@ def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower one
         raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+
+
+def config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:
+    """The content of config.json, with the ids of special tokens of ``like``."""
+    if like is None:
+        return to_json(config)
+    file = Path(like) / CONFIG
+    source = read_json(file)
+    stored = to_json(config, family_of(source, file))
+    return stored | {key: source.get(key) for key in SPECIAL_TOKENS}
+
+
+def _copy_generation(source: Path, target: Path) -> None:
+    """Copies the files of the tokenizer and of generation that a checkpoint has."""
+    for name in GENERATION:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def _open_files(
@@ -143,15 +207,8 @@ def _open_files(
     return files
 
 
-def _empty_parameters(
-    config: LlamaConfig, tensors: Collection[str], file: Path
-) -> dict[str, np.ndarray]:
+def _empty_parameters(config: LlamaConfig, file: Path) -> dict[str, np.ndarray]:
     """Allocates the parameters by path, float32."""
-    if config.num_layers > len(tensors):  # before anything of this length is built
-        raise CheckpointError(
-            f"{file} asks for {config.num_layers} layers, the checkpoint has "
-            f"{len(tensors)} tensors"
-        )
     try:
         shapes = parameter_shapes(config)
         return {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
@@ -161,18 +218,16 @@ def _empty_parameters(
         ) from error
 
 
-def _fill(
-    view: np.ndarray, shape: tuple[int, ...], tensor: np.ndarray, name: str
-) -> None:
-    """Copies a tensor of this shape into its view."""
-    if tensor.shape != shape:
+def _fill(view: TensorView, tensor: np.ndarray, name: str) -> None:
+    """Copies a tensor into its view."""
+    if tensor.shape != view.shape:
         raise CheckpointError(
-            f"{name} has shape {tensor.shape}, {CONFIG} asks for {shape}"
+            f"{name} has shape {tensor.shape}, {CONFIG} asks for {view.shape}"
         )
-    tensor = tensor.reshape(view.shape)
-    for start in range(0, view.shape[-2], _ROWS_PER_COPY):
-        rows = slice(start, start + _ROWS_PER_COPY)
-        view[..., rows, :] = tensor[..., rows, :]
+    for part, piece in zip(view.parts, view.split(tensor), strict=True):
+        for start in range(0, part.shape[-2], _ROWS_PER_COPY):
+            rows = slice(start, start + _ROWS_PER_COPY)
+            part[..., rows, :] = piece[..., rows, :]
 
 
 def _check_tied(folder: Path, files: Mapping[str, tuple[Path, Any]]) -> None:

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.llama.hf.files import CheckpointError
-from examples.llama.model_config import LlamaConfig, RopeScaling
+from examples.llama.hf.families import FAMILIES, Family
+from examples.llama.hf.files import CONFIG, CheckpointError
+from examples.llama.model_config import LlamaConfig
+from examples.llama.rope_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
-# Fields of LlamaConfig and their names in config.json. RopeScaling's are the same.
+# Fields of LlamaConfig and their keys in config.json.
 _FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -26,115 +33,349 @@ _FIELDS = {
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 # The values that the model implements; any other value means another architecture.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama", "qwen2"),
-    "hidden_act": ("silu",),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1.0),
     "quantization_config": (None,),
     "dual_chunk_attention_config": (None,),
 }
+# The scalings of the rotary frequencies, by their type in config.json.
+_SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# The fields of LlamaConfig that config.json does not store, and those that only count
+# through the kinds of layers and the scale of scores.
+_NUMERICS = ("dtype", "remat", "saved_bits")
+_INDIRECT = (
+    *("rope_theta", "rope_scaling", "local_rope_theta", "nope_layers"),
+    *("sliding_window", "sliding_layers", "query_pre_attn_scalar"),
+)
+# The ids of tokens, which are not part of a model; `save` takes them from a checkpoint.
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def from_json(stored: Mapping[str, Any], file: Path) -> LlamaConfig:
+def from_json(stored: Mapping[str, Any], file: Path, tensors: int) -> LlamaConfig:
     """Builds the configuration that ``config.json`` describes.
 
     Args:
         stored: The content of the file.
         file: The file, for error messages.
+        tensors: The number of tensors in the checkpoint, which limits the layers.
 
     Raises:
         CheckpointError: A field is missing or out of range, or the model is not
             supported.
     """
-    # transformers 5 stores in rope_parameters what older versions store at the top.
-    rope_keys = ("rope_theta", "partial_rotary_factor")
-    rope = {key: stored[key] for key in rope_keys if key in stored}
-    for key in ("rope_scaling", "rope_parameters"):
-        value = {} if stored.get(key) is None else stored[key]
-        if not isinstance(value, dict):
-            raise CheckpointError(
-                f"{file}: {key} takes an object, got {reprlib.repr(value)}"
+    family = family_of(stored, file)
+    stored = {**family.defaults, **stored}
+    try:
+        rope, local = _rope(family, stored)
+        _check_supported(family, stored, rope)
+        config = LlamaConfig(
+            **_fields(family, stored),
+            rope_theta=rope.get("rope_theta", 10000.0),
+            rope_scaling=_rope_scaling(family, stored, rope),
+            local_rope_theta=local,
+            tie_embeddings=stored.get("tie_word_embeddings", False),
+        )
+        if config.num_layers > tensors:  # before anything of this length is built
+            raise ValueError(
+                f"asks for {config.num_layers} layers, the checkpoint has {tensors} "
+                "tensors"
             )
-        rope |= value
-    _check_supported(stored, rope, file)
+        return dataclasses.replace(config, **_by_layer(family, stored, config))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def family_of(stored: Mapping[str, Any], file: Path) -> Family:
+    """Returns the family that a config.json names.
+
+    Raises:
+        CheckpointError: The family is not supported.
+    """
+    name = stored.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(
+            f"{file}: model_type is {reprlib.repr(name)}, supported: "
+            + ", ".join(FAMILIES)
+        )
+    return FAMILIES[name]
+
+
+def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]:
+    """Returns the content of config.json.
+
+    Args:
+        config: The configuration of the model.
+        family: The family of the model; None takes the first that has its settings.
+
+    Raises:
+        CheckpointError: The family, or every family, lacks a setting of the model.
+    """
+    candidates = tuple(FAMILIES.values()) if family is None else (family,)
+    for candidate in candidates:
+        stored = _to_json(config, candidate)
+        if (lacking := _lacking(config, stored)) is None:
+            return stored
+    if family is None:
+        raise CheckpointError(
+            f"none of the families has all settings of the model: {', '.join(FAMILIES)}"
+        )
+    raise CheckpointError(f"a {family.model_type} does not have the model's {lacking}")
+
+
+def _fields(family: Family, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `LlamaConfig` that are entries of config.json."""
     fields: dict[str, Any] = {name: stored.get(key) for name, key in _FIELDS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
-    try:
-        config = LlamaConfig(
-            **fields,
-            rope_theta=rope.get("rope_theta", 10000.0),
-            rope_scaling=_rope_scaling(rope),
-            qkv_bias=stored["model_type"] == "qwen2",
-            tie_embeddings=stored.get("tie_word_embeddings", False),
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    if _uses_sliding_window(stored, config.num_layers):
-        raise CheckpointError(
-            f"{file}: sliding-window attention is not supported; layer_types takes "
-            "'full_attention' for every layer"
-        )
-    return config
+    fields |= {name: stored.get(key) for name, key in family.keys.items()}
+    return {**fields, **family.settings}
 
 
-def to_json(config: LlamaConfig) -> dict[str, Any]:
-    """Returns the content of config.json: a Qwen2 if QKV has a bias, else a Llama."""
-    family = "Qwen2" if config.qkv_bias else "Llama"
-    stored = {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
-        **{key: getattr(config, name) for name, key in _FIELDS.items()},
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": "float32",
-        # transformers would default to the ids of Llama 2's tokenizer.
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if config.rope_scaling is not None:
-        scaling = dataclasses.asdict(config.rope_scaling)
-        stored["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    return stored
+def _by_layer(
+    family: Family, stored: Mapping[str, Any], config: LlamaConfig
+) -> dict[str, Any]:
+    """The fields of `LlamaConfig` that depend on the sizes in ``config``."""
+    fields: dict[str, Any] = {}
+    if family.scales_embeddings:
+        fields["embed_scale"] = config.hidden_size**0.5
+    nope = _nope_layers(stored, config.num_layers) if family.nope else ()
+    fields["nope_layers"] = nope
+    slides = _sliding_layers(family, stored, config.num_layers, nope)
+    if slides:
+        fields["sliding_window"] = _window(family, stored)
+    if 0 < len(slides) < config.num_layers:
+        fields["sliding_layers"] = slides
+    return fields
+
+
+def _nope_layers(stored: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    rotates = stored.get("no_rope_layers")
+    if rotates is None:
+        interval = _integer(stored, "no_rope_layer_interval", 1)
+        return tuple(range(interval - 1, layers, interval))
+    if (
+        not isinstance(rotates, list)
+        or len(rotates) < layers
+        or any(flag not in (0, 1) for flag in rotates)
+    ):
+        raise ValueError(
+            f"no_rope_layers takes a 0 or 1 for each of the {layers} layers, "
+            f"got {reprlib.repr(rotates)}"
+        )
+    return tuple(layer for layer in range(layers) if not rotates[layer])
+
+
+def _sliding_layers(
+    family: Family, stored: Mapping[str, Any], layers: int, nope: tuple[int, ...]
+) -> tuple[int, ...]:
+    listed = stored.get("layer_types")
+    if not family.layer_types or listed is None:
+        slides = _unlisted(family, stored, layers, nope)
+        types = [_SLIDING if layer in slides else _FULL for layer in range(layers)]
+        if listed not in (None, types):
+            raise ValueError(
+                f"layer_types takes {types[0]!r} for each of the {layers} layers of a "
+                f"{family.model_type}, got {reprlib.repr(listed)}"
+            )
+        return slides
+    if (
+        not isinstance(listed, list)
+        or len(listed) != layers
+        or any(kind not in (_FULL, _SLIDING) for kind in listed)
+    ):
+        raise ValueError(
+            f"layer_types takes {_FULL!r} or {_SLIDING!r} for each of the {layers} "
+            f"layers, got {reprlib.repr(listed)}"
+        )
+    return tuple(layer for layer in range(layers) if listed[layer] == _SLIDING)
+
+
+def _unlisted(
+    family: Family, stored: Mapping[str, Any], layers: int, nope: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The layers with a sliding window where config.json does not list them."""
+    if family.window == "none" or _window(family, stored) is None:
+        return ()
+    if family.window == "unrotated":
+        return nope
+    if family.window == "last":
+        return tuple(range(_integer(stored, "max_window_layers", 0), layers))
+    if family.window == "pattern":
+        n = _integer(stored, "sliding_window_pattern", 1)
+        return tuple(layer for layer in range(layers) if (layer + 1) % n)
+    return tuple(range(layers))
+
+
+def _window(family: Family, stored: Mapping[str, Any]) -> Any:
+    """The width of the sliding window; None if the model has none."""
+    if _has_switch(family) and not stored.get("use_sliding_window"):
+        return None
+    return stored.get("sliding_window")
+
+
+def _has_switch(family: Family) -> bool:
+    """Whether a sliding window needs ``use_sliding_window``."""
+    return family.window in ("last", "unrotated")
+
+
+def _integer(stored: Mapping[str, Any], key: str, lowest: int) -> int:
+    value = stored.get(key)
+    if type(value) is not int or value < lowest:
+        raise ValueError(
+            f"{key} takes an integer of at least {lowest}, got {reprlib.repr(value)}"
+        )
+    return value
+
+
+def _rope(
+    family: Family, stored: Mapping[str, Any]
+) -> tuple[dict[str, Any], float | None]:
+    """The entries that describe the rotation, and the base of layers with a window."""
+    # transformers 5 stores in rope_parameters what older versions store at the top.
+    rope_keys = ("rope_theta", "partial_rotary_factor")
+    rope = {key: stored[key] for key in rope_keys if key in stored}
+    local: dict[str, Any] = {}
+    if family.local_rope_key is not None:
+        local["rope_theta"] = stored[family.local_rope_key]
+    for key in ("rope_scaling", "rope_parameters"):
+        value = _object(stored, key)
+        if _FULL not in value and _SLIDING not in value:
+            rope |= value
+        elif family.local_rope_key is None:
+            raise ValueError(
+                f"{key} takes one rotation for all layers of a {family.model_type}"
+            )
+        else:
+            rope |= _object(value, _FULL)
+            local |= _object(value, _SLIDING)
+    if family.local_rope_key is None:
+        return rope, None
+    if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"rope_parameters takes the default rotation for {_SLIDING}, got "
+            f"{reprlib.repr(local)}"
+        )
+    if local["rope_theta"] is None:
+        raise ValueError(f"{family.local_rope_key} takes a finite number, got None")
+    return rope, local["rope_theta"]
+
+
+def _object(stored: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = stored.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{key} takes an object, got {reprlib.repr(value)}")
+    return value or {}
+
+
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _rope_scaling(
+    family: Family, stored: Mapping[str, Any], rope: Mapping[str, Any]
+) -> RopeScaling | None:
+    rope_type = _rope_type(rope)
+    if rope_type not in family.rope_types:
+        raise ValueError(
+            f"RoPE type {reprlib.repr(rope_type)} is not supported in a "
+            f"{family.model_type}, supported: {', '.join(family.rope_types)}"
+        )
+    if rope_type == "default":
+        return None
+    scaling = _SCALINGS[rope_type]
+    entries = dict(rope)
+    if scaling is YarnScaling:
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            raise ValueError(
+                "mscale and mscale_all_dim are not supported: set attention_factor"
+            )
+        original = "original_max_position_embeddings"
+        entries.setdefault(original, stored.get("max_position_embeddings"))
+        entries["beta_fast"] = rope.get("beta_fast") or 32.0
+        entries["beta_slow"] = rope.get("beta_slow") or 1.0
+        entries.setdefault("truncate", True)
+    names = (field.name for field in dataclasses.fields(scaling))
+    factors: dict[str, Any] = {name: entries.get(name) for name in names}
+    return scaling(**factors)
 
 
 def _check_supported(
-    stored: Mapping[str, Any], rope: Mapping[str, Any], file: Path
+    family: Family, stored: Mapping[str, Any], rope: Mapping[str, Any]
 ) -> None:
-    for key, accepted in _ACCEPTED.items():
+    accepted = {
+        **_ACCEPTED,
+        **{key: (value,) for key, value in family.constants.items()},
+        **dict.fromkeys(family.unsupported, (None, False)),
+    }
+    for key, values in accepted.items():
         value = rope.get(key, stored.get(key))
-        if value not in accepted:
-            raise CheckpointError(
-                f"{file}: {key} is {reprlib.repr(value)}, supported: "
-                + " or ".join(map(repr, accepted))
+        if value not in values:
+            raise ValueError(
+                f"{key} is {reprlib.repr(value)}, supported: "
+                + " or ".join(map(repr, values))
             )
     for key in _FIELDS.values():
         if key not in stored and key not in _OPTIONAL:
-            raise CheckpointError(f"{file} lacks {key}")
+            raise ValueError(f"lacks {key}")
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
+def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
+    """The content of config.json, as far as the family has the settings."""
+    stored = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{key: getattr(config, name) for name, key in _FIELDS.items()},
+        **family.constants,
+        **{key: getattr(config, name) for name, key in family.keys.items()},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling_json(config.rope_scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": "float32",
+        # transformers would default to ids of the family's own tokenizer.
+        **dict.fromkeys(SPECIAL_TOKENS),
+    }
+    if (key := family.keys.get("query_pre_attn_scalar")) and stored[key] is None:
+        stored[key] = config.head_dim
+    kinds = config.layer_kinds()
+    if family.window != "none":
+        stored["sliding_window"] = config.sliding_window
+    if _has_switch(family):
+        stored["use_sliding_window"] = config.sliding_window is not None
+    if family.layer_types:
+        stored["layer_types"] = [
+            _FULL if kind.window is None else _SLIDING for kind in kinds
+        ]
+    if family.local_rope_key is not None:
+        stored[family.local_rope_key] = config.local_rope_theta or config.rope_theta
+    if family.nope:
+        stored["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
+    return stored
+
+
+def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
         return None
-    if rope_type != "llama3":
-        raise ValueError(
-            f"RoPE type {rope_type!r} is not supported: default and llama3 are"
-        )
-    names = (field.name for field in dataclasses.fields(RopeScaling))
-    factors: dict[str, Any] = {name: rope.get(name) for name in names}
-    return RopeScaling(**factors)
+    (rope_type,) = (name for name, kind in _SCALINGS.items() if type(scaling) is kind)
+    return {"rope_type": rope_type, **dataclasses.asdict(scaling)}
 
 
-def _uses_sliding_window(stored: Mapping[str, Any], layers: int) -> bool:
-    types = stored.get("layer_types")
-    if types is not None:
-        return types != ["full_attention"] * layers
-    if not stored.get("use_sliding_window") or stored.get("sliding_window") is None:
-        return False
-    # Older Qwen2: the layers from max_window_layers on, if the window is enabled.
-    first = stored.get("max_window_layers")
-    return not isinstance(first, int) or first < layers
+def _lacking(config: LlamaConfig, stored: dict[str, Any]) -> str | None:
+    """What a config.json of `_to_json` lacks of a model; None if it is complete."""
+    try:
+        described = from_json(stored, Path(CONFIG), config.num_layers)
+    except CheckpointError as error:
+        return f"settings ({error})"
+    names = [field.name for field in dataclasses.fields(config)]
+    differing = [
+        name
+        for name in names
+        if name not in (*_NUMERICS, *_INDIRECT)
+        and getattr(described, name) != getattr(config, name)
+    ]
+    if described.layer_kinds() != config.layer_kinds():
+        differing.append("kinds of layers")
+    if described.score_scale() != config.score_scale():
+        differing.append("query_pre_attn_scalar")
+    return ", ".join(differing) or None

@@ -2,15 +2,32 @@
 
 import json
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# The files that generation needs beside the model.
+GENERATION = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# The size above which weights are written in shards, as transformers does.
+_SHARD_BYTES = 5 * 10**9
 
 
 class CheckpointError(ValueError):
@@ -97,3 +114,32 @@ def read_tensor(file: Path, opened: Any, name: str) -> np.ndarray:
             f"{file}: {name} is {dtype}, supported are F32, F16 and BF16"
         )
     return opened.get_tensor(name)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes the weights of a checkpoint: one file, or shards and their index.
+
+    Args:
+        folder: The folder of the checkpoint.
+        tensors: The tensors by name.
+    """
+    shards: list[dict[str, np.ndarray]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = np.ascontiguousarray(tensor)
+        size += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS
+        if len(shards) > 1:
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # transformers rejects weights without this metadata.
+        safetensors.numpy.save_file(shard, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,9 +1,11 @@
 """The tensors of a checkpoint as views into the parameters of `Llama`.
 
-Reading and writing share the views: `load` fills them and `save` stores them.
+Reading and writing share the views: `load` fills them and `save` stores them. A
+parameter has one or several tensors: its layers, and the tensors that it joins.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import flax.traverse_util
@@ -11,25 +13,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples.llama.hf.families import Family
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 
 TABLE = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-_LAYER = "model.layers.{}"
 
 
-class _Parameter(NamedTuple):
-    """The tensors that one parameter joins along its last axis.
+class TensorView(NamedTuple):
+    """A tensor as views into parameters.
 
     Attributes:
-        groups: The number of groups that the tensors are split into; the parameter
-            has the first group of each tensor, then the second, and so on.
-        widths: The width of a group of each tensor, by the tensor's name.
+        shape: The shape of the tensor.
+        parts: The views that the tensor joins along its first axis. A view has two axes
+            where the tensor has one, if the parameter splits the tensor into groups.
     """
 
-    groups: int
-    widths: dict[str, int]
+    shape: tuple[int, ...]
+    parts: tuple[np.ndarray, ...]
+
+    def split(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """Returns a tensor of this shape in parts of the shapes of the views."""
+        rows = [
+            math.prod(part.shape) * len(tensor) // tensor.size for part in self.parts
+        ]
+        pieces = np.split(tensor, np.cumsum(rows)[:-1])
+        return [
+            piece.reshape(part.shape)
+            for piece, part in zip(pieces, self.parts, strict=True)
+        ]
+
+    def join(self) -> np.ndarray:
+        """Returns the tensor."""
+        tail = self.shape[1:]
+        rows = [np.ascontiguousarray(part).reshape(-1, *tail) for part in self.parts]
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -41,26 +60,27 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_views(
-    config: LlamaConfig, flat: Mapping[str, np.ndarray]
-) -> Iterator[tuple[str, np.ndarray, tuple[int, ...]]]:
-    """Yields the name, the view and the shape of each tensor of a checkpoint.
+    config: LlamaConfig, family: Family, flat: Mapping[str, np.ndarray]
+) -> dict[str, TensorView]:
+    """Returns the tensors of a checkpoint by name.
 
-    A view has two axes where its tensor has one, if the parameter splits the tensor
-    into groups. Layers are stacked along the first axis of a parameter, and kernels are
-    transposed.
+    Layers are stacked along the first axis of a parameter, and kernels are transposed.
 
     Args:
         config: The sizes of the model.
+        family: Names the tensors.
         flat: The parameters by path.
     """
-    for path, (groups, widths) in _parameters(config).items():
-        stack = flat[path] if path.startswith("layers/") else flat[path][None]
+    views: dict[str, TensorView] = {}
+    for path, parameter in flat.items():
+        stack = parameter if path.startswith("layers/") else parameter[None]
         is_kernel = path.endswith("kernel")
         if is_kernel:
             stack = stack.reshape(*stack.shape[:2], -1)  # joins the axes of gate_up
-        stack = stack.reshape(*stack.shape[:-1], groups, sum(widths.values()))
+        groups, widths = _columns(config, path, stack.shape[-1])
+        stack = stack.reshape(*stack.shape[:-1], groups, sum(widths))
         start = 0
-        for name, width in widths.items():
+        for name, width in zip(family.tensors_of(path), widths, strict=True):
             for index, array in enumerate(stack):
                 view = array[..., start : start + width]
                 if is_kernel:
@@ -68,41 +88,31 @@ def tensor_views(
                     shape = (groups * width, *view.shape[2:])
                 else:
                     shape = (*view.shape[:-2], groups * width)
-                yield name.format(index), view, shape
+                _add(views, name.format(index), view, shape)
             start += width
+    return views
 
 
-def _parameters(config: LlamaConfig) -> dict[str, _Parameter]:
-    """The tensors that each parameter joins, by the path of the parameter."""
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    single = {
-        "embed/embedding": (TABLE, hidden),
-        "layers/attention/qkv/norm/scale": (f"{_LAYER}.input_layernorm.weight", hidden),
-        "layers/attention/out/kernel": (f"{_LAYER}.self_attn.o_proj.weight", hidden),
-        "layers/mlp/norm/scale": (f"{_LAYER}.post_attention_layernorm.weight", hidden),
-        "layers/mlp/down/kernel": (f"{_LAYER}.mlp.down_proj.weight", hidden),
-        "norm/scale": ("model.norm.weight", hidden),
-    }
-    if not config.tie_embeddings:
-        single["lm_head/kernel"] = HEAD, config.vocab_size
-    joined = {
-        path: _Parameter(1, {name: width}) for path, (name, width) in single.items()
-    }
-    joined["layers/mlp/gate_up/kernel"] = _Parameter(
-        1, {f"{_LAYER}.mlp.{name}_proj.weight": mlp for name in ("gate", "up")}
-    )
-    for name in ("kernel", "bias") if config.qkv_bias else ("kernel",):
-        joined[f"layers/attention/qkv/dense/{name}"] = _qkv(
-            config, "weight" if name == "kernel" else "bias"
-        )
-    return joined
+def _add(
+    views: dict[str, TensorView], name: str, view: np.ndarray, shape: tuple[int, ...]
+) -> None:
+    """Adds a view to the tensor of this name."""
+    before = views.get(name, TensorView((0, *shape[1:]), ()))
+    joined = (before.shape[0] + shape[0], *shape[1:])
+    views[name] = TensorView(joined, (*before.parts, view))
 
 
-def _qkv(config: LlamaConfig, kind: str) -> _Parameter:
-    """Q, K and V, grouped by key-value head."""
-    kv_heads, dim = config.num_kv_heads, config.head_dim
-    widths = {"q": config.num_heads // kv_heads * dim, "k": dim, "v": dim}
-    return _Parameter(
-        kv_heads,
-        {f"{_LAYER}.self_attn.{n}_proj.{kind}": width for n, width in widths.items()},
-    )
+def _columns(config: LlamaConfig, path: str, width: int) -> tuple[int, tuple[int, ...]]:
+    """How the columns of a parameter belong to the tensors that it joins.
+
+    Returns:
+        The number of groups that each tensor is split into, and the width of a group of
+        each tensor. The parameter has the first group of each tensor, then the second,
+        and so on.
+    """
+    if path.startswith("layers/attention/qkv/dense/"):
+        kv_heads, dim = config.num_kv_heads, config.head_dim
+        return kv_heads, (config.num_heads // kv_heads * dim, dim, dim)
+    if path == "layers/mlp/gate_up/kernel":
+        return 1, (width // 2, width // 2)
+    return 1, (width,)

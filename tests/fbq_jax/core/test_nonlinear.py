@@ -52,6 +52,12 @@ CASES = {
         lambda gate, up: gate / (1 + np.exp(-gate)) * up,
         2,
     ),
+    "gelu_gate": Case(
+        nonlinear.gelu_gate,
+        lambda gate, up: jax.nn.gelu(gate) * up,
+        lambda gate, up: exact_gelu(gate, True) * up,
+        2,
+    ),
     "gelu": Case(nonlinear.gelu, jax.nn.gelu, lambda x: exact_gelu(x, True), 1),
     "gelu_erf": Case(
         functools.partial(nonlinear.gelu, approximate=False),
@@ -61,10 +67,18 @@ CASES = {
     ),
 }
 NORMS = ("rms_norm", "layer_norm")
+
+
+def marked(name):
+    """A case as a parameter; the second gate is one of the slow tests."""
+    marks = pytest.mark.exhaustive if name == "gelu_gate" else ()
+    return pytest.param(name, marks=marks)
+
+
 POINTWISE = tuple(name for name in CASES if name not in NORMS)
 # Tests share shapes, so that each layer is compiled once.
 SMALL, LARGE = (3, 256), (64, 512)
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = pytest.mark.parametrize("name", [*map(marked, CASES)])
 
 
 def normal(shape, seed=0):
@@ -181,7 +195,7 @@ def test_ten_bits_preserve_the_direction_of_every_gradient(name, draw):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", [*map(marked, POINTWISE)])
 def test_forward_equals_jax_nn(name, dtype):
     """With and without differentiation."""
     case = CASES[name]
@@ -225,7 +239,7 @@ def test_the_compiler_counts_only_packed_values_and_statistics(name):
     outputs = compiled.memory_analysis().output_size_in_bytes
     pointers = 8 * len(jax.tree.leaves(compiled.output_shardings))
 
-    tensors = 2 if name == "silu_gate" else 1
+    tensors = 2 if name.endswith("_gate") else 1
     packed = tensors * (rows * channels * 10 // 8 + rows * channels // 128 * 4)
     statistics = 4 * rows + 4 * channels if name in NORMS else 0
     assert outputs - pointers <= packed + statistics
@@ -243,7 +257,7 @@ def test_a_checkpoint_policy_saves_packed_values_and_no_floats(name):
 
     saved = jax.tree.leaves(jax.jit(lambda *x: jax.vjp(network, *x)[1])(*operands))
     planes = [x for x in saved if x.dtype == jnp.uint8 and x.shape == SMALL]
-    assert len(planes) == (2 if name == "silu_gate" else 1)
+    assert len(planes) == (2 if name.endswith("_gate") else 1)
     floats = [x for x in saved if x.dtype == jnp.float32 and x.shape == SMALL]
     inputs = [x for x in operands if x.shape == SMALL]
     assert all(any(np.array_equal(x, i) for i in inputs) for x in floats)
@@ -257,7 +271,7 @@ def test_vmap_equals_a_batch(name):
     assert_equal_gradients(vjp(jax.vmap(case.layer, axes), dy, *operands), name)
 
 
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", [*map(marked, POINTWISE)])
 def test_eager_equals_jit(name):
     """Eager norms are compared with Flax's in ``linen/test_norms.py``."""
     operands, dy = operands_of(name, SMALL), normal(SMALL, 9)
@@ -270,7 +284,7 @@ def assert_equal_gradients(got, name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", [*map(marked, POINTWISE)])
 def test_shards_of_whole_groups_need_no_communication(name):
     case, shape = CASES[name], LARGE
     mesh = jax.make_mesh((4,), ("model",), (jax.sharding.AxisType.Auto,))

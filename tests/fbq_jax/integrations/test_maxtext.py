@@ -1,343 +1,385 @@
-"""The layers, scans and training steps of MaxText, reproduced in small."""
+"""MaxText's trainer with quantized layers: ``pip install -e '.[maxtext]'``.
 
-import functools
+Eight CPU devices train tiny models on MaxText's synthetic batch, which is always the
+same, so that the loss falls quickly.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from fbq_jax import FallbackDot, Recipe, recipes
-from fbq_jax.integrations.maxtext import Quantization
+from fbq_jax import Recipe, recipes
 from tests.collectives import collectives
 
-SIDE = 32
-RECIPE = Recipe(block=SIDE)
-LAYERS, HEADS, WIDTH = 2, 2, 64
-X = jax.random.normal(jax.random.key(0), (4, 96, WIDTH))
+pytest.importorskip("maxtext", reason="needs the extra maxtext, and so Python 3.12")
 
-# MaxText's rules from logical axes to mesh axes, for the axes used here.
-RULES = (
-    ("embed", "fsdp"),
-    ("heads", "tensor"),
-    ("activation_batch", ("data", "fsdp")),
-    ("activation_heads", "tensor"),
-    ("activation_embed", "tensor"),
-)
-NEEDS_DEVICES = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
-EMBEDDED = "activation_batch", "activation_length", "activation_embed"
-OF_HEADS = "activation_batch", "activation_length", "activation_heads", "kv"
+from maxtext.layers import linears, quantizations
+from maxtext.trainers.pre_train import train
+from maxtext.utils import maxtext_utils, model_creation_utils
 
+import fbq_jax.maxtext
 
-def shard(x, names):
-    """Constrains the output of a layer; does nothing without a mesh."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return x
-    spec = nn.logical_to_mesh_axes(names, RULES)
-    return jax.lax.with_sharding_constraint(x, spec)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's code
 
-
-class Bridge(nnx.bridge.ToNNX):
-    """Flax's bridge, which in MaxText can also drop its generator."""
-
-    def release_rngs(self):
-        self.to_nnx__rngs = None
-
-
-def make_dot_general(quant, kernel_axes, rngs):
-    """An op, and the name of the layer attribute that holds it."""
-    op = quant.dot_general_cls(mesh_axes=kernel_axes)()
-    return f"{type(op).__name__}_0", Bridge(op, rngs=rngs)
+ROOT = Path(__file__).parents[3]
+RECIPE = Recipe(block=32)  # smaller than what a device has of any operand
+RULES = {".*logits_dense": None, ".*": RECIPE}
+STEPS, LAYERS, EMBED, MLP, BATCH, LENGTH = 4, 2, 64, 128, 8, 32
+SETTINGS = {
+    "run_name": "test",
+    "hardware": "cpu",
+    "skip_jax_distributed_system": True,
+    "dataset_type": "synthetic",
+    "enable_checkpointing": False,
+    "enable_tensorboard": False,
+    "log_config": False,
+    "steps": STEPS,
+    "learning_rate": 0.03,
+    "attention": "dot_product",
+    "per_device_batch_size": 1,
+    "max_target_length": LENGTH,
+    "vocab_size": 128,
+    "base_emb_dim": EMBED,
+    "base_mlp_dim": MLP,
+    "base_moe_mlp_dim": MLP,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 32,
+    "base_num_decoder_layers": LAYERS,
+}
+TENSOR = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
 
 
-class DenseGeneral(nnx.Module):
-    """Asks ``quant`` for an op, bridges it and initializes it with a row of zeros."""
+class Run(NamedTuple):
+    """What a training left behind; ``layers`` has the states of ops, by layer."""
 
-    def __init__(self, shape, axis, kernel_axes, dtype, quant, rngs):
-        self.axis, self.dtype, self.quant = axis, dtype, quant
-        init = nn.initializers.lecun_normal(in_axis=tuple(range(len(axis))))
-        self.kernel = nnx.Param(
-            init(rngs.params(), shape, jnp.float32),
-            out_sharding=kernel_axes,
-            eager_sharding=False,
-        )
-        self.name, op = make_dot_general(quant, kernel_axes, rngs)
-        setattr(self, self.name, op)
-        self(jnp.zeros((1, *shape[: len(axis)]), dtype), initializing=True)
-        if not quant.needs_apply_rngs:
-            op.release_rngs()
-
-    def __call__(self, x, initializing=False):
-        axis = tuple(a % x.ndim for a in self.axis)
-        dims = (axis, tuple(range(len(axis)))), ((), ())
-        kernel, op = self.kernel[...].astype(self.dtype), getattr(self, self.name)
-        if initializing:
-            op.lazy_init(x, kernel, dims, precision=None)
-        return op(x, kernel, dims, precision=None, mutable=["aqt"])
+    losses: list[float]
+    layers: dict[str, dict[str, Any]]
+    variables: dict[str, Any]
 
 
-class Block(nnx.Module):
-    """A residual connection around projections to heads and back."""
-
-    def __init__(self, dtype, rngs):
-        quant, heads = Quantization(RECIPE), (HEADS, WIDTH // HEADS)
-        axes = "embed", "heads", "kv"
-        self.query = DenseGeneral((WIDTH, *heads), (-1,), axes, dtype, quant, rngs)
-        axes = "heads", "kv", "embed"
-        self.out = DenseGeneral((*heads, WIDTH), (-2, -1), axes, dtype, quant, rngs)
-
-    def __call__(self, x):
-        y = shard(self.query(x), OF_HEADS)
-        return shard(x + self.out(jnp.sin(y)), EMBEDDED)
+@pytest.fixture(autouse=True)
+def _usual_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
-def is_variable(x):
-    return isinstance(x, nnx.Variable)
+@pytest.fixture(scope="module", name="run")
+def make_run(tmp_path_factory):
+    def run(rules=RULES, **settings):
+        folder = tmp_path_factory.mktemp("run")
+        settings = {"base_output_directory": folder, **settings}
+        config, recorder = configure(metrics_file=folder / "metrics", **settings)
+        quantized = contextlib.nullcontext()
+        if rules is not None:
+            quantized = fbq_jax.maxtext.quantize_models(rules)
+        with quantized:
+            state = train.train_loop(config, recorder)
+        metrics = map(json.loads, (folder / "metrics").read_text().splitlines())
+        losses = [m["learning/loss"] for m in metrics if "learning/loss" in m]
+        variables = jax.tree.map(as_numpy, nnx.to_pure_dict(state))
+        return Run(losses, states_of(variables), variables)
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield run
 
 
-def stacked(dtype):
-    """The graph of one layer, and variables with a leading axis of layers."""
-
-    def block(key):
-        return Block(dtype, nnx.Rngs(params=key, dropout=1, aqt=2))
-
-    def variables(key):
-        return nnx.split(block(key), nnx.Param, ...)[1:]
-
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    graph = nnx.graphdef(nnx.eval_shape(block, keys[0]))
-    # With this metadata the bridge passes Linen a box instead of an array.
-    metadata = {nnx.PARTITION_NAME: "layers", "param_scan_axis": 0}
-    annotate = functools.partial(nnx.Variable.replace, **metadata)
-    layers = jax.jit(functools.partial(jax.lax.map, variables))(keys)
-    return graph, *jax.tree.map(annotate, layers, is_leaf=is_variable)
+def as_numpy(x):
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
 
 
-def loss_of(graph, params, rest, x):
-    """The loss, and the new variables other than parameters."""
-
-    @jax.checkpoint
-    def layer(x, variables):
-        block = nnx.merge(graph, *variables, copy=True)
-        y = block(x)
-        return y, nnx.split(block, nnx.Param, ...)[2]
-
-    y, rest = jax.lax.scan(layer, x, (params, rest))
-    return jnp.mean(jnp.square(y.astype(jnp.float32))), rest
+def configure(**settings):
+    """MaxText's configuration, from ``key=value`` arguments."""
+    base = Path(linears.__file__).parents[1] / "configs" / "base.yml"
+    arguments = [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]
+    return train.initialize(["train", str(base), *arguments])
 
 
-def grads_of(graph):
-    return jax.value_and_grad(functools.partial(loss_of, graph), has_aux=True)
+def model_maker(**settings):
+    """A function that makes MaxText's model."""
+    config, _ = configure(**settings)
+    mesh = maxtext_utils.get_mesh_from_config(config)
+
+    def create():
+        rngs = nnx.Rngs(params=0, dropout=1)
+        return model_creation_utils.create_model(config, mesh, rngs=rngs)
+
+    return create
 
 
-def states_of(rest):
-    """The states of the two ops of each layer."""
-    layers = nnx.to_pure_dict(rest)
-    return [layers[k]["FallbackDotGeneral_0"]["dot_general"] for k in ("query", "out")]
+def quantize(rules=RULES, **settings):
+    """The report on a model of MaxText, and the states of its ops."""
+    reports = []
+
+    def create():
+        model = model_maker(**settings)()
+        reports.append(fbq_jax.maxtext.quantize(model, rules, rngs=nnx.Rngs(0)))
+        return model
+
+    model = nnx.eval_shape(create)
+    return reports[0], states_of(nnx.to_pure_dict(nnx.state(model)))
 
 
-def test_a_step_in_nnx():
-    """Scanned and rematerialized layers; two microbatches accumulate gradients."""
-    graph, params, rest = stacked(jnp.bfloat16)
-    started = states_of(rest)
-    for state in started:  # a row of zeros sets no threshold
-        np.testing.assert_array_equal(state["theta"], -1.0)
+def states_of(variables):
+    """Finds the states of ops in nested dictionaries, by the path of their layer."""
+    found = {}
 
-    @jax.jit
-    def step(params, rest, x):
-        def microbatch(carry, x):
-            total, rest = carry
-            (loss, rest), grads = grads_of(graph)(params, rest, x)
-            return (jax.tree.map(jnp.add, total, grads), rest), loss
+    def visit(tree, path):
+        for key, value in tree.items():
+            if key == "dot_general":
+                found["/".join(path)] = value
+            elif isinstance(value, dict):
+                visit(value, (*path, str(key)))
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        (grads, rest), losses = jax.lax.scan(microbatch, (zeros, rest), x)
-        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads), rest, losses
-
-    losses = []
-    batch = X.astype(jnp.bfloat16).reshape(2, 2, *X.shape[1:])
-    for _ in range(2):
-        params, rest, loss = step(params, rest, batch)
-        losses.append(float(loss.mean()))
-    assert losses[1] < losses[0]
-    seeds = set()
-    for before, after in zip(started, states_of(rest), strict=True):
-        np.testing.assert_array_equal(after["count"], before["count"] + 4)
-        assert np.all(after["theta"] > 0.0)
-        seeds.update(np.asarray(after["seed"]).tolist())
-    assert len(seeds) == 2 * LAYERS
+    visit(variables.get("model", variables), ())
+    return found
 
 
-class KeepsRngs(Quantization):
-    """MaxText's default for objects without this attribute."""
-
-    needs_apply_rngs = True
-
-
-def test_noise_needs_no_generator():
-    """An op without a generator computes the same, with new noise in each step."""
-
-    def steps(quant):
-        rngs, axes = nnx.Rngs(params=0, dropout=1, aqt=2), ("embed", "mlp")
-        layer = DenseGeneral((WIDTH, WIDTH), (-1,), axes, jnp.float32, quant, rngs)
-        graph, params, rest = nnx.split(layer, nnx.Param, ...)
-        generators = len(jax.tree.leaves(nnx.filter_state(rest, nnx.RngState)))
-
-        @jax.jit
-        def step(rest):
-            def loss(params):
-                layer = nnx.merge(graph, params, rest, copy=True)
-                return jnp.mean(jnp.sin(layer(X))), nnx.split(layer, nnx.Param, ...)[2]
-
-            return jax.grad(loss, has_aux=True)(params)
-
-        found = []
-        for _ in range(3):
-            grads, rest = step(rest)
-            state = nnx.to_pure_dict(rest)["FallbackDotGeneral_0"]["dot_general"]
-            found.append((grads["kernel"][...], state))
-        return generators, found
-
-    none, found = steps(Quantization(RECIPE))
-    some, want = steps(KeepsRngs(RECIPE))
-    assert none == 0 < some
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-    (_, _), (second, before), (third, after) = found
-    assert before["theta"] == after["theta"] > 0.0
-    assert before["count"] + 1 == after["count"]
-    assert np.any(second != third)
+def assert_trained(run, reference, layers, calls=STEPS, atol=0.1):
+    """The loss falls as in float, and each op counts its calls."""
+    if reference is not None:
+        np.testing.assert_allclose(run.losses, reference.losses, atol=atol)
+        assert run.losses != reference.losses
+    assert run.losses[-1] < run.losses[0] - 2.0
+    assert len(run.layers) == layers
+    for path, state in run.layers.items():
+        np.testing.assert_array_equal(state["count"], calls, path)
+        assert np.all(state["theta"] > 0.0), path
+    seeds = np.concatenate([np.ravel(s["seed"]) for s in run.layers.values()])
+    assert len(set(seeds.tolist())) == seeds.size
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    """Layers in float32, so that sums over devices are not rounded to bfloat16."""
-    graph, *variables = stacked(jnp.float32)
-    return graph, variables, jax.jit(grads_of(graph))(*variables, X)
+def in_float(run):
+    return run(rules=None)
 
 
-@NEEDS_DEVICES
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_step_on_a_mesh(one_device, tensor):
-    """Matches one device; weights and activations travel as codes only."""
-    graph, (params, rest), want = one_device
-    kinds = (AxisType.Auto,) * 3
-    mesh = jax.make_mesh((2, 2, tensor), ("data", "fsdp", "tensor"), axis_types=kinds)
-
-    def place(x, names):
-        spec = nn.logical_to_mesh_axes(names, RULES)
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    def place_layers(p):
-        return p.replace(place(p.get_value(), ("layers", *p.out_sharding)))
-
-    params = jax.tree.map(place_layers, params, is_leaf=is_variable)
-    rest = place(rest, ())
-    shardings = jax.tree.map(lambda x: x.sharding, (params, rest))
-    with jax.set_mesh(mesh):
-        run = jax.jit(
-            grads_of(graph), out_shardings=((None, shardings[1]), shardings[0])
-        )
-        run = run.lower(params, rest, place(X, EMBEDDED)).compile()
-        (loss, after), grads = run(params, rest, place(X, EMBEDDED))
-    (want_loss, want_after), want_grads = want
-    jax.tree.map(np.testing.assert_array_equal, after, want_after)
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-    # Devices sum in another order, and a code next to a tie may differ.
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max())
-
-    gathered = [w for w in collectives(run) if w.kind == "all-gather"]
-    assert {w.dtype for w in gathered} == {"f32", "s8"}
-    blocks = X.size // SIDE**2
-    assert all(w.size <= blocks for w in gathered if w.dtype == "f32")
-    kernel, tokens = WIDTH * WIDTH // tensor, X.size // 4
-    # MaxText shards the features of activations between layers over "tensor".
-    codes = {kernel} if tensor == 1 else {kernel, tokens}
-    assert {w.size for w in gathered if w.dtype == "s8"} == codes
+@pytest.fixture(scope="module")
+def quantized(run):
+    return run()
 
 
-@NEEDS_DEVICES
-def test_explicit_mode_is_for_data_parallelism():
-    """JAX cannot infer the output sharding of the projection to the embedding."""
-    kinds = (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=kinds)
-    block = nnx.eval_shape(lambda: Block(jnp.float32, nnx.Rngs(0)))
-    graph, params, rest = nnx.split(block.out, nnx.Param, ...)
-    x = jnp.ones((4, SIDE, HEADS, WIDTH // HEADS))
-
-    def typed(x, spec):
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    def output_spec(x_spec, kernel_spec):
-        def loss(params, rest, x):
-            y = nnx.merge(graph, params, rest, copy=True)(x)
-            return y.sum(), y
-
-        kernel = jax.tree.map(lambda p: typed(p, kernel_spec), params)
-        state = jax.tree.map(lambda s: typed(s, P()), rest)
-        with jax.set_mesh(mesh):
-            step = jax.grad(loss, has_aux=True)
-            return jax.eval_shape(step, kernel, state, typed(x, x_spec))[
-                1
-            ].sharding.spec
-
-    assert output_spec(P("fsdp"), P()) == P("fsdp", None, None)
-    with pytest.raises(Exception, match="illegally sharded result"):  # FSDP
-        output_spec(P("fsdp"), P(None, None, "fsdp"))
-    with pytest.raises(Exception, match="ambiguous how the output should be sharded"):
-        output_spec(P("fsdp", None, "tensor"), P("tensor"))  # tensor parallelism
+def test_scanned_layers_train(in_float, quantized):
+    """Each of the scanned layers has its own state."""
+    assert_trained(quantized, in_float, layers=7)
+    layer = quantized.layers["decoder/layers/mlp/wo"]
+    assert layer["theta"].shape == layer["seed"].shape == (LAYERS,)
+    assert layer["theta"][0] != layer["theta"][1]
 
 
-def test_a_step_in_linen():
-    """``nn.scan`` carries the collection; its gradient is the new state."""
-    quant = Quantization(RECIPE, collection="_overwrite_with_gradient")
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            kernel = self.param("kernel", nn.initializers.lecun_normal(), (WIDTH,) * 2)
-            op = quant.dot_general_cls(mesh_axes=("embed", "mlp"))()
-            return x + op(x, kernel, (((2,), (0,)), ((), ())), precision=None), None
-
-    model = nn.scan(
-        nn.remat(Layer),
-        variable_axes={"params": 0, "aqt": 0, "_overwrite_with_gradient": 0},
-        split_rngs={"params": True, "dropout": False},
-        length=LAYERS,
-    )()
-    variables = jax.jit(model.init)(jax.random.key(0), X, None)
-
-    @jax.jit
-    def grads(variables):
-        return jax.grad(lambda v: jnp.mean(jnp.square(model.apply(v, X, None)[0])))(
-            variables
-        )
-
-    state = grads(variables)["_overwrite_with_gradient"]
-    state = state["FallbackDotGeneral_0"]["dot_general"]
-    np.testing.assert_array_equal(state["count"], np.ones(LAYERS))
-    assert np.all(state["theta"] > 0.0)
+def test_unrolled_layers_have_rules_of_their_own(run, in_float):
+    settings = {"scan_layers": False, "remat_policy": "minimal"}
+    rules = {"decoder/layers_0/mlp/wo": None, **RULES}
+    trained = run(rules, **settings)
+    assert_trained(trained, in_float, layers=2 * 7 - 1)
+    assert "decoder/layers_0/mlp/wo" not in trained.layers
+    assert trained.layers["decoder/layers_1/mlp/wo"]["theta"].shape == ()
 
 
-def test_an_op_holds_a_linen_dot():
-    quant = Quantization(recipes.block)
-    assert quant.quant_mode == "train"
-    assert quant.dot_general_cls()().dot == FallbackDot(recipes.block, "aqt")
+@pytest.mark.parametrize("shard_mode", ["auto", "explicit"])
+def test_fsdp_and_tensor_parallelism(run, in_float, shard_mode, monkeypatch):
+    """Kernels and activations travel as codes."""
+    programs = []
+
+    def keep(config, step, arguments):
+        del config
+        programs.append(step.lower(*arguments).compile())
+
+    monkeypatch.setattr(maxtext_utils, "maybe_dump_jaxpr", keep)
+    trained = run(shard_mode=shard_mode, **TENSOR)
+    assert_trained(trained, in_float, layers=7)
+    gathered = [c for c in collectives(programs[0]) if c.kind == "all-gather"]
+    codes = {c.size for c in gathered if c.dtype == "s8"}
+    kernels = {EMBED * EMBED // 2, EMBED * MLP // 2}
+    assert kernels <= codes
+    assert max(codes) < BATCH * LENGTH * EMBED  # no device has the whole batch
 
 
-def test_what_maxtext_cannot_carry_is_refused():
-    with pytest.raises(ValueError, match=r"'aqt' or '_overwrite.*'fallback'"):
-        Quantization(collection="fallback")
-    with pytest.raises(TypeError, match="takes a Recipe"):
-        Quantization("fallback")
-    with pytest.raises(ValueError, match="mixture of experts"):
-        Quantization().einsum(mesh_axes=("exp",))  # sparse_matmul=false
-    with pytest.raises(ValueError, match="mixture of experts"):
-        _ = Quantization().quant_dg  # sparse_matmul=true
+def test_each_microbatch_moves_the_thresholds(run):
+    trained = run(gradient_accumulation_steps=2)
+    assert_trained(trained, None, layers=7, calls=2 * STEPS)
+
+
+def test_a_resumed_training_continues_bit_for_bit(run, quantized, tmp_path):
+    """Evaluation between the steps leaves the state as it is."""
+    settings = {
+        "base_output_directory": tmp_path,
+        "enable_checkpointing": True,
+        "async_checkpointing": False,
+        "learning_rate_schedule_steps": STEPS,
+    }
+    run(steps=STEPS // 2, **settings)
+    resumed = run(eval_interval=1, eval_steps=1, **settings)
+    assert quantized.losses[0] not in resumed.losses
+    assert quantized.losses[-1] in resumed.losses
+    jax.tree.map(np.testing.assert_array_equal, resumed.variables, quantized.variables)
+
+
+def test_another_decoder(run):
+    assert_trained(run(decoder_block="qwen3"), None, layers=7)
+
+
+def test_experts_stay_in_float(run):
+    settings = {
+        "decoder_block": "mixtral",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "sparse_matmul": False,
+    }
+    assert_trained(run(**settings), None, layers=4)
+    report, _ = quantize(**settings)
+    assert {p.layer.split("/")[-2] for p in report.products} == {"self_attention"}
+    floats = {p.parameter.rpartition("/")[2] for p in report.float_parameters}
+    assert floats > {"wi_0", "wi_1", "wo"}
+
+
+def test_the_report_names_what_rules_reached():
+    report, states = quantize({".*/mlp/wo": None, "head": None, ".*": recipes.block})
+    assert set(states) == {p.layer for p in report.products}
+    assert report.layers["decoder/layers/mlp/wo"] == ".*/mlp/wo"
+    assert report.unused_rules == ("head",)
+    kernel = r"decoder/layers/mlp/wi_0/kernel +64 x 128 +\.\* +block"
+    assert re.search(kernel, str(report))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacks_of_stacks(axis):
+    """Gemma 4 scans blocks of a global layer and five local ones, which it scans."""
+    settings = {"decoder_block": "gemma4", "sliding_window_size": 8}
+    _, states = quantize(base_num_decoder_layers=12, param_scan_axis=axis, **settings)
+    assert {s["theta"].shape for s in states.values()} == {(2, 5), (2,)}
+
+
+def test_sliced_kernels_are_quantized():
+    """MaxText slices kernels of multi-head latent attention that have no ``quant``."""
+    report, _ = quantize(
+        decoder_block="deepseek",
+        attention_type="mla",
+        use_sliced_mla_proj=True,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        first_num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        shared_experts=1,
+        mtp_num_layers=1,
+    )
+    layers = {layer.rpartition("/")[2] for layer in report.layers}
+    assert layers >= {"wq_a", "wq_b", "wkv_a", "wkv_b"}
+    assert {p.layer for p in report.products} == report.layers.keys() - {
+        "decoder/logits_dense"
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {
+                "ici_pipeline_parallelism": 2,
+                "num_layers_per_pipeline_stage": 1,
+                "per_device_batch_size": 2,
+            },
+            "pipelines.* got ici_pipeline_parallelism=2 and .* must be 1",
+        ),
+        ({"quantization": "int8"}, "with quantization=.*int8.*: leave that empty"),
+        (
+            {"num_vocab_tiling": 2},
+            "num_vocab_tiling=2 .* 'decoder/logits_dense': None",
+        ),
+        ({"weight_dtype": "float8_e4m3fn"}, "layer 'decoder.*' has weights in 8 bits"),
+    ],
+)
+def test_what_is_not_supported_is_refused(run, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run({".*": RECIPE}, **settings)
+
+
+def test_models_outside_the_context_stay_as_they_are():
+    original = quantizations.maybe_quantize_model
+    with (
+        pytest.warns(UserWarning, match="quantized nothing: MaxText made no model"),
+        fbq_jax.maxtext.quantize_models(RULES),
+    ):
+        assert quantizations.maybe_quantize_model is not original
+    assert quantizations.maybe_quantize_model is original
+
+
+def test_wrong_arguments_are_errors():
+    for rules, error, message in [
+        (recipes.fallback, TypeError, "rules are a mapping"),
+        ({"mlp(": recipes.fallback}, ValueError, "not a regular expression"),
+    ]:
+        with (
+            pytest.raises(error, match=message),
+            fbq_jax.maxtext.quantize_models(rules),
+        ):
+            pass
+    with (
+        pytest.raises(ValueError, match="implementation='tritn' is not"),
+        fbq_jax.maxtext.quantize_models(RULES, "tritn"),
+    ):
+        pass
+
+
+def test_another_maxtext_is_refused(monkeypatch):
+    monkeypatch.delattr(quantizations, "maybe_quantize_model")
+    message = r"does not know maxtext .*quantizations\.maybe_quantize_model; it knows"
+    with (
+        pytest.raises(RuntimeError, match=message),
+        fbq_jax.maxtext.quantize_models(RULES),
+    ):
+        pass
+
+
+def test_the_script_of_the_page(tmp_path):
+    """The launch script of MAXTEXT.md, as it stands there."""
+    text = (ROOT / "MAXTEXT.md").read_text()
+    script = re.search(r"```python\n(# train_int8\.py.*?)```", text, re.DOTALL)
+    (tmp_path / "train_int8.py").write_text(script[1])
+    base = Path(linears.__file__).parents[1] / "configs" / "base.yml"
+    settings = {**SETTINGS, "steps": 2, "base_output_directory": tmp_path}
+    result = subprocess.run(
+        [
+            sys.executable,
+            "train_int8.py",
+            str(base),
+            *(f"{key}={value}" for key, value in settings.items()),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert re.search(r"decoder/layers/mlp/wo/kernel +128 x 64 +\S+ +fallback", output)
+    assert "completed step: 1" in output
+
+
+def test_the_speed_of_two_programs(tmp_path):
+    settings = {**SETTINGS, "steps": 7, "model_name": "default"}
+    command = [sys.executable, "-m", "examples.maxtext.speed"]
+    command += ["--out", str(tmp_path / "speed.json"), "--programs", "bf16", "block"]
+    command += ["--", *(f"{key}={value}" for key, value in settings.items())]
+    subprocess.run(command, cwd=ROOT, check=True)
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert list(found) == ["bf16", "block"]
+    for program in found.values():
+        assert program["ms"] > 0.0
+        assert len(program["losses"]) == 7

@@ -1,10 +1,12 @@
 """Public models as their packages ship them: ``pip install -e '.[models]'``.
 
 Weights are random and sizes tiny.  Models whose package is not installed are skipped.
+``gemma`` needs an environment of its own: with its ``typeguard``, Griffin does not run.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -107,8 +109,23 @@ def griffin() -> Any:
     return package.Griffin(config, dtype=jnp.float32, param_dtype=jnp.float32)
 
 
+def gemma_vision() -> Any:
+    """With ``nn.scan`` over its layers."""
+    pytest.importorskip("gemma", "4.0")
+    module = importlib.import_module("gemma.gm.nn.gemma4.vision._transformer")
+    return module.VisionTransformer(
+        d_model=64, ffw_hidden=128, num_heads=4, num_layers=2
+    )
+
+
 CAUSAL = (TOKENS, jnp.ones_like(TOKENS), POSITIONS)
 MASKED = (TOKENS, jnp.ones_like(TOKENS), jnp.zeros_like(TOKENS), POSITIONS, None)
+
+PATCHES = (
+    jax.random.normal(jax.random.key(2), (2, 16, 64)),
+    jnp.ones((2, 16), bool),
+    jnp.broadcast_to(jnp.indices((4, 4)).reshape(2, 16).T, (2, 16, 2)),
+)
 
 # The model, its arguments, how it is quantized, and the number of its products.
 LINEN = {
@@ -116,6 +133,7 @@ LINEN = {
     "transformers ViT": (vit, (IMAGES,), fbq_jax.quantize, 14),
     "transformers BERT, remat": (bert, MASKED, fbq_jax.quantize, 14),
     "transformers GPT-2": (gpt2, CAUSAL, qwix.quantize, 9),
+    "Gemma 4's vision, scan": (gemma_vision, PATCHES, qwix.quantize, 5),
     "recurrentgemma Griffin": (griffin, (TOKENS, POSITIONS), qwix.quantize, 14),
 }
 
@@ -176,7 +194,7 @@ def test_linen(name: str) -> None:
     matrices = {
         "/".join(key.key for key in path)
         for path, leaf in jax.tree.leaves_with_path(variables["params"])
-        if leaf.ndim >= 2
+        if leaf.ndim >= 2 + (make is gemma_vision)  # an axis of layers
     }
     check_report(report, products, matrices)
     losses, history = train_linen(quantized, args, kwargs)
@@ -259,3 +277,75 @@ def test_nnx(name: str) -> None:
     assert len(stats[0]) == 15
     assert_live(stats[0], stats[1])
     assert_live(stats[1], stats[2])
+
+
+ARGS = (TOKENS, POSITIONS, None, MASK)
+BATCH = {
+    "input_tokens": TOKENS,
+    "input_mask": jnp.ones_like(TOKENS),
+    "positions": POSITIONS,
+    "attention_mask": MASK,
+}
+
+
+def add_lora(model: Any) -> Any:
+    google_qwix = importlib.import_module("qwix")
+    provider = google_qwix.LoraProvider(module_path=".*proj", rank=4, alpha=8.0)
+    return google_qwix.apply_lora_to_model(model, provider, *ARGS, rngs=nnx.Rngs(7))
+
+
+def quantize_base(model: Any) -> Any:
+    qwix.quantize_nnx(model, {".*": recipes.block}, *ARGS, rngs=nnx.Rngs(5))
+    return model
+
+
+def freeze_base(model: Any) -> Any:
+    return fbq_jax.nnx.freeze(model, *ARGS)
+
+
+def fit(model: Any, path: Path, steps: int = 4) -> list[float]:
+    """The training losses of Tunix's trainer, which also evaluates."""
+    trainers = importlib.import_module("tunix.sft.peft_trainer")
+    optax = importlib.import_module("optax")
+    config = trainers.TrainingConfig(
+        eval_every_n_steps=2, max_steps=steps, checkpoint_root_directory=str(path)
+    )
+    trainer = trainers.PeftTrainer(model, optax.adam(1e-2), config)
+    trainer = trainer.with_gen_model_input_fn(lambda batch: batch)
+    trainer.eval_loss_fn = fbq_jax.nnx.evaluation()(trainer.eval_loss_fn)
+    losses = []
+    buffer = trainer._buffer_metrics
+
+    def record(metrics: Any, loss: Any, step: int, **kwargs: Any) -> Any:
+        if kwargs:  # an evaluation has none
+            losses.append(float(loss))
+        return buffer(metrics, loss=loss, step=step, **kwargs)
+
+    trainer._buffer_metrics = record
+    trainer.train([BATCH] * steps, [BATCH])
+    return losses
+
+
+CHANGES = {
+    "LoRA, quantize": (add_lora, quantize_base),
+    "quantize, LoRA": (quantize_base, add_lora),
+    "quantize, freeze, LoRA": (quantize_base, freeze_base, add_lora),
+}
+
+
+@pytest.mark.parametrize("name", NNX)
+def test_lora_by_tunixs_trainer(name: str, tmp_path: Path) -> None:
+    expected = fit(add_lora(NNX[name]()), tmp_path / "float")
+    assert expected[-1] < expected[0]
+    for order, changes in CHANGES.items():
+        model = NNX[name]()
+        for change in changes:
+            model = change(model)
+        before = fbq_jax.nnx.fallback_stats(model)
+        losses = fit(model, tmp_path / order)
+        np.testing.assert_allclose(losses, expected, rtol=0.02)
+        after = fbq_jax.nnx.fallback_stats(model)
+        steps = 0 if freeze_base in changes else len(losses)
+        assert len(after) == 15
+        for layer, stats in after.items():
+            assert int(stats.count) == int(before[layer].count) + steps, layer

@@ -20,6 +20,7 @@ from fbq_jax import (
     recipes,
 )
 from fbq_jax.integrations import qwix
+from fbq_jax.nnx import dot as nnx_dot
 from tests.fbq_jax.linen.test_whole_models import KEY, X, train
 
 SMALL = Recipe(block=32)
@@ -254,3 +255,75 @@ def test_nnx_modules_that_multiply_in_their_own_code():
     stats = fbq_jax.nnx.fallback_stats(model)
     assert int(stats["blocks/1/w_dot_general"].count) == 3
     assert int(stats["dense"].count) == 2
+
+
+class Transposed(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (2, 16, 32)) / 6)
+
+    def __call__(self, x):
+        return x @ self.w[...].reshape(32, 32).T.astype(jnp.bfloat16).astype(x.dtype)
+
+
+@pytest.mark.exhaustive
+def test_frozen_nnx_modules_that_multiply_in_their_own_code():
+    tokens = jnp.arange(32).reshape(4, 8) % 16
+    model = NnxModel(nnx.Rngs(0))
+    model.dense = Transposed(nnx.Rngs(2))
+    started = Recipe(block=32, start=2.0)
+    qwix.quantize_nnx(model, {"head": None, ".*": started}, tokens, rngs=nnx.Rngs(1))
+    frozen = fbq_jax.nnx.freeze(model, tokens)
+    codes = nnx.to_flat_state(nnx.state(frozen, nnx_dot.FrozenCodes))
+    assert ["/".join(map(str, path)) for path, _ in codes] == [
+        "blocks/0/w_dot_general/weight",
+        "blocks/1/w_dot_general/weight",
+        "dense/w_dot_general/weight",
+        "embed/embedding_dot_general/weight",
+    ]
+    params = nnx.to_flat_state(nnx.state(frozen, nnx.Param))
+    kept = {"/".join(map(str, p)) for p, v in params if jax.tree.leaves(v)}
+    assert kept == {
+        "blocks/0/scale",
+        "blocks/1/scale",
+        "embed/embedding",  # a gather reads it, too
+        "head/scale",
+        "head/w",
+    }
+    model.eval()
+    serve = nnx.jit(lambda model: model(tokens))
+    np.testing.assert_array_equal(serve(frozen), serve(model))
+
+
+def test_parts_of_a_parameter_are_not_frozen():
+    class Gates(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((2, 32, 32)))
+
+        def __call__(self, x):
+            return (x @ self.w[0]) * (x @ self.w[1])
+
+    model = Gates()
+    qwix.quantize_nnx(model, {".*": recipes.block}, X, rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="layer 'w' multiplies by several parts of"):
+        fbq_jax.nnx.freeze(model, X)
+
+
+def test_a_precision_is_ignored_on_request():
+    class Precise(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((32, 32)))
+            self.dense = nnx.Linear(32, 8, precision="high", rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            x = jnp.einsum("btd,df->btf", x, self.w, precision=lax.Precision.HIGHEST)
+            return self.dense(x)
+
+    with pytest.raises(ValueError, match="quantize with ignore_precision=True"):
+        qwix.quantize_nnx(Precise(), {".*": recipes.block}, X)
+    report = qwix.quantize_nnx(
+        Precise(), {".*": recipes.block}, X, ignore_precision=True
+    )
+    assert {p.parameter: p.ignores_precision for p in report.products} == {
+        "dense/kernel": True,
+        "w": True,
+    }

@@ -143,8 +143,52 @@ def test_a_frozen_model_does_not_train(dense):
     layer, _, frozen = dense
     with pytest.raises(ValueError, match=r"frozen and does not train.*mutable"):
         layer.apply(frozen, X, mutable=["fallback"])
-    with pytest.raises(ValueError, match="a frozen model does not train: it has no gr"):
-        jax.grad(lambda x: jnp.sum(layer.apply(frozen, x)))(X)
+
+
+NEAREST = Recipe(block=32, dlhs=Gemm(), drhs=Gemm())
+# The recipe, and the error of dX that requantizing W adds.
+GRADIENTS = {
+    "blocks": (NEAREST, 0.0),
+    "rows": (recipes.rowwise, 0.02),
+    "floats": (dataclasses.replace(NEAREST, dlhs=FLOAT_GEMM), 0.02),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_flow_through_frozen_layers(name):
+    """Those of the input and the bias; there is none of the codes."""
+    recipe, error = GRADIENTS[name]
+    layer = nn.Dense(48, dot_general=FallbackDot(recipe))
+    variables = as_trained(layer, X)
+    frozen = fbq_jax.freeze(layer, variables, X)
+
+    def gradients(variables):
+        def loss(bias, x):
+            params = {**variables["params"], "bias": bias}
+            return jnp.sum(layer.apply({**variables, "params": params}, x) ** 2)
+
+        return jax.jit(jax.grad(loss, (0, 1)))(variables["params"]["bias"], X)
+
+    expected, found = gradients(variables), gradients(frozen)
+    np.testing.assert_array_equal(found[0], expected[0])
+    scale = float(jnp.max(jnp.abs(expected[1])))
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=error * scale)
+
+
+def test_the_noise_of_a_frozen_layer_follows_its_gradient():
+    """Its state does not move, and other gradients are rounded by other noise."""
+    recipe = recipes.block
+    layer = nn.Dense(48, dot_general=FallbackDot(recipe))
+    frozen = fbq_jax.freeze(layer, as_trained(layer, X), X)
+
+    @jax.jit
+    def gradient(dy):
+        return jax.vjp(lambda x: layer.apply(frozen, x), X)[1](dy)[0]
+
+    dy = jax.random.normal(jax.random.key(3), (2, 24, 48))
+    twice = gradient(2 * dy)  # with the same noise, the same codes
+    assert jnp.all(gradient(dy) == gradient(dy))
+    assert jnp.mean(twice == 2 * gradient(dy)) < 0.1
 
 
 def test_mixed_variables_are_refused(dense):

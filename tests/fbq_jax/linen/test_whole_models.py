@@ -119,8 +119,7 @@ class Patches(nn.Module):
 
 MODELS = {
     "unrolled": Unrolled,
-    # Under nn.jit, rules that are injected by hand give all layers the first one's.
-    "jit": functools.partial(Unrolled, block=nn.jit(Block), layers=1),
+    "jit": functools.partial(Unrolled, block=nn.jit(Block)),
     "scan": Scanned,
     "vmap": Mapped,
     "vmap, shared": functools.partial(Mapped, shared=True),
@@ -189,10 +188,14 @@ def test_outside_its_model_nothing_is_quantized():
 
 
 def test_jitted_layers_have_their_own_rules():
-    model = Unrolled(block=nn.jit(Block))
-    model, report = quantize(model, {"block_0/up": None, ".*": SMALL}, KEY, X)
-    layers = set(fallback_stats(jax.eval_shape(model.init, KEY, X)))
-    assert layers == {"block_0/down", "block_1/up", "block_1/down", "head"}
+    block, rules = nn.jit(Block), {"block_0/up": None, ".*": SMALL}
+    model, report = quantize(Unrolled(block=block), rules, KEY, X)
+    by_hand = Unrolled(RulesDot(rules), block)
+    layers, others = (
+        set(fallback_stats(jax.eval_shape(model.init, KEY, X)))
+        for model in (model, by_hand)
+    )
+    assert layers == others == {"block_0/down", "block_1/up", "block_1/down", "head"}
     assert {p.layer for p in report.products} == layers
     assert {p.parameter.rpartition("/")[0] for p in report.products} == layers
 
@@ -356,3 +359,19 @@ def test_another_flax_is_named(monkeypatch):
         RuntimeError, match=r"flax \S+, which has no flax.core.lift._spl"
     ):
         whole_models._replace_flax_functions.__wrapped__()
+
+
+def test_a_precision_is_ignored_on_request_and_the_report_says_so():
+    def make(precision=None, op=None):
+        return nn.Dense(32, precision=precision, dot_general=op)
+
+    rules = {".*": recipes.block}
+    with pytest.raises(ValueError, match="quantize with ignore_precision=True"):
+        quantize(make("highest"), rules, KEY, X)
+    ignoring = RulesDot(rules, ignore_precision=True)
+    model, report = quantize(make("highest"), ignoring, KEY, X)
+    assert str(report).splitlines()[1].endswith("block, precision ignored")
+    variables = make(op=ignoring).init(KEY, X)
+    expected = make(op=RulesDot(rules)).apply(variables, X)
+    np.testing.assert_array_equal(model.apply(variables, X), expected)
+    assert not quantize(make(), ignoring, KEY, X)[1].products[0].ignores_precision

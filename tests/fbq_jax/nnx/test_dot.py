@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from fbq_jax import Recipe, assert_live
-from fbq_jax.nnx import FallbackDot, FallbackState, fallback_stats
+from fbq_jax.nnx import FallbackDot, FallbackState, evaluation, fallback_stats
 
 RECIPE = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (128, 64))
@@ -97,6 +97,20 @@ def test_eval_freezes_and_train_moves_again():
     model.train()
     forward(model, X)
     assert fallback_stats(model)["up"].count == 1
+
+
+def test_evaluation_freezes_what_runs_inside():
+    """Also a function that was compiled for training, and one that it decorates."""
+    model = Mlp(nnx.Rngs(1))
+    y = forward(model, X)
+    before = jax.tree.map(jnp.copy, nnx.state(model, FallbackState))
+    with evaluation():
+        forward(model, X)
+    nnx.jit(evaluation()(lambda model: model(X)))(model)
+    after = nnx.state(model, FallbackState)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
+    assert forward(model, X).shape == y.shape
+    assert fallback_stats(model)["up"].count == 2
 
 
 def test_remat_updates_once_and_gives_the_same_gradients():

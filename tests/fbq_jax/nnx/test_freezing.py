@@ -111,8 +111,6 @@ def test_wrong_use_is_refused(frozen):
         ValueError, match="layer 'blocks/heads' is frozen and does not train"
     ):
         training(X)
-    with pytest.raises(ValueError, match="a frozen model does not train: it has no gr"):
-        nnx.grad(lambda model: jnp.sum(model(X)))(frozen)
     with pytest.raises(ValueError, match="freeze takes a model once; 'blocks/heads'"):
         freeze(frozen, X)
     layer = nnx.Linear(64, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))

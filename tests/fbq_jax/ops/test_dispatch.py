@@ -13,7 +13,6 @@ import pytest
 from jax import export
 
 from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
-from fbq_jax.integrations.maxtext import Quantization
 from fbq_jax.ops import backends, dispatch
 from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
@@ -142,7 +141,6 @@ def test_errors_name_who_asked_for_an_implementation(monkeypatch):
     [
         FallbackDot,
         LlmInt8Dot,
-        Quantization,
         nnx.FallbackDot,
         functools.partial(RulesDot, {}),
         functools.partial(nnx.apply_rules, flax.nnx.Module(), {}),

@@ -1,0 +1,146 @@
+"""Exports a trained model to a Hugging Face folder that serving engines load."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fbq_jax
+from examples.llama.hf.checkpoint import check_new, config_json, write_folder
+from examples.llama.hf.families import FAMILIES, Family
+from examples.llama.hf.tensor_views import parameter_shapes, tensor_views
+from examples.llama.model import Llama
+from examples.llama.projections import fuses
+from fbq_jax.export import FORMATS, BlockWeight, ExportError, frozen_weights
+
+# Fused layers join gate and up in turns of this many columns.
+_TURN = 128
+_TOKENS = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+
+
+def check_exportable(
+    name: str, model: Llama, *, like: str | Path | None = None
+) -> None:
+    """Checks, before a model is trained, that `export` takes it.
+
+    Args:
+        name: One of ``fbq_jax.export.FORMATS``.
+        model: The model, with its recipe.
+        like: As for `export`.
+
+    Raises:
+        ExportError: The model cannot be exported.
+        CheckpointError: No family has the settings of the model.
+    """
+    if name not in FORMATS:
+        raise ExportError(f"export takes one of {', '.join(FORMATS)}, got {name!r}")
+    if not isinstance(model.dot_general, fbq_jax.FallbackDot):
+        raise ExportError(
+            f"{name} stores INT8 codes: export takes a model with an INT8 recipe"
+        )
+    family = FAMILIES[config_json(model.config, like)["model_type"]]
+    # One layer stands for all, and a number for each scale shows how blocks lie.
+    one = dataclasses.replace(
+        model.config, num_layers=1, nope_layers=(), sliding_layers=None
+    )
+    one_layer = Llama(one, model.dot_general)
+    abstract = jax.eval_shape(lambda: _freeze(one_layer, None))
+    weights = _weights(one_layer, family, jax.tree.map(_numbered, abstract))
+    FORMATS[name](weights, np.dtype(one.dtype))
+
+
+def export(
+    folder: str | Path,
+    name: str,
+    model: Llama,
+    variables: Mapping[str, Any],
+    *,
+    like: str | Path | None = None,
+) -> None:
+    """Writes a checkpoint with the INT8 codes that the model multiplies by.
+
+    The codes and scales of projections are those of ``fbq_jax.freeze``; all other
+    parameters are in ``model.config.dtype``. The folder appears atomically.
+
+    Args:
+        folder: The folder to write. It must not exist or must be empty.
+        name: One of ``fbq_jax.export.FORMATS``.
+        model: The model that was trained.
+        variables: Its variables, before or after ``fbq_jax.freeze``.
+        like: As for `save`.
+
+    Raises:
+        FileExistsError: ``folder`` is a file or is not empty.
+        ExportError: The model cannot be exported in the format.
+        CheckpointError: No family has the settings of the model.
+        ValueError: ``freeze`` refuses the variables, such as those of an untrained
+            model.
+    """
+    folder = Path(folder)
+    check_new(folder)
+    check_exportable(name, model, like=like)
+    stored = config_json(model.config, like)
+    family = FAMILIES[stored["model_type"]]
+    if len(_arrays(variables)) == len(parameter_shapes(model.config)):
+        variables = _freeze(model, variables)
+    dtype = np.dtype(model.config.dtype)
+    tensors, quantization = FORMATS[name](_weights(model, family, variables), dtype)
+    floats = {path: np.asarray(x, dtype) for path, x in _arrays(variables).items()}
+    views = tensor_views(model.config, family, floats)
+    tensors |= {tensor: view.join() for tensor, view in views.items()}
+    stored |= {"torch_dtype": dtype.name, "quantization_config": quantization}
+    write_folder(folder, stored, tensors, like)
+
+
+def _freeze(model: Llama, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    if variables is None:
+        tokens = jnp.zeros(_TOKENS.shape, _TOKENS.dtype)
+        variables = model.init(jax.random.key(0), tokens)
+    return fbq_jax.freeze(model, variables, _TOKENS)
+
+
+def _numbered(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    """An array of other values in every scale, and of zeros in place of codes."""
+    if x.dtype == jnp.int8:
+        return np.zeros(x.shape, x.dtype)
+    return np.arange(x.size, dtype=x.dtype).reshape(x.shape)
+
+
+def _arrays(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters by path, without those that are frozen."""
+    flat = flax.traverse_util.flatten_dict(dict(variables["params"]), sep="/")
+    return {path: leaf for path, leaf in flat.items() if jax.tree.leaves(leaf)}
+
+
+def _weights(
+    model: Llama, family: Family, variables: Mapping[str, Any]
+) -> dict[str, BlockWeight]:
+    """The weights of frozen projections by the names of their tensors."""
+    weights = {}
+    for path, weight in frozen_weights(variables).items():
+        codes, scales = weight.codes, weight.scales
+        if path.endswith("gate_up/kernel") and fuses(model.config, model.dot_general):
+            codes, scales = _gate_then_up(codes), _gate_then_up(scales)
+        # A kernel has its outputs in the last axis.
+        codes_by_name, scales_by_name = (
+            tensor_views(model.config, family, {path: x.mT}) for x in (codes, scales)
+        )
+        for tensor, view in codes_by_name.items():
+            weights[tensor] = BlockWeight(
+                view.join(), scales_by_name[tensor].join(), weight.group
+            )
+    return weights
+
+
+def _gate_then_up(rows: np.ndarray) -> np.ndarray:
+    """Rows of gate and up, which a fused layer has in turns, one after the other."""
+    layers, size, columns = rows.shape
+    if size % (2 * _TURN):
+        return rows
+    turns = rows.reshape(layers, -1, 2, _TURN, columns)
+    return turns.swapaxes(1, 2).reshape(layers, size, columns)

@@ -1,0 +1,196 @@
+"""What differs between the families of models, as data.
+
+`FAMILIES` describes the families that `load` and `save` know. The code that reads the
+descriptions, in config_json.py and tensor_views.py, names no family.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+_LAYER = "model.layers.{}."
+
+# The tensors of each parameter of `Llama`, by the parameter's path. A parameter joins
+# its tensors along its last axis. "{}" stands for the layer.
+_QKV = tuple(f"{_LAYER}self_attn.{name}_proj." for name in "qkv")
+_TENSORS: dict[str, tuple[str, ...]] = {
+    "embed/embedding": ("model.embed_tokens.weight",),
+    "layers/attention/qkv/norm/scale": (f"{_LAYER}input_layernorm.weight",),
+    "layers/attention/qkv/dense/kernel": tuple(f"{name}weight" for name in _QKV),
+    "layers/attention/qkv/dense/bias": tuple(f"{name}bias" for name in _QKV),
+    "layers/attention/q_norm/scale": (f"{_LAYER}self_attn.q_norm.weight",),
+    "layers/attention/k_norm/scale": (f"{_LAYER}self_attn.k_norm.weight",),
+    "layers/attention/out/kernel": (f"{_LAYER}self_attn.o_proj.weight",),
+    "layers/mlp/norm/scale": (f"{_LAYER}post_attention_layernorm.weight",),
+    "layers/mlp/gate_up/kernel": (
+        f"{_LAYER}mlp.gate_proj.weight",
+        f"{_LAYER}mlp.up_proj.weight",
+    ),
+    "layers/mlp/down/kernel": (f"{_LAYER}mlp.down_proj.weight",),
+    "norm/scale": ("model.norm.weight",),
+    "lm_head/kernel": ("lm_head.weight",),
+}
+_GEMMA_NORMS = {
+    "layers/post_attention_norm/scale": (f"{_LAYER}post_attention_layernorm.weight",),
+    "layers/mlp/norm/scale": (f"{_LAYER}pre_feedforward_layernorm.weight",),
+    "layers/post_mlp_norm/scale": (f"{_LAYER}post_feedforward_layernorm.weight",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        model_type: The name of the family in config.json.
+        architecture: The class of transformers.
+        settings: The fields of `LlamaConfig` that all models of the family share.
+        keys: The keys of config.json for further fields of `LlamaConfig`, by field.
+        defaults: What transformers assumes for keys that config.json lacks.
+        constants: Keys of config.json with the only value that the model implements.
+        unsupported: Keys that take null or false only, beside those of every family.
+        rope_types: The supported scalings of the rotary frequencies.
+        window: Which layers have a sliding window if config.json does not list them in
+            ``layer_types``: no layer; every layer; all but every n-th layer, where
+            ``sliding_window_pattern`` is n; or, if ``use_sliding_window`` is true,
+            those from ``max_window_layers`` on or those that do not rotate.
+        layer_types: Whether transformers reads ``layer_types``.
+        local_rope_key: The key of the rotary base of layers with a sliding window.
+        nope: Whether some layers do not rotate; ``no_rope_layers`` has a 0 for them.
+        scales_embeddings: Whether embeddings are multiplied by sqrt(hidden_size).
+        tensors: The names of tensors that differ from those of a Llama, by the path of
+            the parameter. Tensors of one name are one tensor, joined along the rows.
+    """
+
+    model_type: str
+    architecture: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {"hidden_act": "silu"}
+    )
+    unsupported: tuple[str, ...] = ()
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    window: Literal["none", "every", "pattern", "last", "unrotated"] = "none"
+    layer_types: bool = False
+    local_rope_key: str | None = None
+    nope: bool = False
+    scales_embeddings: bool = False
+    tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def tensors_of(self, parameter: str) -> tuple[str, ...]:
+        """The tensors that the parameter with this path joins."""
+        return self.tensors.get(parameter) or _TENSORS[parameter]
+
+
+_GEMMA_KEYS = {
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "logit_softcap": "final_logit_softcapping",
+}
+_GEMMA_SETTINGS = {
+    "activation": "gelu_tanh",
+    "unit_offset_norms": True,
+    "post_norms": True,
+}
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+# `save` takes the first family that has all settings of a model.
+_FAMILIES = (
+    Family(model_type="llama", architecture="LlamaForCausalLM"),
+    Family(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        settings={"qkv_bias": True},
+        defaults=_QWEN_DEFAULTS,
+        window="last",
+        layer_types=True,
+    ),
+    Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        window="every",
+    ),
+    Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        settings={"qk_norm": True},
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+        window="last",
+        layer_types=True,
+    ),
+    Family(
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        defaults={
+            "num_key_value_heads": 4,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+        window="unrotated",
+        layer_types=True,
+        nope=True,
+    ),
+    Family(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        settings=_GEMMA_SETTINGS,
+        keys={**_GEMMA_KEYS, "attn_softcap": "attn_logit_softcapping"},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        unsupported=("use_bidirectional_attention",),
+        window="pattern",
+        layer_types=True,
+        scales_embeddings=True,
+        tensors=_GEMMA_NORMS,
+    ),
+    Family(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        settings={**_GEMMA_SETTINGS, "qk_norm": True},
+        keys=_GEMMA_KEYS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 6,
+        },
+        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        unsupported=("use_bidirectional_attention", "attn_logit_softcapping"),
+        window="pattern",
+        layer_types=True,
+        local_rope_key="rope_local_base_freq",
+        scales_embeddings=True,
+        tensors=_GEMMA_NORMS,
+    ),
+    Family(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        rope_types=("default",),
+        window="every",
+        tensors={
+            "layers/attention/qkv/dense/kernel": (f"{_LAYER}self_attn.qkv_proj.weight",)
+            * 3,
+            "layers/mlp/gate_up/kernel": (f"{_LAYER}mlp.gate_up_proj.weight",) * 2,
+        },
+    ),
+)
+FAMILIES = {family.model_type: family for family in _FAMILIES}

@@ -1,0 +1,1 @@
+"""MaxText with quantized layers; MAXTEXT.md says how it is launched."""

@@ -1,0 +1,81 @@
+"""Lets ``jax.export`` serialize functions of frozen variables.
+
+An exported function has the structure of its arguments.  That of frozen variables has
+the recipes and the shapes of their layers, which are stored as JSON.
+"""
+
+import dataclasses
+import json
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax import export
+
+from fbq_jax.recipes.schema import Gemm, Recipe
+
+T = TypeVar("T")
+
+_CLASSES = {cls.__name__: cls for cls in (Gemm, Recipe)}
+
+
+def serializable_dataclass(nodetype: type[T]) -> type[T]:
+    """Registers a dataclass of ``jax.tree_util.register_dataclass``, by its name."""
+    return export.register_pytree_node_serialization(
+        nodetype,
+        serialized_name=f"fbq_jax.{nodetype.__name__}",
+        serialize_auxdata=_dumps,
+        deserialize_auxdata=_loads,
+    )
+
+
+def serializable_static(nodetype: type[T]) -> type[T]:
+    """Registers a dataclass of ``jax.tree_util.register_static``, by its name."""
+    names = [field.name for field in dataclasses.fields(nodetype)]  # type: ignore[arg-type]
+    return export.register_pytree_node_serialization(
+        nodetype,
+        serialized_name=f"fbq_jax.{nodetype.__name__}",
+        serialize_auxdata=lambda x: _dumps(tuple(getattr(x, name) for name in names)),
+        deserialize_auxdata=lambda data: nodetype(*_loads(data)),
+    )
+
+
+def serializable_namedtuple(nodetype: type[T]) -> type[T]:
+    """Registers a ``NamedTuple``, by its name."""
+    return export.register_namedtuple_serialization(
+        nodetype, serialized_name=f"fbq_jax.{nodetype.__name__}"
+    )
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(_encode(value)).encode()
+
+
+def _loads(data: bytes) -> Any:
+    return _decode(json.loads(bytes(data)))
+
+
+def _encode(value: Any) -> Any:
+    """A value in JSON, where other types than JSON's are ``[type, value]``."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return ["tuple", [_encode(x) for x in value]]
+    if isinstance(value, Gemm | Recipe):
+        fields = {f.name: _encode(getattr(value, f.name)) for f in _init_fields(value)}
+        return [type(value).__name__, fields]
+    return ["dtype", jnp.dtype(value).name]
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "tuple":
+        return tuple(_decode(x) for x in content)
+    if kind == "dtype":
+        return jnp.dtype(content)
+    return _CLASSES[kind](**{name: _decode(x) for name, x in content.items()})
+
+
+def _init_fields(value: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(value) if field.init]

@@ -1,0 +1,135 @@
+"""The formats: tensors and ``quantization_config`` of a Hugging Face folder.
+
+A format takes the weights by the name of their tensor, ``"<module>.weight"``, and the
+dtype of the model.  It returns the tensors that replace the weights, and the entry of
+config.json.  Codes never change.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fbq_jax.export.weights import BlockWeight, ExportError
+
+Tensors = dict[str, np.ndarray]
+Format = Callable[[Mapping[str, BlockWeight], np.dtype], tuple[Tensors, dict[str, Any]]]
+
+# The rows of a block in blockwise_int8, largest first.  The engine's kernel multiplies
+# tiles of at least 16 rows.
+_BLOCK_ROWS = (128, 64, 32, 16)
+
+
+def _blockwise_int8(
+    weights: Mapping[str, BlockWeight], _dtype: np.dtype
+) -> tuple[Tensors, dict[str, Any]]:
+    """SGLang's ``blockwise_int8``.
+
+    ``<module>.weight`` is int8 ``[N, K]``.  ``<module>.weight_scale_inv`` is float32
+    ``[N / rows, K / group]`` and multiplies, despite its name.  All weights have blocks
+    of one size: if a weight was split between two blocks, as QKV is with heads of 64,
+    blocks have fewer rows, with scales repeated.  Every weight is divided into whole
+    blocks, which SGLang needs to join weights and to shard them.
+
+    Raises:
+      ExportError: the weights have no such block in common.
+    """
+    group = _common_group(weights)
+    rows = next(
+        (n for n in _BLOCK_ROWS if all(_fits(w, n) for w in weights.values())), 0
+    )
+    if not rows:
+        worst = next(
+            name for name, w in weights.items() if not _fits(w, _BLOCK_ROWS[-1])
+        )
+        raise ExportError(
+            f"blockwise_int8 takes blocks of at least {_BLOCK_ROWS[-1]} outputs; "
+            f"{worst} cannot be divided into them"
+        )
+    tensors: Tensors = {}
+    for name, weight in weights.items():
+        tensors[name] = weight.codes
+        tensors[f"{name}_scale_inv"] = weight.scales[::rows]
+    config = {
+        "quant_method": "blockwise_int8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [rows, group],
+    }
+    return tensors, config
+
+
+def _compressed_tensors(
+    weights: Mapping[str, BlockWeight], dtype: np.dtype
+) -> tuple[Tensors, dict[str, Any]]:
+    """The format ``pack-quantized`` of compressed-tensors, for INT8 weights in groups.
+
+    ``<module>.weight_packed`` is int32 ``[N, K / 4]``: four codes plus 128 in a word,
+    the first in the lowest byte.  ``<module>.weight_scale`` is ``[N, K / group]`` in
+    the dtype of the model, as the engines compute; in bfloat16 that rounds scales.
+    ``<module>.weight_shape`` is int64 ``(N, K)``.  Activations are not quantized.
+
+    Raises:
+      ExportError: the weights have no groups of one size.
+    """
+    group = _common_group(weights)
+    tensors: Tensors = {}
+    for name, weight in weights.items():
+        unsigned = np.ascontiguousarray(weight.codes).view(np.uint8) ^ np.uint8(128)
+        tensors[f"{name}_packed"] = unsigned.view("<i4")
+        tensors[f"{name}_scale"] = weight.scales.astype(dtype)
+        tensors[f"{name}_shape"] = np.array(weight.codes.shape, np.int64)
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": group,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        # The head of Hugging Face's models, which is linear and not quantized.
+        "ignore": ["lm_head"],
+    }
+    return tensors, config
+
+
+def _fits(weight: BlockWeight, rows: int) -> bool:
+    """Whether the weight consists of blocks of this many rows with common scales."""
+    if len(weight.scales) % rows:
+        return False
+    blocks = weight.scales.reshape(-1, rows, weight.scales.shape[1])
+    return bool(np.all(blocks == blocks[:, :1]))
+
+
+def _common_group(weights: Mapping[str, BlockWeight]) -> int:
+    """The size of the groups, which divide the inputs of every weight."""
+    groups = {weight.group for weight in weights.values()}
+    if len(groups) != 1:
+        raise ExportError(
+            f"the format takes one size of blocks for all layers, got {sorted(groups)}"
+        )
+    group = groups.pop()
+    for name, weight in weights.items():
+        if (inputs := weight.codes.shape[1]) % group:
+            raise ExportError(
+                f"the format takes weights whose inputs are multiples of {group}; "
+                f"{name} has {inputs}"
+            )
+    return group
+
+
+#: The formats by name.
+FORMATS: dict[str, Format] = {
+    "blockwise_int8": _blockwise_int8,
+    "compressed-tensors": _compressed_tensors,
+}

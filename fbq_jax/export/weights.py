@@ -1,0 +1,77 @@
+"""The weights of frozen layers as serving engines store them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flax.core import unfreeze
+from flax.traverse_util import flatten_dict
+
+from fbq_jax.core.frozen_weight import FrozenWeight
+from fbq_jax.linen.frozen import KERNEL, WEIGHT
+
+
+class ExportError(ValueError):
+    """A model cannot be exported in a format."""
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """An INT8 weight of a linear layer, ``y = x . W'``.
+
+    Its values are ``codes[n, k] * scales[n, k // group]``.
+
+    Attributes:
+      codes: int8 ``[N, K]``, where N are outputs and K inputs; or a stack of layers.
+      scales: float32 ``[N, ceil(K / group)]``; or a stack of layers.
+      group: the inputs that have a scale in common.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    group: int
+
+
+def frozen_weights(variables: Mapping[str, Any]) -> dict[str, BlockWeight]:
+    """Reads the codes of every layer that ``freeze`` froze.
+
+    Args:
+      variables: the variables of a Linen model that ``fbq_jax.freeze`` returned.
+
+    Returns:
+      A mapping from the path of a layer's kernel, such as ``"mlp/down/kernel"``, to its
+      codes as the layer multiplies by them, on the host.  The outputs of a kernel with
+      several axes of outputs are joined.
+
+    Raises:
+      ExportError: no layer is frozen; or a layer multiplies by a stack of matrices, or
+        has no scales per block.
+    """
+    flat = flatten_dict(
+        unfreeze(dict(variables)), is_leaf=lambda _, x: isinstance(x, FrozenWeight)
+    )
+    weights = {
+        "/".join((*path[1:-2], KERNEL)): weight
+        for path, weight in flat.items()
+        if path[-1] == WEIGHT and isinstance(weight, FrozenWeight)
+    }
+    if not weights:
+        raise ExportError("the variables have no frozen layer: pass those of freeze")
+    return {path: _block_weight(path, weight) for path, weight in weights.items()}
+
+
+def _block_weight(path: str, weight: FrozenWeight) -> BlockWeight:
+    if weight.recipe.fwd.scales[1] != "block":
+        raise ExportError(
+            f"{path} has no scales per block: train with a recipe whose forward pass "
+            "has block scales for weights, such as fallback or block"
+        )
+    codes, scales = (np.asarray(x) for x in weight.codes.main[:2])
+    if codes.shape[-3] != 1:
+        raise ExportError(f"{path} is a stack of matrices; export takes linear layers")
+    rows, group = weight.codes.block
+    # Each row gets the scales of its block.
+    row_scales = np.repeat(scales[..., 0, :, :], rows, axis=-2)
+    size = codes.shape[-2]
+    return BlockWeight(codes[..., 0, :, :], row_scales[..., :size, :], group)

@@ -1,0 +1,303 @@
+"""Exported checkpoints: the codes of training, in the shapes that engines load."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import fbq_jax
+from examples.llama import hf, train
+from examples.llama.hf import files
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
+from fbq_jax.export import ExportError
+from tests.examples.small import small_config
+from tests.fbq_jax.linen.test_freezing import as_trained
+
+DOT = fbq_jax.FallbackDot(fbq_jax.Recipe(block=32))
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "num_layers": 2,
+}
+EXPORT = ["--export", "blockwise_int8"]
+TOKENS = jnp.zeros((1, 2), jnp.int32)
+
+
+def trained(**changes: Any) -> tuple[Llama, dict[str, Any]]:
+    model = Llama(small_config(**(SIZES | changes)), DOT)
+    return model, as_trained(model, TOKENS)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= safetensors.numpy.load_file(file)
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+def projections(config: LlamaConfig) -> dict[str, list[dict[str, tuple[int, int]]]]:
+    """The linear layers of SGLang's Llama: output sizes by name, and inputs."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "self_attn": [
+            {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)},
+            {"o_proj": (hidden, q)},
+        ],
+        "mlp": [
+            {"gate_proj": (mlp, hidden), "up_proj": (mlp, hidden)},
+            {"down_proj": (hidden, mlp)},
+        ],
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"saved_bits": 10}, 32),
+        # Blocks of 32 hold columns of q, k and v of 16 each.
+        ({"saved_bits": 10, "head_dim": 16, "tie_embeddings": True}, 16),
+        # Norms and projections are not fused: up follows gate.
+        ({"qkv_bias": True, "saved_bits": None}, 32),
+    ],
+)
+def test_blockwise_int8_has_the_codes_of_training(
+    tmp_path: Path, changes: dict[str, Any], rows: int
+) -> None:
+    model, variables = trained(**changes)
+    config = model.config
+    hf.export(tmp_path / "int8", "blockwise_int8", model, variables)
+    stored, tensors = read(tmp_path / "int8")
+    hf.save(tmp_path / "float", config, variables["params"])
+    _, floats = read(tmp_path / "float")
+    assert stored["quantization_config"] == {
+        "quant_method": "blockwise_int8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [rows, 32],
+    }
+    assert stored["torch_dtype"] == "bfloat16"
+    assert stored["tie_word_embeddings"] == config.tie_embeddings
+
+    names = set()
+    for layer in range(config.num_layers):
+        for block, groups in projections(config).items():
+            for group in groups:
+                for name, shape in group.items():
+                    # SGLang joins the weights of a group, each in whole blocks.
+                    assert len(group) == 1 or shape[0] % rows == 0
+                    module = f"model.layers.{layer}.{block}.{name}"
+                    codes = tensors[f"{module}.weight"]
+                    scales = tensors[f"{module}.weight_scale_inv"]
+                    names |= {f"{module}.weight", f"{module}.weight_scale_inv"}
+                    assert (codes.dtype, codes.shape) == (np.int8, shape)
+                    assert scales.dtype == np.float32
+                    blocks = math.ceil(shape[0] / rows), math.ceil(shape[1] / 32)
+                    assert scales.shape == blocks
+                    # The codes are those of this weight: rounded to nearest.
+                    every = scales.repeat(rows, 0).repeat(32, 1)
+                    weight = floats[f"{module}.weight"].astype(ml_dtypes.bfloat16)
+                    error = np.abs(codes * every - weight.astype(np.float32))
+                    assert np.all(error <= 0.501 * every)
+    # Every other tensor is the one of the model, in its dtype.
+    assert tensors.keys() - names == floats.keys() - names
+    for name in tensors.keys() - names:
+        assert tensors[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(
+            tensors[name], floats[name].astype(ml_dtypes.bfloat16)
+        )
+
+
+def test_codes_are_byte_equal_to_those_of_freeze(tmp_path: Path) -> None:
+    model, variables = trained(saved_bits=10)
+    frozen = fbq_jax.freeze(model, variables, TOKENS)
+    hf.export(tmp_path / "int8", "blockwise_int8", model, frozen)
+    _, tensors = read(tmp_path / "int8")
+    layers = frozen["fallback"]["layers"]
+    down = layers["mlp"]["down"]["dot_general"]["weight"].codes.main
+    qkv = layers["attention"]["qkv"]["dense"]["dot_general"]["weight"].codes.main
+    dim, (first, second) = 32, (0, 4 * 32)  # the columns of both key-value heads
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        np.testing.assert_array_equal(tensors[name], down.codes[layer, 0])
+        scales = tensors[f"{name}_scale_inv"]
+        np.testing.assert_array_equal(scales, down.scales[layer, 0])
+        keys = tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]
+        expected = [
+            qkv.codes[layer, 0, head + 2 * dim : head + 3 * dim]
+            for head in (first, second)
+        ]
+        np.testing.assert_array_equal(keys, np.concatenate(expected))
+
+
+def float_params(frozen: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, with the values of the codes in place of frozen kernels."""
+    flat = flax.traverse_util.flatten_dict(params)
+    for path, kernel in flat.items():
+        if path[0] == "layers" and path[-1] == "kernel":
+            state = functools.reduce(dict.__getitem__, path[:-1], frozen["fallback"])
+            values = [x.mT.dequantize()[0] for x in unstack(state["dot_general"])]
+            flat[path] = jnp.stack(values).reshape(kernel.shape)
+    return flax.traverse_util.unflatten_dict(flat)
+
+
+def unstack(state: dict[str, Any]) -> list[Any]:
+    codes = state["weight"].codes
+    return [jax.tree.map(lambda x, i=i: x[i], codes) for i in range(2)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_transformers_computes_with_the_codes_of_compressed_tensors(
+    tmp_path: Path,
+) -> None:
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    transformers = pytest.importorskip("transformers", reason="compares with it")
+    pytest.importorskip("compressed_tensors", reason="reads the format")
+    # Not fused: the columns of gate_up are gate, then up.
+    model, variables = trained(dtype=jnp.float32, saved_bits=None)
+    frozen = fbq_jax.freeze(model, variables, TOKENS)
+    hf.export(tmp_path / "packed", "compressed-tensors", model, frozen)
+    reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    tokens = np.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        logits = reread.eval()(torch.from_numpy(tokens)).logits.numpy()
+    params = float_params(frozen, variables["params"])
+    unquantized = Llama(model.config)
+    expected = jax.jit(unquantized.apply)({"params": params}, jnp.asarray(tokens))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    # A frozen model also quantizes activations.
+    served = jax.jit(model.apply)(frozen, jnp.asarray(tokens))
+    assert np.linalg.norm(served - logits) < 0.1 * np.linalg.norm(logits)
+
+
+@pytest.mark.exhaustive
+def test_a_frozen_gemma_is_exported(tmp_path: Path) -> None:
+    model, variables = trained(
+        saved_bits=10,
+        activation="gelu_tanh",
+        unit_offset_norms=True,
+        post_norms=True,
+        embed_scale=8.0,
+        query_pre_attn_scalar=32,
+        sliding_window=1,
+        sliding_layers=(0,),
+    )
+    frozen = fbq_jax.freeze(model, variables, TOKENS)
+    expected = model.apply(variables, TOKENS, mutable=["fallback"])[0]
+    np.testing.assert_array_equal(model.apply(frozen, TOKENS), expected)
+    hf.export(tmp_path / "int8", "blockwise_int8", model, frozen)
+    stored, tensors = read(tmp_path / "int8")
+    assert stored["model_type"] == "gemma2"
+    assert "model.layers.1.post_feedforward_layernorm.weight" in tensors
+
+
+@pytest.mark.exhaustive
+def test_an_export_has_shards_and_the_files_of_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, variables = trained(saved_bits=10)
+    hf.save(tmp_path / "source", model.config, variables["params"])
+    (tmp_path / "source" / "tokenizer_config.json").write_text("{}")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config["eos_token_id"] = 7
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(files, "_SHARD_BYTES", 40_000)
+    out, source = tmp_path / "int8", tmp_path / "source"
+    hf.export(out, "blockwise_int8", model, variables, like=source)
+    stored, tensors = read(out)
+    assert stored["eos_token_id"] == 7
+    assert (out / "tokenizer_config.json").exists()
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(out / file, "numpy") as opened:
+            assert name in opened.keys()  # noqa: SIM118 (it is no dict)
+    # Models that are not quantized have shards, too, and load from them.
+    hf.save(tmp_path / "float", model.config, variables["params"])
+    assert (tmp_path / "float" / "model.safetensors.index.json").exists()
+    assert hf.load(tmp_path / "float")[0].num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "dot_general", "message"),
+    [
+        ({}, None, "takes a model with an INT8 recipe"),
+        ({"hidden_size": 80}, DOT, "inputs are multiples of 32; .* has 80"),
+        ({"head_dim": 8}, DOT, "at least 16 outputs; .*_proj.weight cannot be"),
+        (
+            {},
+            fbq_jax.FallbackDot(fbq_jax.recipes.rowwise),
+            "no scales per block: train with a recipe",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_named_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], dot_general: Any, message: str
+) -> None:
+    model = Llama(small_config(**(SIZES | {"saved_bits": 10} | changes)), dot_general)
+    with pytest.raises(ExportError, match=message):
+        hf.export(tmp_path / "out", "blockwise_int8", model, {"params": {}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_formats_and_used_folders_are_named(tmp_path: Path) -> None:
+    model = Llama(small_config(**SIZES), DOT)
+    with pytest.raises(ExportError, match="export takes one of blockwise_int8"):
+        hf.check_exportable("onnx", model)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="takes a new folder"):
+        hf.export(tmp_path, "blockwise_int8", model, {})
+    model = Llama(dataclasses.replace(model.config, post_norms=True), DOT)
+    with pytest.raises(hf.CheckpointError, match="none of the families has all"):
+        hf.check_exportable("blockwise_int8", model)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_train_exports_at_the_end_and_of_a_run_that_has_ended(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    sizes = "--hidden 64 --ffn 128 --layers 1 --heads 2 --kv-heads 1 --seq 32 --batch 2"
+    argv = f"--recipe block --data {text} --out {run} --steps 2 {sizes}".split()
+    assert train.main([*argv[2:], "--compare=bf16,block", *EXPORT]) == 1
+    assert train.main([*argv[2:], "--recipe=bf16", *EXPORT]) == 1
+    # A hidden width of 64 is half a block.
+    assert train.main([*argv, *EXPORT]) == 1
+    errors = capsys.readouterr().err
+    assert "--export takes one run" in errors
+    assert "takes a model with an INT8 recipe" in errors
+    assert "inputs are multiples of 128" in errors
+    assert not run.exists()
+
+    argv += ["--hidden=128"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main([*argv, *EXPORT]) == 0
+        stored, tensors = read(run / "blockwise_int8")
+        assert stored["quantization_config"]["weight_block_size"] == [64, 128]
+        (run / "blockwise_int8").rename(tmp_path / "first")
+        assert train.main([*argv, "--resume", *EXPORT]) == 0
+        again = read(run / "blockwise_int8")
+        assert again[0] == stored
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(tensor, again[1][name])
+        assert train.main([*argv, "--resume", *EXPORT]) == 0
+    assert "exists and stays as it is" in capsys.readouterr().out

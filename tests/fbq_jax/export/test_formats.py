@@ -1,0 +1,127 @@
+"""The codes of frozen layers, and the formats that store them."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fbq_jax
+from fbq_jax import FallbackDot, Recipe, recipes
+from fbq_jax.export import FORMATS, BlockWeight, ExportError, frozen_weights
+from tests.fbq_jax.linen.test_freezing import as_trained
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+X = jnp.ones((2, 64))
+
+
+def frozen(recipe):
+    layer = nn.Dense(48, use_bias=False, dot_general=FallbackDot(recipe))
+    variables = as_trained(layer, X)
+    return variables, fbq_jax.freeze(layer, variables, X)
+
+
+def weight(codes, scales, group=32):
+    return BlockWeight(np.asarray(codes, np.int8), np.asarray(scales, "f4"), group)
+
+
+def test_codes_times_scales_are_the_weight_within_half_a_step():
+    # The last block has 16 outputs.
+    variables, served = frozen(Recipe(block=32))
+    found = frozen_weights(served)
+    assert found.keys() == {"kernel"}
+    codes, scales = found["kernel"].codes, found["kernel"].scales
+    assert (codes.dtype, codes.shape) == (np.int8, (48, 64))
+    assert (scales.dtype, scales.shape) == (np.float32, (48, 2))
+    every = scales.repeat(found["kernel"].group, axis=1)
+    error = np.abs(codes * every - variables["params"]["kernel"].T)
+    assert np.all(error <= 0.501 * every)
+    exact = served["fallback"]["dot_general"]["weight"].codes
+    np.testing.assert_array_equal(codes, exact.main.codes[0])
+
+
+def test_layers_without_codes_in_blocks_are_named():
+    variables, served = frozen(recipes.rowwise)
+    with pytest.raises(ExportError, match="kernel has no scales per block: train with"):
+        frozen_weights(served)
+    with pytest.raises(ExportError, match="no frozen layer: pass those of freeze"):
+        frozen_weights(variables)
+
+
+def test_blockwise_int8_takes_the_largest_rows_that_all_weights_have():
+    rows = np.arange(128)[:, None]
+    whole = weight(np.zeros((128, 64)), np.tile(rows // 64, (1, 2)))
+    split = weight(np.zeros((64, 32)), rows[:64] // 32)
+    encode = FORMATS["blockwise_int8"]
+    for weights, size in (
+        ({"a.weight": whole}, 64),
+        ({"a.weight": whole, "b": split}, 32),
+    ):
+        tensors, config = encode(weights, BFLOAT16)
+        assert config["weight_block_size"] == [size, 32]
+        assert tensors["a.weight"] is whole.codes
+        scales = tensors["a.weight_scale_inv"]
+        np.testing.assert_array_equal(scales.repeat(size, 0), whole.scales)
+        assert scales.dtype == np.float32
+
+
+def test_compressed_tensors_packs_four_codes_in_a_word():
+    codes = weight([[-127, 0, 1, 127] * 8], [[0.1]])
+    tensors, config = FORMATS["compressed-tensors"]({"a.weight": codes}, BFLOAT16)
+    # Each byte is a code plus 128, the first one lowest.
+    word = 1 | (128 << 8) | (129 << 16) | (255 << 24)
+    packed = tensors["a.weight_packed"].view(np.uint32)
+    np.testing.assert_array_equal(packed, np.full((1, 8), word))
+    assert tensors["a.weight_scale"].dtype == BFLOAT16
+    np.testing.assert_array_equal(tensors["a.weight_shape"], [1, 32])
+    group = config["config_groups"]["group_0"]["weights"]
+    assert (group["num_bits"], group["group_size"]) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (
+            {"a": weight(np.zeros((32, 40)), np.zeros((32, 2)))},
+            "multiples of 32; a has",
+        ),
+        (
+            {
+                "a": weight(np.zeros((32, 64)), np.zeros((32, 2))),
+                "b": weight(np.zeros((32, 64)), np.zeros((32, 1)), 64),
+            },
+            r"one size of blocks for all layers, got \[32, 64\]",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_that_a_format_cannot_hold_are_named(name, weights, message):
+    with pytest.raises(ExportError, match=message):
+        FORMATS[name](weights, BFLOAT16)
+
+
+def test_rows_that_share_no_scales_are_named():
+    rows = weight(np.zeros((32, 32)), np.arange(32)[:, None])
+    with pytest.raises(ExportError, match="at least 16 outputs; a cannot be divided"):
+        FORMATS["blockwise_int8"]({"a": rows}, BFLOAT16)
+
+
+def test_frozen_layers_under_scan_have_a_stack_of_weights():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dot = FallbackDot(Recipe(block=32))
+            return nn.Dense(64, use_bias=False, dot_general=dot)(x), None
+
+    stack = nn.scan(
+        Layer,
+        variable_axes={"params": 0, "fallback": 0},
+        split_rngs={"params": True},
+        length=3,
+    )()
+    variables = as_trained(stack, X)
+    (codes,) = frozen_weights(fbq_jax.freeze(stack, variables, X)).values()
+    assert codes.codes.shape == (3, 64, 64)
+    assert codes.scales.shape == (3, 64, 2)
+    assert jax.tree.leaves(variables["params"])[0].shape == (3, 64, 64)
