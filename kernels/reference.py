@@ -498,8 +498,11 @@ def metric_of(
       amax: for ``absmax``, ``max |x|``.
     """
     if criterion == "absmax":
-        metric = amax
-    elif criterion == "l1_rel":
+        assert amax is not None
+        return jnp.where(jnp.isfinite(scales), amax, jnp.nan)
+    assert error is not None
+    assert total is not None
+    if criterion == "l1_rel":
         metric = error / jnp.where(total > 0.0, total, 1.0)
     else:
         metric = jnp.minimum(error / shrinkage(scales), jnp.finfo(jnp.float32).max)

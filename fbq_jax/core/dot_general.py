@@ -38,8 +38,8 @@ class DotConfig:
 
     Attributes:
       recipe: how the three GEMMs are quantized.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
-        ``fbq_jax.ops.dispatch`` choose.
+      implementation: ``"mosaic"``, ``"triton"``, ``"tpu"`` or ``"reference"``;
+        None lets ``fbq_jax.ops.dispatch`` choose.
       ignore_precision: whether a product that asks for a precision is quantized.
 
     Raises:
@@ -106,8 +106,8 @@ def dot_general(
       key: a PRNG key for stochastic rounding.  Training should pass a new key to each
         call; without a key every call draws the same noise.
       out_sharding: the output's sharding over explicit mesh axes.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
-        ``fbq_jax.ops.dispatch`` choose.
+      implementation: ``"mosaic"``, ``"triton"``, ``"tpu"`` or ``"reference"``;
+        None lets ``fbq_jax.ops.dispatch`` choose.
 
     Returns:
       The output, with the shape that ``lax.dot_general`` gives, and ``Stats``.

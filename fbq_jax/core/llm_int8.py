@@ -49,8 +49,8 @@ class LlmInt8Dot(DotGeneral):
     Attributes:
       threshold: a column with a magnitude of at least this stays unquantized; above 0,
         in the units of the activation.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
-        ``fbq_jax.ops.dispatch`` choose.
+      implementation: ``"mosaic"``, ``"triton"``, ``"tpu"`` or ``"reference"``;
+        None lets ``fbq_jax.ops.dispatch`` choose.
 
     Raises:
       ValueError: the threshold is not above 0, or no implementation has this name.

@@ -59,8 +59,8 @@ class RulesDot(RaggedDotGeneral):
     Attributes:
       rules: a mapping from patterns to recipes, tried in order.
       collection: the name of the variable collection.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
-        ``fbq_jax.ops.dispatch`` choose.
+      implementation: ``"mosaic"``, ``"triton"``, ``"tpu"`` or ``"reference"``;
+        None lets ``fbq_jax.ops.dispatch`` choose.
       ignore_precision: whether to quantize products that ask for a precision, such as
         HIGHEST; otherwise they are errors.
 

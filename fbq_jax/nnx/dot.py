@@ -92,8 +92,8 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
       rngs: seeds the layer's noise from its ``params`` stream.  Without it, all layers
         draw the same noise for elements at the same position, and a gradient of the
         weight warns once.
-      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None lets
-        ``fbq_jax.ops.dispatch`` choose.
+      implementation: ``"mosaic"``, ``"triton"``, ``"tpu"`` or ``"reference"``;
+        None lets ``fbq_jax.ops.dispatch`` choose.
       ignore_precision: whether to quantize products that ask for a precision, such as
         HIGHEST; otherwise they are errors.
 

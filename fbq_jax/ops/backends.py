@@ -45,33 +45,21 @@ def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
 
 
 def tpu_refusal(block_shape: Sequence[int]) -> str | None:
-    """The same for the TPU GEMM."""
-    return xla_refusal() or _sides_refusal(block_shape, TPU_SIDES)
-
-
-def xla_refusal(block_shape: Sequence[int] = ()) -> str | None:
-    """The same for what XLA fuses on a TPU."""
-    del block_shape  # XLA takes all.
+    """The same for TPU kernels with blocks of this shape, or without blocks."""
     backend = jax.default_backend()
     if backend != "tpu":
         return f"it needs a TPU, and JAX's default backend is {backend}"
-    return None
+    return _sides_refusal(block_shape, TPU_SIDES)
 
 
-def fused_kernels(
-    triton_module: str,
-    reference_module: str,
+def triton_kernels(
+    module: str,
     refusal: Callable[[Sequence[int]], str | None] = triton_refusal,
     **fields: Any,
 ) -> dict[str, Kernel]:
-    """The kernels of an op that is no GEMM.
-
-    On GPUs there is one in Triton, as only the GEMM is written in Mosaic.  On a TPU,
-    XLA fuses the definition.
-    """
-    kernel = Kernel("triton", triton_module, refusal, **fields)
-    by_xla = Kernel("xla", reference_module, xla_refusal)
-    return {"mosaic": kernel, "triton": kernel, "tpu": by_xla}
+    """A Triton kernel for both GPU backends: only the GEMM is written in Mosaic."""
+    kernel = Kernel("triton", module, refusal, **fields)
+    return {"mosaic": kernel, "triton": kernel}
 
 
 def _sides_refusal(block_shape: Sequence[int], sides: tuple[int, ...]) -> str | None:

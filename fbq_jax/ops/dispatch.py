@@ -5,7 +5,7 @@
 ========= ==================================================================
 mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton
 triton    NVIDIA GPUs from Ampere on, through jax-triton
-tpu       TPUs: the GEMM in Pallas, the rest is fused by XLA
+tpu       TPUs: quantization and the GEMM in Pallas
 reference any device: the definition in ``jax.numpy``
 ========= ==================================================================
 
@@ -33,6 +33,8 @@ from fbq_jax.sharding.layer_names import current_layer, warn_first
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
 IMPLEMENTATIONS = ("mosaic", "triton", "tpu", "reference")
+# Those of other accelerators, which no reason on this one mentions.
+_ELSEWHERE = {"gpu": ("tpu",), "tpu": ("mosaic", "triton")}
 _ASKED = "asks for it"
 
 
@@ -119,7 +121,8 @@ def check_name(implementation: str | None, source: str = "implementation") -> No
 def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
     """The first implementation that supports a call."""
     refusals = []
-    for name in IMPLEMENTATIONS:
+    elsewhere = _ELSEWHERE.get(jax.default_backend(), ())
+    for name in (name for name in IMPLEMENTATIONS if name not in elsewhere):
         reason = _refusal(name, op, sides)
         if reason is None:
             break

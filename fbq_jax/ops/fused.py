@@ -11,7 +11,7 @@ from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Block
 from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.ops.backends import fused_kernels
+from fbq_jax.ops.backends import triton_kernels
 from fbq_jax.ops.quantization import (
     fallback_words,
     round_on_shard,
@@ -130,11 +130,7 @@ def _gate_grad_rule(
     return ShardingRule(operands, results)
 
 
-_KERNELS = fused_kernels(
-    "fbq_jax.kernels.triton.fused",
-    "fbq_jax.kernels.fused_reference",
-    caveat=_two_pass_caveat,
-)
+_KERNELS = triton_kernels("fbq_jax.kernels.triton.fused", caveat=_two_pass_caveat)
 rms_norm_quantize = define_op(
     fused_reference.rms_norm_quantize,
     _rms_norm_rule,

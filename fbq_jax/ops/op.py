@@ -30,7 +30,7 @@ class Kernel:
 
     Attributes:
       backend: what the kernel is written in, ``"mosaic"``, ``"triton"`` or ``"tpu"``,
-        or ``"xla"`` if XLA fuses ``jax.numpy`` code.
+        or ``"xla"`` for ``jax.numpy`` code that is fast enough.
       module: the name of the module, imported when the kernel is first used.  It has a
         function with the op's name and the signature of its reference.
       refusal: takes the shape of a block.  Returns the reason why the kernel cannot run

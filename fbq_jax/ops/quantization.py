@@ -22,7 +22,7 @@ from fbq_jax.kernels.reference import (
     Quantized,
 )
 from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.ops.backends import fused_kernels, nvidia_refusal, tpu_refusal, xla_refusal
+from fbq_jax.ops.backends import nvidia_refusal, tpu_refusal, triton_kernels
 from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.local_ops import Shard
@@ -178,13 +178,12 @@ def _fallback_rule(
     return ShardingRule((layouts[0].codes, "b", seed_words(seeds)), results)
 
 
-_REFERENCE = "fbq_jax.kernels.reference"
-_BLOCK_KERNELS = fused_kernels("fbq_jax.kernels.triton.quantize", _REFERENCE) | {
+_BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize") | {
     "tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize", tpu_refusal)
 }
-_VECTOR_KERNELS = fused_kernels(
-    "fbq_jax.kernels.triton.quantize_vectors", _REFERENCE, nvidia_refusal
-) | {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize_vectors", xla_refusal)}
+_VECTOR_KERNELS = triton_kernels(
+    "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
+) | {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize_vectors", tpu_refusal)}
 quantize = define_op(
     reference.quantize, _quantize_rule, _quantize_on_shard, kernels=_BLOCK_KERNELS
 )

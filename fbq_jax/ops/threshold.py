@@ -8,8 +8,8 @@ from jax import lax
 
 from fbq_jax.kernels import threshold_reference
 from fbq_jax.kernels.threshold_reference import MovedThreshold
-from fbq_jax.ops.backends import fused_kernels, nvidia_refusal
-from fbq_jax.ops.op import LocalOp
+from fbq_jax.ops.backends import nvidia_refusal, tpu_refusal, triton_kernels
+from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
@@ -48,9 +48,7 @@ move_threshold = define_op(
     _rule,
     _on_shard,
     seeded=False,
-    kernels=fused_kernels(
-        "fbq_jax.kernels.triton.threshold",
-        "fbq_jax.kernels.threshold_reference",
-        nvidia_refusal,
-    ),
+    kernels=triton_kernels("fbq_jax.kernels.triton.threshold", refusal=nvidia_refusal)
+    # So few numbers need no kernel on a TPU.
+    | {"tpu": Kernel("xla", "fbq_jax.kernels.threshold_reference", tpu_refusal)},
 )

@@ -86,7 +86,7 @@ def matmul(
         grid=(batch, pl.cdiv(N, tiles.columns), pl.cdiv(M, tiles.rows), tiles.chunks),
         in_specs=_input_specs(tiles, k, len(terms)),
         out_specs=pl.BlockSpec(
-            (None, tiles.rows, tiles.columns), lambda b, j, i, c: (b, i, j)
+            (None, tiles.rows, tiles.columns), lambda b, j, i, _: (b, i, j)
         ),
         scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
         compiler_params=compiler_params(
@@ -148,21 +148,21 @@ def _pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 def _input_specs(tiles: Tiles, k: int, terms: int) -> tuple[Any, ...]:
     """What a program reads of its steps, lhs, rhs and the scales of rhs."""
 
-    def of_list(length: int) -> pl.BlockSpec:
+    def of_list(length: int) -> Any:
         shape = None, None, tiles.rows // ROWS, length
         return pl.BlockSpec(
-            shape, lambda b, j, i, c: (b, c, i, 0), memory_space=pltpu.SMEM
+            shape, lambda b, _, i, c: (b, c, i, 0), memory_space=pltpu.SMEM
         )
 
     length = Steps.length(terms * tiles.blocks, GROUP)
     depth = tiles.blocks * k
-    lhs = pl.BlockSpec((None, tiles.rows, depth), lambda b, j, i, c: (b, i, c))
+    lhs = pl.BlockSpec((None, tiles.rows, depth), lambda b, _, i, c: (b, i, c))
     return (
         Steps(of_list(length), of_list(length), of_list(1)),
         [lhs] * terms,
-        pl.BlockSpec((None, tiles.columns, depth), lambda b, j, i, c: (b, j, c)),
+        pl.BlockSpec((None, tiles.columns, depth), lambda b, j, _, c: (b, j, c)),
         pl.BlockSpec(
-            (None, None, tiles.blocks, tiles.columns), lambda b, j, i, c: (b, c, 0, j)
+            (None, None, tiles.blocks, tiles.columns), lambda b, j, _, c: (b, c, 0, j)
         ),
     )
 

@@ -79,7 +79,7 @@ def quantize(
 ) -> Layouts:
     """Quantizes as ``reference.quantize`` does; block sides are multiples of 128.
 
-    XLA quantizes blocks that are split among devices, and those with sums.
+    XLA quantizes blocks that are split among devices.
 
     Args:
       x: ``[B, R, C]``.
@@ -89,9 +89,10 @@ def quantize(
       colwise: the rounding of the colwise codes, or None to omit this layout.
       global_offset: the offset of this shard in the global matrix.
       amax_reduce: joins the maxima of blocks that are split among devices.
-      sums: the layouts that get sums.
+      sums: must be empty, as no GEMM on a TPU reads them.
     """
-    if amax_reduce is not None or sums:
+    assert not sums
+    if amax_reduce is not None:
         return reference.quantize(
             x,
             seeds,
@@ -99,10 +100,10 @@ def quantize(
             rowwise=rowwise,
             colwise=colwise,
             global_offset=global_offset,
-            amax_reduce=amax_reduce or (lambda amax: amax),
-            sums=sums,
+            amax_reduce=amax_reduce,
         )
-    plan = Plan(x.shape, block, rowwise, colwise)
+    batch, R, C = x.shape
+    plan = Plan((batch, R, C), block, rowwise, colwise)
     found = _run(plan, x, _noise_factors(plan, seeds, global_offset))
     return Layouts(_rowwise(plan, found, "codes"), _colwise(plan, found))
 
@@ -128,7 +129,8 @@ def quantize_fallback(
       colwise: the rounding of the colwise codes, or None to omit this layout.
       global_offset: the offset of this shard in the global matrix.
     """
-    plan = Plan(x.shape, block, "nearest", colwise, criterion=criterion)
+    batch, R, C = x.shape
+    plan = Plan((batch, R, C), block, "nearest", colwise, criterion)
     limits = jnp.where(theta >= 0.0, theta, 0.0)
     found = _run(plan, x, _noise_factors(plan, seeds, global_offset), limits)
     main = _rowwise(plan, found, "codes")
@@ -189,12 +191,12 @@ def _run(
         outputs["residual"] = codes, tile
         for name in ("metric", "residual_scales"):
             outputs[name] = outputs["scales"]
-    inputs: dict[str, Any] = {"x": x}
+    inputs: dict[str, Any] = {"x": tiles.with_known_dtype(x)}
     specs: dict[str, Any] = {"x": tile}
     if factors is not None:
         inputs["factors"] = factors
-        of_row = pl.BlockSpec((None, r, 1), lambda b, i, j: (b, i, 0))
-        of_column = pl.BlockSpec((None, 1, width), lambda b, i, j: (b, 0, j))
+        of_row: Any = pl.BlockSpec((None, r, 1), lambda b, i, _: (b, i, 0))
+        of_column: Any = pl.BlockSpec((None, 1, width), lambda b, _, j: (b, 0, j))
         specs["factors"] = rounding.NoiseFactors(of_row, of_column, of_row)
     if plan.criterion:
         inputs["limits"] = limits

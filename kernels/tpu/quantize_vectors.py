@@ -36,6 +36,7 @@ def quantize_vectors(
     amax_reduce: AmaxReduce = reference.NO_AMAX_REDUCE,
 ) -> Layouts:
     """Quantizes as ``reference.quantize_vectors`` does, with the same arguments."""
+    x = tiles.with_known_dtype(x)
     of_rows, of_columns = _find_amax(x)
     if per_tensor:
         of_rows, of_columns = (
@@ -86,7 +87,7 @@ def _find_amax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         in_specs=[pl.BlockSpec((None, r, c), lambda b, j, i: (b, i, j))],
         out_specs=(
             pl.BlockSpec((None, None, r, 1), lambda b, j, i: (b, j, i, 0)),
-            pl.BlockSpec((None, 1, c), lambda b, j, i: (b, 0, j)),
+            pl.BlockSpec((None, 1, c), lambda b, j, _: (b, 0, j)),
         ),
         scratch_shapes=[pltpu.VMEM((r, LANES), jnp.float32)],
         compiler_params=tiles.compiler_params("parallel", "parallel", "arbitrary"),
@@ -138,8 +139,8 @@ def _quantize(
     batch, R, C = inputs["x"].shape
     r, c = _tile(inputs["x"])
     of_tile = pl.BlockSpec((None, r, c), lambda b, i, j: (b, i, j))
-    of_row = pl.BlockSpec((None, r, 1), lambda b, i, j: (b, i, 0))
-    of_column = pl.BlockSpec((None, 1, c), lambda b, i, j: (b, 0, j))
+    of_row: Any = pl.BlockSpec((None, r, 1), lambda b, i, _: (b, i, 0))
+    of_column: Any = pl.BlockSpec((None, 1, c), lambda b, _, j: (b, 0, j))
     specs = {
         "x": of_tile,
         "row_inverse": of_row,

@@ -1,6 +1,6 @@
 """What kernels on TPUs share: their memory, tiles of a matrix and codes."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ LANES = 128  # of a vector
 VMEM_LIMIT = 64 * 2**20  # bytes; there are at least 96 MiB from v5e on
 
 
-def compiler_params(*dimensions: str) -> pltpu.CompilerParams:
+def compiler_params(
+    *dimensions: Literal["parallel", "arbitrary"],
+) -> pltpu.CompilerParams:
     """The parameters of a kernel whose grid has these dimensions."""
     return pltpu.CompilerParams(
         dimension_semantics=dimensions, vmem_limit_bytes=VMEM_LIMIT
@@ -24,6 +26,11 @@ def compiler_params(*dimensions: str) -> pltpu.CompilerParams:
 def aligned(index: jax.Array, size: int) -> Any:
     """The ``index``-th slice of this size; the compiler knows that it is aligned."""
     return pl.ds(pl.multiple_of(index * size, size), size)
+
+
+def with_known_dtype(x: jax.Array) -> jax.Array:
+    """Casts float16, which the vector units do not have, to float32."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def load(

@@ -79,11 +79,17 @@ def special(dtype: str, block: reference.Block) -> jax.Array:
 
 
 def check_quantize(
-    ops: types.ModuleType, x: jax.Array, block: reference.Block, rowwise, colwise
+    ops: types.ModuleType,
+    x: jax.Array,
+    block: reference.Block,
+    rowwise,
+    colwise,
+    *,
+    sums: bool = True,
 ) -> None:
     layouts = {"rowwise": rowwise, "colwise": colwise}
-    sums = tuple(name for name, rounding in layouts.items() if rounding is not None)
-    args = {"block": block, **layouts, "sums": sums}
+    summed = tuple(name for name, rounding in layouts.items() if rounding and sums)
+    args = {"block": block, **layouts, "sums": summed}
     got = ops.quantize(x, seeds(len(x)), **args)
     want = _reference("quantize", **args)(x, seeds(len(x)))
     _check_quantized(got.rowwise, want.rowwise, block)
@@ -131,17 +137,27 @@ def check_fallback(
     np.testing.assert_allclose(got.metric, want.metric, rtol=rtol, atol=0.0)
 
 
-def check_special(ops: types.ModuleType, dtype: str) -> None:
-    block = (32, 64)
-    x = special(dtype, block).swapaxes(1, 2).reshape(1, 96, 320)
-    check_quantize(ops, x, block, "stochastic", "nearest")
+def check_special(
+    ops: types.ModuleType,
+    dtype: str,
+    block: reference.Block = (32, 64),
+    *,
+    sums: bool = True,
+) -> None:
+    r, c = block
+    x = special(dtype, block).swapaxes(1, 2).reshape(1, 3 * r, 5 * c)
+    check_quantize(ops, x, block, "stochastic", "nearest", sums=sums)
     criterion = "l1_rel" if dtype == "float32" else "absmax"
     check_fallback(ops, x, block, criterion, (0.0,), None)
 
 
-def check_large_metrics(ops: types.ModuleType, criterion: reference.Criterion) -> None:
+def check_large_metrics(
+    ops: types.ModuleType,
+    criterion: reference.Criterion,
+    block: reference.Block = (64, 64),
+) -> None:
     """Sums of magnitudes beyond float32's give a finite metric."""
-    block, largest = (64, 64), float(np.finfo(np.float32).max)
+    largest = float(np.finfo(np.float32).max)
     tops = [1.0, 1e30, 1e36, 1e37, 1e38, 0.99 * largest]
     blocks = np.tanh(np.array(heavy((len(tops), *block)), np.float64))
     blocks *= np.reshape(tops, (-1, 1, 1)) / np.abs(blocks).max((1, 2), keepdims=True)

@@ -132,7 +132,9 @@ def test_errors_name_who_asked_for_an_implementation(monkeypatch):
     with pytest.raises(ValueError, match=r"implementation=triton cannot do .* a GPU"):
         FallbackDot(implementation="triton")(x, x, MATMUL)
     monkeypatch.setenv("FBQ_IMPLEMENTATION", "cublas")
-    with pytest.raises(ValueError, match=r"='cublas' is not .*: mosaic, triton, refer"):
+    with pytest.raises(
+        ValueError, match=r"='cublas' is not .*: mosaic, triton, tpu, refer"
+    ):
         dot_general(x, x, MATMUL)
 
 
@@ -147,7 +149,7 @@ def test_errors_name_who_asked_for_an_implementation(monkeypatch):
     ],
 )
 def test_a_wrong_name_is_an_error_before_the_first_call(make):
-    message = "implementation='tritn' is not .*: mosaic, triton, reference"
+    message = "implementation='tritn' is not .*: mosaic, triton, tpu, reference"
     with pytest.raises(ValueError, match=message):
         make(implementation="tritn")
 
@@ -178,7 +180,7 @@ def test_a_choice_names_the_backend_that_computes_the_op(on_gpu):
 def test_a_reason_says_where_one_pass_becomes_two(on_gpu, op):
     on_gpu("9.0")
     assert dispatch.choose(op, (64, 128), width=256).reason == (
-        "the first choice on this GPU"
+        "the first choice on this device"
     )
     for sides, width, why in [((64, 128), 200, "rows of 200"), ((64, 64), 256, "64 w")]:
         choice = dispatch.choose(op, sides, width=width)

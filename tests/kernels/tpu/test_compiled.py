@@ -1,0 +1,81 @@
+"""Layers compile for TPUs, which multiply INT8."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fbq_jax import recipes
+from fbq_jax.ops import dispatch
+from tests.fbq_jax.core.test_dot_general import product
+from tests.kernels.tpu_tools import TOPOLOGIES, compile_for, needs_compiler
+
+pytestmark = needs_compiler
+
+GEMMS = 3  # of a layer
+IN_BLOCKS = [
+    name
+    for name, recipe in recipes.NAMED.items()
+    if recipe.in_blocks and set(recipe.block_shape) <= {128, 256}
+]
+BY_VECTOR = ["rowwise", "per_tensor", "switchback", "aqt_int8"]
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Chooses as on a TPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+
+def compiled_layer(generation, name, dtype=jnp.bfloat16):
+    """The HLO of a layer's output and gradients."""
+    x, w, dy = ((1024, 384), (384, 640), (1024, 640))
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in (x, w, dy)]
+
+    def layer(x, w, dy):
+        key = jax.random.key(0)
+        return product(x, w, dy, recipe=recipes.NAMED[name], theta=1.0, key=key)
+
+    return compile_for(generation, layer, *shapes).as_text()
+
+
+def products(text):
+    """The operands' dtypes of the products that XLA computes."""
+    dtypes = dict(re.findall(r"%(\S+) = (\w+)\[", text))
+    found = re.findall(r" (?:convolution|dot)\(%([\w.-]+), %([\w.-]+)\)", text)
+    return [{dtypes[x] for x in operands} for operands in found]
+
+
+@pytest.mark.usefixtures("on_tpu")
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_recipes_in_blocks_run_the_kernels(generation, name):
+    text = compiled_layer(generation, name)
+    assert len(re.findall(r"%fbq_matmul\S* = ", text)) == GEMMS
+    assert "%fbq_quantize" in text
+    assert not products(text)
+
+
+@pytest.mark.usefixtures("on_tpu")
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("name", BY_VECTOR)
+def test_recipes_by_vector_multiply_int8(generation, name):
+    text = compiled_layer(generation, name)
+    found = products(text)
+    assert found.count({"s8"}) >= 1
+    assert {"f32"} not in found
+    assert "highest" not in text
+
+
+def test_dispatch_prefers_kernels_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    choice = dispatch.choose("matmul", (128, 128, 128))
+    assert (choice.implementation, choice.backend) == ("tpu", "tpu")
+    assert dispatch.choose("matmul", ()).backend == "xla"
+    assert dispatch.choose("quantize_vectors", ()).backend == "tpu"
+    fused = dispatch.choose("rms_norm_quantize", (128, 128))
+    assert "not tpu: it has no kernel for this op" in fused.reason
+    small = dispatch.choose("matmul", (32, 32, 32))
+    assert small.implementation == "reference"
+    assert small.reason == "not tpu: its blocks have sides of 128 or 256, not 32"

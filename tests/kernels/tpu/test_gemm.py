@@ -1,0 +1,72 @@
+"""The GEMM for TPUs, interpreted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax.kernels.tpu import gemm, steps
+from fbq_jax.ops.backends import TPU_SIDES
+from tests.kernels import gemm_cases
+from tests.kernels.gemm_cases import CASES, Case
+from tests.kernels.tpu_tools import interpreted  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+SUPPORTED = [n for n, c in CASES.items() if set(c.blocks) <= set(TPU_SIDES)]
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_multiplies(name):
+    gemm_cases.check_against_float64(gemm.matmul, CASES[name])
+
+
+@pytest.mark.parametrize("fallback", [None, 0.3])
+def test_many_tiles_and_chunks(monkeypatch, fallback):
+    """Tiles beyond the edges, and a chunk with fewer blocks than the others."""
+    monkeypatch.setattr(gemm, "_MAX_ROWS", 256)
+    monkeypatch.setattr(gemm, "_MAX_COLUMNS", 256)
+    of_two_blocks = 256 * 256 * 12 + 2 * 2 * (128 * 3 * 256 + 4 * 256)
+    monkeypatch.setattr(gemm, "_VMEM_OF_TILES", of_two_blocks)
+    case = Case((1, 300, 900, 700), (128, 128, 128), fallback)
+    gemm_cases.check_against_float64(gemm.matmul, case)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rounds_once(dtype):
+    gemm_cases.check_rounds_once(gemm.matmul, dtype)
+
+
+def test_outliers():
+    gemm_cases.check_outlier_scale(gemm.matmul)
+    gemm_cases.check_outlier_with_residual(gemm.matmul)
+
+
+def test_a_block_without_a_scale_is_nan_in_its_rows_and_columns_only():
+    """Steps that fill up a group multiply the first block, by 0."""
+    lhs, residual, rhs = gemm_cases.operands(CASES["aligned, fallback"])
+    lhs = lhs._replace(scales=lhs.scales.at[0, 0, 1].set(jnp.nan))
+    options = {"block_shape": (128, 128, 128), "dtype": jnp.float32}
+    got = gemm.matmul(lhs, residual, rhs, **options)
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1]).all()
+
+
+def test_steps_are_those_used_in_order():
+    scales = jnp.arange(1.0, 4.0).reshape(1, 1, 1, 3)
+    residual = jnp.asarray([0.0, jnp.nan, 5.0]).reshape(1, 1, 1, 3)
+    found = steps.list_used(scales, residual, multiple=4)
+    assert found.counts.item() == 8
+    np.testing.assert_array_equal(found.order[0, 0, 0], [0, 2, 3, 4, 5, 0, 0, 0])
+    np.testing.assert_array_equal(found.scales[0, 0, 0], [1, 2, np.nan, 3, 5, 0, 0, 0])
+
+
+def test_tiles_fit_into_memory():
+    for M, N, blocks in [(1, 1, 1), (8192, 4096, 32), (65536, 28672, 512)]:
+        for terms, k in [(1, 128), (2, 128), (2, 256)]:
+            shape = jax.ShapeDtypeStruct((1, M, N), jnp.float32)
+            tiles = gemm.choose_tiles(shape, blocks, k, terms)
+            assert tiles.blocks * tiles.chunks >= blocks
+            codes = tiles.blocks * k * (terms * tiles.rows + tiles.columns)
+            outputs = tiles.rows * tiles.columns * (4 + 2 * 4)
+            assert 2 * codes + outputs < gemm.VMEM_LIMIT
