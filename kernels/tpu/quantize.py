@@ -105,7 +105,7 @@ def quantize(
     batch, R, C = x.shape
     plan = Plan((batch, R, C), block, rowwise, colwise)
     found = _run(plan, x, _noise_factors(plan, seeds, global_offset))
-    return Layouts(_rowwise(plan, found, "codes"), _colwise(plan, found))
+    return Layouts(_rowwise(plan, found), _colwise(plan, found))
 
 
 def quantize_fallback(
@@ -133,7 +133,7 @@ def quantize_fallback(
     plan = Plan((batch, R, C), block, "nearest", colwise, criterion)
     limits = jnp.where(theta >= 0.0, theta, 0.0)
     found = _run(plan, x, _noise_factors(plan, seeds, global_offset), limits)
-    main = _rowwise(plan, found, "codes")
+    main = _rowwise(plan, found)
     assert main is not None
     if criterion is None:
         no_metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
@@ -220,8 +220,8 @@ def _block_spec(plan: Plan) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda b, i, j: (b, i, j, 0))
 
 
-def _rowwise(plan: Plan, found: Mapping[str, jax.Array], name: str) -> Quantized | None:
-    return Quantized(found[name], found["scales"][..., 0]) if plan.rowwise else None
+def _rowwise(plan: Plan, found: Mapping[str, jax.Array]) -> Quantized | None:
+    return Quantized(found["codes"], found["scales"][..., 0]) if plan.rowwise else None
 
 
 def _colwise(plan: Plan, found: Mapping[str, jax.Array]) -> Quantized | None:
