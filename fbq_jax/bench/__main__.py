@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fbq_jax.bench import cli, compiled, report, results
+from fbq_jax.bench import cli, compiled, report, results, tpu
 
 SECTIONS = {
     "step": "a training step of Flax layers, which is what users get",
@@ -23,6 +23,8 @@ PICTURES = {
     "recipes": "fbq_jax.bench.picture",
     "map": "fbq_jax.bench.map_picture",
 }
+# The modules that compile for devices that are not here.
+_COMPILERS = {"compile": compiled, "compile-tpu": tpu}
 LLAMA = "python -m examples.llama.bench"
 # Commands that need the Llama example, under their present and their former names.
 _MOVED = {name: name for name in ("block", "profile", "train", "scaling", "parity")}
@@ -42,19 +44,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"In a clone of the repository, {LLAMA} measures the Llama example.",
     )
     commands = cli.add_sections(parser, SECTIONS)
-    compiling = commands.add_parser(
+    _add_compiler(
+        commands,
         "compile",
-        help="compiles the Triton kernels for several GPUs, and estimates their speed",
-        description="Compiles the Triton kernels for GPUs from Ampere on, and "
-        "estimates the speed of a linear layer from the compiled code and published "
-        "rates. Needs Triton (pip install 'triton==3.6.*'), but no GPU.",
+        "compiles the Triton kernels for several GPUs, and estimates their speed",
+        "Compiles the Triton kernels for GPUs from Ampere on, and estimates the speed "
+        "of a linear layer from the compiled code and published rates. Needs Triton "
+        "(pip install 'triton==3.6.*'), but no GPU.",
     )
-    compiling.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=compiled.DEFAULT_PATH,
-        help="the JSON file to write (default: %(default)s)",
+    _add_compiler(
+        commands,
+        "compile-tpu",
+        "compiles linear layers for TPUs, and estimates their cycles",
+        "Compiles a linear layer for several generations of TPUs, by several recipes, "
+        "and estimates its cycles from the compiled code. Needs libtpu (pip install "
+        "'fbq-jax[tpu]'), but no TPU.",
     )
     table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")
     table.add_argument("file", type=Path, metavar="FILE")
@@ -72,6 +76,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_compiler(commands: Any, name: str, text: str, description: str) -> None:
+    """Adds a command that compiles for devices that are not here."""
+    command = commands.add_parser(name, help=text, description=description)
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=_COMPILERS[name].DEFAULT_PATH,
+        help="the JSON file to write (default: %(default)s)",
+    )
+
+
 def _run(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in _MOVED:
         raise cli.UsageError(
@@ -81,8 +97,8 @@ def _run(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.command == "table":
         print(_tables(options.file))
-    elif options.command == "compile":
-        compiled.run(options.out)
+    elif options.command in _COMPILERS:
+        _COMPILERS[options.command].run(options.out)
         print(f"\nwritten to {options.out}: python -m fbq_jax.bench table prints it")
     elif options.command == "picture":
         _draw(options.file, options.section, options.picture)
@@ -102,8 +118,9 @@ def _run_sections(options: argparse.Namespace) -> None:
 
 
 def _tables(file: Path) -> str:
-    if (content := compiled.load(file)) is not None:
-        return compiled.markdown(content)
+    for compiler in _COMPILERS.values():
+        if (content := compiler.load(file)) is not None:
+            return compiler.markdown(content)
     return report.markdown(results.load(file))
 
 

@@ -176,7 +176,7 @@ def tables(content: Mapping[str, Any]) -> dict[str, str]:
         "layers": _layer_cells,
     }
     return {
-        part: f"{texts[part]}\n\n{_table(*cells[part](content[part]))}"
+        part: f"{texts[part]}\n\n{table(*cells[part](content[part]))}"
         for part in _PARTS
     }
 
@@ -260,6 +260,7 @@ def _range(values: Sequence[float]) -> str:
     return f"{worst:.2f} to {best:.2f}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
