@@ -10,7 +10,9 @@ from tests.kernels import threshold_cases, triton_tools
 
 
 @pytest.mark.parametrize("name", threshold_cases.METRICS)
-@pytest.mark.parametrize("size", [1, 64, 3000, 9000])
+@pytest.mark.parametrize(
+    "size", [1, 64, 3000, pytest.param(9000, marks=pytest.mark.exhaustive)]
+)
 def test_matches_the_reference(name, size):
     threshold_cases.check(triton_tools.interpreted("threshold"), name, size)
 
