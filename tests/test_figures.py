@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fbq_jax.bench import compiled, report, results
+from fbq_jax.bench import compiled, report, results, tpu
 from fbq_jax.bench import map as bench_map
 from fbq_jax.kernels import speed_map
 
@@ -36,6 +36,11 @@ def test_shipped_maps_are_the_committed_results(file):
 def test_tables_show_the_committed_kernels(part):
     document = ROOT / DOCUMENTS.get(part, "README.md")
     assert compiled.tables(COMPILED)[part] in document.read_text()
+
+
+def test_the_table_shows_the_committed_layers_on_tpus():
+    content = tpu.load(ROOT / "fbq_jax/bench/results/compiled-tpu.json")
+    assert tpu.markdown(content) in (ROOT / "PROFILE.md").read_text()
 
 
 def test_committed_kernels_do_not_spill():
