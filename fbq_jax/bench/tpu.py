@@ -31,11 +31,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import Recipe, dot_general, recipes
+from fbq_jax import recipes
 from fbq_jax.bench import compiled, results
 from fbq_jax.bench.estimate import FALLBACK_RATE
+from fbq_jax.core.dot_general import dot_general
 from fbq_jax.kernels.tpu import gemm
 from fbq_jax.kernels.tpu.tiles import LANES
+from fbq_jax.recipes.schema import Recipe
 
 DEFAULT_PATH = Path("bench-compiled-tpu.json")
 # By the name of a generation, the smallest topology with it.

@@ -188,7 +188,10 @@ def loss_and_grads(
 
 @pytest.mark.parametrize(
     ("dot_general", "kind", "saved_bits"),
-    [(fbq_jax.fallback_dot, "codes", 10), (None, "full", None)],
+    [
+        pytest.param(fbq_jax.fallback_dot, "codes", 10, marks=pytest.mark.exhaustive),
+        (None, "full", None),
+    ],
 )
 def test_remat_changes_neither_loss_nor_state_nor_gradients(
     dot_general: Any, kind: str, saved_bits: int | None

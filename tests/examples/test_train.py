@@ -473,6 +473,7 @@ def test_each_microbatch_moves_the_thresholds(whole_run: Path, config: Config) -
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
+@pytest.mark.exhaustive
 def test_delayed_fp8_saves_its_scales_and_resumes_bit_for_bit(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def test_kernel_reads_the_table_or_falls_back_to_a_rule(monkeypatch):
     assert mosaic._tuned_config(sizes, fallback=True) == mosaic.Config()
 
 
+@pytest.mark.exhaustive
 def test_writes_the_fastest_and_keeps_other_entries(monkeypatch, tmp_path, capsys):
     def dot(*operands):
         return reference.matmul(*operands, block_shape=(128,) * 3, dtype=jnp.bfloat16)

@@ -54,6 +54,7 @@ def test_quantize():
     assert all(row.ratio == pytest.approx(row.rate / copy.rate) for row in rows)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
     named = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}

@@ -280,7 +280,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = "halves of blocks"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name == SLOW))
+        for name in LAYOUTS
+    ],
+)
 def test_devices_give_what_one_gives_and_exchange_codes(name):
     layout = LAYOUTS[name]
     model = MLP(layout.hidden, layout.out)

@@ -33,6 +33,7 @@ def test_silu_gate_grad_quantize(ops, case):
     cases.check_grad(ops, *case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_special_values(ops, dtype):
     cases.check_special(ops, dtype)

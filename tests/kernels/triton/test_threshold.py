@@ -9,12 +9,25 @@ from fbq_jax.kernels import threshold_reference
 from tests.kernels import threshold_cases, triton_tools
 
 
-@pytest.mark.parametrize("name", threshold_cases.METRICS)
-@pytest.mark.parametrize(
-    "size", [1, 64, 3000, pytest.param(9000, marks=pytest.mark.exhaustive)]
-)
-def test_matches_the_reference(name, size):
+def check(name, size):
     threshold_cases.check(triton_tools.interpreted("threshold"), name, size)
+
+
+@pytest.mark.parametrize("name", threshold_cases.METRICS)
+@pytest.mark.parametrize("size", [1, 64])
+def test_matches_the_reference(name, size):
+    check(name, size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", threshold_cases.METRICS)
+@pytest.mark.parametrize("size", [3000, 9000])
+def test_many_blocks_match_the_reference(name, size):
+    check(name, size)
+
+
+def test_blocks_of_several_chunks_match_the_reference():
+    check("ordinary", 3000)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
