@@ -220,7 +220,10 @@ def test_saved_bits_leave_parameters_and_logits_as_they_are(
     np.testing.assert_array_equal(logits_of(saving, params, TOKENS), expected)
 
 
-@pytest.mark.parametrize("dot_general", [None, fbq_jax.fallback_dot])
+@pytest.mark.parametrize(
+    "dot_general",
+    [None, pytest.param(fbq_jax.fallback_dot, marks=pytest.mark.exhaustive)],
+)
 def test_saved_bits_keep_loss_and_state_and_nearly_the_gradients(
     dot_general: Any,
 ) -> None:

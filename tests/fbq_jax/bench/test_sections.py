@@ -89,6 +89,7 @@ def test_linear(monkeypatch):
         assert block.ratio == pytest.approx(bf16.ms / block.ms)
 
 
+@pytest.mark.exhaustive
 def test_recipes(monkeypatch):
     names = ("block", "fallback")
     named = {name: float_backward(recipes.NAMED[name]) for name in names}

@@ -44,7 +44,14 @@ def gated(x, w):
     return model.apply(variables, x) + jnp.sum(w)
 
 
-@pytest.mark.parametrize("function", [dense, grouped, gated])
+@pytest.mark.parametrize(
+    "function",
+    [
+        dense,
+        pytest.param(grouped, marks=pytest.mark.exhaustive),
+        pytest.param(gated, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_sums_change_no_value(monkeypatch, function):
     want = with_gradients(function)(X, W)
     monkeypatch.setattr(Spec, "bounds_sums", True)

@@ -136,6 +136,7 @@ def test_outside_jit_nothing_is_missed():
     assert float(jnp.abs(grads["params"]["Layer_0"]["w"]).max()) > 0
 
 
+@pytest.mark.exhaustive
 def test_convolutions_and_einsums_of_several_axes():
     class Net(nn.Module):
         op: object = None
