@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -110,7 +110,6 @@ def _row(generation: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "LIBTPU_INIT_ARGS": options,
-            "TPU_SKIP_MDS_QUERY": "1",  # There is no TPU to ask.
         }
         arguments = f"{generation!r}, {name!r}, {shape}, {folder!r}"
         program = f"from {__name__} import dump; print(dump({arguments}))"
@@ -169,18 +168,35 @@ def _compiled(
         y, vjp = jax.vjp(product, x, w)
         return y, *vjp(dy)
 
+    x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((K, N), jnp.float32)
+    dy = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
+    return compile_for(generation, layer, x, w, dy)
+
+
+def compile_for(
+    generation: str, function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct
+) -> str:
+    """Compiles a function for a TPU.
+
+    Args:
+      generation: a key of ``TOPOLOGIES``.
+      function: takes arrays.
+      *shapes: the shapes and dtypes of the arrays.
+
+    Returns:
+      The HLO of the compiled function.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # There is no TPU to ask.
     topology = topologies.get_topology_desc(TOPOLOGIES[generation], "tpu")
     mesh = Mesh(topology.devices[:1], ("all",))
-    x, w, dy = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
-        for shape, dtype in (
-            ((M, K), jnp.bfloat16),
-            ((K, N), jnp.float32),
-            ((M, N), jnp.bfloat16),
-        )
-    )
+    everywhere = NamedSharding(mesh, P())
+    arguments = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in shapes
+    ]
+    # Kernels ask the mesh for the generation.
     with use_abstract_mesh(mesh.abstract_mesh):
-        text = jax.jit(layer).lower(x, w, dy).compile().as_text()
+        text = jax.jit(function).lower(*arguments).compile().as_text()
     assert text is not None
     return text
 

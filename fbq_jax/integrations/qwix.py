@@ -92,10 +92,10 @@ def quantize(
     Every product of an activation and a parameter is quantized by the rule for the
     module whose method computes it, whether by ``jnp.einsum``, ``jnp.dot``, ``@``,
     ``lax.dot_general`` or a convolution.  A product of two activations, as in
-    attention, and one of two parameters stay in float.  So do
-    the parameters of LoRA, which Qwix may add before or after, and products inside a
-    ``jax.checkpoint`` or ``lax.scan`` that the model uses in place of Flax's: no state
-    may leave those.  ``fbq_jax.quantize`` documents the arguments.
+    attention, and one of two parameters stay in float.  So do the parameters of LoRA,
+    which Qwix may add before or after, and products inside a ``jax.checkpoint`` or
+    ``lax.scan`` that the model uses in place of Flax's: no state may leave those.
+    ``fbq_jax.quantize`` documents the arguments.
 
     A call outside ``jit`` runs without ``jit`` inside, slowly.
 

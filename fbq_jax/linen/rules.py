@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax
 import jax
 from flax import linen as nn
 from flax.linen import transforms
@@ -13,6 +12,7 @@ from jax import lax
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
+from fbq_jax.linen import flax_functions
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import trace_parameters
@@ -187,14 +187,16 @@ def _key_layers_by_path() -> None:
     Raises:
       RuntimeError: this version of Flax has another function.
     """
-    name = "_module_fingerprint"
-    if not hasattr(transforms, name):
-        raise RuntimeError(
-            f"RulesDot does not know flax {flax.__version__}, which has no "
-            f"{transforms.__name__}.{name}: give layers a FallbackDot as dot_general="
-        )
-    fingerprint = getattr(transforms, name)
+    flax_functions.replace(
+        transforms,
+        "_module_fingerprint",
+        _with_path,
+        user="RulesDot",
+        remedy="give layers a FallbackDot as dot_general=",
+    )
 
+
+def _with_path(fingerprint: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     @functools.wraps(fingerprint)
     def fingerprint_with_path(module: nn.Module) -> Any:
         found = fingerprint(module)
@@ -202,7 +204,7 @@ def _key_layers_by_path() -> None:
             return found
         return found, module.path
 
-    setattr(transforms, name, fingerprint_with_path)
+    return fingerprint_with_path
 
 
 def _mentions_rules(fingerprint: Any) -> bool:

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import flax
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -18,6 +17,7 @@ from flax.core import lift
 from flax.core.scope import in_filter
 from jax import lax
 
+from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import FallbackEinsum, call_einsum
 from fbq_jax.linen.rules import RulesDot, root_path
@@ -258,10 +258,10 @@ def _replace_flax_functions() -> None:
     Raises:
       RuntimeError: this version of Flax has other functions.
     """
-    name = "_split_in_out_axes"
-    if not hasattr(lift, name):
-        raise RuntimeError(
-            f"quantize does not know flax {flax.__version__}, which has no "
-            f"{lift.__name__}.{name}: give layers a RulesDot as dot_general="
-        )
-    setattr(lift, name, _carry_state(getattr(lift, name)))
+    flax_functions.replace(
+        lift,
+        "_split_in_out_axes",
+        _carry_state,
+        user="quantize",
+        remedy="give layers a RulesDot as dot_general=",
+    )

@@ -151,13 +151,7 @@ def _noise_factors(
     """The factors of the noise of each matrix; None without noise."""
     if not plan.draws_noise:
         return None
-    draw = functools.partial(
-        rounding.noise_factors,
-        rows=plan.shape[1],
-        columns=plan.shape[2],
-        global_offset=global_offset,
-    )
-    return jax.vmap(draw)(rounding.fold_seeds(seeds))
+    return tiles.noise_factors(plan.shape, seeds, global_offset)
 
 
 def _run(
@@ -195,8 +189,7 @@ def _run(
     specs: dict[str, Any] = {"x": tile}
     if factors is not None:
         inputs["factors"] = factors
-        of_row: Any = pl.BlockSpec((None, r, 1), lambda b, i, _: (b, i, 0))
-        of_column: Any = pl.BlockSpec((None, 1, width), lambda b, _, j: (b, 0, j))
+        of_row, of_column = tiles.vector_specs(r, width)
         specs["factors"] = rounding.NoiseFactors(of_row, of_column, of_row)
     if plan.criterion:
         inputs["limits"] = limits

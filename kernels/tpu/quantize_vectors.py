@@ -40,7 +40,7 @@ def quantize_vectors(
     of_rows, of_columns = _find_amax(x)
     if per_tensor:
         of_rows, of_columns = (
-            jnp.broadcast_to(jnp.max(amax, axis=1, keepdims=True), amax.shape)
+            jnp.broadcast_to(find_amax(amax, 1, keepdims=True), amax.shape)
             for amax in (of_rows, of_columns)
         )
     row_scale, row_inverse = scale_and_inverse(amax_reduce.rowwise(of_rows), bound)
@@ -53,13 +53,7 @@ def quantize_vectors(
     if colwise:
         inputs["column_inverse"] = column_inverse[:, None, :]
     if "stochastic" in (rowwise, colwise):
-        draw = functools.partial(
-            rounding.noise_factors,
-            rows=x.shape[1],
-            columns=x.shape[2],
-            global_offset=global_offset,
-        )
-        inputs["factors"] = jax.vmap(draw)(seeds)
+        inputs["factors"] = tiles.noise_factors(x.shape, seeds, global_offset)
     found = _quantize(inputs, {"rowwise": rowwise, "colwise": colwise})
     return Layouts(
         Quantized(found["rowwise"], row_scale[:, :, None]) if rowwise else None,
@@ -139,8 +133,7 @@ def _quantize(
     batch, R, C = inputs["x"].shape
     r, c = _tile(inputs["x"])
     of_tile = pl.BlockSpec((None, r, c), lambda b, i, j: (b, i, j))
-    of_row: Any = pl.BlockSpec((None, r, 1), lambda b, i, _: (b, i, 0))
-    of_column: Any = pl.BlockSpec((None, 1, c), lambda b, _, j: (b, 0, j))
+    of_row, of_column = tiles.vector_specs(r, c)
     specs = {
         "x": of_tile,
         "row_inverse": of_row,

@@ -1,5 +1,6 @@
 """What kernels on TPUs share: their memory, tiles of a matrix and codes."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -50,6 +51,29 @@ def load(
             index = start + lax.broadcasted_iota(jnp.int32, values.shape, axis)
             values = jnp.where(index < size, values, 0.0)
     return values
+
+
+def noise_factors(
+    shape: tuple[int, ...],
+    seeds: rounding.Seeds,
+    global_offset: rounding.GlobalOffset | None,
+) -> rounding.NoiseFactors:
+    """The factors of the noise of each matrix of a stack ``[B, R, C]``."""
+    draw = functools.partial(
+        rounding.noise_factors,
+        rows=shape[1],
+        columns=shape[2],
+        global_offset=global_offset,
+    )
+    return jax.vmap(draw)(rounding.fold_seeds(seeds))
+
+
+def vector_specs(rows: int, columns: int) -> tuple[Any, Any]:
+    """Of arrays ``[B, R, 1]`` and ``[B, 1, C]``, the part of a tile of a grid."""
+    return (
+        pl.BlockSpec((None, rows, 1), lambda b, i, _: (b, i, 0)),
+        pl.BlockSpec((None, 1, columns), lambda b, _, j: (b, 0, j)),
+    )
 
 
 def load_noise(factors: rounding.NoiseFactors, columns: Any) -> jax.Array:
