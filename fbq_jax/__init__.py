@@ -22,6 +22,7 @@ from fbq_jax.core.llm_int8 import LlmInt8Dot as LlmInt8Dot
 from fbq_jax.core.llm_int8 import llm_int8_dot as llm_int8_dot
 from fbq_jax.core.qtensor import QTensor as QTensor
 from fbq_jax.core.ragged_dot import ragged_dot as ragged_dot
+from fbq_jax.core.routing import Routing as Routing
 from fbq_jax.fp8 import optim as optim
 from fbq_jax.fp8 import smooth_swiglu as smooth_swiglu
 from fbq_jax.fp8.smooth_swiglu import SmoothSwiGLU as SmoothSwiGLU
@@ -35,6 +36,7 @@ from fbq_jax.linen import Int8Attention as Int8Attention
 from fbq_jax.linen import Int8MLP as Int8MLP
 from fbq_jax.linen import Int8Sequential as Int8Sequential
 from fbq_jax.linen import LayerNorm as LayerNorm
+from fbq_jax.linen import MoEMLP as MoEMLP
 from fbq_jax.linen import NormDense as NormDense
 from fbq_jax.linen import RMSNorm as RMSNorm
 from fbq_jax.linen import RulesDot as RulesDot

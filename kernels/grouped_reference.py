@@ -1,39 +1,66 @@
-"""GEMMs of rows in groups, each group with its own matrix, in plain ``jax.numpy``.
+"""Quantization and GEMMs of rows in groups, each group with its own matrix.
 
 The rows of a group are adjacent.  The sizes of the groups are known only at run time,
 as in ``jax.lax.ragged_dot``.  Each group is split into tiles of ``m`` rows, and its
 last tile is padded with zeros.  So each block belongs to one group, and a group has the
 same codes, scales and products as if its rows were alone.
 
-These ops have a reference but no kernel.  Tiles are multiplied one after the other, so
-memory never holds one matrix per tile.
+The number of tiles is enough for groups of any sizes.  Tiles without rows come last;
+they have scales of 0, and their codes and products have no meaning.
+
+These functions are the definitions in plain ``jax.numpy``.  They multiply tiles one
+after the other, so memory never holds one matrix per tile.
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import Quantized, matmul
+from fbq_jax.kernels import reference
+from fbq_jax.kernels.reference import (
+    FallbackOptions,
+    FallbackQuantized,
+    Layouts,
+    Quantized,
+    QuantizeOptions,
+    matmul,
+)
+from fbq_jax.kernels.rounding import Seeds
 
 
 class Tiles(NamedTuple):
     """Assigns the M rows of G groups to T tiles; all fields are int32.
 
     Attributes:
-      rows: ``[T, m]``, the row at each position of each tile; M if there is none.
+      first_rows: ``[T]``, the first row of each tile; arbitrary for a tile without
+        rows.
+      row_counts: ``[T]``, the number of rows of each tile, at most ``m``.
+      groups: ``[T]``, each tile's group, in ascending order; G for a tile without rows.
       positions: ``[M]``, each row's position among all ``T * m``; ``T * m`` for rows
         after the last group, which are in no tile.
-      groups: ``[T]``, each tile's group; arbitrary for a tile without rows.
-      used: ``[]``, the number of tiles with rows, which come first.
     """
 
-    rows: jax.Array
-    positions: jax.Array
+    first_rows: jax.Array
+    row_counts: jax.Array
     groups: jax.Array
-    used: jax.Array
+    positions: jax.Array
+
+
+class GroupedRows(NamedTuple):
+    """Rows, and the tiles that they are split into.
+
+    Attributes:
+      values: ``[M, C]``.
+      first_rows: int32 ``[T]``, as in ``Tiles``.
+      row_counts: int32 ``[T]``, as in ``Tiles``.
+    """
+
+    values: jax.Array
+    first_rows: jax.Array
+    row_counts: jax.Array
 
 
 def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
@@ -55,35 +82,75 @@ def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
     tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), tile_ends[:-1]])
 
     def group_of(index: jax.Array, ends: jax.Array) -> jax.Array:
-        found = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-        return jnp.minimum(found, groups - 1)
+        # On a GPU, comparing with all ends is one kernel and a binary search is many.
+        return jnp.sum(index[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
 
     tile = jnp.arange(tiles, dtype=jnp.int32)
     tile_group = group_of(tile, tile_ends)
-    first = starts[tile_group] + (tile - tile_starts[tile_group]) * m
-    row = first[:, None] + jnp.arange(m, dtype=jnp.int32)[None, :]
-    is_row = (tile < tile_ends[-1])[:, None] & (row < ends[tile_group][:, None])
+    group = jnp.minimum(tile_group, groups - 1)
+    first = starts[group] + (tile - tile_starts[group]) * m
+    row_counts = jnp.where(tile < tile_ends[-1], jnp.minimum(ends[group] - first, m), 0)
 
     row_index = jnp.arange(rows, dtype=jnp.int32)
-    row_group = group_of(row_index, ends)
+    row_group = jnp.minimum(group_of(row_index, ends), groups - 1)
     position = tile_starts[row_group] * m + row_index - starts[row_group]
-    return Tiles(
-        jnp.where(is_row, row, rows),
-        jnp.where(row_index < ends[-1], position, tiles * m),
-        tile_group,
-        tile_ends[-1],
-    )
+    position = jnp.where(row_index < ends[-1], position, tiles * m)
+    # Without the barrier, XLA would compute positions again for each element of a row.
+    return lax.optimization_barrier(Tiles(first, row_counts, tile_group, position))
 
 
-def to_tiles(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """Copies rows ``[M, C]`` to tiles ``[T, m, C]``, with zeros for missing rows."""
-    return x.at[tiles.rows].get(mode="fill", fill_value=0)
+def tile_ranges(groups: jax.Array, size: int) -> jax.Array:
+    """The first tile of each group and the number of its tiles, int32 ``[G, 2]``.
+
+    Args:
+      groups: int32 ``[T]``, each tile's group, in ascending order.
+      size: G.
+    """
+    group = jnp.arange(size, dtype=groups.dtype)[:, None]
+    first = jnp.sum(groups[None, :] < group, axis=1, dtype=jnp.int32)
+    count = jnp.sum(groups[None, :] == group, axis=1, dtype=jnp.int32)
+    return jnp.stack([first, count], axis=1)
+
+
+def to_tiles(x: GroupedRows, m: int) -> jax.Array:
+    """Copies rows to tiles ``[T, m, C]``, with zeros for missing rows."""
+    row = jnp.arange(m, dtype=jnp.int32)[None, :]
+    is_row = row < x.row_counts[:, None]
+    index = jnp.where(is_row, x.first_rows[:, None] + row, x.values.shape[0])
+    return x.values.at[index].get(mode="fill", fill_value=0)
 
 
 def from_tiles(x: jax.Array, tiles: Tiles) -> jax.Array:
     """Copies tiles ``[T, m, C]`` to rows ``[M, C]``, with zeros for ungrouped rows."""
     x = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
     return x.at[tiles.positions].get(mode="fill", fill_value=0)
+
+
+def ragged_quantize(
+    x: GroupedRows, seeds: Seeds, **options: Unpack[QuantizeOptions]
+) -> Layouts:
+    """Quantizes each tile as a matrix ``[m, C]``; see ``reference.quantize``.
+
+    Args:
+      x: the rows, bfloat16, float16 or float32.
+      seeds: the seeds of stochastic rounding, of T matrices.
+      **options: those of ``reference.quantize``; the blocks have ``m`` rows.
+
+    Returns:
+      Rowwise codes ``[T, m, C]`` and colwise codes ``[T, C, m]``.
+    """
+    return reference.quantize(to_tiles(x, options["block"][0]), seeds, **options)
+
+
+def ragged_quantize_fallback(
+    x: GroupedRows,
+    theta: jax.Array,
+    seeds: Seeds,
+    **options: Unpack[FallbackOptions],
+) -> FallbackQuantized:
+    """Quantizes tiles as ``ragged_quantize``; see ``reference.quantize_fallback``."""
+    tiles = to_tiles(x, options["block"][0])
+    return reference.quantize_fallback(tiles, theta, seeds, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("block_shape", "dtype"))
@@ -102,8 +169,8 @@ def ragged_matmul(
       lhs: codes int8 ``[T, m, K]``, scales float32 ``[T, 1, ceil(K/k)]``.
       residual: a second term of lhs with the same shapes, or None.
       rhs: codes int8 ``[G, N, K]``, scales float32 ``[G, ceil(N/n), ceil(K/k)]``.
-      groups: int32 ``[T]``, each tile's group.  A tile whose group is not in
-        ``[0, G)`` gives zeros.
+      groups: int32 ``[T]``, each tile's group, in ascending order.  The product of a
+        tile whose group is not in ``[0, G)`` has no meaning; here it is 0.
       block_shape: ``(m, k, n)``, the size of a block along rows, K and N.
       dtype: dtype of the output.
 
@@ -149,8 +216,8 @@ def ragged_contraction(
     Args:
       lhs: codes int8 ``[T, K, m]``, scales float32 ``[T, ceil(K/k), 1]``.
       rhs: codes int8 ``[T, N, m]``, scales float32 ``[T, ceil(N/n), 1]``.
-      groups: int32 ``[T]``, each tile's group.  A tile whose group is not in
-        ``[0, G)`` adds nothing.
+      groups: int32 ``[T]``, each tile's group, in ascending order.  A tile whose group
+        is not in ``[0, G)`` adds nothing.
       size: G.
       block_shape: ``(k, m, n)``, the size of a block along K, rows and N.
       dtype: dtype of the output.

@@ -40,7 +40,7 @@ are too small for that, and without noise in all.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, NotRequired, TypedDict, get_args
 
 import jax
@@ -365,8 +365,11 @@ def matmul(
                 tpu=_int_product,
                 default=_float_product,
             )
-            row_scale = _repeat(term.scales, m, rows)[:, :, None]
-            acc += product * (row_scale * column_scale)
+            scale = _repeat(term.scales, m, rows)[:, :, None] * column_scale
+            # The bounds change no value. They keep XLA from contracting product and sum
+            # to an FMA, which it does in some programs: all round alike.
+            limit = scale * 2.0**31
+            acc += jnp.clip(product * scale, -limit, limit)
         return acc, None
 
     operands = ([_split_k(term, k) for term in terms], _split_k(rhs, k))
@@ -511,9 +514,16 @@ def metric_of(
 
 def dequantize(x: Quantized, block: Block) -> jax.Array:
     """Multiplies codes ``[..., R, C]`` with the scales of their blocks, in float32."""
-    (r, c), (rows, columns) = block, x.codes.shape[-2:]
-    scales = jnp.repeat(jnp.repeat(x.scales, r, axis=-2), c, axis=-1)
-    return x.codes.astype(jnp.float32) * scales[..., :rows, :columns]
+    return x.codes.astype(jnp.float32) * repeat_blocks(x.scales, block, x.codes.shape)
+
+
+def repeat_blocks(
+    per_block: jax.Array, block: Block, shape: Sequence[int]
+) -> jax.Array:
+    """Repeats one value per block to one per element of ``shape``, ``[..., R, C]``."""
+    (r, c), (rows, columns) = block, shape[-2:]
+    repeated = jnp.repeat(jnp.repeat(per_block, r, axis=-2), c, axis=-1)
+    return repeated[..., :rows, :columns]
 
 
 def _repeat(scales: jax.Array, side: int, size: int) -> jax.Array:

@@ -1,10 +1,12 @@
 """Tables in the documents, and maps, are those of the committed measurements."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from fbq_jax.bench import compiled, report, results, tpu
+from examples.llama.experiments import engines
+from fbq_jax.bench import compiled, errors, models, report, results, tpu
 from fbq_jax.bench import map as bench_map
 from fbq_jax.kernels import speed_map
 
@@ -41,6 +43,22 @@ def test_tables_show_the_committed_kernels(part):
 def test_the_table_shows_the_committed_layers_on_tpus():
     content = tpu.load(ROOT / "fbq_jax/bench/results/compiled-tpu.json")
     assert tpu.markdown(content) in (ROOT / "PROFILE.md").read_text()
+
+
+def test_the_table_shows_the_committed_arithmetic_of_engines():
+    content = json.loads(engines.RESULTS.read_text())
+    page = ROOT / "examples/llama/EXPERIMENTS.md"
+    assert engines.markdown(content) in page.read_text()
+
+
+def test_the_table_shows_the_committed_public_models():
+    content = models.load(ROOT / "fbq_jax/bench/results/models.json")
+    assert models.markdown(content) in (ROOT / "MODELS.md").read_text()
+
+
+def test_the_table_shows_the_committed_errors():
+    content = errors.load(ROOT / "fbq_jax/bench/results/errors-cpu.json")
+    assert errors.markdown(content) in (ROOT / "RECIPES.md").read_text()
 
 
 def test_committed_kernels_do_not_spill():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fbq_jax.bench import cli, compiled, report, results, tpu
+from fbq_jax.bench import cli, compiled, errors, models, report, results, tpu
 
 SECTIONS = {
     "step": "a training step of Flax layers, which is what users get",
@@ -16,6 +16,8 @@ SECTIONS = {
     "gemm": "the block-scaled INT8 GEMM against bf16",
     "quantize": "quantization against a copy",
     "linear": "a linear layer, in Flax and in parts, against bf16 and other libraries",
+    "grouped": "the products of experts, each with its own rows, against bf16",
+    "serve": "frozen layers of a Llama, for prompts and for decoding, against bf16",
     "recipes": "every recipe on activations with outliers",
 }
 # The modules that draw sections. They need Matplotlib, which is optional.
@@ -23,8 +25,13 @@ PICTURES = {
     "recipes": "fbq_jax.bench.picture",
     "map": "fbq_jax.bench.map_picture",
 }
-# The modules that compile for devices that are not here.
-_COMPILERS = {"compile": compiled, "compile-tpu": tpu}
+# The modules that write a file of another kind, for which they need no GPU.
+_WRITERS = {
+    "compile": compiled,
+    "compile-tpu": tpu,
+    "models": models,
+    "errors": errors,
+}
 LLAMA = "python -m examples.llama.bench"
 # Commands that need the Llama example, under their present and their former names.
 _MOVED = {name: name for name in ("block", "profile", "train", "scaling", "parity")}
@@ -44,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"In a clone of the repository, {LLAMA} measures the Llama example.",
     )
     commands = cli.add_sections(parser, SECTIONS)
-    _add_compiler(
+    _add_writer(
         commands,
         "compile",
         "compiles the Triton kernels for several GPUs, and estimates their speed",
@@ -52,13 +59,28 @@ def _parser() -> argparse.ArgumentParser:
         "of a linear layer from the compiled code and published rates. Needs Triton "
         "(pip install 'triton==3.6.*'), but no GPU.",
     )
-    _add_compiler(
+    _add_writer(
         commands,
         "compile-tpu",
         "compiles linear layers for TPUs, and estimates their cycles",
         "Compiles a linear layer for several generations of TPUs, by several recipes, "
         "and estimates its cycles from the compiled code. Needs libtpu (pip install "
         "'fbq-jax[tpu]'), but no TPU.",
+    )
+    _add_writer(
+        commands,
+        "models",
+        "quantizes public models, and compares their losses with Qwix's",
+        "Quantizes the public models whose packages are installed (pip install "
+        "'fbq-jax[models]'), by this library and by Qwix, and trains them for two "
+        "steps. Rows of other models in the file stay. Needs no GPU.",
+    )
+    _add_writer(
+        commands,
+        "errors",
+        "compares the errors of recipes as outliers grow",
+        "Compares the errors of recipes, with and without a name, as outliers grow in "
+        "X, W or dY. Needs no GPU.",
     )
     table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")
     table.add_argument("file", type=Path, metavar="FILE")
@@ -76,14 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_compiler(commands: Any, name: str, text: str, description: str) -> None:
-    """Adds a command that compiles for devices that are not here."""
+def _add_writer(commands: Any, name: str, text: str, description: str) -> None:
+    """Adds a command that writes a file of another kind."""
     command = commands.add_parser(name, help=text, description=description)
     command.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        default=_COMPILERS[name].DEFAULT_PATH,
+        default=_WRITERS[name].DEFAULT_PATH,
         help="the JSON file to write (default: %(default)s)",
     )
 
@@ -97,8 +119,8 @@ def _run(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.command == "table":
         print(_tables(options.file))
-    elif options.command in _COMPILERS:
-        _COMPILERS[options.command].run(options.out)
+    elif options.command in _WRITERS:
+        _WRITERS[options.command].run(options.out)
         print(f"\nwritten to {options.out}: python -m fbq_jax.bench table prints it")
     elif options.command == "picture":
         _draw(options.file, options.section, options.picture)
@@ -118,9 +140,9 @@ def _run_sections(options: argparse.Namespace) -> None:
 
 
 def _tables(file: Path) -> str:
-    for compiler in _COMPILERS.values():
-        if (content := compiler.load(file)) is not None:
-            return compiler.markdown(content)
+    for writer in _WRITERS.values():
+        if (content := writer.load(file)) is not None:
+            return writer.markdown(content)
     return report.markdown(results.load(file))
 
 

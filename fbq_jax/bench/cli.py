@@ -24,7 +24,7 @@ class UnfinishedError(Exception):
 
 
 _USAGE_ERRORS = (UsageError, results.ResultsError, ModuleNotFoundError)
-_FAILED_MEASUREMENTS = (measure.WrongResultError, measure.NoKernelsError)
+_FAILED_MEASUREMENTS = (measure.WrongResultError, measure.UnsupportedError)
 
 
 def exit_status(program: str, action: Callable[[], object]) -> int:
@@ -87,7 +87,7 @@ def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> P
       The JSON file.
 
     Raises:
-      UsageError: if there is no GPU, or the implementation does not run on it.
+      UsageError: if there is no accelerator, or the implementation does not run on it.
       ResultsError: if the results cannot be stored.
       UnfinishedError: if some of all sections failed.
     """
@@ -132,8 +132,8 @@ def _how_to_send(options: argparse.Namespace) -> str:
 
 
 def _check_device(implementation: str | None) -> None:
-    if (backend := jax.default_backend()) != "gpu":
-        raise UsageError(f"measuring needs a GPU; JAX's default backend is {backend}")
+    if jax.default_backend() == "cpu":
+        raise UsageError("measuring needs a GPU or a TPU; JAX has the CPU only")
     try:
         dispatch.choose("matmul", (128,) * 3, implementation=implementation)
     except ValueError as error:
@@ -147,7 +147,7 @@ def _measure(
     print(report.text_head(name), flush=True)
     content = results.section([], quick=quick)
     for row in section.rows(
-        [tuple(n // 2 for n in s) if quick else s for s in section.SHAPES],
+        [tuple(max(1, n // 2) for n in s) if quick else s for s in section.SHAPES],
         implementation=options.implementation,
         effort=measure.QUICK if quick else measure.FULL,
     ):

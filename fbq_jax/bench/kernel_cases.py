@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from fbq_jax.bench.compiler import CompiledKernel, compile_kernels
 from fbq_jax.kernels import packing
+from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Quantized
 
 BLOCK_SHAPE = (128, 128, 128)
 _LAYER = (8192, 4096, 4096)  # M, K, N
+_EXPERTS = 8
 _BITS = 10  # of the arrays that fused layers save
 
 Kernels = list[CompiledKernel]
@@ -36,7 +38,13 @@ def cases() -> list[Case]:
 
     The kernels of a GEMM with fallback include the one that lists its steps.
     """
-    return [*_gemm_cases(), *_quantize_cases(), *_fused_cases(), _threshold_case()]
+    return [
+        *_gemm_cases(),
+        *_quantize_cases(),
+        *_grouped_cases(),
+        *_fused_cases(),
+        _threshold_case(),
+    ]
 
 
 def compile_gemm(
@@ -108,6 +116,60 @@ def _quantize_cases() -> Iterator[Case]:
         *(x, seeds),
         **both,
     )
+
+
+def _grouped_cases() -> Iterator[Case]:
+    """The layer's rows, shared out among ``_EXPERTS``."""
+    from fbq_jax.kernels.triton import grouped_gemm, quantize
+
+    M, K, N = _LAYER
+    m, k, n = BLOCK_SHAPE
+    tiles = M // m + _EXPERTS
+    groups, theta = _array((tiles,), "int32"), _array((tiles,), "float32")
+    rows = GroupedRows(_array((M, K), "bfloat16"), groups, groups)
+
+    def operand(*shape: int) -> Quantized:
+        scales = shape[0], *(size // 128 for size in shape[1:])
+        return Quantized(_array(shape, "int8"), _array(scales, "float32"))
+
+    yield _case(
+        "quantize rows in groups with fallback",
+        quantize.ragged_quantize_fallback,
+        *(rows, theta, _array((tiles,), "uint32")),
+        block=(m, k),
+        criterion="absmax",
+        colwise="stochastic",
+    )
+    lhs = operand(tiles, m, K)
+    yield _gemm_case(
+        "GEMM of rows in groups, fallback",
+        grouped_gemm.ragged_matmul,
+        *(lhs, lhs, operand(_EXPERTS, N, K), groups),
+        block_shape=BLOCK_SHAPE,
+    )
+    yield _gemm_case(
+        "GEMM with a contraction in groups",
+        grouped_gemm.ragged_contraction,
+        *(operand(tiles, K, m), operand(tiles, N, m), groups),
+        size=_EXPERTS,
+        block_shape=(k, m, n),
+    )
+
+
+def _gemm_case(what: str, op: Callable[..., Any], *args: Any, **options: Any) -> Case:
+    """The case of a function that takes the compute capability, too."""
+
+    def compiled(*, capability: int) -> Kernels:
+        return compile_kernels(
+            op,
+            *args,
+            capability=capability,
+            sm=capability,
+            dtype=jnp.bfloat16,
+            **options,
+        )
+
+    return Case(what, compiled)
 
 
 def _fused_cases() -> Iterator[Case]:

@@ -4,7 +4,7 @@ import abc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ LEARNING_RATE = 0.01
 # The state of a layer does not depend on its size, so it is made by small layers.
 _SMALL = 128
 
+Compiled = TypeVar("Compiled")
 Variables = dict[str, Any]
 
 
@@ -343,9 +344,7 @@ def installed_int8_libraries(depth: int) -> Iterator[Stack]:
         yield LinenStack(name, "xla", depth, **options)
 
 
-def compile_together(
-    compilations: Sequence[Callable[[], Program]],
-) -> list[Program]:
+def compile_together(compilations: Sequence[Callable[[], Compiled]]) -> list[Compiled]:
     """Compiles several programs at the same time, in ``THREADS`` threads."""
     with ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(compilation) for compilation in compilations]

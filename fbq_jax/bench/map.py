@@ -79,8 +79,13 @@ def rows(
     memory are left out, and named on stderr.
 
     Raises:
+      UnsupportedError: on a TPU.
       WrongResultError: if a loss differs from bf16's by more than INT8 may.
     """
+    if jax.default_backend() == "tpu":
+        raise measure.UnsupportedError(
+            "map compiles in several processes, and a TPU belongs to one"
+        )
     effort = effort._replace(
         warm_up_s=effort.warm_up_s / 5,
         samples=max(1, effort.samples // 4),

@@ -69,7 +69,9 @@ def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
 
 def forward_choice(recipe: Recipe, implementation: str | None) -> dispatch.Choice:
     """The choice for a recipe's forward GEMM on this device."""
-    block_shape = recipe.block_shape if recipe.fwd.in_blocks else ()
+    block_shape: tuple[int, ...] = ()
+    if recipe.fwd.splits_contraction:
+        block_shape = recipe.fwd.block_shape(recipe.block_shape)
     return dispatch.choose("matmul", block_shape, implementation=implementation)
 
 

@@ -23,7 +23,11 @@ class WrongResultError(Exception):
     """A program's result is wrong, so its time is not reported."""
 
 
-class NoKernelsError(Exception):
+class UnsupportedError(Exception):
+    """A section or a figure cannot be measured on this machine."""
+
+
+class NoKernelsError(UnsupportedError):
     """The profiler cannot time single kernels on this machine."""
 
 

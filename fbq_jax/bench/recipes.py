@@ -126,13 +126,14 @@ def _errors(
     whole = map(measure.relative_error, arrays, exact)
     (y, _, dw), (exact_y, _, exact_dw) = arrays, exact
     return dict(zip(("y", "dx", "dw"), whole, strict=True)) | {
-        "token": float(_mean_row_error(y, exact_y)),
-        "channel": float(_mean_row_error(dw, exact_dw)),
+        "token": float(mean_row_error(y, exact_y)),
+        "channel": float(mean_row_error(dw, exact_dw)),
     }
 
 
 @jax.jit
-def _mean_row_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
+def mean_row_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
+    """The mean of the rows' relative errors."""
     difference = actual.astype(jnp.float32) - exact
     errors, norms = (jnp.linalg.norm(x, axis=1) for x in (difference, exact))
     return jnp.mean(errors / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny))

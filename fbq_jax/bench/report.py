@@ -105,6 +105,30 @@ HEADINGS = {
         has_layers=True,
         columns=("first call, s",),
     ),
+    "grouped": Heading(
+        "Products of experts: Y, dX and dW of rows in groups",
+        "M, K, N, experts",
+        "TFLOP/s",
+        _SPEEDUP,
+        f"{_TIMES} Here bf16 is a dense product of as many operations. Rows of Y, dX "
+        "and dW are GEMMs alone, of codes in tiles or of bf16; rows of all three are a "
+        "layer's, forward and backward, with quantization and the copies from tiles to "
+        "rows. Errors compare columns at "
+        "both ends with float32 products of the same operands.",
+        error_width=35,
+        has_layers=True,
+        columns=("load",),
+    ),
+    "serve": Heading(
+        "Frozen layers of a Llama: the linear layers of 4 Transformer layers",
+        "rows, hidden, MLP",
+        "TFLOP/s",
+        _SPEEDUP,
+        f"{_TIMES} Norms and gates are included, attention is not. Errors compare with "
+        "bf16's output.",
+        error_width=9,
+        columns=("first call, s",),
+    ),
     "recipes": Heading(
         "Recipes, in a linear layer, on activations with outliers",
         "M, K, N",
@@ -182,6 +206,7 @@ _COLUMNS = (
     _Column("k tokens/s", 10, lambda row: _number(row.tokens_s, 1e3)),
     _Column("efficiency", 10, lambda row: _percent(row.efficiency)),
     _Column("X", 18, lambda row: row.data or ""),
+    _Column("load", 8, lambda row: row.data or ""),
     _Column("launches/layer", 14, lambda row: _number(row.launches, 1.0)),
     _Column("kernels, ms", 11, lambda row: _milliseconds(row.kernels_ms)),
     _Column("gap, ms", 7, lambda row: _milliseconds(row.gap_ms)),

@@ -28,6 +28,8 @@ SECTIONS = (
     "gemm",
     "quantize",
     "linear",
+    "grouped",
+    "serve",
     "recipes",
     "block",
     "profile",
@@ -51,7 +53,8 @@ class Row:
     Attributes:
       what: the program's name.
       layer: the Flax layer that calls it, or ``"core"`` for a call of the functional
-        core; None in sections that measure one of them only.
+        core; in the section ``grouped``, the products that it computes.  None in
+        sections that measure one of them only.
       data: the name of its input, in sections with several.
       implementation: the backend that computes it.
       shape: the sizes; ``report.HEADINGS`` names them.

@@ -61,7 +61,7 @@ def rows(
     first_calls = {
         stack: _first_calls(stack, shapes[0], implementation)
         for stack in (bf16, *stacks)
-        if stack is bf16 or stack.recipe is not None
+        if _can_start_processes() and (stack is bf16 or stack.recipe is not None)
     }
     libraries = list(layers.installed_int8_libraries(depth))
     measured = {
@@ -100,6 +100,11 @@ def _first_calls(
         )
         for depth in FIRST_CALL_DEPTHS
     }
+
+
+def _can_start_processes() -> bool:
+    """Whether other processes can use the device; a TPU belongs to one."""
+    return jax.default_backend() != "tpu"
 
 
 def _in_new_process(program: str) -> float:

@@ -93,6 +93,11 @@ class RaggedCall(NamedTuple):
     preferred_element_type: jax.typing.DTypeLike | None = None
 
 
+#: The weight's side of a ragged dot as ``lax.dot_general`` describes it: each group's
+#: matrix ``[K, N]`` of ``[G, K, N]`` is contracted along K.
+RAGGED_DIMENSIONS: DimensionNumbers = (((1,), (1,)), ((), (0,)))
+
+
 class DotGeneral:
     """A callable with the signature of ``lax.dot_general``; ``compute`` is abstract."""
 
@@ -130,7 +135,7 @@ class RaggedDotGeneral(DotGeneral):
     ) -> jax.Array:
         """``lax.ragged_dot(lhs, rhs, group_sizes, ...)``, quantized.
 
-        ``fbq_jax.ragged_dot`` documents the arguments.  There is no GPU kernel for it.
+        ``fbq_jax.ragged_dot`` documents the arguments.
         """
         call = RaggedCall(group_sizes, precision, preferred_element_type)
         return self._compute_ragged(lhs, rhs, call)
@@ -140,6 +145,26 @@ class RaggedDotGeneral(DotGeneral):
     ) -> jax.Array:
         """Computes the ragged product; each subclass implements it."""
         raise NotImplementedError
+
+
+def ragged_dot_of(dot_general: object) -> Callable[..., jax.Array]:
+    """The ``ragged_dot`` that belongs to the ``dot_general`` of a layer.
+
+    Args:
+      dot_general: a ``RaggedDotGeneral``; None or ``lax.dot_general`` for
+        ``lax.ragged_dot``.
+
+    Raises:
+      TypeError: it has no ragged dot.
+    """
+    if dot_general is None or dot_general is lax.dot_general:
+        return lax.ragged_dot
+    if not isinstance(dot_general, RaggedDotGeneral):
+        raise TypeError(
+            "a layer of experts takes a dot_general with a ragged_dot (FallbackDot, "
+            f"RulesDot or fbq_jax.nnx.FallbackDot) or None; got {dot_general!r}"
+        )
+    return dot_general.ragged_dot
 
 
 def compute_as_matrices(

@@ -49,6 +49,10 @@ class FrozenKernel:
     dtype: Any
 
     def __jax_array__(self) -> jax.Array:
+        return self.nans()
+
+    def nans(self) -> jax.Array:
+        """What it is as an array."""
         return jnp.full(self.shape, jnp.nan, self.dtype)
 
     def __getitem__(self, index: Any) -> "FrozenKernel":
@@ -65,7 +69,7 @@ class FrozenKernel:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes"],
-    meta_fields=["recipe", "shape", "axes"],
+    meta_fields=["recipe", "shape", "axes", "parameter", "kept"],
 )
 @dataclass(frozen=True)
 class FrozenWeight:
@@ -77,12 +81,16 @@ class FrozenWeight:
       recipe: the recipe that quantized it.
       shape: the shape of the layer's kernel.
       axes: the contracting and the batch dimensions of the dot's right operand.
+      parameter: the path of the kernel inside a Linen layer.
+      kept: whether a Linen model keeps the kernel, because something else reads it.
     """
 
     codes: QTensor
     recipe: Recipe
     shape: tuple[int, ...]
     axes: Axes
+    parameter: str = "kernel"
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,12 +125,15 @@ class WeightUse:
       dimension_numbers: the product's, as in ``lax.dot_general``.
       view: the steps from the parameter to the right operand, if the model's own code
         takes them; casts and reshapes of layers are none.
+      parameter: the path of the parameter, if a Linen model's own code multiplies by
+        it; otherwise empty.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     dimension_numbers: DimensionNumbers
     view: View = ()
+    parameter: tuple[str, ...] = ()
 
 
 class WeightRecorder:
@@ -138,9 +149,19 @@ class WeightRecorder:
         self.view: View = ()
 
     def report(
-        self, layer: str, weight: jax.Array, dimension_numbers: DimensionNumbers
+        self,
+        layer: str,
+        weight: jax.Array,
+        dimension_numbers: DimensionNumbers,
+        parameter: tuple[str, ...] = (),
     ) -> bool:
         """Records a layer's product; returns whether ``freeze`` freezes the layer.
+
+        Args:
+          layer: the layer's path.
+          weight: the right operand of the product.
+          dimension_numbers: the product's.
+          parameter: the ``parameter`` of its ``WeightUse``.
 
         Raises:
           ValueError: the layer multiplies by its weight in two ways.
@@ -150,20 +171,37 @@ class WeightRecorder:
             return False
         if (earlier := self.uses[layer]) is not None:
             check_axes(rhs_axes(earlier.dimension_numbers), dimension_numbers, layer)
+        if earlier is not None and earlier.parameter != parameter:
+            raise ValueError(
+                f"layer {layer!r} has one state for products with several parameters, "
+                f"{'/'.join(earlier.parameter)!r} and {'/'.join(parameter)!r}: freeze "
+                "takes layers whose products each have a state of their own"
+            )
         chosen = any(
             isinstance(operand, jax.core.Tracer)
             for step in view
             for operand in step.operands
         )
-        if chosen or (earlier is not None and earlier.view != view):
+        same = [
+            use
+            for use in self.uses.values()
+            if use is not None and parameter and use.parameter == parameter
+        ]
+        if earlier is not None:
+            same.append(earlier)
+        if chosen or any(use.view != view for use in same):
             raise ValueError(
                 f"layer {layer!r} multiplies by several parts of its parameter: freeze "
                 "takes layers that multiply by it in one way"
             )
         self.uses[layer] = WeightUse(
-            weight.shape, weight.dtype, dimension_numbers, view
+            weight.shape, weight.dtype, dimension_numbers, view, parameter
         )
         return True
+
+    def skip(self, layer: str) -> None:
+        """Leaves out a layer that multiplies by no weight."""
+        self.uses.pop(layer, None)
 
     def check_all_ran(self) -> None:
         """Raises ValueError if a layer to freeze did not run."""
@@ -213,7 +251,7 @@ def quantize_weight(
     assert main is not None
     # Stored weights have the same arrays, whatever device freezes them.
     main = main._replace(sums=None)
-    codes = forward_qtensor(recipe, main, recipe.rhs_block[::-1])
+    codes = forward_qtensor(recipe, main, spec.fwd.block_shape[:0:-1])
     return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
 
 

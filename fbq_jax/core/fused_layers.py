@@ -69,11 +69,13 @@ def fuses(recipe: Recipe) -> bool:
     """Whether the fused layers support a recipe.
 
     They need block scales in all three GEMMs and nearest rounding of X in the forward
-    GEMM.  They always quantize: ``where_slower`` is ``"quantize"``.
+    GEMM.  In dW, nothing falls back.  They always quantize: ``where_slower`` is
+    ``"quantize"``.
     """
     return (
         recipe.in_blocks
         and recipe.fwd.lhs == "nearest"
+        and not recipe.drhs.fallback
         and recipe.where_slower == "quantize"
     )
 
@@ -173,7 +175,8 @@ def _quantize_and_multiply(
         implementation=gemm.implementation,
     )
     seed = scalars.later_seed(stats)
-    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, seed, save=save)
+    residuals_of_x = Layouts(residual, None)
+    y, saved = matmul_vjp.forward(gemm, lhs, residuals_of_x, w, seed, save=save)
     return y, stats, residuals, saved
 
 

@@ -29,14 +29,18 @@ from fbq_jax.core.quantize_operands import (
     seeds_of,
 )
 from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.recipes.schema import Gemm
 from fbq_jax.sharding.manual_axes import warn_of_copies
 
-# checkpoint_names of the codes that the forward pass saves for the backward pass.
+# checkpoint_names of the codes that the forward pass saves for the backward pass, and
+# of the seed of dY's noise.  The seed of a layer with state is ready after its forward
+# quantization, which a backward pass that recomputes the seed would have to repeat.
 LHS_NAME = "fbq_lhs"
 RHS_NAME = "fbq_rhs"
+SEED_NAME = "fbq_seed"
 
 
 @jax.tree_util.register_static
@@ -47,7 +51,7 @@ class DenseGemms:
     ``fbq_jax.core.ragged_dot.GroupedGemms`` does the same for groups of rows.
     """
 
-    def tile_rows(self, x: jax.Array) -> jax.Array:
+    def tile_rows(self, x: jax.Array) -> jax.Array | GroupedRows:
         """X or dY in the form that the ops quantize: ``x`` itself."""
         return x
 
@@ -79,14 +83,16 @@ class DenseGemms:
         gemm = spec.gemm
         first = 2 if gemm.shards == 1 else 3
         contraction = math.prod(rhs.codes.shape[first:]) or 1
-        seeds = None
+        block_shape, seeds = spec.block_shape, None
+        if not gemm.splits_contraction:
+            block_shape = (1, contraction, 1)
         if gemm.reduce == "int8":
             seeds = fold_seeds(seeds_of(seed, SUM_STREAM, lhs.codes))
         return ops.matmul(
             lhs,
             residual,
             rhs,
-            block_shape=spec.block_shape if gemm.in_blocks else (1, contraction, 1),
+            block_shape=block_shape,
             dtype=spec.dtype,
             reduce=gemm.reduce,
             seeds=seeds,
@@ -94,7 +100,12 @@ class DenseGemms:
         )
 
     def contract_rows(
-        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: CallSeed
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seed: CallSeed,
     ) -> jax.Array:
         """Multiplies X' with dY, for dW.
 
@@ -102,13 +113,14 @@ class DenseGemms:
           spec: the settings of the GEMM.
           lhs: the colwise codes of X, ``[B, K, M]``, ``[B, K, G, R]`` or, in P shards,
             ``[B, P, K, M / P]``, with their scales.
+          residual: a second term of lhs, of the same shapes, or None.
           rhs: the colwise codes of dY, with N in place of K, and their scales.
           seed: seeds the noise of a sum over devices in INT8.
 
         Returns:
           ``[B, K, N]`` in ``spec.dtype``.
         """
-        return self.multiply(spec, lhs, None, rhs, seed)
+        return self.multiply(spec, lhs, residual, rhs, seed)
 
 
 DENSE = DenseGemms()
@@ -149,12 +161,14 @@ class SavedMatmul(NamedTuple):
       rhs: the rowwise codes of W for a dX in INT8; otherwise W itself or its colwise
         forward codes.
       seed: seeds the noise of dY.
+      residual: the second term of ``lhs``; None if dW has one term.
       gemms: runs the INT8 GEMMs.
     """
 
     lhs: Quantized | jax.Array | None
     rhs: Quantized | jax.Array
     seed: CallSeed
+    residual: Quantized | None = None
     gemms: DenseGemms = DENSE
 
 
@@ -168,8 +182,10 @@ def _matmul(
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
     rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
-    saves_lhs = save and not isinstance(w, Quantized)
-    lhs, residual, stats = quantize_lhs(spec, rows, scalars, blocks, save=saves_lhs)
+    frozen = isinstance(w, Quantized)
+    lhs, residual, stats = quantize_lhs(
+        spec, rows, scalars, blocks, save=save and not frozen, frozen=frozen
+    )
     seed = scalars.later_seed(stats)
     y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
     return (y, stats), saved
@@ -178,7 +194,7 @@ def _matmul(
 def forward(
     spec: Spec,
     lhs: Layouts,
-    residual: Quantized | None,
+    residual: Layouts,
     w: jax.Array | Quantized,
     seed: CallSeed,
     gemms: DenseGemms = DENSE,
@@ -191,7 +207,7 @@ def forward(
     Args:
       spec: the static settings.
       lhs: the codes of X.
-      residual: the residual of the rowwise codes of X, or None.
+      residual: the residuals of the codes of X that have a second term.
       w: the weight, as in ``matmul``.
       seed: seeds stochastic rounding of W and dY.
       gemms: runs the INT8 GEMMs.
@@ -206,7 +222,7 @@ def forward(
     else:
         assert lhs.rowwise is not None
         assert rhs.colwise is not None
-        y = gemms.multiply(spec.fwd, lhs.rowwise, residual, rhs.colwise, seed)
+        y = gemms.multiply(spec.fwd, lhs.rowwise, residual.rowwise, rhs.colwise, seed)
     if not save:
         return y, None
     warn_of_copies()
@@ -214,7 +230,9 @@ def forward(
     if not isinstance(w, Quantized):
         saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
     saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
-    return y, SavedMatmul(saved_lhs, saved_rhs, seed, gemms)
+    saved_seed = checkpoint_name(seed, SEED_NAME)
+    second = checkpoint_name(residual.colwise, LHS_NAME)
+    return y, SavedMatmul(saved_lhs, saved_rhs, saved_seed, second, gemms)
 
 
 def _to_save(
@@ -260,7 +278,7 @@ def backward(
       grad: the codes of dY.
       dy: dY itself; read by unquantized GEMMs only.
     """
-    lhs, rhs, seed, gemms = saved
+    lhs, rhs, seed, residual, gemms = saved
     if spec.recipe.dlhs.in_floats:
         assert dy is not None
         dx = float_matmul(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
@@ -276,7 +294,7 @@ def backward(
     else:
         assert isinstance(lhs, Quantized)
         assert grad.colwise is not None
-        dw = gemms.contract_rows(spec.drhs, lhs, grad.colwise, seed)
+        dw = gemms.contract_rows(spec.drhs, lhs, residual, grad.colwise, seed)
     return dx, dw
 
 
@@ -300,7 +318,7 @@ def float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
 def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
     """X', dequantized if its codes were saved."""
     if isinstance(lhs, Quantized):
-        codes = forward_qtensor(spec.recipe, lhs, spec.recipe.lhs_block)
+        codes = forward_qtensor(spec.recipe, lhs, spec.fwd.block_shape[:2])
         return codes.dequantize(spec.lhs_dtype).mT
     return lhs.mT
 
@@ -308,6 +326,6 @@ def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
 def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
     """W', dequantized if its codes were saved; colwise codes are W' already."""
     if isinstance(rhs, Quantized):
-        codes = forward_qtensor(spec.recipe, rhs, spec.recipe.rhs_block[::-1])
+        codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1])
         return codes.dequantize(spec.rhs_dtype)
     return rhs.mT

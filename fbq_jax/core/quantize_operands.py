@@ -17,13 +17,15 @@ from fbq_jax import ops
 from fbq_jax.core import threshold
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.kernels import hadamard, reference
+from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
 
 # The independent noise streams of one call.
-LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM = range(4)
+LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM, RESIDUAL_STREAM = range(5)
 
 
 class GemmSpec(NamedTuple):
@@ -31,8 +33,8 @@ class GemmSpec(NamedTuple):
 
     Attributes:
       gemm: how the recipe quantizes it.
-      block_shape: the sizes of a block along the M, K and N of this GEMM, for block
-        scales.
+      block_shape: the values along the M, K and N of this GEMM that share a scale, if K
+        has several.
       dtype: the output's dtype.
       implementation: the ops' implementation; None lets the dispatcher choose.
     """
@@ -76,59 +78,66 @@ class Spec(NamedTuple):
     @property
     def fwd(self) -> GemmSpec:
         """The settings of ``Y = X . W``."""
-        recipe = self.recipe
-        return GemmSpec(recipe.fwd, recipe.block_shape, self.dtype, self.implementation)
+        return self._gemm(self.recipe.fwd, self.recipe.block_shape, self.dtype)
 
     @property
     def dlhs(self) -> GemmSpec:
         """The settings of ``dX = dY . W'``."""
-        recipe, (m, k, n) = self.recipe, self.recipe.block_shape
-        return GemmSpec(recipe.dlhs, (m, n, k), self.lhs_dtype, self.implementation)
+        m, k, n = self.recipe.block_shape
+        return self._gemm(self.recipe.dlhs, (m, n, k), self.lhs_dtype)
 
     @property
     def drhs(self) -> GemmSpec:
         """The settings of ``dW = X' . dY``."""
-        recipe, (m, k, n) = self.recipe, self.recipe.block_shape
-        return GemmSpec(recipe.drhs, (k, m, n), self.rhs_dtype, self.implementation)
+        m, k, n = self.recipe.block_shape
+        return self._gemm(self.recipe.drhs, (k, m, n), self.rhs_dtype)
+
+    def _gemm(self, gemm: Gemm, sizes: tuple[int, int, int], dtype: Any) -> GemmSpec:
+        return GemmSpec(gemm, gemm.block_shape(sizes), dtype, self.implementation)
 
 
 def quantize_lhs(
     spec: Spec,
-    x: jax.Array,
+    x: jax.Array | GroupedRows,
     scalars: Scalars,
     blocks: jax.Array | None = None,
     *,
     save: bool,
-) -> tuple[Layouts, Quantized | None, Stats]:
+    frozen: bool = False,
+) -> tuple[Layouts, Layouts, Stats]:
     """Quantizes X.
 
     Args:
       spec: the static settings.
-      x: ``[B, M, K]`` or ``[B, G, R, K]``.
+      x: ``[B, M, K]`` or ``[B, G, R, K]``; or rows in T tiles, which take the place of
+        B matrices.
       scalars: the threshold and the seeds of the call.
       blocks: the number of blocks, as in ``threshold.apply``.
       save: whether the backward pass needs the colwise codes.
+      frozen: whether the layer is frozen; its threshold, if it is unset, counts as 0.
 
     Returns:
-      The codes in the layouts that the INT8 GEMMs read, the residual of the rowwise
-      codes, and the stats.
+      The codes in the layouts that the INT8 GEMMs read, the residuals of the layouts
+      that have a second term, and the stats.
     """
     recipe = spec.recipe
     colwise = recipe.drhs.quantizers[0] if save else None
     if recipe.criterion is None:
-        metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
+        metric = jnp.zeros((_stack_size(x), 0, 0), jnp.float32)
         stats = threshold.without_fallback(scalars, metric)
         seeds = seeds_of(scalars.later_seed(stats), LHS_STREAM, x)
         rowwise = recipe.fwd.quantizers[0]
         lhs = _quantize(
             spec, x, seeds, recipe.lhs_block, rowwise=rowwise, colwise=colwise
         )
-        return lhs, None, stats
+        return lhs, Layouts(None, None), stats
     seeds = seeds_of(scalars.call_seed, LHS_STREAM, x)
     in_blocks = colwise is not None and colwise.scales == "block"
-    main, residual, metric, colwise_codes = ops.quantize_fallback(
+    is_grouped = isinstance(x, GroupedRows)
+    quantize = ops.ragged_quantize_fallback if is_grouped else ops.quantize_fallback
+    main, residual, metric, colwise_codes = quantize(
         x,
-        jnp.broadcast_to(scalars.theta, x.shape[:1]),
+        jnp.broadcast_to(scalars.theta, (_stack_size(x),)),
         seeds,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
@@ -139,7 +148,7 @@ def quantize_lhs(
         colwise_codes = _quantize(
             spec, x, seeds, recipe.lhs_block, rowwise=None, colwise=colwise
         ).colwise
-    residual, stats = threshold.apply(
+    used, stats = threshold.apply(
         scalars,
         metric,
         residual,
@@ -147,7 +156,59 @@ def quantize_lhs(
         blocks=blocks,
         implementation=spec.implementation,
     )
-    return Layouts(main, colwise_codes), residual, stats
+    # A frozen layer does not wait for its threshold to move: nothing reads the stats.
+    residuals = Layouts(residual if frozen else used, None)
+    if colwise is not None and recipe.drhs.fallback:
+        assert not isinstance(x, GroupedRows)
+        assert used is not None
+        assert colwise_codes is not None
+        seeds = seeds_of(scalars.call_seed, RESIDUAL_STREAM, x)
+        colwise_codes, second = _add_term(
+            spec, x, seeds, main, used.scales > 0.0, colwise_codes
+        )
+        residuals = Layouts(used, second)
+    return Layouts(main, colwise_codes), residuals, stats
+
+
+def _add_term(
+    spec: Spec,
+    x: jax.Array,
+    seeds: Seeds,
+    main: Quantized,
+    fell_back: jax.Array,
+    colwise: Quantized,
+) -> tuple[Quantized, Quantized]:
+    """The two terms of X' in dW.
+
+    Args:
+      spec: the static settings.
+      x: as for ``quantize_lhs``.
+      seeds: the seeds of the second term's noise.
+      main: the rowwise codes of the forward GEMM, rounded to nearest.
+      fell_back: bool, whether each block has a second term in the forward GEMM.
+      colwise: X' in one term.
+
+    Returns:
+      In blocks that fell back, the codes of ``main`` and the rest of X, quantized; in
+      the others, the codes of ``colwise`` and zeros.
+    """
+    block = spec.recipe.lhs_block
+    falls = reference.repeat_blocks(fell_back, block, x.shape)
+    scales = reference.repeat_blocks(main.scales, block, x.shape)
+    codes = main.codes.astype(jnp.float32)
+    rest = reference.residual_of(x.astype(jnp.float32), codes, scales)
+    second = ops.quantize(
+        jnp.where(falls, rest, 0.0),
+        seeds,
+        block=block,
+        rowwise=None,
+        colwise=spec.recipe.drhs.lhs,
+        implementation=spec.implementation,
+    ).colwise
+    assert second is not None
+    nearest, falls = (jnp.moveaxis(y, -1, 1) for y in (main.codes, falls))
+    first = colwise._replace(codes=jnp.where(falls, nearest, colwise.codes))
+    return first, second
 
 
 def quantize_rhs(
@@ -173,7 +234,7 @@ def quantize_rhs(
         return Layouts(None, w)
     if rows == columns and rows.scales == "block":
         return Layouts(Quantized(w.codes.mT, w.scales.mT), w)
-    codes = forward_qtensor(recipe, w, recipe.rhs_block[::-1])
+    codes = forward_qtensor(recipe, w, spec.fwd.block_shape[:0:-1])
     floats = codes.dequantize(spec.rhs_dtype).mT
     seeds = seeds_of(seed, RHS_STREAM, floats)
     requantized = _quantize(
@@ -183,15 +244,15 @@ def quantize_rhs(
 
 
 def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
-    """Codes of the forward GEMM; ``block`` is theirs if scales are per block."""
+    """Codes of the forward GEMM; ``block`` is theirs if K has several scales."""
     row = 1, max(1, codes.codes.shape[2])
-    return QTensor(codes, None, block if recipe.fwd.in_blocks else row)
+    return QTensor(codes, None, block if recipe.fwd.splits_contraction else row)
 
 
 def quantize_grad(
-    spec: Spec, dy: jax.Array, seed: CallSeed, *, frozen: bool = False
+    spec: Spec, dy: jax.Array | GroupedRows, seed: CallSeed, *, frozen: bool = False
 ) -> Layouts:
-    """Quantizes dY, ``[B, M, N]``, in the layouts that INT8 GEMMs read.
+    """Quantizes dY, ``[B, M, N]`` or rows in tiles, in the layouts of INT8 GEMMs.
 
     A frozen layer has no dW to read the colwise codes.  Its state, and so its seed, is
     the same in every step; the bits of dY seed the noise as well.
@@ -199,6 +260,7 @@ def quantize_grad(
     recipe = spec.recipe
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
     if frozen:
+        assert not isinstance(dy, GroupedRows)
         bits = lax.bitcast_convert_type(dy.astype(jnp.float32), jnp.uint32)
         seed, columns = fold(fold_seeds(seed), jnp.sum(bits, dtype=jnp.uint32)), None
     seeds = seeds_of(seed, GRAD_STREAM, dy)
@@ -207,9 +269,9 @@ def quantize_grad(
     )
 
 
-def seeds_of(seed: CallSeed, stream: int, x: jax.Array) -> Seeds:
+def seeds_of(seed: CallSeed, stream: int, x: jax.Array | GroupedRows) -> Seeds:
     """The seeds of the matrices ``x [B, ...]`` in one of a call's streams of noise."""
-    index = jnp.arange(x.shape[0], dtype=jnp.uint32)
+    index = jnp.arange(_stack_size(x), dtype=jnp.uint32)
     if not isinstance(seed, tuple):
         return fold(fold(seed, stream), index)
     layer, calls, not_earlier, streams = (
@@ -218,9 +280,14 @@ def seeds_of(seed: CallSeed, stream: int, x: jax.Array) -> Seeds:
     return layer, calls, not_earlier, streams, index
 
 
+def _stack_size(x: jax.Array | GroupedRows) -> int:
+    """The number of matrices or tiles."""
+    return len(x.first_rows) if isinstance(x, GroupedRows) else x.shape[0]
+
+
 def _quantize(
     spec: Spec,
-    x: jax.Array,
+    x: jax.Array | GroupedRows,
     seeds: Seeds,
     block: Block,
     as_rhs: tuple[str, ...] = (),
@@ -232,29 +299,46 @@ def _quantize(
 
     ``as_rhs`` names the layouts that are the second operand of a GEMM.
     """
-    if rowwise is not None and colwise is not None and rowwise[1:] != colwise[1:]:
+    if rowwise and colwise and not _share_scales(rowwise, colwise):
         one = functools.partial(_quantize, spec, x, seeds, block, as_rhs)
         rowwise_codes = one(rowwise=rowwise, colwise=None).rowwise
         return Layouts(rowwise_codes, one(rowwise=None, colwise=colwise).colwise)
     quantizer = rowwise or colwise
     if quantizer is None:
         return Layouts(None, None)
-    if quantizer.scales == "block":
+    if quantizer.hadamard:
+        assert not isinstance(x, GroupedRows)
+        x = hadamard.transform_rows(x)
+    if quantizer.scales == "row_block":
+        assert not isinstance(x, GroupedRows)
+        side = (1, block[1]) if rowwise else (block[0], 1)
+        quantize = functools.partial(ops.quantize, block=side)
+    elif quantizer.scales == "block":
         wanted = {"rowwise": rowwise, "colwise": colwise}
         sums = tuple(name for name in as_rhs if wanted[name] and spec.bounds_sums)
-        quantize = functools.partial(ops.quantize, block=block, sums=sums)
+        op = ops.ragged_quantize if isinstance(x, GroupedRows) else ops.quantize
+        quantize = functools.partial(op, block=block, sums=sums)
     else:
+        assert not isinstance(x, GroupedRows)  # its scales are in blocks
         seeds = fold_seeds(seeds)
         per_tensor = quantizer.scales == "tensor"
         quantize = functools.partial(
             ops.quantize_vectors, bound=spec.recipe.bound, per_tensor=per_tensor
         )
+    if not isinstance(x, GroupedRows):
+        x, seeds = _split_shards(x, seeds, quantizer.shards)
     return quantize(
-        *_split_shards(x, seeds, quantizer.shards),
+        x,
+        seeds,
         rowwise=rowwise and rowwise.rounding,
         colwise=colwise and colwise.rounding,
         implementation=spec.implementation,
     )
+
+
+def _share_scales(rowwise: Quantizer, colwise: Quantizer) -> bool:
+    """Whether one op quantizes both layouts."""
+    return rowwise[1:] == colwise[1:] and rowwise.scales != "row_block"
 
 
 def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[jax.Array, Seeds]:

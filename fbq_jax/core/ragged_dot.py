@@ -28,9 +28,15 @@ from fbq_jax.core.dot_general import (
     seed_from_key,
 )
 from fbq_jax.core.matmul_vjp import DenseGemms
+from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import GemmSpec, Spec
 from fbq_jax.core.threshold import Scalars
-from fbq_jax.kernels.grouped_reference import Tiles, assign_tiles, from_tiles, to_tiles
+from fbq_jax.kernels.grouped_reference import (
+    GroupedRows,
+    Tiles,
+    assign_tiles,
+    from_tiles,
+)
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.ops import dispatch
@@ -58,9 +64,9 @@ def ragged_dot(
     zeros, and a group may be empty.  The function is pure, as ``fbq_jax.dot_general``
     is.
 
-    These products have no GPU kernel: on a GPU they run through XLA, slowly, with a
-    warning.  Each group is padded to a multiple of ``m`` rows, where ``m`` is the
-    number of rows of a block.
+    Each group is padded to a multiple of ``m`` rows, where ``m`` is the number of rows
+    of a block.  The sizes of the groups change neither the compiled program nor the
+    memory that it takes, and tiles without rows take no time in the products.
 
     Args:
       lhs: ``[M, K]``, the activation, whose blocks may fall back; bfloat16, float16 or
@@ -70,11 +76,10 @@ def ragged_dot(
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
       recipe: how the three GEMMs are quantized; needs block scales in all of them, no
-        ``Gemm.reduce`` and ``where_slower="quantize"``.
+        ``Gemm.reduce``, no ``drhs.fallback`` and ``where_slower="quantize"``.
       theta: the threshold of fallback for all groups, as in ``fbq_jax.dot_general``.
       key: a PRNG key for stochastic rounding, as in ``fbq_jax.dot_general``.
-      implementation: ``"reference"``, or None, which lets ``fbq_jax.ops.dispatch``
-        choose.
+      implementation: as in ``fbq_jax.dot_general``.
 
     Returns:
       ``[M, N]`` and ``Stats``.  The metric is float32 ``[T, 1, ceil(K/k)]``, one value
@@ -86,9 +91,9 @@ def ragged_dot(
       TypeError: an operand has another dtype, ``group_sizes`` does not hold integers,
         or ``recipe`` is not a ``Recipe``.
       ValueError: shapes do not fit, an array is sharded over explicit axes, the recipe
-        has other scales, a ``Gemm.reduce`` or ``where_slower="float"``, theta is
-        negative, another precision is requested, or the implementation has no kernel
-        for this product.
+        has other scales, a ``Gemm.reduce``, ``drhs.fallback`` or
+        ``where_slower="float"``, theta is negative, another precision is requested, or
+        the implementation has no kernel for this product.
 
     >>> tokens, experts = jnp.ones((3, 4)), jnp.ones((2, 4, 1))
     >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0]))
@@ -107,12 +112,17 @@ def stateful_ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
     call: RaggedCall,
+    codes: QTensor | None = None,
 ) -> tuple[jax.Array, threshold.State]:
-    """``ragged_dot`` with a layer's state: the output and the state after training."""
+    """``ragged_dot`` with the state of a layer.
+
+    ``fbq_jax.core.dot_general.stateful_dot_general`` documents the arguments and the
+    results.
+    """
     old = threshold.canonicalize_state(state)
     scalars = threshold.scalars_of(old)
     rhs, call = config.marked(rhs, call)
-    out, stats = _seeded_ragged_dot(config, scalars, lhs, rhs, call)
+    out, stats = _seeded_ragged_dot(config, scalars, lhs, rhs, call, codes)
     return out, threshold.next_state(old, stats)
 
 
@@ -122,6 +132,7 @@ def _seeded_ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
     call: RaggedCall,
+    codes: QTensor | None = None,
 ) -> tuple[jax.Array, Stats]:
     """``ragged_dot``; a traced threshold may be ``threshold.UNSET``."""
     recipe, implementation = config.recipe, config.implementation
@@ -133,8 +144,9 @@ def _seeded_ragged_dot(
     tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
     gemms = GroupedGemms(tiles, len(rhs))
-    lhs, rhs, gemms = as_varying((lhs, rhs, gemms))
-    return matmul_vjp.matmul(spec, lhs, rhs, scalars.on_device(lhs), gemms)
+    weight = rhs if codes is None else codes.main
+    lhs, weight, gemms = as_varying((lhs, weight, gemms))
+    return matmul_vjp.matmul(spec, lhs, weight, scalars.on_device(lhs), gemms)
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
@@ -166,6 +178,10 @@ def _check_recipe(recipe: Recipe) -> None:
             "a ragged dot takes a recipe with block scales in all three GEMMs; got "
             f"{recipe}"
         )
+    if recipe.drhs.fallback:
+        raise ValueError(
+            f"a ragged dot takes a recipe without drhs.fallback; got {recipe}"
+        )
     if recipe.where_slower != "quantize":
         raise ValueError(
             "a ragged dot takes a recipe with where_slower='quantize', because the map "
@@ -195,13 +211,14 @@ class GroupedGemms(DenseGemms):
     tiles: Tiles
     num_groups: int
 
-    def tile_rows(self, x: jax.Array) -> jax.Array:
-        """The tiles ``[T, m, C]`` of ``[M, C]``."""
-        return to_tiles(x, self.tiles)
+    def tile_rows(self, x: jax.Array) -> GroupedRows:
+        """The rows of ``[M, C]`` with their tiles."""
+        return GroupedRows(x, self.tiles.first_rows, self.tiles.row_counts)
 
     def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
         """The number of blocks in tiles that hold rows, int32 ``[]``."""
-        return self.tiles.used * -(-x.shape[1] // spec.recipe.block_shape[1])
+        used = jnp.sum(self.tiles.row_counts > 0, dtype=jnp.int32)
+        return used * -(-x.shape[1] // spec.recipe.block_shape[1])
 
     def multiply(
         self,
@@ -227,7 +244,7 @@ class GroupedGemms(DenseGemms):
         y = ops.ragged_matmul(
             lhs,
             residual,
-            rhs._replace(sums=None),  # no kernel reads them
+            rhs,
             self.tiles.groups,
             block_shape=spec.block_shape,
             dtype=spec.dtype,
@@ -236,16 +253,22 @@ class GroupedGemms(DenseGemms):
         return from_tiles(y, self.tiles)
 
     def contract_rows(
-        self, spec: GemmSpec, lhs: Quantized, rhs: Quantized, seed: CallSeed
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seed: CallSeed,
     ) -> jax.Array:
         """Multiplies X' with dY, colwise codes ``[T, K, m]`` and ``[T, N, m]``.
 
         Returns ``[G, K, N]`` in ``spec.dtype``.
         """
         del seed
+        assert residual is None  # _check_recipe
         return ops.ragged_contraction(
             lhs,
-            rhs._replace(sums=None),
+            rhs,
             self.tiles.groups,
             size=self.num_groups,
             block_shape=spec.block_shape,

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import (
+    ActivationProduct,
     FloatParameter,
     QuantizedParameter,
     RulesReport,
@@ -251,6 +252,7 @@ def report(
     rules: Pairs,
     found: Mapping[str, str | None],
     parameters: Iterable[tuple[str, tuple[int, ...], ParameterUse]],
+    activation_products: Iterable[ActivationProduct] = (),
 ) -> RulesReport:
     """Reports what rules did to a model.
 
@@ -259,6 +261,7 @@ def report(
       found: maps the path of each layer that rules are for to the pattern that matched
         it, or None.
       parameters: the path, the shape and the use of each parameter.
+      activation_products: the products of two activations that rules can name.
     """
     products: list[QuantizedParameter] = []
     floats = []
@@ -281,7 +284,7 @@ def report(
             reason = _float_reason(dict(rules), found, owner, use)
         if reason is not None and len(shape) - use.stacked >= 2:
             floats.append(FloatParameter(path, shape, reason))
-    return rules_report(rules, found, products, floats)
+    return rules_report(rules, found, products, floats, activation_products)
 
 
 def _float_reason(

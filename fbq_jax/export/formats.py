@@ -2,9 +2,11 @@
 
 A format takes the weights by the name of their tensor, ``"<module>.weight"``, and the
 dtype of the model.  It returns the tensors that replace the weights, and the entry of
-config.json.  Codes never change.
+config.json.  Codes never change.  GGUF files have no config.json: the format returns
+the blocks of each tensor, and whoever writes the file knows the names in it.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +20,9 @@ Format = Callable[[Mapping[str, BlockWeight], np.dtype], tuple[Tensors, dict[str
 # The rows of a block in blockwise_int8, largest first.  The engine's kernel multiplies
 # tiles of at least 16 rows.
 _BLOCK_ROWS = (128, 64, 32, 16)
+
+# A block of Q8_0 is a scale, float16, and this many codes.
+_Q8_0_CODES = 32
 
 
 def _blockwise_int8(
@@ -103,9 +108,63 @@ def _compressed_tensors(
     return tensors, config
 
 
+def _gguf(
+    weights: Mapping[str, BlockWeight], _dtype: np.dtype
+) -> tuple[Tensors, dict[str, Any]]:
+    """The blocks of llama.cpp's ``Q8_0``.
+
+    A tensor is uint8 ``[N, K / 32 * 34]``: for every 32 inputs, a scale in float16 and
+    32 codes.  Larger blocks repeat their scale.  A scale of at least 2^-14 changes by
+    at most one part in 2048.  Below, float16 has steps of 2^-24, and a warning says so.
+
+    Raises:
+      ExportError: the inputs of a weight are not whole blocks, or a scale is not finite
+        in float16.
+    """
+    tensors: Tensors = {}
+    coarse = blocks = 0
+    worst = 0.0
+    for name, weight in weights.items():
+        rows, inputs = weight.codes.shape
+        for size in (inputs, weight.group):
+            if size % _Q8_0_CODES:
+                raise ExportError(
+                    f"Q8_0 takes weights whose inputs are multiples of {_Q8_0_CODES}, "
+                    f"as are their blocks; {name} has {inputs} in blocks of "
+                    f"{weight.group}"
+                )
+        repeated = weight.scales.repeat(weight.group // _Q8_0_CODES, axis=1)
+        repeated = repeated[:, : inputs // _Q8_0_CODES]
+        with np.errstate(over="ignore", under="ignore"):
+            scales = repeated.astype("<f2")
+        if not np.all(np.isfinite(scales)):
+            raise ExportError(
+                f"Q8_0 takes scales up to {np.finfo(np.float16).max:g}; {name} has "
+                f"{repeated.max():g}"
+            )
+        tensors[name] = np.concatenate(
+            [
+                scales[..., None].view(np.uint8),
+                weight.codes.reshape(rows, -1, _Q8_0_CODES).view(np.uint8),
+            ],
+            axis=-1,
+        ).reshape(rows, -1)
+        low = repeated[(repeated != 0) & (repeated < np.finfo(np.float16).tiny)]
+        error = np.abs(low.astype(np.float16) / low - 1)
+        coarse, blocks = coarse + low.size, blocks + repeated.size
+        worst = max(worst, float(error.max(initial=0)))
+    if coarse:
+        warnings.warn(
+            f"{coarse} of {blocks} blocks have scales below 2^-14, where float16 is "
+            f"coarse: in Q8_0 their weights change by up to {worst:.2g} of their value",
+            stacklevel=3,
+        )
+    return tensors, {}
+
+
 def _fits(weight: BlockWeight, rows: int) -> bool:
-    """Whether the weight consists of blocks of this many rows with common scales."""
-    if len(weight.scales) % rows:
+    """Whether each part consists of blocks of this many rows with common scales."""
+    if any(size % rows for size in weight.parts or (len(weight.scales),)):
         return False
     blocks = weight.scales.reshape(-1, rows, weight.scales.shape[1])
     return bool(np.all(blocks == blocks[:, :1]))
@@ -132,4 +191,5 @@ def _common_group(weights: Mapping[str, BlockWeight]) -> int:
 FORMATS: dict[str, Format] = {
     "blockwise_int8": _blockwise_int8,
     "compressed-tensors": _compressed_tensors,
+    "gguf": _gguf,
 }

@@ -9,7 +9,7 @@ from flax.core import unfreeze
 from flax.traverse_util import flatten_dict
 
 from fbq_jax.core.frozen_weight import FrozenWeight
-from fbq_jax.linen.frozen import KERNEL, WEIGHT
+from fbq_jax.linen.frozen import WEIGHT
 
 
 class ExportError(ValueError):
@@ -26,11 +26,14 @@ class BlockWeight:
       codes: int8 ``[N, K]``, where N are outputs and K inputs; or a stack of layers.
       scales: float32 ``[N, ceil(K / group)]``; or a stack of layers.
       group: the inputs that have a scale in common.
+      parts: the outputs of each weight that this one joins, which an engine may take
+        apart; empty for a single one.
     """
 
     codes: np.ndarray
     scales: np.ndarray
     group: int
+    parts: tuple[int, ...] = ()
 
 
 def frozen_weights(variables: Mapping[str, Any]) -> dict[str, BlockWeight]:
@@ -52,7 +55,7 @@ def frozen_weights(variables: Mapping[str, Any]) -> dict[str, BlockWeight]:
         unfreeze(dict(variables)), is_leaf=lambda _, x: isinstance(x, FrozenWeight)
     )
     weights = {
-        "/".join((*path[1:-2], KERNEL)): weight
+        "/".join((*path[1:-2], weight.parameter)): weight
         for path, weight in flat.items()
         if path[-1] == WEIGHT and isinstance(weight, FrozenWeight)
     }

@@ -129,6 +129,9 @@ def _quantize_layers(
     model: Any, rules: Pairs, rngs: nnx.Rngs, implementation: str | None
 ) -> dict[str, str | None]:
     """Gives dense layers their ops; maps their paths to the patterns of their rules."""
+    path_rules.refuse_activations_rules(
+        rules, "MaxText's attention stays in floating point"
+    )
     dense_general = _replace_product().DenseGeneral
     _check_config(model.config, rules)
     found: dict[str, str | None] = {}
@@ -146,7 +149,7 @@ def _quantize_layers(
                 "weights in floating point, such as weight_dtype=float32"
             )
         op = FallbackDot(recipe, rngs=rngs, implementation=implementation)
-        _stack(op, _stack_shape(layer), rngs)
+        op.stack(_stack_shape(layer), rngs)
         ops.append((layer, op))
     for layer, op in ops:
         layer.dot_general = op
@@ -200,13 +203,6 @@ def _stack_shape(layer: Any) -> tuple[int, ...]:
     # Each stack moved its axis from the front to this one.
     axis = kernel.get_metadata()["param_scan_axis"]
     return kernel.shape[axis : axis + kernel.ndim - sizes]
-
-
-def _stack(op: FallbackDot, shape: tuple[int, ...], rngs: nnx.Rngs) -> None:
-    """Makes the state of an op that of a stack of layers, on the leading axes."""
-    for variable in (op.theta, op.rate, op.count):
-        variable.set_value(jnp.broadcast_to(variable[...], shape))
-    op.seed.set_value(jax.random.bits(rngs.params(), shape, jnp.uint32))
 
 
 # The path of the head that does not share the embedding's weight.

@@ -13,17 +13,20 @@ reshapes.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from flax.core import tracers
+from flax.core import Scope, tracers
 from flax.linen import module as flax_module
 from jax.extend.core import (
     Jaxpr,
@@ -43,16 +46,28 @@ from fbq_jax.core.frozen_weight import (
     active_recorder,
 )
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.linen.frozen import KERNEL
+from fbq_jax.linen.dot import ParameterDot
+from fbq_jax.linen.frozen import KERNEL, FrozenParameter, Parameter
 from fbq_jax.linen.rules import RulesDot
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
 from fbq_jax.nnx.callers import calling_layer, running_modules, seen_by_qwix
-from fbq_jax.nnx.dot import FallbackDot, dot_name
+from fbq_jax.nnx.dot import (
+    FallbackDot,
+    Layer,
+    activations_dot_name,
+    dot_name,
+    is_activations_dot,
+)
 from fbq_jax.nnx.naming import name_layers
-from fbq_jax.nnx.rules import quantize_layers, trace_parameters
+from fbq_jax.nnx.rules import quantize_layers, stack_shape, trace_parameters
 from fbq_jax.recipes import path_rules
-from fbq_jax.recipes.rules_report import RulesReport
+from fbq_jax.recipes.path_rules import Pairs
+from fbq_jax.recipes.rules_report import (
+    ActivationProduct,
+    RulesReport,
+    activation_product,
+)
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import inside_layer
 
@@ -92,9 +107,12 @@ def quantize(
     Every product of an activation and a parameter is quantized by the rule for the
     module whose method computes it, whether by ``jnp.einsum``, ``jnp.dot``, ``@``,
     ``lax.dot_general`` or a convolution.  A product of two activations, as in
-    attention, and one of two parameters stay in float.  So do the parameters of LoRA,
-    which Qwix may add before or after, and products inside a ``jax.checkpoint`` or
-    ``lax.scan`` that the model uses in place of Flax's: no state may leave those.
+    attention, stays in float unless a rule names it (``fbq_jax.recipes.path_rules``).
+    Of ``jnp.einsum`` the first operand then is the left one, in which blocks may fall
+    back.  Products of two parameters stay in float, and so do those with parameters of
+    LoRA, which Qwix may add before or after, and those inside a ``jax.checkpoint``,
+    ``jax.vmap`` or ``lax.scan`` that the model, or a function such as
+    ``jax.nn.dot_product_attention``, uses in place of Flax's: no state may leave those.
     ``fbq_jax.quantize`` documents the arguments.
 
     A call outside ``jit`` runs without ``jit`` inside, slowly.
@@ -130,7 +148,8 @@ def quantize_nnx(
     decides.  A module that multiplies by its parameter ``w`` gets a ``FallbackDot`` as
     ``w_dot_general``.  The model's class becomes one that is derived from it, in whose
     public methods products are reached.  A layer that is called outside of them
-    multiplies by ``w`` in float.
+    multiplies by ``w`` in float.  A module's product of two activations gets a
+    ``FallbackDot`` as ``activations_0_dot_general``, if a rule names it.
 
     Args:
       model: changed in place.
@@ -153,7 +172,7 @@ def quantize_nnx(
         "ignore_precision": ignore_precision,
     }
     found = quantize_layers(model, pairs, **options)
-    modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
+    modules = _modules(model)
     others = {
         path: path_rules.first_match(pairs, path)
         for path, module in modules.items()
@@ -161,11 +180,18 @@ def quantize_nnx(
     }
     for path, (_, recipe) in others.items():
         for name, _ in list(_matrices(modules[path])):
+            vars(modules[path]).pop(dot_name(name), None)  # of earlier rules
             if recipe is not None:
                 dot = nnx.data(FallbackDot(recipe, **options))
                 setattr(modules[path], dot_name(name), dot)
     model.__class__ = _nnx_class(vars(type(model)).get("unquantized", type(model)))
-    parameters = trace_parameters(model, args, kwargs)
+    _drop_activations(modules)
+    if path_rules.activations_rules(pairs):
+        with _record_activations(model) as recorded:
+            trace_parameters(model, args, kwargs)
+        _set_activations(modules, recorded.products(pairs), options)
+    with _record_activations(model) as recorded:
+        parameters = trace_parameters(model, args, kwargs)
     for path, _, use in parameters:
         layer, _, name = path.rpartition("/")
         if layer in others and not use.quantized:
@@ -173,7 +199,32 @@ def quantize_nnx(
         if layer in others and (use.quantized or use.in_float):
             found[layer] = others[layer].pattern
     name_layers(model)
-    return weight_products.report(pairs, found, parameters)
+    activations = recorded.products(pairs).values()
+    return weight_products.report(pairs, found, parameters, activations)
+
+
+def _drop_activations(modules: Mapping[str, nnx.Module]) -> None:
+    """Removes the ops that earlier rules gave to products of two activations."""
+    for module in modules.values():
+        for name in list(filter(is_activations_dot, vars(module))):
+            delattr(module, name)
+
+
+def _set_activations(
+    modules: Mapping[str, nnx.Module],
+    products: Mapping[tuple[str, int], ActivationProduct],
+    options: dict[str, Any],
+) -> None:
+    """Gives products of two activations their ops."""
+    for (path, number), product in products.items():
+        if product.recipe is None:
+            continue
+        dot = FallbackDot(product.recipe, **options)
+        layers = (m for _, m in nnx.iter_modules(modules[path]) if isinstance(m, Layer))
+        # Where its layers are stacks, so is the module.
+        if (layer := next(layers, None)) and (shape := stack_shape(path, layer)):
+            dot.stack(shape, options["rngs"])
+        setattr(modules[path], activations_dot_name(number), nnx.data(dot))
 
 
 def _matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
@@ -185,6 +236,10 @@ def _matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
             yield name, value
 
 
+# The attribute by which Qwix finds the class that a model had before Qwix changed it.
+_QWIX_BASE = "_unquantized_type"
+
+
 @functools.cache
 def _nnx_class(cls: Any) -> Any:
     """A class derived from a model's, in whose methods products are reached."""
@@ -194,6 +249,10 @@ def _nnx_class(cls: Any) -> Any:
         "__doc__": cls.__doc__,
         "unquantized": cls,
     }
+    if (before := getattr(cls, _QWIX_BASE, None)) is not None:
+        # Qwix changes this class, without its own change, if LoRA is applied again.
+        is_quantized = "unquantized" in vars(before)
+        fields[_QWIX_BASE] = before if is_quantized else _nnx_class(before)
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
         public = name == "__call__" or not name.startswith("_")
@@ -206,13 +265,12 @@ def _nnx_class(cls: Any) -> Any:
 def _reaching_products(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if seen_by_qwix.value:
+        if seen_by_qwix.value or not args or not isinstance(args[0], nnx.Module):
             return method(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(seen_by_qwix(True))
-            if isinstance(args[0], nnx.Module):
-                stack.enter_context(_shown_parameters(args[0]))
-            stack.enter_context(_intercept(_NnxModules()))
+            stack.enter_context(_shown_parameters(args[0]))
+            stack.enter_context(_intercept(_NnxModules(args[0])))
             return method(*args, **kwargs)
 
     return wrapper
@@ -252,34 +310,142 @@ class _LinenModules:
 
     def __init__(self, dot: RulesDot):
         self.dot = dot
+        # The arrays that stand for frozen parameters, by their id.
+        self.shown: dict[int, tuple[jax.Array, Parameter]] = {}
 
-    def has(self, x: Any) -> bool:
-        """Whether an array is a parameter."""
+    @property
+    def intercepted(self) -> dict[str, Callable[..., Any]]:
+        """What Qwix replaces."""
+        return {_GET_VARIABLE: self._get_variable}
+
+    def _get_variable(
+        self, scope: Scope, collection: str, name: str, default: Any = None
+    ) -> Any:
+        """Reads a variable: an array of NaNs for a frozen parameter.
+
+        The product that reads it is the op's, which reads its codes.
+        """
+        read = interception.get_attribute(_GET_VARIABLE)
+        value = read(scope, collection, name, default)
+        if not isinstance(value, FrozenParameter):
+            return value
+        array = value.nans()
+        parameter = Parameter((*scope.path, name), value, own_code=True)
+        self.shown[id(array)] = array, parameter
+        return array
+
+    @property
+    def sees_activations(self) -> bool:
+        """Whether products of two activations matter."""
+        return self.dot.sees_activations
+
+    def has(self, x: Any, *, adapters: bool = False) -> bool:
+        """Whether an array is a parameter, of LoRA only if ``adapters``."""
+        parameter = self._parameter(x)
+        if parameter is None:
+            return False
+        return adapters or not weight_products.is_adapter(parameter.path[-1])
+
+    def _parameter(self, x: Any) -> Parameter | None:
+        """The parameter that an array is."""
+        if id(x) in self.shown:
+            return self.shown[id(x)][1]
         stack = flax_module._context.module_stack
         roots = {m.scope.root for m in stack if m is not None and m.scope is not None}
-        return any(
-            x is leaf and not weight_products.is_adapter(_name(path))
-            for root in roots
-            for path, leaf in jax.tree.leaves_with_path(
-                root._variables.get("params", {})
-            )
-        )
+        for root in roots:
+            parameters = root._variables.get("params", {})
+            for path, leaf in jax.tree.leaves_with_path(parameters):
+                if x is leaf:
+                    return Parameter((*root.path, *_names(path)), x, own_code=True)
+        return None
 
     def op(self, x: Any) -> Op | None:
         """The op for a product with a parameter; None leaves it in float."""
-        del x
+        if not self._can_keep_state():
+            return None
+        parameter = self._parameter(x)
+        assert parameter is not None
+        if isinstance(parameter.value, FrozenParameter) and _is_lora_active():
+            _refuse_lora("/".join(parameter.path))
+        return self.dot.of_layer(functools.partial(ParameterDot, parameter=parameter))
+
+    def op_of_activations(self, shape: tuple[int, ...]) -> Op | None:
+        """The op for a product of two activations; None leaves it in float."""
+        return self.dot.of_activations(shape) if self._can_keep_state() else None
+
+    def _can_keep_state(self) -> bool:
+        """Whether the state of the running module can leave what JAX traces."""
         module = calling_module()
         if module is None or module.scope is None:
-            return None
-        if module.scope.trace_level != tracers.current_trace():
-            return None  # inside a jax.checkpoint or lax.scan
-        return self.dot.of_layer()
+            return False
+        return module.scope.trace_level == tracers.current_trace()
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    """The name of a Linen parameter, which may be boxed."""
-    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    return str(keys[-1])
+# By which Linen modules read their variables.
+_GET_VARIABLE = "flax.core.scope.Scope.get_variable"
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    """The path of a Linen parameter, which may be boxed."""
+    return [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+
+
+# The attribute with the path of a module while ``quantize_nnx`` traces the model.
+_PATH = "fbq_jax_path"
+
+
+@dataclasses.dataclass(eq=False)
+class _Activations:
+    """The products of two activations of a model that ``quantize_nnx`` traces.
+
+    Attributes:
+      shapes: maps the path of a module and the number of a product to the shape of its
+        right operand.
+    """
+
+    shapes: dict[tuple[str, int], tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def products(self, rules: Pairs) -> dict[tuple[str, int], ActivationProduct]:
+        """What rules make of each."""
+        return {
+            key: activation_product(rules, path_rules.activations_name(*key), shape)
+            for key, shape in self.shapes.items()
+        }
+
+
+# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
+_activations = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def _record_activations(model: nnx.Module) -> Iterator[_Activations]:
+    """Collects the products of two activations of a model that is traced inside."""
+    modules = {
+        path: module
+        for path, module in _modules(model).items()
+        if not isinstance(module, nnx.List | nnx.Dict)
+    }
+    recorded = _Activations()
+    try:
+        for path, module in modules.items():
+            setattr(module, _PATH, path)
+        with _activations(recorded):
+            yield recorded
+    finally:
+        for module in modules.values():
+            delattr(module, _PATH)
+
+
+def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
+    return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
+
+
+def _can_keep_state(module: nnx.Module) -> bool:
+    """Whether the variables of a module can leave what JAX traces."""
+    variables = (v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable))
+    return all(variable._can_update for variable in itertools.islice(variables, 1))
 
 
 class _Owner(NamedTuple):
@@ -292,9 +458,27 @@ class _Owner(NamedTuple):
 class _NnxModules:
     """The parameters of the NNX modules whose methods are running."""
 
-    def has(self, x: Any) -> bool:
-        """Whether an array is a parameter."""
-        return self._owner(x) is not None
+    # Frozen parameters are shown by ``_shown_parameters``.
+    intercepted: Mapping[str, Callable[..., Any]] = {}
+
+    def __init__(self, model: nnx.Module):
+        self.sees_activations = _activations.value is not None or any(
+            any(map(is_activations_dot, vars(module)))
+            for _, module in nnx.iter_modules(model)
+        )
+        # The products of two activations that each module has computed.
+        self.activations: Counter[nnx.Module] = Counter()
+
+    def has(self, x: Any, *, adapters: bool = False) -> bool:
+        """Whether an array is a parameter, of LoRA only if ``adapters``."""
+        if self._owner(x) is not None:
+            return True
+        return adapters and any(
+            isinstance(value, nnx.Param) and value.get_raw_value() is x
+            for module in running_modules()
+            for _, part in nnx.iter_modules(module)
+            for value in vars(part).values()
+        )
 
     def op(self, x: Any) -> Op | None:
         """The op for a product with a parameter; None leaves it in float."""
@@ -304,6 +488,19 @@ class _NnxModules:
         if dot is None or not (dot.theta._can_update or dot.evaluates):
             return None
         return dot
+
+    def op_of_activations(self, shape: tuple[int, ...]) -> Op | None:
+        """The op for a product of two activations; None leaves it in float."""
+        module = next(running_modules(), None)
+        if module is None or not _can_keep_state(module):
+            return None
+        number = self.activations[module]
+        self.activations[module] += 1
+        # A module that the call itself makes has no path, and cannot keep an op.
+        path = getattr(module, _PATH, None)
+        if _activations.value is not None and path is not None:
+            _activations.value.shapes[path, number] = shape
+        return getattr(module, activations_dot_name(number), None)
 
     def _owner(self, x: Any) -> _Owner | None:
         """Finds the module that holds a parameter."""
@@ -365,6 +562,8 @@ class _Products(QuantizationProvider):
         self.modules = modules
         # Of the op that is being called, until its product is found.
         self.called: _Weight | None = None
+        # Of a jnp.einsum that is being called, the second operand.
+        self.second: Any = None
         # Each view, which keeps its id from being used again; the parameter, or another
         # source, that it is of; and the steps between them.
         self.views: dict[int, tuple[Any, Any, View]] = {}
@@ -372,6 +571,7 @@ class _Products(QuantizationProvider):
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """What Qwix replaces."""
         replaced = super().get_intercept_map()
+        replaced |= self.modules.intercepted
         return {**replaced, interception.PRIMITIVE_BIND_KEY: self.bind}
 
     def bind(self, primitive: Any, *args: Any, **params: Any) -> Any:
@@ -382,15 +582,16 @@ class _Products(QuantizationProvider):
         if name in _PRODUCTS:
             y = self._product(name, *args, **params)
             return primitive.bind(*args, **params) if y is None else y
-        # Functions of activations alone stay as they are, to the bit.
+        # Functions of activations alone stay as they are, to the bit, unless rules
+        # name products of two activations.
         if (
             name in ("jit", "pjit")
             and _is_plain(params["jaxpr"].jaxpr)
-            and any(self._is_weight(x) for x in args)
+            and (self.modules.sees_activations or any(map(self._is_weight, args)))
         ):
             return self._evaluate(params["jaxpr"], args)
         y = primitive.bind(*args, **params)
-        if name in _VIEWS and getattr(args[0], "ndim", 0) >= 2:
+        if name in _VIEWS and getattr(args[0], "ndim", 0) >= 1:
             step = ViewStep(primitive, args[1:], tuple(sorted(params.items())))
             _, source, steps = self._view(args[0])
             self.views[id(y)] = y, source, (*steps, step)
@@ -408,6 +609,8 @@ class _Products(QuantizationProvider):
         if getattr(x, "ndim", 0) < 2:
             return False
         source = self._source(x)
+        if source.ndim < 2:
+            return False
         if self.called is not None and source is self._source(self.called.array):
             return True
         return self.modules.has(source)
@@ -435,7 +638,8 @@ class _Products(QuantizationProvider):
             return None
         weights = self._is_weight(lhs), self._is_weight(rhs)
         if weights[0] == weights[1]:
-            return None
+            is_dot = name == "dot_general" and not any(weights)
+            return self._activations(lhs, rhs, **params) if is_dot else None
         if name == "conv_general_dilated":
             if weights[0] or params["batch_group_count"] != 1:
                 return None
@@ -450,6 +654,27 @@ class _Products(QuantizationProvider):
         if name == "conv_general_dilated":
             return conv_general_dilated(op, lhs, rhs, **params)
         return _dot_general(op, lhs, rhs, weights[0], **params)
+
+    def _activations(
+        self, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any
+    ) -> jax.Array | None:
+        """A product of two activations by its op; None if it stays in float."""
+        sources = self._source(lhs), self._source(rhs)
+        if (
+            not self.modules.sees_activations
+            or not dimension_numbers[0][0]
+            or any(self.modules.has(source, adapters=True) for source in sources)
+        ):
+            return None
+        # jnp.einsum may hand its operands over the other way round.
+        second = None if self.second is None else self._source(self.second)
+        swapped = sources[0] is second and sources[1] is not second
+        op = self.modules.op_of_activations((lhs if swapped else rhs).shape)
+        if op is None:
+            return None
+        op = interception.disable_interceptions(op)
+        params["dimension_numbers"] = dimension_numbers
+        return _dot_general(op, lhs, rhs, swapped, **params)
 
     def _op(self, x: Any) -> Op | None:
         """The op for a product with a parameter; None leaves it in float."""
@@ -484,10 +709,21 @@ class _OpCalls(QuantizationProvider):
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """What Qwix replaces."""
-        return {
+        calls: dict[str, Callable[..., Any]] = {
             name: functools.partial(self.call, function)
             for name, function in _OP_CALLS.items()
         }
+        if self.products.modules.sees_activations:
+            calls["jax.numpy.einsum"] = self.einsum
+        return calls
+
+    def einsum(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``jnp.einsum``, and tells its first operand from the second."""
+        self.products.second = args[2] if len(args) == 3 else None
+        try:
+            return interception.get_attribute("jax.numpy.einsum")(*args, **kwargs)
+        finally:
+            self.products.second = None
 
     def call(self, function: str, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls an op, or the function that it stands for."""
@@ -522,6 +758,17 @@ def _in_lora(function: str) -> bool:
     )
 
 
+def _is_lora_active() -> bool:
+    """Whether Qwix's LoRA runs in this thread, even if inside its own replacement."""
+    thread = threading.get_ident()
+    return any(
+        isinstance(getattr(replacement, "__self__", None), LoraProvider)
+        for interceptor in _manager._interceptors
+        if (thread, interceptor.id) in _manager._intercepted_threads
+        for replacement in interceptor.values()
+    )
+
+
 @contextlib.contextmanager
 def _shown_to_lora(op: Any, weight: jax.Array) -> Iterator[None]:
     """Lets LoRA find the weight of a frozen layer, which has codes in its place.
@@ -553,10 +800,14 @@ def _refuse_frozen_linen() -> None:
     module = calling_module()
     assert module is not None
     if isinstance(module.get_variable("params", KERNEL), FrozenKernel):
-        raise ValueError(
-            f"layer {layer_path(module.path)!r} is frozen, and LoRA finds no parameter "
-            "in it: use NNX for LoRA on a frozen base, or LoRA without freeze"
-        )
+        _refuse_lora(layer_path(module.path))
+
+
+def _refuse_lora(layer: str) -> NoReturn:
+    raise ValueError(
+        f"layer {layer!r} is frozen, and LoRA finds no parameter in it: use NNX for "
+        "LoRA on a frozen base, or LoRA without freeze"
+    )
 
 
 def _dot_general(

@@ -15,6 +15,7 @@ from fbq_jax.linen.fused import NormDense as NormDense
 from fbq_jax.linen.int8_flow import Int8Attention as Int8Attention
 from fbq_jax.linen.int8_flow import Int8MLP as Int8MLP
 from fbq_jax.linen.int8_flow import Int8Sequential as Int8Sequential
+from fbq_jax.linen.moe import MoEMLP as MoEMLP
 from fbq_jax.linen.norms import LayerNorm as LayerNorm
 from fbq_jax.linen.norms import RMSNorm as RMSNorm
 from fbq_jax.linen.rules import RulesDot as RulesDot

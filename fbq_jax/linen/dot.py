@@ -19,12 +19,20 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 
 from fbq_jax.core import threshold
-from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
+from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dot_call import (
+    RAGGED_DIMENSIONS,
+    DotCall,
+    RaggedCall,
+    RaggedDotGeneral,
+)
 from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
+from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import SLOT, layer_path
+from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import ragged_dot, stateful_ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
-from fbq_jax.linen.frozen import is_frozen, layer_weight
+from fbq_jax.linen.frozen import Parameter, is_frozen, kernel_of, layer_weight
 from fbq_jax.linen.state import (
     as_float32,
     calling_module,
@@ -123,7 +131,7 @@ class FallbackDot(RaggedDotGeneral):
         rhs = self.check_moves(module, variable, rhs)
         # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
         state = dict(variable.value)
-        codes = layer_weight(config, module, variable, rhs, call.dimension_numbers)
+        codes = self._codes(module, variable, rhs, call.dimension_numbers)
         with _named(module):
             out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
         return self.commit(module, variable, new, out)
@@ -136,11 +144,33 @@ class FallbackDot(RaggedDotGeneral):
             rhs, call = self.config.marked(self._without_state(rhs), call)
             return ragged_dot(lhs, rhs, *call, **self._options())[0]
         variable = self.variable(module, lhs)
-        rhs = self.check_moves(module, variable, rhs)
+        rhs = self.check_moves(module, variable, jnp.asarray(rhs))
         state = dict(variable.value)
+        codes = self._codes(module, variable, rhs, RAGGED_DIMENSIONS)
         with _named(module):
-            out, new = stateful_ragged_dot(self.config, state, lhs, rhs, call)
+            out, new = stateful_ragged_dot(self.config, state, lhs, rhs, call, codes)
         return self.commit(module, variable, new, out)
+
+    def _codes(
+        self,
+        module: nn.Module,
+        variable: Variable,
+        rhs: jax.Array,
+        dimension_numbers: DimensionNumbers,
+    ) -> QTensor | None:
+        """The codes that the layer multiplies by; None if it is not frozen."""
+        return layer_weight(
+            self.config,
+            module,
+            variable,
+            rhs,
+            dimension_numbers,
+            self._parameter(module),
+        )
+
+    def _parameter(self, module: nn.Module) -> Parameter:
+        """The parameter that is the layer's weight."""
+        return kernel_of(module)
 
     def _without_state(self, rhs: jax.Array) -> jax.Array:
         """The weight of a call outside any module, whose gradient warns."""
@@ -255,6 +285,32 @@ class FallbackDot(RaggedDotGeneral):
 
 
 fallback_dot = FallbackDot()
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationsDot(FallbackDot):
+    """A ``FallbackDot`` for a product of two activations, with no weight to freeze."""
+
+    def _codes(self, module: nn.Module, variable: Variable, *_: Any) -> QTensor | None:
+        if (recorder := active_recorder()) is not None:
+            recorder.skip(layer_path((*module.path, variable.name)))
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterDot(FallbackDot):
+    """A ``FallbackDot`` for a product with a parameter in the model's own code.
+
+    Attributes:
+      parameter: the parameter.
+    """
+
+    parameter: Parameter = dataclasses.field(kw_only=True, compare=False)
+
+    def _parameter(self, module: nn.Module) -> Parameter:
+        del module
+        return self.parameter
+
 
 _NO_STATE = (
     "a gradient is taken of a FallbackDot outside any Linen module, where it has no "

@@ -6,7 +6,7 @@ each layer quantizes its right operand (``fbq_jax.linen.frozen``).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,8 +23,9 @@ from fbq_jax.core.frozen_weight import (
 )
 from fbq_jax.core.layer_stats import is_state, layer_path
 from fbq_jax.core.serialization import serializable_static
-from fbq_jax.linen.frozen import KERNEL, WEIGHT
+from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter
 from fbq_jax.linen.state import calling_module
+from fbq_jax.linen.tracing import trace_uses
 
 Path = tuple[str, ...]
 
@@ -37,8 +38,13 @@ def freeze(
     The same model, applied to the returned variables, computes bit for bit what it
     computes from ``variables`` in evaluation.  It freezes the layers that
     multiply by their parameter ``kernel`` with a ``FallbackDot``: Flax's ``Dense``,
-    ``DenseGeneral`` and attention, ``Einsum``, ``Conv``, ``NormDense`` and
-    ``GatedMLP``.  Other parameters do not change.
+    ``DenseGeneral`` and attention, ``Einsum``, ``Conv``, ``NormDense``, ``GatedMLP``
+    and ``MoEMLP``.  Other parameters do not change, and products of two activations
+    stay quantized.
+
+    In a model of ``fbq_jax.integrations.qwix.quantize``, it also freezes layers that
+    multiply by a parameter in their own code.  A parameter that is read other than by
+    quantized products, as a tied head is, stays next to its codes.
 
     In the returned tree, the kernel of a frozen layer is a ``FrozenKernel`` without
     leaves, and the layer's state has a ``FrozenWeight`` with the codes.  To get the
@@ -58,8 +64,8 @@ def freeze(
     Raises:
       ValueError: no layer multiplies by a ``FallbackDot``; or a layer is frozen
         already, has no threshold yet, has a recipe with an unquantized forward pass,
-        does not run, reads its kernel other than through its dot, or multiplies by it
-        in two ways (an ``Einsum`` that is called with other subscripts).
+        does not run, has no kernel, reads it other than through its dot, or multiplies
+        by it in two ways (an ``Einsum`` that is called with other subscripts).
 
     >>> from fbq_jax import fallback_dot
     >>> layer = nn.Dense(4, dot_general=fallback_dot)
@@ -86,13 +92,39 @@ def freeze(
     with record_weights(map(_layer, states)) as recorder:
         updates = _flatten(quantize(unflatten_dict(leaves)))
     recorder.check_all_ran()
+    # Not those of products of two activations.
+    states = {path: s for path, s in states.items() if _layer(path) in recorder.uses}
+    if not states:
+        raise ValueError(
+            "freeze found no layer with a weight: all quantized products of this model "
+            "are of two activations"
+        )
     weights = {path: updates[path][WEIGHT] for path in states}
     thetas = {_layer(p): (w.recipe, states[p]["theta"]) for p, w in weights.items()}
     check_thetas(thetas)
+    own_code = {
+        path: ("params", *use.parameter)
+        for path in states
+        if (use := recorder.uses[_layer(path)]) is not None and use.parameter
+    }
+    if missing := sorted("/".join(p[1:]) for p in own_code.values() if p not in leaves):
+        raise ValueError(
+            f"the model's code multiplies by {missing}, which are no parameters of the "
+            "model itself: it calls apply on a module inside. Give that module None in "
+            "the rules"
+        )
+    kept = set()
+    if own_code:
+        kept = _read_elsewhere(model, unflatten_dict(leaves), collections, args, kwargs)
     frozen = dict(leaves)
     for path, weight in weights.items():
-        kernel = jax.tree.leaves(leaves[_kernel(path)])[0]  # the kernel may be boxed
-        frozen[_kernel(path)] = _LinenKernel(weight.shape, jnp.dtype(kernel.dtype))
+        parameter = own_code.get(path, _kernel(path))
+        if path in own_code and "/".join(parameter[1:]) in kept:
+            frozen[path] = {**states[path], WEIGHT: replace(weight, kept=True)}
+            continue
+        array = jax.tree.leaves(leaves[parameter])[0]  # the parameter may be boxed
+        stand_in = FrozenParameter if path in own_code else _LinenKernel
+        frozen[parameter] = stand_in(weight.shape, jnp.dtype(array.dtype))
         frozen[path] = {**states[path], WEIGHT: weight}
     result = unflatten_dict(frozen)
     _check_runs(model, result, args, kwargs)
@@ -138,6 +170,22 @@ def _layer(state: Path) -> str:
     return layer_path(state[1:])
 
 
+def _read_elsewhere(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    collections: list[str],
+    args: Any,
+    kwargs: Any,
+) -> set[str]:
+    """The paths of parameters that other things than quantized products read."""
+
+    def apply(variables: Mapping[str, Any]) -> Any:
+        return model.apply(variables, *args, mutable=collections, **kwargs)
+
+    uses = trace_uses(apply, variables)
+    return {path for path, _, use in uses if use.others or use.in_float}
+
+
 def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> None:
     if not states:
         raise ValueError(
@@ -149,11 +197,6 @@ def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> Non
         raise ValueError(
             "freeze takes a model once; these layers are already frozen: "
             f"{', '.join(again)}"
-        )
-    if unknown := [_layer(path) for path in states if _kernel(path) not in leaves]:
-        raise ValueError(
-            f"freeze takes layers whose weight is their parameter {KERNEL!r}, as in "
-            f"nn.Dense; these have none: {', '.join(unknown)}"
         )
 
 

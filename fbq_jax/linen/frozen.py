@@ -5,7 +5,7 @@ Lifted transformations such as ``nn.scan`` carry that variable already.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
@@ -23,11 +23,56 @@ from fbq_jax.core.frozen_weight import (
 )
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.qtensor import QTensor
+from fbq_jax.core.serialization import serializable_static
 
 #: The key of the ``FrozenWeight`` in the state of a layer.
 WEIGHT = "weight"
 #: The parameter that is the weight of a layer.
 KERNEL = "kernel"
+
+
+class Parameter(NamedTuple):
+    """A parameter that a layer multiplies by.
+
+    Attributes:
+      path: its path in the model's parameters.
+      value: an array, which may be boxed, or a ``FrozenKernel``; None if there is no
+        such parameter.
+      own_code: whether the model's own code multiplies by it, and no op of a layer.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    own_code: bool = False
+
+    def name_in(self, module: nn.Module) -> str:
+        """Its path inside a module, or its name if it belongs to an outer one."""
+        outer = module.path
+        inside = self.path[: len(outer)] == outer
+        return "/".join(self.path[len(outer) :] if inside else self.path[-1:])
+
+
+@serializable_static
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class FrozenParameter(FrozenKernel):
+    """A ``FrozenKernel`` that a model's own code multiplies by.
+
+    The context in which products of own code are reached shows the code an array.
+    """
+
+    def __jax_array__(self) -> jax.Array:
+        raise ValueError(
+            f"a parameter of shape {self.shape} is frozen to INT8 codes, and this "
+            "model's code does not reach them: use the model that was trained"
+        )
+
+
+def kernel_of(module: nn.Module) -> Parameter:
+    """The kernel of a layer."""
+    assert module.scope is not None
+    kernel = module.scope.get_variable("params", KERNEL)
+    return Parameter((*module.path, KERNEL), kernel)
 
 
 def layer_weight(
@@ -36,6 +81,7 @@ def layer_weight(
     variable: Variable,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
+    parameter: Parameter,
 ) -> QTensor | None:
     """The codes that a Linen layer multiplies by; None if the layer is not frozen.
 
@@ -46,27 +92,37 @@ def layer_weight(
       config: the recipe and the implementation of the layer's dot.
       module: the layer.
       variable: holds the layer's state.
-      rhs: the right operand of the product, made from the kernel.
+      rhs: the right operand of the product, made from the parameter.
       dimension_numbers: of the product.
+      parameter: the layer's weight.
 
     Raises:
       ValueError: parameters and state do not belong together, or the layer is frozen
-        and trains, or has another recipe or product than before.
+        and trains, or has another recipe or product than before; or ``freeze`` finds no
+        kernel.
     """
-    assert module.scope is not None
-    kernel = module.scope.get_variable("params", KERNEL)
     layer = layer_path((*module.path, variable.name))
     recorder = active_recorder()
-    if recorder is not None and recorder.report(layer, rhs, dimension_numbers):
+    if recorder is not None and recorder.report(
+        layer, rhs, dimension_numbers, parameter.path if parameter.own_code else ()
+    ):
+        if parameter.value is None:
+            raise ValueError(
+                f"freeze takes layers whose weight is their parameter {KERNEL!r}, as "
+                f"in nn.Dense; {layer!r} has none. In models of "
+                "fbq_jax.integrations.qwix.quantize, layers that multiply in their "
+                "own code may have any parameter"
+            )
         if WEIGHT not in variable.value:
             check_recipe(config.recipe, layer)
             weight = quantize_weight(config, variable.value, rhs, dimension_numbers)
-            shape = jax.tree.leaves(kernel)[0].shape  # the kernel may be boxed
-            weight = dataclasses.replace(weight, shape=shape)
+            shape = jax.tree.leaves(parameter.value)[0].shape  # it may be boxed
+            name = parameter.name_in(module)
+            weight = dataclasses.replace(weight, shape=shape, parameter=name)
             variable.value = {**variable.value, WEIGHT: weight}
         return variable.value[WEIGHT].codes
     weight = variable.value.get(WEIGHT)
-    _check_pair(layer, kernel, weight, variable.collection)
+    _check_pair(layer, parameter, weight, variable.collection)
     if weight is None:
         return None
     if module.is_mutable_collection(variable.collection):
@@ -80,6 +136,11 @@ def layer_weight(
             f"layer {layer!r} was frozen with {weight.recipe}, and its model has "
             f"{config.recipe}: use the recipe that it was trained with"
         )
+    if weight.parameter != (name := parameter.name_in(module)):
+        raise ValueError(
+            f"layer {layer!r} has the codes of {weight.parameter!r}, but multiplies by "
+            f"{name!r}: call the methods that freeze was given"
+        )
     check_axes(weight.axes, dimension_numbers, layer)
     return weight.codes
 
@@ -90,16 +151,16 @@ def is_frozen(state: Mapping[str, Any]) -> bool:
 
 
 def _check_pair(
-    layer: str, kernel: Any, weight: FrozenWeight | None, collection: str
+    layer: str, parameter: Parameter, weight: FrozenWeight | None, collection: str
 ) -> None:
-    """Raises ValueError unless kernel and weight are both frozen or both are not."""
-    stand_in = isinstance(kernel, FrozenKernel)
+    """Raises ValueError unless both are frozen or both are not."""
+    stand_in = isinstance(parameter.value, FrozenKernel)
     if stand_in and weight is None:
         raise ValueError(
             f"layer {layer!r} is frozen, but has no codes in the collection "
             f"{collection!r}: pass apply all collections that freeze returned"
         )
-    if weight is not None and not stand_in:
+    if weight is not None and not stand_in and not weight.kept:
         raise ValueError(
             f"layer {layer!r} has both the codes of a frozen weight and an unquantized "
             "kernel: pass apply either all collections that freeze returned, or all "

@@ -18,7 +18,7 @@ from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
-from fbq_jax.linen.frozen import is_frozen, layer_weight
+from fbq_jax.linen.frozen import is_frozen, kernel_of, layer_weight
 from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying
 
@@ -179,7 +179,9 @@ class _Projection(nn.Module):
         variable = self.dot_general.variable(self, x)
         # In training each device joins its shards of gate and up, inside ``automatic``.
         matrix = _as_matrix(kernel) if is_frozen(variable.value) else kernel
-        codes = layer_weight(self.dot_general.config, self, variable, matrix, _MATRICES)
+        codes = layer_weight(
+            self.dot_general.config, self, variable, matrix, _MATRICES, kernel_of(self)
+        )
         kernel = self.dot_general.check_moves(self, variable, kernel)
         weight = kernel if codes is None else codes.main
         state = threshold.canonicalize_state(variable.value)
@@ -255,5 +257,6 @@ def _check(dot: FallbackDot) -> None:
     if not fused_layers.fuses(dot.recipe):
         raise ValueError(
             "a fused layer takes a recipe with block scales in all three GEMMs, "
-            f"nearest rounding in fwd.lhs and where_slower='quantize'; got {dot.recipe}"
+            "nearest rounding in fwd.lhs, no drhs.fallback and "
+            f"where_slower='quantize'; got {dot.recipe}"
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,23 +14,38 @@ from jax import lax
 from fbq_jax.core import weight_products
 from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
 from fbq_jax.linen import flax_functions
-from fbq_jax.linen.dot import FallbackDot
+from fbq_jax.linen.dot import ActivationsDot, FallbackDot
+from fbq_jax.linen.grouped_dense import GroupedDense
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import trace_parameters
 from fbq_jax.recipes import path_rules
-from fbq_jax.recipes.rules_report import RulesReport
+from fbq_jax.recipes.rules_report import (
+    ActivationProduct,
+    RulesReport,
+    activation_product,
+)
 from fbq_jax.recipes.schema import Recipe
 
-LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv)
+LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, GroupedDense)
 
 
 @dataclasses.dataclass(eq=False)
 class _Tracing:
-    """An unfinished report: the object that reports, and the pattern of each layer."""
+    """An unfinished report.
+
+    Attributes:
+      dot: the object that reports.
+      found: maps the path of each layer to its pattern.
+      activations: maps the name of each product of two activations to it.
+    """
 
     dot: "RulesDot"
     found: dict[str, str | None]
+    activations: dict[str, ActivationProduct]
 
+
+# What products of two activations reserve their numbers for, in place of a collection.
+_PRODUCTS = "fbq_activations"
 
 #: The path of the quantized model (``fbq_jax.quantize``) inside a larger one; None
 #: outside of quantized models.  Like ``_tracing`` it is a part of the key of JAX's
@@ -117,8 +133,14 @@ class RulesDot(RaggedDotGeneral):
         ragged_dot = lax.ragged_dot if dot is None else dot.ragged_dot
         return ragged_dot(lhs, rhs, *call)
 
-    def of_layer(self) -> FallbackDot | None:
-        """The ``FallbackDot`` of the calling layer; None if it stays unquantized."""
+    def of_layer(
+        self, kind: Callable[..., FallbackDot] = FallbackDot
+    ) -> FallbackDot | None:
+        """The ``FallbackDot`` of the calling layer; None if it stays unquantized.
+
+        Args:
+          kind: the class of the ``FallbackDot``.
+        """
         module = calling_module(self.collection)
         if module is None:
             raise ValueError(
@@ -130,11 +152,49 @@ class RulesDot(RaggedDotGeneral):
         pattern, recipe = path_rules.first_match(self._pairs, path)
         if (tracing := _tracing.value) is not None and tracing.dot == self:
             tracing.found[path] = pattern
+        return self._dot(recipe, kind)
+
+    def of_activations(self, shape: tuple[int, ...]) -> FallbackDot | None:
+        """The ``FallbackDot`` of the calling layer's next product of two activations.
+
+        Args:
+          shape: the shape of the product's right operand.
+
+        Returns:
+          None if the product stays unquantized.
+        """
+        module = calling_module()
+        assert module is not None
+        scope = module.scope
+        assert scope is not None
+        # Flax's reservations count the products of one call of the layer.
+        numbers = itertools.count()
+        number = next(n for n in numbers if not scope.name_reserved(str(n), _PRODUCTS))
+        scope.reserve(str(number), _PRODUCTS)
+        name = path_rules.activations_name(relative_path(module), number)
+        product = activation_product(self._pairs, name, shape)
+        if (tracing := _tracing.value) is not None and tracing.dot == self:
+            tracing.activations[name] = product
+        return self._dot(product.recipe, ActivationsDot)
+
+    @property
+    def sees_activations(self) -> bool:
+        """Whether products of two activations matter, to rules or to a report."""
+        has_rules = bool(path_rules.activations_rules(self._pairs))
+        return has_rules or _tracing.value is not None
+
+    def names_activations(self, module: nn.Module) -> bool:
+        """Whether a rule quantizes the first two products of activations in a layer."""
+        path, rules = relative_path(module), path_rules.activations_rules(self._pairs)
+        names = (path_rules.activations_name(path, number) for number in range(2))
+        return any(path_rules.first_match(rules, name).recipe for name in names)
+
+    def _dot(
+        self, recipe: Recipe | None, kind: Callable[..., FallbackDot]
+    ) -> FallbackDot | None:
         if recipe is None:
             return None
-        return FallbackDot(
-            recipe, self.collection, self.implementation, self.ignore_precision
-        )
+        return kind(recipe, self.collection, self.implementation, self.ignore_precision)
 
     def report(
         self, model: nn.Module, rngs: Any, *args: Any, **kwargs: Any
@@ -151,10 +211,12 @@ class RulesDot(RaggedDotGeneral):
           The layers that called this object and the rules that matched them; the
           parameters that quantized products read; and all other parameters of two or
           more dimensions, with the reason.  Flax's ``Dense``, ``DenseGeneral``,
-          ``Einsum`` and ``Conv`` layers that did not call this object, because they
-          have another ``dot_general`` or none, count as unmatched.
+          ``Einsum`` and ``Conv`` layers and the projections of ``MoEMLP`` that did not
+          call this object, because they have another ``dot_general`` or none, count as
+          unmatched.
         """
         found: dict[str, str | None] = {}
+        activations: dict[str, ActivationProduct] = {}
 
         def add_layer(
             call: Callable[..., Any],
@@ -167,9 +229,12 @@ class RulesDot(RaggedDotGeneral):
                 found.setdefault(relative_path(module or context.module), None)
             return call(*args, **kwargs)
 
-        with _tracing(_Tracing(self, found)), nn.intercept_methods(add_layer):
+        tracing = _Tracing(self, found, activations)
+        with _tracing(tracing), nn.intercept_methods(add_layer):
             parameters = trace_parameters(model, rngs, args, kwargs)
-        return weight_products.report(self._pairs, found, parameters)
+        return weight_products.report(
+            self._pairs, found, parameters, activations.values()
+        )
 
     @property
     def _pairs(self) -> path_rules.Pairs:

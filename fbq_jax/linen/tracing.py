@@ -1,6 +1,6 @@
 """Traces a Linen model to see what it does with its parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,11 +38,23 @@ def trace_parameters(
         mutable = DenyList("params")
         return model.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
 
-    variables = jax.eval_shape(init, rngs, arrays)
+    return trace_uses(apply, jax.eval_shape(init, rngs, arrays), rngs, arrays)
+
+
+def trace_uses(
+    apply: Callable[..., Any], variables: Mapping[str, Any], *inputs: Any
+) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
+    """The path, the shape and the use of each parameter; computes nothing.
+
+    Args:
+      apply: a function of the variables and the inputs that calls a model.
+      variables: the variables of the model, or their shapes.
+      *inputs: trees of arrays, or their shapes.
+    """
     leaves = jax.tree.leaves_with_path(variables)
     positions = [i for i, (path, _) in enumerate(leaves) if _name(path[0]) == "params"]
     with record_products() as recorder:
-        closed = jax.make_jaxpr(apply)(variables, rngs, arrays)
+        closed = jax.make_jaxpr(apply)(variables, *inputs)
     uses = find_uses(closed, positions, recorder)
     return [
         ("/".join(filter(None, map(_name, leaves[i][0][1:]))), leaves[i][1].shape, use)

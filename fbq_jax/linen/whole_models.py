@@ -17,9 +17,10 @@ from flax.core import lift
 from flax.core.scope import in_filter
 from jax import lax
 
+from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
-from fbq_jax.linen.einsum import FallbackEinsum, call_einsum
+from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
 from fbq_jax.linen.rules import RulesDot, root_path
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import RulesReport
@@ -41,7 +42,8 @@ def quantize(
     ``conv_general_dilated`` or ``einsum_op`` compute as if the model's code had passed
     them a ``RulesDot(rules)`` (in a ``FallbackConv`` or a ``FallbackEinsum``), with the
     same state, the same parameters and the same bits; so do ``nn.Einsum`` layers.  A
-    layer whose field has another op keeps it.
+    layer whose field has another op keeps it.  Rules that name products of two
+    activations (``fbq_jax.recipes.path_rules``) apply to Flax's attention.
 
     The returned model is an instance of the model's class, with the same fields and
     methods, and may be a part of other models.  Rules match paths inside the quantized
@@ -146,6 +148,10 @@ class _Quantized:
         return _new, arguments, self.__dict__
 
 
+# The attribute by which Qwix finds the class that a model had before Qwix changed it.
+_QWIX_BASE = "_unquantized_type"
+
+
 @functools.cache
 def _quantized_class(cls: Any, quantization: Quantization) -> type:
     """The class of quantized models; equal arguments give the same class."""
@@ -158,6 +164,10 @@ def _quantized_class(cls: Any, quantization: Quantization) -> type:
         "unquantized": cls,
         "quantization": quantization,
     }
+    if (before := getattr(cls, _QWIX_BASE, None)) is not None:
+        # Qwix changes this class, without its own change, if LoRA is applied again.
+        original = vars(before).get("unquantized", before)
+        fields[_QWIX_BASE] = _quantized_class(original, quantization)
     # Flax names modules by the name of their class.
     return type(cls.__name__, (_Quantized, cls), fields)
 
@@ -176,7 +186,7 @@ _active = jax.make_user_context(None)
 @contextlib.contextmanager
 def _active_in(model: Any) -> Iterator[None]:
     """Gives layers their op that run in this context, inside a quantized model."""
-    if model.quantization.inject is inject_ops and hasattr(model, "_unquantized_type"):
+    if model.quantization.inject is inject_ops and hasattr(model, _QWIX_BASE):
         raise ValueError(
             f"Qwix changed this {type(model).__name__}, and does not see the products "
             "of layers with an op: use fbq_jax.integrations.qwix.quantize"
@@ -198,6 +208,10 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
         "conv_general_dilated": (lax.conv_general_dilated, FallbackConv(dot)),
         "einsum_op": (jnp.einsum, FallbackEinsum(dot)),
     }
+    attention_ops = dict.fromkeys(
+        ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"),
+        (None, functools.partial(ActivationsEinsum, dot)),
+    )
 
     def give_op(
         call: Callable[..., Any],
@@ -212,16 +226,21 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
             context.method_name == "__call__"
         ):
             return call_einsum(module, ops["einsum_op"][1], *args, **kwargs)
-        given = {}
+        given, taken = {}, ops
+        # Qwix reaches the products of activations in any code.
+        if isinstance(module, nn.MultiHeadDotProductAttention) and (
+            active[0].inject is inject_ops and _takes_einsums(module, dot)
+        ):
+            taken = ops | attention_ops
         for field in dataclasses.fields(module):
             value = getattr(module, field.name, None)
-            if field.name not in ops or value not in (None, ops[field.name][0]):
+            if field.name not in taken or value not in (None, taken[field.name][0]):
                 continue
             if getattr(module, f"{field.name}_cls", None) is None:
                 given[field.name] = value
         try:
             for name in given:
-                object.__setattr__(module, name, ops[name][1])
+                object.__setattr__(module, name, taken[name][1])
             return call(*args, **kwargs)
         finally:
             for name, value in given.items():
@@ -229,6 +248,23 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
 
     with nn.intercept_methods(give_op):
         yield
+
+
+def _takes_einsums(attention: nn.MultiHeadDotProductAttention, dot: RulesDot) -> bool:
+    """Whether attention can have einsums of its own, which exclude a precision.
+
+    Raises:
+      ValueError: it cannot, and rules name its products.
+    """
+    if attention.precision is None:
+        return True
+    if attention.scope is not None and dot.names_activations(attention):
+        raise ValueError(
+            f"layer {layer_path(attention.path)!r}: Flax's attention takes no "
+            f"quantized products with precision={attention.precision}. Omit the "
+            "precision, or the rules with '@'"
+        )
+    return False
 
 
 def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -16,6 +16,9 @@ from fbq_jax.nnx.freezing import freeze as freeze
 from fbq_jax.nnx.int8_flow import Int8Attention as Int8Attention
 from fbq_jax.nnx.int8_flow import Int8MLP as Int8MLP
 from fbq_jax.nnx.int8_flow import Int8Sequential as Int8Sequential
+from fbq_jax.nnx.moe import ExpertStats as ExpertStats
+from fbq_jax.nnx.moe import MoEMLP as MoEMLP
+from fbq_jax.nnx.moe import RouterLoss as RouterLoss
 from fbq_jax.nnx.naming import name_layers as name_layers
 from fbq_jax.nnx.norms import LayerNorm as LayerNorm
 from fbq_jax.nnx.norms import RMSNorm as RMSNorm

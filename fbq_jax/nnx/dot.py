@@ -2,18 +2,25 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 from jax import lax
 
 from fbq_jax.core import threshold
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
+from fbq_jax.core.dot_call import (
+    RAGGED_DIMENSIONS,
+    DotCall,
+    RaggedCall,
+    RaggedDotGeneral,
+)
 from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
 from fbq_jax.core.einsum import QuantizedEinsum
 from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
@@ -21,6 +28,7 @@ from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import stateful_ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
+from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
@@ -36,9 +44,9 @@ class FrozenCodes(nnx.Variable):
     """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
 
 
-# Part of the key of JAX's trace caches: a layer that was traced in training is traced
-# again.
-_in_evaluation = jax.make_user_context(False)
+#: Whether ``evaluation`` is active.  Part of the key of JAX's trace caches: a layer
+#: that was traced in training is traced again.
+in_evaluation = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -56,7 +64,7 @@ def evaluation() -> Iterator[None]:
     >>> int(layer.dot_general.count[...])
     0
     """
-    with _in_evaluation(True):
+    with in_evaluation(True):
         yield
 
 
@@ -155,7 +163,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     @property
     def evaluates(self) -> bool:
         """Whether a call leaves the state as it is."""
-        return self.use_running_average or _in_evaluation.value
+        return self.use_running_average or in_evaluation.value
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Called by ``nnx.view``: True freezes the threshold, False lets it move."""
@@ -177,9 +185,12 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     def _compute_ragged(
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
+        codes = self._codes(rhs, RAGGED_DIMENSIONS)
         rhs = self.check_moves(rhs)
         with self.named(_description(rhs)):
-            out, new = stateful_ragged_dot(self.config, self.state(), lhs, rhs, call)
+            out, new = stateful_ragged_dot(
+                self.config, self.state(), lhs, rhs, call, codes
+            )
         self.commit(new)
         return out
 
@@ -254,11 +265,41 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         return weight
 
     def commit(self, new: threshold.State) -> None:
-        """Stores the new state of a call, except in evaluation."""
-        if not self.evaluates:
+        """Stores the new state of a call, except in evaluation.
+
+        Raises:
+          ValueError: the layer runs inside a transformation of JAX that the state
+            cannot leave, and its recipe needs a state.
+        """
+        if self.evaluates:
+            return
+        try:
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]
             self.count[...] = new["count"]
+        except TraceContextError as error:
+            if not needs_state(self.recipe):
+                return
+            layer = self.path.name or current_layer() or "an nnx.FallbackDot"
+            raise ValueError(
+                f"{layer}: its state cannot leave the jax.checkpoint, jax.lax.scan or "
+                "other transformation of JAX that the layer is called in. Use NNX's "
+                "there, such as nnx.remat, or turn that off in the model; or give the "
+                "layer None or a recipe that rounds to nearest, as recipes.rowwise "
+                "does. Evaluation, after model.eval(), needs none of these"
+            ) from error
+
+    def stack(self, shape: tuple[int, ...], rngs: nnx.Rngs | None) -> None:
+        """Makes the state that of a stack of layers, as ``nnx.vmap`` makes it.
+
+        Args:
+          shape: the numbers of layers, on the leading axes of each value.
+          rngs: seeds the noise of each layer, as in the constructor.
+        """
+        for variable in (self.theta, self.rate, self.count, self.seed):
+            variable.set_value(jnp.broadcast_to(variable[...], shape))
+        if rngs is not None:
+            self.seed.set_value(jax.random.bits(rngs.params(), shape, jnp.uint32))
 
     def _codes(
         self, rhs: jax.Array, dimension_numbers: DimensionNumbers
@@ -353,6 +394,16 @@ def dot_name(parameter: str) -> str:
     return f"{parameter}_dot_general"
 
 
+def activations_dot_name(number: int) -> str:
+    """The attribute with the op of a module's product of two activations."""
+    return dot_name(f"activations_{number}")
+
+
+def is_activations_dot(name: str) -> bool:
+    """Whether an attribute has the name of such an op."""
+    return re.fullmatch(activations_dot_name(0).replace("0", r"\d+"), name) is not None
+
+
 class LayerOp(NamedTuple):
     """The op that a kind of layer multiplies with.
 
@@ -372,12 +423,19 @@ _LINEAR = LayerOp("dot_general", lax.dot_general, FallbackDot)
 LAYER_OPS = {
     nnx.Linear: _LINEAR,
     nnx.LinearGeneral: _LINEAR,
+    GroupedDense: _LINEAR,
     nnx.Einsum: LayerOp("einsum_op", jnp.einsum, FallbackEinsum),
     nnx.Conv: LayerOp("conv_general_dilated", lax.conv_general_dilated, FallbackConv),
 }
-Layer = nnx.Linear | nnx.LinearGeneral | nnx.Einsum | nnx.Conv
+Layer = nnx.Linear | nnx.LinearGeneral | nnx.Einsum | nnx.Conv | GroupedDense
 
 
 def layer_op(layer: Layer) -> LayerOp:
     """The op of a layer."""
     return next(op for kind, op in LAYER_OPS.items() if isinstance(layer, kind))
+
+
+def dot_of(op: Any) -> FallbackDot | None:
+    """The ``FallbackDot`` that an op is, or that it has; None if it has none."""
+    dot = op.dot_general if isinstance(op, FallbackOp) else op
+    return dot if isinstance(dot, FallbackDot) else None

@@ -19,10 +19,11 @@ from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.nnx.dot import (
     FallbackDot,
-    FallbackOp,
     FrozenCodes,
     Layer,
     dot_name,
+    dot_of,
+    is_activations_dot,
     layer_op,
 )
 from fbq_jax.nnx.rules import trace_parameters
@@ -36,14 +37,15 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
 
     ``fbq_jax.freeze`` for NNX.  It freezes ``nnx.Linear`` and ``nnx.LinearGeneral``
     layers (also inside attention) with a ``fbq_jax.nnx.FallbackDot``, ``nnx.Einsum``
-    with a ``fbq_jax.nnx.FallbackEinsum`` and ``nnx.Conv`` with a
-    ``fbq_jax.nnx.FallbackConv``.  They lose their kernel.  Codes and scales are the
-    variable ``dot_general.weight``, inside the ``einsum_op`` of an einsum and the
-    ``conv_general_dilated`` of a convolution.
+    with a ``fbq_jax.nnx.FallbackEinsum``, ``nnx.Conv`` with a
+    ``fbq_jax.nnx.FallbackConv`` and the projections of ``fbq_jax.nnx.MoEMLP``.  They
+    lose their kernel.  Codes and scales are the variable ``dot_general.weight``, inside
+    the ``einsum_op`` of an einsum and the ``conv_general_dilated`` of a convolution.
 
     In a model of ``fbq_jax.integrations.qwix.quantize_nnx``, it also freezes modules
     that multiply by a parameter in their own code.  They keep a parameter that is read
-    other than by this product, as a tied head does.
+    other than by this product, as a tied head does.  Products of two activations, which
+    have no weight, stay quantized.
 
     To get the abstract model that restoring a checkpoint needs, call
     ``nnx.eval_shape(lambda: freeze(Model(rngs=nnx.Rngs(0)), x))``.
@@ -61,8 +63,8 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
       ValueError: no layer has a ``FallbackDot``, or two layers share one; or a layer is
         frozen already, has no threshold yet, has a recipe with an unquantized forward
         pass, does not run, multiplies by its kernel in two ways (an einsum that is
-        called with other subscripts), has another class than these, or is a
-        convolution with a mask.
+        called with other subscripts), has another class than these, is a
+        convolution with a mask, or has a kernel that something else reads.
 
     >>> import jax.numpy as jnp
     >>> from fbq_jax.nnx import FallbackDot
@@ -96,6 +98,13 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
             _freeze_layer(weight.layer, weight.dot, use)
         else:
             _freeze_parameter(weight, use, keep=path in kept)
+    try:
+        nnx.eval_shape(lambda model: model(*args, **kwargs), model)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            "the frozen model does not run: it reads a layer's kernel other than by "
+            "multiplying by it with the layer's op. Give that layer None in the rules"
+        ) from error
     return model
 
 
@@ -112,7 +121,9 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     modules = dict(nnx.iter_modules(model))
     layers: dict[str, _Weight] = {}
     for path, layer in modules.items():
-        if isinstance(layer, Layer) and (dot := _dot_of(layer)) is not None:
+        op = getattr(layer, layer_op(layer).name) if isinstance(layer, Layer) else None
+        if (dot := dot_of(op)) is not None:
+            assert isinstance(layer, Layer)
             dot.layer = layer_path(path)
             _check_layer(dot.layer, layer, dot)
             layers[dot.layer] = _Weight(layer, "kernel", dot)
@@ -124,24 +135,19 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
                 layers[dot.layer] = _Weight(layer, name, dot)
     for path, module in modules.items():
         if isinstance(module, FallbackDot) and module.layer is None:
+            if path and is_activations_dot(str(path[-1])):
+                continue
             outer = (modules.get(path[:end]) for end in reversed(range(len(path))))
             owner = next((type(m).__name__ for m in outer if m is not None), "model")
             raise ValueError(
-                "freeze takes nnx.Linear, nnx.LinearGeneral, nnx.Einsum and nnx.Conv; "
-                f"it cannot freeze the FallbackDot {'/'.join(map(str, path))!r} of a "
-                f"{owner}"
+                "freeze takes nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv and "
+                "MoEMLP; it cannot freeze the FallbackDot "
+                f"{'/'.join(map(str, path))!r} of a {owner}"
             )
     if not layers:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
     check_thetas({p: (w.dot.recipe, w.dot.theta[...]) for p, w in layers.items()})
     return layers
-
-
-def _dot_of(layer: Layer) -> FallbackDot | None:
-    """The ``FallbackDot`` of a layer, if it has one."""
-    op = getattr(layer, layer_op(layer).name)
-    dot = op.dot_general if isinstance(op, FallbackOp) else op
-    return dot if isinstance(dot, FallbackDot) else None
 
 
 def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:

@@ -15,7 +15,16 @@ from fbq_jax.core.weight_products import (
     record_products,
     split_arrays,
 )
-from fbq_jax.nnx.dot import LAYER_OPS, FallbackOp, Layer, LayerOp, layer_op
+from fbq_jax.nnx.dot import (
+    LAYER_OPS,
+    FallbackDot,
+    FallbackOp,
+    Layer,
+    LayerOp,
+    dot_of,
+    layer_op,
+)
+from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -34,14 +43,17 @@ def quantize(
 ) -> RulesReport:
     """Gives each layer of a model the recipe of the first rule that matches its path.
 
-    Layers are ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and ``nnx.Conv``,
-    and all other modules with an attribute ``dot_general``, ``einsum_op`` or
-    ``conv_general_dilated`` that is None or the unquantized op.  A layer gets its own
-    ``FallbackDot`` as its ``dot_general``, ``FallbackEinsum`` as its ``einsum_op`` or
-    ``FallbackConv`` as its ``conv_general_dilated``.  If its rule is None, it gets the
-    unquantized op: ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.
-    A layer that no rule matches keeps its op.  Warnings name every quantized layer by
-    its path (``fbq_jax.nnx.name_layers``).
+    Layers are ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``, ``nnx.Conv``, the
+    ``gate_up`` and ``down`` of ``fbq_jax.nnx.MoEMLP``, and all other modules with an
+    attribute ``dot_general``, ``einsum_op`` or ``conv_general_dilated`` that is None or
+    the unquantized op.  A layer gets its own ``FallbackDot`` as its ``dot_general``,
+    ``FallbackEinsum`` as its ``einsum_op`` or ``FallbackConv`` as its
+    ``conv_general_dilated``.  If its rule is None, it gets the unquantized op:
+    ``lax.dot_general``, ``jnp.einsum`` or ``lax.conv_general_dilated``.  A layer that
+    no rule matches keeps its op.  A stack of layers, made by ``nnx.vmap`` for
+    ``nnx.scan``, has one rule, and each of its layers a state of its own, on the first
+    axis.  Warnings name every quantized layer by its path
+    (``fbq_jax.nnx.name_layers``).
 
     Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
     ``@``, stay in float, which the report says:
@@ -68,9 +80,9 @@ def quantize(
     Raises:
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
       ValueError: a pattern is not a regular expression, or no implementation has this
-        name; Qwix changed the model; or a matched layer is a stack made by
-        ``nnx.vmap``.  Each layer of a stack needs its own state: quantize where
-        ``nnx.vmap`` makes one layer.
+        name; Qwix changed the model; a matched layer is a stack of layers whose axis
+        is not the first; or a rule is for products of two activations, which
+        ``fbq_jax.integrations.qwix.quantize_nnx`` reaches.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
@@ -87,6 +99,9 @@ def quantize(
             f"Qwix changed this {type(model).__name__}, and does not see the products "
             "of layers with an op: use fbq_jax.integrations.qwix.quantize_nnx"
         )
+    path_rules.refuse_activations_rules(
+        pairs, "use fbq_jax.integrations.qwix.quantize_nnx"
+    )
     found = quantize_layers(
         model,
         pairs,
@@ -121,22 +136,19 @@ def quantize_layers(
     """
     DotConfig(fallback, implementation)  # checks the implementation
     found: dict[str, str | None] = {}
-    matched: list[tuple[nnx.Module, LayerOp, Recipe | None]] = []
+    matched: list[tuple[str, nnx.Module, LayerOp, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):
         if (op := _op_of(module)) is None:
             continue
         path = _join(parts)
         found[path], recipe = path_rules.first_match(rules, path)
-        if recipe is not None and isinstance(module, Layer) and _is_stack(module):
-            raise ValueError(
-                f"layer {path!r} is a stack of layers, with a kernel of shape "
-                f"{module.kernel.shape}: apply rules where one of them is made, inside "
-                "nnx.vmap"
-            )
+        if recipe is not None and isinstance(module, Layer):
+            stack_shape(path, module)  # raises an error before anything changes
         if found[path] is not None:
-            matched.append((module, op, recipe))
-    for layer, op, recipe in matched:
+            matched.append((path, module, op, recipe))
+    for path, layer, op, recipe in matched:
         _set_op(
+            path,
             layer,
             op,
             recipe,
@@ -214,7 +226,7 @@ def _op_of(module: nnx.Module) -> LayerOp | None:
     """The op of a module that takes one."""
     if isinstance(module, Layer):
         return layer_op(module)
-    if isinstance(module, FallbackOp):
+    if isinstance(module, FallbackDot | FallbackOp):
         return None  # an op itself
     for op in LAYER_OPS.values():
         value = getattr(module, op.name, module)
@@ -224,7 +236,13 @@ def _op_of(module: nnx.Module) -> LayerOp | None:
 
 
 def _set_op(
-    layer: nnx.Module, op: LayerOp, recipe: Recipe | None, **options: Any
+    path: str,
+    layer: nnx.Module,
+    op: LayerOp,
+    recipe: Recipe | None,
+    *,
+    rngs: nnx.Rngs | None,
+    **options: Any,
 ) -> None:
     """Gives a layer the op of a recipe, with the options of ``FallbackDot``.
 
@@ -233,17 +251,35 @@ def _set_op(
     if recipe is None:
         value = nnx.static(op.unquantized)
     else:
-        value = nnx.data(op.quantized(recipe, **options))
+        quantized = op.quantized(recipe, rngs=rngs, **options)
+        if isinstance(layer, Layer) and (shape := stack_shape(path, layer)):
+            dot = dot_of(quantized)
+            assert dot is not None
+            dot.stack(shape, rngs)
+        value = nnx.data(quantized)
     setattr(layer, op.name, value)
     if isinstance(layer, nnx.LinearGeneral):
         layer.dot_general_cls = None  # takes precedence over dot_general
 
 
-def _is_stack(layer: Layer) -> bool:
-    """Whether the parameters have an axis of layers."""
+def stack_shape(path: str, layer: Layer) -> tuple[int, ...]:
+    """The numbers of layers in the stacks that a layer is; empty for one layer.
+
+    Raises:
+      ValueError: the axes of stacks are not the leading ones of the kernel.
+    """
     if isinstance(layer, nnx.Linear):
-        return layer.kernel.ndim != 2
-    if isinstance(layer, nnx.Einsum | nnx.Conv):
-        return layer.kernel.ndim != len(layer.kernel_shape)
-    sizes = (*layer.batch_axis, *layer.in_features, *layer.out_features)
-    return layer.kernel.ndim != len(sizes)
+        one: tuple[int, ...] = layer.in_features, layer.out_features
+    elif isinstance(layer, nnx.Einsum | nnx.Conv | GroupedDense):
+        one = tuple(layer.kernel_shape)
+    else:
+        one = *layer.batch_axis.values(), *layer.in_features, *layer.out_features
+    shape = layer.kernel.shape
+    axes = len(shape) - len(one)
+    if shape[axes:] != one:
+        raise ValueError(
+            f"layer {path!r} has a kernel of shape {shape}, of which one layer's is "
+            f"{one}: a stack of layers has its axes first, as nnx.vmap makes it; or "
+            "apply rules where one of the layers is made, inside nnx.vmap"
+        )
+    return shape[:axes]

@@ -1,9 +1,8 @@
 """The library's ops.
 
 Each op takes the operands and options of its definition in ``fbq_jax.kernels``, plus
-the argument ``implementation`` of ``dispatch.choose``, which is ``"reference"`` or None
-for the ragged products: they have no kernel.  XLA can partition an op over a mesh, and
-``vmap`` can map it; it has no derivative.
+the argument ``implementation`` of ``dispatch.choose``.  XLA can partition an op over a
+mesh, and ``vmap`` can map it; it has no derivative.
 """
 
 from fbq_jax.ops.fused import rms_norm_quantize as rms_norm_quantize
@@ -11,6 +10,8 @@ from fbq_jax.ops.fused import silu_gate_grad_quantize as silu_gate_grad_quantize
 from fbq_jax.ops.fused import silu_gate_quantize as silu_gate_quantize
 from fbq_jax.ops.grouped import ragged_contraction as ragged_contraction
 from fbq_jax.ops.grouped import ragged_matmul as ragged_matmul
+from fbq_jax.ops.grouped import ragged_quantize as ragged_quantize
+from fbq_jax.ops.grouped import ragged_quantize_fallback as ragged_quantize_fallback
 from fbq_jax.ops.products import matmul as matmul
 from fbq_jax.ops.quantization import quantize as quantize
 from fbq_jax.ops.quantization import quantize_fallback as quantize_fallback

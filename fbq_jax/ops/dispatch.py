@@ -3,14 +3,15 @@
 ``choose_layer`` tells whether a layer is quantized, by the measured map of this GPU.
 
 ========= ==================================================================
-mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton
+mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton;
+          there the GEMM of up to 64 rows, too
 triton    NVIDIA GPUs from Ampere on, through jax-triton
 tpu       TPUs: quantization and the GEMM in Pallas
 reference any device: the definition in ``jax.numpy``
 ========= ==================================================================
 
 A GEMM whose operands have one scale per row has no blocks; all but ``reference`` use
-XLA's own INT8 GEMM for it.  Ragged products have only the reference.
+XLA's own INT8 GEMM for it.  Ops of rows in groups have no kernel for TPUs.
 
 The first implementation in the table that supports a call is used.  The argument
 ``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a

@@ -59,8 +59,8 @@ class Op:
       on_shard: computes the results of one device, called as
         ``on_shard(run, shard, operands, options)``; ``run`` is the op on one device.
       stacks: whether the leading axis of every array is a stack of independent
-        matrices.  If so, ``vmap`` merges a mapped axis into it; otherwise ``vmap`` maps
-        the reference.
+        matrices.  If so, ``vmap`` merges a mapped axis into it; otherwise ``vmap`` runs
+        the op on one example after the other.
       seeded: whether operands of dtype uint32 are seeds.  If so, ``vmap`` gives each
         mapped example seeds of its own, so that examples draw different noise.
       packed_width: takes the operands.  Returns the row length of the arrays that a

@@ -6,10 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.ops.backends import mosaic_refusal, tpu_refusal, triton_refusal
+from fbq_jax.ops.backends import (
+    mosaic_refusal,
+    tpu_refusal,
+    triton_kernels,
+    triton_refusal,
+)
 from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, register
 from fbq_jax.ops.quantization import VECTOR_GRANULARITY
 from fbq_jax.ops.transformations import call
@@ -25,6 +31,9 @@ from fbq_jax.sharding.rule_language import (
 )
 
 BlockShape = tuple[int, int, int]
+
+# The most rows of lhs that GPUs multiply with the kernel for few rows.
+_FEW_ROWS = 64
 
 
 def matmul(
@@ -81,6 +90,12 @@ def _has_row_scales(rhs: Quantized, block_shape: BlockShape) -> bool:
 def _has_parts(rhs: Quantized, block_shape: BlockShape) -> bool:
     """Whether the operands are parts ``[B, P, ..., R]`` with their own scales."""
     return block_shape[0] == block_shape[2] == 1 and rhs.scales.ndim == 4
+
+
+def _has_few_rows(lhs: Quantized, block_shape: BlockShape) -> bool:
+    """Whether all rows of lhs are in one block, and few."""
+    rows = lhs.codes.shape[1]
+    return not export.is_symbolic_dim(rows) and rows <= min(block_shape[0], _FEW_ROWS)
 
 
 def _matmul_rule(
@@ -153,6 +168,8 @@ def _multiply(
     """Multiplies matrices with merged rows, or sums the products of parts."""
     if _has_row_scales(rhs, block_shape):
         block_shape = (1, lhs.codes.shape[-1], 1)
+    if _has_few_rows(lhs, block_shape):
+        run = dataclasses.replace(run, op=_FEW_ROWS_MATMUL)
     if not _has_parts(rhs, block_shape):
         return run(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
     depth = lhs.codes.shape[-1]
@@ -197,3 +214,12 @@ _KERNELS = {
 }
 MATMUL = Op(reference.matmul, _matmul_rule, _matmul_on_shard, kernels=_KERNELS)
 register(MATMUL)
+# On GPUs, another kernel for few rows: its time is that of reading rhs.
+_FEW_ROWS_MATMUL = dataclasses.replace(
+    MATMUL,
+    kernels=_KERNELS
+    | triton_kernels(
+        "fbq_jax.kernels.triton.few_rows_gemm",
+        blockless_module="fbq_jax.kernels.xla_gemm",
+    ),
+)

@@ -68,7 +68,8 @@ def fallback_words(words: Any, criterion: str | None, colwise: str | None) -> An
     main, transposed = wanted_layouts(words, "nearest", colwise)
     results: Any = FallbackQuantized
     if criterion is None:
-        return results(main, None, "b . .", transposed)
+        stack = words[0].scales.split()[0]
+        return results(main, None, f"{stack} . .", transposed)
     return results(main, main, words[0].scales, transposed)
 
 

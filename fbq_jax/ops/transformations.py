@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax.kernels import rounding
@@ -94,8 +95,7 @@ def _transformed(
     if op.stacks:
         mapped.def_vmap(functools.partial(_map_stacked, op, mapped))
     else:
-        reference = functools.partial(op.reference, **dict(options))
-        mapped.def_vmap(functools.partial(_map_reference, reference))
+        mapped.def_vmap(functools.partial(_map_in_sequence, op, mapped))
     transformed = jax.custom_jvp(mapped)
     transformed.defjvp(_no_derivative)
     return transformed
@@ -122,23 +122,28 @@ def _map_stacked(
 
 
 def _stack_operand(op: Op, axis_size: int, operand: Any, batched: Any) -> Any:
-    """Merges a mapped axis of an operand into its leading one.
-
-    Seeds of which none is mapped become different ones for each example.
-    """
+    """Merges a mapped axis of an operand into its leading one."""
 
     def merge(x: jax.Array, batched: bool) -> jax.Array:
         if not batched:
             x = jnp.broadcast_to(x, (axis_size, *x.shape))
         return x.reshape(-1, *x.shape[2:])
 
+    return jax.tree.map(merge, *_own_seeds(op, axis_size, operand, batched))
+
+
+def _own_seeds(op: Op, axis_size: int, operand: Any, batched: Any) -> tuple[Any, Any]:
+    """An operand, and which of its arrays are mapped.
+
+    Seeds of which none is mapped become different ones for each example.
+    """
     dtypes = {x.dtype for x in jax.tree.leaves(operand)}
     is_seeds = op.seeded and dtypes == {jnp.dtype(jnp.uint32)}
     if is_seeds and not any(jax.tree.leaves(batched)):
         seeds = rounding.fold_seeds(operand)[None]
         index = jnp.expand_dims(jnp.arange(axis_size), range(1, seeds.ndim))
-        operand, batched = rounding.fold(seeds, index), True
-    return jax.tree.map(merge, operand, batched)
+        return rounding.fold(seeds, index), True
+    return operand, batched
 
 
 def _map_empty(
@@ -154,12 +159,29 @@ def _map_empty(
     return out, jax.tree.map(lambda _: True, out)
 
 
-def _map_reference(
-    reference: Callable[..., Any], axis_size: int, in_batched: Sequence[Any], *args: Any
+def _map_in_sequence(
+    op: Op,
+    mapped: Callable[..., Any],
+    axis_size: int,
+    in_batched: Sequence[Any],
+    *args: Any,
 ) -> tuple[Any, Any]:
-    """Maps the reference, which is not partitioned."""
-    axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))
-    out = jax.vmap(reference, axes, axis_size=axis_size)(*args)
+    """Runs the op on one example after the other."""
+    if not axis_size:
+        return _map_empty(mapped, in_batched, *args)
+    own = functools.partial(_own_seeds, op, axis_size)
+    operands, batched = zip(*map(own, args, in_batched), strict=True)
+    leaves, tree = jax.tree.flatten(operands)
+    flags = jax.tree.leaves(batched)
+
+    def run(examples: list[jax.Array]) -> Any:
+        rest = iter(examples)
+        pairs = zip(leaves, flags, strict=True)
+        every = [next(rest) if is_mapped else x for x, is_mapped in pairs]
+        return mapped(*jax.tree.unflatten(tree, every))
+
+    pairs = zip(leaves, flags, strict=True)
+    out = lax.map(run, [x for x, is_mapped in pairs if is_mapped])
     return out, jax.tree.map(lambda _: True, out)
 
 

@@ -5,6 +5,12 @@ recipe of the layers that it matches, or None for layers that stay unquantized. 
 Qwix, the expression must match the entire path: ``"mlp"`` matches only a layer of that
 name at the root, ``".*/mlp/.*"`` every layer inside an ``mlp`` that is not at the root.
 The path of the root is empty.  The first rule that matches a layer applies.
+
+A product of two activations, as in attention, stays unquantized unless a rule names it.
+Its name is the path of its module, ``@activations_``, and its number among those of the
+module: ``"layers_3/attn@activations_0"`` is usually queries times keys, and
+``"...@activations_1"`` attention weights times values.  Only patterns that contain
+``@`` apply to such products: ``".*@activations_.*"`` matches all.
 """
 
 import re
@@ -59,3 +65,30 @@ def first_match(rules: Pairs, path: str) -> Match:
     """The first rule that matches the path of a layer."""
     matches = (Match(*rule) for rule in rules if re.fullmatch(rule[0], path))
     return next(matches, Match(None, None))
+
+
+def activations_name(path: str, number: int) -> str:
+    """The name of a product of two activations.
+
+    Args:
+      path: the path of its module.
+      number: how many such products the module computes before.
+    """
+    return f"{path}{_MARK}activations_{number}"
+
+
+def activations_rules(rules: Pairs) -> Pairs:
+    """The rules that apply to products of two activations."""
+    return tuple(rule for rule in rules if _MARK in rule[0])
+
+
+def refuse_activations_rules(rules: Pairs, remedy: str) -> None:
+    """Raises ValueError if a rule names a product of two activations."""
+    if refused := activations_rules(rules):
+        raise ValueError(
+            f"the rule {refused[0][0]!r} is for products of two activations, which "
+            f"are not reached here: {remedy}"
+        )
+
+
+_MARK = "@"

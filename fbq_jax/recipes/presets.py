@@ -26,6 +26,24 @@ fallback_rowwise_bwd = Recipe(
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row"),
 )
 
+#: ``fallback_rowwise_bwd`` for activations with outliers in up to half of the blocks,
+#: such as those of gated linear units: half of the blocks fall back in Y, and a
+#: Hadamard transform spreads the outliers of dW's operands over the tokens.
+fallback_hadamard = replace(
+    fallback_rowwise_bwd,
+    target_rate=(0.4, 0.6),
+    drhs=replace(fallback_rowwise_bwd.drhs, hadamard=True),
+)
+
+#: INT8 in the layout of DeepSeek-V3's FP8: a scale for 1x128 values of X and dY, along
+#: the contraction, and for 128x128 values of W.  On GPUs it runs without kernels.
+row_block = Recipe(
+    criterion=None,
+    fwd=Gemm(scales=("row_block", "block")),
+    dlhs=Gemm(lhs="stochastic", scales=("row_block", "block")),
+    drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row_block"),
+)
+
 #: Jetfire's linear layer (arXiv 2403.12422): 32x32 blocks, the forward codes of X also
 #: in dW, and stochastic rounding of dY only.
 jetfire = Recipe(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fbq_jax.recipes.path_rules import Pairs
+from fbq_jax.recipes.path_rules import Pairs, activations_rules, first_match
 from fbq_jax.recipes.presets import NAMED
 from fbq_jax.recipes.schema import Recipe
 
@@ -28,6 +28,22 @@ class QuantizedParameter(NamedTuple):
     rule: str | None
     recipe: Recipe
     ignores_precision: bool = False
+
+
+class ActivationProduct(NamedTuple):
+    """A product of two activations.
+
+    Attributes:
+      name: its name, such as ``"attn@activations_0"`` (``recipes.path_rules``).
+      shape: the shape of its right operand.
+      rule: the pattern of its rule; None if no rule names it.
+      recipe: its recipe; None if it stayed in float.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str | None
+    recipe: Recipe | None
 
 
 class FloatParameter(NamedTuple):
@@ -55,6 +71,7 @@ class RulesReport:
       unmatched_layers: the paths of the layers that no rule matched.
       products: the parameters that quantized products read.
       float_parameters: all other parameters of two or more dimensions.
+      activation_products: the products of two activations that rules can name.
 
     >>> report = RulesReport(
     ...     {"up": ".*"}, ("head",), (),
@@ -73,17 +90,20 @@ class RulesReport:
     unmatched_layers: tuple[str, ...]
     products: tuple[QuantizedParameter, ...] = ()
     float_parameters: tuple[FloatParameter, ...] = ()
+    activation_products: tuple[ActivationProduct, ...] = ()
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "rule", "recipe")]
+        rows: list[tuple[str, ...]] = [("parameter", "shape", "rule", "recipe")]
         rows += [
             (p.parameter, _shape(p.shape), _rule(p.rule), _recipe(p))
             for p in self.products
         ]
+        rows += [_activations_row(p) for p in self.activation_products if p.recipe]
         rows += [
             (p.parameter, _shape(p.shape), "", f"float: {p.reason}")
             for p in self.float_parameters
         ]
+        rows += [_activations_row(p) for p in self.activation_products if not p.recipe]
         lines = _align(rows)
         if self.unused_rules:
             names = ", ".join(map(repr, self.unused_rules))
@@ -94,11 +114,25 @@ class RulesReport:
         return "\n".join(lines)
 
 
+def activation_product(
+    rules: Pairs, name: str, shape: tuple[int, ...]
+) -> ActivationProduct:
+    """What rules make of a product of two activations.
+
+    Args:
+      rules: all rules.
+      name: its name (``path_rules.activations_name``).
+      shape: the shape of its right operand.
+    """
+    return ActivationProduct(name, shape, *first_match(activations_rules(rules), name))
+
+
 def rules_report(
     rules: Pairs,
     found: Mapping[str, str | None],
     products: Iterable[QuantizedParameter] = (),
     float_parameters: Iterable[FloatParameter] = (),
+    activation_products: Iterable[ActivationProduct] = (),
 ) -> RulesReport:
     """Makes a report.
 
@@ -107,16 +141,27 @@ def rules_report(
       found: maps the path of each layer to the pattern that matched it, or None.
       products: the parameters that quantized products read.
       float_parameters: all other parameters of two or more dimensions.
+      activation_products: the products of two activations that rules can name.
     """
+    activation_products = tuple(activation_products)
     layers = {path: pattern for path, pattern in found.items() if pattern is not None}
-    used = set(layers.values())
+    used = {*layers.values(), *(product.rule for product in activation_products)}
     return RulesReport(
         layers,
         tuple(pattern for pattern, _ in rules if pattern not in used),
         tuple(path for path, pattern in found.items() if pattern is None),
         tuple(products),
         tuple(float_parameters),
+        activation_products,
     )
+
+
+def _activations_row(product: ActivationProduct) -> tuple[str, ...]:
+    if product.recipe is not None:
+        recipe = recipe_name(product.recipe)
+        return product.name, _shape(product.shape), _rule(product.rule), recipe
+    reason = "no rule names it" if product.rule is None else f"rule {product.rule!r}"
+    return product.name, _shape(product.shape), "", f"float: {reason}"
 
 
 def recipe_name(recipe: Recipe) -> str:

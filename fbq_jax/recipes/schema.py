@@ -14,7 +14,7 @@ BOUNDS = (127.0, 127.5)
 # The blocks that speed maps are measured with (``fbq_jax.kernels.speed_map``).
 MAPPED_BLOCK = (128, 128, 128)
 
-Scales = Literal["block", "row", "tensor"]
+Scales = Literal["block", "row_block", "row", "tensor"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
@@ -45,6 +45,7 @@ class Quantizer(NamedTuple):
     rounding: Rounding
     scales: Scales
     shards: int
+    hadamard: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,19 @@ class Gemm:
       rhs: the rounding of rhs.  None for both operands leaves the GEMM unquantized
         (``FLOAT_GEMM``).
       scales: which values share a scale, for both operands or as a pair (lhs, rhs).
-        ``"block"``: a block of ``Recipe.block``.  ``"row"``: a row of lhs or a column
-        of rhs, which is one vector along the contraction.  ``"tensor"``: the entire
-        operand.
+        ``"block"``: a block of ``Recipe.block``.  ``"row_block"``: one row of such a
+        block of lhs or one column of such a block of rhs, along the contraction; no GPU
+        kernel multiplies them.  ``"row"``: a row of lhs or a column of rhs, which is
+        one vector along the contraction.  ``"tensor"``: the entire operand.
+      hadamard: whether drhs multiplies both operands by a Hadamard matrix H before it
+        quantizes them: ``dW = (H X)' . (H dY)``, where H is orthogonal and mixes 128
+        tokens (``fbq_jax.kernels.hadamard``).  It spreads an outlier over 128 tokens of
+        its channel, so the channel's scale shrinks.  It needs the scales ``"row"`` or
+        ``"row_block"``: in a block, the spread outlier would cost all other channels.
+      fallback: whether X has a second term in drhs, too, in the blocks that fall back
+        in the forward GEMM.  Their first term is rounded to nearest, and the rest as
+        ``lhs`` says, so dW stays unbiased.  The second terms of all blocks are saved
+        for the backward pass, as many bytes as the first.
       shards: the number of shards that drhs splits its contraction, the tokens, into.
         Each has its own scales; the products are summed in float32.
       keeps: what the forward pass saves for an unquantized backward GEMM: X or W as
@@ -76,6 +87,8 @@ class Gemm:
     lhs: Rounding | None = "nearest"
     rhs: Rounding | None = "nearest"
     scales: Scales | tuple[Scales, Scales] = "block"
+    hadamard: bool = False
+    fallback: bool = False
     shards: int = 1
     keeps: Keeps = "floats"
     reduce: Reduce | None = None
@@ -92,7 +105,22 @@ class Gemm:
     @property
     def in_blocks(self) -> bool:
         """Whether the operands are in INT8 with one scale per block."""
-        return not self.in_floats and "block" in self.scales
+        return not self.in_floats and self.scales == ("block", "block")
+
+    @property
+    def splits_contraction(self) -> bool:
+        """Whether the operands, in INT8, have scales for parts of the contraction."""
+        return not self.in_floats and not {"row", "tensor"}.intersection(self.scales)
+
+    def block_shape(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The values of this GEMM's M, K and N that share a scale, if K has several.
+
+        Args:
+          sizes: the sizes of a block along this GEMM's M, K and N.
+        """
+        assert isinstance(self.scales, tuple)  # __post_init__ makes it one
+        (lhs, rhs), (m, k, n) = self.scales, sizes
+        return m if lhs == "block" else 1, k, n if rhs == "block" else 1
 
     @property
     def quantizers(self) -> tuple[Quantizer | None, Quantizer | None]:
@@ -101,7 +129,8 @@ class Gemm:
             return None, None
         assert isinstance(self.scales, tuple)  # __post_init__ makes it one
         lhs, rhs = zip((self.lhs, self.rhs), self.scales, strict=True)
-        return Quantizer(*lhs, self.shards), Quantizer(*rhs, self.shards)
+        both = self.shards, self.hadamard
+        return Quantizer(*lhs, *both), Quantizer(*rhs, *both)
 
 
 #: An unquantized GEMM.
@@ -242,9 +271,12 @@ class Recipe:
             yield "fwd.lhs", fwd.lhs == "nearest", takes
             takes = "'block' with fallback (criterion=None turns it off)"
             yield "fwd.scales", fwd.in_blocks, takes
+        else:
+            takes = "False without fallback in the forward GEMM (criterion=None)"
+            yield "drhs.fallback", not drhs.fallback, takes
         yield "bound", self.bound in BOUNDS, f"one of {BOUNDS}"
         # Ops with block scales support a bound of 127 only.
-        in_blocks = [name for name, gemm in self._gemms().items() if gemm.in_blocks]
+        in_blocks = [n for n, gemm in self._gemms().items() if gemm.splits_contraction]
         takes = f"127.0 with block scales, as in {', '.join(in_blocks)}"
         yield "bound", self.bound == 127.0 or not in_blocks, takes
         # GEMMs share codes only if there are any, and if they round in the same way.
@@ -252,7 +284,8 @@ class Recipe:
             accepted = gemm.keeps == "floats" or not fwd.in_floats
             takes = "'floats' if fwd is unquantized and has no codes"
             yield f"{name}.keeps", accepted, takes
-        accepted = dlhs.rhs == fwd.rhs or not (fwd.in_blocks and dlhs.in_blocks)
+        shares_w = "block" == fwd.scales[1] == dlhs.scales[1]
+        accepted = None in (fwd.rhs, dlhs.rhs) or dlhs.rhs == fwd.rhs or not shares_w
         takes = f"{fwd.rhs!r} as fwd.rhs does, because both GEMMs share the codes of W"
         yield "dlhs.rhs", accepted, takes
         accepted = drhs.rhs == dlhs.lhs or not (dlhs.in_blocks and drhs.in_blocks)
@@ -308,6 +341,8 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
     accepted = gemm.reduce in (None, *REDUCES)
     yield "reduce", accepted, f"one of {REDUCES}, or None for the product's dtype"
     in_blocks = scales == ("block", "block")
+    for option in ("hadamard", "fallback"):
+        yield option, isinstance(getattr(gemm, option), bool), "True or False"
     if gemm.in_floats:
         takes = "None if lhs is None, because INT8 GEMMs quantize both operands"
         yield "rhs", gemm.rhs is None, takes
@@ -317,13 +352,19 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
         yield "reduce", gemm.reduce is None, f"{takes}: XLA sums it"
     else:
         yield "rhs", gemm.rhs is not None, "a rounding if lhs has one"
-        accepted = in_blocks or "block" not in scales
-        yield "scales", accepted, "'block' for both operands or for neither"
+        inner = [kind in ("block", "row_block") for kind in scales]
+        takes = "'block' or 'row_block' for both operands or for neither"
+        yield "scales", inner[0] == inner[1], takes
         yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
     is_drhs = name == "drhs"
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
-    accepted = shards == 1 or (is_drhs and not in_blocks)
+    accepted = shards == 1 or (is_drhs and not {"block", "row_block"} & {*scales})
     yield "shards", accepted, "1, except in a drhs without block scales"
+    own = not gemm.in_floats and {*scales} <= {"row", "row_block"}
+    takes = "False, except in a drhs with scales 'row' or 'row_block'"
+    yield "hadamard", not gemm.hadamard or (is_drhs and own), takes
+    takes = "False, except in a drhs with block scales"
+    yield "fallback", not gemm.fallback or (is_drhs and gemm.in_blocks), takes
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax import export
 
 from fbq_jax.kernels.reference import Quantized
 
@@ -96,10 +97,10 @@ def word(factor: str, granularity: int) -> str:
 def block_axis(factor: str, size: int, side: int) -> AxisWords:
     """The words of an axis that consists of blocks of ``side`` elements.
 
-    It may be sharded between blocks, unless it has a partial block or only one block,
-    or a symbolic size that leaves this open.
+    It may be sharded between blocks, unless it has a partial block or only one block.
+    An axis with a symbolic size is not sharded: Shardy's rules need constant sizes.
     """
-    if size % side or jax.core.min_dim(size, 2 * side) != 2 * side:
+    if export.is_symbolic_dim(size) or size % side or size < 2 * side:
         return AxisWords(word(UNSHARDED, side), UNSHARDED)
     return AxisWords(word(factor, side), factor)
 

@@ -45,26 +45,32 @@ def matmul(
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
-    _, M, _ = lhs.codes.shape
-    N = rhs.codes.shape[1]
-    problem = _problem(lhs, rhs, residual is not None, dtype, config)
-    operands = _operands(problem, lhs, residual, rhs, block_shape)
+    batch, M, K = lhs.codes.shape
+    sizes = M, rhs.codes.shape[1], K
+    fallback = residual is not None
+    problem = make_problem(batch, sizes, dtype, config, fallback=fallback)
+    operands = make_operands(problem, lhs, residual, rhs, block_shape)
+    return multiply(problem, operands)[:, :M, : sizes[1]]
+
+
+def multiply(problem: Problem, operands: Operands) -> jax.Array:
+    """Runs the kernel of a problem; returns its padded output."""
     shape = problem.batch, problem.M, problem.N
     out = jax.ShapeDtypeStruct(shape, problem.dtype)
-    return call_lowered_once(build(problem), operands, out)[:, :M, :N]
+    return call_lowered_once(build(problem), operands, out)
 
 
-def _problem(
-    lhs: Quantized,
-    rhs: Quantized,
-    fallback: bool,
+def make_problem(
+    batch: int,
+    sizes: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     config: Config | None,
+    *,
+    fallback: bool,
 ) -> Problem:
-    batch, M, K = lhs.codes.shape
-    N = rhs.codes.shape[1]
-    config = config or _tuned_config((M, N, K), fallback=fallback)
-    M, N, K = (BLOCK * cdiv(size, BLOCK) for size in (M, N, K))
+    """The problem of ``(M, N, K)``, which it pads to multiples of ``BLOCK``."""
+    config = config or _tuned_config(sizes, fallback=fallback)
+    M, N, K = (BLOCK * cdiv(size, BLOCK) for size in sizes)
     return Problem(batch, M, N, K, fallback, jnp.dtype(dtype), config, _num_sms())
 
 
@@ -78,7 +84,7 @@ def _num_sms() -> int:
     return jax.devices()[0].core_count
 
 
-def _operands(
+def make_operands(
     problem: Problem,
     lhs: Quantized,
     residual: Quantized | None,
@@ -87,15 +93,15 @@ def _operands(
 ) -> Operands:
     """Pads codes and scales to full tiles, and lists the steps of each tile row."""
     (m, k, n), (M, N, K) = block_shape, (problem.M, problem.N, problem.K)
-    lhs_codes, rhs_codes = _pad(lhs.codes, M, K), _pad(rhs.codes, N, K)
-    lhs_scales = _scale_per_tile(lhs.scales, (m, k), M, K)
-    rhs_scales = _scale_per_tile(rhs.scales, (n, k), N, K)
+    lhs_codes, rhs_codes = pad_codes(lhs.codes, M, K), pad_codes(rhs.codes, N, K)
+    lhs_scales = scale_per_tile(lhs.scales, (m, k), M, K)
+    rhs_scales = scale_per_tile(rhs.scales, (n, k), N, K)
     residual_codes = order = counts = regular_counts = None
     if residual is not None:
-        residual_codes = _pad(residual.codes, M, K)
+        residual_codes = pad_codes(residual.codes, M, K)
         order, lhs_scales, counts, regular_counts = list_steps(
             lhs_scales,
-            _scale_per_tile(residual.scales, (m, k), M, K),
+            scale_per_tile(residual.scales, (m, k), M, K),
             padding=PREFETCH_PAD,
             outlier_ratio=OUTLIER_RATIO,
         )
@@ -108,22 +114,23 @@ def _operands(
         regular_counts,
         rhs_codes,
         rhs_scales,
-        _sums(rhs, rhs_codes) if problem.running_sums else None,
+        sums_of(rhs, rhs_codes) if problem.running_sums else None,
     )
 
 
-def _sums(rhs: Quantized, codes: jax.Array) -> jax.Array:
+def sums_of(rhs: Quantized, codes: jax.Array) -> jax.Array:
     """The sums of rhs, or of its padded codes, as ``Operands`` has them."""
     sums = max_abs_sum(codes) if rhs.sums is None else rhs.sums
     return jnp.pad(sums.reshape(-1), (0, max(0, SUM_CHUNK - sums.size)))
 
 
-def _pad(codes: jax.Array, rows: int, columns: int) -> jax.Array:
+def pad_codes(codes: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Pads matrices ``[B, R, C]`` with zeros."""
     _, r, c = codes.shape
     return jnp.pad(codes, ((0, 0), (0, rows - r), (0, columns - c)))
 
 
-def _scale_per_tile(
+def scale_per_tile(
     scales: jax.Array, block: tuple[int, int], rows: int, columns: int
 ) -> jax.Array:
     """Repeats the scale of each block for each 128 x 128 tile of codes in it."""

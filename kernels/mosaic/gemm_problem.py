@@ -148,6 +148,14 @@ class Operands(NamedTuple):
     ``S`` is the length of the step lists: ``2 K/128 + PREFETCH_PAD`` with a residual,
     and ``K/128`` without.
 
+    There are three kinds of GEMMs:
+
+    - A dense one, of B matrices.
+    - One whose rows are in groups, each with its own matrix of rhs.  Here B is 1 for
+      lhs and the output, and rhs is ``[G, N, K]`` with scales ``[G, N/128, K/128]``.
+    - One whose contraction is in groups, with B outputs.  Both operands are in T tiles
+      along K, ``[T, M, K/T]`` and ``[T, N, K/T]``, and have scales of one matrix.
+
     Attributes:
       lhs: int8 ``[B, M, K]``, codes.
       residual: int8 ``[B, M, K]``, codes of the second term of lhs, or None.
@@ -160,6 +168,12 @@ class Operands(NamedTuple):
       rhs_scales: float32 ``[B, N/128, K/128]``.
       rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to at
         least ``SUM_CHUNK``.  None for an output of 4 bytes.
+      groups: int32 ``[M/128]``, the matrix of rhs that each row of tiles multiplies;
+        None unless rows are in groups.
+      row_range: int32 ``[2]``, the first row of tiles to compute, and their number; the
+        others are not written.  None unless rows are in groups.
+      step_ranges: int32 ``[B, 2]``, the first K block of each output, and their number;
+        None unless the contraction is in groups.
     """
 
     lhs: Any
@@ -171,6 +185,9 @@ class Operands(NamedTuple):
     rhs: Any
     rhs_scales: Any
     rhs_sums: Any
+    groups: Any = None
+    row_range: Any = None
+    step_ranges: Any = None
 
 
 class Buffers(NamedTuple):

@@ -48,21 +48,29 @@ class Producer:
     def _copy_step(self, tile: Tile, step: jax.Array, stage: jax.Array) -> jax.Array:
         problem, refs = self.scheduler.problem, self.scheduler.operands
         code = self.scheduler.step_code(tile, step)
-        k = pl.ds(lax.div(code, jnp.int32(2)) * BLOCK, BLOCK)
+        k_block = lax.div(code, jnp.int32(2))
+        lhs_matrix, rhs_matrix, first = self.scheduler.codes_at(tile, k_block)
+        k = pl.ds(first, BLOCK)
         plgpu.barrier_wait(self.buffers.empty.at[stage])
 
-        def copy(term: Any, first_row: jax.Array, rows: int, buffer: Any) -> None:
+        def copy(
+            term: Any, matrix: jax.Array, first_row: jax.Array, rows: int, buffer: Any
+        ) -> None:
             plgpu.copy_gmem_to_smem(
-                term.at[tile.batch, pl.ds(first_row, rows), k],
+                term.at[matrix, pl.ds(first_row, rows), k],
                 buffer.at[stage, pl.ds(0, rows)],
                 self.buffers.full.at[stage],
             )
 
         # TMA reads zeros beyond the last row of rhs.
         first_column, width = self.scheduler.first_column(tile), self.scheduler.width
-        copy(refs.rhs, first_column, width, self.buffers.rhs)
+        copy(refs.rhs, rhs_matrix, first_column, width, self.buffers.rhs)
         copy_lhs = functools.partial(
-            copy, first_row=tile.row * BLOCK, rows=BLOCK, buffer=self.buffers.lhs
+            copy,
+            matrix=lhs_matrix,
+            first_row=tile.row * BLOCK,
+            rows=BLOCK,
+            buffer=self.buffers.lhs,
         )
         if problem.fallback:
             is_residual = lax.rem(code, jnp.int32(2))

@@ -17,11 +17,15 @@ class Tile(NamedTuple):
       batch: index of the matrix.
       row: index of its row of tiles.
       column: index of its column of tiles in the region.
+      rhs: index of the matrix of rhs, if rows are in groups; otherwise None.
+      first_block: the first K block, if the contraction is in groups; otherwise None.
     """
 
     batch: jax.Array
     row: jax.Array
     column: jax.Array
+    rhs: jax.Array | None = None
+    first_block: jax.Array | None = None
 
 
 class Scales(NamedTuple):
@@ -46,6 +50,7 @@ class Scheduler:
       problem: the GEMM.
       region: the columns of the output.
       operands: references to the operands.
+      tile_rows: rows of tiles of a matrix: a number, or int32 if rows are in groups.
       first_tile: int32, index of this thread block's first tile in the region.
       num_tiles: int32, number of tiles that this thread block computes.
     """
@@ -53,6 +58,7 @@ class Scheduler:
     problem: Problem
     region: Region
     operands: Operands
+    tile_rows: int | jax.Array
     first_tile: jax.Array
     num_tiles: jax.Array
 
@@ -62,22 +68,40 @@ class Scheduler:
     ) -> tuple["Scheduler", ...]:
         """The schedulers of the regions for the thread block that runs it."""
         index, blocks = lax.axis_index("thread_block"), jnp.int32(problem.num_sms)
+        tile_rows: int | jax.Array = problem.M // BLOCK
+        if operands.row_range is not None:
+            tile_rows = operands.row_range[1]
 
-        def scheduler(region: Region) -> Scheduler:
-            first = lax.rem(index + (problem.num_sms - region.first_block), blocks)
-            num_tiles = lax.div(region.num_tiles - first + blocks - 1, blocks)
-            return cls(problem, region, operands, first, num_tiles)
+        def scheduler(region: Region, first_block: int | jax.Array) -> Scheduler:
+            first = lax.rem(index + (problem.num_sms - first_block), blocks)
+            tiles: int | jax.Array = region.num_tiles
+            if operands.row_range is not None:
+                tiles = tile_rows * region.tile_columns
+            num_tiles = lax.div(tiles - first + blocks - 1, blocks)
+            return cls(problem, region, operands, tile_rows, first, num_tiles)
 
-        return tuple(scheduler(region) for region in problem.regions)
+        first_blocks: list[int | jax.Array] = [r.first_block for r in problem.regions]
+        if operands.row_range is not None:
+            before = [0, *(region.tile_columns for region in problem.regions)]
+            first_blocks = [lax.rem(tile_rows * n, blocks) for n in before[:-1]]
+        return tuple(map(scheduler, problem.regions, first_blocks))
 
     def tile(self, n: jax.Array) -> Tile:
         """The ``n``-th tile of this thread block; an arbitrary tile after the last."""
-        region = self.region
+        region, refs = self.region, self.operands
         index = self.first_tile + n * self.problem.num_sms
+        if refs.row_range is not None:
+            last = jnp.maximum(self.tile_rows * region.tile_columns - 1, 0)
+            row, column = self._locate(jnp.minimum(index, last))
+            row += refs.row_range[0]
+            return Tile(jnp.int32(0), row, column, rhs=refs.groups[row])
         index = jnp.minimum(index, region.num_tiles - 1)
         tiles_per_matrix = jnp.int32(region.num_tiles // self.problem.batch)
         row, column = self._locate(lax.rem(index, tiles_per_matrix))
-        return Tile(lax.div(index, tiles_per_matrix), row, column)
+        tile = Tile(lax.div(index, tiles_per_matrix), row, column)
+        if refs.step_ranges is not None:
+            tile = tile._replace(first_block=refs.step_ranges[tile.batch, 0])
+        return tile
 
     @property
     def width(self) -> int:
@@ -96,7 +120,9 @@ class Scheduler:
         (The warp of the producer supports few primitives, among them not those of
         ``plgpu.planar_snake`` in all versions of JAX.)
         """
-        tile_rows, tile_columns = self.problem.M // BLOCK, self.region.tile_columns
+        tile_rows, tile_columns = self.tile_rows, self.region.tile_columns
+        if self.operands.row_range is not None:
+            tile_rows = jnp.maximum(tile_rows, 1)
         group = lax.div(index, jnp.int32(tile_rows * self.problem.config.group))
         first_column = group * self.problem.config.group
         width = jnp.minimum(self.problem.config.group, tile_columns - first_column)
@@ -108,10 +134,12 @@ class Scheduler:
 
     def step_counts(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
         """The number of steps before the outlier steps, and of all steps."""
+        refs = self.operands
         if not self.problem.fallback:
             steps = jnp.int32(self.problem.K // BLOCK)
+            if refs.step_ranges is not None:
+                steps = refs.step_ranges[tile.batch, 1]
             return steps, steps
-        refs = self.operands
         regular = refs.regular_counts[tile.batch, tile.row]
         return regular, refs.counts[tile.batch, tile.row]
 
@@ -121,20 +149,36 @@ class Scheduler:
             return 2 * step
         return self.operands.order[tile.batch, tile.row, step]
 
+    def codes_at(
+        self, tile: Tile, k_block: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The matrices of lhs and of rhs with a K block's codes, and its first one."""
+        if tile.first_block is None:
+            rhs = tile.batch if tile.rhs is None else tile.rhs
+            return tile.batch, rhs, k_block * BLOCK
+        k_block += tile.first_block
+        blocks = jnp.int32(self.operands.lhs.shape[2] // BLOCK)
+        matrix = lax.div(k_block, blocks)
+        return matrix, matrix, lax.rem(k_block, blocks) * BLOCK
+
     def scales(self, tile: Tile, step: int | jax.Array) -> Scales:
         """The scales of a step; arbitrary after the last step."""
-        refs = self.operands
+        refs, batch = self.operands, tile.batch
+        rhs = tile.batch if tile.rhs is None else tile.rhs
         if self.problem.fallback:
             k = lax.div(refs.order[tile.batch, tile.row, step], jnp.int32(2))
         else:
+            if tile.first_block is not None:
+                batch = rhs = jnp.int32(0)
+                step += tile.first_block
             k = step = jnp.minimum(step, self.problem.K // BLOCK - 1)
-        lhs = refs.lhs_scales[tile.batch, tile.row, step]
+        lhs = refs.lhs_scales[batch, tile.row, step]
         first = lax.div(self.first_column(tile), jnp.int32(BLOCK))
-        first_scale = lhs * refs.rhs_scales[tile.batch, first, k]
+        first_scale = lhs * refs.rhs_scales[rhs, first, k]
         if self.width == BLOCK:
             return Scales(first_scale, first_scale)
         last = jnp.minimum(first + 1, self.problem.N // BLOCK - 1)
-        return Scales(first_scale, lhs * refs.rhs_scales[tile.batch, last, k])
+        return Scales(first_scale, lhs * refs.rhs_scales[rhs, last, k])
 
     def per_part(self, tile: Tile, scales: Scales) -> list[jax.Array]:
         """The scale of each part of a tile: a tile of 192 columns has 1.5 blocks."""

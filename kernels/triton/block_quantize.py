@@ -35,7 +35,6 @@ from fbq_jax.kernels.triton.block_codes import (
     sum_abs,
 )
 from fbq_jax.kernels.triton.block_tiles import (
-    load,
     part_at,
     store_colwise,
     store_rowwise,
@@ -43,16 +42,16 @@ from fbq_jax.kernels.triton.block_tiles import (
 
 
 @triton.jit
-def load_and_measure(x, at, shape):
+def load_and_measure(VALUES: tl.constexpr, operands, at, shape):
     """Loads a block; returns ``held`` and ``max |x|`` of all its parts."""
     PARTS: tl.constexpr = shape[0]
     r: tl.constexpr = shape[1]
     c: tl.constexpr = shape[2]
     i = at[1]
-    tiles = load(x, part_at(at, i * PARTS), r, c)
+    tiles = VALUES(operands, part_at(at, i * PARTS), r, c)
     amax = find_amax(tiles)
     for part in range(i * PARTS + 1, (i + 1) * PARTS):
-        amax = accumulate_amax(amax, load(x, part_at(at, part), r, c))
+        amax = accumulate_amax(amax, VALUES(operands, part_at(at, part), r, c))
     return (tiles if PARTS == 1 else ()), amax
 
 
@@ -133,6 +132,22 @@ def store_sums(sums, pointers, offsets, modes):
         tl.store(pointers[0] + offsets[0], sums[0])
     if modes[4]:
         tl.store(pointers[1] + offsets[1], sums[1])
+
+
+@triton.jit
+def store_empty(outputs, offsets, modes):
+    """Stores scales, sums and the metric of a block without rows: zeros.
+
+    ``outputs`` are those of ``quantize_with_fallback``.
+    """
+    rowwise, metrics, colwise = outputs
+    offset, colwise_offset = offsets
+    tl.store(rowwise[0][1] + offset, 0.0)
+    tl.store(colwise[1] + colwise_offset, 0.0)
+    store_sums((0.0, 0.0), (rowwise[0][2], colwise[2]), offsets, modes)
+    if modes[2] is not None:
+        tl.store(metrics + offset, 0.0)
+        tl.store(rowwise[1][1] + offset, 0.0)
 
 
 @triton.jit

@@ -48,13 +48,32 @@ def part_at(at, part):
 @triton.jit
 def load(x, at, r: tl.constexpr, c: tl.constexpr):
     """Loads the four tiles of a block in the dtype of x, with 0 outside the matrix."""
-    batch, i, j, rows, columns = at
+    batch, i, _, rows, _ = at
+    return _load_rows(x, batch * rows + i * r, rows - i * r, at, r, c)
+
+
+@triton.jit
+def load_of_group(source, at, r: tl.constexpr, c: tl.constexpr):
+    """Loads a block of the rows of a group, with 0 for rows after the last.
+
+    ``source`` is the pointer to the rows of all groups, the first row of the matrix
+    ``at`` among them, and the number of rows that it has there.
+    """
+    x, first_row, row_count = source
+    i = at[1]
+    return _load_rows(x, first_row + i * r, row_count - i * r, at, r, c)
+
+
+@triton.jit
+def _load_rows(x, first_row, height, at, r: tl.constexpr, c: tl.constexpr):
+    """Loads ``height`` rows, from ``first_row`` of x on, of a block's columns."""
+    _, _, j, _, columns = at
     row = 4 * tl.arange(0, r // 4)[:, None]
     column = tl.arange(0, c)[None, :]
-    x += (batch * rows + i * r) * columns + j * c
+    x += first_row * columns + j * c
     tiles = ()
     for k in tl.static_range(4):
-        inside = (row + k < rows - i * r) & (column < columns - j * c)
+        inside = (row + k < height) & (column < columns - j * c)
         tile = tl.load(x + (row + k) * columns + column, inside, 0.0)
         tiles += (tile,)  # type: ignore[assignment]
     return tiles

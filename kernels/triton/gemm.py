@@ -36,28 +36,63 @@ def matmul(
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
-    if sm is None:
-        sm = int(jax.local_devices()[0].compute_capability.replace(".", ""))
-    m, k, n = block_shape
+    sm = sm or compute_capability()
     batch, M, K = lhs.codes.shape
-    N = rhs.codes.shape[1]
+    sizes = M, rhs.codes.shape[1], K
     fallback = residual is not None
-    config = config or choose_config((M, N, K), block_shape, sm, fallback=fallback)
-    lhs, rhs = _align(lhs), _align(rhs)
+    config = config or choose_config(sizes, block_shape, sm, fallback=fallback)
+    out = jax.ShapeDtypeStruct((batch, M, sizes[1]), dtype)
+    return launch_gemm(lhs, residual, rhs, out, block_shape, sm, config)
+
+
+def compute_capability() -> int:
+    """That of the first device of this process, times ten."""
+    return int(jax.local_devices()[0].compute_capability.replace(".", ""))
+
+
+def launch_gemm(
+    lhs: Quantized,
+    residual: Quantized | None,
+    rhs: Quantized,
+    out: jax.ShapeDtypeStruct,
+    block_shape: tuple[int, int, int],
+    sm: int,
+    config: Config,
+    groups: jax.Array | None = None,
+    grouped: str | None = None,
+) -> jax.Array:
+    """Runs the kernel.
+
+    Args:
+      lhs: as in ``matmul``.
+      residual: as in ``matmul``.
+      rhs: as in ``matmul``.
+      out: shape and dtype of the output, ``[B, M, N]``.
+      block_shape: as in ``matmul``.
+      sm: as in ``matmul``.
+      config: tuning options.
+      groups: the kernel's list of groups, or None.
+      grouped: ``"rows"`` or ``"contraction"``, what the groups are of; None without.
+    """
+    m, k, n = block_shape
+    batch, M, N = out.shape
+    K = lhs.codes.shape[2]
+    lhs, rhs = align(lhs), align(rhs)
     if residual is None:
         # Placeholders that the kernel does not read.
         second, lists = lhs, (lhs.scales, lhs.scales, lhs.scales)
     else:
-        second = _align(residual)
+        second = align(residual)
         lists = _steps_of_tiles(lhs, residual, cdiv(config.BM, m))
-    (out,) = launch(
+    (y,) = launch(
         gemm_kernel,
         *lhs[:2],
         *second[:2],
         *lists,
         *rhs[:2],
+        lhs.scales if groups is None else groups,
         cdiv(K, k),
-        outputs=[jax.ShapeDtypeStruct((batch, M, N), dtype)],
+        outputs=[out],
         grid=(batch * cdiv(M, config.BM) * cdiv(N, config.BN),),
         M=M,
         N=N,
@@ -66,14 +101,15 @@ def matmul(
         k=k,
         n=n,
         **config._asdict(),
-        FALLBACK=fallback,
+        GROUPED=grouped,
+        FALLBACK=residual is not None,
         # Before Ada, the conversion of an integer to a float is slow.
         MAGIC_CONVERSION=sm < 89,
     )
-    return out
+    return y
 
 
-def _align(operand: Quantized) -> Quantized:
+def align(operand: Quantized) -> Quantized:
     """Pads K to a multiple of 16, so that vector loads can read each row."""
     padding = -operand.codes.shape[2] % 16
     if padding:

@@ -6,6 +6,12 @@ A program cannot multiply while it scales and adds a product.  So tiles are smal
 for two or three programs to share a multiprocessor: one multiplies while another one
 scales and adds.
 
+If rows are in groups (``GROUPED`` is ``"rows"``), each tile of ``m`` rows multiplies
+the matrix of rhs that its entry of ``groups`` names, and nothing if that is negative.
+If the contraction is in groups (``"contraction"``), the K blocks are matrices
+``[M, k]`` and ``[N, k]``, and each output sums a range of them: ``groups`` holds the
+first one and their number.
+
 With fallback, the loop follows the lists of ``gemm_schedule``.  A step reads a K block
 of the first term or of the residual.  It selects the address to load from and does not
 branch.
@@ -26,6 +32,7 @@ def gemm_kernel(
     counts,
     rhs,
     rhs_scales,
+    groups,
     step_count,
     out,
     M: tl.constexpr,
@@ -38,6 +45,7 @@ def gemm_kernel(
     BN: tl.constexpr,
     halves: tl.constexpr,
     group: tl.constexpr,
+    GROUPED: tl.constexpr,
     FALLBACK: tl.constexpr,
     MAGIC_CONVERSION: tl.constexpr,
 ):
@@ -47,23 +55,33 @@ def gemm_kernel(
     HALF: tl.constexpr = BM // halves
     k_blocks: tl.constexpr = (K + k - 1) // k
     batch, row, column = _tile_origin(M, N, BM, BN, group)
+    lhs_batch, rhs_batch = batch, batch
+    if GROUPED == "rows":
+        tl.static_assert(m % BM == 0)
+        rhs_batch = tl.load(groups + row // m).to(tl.int64)
+        if rhs_batch < 0:
+            return
+    if GROUPED == "contraction":
+        lhs_batch = tl.load(groups + 2 * batch).to(tl.int64)
+        rhs_batch = lhs_batch
+        step_count = tl.load(groups + 2 * batch + 1)
 
-    i = _clamped_range(0, HALF, row, M, BM)
-    lower_i = _clamped_range(HALF, HALF, row, M, BM)
-    j = _clamped_range(0, BN, column, N, BN)
+    i = clamped_range(0, HALF, row, M, BM)
+    lower_i = clamped_range(HALF, HALF, row, M, BM)
+    j = clamped_range(0, BN, column, N, BN)
     c = tl.arange(0, k)
-    lhs += (batch * M + row) * K
-    residual += (batch * M + row) * K
-    rhs += (batch * N + column) * K
+    lhs += (lhs_batch * M + row) * K
+    residual += (lhs_batch * M + row) * K
+    rhs += (rhs_batch * N + column) * K
     lhs_offsets = i[:, None] * K + c[None, :]
     lower_offsets = lower_i[:, None] * K + c[None, :]
     rhs_offsets = c[:, None] + j[None, :] * K
 
     tl.static_assert(halves == 1 or m >= BM)
-    lhs_blocks = _block_rows(batch, row, i[:, None], M, m, BM)
+    lhs_blocks = block_rows(lhs_batch, row, i[:, None], M, m, BM)
     lhs_scales += lhs_blocks * k_blocks
     residual_scales += lhs_blocks * k_blocks
-    rhs_scales += _block_rows(batch, column, j[None, :], N, n, BN) * k_blocks
+    rhs_scales += block_rows(rhs_batch, column, j[None, :], N, n, BN) * k_blocks
 
     if FALLBACK:
         row_group: tl.constexpr = max(m, BM)
@@ -72,6 +90,14 @@ def gemm_kernel(
         step_scales += list_index * 2 * k_blocks
         step_count = tl.load(counts + list_index)
         next_code = tl.load(order)
+
+    # From a K block to the next one.
+    are_matrices: tl.constexpr = GROUPED == "contraction"
+    tl.static_assert(k == K or not are_matrices)
+    lhs_stride: tl.constexpr = M * K if are_matrices else k
+    rhs_stride: tl.constexpr = N * K if are_matrices else k
+    lhs_scale_stride: tl.constexpr = (M + m - 1) // m if are_matrices else 1
+    rhs_scale_stride: tl.constexpr = (N + n - 1) // n if are_matrices else 1
 
     acc = tl.zeros((HALF, BN), tl.float32)
     lower_acc = acc
@@ -90,23 +116,25 @@ def gemm_kernel(
                 lhs_scale = tl.load(scales + block)
         else:
             block = step
+            if are_matrices:
+                block = tl.cast(step, tl.int64)
             codes = lhs
-            lhs_scale = tl.load(lhs_scales + block)
-        scale = lhs_scale * tl.load(rhs_scales + block)
-        inside = c < K - block * k
-        codes += block * k
-        a = _load(codes + lhs_offsets, inside[None, :], K % k == 0)
-        b = _load(rhs + block * k + rhs_offsets, inside[:, None], K % k == 0)
-        acc = _add_product(acc, a, b, scale, MAGIC_CONVERSION)
+            lhs_scale = tl.load(lhs_scales + block * lhs_scale_stride)
+        scale = lhs_scale * tl.load(rhs_scales + block * rhs_scale_stride)
+        inside = c < K - block * k  # not read if a block has all of K
+        codes += block * lhs_stride
+        a = load(codes + lhs_offsets, inside[None, :], K % k == 0)
+        b = load(rhs + block * rhs_stride + rhs_offsets, inside[:, None], K % k == 0)
+        acc = add_product(acc, a, b, scale, MAGIC_CONVERSION)
         if halves == 2:
             acc = _computed_first(acc)
-            a = _load(codes + lower_offsets, inside[None, :], K % k == 0)
-            lower_acc = _add_product(lower_acc, a, b, scale, MAGIC_CONVERSION)
+            a = load(codes + lower_offsets, inside[None, :], K % k == 0)
+            lower_acc = add_product(lower_acc, a, b, scale, MAGIC_CONVERSION)
 
     out += (batch * M + row) * N + column
-    _store(out, acc, row, column, 0, M, N)
+    store(out, acc, row, column, 0, M, N)
     if halves == 2:
-        _store(out + HALF * N, lower_acc, row, column, HALF, M, N)
+        store(out + HALF * N, lower_acc, row, column, HALF, M, N)
 
 
 @triton.jit
@@ -130,7 +158,7 @@ def _tile_origin(
 
 
 @triton.jit
-def _clamped_range(
+def clamped_range(
     start: tl.constexpr,
     length: tl.constexpr,
     origin,
@@ -147,7 +175,7 @@ def _clamped_range(
 
 
 @triton.jit
-def _block_rows(
+def block_rows(
     batch, origin, index, size: tl.constexpr, block: tl.constexpr, tile: tl.constexpr
 ):
     """The row of scales of each index; one for all if a tile lies inside a block."""
@@ -159,7 +187,8 @@ def _block_rows(
 
 
 @triton.jit
-def _load(pointers, inside, ALL: tl.constexpr):
+def load(pointers, inside, ALL: tl.constexpr):
+    """Loads codes, with 0 outside; ``ALL`` says that nothing is outside."""
     if ALL:
         return tl.load(pointers)
     else:  # noqa: RET505 (only one branch is compiled)
@@ -167,7 +196,7 @@ def _load(pointers, inside, ALL: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, a, b, scale, MAGIC_CONVERSION: tl.constexpr):
+def add_product(acc, a, b, scale, MAGIC_CONVERSION: tl.constexpr):
     """Returns ``acc`` plus the INT32 product of ``a`` and ``b`` times ``scale``."""
     if MAGIC_CONVERSION:
         # While |x| <= 2**22, the bits of the float32 1.5 * 2**23 + x are the bits of
@@ -193,7 +222,7 @@ def _computed_first(x):
 
 
 @triton.jit
-def _store(out, acc, row, column, start, M: tl.constexpr, N: tl.constexpr):
+def store(out, acc, row, column, start, M: tl.constexpr, N: tl.constexpr):
     """Stores the part of ``acc`` that lies inside the ``[M, N]`` matrix.
 
     ``out`` points to the first element of ``acc``, which is in row ``row + start``.

@@ -209,6 +209,7 @@ def launch_on_blocks(
     x: jax.Array,
     *args: jax.Array,
     block: Block,
+    shape: Any = None,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs one program per block of matrices ``[B, R, C]``.
@@ -216,12 +217,14 @@ def launch_on_blocks(
     Args:
       kernel: takes x, args, ``R``, ``C / COLUMN_UNIT`` and outputs; its constants
         include ``r``, ``c`` and ``COLUMN_UNIT``.
-      x: ``[B, R, C]``.
+      x: the matrices, or values that the kernel makes them from.
       *args: further inputs of the kernel.
       block: rows ``r`` and columns ``c`` of a block.
+      shape: ``(B, R, C)``; by default that of x.
       **options: further arguments of ``launch``.
     """
-    _, rows, columns = x.shape
+    shape = shape or x.shape
+    _, rows, columns = shape
     # With this constant, the compiler knows that each row starts at a multiple of the
     # unit, and loads that many elements at once.
     unit = math.gcd(columns, 16)
@@ -231,7 +234,7 @@ def launch_on_blocks(
         *args,
         rows,
         columns // unit,
-        grid=(BlockOutputs(x.shape, block).programs,),
+        grid=(BlockOutputs(shape, block).programs,),
         r=block[0],
         c=block[1],
         COLUMN_UNIT=unit,

@@ -10,6 +10,7 @@ import jax
 import triton
 import triton.language as tl
 
+from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import (
     Block,
     Criterion,
@@ -22,8 +23,9 @@ from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_quantize import (
     load_and_measure,
     quantize_with_fallback,
+    store_empty,
 )
-from fbq_jax.kernels.triton.block_tiles import load, locate_block
+from fbq_jax.kernels.triton.block_tiles import load, load_of_group, locate_block
 from fbq_jax.kernels.triton.launch import launch_on_blocks, seed_arguments
 from fbq_jax.kernels.triton.outputs import BlockOutputs, as_fallback, as_layouts
 
@@ -45,8 +47,35 @@ def quantize_fallback(
     return as_fallback(x.shape, results)
 
 
+def ragged_quantize(
+    x: GroupedRows, seeds: Seeds, **options: Unpack[QuantizeOptions]
+) -> Layouts:
+    """See ``grouped_reference.ragged_quantize``."""
+    results = _quantize_blocks(x, None, seeds, criterion=None, **options)
+    return as_layouts(_shape(x, options["block"]), results[:3], results[6:])
+
+
+def ragged_quantize_fallback(
+    x: GroupedRows,
+    theta: jax.Array,
+    seeds: Seeds,
+    **options: Unpack[FallbackOptions],
+) -> FallbackQuantized:
+    """See ``grouped_reference.ragged_quantize_fallback``."""
+    results = _quantize_blocks(x, theta, seeds, rowwise="nearest", **options)
+    return as_fallback(_shape(x, options["block"]), results)
+
+
+def _shape(x: jax.Array | GroupedRows, block: Block) -> tuple[int, int, int]:
+    """The shape of the matrices to quantize; those of grouped rows are the tiles."""
+    if isinstance(x, GroupedRows):
+        return len(x.first_rows), block[0], x.values.shape[1]
+    batch, rows, columns = x.shape
+    return batch, rows, columns
+
+
 def _quantize_blocks(
-    x: jax.Array,
+    x: jax.Array | GroupedRows,
     theta: jax.Array | None,
     seeds: Seeds,
     *,
@@ -60,17 +89,25 @@ def _quantize_blocks(
     """Returns the outputs of ``BlockOutputs.fallback``."""
     is_noisy = "stochastic" in (rowwise, colwise)
     seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
-    out = BlockOutputs(x.shape, block, sums)
+    shape = _shape(x, block)
+    out = BlockOutputs(shape, block, sums)
+    if isinstance(x, GroupedRows):
+        values, *tiles = x
+    else:
+        values, tiles = x, [seed_arrays[0]] * 2  # not read
     return _launch(
         _quantize,
-        x,
+        values,
         seed_arrays[0] if theta is None else theta,  # not read without a criterion
         *seed_arrays,
-        *(global_offset or no_offset(x.shape[1])),
+        *(global_offset or no_offset(shape[1])),
+        *tiles,
+        shape=shape,
         block=block,
         outputs=out.fallback(rowwise, criterion, colwise),
         many_registers=len(sums) == 2
-        or (is_noisy and (criterion is not None or x.dtype.itemsize == 4)),
+        or (is_noisy and (criterion is not None or values.dtype.itemsize == 4)),
+        GROUPED=isinstance(x, GroupedRows),
         SEVERAL_SEEDS=several,
         ROWWISE=rowwise,
         CRITERION=criterion,
@@ -113,6 +150,8 @@ def _quantize(
     index,
     row_offsets,
     column_offset,
+    first_rows,
+    row_counts,
     rows,
     columns,
     codes,
@@ -127,6 +166,7 @@ def _quantize(
     r: tl.constexpr,
     c: tl.constexpr,
     PARTS: tl.constexpr,
+    GROUPED: tl.constexpr,
     SEVERAL_SEEDS: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -142,7 +182,15 @@ def _quantize(
     outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)
     modes: tl.constexpr = (ROWWISE, COLWISE, CRITERION, ROW_SUMS, COLUMN_SUMS)
     at, offsets = locate_block(rows, columns * COLUMN_UNIT, r, c)
-    held, amax = load_and_measure(x, at, shape)
+    VALUES: tl.constexpr = load_of_group if GROUPED else load
+    source = x
+    if GROUPED:
+        row_count = tl.load(row_counts + at[0])
+        if row_count == 0:
+            store_empty(outputs, offsets, modes)
+            return
+        source = x, tl.load(first_rows + at[0]).to(tl.int64), row_count
+    held, amax = load_and_measure(VALUES, source, at, shape)
     quantize_with_fallback(
-        load, x, held, amax, theta, noise, outputs, at, offsets, shape, modes
+        VALUES, source, held, amax, theta, noise, outputs, at, offsets, shape, modes
     )

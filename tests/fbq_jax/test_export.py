@@ -124,10 +124,12 @@ def test_nnx_layers(name):
 
 
 @pytest.mark.exhaustive
-def test_a_symbolic_size_may_be_a_multiple_of_the_block():
-    """Sequences are then an axis of their own."""
-    b, s = export.symbolic_shape("b, 128*s")
-    assert_exported(linen_calls(recipes.fallback), b, s, K, sizes=[(2, 128), (1, 256)])
+@pytest.mark.parametrize("rows", [128, 256])
+def test_a_symbolic_size_may_be_a_multiple_of_the_block(rows):
+    """Sequences are then an axis of their own, with one block or more."""
+    b, s = export.symbolic_shape(f"b, {rows}*s")
+    sizes = [(2, rows), (1, 2 * rows)]
+    assert_exported(linen_calls(recipes.fallback), b, s, K, sizes=sizes)
 
 
 @pytest.mark.parametrize("name", ["fallback", "rowwise"])

@@ -92,8 +92,8 @@ def check_quantize(
     args = {"block": block, **layouts, "sums": summed}
     got = ops.quantize(x, seeds(len(x)), **args)
     want = _reference("quantize", **args)(x, seeds(len(x)))
-    _check_quantized(got.rowwise, want.rowwise, block)
-    _check_quantized(got.colwise, want.colwise, block[::-1])
+    check_quantized(got.rowwise, want.rowwise, block)
+    check_quantized(got.colwise, want.colwise, block[::-1])
 
 
 def check_vectors(
@@ -102,8 +102,8 @@ def check_vectors(
     args = {"rowwise": rowwise, "colwise": colwise, **scaling}
     got = ops.quantize_vectors(x, seeds(len(x)), **args)
     want = _reference("quantize_vectors", **args)(x, seeds(len(x)))
-    _check_quantized(got.rowwise, want.rowwise, (1, x.shape[2]))
-    _check_quantized(got.colwise, want.colwise, (1, x.shape[1]))
+    check_quantized(got.rowwise, want.rowwise, (1, x.shape[2]))
+    check_quantized(got.colwise, want.colwise, (1, x.shape[1]))
 
 
 def check_special_vectors(ops: types.ModuleType, dtype: str) -> None:
@@ -129,9 +129,9 @@ def check_fallback(
     operands = x, jnp.asarray(theta, jnp.float32), several_seeds(len(x))
     got = ops.quantize_fallback(*operands, **args)
     want = _reference("quantize_fallback", **args)(*operands)
-    _check_quantized(got.main, want.main, block)
-    _check_quantized(got.colwise, want.colwise, block[::-1])
-    _check_quantized(got.residual, want.residual, block, unused=0.0)
+    check_quantized(got.main, want.main, block)
+    check_quantized(got.colwise, want.colwise, block[::-1])
+    check_quantized(got.residual, want.residual, block, unused=0.0)
     # An implementation may sum in any order.
     rtol = 0.0 if criterion == "absmax" else 2e-6
     np.testing.assert_allclose(got.metric, want.metric, rtol=rtol, atol=0.0)
@@ -204,7 +204,7 @@ def _reference(name: str, **kwargs):
     return jax.jit(functools.partial(getattr(reference, name), **kwargs))
 
 
-def _check_quantized(got, want, block: reference.Block, unused=np.nan) -> None:
+def check_quantized(got, want, block: reference.Block, unused=np.nan) -> None:
     """Compares bits, except for codes whose scale is NaN or ``unused``."""
     if want is None:
         assert got is None

@@ -8,15 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import ops
+from fbq_jax import ops, ragged_dot, save_codes
 from fbq_jax.ops import dispatch
-from tests.kernels import fused_cases, gemm_cases, quantize_cases, threshold_cases
+from tests import oracle
+from tests.kernels import (
+    fused_cases,
+    gemm_cases,
+    grouped_cases,
+    quantize_cases,
+    threshold_cases,
+)
 from tests.kernels.gemm_cases import CASES, Case
+from tests.kernels.grouped_cases import Case as Experts
 from tests.kernels.test_reference import heavy
 
 pytestmark = pytest.mark.gpu
 
 SIDES = (32, 64, 128, 256)
+# Shapes of experts, and the loads of each: a thousand for each implementation.
+SHAPES_OF_EXPERTS, LOADS = 25, 40
+ALL_EXPERTS = grouped_cases.CASES | grouped_cases.SMALL_CASES
 
 
 def ops_of(implementation: str, block_shape=(128, 128, 128)) -> SimpleNamespace:
@@ -252,3 +263,100 @@ def test_small_problems(implementation, seed):
 @pytest.mark.parametrize("size", [1, 64, 2048, 57344])
 def test_threshold(name, size):
     threshold_cases.check(ops, name, size)
+
+
+@pytest.mark.parametrize("case", grouped_cases.QUANTIZE)
+def test_quantization_of_grouped_rows(quantization, case):
+    grouped_cases.check_quantize(quantization, *case)
+
+
+@pytest.mark.parametrize("case", grouped_cases.FALLBACK)
+def test_fallback_of_grouped_rows(quantization, case):
+    grouped_cases.check_fallback(quantization, *case)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ALL_EXPERTS)
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_products_of_groups_match_float64(implementation, name, dtype):
+    case = ALL_EXPERTS[name]
+    ops = ops_of(implementation, case.blocks)
+    grouped_cases.check_matmul(ops.ragged_matmul, case, dtype)
+    grouped_cases.check_contraction(ops.ragged_contraction, case, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_nan_stays_in_its_group(implementation):
+    grouped_cases.check_nan_stays_in_its_group(ops_of(implementation))
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_products_of_groups_have_no_race(implementation):
+    ops = ops_of(implementation)
+    sizes = 700, 0, 128, 1, 2000, 259
+    case = Experts(sum(sizes), sizes, (1024, 1600), (128, 128, 128), 0.2)
+    lhs, residual, rhs, lhs_columns, grad_columns, groups = grouped_cases.problem(case)
+    options = {"block_shape": case.blocks, "dtype": jnp.bfloat16}
+
+    def multiply(*args):
+        y = ops.ragged_matmul(*args, **options)
+        return jnp.where((groups < len(sizes))[:, None, None], y, jnp.zeros_like(y))
+
+    _check_repeats(multiply, lhs, residual, rhs, groups)
+    contract = functools.partial(ops.ragged_contraction, size=len(sizes), **options)
+    _check_repeats(contract, lhs_columns, grad_columns, groups)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_experts_in_a_rematerialized_scan(implementation):
+    """Y and all gradients, with several loads in one program."""
+    ops_of(implementation)
+    x = heavy((600, 256), dtype=jnp.bfloat16) / 20
+    w = jax.random.normal(jax.random.key(1), (2, 5, 256, 256), jnp.bfloat16) / 16
+
+    def grads(x, w, sizes, implementation):
+        dot = functools.partial(
+            ragged_dot, theta=2.0, key=jax.random.key(2), implementation=implementation
+        )
+
+        @functools.partial(jax.checkpoint, policy=save_codes)
+        def layer(x, w):
+            return jnp.tanh(dot(x, w, sizes)[0]), None
+
+        def loss(x, w):
+            y = jax.lax.scan(layer, x, w)[0]
+            return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(x, w)
+
+    step = jax.jit(grads, static_argnums=3)
+    for sizes in ((100, 0, 200, 7, 293), (0, 600, 0, 0, 0), (128, 128, 0, 128, 1)):
+        args = x, w, jnp.array(sizes)
+        (_, y), (dx, dw) = step(*args, implementation)
+        (_, want_y), (want_dx, want_dw) = step(*args, "reference")
+        for got, want in ((y, want_y), (dx, want_dx), (dw, want_dw)):
+            # Outputs of 16 bits that round the other way change later codes.
+            assert oracle.relative(got, np.asarray(want, np.float64)) <= 2e-2
+        total = sum(sizes)
+        assert not np.any(np.asarray(y[total:], np.float32))
+        assert not np.any(np.asarray(dx[total:], np.float32))
+    assert step._cache_size() == 2
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_experts(implementation, seed):
+    _check_random_experts(implementation, seed, loads=8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("seed", range(SHAPES_OF_EXPERTS))
+def test_many_random_experts(implementation, seed):
+    _check_random_experts(implementation, 1000 + seed, LOADS)
+
+
+def _check_random_experts(implementation, seed, loads):
+    side = 128 if implementation == "mosaic" else 32
+    ops = ops_of(implementation, (side,) * 3)
+    grouped_cases.check_random_problems(ops, ops_of("reference"), seed, loads, side)

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.kernels.grouped_reference import assign_tiles, from_tiles, to_tiles
+from fbq_jax.kernels.grouped_reference import (
+    GroupedRows,
+    assign_tiles,
+    from_tiles,
+    to_tiles,
+)
 
 M, ROWS = 32, 200
 X = jax.random.normal(jax.random.key(0), (ROWS, 3))
@@ -21,25 +26,28 @@ SIZES = [
 @jax.jit
 def round_trip(sizes):
     tiles = assign_tiles(sizes, ROWS, M)
-    return tiles, from_tiles(to_tiles(X, tiles), tiles)
+    copied = to_tiles(GroupedRows(X, tiles.first_rows, tiles.row_counts), M)
+    return tiles, copied, from_tiles(copied, tiles)
 
 
 @pytest.mark.parametrize(
     "sizes", SIZES, ids=lambda sizes: f"{len(sizes)} groups, {sum(sizes)} rows"
 )
 def test_tiles_hold_the_rows_of_each_group_in_order(sizes):
-    tiles, back = jax.device_get(round_trip(jnp.array(sizes, jnp.uint32)))
+    tiles, copied, back = jax.device_get(round_trip(jnp.array(sizes, jnp.uint32)))
     ends = np.minimum(np.cumsum(sizes), ROWS)
     expected = []
     for group, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         for first in range(start, end, M):
-            row = np.arange(first, first + M)
-            expected.append((group, np.where(row < end, row, ROWS)))
-    assert tiles.used == len(expected) <= len(tiles.groups)
-    for t, (group, row) in enumerate(expected):
+            expected.append((group, first, min(M, end - first)))
+    assert len(expected) <= len(tiles.groups)
+    for t, (group, first, count) in enumerate(expected):
         assert tiles.groups[t] == group
-        np.testing.assert_array_equal(tiles.rows[t], row)
-    assert np.all(tiles.rows[len(expected) :] == ROWS)
+        assert tiles.row_counts[t] == count
+        np.testing.assert_array_equal(copied[t, :count], X[first : first + count])
+        assert not np.any(copied[t, count:])
+    assert np.all(tiles.groups[len(expected) :] == len(sizes))
+    assert not np.any(tiles.row_counts[len(expected) :])
 
     np.testing.assert_array_equal(back[: ends[-1]], X[: ends[-1]])
     assert not np.any(back[ends[-1] :])
@@ -49,7 +57,8 @@ def test_no_rows():
     @jax.jit
     def to_tiles_and_back(sizes):
         tiles = assign_tiles(sizes, 0, 32)
-        x = to_tiles(jnp.zeros((0, 5)), tiles)
+        rows = GroupedRows(jnp.zeros((0, 5)), tiles.first_rows, tiles.row_counts)
+        x = to_tiles(rows, 32)
         return x, from_tiles(x, tiles)
 
     x, back = to_tiles_and_back(jnp.array([0, 0]))

@@ -9,6 +9,7 @@ import pytest
 from examples.llama.bench import __main__ as llama
 from fbq_jax.bench import __main__ as library
 from fbq_jax.bench import cli, measure, results
+from fbq_jax.bench import map as bench_map
 from tests.fbq_jax.bench.tools import some_rows
 
 PROGRAMS = {"fbq_jax.bench": library, "examples.llama.bench": llama}
@@ -108,13 +109,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, cap
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_measuring_needs_a_gpu(program, capsys):
+def test_measuring_needs_an_accelerator(program, capsys):
     section = next(iter(PROGRAMS[program].SECTIONS))
     assert PROGRAMS[program].main([section]) == 2
     assert capsys.readouterr().err == (
-        f"{program}: measuring needs a GPU; JAX's default backend is "
-        f"{jax.default_backend()}\n"
+        f"{program}: measuring needs a GPU or a TPU; JAX has the CPU only\n"
     )
+
+
+def test_the_map_refuses_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    rows = bench_map.rows(bench_map.SHAPES, implementation=None, effort=measure.QUICK)
+    with pytest.raises(measure.UnsupportedError, match="a TPU belongs to one"):
+        next(rows)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The library's benchmarks, at sizes that a CPU multiplies with the reference."""
 
 import importlib.util
+import itertools
 import types
 
 import jax
@@ -14,12 +15,14 @@ from fbq_jax.bench import (
     baselines,
     data,
     gemm,
+    grouped,
     layers,
     linear,
     matmuls,
     measure,
     memory,
     quantize,
+    serve,
 )
 from fbq_jax.bench import recipes as bench_recipes
 from fbq_jax.ops import dispatch
@@ -112,6 +115,52 @@ def test_recipes(monkeypatch):
     )
 
 
+@pytest.mark.exhaustive
+def test_grouped():
+    M, K, N, E = shape = (500, 256, 384, 3)
+    measured = list(grouped.rows([shape], **OPTIONS))
+    check_rates(measured, lambda row: (6 if "," in row.layer else 2) * M * K * N)
+    int8 = {"Y": [0.0, 0.2], "dX": [None], "dW": [None]}
+    for product, load in itertools.product(int8, grouped.loads(M, E)):
+        rows = [row for row in measured if (row.layer, row.data) == (product, load)]
+        found = [(row.what, row.fallback) for row in rows if "ragged" not in row.what]
+        assert found == [("dense bf16", None), *(("INT8", r) for r in int8[product])]
+        assert rows[-1].ratio == pytest.approx(rows[0].ms / rows[-1].ms)
+        assert 0.0 < rows[-1].errors[product.lower()] < 3e-3
+    layer = [row for row in measured if (row.layer, row.data) == ("Y, dX, dW", "Zipf")]
+    assert [row.what for row in layer] == ["dense bf16", "block", "fallback"]
+    assert layer[1].fallback is None
+    assert 0.1 <= layer[2].fallback <= 0.3
+    assert 3e-3 < layer[1].errors["dw"] < 0.1
+
+
+@pytest.mark.parametrize(("M", "E"), [(500, 3), (32768, 128)])
+def test_loads_share_out_all_rows(M, E):
+    sizes = grouped.loads(M, E)
+    assert all((x.sum(), len(x), x.min() >= 0) == (M, E, True) for x in sizes.values())
+    assert np.ptp(sizes["balanced"]) < E
+    assert sizes["Zipf"].max() > 2 * sizes["Zipf"].min() > 0
+    assert np.count_nonzero(sizes["one hot"]) == 1
+
+
+@pytest.mark.exhaustive
+def test_serve():
+    shapes = (1, 128, 384), (200, 128, 384)
+    measured = list(serve.rows(shapes, **OPTIONS))
+    weights = 4 * 128 * (192 + 128 + 3 * 384)
+    check_rates(measured, lambda row: 2 * row.shape[0] * weights)
+    names = ["bf16", "block", "fallback"]
+    assert [(row.shape, row.what) for row in measured] == [
+        (shape, name) for shape in shapes for name in names
+    ]
+    for bf16, block, fallback in (measured[:3], measured[3:]):
+        assert block.fallback is None
+        assert 0.05 <= fallback.fallback <= 0.5
+        assert fallback.ratio == pytest.approx(bf16.ms / fallback.ms)
+        assert bf16.errors["y"] == 0.0
+        assert 1e-3 < fallback.errors["y"] < 0.1
+
+
 def test_swiglu_has_the_requested_outliers():
     x = data.swiglu(jax.random.key(0), (512, 1024), 606.0, 256).astype(jnp.float32)
     assert float(jnp.max(jnp.abs(x))) == float(jnp.bfloat16(606.0))
@@ -135,7 +184,8 @@ def test_saved_bytes():
 def test_recipes_in_blocks_of_128_are_timed():
     x = data.activation(jax.random.key(0), (640, 1024))
     timed = {matmul.name: matmul for matmul in matmuls.timed(x, "reference")}
-    assert list(timed) == ["fallback", "block", "fallback_rowwise_bwd"]
+    names = ["fallback", "block", "fallback_rowwise_bwd", "fallback_hadamard"]
+    assert list(timed) == names
     assert list(matmuls.timed_recipes()) == list(timed)
     assert timed["fallback"].fallback == pytest.approx(0.2, 0.1)
     assert timed["block"].fallback is None

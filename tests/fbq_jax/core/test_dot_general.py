@@ -1,5 +1,6 @@
 """The quantized dot_general against its equations in float64, and its contract."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -13,6 +14,7 @@ from jax import lax
 
 from fbq_jax import Gemm, Recipe, dot_general, recipes
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.hadamard import transform_rows
 from tests import oracle
 from tests.kernels.test_reference import heavy
 
@@ -41,15 +43,21 @@ def seed_of(key, stream):
         ((32, 64, 256), "l1_rel", "block"),
         ((64, 128, 32), None, "block"),
         ((128, 128, 128), "absmax", "row"),
+        ((128, 128, 128), "absmax", "hadamard"),
+        ((64, 64, 128), "absmax", "fallback"),
     ],
 )
 def test_three_gemms_against_float64(block, criterion, backward):
     """Every operand of every GEMM is rounded as the recipe says."""
+    scales = "row" if backward in ("row", "hadamard") else "block"
+    stochastic = Gemm(lhs="stochastic", rhs="stochastic", scales=scales)
+    if backward in ("hadamard", "fallback"):
+        stochastic = dataclasses.replace(stochastic, **{backward: True})
     recipe = Recipe(
         block=block,
         criterion=criterion,
-        dlhs=Gemm(lhs="stochastic", scales=backward),
-        drhs=Gemm(lhs="stochastic", rhs="stochastic", scales=backward),
+        dlhs=Gemm(lhs="stochastic", scales=scales),
+        drhs=stochastic,
     )
     theta = {None: np.inf, "absmax": 150.0, "l1_rel": 0.3}[criterion]
     m, k, n = block
@@ -62,13 +70,35 @@ def test_three_gemms_against_float64(block, criterion, backward):
     x_noise = oracle.noise(seed_of(key, 0), x.shape)
     dy_noise = oracle.noise(seed_of(key, 2), dy.shape)
     assert oracle.relative(y, x_fwd @ w_codes) <= 1e-5
-    row, column = ((1, 150), (200, 1)) if backward == "row" else ((m, n), (m, n))
-    w_bwd = oracle.quantize(w, (1, 150) if backward == "row" else (k, n))[2]
-    x_bwd = oracle.quantize(x, (200, 1) if backward == "row" else (m, k), x_noise)[2]
+    row, column = ((1, 150), (200, 1)) if scales == "row" else ((m, n), (m, n))
+    w_bwd = oracle.quantize(w, (1, 150) if scales == "row" else (k, n))[2]
     dy_rows = oracle.quantize(dy, row, dy_noise)[2]
+    if backward == "hadamard":
+        x, dy = (np.asarray(transform_rows(a[None])[0]) for a in (x, dy))
+        column = 256, 1
+        x_noise = oracle.noise(seed_of(key, 0), x.shape)
+        dy_noise = oracle.noise(seed_of(key, 2), dy.shape)
+    x_bwd = oracle.quantize(x, column if scales == "row" else (m, k), x_noise)[2]
     dy_columns = oracle.quantize(dy, column, dy_noise)[2]
+    if backward == "fallback":
+        noise = oracle.noise(seed_of(key, 4), x.shape)
+        x_bwd = in_two_terms(np.asarray(x), theta, (m, k), x_bwd, noise)
     assert oracle.relative(dx, dy_rows @ w_bwd.T) <= 1e-5
     assert oracle.relative(dw, x_bwd.T @ dy_columns) <= 1e-5
+
+
+def in_two_terms(x, theta, block, one_term, noise):
+    """X in dW: nearest and a stochastic rest where it falls back, or else one term."""
+    codes, scales, nearest = oracle.quantize(x, block)
+    values, rest, falls = one_term.copy(), np.zeros_like(x), np.zeros(x.shape, bool)
+    for index, where in oracle.blocks(x.shape, block):
+        if np.abs(x[where]).max() > theta:
+            falls[where] = True
+            rest[where] = x[where] - scales[index] * codes[where].astype(np.float32)
+    assert 0.0 < falls.mean() < 1.0
+    rest = oracle.quantize(rest, block, noise)[2]
+    values[falls] = nearest[falls] + rest[falls]
+    return values
 
 
 DIMENSIONS = {
@@ -137,24 +167,43 @@ def test_preferred_element_type_and_mixed_operands():
     assert (out.dtype, dx.dtype, dw.dtype) == (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-def test_gradients_are_unbiased():
-    """The mean over n keys approaches the unquantized gradient as 1/sqrt(n)."""
-    x, w, dy = heavy((48, 40), 0), heavy((40, 32), 1), heavy((48, 32), 2)
+def gradients_of_keys(recipe, x, w, dy):
+    """The gradients by 512 keys, float64."""
 
     def gradients(key):
-        _, vjp = jax.vjp(lambda x, w: dot_general(x, w, MATMUL, key=key)[0], x, w)
-        return vjp(dy)
+        dot = functools.partial(dot_general, recipe=recipe, key=key)
+        return jax.vjp(lambda x, w: dot(x, w, MATMUL)[0], x, w)[1](dy)
 
     keys = jax.random.split(jax.random.key(0), 512)
     grads = jax.jit(lambda keys: lax.map(gradients, keys))(keys)
-    exact_dx = np.asarray(dy, np.float64) @ oracle.quantize(w, (128, 128))[2].T
-    exact_dw = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
-    for samples, exact in zip(grads, (exact_dx, exact_dw), strict=True):
-        samples = np.asarray(samples, np.float64)
-        one = np.mean([oracle.relative(sample, exact) for sample in samples[:64]])
-        for n in (16, 128, 512):
-            mean = oracle.relative(samples[:n].mean(0), exact)
-            assert mean == pytest.approx(one / np.sqrt(n), rel=0.3)
+    return [np.asarray(samples, np.float64) for samples in grads]
+
+
+def assert_unbiased(samples, exact):
+    """The mean over n samples approaches the exact gradient as 1/sqrt(n)."""
+    one = np.mean([oracle.relative(sample, exact) for sample in samples[:64]])
+    for n in (16, 128, 512):
+        mean = oracle.relative(samples[:n].mean(0), exact)
+        assert mean == pytest.approx(one / np.sqrt(n), rel=0.3)
+
+
+def test_gradients_are_unbiased():
+    x, w, dy = heavy((48, 40), 0), heavy((40, 32), 1), heavy((48, 32), 2)
+    dx, dw = gradients_of_keys(recipes.fallback, x, w, dy)
+    assert_unbiased(dx, np.float64(dy) @ oracle.quantize(w, (128, 128))[2].T)
+    assert_unbiased(dw, np.float64(x).T @ np.float64(dy))
+
+
+@pytest.mark.parametrize("option", ["hadamard", "fallback"])
+def test_options_of_drhs_leave_dw_unbiased(option):
+    """Half of the blocks have a second term; 48 tokens do not fill a transform."""
+    drhs = Gemm(lhs="stochastic", rhs="stochastic", fallback=True)
+    recipe = Recipe(block=32, target_rate=(0.4, 0.6), drhs=drhs)
+    if option == "hadamard":
+        recipe = recipes.fallback_hadamard
+    x, w, dy = heavy((48, 40), 0), heavy((40, 32), 1), heavy((48, 32), 2)
+    _, dw = gradients_of_keys(recipe, x, w, dy)
+    assert_unbiased(dw, np.float64(x).T @ np.float64(dy))
 
 
 def test_x_and_dy_draw_uncorrelated_noise_and_keys_change_it():
@@ -180,6 +229,7 @@ def test_x_and_dy_draw_uncorrelated_noise_and_keys_change_it():
         assert abs(np.corrcoef(*map(np.ravel, pair))[0, 1]) < 4.5 / 128
 
 
+@pytest.mark.exhaustive
 def test_vmap_draws_noise_of_its_own_for_each_example():
     x, dy = (jnp.broadcast_to(heavy((32, 32), i), (3, 32, 32)) for i in (0, 2))
     w = heavy((32, 32), 1)

@@ -53,7 +53,7 @@ def sparse(x):
     return x
 
 
-@pytest.mark.parametrize("flag", with_first_fast(["jax_debug_infs", "jax_debug_nans"]))
+@pytest.mark.parametrize("flag", with_first_fast(["jax_debug_nans", "jax_debug_infs"]))
 @pytest.mark.parametrize("change", with_first_fast([sparse, np.asarray, np.zeros_like]))
 @pytest.mark.parametrize("name", with_first_fast([*RECIPES]))
 def test_healthy_operands_have_no_nan_or_inf_inside(name, change, flag):

@@ -21,6 +21,7 @@ from fbq_jax import (
     fallback_stats,
     ragged_dot,
     recipes,
+    save_codes,
 )
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding import layer_names
@@ -160,6 +161,55 @@ def test_no_rows_and_vmap():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+def test_vmap_gives_examples_different_noise():
+    recipe = Recipe(block=32, criterion=None)
+    dy, sizes = jnp.broadcast_to(DY, (2, M, N)), jnp.array(SIZES)
+    dot = functools.partial(ragged_dot, recipe=recipe, key=jax.random.key(0))
+
+    def grad(dy):
+        return jax.grad(lambda x: jnp.vdot(dy, dot(x, W, sizes)[0]))(X)
+
+    first, second = jax.jit(jax.vmap(grad))(dy)
+    assert np.any(first != second)
+    np.testing.assert_allclose(first, second, atol=0.1 * float(jnp.max(jnp.abs(first))))
+
+
+def scanned_experts(groups):
+    """Two scanned and rematerialized layers, and their operands."""
+    x, w = jnp.ones((M, K)), jnp.ones((2, groups, K, K))
+    sizes = jnp.full(groups, M // groups)
+
+    def loss(w):
+        @functools.partial(jax.checkpoint, policy=save_codes)
+        def layer(x, w):
+            return jnp.tanh(ragged_dot(x, w, sizes, recipe=NEAREST, theta=2.0)[0]), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    return loss, w
+
+
+def test_remat_saves_codes_only():
+    loss, w = scanned_experts(8)
+    _, vjp = jax.eval_shape(functools.partial(jax.vjp, loss), w)
+    saved = [x for x in jax.tree.leaves(vjp) if hasattr(x, "dtype")]
+    tiles = (M + 8 * 31) // 32
+    codes = sorted(x.shape for x in saved if x.dtype == jnp.int8)
+    assert codes == [(2, 8, K, K), (2, tiles, K, 32)]
+    floats = [x.shape for x in saved if x.dtype == jnp.float32 and x.size >= M * K]
+    assert set(floats) <= {w.shape, (2, M, K)}  # the layers' inputs
+
+
+@pytest.mark.exhaustive
+def test_many_experts_compile_as_fast_as_few():
+    def size(groups):
+        loss, w = scanned_experts(groups)
+        compiled = jax.jit(jax.grad(loss)).lower(w).compile()
+        return compiled.as_text().count(" = ")
+
+    assert size(64) < 1.25 * size(4)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -177,9 +227,9 @@ def test_no_rows_and_vmap():
         ({"theta": -1.0}, ValueError, "at least 0; got -1.0"),
         ({"precision": "highest"}, ValueError, "precision=highest cannot be met"),
         (
-            {"implementation": "triton"},
+            {"implementation": "mosaic"},
             ValueError,
-            "triton cannot do ragged_mat.* no kernel",
+            "mosaic cannot do ragged_matmul: it needs a GPU",
         ),
     ],
 )
@@ -189,19 +239,23 @@ def test_unsupported_arguments_are_named(change, error, message):
         ragged_dot(**options)
 
 
-def test_on_a_gpu_it_says_that_there_is_no_kernel(monkeypatch):
+def test_its_ops_have_kernels_on_a_gpu(monkeypatch):
     device = types.SimpleNamespace(compute_capability="9.0")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    choice = dispatch.choose("ragged_matmul", (128, 128, 128))
-    assert choice.implementation == "reference"
-    assert "not mosaic: it has no kernel for this op; not triton: it" in choice.reason
-    with pytest.raises(ValueError, match="cannot do ragged_contraction: it has no ker"):
-        dispatch.choose("ragged_contraction", (32, 32, 32), implementation="mosaic")
-    layer_names.clear()
-    with pytest.warns(UserWarning, match="ragged_matmul, ragged_contraction run as"):
-        dispatch.warn_of_reference(choice, (128, 128, 128))
+
+    def backends(block_shape):
+        return [
+            dispatch.choose(op, block_shape[: 2 if "quantize" in op else 3]).backend
+            for op in dispatch.OPS
+            if op.startswith("ragged")
+        ]
+
+    assert backends((128,) * 3) == ["triton", "triton", "mosaic", "mosaic"]
+    assert backends((32,) * 3) == ["triton"] * 4
+    device.compute_capability = "8.0"
+    assert backends((128,) * 3) == ["triton"] * 4
 
 
 class Experts(nn.Module):

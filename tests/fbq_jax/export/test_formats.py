@@ -1,5 +1,7 @@
 """The codes of frozen layers, and the formats that store them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -66,6 +68,15 @@ def test_blockwise_int8_takes_the_largest_rows_that_all_weights_have():
         assert scales.dtype == np.float32
 
 
+def test_blockwise_int8_has_whole_blocks_in_each_part_of_a_joined_weight():
+    # K and V of 64 outputs each have one scale.
+    codes, scales = np.zeros((256, 32)), np.arange(256)[:, None] // 128
+    encode = FORMATS["blockwise_int8"]
+    for parts, size in (((), 128), ((128, 128), 128), ((128, 64, 64), 64)):
+        joined = dataclasses.replace(weight(codes, scales), parts=parts)
+        assert encode({"a": joined}, BFLOAT16)[1]["weight_block_size"] == [size, 32]
+
+
 def test_compressed_tensors_packs_four_codes_in_a_word():
     codes = weight([[-127, 0, 1, 127] * 8], [[0.1]])
     tensors, config = FORMATS["compressed-tensors"]({"a.weight": codes}, BFLOAT16)
@@ -95,7 +106,7 @@ def test_compressed_tensors_packs_four_codes_in_a_word():
         ),
     ],
 )
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["blockwise_int8", "compressed-tensors"])
 def test_weights_that_a_format_cannot_hold_are_named(name, weights, message):
     with pytest.raises(ExportError, match=message):
         FORMATS[name](weights, BFLOAT16)
@@ -105,6 +116,66 @@ def test_rows_that_share_no_scales_are_named():
     rows = weight(np.zeros((32, 32)), np.arange(32)[:, None])
     with pytest.raises(ExportError, match="at least 16 outputs; a cannot be divided"):
         FORMATS["blockwise_int8"]({"a": rows}, BFLOAT16)
+
+
+def q8_0(weight):
+    """The scales and codes in the blocks of a weight."""
+    (blocks,) = FORMATS["gguf"]({"a.weight": weight}, BFLOAT16)[0].values()
+    blocks = blocks.reshape(len(blocks), -1, 34)
+    codes = blocks[..., 2:].reshape(len(blocks), -1).view(np.int8)
+    return blocks[..., :2].view(np.float16)[..., 0], codes
+
+
+def test_q8_0_repeats_the_scales_of_larger_blocks():
+    random = np.random.default_rng(0)
+    codes = random.integers(-127, 128, (3, 160), np.int8)
+    stored = weight(codes, random.uniform(0.001, 0.1, (3, 2)), 128)
+    scales, kept = q8_0(stored)
+    np.testing.assert_array_equal(kept, codes)  # byte for byte
+    every = stored.scales[:, [0, 0, 0, 0, 1]]
+    np.testing.assert_array_equal(scales, every.astype(np.float16))
+
+
+def test_gguf_reads_the_values_of_q8_0():
+    gguf = pytest.importorskip("gguf", reason="reads the blocks")
+    random = np.random.default_rng(0)
+    stored = weight(random.integers(-127, 128, (3, 64)), random.uniform(1, 2, (3, 2)))
+    tensors, config = FORMATS["gguf"]({"a.weight": stored}, BFLOAT16)
+    values = gguf.dequantize(tensors["a.weight"], gguf.GGMLQuantizationType.Q8_0)
+    every = stored.scales.astype(np.float16).astype(np.float32).repeat(32, 1)
+    np.testing.assert_array_equal(values, stored.codes * every)
+    assert config == {}
+
+
+def test_float16_scales_lose_one_part_in_2048_at_most():
+    scales = 2.0 ** np.random.default_rng(0).uniform(-14, 15.9, (4096, 1))
+    found, _ = q8_0(weight(np.zeros((4096, 32)), scales))
+    error = np.abs(found.astype("f4") / scales.astype("f4") - 1)
+    assert 2**-12 < error.max() <= 2**-11
+
+
+def test_small_scales_lose_more_and_a_warning_says_so():
+    # Scales below 2^-14 have steps of 2^-24, and 0 is the nearest below 2^-25.
+    scales = np.float32([[0.1], [2.0**-14], [2.5 * 2.0**-24], [2.0**-26]])
+    message = "2 of 4 blocks have scales below 2.* change by up to 1 of"
+    with pytest.warns(UserWarning, match=message):
+        found, _ = q8_0(weight(np.ones((4, 32)), scales))
+    np.testing.assert_array_equal(found[1:, 0], [2.0**-14, 2.0**-23, 0])
+    found, _ = q8_0(weight(np.zeros((1, 32)), [[0.0]]))  # an empty block is exact
+    assert found == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (weight(np.zeros((2, 40)), np.ones((2, 2))), "multiples of 32, .* a has 40 in"),
+        (weight(np.zeros((2, 32)), [[1.0], [7e4]]), "scales up to 65504; a has 70000"),
+        (weight(np.zeros((1, 32)), [[np.nan]]), "scales up to 65504; a has nan"),
+    ],
+)
+def test_weights_that_q8_0_cannot_hold_are_named(stored, message):
+    with pytest.raises(ExportError, match=message):
+        FORMATS["gguf"]({"a": stored}, BFLOAT16)
 
 
 def test_frozen_layers_under_scan_have_a_stack_of_weights():

@@ -100,6 +100,7 @@ def floats():
 ORDERS = {
     "LoRA, quantize": (add_lora, quantize),
     "quantize, LoRA": (quantize, add_lora),
+    "LoRA, quantize, LoRA": (add_lora, quantize, add_lora),
 }
 
 
@@ -129,6 +130,7 @@ FROZEN = {
     "quantize, LoRA, freeze": (quantize, add_lora, freeze),
     "LoRA, quantize, freeze": (add_lora, quantize, freeze),
     "quantize, freeze, LoRA": (quantize, freeze, add_lora),
+    "LoRA, quantize, freeze, LoRA": (add_lora, quantize, freeze, add_lora),
 }
 
 
@@ -213,6 +215,7 @@ def train_linen(model, steps=4):
 LINEN_ORDERS = {
     "LoRA, quantize": (add_linen_lora, quantize_linen),
     "quantize, LoRA": (quantize_linen, add_linen_lora),
+    "LoRA, quantize, LoRA": (add_linen_lora, quantize_linen, add_linen_lora),
 }
 
 
@@ -239,6 +242,16 @@ def test_lora_on_a_frozen_linen_layer_is_refused():
     frozen = fbq_jax.freeze(base, variables, x)
     with pytest.raises(ValueError, match=r"layer '\(root\)' is frozen, and LoRA finds"):
         jax.eval_shape(model.apply, frozen, x)
+
+
+def test_lora_on_frozen_linen_code_is_refused():
+    rules = {"dense": None, ".*": SMALL}
+    base, _ = qwix.quantize(Linen(), rules, jax.random.key(0), TOKENS)
+    model = add_linen_lora(base)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+    frozen = fbq_jax.freeze(base, variables, TOKENS)
+    with pytest.raises(ValueError, match="layer 'w' is frozen, and LoRA finds no par"):
+        jax.eval_shape(model.apply, frozen, TOKENS)
 
 
 def test_ops_that_qwix_does_not_see_in_linen_are_named():

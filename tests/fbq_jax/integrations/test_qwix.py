@@ -159,6 +159,7 @@ def test_convolutions_and_einsums_of_several_axes():
     assert len(report.products) == 3
 
 
+@pytest.mark.exhaustive
 def test_layers_that_take_an_op_and_others_in_one_model():
     class Model(nn.Module):
         @nn.compact
@@ -175,8 +176,71 @@ def test_layers_that_take_an_op_and_others_in_one_model():
         "dense/kernel",
         "embed/embedding",
     }
-    with pytest.raises(ValueError, match=r"'kernel', .*; these have none: embed"):
-        fbq_jax.freeze(model, variables, tokens)
+    frozen = fbq_jax.freeze(model, variables, tokens)
+    serve = jax.jit(model.apply)
+    np.testing.assert_array_equal(serve(frozen, tokens), serve(variables, tokens))
+    kept = frozen["params"]["embed"]["embedding"]  # a gather reads it, too
+    assert kept is variables["params"]["embed"]["embedding"]
+    with pytest.raises(ValueError, match="has no codes in the collection"):
+        serve({**frozen, "fallback": variables["fallback"]}, tokens)
+
+
+class Gated(nn.Module):
+    """A block whose einsums share its scope, with two matrices in one parameter."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        gating, down = NamedEinsum("gating_einsum", (2, 48, 32)), NamedEinsum("w")
+        nn.share_scope(self, gating)
+        nn.share_scope(self, down)
+        gate = gating("...d,nfd->...nf", x)
+        return x + down(
+            "...f,fd->...d", nn.gelu(gate[..., 0, :]) * gate[..., 1, :]
+        ), None
+
+
+class NamedEinsum(nn.Module):
+    weight_name: str
+    shape: tuple[int, ...] = (48, 32)
+
+    def setup(self):
+        self.w = self.param(self.weight_name, nn.initializers.normal(0.1), self.shape)
+
+    def __call__(self, equation, x):
+        w = self.w.astype(jnp.bfloat16).astype(x.dtype)
+        return jnp.einsum(equation, x, w)
+
+
+class GatedStack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x, _ = Gated(name="first")(x)
+        scan = nn.scan(
+            nn.remat(Gated), {"params": 0}, split_rngs={"params": True}, length=2
+        )
+        return scan(name="layers")(x, None)[0]
+
+
+def test_frozen_linen_modules_that_multiply_in_their_own_code():
+    started = Recipe(block=32, start=2.0)
+    model, _ = qwix.quantize(GatedStack(), {".*": started}, KEY, X)
+    variables = jax.jit(model.init)(KEY, X)
+    frozen = fbq_jax.freeze(model, variables, X)
+    assert jax.tree.leaves(frozen["params"]) == []
+    codes = frozen["fallback"]["layers"]["dot_general"]["weight"].codes
+    assert codes.mT.shape == (2, 1, 32, 96)
+    serve = jax.jit(model.apply)
+    np.testing.assert_array_equal(serve(frozen, X), serve(variables, X))
+    with pytest.raises(
+        ValueError, match="both the codes of a frozen weight and an unq"
+    ):
+        serve({**frozen, "params": variables["params"]}, X)
+    with pytest.raises(ValueError, match="has no codes in the collection 'fallback'"):
+        serve({**frozen, "fallback": variables["fallback"]}, X)
+    with pytest.raises(
+        (AttributeError, ValueError), match=r"FrozenParameter|is frozen"
+    ):
+        GatedStack().apply(frozen, X)
 
 
 def test_state_does_not_leave_transformations_that_are_not_flaxs():
@@ -219,6 +283,7 @@ class NnxModel(nnx.Module):
         return self.embed.attend(self.head(self.dense(self.encode(tokens))))
 
 
+@pytest.mark.exhaustive
 def test_nnx_modules_that_multiply_in_their_own_code():
     tokens = jnp.arange(32).reshape(4, 8) % 16
     model = NnxModel(nnx.Rngs(0))
@@ -293,6 +358,38 @@ def test_frozen_nnx_modules_that_multiply_in_their_own_code():
     model.eval()
     serve = nnx.jit(lambda model: model(tokens))
     np.testing.assert_array_equal(serve(frozen), serve(model))
+
+
+def test_linen_states_that_do_not_tell_parameters_apart_are_not_frozen():
+    class Methods(nn.Module):
+        def setup(self):
+            self.a, self.b = Matrix(), Matrix()
+
+        def by(self, x, name):
+            return x @ getattr(self, name).w
+
+    class Matrix(nn.Module):
+        def setup(self):
+            self.w = self.param("w", nn.initializers.normal(), (32, 32))
+
+        def parts(self, x):
+            return x @ self.w.reshape(32, 32).T + x @ self.w
+
+    started = {".*": Recipe(block=32, start=2.0)}
+    model, _ = qwix.quantize(Methods(), started, KEY, X, "a", method="by")
+    variables = jax.jit(lambda: model.init(KEY, X, "a", method="by"))()
+    params = {**variables["params"], "b": variables["params"]["a"]}
+    variables = {**variables, "params": params}
+    frozen = fbq_jax.freeze(model, variables, X, "a", method="by")
+    with pytest.raises(ValueError, match="has both the codes of a frozen weight"):
+        jax.eval_shape(lambda: model.apply(frozen, X, "b", method="by"))
+    frozen["params"]["b"] = frozen["params"]["a"]
+    with pytest.raises(ValueError, match="has the codes of 'a/w', but multiplies by"):
+        jax.eval_shape(lambda: model.apply(frozen, X, "b", method="by"))
+    model, _ = qwix.quantize(Matrix(), started, KEY, X, method="parts")
+    variables = jax.jit(lambda: model.init(KEY, X, method="parts"))()
+    with pytest.raises(ValueError, match="multiplies by several parts"):
+        fbq_jax.freeze(model, variables, X, method="parts")
 
 
 def test_parts_of_a_parameter_are_not_frozen():

@@ -6,6 +6,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -214,6 +215,37 @@ def test_save_codes_saves_codes_only():
         if x.dtype == jnp.float32 and x.size >= 64 * 64 and x.shape not in inputs
     ]
     assert activations in ([], [X.shape])
+
+
+class Chain(nn.Module):
+    """Layers whose gradients read no layer's output."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("first", "second"):
+            x = nn.Dense(128, use_bias=False, dot_general=SMALL, name=name)(x)
+        return x
+
+
+def test_save_codes_recomputes_no_product():
+    def products(layer):
+        variables = jax.eval_shape(init, layer())
+        traced = train_step.trace(layer(), variables, X)
+        return count_equations(traced.jaxpr.jaxpr, "dot_general")
+
+    assert products(nn.remat(Chain, policy=save_codes)) == products(Chain)
+
+
+def count_equations(jaxpr, primitive):
+    """The equations of a primitive, in all inner programs too."""
+    return sum(
+        (eqn.primitive.name == primitive)
+        + sum(
+            count_equations(getattr(inner, "jaxpr", inner), primitive)
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params)
+        )
+        for eqn in jaxpr.eqns
+    )
 
 
 def test_gradient_accumulation_in_a_scan_carries_the_state():

@@ -94,6 +94,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_every_forward_pass_runs_from_frozen_codes():
     dtype = jnp.bfloat16
     x = X.reshape(1, -1, 80).astype(dtype)
@@ -292,7 +293,9 @@ def test_custom_layers():
     assert same_bits(plain.apply(frozen, X), plain.apply(variables, X))
     with pytest.raises(ValueError, match=r"does not run \(root\);"):
         fbq_jax.freeze(plain, variables, X, method="without")
+    other = Custom("weight")
+    variables_of_other = other.init(jax.random.key(1), X)
     with pytest.raises(ValueError, match="whose weight is their parameter 'kernel'"):
-        fbq_jax.freeze(Custom("weight"), {**variables, "params": {"weight": X}}, X)
+        fbq_jax.freeze(other, variables_of_other, X)
     with pytest.raises(ValueError, match="reads its kernel other than by multiplying"):
         fbq_jax.freeze(Custom("kernel", regularized=True), variables, X)

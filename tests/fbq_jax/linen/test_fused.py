@@ -69,7 +69,9 @@ def with_theta(variables, collection, theta):
     [
         (0, Recipe(block=32), 8.0, "_overwrite_with_gradient"),
         (F, Recipe(block=(32, 128, 64)), None, "fallback"),
-        (F, recipes.jetfire, None, "fallback"),
+        pytest.param(
+            F, recipes.jetfire, None, "fallback", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_fused_modules_equal_the_layers_in_sequence(hidden, recipe, theta, collection):

@@ -72,6 +72,7 @@ def test_on_one_device(traces):
     }
 
 
+@pytest.mark.exhaustive
 def test_on_several_devices(traces):
     """XLA partitions each call, but equal shards share what was traced."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -169,6 +169,7 @@ def test_saved_activations_are_int8():
     assert shapes_of(float_activations(saved)) == shapes_of(QKV)
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_unbiased_given_the_saved_values():
     """Their mean over many seeds is the backward pass without rounding."""
     draws = 32
@@ -296,6 +297,7 @@ def train_to_copy(model, variables, steps):
     return state, losses
 
 
+@pytest.mark.exhaustive
 def test_training_follows_the_float_blocks():
     steps = 120
     int8, flax = variables_of_both()

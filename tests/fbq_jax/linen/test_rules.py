@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -11,6 +12,7 @@ from flax import nnx
 import fbq_jax
 from fbq_jax import FallbackDot, GatedMLP, Recipe, RulesDot, fallback_stats, recipes
 from fbq_jax.nnx import apply_rules
+from fbq_jax.nnx.dot import FallbackState
 
 SMALL = Recipe(block=32)
 PLAIN = Recipe(block=32, criterion=None)
@@ -180,21 +182,42 @@ def test_each_nnx_layer_gets_its_own_dot():
     np.testing.assert_array_equal(model(X), NnxModel(nnx.Rngs(1))(X))
 
 
-def test_nnx_stacks_take_rules_where_a_layer_is_made():
-    def build(rules):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap
-        def layers(rngs):
-            mlp = NnxMlp(rngs)
-            apply_rules(mlp, rules, rngs=rngs)
-            return mlp
+def nnx_stack(rules, out_axes=0):
+    """Three MLPs, with rules applied where one of them is made."""
 
-        return layers(nnx.Rngs(0))
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(out_axes=out_axes)
+    def layers(rngs):
+        mlp = NnxMlp(rngs)
+        apply_rules(mlp, rules, rngs=rngs)
+        return mlp
 
-    stack = build({".*": SMALL})
-    assert np.unique(stack.up.dot_general.seed[...]).size == 3
-    floats = build({})
+    return layers(nnx.Rngs(0))
+
+
+def test_nnx_stacks_take_rules_before_and_after_they_are_made():
+    stack, floats = nnx_stack({".*": SMALL}), nnx_stack({})
+    apply_rules(floats, {".*": SMALL}, rngs=nnx.Rngs(3))
+    for model in (stack, floats):
+        seeds = [model.up.dot_general.seed[...], model.down.dot_general.seed[...]]
+        assert np.unique(seeds).size == 6
+    nnx.update(floats, nnx.state(stack, FallbackState))
+
+    @nnx.jit
+    def call(model, x):
+        scan = nnx.scan(
+            lambda x, mlp: mlp(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        return nnx.grad(lambda model: jnp.sum(scan(x, model) ** 2))(model)
+
+    grads = call(stack, X), call(floats, X)
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+    assert floats.up.dot_general.count[...].tolist() == [1, 1, 1]
+
+
+def test_nnx_stacks_have_their_axis_first():
+    floats = nnx_stack({}, out_axes=1)
     apply_rules(floats, {".*": None})
-    with pytest.raises(ValueError, match=r"'up' is a stack .* \(3, 32, 48\)"):
+    with pytest.raises(ValueError, match=r"'up' .* \(32, 3, 48\), .* \(32, 48\): a st"):
         apply_rules(floats, {"down": None, "up": SMALL})
     assert fbq_jax.nnx.fallback_stats(floats) == {}

@@ -56,6 +56,7 @@ def test_evaluation_needs_parameters_only(recipe):
     np.testing.assert_array_equal(model.apply({"params": variables["params"]}, X), want)
 
 
+@pytest.mark.exhaustive
 def test_each_key_is_other_noise():
     model = dense(BLOCK)
     params = params_of(model)
@@ -208,8 +209,13 @@ def test_remat_draws_the_same_noise_again():
     [
         GatedMLP(16, dot_general=DOT),
         nn.Dense(24, dot_general=RulesDot({".*": BLOCK})),
-        nn.MultiHeadDotProductAttention(2, qkv_dot_general=DOT, out_dot_general=DOT),
-        Int8MLP(16),
+        pytest.param(
+            nn.MultiHeadDotProductAttention(
+                2, qkv_dot_general=DOT, out_dot_general=DOT
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(Int8MLP(16), marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_layer_takes_the_key(model):

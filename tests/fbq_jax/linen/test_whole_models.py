@@ -149,7 +149,18 @@ def train(model, steps=2):
     return variables
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+FAST = ("unrolled", "scan")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            make, id=name, marks=() if name in FAST else pytest.mark.exhaustive
+        )
+        for name, make in MODELS.items()
+    ],
+)
 def test_same_bits_as_injection_by_hand(make):
     model, report = quantize(make(), RULES, KEY, X)
     variables = train(model)
@@ -236,6 +247,7 @@ def test_inside_another_model():
     assert names == {"inner/up/kernel": SMALL, "last/kernel": recipes.block}
 
 
+@pytest.mark.exhaustive
 def test_all_methods_and_functions_of_the_model():
     model, _ = quantize(Setup(), {".*": SMALL}, KEY, X)
     variables = model.init(KEY, X)
@@ -249,6 +261,7 @@ def test_all_methods_and_functions_of_the_model():
     assert [p.parameter for p in report.products] == ["up/kernel"]
 
 
+@pytest.mark.exhaustive
 def test_freeze_serves_it():
     model, _ = quantize(Scanned(), {"head": None, ".*": recipes.fallback}, KEY, X)
     variables = train(model, 1)

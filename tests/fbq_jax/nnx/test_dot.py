@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fbq_jax import Recipe, assert_live
-from fbq_jax.nnx import FallbackDot, FallbackState, evaluation, fallback_stats
+from fbq_jax import Recipe, assert_live, recipes
+from fbq_jax.nnx import (
+    FallbackDot,
+    FallbackState,
+    evaluation,
+    fallback_stats,
+    name_layers,
+    quantize,
+)
 
 RECIPE = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (128, 64))
@@ -148,6 +155,18 @@ def test_scan_over_layers():
     assert stats["up"].count.tolist() == [1, 1]
     assert np.unique(stats["up"].theta).size == 2
     assert np.unique(layers.up.dot_general.seed[...]).size == 2
+
+
+def test_transformations_of_jax_keep_the_state_inside():
+    """An error, unless the recipe has no use for a state."""
+    model = Mlp(nnx.Rngs(1))
+    name_layers(model)
+    call = nnx.jit(lambda model, x: jax.checkpoint(model)(x))
+    with pytest.raises(ValueError, match="up: its state cannot leave"):
+        call(model, X)
+    expected = nnx.jit(lambda model, x: model(x))
+    quantize(model, {".*": recipes.rowwise})
+    np.testing.assert_array_equal(call(model, X), expected(model, X))
 
 
 def test_state_has_its_own_variable_type():

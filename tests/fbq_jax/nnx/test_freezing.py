@@ -148,7 +148,7 @@ def test_layers_that_cannot_be_frozen_are_named():
     layer = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="does not run layer;"):
         freeze(Idle(layer), X)
-    with pytest.raises(ValueError, match=r"nnx.Conv; .*'layer/dot_general' of a Own"):
+    with pytest.raises(ValueError, match=r"MoEMLP; .*'layer/dot_general' of a Own"):
         freeze(Idle(Own()), X)
     with pytest.raises(ValueError, match="'layer/dot_general' of a FallbackEinsum"):
         freeze(Idle(FallbackEinsum(recipes.block)), X)
@@ -198,3 +198,14 @@ def test_an_einsum_of_two_products_is_refused(monkeypatch):
     monkeypatch.setattr(Experts, "__call__", Experts.twice)
     with pytest.raises(ValueError, match=r"layer 'up' has codes for one product"):
         freeze(Experts(), EXPERTS)
+
+
+def test_a_kernel_that_something_else_reads_is_refused():
+    class Sharded(nnx.Linear):
+        def __call__(self, x):
+            return super().__call__(x).astype(jax.typeof(self.kernel[...]).dtype)
+
+    dot = FallbackDot(recipes.block)
+    layer = Sharded(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="reads a layer's kernel other than by multi"):
+        freeze(layer, X)

@@ -14,6 +14,7 @@ import pytest
 
 from fbq_jax import dot_general, ops, recipes
 from fbq_jax.kernels import packing, reference
+from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op
@@ -39,6 +40,7 @@ SLOPES = packing.quantize(X, 10)
 CODES = Quantized(jnp.ones((2, 32, 64), jnp.int8), jnp.ones((2, 1, 2)))
 TILES = Quantized(jnp.ones((2, 64, 32), jnp.int8), jnp.ones((2, 2, 1)))
 GROUPS = jnp.arange(2)
+ROWS = GroupedRows(X[0], *([jnp.ones(1, jnp.int32)] * 2))
 
 # Operands and options of each op.
 CALLS = {
@@ -59,6 +61,11 @@ CALLS = {
         FUSED_BLOCK | ABSMAX | {"colwise": None},
     ),
     "silu_gate_grad_quantize": ((X, SLOPES, SLOPES, SEEDS), FUSED_BLOCK | BOTH),
+    "ragged_quantize": ((ROWS, SEEDS), BLOCK | BOTH),
+    "ragged_quantize_fallback": (
+        (ROWS, THETA, SEEDS),
+        BLOCK | ABSMAX | {"colwise": None},
+    ),
     "ragged_matmul": ((CODES, None, CODES, GROUPS), PRODUCT),
     "ragged_contraction": ((TILES, TILES, GROUPS), PRODUCT | {"size": 2}),
 }

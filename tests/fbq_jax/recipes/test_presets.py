@@ -81,6 +81,23 @@ def aqt_int8_local(x, w, dy, shards=4):
     return *aqt_int8(x, w, dy)[:2], dw
 
 
+def row_block(x, w, dy, side=128):
+    """W has square blocks; a token of X or dY, or a channel in dW, its own scales."""
+    y = oracle.quantize(x, (1, side))[2] @ oracle.quantize(w, (side, side))[2]
+    noise = oracle.noise(SEED, dy.shape)
+    dx = oracle.quantize(dy, (1, side), noise)[2]
+    dx = dx @ oracle.quantize(w, (side, side))[2].T
+    x_noise = oracle.noise(seed_of(KEY, 0), x.shape)
+    dw = oracle.quantize(x, (side, 1), x_noise)[2].T
+    return y, dx, dw @ oracle.quantize(dy, (side, 1), noise)[2]
+
+
+def row_block_codes(x, w, dy):
+    """An unquantized dW that reads the values of forward codes."""
+    values = oracle.quantize(x, (1, 32))[2]
+    return *row_block(x, w, dy, 32)[:2], values.T @ dy
+
+
 def rowwise_dw_alone(x, w, dy):
     x64, w64, dy64 = (np.float64(matrix) for matrix in (x, w, dy))
     return x64 @ w64, dy64 @ w64.T, rowwise(x, w, dy)[2]
@@ -95,6 +112,8 @@ def backward_of_codes(x, w, dy):
 OF_CODES = Gemm(lhs=None, rhs=None, keeps="codes")
 VARIANTS = {
     "jetfire_64": dataclasses.replace(recipes.jetfire, block=64),
+    "row_block_32": dataclasses.replace(recipes.row_block, block=32),
+    "row_block_codes": dataclasses.replace(recipes.row_block, block=32, drhs=OF_CODES),
     "rowwise_dw_alone": dataclasses.replace(
         recipes.rowwise, fwd=FLOAT_GEMM, dlhs=FLOAT_GEMM
     ),
@@ -113,6 +132,9 @@ EQUATIONS = [
     rowwise,
     aqt_int8,
     aqt_int8_local,
+    row_block,
+    functools.partial(row_block, side=32),
+    row_block_codes,
     rowwise_dw_alone,
     backward_of_codes,
 ]
@@ -120,7 +142,7 @@ EQUATIONS = [
 
 def name_of(equations):
     if isinstance(equations, functools.partial):
-        return "jetfire_64"
+        return f"{equations.func.__name__}_{equations.keywords['side']}"
     return equations.__name__
 
 
@@ -135,7 +157,8 @@ def test_equations(equations):
 
 
 def test_every_recipe_has_its_equations():
-    method = {"fallback", "block", "fallback_rowwise_bwd"}  # in test_dot_general.py
+    # test_dot_general.py has those of the method and its variants.
+    method = {"fallback", "block", "fallback_rowwise_bwd", "fallback_hadamard"}
     assert set(recipes.NAMED) == method | set(map(name_of, EQUATIONS)) - set(VARIANTS)
     assert list(RECIPES) == ["bf16", *recipes.NAMED, "fp8_delayed", "fp8_current"]
 
@@ -150,8 +173,12 @@ def cells(name, recipe):
                 yield "codes of Y" if kept and gemm.keeps == "codes" else "float"
                 continue
             words = [quantizer.scales]
+            if quantizer.scales == "row_block":
+                words = [f"1x{recipe.lhs_block[1]}"]
             if quantizer.scales == "block":
                 words = ["{}x{}".format(*recipe.lhs_block)]
+            if quantizer.hadamard:
+                words.insert(0, "Hadamard,")
             if quantizer.shards > 1:
                 words.append(f"of {quantizer.shards} shards")
             if recipe.bound != 127.0:

@@ -70,15 +70,43 @@ def test_a_layer_stays_in_float_only_where_maps_are_measured(fields):
 
 FLOATS = {"lhs": None, "rhs": None}
 ROW = Gemm(scales="row")
+ROWS_AND_BLOCKS = Gemm(scales=("row_block", "block"))
 
 
 @pytest.mark.parametrize(
     ("fields", "named", "takes"),
     [
-        ({"fwd": Gemm(scales="column")}, "fwd.scales", "'block', 'row', 'tensor'"),
+        ({"fwd": Gemm(scales="column")}, "fwd.scales", "'row_block', 'row', 'tensor'"),
         ({"fwd": Gemm(scales=["row", "row"])}, "fwd.scales", "or a pair of them"),
         ({"fwd": Gemm(scales=("row", "block"))}, "fwd.scales", "for neither"),
         ({"fwd": ROW}, "fwd.scales", "'block' with fallback"),
+        ({"fwd": ROWS_AND_BLOCKS}, "fwd.scales", "'block' with fallback"),
+        ({"drhs": Gemm(scales=("row_block", "row"))}, "drhs.scales", "for neither"),
+        ({"drhs": Gemm(scales="row_block", shards=2)}, "drhs.shards", "1, except in"),
+        ({"drhs": Gemm(hadamard=True)}, "drhs.hadamard", "scales 'row' or 'row_block'"),
+        ({"drhs": Gemm(hadamard=1)}, "drhs.hadamard", "True or False"),
+        ({"dlhs": Gemm(scales="row", hadamard=True)}, "dlhs.hadamard", "in a drhs"),
+        ({"drhs": Gemm(**FLOATS, hadamard=True)}, "drhs.hadamard", "False, except"),
+        ({"drhs": Gemm(scales="row", fallback=True)}, "drhs.fallback", "block scales"),
+        ({"drhs": Gemm(**FLOATS, fallback=True)}, "drhs.fallback", "block scales"),
+        ({"dlhs": Gemm(fallback=True)}, "dlhs.fallback", "in a drhs"),
+        ({"drhs": Gemm(fallback="lhs")}, "drhs.fallback", "True or False"),
+        (
+            {"criterion": None, "drhs": Gemm(rhs="stochastic", fallback=True)},
+            "drhs.fallback",
+            "without fallback in the forward GEMM",
+        ),
+        (
+            {
+                "criterion": None,
+                "bound": 127.5,
+                "fwd": ROWS_AND_BLOCKS,
+                "dlhs": ROW,
+                "drhs": ROW,
+            },
+            "bound",
+            "127.0 with block scales, as in fwd",
+        ),
         ({"fwd": FLOAT_GEMM}, "fwd.lhs", "'nearest' with fallback"),
         ({"drhs": Gemm(rhs=None)}, "drhs.rhs", "a rounding if lhs has one"),
         ({"drhs": Gemm(lhs=None)}, "drhs.rhs", "None if lhs is"),
@@ -122,8 +150,8 @@ def test_bad_combinations_are_named(fields, named, takes):
 def test_scales_are_a_pair():
     assert Gemm(scales="row") == Gemm(scales=("row", "row"))
     lhs, rhs = Gemm(rhs="stochastic", scales=("row", "tensor")).quantizers
-    assert lhs == ("nearest", "row", 1)
-    assert rhs == ("stochastic", "tensor", 1)
+    assert lhs == ("nearest", "row", 1, False)
+    assert rhs == ("stochastic", "tensor", 1, False)
     assert FLOAT_GEMM.quantizers == (None, None)
 
 

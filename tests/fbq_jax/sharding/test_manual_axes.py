@@ -86,6 +86,7 @@ def test_each_device_draws_its_own_noise(name):
     assert distinct(dx) == distinct(dw) == DEVICES
 
 
+@pytest.mark.exhaustive
 def test_errors_of_devices_average_out():
     """The mean over four devices has a quarter of one device's variance."""
     keys = jax.random.split(KEY, 64)

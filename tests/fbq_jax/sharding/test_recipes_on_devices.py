@@ -50,6 +50,12 @@ COLLECTIVES = {
         *(*CODES_OF_W, *SUM),
         *(*scales(BLOCKS, K, K), *maxima(N, K)),
     ],
+    # Each device transforms its own tokens.
+    "fallback_hadamard": [
+        *(*CODES_OF_W, *SUM),
+        *(*scales(BLOCKS, K, K), *maxima(N, K)),
+    ],
+    "row_block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "jetfire": [*CODES_OF_W, *SUM, *scales(BLOCKS_OF_32, BLOCKS_OF_32)],
     "switchback": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
     "switchback_m": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],

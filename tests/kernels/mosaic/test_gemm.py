@@ -32,9 +32,8 @@ SUPPORTED = [
 MANY_TILES = Case((2, 130, 650, 450), (128, 128, 128), 0.4)
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Returns the interpreted ``matmul`` for a given configuration."""
+def interpreted_kernels(monkeypatch):
+    """Makes the GEMM run in the interpreters."""
     schedule = triton_tools.interpreted("gemm_schedule")
     abs_sums = triton_tools.interpreted("abs_sums")
     monkeypatch.setattr(gemm, "_num_sms", lambda: mosaic_tools.NUM_SMS)
@@ -43,6 +42,12 @@ def interpreted(monkeypatch):
     # The interpreter's accumulators start at 0, whatever is stored in them.
     monkeypatch.setattr(gemm_promotion, "reset", lambda _: None)
     monkeypatch.setattr(gemm_promotion, "biased_float", _biased_float)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Returns the interpreted ``matmul`` for a given configuration."""
+    interpreted_kernels(monkeypatch)
 
     def bind(config=None):
         matmul = functools.partial(gemm.matmul, config=config)
@@ -176,15 +181,20 @@ def _stand_in_for_max_abs_sum(codes):
     return jnp.ones((batch, rows // BLOCK, depth // BLOCK))
 
 
+def replace_triton_kernels(monkeypatch):
+    """Makes the GEMM compile for an H200 without Triton kernels before it."""
+    monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
+    monkeypatch.setattr(gemm, "list_steps", _stand_in_for_list_steps)
+    monkeypatch.setattr(gemm, "max_abs_sum", _stand_in_for_max_abs_sum)
+
+
 @pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("wide", [0, 16, 32])
 def test_compiles_to_wgmma_without_spills(monkeypatch, wide, fallback, dtype):
-    monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
-    monkeypatch.setattr(gemm, "list_steps", _stand_in_for_list_steps)
-    monkeypatch.setattr(gemm, "max_abs_sum", _stand_in_for_max_abs_sum)
+    replace_triton_kernels(monkeypatch)
     matmul = functools.partial(
         gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(8, wide)
     )

@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.kernels import grouped_cases
 from tests.kernels import quantize_cases as cases
 from tests.kernels.test_reference import heavy
 from tests.kernels.triton_tools import compile_kernels, interpreted
 
 # The most shared memory of one program, in bytes, by compute capability.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+
+def slow_but_first(cases):
+    """All cases but the first are exhaustive."""
+    return [
+        cases[0],
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in cases[1:]),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +43,16 @@ def test_quantize(ops, case):
 def test_fallback(ops, case):
     shape, dtype, *options = case
     cases.check_fallback(ops, heavy(shape, dtype=dtype), *options)
+
+
+@pytest.mark.parametrize("case", slow_but_first(grouped_cases.QUANTIZE))
+def test_grouped_rows(ops, case):
+    grouped_cases.check_quantize(ops, *case)
+
+
+@pytest.mark.parametrize("case", slow_but_first(grouped_cases.FALLBACK))
+def test_grouped_rows_with_fallback(ops, case):
+    grouped_cases.check_fallback(ops, *case)
 
 
 @pytest.mark.parametrize("case", cases.VECTORS)

@@ -1,0 +1,190 @@
+"""The errors of recipes as outliers grow in X, W or dY, on any device.
+
+``python -m fbq_jax.bench errors`` writes the file. The section ``recipes`` measures all
+recipes on a GPU, with their time; here are variants that have no name, on smaller
+operands, by the reference.
+"""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax import recipes
+from fbq_jax.bench import compiled, data, linear, matmuls, memory, results
+from fbq_jax.bench.recipes import OUTLIERS, mean_row_error
+from fbq_jax.recipes.schema import Gemm, Recipe
+
+DEFAULT_PATH = Path("bench-errors.json")
+SHAPE = (2048, 1024, 512)
+# Outliers of W and dY: the largest, and the distance between channels with some.
+_OTHER_OUTLIERS = (606.0, 256)
+_GAUSSIAN = "Gaussian"
+_ALL_TOKENS = "606, all tokens"
+_W, _DY = "W up to 606", "dY up to 606"
+_NAMED = (
+    "fallback",
+    "fallback_rowwise_bwd",
+    "fallback_hadamard",
+    "rowwise",
+    "row_block",
+    "jetfire",
+)
+
+Operands = tuple[jax.Array, jax.Array, jax.Array]  # X, W and dY
+
+
+def compared_recipes() -> dict[str, Recipe]:
+    """The recipes to measure: some that have a name, and their variants."""
+    two_terms = Gemm(lhs="stochastic", rhs="stochastic", fallback=True)
+    replace = dataclasses.replace
+    row_block = recipes.row_block
+    return {name: recipes.NAMED[name] for name in _NAMED} | {
+        "fallback, dW too": replace(recipes.fallback, drhs=two_terms),
+        "fallback, dW too, half of blocks": Recipe(
+            target_rate=(0.4, 0.6), drhs=two_terms
+        ),
+        "row_block, Hadamard": replace(
+            row_block, drhs=replace(row_block.drhs, hadamard=True)
+        ),
+    }
+
+
+def run(path: Path) -> None:
+    """Measures all recipes, and writes the file.
+
+    Raises:
+      ResultsError: if the file cannot be written.
+    """
+    results.check_folder(path)
+    content = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "device": jax.devices()[0].device_kind,
+        "versions": results.versions(),
+        "shape": SHAPE,
+        "recipe_errors": list(_rows(SHAPE)),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
+    operands = dict(_operands(shape))
+    exact = {name: linear.exact_products(*arrays) for name, arrays in operands.items()}
+    for name, recipe in compared_recipes().items():
+        print(f"measuring {name}", flush=True)
+        for where, (x, w, dy) in operands.items():
+            matmul = matmuls.from_recipe(name, recipe, "reference", x)
+            step = jax.jit(linear.step_of(matmul.product))
+            *arrays, _ = step(x, w, dy, matmul.state, matmul.inputs)
+            second_terms = (matmul.fallback or 0.0) * (1 + recipe.drhs.fallback)
+            yield {
+                "what": name,
+                "data": where,
+                "fallback": matmul.fallback,
+                "extra_steps": second_terms / 3,
+                "saved_bytes": _saved_bytes(matmul, x, w),
+                "errors": _errors(arrays, exact[where]),
+            }
+
+
+def _operands(shape: tuple[int, int, int]) -> Iterator[tuple[str, Operands]]:
+    """X, W and dY by name; all are Gaussian but the one that the name is of."""
+    M, K, N = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    # In float32, normal values have longer tails than in bfloat16.
+    x, w, dy = (
+        jax.random.normal(key, sizes).astype(jnp.bfloat16)
+        for key, sizes in zip(keys, ((M, K), (K, N), (M, N)), strict=True)
+    )
+    w *= K**-0.5
+    yield _GAUSSIAN, (x, w, dy)
+    for name, outliers in OUTLIERS.items():
+        yield name, (data.swiglu(keys[0], (M, K), *outliers), w, dy)
+    yield _ALL_TOKENS, (_channel_of_outliers(keys[0], (M, K)), w, dy)
+    with_outliers = data.swiglu(keys[1], (K, N), *_OTHER_OUTLIERS) * K**-0.5
+    yield _W, (x, with_outliers, dy)
+    yield _DY, (x, w, data.swiglu(keys[2], (M, N), *_OTHER_OUTLIERS))
+
+
+def _channel_of_outliers(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A SwiGLU output whose first channel has an outlier of 10 to 606 in each token."""
+    x = data.swiglu(key, shape, *OUTLIERS["up to 606"])
+    sizes = 10.0 * 60.6 ** jax.random.uniform(key, shape[:1])
+    signs = jnp.sign(x[:, 0].astype(jnp.float32))
+    return x.at[:, 0].set((signs * sizes).astype(x.dtype))
+
+
+def _saved_bytes(matmul: matmuls.Matmul, x: jax.Array, w: jax.Array) -> float:
+    """Bytes of X and its scales saved for the backward pass, per token."""
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return matmul.product(x, w, matmul.state, matmul.inputs)
+
+    return memory.saved_bytes(product, w, x)
+
+
+def _errors(arrays: Any, exact: Any) -> dict[str, float]:
+    """The mean errors of rows (tokens; of dW, input channels) and of columns."""
+    (y, dx, dw), (exact_y, exact_dx, exact_dw) = arrays, exact
+    pairs = {
+        "y_token": (y, exact_y),
+        "y_channel": (y.T, exact_y.T),
+        "dx_token": (dx, exact_dx),
+        "dw_in": (dw, exact_dw),
+        "dw_out": (dw.T, exact_dw.T),
+    }
+    return {name: float(mean_row_error(*pair)) for name, pair in pairs.items()}
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The content of a file that ``run`` wrote; None if it holds something else."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(content, dict) and "recipe_errors" in content
+    return content if is_ours else None
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The table of a file, in Markdown: one row per recipe."""
+    versions = ", ".join(f"{name} {v}" for name, v in content["versions"].items())
+    sizes = ", ".join(map(str, content["shape"]))
+    text = (
+        f"**Errors of recipes with outliers in X, W or dY** (M, K, N = {sizes}), by "
+        f"the reference on a {content['device'].upper()}, {content['date']}, "
+        f"{versions}. "
+        "Errors compare with float32 products: for Y and dX the mean over tokens, for "
+        "dW over input channels. With outliers in W, Y's is the mean over output "
+        "channels; with outliers in dY, dW's is. Steps are those that second terms "
+        "add to the three products' own, on X up to 606. Saved is what the forward "
+        "pass keeps of X."
+    )
+    by_recipe: dict[str, dict[str, Any]] = {}
+    for row in content["recipe_errors"]:
+        by_recipe.setdefault(row["what"], {})[row["data"]] = row
+    xs = [_GAUSSIAN, *OUTLIERS, _ALL_TOKENS]
+    columns = [
+        *((f"Y, {x}", x, "y_token") for x in xs),
+        (f"Y, {_W}", _W, "y_channel"),
+        (f"dX, {_DY}", _DY, "dx_token"),
+        *((f"dW, {x}", x, "dw_in") for x in xs),
+        (f"dW, {_DY}", _DY, "dw_out"),
+    ]
+    head = ["recipe", "steps", "saved, bytes/value", *(title for title, *_ in columns)]
+    width = content["shape"][1]
+    cells = [
+        [
+            name,
+            f"+{rows['up to 606']['extra_steps']:.0%}",
+            f"{rows['up to 606']['saved_bytes'] / width:.1f}",
+            *(f"{rows[where]['errors'][error]:.3f}" for _, where, error in columns),
+        ]
+        for name, rows in by_recipe.items()
+    ]
+    return f"{text}\n\n{compiled.table(head, cells)}"

@@ -1,0 +1,370 @@
+"""Public models as their packages ship them, with tiny sizes and random weights.
+
+``pip install 'fbq-jax[models]'`` installs the packages, except two that need their own
+environments: with the ``typeguard`` of ``gemma``, Griffin does not run, and
+``jax-image-models`` and ``recurrentgemma`` exclude each other.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fbq_jax import recipes
+from fbq_jax.integrations import qwix
+from fbq_jax.linen.whole_models import quantize as quantize_linen
+from fbq_jax.nnx.rules import quantize as quantize_nnx
+from fbq_jax.recipes.rules_report import RulesReport
+
+RULES = {".*": recipes.fallback}
+TOKENS = jax.random.randint(jax.random.key(3), (2, 16), 0, 64)
+POSITIONS = jnp.broadcast_to(jnp.arange(16), (2, 16))
+MASK = jnp.broadcast_to(jnp.tril(jnp.ones((16, 16), bool)), (2, 16, 16))
+_ONES = jnp.ones_like(TOKENS)
+_IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+_PATCHES = jax.random.normal(jax.random.key(2), (2, 16, 64))
+_PATCH_POSITIONS = jnp.broadcast_to(jnp.indices((4, 4)).reshape(2, 16).T, (2, 16, 2))
+_LEARNING_RATE = 0.1
+
+
+def _output(outputs: Any) -> jax.Array:
+    """The first output of a model that has several."""
+    if hasattr(outputs, "logits"):
+        return outputs.logits
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs
+
+
+def next_token_loss(outputs: Any) -> jax.Array:
+    """The cross entropy of the next token."""
+    logits = _output(outputs)[:, :-1].astype(jnp.float32)
+    scores = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(scores, TOKENS[:, 1:, None], -1))
+
+
+def mean_square(outputs: Any) -> jax.Array:
+    """The mean square of the output."""
+    return jnp.mean(_output(outputs) ** 2)
+
+
+def pairs_loss(outputs: Any) -> jax.Array:
+    """The cross entropy of each image with its own text."""
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(outputs)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublicModel:
+    """A model, and a call of it.
+
+    Attributes:
+      name: what tables call it.
+      package: the distribution that has it.
+      module: the module of the package that has it.
+      make: makes the model, from that module.
+      args: the arguments of a call.
+      kwargs: keyword arguments of the same call.
+      function: ``quantize``, with the module that has it.
+      loss: of what the model returns.
+      stacks: the paths of modules whose parameters have an axis of layers.
+    """
+
+    name: str
+    package: str
+    module: str
+    make: Callable[[Any], Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    function: str
+    loss: Callable[[Any], jax.Array] = next_token_loss
+    stacks: tuple[str, ...] = ()
+
+    def is_installed(self) -> bool:
+        """Whether a version of the package is installed that has the model."""
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:
+            return False
+
+    def build(self) -> Any:
+        """Makes the model."""
+        return self.make(importlib.import_module(self.module))
+
+    def quantize(self, model: Any) -> tuple[Any, RulesReport]:
+        """The quantized model, which in NNX is the same object, and the report."""
+        quantize = _FUNCTIONS[self.function]
+        if not isinstance(model, nnx.Module):
+            return quantize(model, RULES, jax.random.key(0), *self.args, **self.kwargs)
+        return model, quantize(
+            model, RULES, *self.args, rngs=nnx.Rngs(5), **self.kwargs
+        )
+
+    def train(self, model: Any) -> tuple[list[float], list[Any]]:
+        """Takes two steps of gradient descent.
+
+        Returns:
+          The losses; and the variables of Linen, or the state of NNX, before, between
+          and after the steps.
+        """
+        train = _train_nnx if isinstance(model, nnx.Module) else _train_linen
+        return train(model, self)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "fbq_jax.quantize": quantize_linen,
+    "fbq_jax.nnx.quantize": quantize_nnx,
+    "qwix.quantize": qwix.quantize,
+    "qwix.quantize_nnx": qwix.quantize_nnx,
+}
+
+
+def one_device() -> contextlib.AbstractContextManager[Any]:
+    """The mesh of one device, which some models need."""
+    axis = jax.sharding.AxisType.Auto
+    return jax.set_mesh(jax.make_mesh((1,), ("fsdp",), axis_types=(axis,)))
+
+
+def _train_linen(model: Any, public: PublicModel) -> tuple[list[float], list[Any]]:
+    args, kwargs = public.args, public.kwargs
+    history = [jax.jit(lambda key: model.init(key, *args, **kwargs))(jax.random.key(0))]
+
+    @jax.jit
+    def step(variables: Any) -> Any:
+        def loss(params: Any) -> Any:
+            output, state = model.apply(
+                {**variables, "params": params}, *args, mutable=["fallback"], **kwargs
+            )
+            return public.loss(output), state
+
+        (value, state), grads = jax.value_and_grad(loss, has_aux=True)(
+            variables["params"]
+        )
+        return value, {"params": _descend(variables["params"], grads), **state}
+
+    return _two_steps(step, history)
+
+
+def _train_nnx(model: Any, public: PublicModel) -> tuple[list[float], list[Any]]:
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        model = nnx.merge(graphdef, state)
+        value, grads = nnx.value_and_grad(
+            lambda model: public.loss(model(*public.args, **public.kwargs))
+        )(model)
+        nnx.update(model, _descend(nnx.state(model, nnx.Param), grads))
+        return value, nnx.state(model)
+
+    return _two_steps(step, [state])
+
+
+def _two_steps(
+    step: Callable[[Any], Any], history: list[Any]
+) -> tuple[list[float], list[Any]]:
+    losses = []
+    for _ in range(2):
+        value, variables = step(history[-1])
+        losses.append(float(value))
+        history.append(variables)
+    return losses, history
+
+
+def _descend(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - _LEARNING_RATE * g, params, grads)
+
+
+def _hugging_face(
+    model: str, config: str, *, checkpointing: bool = False, **settings: Any
+) -> Callable[[Any], Any]:
+    def make(module: Any) -> Any:
+        transformers = importlib.import_module("transformers")
+        options = {"gradient_checkpointing": True} if checkpointing else {}
+        configured = getattr(transformers, config)(**settings)
+        return getattr(module, model)(configured, _do_init=False, **options).module
+
+    return make
+
+
+def _griffin(module: Any) -> Any:
+    common = importlib.import_module("recurrentgemma.common")
+    kinds = common.TemporalBlockType
+    config = common.GriffinConfig(
+        vocab_size=64,
+        width=64,
+        mlp_expanded_width=128,
+        num_heads=4,
+        block_types=(kinds.RECURRENT, kinds.ATTENTION),
+        embeddings_scale_by_sqrt_dim=True,
+        attention_window_size=8,
+        logits_soft_cap=30.0,
+        lru_width=64,
+        scan_type=common.ScanType.ASSOCIATIVE_NATIVE,
+    )
+    return module.Griffin(config, dtype=jnp.float32, param_dtype=jnp.float32)
+
+
+def _gemma_vision(module: Any) -> Any:
+    return module.VisionTransformer(
+        d_model=64, ffw_hidden=128, num_heads=4, num_layers=2
+    )
+
+
+def _clip(module: Any) -> Any:
+    sharding = importlib.import_module("jimm.common.sharding").NoSharding
+    return module.CLIP(
+        image_resolution=16,
+        vision_layers=2,
+        vision_hidden_size=64,
+        vision_patch_size=4,
+        context_length=16,
+        vocab_size=64,
+        text_hidden_size=64,
+        num_text_heads=4,
+        num_text_layers=2,
+        rngs=nnx.Rngs(0),
+        sharding=sharding,
+    )
+
+
+def _tunix(model: str) -> Callable[[Any], Any]:
+    def make(module: Any) -> Any:
+        config = module.ModelConfig(
+            num_layers=2,
+            vocab_size=64,
+            embed_dim=64,
+            hidden_dim=128,
+            num_heads=4,
+            head_dim=16,
+            num_kv_heads=2,
+            rope_theta=10_000,
+            norm_eps=1e-6,
+            remat_config=module.RematConfig.BLOCK,
+        )
+        return getattr(module, model)(config, rngs=nnx.Rngs(0))
+
+    return make
+
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+_CAUSAL = (TOKENS, _ONES, POSITIONS)
+_DECODER = (TOKENS, POSITIONS, None, MASK)
+
+MODELS = {
+    model.name: model
+    for model in (
+        PublicModel(
+            name="Llama",
+            package="transformers",
+            module="transformers.models.llama.modeling_flax_llama",
+            make=_hugging_face(
+                "FlaxLlamaForCausalLM",
+                "LlamaConfig",
+                vocab_size=64,
+                num_key_value_heads=2,
+                **_SIZES,
+            ),
+            args=_CAUSAL,
+            function="fbq_jax.quantize",
+        ),
+        PublicModel(
+            name="ViT",
+            package="transformers",
+            module="transformers.models.vit.modeling_flax_vit",
+            make=_hugging_face(
+                "FlaxViTForImageClassification",
+                "ViTConfig",
+                image_size=16,
+                patch_size=4,
+                **_SIZES,
+            ),
+            args=(_IMAGES,),
+            loss=mean_square,
+            function="fbq_jax.quantize",
+        ),
+        PublicModel(
+            name="BERT, `nn.remat`",
+            package="transformers",
+            module="transformers.models.bert.modeling_flax_bert",
+            make=_hugging_face(
+                "FlaxBertForMaskedLM",
+                "BertConfig",
+                checkpointing=True,
+                vocab_size=64,
+                max_position_embeddings=32,
+                **_SIZES,
+            ),
+            args=(TOKENS, _ONES, jnp.zeros_like(TOKENS), POSITIONS, None),
+            function="fbq_jax.quantize",
+        ),
+        PublicModel(
+            name="GPT-2",
+            package="transformers",
+            module="transformers.models.gpt2.modeling_flax_gpt2",
+            make=_hugging_face(
+                "FlaxGPT2LMHeadModel",
+                "GPT2Config",
+                vocab_size=64,
+                n_embd=64,
+                n_layer=2,
+                n_head=4,
+                n_positions=32,
+            ),
+            args=_CAUSAL,
+            function="qwix.quantize",
+        ),
+        PublicModel(
+            name="Griffin, `nn.remat`",
+            package="recurrentgemma",
+            module="recurrentgemma.jax",
+            make=_griffin,
+            args=(TOKENS, POSITIONS),
+            kwargs={"return_logits": True},
+            function="qwix.quantize",
+        ),
+        PublicModel(
+            name="Gemma 4's vision transformer, `nn.scan`",
+            package="gemma",
+            module="gemma.gm.nn.gemma4.vision._transformer",
+            make=_gemma_vision,
+            args=(_PATCHES, jnp.ones((2, 16), bool), _PATCH_POSITIONS),
+            loss=mean_square,
+            function="qwix.quantize",
+            stacks=("",),
+        ),
+        PublicModel(
+            name="CLIP, `nnx.scan`",
+            package="jax-image-models",
+            module="jimm.models.clip.clip_model",
+            make=_clip,
+            args=(_IMAGES, TOKENS),
+            loss=pairs_loss,
+            function="fbq_jax.nnx.quantize",
+            stacks=("vision_model/encoder/layers", "text_model/transformer/layers"),
+        ),
+        PublicModel(
+            name="Llama 3, `nnx.remat`",
+            package="google-tunix",
+            module="tunix.models.llama3.model",
+            make=_tunix("Llama3"),
+            args=_DECODER,
+            function="qwix.quantize_nnx",
+        ),
+        PublicModel(
+            name="Qwen 3, `nnx.remat`",
+            package="google-tunix",
+            module="tunix.models.qwen3.model",
+            make=_tunix("Qwen3"),
+            args=_DECODER,
+            function="qwix.quantize_nnx",
+        ),
+    )
+}

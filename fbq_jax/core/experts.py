@@ -1,0 +1,153 @@
+"""Moves tokens to their experts and back.
+
+Tokens are sorted by expert, so that each expert's are adjacent, as ``lax.ragged_dot``
+takes them.  The results return by the inverse permutation and are summed per token in
+float32.  All moves are gathers in both directions: the gradient of a gather by a
+permutation is a gather by its inverse, where JAX would scatter and add in the dtype of
+the activations.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.core import nonlinear
+from fbq_jax.core.routing import Routes, count_tokens
+
+#: ``lax.ragged_dot`` with the weight of a layer: rows ``[M, K]`` and the sizes ``[E]``
+#: of the groups to ``[M, N]``.
+GroupedLayer = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Dispatch(NamedTuple):
+    """The order of the rows that the experts compute; all fields are int32.
+
+    Row ``j`` is token ``order[j] // k``, for its expert number ``order[j] % k``.
+
+    Attributes:
+      order: ``[T k]``.
+      positions: ``[T, k]``, the row of each token for each of its experts; the inverse
+        of ``order``.
+      group_sizes: ``[E]``, the number of rows of each expert; dropped rows come last
+        and are in no group.
+      dropped: ``[]``, the number of dropped rows.
+    """
+
+    order: jax.Array
+    positions: jax.Array
+    group_sizes: jax.Array
+    dropped: jax.Array
+
+
+def dispatch(
+    experts: jax.Array, num_experts: int, capacity: int | None = None
+) -> Dispatch:
+    """Sorts tokens by expert; the tokens of one expert keep their order.
+
+    Args:
+      experts: int32 ``[T, k]``, the experts of each token.
+      num_experts: E.
+      capacity: the most rows of an expert, which drops its last ones; None for all.
+
+    >>> dispatch(jnp.array([[1, 0], [1, 2]]), num_experts=3, capacity=1)
+    ... # doctest: +NORMALIZE_WHITESPACE
+    Dispatch(order=Array([1, 0, 3, 2], dtype=int32),
+             positions=Array([[1, 0], [3, 2]], dtype=int32),
+             group_sizes=Array([1, 1, 1], dtype=int32),
+             dropped=Array(1, dtype=int32))
+    """
+    flat = experts.reshape(-1)
+    order, positions = _sort(flat)
+    sizes = count_tokens(flat, num_experts)
+    if capacity is not None:
+        starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+        flat = jnp.where(positions - starts[flat] < capacity, flat, num_experts)
+        order, positions = _sort(flat)
+        sizes = jnp.minimum(sizes, capacity)
+    dropped = flat.size - jnp.sum(sizes, dtype=jnp.int32)
+    return Dispatch(order, positions.reshape(experts.shape), sizes, dropped)
+
+
+def _sort(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The stable order of keys, and the position of each key in it."""
+    index = jnp.arange(keys.size, dtype=jnp.int32)
+    _, order = lax.sort_key_val(keys, index)
+    return order, jnp.zeros_like(order).at[order].set(index, unique_indices=True)
+
+
+def expert_mlp(
+    x: jax.Array,
+    routes: Routes,
+    plan: Dispatch,
+    gate_up: GroupedLayer,
+    down: GroupedLayer,
+    *,
+    bits: int | None,
+) -> jax.Array:
+    """The weighted sum of the SwiGLU MLPs of each token's experts.
+
+        y[t] = sum_i weights[t, i] down_e(silu(gate_e(x[t])) up_e(x[t])),
+        e = experts[t, i]
+
+    Args:
+      x: ``[T, D]``, the tokens.
+      routes: the experts and weights of each token.
+      plan: ``dispatch`` of the experts.
+      gate_up: maps rows ``[T k, D]`` to ``[T k, 2 F]``, the gate and up.
+      down: maps rows ``[T k, F]`` to ``[T k, D]``.
+      bits: bits per value that the gate saves for the backward pass, 4 to 12; None
+        saves floats.
+
+    Returns:
+      ``[T, D]`` in the dtype of x; summed in float32.
+    """
+    rows = _take_tokens(x, plan.order, plan.positions)
+    gate, up = jnp.split(gate_up(rows, plan.group_sizes), 2, axis=-1)
+    if bits is None:
+        hidden = jax.nn.silu(gate) * up
+    else:
+        hidden = nonlinear.silu_gate(gate, up, bits=bits)
+    y = _take_outputs(down(hidden, plan.group_sizes), plan.order, plan.positions)
+    y = y.astype(jnp.float32) * routes.weights[..., None]
+    return jnp.sum(y, axis=1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _take_tokens(x: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Array:
+    """The rows ``[T k, D]`` of tokens ``[T, D]``."""
+    return x[order // positions.shape[1]]
+
+
+def _take_tokens_bwd(
+    positions: jax.Array, grad: jax.Array
+) -> tuple[jax.Array, None, None]:
+    grads = grad[positions].astype(jnp.float32)
+    return jnp.sum(grads, axis=1).astype(grad.dtype), None, None
+
+
+_take_tokens.defvjp(
+    lambda x, order, positions: (_take_tokens(x, order, positions), positions),
+    _take_tokens_bwd,
+)
+
+
+@jax.custom_vjp
+def _take_outputs(y: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rows ``[T k, D]`` as the outputs ``[T, k, D]`` of each token."""
+    del order
+    return y[positions]
+
+
+def _take_outputs_bwd(
+    order: jax.Array, grad: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return grad.reshape(-1, grad.shape[-1])[order], None, None
+
+
+_take_outputs.defvjp(
+    lambda y, order, positions: (_take_outputs(y, order, positions), order),
+    _take_outputs_bwd,
+)

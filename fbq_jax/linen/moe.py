@@ -1,0 +1,170 @@
+"""A Flax Linen module of a mixture of experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from fbq_jax.core.experts import Dispatch, dispatch, expert_mlp
+from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.routing import Routes, Routing, next_bias, route, router_logits
+from fbq_jax.core.training_warnings import warn_if_differentiated
+from fbq_jax.linen.grouped_dense import GroupedDense, Initializer
+
+#: The collection with the load of the experts and the bias that balances them.
+STATS = "expert_stats"
+#: The collection with the losses of the router.
+LOSSES = "losses"
+
+
+class MoEMLP(nn.Module):
+    """A mixture of experts, each of which is a SwiGLU MLP without biases.
+
+        y[t] = sum_i weights[t, i] down_e(silu(gate_e(x[t])) up_e(x[t])),
+        e = experts[t, i]
+
+    A router in float32 selects the ``top_k`` experts of each token and their weights
+    (``fbq_jax.Routing`` has the settings).  Tokens are sorted by expert, so that each
+    projection of all experts is one ``ragged_dot``: ``gate_up``, with the gate in the
+    first half of its columns, and ``down``.  No token is dropped, unless the routing
+    has a ``capacity_factor``.  The caller adds norms, skip connections and shared
+    experts.
+
+    Training makes these collections mutable:
+
+    - ``"expert_stats"``, like Flax's ``batch_stats``, holds ``load`` (int32 ``[E]``,
+      the tokens that selected each expert in the last step), ``dropped`` (int32
+      ``[]``, the rows that exceeded the capacity) and, with a ``bias_update_rate``,
+      ``bias`` (float32 ``[E]``).  Each forward that may change it moves the bias, which
+      evaluation needs, too.  Inside ``shard_map`` and ``pmap`` devices count their own
+      tokens; ``jax.lax.pmean`` of the bias gives all devices the mean.
+    - ``"losses"`` gets ``load_balance`` and ``z`` by ``sow``: add them to the loss with
+      weights such as 0.01 and 0.001.  ``init`` does not return it.
+    - The collection of ``dot_general`` holds the state of both projections.
+
+    Attributes:
+      routing: the number of experts, and how tokens get theirs.
+      hidden: F, the width of an expert's gate and of its up.
+      bits: bits per value that the gate saves for the backward pass, 4 to 12; None
+        saves floats.
+      dtype: dtype of the computation and the output; None takes the input's.
+      param_dtype: dtype of the parameters.
+      router_init: the initializer of the router's kernel ``[D, E]``.
+      kernel_init: the initializer of the experts' kernels ``[E, K, N]``.
+      dot_general: its ``ragged_dot`` multiplies in the experts; None for
+        ``lax.ragged_dot``, which takes no ``jax.vmap`` over tokens with the same
+        experts.
+
+    Raises:
+      TypeError: ``dot_general`` has no ``ragged_dot``.
+      ValueError: in a call, the routing has a bias that is in no collection.
+
+    >>> from fbq_jax import fallback_dot
+    >>> layer = MoEMLP(Routing(num_experts=8), hidden=32, dot_general=fallback_dot)
+    >>> x = jnp.ones((2, 5, 16))
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    >>> jax.tree.map(jnp.shape, variables["params"])  # doctest: +NORMALIZE_WHITESPACE
+    {'down': {'kernel': (8, 32, 16)},
+     'gate_up': {'kernel': (8, 16, 64)},
+     'router': {'kernel': (16, 8)}}
+    >>> sorted(variables["fallback"]), sorted(variables["expert_stats"])
+    (['down', 'gate_up'], ['dropped', 'load'])
+    """
+
+    routing: Routing
+    hidden: int
+    bits: int | None = 10
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    router_init: Initializer = nn.initializers.lecun_normal()
+    kernel_init: Initializer = nn.initializers.lecun_normal(batch_axis=(0,))
+    dot_general: Callable[..., jax.Array] | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[..., D]`` to the same shape."""
+        tokens, size = x.reshape(-1, x.shape[-1]), x.shape[-1]
+        router = _Router(
+            self.routing.num_experts, self.param_dtype, self.router_init, name="router"
+        )
+        routes, plan = self._route(router(tokens))
+
+        def dense(features: int, name: str) -> GroupedDense:
+            types = self.param_dtype, self.kernel_init
+            return GroupedDense(features, *types, self.dot_general, name=name)
+
+        y = expert_mlp(
+            tokens.astype(self.dtype or x.dtype),
+            routes,
+            plan,
+            dense(2 * self.hidden, "gate_up"),
+            dense(size, "down"),
+            bits=self.bits,
+        )
+        return y.reshape(x.shape)
+
+    def _route(self, logits: jax.Array) -> tuple[Routes, Dispatch]:
+        """Routes tokens by their logits ``[T, E]``, and updates the collections."""
+        routing, is_mutable = self.routing, self.is_mutable_collection(STATS)
+        shape = (routing.num_experts,)
+        bias = None
+        if routing.bias_update_rate is not None:
+            logits = self._check_bias(logits)
+            bias = self.variable(STATS, "bias", jnp.zeros, shape, jnp.float32)
+        routes = route(routing, logits, None if bias is None else bias.value)
+        plan = dispatch(routes.experts, *shape, routing.capacity(len(logits)))
+        if is_mutable:
+            load = self.variable(STATS, "load", jnp.zeros, shape, jnp.int32)
+            dropped = self.variable(STATS, "dropped", jnp.zeros, (), jnp.int32)
+        if self.is_initializing():
+            return routes, plan
+        if is_mutable:
+            load.value, dropped.value = routes.load, plan.dropped
+            if bias is not None:
+                bias.value = next_bias(routing, bias.value, routes.load)
+        self.sow(LOSSES, "load_balance", routes.load_balance_loss)
+        self.sow(LOSSES, "z", routes.z_loss)
+        return routes, plan
+
+    def _check_bias(self, logits: jax.Array) -> jax.Array:
+        """The logits; their gradient warns if the bias cannot move.
+
+        Raises:
+          ValueError: there is no bias.
+        """
+        layer = layer_path(self.path)
+        if self.is_initializing():
+            return logits
+        if not self.has_variable(STATS, "bias"):
+            raise ValueError(
+                f"layer {layer!r} balances its experts with a bias, which is not in "
+                f"the collection {STATS!r}: pass apply the collection that init or "
+                "the last training step returned; list it in variable_axes if the "
+                "layer is inside nn.scan or nn.vmap"
+            )
+        if self.is_mutable_collection(STATS):
+            return logits
+        text = (
+            f"layer {layer!r}: a gradient is taken while the collection {STATS!r} is "
+            "immutable, so the bias that balances its experts does not move. Training "
+            f"calls apply with mutable=[{STATS!r}] and passes the updates to the next "
+            "step"
+        )
+        return warn_if_differentiated("immutable bias", text, logits)
+
+
+class _Router(nn.Module):
+    """The logits of tokens.  The kernel is no ``nn.Dense``'s, which rules quantize."""
+
+    num_experts: int
+    param_dtype: Any
+    kernel_init: Initializer
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[T, D]`` to ``[T, E]``."""
+        shape = x.shape[-1], self.num_experts
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        return router_logits(x, jnp.asarray(kernel))

@@ -1,0 +1,323 @@
+"""A mixture of experts against one dense MLP for each expert."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import fbq_jax
+from fbq_jax import (
+    FallbackDot,
+    Gemm,
+    MoEMLP,
+    Recipe,
+    Routing,
+    fallback_stats,
+    fp8_dot,
+    freeze,
+    recipes,
+    save_codes,
+)
+from fbq_jax.core.routing import route
+from fbq_jax.sharding import layer_names
+from tests import oracle
+
+E, D, F = 5, 24, 32
+NEAREST = Recipe(block=32, dlhs=Gemm(), drhs=Gemm())
+BLOCK = dataclasses.replace(NEAREST, criterion=None)
+X = jax.random.normal(jax.random.key(0), (3, 20, D))
+DY = jax.random.normal(jax.random.key(1), X.shape)
+LAYER = MoEMLP(Routing(E), F, bits=None)
+PARAMS = jax.jit(LAYER.init)(jax.random.key(2), X)["params"]
+BALANCED = Routing(E, top_k=2, scores="sigmoid", bias_update_rate=0.01)
+
+
+def stats(bias):
+    return {"bias": jnp.array(bias, jnp.float32)}
+
+
+def dense(params, x, routing, bias=None):
+    """Every expert computes every token; weights of 0 leave most of them out."""
+    tokens = x.reshape(-1, D)
+    logits = tokens @ params["router"]["kernel"]
+    routes = route(routing, logits, bias)
+    one_hot = jax.nn.one_hot(routes.experts, E)
+    if (capacity := routing.capacity(len(tokens))) is not None:
+        # The rank of each choice among all of the same expert.
+        flat = one_hot.reshape(-1, E)
+        flat = jnp.where(jnp.cumsum(flat, 0) <= capacity, flat, 0.0)
+        one_hot = flat.reshape(one_hot.shape)
+    weights = jnp.einsum("tke,tk->te", one_hot, routes.weights)
+    hidden = jnp.einsum("td,edf->etf", tokens, params["gate_up"]["kernel"])
+    hidden = jax.nn.silu(hidden[..., :F]) * hidden[..., F:]
+    y = jnp.einsum("etf,efd->etd", hidden, params["down"]["kernel"])
+    return jnp.einsum("etd,te->td", y, weights).reshape(x.shape)
+
+
+def output_and_gradients(function):
+    @jax.jit
+    def run(params, x):
+        y, vjp, *aux = jax.vjp(function, params, x, has_aux=True)
+        return y, vjp(DY), aux
+
+    return run(PARAMS, X)
+
+
+def check(layer, bound, bias=None):
+    """The layer's output and gradients are within ``bound`` of the dense ones'."""
+    variables = {} if bias is None else {"expert_stats": stats(bias)}
+    bias = None if bias is None else stats(bias)["bias"]
+
+    def apply(params, x):
+        mutable = ["fallback", "expert_stats", "losses"]
+        variables_ = {"params": params, **variables}
+        return layer.apply(variables_, x, mutable=mutable)
+
+    got, got_grads, (updates,) = output_and_gradients(apply)
+    want, want_grads, _ = output_and_gradients(
+        lambda params, x: (dense(params, x, layer.routing, bias), ())
+    )
+    assert oracle.relative(got, want) < bound
+    errors = jax.tree.map(oracle.relative, got_grads, want_grads)
+    assert max(jax.tree.leaves(errors)) < bound, errors
+    return got_grads[0], updates
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(E),
+        Routing(E, top_k=1, renormalize=False),
+        Routing(E, top_k=3, scores="sigmoid", capacity_factor=0.7),
+    ],
+)
+def test_float_experts_are_dense_products(routing):
+    _, updates = check(dataclasses.replace(LAYER, routing=routing), 1e-5)
+    drops = routing.capacity_factor is not None
+    assert (updates["expert_stats"]["dropped"] > 0) == drops
+    assert np.sum(updates["expert_stats"]["load"]) == 60 * routing.top_k
+
+
+def test_experts_without_tokens_and_one_with_all():
+    layer = dataclasses.replace(
+        LAYER, routing=dataclasses.replace(BALANCED, top_k=1, renormalize=False)
+    )
+    grads, updates = check(layer, 1e-5, bias=[0.0, 9.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(updates["expert_stats"]["load"], [0, 60, 0, 0, 0])
+    idle = grads["gate_up"]["kernel"][jnp.array([0, 2, 3, 4])]
+    assert not np.any(idle)
+
+
+def test_quantized_experts_are_within_the_error_of_int8():
+    layer = MoEMLP(Routing(E), F, dot_general=FallbackDot(NEAREST))
+    layer_names.clear()
+    with pytest.warns(UserWarning, match="starts a new one"):
+        _, updates = check(layer, 0.03)
+    assert sorted(fallback_stats(updates)) == ["down", "gate_up"]
+
+
+def test_state_of_a_step():
+    layer = dataclasses.replace(LAYER, routing=BALANCED)
+    variables = jax.jit(layer.init)(jax.random.key(0), X)
+    assert sorted(variables) == ["expert_stats", "params"]
+    old = variables["expert_stats"]
+    assert not any(map(np.any, old.values()))
+
+    mutable = ["expert_stats", "losses"]
+    _, updates = jax.jit(functools.partial(layer.apply, mutable=mutable))(variables, X)
+    new, losses = updates["expert_stats"], updates["losses"]
+    logits = X.reshape(-1, D) @ variables["params"]["router"]["kernel"]
+    routes = route(BALANCED, logits)
+    np.testing.assert_array_equal(new["load"], routes.load)
+    np.testing.assert_allclose(new["bias"], 0.01 * np.sign(24 - routes.load))
+    assert losses["load_balance"][0] == pytest.approx(routes.load_balance_loss)
+    assert losses["z"][0] == pytest.approx(routes.z_loss)
+
+    with pytest.raises(
+        ValueError, match=r"'\(root\)' balances .* 'expert_stats': pass"
+    ):
+        jax.eval_shape(
+            functools.partial(layer.apply, mutable=mutable),
+            {"params": variables["params"]},
+            X,
+        )
+    layer_names.clear()
+    with pytest.warns(UserWarning, match="'expert_stats' is immutable, so the bias"):
+        jax.eval_shape(
+            jax.grad(lambda params: jnp.sum(layer.apply({**variables, **params}, X))),
+            {"params": variables["params"]},
+        )
+
+
+def test_losses_have_gradients():
+    def loss(params, name):
+        _, updates = LAYER.apply({"params": params}, X, mutable=["losses"])
+        return updates["losses"][name][0]
+
+    for name in ("load_balance", "z"):
+        grads = jax.jit(jax.grad(loss), static_argnums=1)(PARAMS, name)
+        assert np.any(grads["router"]["kernel"])
+
+
+class Block(nn.Module):
+    """A residual layer, for ``nn.scan``."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        dot = FallbackDot(NEAREST)
+        return x + MoEMLP(BALANCED, F, dot_general=dot, name="moe")(x), None
+
+
+def scanned(block):
+    return nn.scan(
+        block,
+        variable_axes={"params": 0, "fallback": 0, "expert_stats": 0, "losses": 0},
+        split_rngs={"params": True},
+        length=2,
+    )()
+
+
+@pytest.mark.exhaustive
+def test_scan_and_remat():
+    plain, remat = scanned(Block), scanned(nn.remat(Block, policy=save_codes))
+    variables = jax.jit(plain.init)(jax.random.key(0), X, None)
+    params = variables.pop("params")
+
+    def step(model):
+        def loss(params):
+            mutable = ["fallback", "expert_stats", "losses"]
+            y, updates = model.apply(
+                {"params": params, **variables}, X, None, mutable=mutable
+            )
+            balance = jnp.sum(updates["losses"]["moe"]["load_balance"][0])
+            return jnp.vdot(DY, y[0]) + balance, updates
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    grads, updates = step(plain)
+    for got, want in zip(
+        jax.tree.leaves(step(remat)),
+        jax.tree.leaves((grads, updates)),
+        strict=True,
+    ):
+        scale = np.max(np.abs(want))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * scale)
+    load = updates["expert_stats"]["moe"]["load"]
+    np.testing.assert_array_equal(np.sum(load, axis=1), [120, 120])
+    assert sorted(fallback_stats(updates)) == ["moe/down", "moe/gate_up"]
+
+
+def test_vmap():
+    """Each example has its own blocks.  JAX's own ragged dot takes no such ``vmap``."""
+    layer = MoEMLP(Routing(E), F, dot_general=FallbackDot(recipe=BLOCK))
+    apply = functools.partial(layer.apply, {"params": PARAMS})
+    got = jax.jit(jax.vmap(apply))(X)
+    np.testing.assert_allclose(got[1], jax.jit(apply)(X[1]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_tokens_on_several_devices():
+    layer = MoEMLP(Routing(E), F, dot_general=FallbackDot(BLOCK))
+
+    @jax.jit
+    def gradients(params, x):
+        return jax.grad(lambda p: jnp.sum(layer.apply({"params": p}, x) ** 2))(params)
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, "data")
+    tokens = jax.device_put(X, jax.sharding.NamedSharding(mesh, spec))
+    got, want = gradients(PARAMS, tokens), gradients(PARAMS, X)
+    assert max(jax.tree.leaves(jax.tree.map(oracle.relative, got, want))) < 1e-5
+
+
+class Model(nn.Module):
+    dot: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(D, dot_general=self.dot, name="first")(x)
+        return MoEMLP(Routing(E), F, dot_general=self.dot, name="moe")(x)
+
+
+def test_rules_reach_the_experts_and_not_the_router():
+    rules = {"first|moe/down": None, ".*": NEAREST}
+    model, report = fbq_jax.quantize(Model(), rules, jax.random.key(0), X)
+    assert [p.parameter for p in report.products] == ["moe/gate_up/kernel"]
+    assert report.layers["moe/down"] == "first|moe/down"
+    assert sorted(p.parameter for p in report.float_parameters) == [
+        "first/kernel",
+        "moe/down/kernel",
+        "moe/router/kernel",
+    ]
+    by_hand = Model(fbq_jax.RulesDot(rules))
+    variables = jax.jit(by_hand.init)(jax.random.key(0), X)
+    run = [jax.jit(functools.partial(m.apply, variables)) for m in (model, by_hand)]
+    np.testing.assert_array_equal(run[0](X), run[1](X))
+    unruled = fbq_jax.RulesDot({"first": None})
+    report = unruled.report(Model(unruled), jax.random.key(0), X)
+    assert report.unmatched_layers == ("moe/gate_up", "moe/down")
+
+
+def test_frozen_experts_have_the_same_bits():
+    layer = MoEMLP(BALANCED, F, dot_general=FallbackDot(BLOCK))
+    variables = jax.jit(layer.init)(jax.random.key(0), X)
+    frozen = freeze(layer, variables, X)
+    codes = frozen["fallback"]["gate_up"]["dot_general"]["weight"].codes
+    assert codes.mT.shape == (E, D, 2 * F)
+    assert not jax.tree.leaves(frozen["params"]["gate_up"])
+    apply = jax.jit(layer.apply)
+    np.testing.assert_array_equal(apply(frozen, X), apply(variables, X))
+
+
+def test_ops_without_a_ragged_dot_are_named():
+    layer = MoEMLP(Routing(E), F, dot_general=fp8_dot)
+    with pytest.raises(TypeError, match=r"with a ragged_dot .* or None; got Fp8Dot"):
+        jax.eval_shape(layer.init, jax.random.key(0), X)
+
+
+@pytest.mark.exhaustive
+def test_training_reaches_the_loss_of_float_experts():
+    """Students of a teacher with noise, on the same new tokens in each step."""
+    teacher = MoEMLP(Routing(E), F)
+    target = teacher.init(jax.random.key(6), X)
+
+    def train(dot):
+        model = MoEMLP(BALANCED, F, dot_general=dot)
+        state = model.init(jax.random.key(7), X)
+        params = state.pop("params")
+        optimizer = optax.adam(3e-3)
+
+        def loss(params, state, key):
+            x, noise = jax.random.normal(key, (2, 256, D))
+            y = teacher.apply(target, x) + 0.5 * noise
+            out, updates = model.apply(
+                {"params": params, **state}, x, mutable=[*state, "losses"]
+            )
+            balance = updates.pop("losses")["load_balance"][0]
+            error = jnp.mean((out - y) ** 2)
+            return error + 0.01 * balance, (updates, error)
+
+        def step(carry, key):
+            params, state, moments = carry
+            grads, (state, error) = jax.grad(loss, has_aux=True)(params, state, key)
+            updates, moments = optimizer.update(grads, moments)
+            return (optax.apply_updates(params, updates), state, moments), error
+
+        carry = params, state, optimizer.init(params)
+        keys = jax.random.split(jax.random.key(8), 100)
+        (_, state, _), errors = jax.jit(lambda c: jax.lax.scan(step, c, keys))(carry)
+        return state, errors
+
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        _, floats = train(None)
+        dot = FallbackDot(dataclasses.replace(recipes.fallback, block=32))
+        state, errors = train(dot)
+    got, want = (float(jnp.mean(last[-10:])) for last in (errors, floats))
+    assert got == pytest.approx(want, rel=0.01)
+    assert got < 0.75 * floats[0]
+    assert jnp.max(state["expert_stats"]["load"]) < 2 * 512 // E

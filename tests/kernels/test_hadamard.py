@@ -1,0 +1,45 @@
+"""The Hadamard transform keeps products and spreads what a row holds."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax.kernels.hadamard import SIZE, transform_rows
+from tests import oracle
+from tests.kernels.test_reference import heavy
+
+MATRIX = np.asarray(transform_rows(jnp.eye(SIZE)[None])[0], np.float64)
+
+
+def test_the_matrix_is_orthogonal_and_of_one_magnitude():
+    signs = MATRIX * np.sqrt(SIZE)
+    np.testing.assert_allclose(np.abs(signs), 1.0, rtol=1e-6)
+    np.testing.assert_array_equal(np.rint(signs.T @ signs), SIZE * np.eye(SIZE))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, SIZE, 300])
+def test_groups_of_rows_are_transformed(rows, dtype):
+    x = heavy((2, rows, 5), dtype=dtype)
+    got = np.asarray(transform_rows(x))
+    padded = np.zeros((2, got.shape[1], 5))
+    padded[:, :rows] = np.asarray(x, np.float64)
+    assert 0 <= got.shape[1] - rows < SIZE
+    for first in range(0, got.shape[1], SIZE):
+        group = slice(first, first + SIZE)
+        assert oracle.relative(got[:, group], MATRIX @ padded[:, group]) < 1e-6
+
+
+def test_products_over_the_rows_stay():
+    x, y = heavy((300, 40), 0), heavy((300, 30), 1)
+    product = np.float64(transform_rows(x[None])[0]).T @ transform_rows(y[None])[0]
+    assert oracle.relative(product, np.float64(x).T @ y) < 1e-6
+
+
+def test_neither_an_outlier_nor_a_common_mean_stands_out():
+    outlier = np.zeros((1, SIZE, 1), np.float32)
+    outlier[0, 17] = 606.0
+    spread = np.abs(transform_rows(jnp.asarray(outlier)))
+    np.testing.assert_allclose(spread, 606.0 / np.sqrt(SIZE), rtol=1e-6)
+    mean = np.abs(transform_rows(jnp.ones((1, SIZE, 1))))
+    assert mean.max() < 0.4 * np.sqrt(SIZE)  # all of it, if the matrix summed the rows

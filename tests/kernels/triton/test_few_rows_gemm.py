@@ -1,0 +1,68 @@
+"""The Triton GEMM for a few rows: in Triton's interpreter, and how it compiles."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels import gemm_cases, triton_tools
+from tests.kernels.gemm_cases import Case
+
+CASES = {
+    "one row": Case((1, 1, 256, 128), (128, 128, 128), None),
+    "one row, fallback": Case((2, 1, 512, 160), (128, 128, 128), 0.3),
+    "unaligned": Case((2, 40, 304, 190), (128, 128, 128), 0.5),
+    "one element": Case((3, 1, 1, 1), (128, 128, 128), 1.0),
+    "32x32x32 blocks": Case((2, 30, 100, 80), (32, 32, 32), 0.3),
+    "64x256x32 blocks": Case((1, 64, 600, 100), (64, 256, 32), 0.3),
+}
+SM = {"hopper": 90, "ampere": 80}
+
+
+def interpreted(sm):
+    return functools.partial(triton_tools.interpreted("few_rows_gemm").matmul, sm=sm)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(name):
+    gemm_cases.check_against_float64(interpreted(90), CASES[name])
+
+
+def test_matches_float64_on_ampere():
+    gemm_cases.check_against_float64(interpreted(80), CASES["unaligned"])
+
+
+def test_tiles_of_several_column_blocks():
+    module = triton_tools.interpreted("few_rows_gemm")
+    config = module.Config(BN=64, num_warps=4, num_stages=2)
+    matmul = functools.partial(module.matmul, sm=90, config=config)
+    gemm_cases.check_against_float64(matmul, CASES["32x32x32 blocks"])
+
+
+def test_nan_scales_propagate():
+    lhs, residual, rhs = gemm_cases.operands(CASES["unaligned"])
+    residual = residual._replace(scales=residual.scales.at[0, 0, 2].set(jnp.nan))
+    rhs = rhs._replace(scales=rhs.scales.at[1, -1, 0].set(jnp.nan))
+    blocks = 128, 128, 128
+    y = interpreted(90)(lhs, residual, rhs, block_shape=blocks, dtype=jnp.float32)
+    expected = np.isnan(gemm_cases.exact(lhs, residual, rhs, blocks))
+    assert 0 < expected.mean() < 1
+    np.testing.assert_array_equal(np.isnan(y), expected)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_compiles_without_spills(capability, rows):
+    case = Case((1, rows, 512, 256), (128, 128, 128), 0.3)
+    (kernel,) = triton_tools.compile_kernels(
+        "few_rows_gemm",
+        "matmul",
+        *gemm_cases.operands(case),
+        capability=capability,
+        block_shape=case.blocks,
+        dtype=jnp.bfloat16,
+        sm=capability,
+    )
+    assert kernel.spills == 0
+    assert "mma" in kernel.ptx
