@@ -22,8 +22,8 @@ def attend(
     `implementation` chooses between cuDNN and XLA. Both accumulate in float32, and
     their results differ by rounding. For the backward pass cuDNN saves its operands,
     its output and a float32 statistic per row; XLA saves the probabilities,
-    [B, heads, S, S]. Scores with a soft cap are always computed by XLA, which a warning
-    says where cuDNN would have computed the others.
+    [B, heads, S, S]. Scores with a soft cap are always computed by XLA. On a GPU that
+    has cuDNN, a warning says why XLA computes attention in 16 bits.
 
     Args:
         q: Queries, bfloat16 or float32 [B, S, heads, head_dim].
@@ -39,15 +39,14 @@ def attend(
     Returns:
         An array [B, S, heads * head_dim] of the dtype of ``q``.
     """
-    chosen = implementation(q.dtype, q.shape[1], q.shape[-1])
+    if problem := _cudnn_problem(q, softcap):
+        warnings.warn(
+            "attention runs as XLA ops, which save the probabilities, [B, heads, S, "
+            f"S], for the backward pass: JAX's cuDNN attention {problem}",
+            stacklevel=2,
+        )
     if softcap is not None:
-        if chosen == "cudnn":
-            warnings.warn(
-                "attention runs as XLA ops, which save the probabilities, [B, heads, "
-                "S, S], for the backward pass: JAX's cuDNN attention has no soft cap",
-                stacklevel=2,
-            )
-        return _capped(q, k, v, scale or q.shape[-1] ** -0.5, window, softcap)
+        return attend_cached(q, k, v, 0, scale=scale, window=window, softcap=softcap)
     # JAX's attention relies on implicit promotion, which strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         out = jax.nn.dot_product_attention(
@@ -57,27 +56,47 @@ def attend(
             scale=scale,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
-            implementation=chosen,
+            implementation=implementation(q.dtype, q.shape[1], q.shape[-1]),
         )
     return out.reshape(*q.shape[:2], -1)
 
 
-def _capped(
+def attend_cached(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    start: jax.Array | int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
-    """`attend` with a soft cap, as XLA ops."""
+    """`attend` for queries whose keys and values are in a cache, as XLA ops.
+
+    Args:
+        q: Queries, [B, S, heads, head_dim], of the positions from ``start`` on.
+        k: Keys, [B, T, kv_heads, head_dim], of the positions from 0 on, including those
+            of the queries. Later ones are not seen.
+        v: Values, with the shape and dtype of ``k``.
+        start: The position of the first query, an integer.
+        scale: As for `attend`.
+        window: As for `attend`.
+        softcap: As for `attend`.
+
+    Returns:
+        An array [B, S, heads * head_dim] of the dtype of ``q``.
+    """
     batch, seq, heads, head_dim = q.shape
+    scale = scale or head_dim**-0.5
     q = q.reshape(batch, seq, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bqkgd,bskd->bkgqs", q, k, preferred_element_type=jnp.float32)
-    scores = softcap * jnp.tanh(scores * (scale / softcap))
-    positions = jnp.arange(seq)
-    distance = positions[:, None] - positions[None, :]
-    seen = (distance >= 0) & (distance < (window or seq))
+    if softcap is None:
+        scores = scores * scale
+    else:
+        scores = softcap * jnp.tanh(scores * (scale / softcap))
+    queries, keys = start + jnp.arange(seq), jnp.arange(k.shape[1])
+    distance = queries[:, None] - keys[None, :]
+    seen = (distance >= 0) & (distance < (window or k.shape[1]))
     scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
     probabilities = jax.nn.softmax(scores).astype(v.dtype)
     out = jnp.einsum(
@@ -100,14 +119,29 @@ def implementation(dtype: Any, seq: int, head_dim: int) -> Literal["cudnn", "xla
         ``head_dim`` is a multiple of 8 up to 128, which cuDNN supports on all of these
         GPUs; ``seq`` is even, as JAX requires to differentiate cuDNN's attention.
     """
-    supported = (
-        dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim % 8 == 0 < head_dim <= 128
-        and seq % 2 == 0
+    fits = head_dim % 8 == 0 < head_dim <= 128 and seq % 2 == 0
+    return "cudnn" if fits and _has_cudnn(dtype) else "xla"
+
+
+def _cudnn_problem(q: jax.Array, softcap: float | None) -> str | None:
+    """What keeps the device's cuDNN from computing attention; None without cuDNN."""
+    if not _has_cudnn(q.dtype) or q.shape[1] == 1:  # as in the trace of parameters
+        return None
+    if softcap is not None:
+        return "has no soft cap"
+    if implementation(q.dtype, q.shape[1], q.shape[-1]) == "cudnn":
+        return None
+    return (
+        "takes heads of up to 128 channels, a multiple of 8, and an even number of "
+        f"tokens, got {q.shape[-1]} channels and {q.shape[1]} tokens"
     )
-    if not supported or jax.default_backend() != "gpu":
-        return "xla"
+
+
+def _has_cudnn(dtype: Any) -> bool:
+    """Whether cuDNN computes attention in a dtype on JAX's default backend."""
+    if dtype not in (jnp.bfloat16, jnp.float16) or jax.default_backend() != "gpu":
+        return False
     # An AMD GPU has a name here, such as "gfx942".
     capability = getattr(jax.devices()[0], "compute_capability", "")
     digits = re.fullmatch(r"(\d+)\.\d+", capability)
-    return "cudnn" if digits is not None and int(digits[1]) >= 8 else "xla"
+    return digits is not None and int(digits[1]) >= 8

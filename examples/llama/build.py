@@ -27,13 +27,32 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
         sizes, weights, corpus = _new_model(config)
     else:
         sizes, weights, corpus = _pretrained_model(config, config.from_hf)
+    return _with_recipe(config, sizes), weights, corpus
+
+
+def build_model(config: Config) -> Llama:
+    """Builds the model of a run, without the data of a model that was loaded.
+
+    Raises:
+        ConfigError: The sizes do not fit together.
+        DataError: The data of a new model, which sets its vocabulary, cannot be read.
+        CheckpointError: The Hugging Face model cannot be loaded.
+    """
+    if config.from_hf is None:
+        sizes, _, _ = _new_model(config)
+    else:
+        sizes, _ = hf.load(config.from_hf)
+    return _with_recipe(config, sizes)
+
+
+def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
     dot_general, saved_bits = config.dot_general(), config.saved_bits
     if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
     sizes = dataclasses.replace(
         sizes, remat=config.remat, saved_bits=saved_bits or None
     )
-    return Llama(sizes, dot_general), weights, corpus
+    return Llama(sizes, dot_general)
 
 
 def _new_model(config: Config) -> tuple[LlamaConfig, None, Corpus]:

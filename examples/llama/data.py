@@ -15,6 +15,9 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+# The tokenizer in a folder of token ids, or of a Hugging Face model.
+TOKENIZER = "tokenizer.json"
+
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.
 SEPARATOR = b"\0"
 
@@ -215,7 +218,7 @@ def _load_ids(folder: Path) -> Corpus:
     corpus = _from_ids(
         _memory_map(folder / "train.bin"), _memory_map(folder / "val.bin")
     )
-    if not (file := folder / "tokenizer.json").exists():
+    if not (file := folder / TOKENIZER).exists():
         return corpus
     try:
         vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()

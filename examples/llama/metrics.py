@@ -200,20 +200,23 @@ def report(out: Path) -> str:
     return "\n".join(lines)
 
 
-def write_comparison(runs: list[Path], path: Path) -> None:
-    """Writes the summaries of finished runs, their options and the machine as JSON."""
-    summaries = {out.name: asdict(summarize(out)) for out in runs}
+def machine() -> dict[str, Any]:
+    """Describes the device, the host and the versions that numbers come from."""
     packages = ("jax", "flax", "optax", "fbq-jax")
-    options = json.loads((runs[0] / "config.json").read_text())
-    del options["recipe"]
-    comparison = {
+    return {
         "device": jax.devices()[0].device_kind,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()}
         | {package: version(package) for package in packages},
-        "options": options,
-        "runs": summaries,
     }
+
+
+def write_comparison(runs: list[Path], path: Path) -> None:
+    """Writes the summaries of finished runs, their options and the machine as JSON."""
+    summaries = {out.name: asdict(summarize(out)) for out in runs}
+    options = json.loads((runs[0] / "config.json").read_text())
+    del options["recipe"]
+    comparison = {**machine(), "options": options, "runs": summaries}
     text = json.dumps(_plain(comparison), indent=2, allow_nan=False)
     atomic.write(path, text + "\n")
 

@@ -24,6 +24,7 @@ A device that holds some of these groups computes a model with fewer heads.
 
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -32,6 +33,7 @@ from jax import lax
 
 import fbq_jax
 from examples.llama import attention
+from examples.llama.kv_cache import KVCache
 from examples.llama.mesh import constrain
 from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import (
@@ -57,8 +59,22 @@ class Attention(nn.Module):
         x: jax.Array,
         tables: tuple[jax.Array, jax.Array],
         kind: jax.Array | None,
-    ) -> jax.Array:
-        """Maps ``x`` [B, S, hidden] to an array of its shape and dtype."""
+        cached: tuple[jax.Array, jax.Array] | None,
+        start: jax.Array | None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Computes attention.
+
+        Args:
+            x: An array [B, S, hidden].
+            tables: As for `Layer`.
+            kind: As for `Layer`.
+            cached: As for `Layer`.
+            start: As for `Layer`.
+
+        Returns:
+            An array of the shape and dtype of ``x``, and ``cached`` with the keys and
+            values of ``x``.
+        """
         config = self.config
         queries = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, queries + 2, config.head_dim
@@ -74,18 +90,32 @@ class Attention(nn.Module):
             cos, sin = (lax.dynamic_index_in_dim(table, kind) for table in tables)
             tables = cos, sin
         q, k = rotate(q, tables), rotate(k, tables)
+        if cached is not None:
+            assert start is not None
+            keys, values = cached
+            k = lax.dynamic_update_slice_in_dim(keys, k, start, axis=1)
+            v = lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
+            cached = k, v
         out = dense(config, self.dot_general)(config.hidden_size, name="out")
-        return out(self._attend(q, k, v, kind))
+        return out(self._attend(q, k, v, kind, start)), cached
 
     def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, kind: jax.Array | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kind: jax.Array | None,
+        start: jax.Array | None,
     ) -> jax.Array:
         config = self.config
+        attend: Any = attention.attend
+        if start is not None:
+            attend = functools.partial(attention.attend_cached, start=start)
         attend = functools.partial(
-            attention.attend, scale=config.score_scale(), softcap=config.attn_softcap
+            attend, scale=config.score_scale(), softcap=config.attn_softcap
         )
         windows = [kind.window for kind in config.distinct_kinds()]
-        windows = [None if w is None or w >= q.shape[1] else w for w in windows]
+        windows = [None if w is None or w >= k.shape[1] else w for w in windows]
         # cuDNN takes windows that the compiler knows.
         branches = [functools.partial(attend, window=window) for window in windows]
         if len(set(windows)) == 1:
@@ -105,7 +135,9 @@ class Layer(nn.Module):
         x: jax.Array,
         tables: tuple[jax.Array, jax.Array],
         kind: jax.Array | None = None,
-    ) -> tuple[jax.Array, None]:
+        cached: tuple[jax.Array, jax.Array] | None = None,
+        start: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Computes one layer.
 
         Args:
@@ -113,12 +145,17 @@ class Layer(nn.Module):
             tables: The result of `rotary_tables`.
             kind: The layer's index into ``config.distinct_kinds()``, an int32 scalar;
                 None if all layers are of one kind.
+            cached: The layer's keys and values in a cache, [B, T, kv_heads, head_dim]
+                each; None without a cache.
+            start: The position of the first token of ``x``, int32 [], with a cache.
 
         Returns:
-            An array of the shape and dtype of ``x``, and None.
+            An array of the shape and dtype of ``x``, and ``cached`` with the keys and
+            values of ``x``.
         """
         config = self.config
-        y = Attention(config, self.dot_general, name="attention")(x, tables, kind)
+        attend = Attention(config, self.dot_general, name="attention")
+        y, cached = attend(x, tables, kind, cached, start)
         if config.post_norms:
             y = norm(config, "post_attention_norm")(y)
         x = x + y
@@ -126,7 +163,7 @@ class Layer(nn.Module):
         if config.post_norms:
             y = norm(config, "post_mlp_norm")(y)
         x = x + y
-        return constrain(x, "batch", None, None), None
+        return constrain(x, "batch", None, None), cached
 
 
 def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]:
@@ -157,15 +194,19 @@ class Llama(nn.Module):
     dot_general: DotGeneral | None = None
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Predicts the next token at every position.
+    def __call__(
+        self, tokens: jax.Array, cache: KVCache | None = None
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        """Predicts the next token at every position, or after the last one.
 
         Args:
             tokens: Integers [B, S] below ``vocab_size``.
+            cache: The tokens before these; it has room for S more.
 
         Returns:
             Logits, float32 [B, S, vocab_size]. The logits at position i depend on
-            tokens 0 to i.
+            tokens 0 to i. With a cache, the logits after the last token, float32
+            [B, 1, vocab_size], and the cache with these tokens.
 
         Raises:
             ValueError: ``tokens`` has another rank or dtype, or is too long.
@@ -193,11 +234,18 @@ class Llama(nn.Module):
             remat_layer(config, prevent_cse=False),
             variable_axes={"params": 0, "fallback": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
-            in_axes=(nn.broadcast, 0),
+            in_axes=(nn.broadcast, 0, 0, nn.broadcast),
             length=config.num_layers,
         )(config, self.dot_general, name="layers")
-        x, _ = layers(x, rotary_tables(config, tokens.shape[1]), _kinds(config))
+        cached: tuple[jax.Array, jax.Array] | None = None
+        start: jax.Array | None = None
+        if cache is not None:
+            cached, start = (cache.keys, cache.values), cache.length
+        tables = rotary_tables(config, tokens.shape[1], start)
+        x, cached = layers(x, tables, _kinds(config), cached, start)
 
+        if cache is not None:
+            x = x[:, -1:]
         x = norm(config, "norm")(x)
         if config.tie_embeddings:
             logits = x @ embed.embedding.T.astype(config.dtype)
@@ -206,7 +254,11 @@ class Llama(nn.Module):
         logits = logits.astype(jnp.float32)
         if config.logit_softcap is not None:
             logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-        return logits
+        if cache is None:
+            return logits
+        assert cached is not None
+        keys, values = cached
+        return logits, KVCache(keys, values, cache.length + tokens.shape[1])
 
 
 def _kinds(config: LlamaConfig) -> jax.Array | None:

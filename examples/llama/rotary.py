@@ -7,12 +7,15 @@ import numpy as np
 from examples.llama.model_config import LlamaConfig, Rope
 
 
-def rotary_tables(config: LlamaConfig, seq_len: int) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(
+    config: LlamaConfig, seq_len: int, start: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Computes the cosines and sines of the rotary angles.
 
     Args:
         config: Provides ``head_dim`` and the kinds of layers.
         seq_len: The number of positions, S.
+        start: The first position, int32 []; None means 0.
 
     Returns:
         Two float32 arrays of shape [kinds, S, 1, head_dim / 2], for each of
@@ -21,6 +24,8 @@ def rotary_tables(config: LlamaConfig, seq_len: int) -> tuple[jax.Array, jax.Arr
     kinds = config.distinct_kinds()
     ropes = [_frequencies(kind.rope, config.head_dim) for kind in kinds]
     positions = jnp.arange(seq_len, dtype=jnp.float32)
+    if start is not None:
+        positions += start.astype(jnp.float32)
     frequencies = jnp.asarray([frequencies for frequencies, _ in ropes], jnp.float32)
     angles = (positions[None, :, None] * frequencies[:, None])[:, :, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)

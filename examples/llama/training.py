@@ -16,7 +16,7 @@ import optax
 from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
-from examples.llama.build import build
+from examples.llama.build import build, build_model
 from examples.llama.config import Config
 from examples.llama.data import Corpus, batches
 from examples.llama.model import Llama
@@ -96,6 +96,11 @@ def train(
             )
             if reason := why_not_fused(model.config, model.dot_general):
                 print(f"note: {reason}")
+            if config.from_hf is not None and (name := hf.quantization(config.from_hf)):
+                print(
+                    f"note: the weights of {config.from_hf} are INT8 ({name}); "
+                    "training starts from codes times scales, in floats"
+                )
         state, stopped = loop.run(state)
         if config.from_hf is not None and config.save_every:
             _save_tuned(config.from_hf, model.config, state, out / "hf")
@@ -261,7 +266,7 @@ def last_state(config: Config, out: Path) -> TrainState:
     Raises:
         RestoreError: There is no checkpoint, or it is damaged.
     """
-    model, _, _ = build(config)
+    model = build_model(config)
     optimizer, _ = make_optimizer(config)
     like = init_state(model, optimizer, None, config.seed)
     return checkpoint.restore(checkpoints(out), like)
@@ -319,6 +324,12 @@ def _export(
     with _part_of(folder) as part:
         hf.export(part, name, model, frozen, like=config.from_hf)
     print(f"exported: {folder}")
+    source = config.from_hf
+    if name == "gguf" and (source is None or hf.load_tokenizer(source) is None):
+        print(
+            "note: the file has no tokenizer, which llama.cpp's programs need; its "
+            "library takes ids of tokens"
+        )
 
 
 @contextmanager

@@ -82,6 +82,26 @@ def test_a_soft_cap_where_cudnn_would_run_is_a_warning(
         attention.attend(q, q, q, softcap=5.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        ((1, 4, 2, 256), "got 256 channels and 4 tokens"),
+        ((1, 3, 2, 64), "got 64 channels and 3 tokens"),
+    ],
+)
+def test_shapes_that_cudnn_lacks_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], named: str
+) -> None:
+    q = jnp.ones(shape, jnp.bfloat16)
+    attention.attend(q, q, q)
+    pretend(monkeypatch, "gpu", "9.0")
+    with pytest.warns(UserWarning, match=f"runs as XLA ops, .* {named}"):
+        attention.attend(q, q, q)
+    attention.attend(q[:, :1], q[:, :1], q[:, :1])  # as when parameters are traced
+    q = q.astype(jnp.float32)
+    attention.attend(q, q, q)  # cuDNN has no float32
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_attend_matches_its_definition(

@@ -71,6 +71,7 @@ def fixture(family: str) -> tuple[dict[str, Any], LlamaConfig, Any]:
     return stored, *hf.load(FIXTURE / family)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import safetensors.numpy
 
 import fbq_jax
 from examples.llama import hf, train
-from examples.llama.hf import files
+from examples.llama.hf import files, quantized
+from examples.llama.hf.config_json import to_json
+from examples.llama.hf.families import FAMILIES
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from fbq_jax.export import ExportError
@@ -122,6 +125,44 @@ def test_blockwise_int8_has_the_codes_of_training(
         )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "head_dim", "kv_heads", "rows"),
+    [
+        # Blocks of 128 columns hold K and V of a head of 64.
+        ("llama", 64, 2, 64),
+        ("llama", 128, 2, 128),
+        ("phi3", 64, 1, 64),
+        ("phi3", 128, 1, 128),
+    ],
+)
+def test_blocks_of_128_lie_in_whole_heads(
+    tmp_path: Path, family: str, head_dim: int, kv_heads: int, rows: int
+) -> None:
+    sizes = {"hidden_size": 256, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    config = small_config(**(SIZES | sizes | {"saved_bits": 10}))
+    model = Llama(config, fbq_jax.fallback_dot)
+    variables = as_trained(model, TOKENS)
+    frozen = fbq_jax.freeze(model, variables, TOKENS)
+    (tmp_path / "like").mkdir()
+    stored = to_json(config, FAMILIES[family])
+    (tmp_path / "like" / "config.json").write_text(json.dumps(stored))
+    loaded = {}
+    for name in "blockwise_int8", "compressed-tensors":
+        hf.export(tmp_path / name, name, model, frozen, like=tmp_path / "like")
+        loaded[name] = hf.load(tmp_path / name)[1]["layers"]
+    stored, _ = read(tmp_path / "blockwise_int8")
+    assert stored["model_type"] == family
+    assert stored["quantization_config"]["weight_block_size"] == [rows, 128]
+    # Half a step of a block is at most 1/254 of its largest weight.
+    kernels = variables["params"]["layers"]
+    for path in (("attention", "qkv", "dense"), ("attention", "out"), ("mlp", "down")):
+        kernel = functools.reduce(dict.__getitem__, path, kernels)["kernel"]
+        for layers in loaded.values():
+            found = functools.reduce(dict.__getitem__, path, layers)["kernel"]
+            assert np.abs(found - kernel).max() < np.abs(kernel).max() / 100
+
+
 def test_codes_are_byte_equal_to_those_of_freeze(tmp_path: Path) -> None:
     model, variables = trained(saved_bits=10)
     frozen = fbq_jax.freeze(model, variables, TOKENS)
@@ -157,7 +198,92 @@ def float_params(frozen: dict[str, Any], params: dict[str, Any]) -> dict[str, An
 
 def unstack(state: dict[str, Any]) -> list[Any]:
     codes = state["weight"].codes
-    return [jax.tree.map(lambda x, i=i: x[i], codes) for i in range(2)]
+    layers = len(codes.main.codes)
+    return [jax.tree.map(lambda x, i=i: x[i], codes) for i in range(layers)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("blockwise_int8", jnp.float32), ("compressed-tensors", jnp.bfloat16)],
+)
+def test_an_export_is_loaded_to_train_on(tmp_path: Path, name: str, dtype: Any) -> None:
+    model, variables = trained(dtype=dtype, saved_bits=None)
+    frozen = fbq_jax.freeze(model, variables, TOKENS)
+    hf.export(tmp_path / "int8", name, model, frozen)
+    assert hf.quantization(tmp_path / "int8") == name
+    config, params = hf.load(tmp_path / "int8")
+    assert config == dataclasses.replace(model.config, dtype=config.dtype)
+    expected = float_params(frozen, variables["params"])
+    # Scales of compressed-tensors and other parameters are in the model's dtype.
+    rounding = {"rtol": 0 if dtype == jnp.float32 else 2**-8}
+    close = functools.partial(np.testing.assert_allclose, **rounding)
+    jax.tree.map(close, params, expected)
+    # Quantized again, they have the same codes. Two roundings to bfloat16 move few.
+    again = {"params": jax.tree.map(jnp.asarray, params)}
+    again |= {"fallback": variables["fallback"]}
+    hf.export(tmp_path / "again", name, model, again, like=tmp_path / "int8")
+    first, second = (read(tmp_path / folder)[1] for folder in ("int8", "again"))
+    for tensor, codes in first.items():
+        if np.issubdtype(codes.dtype, np.integer):
+            moved = np.mean(second[tensor] != codes)
+            assert moved <= (0 if dtype == jnp.float32 else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "message"),
+    [
+        ("blockwise_int8", "_scale_inv", lambda x: x[:, :1], "takes scales .*, got"),
+        ("blockwise_int8", "", lambda x: x.astype("f4"), "is F32, supported are I8"),
+        ("compressed-tensors", "_packed", lambda x: x[:, :1], "takes codes and scales"),
+        ("compressed-tensors", "_scale", None, "lacks .*_scale"),
+    ],
+)
+def test_damaged_exports_are_named(
+    tmp_path: Path, name: str, part: str, change: Any, message: str
+) -> None:
+    weight = fbq_jax.export.BlockWeight(
+        np.ones((32, 64), np.int8), np.ones((32, 2), "f4"), 32
+    )
+    module = "model.layers.0.self_attn.o_proj.weight"
+    tensors, quantization = fbq_jax.export.FORMATS[name](
+        {module: weight}, np.dtype(ml_dtypes.bfloat16)
+    )
+    if change is None:
+        del tensors[f"{module}{part}"]
+    else:
+        tensors[f"{module}{part}"] = np.ascontiguousarray(
+            change(tensors[f"{module}{part}"])
+        )
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    file = tmp_path / "config.json"
+    scheme = quantized.scheme_of({"quantization_config": quantization}, file)
+    assert scheme is not None
+    opened = files.open_tensors(tmp_path / "model.safetensors")
+    found = dict.fromkeys(tensors, (tmp_path / "model.safetensors", opened))
+    assert list(quantized.find_weights(scheme, tensors)) == [module]
+    with pytest.raises(hf.CheckpointError, match=message):
+        quantized.read_weight(scheme, found, module)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"quant_method": "blockwise_int8", "weight_block_size": [128]},
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        {"quant_method": "fp8"},
+        "int8",
+    ],
+)
+def test_other_quantizations_are_named(entry: Any) -> None:
+    with pytest.raises(hf.CheckpointError, match="supported are the entries that"):
+        quantized.scheme_of({"quantization_config": entry}, Path("config.json"))
+
+
+def test_gguf_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model-Q8_0.gguf").touch()
+    with pytest.raises(hf.CheckpointError, match="holds a GGUF file, which is not"):
+        hf.load(tmp_path)
 
 
 @pytest.mark.exhaustive
@@ -256,6 +382,15 @@ def test_what_cannot_be_exported_is_named_before_anything_is_written(
     with pytest.raises(ExportError, match=message):
         hf.export(tmp_path / "out", "blockwise_int8", model, {"params": {}})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for name in "gguf_file", "gguf_tokenizer":
+        monkeypatch.delitem(sys.modules, f"examples.llama.hf.{name}", raising=False)
+        monkeypatch.delattr(hf, name, raising=False)
+    with pytest.raises(ExportError, match=r"pip install 'fbq-jax\[examples\]'"):
+        hf.check_exportable("gguf", Llama(small_config(**SIZES), DOT))
 
 
 def test_unknown_formats_and_used_folders_are_named(tmp_path: Path) -> None:

@@ -268,14 +268,15 @@ def test_save_overwrites_nothing(checkpoint: Path) -> None:
     assert (checkpoint / "config.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("kind", [OSError, safetensors.SafetensorError])
 def test_failed_save_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def fill_disk(*_: object) -> None:
-        raise OSError("disk full")
+        raise kind("disk full")
 
     monkeypatch.setattr(safetensors.numpy, "save_file", fill_disk)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=r"out cannot be written: disk full"):
         hf.save(tmp_path / "out", *hf.load(FIXTURE / "llama"))
     assert list(tmp_path.iterdir()) == []
 

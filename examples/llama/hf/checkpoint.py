@@ -4,13 +4,14 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 import tokenizers
 
 from examples.llama.hf.config_json import (
@@ -30,6 +31,7 @@ from examples.llama.hf.files import (
     weight_files,
     write_tensors,
 )
+from examples.llama.hf.quantized import find_weights, read_weight, scheme_of
 from examples.llama.hf.tensor_views import (
     HEAD,
     TABLE,
@@ -50,7 +52,8 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     Args:
         folder: The folder of the checkpoint, in the format of transformers'
             ``save_pretrained`` and of `save`. The weights are float32, float16 or
-            bfloat16.
+            bfloat16, or INT8 as `export` writes them in the formats "blockwise_int8"
+            and "compressed-tensors", which are multiplied by their scales.
 
     Returns:
         The configuration, and the parameters of ``Llama`` as float32 NumPy arrays.
@@ -62,8 +65,9 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
             the wrong shape, or the model is not supported. The message names it.
     """
     folder = Path(folder)
-    stored = read_json(folder / CONFIG)
+    stored = _read_config(folder)
     family = family_of(stored, folder / CONFIG)
+    scheme = scheme_of(stored, folder / CONFIG)
     with contextlib.ExitStack() as stack:
         files = _open_files(folder, stack)
         config = from_json(stored, folder / CONFIG, len(files))
@@ -71,14 +75,38 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
         expected = tensor_views(config, family, flat)
         # Early checkpoints of Llama 2 also store the rotary frequencies.
         found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+        quantized = {} if scheme is None else find_weights(scheme, found)
+        found = (found - set().union(*quantized.values())) | quantized.keys()
         if config.tie_embeddings and {TABLE, HEAD} <= found:
             _check_tied(folder, files)
             found.remove(HEAD)
         _check_names(folder, expected, found)
         for name in sorted(found):
-            tensor = read_tensor(*files[name], name)
-            _fill(expected[name], tensor, f"{files[name][0]}: {name}")
+            if scheme is not None and name in quantized:
+                tensor, file = read_weight(scheme, files, name), folder
+            else:
+                tensor, file = read_tensor(*files[name], name), files[name][0]
+            _fill(expected[name], tensor, f"{file}: {name}")
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether a folder holds a model in Hugging Face's format, or as a GGUF file."""
+    folder = Path(folder)
+    if not (folder / CONFIG).exists():
+        return any(folder.glob("*.gguf"))
+    return "model_type" in _read_config(folder)
+
+
+def quantization(folder: str | Path) -> str | None:
+    """The format of the INT8 weights of a checkpoint; None if they are floats.
+
+    Raises:
+        CheckpointError: `load` does not know it.
+    """
+    folder = Path(folder)
+    scheme = scheme_of(_read_config(folder), folder / CONFIG)
+    return None if scheme is None else scheme.name
 
 
 def save(
@@ -141,16 +169,30 @@ def write_folder(
         tensors: The tensors by name.
         like: The checkpoint that provides the files of the tokenizer and of generation.
     """
+    with new_folder(folder) as complete:
+        (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
+        if like is not None:
+            _copy_generation(Path(like), complete)
+        write_tensors(complete, tensors)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write, which becomes ``folder`` if no error is raised.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f".{folder.name}."
     ) as scratch:
         complete = Path(scratch) / "checkpoint"
         complete.mkdir()
-        (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
-        if like is not None:
-            _copy_generation(Path(like), complete)
-        write_tensors(complete, tensors)
+        try:
+            yield complete
+        except (OSError, safetensors.SafetensorError) as error:
+            raise OSError(f"{folder} cannot be written: {error}") from error
         complete.rename(folder)
 
 
@@ -167,6 +209,15 @@ def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower one
         raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).exists() and any(folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} holds a GGUF file, which is not read: take the checkpoint that "
+            "it was exported from, or an export in another format"
+        )
+    return read_json(folder / CONFIG)
 
 
 def config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:

@@ -36,7 +36,6 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,),
     "dual_chunk_attention_config": (None,),
 }
 # The scalings of the rotary frequencies, by their type in config.json.

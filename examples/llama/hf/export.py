@@ -1,8 +1,10 @@
-"""Exports a trained model to a Hugging Face folder that serving engines load."""
+"""Exports a trained model to a folder that a serving engine loads."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import flax.traverse_util
@@ -11,7 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import fbq_jax
-from examples.llama.hf.checkpoint import check_new, config_json, write_folder
+from examples.llama.hf.checkpoint import (
+    check_new,
+    config_json,
+    new_folder,
+    write_folder,
+)
 from examples.llama.hf.families import FAMILIES, Family
 from examples.llama.hf.tensor_views import parameter_shapes, tensor_views
 from examples.llama.model import Llama
@@ -44,6 +51,8 @@ def check_exportable(
             f"{name} stores INT8 codes: export takes a model with an INT8 recipe"
         )
     family = FAMILIES[config_json(model.config, like)["model_type"]]
+    if name == "gguf":
+        _gguf_file().check(model.config, family, like)
     # One layer stands for all, and a number for each scale shows how blocks lie.
     one = dataclasses.replace(
         model.config, num_layers=1, nope_layers=(), sliding_layers=None
@@ -64,8 +73,9 @@ def export(
 ) -> None:
     """Writes a checkpoint with the INT8 codes that the model multiplies by.
 
-    The codes and scales of projections are those of ``fbq_jax.freeze``; all other
-    parameters are in ``model.config.dtype``. The folder appears atomically.
+    The codes of projections are those of ``fbq_jax.freeze``; all other parameters are
+    in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf, every
+    other one a checkpoint of transformers. The folder appears atomically.
 
     Args:
         folder: The folder to write. It must not exist or must be empty.
@@ -90,11 +100,29 @@ def export(
         variables = _freeze(model, variables)
     dtype = np.dtype(model.config.dtype)
     tensors, quantization = FORMATS[name](_weights(model, family, variables), dtype)
-    floats = {path: np.asarray(x, dtype) for path, x in _arrays(variables).items()}
+    floats = {path: np.asarray(x) for path, x in _arrays(variables).items()}
     views = tensor_views(model.config, family, floats)
-    tensors |= {tensor: view.join() for tensor, view in views.items()}
+    others = {tensor: view.join() for tensor, view in views.items()}
+    if name == "gguf":
+        with new_folder(folder) as part:
+            file = part / "model-Q8_0.gguf"
+            _gguf_file().write(file, model.config, family, tensors, others, like)
+        return
+    tensors |= {tensor: array.astype(dtype) for tensor, array in others.items()}
     stored |= {"torch_dtype": dtype.name, "quantization_config": quantization}
     write_folder(folder, stored, tensors, like)
+
+
+def _gguf_file() -> ModuleType:
+    try:
+        from examples.llama.hf import gguf_file
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        raise ExportError(
+            "gguf takes the package of this name: pip install 'fbq-jax[examples]'"
+        ) from error
+    return gguf_file
 
 
 def _freeze(model: Llama, variables: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -108,7 +136,7 @@ def _numbered(x: jax.ShapeDtypeStruct) -> np.ndarray:
     """An array of other values in every scale, and of zeros in place of codes."""
     if x.dtype == jnp.int8:
         return np.zeros(x.shape, x.dtype)
-    return np.arange(x.size, dtype=x.dtype).reshape(x.shape)
+    return (1 + np.arange(x.size, dtype=x.dtype) / x.size).reshape(x.shape)
 
 
 def _arrays(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,8 +159,9 @@ def _weights(
             tensor_views(model.config, family, {path: x.mT}) for x in (codes, scales)
         )
         for tensor, view in codes_by_name.items():
+            parts = tuple(math.prod(part.shape[:-1]) for part in view.parts)
             weights[tensor] = BlockWeight(
-                view.join(), scales_by_name[tensor].join(), weight.group
+                view.join(), scales_by_name[tensor].join(), weight.group, parts
             )
     return weights
 

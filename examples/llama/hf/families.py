@@ -44,6 +44,7 @@ class Family:
     Attributes:
         model_type: The name of the family in config.json.
         architecture: The class of transformers.
+        gguf: The architecture of llama.cpp.
         settings: The fields of `LlamaConfig` that all models of the family share.
         keys: The keys of config.json for further fields of `LlamaConfig`, by field.
         defaults: What transformers assumes for keys that config.json lacks.
@@ -64,6 +65,7 @@ class Family:
 
     model_type: str
     architecture: str
+    gguf: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -108,10 +110,11 @@ _QWEN_DEFAULTS = {
 
 # `save` takes the first family that has all settings of a model.
 _FAMILIES = (
-    Family(model_type="llama", architecture="LlamaForCausalLM"),
+    Family(model_type="llama", architecture="LlamaForCausalLM", gguf="llama"),
     Family(
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
+        gguf="qwen2",
         settings={"qkv_bias": True},
         defaults=_QWEN_DEFAULTS,
         window="last",
@@ -120,12 +123,14 @@ _FAMILIES = (
     Family(
         model_type="mistral",
         architecture="MistralForCausalLM",
+        gguf="llama",
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         window="every",
     ),
     Family(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
+        gguf="qwen3",
         settings={"qk_norm": True},
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         window="last",
@@ -134,6 +139,7 @@ _FAMILIES = (
     Family(
         model_type="smollm3",
         architecture="SmolLM3ForCausalLM",
+        gguf="smollm3",
         defaults={
             "num_key_value_heads": 4,
             "no_rope_layer_interval": 4,
@@ -147,6 +153,7 @@ _FAMILIES = (
     Family(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
+        gguf="gemma2",
         settings=_GEMMA_SETTINGS,
         keys={**_GEMMA_KEYS, "attn_softcap": "attn_logit_softcapping"},
         defaults={
@@ -165,6 +172,7 @@ _FAMILIES = (
     Family(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
+        gguf="gemma3",
         settings={**_GEMMA_SETTINGS, "qk_norm": True},
         keys=_GEMMA_KEYS,
         defaults={
@@ -184,6 +192,7 @@ _FAMILIES = (
     Family(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
+        gguf="phi3",
         rope_types=("default",),
         window="every",
         tensors={

@@ -26,6 +26,8 @@ GENERATION = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# The dtypes of weights in floats, as safetensors names them.
+FLOATS = ("F32", "F16", "BF16")
 # The size above which weights are written in shards, as transformers does.
 _SHARD_BYTES = 5 * 10**9
 
@@ -102,16 +104,18 @@ def open_tensors(file: Path) -> Any:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
 
 
-def read_tensor(file: Path, opened: Any, name: str) -> np.ndarray:
-    """Reads a tensor of floats from an open file.
+def read_tensor(
+    file: Path, opened: Any, name: str, dtypes: tuple[str, ...] = FLOATS
+) -> np.ndarray:
+    """Reads a tensor of one of the dtypes from an open file.
 
     Raises:
         CheckpointError: The tensor has another dtype.
     """
     dtype = opened.get_slice(name).get_dtype()
-    if dtype not in ("F32", "F16", "BF16"):
+    if dtype not in dtypes:
         raise CheckpointError(
-            f"{file}: {name} is {dtype}, supported are F32, F16 and BF16"
+            f"{file}: {name} is {dtype}, supported are {', '.join(dtypes)}"
         )
     return opened.get_tensor(name)
 

@@ -1,0 +1,166 @@
+"""The tokenizer of a checkpoint as the metadata of a GGUF file.
+
+llama.cpp has tokenizers of its own. Two of them read what ``tokenizer.json`` holds:
+``gpt2``, byte-level BPE, which knows how text is split by a name; and ``llama``, the
+BPE of SentencePiece, in which the scores of tokens order the merges. Their tokens are
+those of ``tokenizers``, except that ``llama`` puts a space after special tokens too,
+where a tokenizer puts one before a text.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import gguf
+import tokenizers
+
+from examples.llama.hf.checkpoint import load_tokenizer
+from examples.llama.hf.files import read_json
+from fbq_jax.export import ExportError
+
+Json = dict[str, Any]
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# How the byte-level tokenizers that llama.cpp knows split text: the regular expression
+# before the bytes, or none where ByteLevel has its own; and whether a word that is in
+# the vocabulary needs no merges.
+_SPLITS = {
+    (None, False): "gpt-2",
+    ("digits", False): "smollm",
+    (
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        False,
+    ): "qwen2",
+    (
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        True,
+    ): "llama-bpe",
+}
+
+
+def read_tokenizer(folder: Path, vocab_size: int) -> Json | None:
+    """Reads the tokenizer.json of a checkpoint, None if it has none.
+
+    Raises:
+        ExportError: llama.cpp has no tokenizer that splits and joins text this way, or
+            the tokenizer has tokens that the model lacks.
+        CheckpointError: The file is damaged.
+    """
+    if (tokenizer := load_tokenizer(folder)) is None:
+        return None
+    file = folder / "tokenizer.json"
+    stored = read_json(file)
+    if stored["model"]["type"] != "BPE" or not (
+        _is_sentencepiece(stored) or _split_of(stored) is not None
+    ):
+        raise ExportError(
+            f"{file}: llama.cpp's tokenizers are not known to read this one; export "
+            "takes BPE with SentencePiece's spaces and bytes, or with the splits of "
+            f"{', '.join(_SPLITS.values())}"
+        )
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    if largest >= vocab_size:
+        raise ExportError(
+            f"{file} has a token {largest}, the model has {vocab_size} tokens"
+        )
+    return stored
+
+
+def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> None:
+    """Adds the tokenizer, the special tokens and the chat template.
+
+    Args:
+        writer: A ``gguf.GGUFWriter``.
+        stored: The result of `read_tokenizer`.
+        folder: The folder of the checkpoint.
+        vocab_size: The number of tokens of the model. Those that the tokenizer lacks
+            are marked as unused.
+    """
+    model, spaces = stored["model"], _is_sentencepiece(stored)
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * vocab_size
+    for token, index in model["vocab"].items():
+        tokens[index] = token
+        is_byte = spaces and token in _BYTES
+        kinds[index] = gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
+    for added in stored.get("added_tokens", ()):
+        tokens[added["id"]] = added["content"]
+        kinds[added["id"]] = gguf.TokenType.USER_DEFINED
+        if added["special"]:
+            kinds[added["id"]] = gguf.TokenType.CONTROL
+    if spaces and (unknown := model.get("unk_token")) in model["vocab"]:
+        kinds[model["vocab"][unknown]] = gguf.TokenType.UNKNOWN
+    writer.add_tokenizer_model("llama" if spaces else "gpt2")
+    writer.add_tokenizer_pre("default" if spaces else _split_of(stored))
+    writer.add_token_list([token.encode() for token in tokens])
+    writer.add_token_types(kinds)
+    if spaces:
+        writer.add_token_scores(_scores(model, tokens))
+        writer.add_add_space_prefix(_begins_with_space(stored))
+    # It also warns of templates that it does not understand, which `_added` tries out.
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
+    special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
+    special.add_special_token = _added(stored, special.special_token_ids)
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _split_of(stored: Json) -> str | None:
+    """llama.cpp's name of how a byte-level tokenizer splits text; None without one."""
+    steps = stored.get("pre_tokenizer") or {}
+    *before, last = steps.get("pretokenizers") or [steps]
+    normalizer = (stored.get("normalizer") or {}).get("type")
+    if last.get("type") != "ByteLevel" or normalizer not in (None, "NFC"):
+        return None
+    if last.get("add_prefix_space") or len(before) > 1:
+        return None
+    split = _split(before[0]) if before else None
+    # ByteLevel's own expression follows digits, but no other expression.
+    if last.get("use_regex", True) != (split in (None, "digits")):
+        return None
+    return _SPLITS.get((split, bool(stored["model"].get("ignore_merges"))))
+
+
+def _split(step: Json) -> str | None:
+    """The regular expression of a step, or "digits"."""
+    if step.get("type") == "Digits" and step.get("individual_digits"):
+        return "digits"
+    if step.get("type") == "Split" and step.get("behavior") == "Isolated":
+        return step.get("pattern", {}).get("Regex", "")
+    return ""
+
+
+def _is_sentencepiece(stored: Json) -> bool:
+    """Whether spaces are a character of their own and unknown characters are bytes."""
+    text = json.dumps([stored.get("pre_tokenizer"), stored.get("normalizer")])
+    spaces = json.dumps(_SPACE).strip('"') in text
+    return spaces and bool(stored["model"].get("byte_fallback"))
+
+
+def _begins_with_space(stored: Json) -> bool:
+    """Whether a text is encoded as if a space stood before it."""
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(stored))
+    first = tokenizer.encode("a", add_special_tokens=False).tokens[0]
+    return first.startswith(_SPACE)
+
+
+def _scores(model: Json, tokens: list[str]) -> list[float]:
+    """The scores of tokens: the earlier the merge that makes a token, the higher."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(model["merges"]):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        ranks.setdefault("".join(pair), rank)
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]
+
+
+def _added(stored: Json, special: dict[str, int]) -> dict[str, bool]:
+    """Whether an encoded text begins with "bos" and ends with "eos"."""
+    ids = tokenizers.Tokenizer.from_str(json.dumps(stored)).encode("a").ids
+    return {
+        "bos": ids[0] == special.get("bos", -1),
+        "eos": ids[-1] == special.get("eos", -1),
+    }

@@ -1,0 +1,288 @@
+"""Generation: the cache changes no logits, and text comes out of every folder."""
+
+import dataclasses
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+import fbq_jax
+from examples.llama import generate, hf, train
+from examples.llama.kv_cache import empty_cache
+from examples.llama.model import Llama
+from examples.llama.sampling import Sampling, sample
+from examples.llama.text import Bytes, ChatError, TokenizerOf
+from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
+from tests.examples.small import small_config
+from tests.fbq_jax.linen.test_freezing import as_trained
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            name.lower(), marks=[] if name == "Gemma3" else pytest.mark.exhaustive
+        )
+        for name in CONFIGS
+    ],
+)
+def test_a_cache_changes_no_logits(family: str) -> None:
+    config, params = hf.load(FIXTURE / family)
+    model = Llama(dataclasses.replace(config, dtype=jnp.float32))
+    reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
+    tokens = jnp.asarray(reference["tokens"])
+    apply = jax.jit(model.apply)
+    cache = empty_cache(model.config, 2, tokens.shape[1] + 3)
+    # The windows of the families, 5 to 9, end inside both parts.
+    split, found = 11, []
+    logits, cache = apply({"params": params}, tokens[:, :split], cache)
+    found.append(logits)
+    for position in range(split, tokens.shape[1]):
+        logits, cache = apply({"params": params}, tokens[:, position, None], cache)
+        found.append(logits)
+    expected = reference["logits"][:, split - 1 :]
+    np.testing.assert_allclose(jnp.concatenate(found, 1), expected, rtol=0, atol=1e-4)
+    assert cache.length == tokens.shape[1]
+
+
+@pytest.mark.exhaustive
+def test_a_frozen_model_generates_what_it_computes() -> None:
+    """Quantized activations share scales by rows, which differ with a cache."""
+    config = small_config(hidden_size=64, intermediate_size=96, saved_bits=10)
+    model = Llama(config, fbq_jax.FallbackDot(fbq_jax.Recipe(block=32)))
+    tokens = jnp.arange(12)[None] * 3
+    frozen = fbq_jax.freeze(model, as_trained(model, tokens), tokens)
+    apply = jax.jit(model.apply)
+    expected = apply(frozen, tokens)
+    cache = empty_cache(config, 1, 12)
+    found = []
+    for start, stop in [(0, 5), *((i, i + 1) for i in range(5, 12))]:
+        logits, cache = apply(frozen, tokens[:, start:stop], cache)
+        found.append(logits)
+    difference = jnp.concatenate(found, 1) - expected[:, 4:]
+    assert jnp.linalg.norm(difference) < 0.05 * jnp.linalg.norm(expected[:, 4:])
+
+
+LOGITS = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]]))
+
+
+@pytest.mark.parametrize(
+    ("how", "drawn"),
+    [
+        ({"temperature": 0.0}, {1}),
+        ({"temperature": 1.0}, {0, 1, 2, 3}),
+        ({"temperature": 1.0, "top_k": 2}, {1, 3}),
+        ({"temperature": 1.0, "top_p": 0.3}, {1}),
+        ({"temperature": 1.0, "top_p": 0.6}, {1, 3}),
+        ({"temperature": 1.0, "top_p": 0.99, "top_k": 3}, {1, 2, 3}),
+        ({"temperature": 0.01}, {1}),
+    ],
+)
+def test_sampling_draws_the_likely_tokens(how: dict[str, Any], drawn: set) -> None:
+    keys = jax.random.split(jax.random.key(0), 200)
+    draw = jax.jit(jax.vmap(lambda key: sample(LOGITS, key, Sampling(**how))))
+    tokens = np.asarray(draw(keys))
+    assert tokens.dtype == np.int32
+    assert set(tokens.ravel().tolist()) == drawn
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"temperature": -1.0}, "temperature takes a number of at least 0"),
+        ({"top_k": -1}, "top_k takes a number of at least 0"),
+        ({"top_p": 0.0}, "top_p takes a number above 0 and up to 1, got 0"),
+        ({"top_p": float("nan")}, "top_p takes a finite number"),
+    ],
+)
+def test_sampling_checks_its_options(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**how)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message.role + ' ' + message.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    """The Llama fixture with a tokenizer of words and a chat template."""
+    folder = Path(shutil.copytree(FIXTURE / "llama", tmp_path / "chat"))
+    words = ["<s>", "<|end|>", "user", "assistant", "one", "two"]
+    words += [f"w{i}" for i in range(42)]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <|end|>", special_tokens=[("<s>", 0), ("<|end|>", 1)]
+    )
+    tokenizer.add_special_tokens(["<s>", "<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    return folder
+
+
+def codec(folder: Path) -> TokenizerOf:
+    tokenizer = hf.load_tokenizer(folder)
+    assert tokenizer is not None
+    return TokenizerOf(folder, tokenizer)
+
+
+def test_a_prompt_is_not_ended(chat: Path) -> None:
+    assert codec(chat).encode("one two") == [0, 4, 5]
+    assert codec(chat).decode([4, 5, 1]) == "one two"
+
+
+def test_stop_tokens_are_those_of_generation_then_of_the_model(chat: Path) -> None:
+    assert codec(chat).stops == {1}
+    config = json.loads((chat / "config.json").read_text())
+    (chat / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
+    assert codec(chat).stops == {5}
+    generation = chat / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert codec(chat).stops == {1, 7}
+    generation.write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(hf.CheckpointError, match="eos_token_id takes a token or a"):
+        codec(chat)
+
+
+@pytest.mark.parametrize("where", ["jinja", "config", "names", "json"])
+def test_chat_templates_are_found(chat: Path, where: str) -> None:
+    pytest.importorskip("jinja2", reason="fills in templates")
+    with pytest.raises(ChatError, match="has no chat template: leave --chat out"):
+        codec(chat).encode_chat("two")
+    config = json.loads((chat / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": TEMPLATE}]
+    if where == "jinja":
+        (chat / "chat_template.jinja").write_text(TEMPLATE)
+    elif where == "json":
+        content = json.dumps({"chat_template": TEMPLATE})
+        (chat / "chat_template.json").write_text(content)
+    else:
+        config["chat_template"] = TEMPLATE if where == "config" else named
+    (chat / "tokenizer_config.json").write_text(json.dumps(config))
+    assert codec(chat).encode_chat("two") == [0, 2, 5, 1, 3]
+
+
+def test_templates_that_refuse_are_an_error(chat: Path) -> None:
+    pytest.importorskip("jinja2", reason="fills in templates")
+    (chat / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
+    with pytest.raises(ChatError, match="cannot be filled in: no system"):
+        codec(chat).encode_chat("two")
+
+
+def test_a_missing_package_is_named(
+    chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (chat / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ChatError, match=r"pip install 'fbq-jax\[examples\]'"):
+        codec(chat).encode_chat("two")
+
+
+def test_bytes_are_text_and_have_no_chat() -> None:
+    assert Bytes().encode("é") == [0xC3, 0xA9]
+    assert Bytes().decode([0xC3, 0xA9, 0xC3]) == "é\N{REPLACEMENT CHARACTER}"
+    assert Bytes().stops == {0}
+    with pytest.raises(ChatError, match="takes a model with a chat template"):
+        Bytes().encode_chat("a")
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    status = generate.main([str(arg) for arg in argv])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_checkpoint_generates(
+    chat: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = ("--temperature", 0, "--tokens", 4)
+    status, out, report = run(capsys, chat, "--prompt", "one two", *greedy)
+    assert status == 0
+    assert out.startswith("one two")
+    assert "bfloat16 weights; compiled in" in report
+    assert "prompt: 3 tokens" in report
+    # The same tokens as without a cache.
+    config, params = hf.load(chat)
+    model, tokens = Llama(config), [0, 4, 5]
+    apply = jax.jit(model.apply)
+    for _ in range(4):
+        logits = apply(
+            {"params": params}, jnp.asarray([tokens + [0] * (8 - len(tokens))])
+        )
+        tokens.append(int(logits[0, len(tokens) - 1].argmax()))
+        if tokens[-1] == 1:
+            break
+    # The words are separated by spaces, also after the prompt.
+    assert out == f"{codec(chat).decode(tokens)}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("one two"))
+    assert run(capsys, chat, *greedy)[1] == out
+
+
+def test_what_cannot_generate_is_named(
+    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = ("--prompt", "one")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model-Q8_0.gguf").touch()
+    cases = [
+        ((tmp_path / "missing", *prompt), "holds neither a run nor a model"),
+        ((tmp_path / "gguf", *prompt), "gguf holds a GGUF file, which is not read"),
+        ((FIXTURE / "llama", *prompt), "llama has no tokenizer.json"),
+        ((chat, *prompt, "--weights", "codes"), "runs with weights in floats"),
+        ((chat, *prompt, "--top-p", 2), "top_p takes a number above 0"),
+        ((chat, *prompt, "--seed", -1), "seed takes an integer of 32 bits"),
+        ((chat, "--prompt", "one " * 600), "the prompt has 601 tokens; the model"),
+        ((chat, *prompt, "--chat"), "has no chat template"),
+    ]
+    for argv, message in cases:
+        status, _, error = run(capsys, *argv)
+        assert (status, error.startswith("error: ")) == (1, True), argv
+        assert message in error
+    for argv in ((chat, "--tokens", 0), (chat, "--weights", "x")):
+        with pytest.raises(SystemExit):
+            generate.main([str(arg) for arg in argv])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_run_generates_with_codes_and_with_floats(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    sizes = "--hidden 64 --ffn 128 --layers 1 --heads 2 --kv-heads 1 --seq 32 --batch 2"
+    argv = f"--data {text} --out {folder} --steps 2 {sizes}".split()
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main(argv) == 0
+        capsys.readouterr()
+        for weights, named in (
+            ("codes", "INT8 codes (fallback)"),
+            ("floats", "bfloat"),
+        ):
+            status, out, report = run(
+                capsys, folder, "--prompt", "1 and", "--weights", weights
+            )
+            assert status == 0, report
+            assert out.startswith("1 and")
+            assert report.startswith(named)
+            assert "stopped at the model's longest sequence, 32 tokens" in report
+        argv[3], folder = str(tmp_path / "bf16"), tmp_path / "bf16"
+        assert train.main([*argv, "--recipe=bf16"]) == 0
+    status, _, error = run(capsys, folder, "--prompt", "1", "--weights", "codes")
+    assert (status, "codes take an INT8 recipe" in error) == (1, True)
