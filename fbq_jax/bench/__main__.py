@@ -135,7 +135,10 @@ def _run_sections(options: argparse.Namespace) -> None:
         # Its processes share the GPU's memory with this one, which measures nothing.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     path = cli.run("fbq_jax.bench", SECTIONS, options)
-    if options.command in ("map", "all") and not options.quick:
+    has_whole_map = options.command == "all" or (
+        options.command == "map" and not options.shape
+    )
+    if has_whole_map and not options.quick:
         _install_map(path)
 
 

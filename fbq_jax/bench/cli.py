@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,7 +71,26 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
         command.add_argument(
             "--quick", action="store_true", help="half the sizes, fewer samples"
         )
+        if name in sections:
+            sizes = report.HEADINGS[name].shape.replace(" ", "")
+            command.add_argument(
+                "--shape",
+                type=functools.partial(_read_shape, sizes),
+                action="append",
+                metavar=sizes,
+                help="measures these sizes instead; may be repeated",
+            )
     return commands
+
+
+def _read_shape(sizes: str, text: str) -> tuple[int, ...]:
+    """Reads sizes that are separated by commas, such as ``"8192,4096,4096"``."""
+    count = sizes.count(",") + 1
+    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text) and text.count(",") + 1 == count:
+        return tuple(map(int, text.split(",")))
+    raise argparse.ArgumentTypeError(
+        f"takes {count} positive integers {sizes}; got {text!r}"
+    )
 
 
 def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> Path:
@@ -147,7 +168,7 @@ def _measure(
     print(report.text_head(name), flush=True)
     content = results.section([], quick=quick)
     for row in section.rows(
-        [tuple(max(1, n // 2) for n in s) if quick else s for s in section.SHAPES],
+        _shapes(section, options),
         implementation=options.implementation,
         effort=measure.QUICK if quick else measure.FULL,
     ):
@@ -155,3 +176,14 @@ def _measure(
         content["rows"].append(dataclasses.asdict(row))
         # Stored after each row, so that an interrupted run leaves what it measured.
         results.merge(path, name, content)
+
+
+def _shapes(
+    section: ModuleType, options: argparse.Namespace
+) -> Sequence[tuple[int, ...]]:
+    if options.command != "all" and options.shape:
+        shapes: list[tuple[int, ...]] = options.shape
+        return shapes
+    if options.quick:
+        return [tuple(max(1, size // 2) for size in shape) for shape in section.SHAPES]
+    return section.SHAPES

@@ -67,6 +67,25 @@ def test_all_goes_on_after_a_section_that_fails(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        ([], [(4096, 4096, 4096), (8192, 8192, 8192)]),
+        (["--quick"], [(2048, 2048, 2048), (4096, 4096, 4096)]),
+        (["--quick", "--shape", "7,8,9", "--shape", "1,2,3"], [(7, 8, 9), (1, 2, 3)]),
+    ],
+)
+def test_the_shapes_that_are_measured(options, shapes, tmp_path, monkeypatch):
+    def rows(measured, **_):
+        assert list(measured) == shapes
+        return some_rows()
+
+    monkeypatch.setattr(importlib.import_module("fbq_jax.bench.gemm"), "rows", rows)
+    out = ["--out", str(tmp_path / "bench.json")]
+    assert library.main(["gemm", "--implementation", "reference", *out, *options]) == 0
+
+
+@pytest.mark.usefixtures("gpu")
 def test_a_failed_measurement_is_one_line_and_status_1(tmp_path, monkeypatch, capsys):
     def rows(*_, **__):
         yield some_rows()[0]
@@ -130,6 +149,8 @@ def test_the_map_refuses_a_tpu(monkeypatch):
         ([], "required: COMMAND"),
         (["speed"], "invalid choice: 'speed'"),
         (["gemm", "--implementation", "cublas"], "invalid choice: 'cublas'"),
+        (["gemm", "--shape", "8,8"], "takes 3 positive integers M,N,K; got '8,8'"),
+        (["gemm", "--shape", "8,0,8"], "positive integers M,N,K; got '8,0,8'"),
     ],
 )
 def test_a_usage_error_names_the_choice(arguments, message, capsys):
