@@ -36,6 +36,7 @@ from examples.llama.step import (
     make_optimizer,
     make_train_step,
 )
+from examples.llama.tokenizer_source import tokenizer_source
 from fbq_jax import FallbackDot, Recipe, assert_live, freeze
 
 
@@ -71,7 +72,8 @@ def train(
     mesh.check_batch(config.batch // config.accumulate)
     model, weights, corpus = build(config)
     if export is not None:
-        hf.check_exportable(export, model, like=config.from_hf)
+        with tokenizer_source(config, model.config) as like:
+            hf.check_exportable(export, model, like=like)
     sizes = {"seq": config.seq, "batch": config.batch}
     optimizer, schedule = make_optimizer(config)
     loop = _Loop(
@@ -321,11 +323,11 @@ def _export(
     if folder.exists():
         print(f"{folder} exists and stays as it is")
         return
-    with _part_of(folder) as part:
-        hf.export(part, name, model, frozen, like=config.from_hf)
+    with tokenizer_source(config, model.config) as like, _part_of(folder) as part:
+        hf.export(part, name, model, frozen, like=like)
+        has_tokenizer = like is not None and hf.load_tokenizer(like) is not None
     print(f"exported: {folder}")
-    source = config.from_hf
-    if name == "gguf" and (source is None or hf.load_tokenizer(source) is None):
+    if name == "gguf" and not has_tokenizer:
         print(
             "note: the file has no tokenizer, which llama.cpp's programs need; its "
             "library takes ids of tokens"

@@ -20,6 +20,7 @@ from examples.llama.hf.families import FAMILIES
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from examples.llama.tokenizer_source import byte_tokenizer
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
 from tests.examples.test_llama_export import SIZES, TOKENS, float_params, trained
@@ -334,12 +335,15 @@ def splitting(name: str) -> tokenizers.Tokenizer:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*gguf_tokenizer._SPLITS.values(), "sentencepiece"])
+@pytest.mark.parametrize(
+    "name", [*gguf_tokenizer._SPLITS.values(), "sentencepiece", "bytes"]
+)
 def test_llama_cpp_encodes_text_as_the_tokenizer_does(
     tmp_path: Path, name: str
 ) -> None:
     xllamacpp = pytest.importorskip("xllamacpp", reason="compares with llama.cpp")
-    tokenizer = sentencepiece() if name == "sentencepiece" else splitting(name)
+    others = {"sentencepiece": sentencepiece, "bytes": byte_tokenizer}
+    tokenizer = others[name]() if name in others else splitting(name)
     model, variables = trained(vocab_size=320, num_layers=1, saved_bits=None)
     like = source(tmp_path / "like", model.config, "llama", tokenizer)
     hf.export(tmp_path / "gguf", "gguf", model, variables, like=like)

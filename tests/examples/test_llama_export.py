@@ -23,6 +23,7 @@ from examples.llama.hf.config_json import to_json
 from examples.llama.hf.families import FAMILIES
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
+from examples.llama.trained import load as load_trained
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained
@@ -428,6 +429,10 @@ def test_train_exports_at_the_end_and_of_a_run_that_has_ended(
         assert train.main([*argv, *EXPORT]) == 0
         stored, tensors = read(run / "blockwise_int8")
         assert stored["quantization_config"]["weight_block_size"] == [64, 128]
+        # It reads text, which for this run is bytes.
+        codec = load_trained(run / "blockwise_int8").codec
+        assert codec.encode("né") == list("né".encode())
+        assert codec.stops == {0}
         (run / "blockwise_int8").rename(tmp_path / "first")
         assert train.main([*argv, "--resume", *EXPORT]) == 0
         again = read(run / "blockwise_int8")

@@ -23,6 +23,8 @@ Json = dict[str, Any]
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+# llama.cpp refuses byte-level BPE without merges. UTF-8 has no byte 0xFF to merge.
+_NO_MERGE = "ÿ ÿ"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # How the byte-level tokenizers that llama.cpp knows split text: the regular expression
 # before the bytes, or none where ByteLevel has its own; and whether a word that is in
@@ -105,6 +107,8 @@ def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> N
     # It also warns of templates that it does not understand, which `_added` tries out.
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
     special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
+    if not spaces and not special.merges:
+        special.merges = [_NO_MERGE]
     special.add_special_token = _added(stored, special.special_token_ids)
     special.add_to_gguf(writer, quiet=True)
 

@@ -1,0 +1,53 @@
+"""The tokenizers of runs, for the models that they export."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.llama.config import Config
+from examples.llama.tokenizer_source import byte_tokenizer, tokenizer_source
+from tests.examples.make_hf_fixture import FIXTURE
+from tests.examples.small import small_config
+
+TEXT = "naïve\tcode  x = {1: '日本語 😀'}\r\n\n\0 end"
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode(TEXT).ids == list(TEXT.encode())
+    assert tokenizer.decode(list(TEXT.encode())) == TEXT
+    assert sorted(tokenizer.get_vocab().values()) == list(range(256))
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_a_run_has_the_tokenizer_of_its_data(tmp_path: Path, is_text: bool) -> None:
+    data = tmp_path / "text.txt"
+    if is_text:
+        data.write_text(TEXT)
+    else:
+        data = tmp_path
+        np.arange(9, dtype=np.uint16).tofile(data / "train.bin")
+        byte_tokenizer().save(str(data / "tokenizer.json"))
+    with tokenizer_source(Config(data=str(data)), small_config()) as folder:
+        assert folder is not None
+        assert (folder / "tokenizer.json").is_file()
+        stored = json.loads((folder / "config.json").read_text())
+        assert stored["model_type"] == "llama"
+        # A NUL byte separates documents.
+        assert stored.get("eos_token_id") == (0 if is_text else None)
+    assert not folder.exists()
+
+
+def test_a_tuned_model_has_the_tokenizer_of_its_checkpoint() -> None:
+    config = Config(from_hf=str(FIXTURE / "llama"))
+    with tokenizer_source(config, small_config()) as folder:
+        assert folder == FIXTURE / "llama"
+
+
+def test_ids_of_tokens_alone_have_no_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "ids.bin"
+    np.arange(9, dtype=np.uint16).tofile(file)
+    with tokenizer_source(Config(data=str(file)), small_config()) as folder:
+        assert folder is None
