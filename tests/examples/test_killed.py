@@ -16,6 +16,7 @@ import pytest
 
 from examples.llama import checkpoint, metrics, train, training
 from tests.examples.test_checkpoint import assert_equal, train_state
+from tests.marks import with_first_fast
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--hidden=16 --ffn=32 --layers=2 --heads=2 --seq=16 --batch=4 --lr=0.01"
@@ -84,9 +85,7 @@ def watch() -> Watch:
 
 
 # Orbax deletes a checkpoint when there are two before.
-@pytest.mark.parametrize(
-    "before", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
-)
+@pytest.mark.parametrize("before", with_first_fast([0, 1, 2]))
 def test_a_kill_during_a_save_loses_no_whole_checkpoint(
     tmp_path: Path, before: int
 ) -> None:

@@ -8,14 +8,9 @@ import pytest
 
 from fbq_jax import Recipe, dot_general, recipes
 from tests.debugging import debugging
+from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
-
-
-def with_first_fast(values):
-    """The values, of which all but the first are for exhaustive tests."""
-    exhaustive = [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
-    return [values[0], *exhaustive[1:]]
 
 
 RNG = np.random.default_rng(0)
@@ -30,7 +25,7 @@ RECIPES = {
     "aqt_int8_local": recipes.aqt_int8_local,
     "per_tensor_bifurcated": recipes.per_tensor_bifurcated,
 }
-each_recipe = pytest.mark.parametrize("name", with_first_fast([*RECIPES]))
+each_recipe = pytest.mark.parametrize("name", with_first_fast(RECIPES))
 
 
 def product(x, w, dy, recipe, theta=None):
@@ -55,7 +50,7 @@ def sparse(x):
 
 @pytest.mark.parametrize("flag", with_first_fast(["jax_debug_nans", "jax_debug_infs"]))
 @pytest.mark.parametrize("change", with_first_fast([sparse, np.asarray, np.zeros_like]))
-@pytest.mark.parametrize("name", with_first_fast([*RECIPES]))
+@pytest.mark.parametrize("name", with_first_fast(RECIPES))
 def test_healthy_operands_have_no_nan_or_inf_inside(name, change, flag):
     with debugging(flag):
         product(change(X), W, change(DY), RECIPES[name])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from fbq_jax import Gemm, Recipe, dot_general, ragged_dot, recipes
+from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 USUAL = 256, 256, 256
@@ -106,7 +107,7 @@ def test_shards():
     assert eight < 1.25 * one
 
 
-@pytest.mark.parametrize("shape", RAGGED)
+@pytest.mark.parametrize("shape", with_first_fast(RAGGED))
 def test_degenerate_groups(shape):
     usual = size_of_ragged(*USUAL, 4)
     assert size_of_ragged(*RAGGED[shape]) < 1.25 * usual

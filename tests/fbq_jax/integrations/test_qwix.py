@@ -22,6 +22,7 @@ from fbq_jax import (
 from fbq_jax.integrations import qwix
 from fbq_jax.nnx import dot as nnx_dot
 from tests.fbq_jax.linen.test_whole_models import KEY, X, train
+from tests.marks import with_first_fast
 
 SMALL = Recipe(block=32)
 RULES = {"head": None, ".*": SMALL}
@@ -90,7 +91,7 @@ class Scanned(nn.Module):
         return layers(self.multiply, self.op, name="layers")(x, None)[0]
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", with_first_fast(PRODUCTS))
 def test_every_product_has_the_bits_of_injection_by_hand(name):
     multiply = PRODUCTS[name]
     model, report = qwix.quantize(Unrolled(multiply), RULES, KEY, X)
@@ -221,6 +222,7 @@ class GatedStack(nn.Module):
         return scan(name="layers")(x, None)[0]
 
 
+@pytest.mark.exhaustive
 def test_frozen_linen_modules_that_multiply_in_their_own_code():
     started = Recipe(block=32, start=2.0)
     model, _ = qwix.quantize(GatedStack(), {".*": started}, KEY, X)

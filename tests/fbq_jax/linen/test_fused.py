@@ -68,7 +68,13 @@ def with_theta(variables, collection, theta):
     ("hidden", "recipe", "theta", "collection"),
     [
         (0, Recipe(block=32), 8.0, "_overwrite_with_gradient"),
-        (F, Recipe(block=(32, 128, 64)), None, "fallback"),
+        pytest.param(
+            F,
+            Recipe(block=(32, 128, 64)),
+            None,
+            "fallback",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             F, recipes.jetfire, None, "fallback", marks=pytest.mark.exhaustive
         ),

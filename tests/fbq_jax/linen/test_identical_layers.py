@@ -58,6 +58,7 @@ def lower_step(layers, x):
     return step.lower(variables["params"], variables["fallback"], x)
 
 
+@pytest.mark.exhaustive
 def test_on_one_device(traces):
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
     functions = lower_step(2, x).as_text().count("func.func")

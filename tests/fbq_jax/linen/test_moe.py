@@ -212,6 +212,7 @@ def test_scan_and_remat():
     assert sorted(fallback_stats(updates)) == ["moe/down", "moe/gate_up"]
 
 
+@pytest.mark.exhaustive
 def test_vmap():
     """Each example has its own blocks.  JAX's own ragged dot takes no such ``vmap``."""
     layer = MoEMLP(Routing(E), F, dot_general=FallbackDot(recipe=BLOCK))

@@ -16,6 +16,7 @@ from fbq_jax import FallbackDot, GatedMLP, NormDense, fallback_dot, fp8_dot, rec
 from fbq_jax.bench import measure
 from fbq_jax.ops import dispatch
 from tests.gpus import h200s, needs_compiler
+from tests.marks import with_first_fast
 
 
 def dense(dot_general):
@@ -61,7 +62,7 @@ def compiled_step(module, x):
     return jax.jit(step_of(module)).lower(variables, x).compile(), variables
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", with_first_fast(MODULES))
 def test_a_step_has_no_conditional(name):
     x = jnp.ones((256, 256), jnp.bfloat16)
     step, _ = compiled_step(MODULES[name], x)

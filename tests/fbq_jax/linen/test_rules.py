@@ -195,6 +195,7 @@ def nnx_stack(rules, out_axes=0):
     return layers(nnx.Rngs(0))
 
 
+@pytest.mark.exhaustive
 def test_nnx_stacks_take_rules_before_and_after_they_are_made():
     stack, floats = nnx_stack({".*": SMALL}), nnx_stack({})
     apply_rules(floats, {".*": SMALL}, rngs=nnx.Rngs(3))

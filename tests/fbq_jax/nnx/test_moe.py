@@ -130,6 +130,7 @@ def test_rules_and_freeze():
     np.testing.assert_array_equal(call(frozen, X), call(model, X))
 
 
+@pytest.mark.exhaustive
 def test_layers_of_a_stack_have_states_of_their_own():
     @nnx.split_rngs(splits=2)
     @nnx.vmap

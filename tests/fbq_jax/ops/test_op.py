@@ -25,6 +25,7 @@ from fbq_jax.sharding.rule_language import (
     factor_names,
     pair_leaves,
 )
+from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 SEEDS = jnp.zeros(1, jnp.uint32)
@@ -228,7 +229,9 @@ def double(x, *, by):
     return x * by
 
 
-@pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
+@pytest.mark.parametrize(
+    "shape", with_first_fast([(0, 64, 64), (2, 0, 64), (2, 64, 0)])
+)
 @pytest.mark.parametrize("name", ["quantize", "quantize_vectors", "quantize_fallback"])
 def test_no_kernel_starts_on_empty_operands(monkeypatch, name, shape):
     """They give results of the right shapes and dtypes, and scales of 0."""

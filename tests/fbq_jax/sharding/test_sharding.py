@@ -355,6 +355,7 @@ def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
     assert scales == sum(codes) // 32**2 * 4
 
 
+@pytest.mark.exhaustive
 def test_fused_layers():
     kernels = {"gate_up": ("fsdp", None, "tensor"), "down": ("tensor", "fsdp")}
     model = GatedMLP(512, dot_general=DOT)
@@ -383,6 +384,7 @@ def test_gate_and_up_are_sharded_alike():
     assert not collectives(run)
 
 
+@pytest.mark.exhaustive
 def test_scales_of_whole_rows():
     """They are all-reduced, so that dW's contraction, the batch, may be sharded."""
     recipe = dataclasses.replace(recipes.fallback_rowwise_bwd, block=SIDE)

@@ -7,16 +7,13 @@ from fbq_jax.ops.backends import TPU_SIDES
 from tests.kernels import quantize_cases as cases
 from tests.kernels.test_reference import heavy
 from tests.kernels.tpu_tools import interpreted  # noqa: F401 (a fixture)
+from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def supported(blocked):
     return [case for case in blocked if set(case[2]) <= set(TPU_SIDES)]
-
-
-def slow(values):
-    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
 @pytest.mark.parametrize("case", supported(cases.QUANTIZE))
@@ -39,12 +36,13 @@ def test_several_stripes(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("case", [*cases.VECTORS[:2], *slow(cases.VECTORS[2:])])
+@pytest.mark.parametrize("case", with_first_fast(cases.VECTORS))
 def test_vectors(case):
     shape, dtype, *options = case
     cases.check_vectors(quantize_vectors, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.exhaustive
 def test_vectors_of_several_tiles(monkeypatch):
     monkeypatch.setattr(quantize_vectors, "_COLUMNS", 128)
     monkeypatch.setattr(quantize_vectors, "_ROWS", 32)
@@ -52,9 +50,7 @@ def test_vectors_of_several_tiles(monkeypatch):
     cases.check_vectors(quantize_vectors, heavy((2, 70, 300)), "nearest", "stochastic")
 
 
-@pytest.mark.parametrize(
-    "dtype", [cases.SPECIAL_DTYPES[0], *slow(cases.SPECIAL_DTYPES[1:])]
-)
+@pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
 def test_special_blocks(dtype):
     cases.check_special_vectors(quantize_vectors, dtype)
     cases.check_special(quantize, dtype, block=(128, 128), sums=False)

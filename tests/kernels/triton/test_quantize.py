@@ -10,17 +10,10 @@ from tests.kernels import grouped_cases
 from tests.kernels import quantize_cases as cases
 from tests.kernels.test_reference import heavy
 from tests.kernels.triton_tools import compile_kernels, interpreted
+from tests.marks import with_first_fast
 
 # The most shared memory of one program, in bytes, by compute capability.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-
-
-def slow_but_first(cases):
-    """All cases but the first are exhaustive."""
-    return [
-        cases[0],
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in cases[1:]),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +38,12 @@ def test_fallback(ops, case):
     cases.check_fallback(ops, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize("case", slow_but_first(grouped_cases.QUANTIZE))
+@pytest.mark.parametrize("case", with_first_fast(grouped_cases.QUANTIZE))
 def test_grouped_rows(ops, case):
     grouped_cases.check_quantize(ops, *case)
 
 
-@pytest.mark.parametrize("case", slow_but_first(grouped_cases.FALLBACK))
+@pytest.mark.parametrize("case", with_first_fast(grouped_cases.FALLBACK))
 def test_grouped_rows_with_fallback(ops, case):
     grouped_cases.check_fallback(ops, *case)
 
