@@ -1,4 +1,4 @@
-# `make train` and `make test` install what they need into .venv, then run.
+# `make train`, `make test` and `make docs` install what they need into .venv, then run.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -7,7 +7,7 @@ ARGS ?=
 # driver, skip that check.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= $(if $(wildcard /dev/nvidiactl),,1)
 
-.PHONY: train test
+.PHONY: train test docs
 
 train: $(VENV)/examples
 	$(BIN)/python -m examples.llama.train $(ARGS)
@@ -15,6 +15,9 @@ train: $(VENV)/examples
 test: $(VENV)/test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		-m "not exhaustive" $(ARGS)
+
+docs: $(VENV)/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build/html
 
 $(VENV)/%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
