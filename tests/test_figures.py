@@ -20,12 +20,38 @@ DOCUMENTS = {
     "kernels": "PROFILE.md",
     "products": "PROFILE.md",
 }
+RESULTS = "docs/performance/results.md"
+# The rows of the README's table: what, and the section and shape that measure it.
+SUMMARY = (
+    ("training step of `nn.Dense`, 4096 to 4096 channels", "step", (8192, 4096, 4096)),
+    ("training step of `nn.Dense`, 2048 to 2048", "step", (8192, 2048, 2048)),
+    ("training step of `nn.Dense`, 4096 to 14336", "step", (8192, 4096, 14336)),
+    ("Llama block of 8192 channels", "block", (8192, 28672, 16384)),
+    ("Llama block of 4096 channels", "block", (4096, 14336, 16384)),
+    ("Llama block of 2048 channels", "block", (2048, 5632, 16384)),
+    ("optimizer step of a Llama, 4 layers of 4096", "train", (4096, 14336, 4, 8)),
+    ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 8)),
+)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_tables_show_the_committed_results(section):
-    document = ROOT / DOCUMENTS.get(section, "README.md")
+    document = ROOT / DOCUMENTS.get(section, RESULTS)
     assert report.markdown({section: SECTIONS[section]}) in document.read_text()
+
+
+def test_the_readme_sums_up_the_committed_results():
+    lines = [
+        "| | `fallback` | `block` | Flax's FP8 |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, section, shape in SUMMARY:
+        rows = [row for row in SECTIONS[section]["rows"] if row.shape == shape]
+        ratios = {row.what: f"{row.ratio:.2f}" for row in rows}
+        recipes = ("fallback", "block", "Flax Fp8DotGeneral")
+        cells = [ratios.get(recipe, "") for recipe in recipes]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    assert "\n".join(lines) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("file", sorted(speed_map.DIRECTORY.glob("*.json")), ids=str)
@@ -36,7 +62,7 @@ def test_shipped_maps_are_the_committed_results(file):
 
 @pytest.mark.parametrize("part", ["kernels", "products", "layers"])
 def test_tables_show_the_committed_kernels(part):
-    document = ROOT / DOCUMENTS.get(part, "README.md")
+    document = ROOT / DOCUMENTS.get(part, RESULTS)
     assert compiled.tables(COMPILED)[part] in document.read_text()
 
 
