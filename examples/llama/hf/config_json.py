@@ -65,7 +65,10 @@ def from_json(stored: Mapping[str, Any], file: Path, tensors: int) -> LlamaConfi
             supported.
     """
     family = family_of(stored, file)
-    stored = {**family.defaults, **stored}
+    aliased = {
+        key: stored[alias] for alias, key in family.aliases.items() if alias in stored
+    }
+    stored = {**family.defaults, **aliased, **stored}
     try:
         rope, local = _rope(family, stored)
         _check_supported(family, stored, rope)
@@ -216,7 +219,7 @@ def _window(family: Family, stored: Mapping[str, Any]) -> Any:
 
 def _has_switch(family: Family) -> bool:
     """Whether a sliding window needs ``use_sliding_window``."""
-    return family.window in ("last", "unrotated")
+    return family.window in ("switched", "last", "unrotated")
 
 
 def _integer(stored: Mapping[str, Any], key: str, lowest: int) -> int:
@@ -318,6 +321,9 @@ def _check_supported(
     for key in _FIELDS.values():
         if key not in stored and key not in _OPTIONAL:
             raise ValueError(f"lacks {key}")
+    for name in family.required:
+        if stored[key := family.keys[name]] is None:
+            raise ValueError(f"{key} takes an integer, got None")
 
 
 def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
