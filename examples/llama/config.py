@@ -151,14 +151,15 @@ class Config:
     def _check_numbers(self) -> None:
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
-            lowest = int(option.name not in ("seed", "save_every"))
+            lowest = int(option.name not in ("seed", "save_every", "saved_bits"))
+            is_integer = option.type in (int, int | None) and value is not None
             # JAX's integers have 32 bits; of a longer seed it drops bits in silence.
             highest = 2**32 - 1 if option.name == "seed" else 2**31 - 1
-            if option.type is int and value < lowest:
+            if is_integer and value < lowest:
                 raise ConfigError(
                     f"{option.name} takes an integer of at least {lowest}, got {value}"
                 )
-            if option.type is int and value > highest:
+            if is_integer and value > highest:
                 raise ConfigError(
                     f"{option.name} takes an integer of at most {highest}, got {value}"
                 )

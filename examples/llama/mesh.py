@@ -27,8 +27,8 @@ from jax.sharding import (
 AXES = ("data", "fsdp", "tensor")
 
 # The logical axes of each parameter, by the last names of its path; of several entries
-# that fit, the first counts. `nn.scan` puts the layers before them. All other parameters
-# are small, and are replicated.
+# that fit, the first counts. `nn.scan` puts the layers before them. All other
+# parameters are small, and are replicated.
 PARAMETERS: dict[tuple[str, ...], tuple[str | None, ...]] = {
     ("experts", "gate_up", "kernel"): ("expert", "embed", None),
     ("experts", "down", "kernel"): ("expert", None, "embed"),
@@ -159,7 +159,9 @@ def specs(state: Any) -> Any:
 
     def partition(path: Sequence[Any], array: Any) -> PartitionSpec:
         found = tuple(getattr(key, "key", None) for key in path)
-        fitting = (axes for end, axes in PARAMETERS.items() if found[-len(end) :] == end)
+        fitting = (
+            axes for end, axes in PARAMETERS.items() if found[-len(end) :] == end
+        )
         names = next(fitting, ())
         return spec(array.shape, (None,) * (array.ndim - len(names)) + names)
 

@@ -47,7 +47,6 @@ from examples.llama.projections import (
 )
 from examples.llama.rotary import rotary_tables, rotate
 
-
 # The collections that have an axis of layers. FallbackDot keeps its state in "fallback"
 # by default, and "_overwrite_with_gradient" is Flax's transport, for
 # FallbackDot(collection=...) and for FP8. The others tell training about experts.

@@ -81,10 +81,10 @@ class LlamaConfig:
         num_experts: The experts that take the place of each MLP; None for one MLP.
         top_k: The experts of each token.
         renormalize: Whether the weights of a token's experts are divided by their sum.
-        router_aux_loss_coef: Training adds the loss that balances the experts of a
-            layer, ``num_experts * sum(f * p)``, with this weight. As transformers counts
-            it, f, the tokens that selected an expert by those there are, sums to
-            ``top_k``; p is the mean probability of the expert.
+        router_aux_loss_coef: The weight in training of the loss that balances the
+            experts of a layer, ``num_experts * sum(f * p)``. As transformers counts it,
+            f is the share of the tokens that select an expert, and sums to ``top_k``; p
+            is the expert's mean probability.
         embed_scale: Multiplies the embeddings that enter the first layer.
         tie_embeddings: Whether the head shares the embedding table.
         dtype: The dtype of the computation, ``jnp.bfloat16`` or ``jnp.float32``.

@@ -490,7 +490,7 @@ def test_loads_the_configuration_of_experts(tmp_path: Path) -> None:
 
 def test_a_family_without_experts_cannot_hold_them(tmp_path: Path) -> None:
     before = hf.load(FIXTURE / "mixtral")
-    with pytest.raises(hf.CheckpointError, match="a mistral does not have .*num_exp"):
+    with pytest.raises(hf.CheckpointError, match=r"a mistral does not have .*num_exp"):
         hf.save(tmp_path / "out", *before, like=FIXTURE / "mistral")
     before = hf.load(FIXTURE / "mistral")
     with pytest.raises(hf.CheckpointError, match="num_local_experts takes an integer"):

@@ -90,14 +90,14 @@ class Family:
     required: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    constants: Mapping[str, str] = dataclasses.field(
+    constants: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: {"hidden_act": "silu"}
     )
     unsupported: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    window: Literal[
-        "none", "every", "pattern", "switched", "last", "unrotated"
-    ] = "none"
+    window: Literal["none", "every", "pattern", "switched", "last", "unrotated"] = (
+        "none"
+    )
     layer_types: bool = False
     local_rope_key: str | None = None
     nope: bool = False

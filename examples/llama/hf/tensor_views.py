@@ -19,6 +19,9 @@ from examples.llama.model_config import LlamaConfig
 
 TABLE = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+# Paths of parameters. That of an MLP joins gate and up in turns if it runs fused.
+GATE_UP = "layers/mlp/gate_up/kernel"
+ROUTER = "layers/mlp/experts/router/kernel"
 
 
 class TensorView(NamedTuple):
@@ -97,7 +100,7 @@ def tensor_views(
 
 def _of_experts(path: str) -> bool:
     """Whether the parameter with this path has a matrix for each expert."""
-    return path.startswith("layers/mlp/experts/") and "/router/" not in path
+    return path.startswith("layers/mlp/experts/") and path != ROUTER
 
 
 def _add(
