@@ -22,7 +22,13 @@ from examples.llama.model_config import LlamaConfig
 from examples.llama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
-from tests.examples.test_llama_export import SIZES, TOKENS, float_params, trained
+from tests.examples.test_llama_export import (
+    EXPERTS,
+    SIZES,
+    TOKENS,
+    float_params,
+    trained,
+)
 
 gguf = pytest.importorskip("gguf", reason="reads and writes the files")
 gguf_tokenizer = pytest.importorskip("examples.llama.hf.gguf_tokenizer")
@@ -205,6 +211,10 @@ SLIDING_GEMMA = GEMMA | {"attn_softcap": 5.0, "logit_softcap": 9.0}
             SLIDING_GEMMA | {"sliding_layers": (0,), "tie_embeddings": False},
             "gemma2 shares the embeddings with the head",
         ),
+        (
+            EXPERTS | {"qk_norm": True, "renormalize": False},
+            "qwen3moe divides the weights of a token's experts by their sum",
+        ),
         ({"qkv_bias": True}, "qwen2 has heads of hidden_size / heads channels"),
     ],
 )
@@ -270,6 +280,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
         ("qwen3", {"qk_norm": True, "rope_scaling": YARN}),
         ("smollm3", {"num_layers": 4, "nope_layers": (3,)}),
         ("phi3", {"head_dim": 16}),
+        ("mixtral", EXPERTS),
+        ("qwen3_moe", EXPERTS | {"qk_norm": True, "top_k": 3}),
         ("gemma2", SLIDING_GEMMA | {"sliding_layers": (0,)}),
         (
             "gemma3_text",
