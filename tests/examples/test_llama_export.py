@@ -331,14 +331,15 @@ def test_gguf_files_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | {"qk_norm": True}])
 def test_transformers_computes_with_the_codes_of_compressed_tensors(
-    tmp_path: Path,
+    tmp_path: Path, experts: dict[str, Any]
 ) -> None:
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     transformers = pytest.importorskip("transformers", reason="compares with it")
     pytest.importorskip("compressed_tensors", reason="reads the format")
     # Not fused: the columns of gate_up are gate, then up.
-    model, variables = trained(dtype=jnp.float32, saved_bits=None)
+    model, variables = trained(dtype=jnp.float32, saved_bits=None, **experts)
     frozen = fbq_jax.freeze(model, variables, TOKENS)
     hf.export(tmp_path / "packed", "compressed-tensors", model, frozen)
     reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
