@@ -3,7 +3,8 @@
 Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it, the
 backward pass reads packed codes, and the model has the gate and the norms of Llama: the
 fused layer quantizes values where it computes them. Otherwise norm and projection are
-separate Flax modules. Both variants use the same names for parameters and state.
+separate Flax modules. Both variants use the same names for parameters and state. A
+mixture of experts has its norm apart.
 """
 
 import functools

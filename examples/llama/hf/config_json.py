@@ -58,7 +58,8 @@ def from_json(stored: Mapping[str, Any], file: Path, tensors: int) -> LlamaConfi
     Args:
         stored: The content of the file.
         file: The file, for error messages.
-        tensors: The number of tensors in the checkpoint, which limits the layers.
+        tensors: The number of tensors in the checkpoint, which limits the layers and
+            experts.
 
     Raises:
         CheckpointError: A field is missing or out of range, or the model is not
@@ -79,11 +80,13 @@ def from_json(stored: Mapping[str, Any], file: Path, tensors: int) -> LlamaConfi
             local_rope_theta=local,
             tie_embeddings=stored.get("tie_word_embeddings", False),
         )
-        if config.num_layers > tensors:  # before anything of this length is built
-            raise ValueError(
-                f"asks for {config.num_layers} layers, the checkpoint has {tensors} "
-                "tensors"
-            )
+        # Before anything of this length is built.
+        sizes = {"layers": config.num_layers, "experts": config.num_experts or 0}
+        for things, number in sizes.items():
+            if number > tensors:
+                raise ValueError(
+                    f"asks for {number} {things}, the checkpoint has {tensors} tensors"
+                )
         return dataclasses.replace(config, **_by_layer(family, stored, config))
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
@@ -369,7 +372,8 @@ def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
 def _lacking(config: LlamaConfig, stored: dict[str, Any]) -> str | None:
     """What a config.json of `_to_json` lacks of a model; None if it is complete."""
     try:
-        described = from_json(stored, Path(CONFIG), config.num_layers)
+        tensors = max(config.num_layers, config.num_experts or 0)
+        described = from_json(stored, Path(CONFIG), tensors)
     except CheckpointError as error:
         return f"settings ({error})"
     names = [field.name for field in dataclasses.fields(config)]
