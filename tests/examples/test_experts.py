@@ -244,16 +244,18 @@ def test_a_mixture_of_hugging_face_is_tuned(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_int8_with_fallback_trains_experts_as_floats_do(text: Path) -> None:
+def test_int8_with_fallback_trains_experts_as_floats_do() -> None:
     sizes: dict[str, Any] = {"hidden": 128, "ffn": 256, "layers": 2, "heads": 2}
     sizes |= {"kv_heads": 1, "experts": 4, "seq": 128, "batch": 8, "steps": 60}
+    # With larger steps, float32 and bf16 drift apart by 1 % themselves.
+    sizes |= {"lr": 5e-4}
     losses = {}
     for recipe, dtype in (
         ("bf16", jnp.float32),
         ("bf16", jnp.bfloat16),
         ("fallback", jnp.bfloat16),
     ):
-        config = Config(**sizes, recipe=recipe, data=str(text))
+        config = Config(**sizes, recipe=recipe)
         model, _, corpus = build(config)
         model = Llama(dataclasses.replace(model.config, dtype=dtype), model.dot_general)
         optimizer, schedule = step.make_optimizer(config)
@@ -265,7 +267,6 @@ def test_int8_with_fallback_trains_experts_as_floats_do(text: Path) -> None:
             state, record = train_step(state, jnp.asarray(data[index])[None])
             measured.append(float(record["loss"]))
         losses[recipe, jnp.dtype(dtype).name] = np.mean(measured[-20:])
-    print(losses)  # with pytest -s
     int8 = losses.pop(("fallback", "bfloat16"))
     for loss in losses.values():
         assert loss < np.log(256) - 1

@@ -106,7 +106,9 @@ def test_any_config_is_an_error_or_the_model_that_it_describes(
     nested = stored.get("rope_scaling") or {}
     nested = nested | (stored.get("rope_parameters") or {})
     nested = nested | (nested.get("full_attention") or {})
-    theta = {"gemma3_text": 1e6, "smollm3": 2e6, "mixtral": 1e6}.get(stored["model_type"], 1e4)
+    theta = {"gemma3_text": 1e6, "smollm3": 2e6, "mixtral": 1e6}.get(
+        stored["model_type"], 1e4
+    )
     theta = stored.get("rope_theta", theta)
     assert config.rope_theta == nested.get("rope_theta", theta)
     scaled = nested.get("rope_type", nested.get("type", "default")) != "default"

@@ -67,10 +67,10 @@ def write(
     Args:
         file: The file to write.
         config: The configuration of the model, which `check` has accepted. Matrices in
-            ``floats`` are stored in its dtype, vectors in float32.
+            ``floats`` are stored in its dtype, vectors and routers in float32.
         family: The family that it is exported as.
         blocks: The blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the names
-            of their tensors in transformers.
+            of their tensors in transformers. The experts of a layer become one tensor.
         floats: The other tensors, float32, by the same names.
         like: The folder of a checkpoint that provides the tokenizer and the chat
             template; without it, or without a tokenizer.json there, the file is for
