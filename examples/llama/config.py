@@ -72,7 +72,8 @@ class Config:
     from_hf: str | None = _option(
         None,
         "folder of a Hugging Face model (Llama, Qwen, Mistral, Mixtral, Phi-3, "
-        "SmolLM3, Gemma) that provides the sizes, the initial weights and the tokenizer",
+        "SmolLM3, Gemma) that provides the sizes, the initial weights and the "
+        "tokenizer",
     )
     seed: int = _option(0, "seed of the initial weights and of the data order")
     hidden: int = _option(256, "width of the residual stream")
