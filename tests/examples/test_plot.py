@@ -104,6 +104,7 @@ def test_experts_have_a_row_with_their_load_and_their_rates(
         assert len(panels["mlp/down"].lines) == LAYERS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "odd",
     [{"expert_load": odd} for odd in (5, [], [[]], [[1], [2, 3]], [["x"]], [[1, 2]])]
