@@ -102,7 +102,7 @@ def move_threshold(
     used = jnp.where(theta >= 0.0, theta, target)
     falls_back = exceeds(metric, used)
     number = jnp.sum(falls_back, axis=1, dtype=jnp.int32)
-    rate = _rate(number, size)
+    rate = rate_of(number, size)
     bounded = jnp.clip(target, used / alpha, used * alpha)
     # A factor does not move a threshold away from 0 or from infinity.
     moved = jnp.where((used > 0.0) & (used < jnp.inf), bounded, target)
@@ -126,13 +126,14 @@ def exceeds(metric: jax.Array, theta: jax.Array) -> jax.Array:
     return (metric > limit) & (metric >= SMALLEST)
 
 
-def _rate(number: jax.Array, size: jax.Array) -> jax.Array:
+def rate_of(number: jax.Array, size: jax.Array) -> jax.Array:
+    """The share of ``number`` in ``size``, float32; 0 in none."""
     return number.astype(jnp.float32) / jnp.maximum(size, 1).astype(jnp.float32)
 
 
 def _scale_count(above: jax.Array, size: jax.Array, blocks: jax.Array) -> jax.Array:
     """``above * size / blocks``, rounded, and less than ``size`` if that is not 0."""
-    scaled = jnp.round(above.astype(jnp.float32) * _rate(size, blocks))
+    scaled = jnp.round(above.astype(jnp.float32) * rate_of(size, blocks))
     return jnp.clip(scaled.astype(jnp.int32), 0, jnp.maximum(size - 1, 0))
 
 
@@ -146,7 +147,7 @@ def _quantile(
     found = jnp.take_along_axis(jnp.sort(metric, axis=1), index, axis=1)
     greater = jnp.sum(metric > found, axis=1, dtype=jnp.int32)
     not_less = jnp.sum(metric >= found, axis=1, dtype=jnp.int32)
-    below = (_rate(greater, size) < low) & (greater + not_less < 2 * above)
+    below = (rate_of(greater, size) < low) & (greater + not_less < 2 * above)
     found = found[:, 0]
     quantile = jnp.where(below, jnp.nextafter(found, 0.0), found)
     is_usable = jnp.isfinite(metric).all(axis=1) & (size > 0)

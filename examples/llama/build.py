@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from examples.llama import hf
 from examples.llama.config import SAVED_BITS, Config, ConfigError
@@ -49,6 +50,8 @@ def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
     dot_general, saved_bits = config.dot_general(), config.saved_bits
     if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
+    if sizes.num_experts is not None:
+        config.check_recipe_of_experts()
     sizes = dataclasses.replace(
         sizes, remat=config.remat, saved_bits=saved_bits or None
     )
@@ -57,11 +60,21 @@ def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
 
 def _new_model(config: Config) -> tuple[LlamaConfig, None, Corpus]:
     corpus = load_corpus(_data_path(config))
+    experts: dict[str, Any] = {}
+    width = config.ffn
+    if config.experts is not None:
+        assert config.top_k is not None
+        # The weight of one expert would always be 1 if it were renormalized.
+        renormalize = config.top_k > 1
+        experts = {"num_experts": config.experts, "top_k": config.top_k}
+        experts |= {"renormalize": renormalize}
+        width //= config.top_k
     try:
         sizes = LlamaConfig(
             vocab_size=corpus.vocab_size,
             hidden_size=config.hidden,
-            intermediate_size=config.ffn,
+            intermediate_size=width,
+            **experts,
             num_layers=config.layers,
             num_heads=config.heads,
             num_kv_heads=config.kv_heads,

@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # The options that --from-hf takes from the model that it loads.
-MODEL_SIZES = ("hidden", "ffn", "layers", "heads", "kv_heads")
+MODEL_SIZES = ("hidden", "ffn", "layers", "heads", "kv_heads", "experts", "top_k")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
 
     for name in MODEL_SIZES:
         if "from_hf" in given and name in given:
-            raise ConfigError(f"--{name} comes from the model of --from-hf")
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} comes from the model of --from-hf")
     compare = _recipes_to_compare(names, given)
     if compare and export is not None:
         raise ConfigError("--export takes one run; leave --compare out")

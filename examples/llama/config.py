@@ -1,14 +1,25 @@
 """The options of a training run."""
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from examples.llama import field_types
 from examples.llama.model_config import REMAT
 from examples.llama.projections import DotGeneral
-from fbq_jax import FallbackDot, Fp8Dot, RecipeError, nonlinear, recipes
+from fbq_jax import (
+    FallbackDot,
+    Fp8Dot,
+    RecipeError,
+    nonlinear,
+    ragged_dot,
+    recipes,
+)
 
 # The dot_general of each recipe; None is jax.lax.dot_general in bfloat16.
 RECIPES: dict[str, DotGeneral | None] = {
@@ -60,15 +71,26 @@ class Config:
     )
     from_hf: str | None = _option(
         None,
-        "folder of a Hugging Face model (Llama, Qwen, Mistral, Phi-3, SmolLM3, Gemma) "
-        "that provides the sizes, the initial weights and the tokenizer",
+        "folder of a Hugging Face model (Llama, Qwen, Mistral, Mixtral, Phi-3, "
+        "SmolLM3, Gemma) that provides the sizes, the initial weights and the "
+        "tokenizer",
     )
     seed: int = _option(0, "seed of the initial weights and of the data order")
     hidden: int = _option(256, "width of the residual stream")
-    ffn: int = _option(768, "width of the MLP")
+    ffn: int = _option(
+        768, "width of the MLP; with --experts, of a token's experts together"
+    )
     layers: int = _option(4, "number of layers")
     heads: int = _option(4, "number of query heads")
     kv_heads: int = _option(2, "number of key and value heads")
+    experts: int | None = _option(
+        None, "number of experts that take the place of each MLP (default: one MLP)"
+    )
+    top_k: int | None = _option(
+        None,
+        "experts of each token, each of the width ffn / top_k, so that a token passes "
+        "through as many parameters as with one MLP (default: 2 with --experts)",
+    )
     remat: str = _option(
         "none",
         "what the backward pass of a layer recomputes: nothing (none), everything but "
@@ -106,6 +128,7 @@ class Config:
             raise ConfigError(str(error)) from None
         self._check_choices()
         self._check_numbers()
+        self._check_experts()
 
     def _check_choices(self) -> None:
         choices = [("recipe", tuple(RECIPES)), ("remat", REMAT)]
@@ -129,14 +152,15 @@ class Config:
     def _check_numbers(self) -> None:
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
-            lowest = int(option.name not in ("seed", "save_every"))
+            lowest = int(option.name not in ("seed", "save_every", "saved_bits"))
+            is_integer = option.type in (int, int | None) and value is not None
             # JAX's integers have 32 bits; of a longer seed it drops bits in silence.
             highest = 2**32 - 1 if option.name == "seed" else 2**31 - 1
-            if option.type is int and value < lowest:
+            if is_integer and value < lowest:
                 raise ConfigError(
                     f"{option.name} takes an integer of at least {lowest}, got {value}"
                 )
-            if option.type is int and value > highest:
+            if is_integer and value > highest:
                 raise ConfigError(
                     f"{option.name} takes an integer of at most {highest}, got {value}"
                 )
@@ -155,6 +179,49 @@ class Config:
                 f"accumulate takes a divisor of batch ({self.batch}), "
                 f"got {self.accumulate}"
             )
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            if self.top_k is not None:
+                raise ConfigError("top_k takes a number of experts: set experts, too")
+            return
+        if self.top_k is None:
+            object.__setattr__(self, "top_k", 2)
+        assert self.top_k is not None
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"top_k takes at most the number of experts ({self.experts}), "
+                f"got {self.top_k}"
+            )
+        if self.ffn % self.top_k:
+            raise ConfigError(
+                f"ffn takes a multiple of top_k ({self.top_k}), the experts that share "
+                f"it, got {self.ffn}"
+            )
+        self.check_recipe_of_experts()
+
+    def check_recipe_of_experts(self) -> None:
+        """Raises ConfigError if experts cannot run with the recipe."""
+        if self.reduce is not None:
+            raise ConfigError(
+                f"reduce does not apply to the products of experts, got {self.reduce!r}"
+            )
+        if (dot_general := self.dot_general()) is None:
+            return
+        try:
+            if not isinstance(dot_general, FallbackDot):
+                raise ValueError("products of experts take no FP8")
+            multiply = functools.partial(ragged_dot, recipe=dot_general.recipe)
+            row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+            kernel = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+            sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
+            jax.eval_shape(multiply, row, kernel, sizes)
+        except ValueError as error:
+            reason = str(error).partition("; got")[0]
+            raise ConfigError(
+                "experts take one of the recipes bf16, fallback, block and jetfire, "
+                f"got {self.recipe}: {reason}"
+            ) from error
 
     def dot_general(self) -> DotGeneral | None:
         """Returns the recipe's ``dot_general``, with `reduce` applied; None for bf16.

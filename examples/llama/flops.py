@@ -34,7 +34,8 @@ def per_token(config: LlamaConfig, seq_len: int) -> int:
     two in the backward pass. The two products of attention take as many per key. The
     keys are the mean number that are not masked, summed over the layers: half of the
     sequence, or fewer with a sliding window; PaLM counts all. The embedding lookup
-    counts nothing. The head counts even if it shares the embedding table.
+    counts nothing. The head counts even if it shares the embedding table. Of experts,
+    those that a token selects count.
 
     Args:
         config: The sizes of the model.
@@ -44,6 +45,8 @@ def per_token(config: LlamaConfig, seq_len: int) -> int:
     kv_heads = config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * heads + 2 * kv_heads)
     mlp = 3 * config.hidden_size * config.intermediate_size
+    if config.num_experts is not None:
+        mlp = config.top_k * mlp + config.hidden_size * config.num_experts
     head = config.hidden_size * config.vocab_size
     parameters = config.num_layers * (attention + mlp) + head
     twice_keys = 0

@@ -2,8 +2,9 @@
 
 A mesh has up to three axes. "data" and "fsdp" shard the sequences of a batch. "fsdp"
 also shards the parameters, their gradients and the optimizer's moments; a layer then
-gathers its weights as INT8 codes. "tensor" shards the heads and the width of the MLP.
-`PARAMETERS` and `RULES` decide the sharding, and XLA inserts the collectives.
+gathers its weights as INT8 codes. "tensor" shards the heads and the width of the MLP,
+or the experts. `PARAMETERS` and `RULES` decide the sharding, and XLA inserts the
+collectives.
 """
 
 import argparse
@@ -25,9 +26,12 @@ from jax.sharding import (
 
 AXES = ("data", "fsdp", "tensor")
 
-# The logical axes of each parameter, by the last two names of its path. `nn.scan` puts
-# the layers before them. All other parameters are small, and are replicated.
-PARAMETERS: dict[tuple[str, str], tuple[str | None, ...]] = {
+# The logical axes of each parameter, by the last names of its path; of several entries
+# that fit, the first counts. `nn.scan` puts the layers before them. All other
+# parameters are small, and are replicated.
+PARAMETERS: dict[tuple[str, ...], tuple[str | None, ...]] = {
+    ("experts", "gate_up", "kernel"): ("expert", "embed", None),
+    ("experts", "down", "kernel"): ("expert", None, "embed"),
     ("embed", "embedding"): ("vocab", "embed"),
     ("dense", "kernel"): ("embed", "heads"),
     ("dense", "bias"): ("heads",),
@@ -42,6 +46,7 @@ RULES = {
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert": ("tensor",),
     "vocab": ("tensor",),
 }
 
@@ -153,8 +158,11 @@ def specs(state: Any) -> Any:
     """Returns the partition of each array, or shape, of a training state."""
 
     def partition(path: Sequence[Any], array: Any) -> PartitionSpec:
-        end: Any = tuple(getattr(key, "key", None) for key in path[-2:])
-        names = PARAMETERS.get(end, ())
+        found = tuple(getattr(key, "key", None) for key in path)
+        fitting = (
+            axes for end, axes in PARAMETERS.items() if found[-len(end) :] == end
+        )
+        names = next(fitting, ())
         return spec(array.shape, (None,) * (array.ndim - len(names)) + names)
 
     return jax.tree.map_with_path(partition, state)

@@ -18,7 +18,10 @@ import numpy as np
 from examples.llama import atomic
 
 # Entries of a record that are numbers, or null.
-_NUMBERS = ("loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu")
+_NUMBERS = (
+    *("loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu"),
+    *("load_balance", "router_z"),
+)
 
 
 class MetricsError(RuntimeError):
@@ -113,7 +116,21 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     layers = record.get("fallback", {})
     if not isinstance(layers, dict) or not all(map(_has_rates, layers.values())):
         return None
+    if "expert_load" in record and not _is_table(record["expert_load"]):
+        return None
     return record
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value holds a number for each expert of each layer."""
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        return False
+    sizes = {len(row) for row in value}
+    return (
+        len(sizes) == 1
+        and 0 not in sizes
+        and all(_is_number(item) for row in value for item in row)
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -126,6 +143,8 @@ def _is_number(value: Any) -> bool:
 def _has_rates(layer: Any) -> bool:
     """Whether the statistics of layers hold a rate, or a list with that of each."""
     if not isinstance(layer, dict) or "rate" not in layer:
+        return False
+    if "expert_rates" in layer and not _is_table(layer["expert_rates"]):
         return False
     rates = layer["rate"]
     return all(map(_is_number, rates if isinstance(rates, list) else [rates]))

@@ -1,6 +1,7 @@
 """A Llama in Flax Linen, with the settings of the families that descend from it.
 
-They are Llama 2 and 3, Qwen2, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2 and Gemma 3:
+They are Llama 2 and 3, Qwen2, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2 and Gemma 3, and
+the mixtures of experts Mixtral and Qwen3-MoE:
 `LlamaConfig` has what differs between them, and `hf/families.py` which of it each has.
 
 The argument ``dot_general`` computes all projections of a layer:
@@ -45,6 +46,14 @@ from examples.llama.projections import (
     norm_dense,
 )
 from examples.llama.rotary import rotary_tables, rotate
+
+# The collections that have an axis of layers. FallbackDot keeps its state in "fallback"
+# by default, and "_overwrite_with_gradient" is Flax's transport, for
+# FallbackDot(collection=...) and for FP8. The others tell training about experts.
+_STACKED = (
+    *("params", "fallback", "_overwrite_with_gradient"),
+    *("expert_stats", "losses", "intermediates"),
+)
 
 
 class Attention(nn.Module):
@@ -187,7 +196,8 @@ class Llama(nn.Module):
         dot_general: Computes the four projections of each layer: qkv, out, gate_up and
             down. None means ``jax.lax.dot_general``. Its state in the collection
             "fallback" is stacked over the layers along the first axis. The embedding
-            and the head never use it; they stay in ``config.dtype``.
+            and the head never use it; they stay in ``config.dtype``. A router of
+            experts computes in float32.
     """
 
     config: LlamaConfig
@@ -227,12 +237,10 @@ class Llama(nn.Module):
             # Gemma's factor is rounded to the dtype of the computation.
             x *= jnp.asarray(config.embed_scale, config.dtype)
 
-        # FallbackDot keeps its state in "fallback" by default. The other collection is
-        # Flax's transport, for FallbackDot(collection=...) and for FP8.
         layers = nn.scan(
             # The scan separates the forward from the backward pass, so CSE is safe.
             remat_layer(config, prevent_cse=False),
-            variable_axes={"params": 0, "fallback": 0, "_overwrite_with_gradient": 0},
+            variable_axes=dict.fromkeys(_STACKED, 0),
             split_rngs={"params": True},
             in_axes=(nn.broadcast, 0, 0, nn.broadcast),
             length=config.num_layers,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from examples.llama import field_types
 from examples.llama.field_types import SMALLEST, check_at_least, check_sizes
 from examples.llama.rope_scaling import RopeScaling, YarnScaling
-from fbq_jax import nonlinear
+from fbq_jax import Routing, nonlinear
 
 # What a layer recomputes in the backward pass; see `LlamaConfig.remat`.
 REMAT = ("none", "codes", "full")
@@ -50,7 +50,7 @@ class LlamaConfig:
     Attributes:
         vocab_size: The number of tokens in the vocabulary.
         hidden_size: The width of the residual stream.
-        intermediate_size: The width of the MLP.
+        intermediate_size: The width of the MLP; of each expert, if there are experts.
         num_layers: The number of layers.
         num_heads: The number of query heads.
         num_kv_heads: The number of key and value heads, a divisor of ``num_heads``.
@@ -78,6 +78,13 @@ class LlamaConfig:
         logit_softcap: The same for the logits.
         activation: The function that the MLP applies to its gate: ``"silu"`` or
             ``"gelu_tanh"``, the tanh approximation of GELU.
+        num_experts: The experts that take the place of each MLP; None for one MLP.
+        top_k: The experts of each token.
+        renormalize: Whether the weights of a token's experts are divided by their sum.
+        router_aux_loss_coef: The weight in training of the loss that balances the
+            experts of a layer, ``num_experts * sum(f * p)``. As transformers counts it,
+            f is the share of the tokens that select an expert, and sums to ``top_k``; p
+            is the expert's mean probability.
         embed_scale: Multiplies the embeddings that enter the first layer.
         tie_embeddings: Whether the head shares the embedding table.
         dtype: The dtype of the computation, ``jnp.bfloat16`` or ``jnp.float32``.
@@ -118,6 +125,10 @@ class LlamaConfig:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     activation: str = "silu"
+    num_experts: int | None = None
+    top_k: int = 2
+    renormalize: bool = True
+    router_aux_loss_coef: float = 0.01
     embed_scale: float = 1.0
     tie_embeddings: bool = False
     dtype: Any = jnp.bfloat16
@@ -133,10 +144,18 @@ class LlamaConfig:
         self._check_heads()
         self._check_attention()
         self._check_choices()
+        if self.num_experts is not None:
+            self._check_experts(self.num_experts)
 
     def score_scale(self) -> float:
         """Returns what attention multiplies its scores by."""
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def routing(self) -> Routing | None:
+        """Returns how tokens get their experts; None without experts."""
+        if self.num_experts is None:
+            return None
+        return Routing(self.num_experts, self.top_k, renormalize=self.renormalize)
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kind of each layer in turn."""
@@ -204,6 +223,23 @@ class LlamaConfig:
             raise ValueError(
                 "YaRN takes a rope_theta above 1 and a head_dim above 2, got "
                 f"{self.rope_theta:g} and {self.head_dim}"
+            )
+
+    def _check_experts(self, num_experts: int) -> None:
+        check_sizes(self, "num_experts", "top_k")
+        if self.top_k > num_experts:
+            raise ValueError(
+                f"top_k takes at most num_experts ({num_experts}), got {self.top_k}"
+            )
+        if self.renormalize and self.top_k == 1:
+            raise ValueError(
+                "renormalize takes False with a top_k of 1: the weight of the only "
+                "expert would always be 1, and the router would have no gradient"
+            )
+        check_at_least(self, 0, "router_aux_loss_coef")
+        if self.activation != "silu":
+            raise ValueError(
+                f"activation takes silu with num_experts, got {self.activation!r}"
             )
 
     def _check_choices(self) -> None:

@@ -1,4 +1,4 @@
-"""Plots of runs: losses and fallback rates over the steps, and recipes compared."""
+"""Plots of runs: losses, fallback rates and experts, and recipes compared."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -28,21 +28,26 @@ Place = Literal["upper left", "upper right", "lower left", "lower right", "best"
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
     """Draws `curves.png` from the `metrics.jsonl` of a run.
 
-    The top shows the losses. For a recipe with fallback the bottom has a panel for each
-    projection, with the fallback rate of every layer and the target range.
+    The top shows the losses. For a recipe with fallback, a row below has a panel for
+    each projection, with the fallback rate of every layer and the target range. For a
+    mixture of experts the last row shows how unequal their load is over the steps, and
+    the load and fallback rates of each expert in each layer at the end.
 
     Args:
         run: The folder of the run.
         recipe: The recipe of the run; None for bf16 and FP8.
     """
     records = metrics.read(run / "metrics.jsonl")
-    if recipe is None or recipe.criterion is None:
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        above = figure
-    else:
-        figure = Figure(figsize=(10, 7), layout="constrained")
-        (above,), (below,) = figure.subfigures(2, 1, squeeze=False, hspace=0.04)
-        _draw_rates(below, records, recipe.target_rate)
+    loads = _with_loads(records)
+    has_rates = recipe is not None and recipe.criterion is not None
+    rows = 1 + has_rates + bool(loads)
+    figure = Figure(figsize=(10, 1 + 3 * rows), layout="constrained")
+    above, *below = figure.subfigures(rows, 1, squeeze=False, hspace=0.04)[:, 0]
+    if has_rates:
+        assert recipe is not None
+        _draw_rates(below[0], records, recipe.target_rate)
+    if loads:
+        _draw_experts(below[-1], loads)
 
     axes = above.subplots()
     axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats per token")
@@ -130,6 +135,70 @@ def _draw_rates(
     )
 
     _draw_layer_colorbar(figure, panels, colors)
+
+
+def _with_loads(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records with the load of the same number of experts as the last one."""
+    records = [record for record in records if "expert_load" in record]
+    shapes = [np.shape(record["expert_load"]) for record in records]
+    return [
+        record
+        for record, shape in zip(records, shapes, strict=True)
+        if shape == shapes[-1]
+    ]
+
+
+def _draw_experts(figure: SubFigure, records: list[dict[str, Any]]) -> None:
+    loads = np.array([record["expert_load"] for record in records], np.float64)
+    relative = loads / np.maximum(loads.mean(axis=-1, keepdims=True), 1)
+    ending = max(1, len(records) // 20)
+    load = relative[-ending:].mean(axis=0)
+    rates = _expert_rates(records[-ending:], load.shape)
+    busiest, panel, *panels = figure.subplots(1, 2 + len(rates), squeeze=False)[0]
+    colors = colormaps["viridis"](np.linspace(0, 0.9, len(load)))
+    for largest, color in zip(relative.max(axis=-1).T, colors, strict=True):
+        busiest.plot(
+            _column(records, "step"), smooth(largest), color=color, linewidth=1
+        )
+    busiest.set(title="largest load / mean", xlabel="step", ylim=(1, None))
+    busiest.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    finish(busiest)
+    # White is the mean of the layer.
+    _draw_map(panel, load, "RdBu_r", TwoSlopeNorm(1, 0, max(2, load.max())))
+    panel.set(title="load / mean", ylabel="layer")
+    for panel, (name, rate) in zip(panels, rates.items(), strict=True):
+        bar = _draw_map(panel, rate, "viridis", Normalize(0, 1))
+        bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        panel.set(title=f"fallback rate, {name.rpartition('/')[2]}")
+    figure.suptitle(
+        "Experts (left: of each layer, smoothed; maps: means over the last twentieth "
+        "of the steps)"
+    )
+
+
+def _expert_rates(
+    records: list[dict[str, Any]], shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """The mean fallback rates of experts, [layers, experts], by projection."""
+    found: dict[str, list[Any]] = {}
+    for record in records:
+        for name, layer in record.get("fallback", {}).items():
+            if np.shape(rates := layer.get("expert_rates")) == shape:
+                found.setdefault(name, []).append(rates)
+    return {
+        name: np.array(rates, np.float64).mean(axis=0) for name, rates in found.items()
+    }
+
+
+def _draw_map(panel: Axes, values: np.ndarray, colors: str, norm: Normalize) -> Any:
+    """Draws a value of each expert in each layer, and returns the colorbar."""
+    image = panel.imshow(
+        values, aspect="auto", cmap=colors, norm=norm, interpolation="none"
+    )
+    for axis in panel.xaxis, panel.yaxis:
+        axis.set_major_locator(MaxNLocator(5, integer=True))
+    panel.set(xlabel="expert")
+    return panel.figure.colorbar(image, ax=panel)
 
 
 def _layers(record: dict[str, Any]) -> dict[str, tuple[int, ...]]:

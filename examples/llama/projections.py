@@ -3,7 +3,8 @@
 Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it, the
 backward pass reads packed codes, and the model has the gate and the norms of Llama: the
 fused layer quantizes values where it computes them. Otherwise norm and projection are
-separate Flax modules. Both variants use the same names for parameters and state.
+separate Flax modules. Both variants use the same names for parameters and state. A
+mixture of experts has its norm apart.
 """
 
 import functools
@@ -46,8 +47,12 @@ def gated_mlp(
 ) -> nn.Module:
     """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
 
+    A mixture of experts has its projections, and its router, in "experts".
+
     The module maps [..., hidden_size] to the same shape.
     """
+    if config.num_experts is not None:
+        return _Mixture(config, dot_general, name=name)
     if not fuses(config, dot_general):
         return _GatedMLP(config, dot_general, name=name)
     return fbq_jax.GatedMLP(
@@ -189,6 +194,27 @@ class _GatedMLP(nn.Module):
         gate, up = jnp.split(gate_up, 2, axis=-1)
         x = _gate(config, gate, up)
         return project(config.hidden_size, name="down")(x)
+
+
+class _Mixture(nn.Module):
+    config: LlamaConfig
+    dot_general: DotGeneral | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config, routing = self.config, self.config.routing()
+        assert routing is not None
+        x = norm(config, "norm")(x)
+        experts = fbq_jax.MoEMLP(
+            routing,
+            config.intermediate_size,
+            bits=config.saved_bits,
+            router_init=INITIALIZER,
+            kernel_init=INITIALIZER,
+            dot_general=self.dot_general,
+            name="experts",
+        )
+        return experts(x)
 
 
 def _gate(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -5,6 +5,10 @@ like batch statistics: `apply` receives it as mutable and returns the updated on
 Delayed FP8 keeps its scales in Flax's overwrite-with-gradient collection, whose
 gradient is the new state, because only the backward pass knows the largest gradient of
 a layer's output.
+
+Experts add two losses to the cross-entropy, means over the layers: one that balances
+their load, with the weight of the model's configuration, and the router's z-loss
+(ST-MoE, arXiv 2202.08906), with `Z_LOSS`.
 """
 
 import functools
@@ -13,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import flax.struct
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import optax
@@ -21,9 +26,13 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from fbq_jax import fallback_stats
 
 EVAL_BATCHES = 8
+
+# The weight of the z-loss of ST-MoE and of OLMoE (arXiv 2409.02060).
+Z_LOSS = 0.001
 
 PyTree = Any
 
@@ -167,7 +176,8 @@ def make_train_step(
     def train_step(
         state: TrainState, tokens: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        (fallback, overwritten, total), losses = _accumulate(model, state, tokens)
+        carry, measured = _accumulate(model, state, tokens)
+        fallback, overwritten, total = carry
         grads = optax.tree.scale(1 / tokens.shape[0], total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = TrainState(
@@ -178,16 +188,20 @@ def make_train_step(
             opt_state=opt_state,
         )
         new = mesh.constrain(new)
-        stats = fallback_stats({"fallback": new.fallback})
+        # Copied to the metrics, because the next step donates the state.
+        fallback_metrics = {
+            name: {"rate": layer.rate, "theta": layer.theta}
+            for name, layer in fallback_stats({"fallback": new.fallback}).items()
+        }
+        for name, rates in measured.pop("expert_rates").items():
+            fallback_metrics[name]["expert_rates"] = rates[-1]  # as the others
+        if "expert_load" in measured:
+            measured["expert_load"] = measured["expert_load"].sum(axis=0)
         return new, {
-            "loss": losses.mean(),
+            **{name: x.mean() if x.ndim == 1 else x for name, x in measured.items()},
             "lr": schedule(state.step),
             "grad_norm": optax.tree.norm(grads),
-            # Copied to the metrics, because the next step donates the state.
-            "fallback": {
-                name: {"rate": layer.rate, "theta": layer.theta}
-                for name, layer in stats.items()
-            },
+            "fallback": fallback_metrics,
         }
 
     return train_step
@@ -195,24 +209,26 @@ def make_train_step(
 
 def _accumulate(
     model: Llama, state: TrainState, tokens: jax.Array
-) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
+) -> tuple[tuple[PyTree, PyTree, PyTree], dict[str, Any]]:
     """Scans over microbatches [N, B/N, S+1].
 
     Returns:
-        The new `fallback` and `overwritten` and the sum of the gradients; and the loss
-        of each microbatch.
+        The new `fallback` and `overwritten` and the sum of the gradients; and what was
+        measured of each microbatch, as `_loss` returns it.
     """
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
 
     def microbatch(
         carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
-    ) -> tuple[tuple[PyTree, PyTree, PyTree], jax.Array]:
+    ) -> tuple[tuple[PyTree, PyTree, PyTree], dict[str, Any]]:
         fallback, overwritten, total = carry
         differentiated = {"params": state.params, OVERWRITE_WITH_GRADIENT: overwritten}
-        (loss, fallback), grads = value_and_grad(differentiated, fallback, tokens)
+        (_, (fallback, measured)), grads = value_and_grad(
+            differentiated, fallback, tokens
+        )
         # Reduce-scattered here, so that no device holds the complete gradient.
         total = mesh.constrain(optax.tree.add(total, grads["params"]))
-        return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), loss
+        return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), measured
 
     zeros = optax.tree.zeros_like(state.params)
     carry = state.fallback, state.overwritten, zeros
@@ -221,12 +237,57 @@ def _accumulate(
 
 def _loss(
     model: Llama, differentiated: dict[str, PyTree], fallback: PyTree, tokens: jax.Array
-) -> tuple[jax.Array, PyTree]:
-    """The loss of a microbatch, and the new `fallback`."""
+) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
+    """The loss of a microbatch.
+
+    Returns:
+        The loss to differentiate; the new `fallback`, and what is measured: the
+        cross-entropy, "loss", and the metrics of experts.
+    """
+    mutable = ["fallback"]
+    if model.config.num_experts is not None:
+        mutable += ["expert_stats", "losses", "intermediates"]
     logits, updates = model.apply(
-        {**differentiated, "fallback": fallback}, tokens[:, :-1], mutable=["fallback"]
+        {**differentiated, "fallback": fallback}, tokens[:, :-1], mutable=mutable
     )
-    return cross_entropy(logits, tokens[:, 1:]), updates.get("fallback", {})
+    loss = cross_entropy(logits, tokens[:, 1:])
+    added, measured = _expert_metrics(model.config, updates)
+    measured["loss"] = loss
+    return loss + added, (updates.get("fallback", {}), measured)
+
+
+def _expert_metrics(
+    config: LlamaConfig, updates: PyTree
+) -> tuple[jax.Array | float, dict[str, Any]]:
+    """What experts add to the loss, and their metrics; without experts, 0 and no rates.
+
+    The metrics are the losses before they are weighted, means over the layers:
+    "load_balance", which is 1 if the load and the probabilities of all experts are
+    equal, and "router_z"; "expert_load", the tokens that selected each expert, int32
+    [layers, experts]; and "expert_rates", the fallback rates by projection, float32
+    [layers, experts].
+    """
+    if config.num_experts is None:
+        return 0.0, {"expert_rates": {}}
+    (load,) = _leaves(updates["expert_stats"], "load").values()
+    (balance,) = _leaves(updates["losses"], "load_balance").values()
+    (z,) = _leaves(updates["losses"], "z").values()
+    metrics = {"load_balance": balance.mean(), "router_z": z.mean()}
+    # The library's loss counts shares of the load that sum to 1, not to top_k.
+    weight = config.router_aux_loss_coef * config.top_k
+    added = weight * metrics["load_balance"] + Z_LOSS * metrics["router_z"]
+    rates = _leaves(updates.get("intermediates", {}), "fallback_rates")
+    return added, {**metrics, "expert_load": load, "expert_rates": rates}
+
+
+def _leaves(tree: PyTree, name: str) -> dict[str, jax.Array]:
+    """The arrays of this name by the path of their module; sown ones come in tuples."""
+    flat = flax.traverse_util.flatten_dict(tree)
+    return {
+        "/".join(path[:-1]): leaf[0] if isinstance(leaf, tuple) else leaf
+        for path, leaf in flat.items()
+        if path[-1] == name
+    }
 
 
 def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float]:

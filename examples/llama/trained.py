@@ -109,7 +109,9 @@ def _cast(model: Llama, params: Any) -> Any:
     """The parameters, with matrices in the dtype that the model casts them to."""
 
     def cast(path: tuple[Any, ...], x: Any) -> jax.Array:
+        # Routers of experts stay in float32.
         is_matrix = path[-1].key in ("kernel", "embedding")
+        is_matrix &= path[-2].key != "router"
         return jnp.asarray(x, model.config.dtype if is_matrix else x.dtype)
 
     return jax.tree.map_with_path(cast, params)

@@ -39,6 +39,7 @@ from fbq_jax.kernels.grouped_reference import (
 )
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.rounding import CallSeed
+from fbq_jax.kernels.threshold_reference import SMALLEST, exceeds, rate_of
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -103,7 +104,7 @@ def ragged_dot(
     config = DotConfig(recipe, implementation)
     call = RaggedCall(group_sizes, precision, preferred_element_type)
     scalars = Scalars(checked_theta(theta), seed_from_key(key))
-    return _seeded_ragged_dot(config, scalars, lhs, rhs, call)
+    return _seeded_ragged_dot(config, scalars, lhs, rhs, call)[:2]
 
 
 def stateful_ragged_dot(
@@ -113,17 +114,18 @@ def stateful_ragged_dot(
     rhs: jax.Array,
     call: RaggedCall,
     codes: QTensor | None = None,
-) -> tuple[jax.Array, threshold.State]:
+) -> tuple[jax.Array, threshold.State, jax.Array]:
     """``ragged_dot`` with the state of a layer.
 
     ``fbq_jax.core.dot_general.stateful_dot_general`` documents the arguments and the
-    results.
+    first two results.  The third is the fallback rate of each group, float32 ``[G]``;
+    0 for a group without blocks that count.
     """
     old = threshold.canonicalize_state(state)
     scalars = threshold.scalars_of(old)
     rhs, call = config.marked(rhs, call)
-    out, stats = _seeded_ragged_dot(config, scalars, lhs, rhs, call, codes)
-    return out, threshold.next_state(old, stats)
+    out, stats, groups = _seeded_ragged_dot(config, scalars, lhs, rhs, call, codes)
+    return out, threshold.next_state(old, stats), _group_rates(stats, groups, len(rhs))
 
 
 def _seeded_ragged_dot(
@@ -133,8 +135,11 @@ def _seeded_ragged_dot(
     rhs: jax.Array,
     call: RaggedCall,
     codes: QTensor | None = None,
-) -> tuple[jax.Array, Stats]:
-    """``ragged_dot``; a traced threshold may be ``threshold.UNSET``."""
+) -> tuple[jax.Array, Stats, jax.Array]:
+    """``ragged_dot``; a traced threshold may be ``threshold.UNSET``.
+
+    The third result is ``Tiles.groups``.
+    """
     recipe, implementation = config.recipe, config.implementation
     group_sizes, *options = call
     dtype = output_dtype(lhs, rhs, *options)
@@ -146,7 +151,28 @@ def _seeded_ragged_dot(
     gemms = GroupedGemms(tiles, len(rhs))
     weight = rhs if codes is None else codes.main
     lhs, weight, gemms = as_varying((lhs, weight, gemms))
-    return matmul_vjp.matmul(spec, lhs, weight, scalars.on_device(lhs), gemms)
+    scalars = scalars.on_device(lhs)
+    out, stats = matmul_vjp.matmul(spec, lhs, weight, scalars, gemms)
+    return out, stats, tiles.groups
+
+
+def _group_rates(stats: Stats, groups: jax.Array, size: int) -> jax.Array:
+    """The fallback rate of each group, float32 ``[G]``.
+
+    Args:
+      stats: of all groups.
+      groups: int32 ``[T]``, the group of each tile.
+      size: G.
+    """
+    fell_back = exceeds(stats.metric[None], stats.theta[None])[0]
+    counts = ~(stats.metric < SMALLEST)  # NaN counts
+    of_group = groups[None, :] == jnp.arange(size, dtype=groups.dtype)[:, None]
+
+    def blocks(chosen: jax.Array) -> jax.Array:
+        of_tile = jnp.sum(chosen, axis=(1, 2), dtype=jnp.int32)
+        return jnp.sum(jnp.where(of_group, of_tile[None, :], 0), axis=1)
+
+    return rate_of(blocks(fell_back), blocks(counts))
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:

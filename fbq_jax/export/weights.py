@@ -8,7 +8,8 @@ import numpy as np
 from flax.core import unfreeze
 from flax.traverse_util import flatten_dict
 
-from fbq_jax.core.frozen_weight import FrozenWeight
+from fbq_jax.core.dot_call import RAGGED_DIMENSIONS
+from fbq_jax.core.frozen_weight import FrozenWeight, rhs_axes
 from fbq_jax.linen.frozen import WEIGHT
 
 
@@ -23,8 +24,9 @@ class BlockWeight:
     Its values are ``codes[n, k] * scales[n, k // group]``.
 
     Attributes:
-      codes: int8 ``[N, K]``, where N are outputs and K inputs; or a stack of layers.
-      scales: float32 ``[N, ceil(K / group)]``; or a stack of layers.
+      codes: int8 ``[N, K]``, where N are outputs and K inputs; or a stack of layers,
+        of experts, or of the experts of layers.
+      scales: float32 ``[N, ceil(K / group)]``; or such a stack.
       group: the inputs that have a scale in common.
       parts: the outputs of each weight that this one joins, which an engine may take
         apart; empty for a single one.
@@ -45,11 +47,11 @@ def frozen_weights(variables: Mapping[str, Any]) -> dict[str, BlockWeight]:
     Returns:
       A mapping from the path of a layer's kernel, such as ``"mlp/down/kernel"``, to its
       codes as the layer multiplies by them, on the host.  The outputs of a kernel with
-      several axes of outputs are joined.
+      several axes of outputs are joined.  A layer of experts has a stack of them.
 
     Raises:
-      ExportError: no layer is frozen; or a layer multiplies by a stack of matrices, or
-        has no scales per block.
+      ExportError: no layer is frozen; or a layer multiplies by a stack of matrices that
+        are no experts, or has no scales per block.
     """
     flat = flatten_dict(
         unfreeze(dict(variables)), is_leaf=lambda _, x: isinstance(x, FrozenWeight)
@@ -71,10 +73,12 @@ def _block_weight(path: str, weight: FrozenWeight) -> BlockWeight:
             "has block scales for weights, such as fallback or block"
         )
     codes, scales = (np.asarray(x) for x in weight.codes.main[:2])
-    if codes.shape[-3] != 1:
+    experts = weight.axes == rhs_axes(RAGGED_DIMENSIONS)
+    if codes.shape[-3] != 1 and not experts:
         raise ExportError(f"{path} is a stack of matrices; export takes linear layers")
     rows, group = weight.codes.block
     # Each row gets the scales of its block.
-    row_scales = np.repeat(scales[..., 0, :, :], rows, axis=-2)
-    size = codes.shape[-2]
-    return BlockWeight(codes[..., 0, :, :], row_scales[..., :size, :], group)
+    row_scales = np.repeat(scales, rows, axis=-2)[..., : codes.shape[-2], :]
+    if not experts:
+        codes, row_scales = codes[..., 0, :, :], row_scales[..., 0, :, :]
+    return BlockWeight(codes, row_scales, group)

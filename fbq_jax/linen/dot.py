@@ -48,6 +48,8 @@ from fbq_jax.sharding.layer_names import layer_name
 
 Tree = TypeVar("Tree")
 
+#: What a ragged dot sows in "intermediates": the fallback rate of each group.
+GROUP_RATES = "fallback_rates"
 #: The RNG stream that seeds the noise of layers without state.
 RNG_STREAM = "fbq"
 
@@ -148,7 +150,11 @@ class FallbackDot(RaggedDotGeneral):
         state = dict(variable.value)
         codes = self._codes(module, variable, rhs, RAGGED_DIMENSIONS)
         with _named(module):
-            out, new = stateful_ragged_dot(self.config, state, lhs, rhs, call, codes)
+            out, new, rates = stateful_ragged_dot(
+                self.config, state, lhs, rhs, call, codes
+            )
+        if self.recipe.criterion is not None:
+            module.sow("intermediates", GROUP_RATES, rates)
         return self.commit(module, variable, new, out)
 
     def _codes(

@@ -43,6 +43,8 @@ class MoEMLP(nn.Module):
     - ``"losses"`` gets ``load_balance`` and ``z`` by ``sow``: add them to the loss with
       weights such as 0.01 and 0.001.  ``init`` does not return it.
     - The collection of ``dot_general`` holds the state of both projections.
+    - ``"intermediates"``, of Flax, gets ``fallback_rates`` of both by ``sow``, float32
+      ``[E]``: the share of each expert's blocks that fell back.
 
     Attributes:
       routing: the number of experts, and how tokens get theirs.

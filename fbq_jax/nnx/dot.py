@@ -188,7 +188,7 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
         codes = self._codes(rhs, RAGGED_DIMENSIONS)
         rhs = self.check_moves(rhs)
         with self.named(_description(rhs)):
-            out, new = stateful_ragged_dot(
+            out, new, _ = stateful_ragged_dot(
                 self.config, self.state(), lhs, rhs, call, codes
             )
         self.commit(new)

@@ -78,6 +78,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "Phi3": NARROW | {"sliding_window": 9, "rope_parameters": DEFAULT_ROPE},
+    "Mixtral": NARROW
+    | {
+        "num_hidden_layers": 2,
+        "num_local_experts": 5,
+        "sliding_window": 11,
+        "router_aux_loss_coef": 0.02,
+        "rope_parameters": DEFAULT_ROPE,
+    },
+    "Qwen3Moe": NARROW
+    | {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "rope_parameters": DEFAULT_ROPE,
+    },
 }
 
 

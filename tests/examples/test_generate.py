@@ -42,7 +42,7 @@ def test_a_cache_changes_no_logits(family: str) -> None:
     tokens = jnp.asarray(reference["tokens"])
     apply = jax.jit(model.apply)
     cache = empty_cache(model.config, 2, tokens.shape[1] + 3)
-    # The windows of the families, 5 to 9, end inside both parts.
+    # The windows of the families, 5 to 11, end inside both parts.
     split, found = 11, []
     logits, cache = apply({"params": params}, tokens[:, :split], cache)
     found.append(logits)

@@ -23,7 +23,13 @@ from examples.llama.rope_scaling import LinearScaling, Llama3Scaling, YarnScalin
 from examples.llama.tokenizer_source import byte_tokenizer
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
-from tests.examples.test_llama_export import SIZES, TOKENS, float_params, trained
+from tests.examples.test_llama_export import (
+    EXPERTS,
+    SIZES,
+    TOKENS,
+    float_params,
+    trained,
+)
 
 gguf = pytest.importorskip("gguf", reason="reads and writes the files")
 gguf_tokenizer = pytest.importorskip("examples.llama.hf.gguf_tokenizer")
@@ -206,6 +212,10 @@ SLIDING_GEMMA = GEMMA | {"attn_softcap": 5.0, "logit_softcap": 9.0}
             SLIDING_GEMMA | {"sliding_layers": (0,), "tie_embeddings": False},
             "gemma2 shares the embeddings with the head",
         ),
+        (
+            EXPERTS | {"qk_norm": True, "renormalize": False},
+            "qwen3moe divides the weights of a token's experts by their sum",
+        ),
         ({"qkv_bias": True}, "qwen2 has heads of hidden_size / heads channels"),
     ],
 )
@@ -271,6 +281,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
         ("qwen3", {"qk_norm": True, "rope_scaling": YARN}),
         ("smollm3", {"num_layers": 4, "nope_layers": (3,)}),
         ("phi3", {"head_dim": 16}),
+        ("mixtral", EXPERTS),
+        ("qwen3_moe", EXPERTS | {"qk_norm": True, "top_k": 3}),
         ("gemma2", SLIDING_GEMMA | {"sliding_layers": (0,)}),
         (
             "gemma3_text",

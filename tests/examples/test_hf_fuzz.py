@@ -41,6 +41,9 @@ TOP = [
     *("hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping"),
     *("attn_logit_softcapping", "rope_local_base_freq", "sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "norm_topk_prob"),
+    *("moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    *("router_aux_loss_coef", "router_jitter_noise"),
 ]
 ROPE = [
     *("rope_theta", "rope_type", "type", "factor", "low_freq_factor"),
@@ -93,13 +96,19 @@ def test_any_config_is_an_error_or_the_model_that_it_describes(
             config, loaded = hf.load(folder)
         except hf.CheckpointError:
             return
-    for field, key in FIELDS.items():
+    fields = dict(FIELDS)
+    if stored["model_type"] == "qwen3_moe":
+        fields["intermediate_size"] = "moe_intermediate_size"
+        stored = {"moe_intermediate_size": 768} | stored
+    for field, key in fields.items():
         assert getattr(config, field) == stored[key]
-    assert not any(isinstance(stored[key], bool) for key in FIELDS.values())
+    assert not any(isinstance(stored[key], bool) for key in fields.values())
     nested = stored.get("rope_scaling") or {}
     nested = nested | (stored.get("rope_parameters") or {})
     nested = nested | (nested.get("full_attention") or {})
-    theta = {"gemma3_text": 1e6, "smollm3": 2e6}.get(stored["model_type"], 1e4)
+    theta = {"gemma3_text": 1e6, "smollm3": 2e6, "mixtral": 1e6}.get(
+        stored["model_type"], 1e4
+    )
     theta = stored.get("rope_theta", theta)
     assert config.rope_theta == nested.get("rope_theta", theta)
     scaled = nested.get("rope_type", nested.get("type", "default")) != "default"

@@ -41,6 +41,9 @@ EXPORT = ["--export", "blockwise_int8"]
 TOKENS = jnp.zeros((1, 2), jnp.int32)
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 4, "intermediate_size": 128}
+
+
 def trained(**changes: Any) -> tuple[Llama, dict[str, Any]]:
     model = Llama(small_config(**(SIZES | changes)), DOT)
     return model, as_trained(model, TOKENS)
@@ -190,9 +193,9 @@ def float_params(frozen: dict[str, Any], params: dict[str, Any]) -> dict[str, An
     """The parameters, with the values of the codes in place of frozen kernels."""
     flat = flax.traverse_util.flatten_dict(params)
     for path, kernel in flat.items():
-        if path[0] == "layers" and path[-1] == "kernel":
+        if path[0] == "layers" and path[-1] == "kernel" and "router" not in path:
             state = functools.reduce(dict.__getitem__, path[:-1], frozen["fallback"])
-            values = [x.mT.dequantize()[0] for x in unstack(state["dot_general"])]
+            values = [x.mT.dequantize() for x in unstack(state["dot_general"])]
             flat[path] = jnp.stack(values).reshape(kernel.shape)
     return flax.traverse_util.unflatten_dict(flat)
 
@@ -204,12 +207,15 @@ def unstack(state: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | {"qk_norm": True}])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("blockwise_int8", jnp.float32), ("compressed-tensors", jnp.bfloat16)],
 )
-def test_an_export_is_loaded_to_train_on(tmp_path: Path, name: str, dtype: Any) -> None:
-    model, variables = trained(dtype=dtype, saved_bits=None)
+def test_an_export_is_loaded_to_train_on(
+    tmp_path: Path, name: str, dtype: Any, experts: dict[str, Any]
+) -> None:
+    model, variables = trained(dtype=dtype, saved_bits=None, **experts)
     frozen = fbq_jax.freeze(model, variables, TOKENS)
     hf.export(tmp_path / "int8", name, model, frozen)
     assert hf.quantization(tmp_path / "int8") == name
@@ -229,6 +235,42 @@ def test_an_export_is_loaded_to_train_on(tmp_path: Path, name: str, dtype: Any) 
         if np.issubdtype(codes.dtype, np.integer):
             moved = np.mean(second[tensor] != codes)
             assert moved <= (0 if dtype == jnp.float32 else 0.01)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_codes_of_experts_are_byte_equal_to_those_of_freeze(
+    tmp_path: Path, family: str
+) -> None:
+    changes = EXPERTS | {"qk_norm": family == "qwen3_moe", "saved_bits": 10}
+    model, variables = trained(**changes)
+    frozen = fbq_jax.freeze(model, variables, TOKENS)
+    experts = frozen["fallback"]["layers"]["mlp"]["experts"]
+    for name in "blockwise_int8", "compressed-tensors":
+        hf.export(tmp_path / name, name, model, frozen)
+    stored, tensors = read(tmp_path / "blockwise_int8")
+    assert stored["model_type"] == family
+    module = "model.layers.1."
+    module += "block_sparse_moe." if family == "mixtral" else "mlp."
+    names = ("gate_proj", "up_proj", "down_proj")
+    names = ("w1", "w3", "w2") if family == "mixtral" else names
+    gate_up, down = (
+        experts[name]["dot_general"]["weight"].codes.main
+        for name in ("gate_up", "down")
+    )
+    for expert in range(4):
+        parts = [*np.split(gate_up.codes[1, expert], 2), down.codes[1, expert]]
+        scales = [*np.split(gate_up.scales[1, expert], 2), down.scales[1, expert]]
+        for name, part, scale in zip(names, parts, scales, strict=True):
+            tensor = f"{module}experts.{expert}.{name}.weight"
+            np.testing.assert_array_equal(tensors[tensor], part)
+            np.testing.assert_array_equal(tensors[f"{tensor}_scale_inv"], scale)
+    # The router stays in the model's dtype, and engines must know.
+    router = tensors[f"{module}gate.weight"]
+    assert (router.dtype, router.shape) == (ml_dtypes.bfloat16, (4, 64))
+    entry = read(tmp_path / "compressed-tensors")[0]["quantization_config"]
+    assert entry["ignore"][0] == "lm_head"
+    assert entry["ignore"][2:] == [f"{module}gate"]
 
 
 @pytest.mark.parametrize(
@@ -290,14 +332,15 @@ def test_gguf_files_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | {"qk_norm": True}])
 def test_transformers_computes_with_the_codes_of_compressed_tensors(
-    tmp_path: Path,
+    tmp_path: Path, experts: dict[str, Any]
 ) -> None:
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     transformers = pytest.importorskip("transformers", reason="compares with it")
     pytest.importorskip("compressed_tensors", reason="reads the format")
     # Not fused: the columns of gate_up are gate, then up.
-    model, variables = trained(dtype=jnp.float32, saved_bits=None)
+    model, variables = trained(dtype=jnp.float32, saved_bits=None, **experts)
     frozen = fbq_jax.freeze(model, variables, TOKENS)
     hf.export(tmp_path / "packed", "compressed-tensors", model, frozen)
     reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
@@ -369,6 +412,11 @@ def test_an_export_has_shards_and_the_files_of_generation(
         ({}, None, "takes a model with an INT8 recipe"),
         ({"hidden_size": 80}, DOT, "inputs are multiples of 32; .* has 80"),
         ({"head_dim": 8}, DOT, "at least 16 outputs; .*_proj.weight cannot be"),
+        (
+            EXPERTS | {"intermediate_size": 80},
+            DOT,
+            r"inputs are multiples of 32; .*experts.0.w2.weight has 80",
+        ),
         (
             {},
             fbq_jax.FallbackDot(fbq_jax.recipes.rowwise),

@@ -107,6 +107,9 @@ def test_logits_match_pytorch(family: str) -> None:
                 ("gemma3", {"local_rope_theta": None}),
                 ("gemma3", {"rope_scaling": None}),
                 ("phi3", {"sliding_window": None}),
+                ("mixtral", {"sliding_window": None}),
+                ("mixtral", {"top_k": 3}),
+                ("qwen3moe", {"renormalize": False}),
             )
         ],
     ],
@@ -413,6 +416,17 @@ def test_a_shared_table_may_be_stored_twice(checkpoint: Path) -> None:
             "partial_rotary_factor is 0.75",
         ),
         ("phi3", {"sliding_window": 0}, "sliding_window takes a positive integer"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts takes an integer"),
+        ("mixtral", {"num_local_experts": 10**6}, "asks for 1000000 experts, the che"),
+        ("mixtral", {"num_local_experts": 6}, "lacks .*experts.5.w1.weight and 5 more"),
+        ("mixtral", {"num_experts_per_tok": 6}, r"at most num_experts \(5\), got 6"),
+        ("mixtral", {"num_experts_per_tok": 1}, "renormalize takes False with a top_k"),
+        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef takes a numb"),
+        ("qwen3moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], supported"),
+        ("qwen3moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, supported"),
+        ("qwen3moe", {"moe_intermediate_size": 13}, "has shape .*asks for"),
     ],
 )
 def test_unsupported_variants_of_a_family_are_named(
@@ -438,6 +452,8 @@ def test_unsupported_variants_of_a_family_are_named(
         ("gemma2", {}, (0, 2)),
         ("gemma3", {}, None),
         ("gemma3", {"sliding_window_pattern": 3}, (0, 1)),
+        ("qwen3moe", {}, ()),
+        ("qwen3moe", {"use_sliding_window": True}, None),
     ],
 )
 def test_layers_with_a_window_where_no_list_says(
@@ -456,6 +472,30 @@ def test_missing_window_of_a_mistral_is_the_one_of_transformers(tmp_path: Path) 
     folder = Path(shutil.copytree(FIXTURE / "mistral", tmp_path / "checkpoint"))
     edit_config(folder, sliding_window=...)
     assert hf.load(folder)[0].sliding_window == 4096
+
+
+def test_loads_the_configuration_of_experts(tmp_path: Path) -> None:
+    config, params = hf.load(FIXTURE / "qwen3moe")
+    found = config.num_experts, config.top_k, config.intermediate_size
+    assert found == (6, 3, 12)
+    assert config.renormalize
+    assert config.router_aux_loss_coef == 0.001
+    experts = jax.tree.map(np.shape, params["layers"]["mlp"]["experts"])
+    assert experts["gate_up"]["kernel"] == (2, 6, 16, 24)
+    assert hf.load(FIXTURE / "mixtral")[0].router_aux_loss_coef == 0.02
+    # Published checkpoints name the number of experts otherwise than transformers 5.
+    folder = Path(shutil.copytree(FIXTURE / "qwen3moe", tmp_path / "checkpoint"))
+    edit_config(folder, num_local_experts=..., num_experts=6)
+    assert hf.load(folder)[0] == config
+
+
+def test_a_family_without_experts_cannot_hold_them(tmp_path: Path) -> None:
+    before = hf.load(FIXTURE / "mixtral")
+    with pytest.raises(hf.CheckpointError, match=r"a mistral does not have .*num_exp"):
+        hf.save(tmp_path / "out", *before, like=FIXTURE / "mistral")
+    before = hf.load(FIXTURE / "mistral")
+    with pytest.raises(hf.CheckpointError, match="num_local_experts takes an integer"):
+        hf.save(tmp_path / "out", *before, like=FIXTURE / "mixtral")
 
 
 def truncate(file: Path) -> None:
@@ -605,6 +645,26 @@ def test_tokenizer_is_optional(tmp_path: Path) -> None:
         ),
         ("Phi3", {}, "bfloat16", "20KB"),
         ("Phi3", {"num_key_value_heads": 4, "sliding_window": None}, "float32", "5GB"),
+        ("Mixtral", {}, "bfloat16", "20KB"),
+        (
+            "Mixtral",
+            {"sliding_window": None, "num_experts_per_tok": 4, "head_dim": 6},
+            "float32",
+            "5GB",
+        ),
+        ("Qwen3Moe", {}, "bfloat16", "20KB"),
+        (
+            "Qwen3Moe",
+            {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 5},
+            "float32",
+            "5GB",
+        ),
+        (
+            "Qwen3Moe",
+            {"num_experts": 12, "tie_word_embeddings": True},
+            "float32",
+            "5GB",
+        ),
     ],
 )
 def test_live_pytorch_model(

@@ -66,6 +66,65 @@ def test_every_layer_of_every_projection_has_a_curve(
     assert panels["Loss (run)"].lines[-1].get_xdata().tolist() == [5, 10, 15, 20]
 
 
+def add_experts(run: Path, *, rates: bool) -> None:
+    """Adds the load, and the fallback rates, of four experts to the records."""
+    log = run / "metrics.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for index, record in enumerate(records):
+        record["expert_load"] = [[8, 4, 2 + index, 2]] * LAYERS
+        if rates:
+            down = record["fallback"]["layers/mlp/down"]
+            down = down | {"expert_rates": [[0.0, 0.5, 1.0, index / 20]] * LAYERS}
+            record["fallback"]["layers/mlp/down"] = down
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.fallback])
+def test_experts_have_a_row_with_their_load_and_their_rates(
+    tmp_path: Path, figures: list[Figure], recipe: Any
+) -> None:
+    run = write_run(tmp_path / "run", 40)
+    add_experts(run, rates=recipe is not None)
+    plot.draw_curves(run, recipe)
+    panels: dict[str, Any] = {axes.get_title(): axes for axes in figures[0].get_axes()}
+    busiest = panels["largest load / mean"].lines
+    assert len(busiest) == LAYERS
+    assert busiest[0].get_ydata()[0] == 8 / 4  # before experts get more
+    assert busiest[0].get_ydata()[-1] == pytest.approx(41 * 4 / 55, rel=0.05)
+    (load,) = panels["load / mean"].images
+    # Means over the last two steps.
+    expected = np.mean([[8, 4, 40, 2], [8, 4, 41, 2]], axis=0) / np.mean([54, 55]) * 4
+    np.testing.assert_allclose(load.get_array()[0], expected, rtol=1e-3)
+    assert load.get_array().shape == (LAYERS, 4)
+    if recipe is None:
+        assert not any("fallback rate" in title for title in panels)
+    else:
+        (rates,) = panels["fallback rate, down"].images
+        np.testing.assert_allclose(rates.get_array()[0], [0, 0.5, 1, 38.5 / 20])
+        assert len(panels["mlp/down"].lines) == LAYERS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "odd",
+    [{"expert_load": odd} for odd in (5, [], [[]], [[1], [2, 3]], [["x"]], [[1, 2]])]
+    + [{"fallback": {"mlp/down": {"rate": [0.1], "expert_rates": 5}}}],
+)
+def test_records_with_odd_experts_are_left_out(
+    tmp_path: Path, figures: list[Figure], odd: dict[str, Any]
+) -> None:
+    run = write_run(tmp_path / "run", 20)
+    add_experts(run, rates=True)
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    changed = json.loads(lines[3]) | odd
+    log.write_text("\n".join([*lines[:3], json.dumps(changed), *lines[4:]]))
+    plot.draw_curves(run, recipes.fallback)
+    panels: dict[str, Any] = {axes.get_title(): axes for axes in figures[0].get_axes()}
+    assert 4 not in panels["largest load / mean"].lines[0].get_xdata()
+    assert len(panels["largest load / mean"].lines[0].get_xdata()) == 19
+
+
 @pytest.mark.parametrize("recipe", [None, recipes.block])
 def test_recipes_without_fallback_have_no_rates(
     tmp_path: Path, figures: list[Figure], recipe: Any

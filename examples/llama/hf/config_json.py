@@ -58,14 +58,18 @@ def from_json(stored: Mapping[str, Any], file: Path, tensors: int) -> LlamaConfi
     Args:
         stored: The content of the file.
         file: The file, for error messages.
-        tensors: The number of tensors in the checkpoint, which limits the layers.
+        tensors: The number of tensors in the checkpoint, which limits the layers and
+            experts.
 
     Raises:
         CheckpointError: A field is missing or out of range, or the model is not
             supported.
     """
     family = family_of(stored, file)
-    stored = {**family.defaults, **stored}
+    aliased = {
+        key: stored[alias] for alias, key in family.aliases.items() if alias in stored
+    }
+    stored = {**family.defaults, **aliased, **stored}
     try:
         rope, local = _rope(family, stored)
         _check_supported(family, stored, rope)
@@ -76,11 +80,13 @@ def from_json(stored: Mapping[str, Any], file: Path, tensors: int) -> LlamaConfi
             local_rope_theta=local,
             tie_embeddings=stored.get("tie_word_embeddings", False),
         )
-        if config.num_layers > tensors:  # before anything of this length is built
-            raise ValueError(
-                f"asks for {config.num_layers} layers, the checkpoint has {tensors} "
-                "tensors"
-            )
+        # Before anything of this length is built.
+        sizes = {"layers": config.num_layers, "experts": config.num_experts or 0}
+        for things, number in sizes.items():
+            if number > tensors:
+                raise ValueError(
+                    f"asks for {number} {things}, the checkpoint has {tensors} tensors"
+                )
         return dataclasses.replace(config, **_by_layer(family, stored, config))
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
@@ -216,7 +222,7 @@ def _window(family: Family, stored: Mapping[str, Any]) -> Any:
 
 def _has_switch(family: Family) -> bool:
     """Whether a sliding window needs ``use_sliding_window``."""
-    return family.window in ("last", "unrotated")
+    return family.window in ("switched", "last", "unrotated")
 
 
 def _integer(stored: Mapping[str, Any], key: str, lowest: int) -> int:
@@ -318,6 +324,9 @@ def _check_supported(
     for key in _FIELDS.values():
         if key not in stored and key not in _OPTIONAL:
             raise ValueError(f"lacks {key}")
+    for name in family.required:
+        if stored[key := family.keys[name]] is None:
+            raise ValueError(f"{key} takes an integer, got None")
 
 
 def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
@@ -363,7 +372,8 @@ def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
 def _lacking(config: LlamaConfig, stored: dict[str, Any]) -> str | None:
     """What a config.json of `_to_json` lacks of a model; None if it is complete."""
     try:
-        described = from_json(stored, Path(CONFIG), config.num_layers)
+        tensors = max(config.num_layers, config.num_experts or 0)
+        described = from_json(stored, Path(CONFIG), tensors)
     except CheckpointError as error:
         return f"settings ({error})"
     names = [field.name for field in dataclasses.fields(config)]

@@ -20,8 +20,14 @@ from examples.llama.hf.checkpoint import (
     write_folder,
 )
 from examples.llama.hf.families import FAMILIES, Family
-from examples.llama.hf.tensor_views import parameter_shapes, tensor_views
+from examples.llama.hf.tensor_views import (
+    GATE_UP,
+    ROUTER,
+    parameter_shapes,
+    tensor_views,
+)
 from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import fuses
 from fbq_jax.export import FORMATS, BlockWeight, ExportError, frozen_weights
 
@@ -100,6 +106,8 @@ def export(
         variables = _freeze(model, variables)
     dtype = np.dtype(model.config.dtype)
     tensors, quantization = FORMATS[name](_weights(model, family, variables), dtype)
+    if "ignore" in quantization:
+        quantization["ignore"] += _routers(model.config, family)
     floats = {path: np.asarray(x) for path, x in _arrays(variables).items()}
     views = tensor_views(model.config, family, floats)
     others = {tensor: view.join() for tensor, view in views.items()}
@@ -152,7 +160,7 @@ def _weights(
     weights = {}
     for path, weight in frozen_weights(variables).items():
         codes, scales = weight.codes, weight.scales
-        if path.endswith("gate_up/kernel") and fuses(model.config, model.dot_general):
+        if path == GATE_UP and fuses(model.config, model.dot_general):
             codes, scales = _gate_then_up(codes), _gate_then_up(scales)
         # A kernel has its outputs in the last axis.
         codes_by_name, scales_by_name = (
@@ -164,6 +172,15 @@ def _weights(
                 view.join(), scales_by_name[tensor].join(), weight.group, parts
             )
     return weights
+
+
+def _routers(config: LlamaConfig, family: Family) -> list[str]:
+    """The names of the routers of experts, which are not quantized."""
+    if config.num_experts is None:
+        return []
+    (name,) = family.tensors_of(ROUTER)
+    layers = range(config.num_layers)
+    return [name.format(layer).removesuffix(".weight") for layer in layers]
 
 
 def _gate_then_up(rows: np.ndarray) -> np.ndarray:

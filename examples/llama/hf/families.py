@@ -11,7 +11,8 @@ from typing import Any, Literal
 _LAYER = "model.layers.{}."
 
 # The tensors of each parameter of `Llama`, by the parameter's path. A parameter joins
-# its tensors along its last axis. "{}" stands for the layer.
+# its tensors along its last axis. The first "{}" stands for the layer; the second, in
+# tensors of experts, for the expert.
 _QKV = tuple(f"{_LAYER}self_attn.{name}_proj." for name in "qkv")
 _TENSORS: dict[str, tuple[str, ...]] = {
     "embed/embedding": ("model.embed_tokens.weight",),
@@ -27,6 +28,12 @@ _TENSORS: dict[str, tuple[str, ...]] = {
         f"{_LAYER}mlp.up_proj.weight",
     ),
     "layers/mlp/down/kernel": (f"{_LAYER}mlp.down_proj.weight",),
+    "layers/mlp/experts/router/kernel": (f"{_LAYER}mlp.gate.weight",),
+    "layers/mlp/experts/gate_up/kernel": (
+        f"{_LAYER}mlp.experts.{{}}.gate_proj.weight",
+        f"{_LAYER}mlp.experts.{{}}.up_proj.weight",
+    ),
+    "layers/mlp/experts/down/kernel": (f"{_LAYER}mlp.experts.{{}}.down_proj.weight",),
     "norm/scale": ("model.norm.weight",),
     "lm_head/kernel": ("lm_head.weight",),
 }
@@ -34,6 +41,15 @@ _GEMMA_NORMS = {
     "layers/post_attention_norm/scale": (f"{_LAYER}post_attention_layernorm.weight",),
     "layers/mlp/norm/scale": (f"{_LAYER}pre_feedforward_layernorm.weight",),
     "layers/post_mlp_norm/scale": (f"{_LAYER}post_feedforward_layernorm.weight",),
+}
+_MIXTRAL = f"{_LAYER}block_sparse_moe."
+_MIXTRAL_EXPERTS = {
+    "layers/mlp/experts/router/kernel": (f"{_MIXTRAL}gate.weight",),
+    "layers/mlp/experts/gate_up/kernel": (
+        f"{_MIXTRAL}experts.{{}}.w1.weight",
+        f"{_MIXTRAL}experts.{{}}.w3.weight",
+    ),
+    "layers/mlp/experts/down/kernel": (f"{_MIXTRAL}experts.{{}}.w2.weight",),
 }
 
 
@@ -47,6 +63,8 @@ class Family:
         gguf: The architecture of llama.cpp.
         settings: The fields of `LlamaConfig` that all models of the family share.
         keys: The keys of config.json for further fields of `LlamaConfig`, by field.
+        required: Fields of `keys` that no model of the family is without.
+        aliases: The keys under which newer versions of transformers store others.
         defaults: What transformers assumes for keys that config.json lacks.
         constants: Keys of config.json with the only value that the model implements.
         unsupported: Keys that take null or false only, beside those of every family.
@@ -54,7 +72,8 @@ class Family:
         window: Which layers have a sliding window if config.json does not list them in
             ``layer_types``: no layer; every layer; all but every n-th layer, where
             ``sliding_window_pattern`` is n; or, if ``use_sliding_window`` is true,
-            those from ``max_window_layers`` on or those that do not rotate.
+            every layer, those from ``max_window_layers`` on or those that do not
+            rotate.
         layer_types: Whether transformers reads ``layer_types``.
         local_rope_key: The key of the rotary base of layers with a sliding window.
         nope: Whether some layers do not rotate; ``no_rope_layers`` has a 0 for them.
@@ -68,13 +87,17 @@ class Family:
     gguf: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    constants: Mapping[str, str] = dataclasses.field(
+    constants: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: {"hidden_act": "silu"}
     )
     unsupported: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    window: Literal["none", "every", "pattern", "last", "unrotated"] = "none"
+    window: Literal["none", "every", "pattern", "switched", "last", "unrotated"] = (
+        "none"
+    )
     layer_types: bool = False
     local_rope_key: str | None = None
     nope: bool = False
@@ -106,6 +129,11 @@ _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
     "max_window_layers": 28,
+}
+
+_EXPERT_KEYS = {
+    "top_k": "num_experts_per_tok",
+    "router_aux_loss_coef": "router_aux_loss_coef",
 }
 
 # `save` takes the first family that has all settings of a model.
@@ -200,6 +228,57 @@ _FAMILIES = (
             * 3,
             "layers/mlp/gate_up/kernel": (f"{_LAYER}mlp.gate_up_proj.weight",) * 2,
         },
+    ),
+    Family(
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        gguf="llama",
+        keys={**_EXPERT_KEYS, "num_experts": "num_local_experts"},
+        required=("num_experts",),
+        defaults={
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        unsupported=("router_jitter_noise",),
+        window="every",
+        tensors=_MIXTRAL_EXPERTS,
+    ),
+    Family(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        gguf="qwen3moe",
+        settings={"qk_norm": True},
+        # Its intermediate_size is the width of layers without experts, which are not
+        # supported.
+        keys={
+            **_EXPERT_KEYS,
+            "num_experts": "num_experts",
+            "intermediate_size": "moe_intermediate_size",
+            "renormalize": "norm_topk_prob",
+        },
+        required=("num_experts",),
+        aliases={"num_local_experts": "num_experts"},
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        # Otherwise some layers have an MLP in place of experts.
+        constants={
+            "hidden_act": "silu",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        window="switched",
     ),
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}

@@ -6,6 +6,7 @@ compute otherwise.
 """
 
 import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ _SHARED_WIDTH = ("qwen2", "phi3")
 # With so many layers, scores are divided by sqrt(hidden_size / heads), not by
 # sqrt(head_dim).
 _LARGEST = {"gemma2": 46, "gemma3": 62}
+# The number of an expert in the name of its tensor.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 # The version of the layout of quantized blocks.
 _QUANTIZATION_VERSION = 2
 
@@ -64,10 +67,10 @@ def write(
     Args:
         file: The file to write.
         config: The configuration of the model, which `check` has accepted. Matrices in
-            ``floats`` are stored in its dtype, vectors in float32.
+            ``floats`` are stored in its dtype, vectors and routers in float32.
         family: The family that it is exported as.
         blocks: The blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the names
-            of their tensors in transformers.
+            of their tensors in transformers. The experts of a layer become one tensor.
         floats: The other tensors, float32, by the same names.
         like: The folder of a checkpoint that provides the tokenizer and the chat
             template; without it, or without a tokenizer.json there, the file is for
@@ -120,6 +123,8 @@ def _problems(config: LlamaConfig, architecture: str) -> list[str]:
             problems.append("caps scores and logits")
         if not config.tie_embeddings:
             problems.append("shares the embeddings with the head")
+    if config.num_experts is not None and not config.renormalize:
+        problems.append("divides the weights of a token's experts by their sum")
     scaling = config.rope_scaling
     if isinstance(scaling, Llama3Scaling) and architecture != "llama":
         problems.append("does not scale RoPE as Llama 3 does")
@@ -141,6 +146,10 @@ def _add_sizes(writer: Any, config: LlamaConfig) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.num_experts is not None:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.attn_softcap is not None:
         writer.add_attn_logit_softcapping(config.attn_softcap)
     if config.logit_softcap is not None:
@@ -188,6 +197,7 @@ def _add_tensors(
 ) -> None:
     architectures = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[writer.arch], config.num_layers)
+    blocks = _join_experts(blocks)
     for tensor, array in {**floats, **blocks}.items():
         if writer.arch in _INTERLEAVED:
             array = _interleave(array, tensor, config.head_dim)
@@ -195,13 +205,29 @@ def _add_tensors(
             array = array + 1
         if tensor in blocks:
             kind = gguf.GGMLQuantizationType.Q8_0
-        elif array.ndim == 1 or config.dtype == np.float32:
+        elif array.ndim == 1 or config.dtype == np.float32 or _is_router(tensor):
             kind, array = gguf.GGMLQuantizationType.F32, array.astype(np.float32)
         else:
             kind = gguf.GGMLQuantizationType.BF16
             array = array.astype(config.dtype).view(np.uint8)
         name = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=kind)
+
+
+def _join_experts(blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Joins the experts of a layer, ``"....experts.3.w1.weight"``, in one tensor."""
+    joined: dict[str, list[np.ndarray]] = {}
+    for tensor, array in blocks.items():
+        joined.setdefault(_EXPERT.sub(".experts.", tensor), []).append(array)
+    return {
+        tensor: np.stack(arrays) if ".experts." in tensor else arrays[0]
+        for tensor, arrays in joined.items()
+    }
+
+
+def _is_router(tensor: str) -> bool:
+    """Whether a tensor is a router of experts, which llama.cpp keeps in float32."""
+    return tensor.endswith(".gate.weight")
 
 
 def _interleave(array: np.ndarray, tensor: str, head_dim: int) -> np.ndarray:

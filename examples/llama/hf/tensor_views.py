@@ -19,6 +19,9 @@ from examples.llama.model_config import LlamaConfig
 
 TABLE = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+# Paths of parameters. That of an MLP joins gate and up in turns if it runs fused.
+GATE_UP = "layers/mlp/gate_up/kernel"
+ROUTER = "layers/mlp/experts/router/kernel"
 
 
 class TensorView(NamedTuple):
@@ -64,7 +67,8 @@ def tensor_views(
 ) -> dict[str, TensorView]:
     """Returns the tensors of a checkpoint by name.
 
-    Layers are stacked along the first axis of a parameter, and kernels are transposed.
+    Layers are stacked along the first axis of a parameter, their experts along the
+    second, and kernels are transposed.
 
     Args:
         config: The sizes of the model.
@@ -75,22 +79,28 @@ def tensor_views(
     for path, parameter in flat.items():
         stack = parameter if path.startswith("layers/") else parameter[None]
         is_kernel = path.endswith("kernel")
-        if is_kernel:
-            stack = stack.reshape(*stack.shape[:2], -1)  # joins the axes of gate_up
+        matrices = stack.shape[: 2 if _of_experts(path) else 1]
+        if is_kernel:  # joins the axes of gate_up
+            stack = stack.reshape(*stack.shape[: len(matrices) + 1], -1)
         groups, widths = _columns(config, path, stack.shape[-1])
         stack = stack.reshape(*stack.shape[:-1], groups, sum(widths))
         start = 0
         for name, width in zip(family.tensors_of(path), widths, strict=True):
-            for index, array in enumerate(stack):
-                view = array[..., start : start + width]
+            for index in np.ndindex(matrices):
+                view = stack[index][..., start : start + width]
                 if is_kernel:
                     view = view.transpose(1, 2, 0)
                     shape = (groups * width, *view.shape[2:])
                 else:
                     shape = (*view.shape[:-2], groups * width)
-                _add(views, name.format(index), view, shape)
+                _add(views, name.format(*index), view, shape)
             start += width
     return views
+
+
+def _of_experts(path: str) -> bool:
+    """Whether the parameter with this path has a matrix for each expert."""
+    return path.startswith("layers/mlp/experts/") and path != ROUTER
 
 
 def _add(
@@ -113,6 +123,6 @@ def _columns(config: LlamaConfig, path: str, width: int) -> tuple[int, tuple[int
     if path.startswith("layers/attention/qkv/dense/"):
         kv_heads, dim = config.num_kv_heads, config.head_dim
         return kv_heads, (config.num_heads // kv_heads * dim, dim, dim)
-    if path == "layers/mlp/gate_up/kernel":
+    if path.endswith("gate_up/kernel"):
         return 1, (width // 2, width // 2)
     return 1, (width,)

@@ -59,6 +59,42 @@ def dense(params, x, routing, bias=None):
     return jnp.einsum("etd,te->td", y, weights).reshape(x.shape)
 
 
+def test_each_expert_has_its_own_fallback_rate():
+    layer = dataclasses.replace(LAYER, dot_general=FallbackDot(NEAREST))
+    shapes = jax.eval_shape(layer.init, jax.random.key(2), X)["fallback"]
+    theta = {"gate_up": 3.2, "down": 0.1}
+    state = {
+        name: {
+            "dot_general": {"theta": theta[name], "rate": 0.0, "count": 1, "seed": 2}
+        }
+        for name in shapes
+    }
+    # The tokens of the first example are zero, so that some blocks do not count.
+    x = X * jnp.array([0.0, 1.0, 1.0])[:, None, None]
+    mutable = ["fallback", "expert_stats", "intermediates"]
+    apply = jax.jit(functools.partial(layer.apply, mutable=mutable))
+    updates = apply({"params": PARAMS, "fallback": state}, x)[1]
+    assert updates["expert_stats"].keys() == {"load", "dropped"}
+    (rates,) = updates["intermediates"]["gate_up"]["fallback_rates"]
+    # Sorted by expert, the tokens of each lie in their own blocks of 32.
+    experts = route(
+        LAYER.routing, x.reshape(-1, D) @ PARAMS["router"]["kernel"]
+    ).experts
+    fell, blocks = np.zeros(E), np.zeros(E)
+    for expert in range(E):
+        tokens = np.asarray(x.reshape(-1, D))[np.where(experts == expert)[0]]
+        for start in range(0, len(tokens), 32):
+            largest = np.abs(tokens[start : start + 32]).max()
+            fell[expert] += largest > theta["gate_up"]
+            blocks[expert] += largest > 0
+    np.testing.assert_allclose(rates, fell / np.maximum(blocks, 1), rtol=1e-6)
+    rate = updates["fallback"]["gate_up"]["dot_general"]["rate"]
+    assert float(rate) == pytest.approx(fell.sum() / blocks.sum(), rel=1e-6)
+    assert 0 < fell.sum() < blocks.sum()
+    # Nothing is computed for whoever does not ask, nor by init.
+    assert "intermediates" not in layer.init(jax.random.key(2), X)
+
+
 def output_and_gradients(function):
     @jax.jit
     def run(params, x):
