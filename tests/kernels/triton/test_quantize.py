@@ -33,6 +33,11 @@ def vectors():
     return interpreted("quantize_vectors")
 
 
+@pytest.fixture(scope="module")
+def row_blocks():
+    return interpreted("quantize_row_blocks")
+
+
 @pytest.mark.parametrize("case", cases.QUANTIZE)
 def test_quantize(ops, case):
     shape, dtype, *options = case
@@ -61,14 +66,29 @@ def test_vectors(vectors, case):
     cases.check_vectors(vectors, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.parametrize("case", slow_but_first(cases.HADAMARD))
+def test_transformed_vectors(vectors, case):
+    shape, dtype, *options = case
+    x = heavy(shape, dtype=dtype)
+    cases.check_vectors(vectors, x, *options, hadamard=True)
+
+
+@pytest.mark.parametrize("case", cases.ROW_BLOCKS)
+def test_row_blocks(row_blocks, case):
+    shape, dtype, *options = case
+    cases.check_row_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
+
+
 def test_per_tensor_scale(vectors):
     cases.check_per_tensor_scale(vectors, heavy((2, 70, 141)))
 
 
 @pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
-def test_special_blocks(ops, vectors, dtype):
+def test_special_blocks(ops, vectors, row_blocks, dtype):
     cases.check_special(ops, dtype)
     cases.check_special_vectors(vectors, dtype)
+    cases.check_special_row_blocks(row_blocks, dtype)
+    cases.check_special_transformed(row_blocks, dtype)
 
 
 @pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
@@ -76,8 +96,8 @@ def test_large_metrics(ops, criterion):
     cases.check_large_metrics(ops, criterion)
 
 
-def test_a_shard_draws_the_noise_of_the_global_matrix(ops, vectors):
-    cases.check_global_offset(ops, vectors)
+def test_a_shard_draws_the_noise_of_the_global_matrix(ops, vectors, row_blocks):
+    cases.check_global_offset(ops, vectors, row_blocks)
 
 
 # The usual block in two types, the smallest, the narrowest and the largest.
