@@ -41,6 +41,11 @@ CASES = {
     "32x128x256 blocks": Case((1, 150, 400, 140), (32, 128, 256), 0.3),
     "64x256x32 blocks": Case((1, 140, 600, 100), (64, 256, 32), 0.3),
     "256x64x64 blocks": Case((1, 260, 150, 200), (256, 64, 64), 0.3),
+    "scales of rows": Case((2, 200, 333, 190), (1, 128, 128), None),
+    "scales of rows and columns": Case((2, 130, 400, 300), (1, 128, 1), None),
+    "scales of columns": Case((1, 150, 260, 100), (64, 64, 1), None),
+    "scales of few rows": Case((2, 20, 300, 200), (1, 128, 128), None),
+    "scales of rows, fallback": Case((1, 150, 400, 140), (1, 128, 128), 0.3),
     "128x32x256 blocks": Case((1, 90, 150, 280), (128, 32, 256), None),
 }
 
