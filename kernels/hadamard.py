@@ -35,7 +35,7 @@ def pad_rows(x: jax.Array) -> jax.Array:
 def transform_rows(x: jax.Array) -> jax.Array:
     """Multiplies each ``SIZE`` consecutive rows by ``H``.
 
-    The stage of distance ``d = 1, 2, 4, ..., 64`` replaces rows ``a`` and ``b``, where
+    The stage of distance ``d = 64, 32, ..., 1`` replaces rows ``a`` and ``b``, where
     ``b`` is ``d`` rows below ``a``, by ``a + b`` and ``a - b``.
 
     Args:
@@ -47,7 +47,7 @@ def transform_rows(x: jax.Array) -> jax.Array:
     batch, rows, columns = x.shape
     groups = x.astype(jnp.float32).reshape(batch, -1, SIZE, columns)
     groups *= _SIGNS[None, None, :, None]
-    for stage in range(int(math.log2(SIZE))):
+    for stage in reversed(range(int(math.log2(SIZE)))):
         pairs = groups.reshape(batch, -1, 2, 2**stage, columns)
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         groups = jnp.stack([first + second, first - second], axis=2)

@@ -30,7 +30,7 @@ from fbq_jax.kernels.triton.block_tiles import (
     store_colwise,
     store_rowwise,
 )
-from fbq_jax.kernels.triton.hadamard import load_transformed
+from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
 from fbq_jax.kernels.triton.launch import launch_on_blocks, seed_arguments
 from fbq_jax.kernels.triton.outputs import (
     as_layouts,
@@ -38,7 +38,6 @@ from fbq_jax.kernels.triton.outputs import (
     output,
     rowwise_codes,
 )
-
 
 # The most values of a block that a program holds at once.
 _LARGEST_TILE = 2**14
@@ -154,7 +153,10 @@ def _quantize_row_blocks(
         store_rowwise(codes, round_codes(v, noise, at, ROWWISE), at)
     if COLWISE is not None:
         v = _scale_columns(tiles, column_scales, at)
-        store_colwise(column_codes, round_codes(v, noise, at, COLWISE), at)
+        rounded = round_codes(v, noise, at, COLWISE)
+        if HADAMARD:
+            rounded = computed_once(rounded)
+        store_colwise(column_codes, rounded, at)
 
 
 @triton.jit

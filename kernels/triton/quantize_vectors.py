@@ -32,7 +32,7 @@ from fbq_jax.kernels.triton.block_tiles import (
     store_colwise,
     store_rowwise,
 )
-from fbq_jax.kernels.triton.hadamard import load_transformed
+from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
 from fbq_jax.kernels.triton.launch import launch_on_blocks
 from fbq_jax.kernels.triton.outputs import (
     as_layouts,
@@ -183,7 +183,10 @@ def _round_vectors(
         store_rowwise(codes, _round(v, noise, at, ROWWISE, CLIPPED), at)
     if COLWISE is not None:
         v = _multiply_columns(tiles, column_inverses, at)
-        store_colwise(column_codes, _round(v, noise, at, COLWISE, CLIPPED), at)
+        rounded = _round(v, noise, at, COLWISE, CLIPPED)
+        if HADAMARD:
+            rounded = computed_once(rounded)
+        store_colwise(column_codes, rounded, at)
 
 
 @triton.jit
