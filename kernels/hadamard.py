@@ -4,50 +4,51 @@
 contraction runs over the rows may transform both operands before it quantizes them.
 Each row of ``H`` has values of one magnitude, so an outlier of magnitude ``a`` becomes
 ``SIZE`` values of magnitude ``a / sqrt(SIZE)``.
+
+``H`` is Sylvester's matrix with the signs of some columns flipped, divided by
+``sqrt(SIZE)``.  The transform is defined as seven stages of sums and differences of two
+rows, in float32, and one product with ``SCALE``, so that every implementation rounds
+the same values.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 SIZE = 128
-# Flips the signs of some rows first.  Without that, the first row of H would sum
-# the rows of a group, and rows with one mean in common would grow an outlier there.
-_FLIPS = 0x243F6A8885A308D313198A2E03707344  # 128 binary digits of pi
+SCALE = SIZE**-0.5
+# The rows whose sign is flipped first.  Without that, the first row of H would sum the
+# rows of a group, and rows with one mean in common would grow an outlier there.
+FLIPS = 0x243F6A8885A308D313198A2E03707344  # 128 binary digits of pi
+
+_SIGNS = np.array([1 - 2 * (FLIPS >> row & 1) for row in range(SIZE)], np.float32)
 
 
-def _signs() -> np.ndarray:
-    """``H * sqrt(SIZE)``, ``[SIZE, SIZE]`` of 1 and -1: Sylvester's matrix, flipped."""
-    signs = np.ones((1, 1), np.int8)
-    while len(signs) < SIZE:
-        signs = np.block([[signs, signs], [signs, -signs]])
-    flips = [1 - 2 * (_FLIPS >> row & 1) for row in range(SIZE)]
-    return signs * np.array(flips, np.int8)
-
-
-_SIGNS = _signs()
+def pad_rows(x: jax.Array) -> jax.Array:
+    """Appends rows of zeros to ``[..., R, C]``, up to a multiple of ``SIZE``."""
+    lead = [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, [*lead, (0, -x.shape[-2] % SIZE), (0, 0)])
 
 
 def transform_rows(x: jax.Array) -> jax.Array:
     """Multiplies each ``SIZE`` consecutive rows by ``H``.
 
-    Rows of zeros fill the last group.  The products of a group are summed in float32.
+    The stage of distance ``d = 64, 32, ..., 1`` replaces rows ``a`` and ``b``, where
+    ``b`` is ``d`` rows below ``a``, by ``a + b`` and ``a - b``.
 
     Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      x: bfloat16, float16 or float32 ``[B, R, C]``; R is a multiple of ``SIZE``.
 
     Returns:
-      float32 ``[B, ceil(R/SIZE) * SIZE, C]``.
+      float32 ``[B, R, C]``.
     """
     batch, rows, columns = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -rows % SIZE), (0, 0)))
-    groups = x.reshape(batch, -(-rows // SIZE), SIZE, columns)
-    mixed = jnp.einsum(
-        "ij,bgjc->bgic",
-        jnp.asarray(_SIGNS, x.dtype),
-        groups,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return (mixed * np.float32(SIZE**-0.5)).reshape(batch, -1, columns)
+    groups = x.astype(jnp.float32).reshape(batch, -1, SIZE, columns)
+    groups *= _SIGNS[None, None, :, None]
+    for stage in reversed(range(int(math.log2(SIZE)))):
+        pairs = groups.reshape(batch, -1, 2, 2**stage, columns)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        groups = jnp.stack([first + second, first - second], axis=2)
+    return (groups * np.float32(SCALE)).reshape(batch, rows, columns)

@@ -48,6 +48,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.hadamard import transform_rows
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 
 Block = tuple[int, int]
@@ -207,6 +208,7 @@ def quantize_vectors(
     colwise: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
+    hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
@@ -225,9 +227,12 @@ def quantize_vectors(
       bound: the value that ``amax`` is scaled to, in place of 127.  With 127.5, values
         fill the interval that rounds to the last code; they are still clipped to 127.
       per_tensor: whether all rows and columns of a matrix share one scale.
+      hadamard: whether to quantize ``hadamard.transform_rows`` of x; R is then a
+        multiple of 128.
       global_offset: the offset of this shard in the global matrix; selects its noise.
       amax_reduce: the reduction of maxima over shards of vectors.
     """
+    x = transform_rows(x) if hadamard else x
     _, height, width = x.shape
     matrix = height or 1, width or 1
     row, column = (matrix, matrix) if per_tensor else ((1, matrix[1]), (matrix[0], 1))
@@ -244,6 +249,42 @@ def quantize_vectors(
         main and _one_scale_per_row(main),
         transposed and _one_scale_per_row(transposed),
     )
+
+
+def quantize_row_blocks(
+    x: jax.Array,
+    seeds: rounding.Seeds,
+    *,
+    block: Block,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
+    hadamard: bool = False,
+    global_offset: rounding.GlobalOffset | None = None,
+) -> Layouts:
+    """Quantizes to INT8 with one scale per row or per column of a block.
+
+    Each layout has its scales along the contraction of the GEMM that reads it: rowwise
+    codes for ``1 x c`` values and colwise codes for ``r x 1`` values, as activations
+    have in DeepSeek-V3 (arXiv:2412.19437).  Both layouts draw the same noise, but their
+    codes differ.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, R, C]``.
+      seeds: the seeds of stochastic rounding, of B matrices.
+      block: ``(r, c)``, rows and columns of a block.
+      rowwise: the rounding of the rowwise codes ``[B, R, C]``, with scales
+        ``[B, R, ceil(C/c)]``, or None to omit this layout.
+      colwise: the rounding of the colwise codes ``[B, C, R]``, with scales
+        ``[B, C, ceil(R/r)]``, or None to omit this layout.
+      hadamard: whether to quantize ``hadamard.transform_rows`` of x; R is then a
+        multiple of 128.
+      global_offset: the offset of this shard in the global matrix; selects its noise.
+    """
+    x = transform_rows(x) if hadamard else x
+    run = functools.partial(quantize, x, seeds, global_offset=global_offset)
+    main, _ = run(block=(1, block[1]), rowwise=rowwise, colwise=None)
+    _, transposed = run(block=(block[0], 1), rowwise=None, colwise=colwise)
+    return Layouts(main, transposed)
 
 
 def quantize_fallback(

@@ -19,11 +19,17 @@ from fbq_jax.ops import dispatch
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 RATES = (0.0, 0.1, 0.2, 0.3)
 BLOCK_SHAPE = (128, 128, 128)
+# The other scales, by name: those of Y and dX, and those of dW, of recipe row_block.
+_ROW_SCALES = {
+    "INT8, scales of rows": (1, 128, 128),
+    "INT8, scales of rows and columns": (1, 128, 1),
+}
 # The outputs to check and the limits of their errors: float32 sums in another order,
 # and the same sums rounded to bfloat16.
 _OUTPUTS = (("float32", jnp.float32, 1e-5), ("bf16", jnp.bfloat16, 2e-3))
 _NT = (((1,), (1,)), ((), ()))
 
+BlockShape = tuple[int, int, int]
 Operands = tuple[Quantized, Quantized | None, Quantized]
 
 
@@ -34,7 +40,9 @@ def rows(
     implementation: str | None,
     effort: Effort,
 ) -> Iterator[Row]:
-    """Measures each ``(M, N, K)`` in bf16, and in INT8 at each fallback rate.
+    """Measures each ``(M, N, K)`` in bf16 and in INT8.
+
+    INT8 comes at each fallback rate, and with scales of single rows.
 
     The operands are Gaussian; the blocks that fall back are random. Work counts the
     product's ``2 M N K`` operations without the residual's.
@@ -58,20 +66,30 @@ def _rows(
     timing = measure.timing(gemm, a, b, effort=effort)
     work = 2.0 * M * N * K
     yield row(timing, work, what="bf16", implementation="xla", shape=shape)
-    int8 = jitted_matmul(jnp.bfloat16, implementation)
-    for rate in rates:
-        args = operands(shape, rate, implementation)
-        errors = _checked_errors(args, implementation, f"the GEMM of {shape}")
+    for what, block_shape, args in _cases(shape, rates, implementation):
+        int8 = jitted_matmul(jnp.bfloat16, implementation, block_shape)
+        where = f"the GEMM of {shape} with blocks {block_shape}"
+        errors = _checked_errors(args, implementation, where, block_shape)
         _, residual, _ = args
         yield row(
             measure.timing(int8, *args, effort=effort),
             work,
-            what="INT8",
+            what=what,
             implementation=implementation,
             shape=shape,
             fallback=float(jnp.mean(residual.scales > 0.0)) if residual else 0.0,
             errors=errors,
         )
+
+
+def _cases(
+    shape: tuple[int, ...], rates: Sequence[float], implementation: str
+) -> Iterator[tuple[str, BlockShape, Operands]]:
+    """The name, the block shape and the operands of each INT8 product."""
+    for rate in rates:
+        yield "INT8", BLOCK_SHAPE, operands(shape, rate, implementation)
+    for what, block_shape in _ROW_SCALES.items():
+        yield what, block_shape, _row_operands(shape, block_shape, implementation)
 
 
 def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operands:
@@ -97,22 +115,41 @@ def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operan
     return lhs, Quantized(residual.codes, scales), rhs
 
 
-def jitted_matmul(dtype: Any, implementation: str) -> Any:
+def _row_operands(
+    shape: tuple[int, ...], block_shape: BlockShape, implementation: str
+) -> Operands:
+    """The same without a residual, with scales of single rows of lhs or of both."""
+    M, N, K = shape
+    keys = jax.random.split(jax.random.key(1), 4)
+    lhs = _quantized(keys[0], M, K, implementation, of_rows=True)
+    if block_shape[2] == 1:
+        return lhs, None, _quantized(keys[2], N, K, implementation, of_rows=True)
+    sums = ("rowwise",) if implementation == "mosaic" else ()
+    return lhs, None, _quantized(keys[2], N, K, implementation, sums)
+
+
+def jitted_matmul(
+    dtype: Any,
+    implementation: str,
+    block_shape: BlockShape = BLOCK_SHAPE,
+) -> Any:
     """The jitted ``ops.matmul`` of such operands, with an output dtype."""
     return measure.jitted(
         ops.matmul,
-        block_shape=BLOCK_SHAPE,
+        block_shape=block_shape,
         dtype=dtype,
         implementation=implementation,
     )
 
 
-def _checked_errors(args: Operands, implementation: str, what: str) -> dict[str, float]:
+def _checked_errors(
+    args: Operands, implementation: str, what: str, block_shape: BlockShape
+) -> dict[str, float]:
     """The errors of the outputs in both dtypes; raises if one is above its limit."""
-    exact = jitted_matmul(jnp.float32, "reference")(*args)
+    exact = jitted_matmul(jnp.float32, "reference", block_shape)(*args)
     errors = {}
     for name, dtype, limit in _OUTPUTS:
-        output = jitted_matmul(dtype, implementation)(*args)
+        output = jitted_matmul(dtype, implementation, block_shape)(*args)
         errors[name] = measure.relative_error(output, exact)
         by = f"{what} by {implementation} with {name} output"
         measure.require(errors[name], limit, by)
@@ -125,15 +162,22 @@ def _quantized(
     columns: int,
     implementation: str,
     sums: tuple[str, ...] = (),
+    *,
+    of_rows: bool = False,
 ) -> Quantized:
-    quantized = ops.quantize(
-        jax.random.normal(key, (1, rows, columns), jnp.bfloat16),
-        jnp.zeros(1, jnp.uint32),
+    """Gaussian codes with scales of blocks, or of single rows of blocks."""
+    x = jax.random.normal(key, (1, rows, columns), jnp.bfloat16)
+    seeds = jnp.zeros(1, jnp.uint32)
+    quantize = ops.quantize_row_blocks if of_rows else ops.quantize
+    options: dict[str, Any] = {} if of_rows else {"sums": sums}
+    quantized = quantize(
+        x,
+        seeds,
         block=BLOCK_SHAPE[:2],
         rowwise="nearest",
         colwise=None,
-        sums=sums,
         implementation=implementation,
+        **options,
     ).rowwise
     assert quantized is not None
     return quantized

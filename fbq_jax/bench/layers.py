@@ -320,9 +320,11 @@ def flax_fp8(depth: int) -> Stack:
     )
 
 
-def linen(depth: int, implementation: str | None) -> Iterator[Stack]:
-    """The stacks of ``nn.Dense`` with ``RECIPES``."""
-    for name in RECIPES:
+def linen(
+    depth: int, implementation: str | None, names: Sequence[str] = RECIPES
+) -> Iterator[Stack]:
+    """The stacks of ``nn.Dense`` with the recipes of these names."""
+    for name in names:
         recipe = recipes.NAMED[name]
         yield LinenStack(
             name,

@@ -11,6 +11,7 @@ from fbq_jax import ops
 from fbq_jax.bench import data, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
+from fbq_jax.kernels import hadamard
 from fbq_jax.kernels.reference import FallbackQuantized
 from fbq_jax.ops import dispatch
 
@@ -49,7 +50,7 @@ def rows(
     implementation: str | None,
     effort: Effort,
 ) -> Iterator[Row]:
-    """Measures a copy, then plain and fallback quantization of each bf16 shape.
+    """Measures a copy, then the kinds of quantization of each bf16 shape.
 
     Work counts the bytes that must move: the operand once, the stored codes, scales
     and metrics, and the residual codes of blocks that fall back.
@@ -97,6 +98,7 @@ def _cases(
     for rounding in ("nearest", "stochastic"):
         rounded = {"block": _BLOCK, "rowwise": rounding, "colwise": rounding}
         yield _Case(rounding, ops.quantize, rounded, (x, seeds), moved)
+    yield from _row_cases(x, seeds)
     ascending = jnp.sort(metric.reshape(-1))
     for rate in rates:
         theta = ascending[metric.size - 1 - round(rate * metric.size)]
@@ -110,6 +112,36 @@ def _cases(
             moved + residual_and_metric,
             fallback,
         )
+
+
+def _row_cases(x: jax.Array, seeds: jax.Array) -> Iterator[_Case]:
+    """Scales of rows and columns in blocks; and dW's operands, transformed."""
+    _, rows, columns = x.shape
+    scales = rows * -(-columns // _SIDE) + columns * -(-rows // _SIDE)
+    both = {"rowwise": "nearest", "colwise": "stochastic"}
+    yield _Case(
+        "row_block",
+        ops.quantize_row_blocks,
+        {"block": _BLOCK, **both},
+        (x, seeds),
+        x.nbytes + 2.0 * x.size + 4 * scales,
+    )
+    x = hadamard.pad_rows(x)
+    transformed = {"rowwise": None, "colwise": "stochastic", "hadamard": True}
+    yield _Case(
+        "row_block, Hadamard",
+        ops.quantize_row_blocks,
+        {"block": _BLOCK, **transformed},
+        (x, seeds),
+        x.nbytes + x.size + 4.0 * x.size // _SIDE,
+    )
+    yield _Case(
+        "row, Hadamard",
+        ops.quantize_vectors,
+        transformed,
+        (x, seeds),
+        x.nbytes + x.size + 4.0 * columns,
+    )
 
 
 def _copy(shape: tuple[int, ...], effort: Effort) -> Row:

@@ -299,20 +299,18 @@ def _quantize(
 
     ``as_rhs`` names the layouts that are the second operand of a GEMM.
     """
-    if rowwise and colwise and not _share_scales(rowwise, colwise):
+    if rowwise and colwise and not _share_op(rowwise, colwise):
         one = functools.partial(_quantize, spec, x, seeds, block, as_rhs)
         rowwise_codes = one(rowwise=rowwise, colwise=None).rowwise
         return Layouts(rowwise_codes, one(rowwise=None, colwise=colwise).colwise)
     quantizer = rowwise or colwise
     if quantizer is None:
         return Layouts(None, None)
-    if quantizer.hadamard:
-        assert not isinstance(x, GroupedRows)
-        x = hadamard.transform_rows(x)
     if quantizer.scales == "row_block":
         assert not isinstance(x, GroupedRows)
-        side = (1, block[1]) if rowwise else (block[0], 1)
-        quantize = functools.partial(ops.quantize, block=side)
+        quantize = functools.partial(
+            ops.quantize_row_blocks, block=block, hadamard=quantizer.hadamard
+        )
     elif quantizer.scales == "block":
         wanted = {"rowwise": rowwise, "colwise": colwise}
         sums = tuple(name for name in as_rhs if wanted[name] and spec.bounds_sums)
@@ -323,10 +321,14 @@ def _quantize(
         seeds = fold_seeds(seeds)
         per_tensor = quantizer.scales == "tensor"
         quantize = functools.partial(
-            ops.quantize_vectors, bound=spec.recipe.bound, per_tensor=per_tensor
+            ops.quantize_vectors,
+            bound=spec.recipe.bound,
+            per_tensor=per_tensor,
+            hadamard=quantizer.hadamard,
         )
     if not isinstance(x, GroupedRows):
         x, seeds = _split_shards(x, seeds, quantizer.shards)
+        x = hadamard.pad_rows(x) if quantizer.hadamard else x
     return quantize(
         x,
         seeds,
@@ -336,9 +338,9 @@ def _quantize(
     )
 
 
-def _share_scales(rowwise: Quantizer, colwise: Quantizer) -> bool:
+def _share_op(rowwise: Quantizer, colwise: Quantizer) -> bool:
     """Whether one op quantizes both layouts."""
-    return rowwise[1:] == colwise[1:] and rowwise.scales != "row_block"
+    return rowwise[1:] == colwise[1:]
 
 
 def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[jax.Array, Seeds]:

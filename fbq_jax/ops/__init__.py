@@ -15,5 +15,6 @@ from fbq_jax.ops.grouped import ragged_quantize_fallback as ragged_quantize_fall
 from fbq_jax.ops.products import matmul as matmul
 from fbq_jax.ops.quantization import quantize as quantize
 from fbq_jax.ops.quantization import quantize_fallback as quantize_fallback
+from fbq_jax.ops.quantization import quantize_row_blocks as quantize_row_blocks
 from fbq_jax.ops.quantization import quantize_vectors as quantize_vectors
 from fbq_jax.ops.threshold import move_threshold as move_threshold

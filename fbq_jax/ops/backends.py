@@ -44,6 +44,21 @@ def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
     return _sides_refusal(block_shape, MOSAIC_SIDES)
 
 
+def triton_gemm_refusal(block_shape: Sequence[int]) -> str | None:
+    """The same for the Triton GEMM with blocks ``(m, k, n)``, or without blocks."""
+    return triton_refusal(_without_rows(block_shape))
+
+
+def mosaic_gemm_refusal(block_shape: Sequence[int]) -> str | None:
+    """The same for the Mosaic GEMM with blocks ``(m, k, n)``, or without blocks."""
+    return mosaic_refusal(_without_rows(block_shape))
+
+
+def _without_rows(block_shape: Sequence[int]) -> Sequence[int]:
+    """The sides of blocks, without the sides of single rows that have scales."""
+    return [side for axis, side in enumerate(block_shape) if axis == 1 or side != 1]
+
+
 def tpu_refusal(block_shape: Sequence[int]) -> str | None:
     """The same for TPU kernels with blocks of this shape, or without blocks."""
     backend = jax.default_backend()

@@ -11,10 +11,10 @@ from jax import export
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops.backends import (
-    mosaic_refusal,
+    mosaic_gemm_refusal,
     tpu_refusal,
+    triton_gemm_refusal,
     triton_kernels,
-    triton_refusal,
 )
 from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, register
 from fbq_jax.ops.quantization import VECTOR_GRANULARITY
@@ -93,9 +93,10 @@ def _has_parts(rhs: Quantized, block_shape: BlockShape) -> bool:
 
 
 def _has_few_rows(lhs: Quantized, block_shape: BlockShape) -> bool:
-    """Whether all rows of lhs are in one block, and few."""
-    rows = lhs.codes.shape[1]
-    return not export.is_symbolic_dim(rows) and rows <= min(block_shape[0], _FEW_ROWS)
+    """Whether lhs has few rows, all in one block or each with its own scales."""
+    rows, m = lhs.codes.shape[1], block_shape[0]
+    most = _FEW_ROWS if m == 1 else min(m, _FEW_ROWS)
+    return not export.is_symbolic_dim(rows) and rows <= most
 
 
 def _matmul_rule(
@@ -207,8 +208,8 @@ _KERNELS = {
         blockless_module="fbq_jax.kernels.xla_gemm",
     )
     for name, refusal in (
-        ("mosaic", mosaic_refusal),
-        ("triton", triton_refusal),
+        ("mosaic", mosaic_gemm_refusal),
+        ("triton", triton_gemm_refusal),
         ("tpu", tpu_refusal),
     )
 }
@@ -220,6 +221,7 @@ _FEW_ROWS_MATMUL = dataclasses.replace(
     kernels=_KERNELS
     | triton_kernels(
         "fbq_jax.kernels.triton.few_rows_gemm",
+        triton_gemm_refusal,
         blockless_module="fbq_jax.kernels.xla_gemm",
     ),
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from fbq_jax.kernels import hadamard as hadamard_transform
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import (
     AmaxReduce,
@@ -21,12 +22,15 @@ from fbq_jax.kernels.reference import (
     Layouts,
     Quantized,
 )
-from fbq_jax.kernels.rounding import Seeds
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, fold_seeds
 from fbq_jax.ops.backends import nvidia_refusal, tpu_refusal, triton_kernels
 from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.transformations import define_op
+from fbq_jax.sharding.assignment import ShardAssignment
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    AxisWords,
     ShardingRule,
     block_axis,
     layout_words,
@@ -121,16 +125,86 @@ def _quantize_on_shard(
     return round_on_shard(split, shard, operands, options)
 
 
+def _row_blocks_rule(
+    x: jax.Array,
+    seeds: Seeds,
+    *,
+    block: Block,
+    rowwise: str | None,
+    colwise: str | None,
+    hadamard: bool = False,
+) -> ShardingRule:
+    side = block[0] if colwise else 1
+    group = max(side, hadamard_transform.SIZE) if hadamard else side
+    rows = row_axes(x.shape, group)
+    if group > side and rows.scales != UNSHARDED:
+        rows = rows._replace(scales=f"{rows.scales}{group // side}")
+    columns = block_axis("j", x.shape[-1], block[1] if rowwise else 1)
+    # A side of a block that has one scale is sharded like codes.
+    main, _ = layout_words(AxisWords(rows.codes, rows.codes), columns)
+    _, transposed = layout_words(rows, AxisWords(columns.codes, columns.codes))
+    results = wanted_layouts((main, transposed), rowwise, colwise)
+    splittable = "ij" if x.ndim == 3 else "j"
+    if hadamard:
+        splittable = splittable.replace("i", "")  # a group of rows stays together
+    return ShardingRule((main.codes, seed_words(seeds)), results, splittable=splittable)
+
+
+def _row_blocks_on_shard(
+    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
+) -> Layouts:
+    if not shard.assignment.intra_block_axes:
+        return round_on_shard(run, shard, operands, options)
+    split = functools.partial(_quantize_split_row_blocks, shard.assignment)
+    return round_on_shard(split, shard, operands, options)
+
+
+def _quantize_split_row_blocks(
+    assignment: ShardAssignment,
+    x: jax.Array,
+    seeds: Seeds,
+    *,
+    block: Block,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    hadamard: bool,
+    global_offset: GlobalOffset | None,
+) -> Layouts:
+    """Quantizes a shard that may end inside a block, with blocks of single rows."""
+    x = hadamard_transform.transform_rows(x) if hadamard else x
+
+    def layouts(
+        factor: str, block: Block, rowwise: Rounding | None, colwise: Rounding | None
+    ) -> Layouts:
+        axes = assignment.intra_block_axes
+        across = {factor: axes[factor]} if factor in axes else {}
+        return quantize_split_blocks(
+            assignment._replace(intra_block_axes=across),
+            x,
+            fold_seeds(seeds),
+            block=block,
+            rowwise=rowwise,
+            colwise=colwise,
+            global_offset=global_offset,
+        )
+
+    main, _ = layouts("j", (1, block[1]), rowwise, None)
+    _, transposed = layouts("i", (block[0], 1), None, colwise)
+    return Layouts(main, transposed)
+
+
 def _vectors_rule(
     x: jax.Array,
     seeds: jax.Array,
     *,
     rowwise: str | None,
     colwise: str | None,
+    hadamard: bool = False,
     **_options: Any,
 ) -> ShardingRule:
     stack = "b" if seeds.ndim == 1 else "b p"
-    row = block_axis("i", x.shape[-2], VECTOR_GRANULARITY[0]).codes
+    side = hadamard_transform.SIZE if hadamard else VECTOR_GRANULARITY[0]
+    row = block_axis("i", x.shape[-2], side).codes
     if x.ndim == 4 and seeds.ndim == 1:
         row = f"g {row}"
     column = block_axis("j", x.shape[-1], VECTOR_GRANULARITY[1]).codes
@@ -182,11 +256,18 @@ def _fallback_rule(
 _BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize") | {
     "tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize", tpu_refusal)
 }
+_ROW_BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize_row_blocks")
 _VECTOR_KERNELS = triton_kernels(
     "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
 ) | {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize_vectors", tpu_refusal)}
 quantize = define_op(
     reference.quantize, _quantize_rule, _quantize_on_shard, kernels=_BLOCK_KERNELS
+)
+quantize_row_blocks = define_op(
+    reference.quantize_row_blocks,
+    _row_blocks_rule,
+    _row_blocks_on_shard,
+    kernels=_ROW_BLOCK_KERNELS,
 )
 quantize_vectors = define_op(
     reference.quantize_vectors,

@@ -36,7 +36,7 @@ fallback_hadamard = replace(
 )
 
 #: INT8 in the layout of DeepSeek-V3's FP8: a scale for 1x128 values of X and dY, along
-#: the contraction, and for 128x128 values of W.  On GPUs it runs without kernels.
+#: the contraction, and for 128x128 values of W.
 row_block = Recipe(
     criterion=None,
     fwd=Gemm(scales=("row_block", "block")),

@@ -58,9 +58,9 @@ class Gemm:
         (``FLOAT_GEMM``).
       scales: which values share a scale, for both operands or as a pair (lhs, rhs).
         ``"block"``: a block of ``Recipe.block``.  ``"row_block"``: one row of such a
-        block of lhs or one column of such a block of rhs, along the contraction; no GPU
-        kernel multiplies them.  ``"row"``: a row of lhs or a column of rhs, which is
-        one vector along the contraction.  ``"tensor"``: the entire operand.
+        block of lhs or one column of such a block of rhs, along the contraction.
+        ``"row"``: a row of lhs or a column of rhs, which is one vector along the
+        contraction.  ``"tensor"``: the entire operand.
       hadamard: whether drhs multiplies both operands by a Hadamard matrix H before it
         quantizes them: ``dW = (H X)' . (H dY)``, where H is orthogonal and mixes 128
         tokens (``fbq_jax.kernels.hadamard``).  It spreads an outlier over 128 tokens of

@@ -1,5 +1,7 @@
 """The INT8 GEMM with block scales and fallback: ``reference.matmul`` on Hopper."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import cdiv
@@ -13,6 +15,7 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     Config,
     Operands,
     Problem,
+    RowScales,
 )
 from fbq_jax.kernels.mosaic.gemm_promotion import OUTLIER_RATIO
 from fbq_jax.kernels.mosaic.lower_once import call_lowered_once
@@ -32,23 +35,35 @@ def matmul(
 ) -> jax.Array:
     """Multiplies as ``reference.matmul`` does; block sizes are multiples of 128.
 
+    Single rows may have scales, too, of lhs or of both operands, without a residual.
     If M, N or K is not a multiple of 128, codes are copied and padded with zeros.
 
     Args:
       lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs with the same shapes, or None.
       rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, each a multiple of 128.
+      block_shape: ``(m, k, n)``, each a multiple of 128; m and n may also be 1.
       dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options; by default those in the table.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
+
+    Raises:
+      ValueError: if there are both a residual and scales of single rows.
     """
+    m, _, n = block_shape
+    row_scales: RowScales = "both" if n == 1 else "lhs" if m == 1 else "none"
+    fallback = residual is not None
+    if fallback and row_scales != "none":
+        raise ValueError(
+            "matmul by mosaic takes a residual with scales per block of 128 or 256 "
+            f"rows; got block_shape={block_shape}"
+        )
     batch, M, K = lhs.codes.shape
     sizes = M, rhs.codes.shape[1], K
-    fallback = residual is not None
     problem = make_problem(batch, sizes, dtype, config, fallback=fallback)
+    problem = dataclasses.replace(problem, row_scales=row_scales)
     operands = make_operands(problem, lhs, residual, rhs, block_shape)
     return multiply(problem, operands)[:, :M, : sizes[1]]
 
@@ -94,8 +109,14 @@ def make_operands(
     """Pads codes and scales to full tiles, and lists the steps of each tile row."""
     (m, k, n), (M, N, K) = block_shape, (problem.M, problem.N, problem.K)
     lhs_codes, rhs_codes = pad_codes(lhs.codes, M, K), pad_codes(rhs.codes, N, K)
-    lhs_scales = scale_per_tile(lhs.scales, (m, k), M, K)
-    rhs_scales = scale_per_tile(rhs.scales, (n, k), N, K)
+    if problem.row_scales == "none":
+        lhs_scales = scale_per_tile(lhs.scales, (m, k), M, K)
+    else:
+        lhs_scales = scale_per_row(lhs.scales, (m, k), M, K)
+    if problem.row_scales == "both":
+        rhs_scales = scale_per_row(rhs.scales, (n, k), N, K)
+    else:
+        rhs_scales = scale_per_tile(rhs.scales, (n, k), N, K)
     residual_codes = order = counts = regular_counts = None
     if residual is not None:
         residual_codes = pad_codes(residual.codes, M, K)
@@ -137,3 +158,13 @@ def scale_per_tile(
     r, c = block
     scales = jnp.repeat(jnp.repeat(scales, r // BLOCK, axis=1), c // BLOCK, axis=2)
     return scales[:, : rows // BLOCK, : columns // BLOCK]
+
+
+def scale_per_row(
+    scales: jax.Array, block: tuple[int, int], rows: int, columns: int
+) -> jax.Array:
+    """The scales of each row of codes, ``[B, columns/128, rows]``; 0 for padding."""
+    r, c = block
+    scales = jnp.repeat(jnp.repeat(scales.mT, c // BLOCK, axis=1), r, axis=2)
+    scales = scales[:, : columns // BLOCK, :rows]
+    return jnp.pad(scales, ((0, 0), (0, 0), (0, rows - scales.shape[2])))

@@ -1,6 +1,7 @@
 """The consumer: multiplies the codes that the producer copies, and stores tiles."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from fbq_jax.kernels.mosaic.gemm_promotion import (
     SeparateSums,
     Sums,
     Work,
+    load_scales,
     reset_interval,
 )
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile
@@ -84,7 +86,8 @@ class Consumer:
         scheduler = self.scheduler
         tile = scheduler.tile(n)
         work = Work(tile, *scheduler.step_counts(tile))
-        return work, [scheduler.scales(tile, step) for step in range(PREFETCH)]
+        scales = functools.partial(load_scales, scheduler, self.products, tile)
+        return work, [scales(step) for step in range(PREFETCH)]
 
     def _compute_tile(self, n: jax.Array, carry: Any) -> Any:
         """Computes a tile; ``carry`` is its first stage and the result of ``_open``."""

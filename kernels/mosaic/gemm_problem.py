@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,6 +22,8 @@ _SHARED_BYTES = 226 * 1024
 _MAX_STAGES = 6
 # The work of a tile beside that of its columns, in columns.
 _TILE_OVERHEAD = 64
+
+RowScales = Literal["none", "lhs", "both"]
 
 
 class Config(NamedTuple):
@@ -70,6 +72,8 @@ class Problem:
       dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options.
       num_sms: streaming multiprocessors of the GPU.
+      row_scales: the operands that have a scale for each row and K block, in place of
+        one for each block: ``"none"``, ``"lhs"`` or ``"both"``.
     """
 
     batch: int
@@ -80,11 +84,14 @@ class Problem:
     dtype: jnp.dtype
     config: Config
     num_sms: int
+    row_scales: RowScales = "none"
 
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
         """The regions of the output, from the left, in the order of computation."""
         tile_rows, wide = self.batch * self.M // BLOCK, self.config.wide
+        if self.row_scales == "both":
+            wide = 0  # The scales of 192 columns do not fit into registers.
         if wide is None:
             wide = choose_wide(tile_rows, self.N, self.num_sms)
         return regions(tile_rows, self.N, wide, self.num_sms)
@@ -103,8 +110,12 @@ class Problem:
 
     @property
     def running_sums(self) -> bool:
-        """Whether accumulators sum several steps, which 16-bit outputs allow."""
-        return self.dtype.itemsize == 2
+        """Whether accumulators sum several steps, which 16-bit outputs allow.
+
+        The differences of scales that running sums need would cost as much as separate
+        sums where every element has a scale of its own.
+        """
+        return self.dtype.itemsize == 2 and self.row_scales != "both"
 
 
 def regions(tile_rows: int, N: int, wide: int, num_sms: int) -> tuple[Region, ...]:
@@ -160,14 +171,15 @@ class Operands(NamedTuple):
       lhs: int8 ``[B, M, K]``, codes.
       residual: int8 ``[B, M, K]``, codes of the second term of lhs, or None.
       order: int32 ``[B, M/128, S]`` of ``list_steps``, or None without residual.
-      lhs_scales: float32 ``[B, M/128, S]``, the scale of lhs in each step.
+      lhs_scales: float32 ``[B, M/128, S]``, the scale of lhs in each step; or
+        ``[B, S, M]``, that of each row.
       counts: int32 ``[B, M/128]``, number of steps, or None without residual.
       regular_counts: int32 ``[B, M/128]``, number of steps before the outlier steps, or
         None without residual.
       rhs: int8 ``[B, N, K]``, codes.
-      rhs_scales: float32 ``[B, N/128, K/128]``.
+      rhs_scales: float32 ``[B, N/128, K/128]``; or ``[B, K/128, N]``, of each row.
       rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to at
-        least ``SUM_CHUNK``.  None for an output of 4 bytes.
+        least ``SUM_CHUNK``.  None without running sums.
       groups: int32 ``[M/128]``, the matrix of rhs that each row of tiles multiplies;
         None unless rows are in groups.
       row_range: int32 ``[2]``, the first row of tiles to compute, and their number; the

@@ -27,6 +27,7 @@ block.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,13 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     UNROLL,
 )
 from fbq_jax.kernels.mosaic.gemm_products import Products
-from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile, next_stage
+from fbq_jax.kernels.mosaic.gemm_scheduler import (
+    Scales,
+    Scheduler,
+    Tile,
+    next_stage,
+    select,
+)
 
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
@@ -97,19 +104,20 @@ class _Promotion:
         weights: Scales,
         to_float: Callable[[jax.Array], jax.Array],
         load_scales: Callable[[], list[Scales]] = list,
+        load_columns: Callable[[], list[jax.Array]] = list,
     ) -> Sums:
         """Multiplies one step, and adds the accumulator times the weights.
 
-        ``load_scales`` loads the scales of later steps, while the product is in flight.
+        While the product is in flight, ``load_scales`` loads the scales of later steps,
+        and ``load_columns`` those of the columns in this step, if they have their own.
         """
         self.products.issue(accumulator, sums.stage)
-        loaded = load_scales()
+        loaded, columns = load_scales(), load_columns()
         values = self.products.read(accumulator, sums.stage)
+        spread = itertools.zip_longest(self.scheduler.per_part(tile, weights), columns)
         parts = [
-            part + to_float(values[:, n * PART : (n + 1) * PART]) * weight
-            for n, (part, weight) in enumerate(
-                zip(sums.parts, self.scheduler.per_part(tile, weights), strict=True)
-            )
+            part + to_float(values[:, n * PART : (n + 1) * PART]) * _spread(*weight)
+            for n, (part, weight) in enumerate(zip(sums.parts, spread, strict=True))
         ]
         stage = next_stage(sums.stage, self.scheduler.problem.num_stages)
         return Sums(stage, parts, [*sums.scales, *loaded])
@@ -117,7 +125,8 @@ class _Promotion:
     def load_scales(self, tile: Tile, step: jax.Array, count: int) -> list[Scales]:
         """Loads the scales of ``count`` steps, starting at ``step + PREFETCH``."""
         later = step + PREFETCH
-        return [self.scheduler.scales(tile, later + n) for n in range(count)]
+        scales = functools.partial(load_scales, self.scheduler, self.products, tile)
+        return [scales(later + n) for n in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +174,9 @@ class RunningSums(_Promotion):
         # The weights of an interval's steps sum to the scale of its first step.
         first = self.scheduler.per_part(tile, sums.scales[0])
         sums = pl.run_scoped(add, _accumulator(self.scheduler.width))
-        parts = zip(sums.parts, first, strict=True)
-        return sums._replace(parts=[part - MAGIC * scale for part, scale in parts])
+        pairs = zip(sums.parts, first, strict=True)
+        parts = [part - _spread(MAGIC * scale) for part, scale in pairs]
+        return sums._replace(parts=parts)
 
     def _add_iteration(
         self,
@@ -197,6 +207,11 @@ class SeparateSums(_Promotion):
         def add(step: jax.Array, sums: Sums) -> Sums:
             scales, *kept = sums.scales
             load = functools.partial(self.load_scales, work.tile, step, 1)
+            columns: Callable[[], list[jax.Array]] = list
+            if self.scheduler.problem.row_scales == "both":
+                columns = functools.partial(
+                    self.scheduler.column_scales, work.tile, step
+                )
 
             def add_product(accumulator: Any) -> Sums:
                 return self.add_step(
@@ -206,11 +221,32 @@ class SeparateSums(_Promotion):
                     scales,
                     _convert,
                     load,
+                    columns,
                 )
 
             return pl.run_scoped(add_product, _accumulator(self.scheduler.width))
 
         return lax.fori_loop(first_step, work.steps, add, sums)
+
+
+def load_scales(
+    scheduler: Scheduler, products: Products, tile: Tile, step: int | jax.Array
+) -> Scales:
+    """The scales of a step of this consumer; arbitrary after the last step."""
+    if scheduler.problem.row_scales == "none":
+        return scheduler.scales(tile, step)
+    return scheduler.row_scales(tile, step, products.warpgroup)
+
+
+def _spread(weight: jax.Array, columns: jax.Array | None = None) -> jax.Array:
+    """The weights of a part's elements, from those of its rows, or the only one."""
+    if not weight.ndim:
+        return weight
+    shape = CONSUMER_ROWS, PART
+    spread = lax.broadcast_in_dim(weight, shape, (0,))
+    if columns is None:
+        return spread
+    return spread * lax.broadcast_in_dim(columns, shape, (1,))
 
 
 def running_weights(scales: Sequence[Scales], is_last: jax.Array) -> list[Scales]:
@@ -221,7 +257,9 @@ def running_weights(scales: Sequence[Scales], is_last: jax.Array) -> list[Scales
       is_last: bool, whether the accumulator is reset after the iteration.  Then the
         last step has no next one.
     """
-    end = Scales(*(jnp.where(is_last, 0.0, scale) for scale in scales[UNROLL]))
+    end = Scales(
+        *(select(is_last, jnp.zeros_like(scale), scale) for scale in scales[UNROLL])
+    )
     following = [*scales[1:UNROLL], end]
     return [
         Scales(now.first - after.first, now.last - after.last)

@@ -138,6 +138,14 @@ def stochastic(v, noise, at):
 
 
 @triton.jit
+def round_codes(v, noise, at, MODE: tl.constexpr):
+    """Rounds to nearest, or as ``stochastic`` does."""
+    if MODE == "nearest":
+        return nearest(v)
+    return stochastic(v, noise, at)
+
+
+@triton.jit
 def _fold(seed, data):
     """See ``rounding.fold``."""
     return _mix(_mix(seed) + data.to(tl.uint32) * 0x9E3779B9)

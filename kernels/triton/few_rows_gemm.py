@@ -2,9 +2,9 @@
 
 With few rows, the time is that of reading rhs from memory.  So a program computes all
 rows of a narrow range of columns: there are more programs than multiprocessors, and
-each one keeps several tiles of rhs on their way.  All rows are in one block of lhs.
-Each K block has one scale in each term, and a program multiplies both terms in every
-step: lists of the residuals that are used would take longer to make than they save.
+each one keeps several tiles of rhs on their way.  All rows are in one block of lhs, or
+each row has its own scales.  A program multiplies both terms in every step: lists of
+the residuals that are used would take longer to make than they save.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,13 @@ import triton.language as tl
 from jax.experimental.pallas import cdiv
 
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.triton.gemm import align, compute_capability
+from fbq_jax.kernels.triton.gemm import align, compute_capability, row_scales_last
 from fbq_jax.kernels.triton.gemm_kernel import (
     add_product,
-    block_rows,
     clamped_range,
     load,
+    outer_product,
+    scale_offsets,
     store,
 )
 from fbq_jax.kernels.triton.launch import launch
@@ -50,13 +51,14 @@ def matmul(
     sm: int | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """Multiplies as ``reference.matmul`` does, for ``M <= m``.
+    """Multiplies as ``reference.matmul`` does, for ``M <= m`` or ``m == 1``.
 
     Args:
-      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, 1, ceil(K/k)]``.
+      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, 1, ceil(K/k)]``, or
+        ``[B, M, ceil(K/k)]`` if ``m == 1``.
       residual: a second term of lhs with the same shapes, or None.
       rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256.
+      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
       dtype: dtype of the output.
       sm: compute capability of the GPU times ten; by default that of the first device
         of this process.
@@ -67,11 +69,14 @@ def matmul(
     """
     sm = sm or compute_capability()
     config = config or Config()
-    _, k, n = block_shape
+    m, k, n = block_shape
     batch, M, K = lhs.codes.shape
     N = rhs.codes.shape[1]
     lhs, rhs = align(lhs), align(rhs)
     second = lhs if residual is None else align(residual)  # not read without one
+    lhs, second, rhs = (
+        row_scales_last(*pair) for pair in ((lhs, m), (second, m), (rhs, n))
+    )
     (out,) = launch(
         few_rows_kernel,
         *lhs[:2],
@@ -83,6 +88,7 @@ def matmul(
         M=M,
         N=N,
         K=lhs.codes.shape[2],
+        m=m,
         k=k,
         n=n,
         BM=max(16, triton.next_power_of_2(M)),
@@ -106,6 +112,7 @@ def few_rows_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    m: tl.constexpr,
     k: tl.constexpr,
     n: tl.constexpr,
     BM: tl.constexpr,
@@ -125,21 +132,27 @@ def few_rows_kernel(
     lhs_offsets = batch * M * K + i[:, None] * K + c[None, :]
     rhs_offsets = c[:, None] + j[None, :] * K
     rhs += (batch * N + column) * K
-    lhs_scales += batch * k_blocks
-    residual_scales += batch * k_blocks
-    rhs_scales += block_rows(batch, column, j[None, :], N, n, BN) * k_blocks
+    tl.static_assert(m == 1 or m >= M)
+    lhs_rows = scale_offsets(batch, 0, i, 1, M, m, min(m, BM), k_blocks)
+    lhs_scales += lhs_rows
+    residual_scales += lhs_rows
+    rhs_scales += scale_offsets(batch, column, j, 0, N, n, BN, k_blocks)
+    lhs_stride: tl.constexpr = M if m == 1 else 1  # from a K block to the next one
+    rhs_stride: tl.constexpr = N if n == 1 else 1
 
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(step_count):
         inside = c < K - step * k
         b = load(rhs + step * k + rhs_offsets, inside[:, None], K % k == 0)
-        scale = tl.load(rhs_scales + step)
+        scale = tl.load(rhs_scales + step * rhs_stride)
         a = load(lhs + step * k + lhs_offsets, inside[None, :], K % k == 0)
-        lhs_scale = tl.load(lhs_scales + step)
-        acc = add_product(acc, a, b, lhs_scale * scale, MAGIC_CONVERSION)
+        lhs_scale = tl.load(lhs_scales + step * lhs_stride)
+        both = outer_product(lhs_scale, scale, m, n)
+        acc = add_product(acc, a, b, both, MAGIC_CONVERSION)
         if FALLBACK:
             # Codes of a residual that is not used are arbitrary, and its scale is 0.
             a = load(residual + step * k + lhs_offsets, inside[None, :], K % k == 0)
-            lhs_scale = tl.load(residual_scales + step)
-            acc = add_product(acc, a, b, lhs_scale * scale, MAGIC_CONVERSION)
+            lhs_scale = tl.load(residual_scales + step * lhs_stride)
+            both = outer_product(lhs_scale, scale, m, n)
+            acc = add_product(acc, a, b, both, MAGIC_CONVERSION)
     store(out + batch * M * N + column, acc, 0, column, 0, M, N)

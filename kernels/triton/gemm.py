@@ -27,7 +27,7 @@ def matmul(
       lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs with the same shapes, or None.
       rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256.
+      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
       dtype: dtype of the output.
       sm: compute capability of the GPU times ten; by default that of the first device
         of this process.
@@ -84,6 +84,9 @@ def launch_gemm(
     else:
         second = align(residual)
         lists = _steps_of_tiles(lhs, residual, cdiv(config.BM, m))
+    lhs, second, rhs = (
+        row_scales_last(*pair) for pair in ((lhs, m), (second, m), (rhs, n))
+    )
     (y,) = launch(
         gemm_kernel,
         *lhs[:2],
@@ -116,6 +119,13 @@ def align(operand: Quantized) -> Quantized:
         codes = jnp.pad(operand.codes, ((0, 0), (0, 0), (0, padding)))
         return Quantized(codes, operand.scales)
     return operand
+
+
+def row_scales_last(operand: Quantized, block_rows: int) -> Quantized:
+    """Transposes the scales of single rows, as ``gemm_kernel.scale_offsets`` says."""
+    if block_rows > 1:
+        return operand
+    return operand._replace(scales=operand.scales.mT)
 
 
 def _steps_of_tiles(

@@ -2,6 +2,7 @@
 
 A program computes one tile of the output.  Each step of its loop multiplies one K block
 exactly on the tensor cores, scales the product and adds it to a float32 accumulator.
+If ``m`` or ``n`` is 1, each row of that operand has its own scale in each K block.
 A program cannot multiply while it scales and adds a product.  So tiles are small enough
 for two or three programs to share a multiprocessor: one multiplies while another one
 scales and adds.
@@ -78,10 +79,10 @@ def gemm_kernel(
     rhs_offsets = c[:, None] + j[None, :] * K
 
     tl.static_assert(halves == 1 or m >= BM)
-    lhs_blocks = block_rows(lhs_batch, row, i[:, None], M, m, BM)
-    lhs_scales += lhs_blocks * k_blocks
-    residual_scales += lhs_blocks * k_blocks
-    rhs_scales += block_rows(rhs_batch, column, j[None, :], N, n, BN) * k_blocks
+    lhs_rows = scale_offsets(lhs_batch, row, i, 1, M, m, BM, k_blocks)
+    lhs_scales += lhs_rows
+    residual_scales += lhs_rows
+    rhs_scales += scale_offsets(rhs_batch, column, j, 0, N, n, BN, k_blocks)
 
     if FALLBACK:
         row_group: tl.constexpr = max(m, BM)
@@ -93,11 +94,11 @@ def gemm_kernel(
 
     # From a K block to the next one.
     are_matrices: tl.constexpr = GROUPED == "contraction"
-    tl.static_assert(k == K or not are_matrices)
+    tl.static_assert((k == K and min(m, n) > 1) or not are_matrices)
     lhs_stride: tl.constexpr = M * K if are_matrices else k
     rhs_stride: tl.constexpr = N * K if are_matrices else k
-    lhs_scale_stride: tl.constexpr = (M + m - 1) // m if are_matrices else 1
-    rhs_scale_stride: tl.constexpr = (N + n - 1) // n if are_matrices else 1
+    lhs_scale_stride: tl.constexpr = (M + m - 1) // m if are_matrices or m == 1 else 1
+    rhs_scale_stride: tl.constexpr = (N + n - 1) // n if are_matrices or n == 1 else 1
 
     acc = tl.zeros((HALF, BN), tl.float32)
     lower_acc = acc
@@ -113,14 +114,15 @@ def gemm_kernel(
                 lhs_scale = tl.load(step_scales + step)
             else:
                 scales = tl.where(is_main, lhs_scales, residual_scales)
-                lhs_scale = tl.load(scales + block)
+                lhs_scale = tl.load(scales + block * lhs_scale_stride)
         else:
             block = step
             if are_matrices:
                 block = tl.cast(step, tl.int64)
             codes = lhs
             lhs_scale = tl.load(lhs_scales + block * lhs_scale_stride)
-        scale = lhs_scale * tl.load(rhs_scales + block * rhs_scale_stride)
+        rhs_scale = tl.load(rhs_scales + block * rhs_scale_stride)
+        scale = outer_product(lhs_scale, rhs_scale, m, n)
         inside = c < K - block * k  # not read if a block has all of K
         codes += block * lhs_stride
         a = load(codes + lhs_offsets, inside[None, :], K % k == 0)
@@ -184,6 +186,40 @@ def block_rows(
         return first + origin // block
     else:  # noqa: RET505 (only one branch is compiled)
         return first + (origin + index) // block
+
+
+@triton.jit
+def scale_offsets(
+    batch,
+    origin,
+    index,
+    axis: tl.constexpr,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    tile: tl.constexpr,
+    k_blocks: tl.constexpr,
+):
+    """Where the scales of each index begin in ``[B, ceil(size/block), k_blocks]``.
+
+    The offsets have a new axis, as ``tl.expand_dims``.  But scales of single rows are
+    transposed, ``[B, k_blocks, size]``, so that a warp loads neighbours; and they have
+    one axis, because the compiler loads each one again for every column of a matrix.
+    """
+    if block == 1:
+        return batch * k_blocks * size + origin + index
+    else:  # noqa: RET505 (only one branch is compiled)
+        index = tl.expand_dims(index, axis)
+        return block_rows(batch, origin, index, size, block, tile) * k_blocks
+
+
+@triton.jit
+def outer_product(lhs_scale, rhs_scale, m: tl.constexpr, n: tl.constexpr):
+    """The product of the scales that ``scale_offsets`` found, for a tile."""
+    if m == 1:
+        lhs_scale = lhs_scale[:, None]
+    if n == 1:
+        rhs_scale = rhs_scale[None, :]
+    return lhs_scale * rhs_scale
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A scale depends on a whole row or column, so there are two passes over the operand.  The
 first pass writes the maxima of each tile, which XLA reduces to scales.  The second pass
-writes the codes.
+writes the codes.  Both passes transform the operand if it is asked for.
 """
 
 import functools
@@ -15,6 +15,7 @@ import triton.language as tl
 from jax import lax
 
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.hadamard import SIZE
 from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, Layouts
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.block_codes import (
@@ -22,8 +23,7 @@ from fbq_jax.kernels.triton.block_codes import (
     from_bits,
     magnitudes,
     multiply,
-    nearest,
-    stochastic,
+    round_codes,
     widen,
 )
 from fbq_jax.kernels.triton.block_tiles import (
@@ -32,6 +32,7 @@ from fbq_jax.kernels.triton.block_tiles import (
     store_colwise,
     store_rowwise,
 )
+from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
 from fbq_jax.kernels.triton.launch import launch_on_blocks
 from fbq_jax.kernels.triton.outputs import (
     as_layouts,
@@ -41,6 +42,7 @@ from fbq_jax.kernels.triton.outputs import (
 )
 
 TILE = (64, 128)
+_TRANSFORMED_TILE = (SIZE, 128)
 
 
 def quantize_vectors(
@@ -51,18 +53,20 @@ def quantize_vectors(
     colwise: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
+    hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
-    modes = {"ROWWISE": rowwise, "COLWISE": colwise}
+    modes = {"ROWWISE": rowwise, "COLWISE": colwise, "HADAMARD": hadamard}
+    tile = _TRANSFORMED_TILE if hadamard else TILE
     batch, rows, columns = x.shape
-    down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
+    down, across = triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1])
     row_maxima, column_maxima = launch_on_blocks(
         _find_maxima,
         x,
-        block=TILE,
+        block=tile,
         outputs=[
             output((batch, across, rows), jnp.int32, wanted=rowwise),
             output((batch, down, columns), jnp.int32, wanted=colwise),
@@ -82,7 +86,7 @@ def quantize_vectors(
         column_inverses,
         seeds,
         *(global_offset or rounding.no_offset(x.shape[1])),
-        block=TILE,
+        block=tile,
         outputs=[rowwise_codes(x.shape, rowwise), colwise_codes(x.shape, colwise)],
         CLIPPED=bound > 127.0,
         **modes,
@@ -122,6 +126,7 @@ def _find_maxima(
     COLUMN_UNIT: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
+    HADAMARD: tl.constexpr,
 ):
     """``max |x|`` of each row and each column of a tile, as the bits of a float32.
 
@@ -131,18 +136,20 @@ def _find_maxima(
     columns *= COLUMN_UNIT
     at, _ = locate_block(rows, columns, r, c)
     batch, i, j, _, _ = at
-    bits = magnitudes(load(x, at, r, c))
+    LOAD: tl.constexpr = load_transformed if HADAMARD else load
+    tiles = LOAD(x, at, r, c)
+    bits = magnitudes(tiles)
     if ROWWISE is not None:
         row_maxima += (batch * tl.cdiv(columns, c) + j) * rows
         for k in tl.static_range(4):
             row = i * r + 4 * tl.arange(0, r // 4) + k
-            top = from_bits(tl.max(bits[k].to(tl.int32), 1), x.dtype.element_ty)
+            top = from_bits(tl.max(bits[k].to(tl.int32), 1), tiles[0].dtype)
             tl.store(row_maxima + row, top.to(tl.int32, bitcast=True), row < rows)
     if COLWISE is not None:
         column_maxima += (batch * tl.cdiv(rows, r) + i) * columns
         column = j * c + tl.arange(0, c)
         top = tl.max(elementwise_max(bits).to(tl.int32), 0)
-        top = from_bits(top, x.dtype.element_ty)
+        top = from_bits(top, tiles[0].dtype)
         inside = column < columns
         tl.store(column_maxima + column, top.to(tl.int32, bitcast=True), inside)
 
@@ -164,17 +171,22 @@ def _round_vectors(
     COLUMN_UNIT: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
+    HADAMARD: tl.constexpr,
     CLIPPED: tl.constexpr,
 ):
     noise = (seeds,), row_offsets, column_offset
     at, _ = locate_block(rows, columns * COLUMN_UNIT, r, c)
-    tiles = load(x, at, r, c)
+    LOAD: tl.constexpr = load_transformed if HADAMARD else load
+    tiles = LOAD(x, at, r, c)
     if ROWWISE is not None:
         v = _multiply_rows(tiles, row_inverses, at)
         store_rowwise(codes, _round(v, noise, at, ROWWISE, CLIPPED), at)
     if COLWISE is not None:
         v = _multiply_columns(tiles, column_inverses, at)
-        store_colwise(column_codes, _round(v, noise, at, COLWISE, CLIPPED), at)
+        rounded = _round(v, noise, at, COLWISE, CLIPPED)
+        if HADAMARD:
+            rounded = computed_once(rounded)
+        store_colwise(column_codes, rounded, at)
 
 
 @triton.jit
@@ -205,6 +217,4 @@ def _multiply_columns(tiles, inverses, at):
 def _round(v, noise, at, MODE: tl.constexpr, CLIPPED: tl.constexpr):
     if CLIPPED:
         v = [tl.maximum(tl.minimum(x, 127.0), -127.0) for x in v]
-    if MODE == "nearest":
-        return nearest(v)
-    return stochastic(v, noise, at)
+    return round_codes(v, noise, at, MODE)

@@ -26,6 +26,8 @@ class Case(NamedTuple):
     fallback: float | None
 
 
+# The GEMM in Mosaic has no residual with scales of rows.
+ROWS_AND_FALLBACK = Case((1, 150, 400, 140), (1, 128, 128), 0.3)
 CASES = {
     "aligned": Case((1, 128, 256, 256), (128, 128, 128), None),
     "aligned, fallback": Case((2, 128, 512, 128), (128, 128, 128), 0.3),
@@ -41,6 +43,10 @@ CASES = {
     "32x128x256 blocks": Case((1, 150, 400, 140), (32, 128, 256), 0.3),
     "64x256x32 blocks": Case((1, 140, 600, 100), (64, 256, 32), 0.3),
     "256x64x64 blocks": Case((1, 260, 150, 200), (256, 64, 64), 0.3),
+    "scales of rows": Case((2, 200, 333, 190), (1, 128, 128), None),
+    "scales of rows and columns": Case((2, 130, 400, 300), (1, 128, 1), None),
+    "scales of columns": Case((1, 150, 260, 100), (64, 64, 1), None),
+    "scales of few rows": Case((2, 20, 300, 200), (1, 128, 128), None),
     "128x32x256 blocks": Case((1, 90, 150, 280), (128, 32, 256), None),
 }
 
@@ -139,8 +145,8 @@ def check_outlier_with_residual(matmul) -> None:
     assert oracle.relative(np.asarray(y, np.float64)[0, others], expected) <= 2e-3
 
 
-def check_rounds_once(matmul, dtype) -> None:
-    case = CASES["unaligned, fallback"]
+def check_rounds_once(matmul, dtype, name: str = "unaligned, fallback") -> None:
+    case = CASES[name]
     args = operands(case)
     y = matmul(*args, block_shape=case.blocks, dtype=dtype)
     wide = matmul(*args, block_shape=case.blocks, dtype=jnp.float32)

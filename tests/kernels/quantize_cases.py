@@ -35,6 +35,23 @@ VECTORS = [
     ((1, 1, 300), "float32", "stochastic", "nearest"),
     ((2, 130, 1), "bfloat16", "nearest", "nearest"),
 ]
+# The same, transformed.
+HADAMARD = [
+    ((1, 256, 141), "bfloat16", None, "stochastic"),
+    ((2, 128, 40), "float32", "stochastic", "nearest"),
+]
+# shape, dtype, block, rowwise, colwise, hadamard.
+ROW_BLOCKS = [
+    ((1, 256, 256), "bfloat16", (128, 128), "nearest", "stochastic", False),
+    ((2, 100, 141), "float32", (64, 128), "stochastic", "stochastic", False),
+    ((3, 40, 64), "float16", (32, 32), None, "nearest", False),
+    ((1, 300, 90), "bfloat16", (128, 32), "stochastic", None, False),
+    ((1, 270, 260), "bfloat16", (256, 256), "stochastic", "stochastic", False),
+    ((1, 1, 1), "float32", (128, 128), "nearest", "nearest", False),
+    ((2, 256, 141), "bfloat16", (128, 128), None, "stochastic", True),
+    ((1, 128, 48), "float32", (128, 32), "nearest", "nearest", True),
+    ((1, 128, 40), "float16", (32, 64), "stochastic", "nearest", True),
+]
 # shape, dtype, block, criterion, thresholds, colwise.
 FALLBACK = [
     ((1, 256, 272), "bfloat16", (128, 128), "absmax", (150.0,), "stochastic"),
@@ -106,6 +123,38 @@ def check_vectors(
     check_quantized(got.colwise, want.colwise, (1, x.shape[1]))
 
 
+def check_row_blocks(
+    ops: types.ModuleType,
+    x: jax.Array,
+    block: reference.Block,
+    rowwise,
+    colwise,
+    hadamard=False,
+) -> None:
+    args = {"block": block, "rowwise": rowwise, "colwise": colwise}
+    operands = x, several_seeds(len(x))
+    got = ops.quantize_row_blocks(*operands, **args, hadamard=hadamard)
+    want = _reference("quantize_row_blocks", **args, hadamard=hadamard)(*operands)
+    check_quantized(got.rowwise, want.rowwise, (1, block[1]))
+    check_quantized(got.colwise, want.colwise, (1, block[0]))
+
+
+def check_special_row_blocks(ops: types.ModuleType, dtype: str) -> None:
+    """The special blocks as rows of 64 values, then as columns."""
+    x = special(dtype, (4, 64)).reshape(1, 15 * 4, 64)
+    check_row_blocks(ops, x, (32, 64), "stochastic", "nearest")
+    check_row_blocks(ops, x.mT, (64, 32), "nearest", "stochastic")
+
+
+def check_special_transformed(ops: types.ModuleType, dtype: str) -> None:
+    """NaN, Inf, zeros and the largest values in columns of one group."""
+    x = np.array(heavy((1, 128, 8)), dtype=np.float32)
+    x[0, 3, 0], x[0, 5, 1], x[0, 7, 2] = np.nan, np.inf, -np.inf
+    x[0, :, 3], x[0, :, 4] = 0.0, 2.0**-119
+    x[0, :, 5] = float(jnp.finfo(dtype).max)
+    check_row_blocks(ops, jnp.asarray(x, dtype), (128, 32), None, "nearest", True)
+
+
 def check_special_vectors(ops: types.ModuleType, dtype: str) -> None:
     """The special blocks as rows, then as columns."""
     x = special(dtype, (4, 64)).reshape(1, 15, 256)
@@ -171,7 +220,11 @@ def check_large_metrics(
     assert np.all(np.asarray(got.residual.scales) > 0.0)
 
 
-def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -> None:
+def check_global_offset(
+    quantize: types.ModuleType,
+    vectors: types.ModuleType,
+    row_blocks: types.ModuleType,
+) -> None:
     """A shard draws the noise of the global matrix, even with rows of two places."""
     matrix = np.asarray(heavy((1, 256, 200), dtype=np.float32))
     # All blocks and vectors have the same amax, so only the noise tells codes apart.
@@ -187,6 +240,7 @@ def check_global_offset(quantize: types.ModuleType, vectors: types.ModuleType) -
     for ops, name, options in (
         (quantize, "quantize", block | modes),
         (vectors, "quantize_vectors", modes),
+        (row_blocks, "quantize_row_blocks", block | modes),
     ):
         op = functools.partial(getattr(ops, name), **options)
         got = op(shard, seeds(1), global_offset=offset)

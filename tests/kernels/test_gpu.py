@@ -74,6 +74,18 @@ def test_matmul_rounds_once(matmul, dtype):
     gemm_cases.check_rounds_once(matmul, dtype)
 
 
+@pytest.mark.parametrize("name", ["scales of rows", "scales of rows and columns"])
+def test_matmul_with_scales_of_rows_rounds_once(matmul, name):
+    gemm_cases.check_rounds_once(matmul, jnp.bfloat16, name)
+
+
+@pytest.mark.parametrize("blocks", [(1, 128, 128), (1, 128, 1)])
+def test_matmul_with_scales_of_rows_has_no_race(matmul, blocks):
+    args = gemm_cases.operands(Case((1, 2048, 2048, 2048), blocks, None))
+    multiply = functools.partial(matmul, block_shape=blocks, dtype=jnp.bfloat16)
+    _check_repeats(multiply, *args)
+
+
 @pytest.mark.parametrize(
     ("sign", "sums"), [(1, None), (-1, None), (1, 127.0 * 256), (-1, np.nan)]
 )
@@ -173,6 +185,28 @@ def test_vectors(quantization, shape, dtype, rows, columns):
     quantize_cases.check_vectors(quantization, x, rows, columns)
 
 
+@pytest.mark.parametrize(("shape", "dtype", "rows", "columns"), quantize_cases.HADAMARD)
+def test_transformed_vectors(quantization, shape, dtype, rows, columns):
+    x = heavy(shape, dtype=dtype)
+    quantize_cases.check_vectors(quantization, x, rows, columns, hadamard=True)
+
+
+@pytest.mark.parametrize("case", quantize_cases.ROW_BLOCKS)
+def test_row_blocks(quantization, case):
+    shape, dtype, *options = case
+    quantize_cases.check_row_blocks(quantization, heavy(shape, dtype=dtype), *options)
+
+
+def test_quantization_of_row_blocks_has_no_race(quantization):
+    x = heavy((1, 2048, 2048), dtype=jnp.bfloat16)
+    modes = {"block": (128, 128), "rowwise": "nearest", "colwise": "stochastic"}
+    for hadamard in (False, True):
+        quantize = functools.partial(
+            quantization.quantize_row_blocks, **modes, hadamard=hadamard
+        )
+        _check_repeats(quantize, x, quantize_cases.seeds(1))
+
+
 def test_per_tensor_scale(quantization):
     quantize_cases.check_per_tensor_scale(quantization, heavy((2, 300, 141)))
 
@@ -187,6 +221,8 @@ def test_no_vectors(quantization, shape):
 def test_special_blocks(quantization, dtype):
     quantize_cases.check_special(quantization, dtype)
     quantize_cases.check_special_vectors(quantization, dtype)
+    quantize_cases.check_special_row_blocks(quantization, dtype)
+    quantize_cases.check_special_transformed(quantization, dtype)
 
 
 @pytest.mark.parametrize("case", fused_cases.QUANTIZE)

@@ -33,7 +33,10 @@ def test_gemm():
     shape = (256, 128, 512)
     rows = list(gemm.rows([shape], [0.25, 0.5], **OPTIONS))
     check_rates(rows, lambda _: 2 * 256 * 128 * 512)
-    bf16, *int8 = rows
+    bf16, *int8, of_rows, of_both = rows
+    assert (of_rows.what, of_both.what) == (
+        *("INT8, scales of rows", "INT8, scales of rows and columns"),
+    )
     assert (bf16.what, bf16.implementation) == ("bf16", "xla")
     assert (bf16.ratio, bf16.burst_ratio) == (1.0, 1.0)
     for row, rate in zip(int8, [0.25, 0.5], strict=True):
@@ -50,17 +53,31 @@ def test_quantize():
     stored = {
         "nearest": lambda _: 2 * elements + 8 * blocks,
         "stochastic": lambda _: 2 * elements + 8 * blocks,
+        "row_block": lambda _: 2 * elements + 4 * (500 * 8 + 1024 * 4),
         "fallback": lambda row: (2 + row.fallback) * elements + 16 * blocks,
     }
-    check_rates(rows, lambda row: 2 * elements + stored[row.what](row))
-    assert [row.fallback for row in rows] == [None, None, 0.0, pytest.approx(0.5, 0.1)]
+    padded = 512 * 1024
+    transformed = {"row_block, Hadamard": 4 * padded // 128, "row, Hadamard": 4 * 1024}
+    check_rates(
+        rows,
+        lambda row: (
+            3 * padded + transformed[row.what]
+            if row.what in transformed
+            else 2 * elements + stored[row.what](row)
+        ),
+    )
+    assert [row.fallback for row in rows[:-2]] == [None] * 5
+    assert [row.fallback for row in rows[-2:]] == [0.0, pytest.approx(0.5, 0.1)]
     assert all(row.ratio == pytest.approx(row.rate / copy.rate) for row in rows)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    named = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}
+    others = ("fallback_hadamard", "row_block")
+    named = {
+        name: float_backward(recipes.NAMED[name]) for name in (*layers.RECIPES, *others)
+    }
     monkeypatch.setattr(layers, "recipes", types.SimpleNamespace(NAMED=named))
     only = types.SimpleNamespace(NAMED={"block": named["block"]})
     monkeypatch.setattr(matmuls, "recipes", only)
@@ -69,11 +86,12 @@ def test_linear(monkeypatch):
         measured = list(linear.rows([(256, 640, 128)], **OPTIONS))
     rows = {(row.what, row.layer): row for row in measured}
     check_rates(measured, lambda _: 6 * 256 * 640 * 128)
-    assert list(rows)[:9] == [
+    assert list(rows)[:11] == [
         ("bf16", "nn.Dense"),
         ("Flax Fp8DotGeneral", "nn.Dense"),
         ("block", "nn.Dense"),
         ("fallback", "nn.Dense"),
+        *((name, "nn.Dense") for name in others),
         ("block, nnx", "nnx.Linear"),
         ("fallback, nnx", "nnx.Linear"),
         ("bf16", "core"),
@@ -85,6 +103,8 @@ def test_linear(monkeypatch):
         assert all(0.0 < error < 0.2 for error in row.errors.values())
         assert row.compile_s > 0.0
         fallback = pytest.approx(0.2) if "fallback" in row.what else None
+        if row.what == "fallback_hadamard":
+            fallback = pytest.approx(0.5)
         assert row.fallback == fallback
     for layer in ("nn.Dense", "core"):
         bf16, block = rows["bf16", layer], rows["block", layer]
@@ -184,8 +204,10 @@ def test_saved_bytes():
 def test_recipes_in_blocks_of_128_are_timed():
     x = data.activation(jax.random.key(0), (640, 1024))
     timed = {matmul.name: matmul for matmul in matmuls.timed(x, "reference")}
-    names = ["fallback", "block", "fallback_rowwise_bwd", "fallback_hadamard"]
-    assert list(timed) == names
+    assert list(timed) == [
+        *("fallback", "block", "fallback_rowwise_bwd", "fallback_hadamard"),
+        "row_block",
+    ]
     assert list(matmuls.timed_recipes()) == list(timed)
     assert timed["fallback"].fallback == pytest.approx(0.2, 0.1)
     assert timed["block"].fallback is None
@@ -213,7 +235,10 @@ def spoil(monkeypatch):
             return choose(op, sides, implementation=implementation, **options)
 
         monkeypatch.setattr(dispatch, "choose", choose_spoilt)
-        for name in ("quantize", "quantize_fallback", "matmul"):
+        for name in (
+            "matmul",
+            *(op for op in dispatch.OPS if op.startswith("quantize")),
+        ):
             replacement = with_reference(getattr(ops, name), name == spoilt_op)
             monkeypatch.setattr(ops, name, replacement)
 

@@ -46,7 +46,11 @@ ROWS = GroupedRows(X[0], *([jnp.ones(1, jnp.int32)] * 2))
 # Operands and options of each op.
 CALLS = {
     "quantize": ((X, SEEDS), BLOCK | BOTH),
-    "quantize_vectors": ((X, SEEDS), BOTH | {"bound": 127.0, "per_tensor": False}),
+    "quantize_vectors": (
+        (X, SEEDS),
+        BOTH | {"bound": 127.0, "per_tensor": False, "hadamard": False},
+    ),
+    "quantize_row_blocks": ((X, SEEDS), BLOCK | BOTH | {"hadamard": False}),
     "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),
     "move_threshold": (
         (X, X, THETA, *([jnp.ones(1, jnp.int32)] * 2), SEEDS),

@@ -82,6 +82,10 @@ QUANTIZERS = {
         (jnp.asarray([5.0]), SEEDS),
     ),
     "quantize_vectors": ({"rowwise": "stochastic", "colwise": "stochastic"}, (SEEDS,)),
+    "quantize_row_blocks": (
+        BLOCK | {"rowwise": "nearest", "colwise": "stochastic", "hadamard": False},
+        (SEEDS,),
+    ),
 }
 
 
@@ -91,6 +95,7 @@ QUANTIZERS = {
         ("quantize", (None, BATCH, None, "tensor")),
         ("quantize_fallback", (None, "data", "tensor", "fsdp")),
         ("quantize_vectors", (None, "data", "tensor", "fsdp")),
+        ("quantize_row_blocks", (None, "data", "tensor", "fsdp")),
     ],
 )
 def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
@@ -135,6 +140,42 @@ def test_the_scales_of_split_blocks_are_all_reduced(spec, shape, tiles):
     assert_equal(run(*operands), jax.jit(op)(x, *args))
     floats = [c.size for c in collectives(run) if c.dtype != "s8"]
     assert 0 < max(floats) <= math.prod(tiles)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ((None, "tensor", BATCH), (1, 96, 128)),
+        pytest.param(
+            (None, ("data", "tensor"), "fsdp"),
+            (1, 160, 96),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_the_scales_of_split_rows_are_all_reduced(spec, shape):
+    options, args = QUANTIZERS["quantize_row_blocks"]
+    op = functools.partial(ops.quantize_row_blocks, **options)
+    x = heavy(shape).at[0, 40, 20].set(jnp.nan)
+    operands = place(mesh_of(), x, *spec), *args
+    with pytest.warns(UserWarning, match="multiples of 32: scales are all-reduced"):
+        run = compiled(op, *operands)
+    assert_equal(run(*operands), jax.jit(op)(x, *args))
+    floats = [c.size for c in collectives(run) if c.dtype != "s8"]
+    assert 0 < max(floats) < x.size // 2
+
+
+@pytest.mark.parametrize("name", ["quantize_vectors", "quantize_row_blocks"])
+def test_devices_transform_their_own_rows(name):
+    options, args = QUANTIZERS[name]
+    options = options | {"rowwise": None, "hadamard": True}
+    op = functools.partial(getattr(ops, name), **options)
+    x = heavy((1, 512, 64))
+    operands = place(mesh_of(), x, None, "data", "fsdp"), *args
+    run = compiled(op, *operands)
+    assert_equal(run(*operands), jax.jit(op)(x, *args))
+    largest = max((c.size for c in collectives(run)), default=0)
+    assert largest <= 64 // 2  # maxima of columns
 
 
 @returns_parts_of_axes

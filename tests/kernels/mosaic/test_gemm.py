@@ -26,8 +26,12 @@ from tests.kernels.gemm_cases import CASES, Case
 
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper may have
 SUPPORTED = [
-    name for name, case in CASES.items() if all(s % BLOCK == 0 for s in case.blocks)
+    name
+    for name, case in CASES.items()
+    if case.blocks[1] % BLOCK == 0
+    and all(side == 1 or side % BLOCK == 0 for side in case.blocks)
 ]
+ROW_SCALES = ["scales of rows", "scales of rows and columns"]
 # Two matrices, several tiles per thread block, and steps with and without residual.
 MANY_TILES = Case((2, 130, 650, 450), (128, 128, 128), 0.4)
 
@@ -144,6 +148,22 @@ def test_rounds_once(interpreted, dtype):
 
 
 @mosaic_tools.needs_interpreter
+@pytest.mark.parametrize("wide", [0, 2])
+@pytest.mark.parametrize("name", ROW_SCALES)
+def test_scales_of_rows_round_once(interpreted, name, wide):
+    matmul = interpreted(Config(8, wide))
+    gemm_cases.check_rounds_once(matmul, jnp.bfloat16, name)
+
+
+def test_scales_of_rows_with_a_residual_are_refused():
+    case = gemm_cases.ROWS_AND_FALLBACK
+    with pytest.raises(ValueError, match=r"a residual with scales per block .*\(1, 1"):
+        gemm.matmul(
+            *gemm_cases.operands(case), block_shape=case.blocks, dtype=jnp.float32
+        )
+
+
+@mosaic_tools.needs_interpreter
 def test_nan_scales_propagate(interpreted):
     gemm_cases.check_nan_scales(interpreted(), (128, 128, 128))
 
@@ -204,6 +224,33 @@ def test_compiles_to_wgmma_without_spills(monkeypatch, wide, fallback, dtype):
     )
     residual = operand if fallback else None
     (kernel,) = mosaic_tools.compile_kernels(matmul, operand, residual, operand)
+    check_kernel(kernel)
+
+
+@pytest.mark.exhaustive
+@needs_compiler
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("n", "wide"), [(128, 0), (128, 32), (1, 0)])
+def test_scales_of_rows_compile_without_spills(monkeypatch, n, wide, dtype):
+    replace_triton_kernels(monkeypatch)
+
+    def multiply(lhs, rhs):
+        config = Config(8, wide)
+        blocks = 1, 128, n
+        return gemm.matmul(
+            lhs, None, rhs, block_shape=blocks, dtype=dtype, config=config
+        )
+
+    codes = jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8)
+    lhs, rhs = (
+        Quantized(codes, jax.ShapeDtypeStruct((1, 4096 // side, 32), jnp.float32))
+        for side in (1, n)
+    )
+    (kernel,) = mosaic_tools.compile_kernels(multiply, lhs, rhs)
+    check_kernel(kernel)
+
+
+def check_kernel(kernel):
     assert re.search(r"wgmma\.mma_async\S*s32\.s8\.s8", kernel.ptx)
     assert kernel.spills == 0
     assert kernel.shared <= SHARED

@@ -16,6 +16,8 @@ CASES = {
     "one element": Case((3, 1, 1, 1), (128, 128, 128), 1.0),
     "32x32x32 blocks": Case((2, 30, 100, 80), (32, 32, 32), 0.3),
     "64x256x32 blocks": Case((1, 64, 600, 100), (64, 256, 32), 0.3),
+    "scales of rows": Case((2, 40, 300, 200), (1, 128, 128), 0.3),
+    "scales of rows and columns": Case((1, 30, 200, 90), (1, 128, 1), None),
 }
 SM = {"hopper": 90, "ampere": 80}
 

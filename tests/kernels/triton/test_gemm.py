@@ -28,6 +28,10 @@ def test_matches_float64(name):
     gemm_cases.check_against_float64(interpreted(90), gemm_cases.CASES[name])
 
 
+def test_scales_of_rows_with_fallback_match_float64():
+    gemm_cases.check_against_float64(interpreted(90), gemm_cases.ROWS_AND_FALLBACK)
+
+
 @pytest.mark.parametrize("name", ["unaligned, fallback", "32x32x32 blocks"])
 def test_matches_float64_on_ampere(name):
     gemm_cases.check_against_float64(interpreted(80), gemm_cases.CASES[name])
@@ -157,6 +161,8 @@ def compiled(shape, blocks, fallback, sm):
         ((4096, 4096, 4096), (128, 128, 128)),
         ((1000, 1000, 1000), (256, 256, 256)),
         ((1000, 1000, 1000), (32, 64, 32)),
+        ((4096, 4096, 4096), (1, 128, 128)),
+        ((4096, 4096, 4096), (1, 128, 1)),
     ],
 )
 @pytest.mark.parametrize("fallback", [False, True])
@@ -170,6 +176,14 @@ def test_compiles_to_tensor_core_products_without_spills(sm, fallback, shape, bl
     assert ("cvt.rn.f32.s32" in gemm.ptx) == (sm >= 89)
     assert "cvt.rn.bf16x2.f32" in gemm.ptx
     assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
+
+
+def test_each_scale_of_a_row_is_loaded_once():
+    """Without care, the compiler loads it for every column."""
+    gemm = compiled((4096, 4096, 4096), (1, 128, 128), False, 90)
+    rows_of_a_thread = 2
+    assert gemm.ptx.count("ld.global") == rows_of_a_thread + 1
+    assert gemm.ptx.count("mul.rn.f32") == rows_of_a_thread
 
 
 @pytest.mark.parametrize("fallback", [False, True])

@@ -26,6 +26,11 @@ def vectors():
     return interpreted("quantize_vectors")
 
 
+@pytest.fixture(scope="module")
+def row_blocks():
+    return interpreted("quantize_row_blocks")
+
+
 @pytest.mark.parametrize("case", cases.QUANTIZE)
 def test_quantize(ops, case):
     shape, dtype, *options = case
@@ -54,6 +59,21 @@ def test_vectors(vectors, case):
     cases.check_vectors(vectors, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.parametrize("case", slow_but_first(cases.HADAMARD[::-1]))
+def test_transformed_vectors(vectors, case):
+    shape, dtype, *options = case
+    x = heavy(shape, dtype=dtype)
+    cases.check_vectors(vectors, x, *options, hadamard=True)
+
+
+@pytest.mark.parametrize(
+    "case", [*slow_but_first(cases.ROW_BLOCKS), cases.ROW_BLOCKS[-3]]
+)
+def test_row_blocks(row_blocks, case):
+    shape, dtype, *options = case
+    cases.check_row_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
+
+
 def test_per_tensor_scale(vectors):
     cases.check_per_tensor_scale(vectors, heavy((2, 70, 141)))
 
@@ -64,13 +84,19 @@ def test_special_blocks(ops, vectors, dtype):
     cases.check_special_vectors(vectors, dtype)
 
 
+@pytest.mark.parametrize("dtype", slow_but_first(cases.SPECIAL_DTYPES))
+def test_special_row_blocks(row_blocks, dtype):
+    cases.check_special_row_blocks(row_blocks, dtype)
+    cases.check_special_transformed(row_blocks, dtype)
+
+
 @pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
 def test_large_metrics(ops, criterion):
     cases.check_large_metrics(ops, criterion)
 
 
-def test_a_shard_draws_the_noise_of_the_global_matrix(ops, vectors):
-    cases.check_global_offset(ops, vectors)
+def test_a_shard_draws_the_noise_of_the_global_matrix(ops, vectors, row_blocks):
+    cases.check_global_offset(ops, vectors, row_blocks)
 
 
 # The usual block in two types, the smallest, the narrowest and the largest.
@@ -131,6 +157,45 @@ def test_vectors_compile_without_spills(capability, dtype, rowwise, colwise, bou
     )
     assert len(kernels) == 2
     check_kernels(kernels, capability)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("block", [(128, 128), (32, 32), (256, 128)])
+def test_row_blocks_compile_without_spills(capability, dtype, block):
+    x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
+    seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    kernels = compile_kernels(
+        "quantize_row_blocks",
+        "quantize_row_blocks",
+        x,
+        seeds,
+        capability=capability,
+        block=block,
+        rowwise="stochastic",
+        colwise="stochastic",
+    )
+    check_kernels(kernels, capability)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_transformed_column_stays_in_the_registers_of_a_thread(dtype):
+    (kernel,) = compile_kernels(
+        "quantize_row_blocks",
+        "quantize_row_blocks",
+        jax.ShapeDtypeStruct((1, 4096, 4096), dtype),
+        jax.ShapeDtypeStruct((1,), jnp.uint32),
+        capability=90,
+        block=(128, 128),
+        rowwise=None,
+        colwise="stochastic",
+        hadamard=True,
+    )
+    check_kernels([kernel], 90)
+    assert kernel.registers <= 168  # three programs share a multiprocessor
+    # Nothing as large as the block goes through shared memory at once.
+    assert kernel.shared <= 128 * 32
 
 
 def check_kernels(kernels, capability):

@@ -1,0 +1,191 @@
+"""Quantization with one scale per row or per column of a block, in one pass.
+
+One program quantizes one block in both layouts, each with its own scales.  It stores
+scales next to those of neighbouring rows, as the GEMM reads them, and XLA transposes
+them only where something else needs them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from fbq_jax.kernels.hadamard import SIZE, transform_rows
+from fbq_jax.kernels.reference import Block, Layouts
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
+from fbq_jax.kernels.triton.block_codes import (
+    elementwise_max,
+    from_bits,
+    magnitudes,
+    multiply,
+    round_codes,
+    scale_and_inverse,
+    widen,
+)
+from fbq_jax.kernels.triton.block_tiles import (
+    load,
+    locate_block,
+    store_colwise,
+    store_rowwise,
+)
+from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
+from fbq_jax.kernels.triton.launch import launch_on_blocks, seed_arguments
+from fbq_jax.kernels.triton.outputs import (
+    as_layouts,
+    colwise_codes,
+    output,
+    rowwise_codes,
+)
+
+# The most values of a block that a program holds at once.
+_LARGEST_TILE = 2**14
+
+
+def quantize_row_blocks(
+    x: jax.Array,
+    seeds: Seeds,
+    *,
+    block: Block,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    hadamard: bool = False,
+    global_offset: GlobalOffset | None = None,
+) -> Layouts:
+    """See ``reference.quantize_row_blocks``.
+
+    The transform is fused for blocks of 128 rows; for others, XLA computes it.  Blocks
+    of more than 128x128 values are read once for each layout.
+    """
+    if hadamard and block[0] != SIZE:
+        x, hadamard = transform_rows(x), False
+    r, c = block
+    run = functools.partial(
+        _launch, x, seeds, hadamard=hadamard, global_offset=global_offset
+    )
+    if r * c <= _LARGEST_TILE:
+        return run(block, rowwise, colwise)
+    # A layout does not depend on the other side of its blocks.
+    main, _ = run((min(r, _LARGEST_TILE // c), c), rowwise, None)
+    _, transposed = run((r, min(c, _LARGEST_TILE // r)), None, colwise)
+    return Layouts(main, transposed)
+
+
+def _launch(
+    x: jax.Array,
+    seeds: Seeds,
+    block: Block,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    *,
+    hadamard: bool,
+    global_offset: GlobalOffset | None,
+) -> Layouts:
+    """Runs one program per block, which quantizes it in the wanted layouts."""
+    if rowwise is None and colwise is None:
+        return Layouts(None, None)
+    batch, rows, columns = x.shape
+    down, across = triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1])
+    seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
+    outputs = launch_on_blocks(
+        _quantize_row_blocks,
+        x,
+        *seed_arrays,
+        *(global_offset or no_offset(rows)),
+        block=block,
+        outputs=[
+            rowwise_codes(x.shape, rowwise),
+            output((batch, across, rows), jnp.float32, wanted=rowwise),
+            colwise_codes(x.shape, colwise),
+            output((batch, down, columns), jnp.float32, wanted=colwise),
+        ],
+        num_warps=_num_warps(block, hadamard=hadamard),
+        SEVERAL_SEEDS=several,
+        ROWWISE=rowwise,
+        COLWISE=colwise,
+        HADAMARD=hadamard,
+    )
+    layouts = as_layouts(x.shape, outputs[:2], outputs[2:])
+    return Layouts(
+        *(layout and layout._replace(scales=layout.scales.mT) for layout in layouts)
+    )
+
+
+def _num_warps(block: Block, *, hadamard: bool) -> int:
+    """Warps for a block: a thread holds 64 values, or a transformed column."""
+    r, c = block
+    return max(1, c // 32) if hadamard else max(1, r * c // 2**11)
+
+
+@triton.jit
+def _quantize_row_blocks(
+    x,
+    seed,
+    calls,
+    not_earlier,
+    stream,
+    index,
+    row_offsets,
+    column_offset,
+    rows,
+    columns,
+    codes,
+    row_scales,
+    column_codes,
+    column_scales,
+    r: tl.constexpr,
+    c: tl.constexpr,
+    COLUMN_UNIT: tl.constexpr,
+    SEVERAL_SEEDS: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLWISE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):
+    columns *= COLUMN_UNIT
+    seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
+    noise = seeds, row_offsets, column_offset
+    at, _ = locate_block(rows, columns, r, c)
+    LOAD: tl.constexpr = load_transformed if HADAMARD else load
+    tiles = LOAD(x, at, r, c)
+    if ROWWISE is not None:
+        v = _scale_rows(tiles, row_scales, at)
+        store_rowwise(codes, round_codes(v, noise, at, ROWWISE), at)
+    if COLWISE is not None:
+        v = _scale_columns(tiles, column_scales, at)
+        rounded = round_codes(v, noise, at, COLWISE)
+        if HADAMARD:
+            rounded = computed_once(rounded)
+        store_colwise(column_codes, rounded, at)
+
+
+@triton.jit
+def _scale_rows(tiles, scales, at):
+    """Stores the scales of rows; returns the tiles in units of these scales."""
+    batch, i, j, rows, columns = at
+    r: tl.constexpr = 4 * tiles[0].shape[0]
+    c: tl.constexpr = tiles[0].shape[1]
+    scales += (batch * tl.cdiv(columns, c) + j) * rows
+    bits = magnitudes(tiles)
+    v = ()
+    for k in tl.static_range(4):
+        amax = from_bits(tl.max(bits[k].to(tl.int32), 1), tiles[k].dtype)
+        scale, inverse = scale_and_inverse(amax)
+        row = i * r + 4 * tl.arange(0, r // 4) + k
+        tl.store(scales + row, scale, row < rows)
+        v += (widen(tiles[k]) * inverse[:, None],)
+    return v
+
+
+@triton.jit
+def _scale_columns(tiles, scales, at):
+    """Stores the scales of columns; returns the tiles in units of these scales."""
+    batch, i, j, rows, columns = at
+    r: tl.constexpr = 4 * tiles[0].shape[0]
+    c: tl.constexpr = tiles[0].shape[1]
+    scales += (batch * tl.cdiv(rows, r) + i) * columns
+    top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32), 0)
+    scale, inverse = scale_and_inverse(from_bits(top, tiles[0].dtype))
+    column = j * c + tl.arange(0, c)
+    tl.store(scales + column, scale, column < columns)
+    return multiply(tiles, inverse[None, :])
