@@ -27,6 +27,14 @@ from fbq_jax.core.dot_general import (
     checked_theta,
     seed_from_key,
 )
+from fbq_jax.core.expert_exchange import (
+    TILE,
+    ExchangedGroups,
+    ExpertRows,
+    TokenRows,
+    return_rows,
+    sum_rows,
+)
 from fbq_jax.core.matmul_vjp import DenseGemms
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import GemmSpec, Spec
@@ -138,12 +146,17 @@ def _seeded_ragged_dot(
     recipe, implementation = config.recipe, config.implementation
     group_sizes, *options = call
     dtype = output_dtype(lhs, rhs, *options)
-    _check_shapes(lhs, rhs, group_sizes)
     _check_recipe(recipe)
+    m = recipe.block_shape[0]
+    gemms: DenseGemms
+    if isinstance(group_sizes, ExchangedGroups):
+        _check_exchange(recipe)
+        gemms = ExchangedGemms(group_sizes, m)
+    else:
+        _check_shapes(lhs, rhs, group_sizes)
+        gemms = GroupedGemms(assign_tiles(group_sizes, lhs.shape[0], m), len(rhs))
     dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
-    tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
-    gemms = GroupedGemms(tiles, len(rhs))
     weight = rhs if codes is None else codes.main
     lhs, weight, gemms = as_varying((lhs, weight, gemms))
     return matmul_vjp.matmul(spec, lhs, weight, scalars.on_device(lhs), gemms)
@@ -191,6 +204,20 @@ def _check_recipe(recipe: Recipe) -> None:
         raise ValueError(
             "a ragged dot sums over devices in the product's own dtype; got a recipe "
             f"with a Gemm.reduce: {recipe}"
+        )
+
+
+def _check_exchange(recipe: Recipe) -> None:
+    if recipe.criterion not in ("absmax", None):
+        raise ValueError(
+            "experts on several devices take a recipe with criterion='absmax' or None, "
+            "because devices agree on the largest value of a block only; got "
+            f"{recipe}"
+        )
+    if TILE % recipe.block_shape[0]:
+        raise ValueError(
+            f"experts on several devices take a recipe whose blocks divide {TILE} rows; "
+            f"got {recipe}"
         )
 
 
@@ -275,3 +302,113 @@ class GroupedGemms(DenseGemms):
             dtype=spec.dtype,
             implementation=spec.implementation,
         )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["m"]
+)
+@dataclasses.dataclass(frozen=True)
+class ExchangedGemms(DenseGemms):
+    """Runs the INT8 GEMMs of experts that are on several devices.
+
+    Each device multiplies the rows of its own experts.  Codes are sent before the
+    products, and outputs return after them.
+
+    Attributes:
+      groups: the groups of rows.
+      m: the rows of a block.
+    """
+
+    groups: ExchangedGroups
+    m: int
+
+    def tile_rows(self, x: jax.Array) -> TokenRows | ExpertRows:
+        """Rows that are to be sent, or the rows ``[D, C, R, K]`` on each device."""
+        if x.ndim < 4:
+            return TokenRows(x, self.groups.plan)
+        tiles = self.groups.plan.tiles(self.m)
+        place = jnp.arange(0, x.shape[2], self.m, dtype=jnp.int32)
+        first = jnp.broadcast_to(place, tiles.rows.shape)
+        return ExpertRows(GroupedRows(x, first, tiles.rows), tiles.index)
+
+    def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
+        """The number of blocks in tiles that hold rows, int32 ``[]``."""
+        tiles = self.groups.plan.used_tiles(self.m)
+        return tiles * -(-x.shape[-1] // spec.recipe.block_shape[1])
+
+    def multiply(
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seed: CallSeed,
+    ) -> jax.Array:
+        """Multiplies tiles with the matrices of their groups, for Y.
+
+        Args:
+          spec: the settings of the GEMM.
+          lhs: the rowwise codes of the tiles, ``[D, C, T, m, K]``, with their scales.
+          residual: a second term of lhs, of the same shapes, or None.
+          rhs: the codes ``[E, N, K]`` and their scales.
+          seed: not read, since no sum is in INT8.
+
+        Returns:
+          ``[D, C, R, N]``, or ``[T, k, N]`` if the output returns to the tokens.
+        """
+        del seed
+        y = self._multiply(spec, lhs, residual, rhs)
+        return y if self.groups.sends else return_rows(self.groups.plan, y)
+
+    def multiply_grad(
+        self, spec: GemmSpec, grad: Quantized, rhs: Quantized, seed: CallSeed
+    ) -> jax.Array:
+        """``multiply`` for dX, ``[T, K]`` or ``[D, C, R, K]``."""
+        del seed
+        dx = self._multiply(spec, grad, None, rhs)
+        return sum_rows(return_rows(self.groups.plan, dx)) if self.groups.sends else dx
+
+    def _multiply(
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+    ) -> jax.Array:
+        plan = self.groups.plan
+        y = ops.ragged_matmul(
+            lhs,
+            residual,
+            jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), rhs),
+            plan.tiles(self.m).groups,
+            block_shape=spec.block_shape,
+            dtype=spec.dtype,
+            implementation=spec.implementation,
+        )
+        return y.reshape(*y.shape[:2], -1, y.shape[-1])
+
+    def contract_rows(
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seed: CallSeed,
+    ) -> jax.Array:
+        """Multiplies X' with dY, colwise codes ``[D, C, T, K, m]``.
+
+        Returns ``[E, K, N]`` in ``spec.dtype``.
+        """
+        del seed
+        assert residual is None  # _check_recipe
+        plan = self.groups.plan
+        dw = ops.ragged_contraction(
+            lhs,
+            rhs,
+            plan.tiles(self.m).groups,
+            size=plan.num_experts // plan.parts,
+            block_shape=spec.block_shape,
+            dtype=spec.dtype,
+            implementation=spec.implementation,
+        )
+        return dw.reshape(-1, *dw.shape[2:])
