@@ -8,24 +8,20 @@ the activations.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.core import nonlinear
-from fbq_jax.core.expert_exchange import (
-    Exchange,
-    ExchangedGroups,
-    ExpertSharding,
-    exchange_plan,
-)
+from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.core.expert_plan import Exchange, ExpertSharding, exchange_plan
 from fbq_jax.core.routing import Routes, Routing, count_tokens
 
 #: ``lax.ragged_dot`` with the weight of a layer: rows ``[M, K]`` and the sizes ``[E]``
 #: of the groups to ``[M, N]``; or rows and groups that devices exchange.
-GroupedLayer = Callable[[jax.Array, Any], jax.Array]
+GroupedLayer = Callable[[jax.Array, jax.Array | ExchangedGroups], jax.Array]
 
 
 class Dispatch(NamedTuple):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import ops
-from fbq_jax.core import expert_exchange, threshold
-from fbq_jax.core.expert_exchange import BlockScales, ExpertRows, TokenRows
+from fbq_jax.core import expert_codes, threshold
+from fbq_jax.core.expert_codes import BlockScales, ExpertRows, TokenRows
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels import hadamard, reference
@@ -206,16 +206,16 @@ def _quantize_tokens(
     """``quantize_lhs`` with fallback by the largest value, which devices agree on."""
     block, recipe = spec.recipe.lhs_block, spec.recipe
     assert recipe.criterion == "absmax"  # ragged_dot checks it
-    found, amax = expert_exchange.find_scales(x, block)
+    found, amax = expert_codes.find_scales(x, block)
     metric = reference.metric_of("absmax", found.scales, amax=amax)[:, None, :]
-    second, _ = expert_exchange.find_scales(x, block, found)
+    second, _ = expert_codes.find_scales(x, block, found)
     limit = jnp.where(scalars.theta >= 0.0, scalars.theta, 0.0)
     scales = jnp.where(metric > limit, second.scales[:, None, :], 0.0)
     no_codes = jnp.zeros((0,), jnp.int8)
     residual = Quantized(no_codes, scales)
     used, stats = _apply_threshold(spec, scalars, metric, residual, blocks)
     assert used is not None
-    lhs = expert_exchange.quantize_tokens(
+    lhs = expert_codes.quantize_tokens(
         x,
         seeds_of(scalars.call_seed, LHS_STREAM, x, block),
         found,
@@ -225,7 +225,7 @@ def _quantize_tokens(
     )
     scales = (residual if frozen else used).scales[:, 0]
     second = BlockScales(scales, second.inverse)
-    term = expert_exchange.quantize_residuals(x, found, second, block=block)
+    term = expert_codes.quantize_residuals(x, found, second, block=block)
     return lhs, Layouts(term, None), stats
 
 
@@ -345,7 +345,7 @@ def seeds_of(seed: CallSeed, stream: int, x: Rows, block: Block | None = None) -
 def _stack_index(x: Rows, block: Block | None = None) -> jax.Array:
     """The index of each matrix or tile, int32."""
     if isinstance(x, ExpertRows):
-        return x.index
+        return x.indices
     if isinstance(x, TokenRows):
         assert block is not None
         return jnp.arange(x.plan.tile_count(block[0]), dtype=jnp.int32)
@@ -379,10 +379,10 @@ def _quantize(
     if quantizer is None:
         return Layouts(None, None)
     if isinstance(x, TokenRows):
-        return expert_exchange.quantize_tokens(
+        return expert_codes.quantize_tokens(
             x,
             seeds,
-            expert_exchange.find_scales(x, block)[0],
+            expert_codes.find_scales(x, block)[0],
             block=block,
             rowwise=rowwise and rowwise.rounding,
             colwise=colwise and colwise.rounding,

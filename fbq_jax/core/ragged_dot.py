@@ -27,14 +27,9 @@ from fbq_jax.core.dot_general import (
     checked_theta,
     seed_from_key,
 )
-from fbq_jax.core.expert_exchange import (
-    TILE,
-    ExchangedGroups,
-    ExpertRows,
-    TokenRows,
-    return_rows,
-    sum_rows,
-)
+from fbq_jax.core.expert_codes import ExpertRows, TokenRows
+from fbq_jax.core.expert_exchange import ExchangedGroups, return_rows, sum_rows
+from fbq_jax.core.expert_plan import TILE
 from fbq_jax.core.matmul_vjp import DenseGemms
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import GemmSpec, Spec
@@ -56,7 +51,7 @@ from fbq_jax.sharding.manual_axes import as_varying
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | ExchangedGroups,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
@@ -80,7 +75,9 @@ def ragged_dot(
       lhs: ``[M, K]``, the activation, whose blocks may fall back; bfloat16, float16 or
         float32.
       rhs: ``[G, K, N]``, the weights; bfloat16, float16 or float32.
-      group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.
+      group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.  Or the
+        groups of rows that devices exchange, which ``MoEMLP`` makes: they say which
+        shapes lhs and the result have.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
       recipe: how the three GEMMs are quantized; needs block scales in all of them, no
@@ -216,8 +213,8 @@ def _check_exchange(recipe: Recipe) -> None:
         )
     if TILE % recipe.block_shape[0]:
         raise ValueError(
-            f"experts on several devices take a recipe whose blocks divide {TILE} rows; "
-            f"got {recipe}"
+            "experts on several devices take a recipe whose blocks have rows that "
+            f"divide {TILE}; got {recipe}"
         )
 
 
@@ -323,13 +320,13 @@ class ExchangedGemms(DenseGemms):
     m: int
 
     def tile_rows(self, x: jax.Array) -> TokenRows | ExpertRows:
-        """Rows that are to be sent, or the rows ``[D, C, R, K]`` on each device."""
+        """Rows to be sent, or the rows ``[D, C, R, K]`` on each device."""
         if x.ndim < 4:
             return TokenRows(x, self.groups.plan)
         tiles = self.groups.plan.tiles(self.m)
         place = jnp.arange(0, x.shape[2], self.m, dtype=jnp.int32)
         first = jnp.broadcast_to(place, tiles.rows.shape)
-        return ExpertRows(GroupedRows(x, first, tiles.rows), tiles.index)
+        return ExpertRows(GroupedRows(x, first, tiles.rows), tiles.indices)
 
     def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
         """The number of blocks in tiles that hold rows, int32 ``[]``."""

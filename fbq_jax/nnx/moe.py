@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fbq_jax.core.expert_exchange import Exchange, ExpertSharding
+from fbq_jax.core.expert_plan import Exchange, ExpertSharding
 from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
 from fbq_jax.core.routing import Routes, Routing, next_bias, route, router_logits
 from fbq_jax.core.training_warnings import warn_if_differentiated

@@ -7,7 +7,6 @@ leading axes ``[D, C]``, and those of matrices ``[D]``.  Devices that have their
 groups (``fbq_jax.core.expert_exchange``) compute one problem each.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,11 +111,11 @@ def _round_on_shard(
     """Quantizes this device's tiles and columns, with the noise at their offset."""
     x, *others = operands
     offset = shard.global_offset(1, options["block"][0], x.values.shape[-1])
-    run = functools.partial(run, **options, global_offset=offset)
 
     def quantize(*operands: Any) -> Any:
         values, *others, first_rows, row_counts, _ = operands
-        return run(GroupedRows(values, first_rows, row_counts), *others)
+        x = GroupedRows(values, first_rows, row_counts)
+        return run(x, *others, **options, global_offset=offset)
 
     return _map_problems(quantize, (x.values, *others, x.first_rows, x.row_counts))
 
@@ -188,12 +187,11 @@ def _contraction_on_shard(
     *_, groups = operands
     size = options["size"] // shard.assignment.shard_count("e")
     groups = _local_groups(groups, size, shard)
-    run = functools.partial(run, **options | {"size": size})
 
     def contract(*operands: Any) -> jax.Array:
-        return run(*operands[:-1])
+        return run(*operands[:-1], **options | {"size": size})
 
-    part = _map_problems(contract, operands[:2] + (groups,))
+    part = _map_problems(contract, (*operands[:2], groups))
     if groups.ndim == 3:  # the copies of a part have the same groups
         part = jnp.sum(part, axis=1)
     return collectives.sum_in_float(part, shard)

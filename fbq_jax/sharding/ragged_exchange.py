@@ -35,7 +35,7 @@ class Slices(NamedTuple):
 def exchange_slices(
     x: jax.Array, size: int, slices: Slices, axes: MeshAxes
 ) -> jax.Array:
-    """Sends slices of ``[N, ...]`` to other devices; inside ``shard_map`` over ``axes``.
+    """Sends slices of ``[N, ...]``; called inside ``shard_map`` over ``axes``.
 
     Args:
       x: the array, of which a device sends slices of the leading axis.

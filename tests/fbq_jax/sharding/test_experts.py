@@ -23,8 +23,9 @@ from fbq_jax import (
     ragged_dot,
     recipes,
 )
-from fbq_jax.core import expert_exchange
-from fbq_jax.core.expert_exchange import Exchange, ExchangedGroups
+from fbq_jax.core import expert_codes
+from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.core.expert_plan import Exchange, exchange_plan
 from fbq_jax.core.experts import dispatch, plan_dispatch
 from fbq_jax.core.quantize_operands import Spec, quantize_grad, quantize_lhs
 from fbq_jax.core.ragged_dot import ExchangedGemms, GroupedGemms
@@ -97,7 +98,7 @@ def on_devices(sharding, recipe, capacity=None):
 
     @jax.jit
     def run(experts, x, dy, theta):
-        plan = expert_exchange.exchange_plan(sharding, experts, E, capacity, dispatch)
+        plan = exchange_plan(sharding, experts, E, capacity, dispatch)
         gemms = ExchangedGemms(ExchangedGroups(plan, True), recipe.block_shape[0])
         return *quantized(spec_of(recipe), gemms, x, dy, theta), plan.tiles(gemms.m)
 
@@ -127,7 +128,7 @@ def assert_same_codes(seed, sharding, recipe, theta, capacity=None):
         got, stats, tiles = on_devices(sharding, recipe, capacity)(*args)
     np.testing.assert_array_equal(stats, want_stats)
     is_used = np.asarray(tiles.rows) > 0
-    index = np.asarray(tiles.index)[is_used]
+    index = np.asarray(tiles.indices)[is_used]
     assert len(np.unique(index)) == len(index)
     sizes = np.bincount(np.ravel(experts), minlength=E)
     sizes = sizes if capacity is None else np.minimum(sizes, capacity)
@@ -135,7 +136,9 @@ def assert_same_codes(seed, sharding, recipe, theta, capacity=None):
     assert np.sum(tiles.rows) == np.sum(sizes)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for own, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(own)[is_used], np.asarray(whole)[index])
+        np.testing.assert_array_equal(
+            np.asarray(own)[is_used], np.asarray(whole)[index]
+        )
     return want, want_stats
 
 
@@ -208,8 +211,7 @@ def sharded(params, mesh, tensor=None):
 
 
 def check_step(recipe, sharding, sizes, tensor=None, **routing):
-    """A step of the layer; devices may round the router's and the gate's exponentials
-    in other ways."""
+    """A step of the layer, whose exponentials devices may round in other ways."""
     layer = layer_of(recipe, **routing)
     want = step(layer, PARAMS, X)
     mesh = mesh_of(**sizes)
@@ -242,7 +244,7 @@ def products(recipe, experts, sharding=None):
             h, stats = dot(x, w_up, plan.group_sizes)
             y, more = dot(h, w_down, plan.group_sizes)
             return y[plan.positions], (stats.rate, more.rate)
-        plan = expert_exchange.exchange_plan(sharding, experts, E, None, dispatch)
+        plan = exchange_plan(sharding, experts, E, None, dispatch)
         h, stats = dot(x, w_up, ExchangedGroups(plan, sends=True))
         y, more = dot(h, w_down, ExchangedGroups(plan, sends=False))
         return y, (stats.rate, more.rate)
@@ -420,9 +422,9 @@ def test_noise_of_rows_and_packed_steps():
     got = jax.jit(rounding.noise_of_rows, static_argnums=2)(seeds, rows, 21)
     np.testing.assert_array_equal(got, every[jnp.arange(3), rows])
     steps = jax.random.randint(jax.random.key(0), (5, 21), -1, 2)
-    packed = expert_exchange._pack_steps(steps.astype(jnp.float32))
+    packed = expert_codes._pack_steps(steps.astype(jnp.float32))
     assert (packed.shape, packed.dtype) == ((5, 6), jnp.int8)
-    np.testing.assert_array_equal(expert_exchange._unpack_steps(packed, 21), steps)
+    np.testing.assert_array_equal(expert_codes._unpack_steps(packed, 21), steps)
 
 
 def test_room_for_any_loads():
@@ -443,7 +445,7 @@ def test_room_for_any_loads():
         ({"experts": 6}, "6 experts and 512 tokens"),
         ({"tokens": 510}, "8 experts and 510 tokens"),
         ({"recipe": Recipe(criterion="l1")}, "criterion='absmax' or None"),
-        ({"recipe": Recipe(block=256)}, "divide 128 rows"),
+        ({"recipe": Recipe(block=256)}, "rows that divide 128"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
@@ -459,7 +461,7 @@ def test_what_does_not_fit_is_named(change, message):
 def test_axes_of_a_sharding():
     assert WITH_COPIES.axes == ("data", "expert")
     for axes in ((), ()), ("expert", "expert"):
-        with pytest.raises(ValueError, match="at least one axis .* each axis once"):
+        with pytest.raises(ValueError, match=r"at least one axis .* each axis once"):
             ExpertSharding(*axes)
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Explicit,))
     experts = jnp.zeros((T, TOP_K), jnp.int32)
