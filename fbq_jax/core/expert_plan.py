@@ -28,7 +28,7 @@ TILE = 128
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSharding:
-    """The mesh axes of a mixture of experts.
+    """The mesh axes of a mixture of experts (expert parallelism).
 
     Experts are sharded over ``experts``.  Tokens are sharded over ``copies`` and
     ``experts``, in this order.  The mesh is that of ``jax.set_mesh``.
