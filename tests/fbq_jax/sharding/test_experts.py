@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,6 +23,7 @@ from fbq_jax import (
     Routing,
     ragged_dot,
     recipes,
+    save_codes,
 )
 from fbq_jax.core import expert_codes
 from fbq_jax.core.expert_exchange import ExchangedGroups
@@ -152,15 +154,13 @@ def test_codes_are_those_of_one_device():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sharding", MESHES)
-@pytest.mark.parametrize("capacity", [None, 100])
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "capacity"),
     [
-        recipes.fallback,
-        FALLBACK,
-        recipes.block,
-        recipes.jetfire,
-        dataclasses.replace(FALLBACK, block=(64, 32, 32)),
+        (recipes.fallback, None),
+        (FALLBACK, 100),
+        (recipes.block, 100),
+        (dataclasses.replace(recipes.jetfire, block=(64, 32, 32)), None),
     ],
 )
 def test_codes_for_many_loads(sharding, capacity, recipe):
@@ -294,6 +294,57 @@ def test_steps_of_recipes(sharding, recipe):
 def test_a_step_with_tensor_parallelism(recipe):
     sizes = {"data": 2, "expert": 2, "tensor": 2}
     check_step(recipe, WITH_COPIES, sizes, tensor="tensor")
+
+
+@pytest.mark.exhaustive
+def test_freeze_and_vmap():
+    mesh = mesh_of(**MESHES[EXPERT])
+    layer = dataclasses.replace(layer_of(recipes.block), expert_sharding=EXPERT)
+    with jax.set_mesh(mesh):
+        variables = jax.jit(layer.init)(jax.random.key(0), X)
+        want = jax.jit(layer.apply)(variables, X)
+        frozen = fbq_jax.freeze(layer, variables, X)
+        np.testing.assert_array_equal(jax.jit(layer.apply)(frozen, X), want)
+        apply = functools.partial(layer.apply, variables)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(apply))(X[None])[0], want)
+
+
+class Block(nn.Module):
+    """A residual layer, for ``nn.scan``."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        layer = layer_of(FALLBACK)
+        moe = dataclasses.replace(
+            layer, expert_sharding=EXPERT, parent=self, name="moe"
+        )
+        return x + moe(x), None
+
+
+@pytest.mark.exhaustive
+def test_scan_and_remat():
+    def scanned(block):
+        return nn.scan(
+            block,
+            variable_axes={"params": 0, "fallback": 0, "expert_stats": 0, "losses": 0},
+            split_rngs={"params": True},
+            length=2,
+        )()
+
+    def grads(model, params, state):
+        def loss(params):
+            variables = {"params": params, **state}
+            y, updates = model.apply(variables, X, None, mutable=["fallback"])
+            return jnp.vdot(DY, y[0]), updates
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    remat = scanned(nn.remat(Block, policy=save_codes))
+    with jax.set_mesh(mesh_of(**MESHES[EXPERT])):
+        state = jax.jit(remat.init)(jax.random.key(0), X, None)
+        params = state.pop("params")
+        want = grads(scanned(Block), params, state)
+        assert_close(grads(remat, params, state), want, 1e-4)
 
 
 @pytest.mark.exhaustive
