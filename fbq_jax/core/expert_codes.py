@@ -227,7 +227,7 @@ def quantize_tokens(
     specs = plan.by_token, plan.by_token, P(), P(), P(), P()
     run = plan.over_devices(local, specs, plan.by_expert)
     operands = plan.counts, found, rounding.fold_seeds(seeds), row_slices(plan)
-    first, *steps = run(rows.values, plan.order, *operands)
+    first, *steps = run(rows.values, plan.order, *operands)  # [D, C, R, K]
     shape = *first.shape[:2], -1, m, first.shape[-1]
     codes = {roundings[0]: first.reshape(shape)}
     if steps:

@@ -274,6 +274,7 @@ class GroupedGemms(DenseGemms):
             dtype=spec.dtype,
             implementation=spec.implementation,
         )
+        # XLA reads the tiles where it computes on the rows, and makes no copy of them.
         return from_tiles(y, self.tiles)
 
     def contract_rows(
