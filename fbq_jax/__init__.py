@@ -15,6 +15,7 @@ from fbq_jax.core import nonlinear as nonlinear
 from fbq_jax.core.checkpoint_policies import save_codes as save_codes
 from fbq_jax.core.dot_general import Stats as Stats
 from fbq_jax.core.dot_general import dot_general as dot_general
+from fbq_jax.core.expert_plan import ExpertSharding as ExpertSharding
 from fbq_jax.core.fused_layers import fuses as fuses
 from fbq_jax.core.layer_stats import assert_live as assert_live
 from fbq_jax.core.layer_stats import fallback_stats as fallback_stats

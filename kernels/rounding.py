@@ -113,12 +113,28 @@ def noise(
     return noise_of(noise_factors(seed, rows, columns, global_offset))
 
 
+def noise_of_rows(seeds: jax.Array, rows: jax.Array, columns: int) -> jax.Array:
+    """Draws the noise of single rows, each of a matrix of its own.
+
+    Args:
+      seeds: uint32 ``[R]``, the seeds of the matrices.
+      rows: integers ``[R]``, the index of each row in its matrix.
+      columns: the number of columns of the matrices.
+
+    Returns:
+      float32 ``[R, columns]``, the noise that ``noise`` draws for these rows.
+    """
+    rows, column = rows.astype(jnp.uint32), jnp.arange(columns, dtype=jnp.uint32)
+    return noise_of(_factors(seeds[:, None], rows[:, None], column[None, :]))
+
+
 class NoiseFactors(NamedTuple):
     """What ``noise`` is computed from, for rows ``[R, 1]`` and columns ``[1, C]``.
 
     Attributes:
       row: uint32, the factor ``a`` of each row.
-      column: uint32, the factor ``b`` of each column.
+      column: uint32, the factor ``b`` of each column; ``[R, C]`` if each row has
+        another seed.
       shift: uint32, 16 for an odd row, else 0.
     """
 
@@ -136,6 +152,11 @@ def noise_factors(
     if global_offset is not None:
         row = row % ROW_GROUP + jnp.repeat(global_offset.rows, ROW_GROUP)[:rows, None]
         column += global_offset.column[:, None]
+    return _factors(seed, row, column)
+
+
+def _factors(seed: jax.Array, row: jax.Array, column: jax.Array) -> NoiseFactors:
+    """The factors of the noise in these rows and columns, uint32."""
     # An even factor would lose bits of the other one.
     a = fold(seed, row >> 1) | 1
     b = fold(seed ^ jnp.uint32(_COLUMN_STREAM), column) | 1

@@ -13,6 +13,7 @@ from fbq_jax.core.dimension_numbers import (
     as_matrices,
     output_dtype,
 )
+from fbq_jax.core.expert_exchange import ExchangedGroups
 
 
 class DotCall(NamedTuple):
@@ -83,12 +84,13 @@ class RaggedCall(NamedTuple):
     """The arguments of ``lax.ragged_dot`` other than its operands, under its names.
 
     Attributes:
-      group_sizes: integers ``[G]``, the rows of lhs in each group.
+      group_sizes: integers ``[G]``, the rows of lhs in each group; or the groups of
+        rows that devices exchange.
       precision: None or DEFAULT; the recipe sets the precision of a quantized dot.
       preferred_element_type: the output's dtype; None takes the operands' common one.
     """
 
-    group_sizes: jax.Array
+    group_sizes: jax.Array | ExchangedGroups
     precision: Any = None
     preferred_element_type: jax.typing.DTypeLike | None = None
 
@@ -129,7 +131,7 @@ class RaggedDotGeneral(DotGeneral):
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        group_sizes: jax.Array,
+        group_sizes: jax.Array | ExchangedGroups,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
@@ -147,18 +149,35 @@ class RaggedDotGeneral(DotGeneral):
         raise NotImplementedError
 
 
+def float_ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array | ExchangedGroups,
+    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """``lax.ragged_dot``, which also takes the groups of rows that devices exchange."""
+    options = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    if isinstance(group_sizes, ExchangedGroups):
+        return group_sizes.float_dot(lhs, rhs, **options)
+    return lax.ragged_dot(lhs, rhs, group_sizes, **options)
+
+
 def ragged_dot_of(dot_general: object) -> Callable[..., jax.Array]:
     """The ``ragged_dot`` that belongs to the ``dot_general`` of a layer.
 
     Args:
       dot_general: a ``RaggedDotGeneral``; None or ``lax.dot_general`` for
-        ``lax.ragged_dot``.
+        ``float_ragged_dot``.
 
     Raises:
       TypeError: it has no ragged dot.
     """
     if dot_general is None or dot_general is lax.dot_general:
-        return lax.ragged_dot
+        return float_ragged_dot
     if not isinstance(dot_general, RaggedDotGeneral):
         raise TypeError(
             "a layer of experts takes a dot_general with a ragged_dot (FallbackDot, "

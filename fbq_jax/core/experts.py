@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.core import nonlinear
-from fbq_jax.core.routing import Routes, count_tokens
+from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.core.expert_plan import Exchange, ExpertSharding, exchange_plan
+from fbq_jax.core.routing import Routes, Routing, count_tokens
 
 #: ``lax.ragged_dot`` with the weight of a layer: rows ``[M, K]`` and the sizes ``[E]``
-#: of the groups to ``[M, N]``.
-GroupedLayer = Callable[[jax.Array, jax.Array], jax.Array]
+#: of the groups to ``[M, N]``; or rows and groups that devices exchange.
+GroupedLayer = Callable[[jax.Array, jax.Array | ExchangedGroups], jax.Array]
 
 
 class Dispatch(NamedTuple):
@@ -43,14 +45,15 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(
-    experts: jax.Array, num_experts: int, capacity: int | None = None
+    experts: jax.Array, num_experts: int, capacity: jax.Array | int | None = None
 ) -> Dispatch:
     """Sorts tokens by expert; the tokens of one expert keep their order.
 
     Args:
       experts: int32 ``[T, k]``, the experts of each token.
       num_experts: E.
-      capacity: the most rows of an expert, which drops its last ones; None for all.
+      capacity: the most rows of an expert, which drops its last ones, or int32 ``[E]``
+        of each expert; None for all.
 
     >>> dispatch(jnp.array([[1, 0], [1, 2]]), num_experts=3, capacity=1)
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -63,12 +66,35 @@ def dispatch(
     order, positions = _sort(flat)
     sizes = count_tokens(flat, num_experts)
     if capacity is not None:
+        most = jnp.broadcast_to(capacity, sizes.shape)
         starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-        flat = jnp.where(positions - starts[flat] < capacity, flat, num_experts)
+        flat = jnp.where(positions - starts[flat] < most[flat], flat, num_experts)
         order, positions = _sort(flat)
-        sizes = jnp.minimum(sizes, capacity)
+        sizes = jnp.minimum(sizes, most)
     dropped = flat.size - jnp.sum(sizes, dtype=jnp.int32)
     return Dispatch(order, positions.reshape(experts.shape), sizes, dropped)
+
+
+def plan_dispatch(
+    routing: Routing, experts: jax.Array, sharding: ExpertSharding | None
+) -> tuple[Dispatch | Exchange, jax.Array]:
+    """How tokens get to their experts, and the number of dropped rows, int32 ``[]``.
+
+    Args:
+      routing: the settings.
+      experts: int32 ``[T, k]``, the experts of each token.
+      sharding: the mesh axes of experts; None if each device has all.
+
+    Raises:
+      ValueError: the mesh, the experts or the tokens do not fit the sharding.
+    """
+    number, capacity = routing.num_experts, routing.capacity(len(experts))
+    if sharding is None:
+        plan = dispatch(experts, number, capacity)
+        return plan, plan.dropped
+    exchange = exchange_plan(sharding, experts, number, capacity, dispatch)
+    kept = jnp.sum(exchange.group_sizes, dtype=jnp.int32)
+    return exchange, experts.size - kept
 
 
 def _sort(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -81,7 +107,7 @@ def _sort(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
 def expert_mlp(
     x: jax.Array,
     routes: Routes,
-    plan: Dispatch,
+    plan: Dispatch | Exchange,
     gate_up: GroupedLayer,
     down: GroupedLayer,
     *,
@@ -95,7 +121,7 @@ def expert_mlp(
     Args:
       x: ``[T, D]``, the tokens.
       routes: the experts and weights of each token.
-      plan: ``dispatch`` of the experts.
+      plan: that of ``plan_dispatch``.
       gate_up: maps rows ``[T k, D]`` to ``[T k, 2 F]``, the gate and up.
       down: maps rows ``[T k, F]`` to ``[T k, D]``.
       bits: bits per value that the gate saves for the backward pass, 4 to 12; None
@@ -104,13 +130,20 @@ def expert_mlp(
     Returns:
       ``[T, D]`` in the dtype of x; summed in float32.
     """
-    rows = _take_tokens(x, plan.order, plan.positions)
-    gate, up = jnp.split(gate_up(rows, plan.group_sizes), 2, axis=-1)
-    if bits is None:
-        hidden = jax.nn.silu(gate) * up
+
+    def gated(gate_up: jax.Array) -> jax.Array:
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        if bits is None:
+            return jax.nn.silu(gate) * up
+        return nonlinear.silu_gate(gate, up, bits=bits)
+
+    if isinstance(plan, Exchange):
+        hidden = gated(gate_up(x, ExchangedGroups(plan, sends=True)))
+        y = down(hidden, ExchangedGroups(plan, sends=False))
     else:
-        hidden = nonlinear.silu_gate(gate, up, bits=bits)
-    y = _take_outputs(down(hidden, plan.group_sizes), plan.order, plan.positions)
+        rows = _take_tokens(x, plan.order, plan.positions)
+        hidden = gated(gate_up(rows, plan.group_sizes))
+        y = _take_outputs(down(hidden, plan.group_sizes), plan.order, plan.positions)
     y = y.astype(jnp.float32) * routes.weights[..., None]
     return jnp.sum(y, axis=1).astype(x.dtype)
 

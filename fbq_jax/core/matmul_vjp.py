@@ -21,6 +21,7 @@ from fbq_jax import ops
 from fbq_jax.core.quantize_operands import (
     SUM_STREAM,
     GemmSpec,
+    Rows,
     Spec,
     forward_qtensor,
     quantize_grad,
@@ -29,7 +30,6 @@ from fbq_jax.core.quantize_operands import (
     seeds_of,
 )
 from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.recipes.schema import Gemm
@@ -51,7 +51,7 @@ class DenseGemms:
     ``fbq_jax.core.ragged_dot.GroupedGemms`` does the same for groups of rows.
     """
 
-    def tile_rows(self, x: jax.Array) -> jax.Array | GroupedRows:
+    def tile_rows(self, x: jax.Array) -> Rows:
         """X or dY in the form that the ops quantize: ``x`` itself."""
         return x
 
@@ -68,7 +68,7 @@ class DenseGemms:
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
-        """Multiplies lhs and its residual with rhs, for Y or dX.
+        """Multiplies lhs and its residual with rhs, for Y.
 
         Args:
           spec: the settings of the GEMM; M, K and N are its own.
@@ -98,6 +98,12 @@ class DenseGemms:
             seeds=seeds,
             implementation=spec.implementation,
         )
+
+    def multiply_grad(
+        self, spec: GemmSpec, grad: Quantized, rhs: Quantized, seed: CallSeed
+    ) -> jax.Array:
+        """``multiply`` for dX, of the codes of dY."""
+        return self.multiply(spec, grad, None, rhs, seed)
 
     def contract_rows(
         self,
@@ -285,7 +291,7 @@ def backward(
     else:
         assert isinstance(rhs, Quantized)
         assert grad.rowwise is not None
-        dx = gemms.multiply(spec.dlhs, grad.rowwise, None, rhs, seed)
+        dx = gemms.multiply_grad(spec.dlhs, grad.rowwise, rhs, seed)
     if lhs is None:
         dw = None
     elif spec.recipe.drhs.in_floats:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import ops
-from fbq_jax.core import threshold
+from fbq_jax.core import expert_codes, threshold
+from fbq_jax.core.expert_codes import BlockScales, ExpertRows, TokenRows
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels import hadamard, reference
@@ -23,6 +24,10 @@ from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
+
+#: X or dY: matrices ``[B, M, K]`` or ``[B, G, R, K]``; or rows in T tiles, which take
+#: the place of B matrices, on one device or on those of a mixture's experts.
+Rows = jax.Array | GroupedRows | ExpertRows | TokenRows
 
 # The independent noise streams of one call.
 LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM, RESIDUAL_STREAM = range(5)
@@ -98,7 +103,7 @@ class Spec(NamedTuple):
 
 def quantize_lhs(
     spec: Spec,
-    x: jax.Array | GroupedRows,
+    x: Rows,
     scalars: Scalars,
     blocks: jax.Array | None = None,
     *,
@@ -109,8 +114,7 @@ def quantize_lhs(
 
     Args:
       spec: the static settings.
-      x: ``[B, M, K]`` or ``[B, G, R, K]``; or rows in T tiles, which take the place of
-        B matrices.
+      x: the activation.
       scalars: the threshold and the seeds of the call.
       blocks: the number of blocks, as in ``threshold.apply``.
       save: whether the backward pass needs the colwise codes.
@@ -123,21 +127,24 @@ def quantize_lhs(
     recipe = spec.recipe
     colwise = recipe.drhs.quantizers[0] if save else None
     if recipe.criterion is None:
-        metric = jnp.zeros((_stack_size(x), 0, 0), jnp.float32)
+        stack = _stack_index(x, recipe.lhs_block).size
+        metric = jnp.zeros((stack, 0, 0), jnp.float32)
         stats = threshold.without_fallback(scalars, metric)
-        seeds = seeds_of(scalars.later_seed(stats), LHS_STREAM, x)
+        seeds = seeds_of(scalars.later_seed(stats), LHS_STREAM, x, recipe.lhs_block)
         rowwise = recipe.fwd.quantizers[0]
         lhs = _quantize(
             spec, x, seeds, recipe.lhs_block, rowwise=rowwise, colwise=colwise
         )
         return lhs, Layouts(None, None), stats
+    if isinstance(x, TokenRows):
+        return _quantize_tokens(spec, x, scalars, blocks, colwise, frozen=frozen)
     seeds = seeds_of(scalars.call_seed, LHS_STREAM, x)
     in_blocks = colwise is not None and colwise.scales == "block"
-    is_grouped = isinstance(x, GroupedRows)
+    is_grouped = isinstance(x, GroupedRows | ExpertRows)
     quantize = ops.ragged_quantize_fallback if is_grouped else ops.quantize_fallback
     main, residual, metric, colwise_codes = quantize(
-        x,
-        jnp.broadcast_to(scalars.theta, (_stack_size(x),)),
+        x.rows if isinstance(x, ExpertRows) else x,
+        jnp.broadcast_to(scalars.theta, _stack_index(x).shape),
         seeds,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
@@ -148,18 +155,11 @@ def quantize_lhs(
         colwise_codes = _quantize(
             spec, x, seeds, recipe.lhs_block, rowwise=None, colwise=colwise
         ).colwise
-    used, stats = threshold.apply(
-        scalars,
-        metric,
-        residual,
-        recipe,
-        blocks=blocks,
-        implementation=spec.implementation,
-    )
+    used, stats = _apply_threshold(spec, scalars, metric, residual, blocks)
     # A frozen layer does not wait for its threshold to move: nothing reads the stats.
     residuals = Layouts(residual if frozen else used, None)
     if colwise is not None and recipe.drhs.fallback:
-        assert not isinstance(x, GroupedRows)
+        assert not isinstance(x, GroupedRows | ExpertRows)
         assert used is not None
         assert colwise_codes is not None
         seeds = seeds_of(scalars.call_seed, RESIDUAL_STREAM, x)
@@ -168,6 +168,65 @@ def quantize_lhs(
         )
         residuals = Layouts(used, second)
     return Layouts(main, colwise_codes), residuals, stats
+
+
+def _apply_threshold(
+    spec: Spec,
+    scalars: Scalars,
+    metric: jax.Array,
+    residual: Quantized | None,
+    blocks: jax.Array | None,
+) -> tuple[Quantized | None, Stats]:
+    """``threshold.apply``, which takes the tiles of several devices as one stack."""
+    shape = metric.shape
+    if metric.ndim == 5:
+        assert residual is not None
+        metric = metric.reshape(-1, *shape[3:])
+        residual = residual._replace(scales=residual.scales.reshape(metric.shape))
+    used, stats = threshold.apply(
+        scalars,
+        metric,
+        residual,
+        spec.recipe,
+        blocks=blocks,
+        implementation=spec.implementation,
+    )
+    return used and used._replace(scales=used.scales.reshape(shape)), stats
+
+
+def _quantize_tokens(
+    spec: Spec,
+    x: TokenRows,
+    scalars: Scalars,
+    blocks: jax.Array | None,
+    colwise: Quantizer | None,
+    *,
+    frozen: bool,
+) -> tuple[Layouts, Layouts, Stats]:
+    """``quantize_lhs`` with fallback by the largest value, which devices agree on."""
+    block, recipe = spec.recipe.lhs_block, spec.recipe
+    assert recipe.criterion == "absmax"  # ragged_dot checks it
+    found, amax = expert_codes.find_scales(x, block)
+    metric = reference.metric_of("absmax", found.scales, amax=amax)[:, None, :]
+    second, _ = expert_codes.find_scales(x, block, found)
+    limit = jnp.where(scalars.theta >= 0.0, scalars.theta, 0.0)
+    scales = jnp.where(metric > limit, second.scales[:, None, :], 0.0)
+    no_codes = jnp.zeros((0,), jnp.int8)
+    residual = Quantized(no_codes, scales)
+    used, stats = _apply_threshold(spec, scalars, metric, residual, blocks)
+    assert used is not None
+    lhs = expert_codes.quantize_tokens(
+        x,
+        seeds_of(scalars.call_seed, LHS_STREAM, x, block),
+        found,
+        block=block,
+        rowwise="nearest",
+        colwise=colwise and colwise.rounding,
+    )
+    scales = (residual if frozen else used).scales[:, 0]
+    second = BlockScales(scales, second.inverse)
+    term = expert_codes.quantize_residuals(x, found, second, block=block)
+    return lhs, Layouts(term, None), stats
 
 
 def _add_term(
@@ -250,7 +309,7 @@ def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
 
 
 def quantize_grad(
-    spec: Spec, dy: jax.Array | GroupedRows, seed: CallSeed, *, frozen: bool = False
+    spec: Spec, dy: Rows, seed: CallSeed, *, frozen: bool = False
 ) -> Layouts:
     """Quantizes dY, ``[B, M, N]`` or rows in tiles, in the layouts of INT8 GEMMs.
 
@@ -260,24 +319,37 @@ def quantize_grad(
     recipe = spec.recipe
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
     if frozen:
-        assert not isinstance(dy, GroupedRows)
+        assert not isinstance(dy, GroupedRows | ExpertRows | TokenRows)
         bits = lax.bitcast_convert_type(dy.astype(jnp.float32), jnp.uint32)
         seed, columns = fold(fold_seeds(seed), jnp.sum(bits, dtype=jnp.uint32)), None
-    seeds = seeds_of(seed, GRAD_STREAM, dy)
+    seeds = seeds_of(seed, GRAD_STREAM, dy, recipe.grad_block)
     return _quantize(
         spec, dy, seeds, recipe.grad_block, ("colwise",), rowwise=rows, colwise=columns
     )
 
 
-def seeds_of(seed: CallSeed, stream: int, x: jax.Array | GroupedRows) -> Seeds:
-    """The seeds of the matrices ``x [B, ...]`` in one of a call's streams of noise."""
-    index = jnp.arange(_stack_size(x), dtype=jnp.uint32)
+def seeds_of(seed: CallSeed, stream: int, x: Rows, block: Block | None = None) -> Seeds:
+    """The seeds of the matrices or tiles of x in one of a call's streams of noise.
+
+    ``TokenRows`` have those of all tiles on one device, with the rows of ``block``.
+    """
+    index = _stack_index(x, block).astype(jnp.uint32)
     if not isinstance(seed, tuple):
         return fold(fold(seed, stream), index)
     layer, calls, not_earlier, streams = (
         jnp.broadcast_to(word, index.shape) for word in (*seed, jnp.uint32(stream))
     )
     return layer, calls, not_earlier, streams, index
+
+
+def _stack_index(x: Rows, block: Block | None = None) -> jax.Array:
+    """The index of each matrix or tile, int32."""
+    if isinstance(x, ExpertRows):
+        return x.indices
+    if isinstance(x, TokenRows):
+        assert block is not None
+        return jnp.arange(x.plan.tile_count(block[0]), dtype=jnp.int32)
+    return jnp.arange(_stack_size(x), dtype=jnp.int32)
 
 
 def _stack_size(x: jax.Array | GroupedRows) -> int:
@@ -287,7 +359,7 @@ def _stack_size(x: jax.Array | GroupedRows) -> int:
 
 def _quantize(
     spec: Spec,
-    x: jax.Array | GroupedRows,
+    x: Rows,
     seeds: Seeds,
     block: Block,
     as_rhs: tuple[str, ...] = (),
@@ -306,6 +378,18 @@ def _quantize(
     quantizer = rowwise or colwise
     if quantizer is None:
         return Layouts(None, None)
+    if isinstance(x, TokenRows):
+        return expert_codes.quantize_tokens(
+            x,
+            seeds,
+            expert_codes.find_scales(x, block)[0],
+            block=block,
+            rowwise=rowwise and rowwise.rounding,
+            colwise=colwise and colwise.rounding,
+            sums="colwise" in as_rhs and spec.bounds_sums,
+        )
+    if isinstance(x, ExpertRows):
+        x = x.rows
     if quantizer.scales == "row_block":
         assert not isinstance(x, GroupedRows)
         quantize = functools.partial(

@@ -27,6 +27,9 @@ from fbq_jax.core.dot_general import (
     checked_theta,
     seed_from_key,
 )
+from fbq_jax.core.expert_codes import ExpertRows, TokenRows
+from fbq_jax.core.expert_exchange import ExchangedGroups, return_rows, sum_rows
+from fbq_jax.core.expert_plan import TILE
 from fbq_jax.core.matmul_vjp import DenseGemms
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.quantize_operands import GemmSpec, Spec
@@ -49,7 +52,7 @@ from fbq_jax.sharding.manual_axes import as_varying
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | ExchangedGroups,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
@@ -73,7 +76,9 @@ def ragged_dot(
       lhs: ``[M, K]``, the activation, whose blocks may fall back; bfloat16, float16 or
         float32.
       rhs: ``[G, K, N]``, the weights; bfloat16, float16 or float32.
-      group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.
+      group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.  Or the
+        groups of rows that devices exchange, which ``MoEMLP`` makes: they say which
+        shapes lhs and the result have.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
       recipe: how the three GEMMs are quantized; needs block scales in all of them, no
@@ -138,22 +143,27 @@ def _seeded_ragged_dot(
 ) -> tuple[jax.Array, Stats, jax.Array]:
     """``ragged_dot``; a traced threshold may be ``threshold.UNSET``.
 
-    The third result is ``Tiles.groups``.
+    The third result is the group of each tile of the metric, int32 ``[T]``.
     """
     recipe, implementation = config.recipe, config.implementation
     group_sizes, *options = call
     dtype = output_dtype(lhs, rhs, *options)
-    _check_shapes(lhs, rhs, group_sizes)
     _check_recipe(recipe)
+    m = recipe.block_shape[0]
+    gemms: GroupedGemms | ExchangedGemms
+    if isinstance(group_sizes, ExchangedGroups):
+        _check_exchange(recipe)
+        gemms = ExchangedGemms(group_sizes, m)
+    else:
+        _check_shapes(lhs, rhs, group_sizes)
+        gemms = GroupedGemms(assign_tiles(group_sizes, lhs.shape[0], m), len(rhs))
     dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
-    tiles = assign_tiles(group_sizes, lhs.shape[0], recipe.block_shape[0])
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
-    gemms = GroupedGemms(tiles, len(rhs))
     weight = rhs if codes is None else codes.main
     lhs, weight, gemms = as_varying((lhs, weight, gemms))
     scalars = scalars.on_device(lhs)
     out, stats = matmul_vjp.matmul(spec, lhs, weight, scalars, gemms)
-    return out, stats, tiles.groups
+    return out, stats, gemms.tile_groups()
 
 
 def _group_rates(stats: Stats, groups: jax.Array, size: int) -> jax.Array:
@@ -220,6 +230,20 @@ def _check_recipe(recipe: Recipe) -> None:
         )
 
 
+def _check_exchange(recipe: Recipe) -> None:
+    if recipe.criterion not in ("absmax", None):
+        raise ValueError(
+            "experts on several devices take a recipe with criterion='absmax' or None, "
+            "because devices agree on the largest value of a block only; got "
+            f"{recipe}"
+        )
+    if TILE % recipe.block_shape[0]:
+        raise ValueError(
+            "experts on several devices take a recipe whose blocks have rows that "
+            f"divide {TILE}; got {recipe}"
+        )
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tiles"],
@@ -236,6 +260,10 @@ class GroupedGemms(DenseGemms):
 
     tiles: Tiles
     num_groups: int
+
+    def tile_groups(self) -> jax.Array:
+        """The group of each tile, int32 ``[T]``; arbitrary without rows."""
+        return self.tiles.groups
 
     def tile_rows(self, x: jax.Array) -> GroupedRows:
         """The rows of ``[M, C]`` with their tiles."""
@@ -276,6 +304,7 @@ class GroupedGemms(DenseGemms):
             dtype=spec.dtype,
             implementation=spec.implementation,
         )
+        # XLA reads the tiles where it computes on the rows, and makes no copy of them.
         return from_tiles(y, self.tiles)
 
     def contract_rows(
@@ -301,3 +330,128 @@ class GroupedGemms(DenseGemms):
             dtype=spec.dtype,
             implementation=spec.implementation,
         )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["m"]
+)
+@dataclasses.dataclass(frozen=True)
+class ExchangedGemms(DenseGemms):
+    """Runs the INT8 GEMMs of experts that are on several devices.
+
+    Each device multiplies the rows of its own experts.  Codes are sent before the
+    products, and outputs return after them.
+
+    Attributes:
+      groups: the groups of rows.
+      m: the rows of a block.
+    """
+
+    groups: ExchangedGroups
+    m: int
+
+    def tile_groups(self) -> jax.Array:
+        """The expert of each tile, int32; E for a tile without rows.
+
+        If lhs is sent, the tiles are those on one device, ``[T]``; else those of all
+        devices, ``[D C T]``.
+        """
+        plan = self.groups.plan
+        if self.groups.sends:
+            return plan.tile_experts(self.m)
+        local = plan.num_experts // plan.parts
+        part = jnp.arange(plan.parts, dtype=jnp.int32)[:, None, None]
+        groups = plan.tiles(self.m).groups
+        experts = jnp.where(groups < local, part * local + groups, plan.num_experts)
+        return experts.reshape(-1)
+
+    def tile_rows(self, x: jax.Array) -> TokenRows | ExpertRows:
+        """Rows to be sent, or the rows ``[D, C, R, K]`` on each device."""
+        if x.ndim < 4:
+            return TokenRows(x, self.groups.plan)
+        tiles = self.groups.plan.tiles(self.m)
+        place = jnp.arange(0, x.shape[2], self.m, dtype=jnp.int32)
+        first = jnp.broadcast_to(place, tiles.rows.shape)
+        return ExpertRows(GroupedRows(x, first, tiles.rows), tiles.indices)
+
+    def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
+        """The number of blocks in tiles that hold rows, int32 ``[]``."""
+        tiles = self.groups.plan.used_tiles(self.m)
+        return tiles * -(-x.shape[-1] // spec.recipe.block_shape[1])
+
+    def multiply(
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seed: CallSeed,
+    ) -> jax.Array:
+        """Multiplies tiles with the matrices of their groups, for Y.
+
+        Args:
+          spec: the settings of the GEMM.
+          lhs: the rowwise codes of the tiles, ``[D, C, T, m, K]``, with their scales.
+          residual: a second term of lhs, of the same shapes, or None.
+          rhs: the codes ``[E, N, K]`` and their scales.
+          seed: not read, since no sum is in INT8.
+
+        Returns:
+          ``[D, C, R, N]``, or ``[T, k, N]`` if the output returns to the tokens.
+        """
+        del seed
+        y = self._multiply(spec, lhs, residual, rhs)
+        return y if self.groups.sends else return_rows(self.groups.plan, y)
+
+    def multiply_grad(
+        self, spec: GemmSpec, grad: Quantized, rhs: Quantized, seed: CallSeed
+    ) -> jax.Array:
+        """``multiply`` for dX, ``[T, K]`` or ``[D, C, R, K]``."""
+        del seed
+        dx = self._multiply(spec, grad, None, rhs)
+        return sum_rows(return_rows(self.groups.plan, dx)) if self.groups.sends else dx
+
+    def _multiply(
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+    ) -> jax.Array:
+        plan = self.groups.plan
+        y = ops.ragged_matmul(
+            lhs,
+            residual,
+            jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), rhs),
+            plan.tiles(self.m).groups,
+            block_shape=spec.block_shape,
+            dtype=spec.dtype,
+            implementation=spec.implementation,
+        )
+        return y.reshape(*y.shape[:2], -1, y.shape[-1])
+
+    def contract_rows(
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+        seed: CallSeed,
+    ) -> jax.Array:
+        """Multiplies X' with dY, colwise codes ``[D, C, T, K, m]``.
+
+        Returns ``[E, K, N]`` in ``spec.dtype``.
+        """
+        del seed
+        assert residual is None  # _check_recipe
+        plan = self.groups.plan
+        dw = ops.ragged_contraction(
+            lhs,
+            rhs,
+            plan.tiles(self.m).groups,
+            size=plan.num_experts // plan.parts,
+            block_shape=spec.block_shape,
+            dtype=spec.dtype,
+            implementation=spec.implementation,
+        )
+        return dw.reshape(-1, *dw.shape[2:])

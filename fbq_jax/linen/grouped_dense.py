@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fbq_jax.core.dot_call import ragged_dot_of
+from fbq_jax.core.expert_exchange import ExchangedGroups
 
 Initializer = Callable[..., jax.Array]
 
@@ -28,8 +29,13 @@ class GroupedDense(nn.Module):
     dot_general: Callable[..., jax.Array] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Maps rows ``[M, K]`` in groups of sizes ``[G]`` to ``[M, N]``."""
+    def __call__(
+        self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups
+    ) -> jax.Array:
+        """Maps rows ``[M, K]`` in groups of sizes ``[G]`` to ``[M, N]``.
+
+        ``ExchangedGroups`` say which shapes they take and give.
+        """
         shape = len(group_sizes), x.shape[-1], self.features
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         ragged_dot = ragged_dot_of(self.dot_general)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fbq_jax.core.experts import Dispatch, dispatch, expert_mlp
+from fbq_jax.core.expert_plan import Exchange, ExpertSharding
+from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.routing import Routes, Routing, next_bias, route, router_logits
 from fbq_jax.core.training_warnings import warn_if_differentiated
@@ -58,10 +59,13 @@ class MoEMLP(nn.Module):
       dot_general: its ``ragged_dot`` multiplies in the experts; None for
         ``lax.ragged_dot``, which takes no ``jax.vmap`` over tokens with the same
         experts.
+      expert_sharding: the mesh axes of experts, to which devices send tokens as INT8
+        codes; None if each device has all experts.
 
     Raises:
       TypeError: ``dot_general`` has no ``ragged_dot``.
-      ValueError: in a call, the routing has a bias that is in no collection.
+      ValueError: in a call, the routing has a bias that is in no collection, or the
+        mesh does not fit ``expert_sharding``.
 
     >>> from fbq_jax import fallback_dot
     >>> layer = MoEMLP(Routing(num_experts=8), hidden=32, dot_general=fallback_dot)
@@ -83,6 +87,7 @@ class MoEMLP(nn.Module):
     router_init: Initializer = nn.initializers.lecun_normal()
     kernel_init: Initializer = nn.initializers.lecun_normal(batch_axis=(0,))
     dot_general: Callable[..., jax.Array] | None = None
+    expert_sharding: ExpertSharding | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -107,7 +112,7 @@ class MoEMLP(nn.Module):
         )
         return y.reshape(x.shape)
 
-    def _route(self, logits: jax.Array) -> tuple[Routes, Dispatch]:
+    def _route(self, logits: jax.Array) -> tuple[Routes, Dispatch | Exchange]:
         """Routes tokens by their logits ``[T, E]``, and updates the collections."""
         routing, is_mutable = self.routing, self.is_mutable_collection(STATS)
         shape = (routing.num_experts,)
@@ -116,14 +121,14 @@ class MoEMLP(nn.Module):
             logits = self._check_bias(logits)
             bias = self.variable(STATS, "bias", jnp.zeros, shape, jnp.float32)
         routes = route(routing, logits, None if bias is None else bias.value)
-        plan = dispatch(routes.experts, *shape, routing.capacity(len(logits)))
+        plan, drops = plan_dispatch(routing, routes.experts, self.expert_sharding)
         if is_mutable:
             load = self.variable(STATS, "load", jnp.zeros, shape, jnp.int32)
             dropped = self.variable(STATS, "dropped", jnp.zeros, (), jnp.int32)
         if self.is_initializing():
             return routes, plan
         if is_mutable:
-            load.value, dropped.value = routes.load, plan.dropped
+            load.value, dropped.value = routes.load, drops
             if bias is not None:
                 bias.value = next_bias(routing, bias.value, routes.load)
         self.sow(LOSSES, "load_balance", routes.load_balance_loss)

@@ -12,7 +12,12 @@ from flax.linen import transforms
 from jax import lax
 
 from fbq_jax.core import weight_products
-from fbq_jax.core.dot_call import DotCall, RaggedCall, RaggedDotGeneral
+from fbq_jax.core.dot_call import (
+    DotCall,
+    RaggedCall,
+    RaggedDotGeneral,
+    float_ragged_dot,
+)
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
@@ -130,7 +135,7 @@ class RulesDot(RaggedDotGeneral):
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
         dot = self.of_layer()
-        ragged_dot = lax.ragged_dot if dot is None else dot.ragged_dot
+        ragged_dot = float_ragged_dot if dot is None else dot.ragged_dot
         return ragged_dot(lhs, rhs, *call)
 
     def of_layer(

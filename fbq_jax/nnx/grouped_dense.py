@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from fbq_jax.core.dot_call import ragged_dot_of
+from fbq_jax.core.expert_exchange import ExchangedGroups
 
 Initializer = nnx.initializers.Initializer
 
@@ -39,7 +40,12 @@ class GroupedDense(nnx.Module):
         self.kernel = nnx.Param(kernel_init(rngs.params(), kernel_shape, param_dtype))
         self.dot_general: Callable[..., jax.Array] = lax.dot_general
 
-    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Maps rows ``[M, K]`` in groups of sizes ``[G]`` to ``[M, N]``."""
+    def __call__(
+        self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups
+    ) -> jax.Array:
+        """Maps rows ``[M, K]`` in groups of sizes ``[G]`` to ``[M, N]``.
+
+        ``ExchangedGroups`` say which shapes they take and give.
+        """
         ragged_dot = ragged_dot_of(self.dot_general)
         return ragged_dot(x, jnp.asarray(self.kernel[...], x.dtype), group_sizes)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fbq_jax.core.experts import Dispatch, dispatch, expert_mlp
+from fbq_jax.core.expert_plan import Exchange, ExpertSharding
+from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
 from fbq_jax.core.routing import Routes, Routing, next_bias, route, router_logits
 from fbq_jax.core.training_warnings import warn_if_differentiated
 from fbq_jax.nnx.dot import FallbackDot, in_evaluation
@@ -45,6 +46,8 @@ class MoEMLP(nnx.Module):
         its own; None for ``lax.ragged_dot``.  ``fbq_jax.nnx.quantize`` gives them one,
         too.
       implementation: as in ``FallbackDot``.
+      expert_sharding: the mesh axes of experts, to which devices send tokens as INT8
+        codes; None if each device has all experts.
       rngs: seeds the parameters and the noise.
 
     Attributes:
@@ -80,9 +83,11 @@ class MoEMLP(nnx.Module):
         ),
         recipe: Recipe | None = None,
         implementation: str | None = None,
+        expert_sharding: ExpertSharding | None = None,
         rngs: nnx.Rngs,
     ):
         self.routing, self.bits, self.dtype = routing, bits, dtype
+        self.expert_sharding = expert_sharding
         experts = routing.num_experts
         self.router = _Router((features, experts), param_dtype, router_init, rngs)
 
@@ -123,17 +128,16 @@ class MoEMLP(nnx.Module):
         )
         return y.reshape(x.shape)
 
-    def _route(self, logits: jax.Array) -> tuple[Routes, Dispatch]:
+    def _route(self, logits: jax.Array) -> tuple[Routes, Dispatch | Exchange]:
         """Routes tokens by their logits ``[T, E]``, and updates the variables."""
         routing, bias = self.routing, self.bias
         evaluates = self.use_running_average or in_evaluation.value
         if evaluates and bias is not None:
             logits = warn_if_differentiated("bias in evaluation", _EVALUATES, logits)
         routes = route(routing, logits, None if bias is None else bias[...])
-        capacity = routing.capacity(len(logits))
-        plan = dispatch(routes.experts, routing.num_experts, capacity)
+        plan, dropped = plan_dispatch(routing, routes.experts, self.expert_sharding)
         if not evaluates:
-            self.load[...], self.dropped[...] = routes.load, plan.dropped
+            self.load[...], self.dropped[...] = routes.load, dropped
             self.load_balance_loss[...] = routes.load_balance_loss
             self.z_loss[...] = routes.z_loss
             if bias is not None:

@@ -169,8 +169,10 @@ def _partition(
 ) -> tuple[Mesh, Callable[..., Any], Any, Any]:
     """The callback of ``custom_partitioning``; arrays are shapes with shardings."""
     if mesh.empty:
-        devices = jax.tree.leaves(operands)[0].sharding.devices_indices_map((1,))
-        mesh = Mesh(list(devices), ("devices",))
+        first = jax.tree.leaves(operands)[0]
+        # A shape that any number of shards divides.
+        shape = (first.sharding.num_devices,) * len(first.shape)
+        mesh = Mesh(list(first.sharding.devices_indices_map(shape)), ("devices",))
     mesh, (operands, results) = factor_mesh_axes(mesh, (operands, results))
     assignment = assign_mesh_axes(squeezed_rule, operands, results, mesh)
     warn_misaligned_shards(name, squeezed_rule, operands, assignment)

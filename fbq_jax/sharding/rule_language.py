@@ -9,7 +9,7 @@ sharded; a number after it is a granularity for which the axis is too short or u
 The ops use these letters: ``b`` for the stack of matrices, ``p`` for parts of a matrix
 with separate scales, ``g`` and ``i`` for rows, ``j`` for columns.  A product has rows
 ``i``, columns ``n`` and the contraction ``k``; a ragged product also has row tiles
-``t`` and groups ``e``.
+``t`` and groups ``e``, and may have parts of groups ``d`` and their copies ``c``.
 
 Rows may be two axes ``[..., G, R, ...]``, such as sequences and their tokens, and a
 mesh may shard both.  No block spans two sequences.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fbq_jax
 from fbq_jax import (
@@ -23,9 +24,13 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
+from fbq_jax.core import experts
+from fbq_jax.kernels.grouped_reference import Tiles, from_tiles
+from fbq_jax.nonlinear import silu_gate
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding import layer_names
 from tests import oracle
+from tests.gpus import h200s, needs_compiler
 from tests.kernels.test_reference import heavy
 
 M, K, N = 200, 96, 50
@@ -208,6 +213,62 @@ def test_many_experts_compile_as_fast_as_few():
         return compiled.as_text().count(" = ")
 
     assert size(64) < 1.25 * size(4)
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gate", "its gradient", "output", "gradient"])
+def test_xla_reads_tiles_in_place(name):
+    """Compiled for an H200, what reads the rows of a product makes no copy of them."""
+    rows, width, top_k = 4096, 512, 2
+    sharding = NamedSharding(h200s(1, "data"), PartitionSpec())
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def gate(y, gate_up, positions):
+        del gate_up, positions
+        return silu_gate(*jnp.split(y, 2, axis=-1))
+
+    def gate_grad(dy, gate_up, positions):
+        del positions
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        _, vjp = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+        return jnp.concatenate(vjp(dy[:, :width]), axis=-1)
+
+    def output(y, gate_up, positions):
+        del gate_up
+        return jnp.sum(y[positions].astype(jnp.float32), axis=1)
+
+    def gradient(dx, gate_up, positions):
+        del gate_up
+        return experts._take_tokens_bwd(positions, dx)[0]
+
+    readers = dict(
+        zip(
+            ["gate", "its gradient", "output", "gradient"],
+            [gate, gate_grad, output, gradient],
+            strict=True,
+        )
+    )
+
+    def temporary_bytes(y, tiles=None):
+        def read(y, tiles, *operands):
+            return readers[name](
+                y if tiles is None else from_tiles(y, tiles), *operands
+            )
+
+        positions = array(rows // top_k, top_k, dtype=jnp.int32)
+        args = y, tiles, array(rows, 2 * width), positions
+        compiled = jax.jit(read).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    tiles = 40
+    numbers = (array(tiles, dtype=jnp.int32),) * 3
+    given = Tiles(*numbers, array(rows, dtype=jnp.int32))
+    more = temporary_bytes(array(tiles, 128, 2 * width), given)
+    more -= temporary_bytes(array(rows, 2 * width))
+    assert more <= 8 * rows  # a few bytes per row, which has 2048
 
 
 @pytest.mark.parametrize(

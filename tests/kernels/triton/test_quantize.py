@@ -59,7 +59,7 @@ def test_vectors(vectors, case):
     cases.check_vectors(vectors, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize("case", slow_but_first(cases.HADAMARD[::-1]))
+@pytest.mark.parametrize("case", with_first_fast(cases.HADAMARD[::-1]))
 def test_transformed_vectors(vectors, case):
     shape, dtype, *options = case
     x = heavy(shape, dtype=dtype)
@@ -67,7 +67,7 @@ def test_transformed_vectors(vectors, case):
 
 
 @pytest.mark.parametrize(
-    "case", [*slow_but_first(cases.ROW_BLOCKS), cases.ROW_BLOCKS[-3]]
+    "case", [*with_first_fast(cases.ROW_BLOCKS), cases.ROW_BLOCKS[-3]]
 )
 def test_row_blocks(row_blocks, case):
     shape, dtype, *options = case
@@ -84,7 +84,7 @@ def test_special_blocks(ops, vectors, dtype):
     cases.check_special_vectors(vectors, dtype)
 
 
-@pytest.mark.parametrize("dtype", slow_but_first(cases.SPECIAL_DTYPES))
+@pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
 def test_special_row_blocks(row_blocks, dtype):
     cases.check_special_row_blocks(row_blocks, dtype)
     cases.check_special_transformed(row_blocks, dtype)

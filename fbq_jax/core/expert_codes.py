@@ -1,0 +1,359 @@
+"""Tokens go to experts on other devices as INT8 codes.
+
+Each device quantizes its own rows.  The codes and scales are those of one device, bit
+for bit: the rows of a block may lie on several devices, which agree on its scale by an
+all-reduced maximum (one float32 per block), and a row's noise depends on its block and
+its place in it.
+
+What a row of ``X`` sends, in bytes per value: 1 for the codes of the forward GEMM; a
+quarter if dW rounds them stochastically, where codes differ by -1, 0 or 1; and 1 in
+blocks that fall back.  ``dY`` takes 1.  bfloat16 would take 2.  Scales are not sent:
+each device has those of all blocks.
+
+Quantization runs as XLA ops, which read tokens twice (once more for the residuals) and
+write the codes of each token's experts.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax.core.expert_exchange import (
+    RowSlices,
+    row_slices,
+    to_experts,
+    token_of,
+)
+from fbq_jax.core.expert_plan import TILE, Exchange, Tiles, exclusive_sum
+from fbq_jax.kernels import reference, rounding
+from fbq_jax.kernels.grouped_reference import GroupedRows
+from fbq_jax.kernels.reference import Block, Layouts, Quantized
+from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+
+
+class TokenRows(NamedTuple):
+    """Rows of tokens, to be quantized where they lie and sent to their experts.
+
+    Attributes:
+      values: as for ``send_rows``, bfloat16, float16 or float32.
+      plan: the plan.
+    """
+
+    values: jax.Array
+    plan: Exchange
+
+
+class ExpertRows(NamedTuple):
+    """Rows on the devices of their experts.
+
+    Attributes:
+      rows: values ``[D, C, R, K]`` with their tiles.
+      indices: int32 ``[D, C, T]``, the index of each tile on one device.
+    """
+
+    rows: GroupedRows
+    indices: jax.Array
+
+
+class BlockScales(NamedTuple):
+    """What all devices know of the blocks of ``TokenRows``; float32 ``[T, K/k]``.
+
+    T is the number of tiles on one device.
+
+    Attributes:
+      scales: the scales.
+      inverse: their inverses (``scale_and_inverse``).
+    """
+
+    scales: jax.Array
+    inverse: jax.Array
+
+
+def find_scales(
+    rows: TokenRows, block: Block, main: BlockScales | None = None
+) -> tuple[BlockScales, jax.Array]:
+    """The scales of the blocks of all devices, and their ``max |x|``.
+
+    Args:
+      rows: the rows.
+      block: rows and columns of a block.
+      main: the scales of a first term, to find those of the residual; None for x.
+    """
+    plan, values = rows.plan, rows.values
+    tiles = plan.tile_count(block[0])
+
+    def local(
+        x: jax.Array, order: jax.Array, counts: jax.Array, main: BlockScales | None
+    ) -> jax.Array:
+        source, here = token_of(order, x), _local_rows(plan, order, counts, block[0])
+        x = x.reshape(-1, x.shape[-1])
+        if main is None:
+            amax = _row_amax(x.astype(jnp.float32), block[1])[source]
+        else:
+            amax = _row_amax(_residual(x[source], here, main, block), block[1])
+        bits = lax.bitcast_convert_type(amax, jnp.int32)
+        largest = jnp.zeros((tiles, bits.shape[1]), jnp.int32)
+        largest = largest.at[here.tile].max(bits, mode="drop")
+        return lax.pmax(largest, plan.sharding.axes)
+
+    specs = plan.by_token, plan.by_token, P(), P()
+    bits = plan.over_devices(local, specs, P())(values, plan.order, plan.counts, main)
+    amax = lax.bitcast_convert_type(bits, jnp.float32)
+    return BlockScales(*scale_and_inverse(amax)), amax
+
+
+class _LocalRows(NamedTuple):
+    """The place of a device's sorted rows on one device; int32 ``[T k / S]``.
+
+    Attributes:
+      tile: the index of each row's tile, and the number of tiles for a dropped row.
+      row: the row in the tile.
+    """
+
+    tile: jax.Array
+    row: jax.Array
+
+
+def _local_rows(
+    plan: Exchange, order: jax.Array, counts: jax.Array, m: int
+) -> _LocalRows:
+    """Inside ``over_devices``: where the rows of this device are."""
+    index = lax.axis_index(plan.sharding.axes)
+    begin, sizes = exclusive_sum(counts)[index], counts[index]
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    position = jnp.arange(order.size, dtype=jnp.int32)
+    expert = jnp.sum(position[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+    is_kept = expert < len(ends)
+    expert = jnp.minimum(expert, len(ends) - 1)
+    row = begin[expert] + position - (ends - sizes)[expert]
+    first = exclusive_sum(-(-jnp.sum(counts, axis=0, dtype=jnp.int32) // m))
+    tile = jnp.where(is_kept, first[expert] + row // m, plan.tile_count(m))
+    # Without the barrier, XLA would compute tiles again for each element of a row.
+    return lax.optimization_barrier(_LocalRows(tile, row % m))
+
+
+def _in_blocks(x: jax.Array, side: int) -> jax.Array:
+    """Pads ``[R, C]`` and splits it into ``[R, C/c, c]``."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % side)))
+    return x.reshape(len(x), -1, side)
+
+
+def _row_amax(x: jax.Array, side: int) -> jax.Array:
+    return find_amax(_in_blocks(x, side), 2)
+
+
+def _spread(per_block: jax.Array, here: _LocalRows, side: int, width: int) -> jax.Array:
+    """The value of each row's block, for each element ``[R, width]``."""
+    rows = per_block.at[here.tile].get(mode="fill", fill_value=0)
+    return jnp.repeat(rows, side, axis=1)[:, :width]
+
+
+def _codes(
+    x: jax.Array,
+    here: _LocalRows,
+    inverse: jax.Array,
+    side: int,
+    seeds: jax.Array | None = None,
+) -> jax.Array:
+    """Codes of rows ``[R, C]``, as float32; seeds ``[T]`` of stochastic rounding."""
+    noise = None
+    if seeds is not None:
+        seeds = seeds.at[here.tile].get(mode="fill", fill_value=0)
+        noise = rounding.noise_of_rows(seeds, here.row, x.shape[1])
+    inverse = _spread(inverse, here, side, x.shape[1])
+    return reference.round_to_codes(x.astype(jnp.float32), inverse, noise)
+
+
+def _residual(
+    x: jax.Array, here: _LocalRows, main: BlockScales, block: Block
+) -> jax.Array:
+    codes = _codes(x, here, main.inverse, block[1])
+    scales = _spread(main.scales, here, block[1], x.shape[1])
+    return reference.residual_of(x.astype(jnp.float32), codes, scales)
+
+
+def quantize_tokens(
+    rows: TokenRows,
+    seeds: rounding.Seeds,
+    found: BlockScales,
+    *,
+    block: Block,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
+    sums: bool = False,
+) -> Layouts:
+    """Quantizes rows and sends their codes: ``ops.ragged_quantize`` of ``ExpertRows``.
+
+    Args:
+      rows: the rows.
+      seeds: the seeds of stochastic rounding, of all tiles on one device.
+      found: the scales.
+      block: rows and columns of a block; its rows divide 128.
+      rowwise: the rounding of the rowwise codes; None to omit this layout.
+      colwise: the rounding of the colwise codes; None to omit this layout.
+      sums: whether the colwise layout gets sums of codes.
+
+    Returns:
+      Rowwise codes ``[D, C, T, m, K]`` and colwise codes ``[D, C, T, K, m]``.
+    """
+    plan, m = rows.plan, block[0]
+    roundings = tuple(dict.fromkeys(r for r in (rowwise, colwise) if r is not None))
+
+    def local(
+        x: jax.Array,
+        order: jax.Array,
+        counts: jax.Array,
+        found: BlockScales,
+        seeds: jax.Array,
+        slices: RowSlices,
+    ) -> list[jax.Array]:
+        here = _local_rows(plan, order, counts, m)
+        x = x.reshape(-1, x.shape[-1])[token_of(order, x)]
+        codes = [
+            _codes(
+                x, here, found.inverse, block[1], seeds if r == "stochastic" else None
+            )
+            for r in roundings
+        ]
+        sent = [codes[0].astype(jnp.int8)]
+        if len(codes) > 1:
+            sent.append(_pack_steps(codes[1] - codes[0]))
+        size = plan.slots * TILE
+        return [to_experts(plan, x, size, slices)[None, None] for x in sent]
+
+    specs = plan.by_token, plan.by_token, P(), P(), P(), P()
+    run = plan.over_devices(local, specs, plan.by_expert)
+    operands = plan.counts, found, rounding.fold_seeds(seeds), row_slices(plan)
+    first, *steps = run(rows.values, plan.order, *operands)  # [D, C, R, K]
+    shape = *first.shape[:2], -1, m, first.shape[-1]
+    codes = {roundings[0]: first.reshape(shape)}
+    if steps:
+        step = _unpack_steps(steps[0], first.shape[-1])
+        codes[roundings[1]] = (first + step).reshape(shape)
+    scales = tile_scales(plan.tiles(m), found.scales)
+    main = None if rowwise is None else Quantized(codes[rowwise], scales)
+    transposed = None
+    if colwise is not None:
+        transposed = Quantized(codes[colwise].mT, scales.mT)
+        if sums:
+            transposed = transposed._replace(sums=_sums(transposed.codes, block[1]))
+    return Layouts(main, transposed)
+
+
+def _sums(codes: jax.Array, side: int) -> jax.Array:
+    """``Quantized.sums`` of colwise codes ``[D, C, T, K, m]``."""
+    sums = jnp.sum(jnp.abs(codes.astype(jnp.int32)), axis=4)
+    sums = jnp.pad(sums, ((0, 0),) * 3 + ((0, -sums.shape[3] % side),))
+    largest = jnp.max(sums.reshape(*sums.shape[:3], -1, side), axis=4)
+    return largest[..., None].astype(jnp.float32)
+
+
+def tile_scales(tiles: Tiles, scales: jax.Array) -> jax.Array:
+    """Scales ``[T, K/k]`` of all tiles as those on each device, ``[D, C, T, 1, K/k]``.
+
+    They are 0 for tiles without rows.
+    """
+    own = scales[tiles.indices]
+    return jnp.where(tiles.rows[..., None] > 0, own, 0.0)[:, :, :, None, :]
+
+
+def _pack_steps(x: jax.Array) -> jax.Array:
+    """Packs values -1, 0 and 1 ``[R, C]`` to four per byte, int8 ``[R, ceil(C/4)]``."""
+    fields = _in_blocks(x.astype(jnp.int32) & 3, 4)
+    shifts = jnp.arange(0, 8, 2, dtype=jnp.int32)[None, None]
+    return jnp.sum(fields << shifts, axis=2, dtype=jnp.int32).astype(jnp.int8)
+
+
+def _unpack_steps(packed: jax.Array, columns: int) -> jax.Array:
+    """The reverse of ``_pack_steps``: int8 ``[..., columns]``."""
+    # Shifted to the left end of 32 bits and back, a field keeps its sign.
+    shifts = jnp.expand_dims(
+        jnp.arange(30, 22, -2, dtype=jnp.int32), range(packed.ndim)
+    )
+    fields = packed[..., None].astype(jnp.int32) << shifts >> 30
+    fields = fields.reshape(*packed.shape[:-1], -1)[..., :columns]
+    return fields.astype(jnp.int8)
+
+
+def quantize_residuals(
+    rows: TokenRows,
+    main: BlockScales,
+    found: BlockScales,
+    *,
+    block: Block,
+) -> Quantized:
+    """Quantizes the second term and sends the codes of blocks that have one.
+
+    Args:
+      rows: the rows.
+      main: the scales of the first term.
+      found: the scales of the second term; 0 in blocks without one.
+      block: rows and columns of a block.
+
+    Returns:
+      Codes ``[D, C, T, m, K]``, 0 in blocks without a second term, and their scales.
+    """
+    plan, (m, side) = rows.plan, block
+    width = rows.values.shape[-1]
+
+    def falls_of(found: BlockScales) -> jax.Array:
+        return found.scales > 0.0  # [T, K/k]
+
+    def local(
+        x: jax.Array,
+        order: jax.Array,
+        counts: jax.Array,
+        main: BlockScales,
+        found: BlockScales,
+        slices: RowSlices,
+        places: jax.Array,
+    ) -> jax.Array:
+        here = _local_rows(plan, order, counts, m)
+        x = x.reshape(-1, width)[token_of(order, x)]
+        residual = _residual(x, here, main, block)
+        codes = _codes(residual, here, found.inverse, side)
+        codes = _in_blocks(codes.astype(jnp.int8), side).reshape(-1, side)
+        # The parts of rows in blocks that fall back, in their order.
+        is_sent = falls_of(found).at[here.tile].get(mode="fill", fill_value=False)
+        (index,) = jnp.nonzero(is_sent.reshape(-1), size=is_sent.size, fill_value=0)
+        size = plan.slots * TILE * is_sent.shape[1]
+        sent = to_experts(plan, codes[index], size, slices)
+        received = sent.at[places[0, 0]].get(mode="fill", fill_value=0)
+        return received.reshape(*places.shape[:4], -1)[..., :width]
+
+    by_token, by_expert = plan.by_token, plan.by_expert
+    specs = by_token, by_token, P(), P(), P(), P(), by_expert
+    run = plan.over_devices(local, specs, by_expert)
+    units = jnp.sum(falls_of(found), axis=1, dtype=jnp.int32)
+    tiles = plan.tiles(m)
+    places = _unit_places(tiles, units, falls_of(found), m)
+    operands = plan.counts, main, found, row_slices(plan, m, units), places
+    codes = run(rows.values, plan.order, *operands)
+    return Quantized(codes, tile_scales(tiles, found.scales))
+
+
+def _unit_places(tiles: Tiles, units: jax.Array, falls: jax.Array, m: int) -> jax.Array:
+    """Where a device receives the residual of each part of a row.
+
+    Args:
+      tiles: the tiles of the devices.
+      units: int32 ``[T]``, the blocks of each tile on one device that fall back.
+      falls: bool ``[T, K/k]``, which ones do.
+      m: the rows of a tile.
+
+    Returns:
+      int32 ``[D, C, T, m, K/k]``; beyond the end for those without a residual.
+    """
+    last = jnp.iinfo(jnp.int32).max
+    has_rows = tiles.rows > 0
+    first = jnp.where(has_rows, exclusive_sum(m * units)[tiles.indices], last)
+    first -= jnp.min(first, axis=2, keepdims=True)
+    falls = falls[tiles.indices]
+    rank = jnp.cumsum(falls, axis=3, dtype=jnp.int32) - 1
+    row = jnp.arange(m, dtype=jnp.int32)[None, None, None, :]
+    of_row = first[..., None] + row * units[tiles.indices][..., None]
+    is_sent = falls[..., None, :] & (row < tiles.rows[..., None])[..., None]
+    return jnp.where(is_sent, of_row[..., None] + rank[..., None, :], last)
