@@ -151,8 +151,8 @@ def partitioned(jitted: Any) -> Partitioned:
     partitions the ops by itself.
 
     On a TPU mesh, the function is traced twice for each new combination of shapes and
-    shardings of its arguments.  Ops get the same shardings as on other platforms, except
-    that a mesh axis shards an op completely or not at all.
+    shardings of its arguments.  Ops get the same shardings as on other platforms,
+    except that a mesh axis shards an op completely or not at all.
 
     Args:
       jitted: what ``jax.jit`` or ``flax.nnx.jit`` returns.
@@ -225,7 +225,11 @@ def _inline(module: Any) -> None:
 
     Shardings would not propagate through their results in the same order.
     """
-    functions = {_text(f.attributes["sym_name"]): f for f in module.body.operations if _is(f, "func.func")}
+    functions = {
+        _text(f.attributes["sym_name"]): f
+        for f in module.body.operations
+        if _is(f, "func.func")
+    }
     calls = [op for op in _walk(module.operation) if op.name == "func.call"]
     for call in calls:
         name = _text(call.attributes["callee"]).removeprefix("@")
@@ -263,7 +267,9 @@ def _text(attribute: Any) -> str:
 def _calls(module: Any) -> Iterator[tuple[int, tuple[list[Axes], list[Axes]]]]:
     """The numbers and the shardings of the calls in a module."""
     for operation in _walk(module.operation):
-        is_call = _is(operation, "stablehlo.custom_call") and _CALL in operation.attributes
+        is_call = (
+            _is(operation, "stablehlo.custom_call") and _CALL in operation.attributes
+        )
         if is_call and _text(operation.attributes["call_target_name"]) == _TARGET:
             values = [*operation.operands], [*operation.results]
             operands, results = ([*map(_axes_of, side)] for side in values)

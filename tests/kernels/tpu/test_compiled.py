@@ -75,8 +75,9 @@ def test_dispatch_prefers_kernels_on_a_tpu(monkeypatch):
     assert (choice.implementation, choice.backend) == ("tpu", "tpu")
     assert dispatch.choose("matmul", ()).backend == "xla"
     assert dispatch.choose("quantize_vectors", ()).backend == "tpu"
-    fused = dispatch.choose("rms_norm_quantize", (128, 128))
-    assert "not tpu: it has no kernel for this op" in fused.reason
+    assert dispatch.choose("rms_norm_quantize", (128, 128)).backend == "tpu"
+    ragged = dispatch.choose("ragged_matmul", (128, 128, 128))
+    assert "not tpu: it has no kernel for this op" in ragged.reason
     small = dispatch.choose("matmul", (32, 32, 32))
     assert small.implementation == "reference"
     assert small.reason == "not tpu: its blocks have sides of 128 or 256, not 32"
