@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import fbq_jax
 from fbq_jax import recipes
+from fbq_jax.bench.collectives import collectives
 from fbq_jax.sharding import propagation
-from tests.collectives import collectives
 from tests.fbq_jax.core.test_dot_general import product
 from tests.fbq_jax.sharding.test_recipes_on_devices import COLLECTIVES, K, N, T, count
 from tests.fbq_jax.sharding.test_sharding import assert_close, mesh_of, place
