@@ -21,7 +21,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
-from fbq_jax import fallback_stats
+from fbq_jax import fallback_stats, partitioned
+from fbq_jax.sharding.propagation import Partitioned
 
 EVAL_BATCHES = 8
 
@@ -112,19 +113,21 @@ def init_state(
         weights: Parameters to start from; None initializes new ones.
         seed: The seed of new parameters and of the layers' state.
     """
-    init, key = _initializer(model, optimizer), jax.random.key(seed)
+    init, key = make_initializer(model, optimizer), jax.random.key(seed)
     # Explicit shardings, as a restored state has, so that both use the same program.
     shardings = mesh.shardings(jax.eval_shape(init, key, weights))
     if weights is not None:
         weights = jax.tree.map(jax.device_put, weights, shardings.params)
-    return jax.jit(init, out_shardings=shardings)(key, weights)
+    return partitioned(jax.jit(init, out_shardings=shardings))(key, weights)
 
 
 # Cached, so that consecutive runs of one model compile it once.
 @functools.lru_cache(maxsize=4)
-def _initializer(
+def make_initializer(
     model: Llama, optimizer: optax.GradientTransformation
 ) -> Callable[[jax.Array, PyTree | None], TrainState]:
+    """Returns a function from a key, and weights or None, to `init_state`'s result."""
+
     def init(key: jax.Array, weights: PyTree | None) -> TrainState:
         variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
         # Copied, because a step donates the memory of its state.
@@ -155,7 +158,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=4)
 def make_train_step(
     model: Llama, optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, Any]]]:
+) -> Partitioned:
     """Returns the jitted training step, ``(state, tokens) -> (state, metrics)``.
 
     ``tokens`` is int32 [N, B/N, S+1]. The step averages the gradients of the N
@@ -163,6 +166,7 @@ def make_train_step(
     The old state is donated.
     """
 
+    @partitioned
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, tokens: jax.Array
@@ -240,6 +244,7 @@ def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float
     return evaluate
 
 
+@partitioned
 @partial(jax.jit, static_argnums=0)
 def _val_loss(
     model: Llama, variables: dict[str, PyTree], tokens: jax.Array

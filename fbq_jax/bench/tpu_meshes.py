@@ -49,8 +49,8 @@ def mesh_of(generation: str, sizes: Mapping[str, int]) -> Mesh:
     """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # There is no TPU to ask.
     topology = topologies.get_topology_desc(TOPOLOGIES[generation], "tpu")
-    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes))
+    devices: Any = np.array(topology.devices)
+    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
 
 
 def compile_layer(

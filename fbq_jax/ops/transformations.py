@@ -68,6 +68,7 @@ def call(
         op.name, block_shape, width=width, implementation=implementation
     )
     dispatch.warn_of_reference(choice, block_shape)
+    dispatch.warn_of_small_blocks(choice, block_shape)
     record_layer(op.name, operands)
     run = LocalOp(op, choice.implementation, tuple(block_shape))
     number = None

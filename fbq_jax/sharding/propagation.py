@@ -15,9 +15,10 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 _PLATFORMS = frozenset({"tpu"})  # whose compilers cannot call Python
 _CALL = "fbq_call_"
@@ -194,7 +195,7 @@ def _key(tree: Any) -> Hashable:
 
 def _leaf_key(x: Any) -> Hashable:
     if isinstance(x, int | float | complex):
-        return type(x)
+        return type(x).__name__
     if not hasattr(x, "shape"):
         return x  # static
     return x.shape, x.dtype, getattr(x, "sharding", None)
@@ -206,7 +207,7 @@ def _find_shardings(jitted: Any, args: tuple[Any, ...], kwargs: Any) -> Plan:
     with _context(recorder):
         lowered = jitted.lower(*args, **kwargs)
     if recorder.mesh is None:  # no calls
-        return Plan([], AbstractMesh((), ()), {})
+        return Plan([], Mesh(np.empty((), object), ()), {})
     module = lowered.compiler_ir("stablehlo")
     with module.context:
         _run_passes(module, "sdy-flatten-call-graph")  # one call of each function
@@ -279,11 +280,14 @@ def _calls(module: Any) -> Iterator[tuple[int, tuple[list[Axes], list[Axes]]]]:
 def _axes_of(value: Any) -> Axes:
     """The mesh axes that shard a value; ``()`` if none do."""
     if isinstance(value.owner, ir.Block):
-        argument, owner = ir.BlockArgument(value), value.owner.owner
+        argument: Any = ir.BlockArgument(value)
+        owner = value.owner.owner
         if _is(owner, "func.func"):
             attributes = ir.ArrayAttr(owner.attributes["arg_attrs"])
-            found = ir.DictAttr(attributes[argument.arg_number])
-            return _axes(found["sdy.sharding"]) if "sdy.sharding" in found else ()
+            of_argument = ir.DictAttr(attributes[argument.arg_number])
+            if "sdy.sharding" not in of_argument:
+                return ()
+            return _axes(of_argument["sdy.sharding"])
         index = argument.arg_number  # The results of a loop are its arguments.
     else:
         owner, index = value.owner, ir.OpResult(value).result_number
