@@ -27,7 +27,7 @@ from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from fbq_jax import fallback_stats
+from fbq_jax import fallback_stats, partitioned
 
 EVAL_BATCHES = 8
 
@@ -121,19 +121,21 @@ def init_state(
         weights: Parameters to start from; None initializes new ones.
         seed: The seed of new parameters and of the layers' state.
     """
-    init, key = _initializer(model, optimizer), jax.random.key(seed)
+    init, key = make_initializer(model, optimizer), jax.random.key(seed)
     # Explicit shardings, as a restored state has, so that both use the same program.
     shardings = mesh.shardings(jax.eval_shape(init, key, weights))
     if weights is not None:
         weights = jax.tree.map(jax.device_put, weights, shardings.params)
-    return jax.jit(init, out_shardings=shardings)(key, weights)
+    return partitioned(jax.jit(init, out_shardings=shardings))(key, weights)
 
 
 # Cached, so that consecutive runs of one model compile it once.
 @functools.lru_cache(maxsize=4)
-def _initializer(
+def make_initializer(
     model: Llama, optimizer: optax.GradientTransformation
 ) -> Callable[[jax.Array, PyTree | None], TrainState]:
+    """Returns a function from a key, and weights or None, to `init_state`'s result."""
+
     def init(key: jax.Array, weights: PyTree | None) -> TrainState:
         variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
         # Copied, because a step donates the memory of its state.
@@ -172,6 +174,7 @@ def make_train_step(
     The old state is donated.
     """
 
+    @partitioned
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, tokens: jax.Array
@@ -301,6 +304,7 @@ def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float
     return evaluate
 
 
+@partitioned
 @partial(jax.jit, static_argnums=0)
 def _val_loss(
     model: Llama, variables: dict[str, PyTree], tokens: jax.Array

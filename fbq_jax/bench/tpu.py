@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import recipes
-from fbq_jax.bench import compiled, results
+from fbq_jax.bench import compiled, results, tpu_meshes
 from fbq_jax.bench.estimate import FALLBACK_RATE
 from fbq_jax.core.dot_general import dot_general
 from fbq_jax.kernels.tpu import gemm
@@ -94,11 +94,17 @@ def run(path: Path) -> None:
             for name in named_recipes():
                 print(f"compiling {name} for {generation}", flush=True)
                 rows.append(_row(generation, name, shape))
+    meshes = []
+    for generation, sizes, name in tpu_meshes.cases():
+        print(f"compiling {name} for eight {generation}, {sizes}", flush=True)
+        with backend_of("tpu"):
+            meshes.append(tpu_meshes.row(generation, sizes, name))
     content = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "versions": results.versions()
         | {"libtpu": importlib.metadata.version("libtpu")},
         "tpu_layers": rows,
+        "tpu_meshes": meshes,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -144,7 +150,7 @@ def _row(generation: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
 def dump(generation: str, name: str, shape: tuple[int, int, int], folder: str) -> str:
     """Compiles a layer, writes its HLO, and returns its ``Call``s in JSON."""
     calls: list[Call] = []
-    with _recorded(calls), _backend_of("tpu"):
+    with _recorded(calls), backend_of("tpu"):
         text = _compiled(generation, named_recipes()[name], shape)
     Path(folder, _HLO).write_text(text)
     return json.dumps(calls)
@@ -201,7 +207,7 @@ def compile_for(
     return text
 
 
-def _backend_of(platform: str) -> Any:
+def backend_of(platform: str) -> Any:
     """A context in which the library chooses kernels as on this platform."""
     return mock.patch.object(jax, "default_backend", return_value=platform)
 
@@ -279,7 +285,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The table of a file, in Markdown."""
+    """The tables of a file, in Markdown."""
     versions = ", ".join(f"{name} {v}" for name, v in content["versions"].items())
     text = (
         "**Estimate, not a measurement: a linear layer on TPUs, forward and "
@@ -290,7 +296,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         "back. In bf16, XLA casts the weight in both products that read it."
     )
     head = ["TPU", "recipe", "M, K, N", "XLA, cycles", "kernels, cycles", "over bf16"]
-    return f"{text}\n\n{compiled.table(head, _cells(content['tpu_layers']))}"
+    layers = f"{text}\n\n{compiled.table(head, _cells(content['tpu_layers']))}"
+    return f"{layers}\n\n{tpu_meshes.markdown(content['tpu_meshes'])}"
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:

@@ -37,6 +37,8 @@ IMPLEMENTATIONS = ("mosaic", "triton", "tpu", "reference")
 # Those of other accelerators, which no reason on this one mentions.
 _ELSEWHERE = {"gpu": ("tpu",), "tpu": ("mosaic", "triton")}
 _ASKED = "asks for it"
+# TPUs (v6e) whose vector units are slow beside their matrix units.
+_FAST_MATRIX_UNITS = frozenset({"TPU v6 lite", "TPU v6e"})
 
 
 class Choice(NamedTuple):
@@ -171,6 +173,21 @@ def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
         f"{layer + ': ' if layer else ''}{', '.join(affected)} run as jax.numpy code, "
         f"many times slower on this {platform.upper()} than a kernel: {choice.reason}",
     )
+
+
+def warn_of_small_blocks(choice: Choice, sides: Sequence[int]) -> None:
+    """Warns, once, of a GEMM on a TPU whose blocks suit other generations."""
+    if choice.backend != "tpu" or choice.op != "matmul" or min(sides) > 128:
+        return
+    device = jax.devices()[0].device_kind
+    if device in _FAST_MATRIX_UNITS:
+        warn_first(
+            ("small blocks", device),
+            f"blocks of 128 on a {device}: its vector units take longer to scale the "
+            "products than its matrix units to multiply. Blocks of 256, as in "
+            "dataclasses.replace(recipe, block=256), halve that work, and the recipe "
+            "rowwise has none of it. See RECIPES.md, On TPUs",
+        )
 
 
 def choose_layer(

@@ -11,7 +11,8 @@ from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Block
 from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.ops.backends import triton_kernels
+from fbq_jax.ops.backends import tpu_refusal, triton_kernels
+from fbq_jax.ops.op import Kernel
 from fbq_jax.ops.quantization import (
     fallback_words,
     round_on_shard,
@@ -131,6 +132,7 @@ def _gate_grad_rule(
 
 
 _KERNELS = triton_kernels("fbq_jax.kernels.triton.fused", caveat=_two_pass_caveat)
+_KERNELS["tpu"] = Kernel("tpu", "fbq_jax.kernels.tpu.fused", tpu_refusal)
 rms_norm_quantize = define_op(
     fused_reference.rms_norm_quantize,
     _rms_norm_rule,

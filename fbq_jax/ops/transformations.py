@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from fbq_jax.kernels import rounding
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.sharding import propagation
 from fbq_jax.sharding.layer_names import record_layer
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.partitioning import call_partitioned
@@ -67,16 +68,24 @@ def call(
         op.name, block_shape, width=width, implementation=implementation
     )
     dispatch.warn_of_reference(choice, block_shape)
+    dispatch.warn_of_small_blocks(choice, block_shape)
     record_layer(op.name, operands)
     run = LocalOp(op, choice.implementation, tuple(block_shape))
-    return _transformed(run, tuple(sorted(options.items())))(*operands)
+    number = None
+    if (plan := propagation.current()) is not None:
+        number = plan.next_call(
+            (op.name, *(x.shape for x in jax.tree.leaves(operands)))
+        )
+    return _transformed(run, tuple(sorted(options.items())), number)(*operands)
 
 
 @functools.cache
 def _transformed(
-    run: LocalOp, options: tuple[tuple[str, Any], ...]
+    run: LocalOp, options: tuple[tuple[str, Any], ...], call_number: int | None
 ) -> Callable[..., Any]:
     """The op as a function that JAX can transform.
+
+    Each call that has a number is a function of its own, found by its name.
 
     Kernels have no batching rule, so this defines one.  Differentiation raises an
     error.  Rounding has derivative 0, so without the error, a second derivative of a
@@ -90,7 +99,10 @@ def _transformed(
 
     # jit: outside a compiled function, the reference would otherwise compile some sixty
     # programs, one per operation.
-    call_op = functools.partial(call_partitioned, op.name, rule_of, local)
+    call_op: Any = functools.partial(
+        call_partitioned, op.name, rule_of, local, call_number=call_number
+    )
+    call_op.__name__ = propagation.call_name(call_number)
     mapped = custom_vmap(jax.jit(call_op))
     if op.stacks:
         mapped.def_vmap(functools.partial(_map_stacked, op, mapped))

@@ -341,6 +341,6 @@ def _mesh_axis_names(axis: _ShardedAxis, mesh_shape: Mapping[str, int]) -> str:
     """The axes of the user's mesh that shard this axis, with the number of shards."""
     sizes: dict[str, int] = {}
     for name in axis.mesh_axes:
-        full = name.rpartition("/")[0]
+        full = name.rpartition("/")[0] or name  # a part of an axis, or all of it
         sizes[full] = sizes.get(full, 1) * mesh_shape[name]
     return ", ".join(f"{n}={k}" for n, k in sizes.items()) or "parts of mesh axes"

@@ -2,7 +2,8 @@
 
 XLA cannot partition a kernel; it would gather the operands on every device.  So an op
 has a rule (``fbq_jax.sharding.rule_language``), by which Shardy propagates shardings
-between operands and results, and a function that computes one device's results.
+between operands and results, and a function that computes one device's results.  On
+TPUs, ``fbq_jax.sharding.propagation`` finds the shardings first.
 """
 
 import functools
@@ -15,10 +16,12 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from fbq_jax.sharding import propagation
 from fbq_jax.sharding.assignment import (
     UNASSIGNED,
     MeshAxes,
     ShardAssignment,
+    ShardedArray,
     assign_mesh_axes,
     factor_mesh_axes,
     warn_misaligned_shards,
@@ -38,6 +41,7 @@ def call_partitioned(
     rule_of: Callable[..., ShardingRule],
     local: Callable[..., Any],
     *operands: Any,
+    call_number: int | None = None,
 ) -> Any:
     """Calls an op that is partitioned by the rule ``rule_of(*operands)``.
 
@@ -47,12 +51,20 @@ def call_partitioned(
       local: computes the results of one device, called as ``local(shard, *operands)``.
         It may use collectives over the axes of the shard's assignment.
       *operands: arrays, or trees of arrays.
+      call_number: the number of the call in a ``propagation.Plan``, if there is one.
     """
     rule = rule_of(*operands)
     # jit: the function is traced only once.
     whole = jax.jit(functools.partial(local, Shard(rule, UNASSIGNED)))
     if jax.sharding.get_abstract_mesh().manual_axes:
         return whole(*operands)  # Inside shard_map an array is a shard already.
+    plan = propagation.current()
+    if isinstance(plan, propagation.Plan):
+        return _call_on_shards(name, rule, local, plan, call_number, operands)
+    if plan is not None:
+        recorded = custom_partitioning(whole)
+        _define(recorded, rule, operands, functools.partial(setattr, plan, "mesh"))
+        return recorded(*operands)
     # The partitioned op returns results without axes of size one.  XLA's simplifier for
     # GPUs removes such an axis from a result that is broadcast, and gives the op's
     # attributes to the new reshape.  Shardy would apply the op's rule to it and crash.
@@ -60,17 +72,41 @@ def call_partitioned(
     words = jax.tree.map(_squeeze_words, rule.results, shapes)
     squeezed_rule = rule._replace(results=words)
     call = custom_partitioning(lambda *xs: jax.tree.map(_squeeze, whole(*xs), shapes))
-    text, sizes = _shardy_rule(squeezed_rule, operands)
-    call.def_partition(
-        functools.partial(
-            _partition, name, squeezed_rule, rule, _traced_once(rule, local), shapes
-        ),
-        decode_shardings=False,  # Shardy's are not always NamedShardings of the mesh.
-        sharding_rule=text,
-        reduction_factors=tuple(rule.contracted),
-        **sizes,
+    partition = functools.partial(
+        _partition, name, squeezed_rule, rule, _traced_once(rule, local), shapes
     )
+    _define(call, squeezed_rule, operands, propagation.check_platform, partition)
     return jax.tree.map(_expand, call(*operands), shapes)
+
+
+def _define(
+    call: custom_partitioning,
+    rule: ShardingRule,
+    operands: tuple[Any, ...],
+    lowered_for: Callable[[Mesh], None],
+    partition: Callable[..., Any] | None = None,
+) -> None:
+    """Gives an op its rule, and the function that partitions it.
+
+    Args:
+      call: the op.
+      rule: its rule.
+      operands: its operands.
+      lowered_for: is called with the mesh if the op is lowered for several devices.
+      partition: the callback of ``custom_partitioning``; None if it will not be called.
+    """
+    text, sizes = _shardy_rule(rule, operands)
+    sizes |= {"reduction_factors": tuple(rule.contracted)}
+
+    def shardy_rule(mesh: Mesh, *_: Any) -> tuple[str, dict[str, Any]]:
+        lowered_for(mesh)
+        return text, sizes
+
+    call.def_partition(
+        partition,
+        decode_shardings=False,  # Shardy's are not always NamedShardings of the mesh.
+        sharding_rule=shardy_rule,
+    )
 
 
 def _traced_once(
@@ -114,7 +150,7 @@ def _expand(x: jax.Array, shape: Any) -> jax.Array:
 
 def _shardy_rule(
     rule: ShardingRule, operands: tuple[Any, ...]
-) -> tuple[str, dict[str, int]]:
+) -> tuple[str, dict[str, Any]]:
     """The rule for Shardy, and the sizes of factors that are no full axis of an array.
 
     An axis with a granularity is a compound factor.  It shares only its major part with
@@ -183,16 +219,69 @@ def _partition(
             results = local_of(assignment)(*operands)
             return jax.tree.map(_squeeze, results, shapes)
 
-    def sharding(scattered: Mapping[str, MeshAxes], words: str) -> NamedSharding:
-        spec = []
-        for factor, granularity in parse_factors(words):
-            axes = assignment.mesh_axes.get(factor, ())
-            if granularity > 1:
-                axes = assignment.axes_of(factor)
-            spec.append((*axes, *scattered.get(factor, ())) or None)
-        return NamedSharding(mesh, PartitionSpec(*spec))
+    def sharding(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
 
-    of_result = functools.partial(sharding, assignment.reduce_scatter_axes)
-    of_operand = functools.partial(sharding, {})
-    result_shardings = jax.tree.map(of_result, squeezed_rule.results)
-    return mesh, run, result_shardings, jax.tree.map(of_operand, rule.operands)
+    specs = _result_specs(squeezed_rule, assignment), _operand_specs(rule, assignment)
+    return mesh, run, *jax.tree.map(sharding, specs)
+
+
+def _operand_specs(rule: ShardingRule, assignment: ShardAssignment) -> Any:
+    """What shards the operands."""
+    return jax.tree.map(functools.partial(_spec, assignment, {}), rule.operands)
+
+
+def _result_specs(rule: ShardingRule, assignment: ShardAssignment) -> Any:
+    """What shards the results."""
+    scattered = assignment.reduce_scatter_axes
+    return jax.tree.map(functools.partial(_spec, assignment, scattered), rule.results)
+
+
+def _spec(
+    assignment: ShardAssignment, scattered: Mapping[str, MeshAxes], words: str
+) -> PartitionSpec:
+    """What shards an array with these words."""
+    spec = []
+    for factor, granularity in parse_factors(words):
+        axes = assignment.mesh_axes.get(factor, ())
+        if granularity > 1:
+            axes = assignment.axes_of(factor)
+        spec.append((*axes, *scattered.get(factor, ())) or None)
+    return PartitionSpec(*spec)
+
+
+def _call_on_shards(
+    name: str,
+    rule: ShardingRule,
+    local: Callable[..., Any],
+    plan: propagation.Plan,
+    call_number: int | None,
+    operands: tuple[Any, ...],
+) -> Any:
+    """Calls an op in a ``shard_map``, with the shardings that a plan has of it."""
+    whole = functools.partial(local, Shard(rule, UNASSIGNED))
+    if call_number not in plan.shardings:  # The results are not used.
+        return whole(*operands)
+    results = jax.eval_shape(whole, *operands)
+    given, wanted = map(
+        _sharded_arrays, (operands, results), plan.shardings[call_number]
+    )
+    assignment = assign_mesh_axes(rule, given, wanted, plan.mesh)
+    warn_misaligned_shards(name, rule, given, assignment)
+    program: Callable[..., Any] = jax.shard_map(
+        functools.partial(local, Shard(rule, assignment)),
+        mesh=plan.shard_map_mesh(),
+        in_specs=_operand_specs(rule, assignment),
+        out_specs=_result_specs(rule, assignment),
+        check_vma=False,
+    )
+    return program(*operands)
+
+
+def _sharded_arrays(arrays: Any, axes: list[propagation.Axes]) -> Any:
+    leaves, structure = jax.tree.flatten(arrays)
+    sharded = [
+        ShardedArray(x.shape, x.dtype, names or ((),) * len(x.shape))
+        for x, names in zip(leaves, axes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, sharded)

@@ -205,7 +205,7 @@ def _run(
         compiler_params=tiles.compiler_params("parallel", "parallel", "parallel"),
         name="fbq_quantize",
     )(inputs)
-    return result
+    return tiles.not_fused(result)
 
 
 def _block_spec(plan: Plan) -> pl.BlockSpec:

@@ -161,7 +161,7 @@ def _quantize(
         compiler_params=tiles.compiler_params("parallel", "parallel", "parallel"),
         name="fbq_quantize_vectors",
     )(dict(inputs))
-    return result
+    return tiles.not_fused(result)
 
 
 def _quantize_tile(

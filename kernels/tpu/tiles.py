@@ -29,6 +29,15 @@ def aligned(index: jax.Array, size: int) -> Any:
     return pl.ds(pl.multiple_of(index * size, size), size)
 
 
+def not_fused(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The results of a kernel with several; XLA fuses nothing into it.
+
+    In a scan XLA would let the kernel write one of them into the stack of all layers,
+    and its compiler crashes (libtpu 0.0.52).
+    """
+    return lax.optimization_barrier(results)
+
+
 def with_known_dtype(x: jax.Array) -> jax.Array:
     """Casts float16, which the vector units do not have, to float32."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x

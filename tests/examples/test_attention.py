@@ -31,6 +31,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, backend: str, capability: str) -> N
         ("gpu", "9.0", jnp.bfloat16, 512, 136, "xla"),
         ("gpu", "9.0", jnp.bfloat16, 511, 128, "xla"),
         ("cpu", "", jnp.bfloat16, 512, 128, "xla"),
+        ("tpu", "", jnp.bfloat16, 512, 64, "splash"),
+        ("tpu", "", jnp.float32, 128, 256, "splash"),
+        ("tpu", "", jnp.float16, 512, 128, "xla"),
+        ("tpu", "", jnp.bfloat16, 500, 128, "xla"),
     ],
 )
 def test_implementation_by_device_and_shape(
@@ -151,3 +155,31 @@ def test_cudnn_agrees_with_xla(
     monkeypatch.setattr(attention, "implementation", lambda *_: "xla")
     for a, b in zip(by_cudnn, results(), strict=True):
         assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 3.0}])
+def test_splash_attention_agrees_with_xla(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """In the kernel's interpreter, with two queries for each key."""
+    make = attention.splash.make_splash_mha_single_device
+    interpreted = functools.partial(make, interpret=True)
+    name = "make_splash_mha_single_device"
+    monkeypatch.setattr(attention.splash, name, interpreted)
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = 4, 2, 2
+    q, k, v = (
+        jax.random.normal(key, (2, 256, n, 128), jnp.float32)
+        for key, n in zip(keys, heads, strict=True)
+    )
+    want = attention.attend_cached(q, k, v, 0, **options)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    got = attention.attend(q, k, v, **options)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_xla_attention_on_a_tpu_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = jnp.ones((1, 100, 2, 8), jnp.bfloat16)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.warns(UserWarning, match="multiples of 128 tokens, got bfloat16 and 1"):
+        attention.attend(q, q, q)

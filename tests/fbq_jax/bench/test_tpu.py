@@ -79,16 +79,23 @@ def test_calls_are_recorded_with_their_iterations():
     ]
 
 
-def test_the_table_compares_with_bf16(tmp_path, capsys):
+def test_the_tables_compare_with_bf16_and_list_collectives(tmp_path, capsys):
     rows = [
         {"what": "bf16", "xla_cycles": 2000, "kernel_cycles": {}},
         {"what": "block", "xla_cycles": 500, "kernel_cycles": {"fbq_matmul.1": 1100.0}},
+    ]
+    sent = [
+        {"kind": "all-gather", "dtype": "s8", "bytes": 2**24, "count": 2},
+        {"kind": "all-gather", "dtype": "f32", "bytes": 2**17, "count": 4},
     ]
     common = {"generation": "v5e", "shape": [8, 4, 4]}
     content = {
         "date": "2026-01-01",
         "versions": {"jax": "1"},
         "tpu_layers": [common | row for row in rows],
+        "tpu_meshes": [
+            common | {"mesh": {"fsdp": 4}, "what": "block", "collectives": sent}
+        ],
     }
     path = tmp_path / "tpu.json"
     path.write_text(json.dumps(content))
@@ -96,6 +103,7 @@ def test_the_table_compares_with_bf16(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "| v5e | block | 8, 4, 4 | 500 | 1.1e+03 | 0.80 |" in out
     assert "Estimate, not a measurement" in out
+    assert "| v5e | fsdp=4 | block | 2 x all-gather s8 16 | 0.5 |" in out
 
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch, tmp_path, capsys):

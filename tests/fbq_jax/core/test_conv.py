@@ -25,10 +25,10 @@ from fbq_jax import (
     freeze,
     recipes,
 )
+from fbq_jax.bench.collectives import collectives
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.nnx import apply_rules
 from tests import oracle
-from tests.collectives import collectives
 from tests.kernels.test_reference import heavy
 
 SMALL = Recipe(block=32)

@@ -190,3 +190,26 @@ def test_a_reason_says_where_one_pass_becomes_two(on_gpu, op):
         choice = dispatch.choose(op, sides, width=width)
         assert choice.implementation == "mosaic"
         assert re.search(f"not in one pass, .*{why}", choice.reason)
+
+
+@pytest.mark.parametrize(
+    ("kind", "side", "warns"),
+    [
+        ("TPU v6 lite", 128, True),
+        ("TPU v6 lite", 256, False),
+        ("TPU v5 lite", 128, False),
+    ],
+)
+def test_blocks_that_do_not_suit_a_tpu_warn_once(monkeypatch, kind, side, warns):
+    monkeypatch.setattr(layer_names, "_warned", {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    device = types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    sides = (side,) * 3
+    choice = dispatch.choose("matmul", sides)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            dispatch.warn_of_small_blocks(choice, sides)
+    assert len(caught) == warns
+    assert all("replace(recipe, block=256)" in str(w.message) for w in caught)

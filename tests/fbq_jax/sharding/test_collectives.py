@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, dot_general, recipes
-from tests.collectives import collectives
+from fbq_jax.bench.collectives import collectives
 from tests.fbq_jax.sharding.test_sharding import SIDE, mesh_of, place
 
 K, N = 256, 128

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import llm_int8_dot, recipes
-from tests.collectives import collectives
+from fbq_jax.bench.collectives import collectives
 from tests.fbq_jax.core.test_dot_general import MATMUL, product
 from tests.fbq_jax.sharding.test_sharding import assert_close, mesh_of, place
 from tests.kernels.test_reference import heavy

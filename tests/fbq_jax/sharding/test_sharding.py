@@ -26,9 +26,9 @@ from fbq_jax import (
     ragged_dot,
     recipes,
 )
+from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.fused_reference import join_gate_up
 from fbq_jax.sharding import layer_names
-from tests.collectives import collectives
 from tests.kernels.test_reference import heavy
 
 pytestmark = pytest.mark.skipif(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import fbq_jax
 from fbq_jax import recipes
 from fbq_jax.bench.tpu import TOPOLOGIES, compile_for
 from fbq_jax.ops import dispatch
@@ -69,14 +70,39 @@ def test_recipes_by_vector_multiply_int8(generation, name):
     assert "highest" not in text
 
 
+@pytest.mark.usefixtures("on_tpu")
+def test_fused_layers_run_the_kernels():
+    """And warn of nothing: a norm, its quantization and two products."""
+    norm = fbq_jax.NormDense(256, dtype=jnp.bfloat16, dot_general=fbq_jax.fallback_dot)
+    x = jax.ShapeDtypeStruct((1024, 384), jnp.bfloat16)
+    variables = jax.eval_shape(norm.init, jax.random.key(0), x)
+    leaves, structure = jax.tree.flatten(variables)
+
+    def layer(x, *leaves):
+        state = jax.tree.unflatten(structure, leaves)
+
+        def loss(params):
+            variables = state | {"params": params}
+            y, updates = norm.apply(variables, x, mutable=["fallback"])
+            return y.astype(jnp.float32).sum(), updates
+
+        return jax.grad(loss, has_aux=True)(state["params"])
+
+    text = compile_for("v5e", layer, x, *leaves)
+    assert "%fbq_quantize" in text
+    assert len(re.findall(r"%fbq_matmul\S* = ", text)) == 2
+    assert "highest" not in text
+
+
 def test_dispatch_prefers_kernels_on_a_tpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     choice = dispatch.choose("matmul", (128, 128, 128))
     assert (choice.implementation, choice.backend) == ("tpu", "tpu")
     assert dispatch.choose("matmul", ()).backend == "xla"
     assert dispatch.choose("quantize_vectors", ()).backend == "tpu"
-    fused = dispatch.choose("rms_norm_quantize", (128, 128))
-    assert "not tpu: it has no kernel for this op" in fused.reason
+    assert dispatch.choose("rms_norm_quantize", (128, 128)).backend == "tpu"
+    ragged = dispatch.choose("ragged_matmul", (128, 128, 128))
+    assert "not tpu: it has no kernel for this op" in ragged.reason
     small = dispatch.choose("matmul", (32, 32, 32))
     assert small.implementation == "reference"
     assert small.reason == "not tpu: its blocks have sides of 128 or 256, not 32"

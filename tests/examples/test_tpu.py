@@ -1,0 +1,64 @@
+"""The training step compiles for meshes of TPUs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from examples.llama import mesh
+from examples.llama.config import RECIPES, Config
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
+from examples.llama.step import make_initializer, make_optimizer, make_train_step
+from fbq_jax.bench import tpu_meshes
+from tests.kernels.tpu_tools import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.exhaustive]
+CONFIG = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    max_seq_len=512,
+    dtype=jnp.bfloat16,
+    saved_bits=10,
+)
+
+
+@pytest.mark.parametrize(
+    ("generation", "sizes", "recipe"),
+    [
+        ("v5e", {"data": 2, "fsdp": 2, "tensor": 2}, "fallback"),
+        ("v5p", {"data": 2, "fsdp": 4}, "fallback"),
+        ("v6e", {"data": 2, "fsdp": 4}, "rowwise"),
+    ],
+)
+def test_the_step_compiles(monkeypatch, generation, sizes, recipe):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    devices = tpu_meshes.mesh_of(generation, sizes)
+    model = Llama(CONFIG, RECIPES[recipe])
+    optimizer, schedule = make_optimizer(Config(steps=10))
+    step = make_train_step(model, optimizer, schedule)
+
+    def place(x, spec):
+        sharding = NamedSharding(devices, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    # A mesh of devices that are not here cannot be set.
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        state = jax.eval_shape(make_initializer(model, optimizer), key, None)
+        tokens = jax.ShapeDtypeStruct((1, 8, 513), jnp.int32)
+        specs = mesh.specs(state), mesh.spec(tokens.shape, (None, "batch", None))
+        arguments = jax.tree.map(place, (state, tokens), specs)
+        text = step.lower(*arguments).compile().as_text()
+    assert "%splash_mha" in text
+    assert "highest" not in text
+    kernel = "fbq_matmul" if recipe == "fallback" else "fbq_quantize_vectors"
+    assert f"%{kernel}" in text
+    gathered = re.findall(r" = (\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", text)
+    assert "s8" in gathered

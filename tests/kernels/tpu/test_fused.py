@@ -1,0 +1,28 @@
+"""Fused ops on TPUs: their definitions, with the interpreted kernels."""
+
+import pytest
+
+from fbq_jax.kernels.tpu import fused
+from fbq_jax.ops.backends import TPU_SIDES
+from tests.kernels import fused_cases as cases
+from tests.kernels.tpu_tools import interpreted  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+QUANTIZE = [case for case in cases.QUANTIZE if set(case[3]) <= set(TPU_SIDES)]
+GRAD = [case for case in cases.GRAD if set(case[3]) <= set(TPU_SIDES)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", QUANTIZE)
+def test_norm(case):
+    cases.check_norm(fused, *case)
+
+
+@pytest.mark.parametrize("case", QUANTIZE)
+def test_gate(case):
+    cases.check_gate(fused, *case)
+
+
+@pytest.mark.parametrize("case", GRAD)
+def test_gradient_of_the_gate(case):
+    cases.check_grad(fused, *case, sums=False)

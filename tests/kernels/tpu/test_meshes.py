@@ -1,0 +1,62 @@
+"""Layers compile for meshes of TPUs, which exchange INT8."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fbq_jax import recipes
+from fbq_jax.bench import tpu_meshes
+from fbq_jax.bench.collectives import collectives
+from tests.kernels.tpu_tools import needs_compiler
+
+pytestmark = needs_compiler
+SHAPE = M, K, N = 2048, 1024, 1024
+
+
+@pytest.fixture(autouse=True)
+def on_tpu(monkeypatch):
+    """Chooses as on a TPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+
+def exchanged(program):
+    """What travels, without sums and scales."""
+    found = collectives(program)
+    return [x[:3] for x in found if x.kind != "all-reduce" and x.bytes > 2**17]
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v5p"])
+@pytest.mark.parametrize("name", ["fallback", "rowwise"])
+def test_fsdp_gathers_the_weight_twice_in_int8(generation, name):
+    mesh = tpu_meshes.mesh_of(generation, tpu_meshes.FSDP)
+    program = tpu_meshes.compile_layer(mesh, recipes.NAMED[name], SHAPE)
+    assert exchanged(program) == [("all-gather", "s8", K * N)] * 2
+    if name == "fallback":
+        assert program.as_text().count(" = bf16[1,256,1024]") >= 2  # a device's tokens
+        assert "%fbq_matmul" in program.as_text()
+
+
+def test_tensor_parallel_layers_gather_nothing():
+    mesh = tpu_meshes.mesh_of("v5e", tpu_meshes.TENSOR)
+    program = tpu_meshes.compile_layer(mesh, recipes.fallback, SHAPE)
+    assert exchanged(program) == []
+    sums = [x.size for x in collectives(program) if x.bytes > 2**17]
+    assert sorted(sums) == sorted([M // 2 * K, K * N // 4])  # of dX, of dW
+
+
+def test_jit_alone_says_what_to_do():
+    mesh = tpu_meshes.mesh_of("v5e", tpu_meshes.FSDP)
+    sharding = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec(None, "data")
+    )
+    x = jax.ShapeDtypeStruct((1, 256, 256), jnp.bfloat16, sharding=sharding)
+
+    def quantize(x):
+        from fbq_jax import ops
+
+        seeds = jnp.zeros(1, jnp.uint32)
+        modes = {"rowwise": "nearest", "colwise": None}
+        return ops.quantize(x, seeds, block=(128, 128), **modes)
+
+    with pytest.raises(NotImplementedError, match=r"fbq_jax\.partitioned"):
+        jax.jit(quantize).lower(x)
