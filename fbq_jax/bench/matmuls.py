@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fbq_jax import ops, recipes
 from fbq_jax.core import threshold
@@ -116,6 +117,28 @@ def _recipe_product(recipe: Recipe, implementation: str) -> Product:
         return dot(x, w, MATMUL, theta=theta, key=key)[0]
 
     return product
+
+
+def all_products(recipe: Recipe | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """The function ``(x, w, dy) -> (y, dx, dw)``, of bf16 products.
+
+    Args:
+      recipe: the recipe of the layer, with a given threshold; None for bf16.
+    """
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        w = w.astype(jnp.bfloat16)
+        if recipe is None:
+            return lax.dot_general(x, w, MATMUL)
+        key, theta = jax.random.key(0), jnp.float32(1.0)
+        options = {} if recipe.criterion is None else {"theta": theta}
+        return dot_general(x, w, MATMUL, recipe=recipe, key=key, **options)[0]
+
+    def layer(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        y, vjp = jax.vjp(product, x, w)
+        return y, *vjp(dy)
+
+    return layer
 
 
 def fp8_dot(scaling: ScalingMethod) -> Matmul:

@@ -25,16 +25,14 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import recipes
-from fbq_jax.bench import compiled, results, tpu_meshes
+from fbq_jax.bench import compiled, matmuls, results, tpu_meshes
 from fbq_jax.bench.estimate import FALLBACK_RATE
-from fbq_jax.core.dot_general import dot_general
 from fbq_jax.kernels.tpu import gemm
 from fbq_jax.kernels.tpu.tiles import LANES
 from fbq_jax.recipes.schema import Recipe
@@ -46,7 +44,6 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 CORES = {"v5e": 1, "v5p": 2, "v6e": 1}
 _NO_ESTIMATE = 2**63 - 1  # of XLA, for some small operations
 LAYERS = ((8192, 4096, 4096),)  # (M, K, N)
-_DIMENSIONS = (((1,), (0,)), ((), ()))
 _HLO = "layer.hlo"
 
 
@@ -161,23 +158,10 @@ def _compiled(
 ) -> str:
     """The HLO of a layer's output and gradients; the weight is float32."""
     M, K, N = shape
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        w = w.astype(jnp.bfloat16)
-        if recipe is None:
-            return lax.dot_general(x, w, _DIMENSIONS)
-        key, theta = jax.random.key(0), jnp.float32(1.0)
-        options = {} if recipe.criterion is None else {"theta": theta}
-        return dot_general(x, w, _DIMENSIONS, recipe=recipe, key=key, **options)[0]
-
-    def layer(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(product, x, w)
-        return y, *vjp(dy)
-
     x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((K, N), jnp.float32)
     dy = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
-    return compile_for(generation, layer, x, w, dy)
+    return compile_for(generation, matmuls.all_products(recipe), x, w, dy)
 
 
 def compile_for(

@@ -8,15 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import recipes
-from fbq_jax.bench import compiled
+from fbq_jax.bench import compiled, matmuls
 from fbq_jax.bench.collectives import collectives
-from fbq_jax.core.dot_general import dot_general
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.propagation import partitioned
 
@@ -25,7 +23,6 @@ TOPOLOGIES = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
 FSDP = {"data": 2, "fsdp": 4}
 TENSOR = {"data": 2, "tensor": 4}
 LAYER = 8192, 4096, 4096  # M, K, N
-_DIMENSIONS = (((1,), (0,)), ((), ()))
 # What is smaller than this is added up in one row, such as scales and maxima.
 _SMALL = 2**18
 
@@ -68,17 +65,6 @@ def compile_layer(
     """
     M, K, N = shape
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        if recipe is None:
-            return lax.dot_general(x, w, _DIMENSIONS)
-        key, theta = jax.random.key(0), jnp.float32(1.0)
-        options = {} if recipe.criterion is None else {"theta": theta}
-        return dot_general(x, w, _DIMENSIONS, recipe=recipe, key=key, **options)[0]
-
-    def layer(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(product, x, w)
-        return y, *vjp(dy)
-
     def array(shape: tuple[int, ...], *axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         spec = P(*(tuple(n for n in names if n in mesh.shape) for names in axes))
         sharding = NamedSharding(mesh, spec)
@@ -88,9 +74,8 @@ def compile_layer(
     x, w = array((M, K), tokens, ()), array((K, N), ("fsdp",), ("tensor",))
     dy = array((M, N), tokens, ("tensor",))
     shardings = dy.sharding, x.sharding, w.sharding
-    return (
-        partitioned(jax.jit(layer, out_shardings=shardings)).lower(x, w, dy).compile()
-    )
+    layer = jax.jit(matmuls.all_products(recipe), out_shardings=shardings)
+    return partitioned(layer).lower(x, w, dy).compile()
 
 
 def row(generation: str, sizes: Mapping[str, int], name: str) -> dict[str, Any]:
