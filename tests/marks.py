@@ -6,12 +6,8 @@ from typing import Any
 import pytest
 
 
-def with_first_fast(values: Iterable[Any]) -> list[Any]:
-    """The values of a parameter, of which all but the first are exhaustive."""
-    first, *others = values
-    return [first, *exhaustive(others)]
-
-
-def exhaustive(values: Iterable[Any]) -> list[Any]:
-    """The values of a parameter, all of them exhaustive."""
-    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+def with_first_fast(values: Iterable[Any], fast: int = 1) -> list[Any]:
+    """The values of a parameter, of which all but the first ones are exhaustive."""
+    values = list(values)
+    others = [pytest.param(v, marks=pytest.mark.exhaustive) for v in values[fast:]]
+    return values[:fast] + others

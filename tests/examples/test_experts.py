@@ -57,7 +57,9 @@ def test_a_step_measures_the_load_and_the_rates_of_experts() -> None:
     model = Llama(small_config(**EXPERTS, remat="codes", saved_bits=10), DOT)
     optimizer = optax.sgd(1.0)
     train_step = step.make_train_step(model, optimizer, lambda _: jnp.float32(1.0))
-    state = jax.eval_shape(step._initializer(model, optimizer), jax.random.key(0), None)
+    state = jax.eval_shape(
+        step.make_initializer(model, optimizer), jax.random.key(0), None
+    )
     tokens = jax.ShapeDtypeStruct((2, 2, 9), jnp.int32)
     new, measured = jax.eval_shape(train_step, state, tokens)
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -135,7 +137,7 @@ def test_several_devices_train_as_one(axes: str) -> None:
     for over in "", axes:
         model = Llama(config, FallbackDot(Recipe(block=32, criterion=None)))
         step.make_train_step.cache_clear()
-        step._initializer.cache_clear()
+        step.make_initializer.cache_clear()
         train_step = step.make_train_step(model, optimizer, lambda _: jnp.float32(1))
         with mesh.use(mesh.make(over)):
             state = step.init_state(model, optimizer, None, 0)

@@ -20,6 +20,7 @@ from examples.llama.rope_scaling import Llama3Scaling, RopeScaling
 from examples.llama.rotary import rotary_tables, rotate
 from tests.examples.small import small_config
 from tests.fbq_jax.bench.tools import float_backward
+from tests.marks import with_first_fast
 
 CONFIG = small_config(dtype=jnp.float32)
 SCALING = Llama3Scaling(
@@ -245,7 +246,9 @@ OVERWRITTEN = fbq_jax.FallbackDot(
 )
 
 
-@pytest.mark.parametrize("dot_general", [fbq_jax.fallback_dot, OVERWRITTEN])
+@pytest.mark.parametrize(
+    "dot_general", with_first_fast([fbq_jax.fallback_dot, OVERWRITTEN])
+)
 def test_each_layer_has_its_own_quantization_state(dot_general: Any) -> None:
     collection = dot_general.collection
     (_, mutated), (_, gradient) = loss_and_grads(CONFIG, dot_general, collection)

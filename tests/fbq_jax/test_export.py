@@ -13,19 +13,13 @@ from jax import export
 import fbq_jax
 from fbq_jax import FallbackDot, dot_general, freeze, recipes
 from fbq_jax.sharding import layer_names
+from tests.marks import with_first_fast
 
 K, N = 72, 40
 MATMUL = (((1,), (0,)), ((), ()))
 # Rows that are part of a block, several blocks, and several blocks of each sequence.
 SIZES = [(1, 5), (3, 100), (2, 128)]
-FAST = ("fallback",)
-each_recipe = pytest.mark.parametrize(
-    "name",
-    [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in recipes.NAMED
-    ],
-)
+each_recipe = pytest.mark.parametrize("name", with_first_fast(recipes.NAMED))
 
 
 def values(*shape):
@@ -113,6 +107,7 @@ def nnx_calls(recipe):
     return lambda x: (evaluate(x), step(x), frozen(x))
 
 
+@pytest.mark.exhaustive
 @each_recipe
 def test_linen_layers(name):
     assert_exported(linen_calls(recipes.NAMED[name]), *leading(), K)

@@ -9,6 +9,7 @@ import pytest
 
 from fbq_jax.kernels import packing
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 BITS = range(4, 13)
 
@@ -25,7 +26,7 @@ def quantize_and_back(x, bits):
     return packed, packing.dequantize(packed, x.shape[-1], bits)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", with_first_fast(BITS, 3))
 def test_every_code_survives_at_every_position_of_a_byte(bits):
     limit = 2 ** (bits - 1) - 1
     codes = np.arange(-limit, limit + 1, dtype=np.int32)

@@ -37,6 +37,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(bench_map, "_DEPTH", 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_this_process")
 def test_rows():
     rows = list(bench_map.rows(SHAPES, **OPTIONS))

@@ -8,7 +8,6 @@ import pytest
 
 from fbq_jax import Recipe, dot_general, recipes
 from tests.debugging import debugging
-from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -25,7 +24,7 @@ RECIPES = {
     "aqt_int8_local": recipes.aqt_int8_local,
     "per_tensor_bifurcated": recipes.per_tensor_bifurcated,
 }
-each_recipe = pytest.mark.parametrize("name", with_first_fast(RECIPES))
+each_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 def product(x, w, dy, recipe, theta=None):
@@ -48,9 +47,10 @@ def sparse(x):
     return x
 
 
-@pytest.mark.parametrize("flag", with_first_fast(["jax_debug_nans", "jax_debug_infs"]))
-@pytest.mark.parametrize("change", with_first_fast([sparse, np.asarray, np.zeros_like]))
-@pytest.mark.parametrize("name", with_first_fast(RECIPES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize("change", [sparse, np.asarray, np.zeros_like])
+@pytest.mark.parametrize("name", RECIPES)
 def test_healthy_operands_have_no_nan_or_inf_inside(name, change, flag):
     with debugging(flag):
         product(change(X), W, change(DY), RECIPES[name])

@@ -59,6 +59,7 @@ def dense(params, x, routing, bias=None):
     return jnp.einsum("etd,te->td", y, weights).reshape(x.shape)
 
 
+@pytest.mark.exhaustive
 def test_each_expert_has_its_own_fallback_rate():
     layer = dataclasses.replace(LAYER, dot_general=FallbackDot(NEAREST))
     shapes = jax.eval_shape(layer.init, jax.random.key(2), X)["fallback"]

@@ -180,6 +180,7 @@ def test_same_bits_as_injection_by_hand(make):
     assert quantized == set(fallback_stats(variables))
 
 
+@pytest.mark.exhaustive
 def test_outside_its_model_nothing_is_quantized():
     """Not after a call, an error or a trace that JAX keeps."""
     block = nn.jit(Block)
@@ -228,6 +229,7 @@ def test_a_quantized_model_is_an_instance_of_its_class():
     assert report.products == ()
 
 
+@pytest.mark.exhaustive
 def test_inside_another_model():
     class Outer(nn.Module):
         inner: nn.Module

@@ -104,6 +104,7 @@ def test_the_error_of_int8_operands():
     assert relative(error, exact) == pytest.approx(0.0158, rel=0.02)
 
 
+@pytest.mark.exhaustive
 def test_a_sum_of_shards_of_the_tokens_in_int8():
     recipe, key = recipes.aqt_int8_local, jax.random.key(0)
     sums, _ = compiled(gradient("int8", recipe), mesh_of(data=4), ())

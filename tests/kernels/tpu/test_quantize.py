@@ -16,13 +16,13 @@ def supported(blocked):
     return [case for case in blocked if set(case[2]) <= set(TPU_SIDES)]
 
 
-@pytest.mark.parametrize("case", supported(cases.QUANTIZE))
+@pytest.mark.parametrize("case", with_first_fast(supported(cases.QUANTIZE), 2))
 def test_quantize(case):
     shape, dtype, *options = case
     cases.check_quantize(quantize, heavy(shape, dtype=dtype), *options, sums=False)
 
 
-@pytest.mark.parametrize("case", supported(cases.FALLBACK))
+@pytest.mark.parametrize("case", with_first_fast(supported(cases.FALLBACK)))
 def test_fallback(case):
     shape, dtype, *options = case
     cases.check_fallback(quantize, heavy(shape, dtype=dtype), *options)

@@ -11,6 +11,7 @@ from fbq_jax.kernels import packing
 from tests.kernels import fused_cases as cases
 from tests.kernels.triton.test_quantize import SHARED
 from tests.kernels.triton_tools import compile_kernels, interpreted
+from tests.marks import with_first_fast
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +19,17 @@ def ops():
     return interpreted("fused")
 
 
-@pytest.mark.parametrize("case", cases.QUANTIZE)
+@pytest.mark.parametrize("case", with_first_fast(cases.QUANTIZE, 2))
 def test_rms_norm_quantize(ops, case):
     cases.check_norm(ops, *case)
 
 
-@pytest.mark.parametrize("case", cases.QUANTIZE)
+@pytest.mark.parametrize("case", with_first_fast(cases.QUANTIZE, 2))
 def test_silu_gate_quantize(ops, case):
     cases.check_gate(ops, *case)
 
 
-@pytest.mark.parametrize("case", cases.GRAD)
+@pytest.mark.parametrize("case", with_first_fast(cases.GRAD))
 def test_silu_gate_grad_quantize(ops, case):
     cases.check_grad(ops, *case)
 

@@ -31,13 +31,13 @@ def row_blocks():
     return interpreted("quantize_row_blocks")
 
 
-@pytest.mark.parametrize("case", cases.QUANTIZE)
+@pytest.mark.parametrize("case", with_first_fast(cases.QUANTIZE, 4))
 def test_quantize(ops, case):
     shape, dtype, *options = case
     cases.check_quantize(ops, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize("case", cases.FALLBACK)
+@pytest.mark.parametrize("case", with_first_fast(cases.FALLBACK, 2))
 def test_fallback(ops, case):
     shape, dtype, *options = case
     cases.check_fallback(ops, heavy(shape, dtype=dtype), *options)
@@ -53,7 +53,7 @@ def test_grouped_rows_with_fallback(ops, case):
     grouped_cases.check_fallback(ops, *case)
 
 
-@pytest.mark.parametrize("case", cases.VECTORS)
+@pytest.mark.parametrize("case", with_first_fast(cases.VECTORS, 3))
 def test_vectors(vectors, case):
     shape, dtype, *options = case
     cases.check_vectors(vectors, heavy(shape, dtype=dtype), *options)
@@ -78,7 +78,7 @@ def test_per_tensor_scale(vectors):
     cases.check_per_tensor_scale(vectors, heavy((2, 70, 141)))
 
 
-@pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
+@pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
 def test_special_blocks(ops, vectors, dtype):
     cases.check_special(ops, dtype)
     cases.check_special_vectors(vectors, dtype)
