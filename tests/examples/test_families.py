@@ -76,7 +76,7 @@ def test_saved_bits_and_remat_nearly_keep_the_gradients(family: str) -> None:
     expected, float_grads = loss_and_grads(config, None, params, tokens)[:2]
     saving = dataclasses.replace(config, saved_bits=10, remat="codes")
     loss, grads = loss_and_grads(saving, None, params, tokens)[:2]
-    np.testing.assert_array_equal(loss, expected)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)  # another program
     jax.tree.map(
         lambda a, b: np.testing.assert_array_less(0.999, cosine(a, b)),
         grads,
