@@ -28,8 +28,9 @@ _SIGNS = np.array([1 - 2 * (FLIPS >> row & 1) for row in range(SIZE)], np.float3
 
 def pad_rows(x: jax.Array) -> jax.Array:
     """Appends rows of zeros to ``[..., R, C]``, up to a multiple of ``SIZE``."""
-    lead = [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, [*lead, (0, -x.shape[-2] % SIZE), (0, 0)])
+    rows = x.shape[-2]
+    padding = -(-rows // SIZE) * SIZE - rows  # also a multiple for a symbolic size
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, padding), (0, 0)])
 
 
 def transform_rows(x: jax.Array) -> jax.Array:
