@@ -63,11 +63,16 @@ class GroupedRows(NamedTuple):
     row_counts: jax.Array
 
 
-def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
-    """Splits the rows of each group into tiles.
+def tile_count(groups: int, rows: int, m: int) -> int:
+    """The number of tiles of m rows, enough for groups of any sizes.
 
-    The number of tiles is enough for groups of any sizes: ``M/m``, plus nearly one per
-    group.
+    It is ``M/m``, plus nearly one per group.
+    """
+    return (rows + min(groups, rows) * (m - 1)) // m
+
+
+def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
+    """Splits the rows of each group into ``tile_count`` tiles.
 
     Args:
       group_sizes: integers ``[G]``, the number of rows of each group.
@@ -75,7 +80,7 @@ def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
       m: number of rows of a tile.
     """
     groups = group_sizes.shape[0]
-    tiles = (rows + min(groups, rows) * (m - 1)) // m
+    tiles = tile_count(groups, rows, m)
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     tile_ends = jnp.cumsum((ends - starts + m - 1) // m)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from fbq_jax.kernels import grouped_reference
 from fbq_jax.sharding.assignment import MeshAxes
 
 #: The rows of each expert start at multiples of this on the expert's device.  It is a
@@ -157,12 +158,11 @@ class Exchange:
         rows = self.rows
         if self.capacity is not None:
             rows = min(rows, local * self.capacity)
-        tiles = (rows + min(local, rows) * (TILE - 1)) // TILE
-        return -(-tiles // self.copies)
+        return -(-grouped_reference.tile_count(local, rows, TILE) // self.copies)
 
     def tile_count(self, m: int) -> int:
         """The number of tiles of m rows on one device, at most."""
-        return (self.rows + min(self.num_experts, self.rows) * (m - 1)) // m
+        return grouped_reference.tile_count(self.num_experts, self.rows, m)
 
     @property
     def group_sizes(self) -> jax.Array:
@@ -172,12 +172,6 @@ class Exchange:
     def first_tiles(self, m: int) -> jax.Array:
         """The index on one device of each expert's first tile of m rows, ``[E]``."""
         return exclusive_sum(-(-self.group_sizes // m))
-
-    def tile_experts(self, m: int) -> jax.Array:
-        """The expert of each tile of m rows on one device, ``[T]``; E without rows."""
-        ends = jnp.cumsum(-(-self.group_sizes // m), dtype=jnp.int32)
-        tile = jnp.arange(self.tile_count(m), dtype=jnp.int32)
-        return jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
 
     def tiles(self, m: int) -> Tiles:
         """The tiles of m rows, a divisor of 128, in the order of their places."""

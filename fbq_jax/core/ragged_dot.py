@@ -358,7 +358,7 @@ class ExchangedGemms(DenseGemms):
         """
         plan = self.groups.plan
         if self.groups.sends:
-            return plan.tile_experts(self.m)
+            return assign_tiles(plan.group_sizes, plan.rows, self.m).groups
         local = plan.num_experts // plan.parts
         part = jnp.arange(plan.parts, dtype=jnp.int32)[:, None, None]
         groups = plan.tiles(self.m).groups
