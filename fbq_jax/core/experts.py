@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.core import nonlinear
-from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.core.expert_exchange import ExchangedGroups, sum_rows
 from fbq_jax.core.expert_plan import Exchange, ExpertSharding, exchange_plan
 from fbq_jax.core.routing import Routes, Routing, count_tokens
 
@@ -157,8 +157,7 @@ def _take_tokens(x: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Ar
 def _take_tokens_bwd(
     positions: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    grads = grad[positions].astype(jnp.float32)
-    return jnp.sum(grads, axis=1).astype(grad.dtype), None, None
+    return sum_rows(grad[positions]), None, None
 
 
 _take_tokens.defvjp(
