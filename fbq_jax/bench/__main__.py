@@ -17,6 +17,7 @@ SECTIONS = {
     "quantize": "quantization against a copy",
     "linear": "a linear layer, in Flax and in parts, against bf16 and other libraries",
     "grouped": "the products of experts, each with its own rows, against bf16",
+    "moe": "a whole mixture of experts in a training step, against bf16",
     "serve": "frozen layers of a Llama, for prompts and for decoding, against bf16",
     "recipes": "every recipe on activations with outliers",
 }

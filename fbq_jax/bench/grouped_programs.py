@@ -213,13 +213,19 @@ def _library_programs(
 
 
 def _tokamax_programs() -> Iterator[Program]:
-    """Tokamax where it is installed; stderr says if it is missing."""
+    dot = tokamax_ragged_dot()
+    if dot is not None:
+        yield from _library_programs("Tokamax ragged_dot", "tokamax", dot)
+
+
+def tokamax_ragged_dot() -> Callable[..., jax.Array] | None:
+    """Tokamax's product of groups; None, and a line on stderr, if it is missing."""
     try:
-        tokamax = importlib.import_module("tokamax")
+        dot: Callable[..., jax.Array] = importlib.import_module("tokamax").ragged_dot
     except ImportError as error:
         print(f"without tokamax: {error}", file=sys.stderr)
-        return
-    yield from _library_programs("Tokamax ragged_dot", "tokamax", tokamax.ragged_dot)
+        return None
+    return dot
 
 
 def _int8_programs(choice: dispatch.Choice) -> Iterator[Program]:

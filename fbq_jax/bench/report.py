@@ -119,6 +119,16 @@ HEADINGS = {
         has_layers=True,
         columns=("load",),
     ),
+    "moe": Heading(
+        "Mixture of experts, forward and backward, with router, dispatch and combine",
+        "tokens, D, F, experts, top k",
+        "TFLOP/s",
+        _SPEEDUP,
+        "Times are sustained milliseconds of wall-clock per step; bursts time calls. "
+        "Work counts the experts' products. Errors compare with bf16's results.",
+        error_width=30,
+        columns=("first call, s",),
+    ),
     "serve": Heading(
         "Frozen layers of a Llama: the linear layers of 4 Transformer layers",
         "rows, hidden, MLP",

@@ -29,6 +29,7 @@ SECTIONS = (
     "quantize",
     "linear",
     "grouped",
+    "moe",
     "serve",
     "recipes",
     "block",

@@ -33,7 +33,7 @@ from fbq_jax.sharding.rule_language import (
 BlockShape = tuple[int, int, int]
 
 # The most rows of lhs that GPUs multiply with the kernel for few rows.
-_FEW_ROWS = 64
+_FEW_ROWS = 128
 
 
 def matmul(

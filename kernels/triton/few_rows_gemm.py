@@ -1,15 +1,18 @@
 """The INT8 GEMM with block scales for a few rows, which reads rhs once.
 
 With few rows, the time is that of reading rhs from memory.  So a program computes all
-rows of a narrow range of columns: there are more programs than multiprocessors, and
-each one keeps several tiles of rhs on their way.  All rows are in one block of lhs, or
-each row has its own scales.  A program multiplies both terms in every step: lists of
-the residuals that are used would take longer to make than they save.
+rows of a narrow range of columns, for a part of the K blocks if there are too few
+columns to keep every multiprocessor reading.  XLA then sums the parts, in the operation
+that reads them.  The tile is transposed, because tensor cores multiply at least 16 rows
+by at least 8 columns.  All rows are in one block of lhs, or each row has its own
+scales.  A program multiplies both terms in every step: lists of the residuals that are
+used would take longer to make than they save.
 """
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax.experimental.pallas import cdiv
@@ -22,23 +25,56 @@ from fbq_jax.kernels.triton.gemm_kernel import (
     load,
     outer_product,
     scale_offsets,
-    store,
 )
 from fbq_jax.kernels.triton.launch import launch
 
+# The number of programs that keep the memory of a GPU with some 130 multiprocessors
+# busy, by the rows of a tile.
+_PROGRAMS = {8: 512}
+_PROGRAMS_OF_MORE_ROWS = 256
+_LEAST_BLOCKS = 4  # of the K blocks of a program
+# Bytes of shared memory that loads may take, of a GPU of compute capability 9.0 or
+# above and of others.
+_SHARED_MEMORY = 200 * 2**10, 96 * 2**10
+
 
 class Config(NamedTuple):
-    """Tuning options.  They change the speed of the kernel, not its result.
+    """Tuning options.  They change the speed of the kernel, and the order of its sums.
 
     Attributes:
       BN: columns of a tile.
+      splits: programs that share the K blocks of a tile.
       num_warps: warps per program.
       num_stages: depth of the pipeline of loads.
     """
 
-    BN: int = 32
-    num_warps: int = 4
-    num_stages: int = 6
+    BN: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(
+    shape: tuple[int, ...], k: int, *, fallback: bool, sm: int
+) -> Config:
+    """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k."""
+    batch, M, N, K = shape
+    rows = _rows_of_tile(M)
+    columns, num_warps = 64, 4
+    if rows == 8:
+        columns, num_warps = 32, 2
+    elif rows == 128 and fallback:
+        columns, num_warps = (128, 8) if sm >= 90 else (64, 8)
+    programs = _PROGRAMS.get(rows, _PROGRAMS_OF_MORE_ROWS)
+    splits = programs // (batch * cdiv(N, columns))
+    splits = max(1, min(splits, cdiv(K, k) // _LEAST_BLOCKS))
+    stage = (columns + rows * (2 if fallback else 1)) * k
+    stages = _SHARED_MEMORY[sm < 90] // stage
+    return Config(columns, splits, num_warps, max(2, min(4, stages)))
+
+
+def _rows_of_tile(M: int) -> int:
+    return max(8, triton.next_power_of_2(M))
 
 
 def matmul(
@@ -68,35 +104,45 @@ def matmul(
       ``[B, M, N]`` in ``dtype``.
     """
     sm = sm or compute_capability()
-    config = config or Config()
     m, k, n = block_shape
     batch, M, K = lhs.codes.shape
     N = rhs.codes.shape[1]
+    config = config or default_config(
+        (batch, M, N, K), k, fallback=residual is not None, sm=sm
+    )
     lhs, rhs = align(lhs), align(rhs)
     second = lhs if residual is None else align(residual)  # not read without one
     lhs, second, rhs = (
         row_scales_last(*pair) for pair in ((lhs, m), (second, m), (rhs, n))
     )
-    (out,) = launch(
+    BN, splits, num_warps, num_stages = config
+    (parts,) = launch(
         few_rows_kernel,
         *lhs[:2],
         *second[:2],
         *rhs[:2],
-        cdiv(K, k),
-        outputs=[jax.ShapeDtypeStruct((batch, M, N), dtype)],
-        grid=(batch * cdiv(N, config.BN),),
+        cdiv(cdiv(K, k), splits),
+        outputs=[
+            jax.ShapeDtypeStruct(
+                (splits, batch, M, N), dtype if splits == 1 else jnp.float32
+            )
+        ],
+        grid=(splits * batch * cdiv(N, BN),),
+        num_warps=num_warps,
+        num_stages=num_stages,
         M=M,
         N=N,
         K=lhs.codes.shape[2],
         m=m,
         k=k,
         n=n,
-        BM=max(16, triton.next_power_of_2(M)),
-        **config._asdict(),
+        BM=_rows_of_tile(M),
+        BN=BN,
+        SPLITS=splits,
         FALLBACK=residual is not None,
         MAGIC_CONVERSION=sm < 89,
     )
-    return out
+    return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(dtype)
 
 
 @triton.jit
@@ -117,42 +163,54 @@ def few_rows_kernel(
     n: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    SPLITS: tl.constexpr,
     FALLBACK: tl.constexpr,
     MAGIC_CONVERSION: tl.constexpr,
 ):
-    """Computes ``BN`` columns of the output."""
+    """Computes ``BN`` columns of the output from a part of the K blocks."""
     k_blocks: tl.constexpr = (K + k - 1) // k
     tiles: tl.constexpr = (N + BN - 1) // BN
-    batch = (tl.program_id(0) // tiles).to(tl.int64)
-    column = tl.program_id(0) % tiles * BN
+    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    batch = (tile // tiles).to(tl.int64)
+    column = tile % tiles * BN
 
     i = clamped_range(0, BM, 0, M, BM)
     j = clamped_range(0, BN, column, N, BN)
     c = tl.arange(0, k)
-    lhs_offsets = batch * M * K + i[:, None] * K + c[None, :]
-    rhs_offsets = c[:, None] + j[None, :] * K
+    lhs_offsets = batch * M * K + i[None, :] * K + c[:, None]
+    rhs_offsets = j[:, None] * K + c[None, :]
     rhs += (batch * N + column) * K
     tl.static_assert(m == 1 or m >= M)
-    lhs_rows = scale_offsets(batch, 0, i, 1, M, m, min(m, BM), k_blocks)
+    lhs_rows = scale_offsets(batch, 0, i, 0, M, m, min(m, BM), k_blocks)
     lhs_scales += lhs_rows
     residual_scales += lhs_rows
-    rhs_scales += scale_offsets(batch, column, j, 0, N, n, BN, k_blocks)
+    rhs_scales += scale_offsets(batch, column, j, 1, N, n, BN, k_blocks)
     lhs_stride: tl.constexpr = M if m == 1 else 1  # from a K block to the next one
     rhs_stride: tl.constexpr = N if n == 1 else 1
 
-    acc = tl.zeros((BM, BN), tl.float32)
-    for step in range(step_count):
+    # Beyond the last K block, codes are 0.
+    ALL: tl.constexpr = k_blocks % SPLITS == 0 and K % k == 0
+    first = split * step_count
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in range(first, first + step_count):
         inside = c < K - step * k
-        b = load(rhs + step * k + rhs_offsets, inside[:, None], K % k == 0)
-        scale = tl.load(rhs_scales + step * rhs_stride)
-        a = load(lhs + step * k + lhs_offsets, inside[None, :], K % k == 0)
-        lhs_scale = tl.load(lhs_scales + step * lhs_stride)
-        both = outer_product(lhs_scale, scale, m, n)
-        acc = add_product(acc, a, b, both, MAGIC_CONVERSION)
+        block = step if ALL else tl.minimum(step, k_blocks - 1)
+        b = load(rhs + step * k + rhs_offsets, inside[None, :], ALL)
+        scale = tl.load(rhs_scales + block * rhs_stride)
+        a = load(lhs + step * k + lhs_offsets, inside[:, None], ALL)
+        lhs_scale = tl.load(lhs_scales + block * lhs_stride)
+        both = outer_product(scale, lhs_scale, n, m)
+        acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
         if FALLBACK:
-            # Codes of a residual that is not used are arbitrary, and its scale is 0.
-            a = load(residual + step * k + lhs_offsets, inside[None, :], K % k == 0)
-            lhs_scale = tl.load(residual_scales + step * lhs_stride)
-            both = outer_product(lhs_scale, scale, m, n)
-            acc = add_product(acc, a, b, both, MAGIC_CONVERSION)
-    store(out + batch * M * N + column, acc, 0, column, 0, M, N)
+            # The codes of an unused residual are arbitrary, and its scale is 0.
+            a = load(residual + step * k + lhs_offsets, inside[:, None], ALL)
+            lhs_scale = tl.load(residual_scales + block * lhs_stride)
+            both = outer_product(scale, lhs_scale, n, m)
+            acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
+
+    batches = tl.num_programs(0) // (tiles * SPLITS)
+    out += (split * batches + batch) * M * N + column
+    row, across = tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None]
+    inside = (row < M) & (across < N - column)
+    tl.store(out + row * N + across, acc.to(out.dtype.element_ty), inside)

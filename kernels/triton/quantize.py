@@ -95,6 +95,8 @@ def _quantize_blocks(
         values, *tiles = x
     else:
         values, tiles = x, [seed_arrays[0]] * 2  # not read
+        # A program need not load and round rows that the only row of blocks lacks.
+        block = min(block[0], max(16, triton.next_power_of_2(shape[1]))), block[1]
     return _launch(
         _quantize,
         values,

@@ -35,6 +35,7 @@ CASES = {
     "unaligned, fallback": Case((2, 200, 333, 135), (128, 128, 128), 0.5),
     "many tiles": Case((1, 700, 64, 300), (128, 64, 128), 0.5),
     "few rows, fallback": Case((2, 8, 700, 300), (128, 128, 128), 0.3),
+    "few rows of many K blocks": Case((1, 5, 2200, 100), (128, 128, 128), 0.3),
     "one element": Case((3, 1, 1, 1), (128, 128, 128), 1.0),
     "no block falls back": Case((1, 32, 320, 32), (32, 32, 32), 0.0),
     "every block falls back": Case((1, 130, 260, 64), (64, 64, 64), 1.0),

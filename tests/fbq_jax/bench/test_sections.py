@@ -21,6 +21,7 @@ from fbq_jax.bench import (
     matmuls,
     measure,
     memory,
+    moe,
     quantize,
     serve,
 )
@@ -152,6 +153,21 @@ def test_grouped():
     assert layer[1].fallback is None
     assert 0.1 <= layer[2].fallback <= 0.3
     assert 3e-3 < layer[1].errors["dw"] < 0.1
+
+
+@pytest.mark.exhaustive
+def test_moe():
+    tokens, width, hidden, _, top_k = shape = (300, 128, 256, 3, 2)
+    measured = list(moe.rows([shape], **OPTIONS))
+    check_rates(measured, lambda _: 18 * tokens * top_k * width * hidden)
+    bf16, block, fallback = measured
+    assert bf16.what.startswith("bf16, ")
+    assert (block.what, fallback.what) == ("block", "fallback")
+    assert block.fallback is None
+    assert 0.05 <= fallback.fallback <= 0.5
+    assert fallback.ratio == pytest.approx(bf16.ms / fallback.ms)
+    assert bf16.errors == {"y": 0.0, "dx": 0.0, "dw": 0.0}
+    assert all(1e-3 < error < 0.2 for error in fallback.errors.values())
 
 
 @pytest.mark.parametrize(("M", "E"), [(500, 3), (32768, 128)])

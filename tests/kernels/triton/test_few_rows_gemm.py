@@ -37,9 +37,35 @@ def test_matches_float64_on_ampere():
 
 def test_tiles_of_several_column_blocks():
     module = triton_tools.interpreted("few_rows_gemm")
-    config = module.Config(BN=64, num_warps=4, num_stages=2)
+    config = module.Config(BN=64, splits=1, num_warps=4, num_stages=2)
     matmul = functools.partial(module.matmul, sm=90, config=config)
     gemm_cases.check_against_float64(matmul, CASES["32x32x32 blocks"])
+
+
+@pytest.mark.parametrize(("name", "splits"), [("unaligned", 2), ("one row", 2)])
+def test_programs_share_the_k_blocks(name, splits):
+    module = triton_tools.interpreted("few_rows_gemm")
+    config = module.Config(BN=32, splits=splits, num_warps=4, num_stages=2)
+    matmul = functools.partial(module.matmul, sm=90, config=config)
+    gemm_cases.check_against_float64(matmul, CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("shape", "fallback", "sm", "expected"),
+    [
+        ((1, 1, 28672, 4096), False, 90, (32, 1, 2, 4)),
+        ((1, 8, 4096, 14336), True, 90, (32, 4, 2, 4)),
+        ((1, 32, 4096, 4096), True, 90, (64, 4, 4, 4)),
+        ((1, 128, 4096, 4096), False, 90, (64, 4, 4, 4)),
+        ((1, 128, 4096, 4096), True, 90, (128, 8, 8, 4)),
+        ((1, 128, 4096, 4096), True, 86, (64, 4, 8, 2)),
+        ((1, 8, 128, 1024), False, 80, (32, 2, 2, 4)),
+        ((2, 8, 128, 128), False, 80, (32, 1, 2, 4)),
+    ],
+)
+def test_small_matrices_are_split(shape, fallback, sm, expected):
+    choose = triton_tools.interpreted("few_rows_gemm").default_config
+    assert choose(shape, 128, fallback=fallback, sm=sm) == expected
 
 
 def test_nan_scales_propagate():
@@ -53,8 +79,8 @@ def test_nan_scales_propagate():
     np.testing.assert_array_equal(np.isnan(y), expected)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("rows", [1, 64, 128])
 def test_compiles_without_spills(capability, rows):
     case = Case((1, rows, 512, 256), (128, 128, 128), 0.3)
     (kernel,) = triton_tools.compile_kernels(

@@ -1,0 +1,175 @@
+"""A whole mixture of experts in a training step: router, dispatch, experts, combine."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax import recipes
+from fbq_jax.bench import data, layers, measure
+from fbq_jax.bench.grouped_programs import tokamax_ragged_dot
+from fbq_jax.bench.measure import Effort, RunningStep
+from fbq_jax.bench.results import Row, row, with_ratios
+from fbq_jax.core.layer_stats import mean_rate
+from fbq_jax.core.routing import Routing
+from fbq_jax.linen.dot import FallbackDot
+from fbq_jax.linen.moe import MoEMLP
+from fbq_jax.ops import dispatch
+
+#: ``(tokens, D, F, experts, experts of a token)`` of Mixtral 8x7B and Qwen3-30B-A3B.
+SHAPES = ((8192, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
+_SETTLING_STEPS = 8
+_BLOCK_SHAPE = (128, 128, 128)
+# The largest errors of INT8 against bf16, through both projections.
+_LIMIT = 0.2
+
+Variables = dict[str, Any]
+
+
+class _Library(NamedTuple):
+    """What ``MoEMLP`` takes for another library's product in floats."""
+
+    ragged_dot: Callable[..., jax.Array]
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        return jax.lax.dot_general(*args, **options)
+
+
+class _Program(NamedTuple):
+    """A compiled step ``(state, params, x, dy) -> (state, results)``, and its state."""
+
+    name: str
+    backend: str
+    falls_back: bool
+    step: Callable[..., Any]
+    compile_s: float
+    state: Variables
+
+
+def rows(
+    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
+) -> Iterator[Row]:
+    """Measures ``MoEMLP`` for each ``(tokens, D, F, experts, experts of a token)``.
+
+    A step is forward and gradient, without an update; thresholds move.  Parameters and
+    tokens are bf16.  Work counts the experts' products.  The baseline multiplies in
+    bf16 by Tokamax where that is installed, else by ``lax.ragged_dot``, and saves the
+    gate in bf16; the recipes save it as ``MoEMLP`` does by default.
+
+    Raises:
+      WrongResultError: if a result differs from bf16's by more than INT8 may.
+    """
+    choice = dispatch.choose(
+        "ragged_matmul", _BLOCK_SHAPE, implementation=implementation
+    )
+    for shape in shapes:
+        yield from with_ratios(_rows(shape, choice, effort))
+
+
+def _rows(
+    shape: tuple[int, ...], choice: dispatch.Choice, effort: Effort
+) -> Iterator[Row]:
+    params, x, dy = _operands(shape)
+    exact: tuple[jax.Array, ...] = ()
+    for program in _programs(shape, choice, (params, x, dy)):
+        step = RunningStep(program.step, program.state, params, x, dy)
+        for _ in range(_SETTLING_STEPS):
+            results = step()
+        exact = exact or results
+        errors = measure.checked_errors(
+            ("y", "dx", "dw"), results, exact, _LIMIT, f"{program.name} at {shape}"
+        )
+        timing = measure.running_timing(step, effort=effort)
+        yield row(
+            timing,
+            _work(shape),
+            what=program.name,
+            implementation=program.backend,
+            shape=shape,
+            fallback=mean_rate(step.state) if program.falls_back else None,
+            errors=errors,
+            compile_s=program.compile_s,
+        )
+
+
+def _operands(shape: tuple[int, ...]) -> tuple[Variables, jax.Array, jax.Array]:
+    """The parameters, the tokens and the gradient of the output, in bf16."""
+    tokens, width, *_ = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = data.activation(keys[0], (tokens, width))
+    dy = jax.random.normal(keys[1], (tokens, width), jnp.bfloat16)
+    params = jax.jit(_layer(shape, None).init)(keys[2], x[:1])["params"]
+    return params, x, dy
+
+
+def _layer(shape: tuple[int, ...], dot_general: Any) -> MoEMLP:
+    _, _, hidden, experts, top_k = shape
+    return MoEMLP(
+        Routing(num_experts=experts, top_k=top_k),
+        hidden,
+        param_dtype=jnp.bfloat16,
+        dot_general=dot_general,
+        **({} if isinstance(dot_general, FallbackDot) else {"bits": None}),
+    )
+
+
+def _programs(
+    shape: tuple[int, ...], choice: dispatch.Choice, operands: tuple[Any, ...]
+) -> Iterator[_Program]:
+    """bf16, and the recipes."""
+    library = tokamax_ragged_dot()
+    if library is None:
+        yield _compiled("bf16, lax.ragged_dot", "xla", shape, None, operands)
+    else:
+        dot = _Library(library)
+        yield _compiled("bf16, Tokamax", "tokamax", shape, dot, operands)
+    for name in layers.RECIPES:
+        quantized = FallbackDot(
+            recipes.NAMED[name], implementation=choice.implementation
+        )
+        yield _compiled(name, choice.backend, shape, quantized, operands)
+
+
+def _compiled(
+    name: str,
+    backend: str,
+    shape: tuple[int, ...],
+    dot_general: Any,
+    operands: tuple[Any, ...],
+) -> _Program:
+    layer = _layer(shape, dot_general)
+    params, x, dy = operands
+
+    def first_state() -> Variables:
+        variables = dict(layer.init(jax.random.key(0), x[:1]))
+        del variables["params"]
+        return variables
+
+    def step(
+        state: Variables, params: Variables, x: jax.Array, dy: jax.Array
+    ) -> tuple[Variables, tuple[jax.Array, ...]]:
+        forward = functools.partial(layer.apply, mutable=list(state))
+        y, vjp, moved = jax.vjp(
+            lambda params, x: forward({"params": params, **state}, x),
+            params,
+            x,
+            has_aux=True,
+        )
+        grads, dx = vjp(dy)
+        return dict(moved), (y, dx, grads["gate_up"]["kernel"])
+
+    state = jax.jit(first_state)()
+    jitted = jax.jit(step, donate_argnums=0)
+    compiled, compile_s, (state, _) = measure.first_call(jitted, state, params, x, dy)
+    falls_back = isinstance(dot_general, FallbackDot) and (
+        dot_general.recipe.criterion is not None
+    )
+    return _Program(name, backend, falls_back, compiled, compile_s, state)
+
+
+def _work(shape: tuple[int, ...]) -> float:
+    """The operations of the experts' three projections, forward and backward."""
+    tokens, width, hidden, _, top_k = shape
+    return 3 * 2.0 * tokens * top_k * 3 * width * hidden
