@@ -12,6 +12,7 @@ from fbq_jax.bench import data, layers, measure
 from fbq_jax.bench.grouped_programs import tokamax_ragged_dot
 from fbq_jax.bench.measure import Effort, RunningStep
 from fbq_jax.bench.results import Row, row, with_ratios
+from fbq_jax.core.dot_call import RaggedCall, RaggedDotGeneral
 from fbq_jax.core.layer_stats import mean_rate
 from fbq_jax.core.routing import Routing
 from fbq_jax.linen.dot import FallbackDot
@@ -28,13 +29,16 @@ _LIMIT = 0.2
 Variables = dict[str, Any]
 
 
-class _Library(NamedTuple):
-    """What ``MoEMLP`` takes for another library's product in floats."""
+class _Library(RaggedDotGeneral):
+    """Another library's product of groups, in floats."""
 
-    ragged_dot: Callable[..., jax.Array]
+    def __init__(self, ragged_dot: Callable[..., jax.Array]) -> None:
+        self._ragged_dot = ragged_dot
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        return jax.lax.dot_general(*args, **options)
+    def _compute_ragged(
+        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
+    ) -> jax.Array:
+        return self._ragged_dot(lhs, rhs, call.group_sizes)
 
 
 class _Program(NamedTuple):
@@ -109,9 +113,9 @@ def _layer(shape: tuple[int, ...], dot_general: Any) -> MoEMLP:
     return MoEMLP(
         Routing(num_experts=experts, top_k=top_k),
         hidden,
+        bits=MoEMLP.bits if isinstance(dot_general, FallbackDot) else None,
         param_dtype=jnp.bfloat16,
         dot_general=dot_general,
-        **({} if isinstance(dot_general, FallbackDot) else {"bits": None}),
     )
 
 

@@ -2,6 +2,7 @@
 
 The widths of 4096 and 14336 are those of Llama-3-8B.  A prompt has thousands of rows; a
 decoding step has one for each sequence, and its time is that of reading the weights.
+A call decodes several tokens, as a generation loop in a program does.
 """
 
 import functools
@@ -26,6 +27,10 @@ SHAPES = tuple((rows, *_WIDTHS) for rows in (1, 8, 32, 128, 8192))
 # So that the weights of a call do not fit into the GPU's cache.
 DEPTH = 4
 _QUERIES_PER_KV_HEAD = 4
+# Tokens that a call decodes, one after the other.  A short program of a single token
+# would show how long the host takes to start it.
+_TOKENS = 8
+_DECODING_ROWS = 128  # the most rows of a decoding step
 _SETTLING_ROWS = 512  # of the forward passes that set the thresholds
 _SETTLING_STEPS = 4
 _INT8_LIMIT = 0.2  # error of INT8 against bf16, in the output of all layers
@@ -74,14 +79,14 @@ class _Program(NamedTuple):
       name: ``"bf16"``, or the name of the recipe.
       backend: what computes the products.
       fallback: the rate of the last settling step; None without fallback.
-      apply: the jitted function ``(variables, x) -> y``.
+      apply: the function ``(variables, x) -> y``.
       variables: the parameters, or the frozen layers.
     """
 
     name: str
     backend: str
     fallback: float | None
-    apply: Callable[[Variables, jax.Array], jax.Array]
+    apply: Callable[..., Any]
     variables: Variables
 
 
@@ -111,7 +116,7 @@ def _programs(
     build = functools.partial(Layers, hidden=widths[0], intermediate=widths[1])
     floats = build(dot_general=None)
     variables = jax.jit(floats.init)(key, x)
-    yield _Program("bf16", "xla", None, jax.jit(floats.apply), variables)
+    yield _Program("bf16", "xla", None, floats.apply, variables)
     for name in layers.RECIPES:
         recipe = recipes.NAMED[name]
         backend = matmuls.forward_choice(recipe, implementation).backend
@@ -126,21 +131,23 @@ def _programs(
         falls_back = recipe.criterion is not None
         rate = mean_rate(trained) if falls_back else None
         frozen = freeze(model, trained, x)
-        yield _Program(name, backend, rate, jax.jit(model.apply), frozen)
+        yield _Program(name, backend, rate, model.apply, frozen)
 
 
 def _rows(
     shape: tuple[int, ...], programs: Sequence[_Program], effort: Effort
 ) -> Iterator[Row]:
     x = data.activation(jax.random.key(2), shape[:2])
+    calls = _TOKENS if shape[0] <= _DECODING_ROWS else 1
     exact: jax.Array | None = None
     for program in programs:
         args = program.variables, x
-        apply, compile_s, y = measure.first_call(program.apply, *args)
+        apply, compile_s, (y, _) = measure.first_call(_chain(program, calls), *args)
         exact = y if exact is None else exact
         what = f"{program.name} at {shape}"
+        timing = measure.timing(apply, *args, effort=effort)
         yield row(
-            measure.timing(apply, *args, effort=effort),
+            timing._replace(ms=timing.ms / calls, burst_ms=timing.burst_ms / calls),
             _work(shape),
             what=program.name,
             implementation=program.backend,
@@ -149,6 +156,21 @@ def _rows(
             errors=measure.checked_errors(("y",), (y,), (exact,), _INT8_LIMIT, what),
             compile_s=compile_s,
         )
+
+
+def _chain(
+    program: _Program, calls: int
+) -> Callable[[Variables, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The first and the last output of calls that follow each other, jitted."""
+
+    @jax.jit
+    def chain(variables: Variables, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = last = program.apply(variables, x)
+        for _ in range(calls - 1):
+            last = program.apply(variables, last)
+        return first, last
+
+    return chain
 
 
 def _work(shape: tuple[int, ...]) -> float:
