@@ -1,4 +1,4 @@
-"""Fills tables of the README and the pages, and draws all pictures, from committed JSON.
+"""Fills tables of the documents, and draws their pictures, from committed JSON.
 
     python -m docs.figures
 
@@ -58,6 +58,7 @@ def speed() -> str:
 
 
 def ratio(row: Row | None) -> str:
+    """The speedup of a row; empty without one."""
     return "" if row is None else f"{row.ratio:.2f}"
 
 
@@ -205,10 +206,28 @@ def tpus() -> str:
     return table(("recipe", *cycles), cells)
 
 
+def libraries() -> str:
+    """Speedups of linear layers over bf16, by this and by other libraries."""
+    shapes = ((8192, 4096, 4096), (8192, 4096, 14336))
+    names = ("fallback", "block", "Flax Fp8DotGeneral", "Qwix INT8", "AQT INT8")
+    cores = {
+        (row.what, row.shape): row
+        for row in SECTIONS["linear"]["rows"]
+        if row.layer == "core" and row.implementation != "triton"
+    }
+    cells = [
+        [name, *(ratio(cores.get((name, shape))) for shape in shapes)] for name in names
+    ]
+    return table(("", *(f"{K} to {N} channels" for _, K, N in shapes)), cells)
+
+
 # By page: the tables on it.
 TABLES: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (speed, losses),
     "docs/choose-a-recipe.md": (measured, outliers, memory, batches, gpus, tpus),
+    "docs/migrate/aqt.md": (libraries,),
+    "docs/migrate/qwix.md": (libraries,),
+    "docs/migrate/fp8.md": (libraries,),
 }
 
 
@@ -275,6 +294,7 @@ PICTURES: dict[Path, Callable[[], Figure]] = {
 
 
 def main() -> None:
+    """Fills all tables, and draws all pictures."""
     for page in TABLES:
         atomic.write(ROOT / page, filled(page))
     for file, draw in PICTURES.items():
