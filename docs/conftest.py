@@ -1,34 +1,39 @@
 """The pages about other libraries run where these are installed."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
-MIGRATE = Path(__file__).parent / "migrate"
-# These pages compile other libraries' programs, too.
-NEEDS = {"aqt.md": "aqt", "qwix.md": "qwix", "fp8.md": "flax"}
+DOCS = Path(__file__).parent
+# By page: the library whose programs it runs.
+OTHERS = {
+    DOCS / "migrate/aqt.md": "aqt",
+    DOCS / "migrate/qwix.md": "qwix",
+    DOCS / "migrate/fp8.md": "flax",
+    DOCS / "guides/whole-models.md": "qwix",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the pages of ``migrate``, whose libraries are as strict as they are."""
+    """Marks these pages; other libraries warn of what they call themselves."""
     for item in items:
-        if item.path.parent != MIGRATE:
+        if (library := OTHERS.get(item.path)) is None:
             continue
-        library = NEEDS[item.path.name]
         missing = importlib.util.find_spec(library) is None
         item.add_marker(pytest.mark.skipif(missing, reason=f"needs {library}"))
         item.add_marker(pytest.mark.filterwarnings("ignore"))
-        item.add_marker(pytest.mark.exhaustive)
+        if item.path.parent.name == "migrate":
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
-def other_libraries(request: pytest.FixtureRequest):
-    """Lets other libraries promote types and ranks."""
-    if request.path.parent != MIGRATE:
-        yield
-        return
-    import jax
-
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+def promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets other libraries promote dtypes and ranks."""
+    if request.path in OTHERS:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+    else:
         yield
