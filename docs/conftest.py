@@ -13,7 +13,7 @@ OTHERS = {
     DOCS / "migrate/aqt.md": "aqt",
     DOCS / "migrate/qwix.md": "qwix",
     DOCS / "migrate/fp8.md": "flax",
-    DOCS / "guides/whole-models.md": "qwix",
+    DOCS / "guides/lora.md": "qwix",
 }
 
 
@@ -25,8 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing = importlib.util.find_spec(library) is None
         item.add_marker(pytest.mark.skipif(missing, reason=f"needs {library}"))
         item.add_marker(pytest.mark.filterwarnings("ignore"))
-        if item.path.parent.name == "migrate":
-            item.add_marker(pytest.mark.exhaustive)
+        item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)

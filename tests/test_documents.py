@@ -68,6 +68,10 @@ def test_links_lead_to_files(page):
     assert not missing
 
 
+def test_the_readme_is_an_introduction():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def blocks(page):
     """The language and the text of every block of code on a page."""
     return re.findall(
