@@ -14,7 +14,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from examples.llama import atomic, plot
-from examples.llama.experiments import pictures, result_files
+from examples.llama.experiments import __main__ as experiments
+from examples.llama.experiments import result_files
 from examples.llama.experiments.markdown import fill, table
 from fbq_jax import recipes
 from fbq_jax.bench import block_picture, compiled, errors, map_picture, picture, tpu
@@ -24,7 +25,7 @@ from fbq_jax.bench.results import Row
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "fbq_jax/bench/results"
 LLAMA = ROOT / "examples/llama/results"
-EXPERIMENTS = ROOT / "examples/llama/experiments/results"
+EXPERIMENTS = experiments.RESULTS
 SECTIONS = bench_results.load(BENCH / "nvidia-h200.json")
 
 # The rows of the README's table: what, and the section and shape that measure it.
@@ -279,7 +280,7 @@ def draw_runs_on_a_cpu() -> Figure:
     return figure
 
 
-# By file: the function that draws it. The experiments have their own list.
+# By file: the function that draws it. The experiments fill and draw their own page.
 PICTURES: dict[Path, Callable[[], Figure]] = {
     BENCH / "nvidia-h200-recipes.png": lambda: picture.draw(
         SECTIONS["recipes"]["rows"]
@@ -299,7 +300,7 @@ def main() -> None:
         atomic.write(ROOT / page, filled(page))
     for file, draw in PICTURES.items():
         plot.save(draw(), file)
-    pictures.draw(EXPERIMENTS)
+    experiments.main(["draw"])
 
 
 if __name__ == "__main__":
