@@ -100,17 +100,19 @@ def measured() -> str:
         layers.setdefault(row.what, []).append(row)
     base = runs["bf16-0"]
 
+    def training(run: str) -> tuple[str, str]:
+        if run not in runs:
+            return "", ""
+        loss = result_files.last_val_loss(runs[run]) / result_files.last_val_loss(base)
+        speedup = runs[run]["tokens_per_s"] / base["tokens_per_s"]
+        return f"{speedup:.2f}", f"{loss - 1:+.2%}"
+
     def cells(name: str) -> Iterator[str]:
         yield f"`{name}`"
         slowest = min(layers.get(name, []), key=lambda row: row.ratio, default=None)
         yield ratio(slowest)
         yield "" if slowest is None else f"{(slowest.saved_bytes or 0) / 1e3:.1f}"
-        if run := runs.get(f"{name}-0"):
-            loss = result_files.last_val_loss(run) / result_files.last_val_loss(base)
-            yield f"{run['tokens_per_s'] / base['tokens_per_s']:.2f}"
-            yield f"{loss - 1:+.2%}"
-        else:
-            yield from ("", "")
+        yield from training(f"{name}-0")
         for model in ("58", "606", "6559"):
             found = result_files.differences_from_bf16(tuned[model], name)
             yield f"{found.mean():+.4f}" if len(found) else ""
@@ -121,7 +123,8 @@ def measured() -> str:
         *("fine-tuning, 58", "606", "6559"),
     )
     names = (*recipes.NAMED, "fp8_delayed", "fp8_current")
-    return table(head, [list(cells(name)) for name in names])
+    chance = ["bf16, another seed", "", "", *training("bf16-1")]
+    return table(head, [chance, *(list(cells(name)) for name in names)])
 
 
 def outliers() -> str:
