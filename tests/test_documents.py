@@ -5,11 +5,8 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 import unittest.mock
 from pathlib import Path
@@ -168,39 +165,3 @@ def test_commands_take_their_options(words, monkeypatch, capsys):
             assert extra is None or extra in extras["optional-dependencies"]
         case _:
             pytest.fail(f"no test reads {shlex.join(words)}")
-
-
-# One layer, one step.
-SMALL = (
-    "--hidden 128 --ffn 256 --layers 1 --heads 2 --kv-heads 1 --batch 1 --seq 128 "
-    "--steps 1 --eval-every 1 --save-every 1"
-)
-
-
-@pytest.mark.exhaustive
-def test_the_llama_is_trained_by_the_commands_of_its_page(tmp_path):
-    (tmp_path / "my_text").mkdir()
-    for i in range(40):
-        (tmp_path / "my_text" / f"{i}.txt").write_text(f"def f{i}(): pass\n" * 200)
-    page = ROOT / "docs/guides/train-a-llama.md"
-    scripts = [text for language, text in blocks(page) if language == "sh"]
-    for i, line in enumerate("".join(scripts).replace("\\\n", " ").splitlines()):
-        command = line.partition("#")[0].strip()
-        command = re.sub(
-            r"^make train(?: ARGS=\"?(.*?)\"?)?$",
-            r"python -m examples.llama.train \1",
-            command,
-        )
-        if "train" in command and "--resume" not in command:
-            out = "" if "--out" in command else f"--out runs/{i}"
-            command += f" {SMALL} {out}"
-        command = command.replace("python ", f"{sys.executable} ", 1)
-        result = subprocess.run(
-            command,
-            shell=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 0, (command, result.stdout + result.stderr)
