@@ -1,11 +1,13 @@
-"""Tables in the documents, and maps, are those of the committed measurements."""
+"""Tables and pictures of the documents, and maps, are of committed measurements."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from examples.llama.experiments import engines
+from docs import figures
+from examples.llama.experiments import engines, pictures
 from fbq_jax.bench import compiled, errors, models, report, results, tpu
 from fbq_jax.bench import map as bench_map
 from fbq_jax.kernels import speed_map
@@ -13,45 +15,55 @@ from fbq_jax.kernels import speed_map
 ROOT = Path(__file__).parent.parent
 SECTIONS = results.load(ROOT / "fbq_jax/bench/results/nvidia-h200.json")
 COMPILED = compiled.load(ROOT / "fbq_jax/bench/results/compiled.json")
-DOCUMENTS = {
-    "recipes": "RECIPES.md",
-    "profile": "PROFILE.md",
-    "map": "PROFILE.md",
-    "kernels": "PROFILE.md",
-    "products": "PROFILE.md",
+PERFORMANCE = ROOT / "docs/performance"
+# The pages of sections that are not on results.md.
+PAGES = {
+    "recipes": "errors.md",
+    "profile": "profile.md",
+    "map": "map.md",
+    "kernels": "kernels.md",
+    "products": "kernels.md",
 }
-RESULTS = "docs/performance/results.md"
-# The rows of the README's table: what, and the section and shape that measure it.
-SUMMARY = (
-    ("training step of `nn.Dense`, 4096 to 4096 channels", "step", (8192, 4096, 4096)),
-    ("training step of `nn.Dense`, 2048 to 2048", "step", (8192, 2048, 2048)),
-    ("training step of `nn.Dense`, 4096 to 14336", "step", (8192, 4096, 14336)),
-    ("Llama block of 8192 channels", "block", (8192, 28672, 16384)),
-    ("Llama block of 4096 channels", "block", (4096, 14336, 16384)),
-    ("Llama block of 2048 channels", "block", (2048, 5632, 16384)),
-    ("optimizer step of a Llama, 4 layers of 4096", "train", (4096, 14336, 4, 8)),
-    ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 8)),
-)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_tables_show_the_committed_results(section):
-    document = ROOT / DOCUMENTS.get(section, RESULTS)
-    assert report.markdown({section: SECTIONS[section]}) in document.read_text()
+    page = PERFORMANCE / PAGES.get(section, "results.md")
+    assert report.markdown({section: SECTIONS[section]}) in page.read_text()
 
 
-def test_the_readme_sums_up_the_committed_results():
-    lines = [
-        "| | `fallback` | `block` | Flax's FP8 |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, section, shape in SUMMARY:
-        rows = [row for row in SECTIONS[section]["rows"] if row.shape == shape]
-        ratios = {row.what: f"{row.ratio:.2f}" for row in rows}
-        recipes = ("fallback", "block", "Flax Fp8DotGeneral")
-        cells = [ratios.get(recipe, "") for recipe in recipes]
-        lines.append(f"| {' | '.join([name, *cells])} |")
-    assert "\n".join(lines) in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", figures.TABLES)
+def test_summaries_are_those_of_the_committed_results(page):
+    """``python -m docs.figures`` fills the pages."""
+    text = (ROOT / page).read_text()
+    assert figures.filled(page) == text
+    names = re.findall("<!-- (\\w+) -->\n\n\\|", text)
+    assert names == [function.__name__ for function in figures.TABLES[page]]
+
+
+def test_every_picture_is_drawn_from_the_committed_results():
+    shown = {
+        (page.parent / picture).resolve()
+        for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+        for picture in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text())
+    }
+    of_experiments = {figures.EXPERIMENTS / f"{name}.png" for name in pictures.PICTURES}
+    assert shown == {*figures.PICTURES, *of_experiments}
+    assert all(picture.is_file() for picture in shown)
+
+
+@pytest.mark.parametrize("file", figures.PICTURES, ids=lambda file: file.stem)
+def test_pictures_are_drawn(file):
+    axes = figures.PICTURES[file]().axes
+    assert axes
+    assert all(axis.has_data() for axis in axes)
+
+
+def test_small_layers_are_as_slow_as_the_pages_say():
+    rows = [row for row in SECTIONS["map"]["rows"] if row.what != "bf16"]
+    assert max(row.ratio for row in rows if row.shape[0] == 512) < 1.0
+    wide = [row for row in rows if row.shape[0] >= 8192 and min(row.shape[1:]) >= 2048]
+    assert min(row.ratio for row in wide) > 1.0
 
 
 @pytest.mark.parametrize("file", sorted(speed_map.DIRECTORY.glob("*.json")), ids=str)
@@ -62,29 +74,30 @@ def test_shipped_maps_are_the_committed_results(file):
 
 @pytest.mark.parametrize("part", ["kernels", "products", "layers"])
 def test_tables_show_the_committed_kernels(part):
-    document = ROOT / DOCUMENTS.get(part, RESULTS)
-    assert compiled.tables(COMPILED)[part] in document.read_text()
+    page = PERFORMANCE / PAGES.get(part, "results.md")
+    assert compiled.tables(COMPILED)[part] in page.read_text()
 
 
 def test_the_table_shows_the_committed_layers_on_tpus():
     content = tpu.load(ROOT / "fbq_jax/bench/results/compiled-tpu.json")
-    assert tpu.markdown(content) in (ROOT / "PROFILE.md").read_text()
+    assert tpu.markdown(content) in (PERFORMANCE / "tpus.md").read_text()
 
 
 def test_the_table_shows_the_committed_arithmetic_of_engines():
     content = json.loads(engines.RESULTS.read_text())
-    page = ROOT / "examples/llama/EXPERIMENTS.md"
+    page = ROOT / "docs/evidence/experiments.md"
     assert engines.markdown(content) in page.read_text()
 
 
 def test_the_table_shows_the_committed_public_models():
     content = models.load(ROOT / "fbq_jax/bench/results/models.json")
-    assert models.markdown(content) in (ROOT / "MODELS.md").read_text()
+    page = ROOT / "docs/integrations/public-models.md"
+    assert models.markdown(content) in page.read_text()
 
 
 def test_the_table_shows_the_committed_errors():
     content = errors.load(ROOT / "fbq_jax/bench/results/errors-cpu.json")
-    assert errors.markdown(content) in (ROOT / "RECIPES.md").read_text()
+    assert errors.markdown(content) in (PERFORMANCE / "errors.md").read_text()
 
 
 def test_committed_kernels_do_not_spill():

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
         "ruff format --check .",
         # By package: as files, the kernels would be found twice, behind a link.
         # mypy keeps its cache in the clone, so that the next run is short.
-        pytest.param("mypy -p fbq_jax -p examples", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "mypy -p fbq_jax -p examples -p docs", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_static_checks(command):

@@ -1,1 +1,1 @@
-"""MaxText with quantized layers; MAXTEXT.md says how it is launched."""
+"""MaxText with quantized layers; docs/integrations/maxtext.md says how to launch it."""

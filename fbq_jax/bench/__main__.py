@@ -25,6 +25,7 @@ SECTIONS = {
 PICTURES = {
     "recipes": "fbq_jax.bench.picture",
     "map": "fbq_jax.bench.map_picture",
+    "block": "fbq_jax.bench.block_picture",
 }
 # The modules that write a file of another kind, for which they need no GPU.
 _WRITERS = {

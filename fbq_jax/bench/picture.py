@@ -38,6 +38,8 @@ def draw(rows: Sequence[Row]) -> Figure:
             )
         axis.set(title=title, yscale="log")
         axis.tick_params(axis="x", rotation=30)
+        for tick in axis.get_xticklabels():
+            tick.set_horizontalalignment("right")
         axis.grid(alpha=0.3)
     axes[0].set(ylabel="relative error")
     shape = " x ".join(map(str, rows[0].shape))

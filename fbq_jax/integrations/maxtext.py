@@ -1,6 +1,7 @@
 """MaxText: quantized dense layers in the models that its trainer makes.
 
-MAXTEXT.md shows a launch script and says which of MaxText's settings work.
+docs/integrations/maxtext.md shows a launch script and says which of MaxText's settings
+work.
 """
 
 import contextlib

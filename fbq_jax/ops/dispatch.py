@@ -186,7 +186,7 @@ def warn_of_small_blocks(choice: Choice, sides: Sequence[int]) -> None:
             f"blocks of 128 on a {device}: its vector units take longer to scale the "
             "products than its matrix units to multiply. Blocks of 256, as in "
             "dataclasses.replace(recipe, block=256), halve that work, and the recipe "
-            "rowwise has none of it. See RECIPES.md, On TPUs",
+            "rowwise has none of it. See docs/performance/tpus.md",
         )
 
 

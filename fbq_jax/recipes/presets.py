@@ -1,7 +1,7 @@
 """The named recipes: dynamic fallback, and the methods that it is compared with.
 
-``RECIPES.md`` compares them in a table.  ``dataclasses.replace`` makes variants:
-``replace(jetfire, block=64)`` is Jetfire with larger blocks, and
+``docs/methods/recipes.md`` compares them in a table.  ``dataclasses.replace`` makes
+variants: ``replace(jetfire, block=64)`` is Jetfire with larger blocks, and
 ``replace(rowwise, drhs=FLOAT_GEMM)`` leaves one GEMM of ``rowwise`` unquantized.
 """
 

@@ -455,11 +455,12 @@ def test_every_recipe_has_its_own_color() -> None:
 
 
 def test_the_page_matches_the_results(tmp_path: Path) -> None:
-    copy = tmp_path / "EXPERIMENTS.md"
+    copy = tmp_path / "experiments.md"
     copy.write_text(__main__.PAGE.read_text())
     page.fill(copy, __main__.RESULTS)
     folder = os.path.relpath(__main__.RESULTS, tmp_path)
-    text = copy.read_text().replace(f"]({folder}/", "](experiments/results/")
+    of_page = os.path.relpath(__main__.RESULTS, __main__.PAGE.parent)
+    text = copy.read_text().replace(f"]({folder}/", f"]({of_page}/")
     assert text == __main__.PAGE.read_text()
     copy.write_text("<!-- nonsense -->\n<!-- end -->")
     with pytest.raises(result_files.ResultsError, match="a place for nonsense"):

@@ -12,8 +12,10 @@ save the probabilities.
 
 import functools
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +26,9 @@ from examples.llama import attention
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from fbq_jax import fallback_dot
+from fbq_jax.bench import results
+
+ROOT = Path(__file__).parents[2]
 
 HIDDEN, MLP, LAYERS, SEQ = 512, 1792, 3, 128
 ATTENTION = {HIDDEN: 2, HIDDEN // 4: 2}  # q and output; k and v
@@ -192,20 +197,43 @@ def test_full_remat_saves_the_input_of_the_layer(recipe: str) -> None:
     assert saved.widths == {"bfloat16": {HIDDEN: 1}}
 
 
-@pytest.mark.parametrize(
-    ("variant", "bytes_per_channel"),
-    [
-        (BF16, 75.1),
-        (("fallback", None, "none"), 70.6),
-        (("bf16", 10, "none"), 27.6),
-        (SAVING, 23.1),
-        (("fallback", 10, "codes"), 20.0),
-        (("fallback", None, "codes"), 8.5),
-        (("fallback", 10, "full"), 2.0),
-    ],
-)
-def test_the_table_in_the_readme(variant: Variant, bytes_per_channel: float) -> None:
+def table_of_the_page() -> dict[Variant, tuple[float, str]]:
+    """The bytes and the milliseconds in the table, by variant."""
+    text = (ROOT / "docs/guides/train-a-llama.md").read_text()
+    rows = re.findall(
+        r"^\| (bf16|fallback) \| (\d+) \| `(\w+)` \| ([\d.]+) \| ([\d.]*) ?\|",
+        text,
+        re.MULTILINE,
+    )
+    return {
+        (recipe, int(bits) or None, remat): (float(nbytes), ms)
+        for recipe, bits, remat, nbytes, ms in rows
+    }
+
+
+TABLE = table_of_the_page()
+
+
+def test_the_table_of_the_page_has_the_measured_times() -> None:
+    sections = results.load(ROOT / "fbq_jax/bench/results/nvidia-h200.json")
+    measured = {
+        row.what: f"{row.ms:.1f}"
+        for row in sections["block"]["rows"]
+        if row.shape == (4096, 14336, 16384)
+    }
+    assert {variant: ms for variant, (_, ms) in TABLE.items() if ms} == {
+        BF16: measured["bf16"],
+        SAVING: measured["fallback"],
+        ("fallback", 10, "codes"): measured["fallback, remat codes"],
+        ("bf16", None, "full"): measured["bf16, remat full"],
+        ("fallback", 10, "full"): measured["fallback, remat full"],
+    }
+
+
+@pytest.mark.parametrize("variant", TABLE, ids=str)
+def test_the_table_of_the_page(variant: Variant) -> None:
     """The tolerance for autodiff allows for other versions of Flax and JAX."""
+    bytes_per_channel, _ = TABLE[variant]
     saved = measure(variant).bytes_per_token / HIDDEN
     autodiff = variant[1] is None and variant[2] == "none"
     assert saved == pytest.approx(bytes_per_channel, abs=5.0 if autodiff else 0.1)

@@ -1,1 +1,1 @@
-"""The training runs and studies behind EXPERIMENTS.md."""
+"""The training runs and studies behind docs/evidence/experiments.md."""

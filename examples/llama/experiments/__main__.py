@@ -28,7 +28,7 @@ from examples.llama.experiments.result_files import ResultsError
 from examples.llama.experiments.settings import SETTINGS
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "EXPERIMENTS.md"
+PAGE = Path(__file__).parents[3] / "docs/evidence/experiments.md"
 OTHER_PAGE = "tables.md"
 STAGES = ("parity", "studies", "outliers", "longer")
 

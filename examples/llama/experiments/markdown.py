@@ -1,6 +1,7 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and the places for them on a page."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 
 
 def table(head: Iterable[str], rows: list[list[str]]) -> str:
@@ -11,3 +12,18 @@ def table(head: Iterable[str], rows: list[list[str]]) -> str:
     rows = [row + [""] * (len(head) - len(row)) for row in rows]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def fill(text: str, content: Callable[[str], str]) -> str:
+    """Returns a page with its places filled, each `<!-- name -->` to `<!-- end -->`.
+
+    Args:
+        text: The page.
+        content: Returns what belongs in the place of a name.
+    """
+    return re.sub(
+        r"<!-- (\w+) -->\n.*?<!-- end -->",
+        lambda place: f"<!-- {place[1]} -->\n\n{content(place[1])}\n\n<!-- end -->",
+        text,
+        flags=re.DOTALL,
+    )

@@ -1,15 +1,15 @@
-"""Fills EXPERIMENTS.md with tables and pictures from the JSON results.
+"""Fills docs/evidence/experiments.md with tables and pictures from the JSON results.
 
 The page is prose with a place for each table, `<!-- name -->` to `<!-- end -->`.
 """
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from examples.llama import atomic
 from examples.llama.experiments import run_tables, study_tables
+from examples.llama.experiments.markdown import fill as fill_places
 from examples.llama.experiments.result_files import ResultsError
 
 NOT_RUN = "*Not run yet.*"
@@ -43,8 +43,7 @@ def fill(page: Path, results: Path) -> None:
         ResultsError: The page has a place for an unknown table.
     """
 
-    def place(match: re.Match[str]) -> str:
-        name = match[1]
+    def place(name: str) -> str:
         if name not in TABLES:
             raise ResultsError(
                 f"{page} has a place for {name}; there are {', '.join(TABLES)}"
@@ -53,12 +52,11 @@ def fill(page: Path, results: Path) -> None:
         if (results / f"{name}.png").exists():
             folder = os.path.relpath(results, page.parent)
             content += f"\n\n![{name}]({folder}/{name}.png)"
-        return f"<!-- {name} -->\n\n{content}\n\n<!-- end -->"
+        return content
 
     text = page.read_text() if page.exists() else _empty()
-    places = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
     page.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write(page, places.sub(place, text))
+    atomic.write(page, fill_places(text, place))
 
 
 def _empty() -> str:

@@ -1,4 +1,4 @@
-"""Draws the pictures of EXPERIMENTS.md from the JSON results."""
+"""Draws the pictures of docs/evidence/experiments.md from the JSON results."""
 
 from collections.abc import Callable
 from pathlib import Path

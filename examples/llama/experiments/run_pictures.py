@@ -1,4 +1,4 @@
-"""The pictures of EXPERIMENTS.md about training runs."""
+"""The pictures of docs/evidence/experiments.md about training runs."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tables of EXPERIMENTS.md about training runs."""
+"""The tables of docs/evidence/experiments.md about training runs."""
 
 import math
 import statistics

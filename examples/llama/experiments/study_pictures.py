@@ -1,4 +1,4 @@
-"""The pictures of EXPERIMENTS.md about studies."""
+"""The pictures of docs/evidence/experiments.md about studies."""
 
 from collections.abc import Callable
 from typing import Any

@@ -11,7 +11,7 @@ RESULTS = Path(errors.__file__).parent / "results/errors-cpu.json"
 
 
 def test_the_recommended_recipe_keeps_its_promises():
-    """The committed errors of the recipe that RECIPES.md recommends for GLUs."""
+    """The committed errors of the recipe that the page of errors recommends."""
     found = {
         row["data"]: row["errors"]
         for row in errors.load(RESULTS)["recipe_errors"]

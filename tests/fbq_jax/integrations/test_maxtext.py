@@ -348,8 +348,8 @@ def test_another_maxtext_is_refused(monkeypatch):
 
 
 def test_the_script_of_the_page(tmp_path):
-    """The launch script of MAXTEXT.md, as it stands there."""
-    text = (ROOT / "MAXTEXT.md").read_text()
+    """The launch script of its page, as it stands there."""
+    text = (ROOT / "docs/integrations/maxtext.md").read_text()
     script = re.search(r"```python\n(# train_int8\.py.*?)```", text, re.DOTALL)
     (tmp_path / "train_int8.py").write_text(script[1])
     base = Path(linears.__file__).parents[1] / "configs" / "base.yml"

@@ -164,7 +164,7 @@ def test_every_recipe_has_its_equations():
 
 
 def cells(name, recipe):
-    """A row of the table in RECIPES.md."""
+    """A row of the table in docs/methods/recipes.md."""
     yield f"`{name}`"
     for gemm in (recipe.fwd, recipe.dlhs, recipe.drhs):
         for side, quantizer in zip(("lhs", "rhs"), gemm.quantizers, strict=True):
@@ -191,7 +191,7 @@ def cells(name, recipe):
 
 
 def test_the_table_in_the_documents():
-    table = (Path(__file__).parents[3] / "RECIPES.md").read_text()
+    table = (Path(__file__).parents[3] / "docs/methods/recipes.md").read_text()
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     want = [" | ".join(cells(*named)) for named in recipes.NAMED.items()]
     assert rows == [f"| {row} |" for row in want]

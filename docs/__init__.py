@@ -1,0 +1,1 @@
+"""The documents, and what fills and draws their figures."""

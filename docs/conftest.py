@@ -1,0 +1,38 @@
+"""The pages about other libraries run where these are installed."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+DOCS = Path(__file__).parent
+# By page: the library whose programs it runs.
+OTHERS = {
+    DOCS / "migrate/aqt.md": "aqt",
+    DOCS / "migrate/qwix.md": "qwix",
+    DOCS / "migrate/fp8.md": "flax",
+    DOCS / "guides/lora.md": "qwix",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks these pages; other libraries warn of what they call themselves."""
+    for item in items:
+        if (library := OTHERS.get(item.path)) is None:
+            continue
+        missing = importlib.util.find_spec(library) is None
+        item.add_marker(pytest.mark.skipif(missing, reason=f"needs {library}"))
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        item.add_marker(pytest.mark.exhaustive)
+
+
+@pytest.fixture(autouse=True)
+def promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets other libraries promote dtypes and ranks."""
+    if request.path in OTHERS:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+    else:
+        yield

@@ -1,0 +1,310 @@
+"""Fills tables of the documents, and draws their pictures, from committed JSON.
+
+    python -m docs.figures
+
+A table's place on a page is `<!-- name -->` to `<!-- end -->`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from examples.llama import atomic, plot
+from examples.llama.experiments import __main__ as experiments
+from examples.llama.experiments import result_files
+from examples.llama.experiments.markdown import fill, table
+from fbq_jax import recipes
+from fbq_jax.bench import block_picture, compiled, errors, map_picture, picture, tpu
+from fbq_jax.bench import results as bench_results
+from fbq_jax.bench.results import Row
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "fbq_jax/bench/results"
+LLAMA = ROOT / "examples/llama/results"
+EXPERIMENTS = experiments.RESULTS
+SECTIONS = bench_results.load(BENCH / "nvidia-h200.json")
+
+# The rows of the README's table: what, and the section and shape that measure it.
+SPEEDS = (
+    ("training step of `nn.Dense`, 4096 to 4096 channels", "step", (8192, 4096, 4096)),
+    ("training step of `nn.Dense`, 2048 to 2048", "step", (8192, 2048, 2048)),
+    ("training step of `nn.Dense`, 4096 to 14336", "step", (8192, 4096, 14336)),
+    ("Llama block of 8192 channels", "block", (8192, 28672, 16384)),
+    ("Llama block of 4096 channels", "block", (4096, 14336, 16384)),
+    ("Llama block of 2048 channels", "block", (2048, 5632, 16384)),
+    ("optimizer step of a Llama, 4 layers of 4096", "train", (4096, 14336, 4, 8)),
+    ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 8)),
+)
+BLOCK = (4096, 14336, 16384)
+
+
+def rows(section: str, shape: Iterable[int]) -> dict[str, Row]:
+    """The rows of a section with this shape, by name."""
+    of_section = SECTIONS[section]["rows"]
+    return {row.what: row for row in of_section if row.shape == tuple(shape)}
+
+
+def speed() -> str:
+    """Speedups over bf16 of what users run."""
+    programs = ("fallback", "block", "Flax Fp8DotGeneral")
+    cells = [
+        [name, *(ratio(rows(section, shape).get(what)) for what in programs)]
+        for name, section, shape in SPEEDS
+    ]
+    return table(("", "`fallback`", "`block`", "Flax's FP8"), cells)
+
+
+def ratio(row: Row | None) -> str:
+    """The speedup of a row; empty without one."""
+    return "" if row is None else f"{row.ratio:.2f}"
+
+
+def losses() -> str:
+    """The final losses of some of the pretraining runs, and what they cost."""
+    runs = result_files.runs(EXPERIMENTS, "parity")
+    names = {
+        "bf16-0": "bf16",
+        "bf16-1": "bf16, another seed",
+        "fallback-0": "`fallback`",
+        "block-0": "`block`",
+        "rowwise-0": "`rowwise`",
+        "fp8_delayed-0": "`fp8_delayed`",
+        "per_tensor-0": "`per_tensor`",
+    }
+    base = result_files.last_val_loss(runs["bf16-0"])
+    cells = []
+    for run, name in names.items():
+        loss = result_files.last_val_loss(runs[run])
+        cells.append(
+            [
+                name,
+                f"{loss:.4f}",
+                "" if run == "bf16-0" else f"{loss / base - 1:+.2%}",
+                f"{runs[run]['tokens_per_s']:,.0f}",
+                f"{runs[run]['peak_bytes'] / 1e9:.1f}",
+            ]
+        )
+    return table(("recipe", "validation loss", "vs bf16", "tokens/s", "peak GB"), cells)
+
+
+def measured() -> str:
+    """What is measured of every recipe on an H200, in one row each."""
+    runs = result_files.runs(EXPERIMENTS, "parity")
+    tuned = result_files.losses_by_model(result_files.runs(EXPERIMENTS, "outliers"))
+    layers: dict[str, list[Row]] = {}
+    for row in SECTIONS["recipes"]["rows"]:
+        layers.setdefault(row.what, []).append(row)
+    base = runs["bf16-0"]
+
+    def training(run: str) -> tuple[str, str]:
+        if run not in runs:
+            return "", ""
+        loss = result_files.last_val_loss(runs[run]) / result_files.last_val_loss(base)
+        speedup = runs[run]["tokens_per_s"] / base["tokens_per_s"]
+        return f"{speedup:.2f}", f"{loss - 1:+.2%}"
+
+    def cells(name: str) -> Iterator[str]:
+        yield f"`{name}`"
+        slowest = min(layers.get(name, []), key=lambda row: row.ratio, default=None)
+        yield ratio(slowest)
+        yield "" if slowest is None else f"{(slowest.saved_bytes or 0) / 1e3:.1f}"
+        yield from training(f"{name}-0")
+        for model in ("58", "606", "6559"):
+            found = result_files.differences_from_bf16(tuned[model], name)
+            yield f"{found.mean():+.4f}" if len(found) else ""
+
+    head = (
+        *("recipe", "layer: speedup", "saved of X, kB/token"),
+        *("training: speedup", "loss vs bf16"),
+        *("fine-tuning, 58", "606", "6559"),
+    )
+    names = (*recipes.NAMED, "fp8_delayed", "fp8_current")
+    chance = ["bf16, another seed", "", "", *training("bf16-1")]
+    return table(head, [chance, *(list(cells(name)) for name in names)])
+
+
+def outliers() -> str:
+    """Errors of Y and dW by where the outliers are, by the reference."""
+    content = errors.load(BENCH / "errors-cpu.json")
+    assert content is not None
+    columns = [
+        ("Y, Gaussian", "Gaussian", "y_token"),
+        ("Y, 1/8 of blocks", "up to 606", "y_token"),
+        ("Y, 1/2 of blocks", "606, 1/2 of blocks", "y_token"),
+        ("Y, W has them", "W up to 606", "y_channel"),
+        ("dX, dY has them", "dY up to 606", "dx_token"),
+        ("dW, 1/8 of blocks", "up to 606", "dw_in"),
+        ("dW, 1/2 of blocks", "606, 1/2 of blocks", "dw_in"),
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for row in content["recipe_errors"]:
+        found.setdefault(row["what"], {})[row["data"]] = row["errors"]
+    cells = [
+        [f"`{name}`", *(f"{by_data[x][error]:.3f}" for _, x, error in columns)]
+        for name, by_data in found.items()
+        if name in recipes.NAMED
+    ]
+    return table(("recipe", *(title for title, *_ in columns)), cells)
+
+
+def memory() -> str:
+    """Time and memory of a Llama block of 4096 channels."""
+    cells = [
+        [
+            name,
+            f"{row.ms:.1f}",
+            ratio(row),
+            f"{(row.saved_bytes or 0) / 1e3:.1f}",
+            f"{(row.peak_bytes or 0) / 1e9:.1f}",
+        ]
+        for name, row in rows("block", BLOCK).items()
+    ]
+    head = ("block", "ms", "speedup vs bf16", "saved, kB/token", "peak, GB")
+    return table(head, cells)
+
+
+def batches() -> str:
+    """Speedups of layers by the number of tokens in a step."""
+    tokens = sorted({row.shape[0] for row in SECTIONS["map"]["rows"]})
+    cells = [
+        [
+            name,
+            f"{K} to {N}",
+            *(ratio(rows("map", (M, K, N)).get(name)) for M in tokens),
+        ]
+        for name in ("fallback", "block")
+        for K, N in ((1024, 4096), (2048, 2048), (4096, 4096), (8192, 8192))
+    ]
+    return table(("recipe", "channels", *(f"{M} tokens" for M in tokens)), cells)
+
+
+def gpus() -> str:
+    """Estimated speedups of GPUs that were not measured."""
+    content = compiled.load(BENCH / "compiled.json")
+    assert content is not None
+    by_card: dict[str, list[str]] = {}
+    for row in content["layers"]:
+        low, high = sorted(row["speedup"])
+        by_card.setdefault(row["card"], []).append(f"{low:.2f} to {high:.2f}")
+    shapes = [f"{K} to {N} channels" for _, K, N in compiled.LAYERS]
+    return table(("GPU", *shapes), [[card, *cells] for card, cells in by_card.items()])
+
+
+def tpus() -> str:
+    """Estimated cycles of a linear layer on TPUs, over bf16's."""
+    content = tpu.load(BENCH / "compiled-tpu.json")
+    assert content is not None
+    cycles: dict[str, dict[str, float]] = {}
+    for row in content["tpu_layers"]:
+        total = row["xla_cycles"] + sum(row["kernel_cycles"].values())
+        cycles.setdefault(row["generation"], {})[row["what"]] = total
+    names = [name for name in next(iter(cycles.values())) if name != "bf16"]
+    cells = [
+        [name, *(f"{of_tpu[name] / of_tpu['bf16']:.2f}" for of_tpu in cycles.values())]
+        for name in names
+    ]
+    return table(("recipe", *cycles), cells)
+
+
+def libraries() -> str:
+    """Speedups of linear layers over bf16, by this and by other libraries."""
+    shapes = ((8192, 4096, 4096), (8192, 4096, 14336))
+    names = ("fallback", "block", "Flax Fp8DotGeneral", "Qwix INT8", "AQT INT8")
+    cores = {
+        (row.what, row.shape): row
+        for row in SECTIONS["linear"]["rows"]
+        if row.layer == "core" and row.implementation != "triton"
+    }
+    cells = [
+        [name, *(ratio(cores.get((name, shape))) for shape in shapes)] for name in names
+    ]
+    return table(("", *(f"{K} to {N} channels" for _, K, N in shapes)), cells)
+
+
+# By page: the tables on it.
+TABLES: dict[str, tuple[Callable[[], str], ...]] = {
+    "README.md": (speed, losses),
+    "docs/choose-a-recipe.md": (measured, outliers, memory, batches, gpus, tpus),
+    "docs/migrate/aqt.md": (libraries,),
+    "docs/migrate/qwix.md": (libraries,),
+    "docs/migrate/fp8.md": (libraries,),
+}
+
+
+def filled(page: str) -> str:
+    """A page with its tables."""
+    tables = {function.__name__: function for function in TABLES[page]}
+    return fill((ROOT / page).read_text(), lambda name: tables[name]())
+
+
+def draw_errors() -> Figure:
+    """Errors of Y, dX and dW as outliers of X grow, by the reference."""
+    content = errors.load(BENCH / "errors-cpu.json")
+    assert content is not None
+    keys = {"token": "y_token", "dx": "dx_token", "channel": "dw_in"}
+    template = SECTIONS["recipes"]["rows"][0]
+    of_x = [
+        dataclasses.replace(
+            template,
+            what=row["what"],
+            data=row["data"],
+            shape=tuple(content["shape"]),
+            errors={name: row["errors"][key] for name, key in keys.items()},
+        )
+        for row in content["recipe_errors"]
+        if "W" not in row["data"] and "dY" not in row["data"]
+    ]
+    return picture.draw(of_x)
+
+
+def draw_runs_on_a_cpu() -> Figure:
+    """Final losses of every recipe minus bf16's, beside the effect of chance."""
+    runs = json.loads((LLAMA / "compare-cpu.json").read_text())["runs"]
+    bf16 = runs["bf16"]
+    chance = json.loads((LLAMA / "chance-cpu.json").read_text())["runs"]
+    of_chance = {f"bf16, saved bits {n.split('-')[1]}": r for n, r in chance.items()}
+    compared = {name: run for name, run in runs.items() if name != "bf16"} | of_chance
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="black", linewidth=1)
+    for marker, key, label in (
+        ("o", "val_loss", "validation"),
+        ("x", "loss", "training, last 20 steps"),
+    ):
+        differences = [run[key] - bf16[key] for run in compared.values()]
+        axes.plot(differences, list(compared), marker, label=label)
+    axes.invert_yaxis()
+    axes.set(title="Losses minus bf16's after 200 steps", xlabel="nats per byte")
+    plot.finish(axes, "lower right")
+    return figure
+
+
+# By file: the function that draws it. The experiments fill and draw their own page.
+PICTURES: dict[Path, Callable[[], Figure]] = {
+    BENCH / "nvidia-h200-recipes.png": lambda: picture.draw(
+        SECTIONS["recipes"]["rows"]
+    ),
+    BENCH / "nvidia-h200-map.png": lambda: map_picture.draw(SECTIONS["map"]["rows"]),
+    BENCH / "nvidia-h200-block.png": lambda: block_picture.draw(
+        list(rows("block", BLOCK).values())
+    ),
+    BENCH / "errors-cpu.png": draw_errors,
+    LLAMA / "compare-cpu.png": draw_runs_on_a_cpu,
+}
+
+
+def main() -> None:
+    """Fills all tables, and draws all pictures."""
+    for page in TABLES:
+        atomic.write(ROOT / page, filled(page))
+    for file, draw in PICTURES.items():
+        plot.save(draw(), file)
+    experiments.main(["draw"])
+
+
+if __name__ == "__main__":
+    main()
