@@ -21,6 +21,9 @@ PAGES = {
     "recipes": "errors.md",
     "profile": "profile.md",
     "map": "map.md",
+    "grouped": "experts.md",
+    "moe": "experts.md",
+    "serve": "frozen-layers.md",
     "kernels": "kernels.md",
     "products": "kernels.md",
 }
