@@ -1,4 +1,4 @@
-# `make train`, `make test` and `make docs` install what they need into .venv, then run.
+# Each target installs what it needs into .venv, then runs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -7,7 +7,7 @@ ARGS ?=
 # driver, skip that check.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= $(if $(wildcard /dev/nvidiactl),,1)
 
-.PHONY: train test docs
+.PHONY: train test test-tpu lint docs package
 
 train: $(VENV)/examples
 	$(BIN)/python -m examples.llama.train $(ARGS)
@@ -16,8 +16,23 @@ test: $(VENV)/test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		-m "not exhaustive" $(ARGS)
 
+# With a TPU's compiler installed, JAX looks for a TPU: another virtual environment.
+test-tpu:
+	$(MAKE) VENV=.venv-tpu .venv-tpu/tpu .venv-tpu/examples
+	.venv-tpu/bin/python -m pip install --quiet chex hypothesis pytest
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest tests/kernels/tpu/test_compiled.py \
+		tests/kernels/tpu/test_meshes.py tests/examples/test_tpu.py $(ARGS)
+
+# The linter, the formatter and the type checker.
+lint: $(VENV)/test
+	$(BIN)/python -m pytest -m "" tests/test_static.py
+
 docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build/html
+
+# The wheel and the sdist, in dist/, tried in new virtual environments.
+package:
+	$(PYTHON) .ci/package.py
 
 $(VENV)/%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -16,7 +16,7 @@ extensions = [
 exclude_patterns = ["_build"]
 # The tests run the examples.
 nb_execution_mode = "off"
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

@@ -55,7 +55,7 @@ from fbq_jax.recipes.schema import Recipe as Recipe
 from fbq_jax.recipes.schema import RecipeError as RecipeError
 from fbq_jax.sharding.propagation import partitioned as partitioned
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public modules of the packages can also be imported from here: fbq_jax.nonlinear.
 for _name in ("dispatch", "nonlinear", "optim", "smooth_swiglu"):

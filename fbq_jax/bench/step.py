@@ -118,7 +118,7 @@ def _in_new_process(program: str) -> float:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{program}\nfailed:\n{done.stderr}")
+        raise RuntimeError(f"a process that measures failed: {program}\n{done.stderr}")
     return float(done.stdout.split()[-1])
 
 

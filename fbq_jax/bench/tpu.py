@@ -123,7 +123,9 @@ def _row(generation: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
             text=True,
         )
         if done.returncode:
-            raise RuntimeError(f"{program}\nfailed:\n{done.stderr}")
+            raise RuntimeError(
+                f"a process that compiles failed: {program}\n{done.stderr}"
+            )
         calls = [
             Call(name, operands, tuple(out), tuple(iterations))
             for name, operands, out, iterations in json.loads(

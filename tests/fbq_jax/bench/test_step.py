@@ -96,7 +96,7 @@ def test_first_calls_are_measured_in_new_processes(first_calls, monkeypatch):
 def test_a_new_process_prints_its_result():
     program = "import os; print('text', os.environ.get('JAX_COMPILATION_CACHE_DIR', 3))"
     assert step._in_new_process(program) == 3.0
-    with pytest.raises(RuntimeError, match=r"1 / 0\nfailed:\n(.*\n)*ZeroDivision"):
+    with pytest.raises(RuntimeError, match=r"failed: 1 / 0\n(.*\n)*ZeroDivision"):
         step._in_new_process("1 / 0")
 
 
