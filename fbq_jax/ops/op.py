@@ -39,6 +39,8 @@ class Kernel:
         appended to the reason for choosing this kernel.
       blockless_module: XLA's module for operands without blocks; None if the kernel
         serves them.
+      float8_refusal: the reason why the kernel has no FP8 codes here, or None if it
+        has.
     """
 
     backend: str
@@ -46,6 +48,7 @@ class Kernel:
     refusal: Callable[[Sequence[int]], str | None]
     caveat: Callable[[Sequence[int], int | None], str] = lambda *_: ""
     blockless_module: str | None = None
+    float8_refusal: Callable[[], str | None] = lambda: "it has no kernel for FP8 codes"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
