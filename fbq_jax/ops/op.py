@@ -24,6 +24,11 @@ from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
 
 
+def no_float8() -> str:
+    """The refusal of a kernel that has INT8 codes only."""
+    return "it has no kernel for FP8 codes"
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """The kernel of an implementation for an op.
@@ -48,7 +53,7 @@ class Kernel:
     refusal: Callable[[Sequence[int]], str | None]
     caveat: Callable[[Sequence[int], int | None], str] = lambda *_: ""
     blockless_module: str | None = None
-    float8_refusal: Callable[[], str | None] = lambda: "it has no kernel for FP8 codes"
+    float8_refusal: Callable[[], str | None] = no_float8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

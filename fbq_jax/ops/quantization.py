@@ -23,7 +23,12 @@ from fbq_jax.kernels.reference import (
     Quantized,
 )
 from fbq_jax.kernels.rounding import Rounding, Seeds, fold_seeds
-from fbq_jax.ops.backends import nvidia_refusal, tpu_refusal, triton_kernels
+from fbq_jax.ops.backends import (
+    float8_refusal,
+    nvidia_refusal,
+    tpu_refusal,
+    triton_kernels,
+)
 from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.assignment import ShardAssignment
@@ -258,12 +263,18 @@ def _fallback_rule(
 _BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize") | {
     "tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize", tpu_refusal)
 }
-_ROW_BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize_row_blocks")
+_ROW_BLOCK_KERNELS = triton_kernels(
+    "fbq_jax.kernels.triton.quantize_row_blocks", float8_refusal=float8_refusal
+)
 _VECTOR_KERNELS = triton_kernels(
     "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
 ) | {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize_vectors", tpu_refusal)}
 quantize = define_op(
-    reference.quantize, _quantize_rule, _quantize_on_shard, kernels=_BLOCK_KERNELS
+    reference.quantize,
+    _quantize_rule,
+    _quantize_on_shard,
+    kernels=_BLOCK_KERNELS
+    | triton_kernels("fbq_jax.kernels.triton.quantize", float8_refusal=float8_refusal),
 )
 quantize_row_blocks = define_op(
     reference.quantize_row_blocks,

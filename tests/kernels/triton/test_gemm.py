@@ -28,6 +28,13 @@ def test_matches_float64(name):
     gemm_cases.check_against_float64(interpreted(90), gemm_cases.CASES[name])
 
 
+@pytest.mark.parametrize(
+    "case", (gemm_cases.FLOAT8_CASES | gemm_cases.FLOAT8_SMALL_CASES).values()
+)
+def test_float8_matches_float64(case):
+    gemm_cases.check_against_float64(interpreted(90), case)
+
+
 def test_scales_of_rows_with_fallback_match_float64():
     gemm_cases.check_against_float64(interpreted(90), gemm_cases.ROWS_AND_FALLBACK)
 
@@ -129,13 +136,13 @@ def test_max_abs_sum():
 
 
 @functools.cache
-def compiled(shape, blocks, fallback, sm):
+def compiled(shape, blocks, fallback, sm, codes="int8"):
     """Compiles the GEMM, and checks that the kernels before it do not spill."""
     (M, K, N), (m, k, n) = shape, blocks
 
     def operand(rows, block_rows):
         return Quantized(
-            jax.ShapeDtypeStruct((2, rows, K), jnp.int8),
+            jax.ShapeDtypeStruct((2, rows, K), codes),
             jax.ShapeDtypeStruct((2, -(-rows // block_rows), -(-K // k)), jnp.float32),
         )
 
@@ -178,9 +185,30 @@ def test_compiles_to_tensor_core_products_without_spills(sm, fallback, shape, bl
     assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
 
 
-def test_each_scale_of_a_row_is_loaded_once():
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((1000, 1000, 1000), (1, 32, 32)),
+        ((4096, 4096, 4096), (1, 128, 128)),
+        ((4096, 4096, 4096), (1, 128, 1)),
+    ],
+)
+@pytest.mark.parametrize("sm", [sm for sm in SHARED if sm >= 89])
+def test_float8_compiles_to_tensor_core_products_without_spills(sm, shape, blocks):
+    gemm = compiled(shape, blocks, False, sm, "float8_e4m3fn")
+    products = {90: r"wgmma\.mma_async\S*f32\.e4m3\.e4m3"}
+    product = products.get(sm, r"mma\.sync\S*f32\.e4m3\.e4m3")
+    assert re.search(product, gemm.ptx)
+    assert gemm.spills == 0
+    assert gemm.shared <= SHARED[sm]
+    assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
+
+
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+def test_each_scale_of_a_row_is_loaded_once(codes):
     """Without care, the compiler loads it for every column."""
-    gemm = compiled((4096, 4096, 4096), (1, 128, 128), False, 90)
+    gemm = compiled((4096, 4096, 4096), (1, 128, 128), False, 90, codes)
     rows_of_a_thread = 2
     assert gemm.ptx.count("ld.global") == rows_of_a_thread + 1
     assert gemm.ptx.count("mul.rn.f32") == rows_of_a_thread

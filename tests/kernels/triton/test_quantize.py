@@ -74,6 +74,17 @@ def test_row_blocks(row_blocks, case):
     cases.check_row_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.parametrize("case", with_first_fast(cases.FLOAT8))
+def test_float8(ops, row_blocks, case):
+    shape, dtype, *options = case
+    cases.check_float8(ops, row_blocks, heavy(shape, dtype=dtype), *options)
+
+
+@pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
+def test_special_float8(ops, row_blocks, dtype):
+    cases.check_special_float8(ops, row_blocks, dtype)
+
+
 def test_per_tensor_scale(vectors):
     cases.check_per_tensor_scale(vectors, heavy((2, 70, 141)))
 
@@ -177,6 +188,32 @@ def test_row_blocks_compile_without_spills(capability, dtype, block):
         colwise="stochastic",
     )
     check_kernels(kernels, capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (90, "bfloat16"),
+        pytest.param(89, "float32", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("name", ["quantize", "quantize_row_blocks"])
+def test_float8_compiles_without_spills(name, capability, dtype):
+    kernels = compile_kernels(
+        name,
+        name,
+        jax.ShapeDtypeStruct((1, 4096, 4096), dtype),
+        jax.ShapeDtypeStruct((1,), jnp.uint32),
+        capability=capability,
+        block=(128, 128),
+        rowwise="nearest",
+        colwise="nearest",
+        dtype="float8_e4m3fn",
+    )
+    check_kernels(kernels, capability)
+    # Rounded once, from float32.
+    assert "cvt.rn.satfinite.e4m3x2.f32" in kernels[0].ptx
+    assert "e4m3x2.f16x2" not in kernels[0].ptx
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
