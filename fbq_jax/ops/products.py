@@ -210,7 +210,7 @@ _KERNELS = {
         float8_refusal=float8,
     )
     for name, refusal, float8 in (
-        ("mosaic", mosaic_gemm_refusal, no_float8),
+        ("mosaic", mosaic_gemm_refusal, float8_refusal),
         ("triton", triton_gemm_refusal, float8_refusal),
         ("tpu", tpu_refusal, no_float8),
     )

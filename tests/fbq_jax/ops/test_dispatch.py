@@ -83,6 +83,8 @@ FLOAT8 = {"codes": "float8_e4m3fn"}
         ("8.9", (128, 128), "quantize", "mosaic", "the first choice"),
         ("8.9", (32, 32), "quantize_row_blocks", "mosaic", "the first choice"),
         ("8.9", (1, 128, 128), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+        ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
+        ("9.0", (1, 64, 64), "matmul", "triton", "sides of 128 or 256, not 64"),
         ("8.6", (1, 128, 128), "matmul", "reference", "not triton: FP8 codes need a G"),
         ("8.0", (128, 128), "quantize_row_blocks", "reference", "capability 8.9 or ab"),
         ("9.0", (128, 128), "quantize_fallback", "reference", "no kernel for FP8 code"),
