@@ -179,6 +179,7 @@ def warn_of_reference(
         op.name
         for op in OPS.values()
         if _first_choice(op, sides, None, codes).reason == choice.reason
+        and (codes == "int8" or op.has_float8)
     )
     layer = current_layer()
     warn_first(

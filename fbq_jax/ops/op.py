@@ -89,6 +89,12 @@ class Op:
         """The name of the op's function in ``fbq_jax.ops``."""
         return self.reference.__name__
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether a kernel of the op, on some device, has FP8 codes."""
+        refusals = (kernel.float8_refusal for kernel in self.kernels.values())
+        return any(refusal is not no_float8 for refusal in refusals)
+
     def implementation(
         self, name: str, block_shape: Sequence[int]
     ) -> Callable[..., Any]:

@@ -122,6 +122,15 @@ def test_fp8_codes_without_a_kernel_warn_and_a_requested_kernel_is_an_error(on_g
         jax.eval_shape(lambda codes: multiply(codes, None, codes), codes)
 
 
+def test_fp8_codes_on_a_tpu_warn_and_name_no_op_without_them(monkeypatch):
+    monkeypatch.setattr(layer_names, "_warned", {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    choice = dispatch.choose("quantize", (128, 128), **FLOAT8)
+    match = r"^quantize, matmul run as .*: not tpu: it has no kernel for FP8 codes$"
+    with pytest.warns(UserWarning, match=match):
+        dispatch.warn_of_reference(choice, (128, 128), **FLOAT8)
+
+
 def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeypatch):
     on_gpu("9.0")
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
