@@ -195,6 +195,7 @@ def quantize(
       sums: the layouts, ``"rowwise"`` or ``"colwise"``, that get ``Quantized.sums``.
       dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
     """
+    check_float8(dtype, rowwise, colwise, sums)
     tiles = _to_tiles(x.astype(jnp.float32), block)
 
     def layout(mode: rounding.Rounding, sum_axis: int | None) -> Quantized:
@@ -218,6 +219,20 @@ def quantize(
         None if rowwise is None else layout(rowwise, axes[0]),
         jax.tree.map(lambda y: y.mT, transposed),
     )
+
+
+def check_float8(
+    dtype: CodeDtype,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
+    sums: tuple[str, ...] = (),
+) -> None:
+    """Raises ValueError if FP8 codes do not support the options of a quantization."""
+    if dtype == "float8_e4m3fn" and ("stochastic" in (rowwise, colwise) or sums):
+        raise ValueError(
+            "FP8 codes take nearest rounding and no sums; got "
+            f"rowwise={rowwise!r}, colwise={colwise!r}, sums={sums!r}"
+        )
 
 
 def quantize_vectors(
@@ -522,7 +537,6 @@ def _quantize_tiles(
     amax = amax_reduce(find_amax(tiles, (2, 4)))
     scale, inverse = scale_of_codes(amax, dtype, bound)
     if dtype == "float8_e4m3fn":
-        assert noise is None
         return round_to_float8(tiles, _spread(inverse)), scale
     return round_to_codes(tiles, _spread(inverse), noise), scale
 

@@ -19,6 +19,7 @@ from fbq_jax.kernels.reference import (
     FallbackQuantized,
     Layouts,
     QuantizeOptions,
+    check_float8,
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_quantize import (
@@ -89,6 +90,7 @@ def _quantize_blocks(
     dtype: CodeDtype = "int8",
 ) -> tuple[jax.Array, ...]:
     """Returns the outputs of ``BlockOutputs.fallback``."""
+    check_float8(dtype, rowwise, colwise, sums)
     is_noisy = "stochastic" in (rowwise, colwise)
     seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
     shape = _shape(x, block)

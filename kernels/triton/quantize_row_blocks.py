@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fbq_jax.kernels.hadamard import SIZE, transform_rows
-from fbq_jax.kernels.reference import Block, CodeDtype, Layouts
+from fbq_jax.kernels.reference import Block, CodeDtype, Layouts, check_float8
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_codes import (
     elementwise_max,
@@ -60,6 +60,7 @@ def quantize_row_blocks(
     The transform is fused for blocks of 128 rows; for others, XLA computes it.  Blocks
     of more than 128x128 values are read once for each layout.
     """
+    check_float8(dtype, rowwise, colwise)
     if hadamard and block[0] != SIZE:
         x, hadamard = transform_rows(x), False
     r, c = block

@@ -52,6 +52,7 @@ def test_a_gradient_from_codes_compiles():
     compile_for_gpus(step, (1, 512, 256), (1, 256, 128), (1, 512, 128))
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_fp8_codes_travel_as_fp8():
     """Those of W, for Y and for dX; X and dY stay on their devices."""

@@ -149,7 +149,10 @@ FLOAT8 = {"dtype": "float8_e4m3fn", "colwise": "nearest"}
     ("spec", "shape", "codes"),
     [
         ((None, "tensor", BATCH), (1, 96, 128), {}),
-        ((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
+        pytest.param(
+            *((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             (None, ("data", "tensor"), "fsdp"),
             (1, 160, 96),

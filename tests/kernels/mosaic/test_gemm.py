@@ -23,6 +23,7 @@ from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
 from tests.kernels import gemm_cases, mosaic_tools, triton_tools
 from tests.kernels.gemm_cases import CASES, Case
+from tests.marks import with_first_fast
 
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper may have
 SUPPORTED = [
@@ -93,11 +94,12 @@ def test_matches_float64(interpreted, name):
 
 
 @mosaic_tools.needs_interpreter
-@pytest.mark.parametrize("name", gemm_cases.FLOAT8_CASES)
+@pytest.mark.parametrize("name", with_first_fast(gemm_cases.FLOAT8_CASES))
 def test_float8_matches_float64(interpreted, name):
     gemm_cases.check_against_float64(interpreted(), gemm_cases.FLOAT8_CASES[name])
 
 
+@pytest.mark.exhaustive
 @mosaic_tools.needs_interpreter
 def test_float8_rounds_once(interpreted):
     case = gemm_cases.FLOAT8_CASES["scales of rows"]

@@ -12,6 +12,8 @@ from fbq_jax.bench.cards import CARDS
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
 from tests.kernels import gemm_cases, triton_tools
+from tests.kernels.gemm_cases import FLOAT8_CASES
+from tests.marks import with_first_fast
 
 # Bytes of shared memory that a program may have.
 SHARED = {
@@ -29,7 +31,8 @@ def test_matches_float64(name):
 
 
 @pytest.mark.parametrize(
-    "case", (gemm_cases.FLOAT8_CASES | gemm_cases.FLOAT8_SMALL_CASES).values()
+    "case",
+    with_first_fast([*FLOAT8_CASES.values(), *gemm_cases.FLOAT8_SMALL_CASES.values()]),
 )
 def test_float8_matches_float64(case):
     gemm_cases.check_against_float64(interpreted(90), case)

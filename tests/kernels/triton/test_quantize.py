@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fbq_jax.kernels import reference
 from tests.kernels import grouped_cases
 from tests.kernels import quantize_cases as cases
 from tests.kernels.test_reference import heavy
@@ -83,6 +84,19 @@ def test_float8(ops, row_blocks, case):
 @pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
 def test_special_float8(ops, row_blocks, dtype):
     cases.check_special_float8(ops, row_blocks, dtype)
+
+
+@pytest.mark.parametrize("options", [{"colwise": "stochastic"}, {"sums": ("rowwise",)}])
+def test_float8_codes_refuse_noise_and_sums(ops, row_blocks, options):
+    x, seeds = jnp.ones((1, 32, 32)), jnp.zeros(1, jnp.uint32)
+    every = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
+    every |= {"dtype": "float8_e4m3fn"} | options
+    quantizations = [ops.quantize, reference.quantize]
+    if "sums" not in options:
+        quantizations += [row_blocks.quantize_row_blocks, reference.quantize_row_blocks]
+    for quantize in quantizations:
+        with pytest.raises(ValueError, match=r"^FP8 codes take nearest rounding and n"):
+            quantize(x, seeds, **every)
 
 
 def test_per_tensor_scale(vectors):
@@ -197,7 +211,7 @@ def test_row_blocks_compile_without_spills(capability, dtype, block):
         pytest.param(89, "float32", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.parametrize("name", ["quantize", "quantize_row_blocks"])
+@pytest.mark.parametrize("name", with_first_fast(["quantize_row_blocks", "quantize"]))
 def test_float8_compiles_without_spills(name, capability, dtype):
     kernels = compile_kernels(
         name,
