@@ -362,6 +362,34 @@ def test_a_model_with_variables_of_its_own_keeps_its_state():
     assert list(fallback_stats(model.init(KEY, X))) == ["student"]
 
 
+def test_a_model_whose_class_changed_its_constructor_keeps_it():
+    """As diffusers' models, which note their configuration."""
+
+    def noting(init):
+        @functools.wraps(init)
+        def wrapper(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            object.__setattr__(self, "width", self.features * 2)
+
+        return wrapper
+
+    class Noting(nn.Module):
+        features: int = 16
+
+        def setup(self):
+            self.up = nn.Dense(self.width)
+
+        def __call__(self, x):
+            return self.up(x)
+
+    Noting.__init__ = noting(Noting.__init__)
+    model, report = quantize(Noting(), {".*": SMALL}, KEY, X)
+    assert [p.shape for p in report.products] == [(32, 32)]
+    assert jax.eval_shape(model.clone(features=8).init, KEY, X)["params"]["up"][
+        "kernel"
+    ].shape == (32, 16)
+
+
 def test_a_bound_model_is_named():
     model = Setup()
     with pytest.raises(ValueError, match="takes an unbound model; this Setup is"):
