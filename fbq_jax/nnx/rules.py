@@ -209,11 +209,11 @@ def drop_unused_ops(
     recipes = dict(rules)
     read, quantized = set(), set()
     for path, shape, use in parameters:
-        layer = path.rpartition("/")[0]
+        owner = path.rpartition("/")[0]
         if use.quantized:
-            quantized.add(layer)
+            quantized.add(owner)
         elif len(shape) - use.stacked >= 2 and (use.in_float or use.others):
-            read.add(layer)
+            read.add(owner)
     for parts, layer in nnx.iter_modules(model):
         path = _join(parts)
         pattern = found.get(path) if path in read - quantized else None
