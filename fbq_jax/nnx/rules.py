@@ -65,7 +65,8 @@ def quantize(
         recipes, tried in order (``fbq_jax.recipes.path_rules``).
       *args: the arguments of a call of the model; arrays may be
         ``jax.ShapeDtypeStruct``.  The call is traced, and the report says what it does
-        with each parameter.  Without any arguments nothing is traced, and the report
+        with each parameter.  A layer whose weight it reads without the layer's op gets
+        the unquantized op.  Without any arguments nothing is traced, and the report
         goes by the kinds of the layers.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
