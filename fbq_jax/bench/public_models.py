@@ -7,6 +7,7 @@ environments: with the ``typeguard`` of ``gemma``, Griffin does not run, and
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -279,6 +280,12 @@ def _mamba(module: Any) -> Any:
 
 
 def _timesfm(module: Any) -> Any:
+    return nnx.clone(_forecaster(module))
+
+
+@functools.cache
+def _forecaster(module: Any) -> Any:
+    """One model, as the package's models share a generator for their weights."""
     resized = dataclasses.replace
     whole = module.TimesFM_2p5_200M_flax_module.config
     sizes = {"model_dims": 64, "hidden_dims": 64, "num_heads": 4}
