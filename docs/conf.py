@@ -21,7 +21,6 @@ nb_execution_mode = "off"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_default_options = {"no-value": True}
 autodoc_preserve_defaults = True
 autodoc_typehints = "none"
 napoleon_numpy_docstring = False
