@@ -2,6 +2,9 @@
 
 import re
 
+from sphinx.util.inspect import signature as signature_of
+from sphinx.util.inspect import stringify_signature
+
 import fbq_jax
 
 project = "fbq_jax"
@@ -51,7 +54,10 @@ NAMED = {
 
 
 def shorten_defaults(app, what, name, obj, options, signature, return_annotation):
-    """Names the default values in a signature, and drops Flax's own arguments."""
+    """Names the default values in a signature, and leaves out Flax's own arguments."""
+    if what == "class" and signature == "(*args, **kwargs)":  # a metaclass has __call__
+        of_init = signature_of(obj.__init__, bound_method=True)
+        signature = stringify_signature(of_init, show_annotation=False)
     if signature is not None:
         for value, short in NAMED.items():
             signature = signature.replace(value, short)
