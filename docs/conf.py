@@ -1,9 +1,8 @@
 """Sphinx configuration: ``make docs`` builds the site into ``docs/_build/html``."""
 
+import inspect
 import re
-
-from sphinx.util.inspect import signature as signature_of
-from sphinx.util.inspect import stringify_signature
+from typing import Any
 
 import fbq_jax
 
@@ -53,20 +52,22 @@ NAMED = {
 }
 
 
-def shorten_defaults(app, what, name, obj, options, signature, return_annotation):
+def shorten_signature(*event: Any) -> tuple[str | None, str | None]:
     """Names the default values in a signature, and leaves out Flax's own arguments."""
-    if what == "class" and signature == "(*args, **kwargs)":  # a metaclass has __call__
-        of_init = signature_of(obj.__init__, bound_method=True)
-        signature = stringify_signature(of_init, show_annotation=False)
-    if signature is not None:
-        for value, short in NAMED.items():
-            signature = signature.replace(value, short)
-        signature = re.sub(r", parent=<[^>]*>, name=None", "", signature)
-        signature = re.sub(r"<function (?:\w+\.<locals>\.)?(\w+)>", r"\1", signature)
-        signature = re.sub(r"<class '([\w.]+)'>", r"\1", signature)
-    return signature, return_annotation
+    _, what, _, obj, _, text, returns = event
+    if what == "class" and text == "(*args, **kwargs)":  # NNX's metaclass has __call__
+        _, *arguments = inspect.signature(obj.__init__).parameters.values()
+        bare = [each.replace(annotation=inspect.Parameter.empty) for each in arguments]
+        text = str(inspect.Signature(bare))
+    if text is not None:
+        for value, name in NAMED.items():
+            text = text.replace(value, name)
+        text = re.sub(r", parent=<[^>]*>, name=None", "", text)
+        text = re.sub(r"<function (?:\w+\.<locals>\.)?(\w+)[^>]*>", r"\1", text)
+        text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
+    return text, returns
 
 
-def setup(app):
+def setup(app: Any) -> None:
     """Registers the hook that shortens signatures."""
-    app.connect("autodoc-process-signature", shorten_defaults)
+    app.connect("autodoc-process-signature", shorten_signature)
