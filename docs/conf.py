@@ -68,6 +68,13 @@ def shorten_signature(*event: Any) -> tuple[str | None, str | None]:
     return text, returns
 
 
+def is_field(*event: Any) -> bool | None:
+    """Leaves out the fields of named tuples, which their class describes."""
+    _, _, _, obj, _, _ = event
+    return True if type(obj) is type(fbq_jax.Stats.rate) else None
+
+
 def setup(app: Any) -> None:
-    """Registers the hook that shortens signatures."""
+    """Registers the hooks that shorten signatures and lists of members."""
+    app.connect("autodoc-skip-member", is_field)
     app.connect("autodoc-process-signature", shorten_signature)
