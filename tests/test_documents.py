@@ -50,6 +50,14 @@ def test_the_api_reference_has_every_public_name(package):
     assert missing <= {"fbq_jax.linen", "fbq_jax.nnx", "fbq_jax.recipes"}
 
 
+def test_the_api_reference_has_what_pages_call():
+    text = "\n".join(page.read_text() for page in PAGES)
+    modules = "dispatch|maxtext|nonlinear|optim|smooth_swiglu"
+    called = set(re.findall(rf"fbq_jax\.(?:{modules})\.[a-z]\w+", text))
+    assert called
+    assert not [name for name in called if f":: {name}\n" not in API + "\n"]
+
+
 @pytest.mark.parametrize("name", recipes.NAMED)
 def test_the_api_reference_describes_every_recipe(name):
     """It has the comments in front of them."""

@@ -28,7 +28,9 @@ def draw(rows: Sequence[Row]) -> Figure:
             (time, [row.ms for row in of_shape]),
             (memory, [(row.saved_bytes or 0.0) / 1e3 for row in of_shape]),
         ):
-            bars = axis.barh(names, values, color=["gray", *["tab:blue"] * len(names)])
+            of_bf16 = [name.startswith("bf16") for name in names]
+            colors = ["gray" if is_bf16 else "tab:blue" for is_bf16 in of_bf16]
+            bars = axis.barh(names, values, color=colors)
             axis.bar_label(bars, fmt="%.1f", padding=3)
             axis.invert_yaxis()
             axis.margins(x=0.15)

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from fbq_jax.bench.results import Row
 
 _PANELS = {
-    "token": "Y, mean over tokens",
+    "token": "Y, mean over\ntokens",
     "dx": "dX",
-    "channel": "dW, mean over input channels",
+    "channel": "dW, mean over\ninput channels",
 }
 _DASHES = ("-", "--", ":")
 

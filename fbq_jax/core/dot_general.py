@@ -84,7 +84,7 @@ def dot_general(
     Let ``X``, ``W`` and ``dY`` be the operands and the output's gradient as matrices,
     ``Q`` nearest rounding to INT8, ``R`` nearest rounding with a residual term in the
     blocks that fall back, and ``S`` stochastic rounding.  The recipe ``fallback``
-    (arXiv 2503.08040) computes
+    (arXiv 2503.08040) computes::
 
         Y = R(X) . Q(W)        dX = S(dY) . Q(W)'        dW = S(X)' . S(dY)
 
