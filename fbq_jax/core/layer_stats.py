@@ -142,12 +142,15 @@ def assert_live(
     ``fallback_stats`` before and after an evaluation, which must be equal.
 
     Args:
-      before: ``fallback_stats`` of the variables before a training step.
+      before: ``fallback_stats`` of the variables before a training step.  A step that
+        donates the variables deletes their arrays, and these are the same: take
+        ``jax.device_get(fallback_stats(variables))``.
       after: ``fallback_stats`` of the variables after it.
 
     Raises:
       TypeError: an argument does not come from ``fallback_stats``.
-      ValueError: there is no quantized layer, or the layers differ.
+      ValueError: there is no quantized layer, the layers differ, or a step has deleted
+        the arrays.
       RuntimeError: a count did not grow by a whole number; the message names the
         layers.
     """
@@ -161,6 +164,12 @@ def assert_live(
         raise ValueError(
             "assert_live takes the same quantized layers before and after a step, at "
             f"least one; got {sorted(before)} and {sorted(after)}"
+        )
+    counts = [stats.count for stats in (*before.values(), *after.values())]
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in counts):
+        raise ValueError(
+            "assert_live got stats whose arrays a step has deleted, because it donates "
+            "its state: take jax.device_get(fallback_stats(...)) before the step"
         )
     if dead := [path for path in before if not _counted(before[path], after[path])]:
         raise RuntimeError(
