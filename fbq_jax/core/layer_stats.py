@@ -44,10 +44,19 @@ def fallback_stats(
       A mapping from layer path (``"layers/mlp/down"``) to ``LayerStats``; empty if no
       layer is quantized.
 
+    Raises:
+      TypeError: ``variables`` is no mapping of collections.
+
     >>> state = {"theta": 2.0, "rate": 0.25, "count": 7, "seed": 0}
     >>> fallback_stats({"fallback": {"Dense_0": {"dot_general": state}}})
     {'Dense_0': LayerStats(rate=0.25, theta=2.0, count=7)}
     """
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            "fallback_stats takes the variables of a Linen model, such as "
+            "{'fallback': state}, and fbq_jax.nnx.fallback_stats an NNX model; got "
+            f"{type(variables).__name__}"
+        )
     states = {layer_path(p): s for p, s in _walk(variables.get(collection, {}), ())}
     return {layer: stats_of(layer, state) for layer, state in states.items()}
 
