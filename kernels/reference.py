@@ -1,4 +1,4 @@
-"""The definitions of quantization and of the INT8 GEMM, in plain ``jax.numpy``.
+"""The definitions of quantization and of the GEMM of codes, in plain ``jax.numpy``.
 
 These functions define the numerics of the library (arXiv:2503.08040).  They
 run on CPUs, and all kernels are tested against them.
@@ -21,6 +21,16 @@ Two kinds of blocks are special:
 - If a block holds a NaN or an Inf, then its scale is NaN, and so is everything computed
   from it.  Quantization never hides a diverged run.  The codes have no meaning (here
   they are 0).
+
+Codes may also be in FP8, in the format E4M3 of arXiv:2209.05433 without infinities, of
+3 bits after the leading one.  Its largest value is 448, so
+
+    scale = amax / 448                                  (float32)
+    v     = clip(x * (448 / amax), -448, 448)           (float32)
+    codes = v rounded to E4M3, ties to even             (float8_e4m3fn)
+
+without noise.  Values below ``2**-6`` in magnitude are multiples of ``2**-9``, and a
+zero keeps its sign.  A block counts as zero if ``amax < 2**-117``.
 
 A GEMM multiplies two scales in float32 before it scales a product of codes.  The
 product of the scales is a normal float if the product ``a`` of both blocks' ``amax`` is
@@ -49,11 +59,18 @@ from jax import lax
 
 from fbq_jax.kernels import rounding
 from fbq_jax.kernels.hadamard import transform_rows
-from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+from fbq_jax.kernels.scales import (
+    FLOAT8_LIMIT,
+    FLOAT8_TINY,
+    find_amax,
+    scale_and_inverse,
+)
 
 Block = tuple[int, int]
 Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+CodeDtype = Literal["int8", "float8_e4m3fn"]
+CODE_DTYPES: tuple[CodeDtype, ...] = get_args(CodeDtype)
 
 LARGE = 2.0**88  # The metrics of blocks with a larger scale sum their values times
 SHRINK = 2.0**-32  # this power of two, lest a sum overflow.
@@ -62,10 +79,10 @@ MAX_INT32_K = 2**17  # The longest K of exact products: 127 * 127 * K fits into 
 
 
 class Quantized(NamedTuple):
-    """INT8 codes of matrices with a scale per block.
+    """INT8 or FP8 codes of matrices with a scale per block.
 
     Attributes:
-      codes: int8 ``[B, R, C]``.
+      codes: int8 or float8_e4m3fn ``[B, R, C]``.
       scales: float32 ``[B, ceil(R/r), ceil(C/c)]``.
       sums: the largest ``sum |codes|`` of a row of each block, or an upper bound of it,
         float32 of the shape of ``scales``; or None.  A GEMM bounds its partial sums by
@@ -135,6 +152,7 @@ class QuantizeOptions(TypedDict):
     colwise: rounding.Rounding | None
     global_offset: NotRequired[rounding.GlobalOffset | None]
     sums: NotRequired[tuple[str, ...]]
+    dtype: NotRequired[CodeDtype]
 
 
 class FallbackOptions(TypedDict):
@@ -157,8 +175,9 @@ def quantize(
     amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
     bound: float = 127.0,
     sums: tuple[str, ...] = (),
+    dtype: CodeDtype = "int8",
 ) -> Layouts:
-    """Quantizes matrices to INT8 with one scale per block, in one or both layouts.
+    """Quantizes matrices with one scale per block, in one or both layouts.
 
     Noise belongs to an element, so equal roundings give equal codes in both layouts.
 
@@ -172,9 +191,11 @@ def quantize(
       global_offset: the offset of this shard in the global matrix; selects its noise.
       amax_reduce: maps the maxima of local blocks ``[B, R/r, C/c]`` to the maxima of
         the global blocks that they are parts of.
-      bound: the value that ``amax`` is scaled to; see ``quantize_vectors``.
+      bound: the value that ``amax`` is scaled to in INT8; see ``quantize_vectors``.
       sums: the layouts, ``"rowwise"`` or ``"colwise"``, that get ``Quantized.sums``.
+      dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
     """
+    check_float8(dtype, rowwise, colwise, sums)
     tiles = _to_tiles(x.astype(jnp.float32), block)
 
     def layout(mode: rounding.Rounding, sum_axis: int | None) -> Quantized:
@@ -185,8 +206,8 @@ def quantize(
                 lambda seed: rounding.noise(seed, rows, columns, global_offset)
             )
             noise = _to_tiles(draw(rounding.fold_seeds(seeds)), block)
-        codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound)
-        quantized = _from_tiles(codes, scales, x.shape)
+        codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound, dtype)
+        quantized = _from_tiles(codes, scales, x.shape, dtype)
         if sum_axis is None:
             return quantized
         of_vectors = jnp.sum(jnp.abs(codes), axis=sum_axis, keepdims=True)
@@ -198,6 +219,20 @@ def quantize(
         None if rowwise is None else layout(rowwise, axes[0]),
         jax.tree.map(lambda y: y.mT, transposed),
     )
+
+
+def check_float8(
+    dtype: CodeDtype,
+    rowwise: rounding.Rounding | None,
+    colwise: rounding.Rounding | None,
+    sums: tuple[str, ...] = (),
+) -> None:
+    """Raises ValueError if FP8 codes do not support the options of a quantization."""
+    if dtype == "float8_e4m3fn" and ("stochastic" in (rowwise, colwise) or sums):
+        raise ValueError(
+            "FP8 codes take nearest rounding and no sums; got "
+            f"rowwise={rowwise!r}, colwise={colwise!r}, sums={sums!r}"
+        )
 
 
 def quantize_vectors(
@@ -260,8 +295,9 @@ def quantize_row_blocks(
     colwise: rounding.Rounding | None,
     hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
+    dtype: CodeDtype = "int8",
 ) -> Layouts:
-    """Quantizes to INT8 with one scale per row or per column of a block.
+    """Quantizes with one scale per row or per column of a block.
 
     Each layout has its scales along the contraction of the GEMM that reads it: rowwise
     codes for ``1 x c`` values and colwise codes for ``r x 1`` values, as activations
@@ -279,9 +315,12 @@ def quantize_row_blocks(
       hadamard: whether to quantize ``hadamard.transform_rows`` of x; R is then a
         multiple of 128.
       global_offset: the offset of this shard in the global matrix; selects its noise.
+      dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
     """
     x = transform_rows(x) if hadamard else x
-    run = functools.partial(quantize, x, seeds, global_offset=global_offset)
+    run = functools.partial(
+        quantize, x, seeds, global_offset=global_offset, dtype=dtype
+    )
     main, _ = run(block=(1, block[1]), rowwise=rowwise, colwise=None)
     _, transposed = run(block=(block[0], 1), rowwise=None, colwise=colwise)
     return Layouts(main, transposed)
@@ -368,10 +407,15 @@ def matmul(
     codes of lhs and of the residual with the codes of rhs.  Scaled block products are
     summed in float32 and rounded once to ``dtype``.
 
+    Products of FP8 codes are summed in float32 inside a block of K, too, as in
+    DeepSeek-V3 (arXiv:2412.19437), whose blocks are of 128: no tensor core sums more
+    than a block.  The tensor cores of a GPU may keep fewer bits of these sums: on
+    Hopper, about 14.
+
     Args:
       lhs: codes ``[B, M, K]``, scales ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs with the same shapes, or None.
-      rhs: codes ``[B, N, K]``, scales ``[B, ceil(N/n), ceil(K/k)]``.
+      rhs: codes ``[B, N, K]`` of the same dtype, scales ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``: lhs has blocks of ``m x k``, rhs of ``n x k``.
       dtype: the dtype of the output.
 
@@ -393,6 +437,8 @@ def matmul(
         )
     rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
 
+    exact = _int_product if rhs.codes.dtype == jnp.int8 else _float_product
+
     def add_block(
         acc: jax.Array, operands: tuple[list[Quantized], Quantized]
     ) -> tuple[jax.Array, None]:
@@ -400,11 +446,7 @@ def matmul(
         column_scale = _repeat(rhs.scales, n, columns)[:, None, :]
         for term in terms:
             product = lax.platform_dependent(
-                term.codes,
-                rhs.codes,
-                cpu=_int_product,
-                tpu=_int_product,
-                default=_float_product,
+                term.codes, rhs.codes, cpu=exact, tpu=exact, default=_float_product
             )
             scale = _repeat(term.scales, m, rows)[:, :, None] * column_scale
             # The bounds change no value. They keep XLA from contracting product and sum
@@ -428,7 +470,7 @@ def _int_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """``_int_product`` in float32, exact for k up to 1040.
+    """The product of codes in float32, exact for INT8 and k up to 1040.
 
     On GPUs (jax 0.11.2 on an H200), XLA's INT8 products are wrong for some small
     operands that were padded and transposed.
@@ -462,12 +504,15 @@ def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
 
 
 def _from_tiles(
-    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+    codes: jax.Array,
+    scales: jax.Array,
+    shape: tuple[int, ...],
+    dtype: CodeDtype = "int8",
 ) -> Quantized:
     """The operand of ``shape`` whose tiles have these codes and scales."""
     batch, i, r, j, c = codes.shape
     codes = codes.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
-    return Quantized(codes.astype(jnp.int8), scales)
+    return Quantized(codes.astype(dtype), scales)
 
 
 def _spread(per_block: jax.Array) -> jax.Array:
@@ -486,10 +531,23 @@ def _quantize_tiles(
     noise: jax.Array | None,
     amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
     bound: float = 127.0,
+    dtype: CodeDtype = "int8",
 ) -> tuple[jax.Array, jax.Array]:
     """Returns codes, as float32 tiles, and scales ``[B, R/r, C/c]``."""
-    scale, inverse = scale_and_inverse(amax_reduce(find_amax(tiles, (2, 4))), bound)
+    amax = amax_reduce(find_amax(tiles, (2, 4)))
+    scale, inverse = scale_of_codes(amax, dtype, bound)
+    if dtype == "float8_e4m3fn":
+        return round_to_float8(tiles, _spread(inverse)), scale
     return round_to_codes(tiles, _spread(inverse), noise), scale
+
+
+def scale_of_codes(
+    amax: jax.Array, dtype: CodeDtype, bound: float = 127.0
+) -> tuple[jax.Array, jax.Array]:
+    """The scale of blocks and its inverse; ``bound`` is that of INT8 codes."""
+    if dtype == "float8_e4m3fn":
+        return scale_and_inverse(amax, FLOAT8_LIMIT, FLOAT8_TINY)
+    return scale_and_inverse(amax, bound)
 
 
 def round_to_codes(
@@ -499,6 +557,18 @@ def round_to_codes(
     v = jnp.clip(x * inverse, -127.0, 127.0)
     v = jnp.where(inverse > 0.0, v, 0.0)
     return jnp.round(v if noise is None else v + noise)
+
+
+def round_to_float8(x: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Rounds ``x * inverse`` to values of E4M3, in float32; a NaN or an Inf to 0.
+
+    Not by a conversion: on some devices XLA rounds twice, to float16 and then to FP8.
+    """
+    v = jnp.where(jnp.isfinite(x), x, 0.0) * inverse
+    v = jnp.clip(v, -FLOAT8_LIMIT, FLOAT8_LIMIT)
+    normal = lax.reduce_precision(v, exponent_bits=8, mantissa_bits=3)
+    subnormal = jnp.round(v * 2.0**9) * 2.0**-9
+    return jnp.where(jnp.abs(v) < 2.0**-6, subnormal, normal)
 
 
 def residual_of(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 TINY = 2.0**-118  # From here on, INT8 scales and their inverses are normal floats.
+FLOAT8_LIMIT = 448.0  # the largest value of E4M3
+FLOAT8_TINY = 2.0**-117  # TINY of FP8 scales
 
 
 def find_amax(

@@ -57,6 +57,45 @@ def quantize(x, block, noise=None):
     return codes, scales, dequantize(codes, scales, block)
 
 
+def float8_magnitudes() -> np.ndarray:
+    """The finite magnitudes of E4M3 in the order of their codes, in float64."""
+    exponent, fraction = np.divmod(np.arange(127), 8)
+    return np.where(
+        exponent, 2.0 ** (exponent - 7) * (1 + fraction / 8), 2.0**-9 * fraction
+    )
+
+
+def round_float8(v: np.ndarray) -> np.ndarray:
+    """The bits of the nearest finite values of E4M3, the even one of two, uint8."""
+    grid, v = float8_magnitudes(), np.asarray(v, np.float64)
+    above = np.minimum(np.searchsorted(grid, np.abs(v)), len(grid) - 1)
+    below = np.maximum(above - 1, 0)
+    up, down = grid[above] - np.abs(v), np.abs(v) - grid[below]
+    is_up = (up < down) | ((up == down) & (above % 2 == 0))
+    bits = np.where(is_up, above, below) | np.signbit(v) << 7
+    return bits.astype(np.uint8)
+
+
+def quantize_float8(x, block):
+    """Returns the bits of E4M3 codes, scales and dequantized float64 values."""
+    x = np.asarray(x).astype(np.float32)
+    codes = np.zeros(x.shape, np.uint8)
+    scales = np.zeros([-(-n // b) for n, b in zip(x.shape, block, strict=True)])
+    scales = scales.astype(np.float32)
+    for index, where in blocks(x.shape, block):
+        amax = np.abs(x[where]).max()
+        if not np.isfinite(amax):
+            scales[index] = np.nan
+        elif amax < 2.0**-117:
+            codes[where] = round_float8(0.0 * x[where])
+        else:
+            scales[index] = amax / np.float32(448)
+            codes[where] = round_float8(x[where] * (np.float32(448) / amax))
+    magnitudes = np.append(float8_magnitudes(), np.nan)[codes & 127]
+    values = np.where(codes >> 7, -magnitudes, magnitudes)
+    return codes, scales, dequantize(values, scales, block)
+
+
 def dequantize(codes, scales, block):
     values = codes.astype(np.float64)
     for index, where in blocks(codes.shape, block):

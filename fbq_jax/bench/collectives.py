@@ -9,7 +9,7 @@ _CALL = re.compile(
     r"(?:-start)?\("
 )
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_TYPE = re.compile(r"(pred|[a-z]+(\d+))\[([\d,]*)\]")
+_TYPE = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):

@@ -33,6 +33,7 @@ _NAMED = (
     "fallback_hadamard",
     "rowwise",
     "row_block",
+    "fp8_row_block",
     "jetfire",
 )
 

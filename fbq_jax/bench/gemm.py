@@ -1,4 +1,4 @@
-"""The block-scaled INT8 GEMM against XLA's bf16 GEMM."""
+"""The block-scaled GEMM of INT8 and FP8 codes against XLA's bf16 GEMM."""
 
 import functools
 import math
@@ -10,26 +10,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import ops
-from fbq_jax.bench import measure
+from fbq_jax.bench import matmuls, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.reference import CodeDtype, Quantized
 from fbq_jax.ops import dispatch
+
+BlockShape = tuple[int, int, int]
 
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 RATES = (0.0, 0.1, 0.2, 0.3)
 BLOCK_SHAPE = (128, 128, 128)
-# The other scales, by name: those of Y and dX, and those of dW, of recipe row_block.
-_ROW_SCALES = {
-    "INT8, scales of rows": (1, 128, 128),
-    "INT8, scales of rows and columns": (1, 128, 1),
+# Other scales, by name: those of Y and dX, and those of dW, of recipes row_block and
+# fp8_row_block.
+_ROW_SCALES: dict[str, tuple[CodeDtype, BlockShape]] = {
+    "INT8, scales of rows": ("int8", (1, 128, 128)),
+    "INT8, scales of rows and columns": ("int8", (1, 128, 1)),
+    "FP8, scales of rows": ("float8_e4m3fn", (1, 128, 128)),
+    "FP8, scales of rows and columns": ("float8_e4m3fn", (1, 128, 1)),
 }
 # The outputs to check and the limits of their errors: float32 sums in another order,
 # and the same sums rounded to bfloat16.
 _OUTPUTS = (("float32", jnp.float32, 1e-5), ("bf16", jnp.bfloat16, 2e-3))
 _NT = (((1,), (1,)), ((), ()))
 
-BlockShape = tuple[int, int, int]
 Operands = tuple[Quantized, Quantized | None, Quantized]
 
 
@@ -40,9 +44,10 @@ def rows(
     implementation: str | None,
     effort: Effort,
 ) -> Iterator[Row]:
-    """Measures each ``(M, N, K)`` in bf16 and in INT8.
+    """Measures each ``(M, N, K)`` in bf16, in INT8 and in FP8.
 
-    INT8 comes at each fallback rate, and with scales of single rows.
+    INT8 comes at each fallback rate; both come with scales of single rows.  On a GPU
+    without FP8 tensor cores, there is no FP8.
 
     The operands are Gaussian; the blocks that fall back are random. Work counts the
     product's ``2 M N K`` operations without the residual's.
@@ -67,12 +72,12 @@ def _rows(
     work = 2.0 * M * N * K
     yield row(timing, work, what="bf16", implementation="xla", shape=shape)
     for what, block_shape, args in _cases(shape, rates, implementation):
-        int8 = jitted_matmul(jnp.bfloat16, implementation, block_shape)
+        product = jitted_matmul(jnp.bfloat16, implementation, block_shape)
         where = f"the GEMM of {shape} with blocks {block_shape}"
         errors = _checked_errors(args, implementation, where, block_shape)
         _, residual, _ = args
         yield row(
-            measure.timing(int8, *args, effort=effort),
+            measure.timing(product, *args, effort=effort),
             work,
             what=what,
             implementation=implementation,
@@ -85,11 +90,13 @@ def _rows(
 def _cases(
     shape: tuple[int, ...], rates: Sequence[float], implementation: str
 ) -> Iterator[tuple[str, BlockShape, Operands]]:
-    """The name, the block shape and the operands of each INT8 product."""
+    """The name, the block shape and the operands of each product of codes."""
     for rate in rates:
         yield "INT8", BLOCK_SHAPE, operands(shape, rate, implementation)
-    for what, block_shape in _ROW_SCALES.items():
-        yield what, block_shape, _row_operands(shape, block_shape, implementation)
+    for what, (codes, block_shape) in _ROW_SCALES.items():
+        if matmuls.can_multiply(codes, block_shape, implementation):
+            args = _row_operands(shape, block_shape, implementation, codes)
+            yield what, block_shape, args
 
 
 def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operands:
@@ -116,16 +123,22 @@ def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operan
 
 
 def _row_operands(
-    shape: tuple[int, ...], block_shape: BlockShape, implementation: str
+    shape: tuple[int, ...],
+    block_shape: BlockShape,
+    implementation: str,
+    codes: CodeDtype,
 ) -> Operands:
     """The same without a residual, with scales of single rows of lhs or of both."""
     M, N, K = shape
     keys = jax.random.split(jax.random.key(1), 4)
-    lhs = _quantized(keys[0], M, K, implementation, of_rows=True)
+    quantized = functools.partial(
+        _quantized, implementation=implementation, codes=codes
+    )
+    lhs = quantized(keys[0], M, K, of_rows=True)
     if block_shape[2] == 1:
-        return lhs, None, _quantized(keys[2], N, K, implementation, of_rows=True)
-    sums = ("rowwise",) if implementation == "mosaic" else ()
-    return lhs, None, _quantized(keys[2], N, K, implementation, sums)
+        return lhs, None, quantized(keys[2], N, K, of_rows=True)
+    has_sums = implementation == "mosaic" and codes == "int8"
+    return lhs, None, quantized(keys[2], N, K, sums=("rowwise",) if has_sums else ())
 
 
 def jitted_matmul(
@@ -152,6 +165,8 @@ def _checked_errors(
         output = jitted_matmul(dtype, implementation, block_shape)(*args)
         errors[name] = measure.relative_error(output, exact)
         by = f"{what} by {implementation} with {name} output"
+        is_int8 = args[0].codes.dtype == jnp.int8
+        limit = limit if is_int8 else matmuls.FLOAT8_REFERENCE_LIMIT
         measure.require(errors[name], limit, by)
     return errors
 
@@ -164,12 +179,15 @@ def _quantized(
     sums: tuple[str, ...] = (),
     *,
     of_rows: bool = False,
+    codes: CodeDtype = "int8",
 ) -> Quantized:
     """Gaussian codes with scales of blocks, or of single rows of blocks."""
     x = jax.random.normal(key, (1, rows, columns), jnp.bfloat16)
     seeds = jnp.zeros(1, jnp.uint32)
     quantize = ops.quantize_row_blocks if of_rows else ops.quantize
     options: dict[str, Any] = {} if of_rows else {"sums": sums}
+    if codes != "int8":
+        options["dtype"] = codes
     quantized = quantize(
         x,
         seeds,

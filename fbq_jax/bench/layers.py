@@ -323,9 +323,11 @@ def flax_fp8(depth: int) -> Stack:
 def linen(
     depth: int, implementation: str | None, names: Sequence[str] = RECIPES
 ) -> Iterator[Stack]:
-    """The stacks of ``nn.Dense`` with the recipes of these names."""
+    """The stacks of ``nn.Dense`` with the recipes of these names that run here."""
     for name in names:
         recipe = recipes.NAMED[name]
+        if not matmuls.is_supported(recipe, implementation):
+            continue
         yield LinenStack(
             name,
             matmuls.forward_choice(recipe, implementation).backend,

@@ -13,6 +13,7 @@ from fbq_jax.core import threshold
 from fbq_jax.core.dot_general import dot_general
 from fbq_jax.core.llm_int8 import llm_int8_dot
 from fbq_jax.fp8 import dot_general as fp8
+from fbq_jax.kernels.reference import CodeDtype
 from fbq_jax.linen.fp8 import Fp8Dot, ScalingMethod
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Recipe
@@ -21,6 +22,11 @@ MATMUL = (((1,), (0,)), ((), ()))
 
 # product(x, w, state, inputs) -> y
 Product = Callable[[jax.Array, jax.Array, Any, Any], jax.Array]
+
+# bf16 outputs of float32 sums in another order: some values round the other way.
+_REFERENCE_LIMIT = 1e-3
+# The same where tensor cores keep about 14 bits of a sum of products of FP8 codes.
+FLOAT8_REFERENCE_LIMIT = 1e-2
 
 
 class Matmul(NamedTuple):
@@ -34,6 +40,7 @@ class Matmul(NamedTuple):
       inputs: a pytree that is not differentiated, such as a threshold or a PRNG key.
       fallback: the share of x's blocks that fall back; None without fallback.
       reference: the product that this one must agree with; None for other libraries.
+      reference_limit: the largest relative error against it, on a corner.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Matmul(NamedTuple):
     inputs: Any = ()
     fallback: float | None = None
     reference: Product | None = None
+    reference_limit: float = _REFERENCE_LIMIT
 
 
 def timed_recipes() -> dict[str, Recipe]:
@@ -61,6 +69,8 @@ def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
     ``fallback`` also comes with ``triton``, which other GPUs run.
     """
     for name, recipe in timed_recipes().items():
+        if not is_supported(recipe, implementation):
+            continue
         matmul = from_recipe(name, recipe, implementation, x)
         yield matmul
         also_triton = implementation is None and matmul.implementation == "mosaic"
@@ -70,10 +80,41 @@ def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
 
 def forward_choice(recipe: Recipe, implementation: str | None) -> dispatch.Choice:
     """The choice for a recipe's forward GEMM on this device."""
-    block_shape: tuple[int, ...] = ()
+    return dispatch.choose(
+        "matmul",
+        _forward_blocks(recipe),
+        codes=recipe.codes,
+        implementation=implementation,
+    )
+
+
+def _forward_blocks(recipe: Recipe) -> tuple[int, ...]:
     if recipe.fwd.splits_contraction:
-        block_shape = recipe.fwd.block_shape(recipe.block_shape)
-    return dispatch.choose("matmul", block_shape, implementation=implementation)
+        return recipe.fwd.block_shape(recipe.block_shape)
+    return ()
+
+
+def is_supported(recipe: Recipe, implementation: str | None) -> bool:
+    """Whether an implementation that was asked for has a recipe's codes here."""
+    return can_multiply(recipe.codes, _forward_blocks(recipe), implementation)
+
+
+def can_multiply(
+    codes: CodeDtype, block_shape: tuple[int, ...], implementation: str | None
+) -> bool:
+    """Whether an implementation that was asked for multiplies INT8 or FP8 codes here.
+
+    Those of GPUs without FP8 tensor cores have INT8 codes only.
+    """
+    if codes == "int8":
+        return True
+    try:
+        dispatch.choose(
+            "matmul", block_shape, codes=codes, implementation=implementation
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def from_recipe(
@@ -106,6 +147,9 @@ def from_recipe(
         inputs=(theta, jax.random.key(1)),
         fallback=fallback,
         reference=_recipe_product(recipe, "reference"),
+        reference_limit=(
+            _REFERENCE_LIMIT if recipe.codes == "int8" else FLOAT8_REFERENCE_LIMIT
+        ),
     )
 
 

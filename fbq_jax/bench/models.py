@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,7 +196,7 @@ def _cells(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
 
 def _qwix_cells(row: Mapping[str, Any]) -> list[str]:
     if "error" in row:
-        return [f"`{row['error']}`", ""]
+        return [f"`{textwrap.shorten(row['error'], 100, placeholder=' ...')}`", ""]
     count = row["products"]
     return [_losses(row["losses"]), f"{count} of {count + row['products_in_float']}"]
 

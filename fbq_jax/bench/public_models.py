@@ -7,6 +7,7 @@ environments: with the ``typeguard`` of ``gemma``, Griffin does not run, and
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -29,13 +30,18 @@ _ONES = jnp.ones_like(TOKENS)
 _IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
 _PATCHES = jax.random.normal(jax.random.key(2), (2, 16, 64))
 _PATCH_POSITIONS = jnp.broadcast_to(jnp.indices((4, 4)).reshape(2, 16).T, (2, 16, 2))
+_LATENTS = jax.random.normal(jax.random.key(4), (2, 4, 8, 8))
+_SERIES = jax.random.normal(jax.random.key(5), (2, 4, 32))
 _LEARNING_RATE = 0.1
 
 
 def _output(outputs: Any) -> jax.Array:
     """The first output of a model that has several."""
-    if hasattr(outputs, "logits"):
-        return outputs.logits
+    for name in ("logits", "sample"):
+        if hasattr(outputs, name):
+            return getattr(outputs, name)
+        if isinstance(outputs, dict) and name in outputs:
+            return outputs[name]
     return outputs[0] if isinstance(outputs, tuple | list) else outputs
 
 
@@ -249,6 +255,74 @@ def _tunix(model: str) -> Callable[[Any], Any]:
     return make
 
 
+def _u_net(module: Any) -> Any:
+    return module.FlaxUNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32,),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        attention_head_dim=4,
+        cross_attention_dim=64,
+    )
+
+
+def _mamba(module: Any) -> Any:
+    config = module.Mamba2Config(
+        vocab_size=64,
+        hidden_size=64,
+        state_size=16,
+        head_dim=16,
+        chunk_size=8,
+        num_hidden_layers=2,
+    )
+    return module.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
+
+
+def _timesfm(module: Any) -> Any:
+    return nnx.clone(_forecaster(module))
+
+
+@functools.cache
+def _forecaster(module: Any) -> Any:
+    """One model, as the package's models share a generator for their weights."""
+    resized = dataclasses.replace
+    whole = module.TimesFM_2p5_200M_flax_module.config
+    sizes = {"model_dims": 64, "hidden_dims": 64, "num_heads": 4}
+    projection = {"input_dims": 64, "hidden_dims": 64}
+    stack = whole.stacked_transformers
+    layer = resized(stack.transformer, **sizes)
+    point = whole.output_projection_point
+    quantiles = whole.output_projection_quantiles
+    start = jnp.zeros((2, 2), jnp.int32)
+    empty = jnp.zeros((2, 2, 4, 4, 16))
+
+    class Forecaster(module.TimesFM_2p5_200M_flax_module):
+        """The point forecasts; the package's call without a cache is an error."""
+
+        config = resized(
+            whole,
+            output_quantile_len=64,
+            tokenizer=resized(whole.tokenizer, hidden_dims=64, output_dims=64),
+            stacked_transformers=resized(stack, num_layers=2, transformer=layer),
+            output_projection_point=resized(point, output_dims=1280, **projection),
+            output_projection_quantiles=resized(
+                quantiles, output_dims=640, **projection
+            ),
+        )
+
+        def __call__(self, inputs: jax.Array, masks: jax.Array) -> jax.Array:
+            cache = module.util.DecodeCache(start, start, empty, empty)
+            return super().__call__(inputs, masks, cache)[0][2]
+
+    model = Forecaster()
+    # Their zeros, which a checkpoint replaces, would leave nothing to multiply.
+    for _, norm in nnx.iter_modules(model):
+        if hasattr(norm, "scale"):
+            norm.scale[...] = jnp.full_like(norm.scale[...], 0.5)
+    return model
+
+
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -322,6 +396,15 @@ MODELS = {
             function="qwix.quantize",
         ),
         PublicModel(
+            name="Stable Diffusion's U-Net",
+            package="diffusers",
+            module="diffusers.models.unets.unet_2d_condition_flax",
+            make=_u_net,
+            args=(_LATENTS, jnp.array([3, 7]), _PATCHES),
+            function="fbq_jax.quantize",
+            loss=mean_square,
+        ),
+        PublicModel(
             name="Griffin, `nn.remat`",
             package="recurrentgemma",
             module="recurrentgemma.jax",
@@ -349,6 +432,24 @@ MODELS = {
             loss=pairs_loss,
             function="fbq_jax.nnx.quantize",
             stacks=("vision_model/encoder/layers", "text_model/transformer/layers"),
+        ),
+        PublicModel(
+            name="TimesFM 2.5, `nnx.scan`",
+            package="timesfm",
+            module="timesfm.timesfm_2p5.timesfm_2p5_flax",
+            make=_timesfm,
+            args=(_SERIES, jnp.zeros((2, 4, 32), bool)),
+            loss=mean_square,
+            function="fbq_jax.nnx.quantize",
+            stacks=("stacked_xf",),
+        ),
+        PublicModel(
+            name="Mamba 2",
+            package="mamba2-jax",
+            module="mamba2_jax.modeling",
+            make=_mamba,
+            args=(TOKENS,),
+            function="qwix.quantize_nnx",
         ),
         PublicModel(
             name="Llama 3, `nnx.remat`",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
-from fbq_jax.bench import data, measure
+from fbq_jax.bench import data, matmuls, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.kernels import hadamard
@@ -98,7 +98,7 @@ def _cases(
     for rounding in ("nearest", "stochastic"):
         rounded = {"block": _BLOCK, "rowwise": rounding, "colwise": rounding}
         yield _Case(rounding, ops.quantize, rounded, (x, seeds), moved)
-    yield from _row_cases(x, seeds)
+    yield from _row_cases(x, seeds, implementation)
     ascending = jnp.sort(metric.reshape(-1))
     for rate in rates:
         theta = ascending[metric.size - 1 - round(rate * metric.size)]
@@ -114,7 +114,7 @@ def _cases(
         )
 
 
-def _row_cases(x: jax.Array, seeds: jax.Array) -> Iterator[_Case]:
+def _row_cases(x: jax.Array, seeds: jax.Array, implementation: str) -> Iterator[_Case]:
     """Scales of rows and columns in blocks; and dW's operands, transformed."""
     _, rows, columns = x.shape
     scales = rows * -(-columns // _SIDE) + columns * -(-rows // _SIDE)
@@ -126,6 +126,15 @@ def _row_cases(x: jax.Array, seeds: jax.Array) -> Iterator[_Case]:
         (x, seeds),
         x.nbytes + 2.0 * x.size + 4 * scales,
     )
+    float8 = {"rowwise": "nearest", "colwise": "nearest", "dtype": "float8_e4m3fn"}
+    if matmuls.can_multiply("float8_e4m3fn", (1, _SIDE, 1), implementation):
+        yield _Case(
+            "row_block, FP8",
+            ops.quantize_row_blocks,
+            {"block": _BLOCK, **float8},
+            (x, seeds),
+            x.nbytes + 2.0 * x.size + 4 * scales,
+        )
     x = hadamard.pad_rows(x)
     transformed = {"rowwise": None, "colwise": "stochastic", "hadamard": True}
     yield _Case(

@@ -69,6 +69,8 @@ def _matmuls(implementation: str | None) -> Iterator[Callable[[jax.Array], Matmu
     """bf16, then every recipe, as functions of the activation."""
     yield lambda _: baselines.bf16()
     for name, recipe in fbq_jax.recipes.NAMED.items():
+        if not matmuls.is_supported(recipe, implementation):
+            continue
         yield functools.partial(matmuls.from_recipe, name, recipe, implementation)
     yield lambda _: matmuls.fp8_dot("delayed")
     yield lambda _: matmuls.fp8_dot("current")

@@ -142,11 +142,13 @@ class WeightRecorder:
     Attributes:
       uses: maps the path of each layer to freeze to its use; None until the layer ran.
       view: the view of the product that is being traced.
+      borrowing: the paths of layers that multiply by a weight of another module.
     """
 
     def __init__(self, layers: Iterable[str]):
         self.uses: dict[str, WeightUse | None] = dict.fromkeys(layers)
         self.view: View = ()
+        self.borrowing: set[str] = set()
 
     def report(
         self,
@@ -304,7 +306,8 @@ def check_thetas(states: Mapping[str, tuple[Recipe, Any]]) -> None:
     if unset:
         raise ValueError(
             "freeze takes trained layers; there is no threshold yet (theta is below 0) "
-            f"in: {', '.join(unset)}. Run a training forward, or set Recipe.start"
+            f"in: {', '.join(unset)}. Run a training forward, with activations that "
+            "are finite and not all zero, or set Recipe.start"
         )
 
 

@@ -71,8 +71,10 @@ class Spec(NamedTuple):
     def bounds_sums(self) -> bool:
         """Whether the kernel of a GEMM reads ``Quantized.sums`` of its rhs.
 
-        The one in Mosaic does, except for outputs of 4 bytes.
+        The one in Mosaic does for INT8 codes, except for outputs of 4 bytes.
         """
+        if self.recipe.codes != "int8":
+            return False
         choice = dispatch.choose(
             "matmul", self.recipe.block_shape, implementation=self.implementation
         )
@@ -378,6 +380,9 @@ def _quantize(
     quantizer = rowwise or colwise
     if quantizer is None:
         return Layouts(None, None)
+    # Only the two ops that make FP8 codes take their dtype.
+    codes = spec.recipe.codes
+    dtype = {} if codes == "int8" else {"dtype": codes}
     if isinstance(x, TokenRows):
         return expert_codes.quantize_tokens(
             x,
@@ -393,13 +398,13 @@ def _quantize(
     if quantizer.scales == "row_block":
         assert not isinstance(x, GroupedRows)
         quantize = functools.partial(
-            ops.quantize_row_blocks, block=block, hadamard=quantizer.hadamard
+            ops.quantize_row_blocks, block=block, hadamard=quantizer.hadamard, **dtype
         )
     elif quantizer.scales == "block":
         wanted = {"rowwise": rowwise, "colwise": colwise}
         sums = tuple(name for name in as_rhs if wanted[name] and spec.bounds_sums)
         op = ops.ragged_quantize if isinstance(x, GroupedRows) else ops.quantize
-        quantize = functools.partial(op, block=block, sums=sums)
+        quantize = functools.partial(op, block=block, sums=sums, **dtype)
     else:
         assert not isinstance(x, GroupedRows)  # its scales are in blocks
         seeds = fold_seeds(seeds)

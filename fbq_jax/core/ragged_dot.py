@@ -211,8 +211,8 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Non
 def _check_recipe(recipe: Recipe) -> None:
     if not recipe.in_blocks:
         raise ValueError(
-            "a ragged dot takes a recipe with block scales in all three GEMMs; got "
-            f"{recipe}"
+            "a ragged dot takes a recipe with INT8 block scales in all three GEMMs; "
+            f"got {recipe}"
         )
     if recipe.drhs.fallback:
         raise ValueError(

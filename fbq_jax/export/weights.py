@@ -51,7 +51,7 @@ def frozen_weights(variables: Mapping[str, Any]) -> dict[str, BlockWeight]:
 
     Raises:
       ExportError: no layer is frozen; or a layer multiplies by a stack of matrices that
-        are no experts, or has no scales per block.
+        are no experts, has no scales per block, or has codes in FP8.
     """
     flat = flatten_dict(
         unfreeze(dict(variables)), is_leaf=lambda _, x: isinstance(x, FrozenWeight)
@@ -71,6 +71,11 @@ def _block_weight(path: str, weight: FrozenWeight) -> BlockWeight:
         raise ExportError(
             f"{path} has no scales per block: train with a recipe whose forward pass "
             "has block scales for weights, such as fallback or block"
+        )
+    if weight.recipe.codes != "int8":
+        raise ExportError(
+            f"{path} has codes in {weight.recipe.codes}, and the formats are of INT8: "
+            "train with a recipe of INT8 codes, such as row_block"
         )
     codes, scales = (np.asarray(x) for x in weight.codes.main[:2])
     experts = weight.axes == rhs_axes(RAGGED_DIMENSIONS)

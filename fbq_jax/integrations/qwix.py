@@ -19,7 +19,7 @@ import inspect
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -46,6 +46,7 @@ from fbq_jax.core.frozen_weight import (
     active_recorder,
 )
 from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.weight_products import ParameterUse
 from fbq_jax.linen.dot import ParameterDot
 from fbq_jax.linen.frozen import KERNEL, FrozenParameter, Parameter
 from fbq_jax.linen.rules import RulesDot
@@ -60,7 +61,12 @@ from fbq_jax.nnx.dot import (
     is_activations_dot,
 )
 from fbq_jax.nnx.naming import name_layers
-from fbq_jax.nnx.rules import quantize_layers, stack_shape, trace_parameters
+from fbq_jax.nnx.rules import (
+    drop_unused_ops,
+    quantize_layers,
+    stack_shape,
+    trace_parameters,
+)
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import (
@@ -178,14 +184,14 @@ def quantize_nnx(
         for path, module in modules.items()
         if path not in found and any(True for _ in _matrices(module))
     }
-    for path, (_, recipe) in others.items():
+    for path in others:
         for name, _ in list(_matrices(modules[path])):
             vars(modules[path]).pop(dot_name(name), None)  # of earlier rules
-            if recipe is not None:
-                dot = nnx.data(FallbackDot(recipe, **options))
-                setattr(modules[path], dot_name(name), dot)
     model.__class__ = _nnx_class(vars(type(model)).get("unquantized", type(model)))
     _drop_activations(modules)
+    if any(match.recipe is not None for match in others.values()):
+        parameters = trace_parameters(model, args, kwargs)
+        _set_own_code(modules, others, parameters, options)
     if path_rules.activations_rules(pairs):
         with _record_activations(model) as recorded:
             trace_parameters(model, args, kwargs)
@@ -198,9 +204,36 @@ def quantize_nnx(
             vars(modules[layer]).pop(dot_name(name), None)
         if layer in others and (use.quantized or use.in_float):
             found[layer] = others[layer].pattern
+    drop_unused_ops(model, pairs, found, parameters)
     name_layers(model)
     activations = recorded.products(pairs).values()
     return weight_products.report(pairs, found, parameters, activations)
+
+
+def _set_own_code(
+    modules: Mapping[str, nnx.Module],
+    matches: Mapping[str, path_rules.Match],
+    parameters: Iterable[tuple[str, tuple[int, ...], ParameterUse]],
+    options: dict[str, Any],
+) -> None:
+    """Gives modules their ops for the parameters that they multiply by themselves.
+
+    Args:
+      modules: maps paths to modules.
+      matches: maps the paths of those whose own code may multiply to their rules.
+      parameters: the path, the shape and the use of each parameter.
+      options: of ``FallbackDot``.
+    """
+    for path, shape, use in parameters:
+        layer, _, name = path.rpartition("/")
+        recipe = matches[layer].recipe if layer in matches else None
+        if recipe is None or not use.in_float or weight_products.is_adapter(name):
+            continue
+        if len(shape) - use.stacked >= 2:
+            dot = FallbackDot(recipe, **options)
+            if use.stacked:
+                dot.stack(shape[: use.stacked], options["rngs"])
+            setattr(modules[layer], dot_name(name), nnx.data(dot))
 
 
 def _drop_activations(modules: Mapping[str, nnx.Module]) -> None:

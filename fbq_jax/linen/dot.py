@@ -71,7 +71,9 @@ class FallbackDot(RaggedDotGeneral):
     the RNG stream ``"fbq"``: a training step passes ``rngs={"fbq": key}`` with a new
     key.  Without the stream, the noise is the same in each call, and a gradient of the
     weight warns once, unless the recipe draws none.  A collection that is given counts
-    as above, and the stream is not read.
+    as above, and the stream is not read.  ``init`` creates it for every recipe, even
+    for one that draws no noise, so that training loops, checkpoints, ``freeze`` and
+    ``fallback_stats`` do not depend on the recipe.
 
     Each product of a module has its own state.  States follow the order of calls: a
     module that leaves a product out, or whose methods run alone, takes another one's.

@@ -24,6 +24,7 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.layer_stats import is_state, layer_path
 from fbq_jax.core.model_kind import check_linen
 from fbq_jax.core.serialization import serializable_static
+from fbq_jax.core.weight_products import ParameterUse
 from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import trace_uses
@@ -45,7 +46,8 @@ def freeze(
 
     In a model of ``fbq_jax.integrations.qwix.quantize``, it also freezes layers that
     multiply by a parameter in their own code.  A parameter that is read other than by
-    quantized products, as a tied head is, stays next to its codes.
+    quantized products, as a tied head is, stays next to its codes.  A head that the
+    model's code calls by ``head.apply`` with the embedding's weight stays as it is.
 
     In the returned tree, the kernel of a frozen layer is a ``FrozenKernel`` without
     leaves, and the layer's state has a ``FrozenWeight`` with the codes.  To get the
@@ -116,13 +118,25 @@ def freeze(
             "model itself: it calls apply on a module inside. Give that module None in "
             "the rules"
         )
-    kept = set()
-    if own_code:
-        kept = _read_elsewhere(model, unflatten_dict(leaves), collections, args, kwargs)
+    kept, borrowed = set(), set()
+    if own_code or recorder.borrowing:
+        uses = _uses(model, unflatten_dict(leaves), collections, args, kwargs)
+        borrowed = {
+            path
+            for path, use in uses.items()
+            if any(product.layer in recorder.borrowing for product in use.quantized)
+        }
+        kept = {path for path, use in uses.items() if use.others or use.in_float}
     frozen = dict(leaves)
     for path, weight in weights.items():
         parameter = own_code.get(path, _kernel(path))
-        if path in own_code and "/".join(parameter[1:]) in kept:
+        name = "/".join(parameter[1:])
+        if path not in own_code and name in borrowed:
+            raise ValueError(
+                f"{sorted(recorder.borrowing)} multiply by {name!r} of another layer, "
+                "which freeze would remove: give them None in the rules"
+            )
+        if path in own_code and name in kept | borrowed:
             frozen[path] = {**states[path], WEIGHT: replace(weight, kept=True)}
             continue
         array = jax.tree.leaves(leaves[parameter])[0]  # the parameter may be boxed
@@ -173,20 +187,19 @@ def _layer(state: Path) -> str:
     return layer_path(state[1:])
 
 
-def _read_elsewhere(
+def _uses(
     model: nn.Module,
     variables: Mapping[str, Any],
     collections: list[str],
     args: Any,
     kwargs: Any,
-) -> set[str]:
-    """The paths of parameters that other things than quantized products read."""
+) -> dict[str, ParameterUse]:
+    """Maps the path of each parameter to its use."""
 
     def apply(variables: Mapping[str, Any]) -> Any:
         return model.apply(variables, *args, mutable=collections, **kwargs)
 
-    uses = trace_uses(apply, variables)
-    return {path for path, _, use in uses if use.others or use.in_float}
+    return {path: use for path, _, use in trace_uses(apply, variables)}
 
 
 def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> None:

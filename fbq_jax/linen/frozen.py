@@ -86,7 +86,8 @@ def layer_weight(
     """The codes that a Linen layer multiplies by; None if the layer is not frozen.
 
     While ``freeze`` traces the model, the layer quantizes ``rhs`` and stores it in its
-    variable.
+    variable.  A layer that a model applies to the weight of another module, as it may a
+    head that shares the embedding's, stays unfrozen: that module keeps the weight.
 
     Args:
       config: the recipe and the implementation of the layer's dot.
@@ -103,6 +104,10 @@ def layer_weight(
     """
     layer = layer_path((*module.path, variable.name))
     recorder = active_recorder()
+    if recorder is not None and parameter.value is None and not _has_params(module):
+        recorder.skip(layer)
+        recorder.borrowing.add(layer)
+        return None
     if recorder is not None and recorder.report(
         layer, rhs, dimension_numbers, parameter.path if parameter.own_code else ()
     ):
@@ -143,6 +148,11 @@ def layer_weight(
         )
     check_axes(weight.axes, dimension_numbers, layer)
     return weight.codes
+
+
+def _has_params(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own, as a tied head may not have."""
+    return bool(module.variables.get("params"))
 
 
 def is_frozen(state: Mapping[str, Any]) -> bool:

@@ -256,7 +256,7 @@ def _check(dot: FallbackDot) -> None:
         raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused_layers.fuses(dot.recipe):
         raise ValueError(
-            "a fused layer takes a recipe with block scales in all three GEMMs, "
+            "a fused layer takes a recipe with INT8 block scales in all three GEMMs, "
             "nearest rounding in fwd.lhs, no drhs.fallback and "
             f"where_slower='quantize'; got {dot.recipe}"
         )

@@ -163,6 +163,10 @@ def _quantized_class(cls: Any, quantization: Quantization) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        # Flax makes new ones of these for a class that has none of its own, and a
+        # model's may do more.
+        "__init__": cls.__init__,
+        "__eq__": cls.__eq__,
         "__hash__": cls.__hash__,
         "unquantized": cls,
         "quantization": quantization,

@@ -185,14 +185,17 @@ def _freeze_layer(layer: Any, dot: FallbackDot, use: WeightUse) -> None:
 def _freeze_parameter(weight: _Weight, use: WeightUse, *, keep: bool) -> None:
     """Gives an op the codes of a parameter, and replaces it unless ``keep``."""
     layer, name, dot = weight
-    parameter = getattr(layer, name)
-    w = parameter[...]
-    shape, dtype = w.shape, w.dtype
-    for step in use.view:
-        w = step(w)
-    w = w.astype(use.dtype).reshape(use.shape)
-    codes = quantize_weight(dot.config, dot.state(), w, use.dimension_numbers).codes
-    dot.weight = nnx.data(FrozenCodes(codes))
+
+    def quantize(w: jax.Array, state: dict[str, jax.Array]) -> QTensor:
+        for step in use.view:
+            w = step(w)
+        w = w.astype(use.dtype).reshape(use.shape)
+        return quantize_weight(dot.config, state, w, use.dimension_numbers).codes
+
+    w, state = getattr(layer, name)[...], dot.state()
+    for _ in range(state["theta"].ndim):  # axes of stacked layers
+        quantize = jax.vmap(quantize)
+    dot.weight = nnx.data(FrozenCodes(quantize(w, state)))
     dot.axes = rhs_axes(use.dimension_numbers)
     if not keep:
-        setattr(layer, name, nnx.Param(FrozenKernel(shape, dtype)))
+        setattr(layer, name, nnx.Param(FrozenKernel(w.shape, w.dtype)))

@@ -1,6 +1,6 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -66,7 +66,8 @@ def quantize(
         recipes, tried in order (``fbq_jax.recipes.path_rules``).
       *args: the arguments of a call of the model; arrays may be
         ``jax.ShapeDtypeStruct``.  The call is traced, and the report says what it does
-        with each parameter.  Without any arguments nothing is traced, and the report
+        with each parameter.  A layer whose weight it reads without the layer's op gets
+        the unquantized op.  Without any arguments nothing is traced, and the report
         goes by the kinds of the layers.
       rngs: seeds the noise of the layers, as in ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
@@ -114,6 +115,7 @@ def quantize(
     name_layers(model)
     if args or kwargs:
         parameters = trace_parameters(model, args, kwargs)
+        drop_unused_ops(model, pairs, found, parameters)
     else:
         parameters = _expected_parameters(model, pairs, found)
     return weight_products.report(pairs, found, parameters)
@@ -189,6 +191,40 @@ def trace_parameters(
         (_path(keys), leaf.shape, use)
         for (keys, leaf), use in zip(leaves, uses, strict=True)
     ]
+
+
+def drop_unused_ops(
+    model: nnx.Module,
+    rules: Pairs,
+    found: Mapping[str, str | None],
+    parameters: Iterable[tuple[str, tuple[int, ...], ParameterUse]],
+) -> None:
+    """Takes the ops back from layers whose weight is read without them.
+
+    Such an op would look like a layer that never trains.  A layer that did not run
+    keeps its op.
+
+    Args:
+      model: changed in place.
+      rules: all rules.
+      found: maps the path of each layer to the pattern that matched it, or None.
+      parameters: the path, the shape and the use of each parameter in a call.
+    """
+    recipes = dict(rules)
+    read, quantized = set(), set()
+    for path, shape, use in parameters:
+        owner = path.rpartition("/")[0]
+        if use.quantized:
+            quantized.add(owner)
+        elif len(shape) - use.stacked >= 2 and (use.in_float or use.others):
+            read.add(owner)
+    for parts, layer in nnx.iter_modules(model):
+        path = _join(parts)
+        pattern = found.get(path) if path in read - quantized else None
+        if pattern is not None and recipes[pattern] is not None:
+            op = _op_of(layer)
+            assert op is not None
+            _set_op(path, layer, op, None, rngs=None)
 
 
 def _expected_parameters(

@@ -54,6 +54,13 @@ def mosaic_gemm_refusal(block_shape: Sequence[int]) -> str | None:
     return mosaic_refusal(_without_rows(block_shape))
 
 
+def float8_refusal() -> str | None:
+    """The reason why a kernel for NVIDIA GPUs has no FP8 codes, or None if it has."""
+    if (_compute_capability() or 0) >= 89:
+        return None
+    return "FP8 codes need a GPU of compute capability 8.9 or above"
+
+
 def _without_rows(block_shape: Sequence[int]) -> Sequence[int]:
     """The sides of blocks, without the sides of single rows that have scales."""
     return [side for axis, side in enumerate(block_shape) if axis == 1 or side != 1]

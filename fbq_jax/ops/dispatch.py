@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import export
 
 from fbq_jax.kernels import speed_map
+from fbq_jax.kernels.reference import CodeDtype
 from fbq_jax.ops.op import OPS, Op
 from fbq_jax.recipes.schema import MAPPED_BLOCK, Recipe
 from fbq_jax.sharding.layer_names import current_layer, warn_first
@@ -79,6 +80,7 @@ def choose(
     sides: Sequence[int],
     *,
     width: int | None = None,
+    codes: CodeDtype = "int8",
     implementation: str | None = None,
 ) -> Choice:
     """Chooses the implementation of an op for JAX's default backend.
@@ -89,6 +91,7 @@ def choose(
         empty if each row or column has one scale.
       width: the row length of the arrays that a fused op packs; None if every length
         will do.
+      codes: the dtype of the codes that the op makes or multiplies.
       implementation: the implementation to use.  By default the one that
         ``FBQ_IMPLEMENTATION`` names, or else the first that supports the call.
 
@@ -105,9 +108,9 @@ def choose(
     if implementation is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
         source, implementation = ENVIRONMENT_VARIABLE, asked
     if implementation is None:
-        return _first_choice(OPS[op], sides, width)
+        return _first_choice(OPS[op], sides, width, codes)
     check_name(implementation, source)
-    if reason := _refusal(implementation, OPS[op], sides):
+    if reason := _refusal(implementation, OPS[op], sides, codes):
         raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
     return _choice(OPS[op], implementation, sides, width, f"{source}= {_ASKED}")
 
@@ -121,12 +124,14 @@ def check_name(implementation: str | None, source: str = "implementation") -> No
         )
 
 
-def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
+def _first_choice(
+    op: Op, sides: Sequence[int], width: int | None, codes: CodeDtype
+) -> Choice:
     """The first implementation that supports a call."""
     refusals = []
     elsewhere = _ELSEWHERE.get(jax.default_backend(), ())
     for name in (name for name in IMPLEMENTATIONS if name not in elsewhere):
-        reason = _refusal(name, op, sides)
+        reason = _refusal(name, op, sides, codes)
         if reason is None:
             break
         refusals.append(f"not {name}: {reason}")
@@ -134,13 +139,19 @@ def _first_choice(op: Op, sides: Sequence[int], width: int | None) -> Choice:
     return _choice(op, name, sides, width, reason)
 
 
-def _refusal(implementation: str, op: Op, sides: Sequence[int]) -> str | None:
+def _refusal(
+    implementation: str, op: Op, sides: Sequence[int], codes: CodeDtype
+) -> str | None:
     """The reason why an implementation does not support a call, or None."""
     if implementation == "reference":
         return None
     if implementation not in op.kernels:
         return "it has no kernel for this op"
-    return op.kernels[implementation].refusal(sides)
+    kernel = op.kernels[implementation]
+    reason = kernel.refusal(sides)
+    if reason is None and codes == "float8_e4m3fn":
+        return kernel.float8_refusal()
+    return reason
 
 
 def _choice(
@@ -152,7 +163,9 @@ def _choice(
     return Choice(op.name, name, reason, op.backend(name, sides))
 
 
-def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
+def warn_of_reference(
+    choice: Choice, sides: Sequence[int], codes: CodeDtype = "int8"
+) -> None:
     """Warns if an accelerator runs the slow reference, unless the caller asked for it.
 
     Each reason is reported once.  The warning names the first layer, and every op that
@@ -165,7 +178,8 @@ def warn_of_reference(choice: Choice, sides: Sequence[int]) -> None:
     affected = (
         op.name
         for op in OPS.values()
-        if _first_choice(op, sides, None).reason == choice.reason
+        if _first_choice(op, sides, None, codes).reason == choice.reason
+        and (codes == "int8" or op.has_float8)
     )
     layer = current_layer()
     warn_first(

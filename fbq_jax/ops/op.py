@@ -24,6 +24,11 @@ from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
 
 
+def no_float8() -> str:
+    """The refusal of a kernel that has INT8 codes only."""
+    return "it has no kernel for FP8 codes"
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """The kernel of an implementation for an op.
@@ -39,6 +44,8 @@ class Kernel:
         appended to the reason for choosing this kernel.
       blockless_module: XLA's module for operands without blocks; None if the kernel
         serves them.
+      float8_refusal: the reason why the kernel has no FP8 codes here, or None if it
+        has.
     """
 
     backend: str
@@ -46,6 +53,7 @@ class Kernel:
     refusal: Callable[[Sequence[int]], str | None]
     caveat: Callable[[Sequence[int], int | None], str] = lambda *_: ""
     blockless_module: str | None = None
+    float8_refusal: Callable[[], str | None] = no_float8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,6 +88,12 @@ class Op:
     def name(self) -> str:
         """The name of the op's function in ``fbq_jax.ops``."""
         return self.reference.__name__
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether a kernel of the op, on some device, has FP8 codes."""
+        refusals = (kernel.float8_refusal for kernel in self.kernels.values())
+        return any(refusal is not no_float8 for refusal in refusals)
 
     def implementation(
         self, name: str, block_shape: Sequence[int]

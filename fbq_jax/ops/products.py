@@ -11,12 +11,13 @@ from jax import export
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops.backends import (
+    float8_refusal,
     mosaic_gemm_refusal,
     tpu_refusal,
     triton_gemm_refusal,
     triton_kernels,
 )
-from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, register
+from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, no_float8, register
 from fbq_jax.ops.quantization import VECTOR_GRANULARITY
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding import collectives
@@ -54,9 +55,9 @@ def matmul(
     ``[B, P, N, R]`` of ``quantize_vectors``, whose products are summed in float32.
 
     Args:
-      lhs: codes int8 and scales float32, one per block.
+      lhs: codes int8 or float8_e4m3fn, and scales float32, one per block.
       residual: a second term of lhs, of the same shapes, or None.
-      rhs: codes int8 and scales float32, one per block.
+      rhs: codes of the same dtype and scales float32, one per block.
       block_shape: ``(m, k, n)``, the size of a block along M, K and N.
       dtype: dtype of the output.
       reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``: the dtype in which devices
@@ -206,11 +207,12 @@ _KERNELS = {
         f"fbq_jax.kernels.{name}.gemm",
         refusal,
         blockless_module="fbq_jax.kernels.xla_gemm",
+        float8_refusal=float8,
     )
-    for name, refusal in (
-        ("mosaic", mosaic_gemm_refusal),
-        ("triton", triton_gemm_refusal),
-        ("tpu", tpu_refusal),
+    for name, refusal, float8 in (
+        ("mosaic", mosaic_gemm_refusal, float8_refusal),
+        ("triton", triton_gemm_refusal, float8_refusal),
+        ("tpu", tpu_refusal, no_float8),
     )
 }
 MATMUL = Op(reference.matmul, _matmul_rule, _matmul_on_shard, kernels=_KERNELS)
@@ -223,5 +225,6 @@ _FEW_ROWS_MATMUL = dataclasses.replace(
         "fbq_jax.kernels.triton.few_rows_gemm",
         triton_gemm_refusal,
         blockless_module="fbq_jax.kernels.xla_gemm",
+        float8_refusal=float8_refusal,
     ),
 )

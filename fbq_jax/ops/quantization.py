@@ -22,8 +22,13 @@ from fbq_jax.kernels.reference import (
     Layouts,
     Quantized,
 )
-from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, fold_seeds
-from fbq_jax.ops.backends import nvidia_refusal, tpu_refusal, triton_kernels
+from fbq_jax.kernels.rounding import Rounding, Seeds, fold_seeds
+from fbq_jax.ops.backends import (
+    float8_refusal,
+    nvidia_refusal,
+    tpu_refusal,
+    triton_kernels,
+)
 from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.assignment import ShardAssignment
@@ -108,6 +113,7 @@ def _quantize_rule(
     rowwise: str | None,
     colwise: str | None,
     sums: tuple[str, ...] = (),
+    **_options: Any,
 ) -> ShardingRule:
     layouts = block_layouts(x.shape, block)
     results = wanted_layouts(layouts, rowwise, colwise, sums)
@@ -133,6 +139,7 @@ def _row_blocks_rule(
     rowwise: str | None,
     colwise: str | None,
     hadamard: bool = False,
+    **_options: Any,
 ) -> ShardingRule:
     side = block[0] if colwise else 1
     group = max(side, hadamard_transform.SIZE) if hadamard else side
@@ -167,8 +174,8 @@ def _quantize_split_row_blocks(
     block: Block,
     rowwise: Rounding | None,
     colwise: Rounding | None,
-    hadamard: bool,
-    global_offset: GlobalOffset | None,
+    hadamard: bool = False,
+    **options: Any,
 ) -> Layouts:
     """Quantizes a shard that may end inside a block, with blocks of single rows."""
     x = hadamard_transform.transform_rows(x) if hadamard else x
@@ -185,7 +192,7 @@ def _quantize_split_row_blocks(
             block=block,
             rowwise=rowwise,
             colwise=colwise,
-            global_offset=global_offset,
+            **options,
         )
 
     main, _ = layouts("j", (1, block[1]), rowwise, None)
@@ -256,12 +263,18 @@ def _fallback_rule(
 _BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize") | {
     "tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize", tpu_refusal)
 }
-_ROW_BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize_row_blocks")
+_ROW_BLOCK_KERNELS = triton_kernels(
+    "fbq_jax.kernels.triton.quantize_row_blocks", float8_refusal=float8_refusal
+)
 _VECTOR_KERNELS = triton_kernels(
     "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
 ) | {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize_vectors", tpu_refusal)}
 quantize = define_op(
-    reference.quantize, _quantize_rule, _quantize_on_shard, kernels=_BLOCK_KERNELS
+    reference.quantize,
+    _quantize_rule,
+    _quantize_on_shard,
+    kernels=_BLOCK_KERNELS
+    | triton_kernels("fbq_jax.kernels.triton.quantize", float8_refusal=float8_refusal),
 )
 quantize_row_blocks = define_op(
     reference.quantize_row_blocks,

@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.reference import CodeDtype
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.op import LocalOp, Op, register
 from fbq_jax.sharding import propagation
@@ -64,10 +65,13 @@ def call(
       implementation: as in ``dispatch.choose``.
     """
     width = op.packed_width(*operands)
+    # An op makes codes, or has them as operands.
+    dtypes = options.get("dtype"), *(x.dtype for x in jax.tree.leaves(operands))
+    codes: CodeDtype = "float8_e4m3fn" if "float8_e4m3fn" in dtypes else "int8"
     choice = dispatch.choose(
-        op.name, block_shape, width=width, implementation=implementation
+        op.name, block_shape, width=width, codes=codes, implementation=implementation
     )
-    dispatch.warn_of_reference(choice, block_shape)
+    dispatch.warn_of_reference(choice, block_shape, codes)
     dispatch.warn_of_small_blocks(choice, block_shape)
     record_layer(op.name, operands)
     run = LocalOp(op, choice.implementation, tuple(block_shape))

@@ -44,6 +44,16 @@ row_block = Recipe(
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row_block"),
 )
 
+#: DeepSeek-V3's FP8 (arXiv 2412.19437): ``row_block`` with codes in E4M3, rounded to
+#: nearest.
+fp8_row_block = Recipe(
+    codes="float8_e4m3fn",
+    criterion=None,
+    fwd=Gemm(scales=("row_block", "block")),
+    dlhs=Gemm(scales=("row_block", "block")),
+    drhs=Gemm(scales="row_block"),
+)
+
 #: Jetfire's linear layer (arXiv 2403.12422): 32x32 blocks, the forward codes of X also
 #: in dW, and stochastic rounding of dY only.
 jetfire = Recipe(

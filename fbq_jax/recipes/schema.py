@@ -6,10 +6,18 @@ import operator
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeGuard, get_args
 
-from fbq_jax.kernels.reference import CRITERIA, Block, Criterion
+from fbq_jax.kernels.reference import (
+    CODE_DTYPES,
+    CRITERIA,
+    Block,
+    CodeDtype,
+    Criterion,
+)
 from fbq_jax.kernels.rounding import ROUNDINGS, Rounding
 
 BLOCK_SIDES = (32, 64, 128, 256)
+# Tensor cores keep too few bits of the sums of longer products of FP8 codes.
+FLOAT8_SIDES = BLOCK_SIDES[:-1]
 BOUNDS = (127.0, 127.5)
 # The blocks that speed maps are measured with (``fbq_jax.kernels.speed_map``).
 MAPPED_BLOCK = (128, 128, 128)
@@ -40,7 +48,7 @@ class RecipeError(ValueError):
 
 
 class Quantizer(NamedTuple):
-    """How one operand of an INT8 GEMM is quantized; ``Gemm`` documents the fields."""
+    """How one operand of a GEMM is quantized; ``Gemm`` documents the fields."""
 
     rounding: Rounding
     scales: Scales
@@ -50,7 +58,7 @@ class Quantizer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """How one GEMM multiplies: in INT8, or unquantized in the operands' own dtype.
+    """How one GEMM multiplies: codes, or unquantized in the operands' own dtype.
 
     Attributes:
       lhs: the rounding of lhs, ``"nearest"`` or ``"stochastic"``.
@@ -104,12 +112,12 @@ class Gemm:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the operands are in INT8 with one scale per block."""
+        """Whether the operands are codes with one scale per block."""
         return not self.in_floats and self.scales == ("block", "block")
 
     @property
     def splits_contraction(self) -> bool:
-        """Whether the operands, in INT8, have scales for parts of the contraction."""
+        """Whether the operands are codes with scales for parts of the contraction."""
         return not self.in_floats and not {"row", "tensor"}.intersection(self.scales)
 
     def block_shape(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -171,8 +179,12 @@ class Recipe:
         forward.
       start: the first threshold, in the units of the criterion; ``"first_batch"`` takes
         the quantile of the first batch's blocks in the middle of ``target_rate``.
-      bound: the value that the largest magnitude is scaled to before rounding: 127, the
-        largest code; or 127.5, which rounds to it, as in AQT.
+      bound: the value that the largest magnitude is scaled to before rounding to INT8:
+        127, the largest code; or 127.5, which rounds to it, as in AQT.
+      codes: the dtype of the codes of all GEMMs that are not unquantized: ``"int8"``;
+        or ``"float8_e4m3fn"``, FP8 with 3 bits after the leading one, whose largest
+        value is 448.  FP8 codes are rounded to nearest, have scales ``"block"`` or
+        ``"row_block"`` with blocks up to 128, and no fallback.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -202,6 +214,7 @@ class Recipe:
     alpha: float = 1.5
     start: float | Literal["first_batch"] = "first_batch"
     bound: float = 127.0
+    codes: CodeDtype = "int8"
     fwd: Gemm = Gemm()
     dlhs: Gemm = Gemm(lhs="stochastic")
     drhs: Gemm = Gemm(lhs="stochastic", rhs="stochastic")
@@ -237,10 +250,13 @@ class Recipe:
             for field, accepted, takes in _gemm_checks(name, gemm):
                 yield f"{name}.{field}", accepted, takes
         yield from self._joint_checks()
+        yield "codes", self.codes in CODE_DTYPES, f"one of {CODE_DTYPES}"
+        if self.codes == "float8_e4m3fn":
+            yield from self._float8_checks(sizes)
         accepted = self.where_slower in WHERE_SLOWER
         yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
         has_map = self.in_blocks and sizes == MAPPED_BLOCK
-        takes = "'quantize' unless all GEMMs have scales per 128x128 block"
+        takes = "'quantize' unless all GEMMs have INT8 scales per 128x128 block"
         yield "where_slower", self.where_slower == "quantize" or has_map, takes
 
     def _threshold_checks(self) -> Iterator[_Check]:
@@ -294,13 +310,27 @@ class Recipe:
         )
         yield "drhs.rhs", accepted, takes
 
+    def _float8_checks(self, sizes: tuple[int, ...]) -> Iterator[_Check]:
+        """Checks what FP8 codes support."""
+        accepted = set(sizes) <= {*FLOAT8_SIDES}
+        yield "block", accepted, f"sizes of {FLOAT8_SIDES} with codes in FP8"
+        takes = "None with codes in FP8, which have no second term"
+        yield "criterion", self.criterion is None, takes
+        for name, gemm in self._gemms().items():
+            for side in ("lhs", "rhs"):
+                accepted = getattr(gemm, side) in ("nearest", None)
+                yield f"{name}.{side}", accepted, "'nearest' with codes in FP8"
+            takes = "'block' or 'row_block' with codes in FP8"
+            yield f"{name}.scales", gemm.in_floats or gemm.splits_contraction, takes
+
     def _gemms(self) -> dict[str, Gemm]:
         return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}
 
     @property
     def in_blocks(self) -> bool:
         """Whether all three GEMMs are in INT8 with one scale per block."""
-        return all(gemm.in_blocks for gemm in self._gemms().values())
+        gemms = self._gemms().values()
+        return self.codes == "int8" and all(gemm.in_blocks for gemm in gemms)
 
     @property
     def lhs_block(self) -> Block:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import reference
-from fbq_jax.kernels.reference import Block, Layouts, Quantized
-from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+from fbq_jax.kernels.reference import Block, CodeDtype, Layouts, Quantized
+from fbq_jax.kernels.scales import find_amax
 from fbq_jax.sharding.assignment import ShardAssignment
 
 
@@ -24,6 +24,7 @@ def quantize_split_blocks(
     *,
     block: Block,
     sums: tuple[str, ...] = (),
+    dtype: CodeDtype = "int8",
     **options: Any,
 ) -> Layouts:
     """``reference.quantize`` for a shard that may end inside a block.
@@ -37,6 +38,7 @@ def quantize_split_blocks(
       seeds: uint32 ``[B]``, the seeds of stochastic rounding.
       block: rows and columns of a complete block.
       sums: the layouts that get sums of codes.
+      dtype: the dtype of the codes.
       options: the roundings and the offset of ``reference.quantize``.
 
     Returns:
@@ -52,9 +54,14 @@ def quantize_split_blocks(
     amax = _amax_of_blocks(assignment, tiles, maxima)
     amax_of_tiles = _amax_of_tiles(assignment, tiles, amax, maxima.shape)
     rowwise, colwise = reference.quantize(
-        x, seeds, block=tile, amax_reduce=lambda _: amax_of_tiles, **options
+        x,
+        seeds,
+        block=tile,
+        amax_reduce=lambda _: amax_of_tiles,
+        dtype=dtype,
+        **options,
     )
-    scales, _ = scale_and_inverse(amax)
+    scales, _ = reference.scale_of_codes(amax, dtype)
 
     def layout(
         codes: jax.Array, scales: jax.Array, name: str, length: int

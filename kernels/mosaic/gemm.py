@@ -1,4 +1,4 @@
-"""The INT8 GEMM with block scales and fallback: ``reference.matmul`` on Hopper."""
+"""The GEMM with block scales and fallback: ``reference.matmul`` on Hopper."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
 )
 from fbq_jax.kernels.mosaic.gemm_promotion import OUTLIER_RATIO
 from fbq_jax.kernels.mosaic.lower_once import call_lowered_once
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.reference import CodeDtype, Quantized
 from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
 
@@ -39,9 +39,11 @@ def matmul(
     If M, N or K is not a multiple of 128, codes are copied and padded with zeros.
 
     Args:
-      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
+      lhs: codes int8 or, without a residual, float8_e4m3fn ``[B, M, K]``, scales
+        float32 ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs with the same shapes, or None.
-      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
+      rhs: codes ``[B, N, K]`` of lhs's dtype, scales float32
+        ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each a multiple of 128; m and n may also be 1.
       dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options; by default those in the table.
@@ -63,7 +65,8 @@ def matmul(
     batch, M, K = lhs.codes.shape
     sizes = M, rhs.codes.shape[1], K
     problem = make_problem(batch, sizes, dtype, config, fallback=fallback)
-    problem = dataclasses.replace(problem, row_scales=row_scales)
+    codes: CodeDtype = "int8" if lhs.codes.dtype == jnp.int8 else "float8_e4m3fn"
+    problem = dataclasses.replace(problem, row_scales=row_scales, codes=codes)
     operands = make_operands(problem, lhs, residual, rhs, block_shape)
     return multiply(problem, operands)[:, :M, : sizes[1]]
 

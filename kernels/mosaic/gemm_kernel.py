@@ -1,12 +1,12 @@
-"""The kernel of the block-scaled INT8 GEMM: persistent and warp-specialized.
+"""The kernel of the block-scaled GEMM: persistent and warp-specialized.
 
 Each thread block computes output tiles of 128 rows, one after the other, as
 ``gemm_scheduler`` assigns them.  Tiles of 192 columns take the least time per column.
 Tiles of 128 columns, in a second region of the output, share out the work of the last
 round more evenly.  The producer, one warp, copies tiles of
 codes into the stages of a pipeline in shared memory, by TMA (``gemm_producer``).  Two
-consumer warpgroups multiply 64 rows each, INT8 to INT32 by WGMMA, in turns
-(``gemm_products``), scale the products and add them up in float32
+consumer warpgroups multiply 64 rows each by WGMMA, INT8 to INT32 or FP8 to float32, in
+turns (``gemm_products``), scale the products and add them up in float32
 (``gemm_promotion``), and store the tile (``gemm_consumer``).
 
 A residual adds no branch to the loop: its blocks are additional steps in the list.

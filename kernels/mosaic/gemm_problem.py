@@ -8,6 +8,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from fbq_jax.kernels.reference import CodeDtype
+
 BLOCK = 128  # rows, columns and elements of K that share a scale
 CONSUMERS = 2  # warpgroups that multiply; each computes half the rows of a tile
 CONSUMER_ROWS = BLOCK // CONSUMERS
@@ -74,6 +76,7 @@ class Problem:
       num_sms: streaming multiprocessors of the GPU.
       row_scales: the operands that have a scale for each row and K block, in place of
         one for each block: ``"none"``, ``"lhs"`` or ``"both"``.
+      codes: dtype of the codes.
     """
 
     batch: int
@@ -85,6 +88,7 @@ class Problem:
     config: Config
     num_sms: int
     row_scales: RowScales = "none"
+    codes: CodeDtype = "int8"
 
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -113,9 +117,11 @@ class Problem:
         """Whether accumulators sum several steps, which 16-bit outputs allow.
 
         The differences of scales that running sums need would cost as much as separate
-        sums where every element has a scale of its own.
+        sums where every element has a scale of its own.  Sums of FP8 codes would lose
+        bits.
         """
-        return self.dtype.itemsize == 2 and self.row_scales != "both"
+        is_exact = self.codes == "int8"
+        return is_exact and self.dtype.itemsize == 2 and self.row_scales != "both"
 
 
 def regions(tile_rows: int, N: int, wide: int, num_sms: int) -> tuple[Region, ...]:
@@ -168,7 +174,7 @@ class Operands(NamedTuple):
       along K, ``[T, M, K/T]`` and ``[T, N, K/T]``, and have scales of one matrix.
 
     Attributes:
-      lhs: int8 ``[B, M, K]``, codes.
+      lhs: int8 or float8_e4m3fn ``[B, M, K]``, codes.
       residual: int8 ``[B, M, K]``, codes of the second term of lhs, or None.
       order: int32 ``[B, M/128, S]`` of ``list_steps``, or None without residual.
       lhs_scales: float32 ``[B, M/128, S]``, the scale of lhs in each step; or
@@ -176,7 +182,7 @@ class Operands(NamedTuple):
       counts: int32 ``[B, M/128]``, number of steps, or None without residual.
       regular_counts: int32 ``[B, M/128]``, number of steps before the outlier steps, or
         None without residual.
-      rhs: int8 ``[B, N, K]``, codes.
+      rhs: ``[B, N, K]``, codes of lhs's dtype.
       rhs_scales: float32 ``[B, N/128, K/128]``; or ``[B, K/128, N]``, of each row.
       rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to at
         least ``SUM_CHUNK``.  None without running sums.
@@ -206,8 +212,8 @@ class Buffers(NamedTuple):
     """Shared memory and barriers of a thread block.
 
     Attributes:
-      lhs: int8 ``[stages, 128, 128]``, tiles of lhs or of its residual.
-      rhs: int8 ``[stages, width, 128]``, tiles of rhs, of at most width rows.
+      lhs: codes ``[stages, 128, 128]``, tiles of lhs or of its residual.
+      rhs: codes ``[stages, width, 128]``, tiles of rhs, of at most width rows.
       out: ``[CONSUMERS, 64, PART]``, a part of each consumer's output.
       full: barriers, one per stage: both tiles have arrived.
       empty: barriers, one per stage: all consumers have read both tiles.
@@ -230,7 +236,8 @@ def buffer_types(problem: Problem) -> Buffers:
     stages, dtype = problem.num_stages, problem.dtype
 
     def codes(rows: int) -> Any:
-        return plgpu.SMEM((stages, rows, BLOCK), jnp.int8, transforms=_swizzle(1))
+        shape, code_dtype = (stages, rows, BLOCK), jnp.dtype(problem.codes)
+        return plgpu.SMEM(shape, code_dtype, transforms=_swizzle(1))
 
     out_shape = CONSUMERS, CONSUMER_ROWS, PART
     return Buffers(

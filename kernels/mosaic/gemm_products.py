@@ -1,4 +1,4 @@
-"""INT8 products of steps on the tensor cores, by two warpgroups in turns."""
+"""Products of the codes of steps on the tensor cores, by two warpgroups in turns."""
 
 import dataclasses
 from typing import Any
@@ -50,7 +50,7 @@ class Products:
         self._end_turn()
 
     def read(self, accumulator: Any, stage: jax.Array) -> jax.Array:
-        """Waits for the product of a stage; returns the accumulator's int32 values."""
+        """Waits for the product of a stage; returns the accumulator's values."""
         values = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
         plgpu.barrier_arrive(self.buffers.empty.at[stage])
         return values

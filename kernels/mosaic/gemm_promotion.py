@@ -1,4 +1,4 @@
-"""Promotion: how INT32 products become float32 sums.
+"""Promotion: how products of codes become float32 sums.
 
 Step ``t`` adds ``s_t * X_t`` to a tile: ``X_t`` is the INT32 product of 128 codes along
 K, and ``s_t`` is the product of both operands' scales.  Promotion executes instructions
@@ -22,7 +22,8 @@ usual scale of its row of tiles, would hide small values of the rows that share 
 block.
 
 ``SeparateSums`` handles these exceptions: it starts the accumulator of each product at
-0 and converts the product.
+0 and converts the product.  It also adds products of FP8 codes, which the tensor cores
+sum in float32 with about 14 bits: no sum there is longer than 128 codes.
 """
 
 import dataclasses
@@ -224,7 +225,9 @@ class SeparateSums(_Promotion):
                     columns,
                 )
 
-            return pl.run_scoped(add_product, _accumulator(self.scheduler.width))
+            problem, width = self.scheduler.problem, self.scheduler.width
+            dtype = jnp.int32 if problem.codes == "int8" else jnp.float32
+            return pl.run_scoped(add_product, _accumulator(width, dtype))
 
         return lax.fori_loop(first_step, work.steps, add, sums)
 
@@ -295,8 +298,8 @@ def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
     return (EXACT_RANGE / (UNROLL * 127.0 * largest)).astype(jnp.int32)
 
 
-def _accumulator(width: int) -> Any:
-    return plgpu.ACC((CONSUMER_ROWS, width), jnp.int32)
+def _accumulator(width: int, dtype: Any = jnp.int32) -> Any:
+    return plgpu.ACC((CONSUMER_ROWS, width), dtype)
 
 
 def reset(accumulator: Any) -> None:

@@ -1,7 +1,8 @@
 """Scales, codes, residuals and metrics of tiles, held in a program's registers.
 
-``block_tiles`` describes tiles and ``at``.  Codes stay in the low byte of int32
-elements until they are stored.
+``block_tiles`` describes tiles and ``at``, and how codes lie in int32 elements until
+they are stored.  The mode of a layout is the rounding of its INT8 codes, ``"nearest"``
+or ``"stochastic"``; or ``"float8"`` for FP8 codes; or None for no layout.
 """
 
 import triton
@@ -12,11 +13,21 @@ from fbq_jax.kernels import reference, rounding, scales
 TINY = tl.constexpr(scales.TINY)
 LARGE = tl.constexpr(reference.LARGE)
 SHRINK = tl.constexpr(reference.SHRINK)
+FLOAT8_LIMIT = tl.constexpr(scales.FLOAT8_LIMIT)
+FLOAT8_TINY = tl.constexpr(scales.FLOAT8_TINY)
 LARGEST = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 ROW_GROUP = tl.constexpr(rounding.ROW_GROUP)
 # Adding it to a float32 below 2**22 rounds that float to an integer, in the low bits of
 # the sum.
 MAGIC = tl.constexpr(1.5 * 2**23)
+# Rounds four floats to E4M3; the first code is in the low byte of the word.  Before
+# Hopper, the compiler's own conversion rounds twice, to float16 and then to FP8.
+FOUR_FLOAT8 = tl.constexpr(
+    "{ .reg .b16 low, high; "
+    "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }"
+)
 
 
 @triton.jit
@@ -83,11 +94,19 @@ def scale_and_inverse(amax, LIMIT: tl.constexpr = 127.0, TINY: tl.constexpr = TI
 
 
 @triton.jit
+def scale_of_codes(amax, MODE: tl.constexpr):
+    """See ``reference.scale_of_codes``."""
+    if MODE == "float8":
+        return scale_and_inverse(amax, FLOAT8_LIMIT, FLOAT8_TINY)
+    return scale_and_inverse(amax)
+
+
+@triton.jit
 def multiply(tiles, inverse):
     """Tiles in units of their scale, in float32.
 
-    There is no clipping.  A value may exceed 127 by one unit in the last place, but it
-    still rounds to 127 with any noise.
+    There is no clipping.  A value may exceed the largest code by one unit in the last
+    place, but it still rounds to that code, with any noise.
     """
     return [widen(x) * inverse for x in tiles]
 
@@ -139,10 +158,40 @@ def stochastic(v, noise, at):
 
 @triton.jit
 def round_codes(v, noise, at, MODE: tl.constexpr):
-    """Rounds to nearest, or as ``stochastic`` does."""
-    if MODE == "nearest":
+    """Rounds to nearest, or as ``stochastic`` or ``float8`` does."""
+    if MODE == "float8":
+        return float8(v)
+    elif MODE == "nearest":  # noqa: RET505 (only one branch is compiled)
         return nearest(v)
-    return stochastic(v, noise, at)
+    else:
+        return stochastic(v, noise, at)
+
+
+@triton.jit
+def float8(v):
+    """Rounds to E4M3, ties to even: int8 tiles with the bits of codes."""
+    rounded = ()
+    for k in tl.static_range(4):
+        rounded += (
+            tl.inline_asm_elementwise(
+                FOUR_FLOAT8, "=r,f,f,f,f", [v[k]], dtype=tl.int8, is_pure=True, pack=4
+            ),
+        )
+    return rounded
+
+
+@triton.jit
+def float8_words(v):
+    """``float8`` in words, each with the codes of all four tiles at an element."""
+    words = tl.inline_asm_elementwise(
+        FOUR_FLOAT8,
+        "=r,f,f,f,f",
+        [v[0], v[1], v[2], v[3]],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return (words,)
 
 
 @triton.jit

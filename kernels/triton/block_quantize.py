@@ -12,9 +12,9 @@ Device functions share these arguments, besides those of ``block_tiles``:
 - ``held``: the tiles of a block with one part, if registers hold them; otherwise ().
 - ``shape``: ``(PARTS, r, c)``, the number of parts of a block, and the shape of a part.
 - ``scaling``: ``(amax, scale, inverse)`` of a block.
-- ``modes``: ``(rowwise, colwise, criterion, row_sums, column_sums)``: the rounding of
-  each layout or None, the criterion of fallback or None, and for each layout whether it
-  gets sums of codes.
+- ``modes``: ``(rowwise, colwise, criterion, row_sums, column_sums)``: the mode of each
+  layout (``block_codes``), the criterion of fallback or None, and for each layout
+  whether it gets sums of codes.
 """
 
 import triton
@@ -23,6 +23,8 @@ import triton.language as tl
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
     find_amax,
+    float8,
+    float8_words,
     largest_column_sum,
     largest_row_sum,
     metric_of,
@@ -30,6 +32,7 @@ from fbq_jax.kernels.triton.block_codes import (
     nearest,
     residual_of,
     scale_and_inverse,
+    scale_of_codes,
     shrink_of,
     stochastic,
     sum_abs,
@@ -102,6 +105,10 @@ def _store_rounded(outputs, v, noise, at, modes):
     ROWWISE: tl.constexpr = modes[0]
     COLWISE: tl.constexpr = modes[1]
     row_sum, column_sum = 0.0, 0.0
+    if ROWWISE == "float8":
+        store_rowwise(codes, float8(v), at)
+    if COLWISE == "float8":
+        store_colwise(colwise_codes, float8_words(v), at)
     if ROWWISE == "nearest" or COLWISE == "nearest":
         rounded = nearest(v)
         if ROWWISE == "nearest":
@@ -176,7 +183,7 @@ def quantize_with_fallback(
     colwise_codes, colwise_scales, colwise_sums = colwise
     offset, colwise_offset = offsets
     CRITERION: tl.constexpr = modes[2]
-    scale, inverse = scale_and_inverse(amax)
+    scale, inverse = scale_of_codes(amax, modes[1] if modes[0] is None else modes[0])
     tl.store(scales + offset, scale)
     tl.store(colwise_scales + colwise_offset, scale)
     scaling = amax, scale, inverse

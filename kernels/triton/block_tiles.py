@@ -11,6 +11,8 @@ Device functions share these arguments:
 - ``at``: the tuple ``(batch, i, j, rows, columns)``.  The block is block ``(i, j)`` of
   matrix ``batch`` in a stack of matrices of ``rows x columns`` elements.
 - ``tiles``: the four tiles, as a tuple or list.
+- ``rounded``: four tiles with a code in the low byte of their elements.  For FP8 in
+  columns, a tuple of one tile, whose words hold the codes of all four.
 """
 
 import triton
@@ -87,6 +89,7 @@ def store_rowwise(codes, rounded, at):
     c: tl.constexpr = rounded[0].shape[1]
     row = 4 * tl.arange(0, r // 4)[:, None]
     column = tl.arange(0, c)[None, :]
+    codes = codes.to(tl.pointer_type(tl.int8), bitcast=True)
     codes += (batch * rows + i * r) * columns + j * c
     for k in tl.static_range(4):
         inside = (row + k < rows - i * r) & (column < columns - j * c)
@@ -99,10 +102,7 @@ def store_colwise(codes, rounded, at):
     batch, i, j, rows, columns = at
     r: tl.constexpr = 4 * rounded[0].shape[0]
     c: tl.constexpr = rounded[0].shape[1]
-    # Sums are cheaper than masks.  Adding 128 to a code prevents borrows between bytes.
-    low = (rounded[1] << 8) + rounded[0]
-    high = (rounded[3] << 8) + rounded[2]
-    words = ((high << 16) + low + BYTE_BIAS) ^ -0x7F7F7F80  # 0x80808080
+    words = rounded[0] if len(rounded) == 1 else _join_codes(rounded)
     column = tl.arange(0, c)[:, None]
     word = tl.arange(0, r // 4)[None, :]
     height = tl.cdiv(rows, 16) * 4
@@ -110,3 +110,12 @@ def store_colwise(codes, rounded, at):
     codes += (batch * columns + j * c) * height + i * (r // 4)
     inside = (column < columns - j * c) & (word < height - i * (r // 4))
     tl.store(codes + column * height + word, tl.trans(words), inside)
+
+
+@triton.jit
+def _join_codes(rounded):
+    """Joins the INT8 codes of four tiles in words."""
+    # Sums are cheaper than masks.  Adding 128 to a code prevents borrows between bytes.
+    low = (rounded[1] << 8) + rounded[0]
+    high = (rounded[3] << 8) + rounded[2]
+    return ((high << 16) + low + BYTE_BIAS) ^ -0x7F7F7F80  # 0x80808080

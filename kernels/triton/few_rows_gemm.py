@@ -1,4 +1,4 @@
-"""The INT8 GEMM with block scales for a few rows, which reads rhs once.
+"""The GEMM with block scales for a few rows, which reads rhs once.
 
 With few rows, the time is that of reading rhs from memory.  So a program computes all
 rows of a narrow range of columns, for a part of the K blocks if there are too few
@@ -90,10 +90,10 @@ def matmul(
     """Multiplies as ``reference.matmul`` does, for ``M <= m`` or ``m == 1``.
 
     Args:
-      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, 1, ceil(K/k)]``, or
-        ``[B, M, ceil(K/k)]`` if ``m == 1``.
+      lhs: codes ``[B, M, K]`` as in ``gemm.matmul``, scales float32
+        ``[B, 1, ceil(K/k)]``, or ``[B, M, ceil(K/k)]`` if ``m == 1``.
       residual: a second term of lhs with the same shapes, or None.
-      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
+      rhs: codes ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
       dtype: dtype of the output.
       sm: compute capability of the GPU times ten; by default that of the first device

@@ -1,4 +1,4 @@
-"""The INT8 GEMM with block scales and fallback: ``reference.matmul`` in Triton."""
+"""The GEMM with block scales and fallback: ``reference.matmul`` in Triton."""
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,11 @@ def matmul(
     """Multiplies as ``reference.matmul`` does.
 
     Args:
-      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
+      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.  On
+        GPUs of compute capability 8.9 or above, codes may also be float8_e4m3fn.
       residual: a second term of lhs with the same shapes, or None.
-      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
+      rhs: codes ``[B, N, K]`` of lhs's dtype, scales float32
+        ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
       dtype: dtype of the output.
       sm: compute capability of the GPU times ten; by default that of the first device

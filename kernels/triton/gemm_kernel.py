@@ -1,7 +1,9 @@
-"""The Triton kernel of the block-scaled INT8 GEMM.
+"""The Triton kernel of the block-scaled GEMM of INT8 or FP8 codes.
 
 A program computes one tile of the output.  Each step of its loop multiplies one K block
-exactly on the tensor cores, scales the product and adds it to a float32 accumulator.
+on the tensor cores, scales the product and adds it to a float32 accumulator.  A product
+of INT8 codes is exact.  One of FP8 codes starts at 0 as well, so that the tensor cores
+sum no more than a block of them.
 If ``m`` or ``n`` is 1, each row of that operand has its own scale in each K block.
 A program cannot multiply while it scales and adds a product.  So tiles are small enough
 for two or three programs to share a multiprocessor: one multiplies while another one
@@ -228,13 +230,18 @@ def load(pointers, inside, ALL: tl.constexpr):
     if ALL:
         return tl.load(pointers)
     else:  # noqa: RET505 (only one branch is compiled)
-        return tl.load(pointers, inside, 0)
+        return tl.load(pointers, inside, 0.0)
 
 
 @triton.jit
 def add_product(acc, a, b, scale, MAGIC_CONVERSION: tl.constexpr):
-    """Returns ``acc`` plus the INT32 product of ``a`` and ``b`` times ``scale``."""
-    if MAGIC_CONVERSION:
+    """Returns ``acc`` plus the product of ``a`` and ``b`` times ``scale``.
+
+    ``MAGIC_CONVERSION`` says how a product of INT8 codes becomes a float.
+    """
+    if a.dtype == tl.float8e4nv:
+        product = tl.dot(a, b, out_dtype=tl.float32)
+    elif MAGIC_CONVERSION:
         # While |x| <= 2**22, the bits of the float32 1.5 * 2**23 + x are the bits of
         # 1.5 * 2**23, plus x. The largest product, 256 * 127 * 127, is less than 2**22.
         start = tl.full(acc.shape, 0x4B400000, tl.int32)

@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from fbq_jax.kernels.reference import Block
+from fbq_jax.kernels.reference import Block, CodeDtype
 from fbq_jax.kernels.rounding import Rounding, Seeds
 from fbq_jax.kernels.triton.outputs import BlockOutputs
 
@@ -202,6 +202,11 @@ def seed_arguments(
     if isinstance(seeds, tuple):
         return seeds, True
     return (seeds,) * 5, False
+
+
+def mode_of(rounding: Rounding | None, dtype: CodeDtype) -> str | None:
+    """The mode of a layout (``block_codes``)."""
+    return "float8" if rounding and dtype == "float8_e4m3fn" else rounding
 
 
 def launch_on_blocks(

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.kernels.reference import Block, FallbackQuantized, Layouts, Quantized
+from fbq_jax.kernels.reference import (
+    Block,
+    CodeDtype,
+    FallbackQuantized,
+    Layouts,
+    Quantized,
+)
 
 Shape = tuple[int, ...]
 
@@ -22,18 +28,22 @@ def output(
     return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
 
 
-def rowwise_codes(shape: Shape, wanted: object = True) -> jax.ShapeDtypeStruct:
-    """Int8 codes of matrices ``[B, R, C]``."""
-    return output(shape, jnp.int8, wanted=wanted)
+def rowwise_codes(
+    shape: Shape, wanted: object = True, dtype: CodeDtype = "int8"
+) -> jax.ShapeDtypeStruct:
+    """Codes of matrices ``[B, R, C]``."""
+    return output(shape, dtype, wanted=wanted)
 
 
-def colwise_codes(shape: Shape, wanted: object = True) -> jax.ShapeDtypeStruct:
-    """Int8 codes ``[B, C, R']`` of the transposed matrices ``[B, R, C]``.
+def colwise_codes(
+    shape: Shape, wanted: object = True, dtype: CodeDtype = "int8"
+) -> jax.ShapeDtypeStruct:
+    """Codes ``[B, C, R']`` of the transposed matrices ``[B, R, C]``.
 
     A thread stores 16 bytes at once, so R is padded to a multiple of 16.
     """
     batch, rows, columns = shape
-    return output((batch, columns, -(-rows // 16) * 16), jnp.int8, wanted=wanted)
+    return output((batch, columns, -(-rows // 16) * 16), dtype, wanted=wanted)
 
 
 def as_layouts(
@@ -72,10 +82,17 @@ class BlockOutputs:
       programs: the number of blocks in all matrices.
       scales: one float32 per block, ``[B, R/r, C/c]``.
       sums: the layouts for which the kernel computes sums of codes.
+      dtype: the dtype of the codes.
     """
 
-    def __init__(self, shape: Shape, block: Block, sums: tuple[str, ...] = ()) -> None:
-        self.sums = sums
+    def __init__(
+        self,
+        shape: Shape,
+        block: Block,
+        sums: tuple[str, ...] = (),
+        dtype: CodeDtype = "int8",
+    ) -> None:
+        self.sums, self.dtype = sums, dtype
         batch, rows, columns = self.shape = shape
         self.blocks = -(-rows // block[0]), -(-columns // block[1])
         self.programs = batch * math.prod(self.blocks)
@@ -85,13 +102,13 @@ class BlockOutputs:
         """Rowwise codes, scales and sums.  Scales are always written."""
         scales = self.scales
         sums = output(scales.shape, jnp.float32, wanted="rowwise" in self.sums)
-        return [rowwise_codes(self.shape, wanted), scales, sums]
+        return [rowwise_codes(self.shape, wanted, self.dtype), scales, sums]
 
     def colwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
         """Colwise codes, scales and sums.  Scales are always written."""
         scales = output((self.shape[0], *self.blocks[::-1]), jnp.float32)
         sums = output(scales.shape, jnp.float32, wanted="colwise" in self.sums)
-        return [colwise_codes(self.shape, wanted), scales, sums]
+        return [colwise_codes(self.shape, wanted, self.dtype), scales, sums]
 
     def fallback(
         self, rowwise: object, criterion: object, colwise: object

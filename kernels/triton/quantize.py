@@ -13,11 +13,13 @@ import triton.language as tl
 from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import (
     Block,
+    CodeDtype,
     Criterion,
     FallbackOptions,
     FallbackQuantized,
     Layouts,
     QuantizeOptions,
+    check_float8,
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_quantize import (
@@ -26,7 +28,7 @@ from fbq_jax.kernels.triton.block_quantize import (
     store_empty,
 )
 from fbq_jax.kernels.triton.block_tiles import load, load_of_group, locate_block
-from fbq_jax.kernels.triton.launch import launch_on_blocks, seed_arguments
+from fbq_jax.kernels.triton.launch import launch_on_blocks, mode_of, seed_arguments
 from fbq_jax.kernels.triton.outputs import BlockOutputs, as_fallback, as_layouts
 
 
@@ -85,12 +87,14 @@ def _quantize_blocks(
     criterion: Criterion | None,
     global_offset: GlobalOffset | None = None,
     sums: tuple[str, ...] = (),
+    dtype: CodeDtype = "int8",
 ) -> tuple[jax.Array, ...]:
     """Returns the outputs of ``BlockOutputs.fallback``."""
+    check_float8(dtype, rowwise, colwise, sums)
     is_noisy = "stochastic" in (rowwise, colwise)
     seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
     shape = _shape(x, block)
-    out = BlockOutputs(shape, block, sums)
+    out = BlockOutputs(shape, block, sums, dtype)
     if isinstance(x, GroupedRows):
         values, *tiles = x
     else:
@@ -111,9 +115,9 @@ def _quantize_blocks(
         or (is_noisy and (criterion is not None or values.dtype.itemsize == 4)),
         GROUPED=isinstance(x, GroupedRows),
         SEVERAL_SEEDS=several,
-        ROWWISE=rowwise,
+        ROWWISE=mode_of(rowwise, dtype),
         CRITERION=criterion,
-        COLWISE=colwise,
+        COLWISE=mode_of(colwise, dtype),
         ROW_SUMS="rowwise" in sums,
         COLUMN_SUMS="colwise" in sums,
     )

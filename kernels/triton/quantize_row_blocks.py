@@ -13,15 +13,16 @@ import triton
 import triton.language as tl
 
 from fbq_jax.kernels.hadamard import SIZE, transform_rows
-from fbq_jax.kernels.reference import Block, Layouts
+from fbq_jax.kernels.reference import Block, CodeDtype, Layouts, check_float8
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_codes import (
     elementwise_max,
+    float8_words,
     from_bits,
     magnitudes,
     multiply,
     round_codes,
-    scale_and_inverse,
+    scale_of_codes,
     widen,
 )
 from fbq_jax.kernels.triton.block_tiles import (
@@ -31,7 +32,7 @@ from fbq_jax.kernels.triton.block_tiles import (
     store_rowwise,
 )
 from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
-from fbq_jax.kernels.triton.launch import launch_on_blocks, seed_arguments
+from fbq_jax.kernels.triton.launch import launch_on_blocks, mode_of, seed_arguments
 from fbq_jax.kernels.triton.outputs import (
     as_layouts,
     colwise_codes,
@@ -52,17 +53,19 @@ def quantize_row_blocks(
     colwise: Rounding | None,
     hadamard: bool = False,
     global_offset: GlobalOffset | None = None,
+    dtype: CodeDtype = "int8",
 ) -> Layouts:
     """See ``reference.quantize_row_blocks``.
 
     The transform is fused for blocks of 128 rows; for others, XLA computes it.  Blocks
     of more than 128x128 values are read once for each layout.
     """
+    check_float8(dtype, rowwise, colwise)
     if hadamard and block[0] != SIZE:
         x, hadamard = transform_rows(x), False
     r, c = block
     run = functools.partial(
-        _launch, x, seeds, hadamard=hadamard, global_offset=global_offset
+        _launch, x, seeds, hadamard=hadamard, global_offset=global_offset, dtype=dtype
     )
     if r * c <= _LARGEST_TILE:
         return run(block, rowwise, colwise)
@@ -81,6 +84,7 @@ def _launch(
     *,
     hadamard: bool,
     global_offset: GlobalOffset | None,
+    dtype: CodeDtype,
 ) -> Layouts:
     """Runs one program per block, which quantizes it in the wanted layouts."""
     if rowwise is None and colwise is None:
@@ -95,15 +99,15 @@ def _launch(
         *(global_offset or no_offset(rows)),
         block=block,
         outputs=[
-            rowwise_codes(x.shape, rowwise),
+            rowwise_codes(x.shape, rowwise, dtype),
             output((batch, across, rows), jnp.float32, wanted=rowwise),
-            colwise_codes(x.shape, colwise),
+            colwise_codes(x.shape, colwise, dtype),
             output((batch, down, columns), jnp.float32, wanted=colwise),
         ],
         num_warps=_num_warps(block, hadamard=hadamard),
         SEVERAL_SEEDS=several,
-        ROWWISE=rowwise,
-        COLWISE=colwise,
+        ROWWISE=mode_of(rowwise, dtype),
+        COLWISE=mode_of(colwise, dtype),
         HADAMARD=hadamard,
     )
     layouts = as_layouts(x.shape, outputs[:2], outputs[2:])
@@ -149,43 +153,50 @@ def _quantize_row_blocks(
     LOAD: tl.constexpr = load_transformed if HADAMARD else load
     tiles = LOAD(x, at, r, c)
     if ROWWISE is not None:
-        v = _scale_rows(tiles, row_scales, at)
+        inverses = _store_row_scales(tiles, row_scales, at, ROWWISE)
+        v = ()
+        for k in tl.static_range(4):
+            tile = widen(tiles[k]) * inverses[k][:, None]
+            v += (tile,)  # type: ignore[assignment]
         store_rowwise(codes, round_codes(v, noise, at, ROWWISE), at)
     if COLWISE is not None:
-        v = _scale_columns(tiles, column_scales, at)
-        rounded = round_codes(v, noise, at, COLWISE)
+        v = _scale_columns(tiles, column_scales, at, COLWISE)
+        if COLWISE == "float8":
+            rounded = float8_words(v)
+        else:
+            rounded = round_codes(v, noise, at, COLWISE)
         if HADAMARD:
             rounded = computed_once(rounded)
         store_colwise(column_codes, rounded, at)
 
 
 @triton.jit
-def _scale_rows(tiles, scales, at):
-    """Stores the scales of rows; returns the tiles in units of these scales."""
+def _store_row_scales(tiles, scales, at, MODE: tl.constexpr):
+    """Stores the scales of rows; returns their inverses, one vector for each tile."""
     batch, i, j, rows, columns = at
     r: tl.constexpr = 4 * tiles[0].shape[0]
     c: tl.constexpr = tiles[0].shape[1]
     scales += (batch * tl.cdiv(columns, c) + j) * rows
     bits = magnitudes(tiles)
-    v = ()
+    inverses = ()
     for k in tl.static_range(4):
         amax = from_bits(tl.max(bits[k].to(tl.int32), 1), tiles[k].dtype)
-        scale, inverse = scale_and_inverse(amax)
+        scale, inverse = scale_of_codes(amax, MODE)
         row = i * r + 4 * tl.arange(0, r // 4) + k
         tl.store(scales + row, scale, row < rows)
-        v += (widen(tiles[k]) * inverse[:, None],)
-    return v
+        inverses += (inverse,)  # type: ignore[assignment]
+    return inverses
 
 
 @triton.jit
-def _scale_columns(tiles, scales, at):
+def _scale_columns(tiles, scales, at, MODE: tl.constexpr):
     """Stores the scales of columns; returns the tiles in units of these scales."""
     batch, i, j, rows, columns = at
     r: tl.constexpr = 4 * tiles[0].shape[0]
     c: tl.constexpr = tiles[0].shape[1]
     scales += (batch * tl.cdiv(rows, r) + i) * columns
     top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32), 0)
-    scale, inverse = scale_and_inverse(from_bits(top, tiles[0].dtype))
+    scale, inverse = scale_of_codes(from_bits(top, tiles[0].dtype), MODE)
     column = j * c + tl.arange(0, c)
     tl.store(scales + column, scale, column < columns)
     return multiply(tiles, inverse[None, :])

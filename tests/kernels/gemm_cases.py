@@ -19,11 +19,13 @@ class Case(NamedTuple):
       shape: ``(B, M, K, N)``.
       blocks: ``(m, k, n)``, the block shape.
       fallback: fraction of lhs' blocks with a residual; None for no residual operand.
+      dtype: dtype of the codes.
     """
 
     shape: tuple[int, int, int, int]
     blocks: tuple[int, int, int]
     fallback: float | None
+    dtype: str = "int8"
 
 
 # The GEMM in Mosaic has no residual with scales of rows.
@@ -51,6 +53,17 @@ CASES = {
     "128x32x256 blocks": Case((1, 90, 150, 280), (128, 32, 256), None),
 }
 
+_FLOAT8 = None, "float8_e4m3fn"
+FLOAT8_CASES = {
+    "scales of rows": Case((2, 200, 333, 190), (1, 128, 128), *_FLOAT8),
+    "scales of rows and columns": Case((1, 130, 400, 300), (1, 128, 1), *_FLOAT8),
+    "blocks": Case((1, 150, 256, 140), (128, 128, 128), *_FLOAT8),
+    "one element": Case((3, 1, 1, 1), (1, 128, 128), *_FLOAT8),
+}
+FLOAT8_SMALL_CASES = {
+    "blocks of 32": Case((1, 70, 100, 80), (1, 32, 32), *_FLOAT8),
+}
+
 
 def operands(
     case: Case, seed: int = 0
@@ -60,10 +73,12 @@ def operands(
     Residuals that are not used have scale 0 and random codes.
     """
     rng = np.random.default_rng(seed)
-    (batch, M, K, N), (m, k, n), fallback = case
+    (batch, M, K, N), (m, k, n), fallback, dtype = case
 
     def quantized(rows: int, block_rows: int, used: float) -> Quantized:
         codes = rng.integers(-127, 128, (batch, rows, K)).astype(np.int8)
+        if dtype != "int8":  # the bits of any finite codes
+            codes = (codes % 127 | codes & -128).astype(np.int8).view(dtype)
         shape = (batch, -(-rows // block_rows), -(-K // k))
         scales = rng.uniform(0.5, 2.0, shape) * (rng.random(shape) < used)
         return Quantized(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
@@ -87,11 +102,11 @@ def exact(lhs, residual, rhs, block_shape) -> np.ndarray:
         return values @ dequantize(rhs, (n, k)).mT
 
 
-def check_against_float64(matmul, case: Case) -> None:
+def check_against_float64(matmul, case: Case, tolerance: float = 1e-5) -> None:
     args = operands(case)
     y = matmul(*args, block_shape=case.blocks, dtype=jnp.float32)
     assert y.dtype == jnp.float32
-    assert oracle.relative(y, exact(*args, case.blocks)) <= 1e-5
+    assert oracle.relative(y, exact(*args, case.blocks)) <= tolerance
 
 
 def check_outlier_scale(matmul) -> None:

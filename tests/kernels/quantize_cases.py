@@ -52,6 +52,13 @@ ROW_BLOCKS = [
     ((1, 128, 48), "float32", (128, 32), "nearest", "nearest", True),
     ((1, 128, 40), "float16", (32, 64), "stochastic", "nearest", True),
 ]
+# The same with FP8 codes.
+FLOAT8 = [
+    ((1, 144, 304), "bfloat16", (128, 128), "nearest", "nearest", False),
+    ((2, 100, 141), "float32", (64, 128), "nearest", None, False),
+    ((3, 40, 64), "float16", (32, 32), None, "nearest", False),
+    ((2, 256, 141), "bfloat16", (128, 128), None, "nearest", True),
+]
 # shape, dtype, block, criterion, thresholds, colwise.
 FALLBACK = [
     ((1, 256, 272), "bfloat16", (128, 128), "absmax", (150.0,), "stochastic"),
@@ -103,10 +110,11 @@ def check_quantize(
     colwise,
     *,
     sums: bool = True,
+    **codes,
 ) -> None:
     layouts = {"rowwise": rowwise, "colwise": colwise}
     summed = tuple(name for name, rounding in layouts.items() if rounding and sums)
-    args = {"block": block, **layouts, "sums": summed}
+    args = {"block": block, **layouts, "sums": summed, **codes}
     got = ops.quantize(x, seeds(len(x)), **args)
     want = _reference("quantize", **args)(x, seeds(len(x)))
     check_quantized(got.rowwise, want.rowwise, block)
@@ -130,8 +138,9 @@ def check_row_blocks(
     rowwise,
     colwise,
     hadamard=False,
+    **codes,
 ) -> None:
-    args = {"block": block, "rowwise": rowwise, "colwise": colwise}
+    args = {"block": block, "rowwise": rowwise, "colwise": colwise, **codes}
     operands = x, several_seeds(len(x))
     got = ops.quantize_row_blocks(*operands, **args, hadamard=hadamard)
     want = _reference("quantize_row_blocks", **args, hadamard=hadamard)(*operands)
@@ -144,6 +153,36 @@ def check_special_row_blocks(ops: types.ModuleType, dtype: str) -> None:
     x = special(dtype, (4, 64)).reshape(1, 15 * 4, 64)
     check_row_blocks(ops, x, (32, 64), "stochastic", "nearest")
     check_row_blocks(ops, x.mT, (64, 32), "nearest", "stochastic")
+
+
+def check_float8(
+    ops: types.ModuleType,
+    row_blocks: types.ModuleType,
+    x: jax.Array,
+    block: reference.Block,
+    rowwise,
+    colwise,
+    hadamard=False,
+) -> None:
+    codes = {"dtype": "float8_e4m3fn"}
+    check_quantize(ops, x, block, rowwise, colwise, sums=False, **codes)
+    check_row_blocks(row_blocks, x, block, rowwise, colwise, hadamard, **codes)
+
+
+def check_special_float8(
+    ops: types.ModuleType, row_blocks: types.ModuleType, dtype: str
+) -> None:
+    """The special blocks, as blocks and as rows and columns; and ties of codes."""
+    x = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
+    check_float8(ops, row_blocks, x, (32, 64), "nearest", "nearest")
+    x = special(dtype, (4, 64)).reshape(1, 60, 64)
+    check_float8(ops, row_blocks, x, (32, 64), "nearest", "nearest")
+    grid = oracle.float8_magnitudes()
+    x = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, -grid, [448.0, 0.0, -3e-4]])
+    x = np.pad(x.astype(np.float32), (0, 1), constant_values=448.0).reshape(2, -1)
+    check_float8(
+        ops, row_blocks, jnp.asarray(x[None], dtype), (32, 256), *["nearest"] * 2
+    )
 
 
 def check_special_transformed(ops: types.ModuleType, dtype: str) -> None:
@@ -270,7 +309,7 @@ def check_quantized(got, want, block: reference.Block, unused=np.nan) -> None:
     assert got.codes.shape == want.codes.shape
     assert got.codes.dtype == want.codes.dtype
     np.testing.assert_array_equal(
-        np.where(used, got.codes, 0), np.where(used, want.codes, 0)
+        *(np.where(used, np.asarray(y.codes).view(np.int8), 0) for y in (got, want))
     )
     check_sums(got, want, block, exact=block[0] * block[1] <= 2**14)
 

@@ -30,10 +30,14 @@ SHAPES_OF_EXPERTS, LOADS = 25, 40
 ALL_EXPERTS = grouped_cases.CASES | grouped_cases.SMALL_CASES
 
 
-def ops_of(implementation: str, block_shape=(128, 128, 128)) -> SimpleNamespace:
+def ops_of(
+    implementation: str, block_shape=(128, 128, 128), codes="int8"
+) -> SimpleNamespace:
     """The ops of an implementation; skips the test if it does not run here."""
     try:
-        dispatch.choose("matmul", block_shape, implementation=implementation)
+        dispatch.choose(
+            "matmul", block_shape, codes=codes, implementation=implementation
+        )
     except ValueError as error:
         pytest.skip(str(error))
     return SimpleNamespace(
@@ -67,6 +71,40 @@ def test_matmul_matches_float64(implementation, name):
     case = CASES[name]
     matmul = ops_of(implementation, case.blocks).matmul
     gemm_cases.check_against_float64(matmul, case)
+
+
+@pytest.mark.parametrize("implementation", dispatch.IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "case", (gemm_cases.FLOAT8_CASES | gemm_cases.FLOAT8_SMALL_CASES).values()
+)
+def test_float8_matmul_matches_float64(implementation, case):
+    """Tensor cores keep about 14 bits of a sum of products of FP8 codes."""
+    matmul = ops_of(implementation, case.blocks, case.dtype).matmul
+    tolerance = 1e-5 if implementation == "reference" else 2e-3
+    gemm_cases.check_against_float64(matmul, case, tolerance)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("blocks", [(1, 128, 128), (1, 128, 1)])
+def test_float8_matmul_has_no_race(implementation, blocks):
+    case = Case((1, 2048, 2048, 2048), blocks, None, "float8_e4m3fn")
+    matmul = ops_of(implementation, blocks, case.dtype).matmul
+    multiply = functools.partial(matmul, block_shape=blocks, dtype=jnp.bfloat16)
+    _check_repeats(multiply, *gemm_cases.operands(case))
+
+
+@pytest.mark.parametrize("case", quantize_cases.FLOAT8)
+def test_float8_quantization(case):
+    quantization = ops_of("triton", codes="float8_e4m3fn")
+    shape, dtype, *options = case
+    x = heavy(shape, dtype=dtype)
+    quantize_cases.check_float8(quantization, quantization, x, *options)
+
+
+@pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
+def test_special_float8_quantization(dtype):
+    quantization = ops_of("triton", codes="float8_e4m3fn")
+    quantize_cases.check_special_float8(quantization, quantization, dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -157,7 +157,8 @@ def _interpreting() -> Any:
     The interpreter patches Triton's language and does not restore all of it.  It cannot
     call the functions of Triton's library that were imported for compilation, nor, with
     NumPy 2.4, convert a scalar to an index.  It truncates floats to bfloat16, where a
-    GPU rounds to nearest even.  It knows no assembly; the kernels' only one is a copy.
+    GPU rounds to nearest even.  It knows no assembly; the kernels' are a copy and the
+    conversion of four floats to FP8.
     """
     patch_language = interpreter._patch_lang
     convert_float = interpreter._convert_float
@@ -187,14 +188,17 @@ def _interpreting() -> Any:
             return data.view(np.float32).astype(jnp.bfloat16).view(np.uint16)
         return convert_float(data, source, target, mode)
 
-    def copy(_: Any, assembly: str, *args: Any) -> Any:
-        assert assembly == "mov.b32 $0, $1;", assembly
+    def run_assembly(_: Any, assembly: str, *args: Any) -> Any:
         _, values, *_ = args
+        if assembly.count("cvt.rn.satfinite.e4m3x2.f32") == 2:
+            values = [_to_float8(values)]  # of one tile or of four
+        else:
+            assert assembly == "mov.b32 $0, $1;", assembly
         return types.SimpleNamespace(get_result=lambda i: values[i])
 
     interpreter._patch_lang = patch
     interpreter._convert_float = convert
-    type(builder).create_inline_asm = copy
+    type(builder).create_inline_asm = run_assembly
     try:
         with scopes:
             yield
@@ -202,3 +206,13 @@ def _interpreting() -> Any:
         interpreter._patch_lang = patch_language
         interpreter._convert_float = convert_float
         type(builder).create_inline_asm = create_inline_asm
+
+
+def _to_float8(values: Sequence[Any]) -> Any:
+    """The bits of floats in E4M3; words of those of four tiles, the first lowest."""
+    tiles = [np.clip(x.data, -448.0, 448.0) for x in values]
+    codes = np.stack([x.astype(jnp.float8_e4m3fn).view(np.int8) for x in tiles], -1)
+    if len(tiles) == 1:
+        return interpreter.TensorHandle(codes[..., 0], tl.int8)
+    words = np.ascontiguousarray(codes).view("<i4")[..., 0]
+    return interpreter.TensorHandle(words, tl.int32)

@@ -34,10 +34,12 @@ def test_gemm():
     shape = (256, 128, 512)
     rows = list(gemm.rows([shape], [0.25, 0.5], **OPTIONS))
     check_rates(rows, lambda _: 2 * 256 * 128 * 512)
-    bf16, *int8, of_rows, of_both = rows
-    assert (of_rows.what, of_both.what) == (
-        *("INT8, scales of rows", "INT8, scales of rows and columns"),
-    )
+    bf16, *int8 = rows[:-4]
+    assert [row.what for row in rows[-4:]] == [
+        f"{codes}, scales of rows{both}"
+        for codes in ("INT8", "FP8")
+        for both in ("", " and columns")
+    ]
     assert (bf16.what, bf16.implementation) == ("bf16", "xla")
     assert (bf16.ratio, bf16.burst_ratio) == (1.0, 1.0)
     for row, rate in zip(int8, [0.25, 0.5], strict=True):
@@ -55,6 +57,7 @@ def test_quantize():
         "nearest": lambda _: 2 * elements + 8 * blocks,
         "stochastic": lambda _: 2 * elements + 8 * blocks,
         "row_block": lambda _: 2 * elements + 4 * (500 * 8 + 1024 * 4),
+        "row_block, FP8": lambda _: 2 * elements + 4 * (500 * 8 + 1024 * 4),
         "fallback": lambda row: (2 + row.fallback) * elements + 16 * blocks,
     }
     padded = 512 * 1024
@@ -67,7 +70,7 @@ def test_quantize():
             else 2 * elements + stored[row.what](row)
         ),
     )
-    assert [row.fallback for row in rows[:-2]] == [None] * 5
+    assert [row.fallback for row in rows[:-2]] == [None] * 6
     assert [row.fallback for row in rows[-2:]] == [0.0, pytest.approx(0.5, 0.1)]
     assert all(row.ratio == pytest.approx(row.rate / copy.rate) for row in rows)
 
@@ -75,7 +78,7 @@ def test_quantize():
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    others = ("fallback_hadamard", "row_block")
+    others = ("fallback_hadamard", "row_block", "fp8_row_block")
     named = {
         name: float_backward(recipes.NAMED[name]) for name in (*layers.RECIPES, *others)
     }
@@ -87,7 +90,7 @@ def test_linear(monkeypatch):
         measured = list(linear.rows([(256, 640, 128)], **OPTIONS))
     rows = {(row.what, row.layer): row for row in measured}
     check_rates(measured, lambda _: 6 * 256 * 640 * 128)
-    assert list(rows)[:11] == [
+    assert list(rows)[:12] == [
         ("bf16", "nn.Dense"),
         ("Flax Fp8DotGeneral", "nn.Dense"),
         ("block", "nn.Dense"),
@@ -222,7 +225,7 @@ def test_recipes_in_blocks_of_128_are_timed():
     timed = {matmul.name: matmul for matmul in matmuls.timed(x, "reference")}
     assert list(timed) == [
         *("fallback", "block", "fallback_rowwise_bwd", "fallback_hadamard"),
-        "row_block",
+        *("row_block", "fp8_row_block"),
     ]
     assert list(matmuls.timed_recipes()) == list(timed)
     assert timed["fallback"].fallback == pytest.approx(0.2, 0.1)

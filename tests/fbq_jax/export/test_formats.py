@@ -43,6 +43,13 @@ def test_codes_times_scales_are_the_weight_within_half_a_step():
     np.testing.assert_array_equal(codes, exact.main.codes[0])
 
 
+def test_layers_with_fp8_codes_are_named():
+    _, served = frozen(recipes.fp8_row_block)
+    match = "kernel has codes in float8_e4m3fn, .*: train with .* such as row_block"
+    with pytest.raises(ExportError, match=match):
+        frozen_weights(served)
+
+
 def test_layers_without_codes_in_blocks_are_named():
     variables, served = frozen(recipes.rowwise)
     with pytest.raises(ExportError, match="kernel has no scales per block: train with"):

@@ -19,6 +19,7 @@ from fbq_jax import (
     fallback_stats,
     recipes,
 )
+from fbq_jax.core.frozen_weight import FrozenKernel
 from fbq_jax.integrations import qwix
 from fbq_jax.nnx import dot as nnx_dot
 from tests.fbq_jax.linen.test_whole_models import KEY, X, train
@@ -360,6 +361,77 @@ def test_frozen_nnx_modules_that_multiply_in_their_own_code():
     model.eval()
     serve = nnx.jit(lambda model: model(tokens))
     np.testing.assert_array_equal(serve(frozen), serve(model))
+
+
+class Stacked(nnx.Module):
+    """Layers of their own code in a stack, with a vector in each."""
+
+    def __init__(self, rngs, layers=2):
+        make = nnx.split_rngs(splits=layers)(nnx.vmap(Scaled))
+        self.layers = make(rngs)
+        self.head = Scaled(rngs)
+
+    def __call__(self, x):
+        scan = nnx.scan(
+            lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        return self.head(scan(x, self.layers))
+
+
+class Scaled(Raw):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.scale = nnx.Param(jnp.ones(32))
+
+    def __call__(self, x):
+        x = x * self.scale[...][None, None]
+        return x + jnp.einsum("btd,df->btf", x, self.w[...])
+
+
+@pytest.mark.exhaustive
+def test_a_stack_of_nnx_modules_that_multiply_in_their_own_code():
+    model = Stacked(nnx.Rngs(0))
+    before = model(X)
+    started = Recipe(block=32, start=2.0)
+    report = qwix.quantize_nnx(model, {".*": started}, X, rngs=nnx.Rngs(1))
+    assert {p.parameter: p.shape for p in report.products} == {
+        "head/w": (32, 32),
+        "layers/w": (32, 32),
+    }
+    assert report.float_parameters == ()
+    np.testing.assert_allclose(nnx.jit(lambda model: model(X))(model), before, atol=0.2)
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert {path: s.count.tolist() for path, s in stats.items()} == {
+        "head/w_dot_general": 1,
+        "layers/w_dot_general": [1, 1],
+    }
+    seeds = model.layers.w_dot_general.seed[...]
+    assert seeds[0] != seeds[1]
+    frozen = fbq_jax.nnx.freeze(model, X)
+    assert frozen.layers.w_dot_general.weight.get_value().mT.shape == (2, 1, 32, 32)
+    model.eval()
+    serve = nnx.jit(lambda model: model(X))
+    np.testing.assert_array_equal(serve(frozen), serve(model))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", [nnx.remat, jax.checkpoint, nnx.jit])
+def test_a_frozen_model_in_the_closure_of_a_transformation(remat):
+    """Its parameters are shown as arrays inside the transformation, then hidden."""
+    inner = Stacked(nnx.Rngs(0)).head
+    started = Recipe(block=32, start=2.0)
+    qwix.quantize_nnx(inner, {".*": started}, X, rngs=nnx.Rngs(1))
+    frozen = fbq_jax.nnx.freeze(inner, X)
+    inner.eval()
+
+    def loss(model):
+        return lambda x: jnp.mean(remat(lambda x: model(x))(x) ** 2)
+
+    for run in (loss, lambda model: jax.jit(loss(model))):
+        assert float(run(frozen)(X)) == float(run(inner)(X))
+    grads = jax.jit(jax.grad(loss(frozen)))(X)
+    np.testing.assert_allclose(grads, jax.grad(loss(inner))(X), atol=1e-3)
+    assert isinstance(frozen.w.get_raw_value(), FrozenKernel)
 
 
 def test_linen_states_that_do_not_tell_parameters_apart_are_not_frozen():

@@ -322,20 +322,21 @@ def test_the_report_says_why_parameters_stay_in_float():
     assert report.unused_rules == ("nothing",)
 
 
+class Tied(nn.Module):
+    op: object = None
+
+    def setup(self):
+        self.embed = nn.Embed(16, 32)
+        self.up = nn.Dense(32, dot_general=self.op)
+        self.head = nn.Dense(16, dot_general=self.op, use_bias=False)
+
+    def __call__(self, x):
+        x = self.up(x) + self.embed(jnp.zeros((1, 1), jnp.int32))
+        kernel = self.embed.variables["params"]["embedding"].T
+        return self.head.apply({"params": {"kernel": kernel}}, x)
+
+
 def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
-    class Tied(nn.Module):
-        op: object = None
-
-        def setup(self):
-            self.embed = nn.Embed(16, 32)
-            self.up = nn.Dense(32, dot_general=self.op)
-            self.head = nn.Dense(16, dot_general=self.op, use_bias=False)
-
-        def __call__(self, x):
-            x = self.up(x) + self.embed(jnp.zeros((1, 1), jnp.int32))
-            kernel = self.embed.variables["params"]["embedding"].T
-            return self.head.apply({"params": {"kernel": kernel}}, x)
-
     rules = {".*": SMALL, "embed": None}
     tied, report = quantize(Tied(), rules, KEY, X)
     variables = tied.init(KEY, X)
@@ -349,6 +350,36 @@ def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
     assert "embed/embedding  32 x 16  .*    Recipe(...), in head" in str(report)
 
 
+@pytest.mark.exhaustive
+def test_a_tied_head_by_a_nested_apply_is_not_frozen():
+    rules = {".*": Recipe(block=32, start=2.0), "embed": None}
+    for model in (quantize(Tied(), rules, KEY, X)[0], Tied(RulesDot(rules))):
+        variables = model.init(KEY, X)
+        frozen = fbq_jax.freeze(model, variables, X)
+        assert "weight" in frozen["fallback"]["up"]["dot_general"]
+        assert frozen["fallback"]["head"] == variables["fallback"]["head"]
+        serve = jax.jit(model.apply)
+        np.testing.assert_array_equal(serve(frozen, X), serve(variables, X))
+
+
+def test_a_layer_whose_weight_another_one_borrows_is_not_frozen():
+    rules = {".*": Recipe(block=32, start=2.0)}
+
+    class Tied(nn.Module):
+        def setup(self):
+            self.up, self.down = nn.Dense(32), nn.Dense(32, use_bias=False)
+
+        def __call__(self, x):
+            y = self.up(x)
+            kernel = self.up.variables["params"]["kernel"]
+            return self.down.apply({"params": {"kernel": kernel}}, y)
+
+    model, _ = quantize(Tied(), rules, KEY, X)
+    variables = jax.jit(model.init)(KEY, X)
+    with pytest.raises(ValueError, match=r"\['down'\] multiply by 'up/kernel' of ano"):
+        fbq_jax.freeze(model, variables, X)
+
+
 def test_a_model_with_variables_of_its_own_keeps_its_state():
     teacher = Setup(op=HAND)
     frozen = teacher.init(KEY, X)
@@ -360,6 +391,34 @@ def test_a_model_with_variables_of_its_own_keeps_its_state():
 
     model, _ = quantize(Student(), {".*": SMALL}, KEY, X)
     assert list(fallback_stats(model.init(KEY, X))) == ["student"]
+
+
+def test_a_model_whose_class_changed_its_constructor_keeps_it():
+    """As diffusers' models, which note their configuration."""
+
+    def noting(init):
+        @functools.wraps(init)
+        def wrapper(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            object.__setattr__(self, "width", self.features * 2)
+
+        return wrapper
+
+    class Noting(nn.Module):
+        features: int = 16
+
+        def setup(self):
+            self.up = nn.Dense(self.width)
+
+        def __call__(self, x):
+            return self.up(x)
+
+    Noting.__init__ = noting(Noting.__init__)
+    model, report = quantize(Noting(), {".*": SMALL}, KEY, X)
+    assert [p.shape for p in report.products] == [(32, 32)]
+    assert jax.eval_shape(model.clone(features=8).init, KEY, X)["params"]["up"][
+        "kernel"
+    ].shape == (32, 16)
 
 
 def test_a_bound_model_is_named():

@@ -123,3 +123,36 @@ def test_rules_can_be_applied_again():
     assert model.layers[0].dot_general.recipe == recipes.block
     assert model.layers[2].dot_general is lax.dot_general
     assert report.unused_rules == ()
+
+
+class Depthwise(nnx.Module):
+    """As Mamba's convolution: a layer that takes an op, whose kernel code reads."""
+
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(32, 32, (3,), feature_group_count=32, rngs=rngs)
+        self.tied = nnx.Linear(32, 32, rngs=rngs)
+        self.up = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x, both=False):
+        x = self.up(x * self.conv.kernel[...][:1]) @ self.tied.kernel[...].T
+        return self.conv(self.tied(x)) if both else x
+
+
+def test_layers_whose_weight_is_read_without_their_op_get_none():
+    model = Depthwise(nnx.Rngs(0))
+    report = quantize(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    assert [p.parameter for p in report.products] == ["up/kernel"]
+    assert [p[::2] for p in report.float_parameters] == [
+        ("conv/kernel", "no product reads it (mul)"),
+        ("tied/kernel", "its layer did not call its op"),
+    ]
+    model(X)
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert {path: int(s.count) for path, s in stats.items()} == {"up": 1}
+    frozen = fbq_jax.nnx.freeze(model, X)
+    model.eval()
+    np.testing.assert_array_equal(frozen(X), model(X))
+    # A call that uses the ops gives them back.
+    report = quantize(model, {".*": SMALL}, X, both=True, rngs=nnx.Rngs(1))
+    assert len(report.products) == 3
+    assert sorted(fbq_jax.nnx.fallback_stats(model)) == ["conv", "tied", "up"]

@@ -74,6 +74,63 @@ def test_the_choice_depends_on_device_and_blocks(
     assert re.search(reason, choice.reason)
 
 
+FLOAT8 = {"codes": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "sides", "op", "implementation", "reason"),
+    [
+        ("8.9", (128, 128), "quantize", "mosaic", "the first choice"),
+        ("8.9", (32, 32), "quantize_row_blocks", "mosaic", "the first choice"),
+        ("8.9", (1, 128, 128), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+        ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
+        ("9.0", (1, 64, 64), "matmul", "triton", "sides of 128 or 256, not 64"),
+        ("8.6", (1, 128, 128), "matmul", "reference", "not triton: FP8 codes need a G"),
+        ("8.0", (128, 128), "quantize_row_blocks", "reference", "capability 8.9 or ab"),
+        ("9.0", (128, 128), "quantize_fallback", "reference", "no kernel for FP8 code"),
+    ],
+)
+def test_fp8_codes_need_tensor_cores_that_multiply_them(
+    on_gpu, capability, sides, op, implementation, reason
+):
+    on_gpu(capability)
+    choice = dispatch.choose(op, sides, **FLOAT8)
+    assert choice.implementation == implementation
+    assert re.search(reason, choice.reason)
+
+
+def test_fp8_codes_without_a_kernel_warn_and_a_requested_kernel_is_an_error(on_gpu):
+    on_gpu("8.0")
+    layer_names.clear()
+    x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
+    quantize = functools.partial(
+        ops.quantize_row_blocks,
+        block=(32, 32),
+        rowwise="nearest",
+        colwise=None,
+        dtype="float8_e4m3fn",
+    )
+    match = "^quantize, quantize_row_blocks run as .* slower on this GPU.*: FP8 codes"
+    with pytest.warns(UserWarning, match=match):
+        codes = jax.eval_shape(lambda: quantize(x, seeds)).rowwise
+    with pytest.raises(ValueError, match=r"=triton cannot do quantize_row_.*FP8 cod"):
+        jax.eval_shape(lambda: quantize(x, seeds, implementation="triton"))
+    multiply = functools.partial(
+        ops.matmul, block_shape=(1, 32, 1), dtype=jnp.float32, implementation="triton"
+    )
+    with pytest.raises(ValueError, match="=triton cannot do matmul: FP8 codes need a"):
+        jax.eval_shape(lambda codes: multiply(codes, None, codes), codes)
+
+
+def test_fp8_codes_on_a_tpu_warn_and_name_no_op_without_them(monkeypatch):
+    monkeypatch.setattr(layer_names, "_warned", {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    choice = dispatch.choose("quantize", (128, 128), **FLOAT8)
+    match = r"^quantize, matmul run as .*: not tpu: it has no kernel for FP8 codes$"
+    with pytest.warns(UserWarning, match=match):
+        dispatch.warn_of_reference(choice, (128, 128), **FLOAT8)
+
+
 def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeypatch):
     on_gpu("9.0")
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))

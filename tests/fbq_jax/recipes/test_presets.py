@@ -98,6 +98,17 @@ def row_block_codes(x, w, dy):
     return *row_block(x, w, dy, 32)[:2], values.T @ dy
 
 
+def fp8_row_block(x, w, dy, side=128):
+    """The blocks of ``row_block``, in E4M3."""
+
+    def values(matrix, block):
+        return oracle.quantize_float8(matrix, block)[2]
+
+    y = values(x, (1, side)) @ values(w, (side, side))
+    dx = values(dy, (1, side)) @ values(w, (side, side)).T
+    return y, dx, values(x, (side, 1)).T @ values(dy, (side, 1))
+
+
 def rowwise_dw_alone(x, w, dy):
     x64, w64, dy64 = (np.float64(matrix) for matrix in (x, w, dy))
     return x64 @ w64, dy64 @ w64.T, rowwise(x, w, dy)[2]
@@ -114,6 +125,7 @@ VARIANTS = {
     "jetfire_64": dataclasses.replace(recipes.jetfire, block=64),
     "row_block_32": dataclasses.replace(recipes.row_block, block=32),
     "row_block_codes": dataclasses.replace(recipes.row_block, block=32, drhs=OF_CODES),
+    "fp8_row_block_32": dataclasses.replace(recipes.fp8_row_block, block=32),
     "rowwise_dw_alone": dataclasses.replace(
         recipes.rowwise, fwd=FLOAT_GEMM, dlhs=FLOAT_GEMM
     ),
@@ -135,6 +147,8 @@ EQUATIONS = [
     row_block,
     functools.partial(row_block, side=32),
     row_block_codes,
+    fp8_row_block,
+    functools.partial(fp8_row_block, side=32),
     rowwise_dw_alone,
     backward_of_codes,
 ]
@@ -183,6 +197,8 @@ def cells(name, recipe):
                 words.append(f"of {quantizer.shards} shards")
             if recipe.bound != 127.0:
                 words.append(f"/{recipe.bound}")
+            if recipe.codes != "int8":
+                words.append("FP8")
             if quantizer.rounding == "stochastic":
                 words.append("stochastic")
             if gemm is recipe.fwd and side == "lhs" and recipe.criterion is not None:

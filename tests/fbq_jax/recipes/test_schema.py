@@ -27,6 +27,7 @@ from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, recipes
         ("start", 1e-50, "'first_batch' or"),
         ("start", "second_batch", "'first_batch' or"),
         ("fwd", "nearest", "a Gemm"),
+        ("codes", "float8_e5m2", "('int8', 'float8_e4m3fn')"),
         ("where_slower", "bf16", "one of ('quantize', 'float')"),
     ],
 )
@@ -51,6 +52,9 @@ def test_roundings_that_cannot_share_codes_are_refused(fields, named):
         Recipe(**fields)
 
 
+NEAREST = Gemm()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -58,6 +62,7 @@ def test_roundings_that_cannot_share_codes_are_refused(fields, named):
         {"block": (128, 128, 256)},
         {"drhs": FLOAT_GEMM},
         {"dlhs": Gemm(scales="row")},
+        {"codes": "float8_e4m3fn", "criterion": None, "dlhs": NEAREST, "drhs": NEAREST},
     ],
 )
 def test_a_layer_stays_in_float_only_where_maps_are_measured(fields):
@@ -181,3 +186,21 @@ def test_errors_can_be_pickled():
     with pytest.raises(RecipeError) as error:
         Recipe(alpha=0.5)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "takes"),
+    [
+        ({"block": (128, 256, 128)}, "block", "(32, 64, 128) with codes in FP8"),
+        ({"criterion": "absmax", "fwd": NEAREST}, "criterion", "no second term"),
+        ({"dlhs": Gemm(lhs="stochastic")}, "dlhs.lhs", "'nearest' with codes in FP8"),
+        ({"drhs": Gemm(rhs="stochastic")}, "drhs.rhs", "'nearest' with codes in FP8"),
+        ({"fwd": ROW}, "fwd.scales", "'block' or 'row_block' with codes in FP8"),
+    ],
+)
+def test_what_fp8_codes_do_not_support(fields, named, takes):
+    with pytest.raises(RecipeError, match=rf"^Recipe\.{named} takes ") as error:
+        dataclasses.replace(recipes.fp8_row_block, **fields)
+    assert takes in str(error.value)
+    other = dataclasses.replace(recipes.fp8_row_block, drhs=FLOAT_GEMM, block=32)
+    assert other.codes == "float8_e4m3fn"

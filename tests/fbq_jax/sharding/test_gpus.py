@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import ops, recipes
+from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.reference import Quantized
 from tests.fbq_jax.core.test_dot_general import product
 from tests.fbq_jax.sharding.test_sharding import assert_close, mesh_of, place
@@ -49,6 +50,27 @@ def test_a_gradient_from_codes_compiles():
         return product(x[0], w[0], dy[0], recipe=recipes.switchback_m)
 
     compile_for_gpus(step, (1, 512, 256), (1, 256, 128), (1, 512, 128))
+
+
+@pytest.mark.exhaustive
+@needs_compiler
+def test_fp8_codes_travel_as_fp8():
+    """Those of W, for Y and for dX; X and dY stay on their devices."""
+    mesh = h200s(4, "fsdp")
+
+    def step(x, w, dy):
+        return product(x, w, dy, recipe=recipes.fp8_row_block)
+
+    rows = NamedSharding(mesh, P("fsdp"))
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+        for shape in ((2048, 1024), (1024, 256), (2048, 256))
+    )
+    run = jax.jit(step, out_shardings=(rows,) * 3).lower(x, w, dy).compile()
+    gathers = [c for c in collectives(run) if c.kind == "all-gather"]
+    codes = [c.size for c in gathers if c.dtype == "f8e4m3fn"]
+    assert codes.count(w.size) == 2
+    assert max(c.size for c in gathers if c.dtype != "f8e4m3fn") < w.size // 1000
 
 
 several_gpus = pytest.mark.skipif(

@@ -56,6 +56,11 @@ COLLECTIVES = {
         *(*scales(BLOCKS, K, K), *maxima(N, K)),
     ],
     "row_block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
+    # XLA for CPUs gathers FP8 as float16; in test_gpus.py, XLA for GPUs gathers FP8.
+    "fp8_row_block": [
+        *[("all-gather", "f16", W)] * 2,
+        *(*SUM, *scales(BLOCKS, BLOCKS)),
+    ],
     "jetfire": [*CODES_OF_W, *SUM, *scales(BLOCKS_OF_32, BLOCKS_OF_32)],
     "switchback": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
     "switchback_m": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],

@@ -142,20 +142,28 @@ def test_the_scales_of_split_blocks_are_all_reduced(spec, shape, tiles):
     assert 0 < max(floats) <= math.prod(tiles)
 
 
+FLOAT8 = {"dtype": "float8_e4m3fn", "colwise": "nearest"}
+
+
 @pytest.mark.parametrize(
-    ("spec", "shape"),
+    ("spec", "shape", "codes"),
     [
-        ((None, "tensor", BATCH), (1, 96, 128)),
+        ((None, "tensor", BATCH), (1, 96, 128), {}),
+        pytest.param(
+            *((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             (None, ("data", "tensor"), "fsdp"),
             (1, 160, 96),
+            {},
             marks=pytest.mark.exhaustive,
         ),
     ],
 )
-def test_the_scales_of_split_rows_are_all_reduced(spec, shape):
+def test_the_scales_of_split_rows_are_all_reduced(spec, shape, codes):
     options, args = QUANTIZERS["quantize_row_blocks"]
-    op = functools.partial(ops.quantize_row_blocks, **options)
+    op = functools.partial(ops.quantize_row_blocks, **options | codes)
     x = heavy(shape).at[0, 40, 20].set(jnp.nan)
     operands = place(mesh_of(), x, *spec), *args
     with pytest.warns(UserWarning, match="multiples of 32: scales are all-reduced"):

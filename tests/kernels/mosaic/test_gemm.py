@@ -23,6 +23,7 @@ from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
 from tests.kernels import gemm_cases, mosaic_tools, triton_tools
 from tests.kernels.gemm_cases import CASES, Case
+from tests.marks import with_first_fast
 
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper may have
 SUPPORTED = [
@@ -90,6 +91,22 @@ def test_weighted_running_sums_are_the_sum_of_the_steps():
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_matches_float64(interpreted, name):
     gemm_cases.check_against_float64(interpreted(), CASES[name])
+
+
+@mosaic_tools.needs_interpreter
+@pytest.mark.parametrize("name", with_first_fast(gemm_cases.FLOAT8_CASES))
+def test_float8_matches_float64(interpreted, name):
+    gemm_cases.check_against_float64(interpreted(), gemm_cases.FLOAT8_CASES[name])
+
+
+@pytest.mark.exhaustive
+@mosaic_tools.needs_interpreter
+def test_float8_rounds_once(interpreted):
+    case = gemm_cases.FLOAT8_CASES["scales of rows"]
+    lhs, _, rhs = gemm_cases.operands(case)
+    run = functools.partial(interpreted(), lhs, None, rhs, block_shape=case.blocks)
+    wide, narrow = run(dtype=jnp.float32), run(dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
 @mosaic_tools.needs_interpreter
@@ -231,7 +248,8 @@ def test_compiles_to_wgmma_without_spills(monkeypatch, wide, fallback, dtype):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("n", "wide"), [(128, 0), (128, 32), (1, 0)])
-def test_scales_of_rows_compile_without_spills(monkeypatch, n, wide, dtype):
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+def test_scales_of_rows_compile_without_spills(monkeypatch, codes, n, wide, dtype):
     replace_triton_kernels(monkeypatch)
 
     def multiply(lhs, rhs):
@@ -241,17 +259,17 @@ def test_scales_of_rows_compile_without_spills(monkeypatch, n, wide, dtype):
             lhs, None, rhs, block_shape=blocks, dtype=dtype, config=config
         )
 
-    codes = jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8)
+    array = jax.ShapeDtypeStruct((1, 4096, 4096), codes)
     lhs, rhs = (
-        Quantized(codes, jax.ShapeDtypeStruct((1, 4096 // side, 32), jnp.float32))
+        Quantized(array, jax.ShapeDtypeStruct((1, 4096 // side, 32), jnp.float32))
         for side in (1, n)
     )
     (kernel,) = mosaic_tools.compile_kernels(multiply, lhs, rhs)
-    check_kernel(kernel)
+    check_kernel(kernel, {"int8": "s32.s8.s8", "float8_e4m3fn": "f32.e4m3.e4m3"}[codes])
 
 
-def check_kernel(kernel):
-    assert re.search(r"wgmma\.mma_async\S*s32\.s8\.s8", kernel.ptx)
+def check_kernel(kernel, product="s32.s8.s8"):
+    assert re.search(rf"wgmma\.mma_async\S*{re.escape(product)}", kernel.ptx)
     assert kernel.spills == 0
     assert kernel.shared <= SHARED
     # ptxas warns (C7510, for example) when products wait for each other.

@@ -18,6 +18,7 @@ CASES = {
     "64x256x32 blocks": Case((1, 64, 600, 100), (64, 256, 32), 0.3),
     "scales of rows": Case((2, 40, 300, 200), (1, 128, 128), 0.3),
     "scales of rows and columns": Case((1, 30, 200, 90), (1, 128, 1), None),
+    "FP8": Case((2, 20, 300, 200), (1, 128, 128), None, "float8_e4m3fn"),
 }
 SM = {"hopper": 90, "ampere": 80}
 

@@ -12,6 +12,8 @@ from fbq_jax.bench.cards import CARDS
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import Quantized
 from tests.kernels import gemm_cases, triton_tools
+from tests.kernels.gemm_cases import FLOAT8_CASES
+from tests.marks import with_first_fast
 
 # Bytes of shared memory that a program may have.
 SHARED = {
@@ -26,6 +28,14 @@ def interpreted(sm):
 @pytest.mark.parametrize("name", gemm_cases.CASES)
 def test_matches_float64(name):
     gemm_cases.check_against_float64(interpreted(90), gemm_cases.CASES[name])
+
+
+@pytest.mark.parametrize(
+    "case",
+    with_first_fast([*FLOAT8_CASES.values(), *gemm_cases.FLOAT8_SMALL_CASES.values()]),
+)
+def test_float8_matches_float64(case):
+    gemm_cases.check_against_float64(interpreted(90), case)
 
 
 def test_scales_of_rows_with_fallback_match_float64():
@@ -129,13 +139,13 @@ def test_max_abs_sum():
 
 
 @functools.cache
-def compiled(shape, blocks, fallback, sm):
+def compiled(shape, blocks, fallback, sm, codes="int8"):
     """Compiles the GEMM, and checks that the kernels before it do not spill."""
     (M, K, N), (m, k, n) = shape, blocks
 
     def operand(rows, block_rows):
         return Quantized(
-            jax.ShapeDtypeStruct((2, rows, K), jnp.int8),
+            jax.ShapeDtypeStruct((2, rows, K), codes),
             jax.ShapeDtypeStruct((2, -(-rows // block_rows), -(-K // k)), jnp.float32),
         )
 
@@ -178,9 +188,30 @@ def test_compiles_to_tensor_core_products_without_spills(sm, fallback, shape, bl
     assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
 
 
-def test_each_scale_of_a_row_is_loaded_once():
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((1000, 1000, 1000), (1, 32, 32)),
+        ((4096, 4096, 4096), (1, 128, 128)),
+        ((4096, 4096, 4096), (1, 128, 1)),
+    ],
+)
+@pytest.mark.parametrize("sm", [sm for sm in SHARED if sm >= 89])
+def test_float8_compiles_to_tensor_core_products_without_spills(sm, shape, blocks):
+    gemm = compiled(shape, blocks, False, sm, "float8_e4m3fn")
+    products = {90: r"wgmma\.mma_async\S*f32\.e4m3\.e4m3"}
+    product = products.get(sm, r"mma\.sync\S*f32\.e4m3\.e4m3")
+    assert re.search(product, gemm.ptx)
+    assert gemm.spills == 0
+    assert gemm.shared <= SHARED[sm]
+    assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
+
+
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+def test_each_scale_of_a_row_is_loaded_once(codes):
     """Without care, the compiler loads it for every column."""
-    gemm = compiled((4096, 4096, 4096), (1, 128, 128), False, 90)
+    gemm = compiled((4096, 4096, 4096), (1, 128, 128), False, 90, codes)
     rows_of_a_thread = 2
     assert gemm.ptx.count("ld.global") == rows_of_a_thread + 1
     assert gemm.ptx.count("mul.rn.f32") == rows_of_a_thread

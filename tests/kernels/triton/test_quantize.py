@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fbq_jax.kernels import reference
 from tests.kernels import grouped_cases
 from tests.kernels import quantize_cases as cases
 from tests.kernels.test_reference import heavy
@@ -72,6 +73,30 @@ def test_transformed_vectors(vectors, case):
 def test_row_blocks(row_blocks, case):
     shape, dtype, *options = case
     cases.check_row_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
+
+
+@pytest.mark.parametrize("case", with_first_fast(cases.FLOAT8))
+def test_float8(ops, row_blocks, case):
+    shape, dtype, *options = case
+    cases.check_float8(ops, row_blocks, heavy(shape, dtype=dtype), *options)
+
+
+@pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
+def test_special_float8(ops, row_blocks, dtype):
+    cases.check_special_float8(ops, row_blocks, dtype)
+
+
+@pytest.mark.parametrize("options", [{"colwise": "stochastic"}, {"sums": ("rowwise",)}])
+def test_float8_codes_refuse_noise_and_sums(ops, row_blocks, options):
+    x, seeds = jnp.ones((1, 32, 32)), jnp.zeros(1, jnp.uint32)
+    every = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
+    every |= {"dtype": "float8_e4m3fn"} | options
+    quantizations = [ops.quantize, reference.quantize]
+    if "sums" not in options:
+        quantizations += [row_blocks.quantize_row_blocks, reference.quantize_row_blocks]
+    for quantize in quantizations:
+        with pytest.raises(ValueError, match=r"^FP8 codes take nearest rounding and n"):
+            quantize(x, seeds, **every)
 
 
 def test_per_tensor_scale(vectors):
@@ -177,6 +202,32 @@ def test_row_blocks_compile_without_spills(capability, dtype, block):
         colwise="stochastic",
     )
     check_kernels(kernels, capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (90, "bfloat16"),
+        pytest.param(89, "float32", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("name", with_first_fast(["quantize_row_blocks", "quantize"]))
+def test_float8_compiles_without_spills(name, capability, dtype):
+    kernels = compile_kernels(
+        name,
+        name,
+        jax.ShapeDtypeStruct((1, 4096, 4096), dtype),
+        jax.ShapeDtypeStruct((1,), jnp.uint32),
+        capability=capability,
+        block=(128, 128),
+        rowwise="nearest",
+        colwise="nearest",
+        dtype="float8_e4m3fn",
+    )
+    check_kernels(kernels, capability)
+    # Rounded once, from float32.
+    assert "cvt.rn.satfinite.e4m3x2.f32" in kernels[0].ptx
+    assert "e4m3x2.f16x2" not in kernels[0].ptx
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
