@@ -159,6 +159,16 @@ def test_commands_take_their_options(words, monkeypatch, capsys):
             assert "| fallback | mosaic |" in capsys.readouterr().out
         case ["python", "-m", module, *arguments]:
             parse(module, arguments)
+        case ["python", "-c", program]:
+            exec(program, {})
+        case ["python3", "-m", "venv", _]:
+            pass
+        case ["source", script]:
+            assert script.endswith("venv/bin/activate")
+        case ["make", ".venv/examples"]:
+            makefile = (ROOT / "Makefile").read_text()
+            assert "\nVENV ?= .venv\n" in makefile
+            assert "\n$(VENV)/%: " in makefile
         case ["make", target, *variables]:
             makefile = (ROOT / "Makefile").read_text()
             assert re.search(rf"^{target}:", makefile, re.MULTILINE)

@@ -124,9 +124,12 @@ def main(argv: list[str] | None = None) -> int:
         again = argv
         if command is not None and any(map(has_run, run_folders(command))):
             again = argv if "--resume" in argv else [*argv, "--resume"]
+        # As it was typed, since the Python of a virtual environment need not be on the
+        # path.
+        python = sys.orig_argv[0]
         print(
-            "stopped; continue with: python -m examples.llama.train "
-            + shlex.join(again)
+            "stopped; continue with: "
+            + shlex.join([python, "-m", "examples.llama.train", *again])
         )
         return 130
     except (*ERRORS, OSError) as error:  # OSError names its file

@@ -44,10 +44,19 @@ def fallback_stats(
       A mapping from layer path (``"layers/mlp/down"``) to ``LayerStats``; empty if no
       layer is quantized.
 
+    Raises:
+      TypeError: ``variables`` is no mapping of collections.
+
     >>> state = {"theta": 2.0, "rate": 0.25, "count": 7, "seed": 0}
     >>> fallback_stats({"fallback": {"Dense_0": {"dot_general": state}}})
     {'Dense_0': LayerStats(rate=0.25, theta=2.0, count=7)}
     """
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            "fallback_stats takes the variables of a Linen model, such as "
+            "{'fallback': state}, and fbq_jax.nnx.fallback_stats an NNX model; got "
+            f"{type(variables).__name__}"
+        )
     states = {layer_path(p): s for p, s in _walk(variables.get(collection, {}), ())}
     return {layer: stats_of(layer, state) for layer, state in states.items()}
 
@@ -142,12 +151,15 @@ def assert_live(
     ``fallback_stats`` before and after an evaluation, which must be equal.
 
     Args:
-      before: ``fallback_stats`` of the variables before a training step.
+      before: ``fallback_stats`` of the variables before a training step.  A step that
+        donates the variables deletes their arrays, and these are the same: take
+        ``jax.device_get(fallback_stats(variables))``.
       after: ``fallback_stats`` of the variables after it.
 
     Raises:
       TypeError: an argument does not come from ``fallback_stats``.
-      ValueError: there is no quantized layer, or the layers differ.
+      ValueError: there is no quantized layer, the layers differ, or a step has deleted
+        the arrays.
       RuntimeError: a count did not grow by a whole number; the message names the
         layers.
     """
@@ -161,6 +173,12 @@ def assert_live(
         raise ValueError(
             "assert_live takes the same quantized layers before and after a step, at "
             f"least one; got {sorted(before)} and {sorted(after)}"
+        )
+    counts = [stats.count for stats in (*before.values(), *after.values())]
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in counts):
+        raise ValueError(
+            "assert_live got stats whose arrays a step has deleted, because it donates "
+            "its state: take jax.device_get(fallback_stats(...)) before the step"
         )
     if dead := [path for path in before if not _counted(before[path], after[path])]:
         raise RuntimeError(

@@ -37,8 +37,9 @@ def _blockwise_int8(
     blocks, which SGLang needs to join weights and to shard them.
 
     Raises:
-      ExportError: the weights have no such block in common.
+      ExportError: the weights have no such block in common, or other names.
     """
+    _check_names(weights)
     group = _common_group(weights)
     rows = next(
         (n for n in _BLOCK_ROWS if all(_fits(w, n) for w in weights.values())), 0
@@ -74,8 +75,9 @@ def _compressed_tensors(
     ``<module>.weight_shape`` is int64 ``(N, K)``.  Activations are not quantized.
 
     Raises:
-      ExportError: the weights have no groups of one size.
+      ExportError: the weights have no groups of one size, or other names.
     """
+    _check_names(weights)
     group = _common_group(weights)
     tensors: Tensors = {}
     for name, weight in weights.items():
@@ -160,6 +162,16 @@ def _gguf(
             stacklevel=3,
         )
     return tensors, {}
+
+
+def _check_names(weights: Mapping[str, BlockWeight]) -> None:
+    """Checks the names that an engine's loader finds codes and scales by."""
+    for name in weights:
+        if not name.endswith(".weight"):
+            raise ExportError(
+                f"the format takes weights by the names of their tensors, "
+                f"'<module>.weight'; got {name!r}"
+            )
 
 
 def _fits(weight: BlockWeight, rows: int) -> bool:

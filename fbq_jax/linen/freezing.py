@@ -22,6 +22,7 @@ from fbq_jax.core.frozen_weight import (
     record_weights,
 )
 from fbq_jax.core.layer_stats import is_state, layer_path
+from fbq_jax.core.model_kind import check_linen
 from fbq_jax.core.serialization import serializable_static
 from fbq_jax.core.weight_products import ParameterUse
 from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter
@@ -64,6 +65,7 @@ def freeze(
       The variables of the frozen model.
 
     Raises:
+      TypeError: the model is not one of Linen.
       ValueError: no layer multiplies by a ``FallbackDot``; or a layer is frozen
         already, has no threshold yet, has a recipe with an unquantized forward pass,
         does not run, has no kernel, reads it other than through its dot, or multiplies
@@ -81,6 +83,7 @@ def freeze(
     >>> frozen["fallback"]["dot_general"]["weight"].codes.mT.shape
     (1, 8, 4)
     """
+    check_linen("freeze", model)
     leaves = _flatten(variables)
     states = {path: value for path, value in leaves.items() if is_state(value)}
     _check_states(states, leaves)

@@ -18,6 +18,7 @@ from flax.core.scope import in_filter
 from jax import lax
 
 from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.model_kind import check_linen
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
@@ -68,7 +69,8 @@ def quantize(
       The quantized model, and what became of each parameter.  Nothing is computed.
 
     Raises:
-      TypeError: a rule's recipe is neither a ``Recipe`` nor None.
+      TypeError: a rule's recipe is neither a ``Recipe`` nor None, or the model is not
+        one of Linen.
       ValueError: a pattern is not a regular expression, or the model is bound.
 
     >>> from fbq_jax import recipes
@@ -111,6 +113,7 @@ def quantize_with(
     kwargs: dict[str, Any],
 ) -> tuple[M, RulesReport]:
     """``quantize``, where ``inject`` gives layers that run in its context the op."""
+    check_linen("quantize", model)
     if model.scope is not None:
         raise ValueError(
             f"quantize takes an unbound model; this {type(model).__name__} is bound to "

@@ -16,6 +16,7 @@ from fbq_jax.core.frozen_weight import (
     rhs_axes,
 )
 from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.model_kind import check_nnx
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.nnx.dot import (
     FallbackDot,
@@ -60,6 +61,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
       A model of the same class, in evaluation.
 
     Raises:
+      TypeError: the model is not one of NNX.
       ValueError: no layer has a ``FallbackDot``, or two layers share one; or a layer is
         frozen already, has no threshold yet, has a recipe with an unquantized forward
         pass, does not run, multiplies by its kernel in two ways (an einsum that is
@@ -76,6 +78,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     >>> bool(jnp.all(frozen(x) == layer(x)))
     True
     """
+    check_nnx("freeze", model)
     check_unshared(model)
     model = nnx.clone(model)
     model.eval()

@@ -8,6 +8,7 @@ from flax import nnx
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
+from fbq_jax.core.model_kind import check_nnx
 from fbq_jax.core.weight_products import (
     ParameterUse,
     QuantizedProduct,
@@ -79,7 +80,8 @@ def quantize(
       rule, and what became of each parameter.
 
     Raises:
-      TypeError: a rule's recipe is neither a ``Recipe`` nor None.
+      TypeError: a rule's recipe is neither a ``Recipe`` nor None, or the model is not
+        one of NNX.
       ValueError: a pattern is not a regular expression, or no implementation has this
         name; Qwix changed the model; a matched layer is a stack of layers whose axis
         is not the first; or a rule is for products of two activations, which
@@ -136,6 +138,7 @@ def quantize_layers(
     Returns:
       Maps the path of each such layer to the pattern that matched it, or None.
     """
+    check_nnx("quantize", model)
     DotConfig(fallback, implementation)  # checks the implementation
     found: dict[str, str | None] = {}
     matched: list[tuple[str, nnx.Module, LayerOp, Recipe | None]] = []

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def test_interrupted_run_resumes_bit_for_bit(
     with monkeypatch.context() as patch:
         stop_after(3, patch)
         assert train.main(flags(config, out)) == 130
-    assert f"{out} --resume" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"continue with: {sys.orig_argv[0]} -m examples.llama.train" in printed
+    assert f"{out} --resume" in printed
     assert len(records_of(tmp_path / "run")) == 3
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')  # of a killed run

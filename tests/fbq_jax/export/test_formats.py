@@ -65,7 +65,7 @@ def test_blockwise_int8_takes_the_largest_rows_that_all_weights_have():
     encode = FORMATS["blockwise_int8"]
     for weights, size in (
         ({"a.weight": whole}, 64),
-        ({"a.weight": whole, "b": split}, 32),
+        ({"a.weight": whole, "b.weight": split}, 32),
     ):
         tensors, config = encode(weights, BFLOAT16)
         assert config["weight_block_size"] == [size, 32]
@@ -81,7 +81,8 @@ def test_blockwise_int8_has_whole_blocks_in_each_part_of_a_joined_weight():
     encode = FORMATS["blockwise_int8"]
     for parts, size in (((), 128), ((128, 128), 128), ((128, 64, 64), 64)):
         joined = dataclasses.replace(weight(codes, scales), parts=parts)
-        assert encode({"a": joined}, BFLOAT16)[1]["weight_block_size"] == [size, 32]
+        _, config = encode({"a.weight": joined}, BFLOAT16)
+        assert config["weight_block_size"] == [size, 32]
 
 
 def test_compressed_tensors_packs_four_codes_in_a_word():
@@ -101,15 +102,19 @@ def test_compressed_tensors_packs_four_codes_in_a_word():
     ("weights", "message"),
     [
         (
-            {"a": weight(np.zeros((32, 40)), np.zeros((32, 2)))},
-            "multiples of 32; a has",
+            {"a.weight": weight(np.zeros((32, 40)), np.zeros((32, 2)))},
+            "multiples of 32; a.weight has",
         ),
         (
             {
-                "a": weight(np.zeros((32, 64)), np.zeros((32, 2))),
-                "b": weight(np.zeros((32, 64)), np.zeros((32, 1)), 64),
+                "a.weight": weight(np.zeros((32, 64)), np.zeros((32, 2))),
+                "b.weight": weight(np.zeros((32, 64)), np.zeros((32, 1)), 64),
             },
             r"one size of blocks for all layers, got \[32, 64\]",
+        ),
+        (
+            {"up/kernel": weight(np.zeros((32, 32)), np.zeros((32, 1)))},
+            "'<module>.weight'; got 'up/kernel'",
         ),
     ],
 )
@@ -121,8 +126,8 @@ def test_weights_that_a_format_cannot_hold_are_named(name, weights, message):
 
 def test_rows_that_share_no_scales_are_named():
     rows = weight(np.zeros((32, 32)), np.arange(32)[:, None])
-    with pytest.raises(ExportError, match="at least 16 outputs; a cannot be divided"):
-        FORMATS["blockwise_int8"]({"a": rows}, BFLOAT16)
+    with pytest.raises(ExportError, match=r"at least 16 outputs; a.weight cannot be"):
+        FORMATS["blockwise_int8"]({"a.weight": rows}, BFLOAT16)
 
 
 def q8_0(weight):

@@ -453,6 +453,17 @@ def test_liveness():
         assert_live(variables, after)
 
 
+def test_liveness_of_donated_state():
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    state = {"fallback": init(Mlp())["fallback"]}
+    before = fallback_stats(state)
+    after = step(state)
+    with pytest.raises(ValueError, match=r"device_get\(fallback_stats\(...\)\) before"):
+        assert_live(before, fallback_stats(after))
+    before = jax.device_get(fallback_stats(after))
+    assert_live(before, fallback_stats(step(after)))
+
+
 @pytest.mark.parametrize("collection", ["fallback", OWG])
 def test_state_may_come_as_numpy_or_frozen(collection):
     """As a checkpoint restores it; nothing is written into the arrays."""

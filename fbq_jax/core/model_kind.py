@@ -1,0 +1,40 @@
+"""Errors for models of Flax's other API: NNX where Linen belongs, and the reverse."""
+
+from typing import Any
+
+from flax import linen as nn
+from flax import nnx
+
+
+def check_linen(function: str, model: Any) -> None:
+    """Raises a TypeError unless this is a Linen model.
+
+    Args:
+      function: the name that a function has for Linen and, in ``fbq_jax.nnx``, for NNX.
+      model: what was passed as its model.
+    """
+    if not isinstance(model, nn.Module):
+        nnx_has_it = f": use fbq_jax.nnx.{function}" * isinstance(model, nnx.Module)
+        raise TypeError(
+            f"fbq_jax.{function} takes a Linen model, an instance of "
+            f"flax.linen.Module; got {_name(model)}{nnx_has_it}"
+        )
+
+
+def check_nnx(function: str, model: Any) -> None:
+    """Raises a TypeError unless this is an NNX model; see ``check_linen``."""
+    if not isinstance(model, nnx.Module):
+        linen_has_it = f": use fbq_jax.{function}" * isinstance(model, nn.Module)
+        raise TypeError(
+            f"fbq_jax.nnx.{function} takes an NNX model, an instance of "
+            f"flax.nnx.Module; got {_name(model)}{linen_has_it}"
+        )
+
+
+def _name(model: Any) -> str:
+    if isinstance(model, type):
+        return f"the class {model.__name__}"
+    for api, module in (("Linen", nn.Module), ("NNX", nnx.Module)):
+        if isinstance(model, module):
+            return f"the {api} model {type(model).__name__}"
+    return type(model).__name__
