@@ -35,7 +35,8 @@ def commands(page: str) -> Iterator[str]:
             sizes = "" if "--from-hf" in command else TINY
             out = "" if "--out" in command else f"--out runs/{i}"
             command += f" {sizes} {SHORT} {out}"
-        if command:
+        # The tests run in an environment that has what the page installs.
+        if command and not command.startswith(("make .venv/", "source ")):
             yield re.sub("^python", sys.executable, command)
 
 
