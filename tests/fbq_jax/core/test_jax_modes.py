@@ -8,6 +8,7 @@ import pytest
 
 from fbq_jax import Recipe, dot_general, recipes
 from tests.debugging import debugging
+from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -24,7 +25,7 @@ RECIPES = {
     "aqt_int8_local": recipes.aqt_int8_local,
     "per_tensor_bifurcated": recipes.per_tensor_bifurcated,
 }
-each_recipe = pytest.mark.parametrize("name", RECIPES)
+each_recipe = pytest.mark.parametrize("name", with_first_fast(RECIPES))
 
 
 def product(x, w, dy, recipe, theta=None):
