@@ -12,7 +12,7 @@ from fbq_jax.bench import data, matmuls, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.kernels import hadamard
-from fbq_jax.kernels.reference import FallbackQuantized
+from fbq_jax.kernels.reference import CodeDtype, FallbackQuantized
 from fbq_jax.ops import dispatch
 
 SHAPES = ((8192, 4096), (8192, 14336), (4096, 14336))
@@ -118,20 +118,18 @@ def _row_cases(x: jax.Array, seeds: jax.Array, implementation: str) -> Iterator[
     """Scales of rows and columns in blocks; and dW's operands, transformed."""
     _, rows, columns = x.shape
     scales = rows * -(-columns // _SIDE) + columns * -(-rows // _SIDE)
-    both = {"rowwise": "nearest", "colwise": "stochastic"}
-    yield _Case(
-        "row_block",
-        ops.quantize_row_blocks,
-        {"block": _BLOCK, **both},
-        (x, seeds),
-        x.nbytes + 2.0 * x.size + 4 * scales,
-    )
-    float8 = {"rowwise": "nearest", "colwise": "nearest", "dtype": "float8_e4m3fn"}
-    if matmuls.can_multiply("float8_e4m3fn", (1, _SIDE, 1), implementation):
+    cases: dict[str, dict[str, str]] = {
+        "row_block": {"rowwise": "nearest", "colwise": "stochastic"}
+    }
+    float8: CodeDtype = "float8_e4m3fn"
+    if matmuls.can_multiply(float8, (1, _SIDE, 1), implementation):
+        nearest = {"rowwise": "nearest", "colwise": "nearest"}
+        cases["row_block, FP8"] = {**nearest, "dtype": float8}
+    for name, options in cases.items():
         yield _Case(
-            "row_block, FP8",
+            name,
             ops.quantize_row_blocks,
-            {"block": _BLOCK, **float8},
+            {"block": _BLOCK, **options},
             (x, seeds),
             x.nbytes + 2.0 * x.size + 4 * scales,
         )

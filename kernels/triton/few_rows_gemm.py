@@ -28,10 +28,6 @@ from fbq_jax.kernels.triton.gemm_kernel import (
 )
 from fbq_jax.kernels.triton.launch import launch
 
-# The number of programs that keep the memory of a GPU with some 130 multiprocessors
-# busy, by the rows of a tile.
-_PROGRAMS = {8: 512}
-_PROGRAMS_OF_MORE_ROWS = 256
 _LEAST_BLOCKS = 4  # of the K blocks of a program
 # Bytes of shared memory that loads may take, of a GPU of compute capability 9.0 or
 # above and of others.
@@ -60,12 +56,12 @@ def default_config(
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k."""
     batch, M, N, K = shape
     rows = _rows_of_tile(M)
-    columns, num_warps = 64, 4
+    # So many programs keep the memory of a GPU with some 130 multiprocessors busy.
+    columns, num_warps, programs = 64, 4, 256
     if rows == 8:
-        columns, num_warps = 32, 2
+        columns, num_warps, programs = 32, 2, 512
     elif rows == 128 and fallback:
         columns, num_warps = (128, 8) if sm >= 90 else (64, 8)
-    programs = _PROGRAMS.get(rows, _PROGRAMS_OF_MORE_ROWS)
     splits = programs // (batch * cdiv(N, columns))
     splits = max(1, min(splits, cdiv(K, k) // _LEAST_BLOCKS))
     stage = (columns + rows * (2 if fallback else 1)) * k
