@@ -15,17 +15,6 @@ from unittest import mock
 
 import jax
 
-_TYPES = {
-    "bfloat16": "*bf16",
-    "float16": "*fp16",
-    "float32": "*fp32",
-    "int8": "*i8",
-    "uint8": "*u8",
-    "float8_e4m3fn": "*fp8e4nv",
-    "int32": "*i32",
-    "uint32": "*u32",
-}
-
 
 class CompiledKernel(NamedTuple):
     """A compiled kernel.
@@ -66,10 +55,11 @@ def compile_kernels(
       **options: its static arguments.
     """
     from fbq_jax.kernels.triton import launch
+    from fbq_jax.kernels.triton.call import Call
 
-    calls: list[tuple[launch.Call, Sequence[jax.Array]]] = []
+    calls: list[tuple[Call, Sequence[jax.Array]]] = []
 
-    def record(call: launch.Call, arrays: Sequence[jax.Array]) -> None:
+    def record(call: Call, arrays: Sequence[jax.Array]) -> None:
         calls.append((call, arrays))
 
     with mock.patch.object(launch, "compile_ahead", record):
@@ -78,30 +68,15 @@ def compile_kernels(
 
 
 def _compile(call: Any, arrays: Sequence[jax.Array], capability: int) -> CompiledKernel:
-    """Compiles as jax-triton does: arrays align to 16 bytes, and 1 is a constant.
+    """Compiles the kernel of a call.
 
     Args:
-      call: a ``fbq_jax.kernels.triton.launch.Call``.
+      call: a ``fbq_jax.kernels.triton.call.Call``.
       arrays: its arrays.
       capability: the compute capability times ten.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    signature, constants, attributes = {}, dict(call.constants), {}
-    names = call.kernel.arg_names
-    inputs = (*call.arguments(arrays), *call.outputs)
-    for i, (name, arg) in enumerate(zip(names, inputs, strict=False)):
-        if not isinstance(arg, int):
-            signature[name] = _TYPES[str(arg.dtype)]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        elif arg == 1:
-            constants[name] = 1
-        else:
-            signature[name] = "i32" if arg < 2**31 else "i64"
-    signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in names}
     log = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -112,15 +87,7 @@ def _compile(call: Any, arrays: Sequence[jax.Array], capability: int) -> Compile
         # An empty cache, because a kernel from the cache has no assembler's log.
         triton.knobs.cache.dir = cache
         triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(
-            ASTSource(call.kernel, signature, constants, attributes),
-            target=GPUTarget("cuda", capability, 32),
-            options={
-                "num_warps": call.num_warps,
-                "num_stages": call.num_stages,
-                "enable_fp_fusion": False,
-            },
-        )
+        compiled = call.compile(arrays, capability)
     (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
     (spills,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
     return CompiledKernel(

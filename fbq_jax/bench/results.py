@@ -40,7 +40,7 @@ SECTIONS = (
 )
 # The names in the file of sections that were renamed since.
 _KEYS = {name: name for name in SECTIONS} | {"scaling": "scale", "parity": "losses"}
-_PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton", "jax-triton")
+_PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton")
 
 
 class ResultsError(Exception):

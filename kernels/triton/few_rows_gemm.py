@@ -18,7 +18,7 @@ import triton.language as tl
 from jax.experimental.pallas import cdiv
 
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.triton.gemm import align, compute_capability, row_scales_last
+from fbq_jax.kernels.triton.gemm import align, row_scales_last
 from fbq_jax.kernels.triton.gemm_kernel import (
     add_product,
     clamped_range,
@@ -26,7 +26,7 @@ from fbq_jax.kernels.triton.gemm_kernel import (
     outer_product,
     scale_offsets,
 )
-from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.launch import compute_capability, launch
 
 _LEAST_BLOCKS = 4  # of the K blocks of a program
 # Bytes of shared memory that loads may take, of a GPU of compute capability 9.0 or

@@ -8,7 +8,7 @@ from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.triton.gemm_config import Config, choose_config
 from fbq_jax.kernels.triton.gemm_kernel import gemm_kernel
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
-from fbq_jax.kernels.triton.launch import launch
+from fbq_jax.kernels.triton.launch import compute_capability, launch
 
 
 def matmul(
@@ -45,11 +45,6 @@ def matmul(
     config = config or choose_config(sizes, block_shape, sm, fallback=fallback)
     out = jax.ShapeDtypeStruct((batch, M, sizes[1]), dtype)
     return launch_gemm(lhs, residual, rhs, out, block_shape, sm, config)
-
-
-def compute_capability() -> int:
-    """That of the first device of this process, times ten."""
-    return int(jax.local_devices()[0].compute_capability.replace(".", ""))
 
 
 def launch_gemm(

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 from fbq_jax.kernels.grouped_reference import tile_ranges
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.triton.gemm import compute_capability, launch_gemm
+from fbq_jax.kernels.triton.gemm import launch_gemm
 from fbq_jax.kernels.triton.gemm_config import Config, choose_config
+from fbq_jax.kernels.triton.launch import compute_capability
 
 
 def ragged_matmul(

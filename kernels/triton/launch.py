@@ -3,12 +3,12 @@
 JAX lowers the calls of a program one after the other, and compiles the kernel of each.
 So that kernels compile at the same time, other threads start when the calls are traced.
 
-jax-triton's custom call has an interface that XLA leaves out of CUDA graphs.  jaxlib
-has the same call in the newer, typed interface, which XLA puts into them.  A training
-step is then one graph, and the host does not hold up small layers.
+A kernel reaches XLA as PTX, in a custom call that XLA turns into a node of its CUDA
+graphs.  A training step is then one graph, and the host does not hold up small layers.
+The custom calls of JAX and jax-triton for Triton kernels are opaque to XLA, which
+captures each as a graph of its own: such graphs take longer to start and to update.
 """
 
-import dataclasses
 import functools
 import math
 import os
@@ -19,17 +19,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
 from jax.interpreters import mlir
+from triton.compiler import CompiledKernel
 
 from fbq_jax.kernels.reference import Block, CodeDtype
 from fbq_jax.kernels.rounding import Rounding, Seeds
+from fbq_jax.kernels.triton.call import Call
 from fbq_jax.kernels.triton.outputs import BlockOutputs
 
-_TYPED_CUSTOM_CALL = "triton_kernel_call_ffi"
-_TYPED_INTERFACE = 4  # XLA's number of the version
+_CUSTOM_CALL = "__gpu$xla.gpu.ptx"
 
 _call_p = Primitive("triton_kernel")
 _call_p.multiple_results = True
@@ -57,7 +58,7 @@ def launch(
       grid: the number of programs along each axis.
       num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
-      in_place: by the position of an input, that of the output that takes its memory.
+      in_place: by the position of an array, that of the output that takes its memory.
       **constants: the ``tl.constexpr`` arguments of the kernel.
 
     Returns:
@@ -78,65 +79,8 @@ def launch(
     return tuple(_call_p.bind(*arrays, call=call))
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The call of a kernel, but for the arrays; JAX lowers equal calls once.
-
-    Attributes:
-      kernel: the kernel.
-      sizes: for each input of the kernel, the integer, or None for an array.
-      outputs: shapes and dtypes of the outputs.
-      grid: the number of programs along each axis.
-      num_warps: the number of warps per program.
-      num_stages: the depth of the pipeline of loads.
-      in_place: pairs of an input and the output that takes its memory.
-      constants: the names and values of the ``tl.constexpr`` arguments.
-    """
-
-    kernel: triton.JITFunction
-    sizes: tuple[int | None, ...]
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-    grid: tuple[int, ...]
-    num_warps: int
-    num_stages: int
-    in_place: tuple[tuple[int, int], ...]
-    constants: tuple[tuple[str, Any], ...]
-
-    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Calls the kernel through jax-triton."""
-        # Imported here because jax-triton cannot be imported without a GPU.
-        import jax_triton
-
-        results: list[jax.Array] = jax_triton.triton_call(
-            *self.arguments(arrays),
-            kernel=self.kernel,
-            out_shape=list(self.outputs),
-            grid=self.grid,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            enable_fp_fusion=False,
-            input_output_aliases=dict(self.in_place),
-            **dict(self.constants),
-        )
-        return results
-
-    def arguments(self, arrays: Sequence[Any]) -> list[Any]:
-        """The inputs of the kernel: the arrays, with the integers between them."""
-        rest = iter(arrays)
-        return [next(rest) if size is None else size for size in self.sizes]
-
-    def compiled_for(self, arrays: Sequence[Any]) -> Hashable:
-        """What the compiler knows of the kernel and its arguments."""
-        args = (*self.arguments(arrays), *self.outputs)
-        kinds = tuple(
-            (arg == 1, arg.bit_length() > 31) if isinstance(arg, int) else arg.dtype
-            for arg in args
-        )
-        return self.kernel, kinds, self.num_warps, self.num_stages, self.constants
-
-
-# By what a kernel is compiled for. jax-triton keeps the kernels, by the same.
-_compilations: dict[Hashable, futures.Future[None]] = {}
+# By what a kernel is compiled for.
+_compilations: dict[Hashable, futures.Future[CompiledKernel]] = {}
 
 
 def compile_ahead(call: Call, arrays: Sequence[jax.Array]) -> None:
@@ -153,9 +97,16 @@ def _threads() -> futures.Executor:
     return futures.ThreadPoolExecutor(workers, "compile-triton")
 
 
-def _compile(call: Call, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Compiles a kernel, by lowering a program that only calls it."""
-    jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
+def _compile(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
+    # jax-triton sets an empty directory where it is imported; Triton refuses that one.
+    if not triton.knobs.cache.dir:
+        triton.knobs.cache.dir = triton.knobs.cache.get_triton_dir("cache")
+    return call.compile(arrays, compute_capability())
+
+
+def compute_capability() -> int:
+    """That of the first device of this process, times ten."""
+    return int(jax.local_devices()[0].compute_capability.replace(".", ""))
 
 
 @_call_p.def_abstract_eval
@@ -165,25 +116,31 @@ def _abstract_results(*_arrays: Any, call: Call) -> list[Any]:
 
 @_call_p.def_impl
 def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
-    return jax.jit(call)(*arrays)
+    return jax.jit(functools.partial(_call_p.bind, call=call))(*arrays)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[Any]:
     compilation = _compilations.get(call.compiled_for(ctx.avals_in))
-    # A compilation that has not started is jax-triton's.  So is one that failed:
-    # jax-triton repeats it, which raises the error.
-    if compilation is not None and not compilation.cancel():
-        futures.wait([compilation])
-    results = mlir.lower_fun(call, multiple_results=True)(ctx, *arrays)
-    attributes = results[0].owner.attributes
-    untyped = attributes["backend_config"]
-    name = ir.StringAttr.get(getattr(call.kernel, "__name__", ""))
-    attributes["call_target_name"] = ir.StringAttr.get(_TYPED_CUSTOM_CALL)
-    attributes["backend_config"] = ir.DictAttr.get({"name": name, "opaque": untyped})
-    attributes["api_version"] = ir.IntegerAttr.get(
-        ir.IntegerType.get_signless(32), _TYPED_INTERFACE
+    # A compilation that has not started does not wait for the ones before it.
+    if compilation is None or compilation.cancel():
+        compiled = _compile(call, ctx.avals_in)
+    else:
+        compiled = compilation.result()
+    programs = zip("xyz", (*call.grid, 1, 1), strict=False)
+    threads = zip("xyz", (32 * compiled.metadata.num_warps, 1, 1), strict=True)
+    lower = jax.ffi.ffi_lowering(
+        _CUSTOM_CALL, operand_output_aliases=dict(call.in_place)
     )
-    return results
+    return lower(
+        ctx,
+        *arrays,
+        name=compiled.metadata.name,
+        kernel_type="ptx",
+        kernel_data=call.ptx(compiled),
+        shared_mem_bytes=np.int32(compiled.metadata.shared),
+        **{f"grid_{axis}": np.int32(number) for axis, number in programs},
+        **{f"block_{axis}": np.int32(number) for axis, number in threads},
+    )
 
 
 mlir.register_lowering(_call_p, _lower, platform="cuda")

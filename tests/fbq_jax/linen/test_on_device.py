@@ -2,7 +2,6 @@
 
 import re
 import types
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import pytest
 from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxlib import gpu_triton
 
 from fbq_jax import FallbackDot, GatedMLP, NormDense, fallback_dot, fp8_dot, recipes
 from fbq_jax.bench import measure
@@ -74,25 +72,10 @@ def triton_calls(monkeypatch):
     """Traces calls of Triton kernels for an H200, without compiling the kernels."""
     launch = pytest.importorskip("fbq_jax.kernels.triton.launch")
     device = types.SimpleNamespace(compute_capability="9.0")
-    # XLA assembles it when it compiles the call.
-    kernel = gpu_triton.TritonKernel("kernel", 4, 1, 0, EMPTY_KERNEL, "", 90)
-    kernel_call = gpu_triton.TritonKernelCall(kernel, 1, 1, 1, [])
-    opaque = zlib.compress(kernel_call.to_proto("kernel", b""))
-
-    def call_anything(call, *arrays):
-        positions = [i for i, size in enumerate(call.sizes) if size is None]
-        in_place = {positions.index(i): output for i, output in call.in_place}
-        custom_call = jax.ffi.ffi_call(
-            "triton_kernel_call",
-            call.outputs,
-            input_output_aliases=in_place,
-            custom_call_api_version=2,
-            legacy_backend_config=opaque,
-        )
-        return custom_call(*arrays)
-
-    monkeypatch.setattr(launch.Call, "__call__", call_anything)
-    monkeypatch.setattr(launch, "compile_ahead", lambda *_: None)
+    metadata = types.SimpleNamespace(name="kernel", num_warps=4, shared=0)
+    compiled = types.SimpleNamespace(metadata=metadata)
+    monkeypatch.setattr(launch.Call, "compile", lambda *_: compiled)
+    monkeypatch.setattr(launch.Call, "ptx", lambda *_: EMPTY_KERNEL)
     monkeypatch.setattr(dispatch, "_refusal", lambda *_: None)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
@@ -111,17 +94,17 @@ def compile_for_h200(step, module, x_shape):
 
 
 def triton_kernels(text):
-    """The number of calls of Triton kernels, which all are fit for a CUDA graph."""
-    calls = [line for line in text.splitlines() if "custom_call_target=" in line]
-    assert all("API_VERSION_TYPED_FFI" in call for call in calls)
-    return len([call for call in calls if '"triton_kernel_call_ffi"' in call])
+    """The number of Triton kernels; there are no calls that XLA cannot look into."""
+    targets = re.findall('custom_call_target="(.*?)"', text)
+    assert set(targets) <= {"__gpu$xla.gpu.ptx"}
+    return len(targets)
 
 
 @needs_compiler
 @pytest.mark.usefixtures("triton_calls")
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "fp8"])
 def test_a_step_on_a_gpu_is_one_graph_that_writes_state_in_place(name):
-    """XLA needs typed calls for a CUDA graph, and copies nothing of the state."""
+    """XLA launches each kernel by itself, and copies nothing of the state."""
     module = MODULES[name]
     text = compile_for_h200(step_of(module), module, (256, 256))
     assert triton_kernels(text) >= 5

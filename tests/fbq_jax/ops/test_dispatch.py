@@ -23,7 +23,7 @@ BLOCKS = (128, 128, 128)
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Chooses as on a machine with some GPU, with jax-triton or without it."""
+    """Chooses as on a machine with some GPU, with Triton or without it."""
 
     def pretend(capability, *, triton=True):
         monkeypatch.setattr(jax, "__version_info__", backends.MOSAIC_JAX)
@@ -140,7 +140,7 @@ def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeyp
     assert dispatch.choose("quantize", (128, 128)).implementation == "mosaic"
 
 
-def test_without_jax_triton_the_reason_says_what_to_install(on_gpu):
+def test_without_triton_the_reason_says_what_to_install(on_gpu):
     on_gpu("9.0", triton=False)
     assert "pip install 'fbq-jax[cuda]'" in dispatch.choose("matmul", BLOCKS).reason
     with pytest.raises(ValueError, match=r"cannot do quantize: .*pip install 'fbq-jax"):

@@ -1,6 +1,7 @@
-"""Kernels compile in other threads, and XLA may put their calls into CUDA graphs."""
+"""Kernels compile in other threads, and XLA launches them in its CUDA graphs."""
 
-import sys
+import re
+import subprocess
 import threading
 import types
 from concurrent import futures
@@ -8,76 +9,54 @@ from concurrent import futures
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+import triton
+import triton.language as tl
 
 from fbq_jax.kernels.triton import launch as launch_module
-from fbq_jax.kernels.triton.launch import Call, launch
+from fbq_jax.kernels.triton.call import Call
+from fbq_jax.kernels.triton.launch import launch
 
 X = jnp.ones((4, 8), jnp.bfloat16)
 PROGRAMS = (3, 2)
 
 
 class Compiler:
-    """jax-triton without Triton: it compiles a kernel when a call is first lowered."""
+    """Takes the place of Triton's compiler, and records kernels and threads."""
 
     def __init__(self):
-        self.compiled = []  # kernel and thread
+        self.compiled = []
         self.error = None
-        call_p = Primitive("triton_call")
-        call_p.multiple_results = True
-        call_p.def_abstract_eval(
-            lambda *_, outputs, **__: [
-                jax.core.ShapedArray(x.shape, x.dtype) for x in outputs
-            ]
-        )
-        mlir.register_lowering(call_p, self._lower, platform="cuda")
-        self._call_p = call_p
-        self._kernels = set()
 
-    def triton_call(
-        self, *args, kernel, out_shape, grid, input_output_aliases, **options
-    ):
-        assert grid == PROGRAMS
-        arrays = [x for x in args if not isinstance(x, int)]
-        ones = tuple(x == 1 for x in args if isinstance(x, int))
-        dtypes = tuple(x.dtype for x in arrays)
-        return self._call_p.bind(
-            *arrays,
-            kernel=(kernel, ones, dtypes, *sorted(options.items())),
-            outputs=tuple(out_shape),
-            aliases=tuple(input_output_aliases.items()),
-        )
-
-    def _lower(self, ctx, *args, kernel, outputs, aliases):
-        del outputs
-        if kernel not in self._kernels:
-            if self.error:
-                raise self.error
-            self.compiled.append((kernel[0], threading.current_thread()))
-            self._kernels.add(kernel)
-        rule = jax.ffi.ffi_lowering(
-            "triton_kernel_call",
-            api_version=2,
-            backend_config=b"compressed",
-            operand_output_aliases=dict(aliases),
-        )
-        return rule(ctx, *args)
+    def __call__(self, call, _arrays, capability):
+        assert capability == 90
+        if self.error:
+            raise self.error
+        self.compiled.append((call.kernel, threading.current_thread()))
+        metadata = types.SimpleNamespace(name=call.kernel, num_warps=8, shared=1000)
+        return types.SimpleNamespace(metadata=metadata)
 
 
 @pytest.fixture
 def compiler(monkeypatch):
     compiler = Compiler()
-    fake = types.SimpleNamespace(triton_call=compiler.triton_call)
-    monkeypatch.setitem(sys.modules, "jax_triton", fake)
     monkeypatch.setattr(launch_module, "_compilations", {})
+    monkeypatch.setattr(launch_module, "compute_capability", lambda: 90)
+    # A function, so that it becomes a method.
+    monkeypatch.setattr(Call, "compile", lambda *args: compiler(*args))
+    monkeypatch.setattr(Call, "ptx", lambda *_: "the assembly")
     return compiler
+
+
+class Kernel(str):
+    """A kernel that is not one."""
+
+    arg_names = ("x", "size", "out", "ROUNDING")
 
 
 def call(kernel, x, size=7, **options):
     """Launches a kernel."""
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    return launch(kernel, x, size, outputs=outputs, grid=PROGRAMS, **options)[0]
+    return launch(Kernel(kernel), x, size, outputs=outputs, grid=PROGRAMS, **options)[0]
 
 
 def compile_and_lower(function):
@@ -103,26 +82,26 @@ def test_kernels_differ_by_what_they_are_compiled_for(compiler):
         lambda x: call("kernel", x[:2], size=8),  # the same
         lambda x: call("kernel", x.astype(jnp.float32)),
         lambda x: call("kernel", x, size=1),
+        lambda x: call("kernel", x, size=2**40),
         lambda x: call("kernel", x, num_warps=8),
         lambda x: call("kernel", x, ROUNDING="nearest"),
     ]
     for function in calls:
         compile_and_lower(function)
-    assert len(compiler.compiled) == 5
+    assert len(compiler.compiled) == 6
 
 
-def test_a_failed_compilation_is_left_to_jax_triton(compiler):
+def test_an_error_of_the_compiler_comes_when_the_program_is_lowered(compiler):
     compiler.error = RuntimeError("out of registers")
     with pytest.raises(RuntimeError, match="out of registers"):
         compile_and_lower(lambda x: call("kernel", x))
-    (compilation,) = launch_module._compilations.values()
-    assert compilation.exception() is compiler.error
 
 
 def test_a_compilation_that_has_not_started_is_not_awaited(compiler):
     program = jax.jit(lambda x: call("kernel", x))
-    key = Call("kernel", (None, 7), (X,), PROGRAMS, 4, 1, (), ()).compiled_for([X])
-    compilation = launch_module._compilations[key] = futures.Future()
+    key = Call(Kernel("kernel"), (None, 7), (X,), PROGRAMS, 4, 1, (), ())
+    compilation = futures.Future()
+    launch_module._compilations[key.compiled_for([X])] = compilation
     program.trace(X).lower(lowering_platforms=("cuda",))
     assert compilation.cancelled()
     assert [thread for _, thread in compiler.compiled] == [threading.current_thread()]
@@ -136,10 +115,78 @@ def test_identical_calls_are_equal():
 
 
 @pytest.mark.usefixtures("compiler")
-def test_calls_have_the_interface_that_cuda_graphs_need():
+def test_xla_knows_all_of_a_launch():
     text = compile_and_lower(lambda x: call("kernel", x, in_place={0: 0}))
     (line,) = (line for line in text.splitlines() if "custom_call" in line)
-    assert "@triton_kernel_call_ffi(" in line
-    assert "api_version = 4" in line
-    assert 'opaque = "compressed"' in line
+    assert "@__gpu$xla.gpu.ptx(" in line
     assert "output_operand_aliases" in line
+    sizes = dict(re.findall(r"(\w+) = (\d+) : i32", line))
+    assert [sizes[f"grid_{axis}"] for axis in "xyz"] == ["3", "2", "1"]
+    assert [sizes[f"block_{axis}"] for axis in "xyz"] == ["256", "1", "1"]
+    assert sizes["shared_mem_bytes"] == "1000"
+    assert 'kernel_data = "the assembly"' in line
+
+
+@triton.jit
+def add(x, rows, step, y, limit, out, unit, COUNT: tl.constexpr):
+    """Adds two arrays and uses each of its integers."""
+    i = tl.program_id(0).to(tl.int64) * step + tl.arange(0, COUNT)
+    inside = i < limit
+    total = tl.load(x + i, inside) + tl.load(y + i, inside)
+    tl.store(out + i, total + rows * unit, inside)
+
+
+def compiled_add():
+    """Sizes of 3, 1, more than 32 bits, and one that the kernel multiplies with 3."""
+    f32 = jax.ShapeDtypeStruct((128,), jnp.float32)
+    sizes = (None, 3, 1, None, 2**40)
+    call = Call(add, sizes, (f32,), (1,), 4, 1, (), (("COUNT", 128), ("unit", 5)))
+    return call, call.compile([f32, f32], 90)
+
+
+def test_the_ptx_of_a_call_takes_addresses_only(tmp_path):
+    call, compiled = compiled_add()
+    before, after = compiled.asm["ptx"], call.ptx(compiled)
+    # Three arrays, two integers and two addresses of scratch memory.
+    parameter = r"\.param [^\n]* add_param_\d+"
+    assert len(re.findall(parameter, before)) == 7
+    assert len(re.findall(parameter, after)) == 3
+    assert re.search(rf"mov\.b64\s+%\w+, {2**40};", after)
+    file = tmp_path / "add.ptx"
+    file.write_text(after)
+    assembler = triton.knobs.nvidia.ptxas.path
+    command = [assembler, "--gpu-name=sm_90a", "-o", tmp_path / "add.cubin", file]
+    subprocess.run(command, check=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("ld.param.b64 \t%rd", "ld.param.v2.b64 \t%rd"),  # the integer's load
+        ("add_param_6", "add_param_06"),  # the declaration of scratch memory
+    ],
+)
+def test_other_ptx_than_known_is_refused(before, after):
+    call, compiled = compiled_add()
+    ptx = compiled.asm["ptx"]
+    assert before in ptx
+    changed = types.SimpleNamespace(
+        metadata=compiled.metadata, asm={"ptx": ptx.replace(before, after)}
+    )
+    with pytest.raises(
+        RuntimeError, match=r"Triton .* compiled add to PTX that differs"
+    ):
+        call.ptx(changed)
+
+
+@pytest.mark.gpu
+def test_a_kernel_with_integers_runs():
+    x = jnp.arange(100, dtype=jnp.float32)
+    out = jax.ShapeDtypeStruct((100,), jnp.float32)
+    launched = jax.jit(
+        lambda x: launch(
+            add, x, 3, 1, x, 100, outputs=[out], grid=(1,), COUNT=128, unit=5
+        )
+    )
+    (actual,) = launched(x)
+    assert jnp.array_equal(actual, 2 * x + 15)

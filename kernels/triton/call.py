@@ -1,0 +1,123 @@
+"""A call of a Triton kernel, and the PTX that XLA launches for it."""
+
+import dataclasses
+import re
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+_TYPES = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int8": "*i8",
+    "uint8": "*u8",
+    "float8_e4m3fn": "*fp8e4nv",
+    "int32": "*i32",
+    "uint32": "*u32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The call of a kernel, but for the arrays; JAX lowers equal calls once.
+
+    Attributes:
+      kernel: the kernel.
+      sizes: for each input of the kernel, the integer, or None for an array.
+      outputs: shapes and dtypes of the outputs.
+      grid: the number of programs along each axis.
+      num_warps: the number of warps per program.
+      num_stages: the depth of the pipeline of loads.
+      in_place: pairs of an array and the output that takes its memory, by position.
+      constants: the names and values of the ``tl.constexpr`` arguments.
+    """
+
+    kernel: triton.JITFunction
+    sizes: tuple[int | None, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    in_place: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[str, Any], ...]
+
+    def compiled_for(self, arrays: Sequence[Any]) -> Hashable:
+        """What the compiler knows of the kernel and its arguments."""
+        types = tuple(self._types(arrays))
+        return self.kernel, types, self.num_warps, self.num_stages, self.constants
+
+    def compile(self, arrays: Sequence[Any], capability: int) -> CompiledKernel:
+        """Compiles the kernel; an integer argument of 1 is a constant of it.
+
+        The compiler does not fuse a product and a sum into an FMA, and knows that XLA
+        aligns arrays to 16 bytes.
+
+        Args:
+          arrays: shapes and dtypes of the arrays.
+          capability: the compute capability of the GPU times ten.
+        """
+        names = self.kernel.arg_names
+        types = dict(zip(names, self._types(arrays), strict=False))
+        constants = dict(self.constants)
+        constants |= {name: 1 for name, kind in types.items() if kind == "constexpr"}
+        signature = {name: types.get(name, "constexpr") for name in names}
+        attributes = {
+            (position,): [["tt.divisibility", 16]]
+            for position, name in enumerate(names)
+            if signature[name].startswith("*")
+        }
+        return triton.compile(
+            ASTSource(self.kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", capability, 32),
+            options={
+                "num_warps": self.num_warps,
+                "num_stages": self.num_stages,
+                "enable_fp_fusion": False,
+            },
+        )
+
+    def ptx(self, compiled: CompiledKernel) -> str:
+        """The PTX of the compiled kernel, with the addresses of arrays as parameters.
+
+        XLA passes nothing else to a kernel. So the integers become constants, and the
+        addresses of scratch memory are left out, which no kernel of this package needs.
+
+        Raises:
+          RuntimeError: if the kernel reads one of these parameters in a way that this
+            function does not know.
+        """
+        name, ptx = compiled.metadata.name, compiled.asm["ptx"]
+        parameters = [size for size in (*self.sizes, *self.outputs) if size != 1]
+        integers = {i: x for i, x in enumerate(parameters) if isinstance(x, int)}
+        scratch = (len(parameters), len(parameters) + 1)
+        for position, size in integers.items():
+            load = rf"ld\.param(\.b\d+\s+%\w+, )\[{name}_param_{position}\]"
+            ptx = re.sub(load, rf"mov\g<1>{size}", ptx)
+        for position in (*integers, *scratch):
+            declaration = rf",\s+\.param [^\n,]+ {name}_param_{position}\b"
+            ptx, found = re.subn(declaration, "", ptx)
+            if found != 1 or re.search(rf"\b{name}_param_{position}\b", ptx):
+                raise RuntimeError(
+                    f"Triton {triton.__version__} compiled {name} to PTX that differs "
+                    "from what fbq_jax knows; install the version in pyproject.toml"
+                )
+        return ptx
+
+    def _types(self, arrays: Sequence[Any]) -> list[str]:
+        """Triton's types of the inputs and outputs."""
+        rest = iter(arrays)
+        inputs = [next(rest) if size is None else size for size in self.sizes]
+        return [_type(x) for x in (*inputs, *self.outputs)]
+
+
+def _type(argument: Any) -> str:
+    if not isinstance(argument, int):
+        return _TYPES[str(argument.dtype)]
+    if argument == 1:
+        return "constexpr"
+    return "i32" if argument < 2**31 else "i64"
