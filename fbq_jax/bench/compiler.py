@@ -92,7 +92,7 @@ def _compile(call: Any, arrays: Sequence[jax.Array], capability: int) -> Compile
     (spills,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
     return CompiledKernel(
         name=compiled.metadata.name,
-        ptx=compiled.asm["ptx"],
+        ptx=call.ptx(compiled),
         cubin=compiled.asm["cubin"],
         shared=compiled.metadata.shared,
         registers=int(registers),

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -96,8 +97,9 @@ class Call:
         integers = {i: x for i, x in enumerate(parameters) if isinstance(x, int)}
         scratch = (len(parameters), len(parameters) + 1)
         for position, size in integers.items():
-            load = rf"ld\.param(\.b\d+\s+%\w+, )\[{name}_param_{position}\]"
-            ptx = re.sub(load, rf"mov\g<1>{size}", ptx)
+            # A load may extend the integer: to 64 bits, if the register has a "d".
+            load = rf"ld\.param\.[bsu]\d+(\s+%r(d?)\d+), \[{name}_param_{position}\]"
+            ptx = re.sub(load, partial(_move, size), ptx)
         for position in (*integers, *scratch):
             declaration = rf",\s+\.param [^\n,]+ {name}_param_{position}\b"
             ptx, found = re.subn(declaration, "", ptx)
@@ -113,6 +115,11 @@ class Call:
         rest = iter(arrays)
         inputs = [next(rest) if size is None else size for size in self.sizes]
         return [_type(x) for x in (*inputs, *self.outputs)]
+
+
+def _move(constant: int, load: re.Match[str]) -> str:
+    """The instruction that sets the register of a load to a constant."""
+    return f"mov.b{64 if load[2] else 32}{load[1]}, {constant}"
 
 
 def _type(argument: Any) -> str:

@@ -126,6 +126,10 @@ def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[
         compiled = _compile(call, ctx.avals_in)
     else:
         compiled = compilation.result()
+    # Without the positions of the outputs, XLA passes an array once that is an argument
+    # twice.
+    inputs = len(arrays)
+    outputs = tuple(np.int32(inputs + i) for i in range(len(call.outputs)))
     programs = zip("xyz", (*call.grid, 1, 1), strict=False)
     threads = zip("xyz", (32 * compiled.metadata.num_warps, 1, 1), strict=True)
     lower = jax.ffi.ffi_lowering(
@@ -138,6 +142,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[
         kernel_type="ptx",
         kernel_data=call.ptx(compiled),
         shared_mem_bytes=np.int32(compiled.metadata.shared),
+        output_indices=outputs,
         **{f"grid_{axis}": np.int32(number) for axis, number in programs},
         **{f"block_{axis}": np.int32(number) for axis, number in threads},
     )

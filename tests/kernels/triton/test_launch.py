@@ -120,6 +120,7 @@ def test_xla_knows_all_of_a_launch():
     (line,) = (line for line in text.splitlines() if "custom_call" in line)
     assert "@__gpu$xla.gpu.ptx(" in line
     assert "output_operand_aliases" in line
+    assert "output_indices = [1 : i32]" in line
     sizes = dict(re.findall(r"(\w+) = (\d+) : i32", line))
     assert [sizes[f"grid_{axis}"] for axis in "xyz"] == ["3", "2", "1"]
     assert [sizes[f"block_{axis}"] for axis in "xyz"] == ["256", "1", "1"]
@@ -128,18 +129,18 @@ def test_xla_knows_all_of_a_launch():
 
 
 @triton.jit
-def add(x, rows, step, y, limit, out, unit, COUNT: tl.constexpr):
+def add(x, rows, step, y, limit, end, out, unit, COUNT: tl.constexpr):
     """Adds two arrays and uses each of its integers."""
     i = tl.program_id(0).to(tl.int64) * step + tl.arange(0, COUNT)
-    inside = i < limit
+    inside = (i < limit) & (i < end)
     total = tl.load(x + i, inside) + tl.load(y + i, inside)
     tl.store(out + i, total + rows * unit, inside)
 
 
 def compiled_add():
-    """Sizes of 3, 1, more than 32 bits, and one that the kernel multiplies with 3."""
+    """Integers of 32 bits, of 32 that the kernel extends to 64, and of 64; and a 1."""
     f32 = jax.ShapeDtypeStruct((128,), jnp.float32)
-    sizes = (None, 3, 1, None, 2**40)
+    sizes = (None, 3, 1, None, 100, 2**40)
     call = Call(add, sizes, (f32,), (1,), 4, 1, (), (("COUNT", 128), ("unit", 5)))
     return call, call.compile([f32, f32], 90)
 
@@ -147,11 +148,12 @@ def compiled_add():
 def test_the_ptx_of_a_call_takes_addresses_only(tmp_path):
     call, compiled = compiled_add()
     before, after = compiled.asm["ptx"], call.ptx(compiled)
-    # Three arrays, two integers and two addresses of scratch memory.
+    # Three arrays, three integers and two addresses of scratch memory.
     parameter = r"\.param [^\n]* add_param_\d+"
-    assert len(re.findall(parameter, before)) == 7
+    assert len(re.findall(parameter, before)) == 8
     assert len(re.findall(parameter, after)) == 3
-    assert re.search(rf"mov\.b64\s+%\w+, {2**40};", after)
+    for bits, register, integer in ((32, "r", 3), (64, "rd", 100), (64, "rd", 2**40)):
+        assert re.search(rf"mov\.b{bits}\s+%{register}\d+, {integer};", after)
     file = tmp_path / "add.ptx"
     file.write_text(after)
     assembler = triton.knobs.nvidia.ptxas.path
@@ -163,7 +165,7 @@ def test_the_ptx_of_a_call_takes_addresses_only(tmp_path):
     ("before", "after"),
     [
         ("ld.param.b64 \t%rd", "ld.param.v2.b64 \t%rd"),  # the integer's load
-        ("add_param_6", "add_param_06"),  # the declaration of scratch memory
+        ("add_param_7", "add_param_07"),  # the declaration of scratch memory
     ],
 )
 def test_other_ptx_than_known_is_refused(before, after):
@@ -181,12 +183,24 @@ def test_other_ptx_than_known_is_refused(before, after):
 
 @pytest.mark.gpu
 def test_a_kernel_with_integers_runs():
-    x = jnp.arange(100, dtype=jnp.float32)
-    out = jax.ShapeDtypeStruct((100,), jnp.float32)
-    launched = jax.jit(
-        lambda x: launch(
-            add, x, 3, 1, x, 100, outputs=[out], grid=(1,), COUNT=128, unit=5
+    """It also takes the same array twice."""
+    x = jnp.arange(128, dtype=jnp.float32)
+    integers, constants = (100, 2**40), {"COUNT": 128, "unit": 5}
+
+    def program(x):
+        out = launch(
+            add,
+            x,
+            3,
+            1,
+            x,
+            *integers,
+            outputs=[x],
+            grid=(1,),
+            in_place={1: 0},
+            **constants,
         )
-    )
-    (actual,) = launched(x)
-    assert jnp.array_equal(actual, 2 * x + 15)
+        return out[0]
+
+    actual = jax.jit(program)(x)
+    assert jnp.array_equal(actual, jnp.where(x < 100, 2 * x + 15, x))
