@@ -226,12 +226,32 @@ def libraries() -> str:
 
 
 # By page: the tables on it.
+def maxtext() -> str:
+    """The steps of MaxText, quantized and not."""
+    programs = json.loads((ROOT / "examples/maxtext/nvidia-h200.json").read_text())
+    names = {"bf16": "bfloat16", "fp8": "MaxText's `quantization=fp8`"}
+    base = programs["bf16"]["ms"]
+    cells = [
+        [
+            names.get(name, f"`{name}`"),
+            f"{program['ms']:.0f}",
+            f"{base / program['ms']:.2f}",
+            f"{program['peak_bytes'] / 2**30:.1f}",
+            f"{program['losses'][-1]:.3f}",
+        ]
+        for name, program in programs.items()
+    ]
+    head = ("", "ms per step", "speedup", "peak memory, GiB", "loss of the last step")
+    return table(head, cells)
+
+
 TABLES: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (speed, losses),
     "docs/choose-a-recipe.md": (measured, outliers, memory, batches, gpus, tpus),
     "docs/migrate/aqt.md": (libraries,),
     "docs/migrate/qwix.md": (libraries,),
     "docs/migrate/fp8.md": (libraries,),
+    "docs/integrations/maxtext.md": (maxtext,),
 }
 
 

@@ -185,22 +185,18 @@ def test_other_ptx_than_known_is_refused(before, after):
 def test_a_kernel_with_integers_runs():
     """It also takes the same array twice."""
     x = jnp.arange(128, dtype=jnp.float32)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     integers, constants = (100, 2**40), {"COUNT": 128, "unit": 5}
 
     def program(x):
-        out = launch(
+        return launch(
             add,
-            x,
-            3,
-            1,
-            x,
-            *integers,
-            outputs=[x],
+            *(x, 3, 1, x, *integers),
+            outputs=[out],
             grid=(1,),
             in_place={1: 0},
             **constants,
         )
-        return out[0]
 
-    actual = jax.jit(program)(x)
+    (actual,) = jax.jit(program)(x)
     assert jnp.array_equal(actual, jnp.where(x < 100, 2 * x + 15, x))
