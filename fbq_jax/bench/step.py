@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -113,10 +114,15 @@ def _in_new_process(program: str) -> float:
     Raises:
       RuntimeError: if the program fails.
     """
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as empty:
+        environment = os.environ | {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "TRITON_CACHE_DIR": f"{empty}/triton",
+            "CUDA_CACHE_PATH": f"{empty}/cuda",  # of the driver, which assembles PTX
+        }
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"a process that measures failed: {program}\n{done.stderr}")
     return float(done.stdout.split()[-1])
