@@ -21,6 +21,7 @@ import jax
 from jax import export, lax
 
 from fbq_jax.sharding.local_ops import Shard
+from fbq_jax.sharding.manual_axes import varying_axes
 from fbq_jax.sharding.rule_language import ShardingRule
 
 
@@ -139,6 +140,15 @@ class LocalOp:
                     "function for each size, or export jax.numpy code, many times "
                     "slower, with implementation='reference'"
                 )
+        kernel = self.op.backend(self.implementation, self.block_shape)
+        varying = varying_axes(*jax.tree.leaves(operands))
+        if varying and kernel != "xla":
+            names = ", ".join(sorted(map(str, varying)))
+            raise ValueError(
+                f"{self.op.name}: inside shard_map over {names}, a {kernel} kernel "
+                "needs check_vma=False, because JAX does not know over which axes its "
+                "results vary"
+            )
         # A program may also run on the machine's CPU, which has no kernel.
         return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
 

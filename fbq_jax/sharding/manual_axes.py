@@ -29,10 +29,10 @@ def device_seed(seed: jax.Array, *operands: jax.Array) -> jax.Array:
       seed: uint32 ``[]``.
       *operands: the operands of the call, of which each device has a shard or a copy.
     """
-    varying = _varying(*operands)
+    varying = varying_axes(*operands)
     for axis in _manual_axes():
         index = lax.axis_index(axis)
-        if axis in varying or axis not in _varying(index):
+        if axis in varying or axis not in varying_axes(index):
             seed = rounding.fold(seed, index)
     return seed
 
@@ -43,7 +43,9 @@ def warn_of_copies() -> None:
     The backward pass of a layer is traced where this is called.  A single manual axis
     gives no warning, because a layer is hardly ever replicated over all devices.
     """
-    unknown = [axis for axis in _manual_axes() if not _varying(lax.axis_index(axis))]
+    unknown = [
+        axis for axis in _manual_axes() if not varying_axes(lax.axis_index(axis))
+    ]
     if len(unknown) > 1:
         names = ", ".join(map(str, unknown))
         warn_first(
@@ -51,7 +53,8 @@ def warn_of_copies() -> None:
             f"each device of the manual mesh axes {names} draws its own noise, because "
             "shard_map(check_vma=False) does not tell which operands are copies. "
             "Average the gradients of a layer over the axes that have copies of it, or "
-            "its copies drift apart. check_vma=True gives copies the same noise",
+            "its copies drift apart. Without GPU kernels, check_vma=True gives copies "
+            "the same noise",
         )
 
 
@@ -61,16 +64,16 @@ def as_varying(tree: Tree) -> Tree:
     JAX inserts the same casts in ``lax.dot_general``.  The gradient of an array that is
     cast is summed over the devices.
     """
-    axes = _varying(*jax.tree.leaves(tree))
+    axes = varying_axes(*jax.tree.leaves(tree))
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - _varying(x))
+        missing = tuple(axes - varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if axes else tree
 
 
-def _varying(*arrays: jax.Array) -> frozenset[Any]:
+def varying_axes(*arrays: jax.Array) -> frozenset[Any]:
     """The manual mesh axes over which JAX knows the arrays to vary."""
     types = (jax.typeof(x) for x in arrays)
     # Only jax 0.9 has ``vma``. This goes when the lowest supported version is 0.10.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
 from fbq_jax.ops import backends, dispatch
@@ -182,6 +183,24 @@ def test_a_kernel_needs_numbers_and_the_error_names_the_symbolic_size(on_gpu):
         jax.eval_shape(lambda x: ops.quantize(x, seeds, **options), x)
     asked = {"implementation": "reference"} | options
     jax.eval_shape(lambda x: ops.quantize(x, seeds, **asked), x)
+
+
+def test_a_kernel_needs_a_shard_map_that_does_not_check_axes(on_gpu):
+    on_gpu("8.0")
+    x, seeds = jnp.ones((1, 64, 128)), jnp.zeros(1, jnp.uint32)
+    options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    specs = {"in_specs": (P(None, "data"), P()), "out_specs": P(None, "data")}
+
+    def trace(*, check_vma, **asked):
+        run = functools.partial(ops.quantize, **options, **asked)
+        mapped = jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
+        jax.eval_shape(mapped, x, seeds)
+
+    with pytest.raises(ValueError, match=r"over data, a triton kernel needs check_vma"):
+        trace(check_vma=True)
+    trace(check_vma=False)
+    trace(check_vma=True, implementation="reference")
 
 
 def test_errors_name_who_asked_for_an_implementation(monkeypatch):
