@@ -212,7 +212,7 @@ def _quantize_matmul(
     gemm, block_shape, dtype, implementation = spec.fwd
     quantizer = gemm.quantizers[0]
     assert quantizer is not None  # a frozen forward GEMM is in INT8
-    how = {
+    how: dict[str, Any] = {
         "block_shape": block_shape,
         "criterion": spec.recipe.criterion,
         "implementation": implementation,

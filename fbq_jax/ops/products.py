@@ -37,8 +37,8 @@ BlockShape = tuple[int, int, int]
 
 # The most rows of lhs that GPUs multiply with the kernel for few rows.
 _FEW_ROWS = 128
-# The most rows that this kernel also quantizes.  Each of its programs does, so more rows
-# take longer than a kernel of their own.
+# The most rows that this kernel also quantizes.  Each of its programs does, which takes
+# too long for more rows.
 _FEW_ROWS_TO_QUANTIZE = 32
 
 
