@@ -460,6 +460,39 @@ def matmul(
     return lax.scan(add_block, acc, operands)[0].astype(dtype)
 
 
+def quantize_matmul(
+    x: jax.Array,
+    theta: jax.Array,
+    rhs: Quantized,
+    *,
+    block_shape: tuple[int, int, int],
+    criterion: Criterion | None,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Multiplies ``x [B, M, K]``, quantized to nearest, with ``rhs [B, N, K]``.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, M, K]``.
+      theta: float32 ``[B]``, the thresholds of ``quantize_fallback``.
+      rhs: codes int8 ``[B, N, K]``, scales ``[B, ceil(N/n), ceil(K/k)]``.
+      block_shape: ``(m, k, n)``: x has blocks of ``m x k``, rhs of ``n x k``.
+      criterion: as in ``quantize_fallback``.
+      dtype: the dtype of the output.
+
+    Returns:
+      ``[B, M, N]`` in ``dtype``.
+    """
+    lhs, residual, *_ = quantize_fallback(
+        x,
+        theta,
+        jnp.zeros(x.shape[0], jnp.uint32),  # nearest rounding draws no noise
+        block=block_shape[:2],
+        criterion=criterion,
+        colwise=None,
+    )
+    return matmul(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
+
+
 _BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
+from fbq_jax.core import threshold
 from fbq_jax.core.quantize_operands import (
     SUM_STREAM,
     GemmSpec,
@@ -32,6 +33,7 @@ from fbq_jax.core.quantize_operands import (
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
+from fbq_jax.ops import products
 from fbq_jax.recipes.schema import Gemm
 from fbq_jax.sharding.manual_axes import warn_of_copies
 
@@ -187,14 +189,42 @@ def _matmul(
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
-    rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
     frozen = isinstance(w, Quantized)
+    if isinstance(w, Quantized) and not save and gemms == DENSE:
+        y = _quantize_matmul(spec, x, w, scalars)
+        if y is not None:
+            # Nothing reads the stats of a frozen layer: its state does not change.
+            metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
+            return (y, threshold.without_fallback(scalars, metric)), None
+    rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
     lhs, residual, stats = quantize_lhs(
         spec, rows, scalars, blocks, save=save and not frozen, frozen=frozen
     )
     seed = scalars.later_seed(stats)
     y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
     return (y, stats), saved
+
+
+def _quantize_matmul(
+    spec: Spec, x: jax.Array, w: Quantized, scalars: Scalars
+) -> jax.Array | None:
+    """Y of a frozen layer, if one op is to quantize X and to multiply; or None."""
+    gemm, block_shape, dtype, implementation = spec.fwd
+    quantizer = gemm.quantizers[0]
+    assert quantizer is not None  # a frozen forward GEMM is in INT8
+    how: dict[str, Any] = {
+        "block_shape": block_shape,
+        "criterion": spec.recipe.criterion,
+        "implementation": implementation,
+    }
+    if (
+        quantizer.rounding != "nearest"
+        or not gemm.splits_contraction
+        or not products.quantizes_in_matmul(x, w, **how)
+    ):
+        return None
+    theta = jnp.broadcast_to(scalars.theta, x.shape[:1])
+    return ops.quantize_matmul(x, theta, w, dtype=dtype, reduce=gemm.reduce, **how)
 
 
 def forward(

@@ -13,6 +13,7 @@ from fbq_jax.ops.grouped import ragged_matmul as ragged_matmul
 from fbq_jax.ops.grouped import ragged_quantize as ragged_quantize
 from fbq_jax.ops.grouped import ragged_quantize_fallback as ragged_quantize_fallback
 from fbq_jax.ops.products import matmul as matmul
+from fbq_jax.ops.products import quantize_matmul as quantize_matmul
 from fbq_jax.ops.quantization import quantize as quantize
 from fbq_jax.ops.quantization import quantize_fallback as quantize_fallback
 from fbq_jax.ops.quantization import quantize_row_blocks as quantize_row_blocks

@@ -1,7 +1,8 @@
-"""The GEMM of quantized matrices."""
+"""The GEMM of quantized matrices, alone and after the quantization of a few rows."""
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from jax import export
 
 from fbq_jax.kernels import reference
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.reference import Criterion, Quantized
+from fbq_jax.ops import dispatch
 from fbq_jax.ops.backends import (
     float8_refusal,
     mosaic_gemm_refusal,
@@ -35,6 +37,9 @@ BlockShape = tuple[int, int, int]
 
 # The most rows of lhs that GPUs multiply with the kernel for few rows.
 _FEW_ROWS = 128
+# The most rows that this kernel also quantizes.  Each of its programs does, which takes
+# too long for more rows.
+_FEW_ROWS_TO_QUANTIZE = 32
 
 
 def matmul(
@@ -83,6 +88,76 @@ def matmul(
     return call(MATMUL, operands, sides, options, implementation)
 
 
+def quantizes_in_matmul(
+    x: jax.Array,
+    rhs: Quantized,
+    *,
+    block_shape: BlockShape,
+    criterion: Criterion | None,
+    implementation: str | None,
+) -> bool:
+    """Whether ``quantize_matmul`` is the faster way to multiply x.
+
+    If so, the GEMM's implementation has a kernel for it, or is the reference.
+
+    Args:
+      x: as in ``quantize_matmul``.
+      rhs: as in ``quantize_matmul``.
+      block_shape: as in ``matmul``.
+      criterion: of fallback.  The sums of ``"l1"`` and ``"l1_rel"`` need a kernel of
+        their own.
+      implementation: as in ``dispatch.choose``.
+    """
+    rows = math.prod(x.shape[1:-1])
+    if (
+        not _has_few_rows(rows, block_shape, _FEW_ROWS_TO_QUANTIZE)
+        or _has_row_scales(rhs, block_shape)
+        or rhs.codes.dtype != jnp.int8
+        or criterion not in (None, "absmax")
+    ):
+        return False
+    choice = dispatch.choose("matmul", block_shape, implementation=implementation)
+    return choice.implementation in ("reference", *OPS["quantize_matmul"].kernels)
+
+
+def quantize_matmul(
+    x: jax.Array,
+    theta: jax.Array,
+    rhs: Quantized,
+    *,
+    block_shape: BlockShape,
+    criterion: Criterion | None,
+    dtype: jax.typing.DTypeLike,
+    reduce: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies ``x [B, M, K]``, quantized to nearest, with ``rhs [B, N, K]``.
+
+    The result is that of ``quantize_fallback`` and ``matmul``, bit for bit, for the
+    operands that ``quantizes_in_matmul`` accepts.
+
+    Args:
+      x: bfloat16, float16 or float32; it may also be ``[B, G, R, K]``.
+      theta: float32 ``[B]``, the thresholds, as in ``quantize_fallback``.
+      rhs: as in ``matmul``.
+      block_shape: as in ``matmul``; M is at most m, or m is 1.
+      criterion: ``"absmax"``, or None for no fallback.
+      dtype: dtype of the output.
+      reduce: as in ``matmul``, except ``"int8"``.
+      implementation: as in ``dispatch.choose``.
+
+    Returns:
+      ``[B, M, N]`` or ``[B, G, R, N]`` in ``dtype``.
+    """
+    options = {
+        "block_shape": block_shape,
+        "criterion": criterion,
+        "dtype": jnp.dtype(dtype),
+        "reduce": reduce,
+    }
+    return call(QUANTIZE_MATMUL, (x, theta, rhs), block_shape, options, implementation)
+
+
 def _has_row_scales(rhs: Quantized, block_shape: BlockShape) -> bool:
     """Whether lhs and rhs, or their parts, have one scale per row."""
     return block_shape[0] == block_shape[2] == 1 and rhs.scales.shape[-1] == 1
@@ -93,10 +168,10 @@ def _has_parts(rhs: Quantized, block_shape: BlockShape) -> bool:
     return block_shape[0] == block_shape[2] == 1 and rhs.scales.ndim == 4
 
 
-def _has_few_rows(lhs: Quantized, block_shape: BlockShape) -> bool:
+def _has_few_rows(rows: int, block_shape: BlockShape, most: int = _FEW_ROWS) -> bool:
     """Whether lhs has few rows, all in one block or each with its own scales."""
-    rows, m = lhs.codes.shape[1], block_shape[0]
-    most = _FEW_ROWS if m == 1 else min(m, _FEW_ROWS)
+    m = block_shape[0]
+    most = most if m == 1 else min(m, most)
     return not export.is_symbolic_dim(rows) and rows <= most
 
 
@@ -139,16 +214,13 @@ def _matmul_on_shard(
 ) -> jax.Array:
     """Multiplies this device's shards and sums the products of all devices."""
     lhs, residual, rhs, *seeds = operands
-    dtype, reduce = options["dtype"], options["reduce"]
-    block_shape, partial_dtype = options["block_shape"], dtype
-    if reduce and shard.assignment.axes_of(shard.rule.contracted):
-        partial_dtype = jnp.dtype(collectives.PARTIAL_DTYPES[reduce])
+    dtype = options["dtype"]
     part = shard.run(
-        functools.partial(_multiply, run, block_shape),
+        functools.partial(_multiply, run, options["block_shape"]),
         (lhs, residual, rhs),
-        dtype=partial_dtype,
+        dtype=_partial_dtype(shard, options),
     )
-    if reduce != "int8":
+    if options["reduce"] != "int8":
         return collectives.sum_in_float(part, shard).astype(dtype)
     quantize = dataclasses.replace(
         run, op=OPS["quantize"], block_shape=collectives.BLOCK
@@ -156,6 +228,14 @@ def _matmul_on_shard(
     return collectives.sum_in_int8(
         part, shard, seeds=seeds[0], quantize=quantize, dtype=dtype
     ).astype(dtype)
+
+
+def _partial_dtype(shard: Shard, options: dict[str, Any]) -> Any:
+    """The dtype of a device's partial product."""
+    reduce = options["reduce"]
+    if reduce and shard.assignment.axes_of(shard.rule.contracted):
+        return jnp.dtype(collectives.PARTIAL_DTYPES[reduce])
+    return options["dtype"]
 
 
 def _multiply(
@@ -170,7 +250,7 @@ def _multiply(
     """Multiplies matrices with merged rows, or sums the products of parts."""
     if _has_row_scales(rhs, block_shape):
         block_shape = (1, lhs.codes.shape[-1], 1)
-    if _has_few_rows(lhs, block_shape):
+    if _has_few_rows(lhs.codes.shape[1], block_shape):
         run = dataclasses.replace(run, op=_FEW_ROWS_MATMUL)
     if not _has_parts(rhs, block_shape):
         return run(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
@@ -201,6 +281,30 @@ def _parts_as_blocks(x: Quantized, side: int) -> Quantized:
     return Quantized(codes, scales.reshape(batch, rows, parts * blocks))
 
 
+def _quantize_matmul_rule(
+    x: jax.Array, _theta: jax.Array, rhs: Quantized, **options: Any
+) -> ShardingRule:
+    """That of the product; blocks of x are not split between devices."""
+    lhs = Quantized(x, rhs.scales)  # only the shape of codes counts
+    rule = _matmul_rule(lhs, None, rhs, **options)
+    left, _, right = rule.operands
+    return rule._replace(operands=(left.codes, "b", right))
+
+
+def _quantize_matmul_on_shard(
+    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
+) -> jax.Array:
+    """Quantizes and multiplies this device's shards, and sums the products."""
+    part = shard.run(
+        run,
+        operands,
+        block_shape=options["block_shape"],
+        criterion=options["criterion"],
+        dtype=_partial_dtype(shard, options),
+    )
+    return collectives.sum_in_float(part, shard).astype(options["dtype"])
+
+
 _KERNELS = {
     name: Kernel(
         name,
@@ -228,3 +332,12 @@ _FEW_ROWS_MATMUL = dataclasses.replace(
         float8_refusal=float8_refusal,
     ),
 )
+QUANTIZE_MATMUL = Op(
+    reference.quantize_matmul,
+    _quantize_matmul_rule,
+    _quantize_matmul_on_shard,
+    kernels=triton_kernels(
+        "fbq_jax.kernels.triton.few_rows_quantize_gemm", triton_gemm_refusal
+    ),
+)
+register(QUANTIZE_MATMUL)

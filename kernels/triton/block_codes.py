@@ -43,13 +43,13 @@ def widen(x):
 
 
 @triton.jit
-def find_amax(tiles):
-    """``max |x|`` of all tiles, as float32; NaN if there is one.
+def find_amax(tiles, axis: tl.constexpr = None):
+    """``max |x|`` of all tiles, as float32, along an axis; NaN if there is one.
 
     The maximum is over bits: as integers, magnitudes have the order of the floats, with
     NaN last.
     """
-    top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32))
+    top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32), axis)
     return from_bits(top, tiles[0].dtype)
 
 
@@ -71,8 +71,12 @@ def magnitudes(tiles):
 
 @triton.jit
 def elementwise_max(tiles):
-    """The largest of the four tiles at each element."""
-    return tl.maximum(tl.maximum(tiles[0], tiles[1]), tl.maximum(tiles[2], tiles[3]))
+    """The largest of the four tiles at each element, or a single tile."""
+    if len(tiles) == 1:
+        return tiles[0]
+    else:  # noqa: RET505 (only one branch is compiled)
+        low, high = tl.maximum(tiles[0], tiles[1]), tl.maximum(tiles[2], tiles[3])
+        return tl.maximum(low, high)
 
 
 @triton.jit
@@ -232,7 +236,7 @@ def largest_column_sum(rounded):
 def residual_of(tiles, rounded, scale):
     """``x - scale * codes`` in float32, valid where ``scale * 127`` is finite."""
     residual = ()
-    for k in tl.static_range(4):
+    for k in tl.static_range(len(tiles)):
         code = rounded[k].to(tl.float32, bitcast=True) - MAGIC
         residual += (widen(tiles[k]) - scale * code,)
     return residual

@@ -9,7 +9,7 @@ scales.  A program multiplies both terms in every step: lists of the residuals t
 used would take longer to make than they save.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from fbq_jax.kernels.triton.gemm_kernel import (
     scale_offsets,
 )
 from fbq_jax.kernels.triton.launch import compute_capability, launch
+
+BlockShape = tuple[int, int, int]
 
 _LEAST_BLOCKS = 4  # of the K blocks of a program
 # Bytes of shared memory that loads may take, of a GPU of compute capability 9.0 or
@@ -55,7 +57,7 @@ def default_config(
 ) -> Config:
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k."""
     batch, M, N, K = shape
-    rows = _rows_of_tile(M)
+    rows = rows_of_tile(M)
     # So many programs keep the memory of a GPU with some 130 multiprocessors busy.
     columns, num_warps, programs = 64, 4, 256
     if rows == 8:
@@ -64,12 +66,17 @@ def default_config(
         columns, num_warps = (128, 8) if sm >= 90 else (64, 8)
     splits = programs // (batch * cdiv(N, columns))
     splits = max(1, min(splits, cdiv(K, k) // _LEAST_BLOCKS))
-    stage = (columns + rows * (2 if fallback else 1)) * k
-    stages = _SHARED_MEMORY[sm < 90] // stage
-    return Config(columns, splits, num_warps, max(2, min(4, stages)))
+    depth = stages((columns + rows * (2 if fallback else 1)) * k, sm)
+    return Config(columns, splits, num_warps, depth)
 
 
-def _rows_of_tile(M: int) -> int:
+def stages(size: int, sm: int) -> int:
+    """The depth of the pipeline of loads of ``size`` bytes in each step."""
+    return max(2, min(4, _SHARED_MEMORY[sm < 90] // size))
+
+
+def rows_of_tile(M: int) -> int:
+    """The rows of a tile with all M rows."""
     return max(8, triton.next_power_of_2(M))
 
 
@@ -100,23 +107,62 @@ def matmul(
       ``[B, M, N]`` in ``dtype``.
     """
     sm = sm or compute_capability()
-    m, k, n = block_shape
+    m, k, _ = block_shape
     batch, M, K = lhs.codes.shape
-    N = rhs.codes.shape[1]
-    config = config or default_config(
-        (batch, M, N, K), k, fallback=residual is not None, sm=sm
-    )
-    lhs, rhs = align(lhs), align(rhs)
+    sizes = batch, M, rhs.codes.shape[1], K
+    fallback = residual is not None
+    config = config or default_config(sizes, k, fallback=fallback, sm=sm)
+    lhs = align(lhs)
     second = lhs if residual is None else align(residual)  # not read without one
-    lhs, second, rhs = (
-        row_scales_last(*pair) for pair in ((lhs, m), (second, m), (rhs, n))
-    )
-    BN, splits, num_warps, num_stages = config
-    (parts,) = launch(
+    lhs, second = row_scales_last(lhs, m), row_scales_last(second, m)
+    return launch_parts(
         few_rows_kernel,
-        *lhs[:2],
-        *second[:2],
-        *rhs[:2],
+        (*lhs[:2], *second[:2]),
+        rhs,
+        sizes,
+        block_shape=block_shape,
+        dtype=dtype,
+        config=config,
+        FALLBACK=fallback,
+        # Before Ada, the conversion of an integer to a float is slow.
+        MAGIC_CONVERSION=sm < 89,
+    )
+
+
+def launch_parts(
+    kernel: triton.JITFunction,
+    lhs: tuple[jax.Array, ...],
+    rhs: Quantized,
+    sizes: tuple[int, int, int, int],
+    *,
+    block_shape: BlockShape,
+    dtype: jax.typing.DTypeLike,
+    config: Config,
+    **constants: Any,
+) -> jax.Array:
+    """Runs a kernel on each part of the K blocks of each tile, and sums the parts.
+
+    Args:
+      kernel: takes lhs, rhs, the number of K blocks of a part and the output.
+      lhs: its arguments that belong to lhs, whose rows have aligned lengths.
+      rhs: as in ``matmul``.
+      sizes: ``(batch, M, N, K)``.
+      block_shape: as in ``matmul``.
+      dtype: as in ``matmul``.
+      config: tuning options.
+      **constants: further constants of the kernel.
+
+    Returns:
+      ``[B, M, N]`` in ``dtype``.
+    """
+    batch, M, N, K = sizes
+    m, k, n = block_shape
+    BN, splits, num_warps, num_stages = config
+    rhs = align(rhs)
+    (parts,) = launch(
+        kernel,
+        *lhs,
+        *row_scales_last(rhs, n)[:2],
         cdiv(cdiv(K, k), splits),
         outputs=[
             jax.ShapeDtypeStruct(
@@ -128,15 +174,14 @@ def matmul(
         num_stages=num_stages,
         M=M,
         N=N,
-        K=lhs.codes.shape[2],
+        K=rhs.codes.shape[2],
         m=m,
         k=k,
         n=n,
-        BM=_rows_of_tile(M),
+        BM=rows_of_tile(M),
         BN=BN,
         SPLITS=splits,
-        FALLBACK=residual is not None,
-        MAGIC_CONVERSION=sm < 89,
+        **constants,
     )
     return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(dtype)
 
@@ -165,12 +210,8 @@ def few_rows_kernel(
 ):
     """Computes ``BN`` columns of the output from a part of the K blocks."""
     k_blocks: tl.constexpr = (K + k - 1) // k
-    tiles: tl.constexpr = (N + BN - 1) // BN
-    split = tl.program_id(0) % SPLITS
-    tile = tl.program_id(0) // SPLITS
-    batch = (tile // tiles).to(tl.int64)
-    column = tile % tiles * BN
-
+    at = locate_part(N, BN, SPLITS)
+    split, batch, column = at
     i = clamped_range(0, BM, 0, M, BM)
     j = clamped_range(0, BN, column, N, BN)
     c = tl.arange(0, k)
@@ -205,6 +246,25 @@ def few_rows_kernel(
             both = outer_product(scale, lhs_scale, n, m)
             acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
 
+    store_part(out, acc, at, M, N, SPLITS)
+
+
+@triton.jit
+def locate_part(N: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr):
+    """The part of the K blocks, the batch index and the first column of a program."""
+    tiles: tl.constexpr = (N + BN - 1) // BN
+    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    return split, (tile // tiles).to(tl.int64), tile % tiles * BN
+
+
+@triton.jit
+def store_part(out, acc, at, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):
+    """Stores the transposed tile of the program ``at``, which ``locate_part`` found."""
+    split, batch, column = at
+    BN: tl.constexpr = acc.shape[0]
+    BM: tl.constexpr = acc.shape[1]
+    tiles: tl.constexpr = (N + BN - 1) // BN
     batches = tl.num_programs(0) // (tiles * SPLITS)
     out += (split * batches + batch) * M * N + column
     row, across = tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None]

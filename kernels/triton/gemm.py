@@ -110,12 +110,14 @@ def launch_gemm(
 
 
 def align(operand: Quantized) -> Quantized:
-    """Pads K to a multiple of 16, so that vector loads can read each row."""
-    padding = -operand.codes.shape[2] % 16
-    if padding:
-        codes = jnp.pad(operand.codes, ((0, 0), (0, 0), (0, padding)))
-        return Quantized(codes, operand.scales)
-    return operand
+    """Pads K to a multiple of 16 (``align_rows``)."""
+    return operand._replace(codes=align_rows(operand.codes))
+
+
+def align_rows(x: jax.Array) -> jax.Array:
+    """Pads rows to a multiple of 16, so that vector loads can read each row."""
+    padding = -x.shape[2] % 16
+    return jnp.pad(x, ((0, 0), (0, 0), (0, padding))) if padding else x
 
 
 def row_scales_last(operand: Quantized, block_rows: int) -> Quantized:

@@ -16,6 +16,7 @@ from tests.kernels import (
     gemm_cases,
     grouped_cases,
     quantize_cases,
+    quantize_matmul_cases,
     threshold_cases,
 )
 from tests.kernels.gemm_cases import CASES, Case
@@ -282,6 +283,52 @@ def test_large_metrics(quantization, criterion):
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_values_of_fused_quantization(quantization, dtype):
     fused_cases.check_special(quantization, dtype)
+
+
+@pytest.mark.parametrize("name", quantize_matmul_cases.CASES)
+def test_quantization_in_the_product(quantization, name):
+    quantize_matmul_cases.check(quantization, quantize_matmul_cases.CASES[name])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 16, 31, 32])
+@pytest.mark.parametrize("theta", [None, 100.0])
+def test_quantization_in_large_products(quantization, rows, theta):
+    """With few columns, several programs share the K blocks of a tile."""
+    for columns, depth in ((1024, 4096), (4096, 1024), (28672, 512)):
+        shape = 1, rows, depth, columns
+        thetas = None if theta is None else (theta,)
+        case = quantize_matmul_cases.Case(shape, (128, 128, 128), thetas)
+        quantize_matmul_cases.check(quantization, case)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_quantization_in_random_products(quantization, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        m, k, n = (int(side) for side in rng.choice(SIDES, 3))
+        M, (K, N) = int(rng.integers(1, 33)), rng.integers(1, 1500, 2).tolist()
+        theta = [None, (0.0,), (20.0,), (np.inf,)][rng.integers(4)]
+        m = [m, 1][rng.integers(2)] if theta is None else m
+        dtype = str(rng.choice(quantize_cases.SPECIAL_DTYPES))
+        case = quantize_matmul_cases.Case((1, M, K, N), (m, k, n), theta, dtype)
+        quantize_matmul_cases.check(quantization, case)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
+def test_special_blocks_in_the_product(quantization, dtype, fallback):
+    quantize_matmul_cases.check_special(quantization, dtype, fallback)
+
+
+def test_quantization_in_the_product_has_no_race(quantization):
+    case = quantize_matmul_cases.Case((1, 8, 4096, 4096), (128, 128, 128), (100.0,))
+    multiply = functools.partial(
+        quantization.quantize_matmul,
+        block_shape=case.blocks,
+        criterion="absmax",
+        dtype=jnp.bfloat16,
+    )
+    _check_repeats(multiply, *quantize_matmul_cases.operands(case))
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])

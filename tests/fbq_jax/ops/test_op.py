@@ -40,6 +40,7 @@ PRODUCT = {"block_shape": (32, 32, 32), "dtype": jnp.float32}
 SLOPES = packing.quantize(X, 10)
 CODES = Quantized(jnp.ones((2, 32, 64), jnp.int8), jnp.ones((2, 1, 2)))
 TILES = Quantized(jnp.ones((2, 64, 32), jnp.int8), jnp.ones((2, 2, 1)))
+ONE_CODES = jax.tree.map(lambda x: x[:1], CODES)
 GROUPS = jnp.arange(2)
 ROWS = GroupedRows(X[0], *([jnp.ones(1, jnp.int32)] * 2))
 
@@ -57,6 +58,10 @@ CALLS = {
         {"target_rate": (0.1, 0.3), "alpha": 1.3},
     ),
     "matmul": ((CODES, None, CODES), PRODUCT | {"reduce": None}),
+    "quantize_matmul": (
+        (X[:, :32, :64], THETA, ONE_CODES),
+        PRODUCT | ABSMAX | {"reduce": None},
+    ),
     "rms_norm_quantize": (
         (X, X[:, 0], THETA, SEEDS),
         FUSED_BLOCK | ABSMAX | {"epsilon": 1e-5, "colwise": None},

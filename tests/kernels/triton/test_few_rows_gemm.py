@@ -1,13 +1,16 @@
-"""The Triton GEMM for a few rows: in Triton's interpreter, and how it compiles."""
+"""The Triton GEMMs for a few rows: in Triton's interpreter, and how they compile."""
 
 import functools
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels import gemm_cases, triton_tools
+from tests.kernels import gemm_cases, quantize_matmul_cases, triton_tools
 from tests.kernels.gemm_cases import Case
+from tests.kernels.quantize_cases import SPECIAL_DTYPES
+from tests.marks import with_first_fast
 
 CASES = {
     "one row": Case((1, 1, 256, 128), (128, 128, 128), None),
@@ -95,3 +98,84 @@ def test_compiles_without_spills(capability, rows):
     )
     assert kernel.spills == 0
     assert "mma" in kernel.ptx
+
+
+def interpreted_ops(sm, config=None):
+    """The op that also quantizes, and the ops in its place."""
+    load = triton_tools.interpreted
+    one, product = load("few_rows_quantize_gemm"), load("few_rows_gemm")
+    options = {"sm": sm, "config": config}
+    return SimpleNamespace(
+        quantize_matmul=functools.partial(one.quantize_matmul, **options),
+        quantize_fallback=load("quantize").quantize_fallback,
+        quantize_row_blocks=load("quantize_row_blocks").quantize_row_blocks,
+        matmul=functools.partial(product.matmul, **options),
+    )
+
+
+@pytest.mark.parametrize("name", quantize_matmul_cases.CASES)
+def test_quantization_in_the_product_has_the_bits_of_two_kernels(name):
+    quantize_matmul_cases.check(interpreted_ops(90), quantize_matmul_cases.CASES[name])
+
+
+def test_programs_that_quantize_share_the_k_blocks():
+    config = triton_tools.interpreted("few_rows_gemm").Config(32, 3, 4, 2)
+    case = quantize_matmul_cases.CASES["unaligned"]
+    quantize_matmul_cases.check(interpreted_ops(80, config), case)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("dtype", with_first_fast(SPECIAL_DTYPES))
+def test_special_blocks_quantized_in_the_product(dtype, fallback):
+    quantize_matmul_cases.check_special(interpreted_ops(90), dtype, fallback)
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "fallback", "sm"),
+    [
+        ((1, 8, 4096, 14336), 2, True, 90),
+        ((1, 1, 28672, 4096), 4, False, 80),
+        ((2, 32, 1024, 4096), 2, True, 86),
+    ],
+)
+def test_splits_do_not_depend_on_who_quantizes(shape, itemsize, fallback, sm):
+    """Or the order of a sum would."""
+    one, two = (
+        triton_tools.interpreted(name).default_config
+        for name in ("few_rows_quantize_gemm", "few_rows_gemm")
+    )
+    options = {"fallback": fallback, "sm": sm}
+    config = one(shape, 128, itemsize=itemsize, **options)
+    assert config.splits == two(shape, 128, **options).splits
+
+
+@pytest.mark.parametrize("capability", with_first_fast([90, 80, 86, 89], fast=2))
+@pytest.mark.parametrize(
+    "problem",
+    with_first_fast(
+        [
+            (8, (128, 128, 128), "bfloat16"),
+            (32, (128, 128, 128), "bfloat16"),
+            (32, (256, 256, 256), "float32"),
+            (16, (1, 128, 128), "bfloat16"),
+            (8, (32, 32, 32), "float16"),
+        ],
+        fast=2,
+    ),
+)
+def test_quantization_in_the_product_compiles_without_spills(capability, problem):
+    rows, blocks, dtype = problem
+    case = quantize_matmul_cases.Case((1, rows, 512, 256), blocks, None, dtype)
+    (kernel,) = triton_tools.compile_kernels(
+        "few_rows_quantize_gemm",
+        "quantize_matmul",
+        *quantize_matmul_cases.operands(case),
+        capability=capability,
+        block_shape=blocks,
+        criterion=None if blocks[0] == 1 else "absmax",
+        dtype=jnp.bfloat16,
+        sm=capability,
+    )
+    assert kernel.spills == 0
+    assert "mma" in kernel.ptx
+    assert "cp.async" in kernel.ptx  # of rhs, while other blocks are multiplied

@@ -1,0 +1,95 @@
+"""Frozen layers with a few rows, which one op quantizes and multiplies."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax import FallbackDot, ops, recipes
+from fbq_jax.linen.freezing import freeze
+from fbq_jax.recipes.schema import Gemm
+from tests import oracle
+
+STOCHASTIC = replace(recipes.block, fwd=Gemm(lhs="stochastic"))
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The recipes' criteria in calls of the op."""
+    calls, op = [], ops.quantize_matmul
+
+    def quantize_matmul(*args, criterion, **options):
+        calls.append(criterion)
+        return op(*args, criterion=criterion, **options)
+
+    monkeypatch.setattr(ops, "quantize_matmul", quantize_matmul)
+    return calls
+
+
+def trained(recipe, rows):
+    """A layer, its variables after a training forward, and an activation."""
+    layer = nn.Dense(256, dot_general=FallbackDot(recipe), dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (*rows, 300), jnp.bfloat16)
+    x = x.at[..., 140].mul(50)  # the second block of three falls back
+    variables = layer.init(jax.random.key(1), x)
+    _, state = layer.apply(variables, x, mutable=["fallback"])
+    return layer, {**variables, **state}, x
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "calls"),
+    [
+        (recipes.fallback, (8,), 1),
+        (recipes.fallback, (1, 33), 0),
+        (recipes.block, (2, 3), 1),
+        (recipes.jetfire, (1, 32), 1),  # two axes of rows
+        (recipes.row_block, (5,), 1),
+        (replace(recipes.fallback, criterion="l1"), (8,), 0),
+        (recipes.rowwise, (8,), 0),
+        (recipes.fp8_row_block, (8,), 0),
+        (STOCHASTIC, (8,), 0),
+    ],
+)
+def test_one_op_computes_what_two_do(fused, recipe, rows, calls):
+    layer, variables, x = trained(recipe, rows)
+    frozen = freeze(layer, variables, x)
+    fused.clear()
+    got = jax.jit(layer.apply)(frozen, x)
+    assert fused == [recipe.criterion] * calls
+    want = jax.jit(layer.apply)(variables, x)
+    assert len(fused) == calls  # none in a layer that is not frozen
+    np.testing.assert_array_equal(got, want)
+
+
+def test_gradients_take_two_ops(fused):
+    layer, variables, x = trained(recipes.fallback, (8,))
+    frozen = freeze(layer, variables, x)
+    fused.clear()
+    jax.eval_shape(jax.grad(lambda x: layer.apply(frozen, x).sum()), x)
+    assert not fused
+
+
+@pytest.mark.parametrize("spec", [P("a", None), P(None, "a")])
+def test_weights_are_sharded(fused, spec):
+    """Along K, devices sum the products of their blocks."""
+    layer, variables, x = trained(recipes.fallback, (8,))
+    x = jnp.tile(x[:, :256], (1, 2))
+    variables = layer.init(jax.random.key(1), x) | {"fallback": variables["fallback"]}
+    frozen = freeze(layer, variables, x)
+    want = jax.jit(layer.apply)(frozen, x)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    weight = frozen["fallback"]["dot_general"]["weight"]
+    codes = jax.tree.map(
+        lambda y: jax.device_put(y, NamedSharding(mesh, P(None, *spec))), weight
+    )
+    frozen["fallback"]["dot_general"]["weight"] = codes
+    fused.clear()
+    got = jax.jit(layer.apply)(frozen, x)
+    assert fused
+    # Along K, partial sums are rounded to bfloat16.
+    assert oracle.relative(got, want) <= (0.0 if spec[0] else 5e-3)
