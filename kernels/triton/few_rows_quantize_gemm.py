@@ -27,7 +27,7 @@ from fbq_jax.kernels.triton.few_rows_gemm import (
     stages,
     store_part,
 )
-from fbq_jax.kernels.triton.gemm import align_rows, compute_capability
+from fbq_jax.kernels.triton.gemm import align_rows
 from fbq_jax.kernels.triton.gemm_kernel import (
     add_product,
     clamped_range,
@@ -35,6 +35,7 @@ from fbq_jax.kernels.triton.gemm_kernel import (
     outer_product,
     scale_offsets,
 )
+from fbq_jax.kernels.triton.launch import compute_capability
 
 
 def default_config(
