@@ -39,7 +39,7 @@ BlockShape = tuple[int, int, int]
 _FEW_ROWS = 128
 # The most rows that this kernel also quantizes.  Each of its programs does, which takes
 # too long for more rows.
-_FEW_ROWS_TO_QUANTIZE = 32
+_FEW_ROWS_TO_QUANTIZE = 8
 
 
 def matmul(
