@@ -1,6 +1,7 @@
 """Strict settings for every test: eight fake devices, no implicit promotion."""
 
 import atexit
+import gc
 import os
 import tempfile
 from importlib.metadata import version
@@ -37,7 +38,16 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Tracing makes many objects and few cycles of them.
+gc.set_threshold(50_000, 10, 10)
+
 NO_GPU = "needs a GPU"
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector all modules: they stay as long as the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

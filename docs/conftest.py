@@ -15,11 +15,19 @@ OTHERS = {
     DOCS / "migrate/fp8.md": "flax",
     DOCS / "guides/lora.md": "qwix",
 }
+# The longest of the others, whose functions have fast tests of their own.
+LONGEST = {
+    DOCS / "guides/convolutions.md",
+    DOCS / "guides/experts.md",
+    DOCS / "guides/serving.md",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks these pages; other libraries warn of what they call themselves."""
     for item in items:
+        if item.path in LONGEST:
+            item.add_marker(pytest.mark.exhaustive)
         if (library := OTHERS.get(item.path)) is None:
             continue
         missing = importlib.util.find_spec(library) is None

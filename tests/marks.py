@@ -1,5 +1,6 @@
 """Which cases of a test are fast."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,3 +12,16 @@ def with_first_fast(values: Iterable[Any], fast: int = 1) -> list[Any]:
     values = list(values)
     others = [pytest.param(v, marks=pytest.mark.exhaustive) for v in values[fast:]]
     return values[:fast] + others
+
+
+def pairs_with_first_fast(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
+    """All pairs, of which those with neither parameter's first value are exhaustive."""
+    one, other = list(one), list(other)
+    return [
+        pytest.param(
+            *pair,
+            marks=[pytest.mark.exhaustive]
+            * (pair[0] is not one[0] and pair[1] is not other[0]),
+        )
+        for pair in itertools.product(one, other)
+    ]

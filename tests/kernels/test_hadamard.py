@@ -1,5 +1,6 @@
 """The Hadamard transform keeps products and spreads what a row holds."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from fbq_jax.kernels.hadamard import SIZE, pad_rows, transform_rows
 from tests import oracle
 from tests.kernels.test_reference import heavy
 
-MATRIX = np.asarray(transform_rows(jnp.eye(SIZE)[None])[0], np.float64)
+MATRIX = np.asarray(jax.jit(transform_rows)(jnp.eye(SIZE)[None])[0], np.float64)
 
 
 def test_the_matrix_is_orthogonal_and_of_one_magnitude():

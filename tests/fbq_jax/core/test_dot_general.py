@@ -40,9 +40,9 @@ def seed_of(key, stream):
     ("block", "criterion", "backward"),
     [
         ((128, 128, 128), "absmax", "block"),
-        ((32, 64, 256), "l1_rel", "block"),
+        pytest.param(*((32, 64, 256), "l1_rel", "block"), marks=pytest.mark.exhaustive),
         ((64, 128, 32), None, "block"),
-        ((128, 128, 128), "absmax", "row"),
+        pytest.param(*((128, 128, 128), "absmax", "row"), marks=pytest.mark.exhaustive),
         ((128, 128, 128), "absmax", "hadamard"),
         ((64, 64, 128), "absmax", "fallback"),
     ],
@@ -116,9 +116,17 @@ DIMENSIONS = {
 
 
 DTYPES = itertools.cycle([jnp.float32, jnp.bfloat16, jnp.float16])
+# Orders, batches and vectors, and each dtype.
+FAST = "descending_contraction", "moe_experts", "two_batch_dims", "vector", "outer"
 
 
-@pytest.mark.parametrize(("name", "dtype"), list(zip(DIMENSIONS, DTYPES, strict=False)))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*case, marks=[pytest.mark.exhaustive] * (case[0] not in FAST))
+        for case in zip(DIMENSIONS, DTYPES, strict=False)
+    ],
+)
 def test_any_dimension_numbers(name, dtype):
     """Shapes, dtypes and values match lax.dot_general, gradients included."""
     lhs_shape, rhs_shape, dims = DIMENSIONS[name]

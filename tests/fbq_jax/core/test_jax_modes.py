@@ -63,7 +63,8 @@ def test_no_tracer_leaks(name):
         jax.jit(functools.partial(product, recipe=RECIPES[name]))(X, W, DY)
 
 
-@each_recipe
+@pytest.mark.exhaustive  # compiles each operation
+@pytest.mark.parametrize("name", RECIPES)
 def test_without_jit_it_computes_the_same(name):
     """Up to the rounding of sums, which ``jit`` may fuse."""
     want = jitted(X, W, DY, RECIPES[name])

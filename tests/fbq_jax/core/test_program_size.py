@@ -41,7 +41,11 @@ RECIPES = {
     "rowwise": recipes.rowwise,
     "fallback_rowwise_bwd": recipes.fallback_rowwise_bwd,
 }
-FAST = "fallback", "shards"
+# Many blocks along each axis, and fewer rows than shards.
+FAST = {
+    "fallback": ("one row", "many rows", "long K", "many columns"),
+    "shards": ("one row", "few rows"),
+}
 # M, K, N and the number of groups, most of which are empty if there are more than rows.
 RAGGED = {
     "one row": (1, 64, 64, 1),
@@ -87,12 +91,12 @@ def size_of_ragged(m, k, n, groups):
     return instructions(dot, *operands, sizes, jax.random.key(0))
 
 
-@pytest.mark.parametrize("shape", DEGENERATE)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "shape"),
     [
-        pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in FAST))
+        pytest.param(n, s, marks=[pytest.mark.exhaustive] * (s not in FAST.get(n, ())))
         for n in RECIPES
+        for s in DEGENERATE
     ],
 )
 def test_degenerate_products(name, shape):

@@ -13,6 +13,7 @@ from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import quantize_weight
 from fbq_jax.core.quantize_operands import Spec
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = Recipe(block=32)
@@ -79,7 +80,7 @@ def test_rhs_of_every_product_has_the_sums_of_its_codes(monkeypatch):
         np.testing.assert_array_equal(rhs.sums, blocks.sum(4).max(2))
 
 
-@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("devices", with_first_fast([8, 4]))
 def test_devices_give_what_one_gives(monkeypatch, devices):
     """On eight devices a block of W is split between two."""
     monkeypatch.setattr(Spec, "bounds_sums", True)

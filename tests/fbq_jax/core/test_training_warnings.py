@@ -24,6 +24,7 @@ from fbq_jax import (
 )
 from fbq_jax.core import threshold
 from fbq_jax.sharding import layer_names
+from tests.marks import pairs_with_first_fast
 
 OWG = "_overwrite_with_gradient"
 RECIPE = Recipe(block=32)
@@ -86,8 +87,10 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    pairs_with_first_fast(LAYERS, [lambda f: f, jax.jit, jax.checkpoint]),
+)
 def test_linen_training_with_an_immutable_collection(name, wrap):
     layer = LAYERS[name]
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
@@ -168,8 +171,13 @@ def trained_with_one(op_type):
     return make(rngs=rngs), make(rngs=rngs)
 
 
-@pytest.mark.parametrize("name", ["FallbackDot", "FallbackEinsum", "FallbackConv"])
-@pytest.mark.parametrize("lift", [lambda f, *args: f(*args), nnx.jit, nnx.remat])
+@pytest.mark.parametrize(
+    ("name", "lift"),
+    pairs_with_first_fast(
+        ["FallbackDot", "FallbackEinsum", "FallbackConv"],
+        [lambda f, *args: f(*args), nnx.jit, nnx.remat],
+    ),
+)
 def test_nnx_layers_that_train_with_one_op(name, lift):
     first, second = trained_with_one(getattr(fbq_jax.nnx, name))
 

@@ -23,6 +23,7 @@ from fbq_jax import (
     save_codes,
 )
 from fbq_jax.sharding import layer_names
+from tests.marks import with_first_fast
 
 OWG = "_overwrite_with_gradient"
 SMALL = FallbackDot(Recipe(block=32))
@@ -341,8 +342,6 @@ class Lifted(nn.Module):
 
 
 LIFTS = {
-    "none": lambda layer: layer,
-    "jit": nn.jit,
     "remat": nn.remat,
     "scan": functools.partial(
         nn.scan,
@@ -350,10 +349,12 @@ LIFTS = {
         split_rngs={"params": True},
         length=3,
     ),
+    "none": lambda layer: layer,
+    "jit": nn.jit,
 }
 
 
-@pytest.mark.parametrize("name", LIFTS)
+@pytest.mark.parametrize("name", with_first_fast(LIFTS, 2))
 def test_each_product_of_a_module_has_a_state(name):
     """JAX may trace the module several times, which makes no more products."""
     model = Lifted(LIFTS[name])

@@ -37,7 +37,7 @@ FUSED_BLOCK = {"block": (32, 128), "bits": 10}
 BOTH = {"rowwise": "nearest", "colwise": "nearest"}
 ABSMAX = {"criterion": "absmax"}
 PRODUCT = {"block_shape": (32, 32, 32), "dtype": jnp.float32}
-SLOPES = packing.quantize(X, 10)
+SLOPES = jax.jit(packing.quantize, static_argnums=1)(X, 10)
 CODES = Quantized(jnp.ones((2, 32, 64), jnp.int8), jnp.ones((2, 1, 2)))
 TILES = Quantized(jnp.ones((2, 64, 32), jnp.int8), jnp.ones((2, 2, 1)))
 ONE_CODES = jax.tree.map(lambda x: x[:1], CODES)

@@ -16,7 +16,16 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 SUPPORTED = [n for n, c in CASES.items() if set(c.blocks) <= set(TPU_SIDES)]
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+FAST = "unaligned, fallback", "few rows, fallback", "one element", "aligned"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in FAST))
+        for n in SUPPORTED
+    ],
+)
 def test_multiplies(name):
     gemm_cases.check_against_float64(gemm.matmul, CASES[name])
 
