@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from fbq_jax.kernels.grouped_reference import GroupedRows, to_tiles
+from fbq_jax.kernels import grouped_reference
+from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import (
     FallbackOptions,
     FallbackQuantized,
@@ -31,7 +32,7 @@ def ragged_quantize(
     x: GroupedRows, seeds: Seeds, **options: Unpack[QuantizeOptions]
 ) -> Layouts:
     """Quantizes as ``grouped_reference.ragged_quantize`` does."""
-    return quantize.quantize(to_tiles(x, options["block"][0]), seeds, **options)
+    return grouped_reference.ragged_quantize(x, seeds, ops=quantize, **options)
 
 
 def ragged_quantize_fallback(
@@ -41,8 +42,9 @@ def ragged_quantize_fallback(
     **options: Unpack[FallbackOptions],
 ) -> FallbackQuantized:
     """Quantizes as ``grouped_reference.ragged_quantize_fallback`` does."""
-    tiles = to_tiles(x, options["block"][0])
-    return quantize.quantize_fallback(tiles, theta, seeds, **options)
+    return grouped_reference.ragged_quantize_fallback(
+        x, theta, seeds, ops=quantize, **options
+    )
 
 
 def ragged_matmul(
