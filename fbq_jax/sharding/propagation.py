@@ -299,7 +299,7 @@ def _axes_of(value: Any) -> Axes:
 
 
 def _axes(sharding: Any) -> Axes:
-    """The mesh axes that shard each axis of an array; ``PART`` follows complete ones."""
+    """The mesh axes that shard each axis of an array; ``PART`` comes last."""
     dimensions = sdy.TensorShardingAttr(sharding).dimension_shardings
     found = []
     for dimension in dimensions:
