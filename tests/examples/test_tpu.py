@@ -17,7 +17,11 @@ from examples.llama.step import make_initializer, make_optimizer, make_train_ste
 from fbq_jax.bench import tpu_meshes
 from tests.kernels.tpu_tools import needs_compiler
 
-pytestmark = [needs_compiler, pytest.mark.exhaustive]
+pytestmark = [
+    needs_compiler,
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore:norms and gates pack"),
+]
 CONFIG = LlamaConfig(
     vocab_size=1024,
     hidden_size=512,

@@ -10,6 +10,7 @@ import fbq_jax
 from fbq_jax import recipes
 from fbq_jax.bench.tpu_cycles import TOPOLOGIES, lower_for
 from fbq_jax.ops import dispatch
+from fbq_jax.sharding import layer_names
 from tests.fbq_jax.core.test_dot_general import product
 from tests.kernels.tpu_tools import needs_compiler
 
@@ -98,8 +99,9 @@ def test_experts_run_the_kernels(generation):
 
 
 @pytest.mark.usefixtures("on_tpu")
-def test_fused_layers_run_the_kernels():
-    """And warn of nothing: a norm, its quantization and two products."""
+def test_fused_layers_run_the_kernels(monkeypatch):
+    """A norm, its quantization and two products.  XLA packs what the norm saves."""
+    monkeypatch.setattr(layer_names, "_warned", {})
     norm = fbq_jax.NormDense(256, dtype=jnp.bfloat16, dot_general=fbq_jax.fallback_dot)
     x = jax.ShapeDtypeStruct((1024, 384), jnp.bfloat16)
     variables = jax.eval_shape(norm.init, jax.random.key(0), x)
@@ -115,7 +117,9 @@ def test_fused_layers_run_the_kernels():
 
         return jax.grad(loss, has_aux=True)(state["params"])
 
-    text = compile_for("v5e", layer, x, *leaves)
+    with pytest.warns(UserWarning, match="norms and gates pack") as found:
+        text = compile_for("v5e", layer, x, *leaves)
+    assert len(found) == 1
     assert "%fbq_quantize" in text
     assert len(re.findall(r"%fbq_matmul\S* = ", text)) == 2
     assert "highest" not in text
