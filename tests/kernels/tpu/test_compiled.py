@@ -104,7 +104,8 @@ def test_fused_layers_run_the_kernels(monkeypatch):
     monkeypatch.setattr(layer_names, "_warned", {})
     norm = fbq_jax.NormDense(256, dtype=jnp.bfloat16, dot_general=fbq_jax.fallback_dot)
     x = jax.ShapeDtypeStruct((1024, 384), jnp.bfloat16)
-    variables = jax.eval_shape(norm.init, jax.random.key(0), x)
+    with pytest.warns(UserWarning, match="norms and gates pack"):  # once
+        variables = jax.eval_shape(norm.init, jax.random.key(0), x)
     leaves, structure = jax.tree.flatten(variables)
 
     def layer(x, *leaves):
@@ -117,9 +118,7 @@ def test_fused_layers_run_the_kernels(monkeypatch):
 
         return jax.grad(loss, has_aux=True)(state["params"])
 
-    with pytest.warns(UserWarning, match="norms and gates pack") as found:
-        text = compile_for("v5e", layer, x, *leaves)
-    assert len(found) == 1
+    text = compile_for("v5e", layer, x, *leaves)
     assert "%fbq_quantize" in text
     assert len(re.findall(r"%fbq_matmul\S* = ", text)) == 2
     assert "highest" not in text
