@@ -13,6 +13,7 @@ after the other, so memory never holds one matrix per tile.
 """
 
 import functools
+from types import ModuleType
 from typing import NamedTuple, Unpack
 
 import jax
@@ -132,30 +133,40 @@ def from_tiles(x: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def ragged_quantize(
-    x: GroupedRows, seeds: Seeds, **options: Unpack[QuantizeOptions]
+    x: GroupedRows,
+    seeds: Seeds,
+    *,
+    ops: ModuleType = reference,
+    **options: Unpack[QuantizeOptions],
 ) -> Layouts:
     """Quantizes each tile as a matrix ``[m, C]``; see ``reference.quantize``.
 
     Args:
       x: the rows, bfloat16, float16 or float32.
       seeds: the seeds of stochastic rounding, of T matrices.
+      ops: the module whose quantization ops are used.
       **options: those of ``reference.quantize``; the blocks have ``m`` rows.
 
     Returns:
       Rowwise codes ``[T, m, C]`` and colwise codes ``[T, C, m]``.
     """
-    return reference.quantize(to_tiles(x, options["block"][0]), seeds, **options)
+    tiles = to_tiles(x, options["block"][0])
+    quantized: Layouts = ops.quantize(tiles, seeds, **options)
+    return quantized
 
 
 def ragged_quantize_fallback(
     x: GroupedRows,
     theta: jax.Array,
     seeds: Seeds,
+    *,
+    ops: ModuleType = reference,
     **options: Unpack[FallbackOptions],
 ) -> FallbackQuantized:
     """Quantizes tiles as ``ragged_quantize``; see ``reference.quantize_fallback``."""
     tiles = to_tiles(x, options["block"][0])
-    return reference.quantize_fallback(tiles, theta, seeds, **options)
+    quantized: FallbackQuantized = ops.quantize_fallback(tiles, theta, seeds, **options)
+    return quantized
 
 
 @functools.partial(jax.jit, static_argnames=("block_shape", "dtype"))

@@ -25,6 +25,7 @@ from examples.llama.model import Llama
 from examples.llama.run_folder import RunError
 from examples.llama.sampling import Sampling, sample
 from examples.llama.text import ChatError
+from fbq_jax import partitioned
 
 ERRORS = (
     ChatError,
@@ -85,6 +86,7 @@ class Generator:
 State = tuple[jax.Array, KVCache, jax.Array]
 
 
+@partitioned
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(
     model: Llama,
@@ -103,6 +105,7 @@ def _read(
     return _draw(model, how, variables, tokens, cache, jax.random.key(seed))
 
 
+@partitioned
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _step(
     model: Llama,

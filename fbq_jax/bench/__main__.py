@@ -53,36 +53,40 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"In a clone of the repository, {LLAMA} measures the Llama example.",
     )
     commands = cli.add_sections(parser, SECTIONS)
-    _add_writer(
+    cli.add_writer(
         commands,
         "compile",
         "compiles the Triton kernels for several GPUs, and estimates their speed",
         "Compiles the Triton kernels for GPUs from Ampere on, and estimates the speed "
         "of a linear layer from the compiled code and published rates. Needs Triton "
         "(pip install 'triton==3.6.*'), but no GPU.",
+        _WRITERS["compile"].DEFAULT_PATH,
     )
-    _add_writer(
+    cli.add_writer(
         commands,
         "compile-tpu",
         "compiles linear layers for TPUs, and estimates their cycles",
         "Compiles a linear layer for several generations of TPUs, by several recipes, "
         "and estimates its cycles from the compiled code. Needs libtpu (pip install "
         "'fbq-jax[tpu]'), but no TPU.",
+        _WRITERS["compile-tpu"].DEFAULT_PATH,
     )
-    _add_writer(
+    cli.add_writer(
         commands,
         "models",
         "quantizes public models, and compares their losses with Qwix's",
         "Quantizes the public models whose packages are installed (pip install "
         "'fbq-jax[models]'), by this library and by Qwix, and trains them for two "
         "steps. Rows of other models in the file stay. Needs no GPU.",
+        _WRITERS["models"].DEFAULT_PATH,
     )
-    _add_writer(
+    cli.add_writer(
         commands,
         "errors",
         "compares the errors of recipes as outliers grow",
         "Compares the errors of recipes, with and without a name, as outliers grow in "
         "X, W or dY. Needs no GPU.",
+        _WRITERS["errors"].DEFAULT_PATH,
     )
     table = commands.add_parser("table", help="prints a JSON file's tables as Markdown")
     table.add_argument("file", type=Path, metavar="FILE")
@@ -98,18 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     install.add_argument("file", type=Path, metavar="FILE")
     return parser
-
-
-def _add_writer(commands: Any, name: str, text: str, description: str) -> None:
-    """Adds a command that writes a file of another kind."""
-    command = commands.add_parser(name, help=text, description=description)
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=_WRITERS[name].DEFAULT_PATH,
-        help="the JSON file to write (default: %(default)s)",
-    )
 
 
 def _run(arguments: Sequence[str]) -> None:

@@ -83,6 +83,28 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
     return commands
 
 
+def add_writer(
+    commands: Any, name: str, text: str, description: str, default: Path
+) -> None:
+    """Adds a command that writes a file of another kind.
+
+    Args:
+      commands: the subcommands, as ``add_sections`` returns them.
+      name: the name of the command.
+      text: what it does, in a line.
+      description: what it does, and what it needs.
+      default: the file that it writes by default.
+    """
+    command = commands.add_parser(name, help=text, description=description)
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=default,
+        help="the JSON file to write (default: %(default)s)",
+    )
+
+
 def _read_shape(sizes: str, text: str) -> tuple[int, ...]:
     """Reads sizes that are separated by commas, such as ``"8192,4096,4096"``."""
     count = sizes.count(",") + 1

@@ -35,6 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
 from fbq_jax.kernels import fused_reference, packing
+from fbq_jax.ops import dispatch
 
 # The checkpoint_name of the values saved for the backward pass.
 SAVED_NAME = "fbq_nonlinear"
@@ -315,6 +316,7 @@ _pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
 
 
 def _save(x: jax.Array, bits: int) -> packing.Packed:
+    dispatch.warn_of_packing()
     return checkpoint_name(_quantize(x, bits), SAVED_NAME)
 
 

@@ -204,6 +204,18 @@ def warn_of_small_blocks(choice: Choice, sides: Sequence[int]) -> None:
         )
 
 
+def warn_of_packing() -> None:
+    """Warns, once, that norms and gates pack saved values on a TPU, by XLA."""
+    if jax.default_backend() == "tpu":
+        warn_first(
+            "packing",
+            "norms and gates pack what their backward pass reads, without a kernel: on "
+            "a TPU that is estimated to take longer than the products of a layer. "
+            "Flax's norms and jax.nn's gates save floats, as does --saved-bits 0 of "
+            "the Llama example. See docs/performance/tpus.md",
+        )
+
+
 def choose_layer(
     recipe: Recipe,
     sizes: tuple[int, int, int],

@@ -18,7 +18,12 @@ from fbq_jax.kernels import grouped_reference
 from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Block, Quantized
 from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.ops.backends import mosaic_refusal, triton_kernels, triton_refusal
+from fbq_jax.ops.backends import (
+    mosaic_refusal,
+    tpu_refusal,
+    triton_kernels,
+    triton_refusal,
+)
 from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.products import BlockShape
 from fbq_jax.ops.quantization import fallback_words, wanted_layouts
@@ -209,15 +214,18 @@ def _local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
     return groups - jnp.int32(size) * index
 
 
+_TPU_KERNEL = {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.grouped", tpu_refusal)}
+
+
 def _gemm_kernels() -> dict[str, Kernel]:
     refusals = {"mosaic": mosaic_refusal, "triton": triton_refusal}
     return {
         name: Kernel(name, f"fbq_jax.kernels.{name}.grouped_gemm", refusal)
         for name, refusal in refusals.items()
-    }
+    } | _TPU_KERNEL
 
 
-_QUANTIZE_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize")
+_QUANTIZE_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize") | _TPU_KERNEL
 ragged_quantize = define_op(
     grouped_reference.ragged_quantize,
     _quantize_rule,

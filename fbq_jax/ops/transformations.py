@@ -73,6 +73,8 @@ def call(
     )
     dispatch.warn_of_reference(choice, block_shape, codes)
     dispatch.warn_of_small_blocks(choice, block_shape)
+    if width is not None:
+        dispatch.warn_of_packing()
     record_layer(op.name, operands)
     run = LocalOp(op, choice.implementation, tuple(block_shape))
     number = None

@@ -26,6 +26,7 @@ from fbq_jax.sharding.assignment import (
     factor_mesh_axes,
     warn_misaligned_shards,
 )
+from fbq_jax.sharding.layer_names import warn_once
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -268,6 +269,7 @@ def _call_on_shards(
     )
     assignment = assign_mesh_axes(rule, given, wanted, plan.mesh)
     warn_misaligned_shards(name, rule, given, assignment)
+    _warn_of_parts(name, given, plan.shardings[call_number][0])
     program: Callable[..., Any] = jax.shard_map(
         functools.partial(local, Shard(rule, assignment)),
         mesh=plan.shard_map_mesh(),
@@ -279,9 +281,26 @@ def _call_on_shards(
 
 
 def _sharded_arrays(arrays: Any, axes: list[propagation.Axes]) -> Any:
+    """Arrays with the mesh axes that shard them completely."""
+
+    def sharded(x: Any, names: propagation.Axes) -> ShardedArray:
+        complete = (tuple(n for n in own if n != propagation.PART) for own in names)
+        return ShardedArray(x.shape, x.dtype, tuple(complete) or ((),) * len(x.shape))
+
     leaves, structure = jax.tree.flatten(arrays)
-    sharded = [
-        ShardedArray(x.shape, x.dtype, names or ((),) * len(x.shape))
-        for x, names in zip(leaves, axes, strict=True)
-    ]
-    return jax.tree.unflatten(structure, sharded)
+    return jax.tree.unflatten(structure, map(sharded, leaves, axes))
+
+
+def _warn_of_parts(name: str, operands: Any, axes: list[propagation.Axes]) -> None:
+    """Warns if part of a mesh axis shards an operand, and says what that costs."""
+    for x, names in zip(jax.tree.leaves(operands), axes, strict=True):
+        for i, own in enumerate(names):
+            if propagation.PART in own and len(x.shape) >= 3:  # not a few scales
+                text = (
+                    f"axis {i} of {x.dtype}{list(x.shape)} is sharded over part of a "
+                    "mesh axis, but fbq_jax.partitioned splits none: devices gather "
+                    "the axis and may repeat each other's work. Make the mesh of "
+                    "smaller axes. If you did not request this sharding, XLA chose it; "
+                    "a sharding constraint prevents it."
+                )
+                warn_once(name, operands, (propagation.PART, x.shape[i]), text)

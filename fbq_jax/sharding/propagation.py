@@ -24,8 +24,9 @@ _PLATFORMS = frozenset({"tpu"})  # whose compilers cannot call Python
 _CALL = "fbq_call_"
 _TARGET = "CustomSPMDPartitioning"
 
-# The mesh axes that shard each axis of an array.
+# The mesh axes that shard each axis of an array. The last one may be ``PART``.
 Axes = tuple[tuple[str, ...], ...]
+PART = "part"  # of a further mesh axis
 
 
 class MismatchError(RuntimeError):
@@ -298,12 +299,13 @@ def _axes_of(value: Any) -> Axes:
 
 
 def _axes(sharding: Any) -> Axes:
-    """The complete mesh axes that shard each axis of an array."""
+    """The mesh axes that shard each axis of an array; ``PART`` comes last."""
     dimensions = sdy.TensorShardingAttr(sharding).dimension_shardings
     found = []
     for dimension in dimensions:
         axes = [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(dimension).axes]
         parts = (i for i, axis in enumerate(axes) if axis.sub_axis_info is not None)
         end = next(parts, len(axes))
-        found.append(tuple(axis.name for axis in axes[:end]))
+        names = tuple(axis.name for axis in axes[:end])
+        found.append(names if end == len(axes) else (*names, PART))
     return tuple(found)

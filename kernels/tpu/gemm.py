@@ -54,6 +54,7 @@ def matmul(
     *,
     block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
+    matrices: jax.Array | None = None,
 ) -> jax.Array:
     """Multiplies as ``reference.matmul`` does; block sizes are multiples of 128.
 
@@ -65,13 +66,16 @@ def matmul(
       rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each a multiple of 128.
       dtype: dtype of the output.
+      matrices: int32 ``[B]``, the matrix of rhs ``[G, N, K]`` that each one of lhs is
+        multiplied with; the product is 0 if it is not in ``[0, G)``.  By default each
+        has its own.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
     m, k, n = block_shape
     batch, M, _ = lhs.codes.shape
-    N = rhs.codes.shape[1]
+    size, N, _ = rhs.codes.shape
     terms = [lhs] if residual is None else [lhs, residual]
     codes = [_pad_axis(x.codes, 2, k) for x in (*terms, rhs)]
     # The vector units have no other dtypes.
@@ -80,15 +84,21 @@ def matmul(
     tiles = choose_tiles(out, codes[0].shape[2] // k, k, len(terms))
     row_scales = [_row_scales(term.scales, m, M, tiles) for term in terms]
     list_steps = list_all if residual is None else list_used
+    # Columns first: matrices of lhs that share one of rhs read it once.
+    grid = pl.cdiv(N, tiles.columns), batch, pl.cdiv(M, tiles.rows), tiles.chunks
+    kernel = functools.partial(_compute_tile, k)
     program: Callable[..., jax.Array] = pl.pallas_call(
-        functools.partial(_compute_tile, k),
+        kernel if matrices is None else functools.partial(_without_index, kernel),
         out_shape=out,
-        grid=(batch, pl.cdiv(N, tiles.columns), pl.cdiv(M, tiles.rows), tiles.chunks),
-        in_specs=_input_specs(tiles, k, len(terms)),
-        out_specs=pl.BlockSpec(
-            (None, tiles.rows, tiles.columns), lambda b, j, i, _: (b, i, j)
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=0 if matrices is None else 1,
+            grid=grid,
+            in_specs=_input_specs(tiles, k, len(terms)),
+            out_specs=pl.BlockSpec(
+                (None, tiles.rows, tiles.columns), lambda j, b, i, *_: (b, i, j)
+            ),
+            scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
         ),
-        scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
         compiler_params=compiler_params(
             "parallel", "parallel", "parallel", "arbitrary"
         ),
@@ -96,7 +106,18 @@ def matmul(
     )
     column_scales = _column_scales(rhs.scales, n, N, tiles)
     steps = list_steps(*row_scales, multiple=GROUP)
-    return program(steps, codes[:-1], codes[-1], column_scales).astype(dtype)
+    operands = steps, codes[:-1], codes[-1], column_scales
+    if matrices is None:
+        return program(*operands).astype(dtype)
+    is_any = ((matrices >= 0) & (matrices < size))[:, None, None, None]
+    steps = steps._replace(counts=jnp.where(is_any, steps.counts, 0))
+    matrices = jnp.clip(matrices, 0, size - 1)
+    return program(matrices, steps, *operands[1:]).astype(dtype)
+
+
+def _without_index(kernel: Callable[..., None], _matrices: Any, *refs: Any) -> None:
+    """A kernel of which only the grid reads the list of matrices."""
+    kernel(*refs)
 
 
 def choose_tiles(out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int) -> Tiles:
@@ -148,21 +169,29 @@ def _pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 def _input_specs(tiles: Tiles, k: int, terms: int) -> tuple[Any, ...]:
     """What a program reads of its steps, lhs, rhs and the scales of rhs."""
 
+    def matrix(b: jax.Array, matrices: tuple[Any, ...]) -> jax.Array:
+        """The index of a matrix of rhs, given that of lhs."""
+        result: jax.Array = matrices[0][b] if matrices else b
+        return result
+
     def of_list(length: int) -> Any:
         shape = None, None, tiles.rows // ROWS, length
         return pl.BlockSpec(
-            shape, lambda b, _, i, c: (b, c, i, 0), memory_space=pltpu.SMEM
+            shape, lambda _, b, i, c, *__: (b, c, i, 0), memory_space=pltpu.SMEM
         )
 
     length = Steps.length(terms * tiles.blocks, GROUP)
     depth = tiles.blocks * k
-    lhs = pl.BlockSpec((None, tiles.rows, depth), lambda b, _, i, c: (b, i, c))
+    lhs = pl.BlockSpec((None, tiles.rows, depth), lambda _, b, i, c, *__: (b, i, c))
     return (
         Steps(of_list(length), of_list(length), of_list(1)),
         [lhs] * terms,
-        pl.BlockSpec((None, tiles.columns, depth), lambda b, j, _, c: (b, j, c)),
         pl.BlockSpec(
-            (None, None, tiles.blocks, tiles.columns), lambda b, j, _, c: (b, c, 0, j)
+            (None, tiles.columns, depth), lambda j, b, _, c, *m: (matrix(b, m), j, c)
+        ),
+        pl.BlockSpec(
+            (None, None, tiles.blocks, tiles.columns),
+            lambda j, b, _, c, *m: (matrix(b, m), c, 0, j),
         ),
     )
 

@@ -1,21 +1,27 @@
 """The training step compiles for meshes of TPUs."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.llama import mesh
+from examples.llama import generate, mesh
 from examples.llama.config import RECIPES, Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
+from examples.llama.sampling import Sampling
 from examples.llama.step import make_initializer, make_optimizer, make_train_step
 from fbq_jax.bench import tpu_meshes
 from tests.kernels.tpu_tools import needs_compiler
 
-pytestmark = [needs_compiler, pytest.mark.exhaustive]
+pytestmark = [
+    needs_compiler,
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore:norms and gates pack"),
+]
 CONFIG = LlamaConfig(
     vocab_size=1024,
     hidden_size=512,
@@ -29,6 +35,17 @@ CONFIG = LlamaConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def on_tpu(monkeypatch):
+    """Chooses as on a TPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+
+def place(devices, x, spec):
+    sharding = NamedSharding(devices, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 @pytest.mark.parametrize(
     ("generation", "sizes", "recipe"),
     [
@@ -37,24 +54,18 @@ CONFIG = LlamaConfig(
         ("v6e", {"data": 2, "fsdp": 4}, "rowwise"),
     ],
 )
-def test_the_step_compiles(monkeypatch, generation, sizes, recipe):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+def test_the_step_compiles(generation, sizes, recipe):
     devices = tpu_meshes.mesh_of(generation, sizes)
     model = Llama(CONFIG, RECIPES[recipe])
     optimizer, schedule = make_optimizer(Config(steps=10))
     step = make_train_step(model, optimizer, schedule)
-
-    def place(x, spec):
-        sharding = NamedSharding(devices, spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
     # A mesh of devices that are not here cannot be set.
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
         state = jax.eval_shape(make_initializer(model, optimizer), key, None)
         tokens = jax.ShapeDtypeStruct((1, 8, 513), jnp.int32)
         specs = mesh.specs(state), mesh.spec(tokens.shape, (None, "batch", None))
-        arguments = jax.tree.map(place, (state, tokens), specs)
+        arguments = jax.tree.map(partial(place, devices), (state, tokens), specs)
         with jax.numpy_dtype_promotion("standard"):  # optax needs it
             text = step.lower(*arguments).compile().as_text()
     assert "%splash_mha" in text
@@ -63,3 +74,19 @@ def test_the_step_compiles(monkeypatch, generation, sizes, recipe):
     assert f"%{kernel}" in text
     gathered = re.findall(r" = (\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", text)
     assert "s8" in gathered
+
+
+def test_generating_compiles():
+    devices = tpu_meshes.mesh_of("v5e", {"data": 4, "tensor": 2})
+    model, how = Llama(CONFIG, RECIPES["fallback"]), Sampling()
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+        variables = jax.eval_shape(model.init, key, tokens)
+        specs = mesh.specs(variables)
+        variables = jax.tree.map(partial(place, devices), variables, specs)
+        read = generate._read.lower(model, how, 256, variables, tokens, jnp.uint32(0))
+        step = generate._step.lower(model, how, variables, *read.out_info)
+        for program in (read.compile().as_text(), step.compile().as_text()):
+            assert "%fbq_matmul" in program
+            assert "highest" not in program

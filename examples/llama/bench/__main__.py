@@ -7,7 +7,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fbq_jax.bench import cli
+from examples.llama.bench import compile_tpu
+from fbq_jax.bench import cli, tpu
 
 SECTIONS = {
     "block": "a Llama block, forward and backward, and its memory",
@@ -24,12 +25,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m examples.llama.bench",
         description="Measures the Llama example on this machine's GPUs.",
     )
-    cli.add_sections(parser, SECTIONS)
-    options = parser.parse_args(arguments)
-    return cli.exit_status(
-        "examples.llama.bench",
-        lambda: cli.run("examples.llama.bench", SECTIONS, options),
+    commands = cli.add_sections(parser, SECTIONS)
+    cli.add_writer(
+        commands,
+        "compile-tpu",
+        "compiles an optimizer step for TPUs, and estimates its cycles",
+        "Compiles an optimizer step of a Llama for several generations of TPUs, by "
+        "several recipes, and estimates its cycles from the compiled code. Other "
+        "tables in the file stay. Needs libtpu (pip install 'fbq-jax[tpu]'), but no "
+        "TPU.",
+        tpu.DEFAULT_PATH,
     )
+    options = parser.parse_args(arguments)
+    return cli.exit_status("examples.llama.bench", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "compile-tpu":
+        compile_tpu.run(options.out)
+    else:
+        cli.run("examples.llama.bench", SECTIONS, options)
 
 
 if __name__ == "__main__":

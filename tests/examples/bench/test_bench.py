@@ -1,6 +1,7 @@
 """The Llama's benchmarks, at sizes that a CPU can multiply."""
 
 import dataclasses
+import importlib.util
 import types
 
 import jax
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 
 from examples.llama import mesh
-from examples.llama.bench import block, harness, parity, profile, scaling, train
+from examples.llama.bench import (
+    block,
+    compile_tpu,
+    harness,
+    parity,
+    profile,
+    scaling,
+    train,
+)
+from examples.llama.bench.__main__ import main
 from examples.llama.step import TrainState
 from fbq_jax import recipes
 from fbq_jax.bench import matmuls, measure
@@ -169,3 +179,23 @@ def test_random_walks_have_four_successors():
     assert tokens.shape == (30, 40)
     pairs = set(zip(tokens[:, :-1].flat, tokens[:, 1:].flat, strict=True))
     assert 100 < len(pairs) <= 200
+
+
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert main(["compile-tpu", "--out", str(tmp_path / "tpu.json")]) == 2
+    assert "pip install libtpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("bf16", None), ("fallback", None), (compile_tpu.PACKED, 10)]
+)
+def test_steps_compiled_for_tpus_save_what_their_name_says(monkeypatch, name, bits):
+    models = []
+    monkeypatch.setattr(
+        compile_tpu, "make_train_step", lambda model, *_: models.append(model)
+    )
+    _, (_, tokens) = compile_tpu.training_step(name, (256, 256, 1, 3))
+    assert tokens.shape == (1, 3, 2049)
+    assert [model.config.saved_bits for model in models] == [bits]
+    assert (models[0].dot_general is None) == (name == "bf16")

@@ -5,8 +5,9 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from fbq_jax.bench import tpu
+from fbq_jax.bench import tpu_cycles
 from fbq_jax.bench.__main__ import main
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.tpu import gemm, quantize, quantize_vectors
@@ -22,30 +23,57 @@ LB: loop body
    0x4   : >> { %v2 = vld [vmem:[%s1]] } /* End region 1 */
    0x5 PF: > { %s3 = smov.u32 0 }
 """
-HLO = (
-    "  %fbq_matmul.3 = bf16[1,8192,4096]{2,1,0:T(8,128)} custom-call(%a.1, %b, %c), x\n"
-    "  %fbq_find_amax.1 = (f32[1,1,8]{3,2}, f32[1,1,4]{2,1}) custom-call(%x), y\n"
+KERNEL = (
+    "  %fbq_matmul.3 = bf16[2,8192,4096]{2,1,0:T(8,128)} custom-call(%a.1, %b, %c), "
+    'custom_call_target="tpu_custom_call", x\n'
 )
+HLO = f"""HloModule jit_step
+
+%fused (p: f32[8]) -> f32[8] {{
+  ROOT %add = f32[8] add(%p, %p)
+}}
+
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %x = f32[8] fusion(%p), backend_config={{"estimated_cycles":"100"}}
+{KERNEL}}}
+
+%condition (t: (s32[], f32[8])) -> pred[] {{
+  %last = s32[]{{:T(128)}} constant(7), metadata={{}}
+  ROOT %less = pred[] compare(%i, %last), direction=LT
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %y = f32[8] sort(%p), backend_config={{"estimated_cycles":"9223372036854775807"}}
+  %z = f32[8] fusion(%p), backend_config={{"estimated_cycles":"30"}}
+  %loop = (s32[], f32[8]) while(%tuple), condition=%condition, body=%body, x
+}}
+"""
+MATMUL = tpu_cycles.Issued("fbq_matmul", 3, (1, 8192, 4096), 1000)
 
 
-def test_cycles_are_bundles_times_iterations(tmp_path):
-    (tmp_path / "17-fbq_matmul.3-72-final_bundles.txt").write_text(DUMP)
-    (tmp_path / "17-fbq_matmul.3-70-schedule-analysis_final_bundles.txt").write_text("")
-    call = tpu.Call("fbq_matmul", 3, (1, 8192, 4096), (10, 200))
-    calls = {"fbq_matmul.3": call, "fbq_matmul.5": call}  # compiled once
-    expected = dict.fromkeys(calls, 2 + 2 * 10 + 2 * 200)
-    assert tpu._cycles_of_kernels(tmp_path, calls) == expected
+def test_bundles_count_once_an_iteration():
+    assert tpu_cycles.count_bundles(DUMP, (10, 200)) == 2 + 2 * 10 + 2 * 200
 
 
-def test_kernels_are_found_by_name_operands_and_output():
-    matmul = tpu.Call("fbq_matmul", 3, (1, 8192, 4096), (1,))
-    others = [
-        tpu.Call("fbq_matmul", 4, (1, 8192, 4096), (2,)),
-        tpu.Call("fbq_matmul", 3, (1, 4096, 4096), (3,)),
+def test_loops_count_as_often_as_they_run():
+    issued = [
+        MATMUL._replace(operands=4, bundles=1),
+        MATMUL._replace(out=(1, 4096, 4096), bundles=1),
+        MATMUL,
     ]
-    amax = tpu.Call("fbq_find_amax", 1, (1, 1, 8), (4,))
-    found = dict(tpu._compiled_calls(HLO, [*others, amax, matmul]))
-    assert found == {"fbq_matmul.3": matmul, "fbq_find_amax.1": amax}
+    # The leading axis of the output is that of jax.vmap.
+    issued = [x._replace(out=x.out[1:]) for x in issued]
+    cycles = tpu_cycles.add_up(HLO, issued, cores=2)
+    in_kernel = 7 * 2 * 1000 / 2
+    assert cycles == (30 + 7 * 100, {"fbq_matmul.3": in_kernel}, 700 + in_kernel)
+
+
+def test_what_is_not_understood_is_an_error():
+    with pytest.raises(RuntimeError, match="not traced: fbq_matmul"):
+        tpu_cycles.add_up(HLO, [], cores=1)
+    called = HLO.replace(" while(", " call(")
+    with pytest.raises(RuntimeError, match="how often body runs"):
+        tpu_cycles.add_up(called, [MATMUL], cores=1)
 
 
 def test_calls_are_recorded_with_their_iterations():
@@ -57,7 +85,7 @@ def test_calls_are_recorded_with_their_iterations():
     x = jax.ShapeDtypeStruct((1, 2048, 1024), jnp.bfloat16)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
     modes = {"rowwise": "nearest", "colwise": "nearest"}
-    with tpu._recorded(calls):
+    with tpu_cycles._recorded(calls):
         jax.eval_shape(
             lambda x, r, w: gemm.matmul(
                 x, r, w, block_shape=(128, 128, 128), dtype=jnp.bfloat16
@@ -89,10 +117,15 @@ def test_the_tables_compare_with_bf16_and_list_collectives(tmp_path, capsys):
         {"kind": "all-gather", "dtype": "f32", "bytes": 2**17, "count": 4},
     ]
     common = {"generation": "v5e", "shape": [8, 4, 4]}
+    steps = [
+        common | row | {"loop_cycles": cycles}
+        for row, cycles in zip(rows, (1000, 900), strict=True)
+    ]
     content = {
         "date": "2026-01-01",
         "versions": {"jax": "1"},
         "tpu_layers": [common | row for row in rows],
+        "tpu_steps": steps,
         "tpu_meshes": [
             common | {"mesh": {"fsdp": 4}, "what": "block", "collectives": sent}
         ],
@@ -102,6 +135,7 @@ def test_the_tables_compare_with_bf16_and_list_collectives(tmp_path, capsys):
     assert main(["table", str(path)]) == 0
     out = capsys.readouterr().out
     assert "| v5e | block | 8, 4, 4 | 500 | 1.1e+03 | 0.80 |" in out
+    assert "| v5e | block | 8, 4, 4 | 500 | 1.1e+03 | 0.80 | 0.90 |" in out
     assert "Estimate, not a measurement" in out
     assert "| v5e | fsdp=4 | block | 2 x all-gather s8 16 | 0.5 |" in out
 

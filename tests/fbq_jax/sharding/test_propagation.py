@@ -44,6 +44,19 @@ def sharded(mesh, *specs):
     return [place(mesh, x, *spec) for x, spec in zip(OPERANDS, specs, strict=True)]
 
 
+def lowered_by_fsdp(name):
+    """The layer, whose tokens and weights are on eight devices."""
+    mesh = mesh_of(data=2, fsdp=4)
+    tokens = P(("data", "fsdp"))
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in [((T, K), tokens), ((K, N), P("fsdp")), ((T, N), tokens)]
+    )
+    shardings = dy.sharding, x.sharding, w.sharding
+    step = fbq_jax.partitioned(jax.jit(layer(name), out_shardings=shardings))
+    return step.lower(x, w, dy)
+
+
 def test_the_compiler_is_not_called_without_a_plan():
     x, w, dy = sharded(mesh_of(data=8), ("data",), (), ("data",))
     with pytest.raises(NotImplementedError, match=r"fbq_jax.partitioned\(jax.jit"):
@@ -59,19 +72,16 @@ WHOLE_AXES = [name for name in recipes.NAMED if name != "aqt_int8_local"]
     ["fallback", *(pytest.param(name, marks=slow) for name in WHOLE_AXES[1:])],
 )
 def test_devices_exchange_what_they_do_on_other_platforms(name):
-    mesh = mesh_of(data=2, fsdp=4)
-    tokens = P(("data", "fsdp"))
-    x, w, dy = (
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-        for shape, spec in [((T, K), tokens), ((K, N), P("fsdp")), ((T, N), tokens)]
-    )
-    shardings = dy.sharding, x.sharding, w.sharding
-    step = fbq_jax.partitioned(jax.jit(layer(name), out_shardings=shardings))
-    found = count(step.lower(x, w, dy).compile())
+    found = count(lowered_by_fsdp(name).compile())
     # A gather of K scales is not always needed twice.
     more = Counter(COLLECTIVES[name]) - found
     assert found <= Counter(COLLECTIVES[name])
     assert more <= Counter([("all-gather", "f32", K)])
+
+
+def test_half_of_a_mesh_axis_is_gathered_with_a_warning():
+    with pytest.warns(UserWarning, match="sharded over part of a mesh axis, but"):
+        lowered_by_fsdp("aqt_int8_local")
 
 
 @pytest.mark.exhaustive

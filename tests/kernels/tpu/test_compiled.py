@@ -8,8 +8,9 @@ import pytest
 
 import fbq_jax
 from fbq_jax import recipes
-from fbq_jax.bench.tpu import TOPOLOGIES, compile_for
+from fbq_jax.bench.tpu_cycles import TOPOLOGIES, lower_for
 from fbq_jax.ops import dispatch
+from fbq_jax.sharding import layer_names
 from tests.fbq_jax.core.test_dot_general import product
 from tests.kernels.tpu_tools import needs_compiler
 
@@ -42,6 +43,11 @@ def compiled_layer(generation, name, dtype=jnp.bfloat16):
     return compile_for(generation, layer, *shapes)
 
 
+def compile_for(generation, function, *shapes):
+    """The HLO of a function compiled for a TPU."""
+    return lower_for(generation, jax.jit(function), *shapes).compile().as_text()
+
+
 def products(text):
     """The operands' dtypes of the products that XLA computes."""
     dtypes = dict(re.findall(r"%(\S+) = (\w+)\[", text))
@@ -71,11 +77,35 @@ def test_recipes_by_vector_multiply_int8(generation, name):
 
 
 @pytest.mark.usefixtures("on_tpu")
-def test_fused_layers_run_the_kernels():
-    """And warn of nothing: a norm, its quantization and two products."""
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_experts_run_the_kernels(generation):
+    """And warn of nothing."""
+    x, w, dy = ((1024, 384), (4, 384, 640), (1024, 640))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (x, w, dy)]
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def layer(x, w, dy, sizes):
+        def product(x, w):
+            key = jax.random.key(0)
+            return fbq_jax.ragged_dot(x, w, sizes, theta=1.0, key=key)[0]
+
+        return jax.vjp(product, x, w)[1](dy)
+
+    text = compile_for(generation, layer, *shapes, sizes)
+    assert len(re.findall(r"%fbq_matmul\S* = ", text)) == 1  # Y is unused
+    assert len(re.findall(r"%fbq_ragged_contraction\S* = ", text)) == 1
+    assert "%fbq_quantize" in text
+    assert not products(text)
+
+
+@pytest.mark.usefixtures("on_tpu")
+def test_fused_layers_run_the_kernels(monkeypatch):
+    """A norm, its quantization and two products.  XLA packs what the norm saves."""
+    monkeypatch.setattr(layer_names, "_warned", {})
     norm = fbq_jax.NormDense(256, dtype=jnp.bfloat16, dot_general=fbq_jax.fallback_dot)
     x = jax.ShapeDtypeStruct((1024, 384), jnp.bfloat16)
-    variables = jax.eval_shape(norm.init, jax.random.key(0), x)
+    with pytest.warns(UserWarning, match="norms and gates pack"):  # once
+        variables = jax.eval_shape(norm.init, jax.random.key(0), x)
     leaves, structure = jax.tree.flatten(variables)
 
     def layer(x, *leaves):
@@ -101,8 +131,7 @@ def test_dispatch_prefers_kernels_on_a_tpu(monkeypatch):
     assert dispatch.choose("matmul", ()).backend == "xla"
     assert dispatch.choose("quantize_vectors", ()).backend == "tpu"
     assert dispatch.choose("rms_norm_quantize", (128, 128)).backend == "tpu"
-    ragged = dispatch.choose("ragged_matmul", (128, 128, 128))
-    assert "not tpu: it has no kernel for this op" in ragged.reason
+    assert dispatch.choose("ragged_matmul", (128, 128, 128)).backend == "tpu"
     small = dispatch.choose("matmul", (32, 32, 32))
     assert small.implementation == "reference"
     assert small.reason == "not tpu: its blocks have sides of 128 or 256, not 32"
