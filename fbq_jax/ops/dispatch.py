@@ -4,7 +4,7 @@
 
 ========= ==================================================================
 mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton;
-          there the GEMM of up to 64 rows, too
+          there the GEMM of up to 128 rows, too
 triton    NVIDIA GPUs from Ampere on
 tpu       TPUs: quantization and the GEMM in Pallas
 reference any device: the definition in ``jax.numpy``

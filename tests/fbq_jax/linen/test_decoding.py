@@ -45,9 +45,9 @@ def trained(recipe, rows):
     ("recipe", "rows", "calls"),
     [
         (recipes.fallback, (8,), 1),
-        (recipes.fallback, (1, 33), 0),
+        (recipes.fallback, (1, 9), 0),
         (recipes.block, (2, 3), 1),
-        (recipes.jetfire, (1, 32), 1),  # two axes of rows
+        (recipes.jetfire, (1, 8), 1),  # two axes of rows
         (recipes.row_block, (5,), 1),
         (replace(recipes.fallback, criterion="l1"), (8,), 0),
         (recipes.rowwise, (8,), 0),
