@@ -16,8 +16,10 @@ from fbq_jax.kernels.hadamard import SIZE, transform_rows
 from fbq_jax.kernels.reference import Block, CodeDtype, Layouts, check_float8
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_codes import (
-    find_amax,
+    elementwise_max,
     float8_words,
+    from_bits,
+    magnitudes,
     multiply,
     round_codes,
     scale_of_codes,
@@ -175,9 +177,11 @@ def _store_row_scales(tiles, scales, at, MODE: tl.constexpr):
     r: tl.constexpr = 4 * tiles[0].shape[0]
     c: tl.constexpr = tiles[0].shape[1]
     scales += (batch * tl.cdiv(columns, c) + j) * rows
+    bits = magnitudes(tiles)
     inverses = ()
     for k in tl.static_range(4):
-        scale, inverse = scale_of_codes(find_amax((tiles[k],), 1), MODE)
+        amax = from_bits(tl.max(bits[k].to(tl.int32), 1), tiles[k].dtype)
+        scale, inverse = scale_of_codes(amax, MODE)
         row = i * r + 4 * tl.arange(0, r // 4) + k
         tl.store(scales + row, scale, row < rows)
         inverses += (inverse,)  # type: ignore[assignment]
@@ -191,7 +195,8 @@ def _scale_columns(tiles, scales, at, MODE: tl.constexpr):
     r: tl.constexpr = 4 * tiles[0].shape[0]
     c: tl.constexpr = tiles[0].shape[1]
     scales += (batch * tl.cdiv(rows, r) + i) * columns
-    scale, inverse = scale_of_codes(find_amax(tiles, 0), MODE)
+    top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32), 0)
+    scale, inverse = scale_of_codes(from_bits(top, tiles[0].dtype), MODE)
     column = j * c + tl.arange(0, c)
     tl.store(scales + column, scale, column < columns)
     return multiply(tiles, inverse[None, :])
