@@ -115,8 +115,9 @@ def _abstract_results(*_arrays: Any, call: Call) -> list[Any]:
 
 
 @_call_p.def_impl
+@functools.partial(jax.jit, static_argnames="call")
 def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
-    return jax.jit(functools.partial(_call_p.bind, call=call))(*arrays)
+    return list(_call_p.bind(*arrays, call=call))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[Any]:
