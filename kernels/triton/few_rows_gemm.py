@@ -9,7 +9,7 @@ scales.  A program multiplies both terms in every step: lists of the residuals t
 used would take longer to make than they save.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,10 +122,9 @@ def matmul(
         sizes,
         block_shape=block_shape,
         dtype=dtype,
+        fallback=fallback,
+        sm=sm,
         config=config,
-        FALLBACK=fallback,
-        # Before Ada, the conversion of an integer to a float is slow.
-        MAGIC_CONVERSION=sm < 89,
     )
 
 
@@ -137,8 +136,9 @@ def launch_parts(
     *,
     block_shape: BlockShape,
     dtype: jax.typing.DTypeLike,
+    fallback: bool,
+    sm: int,
     config: Config,
-    **constants: Any,
 ) -> jax.Array:
     """Runs a kernel on each part of the K blocks of each tile, and sums the parts.
 
@@ -149,8 +149,9 @@ def launch_parts(
       sizes: ``(batch, M, N, K)``.
       block_shape: as in ``matmul``.
       dtype: as in ``matmul``.
+      fallback: whether blocks of lhs may have a second term.
+      sm: as in ``matmul``.
       config: tuning options.
-      **constants: further constants of the kernel.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -181,7 +182,9 @@ def launch_parts(
         BM=rows_of_tile(M),
         BN=BN,
         SPLITS=splits,
-        **constants,
+        FALLBACK=fallback,
+        # Before Ada, the conversion of an integer to a float is slow.
+        MAGIC_CONVERSION=sm < 89,
     )
     return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(dtype)
 

@@ -100,9 +100,9 @@ def quantize_matmul(
         sizes,
         block_shape=block_shape,
         dtype=dtype,
+        fallback=fallback,
+        sm=sm,
         config=config,
-        FALLBACK=fallback,
-        MAGIC_CONVERSION=sm < 89,  # as in few_rows_gemm
     )
 
 
