@@ -31,7 +31,7 @@ class Call:
       kernel: the kernel.
       sizes: for each input of the kernel, the integer, or None for an array.
       outputs: shapes and dtypes of the outputs.
-      grid: the number of programs along each axis.
+      grid: the number of programs along x, or along x and y.
       num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
       in_place: pairs of an array and the output that takes its memory, by position.
@@ -85,8 +85,11 @@ class Call:
     def ptx(self, compiled: CompiledKernel) -> str:
         """The PTX of the compiled kernel, with the addresses of arrays as parameters.
 
-        XLA passes nothing else to a kernel. So the integers become constants, and the
-        addresses of scratch memory are left out, which no kernel of this package needs.
+        XLA passes nothing else to a kernel. So the addresses of scratch memory are left
+        out, which no kernel of this package needs, and the integers become constants,
+        times the number of programs along z, which is 1: from a constant number of
+        steps, ptxas unrolls loops of WGMMA, and loses products in one of the copies
+        (versions 12.8 and 13.0).
 
         Raises:
           RuntimeError: if the kernel reads one of these parameters in a way that this
@@ -98,7 +101,7 @@ class Call:
         scratch = (len(parameters), len(parameters) + 1)
         for position, size in integers.items():
             # A load may extend the integer: to 64 bits, if the register has a "d".
-            load = rf"ld\.param\.[bsu]\d+(\s+%r(d?)\d+), \[{name}_param_{position}\]"
+            load = rf"ld\.param\.[bsu]\d+(\s+%r(d?)\d+), \[{name}_param_{position}\];"
             ptx = re.sub(load, partial(_move, size), ptx)
         for position in (*integers, *scratch):
             declaration = rf",\s+\.param [^\n,]+ {name}_param_{position}\b"
@@ -118,8 +121,14 @@ class Call:
 
 
 def _move(constant: int, load: re.Match[str]) -> str:
-    """The instruction that sets the register of a load to a constant."""
-    return f"mov.b{64 if load[2] else 32}{load[1]}, {constant}"
+    """Sets the register of a load to a constant that the assembler does not know."""
+    register, is_wide = load[1].strip(), bool(load[2])
+    if not is_wide:
+        multiply = f"mul.lo.u32 {register}, %one, {constant};"
+    else:
+        widen = f"cvt.u64.u32 {register}, %one;"
+        multiply = f"{widen} mul.lo.u64 {register}, {register}, {constant};"
+    return f"{{ .reg .b32 %one; mov.u32 %one, %nctaid.z; {multiply} }}"
 
 
 def _type(argument: Any) -> str:

@@ -55,7 +55,7 @@ def launch(
       kernel: the kernel.
       *args: the inputs of the kernel.
       outputs: shapes and dtypes of the outputs, whose memory is not initialized.
-      grid: the number of programs along each axis.
+      grid: the number of programs along x, or along x and y.
       num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
       in_place: by the position of an array, that of the output that takes its memory.
