@@ -5,8 +5,7 @@ rows of a narrow range of columns, for a part of the K blocks if there are too f
 columns to keep every multiprocessor reading.  XLA then sums the parts, in the operation
 that reads them.  The tile is transposed, because tensor cores multiply at least 16 rows
 by at least 8 columns.  All rows are in one block of lhs, or each row has its own
-scales.  A program multiplies both terms in every step: lists of the residuals that are
-used would take longer to make than they save.
+scales.  A program multiplies the residual only in steps with one that is used.
 """
 
 from typing import NamedTuple
@@ -30,7 +29,7 @@ from fbq_jax.kernels.triton.launch import compute_capability, launch
 
 BlockShape = tuple[int, int, int]
 
-_LEAST_BLOCKS = 4  # of the K blocks of a program
+_LEAST_BLOCKS = 8  # of the K blocks of a program
 # Bytes of shared memory that loads may take, of a GPU of compute capability 9.0 or
 # above and of others.
 _SHARED_MEMORY = 200 * 2**10, 96 * 2**10
@@ -52,22 +51,18 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def default_config(
-    shape: tuple[int, ...], k: int, *, fallback: bool, sm: int
-) -> Config:
+def default_config(shape: tuple[int, ...], k: int, *, sm: int) -> Config:
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k."""
     batch, M, N, K = shape
     rows = rows_of_tile(M)
+    columns = 64
     # So many programs keep the memory of a GPU with some 130 multiprocessors busy.
-    columns, num_warps, programs = 64, 4, 256
-    if rows == 8:
-        columns, num_warps, programs = 32, 2, 512
-    elif rows == 128 and fallback:
-        columns, num_warps = (128, 8) if sm >= 90 else (64, 8)
-    splits = programs // (batch * cdiv(N, columns))
+    splits = (256 if rows == 128 else 512) // (batch * cdiv(N, columns))
     splits = max(1, min(splits, cdiv(K, k) // _LEAST_BLOCKS))
-    depth = stages((columns + rows * (2 if fallback else 1)) * k, sm)
-    return Config(columns, splits, num_warps, depth)
+    # Most K are a multiple of a power of two of K blocks.
+    splits = 2 ** (splits.bit_length() - 1)
+    num_warps = 4 if rows * k <= 2**14 else 8  # or registers would spill
+    return Config(columns, splits, num_warps, stages((columns + rows) * k, sm))
 
 
 def stages(size: int, sm: int) -> int:
@@ -111,7 +106,7 @@ def matmul(
     batch, M, K = lhs.codes.shape
     sizes = batch, M, rhs.codes.shape[1], K
     fallback = residual is not None
-    config = config or default_config(sizes, k, fallback=fallback, sm=sm)
+    config = config or default_config(sizes, k, sm=sm)
     lhs = align(lhs)
     second = lhs if residual is None else align(residual)  # not read without one
     lhs, second = row_scales_last(lhs, m), row_scales_last(second, m)
@@ -244,10 +239,12 @@ def few_rows_kernel(
         acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
         if FALLBACK:
             # The codes of an unused residual are arbitrary, and its scale is 0.
-            a = load(residual + step * k + lhs_offsets, inside[:, None], ALL)
             lhs_scale = tl.load(residual_scales + block * lhs_stride)
-            both = outer_product(scale, lhs_scale, n, m)
-            acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
+            used = tl.max(lhs_scale != 0.0, 0) if m == 1 else lhs_scale != 0.0
+            if used:
+                a = load(residual + step * k + lhs_offsets, inside[:, None], ALL)
+                both = outer_product(scale, lhs_scale, n, m)
+                acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
 
     store_part(out, acc, at, M, N, SPLITS)
 

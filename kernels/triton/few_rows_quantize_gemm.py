@@ -38,9 +38,7 @@ from fbq_jax.kernels.triton.gemm_kernel import (
 from fbq_jax.kernels.triton.launch import compute_capability
 
 
-def default_config(
-    shape: tuple[int, ...], k: int, *, itemsize: int, fallback: bool, sm: int
-) -> Config:
+def default_config(shape: tuple[int, ...], k: int, *, itemsize: int, sm: int) -> Config:
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k.
 
     K is split as in ``few_rows_gemm``, so that both kernels add in the same order.
@@ -49,10 +47,9 @@ def default_config(
       shape: ``(batch, M, N, K)``.
       k: the length of a K block.
       itemsize: bytes of an element of x.
-      fallback: whether blocks may fall back.
       sm: compute capability of the GPU times ten.
     """
-    splits = few_rows_gemm.default_config(shape, k, fallback=fallback, sm=sm).splits
+    splits = few_rows_gemm.default_config(shape, k, sm=sm).splits
     columns, rows = 64, rows_of_tile(shape[1])
     num_warps = 4 if rows * k <= 2**12 else 8  # a thread holds up to 32 values
     size = (columns + rows * itemsize) * k
@@ -91,7 +88,7 @@ def quantize_matmul(
     batch, M, K = x.shape
     sizes = batch, M, rhs.codes.shape[1], K
     config = config or default_config(
-        sizes, block_shape[1], itemsize=x.dtype.itemsize, fallback=fallback, sm=sm
+        sizes, block_shape[1], itemsize=x.dtype.itemsize, sm=sm
     )
     return launch_parts(
         few_rows_quantize_kernel,
