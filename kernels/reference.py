@@ -293,8 +293,10 @@ def quantize_row_blocks(
     block: Block,
     rowwise: rounding.Rounding | None,
     colwise: rounding.Rounding | None,
+    colwise_in_blocks: bool = False,
     hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
+    sums: tuple[str, ...] = (),
     dtype: CodeDtype = "int8",
 ) -> Layouts:
     """Quantizes with one scale per row or per column of a block.
@@ -302,7 +304,8 @@ def quantize_row_blocks(
     Each layout has its scales along the contraction of the GEMM that reads it: rowwise
     codes for ``1 x c`` values and colwise codes for ``r x 1`` values, as activations
     have in DeepSeek-V3 (arXiv:2412.19437).  Both layouts draw the same noise, but their
-    codes differ.
+    codes differ.  Colwise codes may also be those of ``quantize``, with one scale per
+    block, which a GEMM multiplies faster as its rhs.
 
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
@@ -312,9 +315,12 @@ def quantize_row_blocks(
         ``[B, R, ceil(C/c)]``, or None to omit this layout.
       colwise: the rounding of the colwise codes ``[B, C, R]``, with scales
         ``[B, C, ceil(R/r)]``, or None to omit this layout.
+      colwise_in_blocks: whether the scales of colwise codes are
+        ``[B, ceil(C/c), ceil(R/r)]``, one per block.
       hadamard: whether to quantize ``hadamard.transform_rows`` of x; R is then a
         multiple of 128.
       global_offset: the offset of this shard in the global matrix; selects its noise.
+      sums: ``("colwise",)`` if colwise codes in blocks get ``Quantized.sums``.
       dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
     """
     x = transform_rows(x) if hadamard else x
@@ -322,7 +328,9 @@ def quantize_row_blocks(
         quantize, x, seeds, global_offset=global_offset, dtype=dtype
     )
     main, _ = run(block=(1, block[1]), rowwise=rowwise, colwise=None)
-    _, transposed = run(block=(block[0], 1), rowwise=None, colwise=colwise)
+    columns = block[1] if colwise_in_blocks else 1
+    block = block[0], columns
+    _, transposed = run(block=block, rowwise=None, colwise=colwise, sums=sums)
     return Layouts(main, transposed)
 
 

@@ -33,6 +33,7 @@ _NAMED = (
     "fallback_hadamard",
     "rowwise",
     "row_block",
+    "row_block_lhs",
     "fp8_row_block",
     "jetfire",
 )

@@ -395,14 +395,23 @@ def _quantize(
         )
     if isinstance(x, ExpertRows):
         x = x.rows
+    wanted = {"rowwise": rowwise, "colwise": colwise}
+    sums = tuple(
+        name
+        for name in as_rhs
+        if (layout := wanted[name]) and layout.scales == "block" and spec.bounds_sums
+    )
     if quantizer.scales == "row_block":
         assert not isinstance(x, GroupedRows)
         quantize = functools.partial(
-            ops.quantize_row_blocks, block=block, hadamard=quantizer.hadamard, **dtype
+            ops.quantize_row_blocks,
+            block=block,
+            colwise_in_blocks=colwise is not None and colwise.scales == "block",
+            hadamard=quantizer.hadamard,
+            sums=sums,
+            **dtype,
         )
     elif quantizer.scales == "block":
-        wanted = {"rowwise": rowwise, "colwise": colwise}
-        sums = tuple(name for name in as_rhs if wanted[name] and spec.bounds_sums)
         op = ops.ragged_quantize if isinstance(x, GroupedRows) else ops.quantize
         quantize = functools.partial(op, block=block, sums=sums, **dtype)
     else:
@@ -429,7 +438,9 @@ def _quantize(
 
 def _share_op(rowwise: Quantizer, colwise: Quantizer) -> bool:
     """Whether one op quantizes both layouts."""
-    return rowwise[1:] == colwise[1:]
+    scales = rowwise.scales, colwise.scales
+    in_one_op = scales[0] == scales[1] or scales == ("row_block", "block")
+    return in_one_op and rowwise[2:] == colwise[2:]
 
 
 def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[jax.Array, Seeds]:

@@ -138,7 +138,9 @@ def _row_blocks_rule(
     block: Block,
     rowwise: str | None,
     colwise: str | None,
+    colwise_in_blocks: bool = False,
     hadamard: bool = False,
+    sums: tuple[str, ...] = (),
     **_options: Any,
 ) -> ShardingRule:
     side = block[0] if colwise else 1
@@ -146,11 +148,13 @@ def _row_blocks_rule(
     rows = row_axes(x.shape, group)
     if group > side and rows.scales != UNSHARDED:
         rows = rows._replace(scales=f"{rows.scales}{group // side}")
-    columns = block_axis("j", x.shape[-1], block[1] if rowwise else 1)
+    has_blocks = rowwise or colwise_in_blocks
+    columns = block_axis("j", x.shape[-1], block[1] if has_blocks else 1)
     # A side of a block that has one scale is sharded like codes.
     main, _ = layout_words(AxisWords(rows.codes, rows.codes), columns)
-    _, transposed = layout_words(rows, AxisWords(columns.codes, columns.codes))
-    results = wanted_layouts((main, transposed), rowwise, colwise)
+    of_columns = AxisWords(columns.codes, columns.codes)
+    _, transposed = layout_words(rows, columns if colwise_in_blocks else of_columns)
+    results = wanted_layouts((main, transposed), rowwise, colwise, sums)
     splittable = "ij" if x.ndim == 3 else "j"
     if hadamard:
         splittable = splittable.replace("i", "")  # a group of rows stays together
@@ -174,17 +178,23 @@ def _quantize_split_row_blocks(
     block: Block,
     rowwise: Rounding | None,
     colwise: Rounding | None,
+    colwise_in_blocks: bool = False,
     hadamard: bool = False,
+    sums: tuple[str, ...] = (),
     **options: Any,
 ) -> Layouts:
     """Quantizes a shard that may end inside a block, with blocks of single rows."""
     x = hadamard_transform.transform_rows(x) if hadamard else x
 
     def layouts(
-        factor: str, block: Block, rowwise: Rounding | None, colwise: Rounding | None
+        factors: str,
+        block: Block,
+        rowwise: Rounding | None,
+        colwise: Rounding | None,
+        sums: tuple[str, ...] = (),
     ) -> Layouts:
         axes = assignment.intra_block_axes
-        across = {factor: axes[factor]} if factor in axes else {}
+        across = {factor: axes[factor] for factor in factors if factor in axes}
         return quantize_split_blocks(
             assignment._replace(intra_block_axes=across),
             x,
@@ -192,11 +202,15 @@ def _quantize_split_row_blocks(
             block=block,
             rowwise=rowwise,
             colwise=colwise,
+            sums=sums,
             **options,
         )
 
     main, _ = layouts("j", (1, block[1]), rowwise, None)
-    _, transposed = layouts("i", (block[0], 1), None, colwise)
+    if colwise_in_blocks:
+        _, transposed = layouts("ij", block, None, colwise, sums)
+    else:
+        _, transposed = layouts("i", (block[0], 1), None, colwise)
     return Layouts(main, transposed)
 
 

@@ -44,6 +44,13 @@ row_block = Recipe(
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row_block"),
 )
 
+#: ``row_block`` for the left operand of each product, which is X or dY.  The right one,
+#: W or, in dW, dY, has a scale per block.  In ``row_block``, both operands of dW have a
+#: scale for each row, and the product takes twice the time.
+row_block_lhs = replace(
+    row_block, drhs=replace(row_block.drhs, scales=("row_block", "block"))
+)
+
 #: DeepSeek-V3's FP8 (arXiv 2412.19437): ``row_block`` with codes in E4M3, rounded to
 #: nearest.
 fp8_row_block = Recipe(

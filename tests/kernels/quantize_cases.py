@@ -52,7 +52,15 @@ ROW_BLOCKS = [
     ((1, 128, 48), "float32", (128, 32), "nearest", "nearest", True),
     ((1, 128, 40), "float16", (32, 64), "stochastic", "nearest", True),
 ]
-# The same with FP8 codes.
+# The same, with one scale per block of colwise codes.
+COLWISE_IN_BLOCKS = [
+    ((1, 256, 272), "bfloat16", (128, 128), "stochastic", "stochastic"),
+    ((2, 100, 141), "float32", (64, 128), "nearest", "stochastic"),
+    ((3, 40, 64), "float16", (32, 32), "stochastic", "nearest"),
+    ((1, 270, 260), "bfloat16", (256, 128), "stochastic", "stochastic"),
+    ((1, 1, 1), "float32", (128, 128), "nearest", "nearest"),
+]
+# Both layouts with FP8 codes.
 FLOAT8 = [
     ((1, 144, 304), "bfloat16", (128, 128), "nearest", "nearest", False),
     ((2, 100, 141), "float32", (64, 128), "nearest", None, False),
@@ -138,14 +146,19 @@ def check_row_blocks(
     rowwise,
     colwise,
     hadamard=False,
-    **codes,
+    **options,
 ) -> None:
-    args = {"block": block, "rowwise": rowwise, "colwise": colwise, **codes}
+    args = {"block": block, "rowwise": rowwise, "colwise": colwise, **options}
     operands = x, several_seeds(len(x))
     got = ops.quantize_row_blocks(*operands, **args, hadamard=hadamard)
     want = _reference("quantize_row_blocks", **args, hadamard=hadamard)(*operands)
     check_quantized(got.rowwise, want.rowwise, (1, block[1]))
-    check_quantized(got.colwise, want.colwise, (1, block[0]))
+    columns = block[1] if options.get("colwise_in_blocks") else 1
+    check_quantized(got.colwise, want.colwise, (columns, block[0]))
+
+
+def check_colwise_in_blocks(ops: types.ModuleType, x: jax.Array, *options) -> None:
+    check_row_blocks(ops, x, *options, colwise_in_blocks=True, sums=("colwise",))
 
 
 def check_special_row_blocks(ops: types.ModuleType, dtype: str) -> None:
@@ -153,6 +166,8 @@ def check_special_row_blocks(ops: types.ModuleType, dtype: str) -> None:
     x = special(dtype, (4, 64)).reshape(1, 15 * 4, 64)
     check_row_blocks(ops, x, (32, 64), "stochastic", "nearest")
     check_row_blocks(ops, x.mT, (64, 32), "nearest", "stochastic")
+    x = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
+    check_colwise_in_blocks(ops, x, (32, 64), "stochastic", "nearest")
 
 
 def check_float8(

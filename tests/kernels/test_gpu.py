@@ -236,12 +236,19 @@ def test_row_blocks(quantization, case):
     quantize_cases.check_row_blocks(quantization, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.parametrize("case", quantize_cases.COLWISE_IN_BLOCKS)
+def test_row_blocks_and_blocks(quantization, case):
+    shape, dtype, *options = case
+    x = heavy(shape, dtype=dtype)
+    quantize_cases.check_colwise_in_blocks(quantization, x, *options)
+
+
 def test_quantization_of_row_blocks_has_no_race(quantization):
     x = heavy((1, 2048, 2048), dtype=jnp.bfloat16)
     modes = {"block": (128, 128), "rowwise": "nearest", "colwise": "stochastic"}
-    for hadamard in (False, True):
+    for option in ({}, {"hadamard": True}, {"colwise_in_blocks": True}):
         quantize = functools.partial(
-            quantization.quantize_row_blocks, **modes, hadamard=hadamard
+            quantization.quantize_row_blocks, **modes, **option
         )
         _check_repeats(quantize, x, quantize_cases.seeds(1))
 

@@ -78,7 +78,7 @@ def test_quantize():
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    others = ("fallback_hadamard", "row_block", "fp8_row_block")
+    others = ("fallback_hadamard", "row_block", "row_block_lhs", "fp8_row_block")
     named = {
         name: float_backward(recipes.NAMED[name]) for name in (*layers.RECIPES, *others)
     }
@@ -90,7 +90,7 @@ def test_linear(monkeypatch):
         measured = list(linear.rows([(256, 640, 128)], **OPTIONS))
     rows = {(row.what, row.layer): row for row in measured}
     check_rates(measured, lambda _: 6 * 256 * 640 * 128)
-    assert list(rows)[:12] == [
+    assert list(rows)[:13] == [
         ("bf16", "nn.Dense"),
         ("Flax Fp8DotGeneral", "nn.Dense"),
         ("block", "nn.Dense"),
@@ -225,7 +225,7 @@ def test_recipes_in_blocks_of_128_are_timed():
     timed = {matmul.name: matmul for matmul in matmuls.timed(x, "reference")}
     assert list(timed) == [
         *("fallback", "block", "fallback_rowwise_bwd", "fallback_hadamard"),
-        *("row_block", "fp8_row_block"),
+        *("row_block", "row_block_lhs", "fp8_row_block"),
     ]
     assert list(matmuls.timed_recipes()) == list(timed)
     assert timed["fallback"].fallback == pytest.approx(0.2, 0.1)

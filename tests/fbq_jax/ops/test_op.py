@@ -51,7 +51,10 @@ CALLS = {
         (X, SEEDS),
         BOTH | {"bound": 127.0, "per_tensor": False, "hadamard": False},
     ),
-    "quantize_row_blocks": ((X, SEEDS), BLOCK | BOTH | {"hadamard": False}),
+    "quantize_row_blocks": (
+        (X, SEEDS),
+        BLOCK | BOTH | {"colwise_in_blocks": False, "hadamard": False},
+    ),
     "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),
     "move_threshold": (
         (X, X, THETA, *([jnp.ones(1, jnp.int32)] * 2), SEEDS),

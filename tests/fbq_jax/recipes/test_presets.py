@@ -92,6 +92,15 @@ def row_block(x, w, dy, side=128):
     return y, dx, dw @ oracle.quantize(dy, (side, 1), noise)[2]
 
 
+def row_block_lhs(x, w, dy):
+    """Of dW's operands only X has a scale for each channel."""
+    y, dx, _ = row_block(x, w, dy)
+    x_noise = oracle.noise(seed_of(KEY, 0), x.shape)
+    noise = oracle.noise(SEED, dy.shape)
+    values = oracle.quantize(dy, (128, 128), noise)[2]
+    return y, dx, oracle.quantize(x, (128, 1), x_noise)[2].T @ values
+
+
 def row_block_codes(x, w, dy):
     """An unquantized dW that reads the values of forward codes."""
     values = oracle.quantize(x, (1, 32))[2]
@@ -146,6 +155,7 @@ EQUATIONS = [
     aqt_int8_local,
     row_block,
     functools.partial(row_block, side=32),
+    row_block_lhs,
     row_block_codes,
     fp8_row_block,
     functools.partial(fp8_row_block, side=32),

@@ -87,21 +87,23 @@ QUANTIZERS = {
         (SEEDS,),
     ),
 }
+IN_BLOCKS = {"colwise_in_blocks": True}
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"),
+    ("name", "spec", "more"),
     [
-        ("quantize", (None, BATCH, None, "tensor")),
-        ("quantize_fallback", (None, "data", "tensor", "fsdp")),
-        ("quantize_vectors", (None, "data", "tensor", "fsdp")),
-        ("quantize_row_blocks", (None, "data", "tensor", "fsdp")),
+        ("quantize", (None, BATCH, None, "tensor"), {}),
+        ("quantize_fallback", (None, "data", "tensor", "fsdp"), {}),
+        ("quantize_vectors", (None, "data", "tensor", "fsdp"), {}),
+        ("quantize_row_blocks", (None, "data", "tensor", "fsdp"), {}),
+        ("quantize_row_blocks", (None, "data", "tensor", "fsdp"), IN_BLOCKS),
     ],
 )
-def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
+def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
     """Bit for bit; only the scales of whole vectors need communication."""
     options, args = QUANTIZERS[name]
-    op = functools.partial(getattr(ops, name), **options)
+    op = functools.partial(getattr(ops, name), **options | more)
     x = heavy((1, 4, 128, 64))
     operands = place(mesh_of(), x, *spec), *args
     run = compiled(op, *operands)
@@ -149,6 +151,7 @@ FLOAT8 = {"dtype": "float8_e4m3fn", "colwise": "nearest"}
     ("spec", "shape", "codes"),
     [
         ((None, "tensor", BATCH), (1, 96, 128), {}),
+        ((None, "tensor", BATCH), (1, 96, 128), IN_BLOCKS | {"sums": ("colwise",)}),
         pytest.param(
             *((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
             marks=pytest.mark.exhaustive,
@@ -168,7 +171,11 @@ def test_the_scales_of_split_rows_are_all_reduced(spec, shape, codes):
     operands = place(mesh_of(), x, *spec), *args
     with pytest.warns(UserWarning, match="multiples of 32: scales are all-reduced"):
         run = compiled(op, *operands)
-    assert_equal(run(*operands), jax.jit(op)(x, *args))
+    got, want = run(*operands), jax.jit(op)(x, *args)
+    if codes.get("sums"):  # upper bounds
+        assert np.all(got.colwise.sums >= want.colwise.sums)
+        got, want = (y._replace(colwise=y.colwise[:2]) for y in (got, want))
+    assert_equal(got, want)
     floats = [c.size for c in collectives(run) if c.dtype != "s8"]
     assert 0 < max(floats) < x.size // 2
 

@@ -75,6 +75,12 @@ def test_row_blocks(row_blocks, case):
     cases.check_row_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.parametrize("case", with_first_fast(cases.COLWISE_IN_BLOCKS))
+def test_row_blocks_and_blocks(row_blocks, case):
+    shape, dtype, *options = case
+    cases.check_colwise_in_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
+
+
 @pytest.mark.parametrize("case", with_first_fast(cases.FLOAT8))
 def test_float8(ops, row_blocks, case):
     shape, dtype, *options = case
@@ -188,7 +194,8 @@ def test_vectors_compile_without_spills(capability, dtype, rowwise, colwise, bou
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("block", [(128, 128), (32, 32), (256, 128)])
-def test_row_blocks_compile_without_spills(capability, dtype, block):
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_row_blocks_compile_without_spills(capability, dtype, block, in_blocks):
     x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
     kernels = compile_kernels(
@@ -200,6 +207,8 @@ def test_row_blocks_compile_without_spills(capability, dtype, block):
         block=block,
         rowwise="stochastic",
         colwise="stochastic",
+        colwise_in_blocks=in_blocks,
+        sums=("colwise",) if in_blocks else (),
     )
     check_kernels(kernels, capability)
 
