@@ -84,7 +84,25 @@ def test_every_recipe_is_covered():
     assert list(COLLECTIVES) == [*recipes.NAMED, "llm_int8_dot"]
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+# Each list of collectives once, and each kind of scales.
+FAST = {
+    "fallback",
+    "fallback_rowwise_bwd",
+    "fp8_row_block",
+    "switchback_q",
+    "per_tensor",
+    "aqt_int8_local",
+    "llm_int8_dot",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
+        for name in COLLECTIVES
+    ],
+)
 def test_kernels_travel_as_codes_and_their_gradient_is_summed_once(name):
     """Activations do not travel; the only floats that do are scales."""
     mesh = mesh_of(data=2, fsdp=4)

@@ -123,7 +123,10 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
             (None, "all"), (1, 64, 96), (8, 3), marks=returns_parts_of_axes
         ),
         ((None, "tensor", BATCH), (1, 96, 128), (6, 4)),  # three for two
-        ((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),  # 3 for 2, twice
+        pytest.param(  # three for two, twice
+            *((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),
+            marks=pytest.mark.exhaustive,
+        ),
         ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
     ],
 )
@@ -329,13 +332,14 @@ LAYOUTS = {
 }
 
 
-SLOW = "halves of blocks"
+# Sums and gathers over one axis and over all, and an explicit mesh.
+FAST = "all", "explicit"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (name == SLOW))
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
         for name in LAYOUTS
     ],
 )
