@@ -84,7 +84,7 @@ def test_every_recipe_is_covered():
     assert list(COLLECTIVES) == [*recipes.NAMED, "llm_int8_dot"]
 
 
-# Each list of collectives once, and each kind of scales.
+# Every kind of sum, of gathered codes and of maxima.
 FAST = {
     "fallback",
     "fallback_rowwise_bwd",

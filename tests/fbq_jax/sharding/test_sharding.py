@@ -332,7 +332,7 @@ LAYOUTS = {
 }
 
 
-# Sums and gathers over one axis and over all, and an explicit mesh.
+# Kernels sharded over one axis and over two, and both types of axes.
 FAST = "all", "explicit"
 
 
