@@ -141,7 +141,7 @@ def step_and_results():
 @pytest.mark.parametrize(
     ("devices", "reduced", "gathered"),
     [
-        (2, (), ()),  # two shards on each
+        pytest.param(2, (), (), marks=pytest.mark.exhaustive),  # two shards on each
         (8, (64, 32), ()),  # half of one
         (6, (), (768 * 64, 768 * 32)),  # two on three: X and dY in floats
     ],

@@ -374,6 +374,7 @@ def test_devices_give_what_one_gives_and_exchange_codes(name):
         assert weights == [128 * 256 // tensor] * (4 if layout.kernels else 0)
 
 
+@pytest.mark.exhaustive  # test_recipes_on_devices.py has one layer
 def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
     """Once forward and once backward."""
     mesh = mesh_of(fsdp=4)
