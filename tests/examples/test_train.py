@@ -36,7 +36,7 @@ from examples.llama.model import Llama
 from fbq_jax import FallbackDot
 from tests.examples.make_hf_fixture import FIXTURE
 from tests.examples.small import small_config
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -164,7 +164,7 @@ def error_of(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
 
 @pytest.mark.parametrize(
     ("flag", "differs"),
-    with_first_fast(
+    rows_with_first_fast(
         [
             ("--recipe=bf16", "recipe = fallback, .* recipe = bf16"),
             ("--data={other}", "data = .*text, .* data = .*other"),

@@ -14,7 +14,7 @@ from fbq_jax import FallbackDot, ops, recipes
 from fbq_jax.linen.freezing import freeze
 from fbq_jax.recipes.schema import Gemm
 from tests import oracle
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast
 
 STOCHASTIC = replace(recipes.block, fwd=Gemm(lhs="stochastic"))
 
@@ -45,7 +45,7 @@ def trained(recipe, rows):
 
 @pytest.mark.parametrize(
     ("recipe", "rows", "calls"),
-    with_first_fast(
+    rows_with_first_fast(
         [
             (recipes.fallback, (8,), 1),
             (recipes.fallback, (1, 9), 0),
