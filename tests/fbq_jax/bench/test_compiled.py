@@ -45,7 +45,7 @@ def every_case():
 @needs_triton
 @pytest.mark.parametrize(
     ("what", "card"),
-    zip(REPRESENTATIVE, (AMPERE, ADA), strict=True),
+    [*zip(REPRESENTATIVE, (AMPERE, ADA), strict=True)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_kernels_fit_without_spills(what, card):
