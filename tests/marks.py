@@ -14,6 +14,13 @@ def with_first_fast(values: Iterable[Any], fast: int = 1) -> list[Any]:
     return values[:fast] + others
 
 
+def rows_with_first_fast(rows: Iterable[tuple[Any, ...]], fast: int = 1) -> list[Any]:
+    """The same for rows, which hold a value of each of several parameters."""
+    rows = list(rows)
+    others = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows[fast:]]
+    return rows[:fast] + others
+
+
 def pairs_with_first_fast(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
     """All pairs, of which those with neither parameter's first value are exhaustive."""
     one, other = list(one), list(other)

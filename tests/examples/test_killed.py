@@ -143,7 +143,7 @@ def continue_killed(killed: Path, text: Path, whole: Path) -> None:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("save", [2, 4])
+@pytest.mark.parametrize("save", with_first_fast([4, 2]))
 def test_a_kill_between_commit_and_checksums_needs_no_human(
     whole_run: Path,
     text: Path,

@@ -20,7 +20,7 @@ from examples.llama.rope_scaling import Llama3Scaling, RopeScaling
 from examples.llama.rotary import rotary_tables, rotate
 from tests.examples.small import small_config
 from tests.fbq_jax.bench.tools import float_backward
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 CONFIG = small_config(dtype=jnp.float32)
 SCALING = Llama3Scaling(
@@ -208,8 +208,18 @@ def test_remat_changes_neither_loss_nor_state_nor_gradients(
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tie_embeddings"),
+    rows_with_first_fast(
+        [
+            (jnp.float32, False),
+            (jnp.bfloat16, True),
+            (jnp.float32, True),
+            (jnp.bfloat16, False),
+        ],
+        fast=2,
+    ),
+)
 def test_saved_bits_leave_parameters_and_logits_as_they_are(
     dtype: Any, tie_embeddings: bool
 ) -> None:

@@ -124,6 +124,7 @@ def test_fallback_applies_to_the_requested_products(operands: Operands) -> None:
     assert forward[1] > backward[1]
 
 
+@pytest.mark.exhaustive
 def test_perplexity_is_close_with_small_blocks(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from tests import oracle
 from tests.kernels import quantize_cases
 from tests.kernels.test_reference import heavy
 
+_assign_tiles = jax.jit(assign_tiles, static_argnums=(1, 2))
+
 
 class Case(NamedTuple):
     """The GEMMs of rows in groups.
@@ -97,7 +99,7 @@ def problem(case: Case, seed: int = 0) -> Problem:
     """
     rng = np.random.default_rng(seed)
     (K, N), (m, k, n) = case.matrix, case.blocks
-    tiles = assign_tiles(jnp.asarray(case.sizes), case.rows, m)
+    tiles = _assign_tiles(jnp.asarray(case.sizes), case.rows, m)
     used = np.asarray(tiles.row_counts) > 0
 
     def quantized(shape: tuple[int, int, int], block, rate=1.0) -> Quantized:
@@ -217,7 +219,7 @@ FALLBACK = [
 def grouped_rows(rows, sizes, columns, dtype, m) -> GroupedRows:
     """Rows with outliers; those in no group are NaN."""
     x = heavy((rows, columns), dtype=dtype).at[sum(sizes) :].set(jnp.nan)
-    tiles = assign_tiles(jnp.asarray(sizes), rows, m)
+    tiles = _assign_tiles(jnp.asarray(sizes), rows, m)
     return GroupedRows(x, tiles.first_rows, tiles.row_counts)
 
 

@@ -126,13 +126,10 @@ def test_fallback_is_bit_exact(criterion, theta):
 
 
 def test_a_block_whose_metric_equals_theta_does_not_fall_back():
-    quantize = functools.partial(
-        reference.quantize_fallback, block=(32, 32), criterion="absmax", colwise=None
-    )
-    x, seeds = heavy((1, 64, 96)), jnp.zeros(1, jnp.uint32)
-    metric = quantize(x, jnp.zeros(1), seeds).metric
+    x = heavy((1, 64, 96))
+    metric = quantize_absmax(x, jnp.zeros(1), (32, 32)).metric
     theta = jnp.sort(metric.reshape(-1))[3:4]
-    residual = quantize(x, theta, seeds).residual
+    residual = quantize_absmax(x, theta, (32, 32)).residual
     np.testing.assert_array_equal(residual.scales > 0.0, metric > theta[0])
     assert np.sum(residual.scales > 0.0) == 2
 
@@ -156,14 +153,7 @@ def quantize_rows(x, block, mode="nearest"):
 
 def test_a_block_at_the_threshold_does_not_fall_back():
     x = jnp.full((1, 32, 64), 0.013).at[0, 0, 0].set(3.0).at[0, 0, 32].set(3.5)
-    q = reference.quantize_fallback(
-        x,
-        jnp.array([3.0]),
-        jnp.zeros(1, jnp.uint32),
-        block=(32, 32),
-        criterion="absmax",
-        colwise=None,
-    )
+    q = quantize_absmax(x, jnp.array([3.0]), (32, 32))
     np.testing.assert_array_equal(q.residual.scales[0, 0] > 0, [False, True])
 
 

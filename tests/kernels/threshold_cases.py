@@ -1,7 +1,9 @@
 """Cases for implementations of ``move_threshold``."""
 
+import functools
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,6 +50,9 @@ METRICS = {
 }
 
 
+_reference = jax.jit(functools.partial(threshold_reference.move_threshold, **OPTIONS))
+
+
 def check(ops: types.ModuleType, name: str, size: int) -> None:
     """Compares every threshold of ``THETAS`` with the reference.
 
@@ -62,7 +67,7 @@ def check(ops: types.ModuleType, name: str, size: int) -> None:
     above = jnp.full(len(THETAS), min(round(0.2 * size), size - 1), jnp.int32)
     count = jnp.arange(len(THETAS), dtype=jnp.uint32)
     operands = metric, scales, theta, blocks, above, count
-    want = threshold_reference.move_threshold(*operands, **OPTIONS)
+    want = _reference(*operands)
     for rate in (None, jnp.full(len(THETAS), 0.5)):
         got = ops.move_threshold(*operands, rate, **OPTIONS)
         for field in ("theta", "next_count", "residual_scales"):

@@ -2,13 +2,32 @@
 
 import functools
 import importlib.util
+import types
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import pytest
 from jax.experimental import pallas as pl
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu"
 )
+
+
+def jitted(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op as one program: each call is traced, and its keywords are static."""
+
+    def run(*operands: Any, **options: Any) -> Any:
+        return jax.jit(functools.partial(op, **options))(*operands)
+
+    return run
+
+
+def jitted_ops(module: types.ModuleType) -> Any:
+    """What a module of ops has, with its functions as ``jitted`` makes them."""
+    functions = {name: value for name, value in vars(module).items() if callable(value)}
+    return types.SimpleNamespace(**{n: jitted(f) for n, f in functions.items()})
 
 
 @pytest.fixture

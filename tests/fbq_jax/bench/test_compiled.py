@@ -43,8 +43,11 @@ def every_case():
 
 
 @needs_triton
-@pytest.mark.parametrize("card", [AMPERE, ADA], ids=lambda card: card.name)
-@pytest.mark.parametrize("what", REPRESENTATIVE)
+@pytest.mark.parametrize(
+    ("what", "card"),
+    [*zip(REPRESENTATIVE, (AMPERE, ADA), strict=True)],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_kernels_fit_without_spills(what, card):
     check_case(what, card.architecture)
 

@@ -30,6 +30,7 @@ from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.nnx import apply_rules
 from tests import oracle
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 SMALL = Recipe(block=32)
 CONV = FallbackConv(FallbackDot(SMALL))
@@ -145,7 +146,7 @@ def test_windows_are_copies(kind):
     np.testing.assert_array_equal(bits.reshape(exact.shape), exact)
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("kind", with_first_fast(reversed(WINDOWS)))
 def test_values_and_gradients_are_those_of_the_dot_of_windows(kind):
     """They are bit-equal, and match the oracle's codes in float64."""
     size, stride, padding, around = WINDOWS[kind]
@@ -365,7 +366,7 @@ def test_unsupported_nnx_layers_are_named():
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", with_first_fast([AxisType.Auto, AxisType.Explicit]))
 def test_a_batch_on_four_devices_is_the_same_batch(kind):
     """Devices make the windows of their images and sum only the kernel's gradient."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))

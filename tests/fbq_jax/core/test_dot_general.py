@@ -17,6 +17,7 @@ from fbq_jax.kernels import rounding
 from fbq_jax.kernels.hadamard import pad_rows, transform_rows
 from tests import oracle
 from tests.kernels.test_reference import heavy
+from tests.marks import pairs_with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -63,7 +64,8 @@ def test_three_gemms_against_float64(block, criterion, backward):
     m, k, n = block
     x, w, dy = heavy((200, 300), 0), heavy((300, 150), 1), heavy((200, 150), 2)
     key = jax.random.key(9)
-    y, dx, dw = product(x, w, dy, recipe=recipe, theta=theta, key=key)
+    run = jax.jit(functools.partial(product, recipe=recipe))
+    y, dx, dw = run(x, w, dy, theta=theta, key=key)
 
     x_fwd = oracle.quantize_fallback(x, theta, (m, k), criterion or "absmax")[2]
     w_codes = oracle.quantize(w, (k, n))[2]
@@ -117,7 +119,7 @@ DIMENSIONS = {
 
 DTYPES = itertools.cycle([jnp.float32, jnp.bfloat16, jnp.float16])
 # Orders, batches and vectors, and each dtype.
-FAST = "descending_contraction", "moe_experts", "two_batch_dims", "vector", "outer"
+FAST = "descending_contraction", "two_batch_dims", "vector", "outer"
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,13 @@ def test_any_sizes(sizes, seed):
     assert stats.metric.shape == (1, -(-m // 128), -(-k // 128))
 
 
-@pytest.mark.parametrize("sizes", [(0, 4, 4), (4, 0, 4), (4, 4, 0)])
-@pytest.mark.parametrize("recipe", [recipes.fallback, recipes.fallback_rowwise_bwd])
+@pytest.mark.parametrize(
+    ("recipe", "sizes"),
+    pairs_with_first_fast(
+        [recipes.fallback_rowwise_bwd, recipes.fallback],
+        [(4, 0, 4), (0, 4, 4), (4, 4, 0)],
+    ),
+)
 def test_empty_operands(recipe, sizes):
     m, k, n = sizes
     y, dx, dw = product(

@@ -41,11 +41,8 @@ RECIPES = {
     "rowwise": recipes.rowwise,
     "fallback_rowwise_bwd": recipes.fallback_rowwise_bwd,
 }
-# Many blocks along each axis, and fewer rows than shards.
-FAST = {
-    "fallback": ("one row", "many rows", "long K", "many columns"),
-    "shards": ("one row", "few rows"),
-}
+# Many blocks along an axis, and fewer rows than shards.
+FAST = {"fallback": ("one row", "many rows"), "shards": ("few rows",)}
 # M, K, N and the number of groups, most of which are empty if there are more than rows.
 RAGGED = {
     "one row": (1, 64, 64, 1),

@@ -23,6 +23,7 @@ from fbq_jax.core import matmul_vjp, threshold
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import quantize_weight
 from fbq_jax.core.quantize_operands import Spec
+from tests.marks import with_first_fast
 
 RECIPE = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (2, 24, 80)).at[0, 3, 5].set(50.0)
@@ -155,7 +156,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", with_first_fast(GRADIENTS))
 def test_gradients_flow_through_frozen_layers(name):
     """Those of the input and the bias; there is none of the codes."""
     recipe, error = GRADIENTS[name]

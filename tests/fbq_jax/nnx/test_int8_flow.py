@@ -36,6 +36,7 @@ def build(dropout_rate=0.0):
     )
 
 
+@nnx.jit
 def step(layer, x):
     """The output and the gradients of the parameters and of x."""
 
@@ -47,6 +48,7 @@ def step(layer, x):
     return y, grads
 
 
+@jax.jit
 def linen_step(params, state, x):
     layer = LinenMLP(HIDDEN)
 

@@ -16,6 +16,7 @@ from fbq_jax import FLOAT_GEMM, Gemm, dot_general, recipes
 from tests import oracle
 from tests.fbq_jax.core.test_dot_general import MATMUL, product, seed_of
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 M, K, N = 70, 48, 40
 KEY = jax.random.key(9)
@@ -170,7 +171,24 @@ def name_of(equations):
     return equations.__name__
 
 
-@pytest.mark.parametrize("equations", EQUATIONS, ids=name_of)
+# Other sizes of block, and GEMMs of which another recipe has the equations.
+SLOW = {
+    "jetfire_64",
+    "row_block_32",
+    "fp8_row_block_32",
+    "switchback_m",
+    "per_tensor_bifurcated",
+}
+
+
+@pytest.mark.parametrize(
+    "equations",
+    [
+        pytest.param(e, marks=[pytest.mark.exhaustive] * (name_of(e) in SLOW))
+        for e in EQUATIONS
+    ],
+    ids=name_of,
+)
 def test_equations(equations):
     recipe = (recipes.NAMED | VARIANTS)[name_of(equations)]
     operands = heavy((M, K), 0), heavy((K, N), 1), heavy((M, N), 2)
@@ -250,7 +268,7 @@ def test_only_unquantized_gemms_save_unquantized_operands(name):
     assert sum(leaf.size for leaf in scales) < 2000
 
 
-@pytest.mark.parametrize("name", ["per_tensor", "aqt_int8_local"])
+@pytest.mark.parametrize("name", with_first_fast(["aqt_int8_local", "per_tensor"]))
 def test_each_matrix_of_a_stack_has_its_own_scales_and_shards(name):
     x, w, dy = (
         jnp.stack([heavy(shape, i), 64.0 * heavy(shape, i)])
@@ -319,7 +337,7 @@ def library(name: str) -> types.ModuleType:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["aqt_int8", "aqt_int8_local"])
+@pytest.mark.parametrize("name", with_first_fast(["aqt_int8_local", "aqt_int8"]))
 def test_aqt(name, run_other):
     """Matches AQT with nearest rounding; its noise differs from ours."""
     config = library("aqt.jax.v2.config")
@@ -391,7 +409,7 @@ def lowered_in_shards(tokens, shards):
     return jax.jit(grads).lower(x, w, dy, jax.random.key(0))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("tokens", with_first_fast([3, 1, 8]))
 def test_more_shards_than_tokens_are_no_larger_program(tokens):
     """A product per shard, fused with both quantizations, compiled for minutes."""
     few, many = (
@@ -401,6 +419,7 @@ def test_more_shards_than_tokens_are_no_larger_program(tokens):
     assert many == few
 
 
+@pytest.mark.exhaustive  # core/test_program_size.py has a fast one
 def test_shards_share_one_product_in_the_compiled_program():
     texts = [lowered_in_shards(64, n).compile().as_text() for n in (2, 8)]
     few, many = (text.count(" = ") for text in texts)

@@ -10,6 +10,7 @@ import pytest
 from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, dot_general, recipes
 from fbq_jax.bench.collectives import collectives
 from tests.fbq_jax.sharding.test_sharding import SIDE, mesh_of, place
+from tests.marks import with_first_fast
 
 K, N = 256, 128
 X = jax.random.normal(jax.random.key(0), (8, 64, K))
@@ -62,9 +63,15 @@ def relative(error, exact):
     ("operands", "sizes", "spec", "off", "elements"),
     [
         # The numbers of codes that are sent, and of elements that are gathered.
-        (MATRIX, {"data": 4}, (), 0.0130, ([W.size], [W.size])),
+        pytest.param(
+            *(MATRIX, {"data": 4}, (), 0.0130, ([W.size], [W.size])),
+            marks=pytest.mark.exhaustive,
+        ),
         (ODD, {"data": 4}, (), 0.0115, ([68 * 67], [68 * 67])),
-        (STACK, {"fsdp": 4}, ("fsdp",), 0.0130, ([4 * 64 * 64], [])),
+        pytest.param(
+            *(STACK, {"fsdp": 4}, ("fsdp",), 0.0130, ([4 * 64 * 64], [])),
+            marks=pytest.mark.exhaustive,
+        ),
         (
             ALIKE,
             {"data": 2, "fsdp": 2, "tensor": 2},
@@ -119,7 +126,7 @@ def test_a_sum_in_bfloat16_is_scattered():
     assert 1e-3 < relative(sums(key) - want, want) < 4e-3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", with_first_fast(["float32", "bfloat16"]))
 def test_a_sum_is_in_the_dtype_of_the_product(dtype):
     """Or in the dtype that ``Gemm.reduce`` names."""
     operands = tuple(x.astype(dtype) for x in MATRIX)

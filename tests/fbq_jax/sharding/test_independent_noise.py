@@ -75,7 +75,7 @@ def errors():
     specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P("data"))}
     mesh = mesh_of(data=DEVICES)
     step = jax.jit(jax.shard_map(train_step, mesh=mesh, check_vma=False, **specs))
-    variables = MODEL.init(jax.random.key(2), BATCH[0])
+    variables = jax.jit(MODEL.init)(jax.random.key(2), BATCH[0])
     rows = []
     for _ in range(STEPS):
         variables, grads = step(variables, BATCH)

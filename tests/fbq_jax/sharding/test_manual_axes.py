@@ -21,6 +21,7 @@ from fbq_jax import (
     ragged_dot,
 )
 from fbq_jax.sharding import layer_names
+from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.skipif(
     jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
@@ -98,7 +99,7 @@ def test_errors_of_devices_average_out():
     assert share == pytest.approx(1 / DEVICES, rel=0.2)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", with_first_fast([True, False]))
 def test_one_device_draws_the_noise_of_jit(check_vma):
     mesh = mesh_of(data=1)
     specs = {"in_specs": (P("data"), P()), "out_specs": (P("data"), P())}
@@ -186,8 +187,8 @@ LAYERS = {
     [
         ("unchecked", "ragged_dot"),
         ("shard_map", "Dense"),
-        ("unchecked", "Dense"),
-        ("shard_map", "GatedMLP"),
+        pytest.param("unchecked", "Dense", marks=pytest.mark.exhaustive),
+        pytest.param("shard_map", "GatedMLP", marks=pytest.mark.exhaustive),
         ("unchecked", "Int8MLP"),
     ],
 )

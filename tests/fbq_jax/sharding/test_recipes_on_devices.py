@@ -85,7 +85,25 @@ def test_every_recipe_is_covered():
     assert list(COLLECTIVES) == [*recipes.NAMED, "llm_int8_dot"]
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+# Every kind of sum, of gathered codes and of maxima.
+FAST = {
+    "fallback",
+    "fallback_rowwise_bwd",
+    "fp8_row_block",
+    "switchback_q",
+    "per_tensor",
+    "aqt_int8_local",
+    "llm_int8_dot",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
+        for name in COLLECTIVES
+    ],
+)
 def test_kernels_travel_as_codes_and_their_gradient_is_summed_once(name):
     """Activations do not travel; the only floats that do are scales."""
     mesh = mesh_of(data=2, fsdp=4)
@@ -124,7 +142,7 @@ def step_and_results():
 @pytest.mark.parametrize(
     ("devices", "reduced", "gathered"),
     [
-        (2, (), ()),  # two shards on each
+        pytest.param(2, (), (), marks=pytest.mark.exhaustive),  # two shards on each
         (8, (64, 32), ()),  # half of one
         (6, (), (768 * 64, 768 * 32)),  # two on three: X and dY in floats
     ],

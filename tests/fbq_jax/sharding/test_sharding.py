@@ -125,7 +125,10 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
             (None, "all"), (1, 64, 96), (8, 3), marks=returns_parts_of_axes
         ),
         ((None, "tensor", BATCH), (1, 96, 128), (6, 4)),  # three for two
-        ((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),  # 3 for 2, twice
+        pytest.param(  # three for two, twice
+            *((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),
+            marks=pytest.mark.exhaustive,
+        ),
         ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
     ],
 )
@@ -336,13 +339,14 @@ LAYOUTS = {
 }
 
 
-SLOW = "halves of blocks"
+# Kernels sharded over one axis and over two, and both types of axes.
+FAST = "all", "explicit"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (name == SLOW))
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
         for name in LAYOUTS
     ],
 )
@@ -377,6 +381,7 @@ def test_devices_give_what_one_gives_and_exchange_codes(name):
         assert weights == [128 * 256 // tensor] * (4 if layout.kernels else 0)
 
 
+@pytest.mark.exhaustive  # test_recipes_on_devices.py has one layer
 def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
     """Once forward and once backward."""
     mesh = mesh_of(fsdp=4)

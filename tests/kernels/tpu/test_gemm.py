@@ -9,9 +9,11 @@ from fbq_jax.kernels.tpu import gemm, steps
 from fbq_jax.ops.backends import TPU_SIDES
 from tests.kernels import gemm_cases
 from tests.kernels.gemm_cases import CASES, Case
-from tests.kernels.tpu_tools import interpreted  # noqa: F401 (a fixture)
+from tests.kernels.tpu_tools import interpreted, jitted  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+
+matmul = jitted(gemm.matmul)
 
 SUPPORTED = [n for n, c in CASES.items() if set(c.blocks) <= set(TPU_SIDES)]
 
@@ -27,7 +29,7 @@ FAST = "unaligned, fallback", "few rows, fallback", "one element", "aligned"
     ],
 )
 def test_multiplies(name):
-    gemm_cases.check_against_float64(gemm.matmul, CASES[name])
+    gemm_cases.check_against_float64(matmul, CASES[name])
 
 
 @pytest.mark.parametrize("fallback", [None, 0.3])
@@ -38,17 +40,17 @@ def test_many_tiles_and_chunks(monkeypatch, fallback):
     of_two_blocks = 256 * 256 * 12 + 2 * 2 * (128 * 3 * 256 + 4 * 256)
     monkeypatch.setattr(gemm, "_VMEM_OF_TILES", of_two_blocks)
     case = Case((1, 300, 900, 700), (128, 128, 128), fallback)
-    gemm_cases.check_against_float64(gemm.matmul, case)
+    gemm_cases.check_against_float64(matmul, case)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rounds_once(dtype):
-    gemm_cases.check_rounds_once(gemm.matmul, dtype)
+    gemm_cases.check_rounds_once(matmul, dtype)
 
 
 def test_outliers():
-    gemm_cases.check_outlier_scale(gemm.matmul)
-    gemm_cases.check_outlier_with_residual(gemm.matmul)
+    gemm_cases.check_outlier_scale(matmul)
+    gemm_cases.check_outlier_with_residual(matmul)
 
 
 def test_a_block_without_a_scale_is_nan_in_its_rows_and_columns_only():
@@ -56,7 +58,7 @@ def test_a_block_without_a_scale_is_nan_in_its_rows_and_columns_only():
     lhs, residual, rhs = gemm_cases.operands(CASES["aligned, fallback"])
     lhs = lhs._replace(scales=lhs.scales.at[0, 0, 1].set(jnp.nan))
     options = {"block_shape": (128, 128, 128), "dtype": jnp.float32}
-    got = gemm.matmul(lhs, residual, rhs, **options)
+    got = matmul(lhs, residual, rhs, **options)
     assert np.isnan(got[0]).all()
     assert np.isfinite(got[1]).all()
 

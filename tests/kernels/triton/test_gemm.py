@@ -25,7 +25,26 @@ def interpreted(sm):
     return functools.partial(triton_tools.interpreted("gemm").matmul, sm=sm)
 
 
-@pytest.mark.parametrize("name", gemm_cases.CASES)
+# Each has what other cases have one by one, or other sizes of block.
+SLOW = {
+    "32x128x256 blocks",
+    "64x256x32 blocks",
+    "128x32x256 blocks",
+    "256x64x64 blocks",
+    "aligned, fallback",
+    "unaligned",
+    "few rows of many K blocks",
+    "scales of few rows",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SLOW))
+        for name in gemm_cases.CASES
+    ],
+)
 def test_matches_float64(name):
     gemm_cases.check_against_float64(interpreted(90), gemm_cases.CASES[name])
 

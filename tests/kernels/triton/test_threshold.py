@@ -7,14 +7,16 @@ import pytest
 
 from fbq_jax.kernels import threshold_reference
 from tests.kernels import threshold_cases, triton_tools
+from tests.marks import pairs_with_first_fast
 
 
 def check(name, size):
     threshold_cases.check(triton_tools.interpreted("threshold"), name, size)
 
 
-@pytest.mark.parametrize("name", threshold_cases.METRICS)
-@pytest.mark.parametrize("size", [1, 64])
+@pytest.mark.parametrize(
+    ("name", "size"), pairs_with_first_fast(threshold_cases.METRICS, [64, 1])
+)
 def test_matches_the_reference(name, size):
     check(name, size)
 
