@@ -216,6 +216,17 @@ def warn_of_packing() -> None:
         )
 
 
+def warn_of_transforms() -> None:
+    """Warns, once, that Hadamard transforms run on a TPU, by XLA."""
+    if jax.default_backend() == "tpu":
+        warn_first(
+            "transforms",
+            "the Hadamard transforms of dW run without a kernel: on a TPU they are "
+            "estimated to take longer than the products of a layer. The recipe "
+            "fallback_rowwise_bwd has none. See docs/performance/tpus.md",
+        )
+
+
 def choose_layer(
     recipe: Recipe,
     sizes: tuple[int, int, int],

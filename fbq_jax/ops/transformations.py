@@ -75,6 +75,8 @@ def call(
     dispatch.warn_of_small_blocks(choice, block_shape)
     if width is not None:
         dispatch.warn_of_packing()
+    if options.get("hadamard"):
+        dispatch.warn_of_transforms()
     record_layer(op.name, operands)
     run = LocalOp(op, choice.implementation, tuple(block_shape))
     number = None
