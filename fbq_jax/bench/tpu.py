@@ -27,9 +27,8 @@ _HEAD = ["TPU", "recipe", "M, K, N", "XLA, cycles", "kernels, cycles", "over bf1
 
 def named_recipes() -> dict[str, Recipe | None]:
     """The recipes to compile; None is bf16."""
-    names = ("rowwise", "aqt_int8", "switchback", "switchback_m", "switchback_q")
-    named = {name: recipes.NAMED[name] for name in (*names, "block", "fallback")}
-    return {"bf16": None, **named, "fallback, blocks of 256": Recipe(block=256)}
+    coarse = {"fallback, blocks of 256": Recipe(block=256)}
+    return {"bf16": None, **recipes.NAMED, **coarse}
 
 
 def run(path: Path) -> None:

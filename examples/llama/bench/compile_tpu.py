@@ -21,8 +21,6 @@ from fbq_jax.bench import tpu, tpu_cycles
 # four fit into the 16 GB of a v5e.
 SHAPE = 2048, 5632, 4, 4
 PACKED = "fallback, 10 bits saved"
-# A step takes minutes to compile. The linear layer has the estimates of all recipes.
-_NAMES = ("bf16", "rowwise", "block", "fallback", "fallback, blocks of 256", PACKED)
 
 
 def run(path: Path) -> None:
@@ -35,7 +33,7 @@ def run(path: Path) -> None:
     tpu.check_compiler()
     rows = []
     for generation in tpu_cycles.TOPOLOGIES:
-        for name in _NAMES:
+        for name in (*tpu.named_recipes(), PACKED):
             print(f"compiling a step by {name} for {generation}", flush=True)
             rows.append(_row(generation, name))
     tpu.write(path, tpu_steps=rows)
