@@ -74,17 +74,26 @@ def quantize_row_blocks(
     if hadamard and block[0] != SIZE:
         x, hadamard = transform_rows(x), False
     r, c = block
-    options = {"global_offset": global_offset, "dtype": dtype}
-    run = functools.partial(_launch, x, seeds, hadamard=hadamard, **options)
+    run = functools.partial(
+        _launch, x, seeds, hadamard=hadamard, global_offset=global_offset, dtype=dtype
+    )
     if r * c <= _LARGEST_TILE:
-        in_blocks = {"colwise_in_blocks": colwise_in_blocks, "sums": sums}
-        return run(block, rowwise, colwise, **in_blocks)
+        return run(
+            block, rowwise, colwise, colwise_in_blocks=colwise_in_blocks, sums=sums
+        )
     # A layout does not depend on the other side of its rows or columns of blocks.
     main, _ = run((min(r, _LARGEST_TILE // c), c), rowwise, None)
     if colwise_in_blocks:
         assert not hadamard
         _, transposed = quantize(
-            x, seeds, block=block, rowwise=None, colwise=colwise, sums=sums, **options
+            x,
+            seeds,
+            block=block,
+            rowwise=None,
+            colwise=colwise,
+            global_offset=global_offset,
+            sums=sums,
+            dtype=dtype,
         )
     else:
         _, transposed = run((r, min(c, _LARGEST_TILE // r)), None, colwise)
@@ -126,7 +135,7 @@ def _launch(
             output((batch, across, rows), jnp.float32, wanted=rowwise),
             *colwise_outputs,
         ],
-        num_warps=_num_warps(block, hadamard=hadamard),
+        num_warps=_num_warps(block, x.dtype.itemsize, hadamard=hadamard),
         SEVERAL_SEEDS=several,
         ROWWISE=mode_of(rowwise, dtype),
         COLWISE=mode_of(colwise, dtype),
@@ -144,10 +153,15 @@ def _transpose_scales(layout: Quantized | None) -> Quantized | None:
     return layout and layout._replace(scales=layout.scales.mT)
 
 
-def _num_warps(block: Block, *, hadamard: bool) -> int:
-    """Warps for a block: a thread holds 128 values, or a transformed column."""
+def _num_warps(block: Block, itemsize: int, *, hadamard: bool) -> int:
+    """Warps for a block: a thread holds 256 bytes of x, or a transformed column.
+
+    With noise in both layouts, each with its own scales, some registers spill.  On an
+    H200 that takes two thirds of the time of twice as many warps.
+    """
     r, c = block
-    return max(1, c // 32) if hadamard else max(1, r * c // 2**12)
+    values = 2**12 if itemsize == 2 else 2**11  # of a warp
+    return max(1, c // 32) if hadamard else max(1, r * c // values)
 
 
 @triton.jit
@@ -216,7 +230,7 @@ def _maxima_of_rows(tiles):
     bits = magnitudes(tiles)
     maxima = ()
     for k in tl.static_range(4):
-        maxima += (tl.max(bits[k].to(tl.int32), 1),)  # type: ignore[assignment]
+        maxima += (tl.max(bits[k].to(tl.int32), 1),)
     return maxima
 
 
