@@ -95,6 +95,7 @@ class Call:
           RuntimeError: if the kernel reads one of these parameters in a way that this
             function does not know.
         """
+        assert len(self.grid) < 3  # or integers would be multiplied
         name, ptx = compiled.metadata.name, compiled.asm["ptx"]
         parameters = [size for size in (*self.sizes, *self.outputs) if size != 1]
         integers = {i: x for i, x in enumerate(parameters) if isinstance(x, int)}

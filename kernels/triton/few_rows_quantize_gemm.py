@@ -41,7 +41,8 @@ from fbq_jax.kernels.triton.launch import compute_capability
 def default_config(shape: tuple[int, ...], k: int, *, itemsize: int, sm: int) -> Config:
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k.
 
-    K is split as in ``few_rows_gemm``, so that both kernels add in the same order.
+    Tiles and parts of K are those of ``few_rows_gemm``, so that both kernels add in the
+    same order.
 
     Args:
       shape: ``(batch, M, N, K)``.
@@ -49,11 +50,11 @@ def default_config(shape: tuple[int, ...], k: int, *, itemsize: int, sm: int) ->
       itemsize: bytes of an element of x.
       sm: compute capability of the GPU times ten.
     """
-    splits = few_rows_gemm.default_config(shape, k, sm=sm).splits
-    columns, rows = 64, rows_of_tile(shape[1])
+    config = few_rows_gemm.default_config(shape, k, sm=sm)
+    rows = rows_of_tile(shape[1])
     num_warps = 4 if rows * k <= 2**12 else 8  # a thread holds up to 32 values
-    size = (columns + rows * itemsize) * k
-    return Config(columns, splits, num_warps, stages(size, sm))
+    size = (config.BN + rows * itemsize) * k
+    return config._replace(num_warps=num_warps, num_stages=stages(size, sm))
 
 
 def quantize_matmul(
