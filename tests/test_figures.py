@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from docs import figures
-from examples.llama.experiments import engines, pictures
+from examples.llama.experiments import __main__ as experiments
+from examples.llama.experiments import engines, page, pictures
 from fbq_jax.bench import compiled, errors, models, report, results, tpu
 from fbq_jax.bench import map as bench_map
 from fbq_jax.kernels import speed_map
@@ -50,7 +51,12 @@ def test_every_picture_is_drawn_from_the_committed_results():
         for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
         for picture in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text())
     }
-    of_experiments = {figures.EXPERIMENTS / f"{name}.png" for name in pictures.PICTURES}
+    of_experiments = {
+        folder / f"{name}.png"
+        for folder, described in experiments.PAGES.items()
+        for name in page.places(described)
+        if name in pictures.PICTURES
+    }
     assert shown == {*figures.PICTURES, *of_experiments}
     assert all(picture.is_file() for picture in shown)
 

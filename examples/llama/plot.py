@@ -18,7 +18,7 @@ from fbq_jax import Recipe
 # dark purple. Dashes keep overlapping curves visible.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
-    *("#56B4E9", "#000000", "#999999", "#661177"),
+    *("#56B4E9", "#000000", "#999999", "#661177", "#8C6D1F"),
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
@@ -219,7 +219,7 @@ def _draw_layer_colorbar(figure: SubFigure, panels: Any, colors: np.ndarray) -> 
 
 
 def style(index: int) -> dict[str, Any]:
-    """Returns the color and the dashes of a curve; the first 45 styles differ."""
+    """Returns the color and the dashes of a curve; the first 50 styles differ."""
     cycle, color = divmod(index, len(COLORS))
     # A color has other dashes in each cycle.
     dashes = DASHES[(color + cycle) % len(DASHES)]

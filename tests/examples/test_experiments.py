@@ -37,7 +37,7 @@ from examples.llama.experiments import (
     runs,
     studies,
 )
-from examples.llama.experiments.settings import TOY
+from examples.llama.experiments.settings import FULL, QUARTER, TOY
 from examples.llama.experiments.studies import criteria, error, gradients
 from examples.llama.experiments.studies.perplexity import BLOCK_SIDES
 from examples.llama.model import Llama
@@ -253,14 +253,26 @@ def test_base_is_trained_again_where_its_model_is_gone(
 
 
 def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
-    commands = parity.commands(TOY, tmp_path, tmp_path)
-    assert len(commands) == len(parity.ORDER) == 10
-    assert len(longer.commands(TOY, tmp_path, tmp_path)) == 9
-    of_recipe = outliers.commands(TOY, tmp_path, tmp_path)
+    def runs_of(command: list[str]) -> list[Any]:
+        stored: list[Any] = json.loads(Path(command[-1]).read_text())
+        return stored
+
+    folders = tmp_path / "work", tmp_path / "results"
+    pretraining = parity.commands(QUARTER, *folders)
+    assert len(runs_of(pretraining["parity-bf16-0"])) == 1
+    assert len(runs_of(pretraining["parity-bf16"])) == 3
+    assert len(runs_of(pretraining["parity-row_block_lhs"])) == 4
+    stored = [run for command in pretraining.values() for run in runs_of(command)]
+    assert len(stored) == len(QUARTER.parity) == 8
+    # Other runs need the model of the first only.
+    saves = [run["config"]["save_every"] for run in stored]
+    assert saves == [QUARTER.pretrain["steps"]] + [0] * 7
+    assert len(parity.commands(TOY, *folders)) == 10
+    assert len(longer.commands(TOY, *folders)) == 9
+    of_recipe = outliers.commands(TOY, *folders)
     assert len(of_recipe) == 9
-    for name, number in ("bf16", 12), ("fallback", 9):
-        file = Path(of_recipe[f"outliers-{name}"][-1])
-        assert len(json.loads(file.read_text())) == number
+    for name, number in ("bf16", 15), ("fallback", 12):
+        assert len(runs_of(of_recipe[f"outliers-{name}"])) == number
 
 
 def test_probed_operands_give_the_gradients_of_the_projections(
@@ -303,6 +315,26 @@ def test_outliers_are_planted_and_change_nothing(
     assert plant.plant(params, x, float(jnp.abs(x).min())).factors.max() == 1.0
 
 
+def test_planted_gradients_grow_and_change_nothing(
+    params: Any, tokens: jax.Array
+) -> None:
+    apply = jax.jit(lambda params: Llama(MODEL).apply({"params": params}, tokens))
+
+    def gradient_of_up(params: Any) -> jax.Array:
+        of = probe.operands(MODEL, params, tokens)
+        return outliers._gradient_of_up(of)
+
+    dy = gradient_of_up(params)
+    planted = plant.plant_gradients(params, dy, 64)
+    grown = jnp.abs(gradient_of_up(planted.params)).max(axis=1)
+    expected = jnp.abs(dy).max(axis=1)
+    layers = jnp.arange(len(dy))[:, None]
+    expected = expected.at[layers, planted.channels].multiply(64)
+    np.testing.assert_allclose(grown, expected, rtol=1e-6)
+    np.testing.assert_array_equal(planted.factors, 1 / 64)
+    np.testing.assert_array_equal(apply(planted.params), apply(params))
+
+
 def a_run(recipe: str, **more: Any) -> dict[str, Any]:
     rates = [[0.2, 0.4]] * 20
     of_layers = {"layers/mlp/down": {"rate": rates, "theta": rates}}
@@ -324,7 +356,8 @@ def a_run(recipe: str, **more: Any) -> dict[str, Any]:
 def write_results(results: Path) -> None:
     """Writes invented results of all experiments."""
     for recipe in ("bf16", "fallback"):
-        runs.save(a_run(recipe), results / "parity" / f"{recipe}-0.json")
+        for seed in range(2):
+            runs.save(a_run(recipe), results / "parity" / f"{recipe}-{seed}.json")
         runs.save(a_run(recipe), results / "longer" / f"{recipe}.json")
         for seed, model in itertools.product(range(3), ("58", "606")):
             name = f"{model}-{recipe}-{seed}.json"
@@ -444,8 +477,27 @@ def test_stages_that_were_stopped_are_drawn(
     assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
 
 
+def test_pairs_of_seeds_tell_real_differences(tmp_path: Path) -> None:
+    added = {"block": (0.001, 0.002, 0.003, 0.002), "rowwise": (0.001, -0.002, 0.0)}
+    for recipe, of_seeds in {"bf16": (0.0,) * 4, **added}.items():
+        for seed, more in enumerate(of_seeds):
+            loss = (3.0 + seed) * (1 + more)
+            run = a_run(recipe, loss=[loss] * 20, val_loss={"20": loss})
+            runs.save(run, tmp_path / "parity" / f"{recipe}-{seed}.json")
+    lines = run_tables.paired(tmp_path).splitlines()
+    # The standard errors are 0.041 % and 0.088 %; Student's factors are 3.18 and 4.30.
+    assert lines[2] == "| block | 4 | +0.200% | ± 0.130% | +0.200% | ± 0.130% |"
+    assert lines[3] == "| rowwise | 3 | -0.033% | ± 0.379% | -0.033% | ± 0.379% |"
+    matrix = run_tables.pairs(tmp_path).splitlines()
+    assert matrix[2].startswith("| bf16 |  | **-0.200%** | +0.034% |")
+    (tmp_path / "parity" / "bf16-0.json").unlink()
+    runs.save(a_run("bf16", done=False), tmp_path / "parity" / "bf16-1.json")
+    lines = run_tables.paired(tmp_path).splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [["| block", "2"]]
+
+
 def test_every_recipe_has_its_own_color() -> None:
-    recipes = {recipe for recipe, _ in parity.ORDER}
+    recipes = {*FULL.tuned, *QUARTER.tuned, *dict(QUARTER.parity)}
     styles = {recipe: run_pictures.recipe_style(recipe) for recipe in recipes}
     assert len({style["color"] for style in styles.values()}) == len(recipes)
     of_seeds = [run_pictures.recipe_style(f"bf16-{seed}") for seed in range(2)]
@@ -454,17 +506,18 @@ def test_every_recipe_has_its_own_color() -> None:
     assert of_seeds[1]["linestyle"] != styles["bf16"]["linestyle"]
 
 
-def test_the_page_matches_the_results(tmp_path: Path) -> None:
-    copy = tmp_path / "experiments.md"
-    copy.write_text(__main__.PAGE.read_text())
-    page.fill(copy, __main__.RESULTS)
-    folder = os.path.relpath(__main__.RESULTS, tmp_path)
-    of_page = os.path.relpath(__main__.RESULTS, __main__.PAGE.parent)
+@pytest.mark.parametrize("results", __main__.PAGES, ids=lambda path: path.name)
+def test_the_page_matches_the_results(results: Path, tmp_path: Path) -> None:
+    committed, copy = __main__.PAGES[results], tmp_path / "page.md"
+    copy.write_text(committed.read_text())
+    page.fill(copy, results)
+    folder = os.path.relpath(results, tmp_path)
+    of_page = os.path.relpath(results, committed.parent)
     text = copy.read_text().replace(f"]({folder}/", f"]({of_page}/")
-    assert text == __main__.PAGE.read_text()
+    assert text == committed.read_text()
     copy.write_text("<!-- nonsense -->\n<!-- end -->")
     with pytest.raises(result_files.ResultsError, match="a place for nonsense"):
-        page.fill(copy, __main__.RESULTS)
+        page.fill(copy, results)
 
 
 def test_results_of_other_texts_or_models_are_refused(

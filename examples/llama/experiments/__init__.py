@@ -1,1 +1,1 @@
-"""The training runs and studies behind docs/evidence/experiments.md."""
+"""The training runs and studies behind pages of docs/evidence."""

@@ -28,7 +28,12 @@ from examples.llama.experiments.result_files import ResultsError
 from examples.llama.experiments.settings import SETTINGS
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[3] / "docs/evidence/experiments.md"
+_EVIDENCE = Path(__file__).parents[3] / "docs/evidence"
+# The folders of the committed results, and the pages that describe them.
+PAGES = {
+    RESULTS: _EVIDENCE / "experiments.md",
+    RESULTS / "quarter": _EVIDENCE / "outliers.md",
+}
 OTHER_PAGE = "tables.md"
 STAGES = ("parity", "studies", "outliers", "longer")
 
@@ -94,17 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         "--results",
         type=Path,
         default=RESULTS,
-        help=f"folder of the results (default: {RESULTS.name} beside this module, with "
-        f"tables in {PAGE.name}; another folder has its tables in {OTHER_PAGE})",
+        help=f"folder of the results (default: {RESULTS.name} beside this module; the "
+        "committed folders have their tables in docs/evidence, others in "
+        f"{OTHER_PAGE})",
     )
     return parser
 
 
 def _draw(results: Path) -> None:
-    print(f"drawn: {', '.join(pictures.draw(results)) or 'nothing'}")
-    # The prose of PAGE describes the committed results only.
-    committed = results.resolve() == RESULTS.resolve()
-    page.fill(PAGE if committed else results / OTHER_PAGE, results)
+    described = PAGES.get(results.resolve(), results / OTHER_PAGE)
+    names = page.places(described)
+    print(f"drawn: {', '.join(pictures.draw(results, names)) or 'nothing'}")
+    page.fill(described, results)
 
 
 def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:

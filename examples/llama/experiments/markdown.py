@@ -14,6 +14,14 @@ def table(head: Iterable[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+_PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def places(text: str) -> list[str]:
+    """Returns the names of the places on a page."""
+    return _PLACE.findall(text)
+
+
 def fill(text: str, content: Callable[[str], str]) -> str:
     """Returns a page with its places filled, each `<!-- name -->` to `<!-- end -->`.
 
@@ -21,9 +29,7 @@ def fill(text: str, content: Callable[[str], str]) -> str:
         text: The page.
         content: Returns what belongs in the place of a name.
     """
-    return re.sub(
-        r"<!-- (\w+) -->\n.*?<!-- end -->",
+    return _PLACE.sub(
         lambda place: f"<!-- {place[1]} -->\n\n{content(place[1])}\n\n<!-- end -->",
         text,
-        flags=re.DOTALL,
     )

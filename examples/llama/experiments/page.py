@@ -1,6 +1,6 @@
-"""Fills docs/evidence/experiments.md with tables and pictures from the JSON results.
+"""Fills the pages of the experiments with tables and pictures from the JSON results.
 
-The page is prose with a place for each table, `<!-- name -->` to `<!-- end -->`.
+A page is prose with a place for each table, `<!-- name -->` to `<!-- end -->`.
 """
 
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from examples.llama import atomic
 from examples.llama.experiments import run_tables, study_tables
 from examples.llama.experiments.markdown import fill as fill_places
+from examples.llama.experiments.markdown import places as names_of_places
 from examples.llama.experiments.result_files import ResultsError
 
 NOT_RUN = "*Not run yet.*"
@@ -17,6 +18,8 @@ NOT_RUN = "*Not run yet.*"
 # The tables by name, in the order of the page.
 TABLES: dict[str, Callable[[Path], str]] = {
     "parity": run_tables.parity,
+    "paired": run_tables.paired,
+    "pairs": run_tables.pairs,
     "cost": run_tables.cost,
     "planted": run_tables.planted,
     "outliers": run_tables.outliers,
@@ -32,6 +35,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "longer": run_tables.longer,
     "killed": run_tables.killed,
 }
+
+
+def places(page: Path) -> list[str]:
+    """Returns the names of the places on a page; all if it does not exist."""
+    return names_of_places(page.read_text()) if page.exists() else list(TABLES)
 
 
 def fill(page: Path, results: Path) -> None:

@@ -8,27 +8,20 @@ from examples.llama.experiments import runs
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import Settings
 
-# Recipe and seed, the most informative first, in case time runs out.
-ORDER = (
-    ("bf16", 0),
-    ("fallback", 0),
-    ("block", 0),
-    ("jetfire", 0),
-    ("bf16", 1),
-    ("rowwise", 0),
-    ("fp8_delayed", 0),
-    ("per_tensor", 0),
-    ("fallback_rowwise_bwd", 0),
-    ("switchback", 0),
-)
+# The run whose model is studied.
+BASE = "bf16-0"
 
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
-    """Returns the commands of the runs, one process each to separate peak memory."""
-    asked = {
-        f"{recipe}-{seed}": [_run(settings, work, results, recipe, seed)]
-        for recipe, seed in ORDER
-    }
+    """Returns the commands of the runs, a process for each recipe's peak memory.
+
+    The run of `base` has its own process, because other commands wait for its model.
+    """
+    asked: dict[str, list[Run]] = {}
+    for recipe, seed in settings.parity:
+        name = f"{recipe}-{seed}"
+        run = _run(settings, work, results, recipe, seed)
+        asked.setdefault(name if name == BASE else recipe, []).append(run)
     return runs.commands("parity", work, asked)
 
 
@@ -45,9 +38,11 @@ def base(settings: Settings, work: Path, results: Path) -> Run:
 
 
 def _run(settings: Settings, work: Path, results: Path, recipe: str, seed: int) -> Run:
-    data = str(work / "corpus" / "python")
+    options = settings.pretrain | {"data": str(work / "corpus" / "python")}
+    if f"{recipe}-{seed}" == BASE:
+        options |= {"save_every": settings.pretrain["steps"]}
     return Run(
-        Config(recipe=recipe, seed=seed, data=data, **settings.pretrain),
+        Config(recipe=recipe, seed=seed, **options),
         work / "parity" / f"{recipe}-{seed}",
         results / "parity" / f"{recipe}-{seed}.json",
     )

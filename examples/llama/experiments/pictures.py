@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/evidence/experiments.md from the JSON results."""
+"""Draws the pictures of the experiments from the JSON results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from examples.llama.experiments.result_files import Json
 from examples.llama.plot import save
 
 
-def draw(results: Path) -> list[str]:
-    """Draws all pictures whose results exist; returns their names."""
+def draw(results: Path, names: Collection[str]) -> list[str]:
+    """Draws the pictures of these names whose results exist; returns their names."""
     drawn = []
     for name, (read, make) in PICTURES.items():
-        if data := read(results):
+        if name in names and (data := read(results)):
             save(make(data), results / f"{name}.png")
             drawn.append(name)
     return drawn

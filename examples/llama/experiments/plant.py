@@ -5,8 +5,12 @@ power of two, and its row of `down` is divided by it. All products and sums stay
 same bit for bit, but the input of `down` grows in that channel. The chosen channels
 have a gate that opens for few tokens, so that the outliers are sparse in both channels
 and tokens, as in large models.
+
+In the same way, dividing a channel of `up` and multiplying its row of `down` makes
+outliers in the gradient of the output of `up`, and in the weights of `down`.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,12 +28,27 @@ class Planted(NamedTuple):
     Attributes:
         params: The parameters of the model.
         channels: The channels with outliers, int32 [L, CHANNELS].
-        factors: The powers of two, at least 1, float32 [L, CHANNELS].
+        factors: The powers of two that multiply `up`, float32 [L, CHANNELS].
     """
 
     params: PyTree
     channels: jax.Array
     factors: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def plant_gradients(params: PyTree, dy: jax.Array, factor: int) -> Planted:
+    """Plants outliers in the gradient of the output of `up`, and in `down`.
+
+    Args:
+        params: The parameters of `Llama`.
+        dy: This gradient for some text, [L, M, F].
+        factor: A power of two by which the gradient grows in the chosen channels.
+    """
+    dy = jnp.abs(dy.astype(jnp.float32))
+    _, channels = jax.lax.top_k(_concentration(dy), CHANNELS)
+    factors = jnp.full(channels.shape, jnp.float32(1 / factor))
+    return _planted(params, channels, factors)
 
 
 @jax.jit
@@ -44,9 +63,8 @@ def plant(params: PyTree, x: jax.Array, largest: float) -> Planted:
     """
     x = jnp.abs(x.astype(jnp.float32))
     peak = x.max(axis=1)
-    concentration = peak / jnp.maximum(x.mean(axis=1), jnp.finfo(jnp.float32).tiny)
     number = min(_CANDIDATES, x.shape[2])
-    _, candidates = jax.lax.top_k(concentration, number)
+    _, candidates = jax.lax.top_k(_concentration(x), number)
     needed = jnp.log2(largest / jnp.take_along_axis(peak, candidates, axis=1))
     # Choose the candidates that a power of two brings closest to the target.
     # Candidates that are large enough already come last and stay unchanged.
@@ -56,8 +74,18 @@ def plant(params: PyTree, x: jax.Array, largest: float) -> Planted:
     channels = jnp.take_along_axis(candidates, best, axis=1)
     powers = jnp.round(jnp.take_along_axis(needed, best, axis=1)).astype(jnp.int32)
     factors = jnp.ldexp(jnp.float32(1.0), powers)  # exp2 is not exact
-    layers = jnp.arange(len(x))[:, None]
-    scale = jnp.ones_like(peak).at[layers, channels].set(factors)
+    return _planted(params, channels, factors)
+
+
+def _concentration(x: jax.Array) -> jax.Array:
+    """How much larger than their mean the channels of magnitudes [L, M, F] get."""
+    return x.max(axis=1) / jnp.maximum(x.mean(axis=1), jnp.finfo(jnp.float32).tiny)
+
+
+def _planted(params: PyTree, channels: jax.Array, factors: jax.Array) -> Planted:
+    size = params["layers"]["mlp"]["down"]["kernel"].shape[:2]
+    layers = jnp.arange(len(channels))[:, None]
+    scale = jnp.ones(size, jnp.float32).at[layers, channels].set(factors)
     return Planted(_rescale(params, scale), channels, factors)
 
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/evidence/experiments.md about training runs."""
+"""The pictures of the experiments about training runs."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 
 from examples.llama.config import RECIPES
 from examples.llama.experiments import result_files
-from examples.llama.experiments.parity import ORDER
 from examples.llama.experiments.result_files import Json
+from examples.llama.experiments.settings import FULL, QUARTER
 from examples.llama.plot import finish, smooth, style
 from fbq_jax import recipes
 
-_RECIPES = list(dict.fromkeys([*(recipe for recipe, _ in ORDER), *RECIPES]))
+_RECIPES = list(dict.fromkeys([*FULL.tuned, *QUARTER.tuned, *RECIPES]))
 
 
 def recipe_style(run: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def recipe_style(run: str) -> dict[str, Any]:
 
 
 def parity(runs: dict[str, Json]) -> Figure:
-    """Losses over the steps, and their differences from bf16."""
+    """Losses over the steps, and their differences from bf16 with the same seed."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     losses.set(title="Training loss (circles: validation)", ylabel="nats per token")
@@ -35,11 +35,9 @@ def parity(runs: dict[str, Json]) -> Figure:
         xlabel="step",
         ylabel="nats per token",
     )
-    baseline = _floats(runs["bf16-0"]["loss"]) if "bf16-0" in runs else None
     for name, run in runs.items():
         line, loss = recipe_style(name), _floats(run["loss"])
-        steps = 1 + np.arange(len(loss))
-        losses.plot(steps, smooth(loss), label=name, **line)
+        losses.plot(1 + np.arange(len(loss)), smooth(loss), label=name, **line)
         validated = [int(step) for step in run["val_loss"]]
         losses.plot(
             validated,
@@ -48,17 +46,37 @@ def parity(runs: dict[str, Json]) -> Figure:
             color=line["color"],
             markersize=4,
         )
-        # Another seed has other batches, so its difference means nothing.
-        if baseline is not None and name.endswith("-0") and name != "bf16-0":
-            shared = min(len(loss), len(baseline))
-            difference = smooth(loss[:shared] - baseline[:shared])
-            differences.plot(steps[:shared], difference, **line)
+    for recipe, of_seeds in _paired_differences(runs).items():
+        steps, mean = 1 + np.arange(of_seeds.shape[1]), of_seeds.mean(axis=0)
+        line = recipe_style(recipe)
+        differences.plot(steps, mean, **line)
+        if len(of_seeds) > 1:
+            error = of_seeds.std(axis=0, ddof=1) / np.sqrt(len(of_seeds))
+            band = {"color": line["color"], "alpha": 0.2, "linewidth": 0}
+            differences.fill_between(steps, mean - error, mean + error, **band)
     # Most differences are small, and a few are not.
     differences.set_yscale("symlog", linthresh=0.01)
     _crop_the_descent(losses, [_floats(run["loss"]) for run in runs.values()])
     finish(losses)
     finish(differences)
     return figure
+
+
+def _paired_differences(runs: dict[str, Json]) -> dict[str, np.ndarray]:
+    """Smoothed losses minus those of bf16 with the same seed, by recipe [seeds, steps].
+
+    Another seed has other batches, so its difference would mean nothing.
+    """
+    found: dict[str, list[np.ndarray]] = {}
+    for name, run in runs.items():
+        recipe, _, seed = name.partition("-")
+        if recipe == "bf16" or (base := runs.get(f"bf16-{seed}")) is None:
+            continue
+        shared = min(len(run["loss"]), len(base["loss"]))
+        own, other = (_floats(of["loss"][:shared]) for of in (run, base))
+        found.setdefault(recipe, []).append(smooth(own - other))
+    shortest = {name: min(map(len, of)) for name, of in found.items()}
+    return {n: np.stack([x[: shortest[n]] for x in of]) for n, of in found.items()}
 
 
 def cost(runs: dict[str, Json]) -> Figure:
@@ -88,7 +106,8 @@ def cost(runs: dict[str, Json]) -> Figure:
 def outliers(runs: dict[str, Json]) -> Figure:
     """Validation loss after fine-tuning minus bf16's, by planted activation."""
     losses = result_files.losses_by_model(runs)
-    models = sorted(losses.keys() - {"trained"}, key=int)
+    # By size, then those that were planted elsewhere than in activations.
+    models = sorted(losses.keys() - {"trained"}, key=lambda name: (len(name), name))
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     names = dict.fromkeys(recipe for model in models for recipe in losses[model])
@@ -109,7 +128,7 @@ def outliers(runs: dict[str, Json]) -> Figure:
     axes.set(
         title="After fine-tuning: validation loss minus bf16's of the same seed "
         "(circles: seeds)",
-        xlabel="largest activation planted",
+        xlabel="largest activation planted, or place of the outliers",
         ylabel="nats per token",
         xticks=range(len(models)),
         xticklabels=models,

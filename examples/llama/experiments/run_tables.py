@@ -1,10 +1,12 @@
-"""The tables of docs/evidence/experiments.md about training runs."""
+"""The tables of the experiments about training runs."""
 
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 from examples.llama.experiments import result_files
 from examples.llama.experiments.markdown import table
@@ -29,7 +31,8 @@ def parity(results: Path) -> str:
     for name, run in runs.items():
         loss, peak = result_files.last_val_loss(run), run["peak_bytes"]
         # Training losses are comparable on the same batches, so with the same seed.
-        paired = name in ended and name.endswith("-0") and "bf16-0" in ended
+        same = "bf16-" + name.partition("-")[2]
+        paired = name in ended and same in ended
         how = "diverged" if "diverged" in run else "stopped"
         difference = ended.get(name, math.nan) - base
         compared = not math.isnan(difference)
@@ -39,14 +42,14 @@ def parity(results: Path) -> str:
                 f"{loss:.4f}",
                 f"{difference:+.4f}" if compared else "",
                 f"{difference / base:+.2%}" if compared else "",
-                f"{_late(run) / _late(runs['bf16-0']) - 1:+.2%}" if paired else "",
+                f"{_late(run) / _late(runs[same]) - 1:+.2%}" if paired else "",
                 f"{run['tokens_per_s']:,.0f}",
                 "" if peak is None else f"{peak / 1e9:.1f}",
             ]
         )
     head = (
         "recipe and seed",
-        *("validation loss", "vs bf16-0", "", "training loss vs bf16-0"),
+        *("validation loss", "vs bf16-0", "", "training loss vs bf16 of this seed"),
         *("tokens/s", "peak GB"),
     )
     return f"{_about(next(iter(runs.values())))}\n\n{table(head, rows)}"
@@ -71,6 +74,73 @@ def _ended(runs: dict[str, Json]) -> dict[str, Json]:
 def _late(run: Json) -> float:
     """The mean training loss of the last tenth of the steps."""
     return statistics.fmean(run["loss"][-max(1, run["steps"] // 10) :])
+
+
+def paired(results: Path) -> str:
+    """Each recipe's losses minus bf16's of the same seed: means with intervals."""
+    runs = _ended(result_files.runs(results, "parity"))
+    val, late = _by_seed(runs, result_files.last_val_loss), _by_seed(runs, _late)
+    if "bf16" not in val:
+        return ""
+    rows = []
+    for recipe in val:
+        differences = [_relative(losses, recipe, "bf16") for losses in (val, late)]
+        if recipe == "bf16" or min(map(len, differences)) < 2:
+            continue
+        cells = [cell for x in differences for cell in (_mean(x), _interval(x))]
+        rows.append([recipe, str(len(differences[0])), *cells])
+    interval = "95 % interval"
+    head = "recipe", "seeds", "validation loss vs bf16", interval
+    return table((*head, "training loss vs bf16", interval), rows)
+
+
+def pairs(results: Path) -> str:
+    """Which recipes' training losses differ, in each pair of recipes."""
+    late = _by_seed(_ended(result_files.runs(results, "parity")), _late)
+    names = [name for name, of_seeds in late.items() if len(of_seeds) > 1]
+    rows = []
+    for first in names:
+        row = [first]
+        for second in names:
+            x = np.array([]) if first == second else _relative(late, first, second)
+            real = len(x) > 1 and np.abs(x.mean()) > _half_interval(x)
+            text = _mean(x) if len(x) > 1 else ""
+            row.append(f"**{text}**" if real else text)
+        rows.append(row)
+    return table(("minus", *names), rows) if len(names) > 1 else ""
+
+
+def _by_seed(
+    runs: dict[str, Json], loss: Callable[[Json], float]
+) -> dict[str, dict[str, float]]:
+    """A loss of each run, by recipe and seed."""
+    found: dict[str, dict[str, float]] = {}
+    for name, run in runs.items():
+        recipe, _, seed = name.partition("-")
+        found.setdefault(recipe, {})[seed] = loss(run)
+    return found
+
+
+def _relative(
+    losses: dict[str, dict[str, float]], recipe: str, other: str
+) -> np.ndarray:
+    """The relative differences of two recipes' losses, for each seed of both."""
+    own, base = losses[recipe], losses[other]
+    return np.array([own[seed] / base[seed] - 1 for seed in own if seed in base])
+
+
+def _mean(x: np.ndarray) -> str:
+    return f"{x.mean():+.3%}"
+
+
+def _half_interval(x: np.ndarray) -> float:
+    """Half of the mean's 95 % confidence interval, by Student's t distribution."""
+    error = x.std(ddof=1) / math.sqrt(len(x))
+    return float(stats.t.ppf(0.975, len(x) - 1) * error)
+
+
+def _interval(x: np.ndarray) -> str:
+    return f"± {_half_interval(x):.3%}"
 
 
 def cost(results: Path) -> str:
@@ -130,16 +200,22 @@ def _loss_cell(losses: dict[str, dict[int, float]], recipe: str) -> str:
 def planted(results: Path) -> str:
     """The largest activations and the losses of the models with outliers."""
     models = result_files.one(results, "planted")
+    # Results from before outliers were planted in gradients do not have their sizes.
+    has_gradients = all("gradient_ratio" in model for model in models.values())
     rows = [
         [
             name,
             f"{model['largest']:g}",
             f"{model['val_loss']['python']:.6f}",
             f"{model['val_loss']['cpp']:.6f}",
+            *([f"{model['gradient_ratio']:.0f}"] if has_gradients else []),
         ]
         for name, model in models.items()
     ]
-    return table(("model", "largest activation", "loss on Python", "on C++"), rows)
+    head = ["model", "largest activation", "loss on Python", "on C++"]
+    if has_gradients:
+        head.append("largest gradient over root mean square")
+    return table(head, rows)
 
 
 def longer(results: Path) -> str:

@@ -1,5 +1,7 @@
 """The sizes of the experiments: as reported, or small enough for a CPU."""
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +12,22 @@ class Settings:
 
     Attributes:
         vocab_size: The vocabulary size of the tokenizer.
+        parity: The recipe and the seed of each run in `parity`, the most informative
+            first, in case time runs out.
+        tuned: The recipes in `outliers`, likewise.
         pretrain: The options of the runs in `parity`.
         finetune: Options of the runs in `outliers` that differ from `pretrain`.
         longer: Options of the runs in `longer` that differ from `pretrain`.
         killed: Options of the runs in `killed` that differ from `pretrain`.
         studied: The number of sequences whose activations are studied.
         outliers: The largest planted activations, one model each.
+        gradient_factor: The factor of planted gradients, in a model of their own; None
+            for no such model.
     """
 
     vocab_size: int
+    parity: tuple[tuple[str, int], ...]
+    tuned: tuple[str, ...]
     pretrain: dict[str, Any]
     finetune: dict[str, Any]
     longer: dict[str, Any]
@@ -26,11 +35,19 @@ class Settings:
     studied: int
     # The largest activations reported for GPT2-XL, Llama-3.1 and Qwen-2.5.
     outliers: tuple[int, ...] = (58, 606, 6559)
+    gradient_factor: int | None = None
 
+
+_RECIPES = (
+    *("bf16", "fallback", "block", "jetfire", "rowwise", "fp8_delayed", "per_tensor"),
+    *("fallback_rowwise_bwd", "switchback"),
+)
 
 # 128 million parameters and 100.7 million tokens, 65 536 per step.
 FULL = Settings(
     vocab_size=16384,
+    parity=(*((recipe, 0) for recipe in _RECIPES), ("bf16", 1)),
+    tuned=_RECIPES,
     pretrain={"hidden": 1024, "ffn": 2816, "layers": 8, "heads": 8, "kv_heads": 4}
     | {"seq": 1024, "batch": 64, "steps": 1536, "lr": 1e-3}
     | {"log_every": 16, "eval_every": 96, "save_every": 1536},
@@ -42,8 +59,19 @@ FULL = Settings(
     studied=4,
 )
 
+# A quarter of the steps, after which the model has no large outliers of its own.
+QUARTER = dataclasses.replace(
+    FULL,
+    parity=tuple(itertools.product(("bf16", "row_block_lhs"), range(4))),
+    tuned=("bf16", "row_block_lhs", "fallback", "jetfire", "block"),
+    pretrain=FULL.pretrain | {"steps": 384, "save_every": 0},
+    gradient_factor=64,
+)
+
 TOY = Settings(
     vocab_size=512,
+    parity=FULL.parity,
+    tuned=FULL.tuned,
     pretrain={"hidden": 64, "ffn": 128, "layers": 2, "heads": 2, "kv_heads": 1}
     | {"seq": 32, "batch": 4, "steps": 8, "lr": 1e-2}
     | {"log_every": 2, "eval_every": 4, "save_every": 8},
@@ -51,6 +79,7 @@ TOY = Settings(
     longer={"steps": 16, "lr": 3e-1, "clip": 0.0, "eval_every": 8, "save_every": 16},
     killed={"log_every": 1, "save_every": 3},
     studied=4,
+    gradient_factor=64,
 )
 
-SETTINGS = {"full": FULL, "toy": TOY}
+SETTINGS = {"full": FULL, "quarter": QUARTER, "toy": TOY}

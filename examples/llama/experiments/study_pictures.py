@@ -1,4 +1,4 @@
-"""The pictures of docs/evidence/experiments.md about studies."""
+"""The pictures of the experiments about studies."""
 
 from collections.abc import Callable
 from typing import Any

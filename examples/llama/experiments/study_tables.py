@@ -1,4 +1,4 @@
-"""The tables of docs/evidence/experiments.md about studies."""
+"""The tables of the experiments about studies."""
 
 from collections.abc import Iterable
 from pathlib import Path
