@@ -7,7 +7,13 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from fbq_jax.kernels.mosaic.gemm_problem import CONSUMER_ROWS, CONSUMERS, Buffers
+from fbq_jax.kernels.mosaic.gemm_problem import (
+    CONSUMER_ROWS,
+    CONSUMERS,
+    PART,
+    Buffers,
+)
+from fbq_jax.kernels.mosaic.gemm_scheduler import load_vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,16 @@ class Products:
         values = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
         plgpu.barrier_arrive(self.buffers.empty.at[stage])
         return values
+
+    def row_scales(self, stage: jax.Array) -> jax.Array:
+        """The scales of this consumer's rows that arrived with a stage, ``[64]``."""
+        rows = pl.ds(self.warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
+        return load_vector(self.buffers.row_scales.at[stage, rows], 0)
+
+    def column_scales(self, stage: jax.Array, part: int) -> jax.Array:
+        """The scales of a part's columns that arrived with a stage, ``[PART]``."""
+        columns = pl.ds(part * PART, PART)
+        return load_vector(self.buffers.column_scales.at[stage, columns], 1)
 
     def _await_turn(self) -> None:
         plgpu.barrier_wait(self.buffers.turns.at[self.warpgroup])

@@ -42,7 +42,6 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
     CONSUMER_ROWS,
     PART,
-    PREFETCH,
     SUM_CHUNK,
     UNROLL,
 )
@@ -82,7 +81,7 @@ class Sums(NamedTuple):
     Attributes:
       stage: int32, the pipeline stage of the next step.
       parts: float32 ``[64, PART]`` each, the sums so far.
-      scales: the scales of the next ``PREFETCH`` steps.
+      scales: the scales of the next ``Problem.prefetch`` steps.
     """
 
     stage: jax.Array
@@ -104,16 +103,15 @@ class _Promotion:
         sums: Sums,
         weights: Scales,
         to_float: Callable[[jax.Array], jax.Array],
-        load_scales: Callable[[], list[Scales]] = list,
-        load_columns: Callable[[], list[jax.Array]] = list,
+        load_scales: Callable[[jax.Array], list[Scales]],
     ) -> Sums:
         """Multiplies one step, and adds the accumulator times the weights.
 
-        While the product is in flight, ``load_scales`` loads the scales of later steps,
-        and ``load_columns`` those of the columns in this step, if they have their own.
+        While the product of a stage is in flight, ``load_scales`` loads the scales of
+        later steps, of which some have arrived with the stage.
         """
         self.products.issue(accumulator, sums.stage)
-        loaded, columns = load_scales(), load_columns()
+        loaded, columns = load_scales(sums.stage), self._column_scales(sums.stage)
         values = self.products.read(accumulator, sums.stage)
         spread = itertools.zip_longest(self.scheduler.per_part(tile, weights), columns)
         parts = [
@@ -123,11 +121,25 @@ class _Promotion:
         stage = next_stage(sums.stage, self.scheduler.problem.num_stages)
         return Sums(stage, parts, [*sums.scales, *loaded])
 
-    def load_scales(self, tile: Tile, step: jax.Array, count: int) -> list[Scales]:
-        """Loads the scales of ``count`` steps, starting at ``step + PREFETCH``."""
-        later = step + PREFETCH
-        scales = functools.partial(load_scales, self.scheduler, self.products, tile)
-        return [scales(later + n) for n in range(count)]
+    def load_scales(
+        self, tile: Tile, step: jax.Array, count: int, stage: jax.Array
+    ) -> list[Scales]:
+        """Loads the scales of ``count`` steps, or of the one that came with a stage.
+
+        The first one is ``Problem.prefetch`` steps after ``step``.
+        """
+        later = step + self.scheduler.problem.prefetch
+        if self.scheduler.problem.row_scales == "none":
+            return [self.scheduler.scales(tile, later + n) for n in range(count)]
+        lhs = self.products.row_scales(stage)
+        return [self.scheduler.row_scales(tile, later, lhs)]
+
+    def _column_scales(self, stage: jax.Array) -> list[jax.Array]:
+        """The scales of the columns of each part, if columns have their own."""
+        if self.scheduler.problem.row_scales != "both":
+            return []
+        parts = range(self.scheduler.width // PART)
+        return [self.products.column_scales(stage, part) for part in parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +200,13 @@ class RunningSums(_Promotion):
         sums: Sums,
     ) -> Sums:
         """Adds ``UNROLL`` steps, weighted by differences of scales."""
-        load = functools.partial(self.load_scales, tile, step, UNROLL)
         steps = running_weights(sums.scales, is_last)
         sums = sums._replace(scales=sums.scales[UNROLL:])
         for n, weights in enumerate(steps):
-            sums = self.add_step(
-                accumulator, tile, sums, weights, biased_float, list if n else load
-            )
+            # Those in global memory are loaded together, so that all arrive in time.
+            count = 0 if n else UNROLL
+            load = functools.partial(self.load_scales, tile, step + n, count)
+            sums = self.add_step(accumulator, tile, sums, weights, biased_float, load)
         return sums
 
 
@@ -208,11 +220,6 @@ class SeparateSums(_Promotion):
         def add(step: jax.Array, sums: Sums) -> Sums:
             scales, *kept = sums.scales
             load = functools.partial(self.load_scales, work.tile, step, 1)
-            columns: Callable[[], list[jax.Array]] = list
-            if self.scheduler.problem.row_scales == "both":
-                columns = functools.partial(
-                    self.scheduler.column_scales, work.tile, step
-                )
 
             def add_product(accumulator: Any) -> Sums:
                 return self.add_step(
@@ -222,7 +229,6 @@ class SeparateSums(_Promotion):
                     scales,
                     _convert,
                     load,
-                    columns,
                 )
 
             problem, width = self.scheduler.problem, self.scheduler.width
@@ -230,15 +236,6 @@ class SeparateSums(_Promotion):
             return pl.run_scoped(add_product, _accumulator(width, dtype))
 
         return lax.fori_loop(first_step, work.steps, add, sums)
-
-
-def load_scales(
-    scheduler: Scheduler, products: Products, tile: Tile, step: int | jax.Array
-) -> Scales:
-    """The scales of a step of this consumer; arbitrary after the last step."""
-    if scheduler.problem.row_scales == "none":
-        return scheduler.scales(tile, step)
-    return scheduler.row_scales(tile, step, products.warpgroup)
 
 
 def _spread(weight: jax.Array, columns: jax.Array | None = None) -> jax.Array:
