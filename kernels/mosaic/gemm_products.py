@@ -1,7 +1,7 @@
 """Products of the codes of steps on the tensor cores, by two warpgroups in turns."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,6 +14,19 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     Buffers,
 )
 from fbq_jax.kernels.mosaic.gemm_scheduler import load_vector
+
+
+class ArrivedScales(NamedTuple):
+    """Scales that the producer has copied, float32.
+
+    Attributes:
+      rows: ``[64]``, of a consumer's rows of lhs in the step that is
+        ``Problem.prefetch`` steps later than the codes; None if they have none.
+      columns: ``[PART]`` each, of the columns of each part; None if they have none.
+    """
+
+    rows: jax.Array | None
+    columns: list[jax.Array] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +74,21 @@ class Products:
         plgpu.barrier_arrive(self.buffers.empty.at[stage])
         return values
 
-    def row_scales(self, stage: jax.Array) -> jax.Array:
-        """The scales of this consumer's rows that arrived with a stage, ``[64]``."""
-        rows = pl.ds(self.warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
-        return load_vector(self.buffers.row_scales.at[stage, rows], 0)
-
-    def column_scales(self, stage: jax.Array, part: int) -> jax.Array:
-        """The scales of a part's columns that arrived with a stage, ``[PART]``."""
-        columns = pl.ds(part * PART, PART)
-        return load_vector(self.buffers.column_scales.at[stage, columns], 1)
+    def scales(self, stage: jax.Array) -> ArrivedScales:
+        """The scales that have arrived with the codes of a stage."""
+        rows = columns = None
+        if self.buffers.row_scales is not None:
+            own = pl.ds(self.warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
+            rows = load_vector(self.buffers.row_scales.at[stage, own], axis=0)
+        if self.buffers.column_scales is not None:
+            scales = self.buffers.column_scales
+            columns = [
+                load_vector(scales.at[stage, pl.ds(first, PART)], axis=1)
+                for first in range(0, scales.shape[1], PART)
+            ]
+        if rows is not None:
+            plgpu.commit_smem()  # TMA may overwrite what has been read.
+        return ArrivedScales(rows, columns)
 
     def _await_turn(self) -> None:
         plgpu.barrier_wait(self.buffers.turns.at[self.warpgroup])

@@ -103,15 +103,16 @@ class _Promotion:
         sums: Sums,
         weights: Scales,
         to_float: Callable[[jax.Array], jax.Array],
-        load_scales: Callable[[jax.Array], list[Scales]],
+        load_scales: Callable[[jax.Array | None], list[Scales]],
     ) -> Sums:
         """Multiplies one step, and adds the accumulator times the weights.
 
-        While the product of a stage is in flight, ``load_scales`` loads the scales of
-        later steps, of which some have arrived with the stage.
+        While the product is in flight, ``load_scales`` loads the scales of later steps,
+        given those of lhs that have arrived with the codes.
         """
         self.products.issue(accumulator, sums.stage)
-        loaded, columns = load_scales(sums.stage), self._column_scales(sums.stage)
+        arrived = self.products.scales(sums.stage)
+        loaded, columns = load_scales(arrived.rows), arrived.columns or []
         values = self.products.read(accumulator, sums.stage)
         spread = itertools.zip_longest(self.scheduler.per_part(tile, weights), columns)
         parts = [
@@ -122,24 +123,16 @@ class _Promotion:
         return Sums(stage, parts, [*sums.scales, *loaded])
 
     def load_scales(
-        self, tile: Tile, step: jax.Array, count: int, stage: jax.Array
+        self, tile: Tile, step: jax.Array, count: int, rows: jax.Array | None
     ) -> list[Scales]:
-        """Loads the scales of ``count`` steps, or of the one that came with a stage.
+        """Loads the scales of ``count`` steps, or those of the one of ``rows``.
 
         The first one is ``Problem.prefetch`` steps after ``step``.
         """
         later = step + self.scheduler.problem.prefetch
-        if self.scheduler.problem.row_scales == "none":
-            return [self.scheduler.scales(tile, later + n) for n in range(count)]
-        lhs = self.products.row_scales(stage)
-        return [self.scheduler.row_scales(tile, later, lhs)]
-
-    def _column_scales(self, stage: jax.Array) -> list[jax.Array]:
-        """The scales of the columns of each part, if columns have their own."""
-        if self.scheduler.problem.row_scales != "both":
-            return []
-        parts = range(self.scheduler.width // PART)
-        return [self.products.column_scales(stage, part) for part in parts]
+        if rows is not None:
+            return [self.scheduler.row_scales(tile, later, rows)]
+        return [self.scheduler.scales(tile, later + n) for n in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
