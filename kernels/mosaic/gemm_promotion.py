@@ -208,27 +208,32 @@ class SeparateSums(_Promotion):
     """Adds steps in accumulators that start at 0."""
 
     def add_all(self, work: Work, first_step: jax.Array, sums: Sums) -> Sums:
-        """Adds all steps from ``first_step`` on, one at a time."""
+        """Adds all steps from ``first_step`` on."""
+        add = functools.partial(self._add_one, work.tile)
 
-        def add(step: jax.Array, sums: Sums) -> Sums:
-            scales, *kept = sums.scales
-            load = functools.partial(self.load_scales, work.tile, step, 1)
+        def add_iteration(n: jax.Array, sums: Sums) -> Sums:
+            for step in range(UNROLL):
+                sums = add(first_step + n * UNROLL + step, sums)
+            return sums
 
-            def add_product(accumulator: Any) -> Sums:
-                return self.add_step(
-                    accumulator,
-                    work.tile,
-                    sums._replace(scales=kept),
-                    scales,
-                    _convert,
-                    load,
-                )
+        done = first_step
+        if self.scheduler.problem.prefetch < UNROLL:  # There are registers for it.
+            iterations = lax.div(work.steps - first_step, jnp.int32(UNROLL))
+            sums = lax.fori_loop(0, iterations, add_iteration, sums)
+            done = first_step + iterations * UNROLL
+        return lax.fori_loop(done, work.steps, add, sums)
 
-            problem, width = self.scheduler.problem, self.scheduler.width
-            dtype = jnp.int32 if problem.codes == "int8" else jnp.float32
-            return pl.run_scoped(add_product, _accumulator(width, dtype))
+    def _add_one(self, tile: Tile, step: jax.Array, sums: Sums) -> Sums:
+        scales, *kept = sums.scales
+        sums = sums._replace(scales=kept)
+        load = functools.partial(self.load_scales, tile, step, 1)
 
-        return lax.fori_loop(first_step, work.steps, add, sums)
+        def add(accumulator: Any) -> Sums:
+            return self.add_step(accumulator, tile, sums, scales, _convert, load)
+
+        problem, width = self.scheduler.problem, self.scheduler.width
+        dtype = jnp.int32 if problem.codes == "int8" else jnp.float32
+        return pl.run_scoped(add, _accumulator(width, dtype))
 
 
 def _spread(weight: jax.Array, columns: jax.Array | None = None) -> jax.Array:
