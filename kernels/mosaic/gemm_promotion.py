@@ -45,7 +45,7 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     SUM_CHUNK,
     UNROLL,
 )
-from fbq_jax.kernels.mosaic.gemm_products import Products
+from fbq_jax.kernels.mosaic.gemm_products import Pending, Products
 from fbq_jax.kernels.mosaic.gemm_scheduler import (
     Scales,
     Scheduler,
@@ -98,7 +98,7 @@ class _Promotion:
 
     def add_step(
         self,
-        accumulator: Any,
+        issue: Callable[[jax.Array], Pending],
         tile: Tile,
         sums: Sums,
         weights: Scales,
@@ -110,10 +110,10 @@ class _Promotion:
         While the product is in flight, ``load_scales`` loads the scales of later steps,
         given those of lhs that have arrived with the codes.
         """
-        self.products.issue(accumulator, sums.stage)
+        pending = issue(sums.stage)
         arrived = self.products.scales(sums.stage)
         loaded, columns = load_scales(arrived.rows), arrived.columns or []
-        values = self.products.read(accumulator, sums.stage)
+        values = self.products.finish(pending, sums.stage)
         spread = itertools.zip_longest(self.scheduler.per_part(tile, weights), columns)
         parts = [
             part + to_float(values[:, n * PART : (n + 1) * PART]) * _spread(*weight)
@@ -195,11 +195,12 @@ class RunningSums(_Promotion):
         """Adds ``UNROLL`` steps, weighted by differences of scales."""
         steps = running_weights(sums.scales, is_last)
         sums = sums._replace(scales=sums.scales[UNROLL:])
+        issue = functools.partial(self.products.add_to, accumulator)
         for n, weights in enumerate(steps):
             # Those in global memory are loaded together, so that all arrive in time.
             count = 0 if n else UNROLL
             load = functools.partial(self.load_scales, tile, step + n, count)
-            sums = self.add_step(accumulator, tile, sums, weights, biased_float, load)
+            sums = self.add_step(issue, tile, sums, weights, biased_float, load)
         return sums
 
 
@@ -228,12 +229,10 @@ class SeparateSums(_Promotion):
         sums = sums._replace(scales=kept)
         load = functools.partial(self.load_scales, tile, step, 1)
 
-        def add(accumulator: Any) -> Sums:
-            return self.add_step(accumulator, tile, sums, scales, _convert, load)
-
         problem, width = self.scheduler.problem, self.scheduler.width
         dtype = jnp.int32 if problem.codes == "int8" else jnp.float32
-        return pl.run_scoped(add, _accumulator(width, dtype))
+        issue = functools.partial(self.products.start, width, dtype)
+        return self.add_step(issue, tile, sums, scales, _convert, load)
 
 
 def _spread(weight: jax.Array, columns: jax.Array | None = None) -> jax.Array:
