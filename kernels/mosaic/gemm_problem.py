@@ -130,10 +130,11 @@ class Problem:
 
     @property
     def prefetch(self) -> int:
-        """Steps whose scales are in registers before they are needed.
+        """Steps whose scales are loaded before they are needed.
 
-        Scales of rows arrive in shared memory, from where they take no longer than a
-        step.
+        The differences of running sums need the scales of the steps of an iteration and
+        of the next one.  Scales of rows come from shared memory, so one step is enough
+        for separate sums of them.
         """
         if self.row_scales == "none" or self.running_sums:
             return PREFETCH

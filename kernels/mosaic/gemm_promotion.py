@@ -21,9 +21,9 @@ error would be visible.  And an outlier step, whose scale is ``OUTLIER_RATIO`` t
 usual scale of its row of tiles, would hide small values of the rows that share its
 block.
 
-``SeparateSums`` handles these exceptions: it starts the accumulator of each product at
-0 and converts the product.  It also adds products of FP8 codes, which the tensor cores
-sum in float32 with about 14 bits: no sum there is longer than 128 codes.
+``SeparateSums`` handles these exceptions: it starts each product at 0 and converts it.
+It also adds products of FP8 codes, which the tensor cores sum in float32 with about 14
+bits: no sum there is longer than 128 codes.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class _Promotion:
         to_float: Callable[[jax.Array], jax.Array],
         load_scales: Callable[[jax.Array | None], list[Scales]],
     ) -> Sums:
-        """Multiplies one step, and adds the accumulator times the weights.
+        """Multiplies one step, and adds what ``issue`` returns times the weights.
 
         While the product is in flight, ``load_scales`` loads the scales of later steps,
         given those of lhs that have arrived with the codes.
@@ -206,7 +206,7 @@ class RunningSums(_Promotion):
 
 @dataclasses.dataclass(frozen=True)
 class SeparateSums(_Promotion):
-    """Adds steps in accumulators that start at 0."""
+    """Adds products that start at 0."""
 
     def add_all(self, work: Work, first_step: jax.Array, sums: Sums) -> Sums:
         """Adds all steps from ``first_step`` on."""
@@ -228,7 +228,6 @@ class SeparateSums(_Promotion):
         scales, *kept = sums.scales
         sums = sums._replace(scales=kept)
         load = functools.partial(self.load_scales, tile, step, 1)
-
         problem, width = self.scheduler.problem, self.scheduler.width
         dtype = jnp.int32 if problem.codes == "int8" else jnp.float32
         issue = functools.partial(self.products.start, width, dtype)

@@ -33,8 +33,8 @@ def start_product(lhs: Any, rhs: Any, dtype: Any) -> Callable[[], jax.Array]:
       dtype: dtype of the product, int32 or float32.
 
     Raises:
-      NotImplementedError: while it is lowered, if the instructions of this version of
-        JAX are not known.
+      RuntimeError: while it is lowered, if this version of JAX writes WGMMA in another
+        way.
     """
     shape = lhs.shape[0], rhs.shape[0]
     product = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
@@ -77,8 +77,8 @@ def _set_flag(operations: list[Any], registers: int, flag: Any) -> None:
     found = [pair for pair in pairs if "wgmma.mma_async" in pair[1]]
     position = registers + 2
     if not found or f"setp.ne.b32 p, ${registers + position}, 0;" not in found[0][1]:
-        raise NotImplementedError(
-            f"jax {jax.__version__} has instructions for WGMMA that are not known to "
-            "fbq_jax; use a version that it supports"
+        raise RuntimeError(
+            f"jax {jax.__version__} writes WGMMA instructions that differ from what "
+            "fbq_jax knows; install a version that pyproject.toml names"
         )
     found[0][0].operands[position] = flag
