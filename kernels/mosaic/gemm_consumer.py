@@ -1,7 +1,6 @@
 """The consumer: multiplies the codes that the producer copies, and stores tiles."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
     CONSUMER_ROWS,
     PART,
-    PREFETCH,
     Buffers,
 )
 from fbq_jax.kernels.mosaic.gemm_products import Products
@@ -24,10 +22,14 @@ from fbq_jax.kernels.mosaic.gemm_promotion import (
     SeparateSums,
     Sums,
     Work,
-    load_scales,
     reset_interval,
 )
-from fbq_jax.kernels.mosaic.gemm_scheduler import Scales, Scheduler, Tile
+from fbq_jax.kernels.mosaic.gemm_scheduler import (
+    Scales,
+    Scheduler,
+    Tile,
+    load_vector,
+)
 
 
 def consume(
@@ -86,8 +88,22 @@ class Consumer:
         scheduler = self.scheduler
         tile = scheduler.tile(n)
         work = Work(tile, *scheduler.step_counts(tile))
-        scales = functools.partial(load_scales, scheduler, self.products, tile)
-        return work, [scales(step) for step in range(PREFETCH)]
+        first_steps = range(scheduler.problem.prefetch)
+        return work, [self._first_scales(tile, step) for step in first_steps]
+
+    def _first_scales(self, tile: Tile, step: int) -> Scales:
+        """The scales of a step that come before all codes of a tile."""
+        scheduler = self.scheduler
+        if scheduler.problem.row_scales == "none":
+            return scheduler.scales(tile, step)
+        rows = pl.ds(self._first_row(tile), CONSUMER_ROWS)
+        k = min(step, scheduler.problem.K // BLOCK - 1)
+        lhs_scales = scheduler.operands.lhs_scales.at[tile.batch, k, rows]
+        return scheduler.row_scales(tile, step, load_vector(lhs_scales, 0))
+
+    def _first_row(self, tile: Tile) -> jax.Array:
+        """The first row of this warpgroup in a tile."""
+        return tile.row * BLOCK + self.products.warpgroup * CONSUMER_ROWS
 
     def _compute_tile(self, n: jax.Array, carry: Any) -> Any:
         """Computes a tile; ``carry`` is its first stage and the result of ``_open``."""
@@ -108,7 +124,7 @@ class Consumer:
 
     def _store(self, tile: Tile, parts: list[jax.Array]) -> None:
         """Copies a finished tile, each part after the copy before it has been read."""
-        first_row = tile.row * BLOCK + self.products.warpgroup * CONSUMER_ROWS
+        first_row = self._first_row(tile)
         first_column = self.scheduler.first_column(tile)
         for n, part in enumerate(parts):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

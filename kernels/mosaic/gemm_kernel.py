@@ -3,10 +3,10 @@
 Each thread block computes output tiles of 128 rows, one after the other, as
 ``gemm_scheduler`` assigns them.  Tiles of 192 columns take the least time per column.
 Tiles of 128 columns, in a second region of the output, share out the work of the last
-round more evenly.  The producer, one warp, copies tiles of
-codes into the stages of a pipeline in shared memory, by TMA (``gemm_producer``).  Two
+round more evenly.  The producer, one warp, copies tiles of codes, and scales of their
+rows, into the stages of a pipeline in shared memory, by TMA (``gemm_producer``).  Two
 consumer warpgroups multiply 64 rows each by WGMMA, INT8 to INT32 or FP8 to float32, in
-turns (``gemm_products``), scale the products and add them up in float32
+turns (``gemm_products``, ``gemm_wgmma``), scale the products and add them up in float32
 (``gemm_promotion``), and store the tile (``gemm_consumer``).
 
 A residual adds no branch to the loop: its blocks are additional steps in the list.

@@ -22,6 +22,7 @@ SUM_CHUNK = 128  # sums that a warpgroup loads at once
 # Shared memory of a thread block, less what barriers and alignment take.
 _SHARED_BYTES = 226 * 1024
 _MAX_STAGES = 6
+_SCALE_BYTES = 4
 # The work of a tile beside that of its columns, in columns.
 _TILE_OVERHEAD = 64
 
@@ -110,6 +111,10 @@ class Problem:
         """Pipeline stages: as many as fit into shared memory beside the output."""
         out = CONSUMERS * CONSUMER_ROWS * PART * self.dtype.itemsize
         stage = (BLOCK + self.width) * BLOCK
+        if self.row_scales != "none":
+            stage += BLOCK * _SCALE_BYTES
+        if self.row_scales == "both":
+            stage += self.width * _SCALE_BYTES
         return min((_SHARED_BYTES - out) // stage, _MAX_STAGES)
 
     @property
@@ -122,6 +127,18 @@ class Problem:
         """
         is_exact = self.codes == "int8"
         return is_exact and self.dtype.itemsize == 2 and self.row_scales != "both"
+
+    @property
+    def prefetch(self) -> int:
+        """Steps whose scales are loaded before they are needed.
+
+        The differences of running sums need the scales of the steps of an iteration and
+        of the next one.  Scales of rows come from shared memory, so one step is enough
+        for separate sums of them.
+        """
+        if self.row_scales == "none" or self.running_sums:
+            return PREFETCH
+        return 1
 
 
 def regions(tile_rows: int, N: int, wide: int, num_sms: int) -> tuple[Region, ...]:
@@ -215,7 +232,11 @@ class Buffers(NamedTuple):
       lhs: codes ``[stages, 128, 128]``, tiles of lhs or of its residual.
       rhs: codes ``[stages, width, 128]``, tiles of rhs, of at most width rows.
       out: ``[CONSUMERS, 64, PART]``, a part of each consumer's output.
-      full: barriers, one per stage: both tiles have arrived.
+      row_scales: float32 ``[stages, 128]``, the scales of the rows of lhs in the step
+        that is ``Problem.prefetch`` steps later than the codes; or None.
+      column_scales: float32 ``[stages, width]``, the scales of the rows of rhs; or
+        None.
+      full: barriers, one per stage: the tiles and these scales have arrived.
       empty: barriers, one per stage: all consumers have read both tiles.
       turns: barriers, one per consumer: it may issue its next product.
       sums: float32 ``[CONSUMERS, SUM_CHUNK]``, where each consumer looks for the
@@ -224,6 +245,8 @@ class Buffers(NamedTuple):
 
     lhs: Any
     rhs: Any
+    row_scales: Any
+    column_scales: Any
     out: Any
     full: Any
     empty: Any
@@ -239,12 +262,20 @@ def buffer_types(problem: Problem) -> Buffers:
         shape, code_dtype = (stages, rows, BLOCK), jnp.dtype(problem.codes)
         return plgpu.SMEM(shape, code_dtype, transforms=_swizzle(1))
 
+    def scales(rows: int) -> Any:
+        return plgpu.SMEM((stages, rows), jnp.float32)
+
     out_shape = CONSUMERS, CONSUMER_ROWS, PART
+    row_scales = scales(BLOCK) if problem.row_scales != "none" else None
+    column_scales = scales(problem.width) if problem.row_scales == "both" else None
+    copies = 2 + (row_scales is not None) + (column_scales is not None)
     return Buffers(
         lhs=codes(BLOCK),
         rhs=codes(problem.width),
+        row_scales=row_scales,
+        column_scales=column_scales,
         out=plgpu.SMEM(out_shape, dtype, transforms=_swizzle(dtype.itemsize)),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         turns=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         sums=plgpu.SMEM((CONSUMERS, SUM_CHUNK), jnp.float32),

@@ -64,11 +64,12 @@ class Producer:
 
         # TMA reads zeros beyond the last row of rhs.
         first_column, width = self.scheduler.first_column(tile), self.scheduler.width
+        first_row = tile.row * BLOCK
         copy(refs.rhs, rhs_matrix, first_column, width, self.buffers.rhs)
         copy_lhs = functools.partial(
             copy,
             matrix=lhs_matrix,
-            first_row=tile.row * BLOCK,
+            first_row=first_row,
             rows=BLOCK,
             buffer=self.buffers.lhs,
         )
@@ -78,4 +79,21 @@ class Producer:
             pl.when(is_residual == 0)(lambda: copy_lhs(refs.lhs))
         else:
             copy_lhs(refs.lhs)
+
+        def copy_scales(
+            scales: Any, step: jax.Array, first: jax.Array, rows: int, buffer: Any
+        ) -> None:
+            plgpu.copy_gmem_to_smem(
+                scales.at[tile.batch, step, pl.ds(first, rows)],
+                buffer.at[stage, pl.ds(0, rows)],
+                self.buffers.full.at[stage],
+            )
+
+        if problem.row_scales != "none":
+            later = jnp.minimum(step + problem.prefetch, problem.K // BLOCK - 1)
+            buffer = self.buffers.row_scales
+            copy_scales(refs.lhs_scales, later, first_row, BLOCK, buffer)
+        if problem.row_scales == "both":
+            buffer = self.buffers.column_scales
+            copy_scales(refs.rhs_scales, step, first_column, width, buffer)
         return next_stage(stage, problem.num_stages)

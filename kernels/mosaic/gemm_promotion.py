@@ -21,9 +21,9 @@ error would be visible.  And an outlier step, whose scale is ``OUTLIER_RATIO`` t
 usual scale of its row of tiles, would hide small values of the rows that share its
 block.
 
-``SeparateSums`` handles these exceptions: it starts the accumulator of each product at
-0 and converts the product.  It also adds products of FP8 codes, which the tensor cores
-sum in float32 with about 14 bits: no sum there is longer than 128 codes.
+``SeparateSums`` handles these exceptions: it starts each product at 0 and converts it.
+It also adds products of FP8 codes, which the tensor cores sum in float32 with about 14
+bits: no sum there is longer than 128 codes.
 """
 
 import dataclasses
@@ -42,11 +42,10 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
     CONSUMER_ROWS,
     PART,
-    PREFETCH,
     SUM_CHUNK,
     UNROLL,
 )
-from fbq_jax.kernels.mosaic.gemm_products import Products
+from fbq_jax.kernels.mosaic.gemm_products import Pending, Products
 from fbq_jax.kernels.mosaic.gemm_scheduler import (
     Scales,
     Scheduler,
@@ -82,7 +81,7 @@ class Sums(NamedTuple):
     Attributes:
       stage: int32, the pipeline stage of the next step.
       parts: float32 ``[64, PART]`` each, the sums so far.
-      scales: the scales of the next ``PREFETCH`` steps.
+      scales: the scales of the next ``Problem.prefetch`` steps.
     """
 
     stage: jax.Array
@@ -99,22 +98,22 @@ class _Promotion:
 
     def add_step(
         self,
-        accumulator: Any,
+        issue: Callable[[jax.Array], Pending],
         tile: Tile,
         sums: Sums,
         weights: Scales,
         to_float: Callable[[jax.Array], jax.Array],
-        load_scales: Callable[[], list[Scales]] = list,
-        load_columns: Callable[[], list[jax.Array]] = list,
+        load_scales: Callable[[jax.Array | None], list[Scales]],
     ) -> Sums:
-        """Multiplies one step, and adds the accumulator times the weights.
+        """Multiplies one step, and adds what ``issue`` returns times the weights.
 
         While the product is in flight, ``load_scales`` loads the scales of later steps,
-        and ``load_columns`` those of the columns in this step, if they have their own.
+        given those of lhs that have arrived with the codes.
         """
-        self.products.issue(accumulator, sums.stage)
-        loaded, columns = load_scales(), load_columns()
-        values = self.products.read(accumulator, sums.stage)
+        pending = issue(sums.stage)
+        arrived = self.products.scales(sums.stage)
+        loaded, columns = load_scales(arrived.rows), arrived.columns or []
+        values = self.products.finish(pending, sums.stage)
         spread = itertools.zip_longest(self.scheduler.per_part(tile, weights), columns)
         parts = [
             part + to_float(values[:, n * PART : (n + 1) * PART]) * _spread(*weight)
@@ -123,11 +122,17 @@ class _Promotion:
         stage = next_stage(sums.stage, self.scheduler.problem.num_stages)
         return Sums(stage, parts, [*sums.scales, *loaded])
 
-    def load_scales(self, tile: Tile, step: jax.Array, count: int) -> list[Scales]:
-        """Loads the scales of ``count`` steps, starting at ``step + PREFETCH``."""
-        later = step + PREFETCH
-        scales = functools.partial(load_scales, self.scheduler, self.products, tile)
-        return [scales(later + n) for n in range(count)]
+    def load_scales(
+        self, tile: Tile, step: jax.Array, count: int, rows: jax.Array | None
+    ) -> list[Scales]:
+        """Loads the scales of ``count`` steps, or those of the one of ``rows``.
+
+        The first one is ``Problem.prefetch`` steps after ``step``.
+        """
+        later = step + self.scheduler.problem.prefetch
+        if rows is not None:
+            return [self.scheduler.row_scales(tile, later, rows)]
+        return [self.scheduler.scales(tile, later + n) for n in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,57 +193,45 @@ class RunningSums(_Promotion):
         sums: Sums,
     ) -> Sums:
         """Adds ``UNROLL`` steps, weighted by differences of scales."""
-        load = functools.partial(self.load_scales, tile, step, UNROLL)
         steps = running_weights(sums.scales, is_last)
         sums = sums._replace(scales=sums.scales[UNROLL:])
+        issue = functools.partial(self.products.add_to, accumulator)
         for n, weights in enumerate(steps):
-            sums = self.add_step(
-                accumulator, tile, sums, weights, biased_float, list if n else load
-            )
+            # Those in global memory are loaded together, so that all arrive in time.
+            count = 0 if n else UNROLL
+            load = functools.partial(self.load_scales, tile, step + n, count)
+            sums = self.add_step(issue, tile, sums, weights, biased_float, load)
         return sums
 
 
 @dataclasses.dataclass(frozen=True)
 class SeparateSums(_Promotion):
-    """Adds steps in accumulators that start at 0."""
+    """Adds products that start at 0."""
 
     def add_all(self, work: Work, first_step: jax.Array, sums: Sums) -> Sums:
-        """Adds all steps from ``first_step`` on, one at a time."""
+        """Adds all steps from ``first_step`` on."""
+        add = functools.partial(self._add_one, work.tile)
 
-        def add(step: jax.Array, sums: Sums) -> Sums:
-            scales, *kept = sums.scales
-            load = functools.partial(self.load_scales, work.tile, step, 1)
-            columns: Callable[[], list[jax.Array]] = list
-            if self.scheduler.problem.row_scales == "both":
-                columns = functools.partial(
-                    self.scheduler.column_scales, work.tile, step
-                )
+        def add_iteration(n: jax.Array, sums: Sums) -> Sums:
+            for step in range(UNROLL):
+                sums = add(first_step + n * UNROLL + step, sums)
+            return sums
 
-            def add_product(accumulator: Any) -> Sums:
-                return self.add_step(
-                    accumulator,
-                    work.tile,
-                    sums._replace(scales=kept),
-                    scales,
-                    _convert,
-                    load,
-                    columns,
-                )
+        done = first_step
+        if self.scheduler.problem.prefetch < UNROLL:  # There are registers for it.
+            iterations = lax.div(work.steps - first_step, jnp.int32(UNROLL))
+            sums = lax.fori_loop(0, iterations, add_iteration, sums)
+            done = first_step + iterations * UNROLL
+        return lax.fori_loop(done, work.steps, add, sums)
 
-            problem, width = self.scheduler.problem, self.scheduler.width
-            dtype = jnp.int32 if problem.codes == "int8" else jnp.float32
-            return pl.run_scoped(add_product, _accumulator(width, dtype))
-
-        return lax.fori_loop(first_step, work.steps, add, sums)
-
-
-def load_scales(
-    scheduler: Scheduler, products: Products, tile: Tile, step: int | jax.Array
-) -> Scales:
-    """The scales of a step of this consumer; arbitrary after the last step."""
-    if scheduler.problem.row_scales == "none":
-        return scheduler.scales(tile, step)
-    return scheduler.row_scales(tile, step, products.warpgroup)
+    def _add_one(self, tile: Tile, step: jax.Array, sums: Sums) -> Sums:
+        scales, *kept = sums.scales
+        sums = sums._replace(scales=kept)
+        load = functools.partial(self.load_scales, tile, step, 1)
+        problem, width = self.scheduler.problem, self.scheduler.width
+        dtype = jnp.int32 if problem.codes == "int8" else jnp.float32
+        issue = functools.partial(self.products.start, width, dtype)
+        return self.add_step(issue, tile, sums, scales, _convert, load)
 
 
 def _spread(weight: jax.Array, columns: jax.Array | None = None) -> jax.Array:

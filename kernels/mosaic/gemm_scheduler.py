@@ -4,15 +4,12 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
-    CONSUMER_ROWS,
-    PART,
     Operands,
     Problem,
     Region,
@@ -192,32 +189,18 @@ class Scheduler:
         last = jnp.minimum(first + 1, self.problem.N // BLOCK - 1)
         return Scales(first_scale, lhs * refs.rhs_scales[rhs, last, k])
 
-    def row_scales(self, tile: Tile, step: int | jax.Array, warpgroup: Any) -> Scales:
-        """The scales of a step for a consumer's rows; arbitrary after the last step."""
+    def row_scales(self, tile: Tile, step: int | jax.Array, lhs: jax.Array) -> Scales:
+        """The scales of a step with these of rows of lhs; arbitrary after the last."""
         refs, problem = self.operands, self.problem
-        k = jnp.minimum(step, problem.K // BLOCK - 1)
-        first_row = tile.row * BLOCK + warpgroup * CONSUMER_ROWS
-        rows = pl.ds(first_row, CONSUMER_ROWS)
-        lhs = _load(refs.lhs_scales.at[tile.batch, k, rows])
-        lhs = plgpu.layout_cast(lhs, plgpu.Layout.WGMMA.reduce(1))
         if problem.row_scales == "both":
             return Scales(lhs, lhs)
+        k = jnp.minimum(step, problem.K // BLOCK - 1)
         first = lax.div(self.first_column(tile), jnp.int32(BLOCK))
         first_scale = lhs * refs.rhs_scales[tile.batch, first, k]
         if self.width == BLOCK:
             return Scales(first_scale, first_scale)
         last = jnp.minimum(first + 1, problem.N // BLOCK - 1)
         return Scales(first_scale, lhs * refs.rhs_scales[tile.batch, last, k])
-
-    def column_scales(self, tile: Tile, step: jax.Array) -> list[jax.Array]:
-        """The scales of the columns of each part of a tile in a step, ``[PART]``."""
-        first = self.first_column(tile)
-        scales = []
-        for start in range(0, self.width, PART):
-            columns = pl.ds(first + start, PART)
-            part = _load(self.operands.rhs_scales.at[tile.batch, step, columns])
-            scales.append(plgpu.layout_cast(part, plgpu.Layout.WGMMA.reduce(0)))
-        return scales
 
     def per_part(self, tile: Tile, scales: Scales) -> list[jax.Array]:
         """The scale of each part of a tile: a tile of 192 columns has 1.5 blocks."""
@@ -228,11 +211,12 @@ class Scheduler:
         return [scales.first, middle, scales.last]
 
 
-def _load(values: Any) -> jax.Array:
-    """Loads a vector from global memory, for which Mosaic has no optimized way."""
+def load_vector(values: Any, axis: int) -> jax.Array:
+    """Loads a vector along an axis of the accumulator, without Mosaic's fast paths."""
     # The index was a required argument, before it was deprecated.
     index = () if jax.__version_info__ >= (0, 11) else (None,)
-    return plgpu.load(values, *index, optimized=False)
+    loaded = plgpu.load(values, *index, optimized=False)
+    return plgpu.layout_cast(loaded, plgpu.Layout.WGMMA.reduce(1 - axis))
 
 
 def select(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -4,13 +4,14 @@ import functools
 import re
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from fbq_jax.kernels.mosaic import gemm, gemm_promotion
+from fbq_jax.kernels.mosaic import gemm, gemm_products, gemm_promotion
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
     UNROLL,
@@ -47,6 +48,8 @@ def interpreted_kernels(monkeypatch):
     # The interpreter's accumulators start at 0, whatever is stored in them.
     monkeypatch.setattr(gemm_promotion, "reset", lambda _: None)
     monkeypatch.setattr(gemm_promotion, "biased_float", _biased_float)
+    # The interpreter knows no code inlined from Mosaic GPU.
+    monkeypatch.setattr(gemm_products, "start_product", _start_product)
 
 
 @pytest.fixture
@@ -64,6 +67,16 @@ def interpreted(monkeypatch):
 def _biased_float(running_sum):
     bits = running_sum + gemm_promotion.MAGIC_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _start_product(lhs, rhs, dtype):
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, lhs, rhs.transpose((1, 0)))
+        return plgpu.wgmma_accumulator_load(accumulator)
+
+    accumulator = plgpu.ACC((lhs.shape[0], rhs.shape[0]), dtype)
+    product = pl.run_scoped(multiply, accumulator)
+    return lambda: product
 
 
 def test_weighted_running_sums_are_the_sum_of_the_steps():
@@ -266,6 +279,10 @@ def test_scales_of_rows_compile_without_spills(monkeypatch, codes, n, wide, dtyp
     )
     (kernel,) = mosaic_tools.compile_kernels(multiply, lhs, rhs)
     check_kernel(kernel, {"int8": "s32.s8.s8", "float8_e4m3fn": "f32.e4m3.e4m3"}[codes])
+    if codes != "int8" or n == 1 or dtype == jnp.float32:
+        # The first of the four instructions that multiply a step adds nothing.
+        flags = re.findall(r"setp\.ne\.b32 p, (\d), 0; wgmma", kernel.ptx)
+        assert flags == ["0", "1", "1", "1"] * (len(flags) // 4)
 
 
 def check_kernel(kernel, product="s32.s8.s8"):
