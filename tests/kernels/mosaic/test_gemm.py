@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fbq_jax.kernels.mosaic import gemm, gemm_products, gemm_promotion
+from fbq_jax.kernels.mosaic import gemm, gemm_products, gemm_promotion, gemm_wgmma
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
     UNROLL,
@@ -283,6 +283,11 @@ def test_scales_of_rows_compile_without_spills(monkeypatch, codes, n, wide, dtyp
         # The first of the four instructions that multiply a step adds nothing.
         flags = re.findall(r"setp\.ne\.b32 p, (\d), 0; wgmma", kernel.ptx)
         assert flags == ["0", "1", "1", "1"] * (len(flags) // 4)
+
+
+def test_unknown_instructions_are_slower_and_warn():
+    with pytest.warns(UserWarning, match="writes WGMMA instructions in another way"):
+        gemm_wgmma._set_flag([], 96, None)
 
 
 def check_kernel(kernel, product="s32.s8.s8"):
