@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fbq_jax.kernels import reference, rounding, scales
+from fbq_jax.kernels.triton.block_tiles import join_codes
 
 TINY = tl.constexpr(scales.TINY)
 LARGE = tl.constexpr(reference.LARGE)
@@ -27,6 +28,13 @@ FOUR_FLOAT8 = tl.constexpr(
     "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
     "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
     "mov.b32 $0, {low, high}; }"
+)
+# The sum of the magnitudes of four codes: their product with -1 or 1 for each sign.
+SUM_OF_FOUR = tl.constexpr(
+    "{ .reg .b32 signs; "
+    "prmt.b32 signs, $1, 0, 0xba98; "
+    "or.b32 signs, signs, 0x01010101; "
+    "dp4a.s32.s32 $0, $1, signs, 0; }"
 )
 
 
@@ -123,7 +131,19 @@ def nearest(v):
 
 @triton.jit
 def stochastic(v, noise, at):
-    """Rounds after adding the noise of ``rounding.noise``.
+    """Rounds after adding the noise of ``rounding.noise``; see ``noise_keys``."""
+    keys = noise_keys(noise, at, 4 * v[0].shape[0], v[0].shape[1])
+    rounded = ()
+    for k in tl.static_range(2):
+        drawn = noise_of_pair(keys, k)
+        for n in tl.static_range(2):
+            rounded += (round_tile(v[2 * k + n], drawn[n], "stochastic"),)
+    return rounded
+
+
+@triton.jit
+def noise_keys(noise, at, r: tl.constexpr, c: tl.constexpr):
+    """What the noise of a block of ``r x c`` elements is made from, for its four tiles.
 
     ``noise`` is the tuple ``(seeds, row_offsets, column_offset)``: the seeds, a tuple
     of one or of several arrays (``rounding.Seeds``), and the two arrays of a
@@ -131,8 +151,6 @@ def stochastic(v, noise, at):
     """
     seeds, row_offsets, column_offset = noise
     batch, i, j, rows, _ = at
-    r: tl.constexpr = 4 * v[0].shape[0]
-    c: tl.constexpr = v[0].shape[1]
     # A part below the last row is not stored, but must not read past the row offsets.
     group = tl.minimum(i * r // ROW_GROUP, tl.cdiv(rows, ROW_GROUP) - 1)
     first_row = tl.load(row_offsets + group) + i * r % ROW_GROUP
@@ -141,23 +159,34 @@ def stochastic(v, noise, at):
         seed = _fold(seed, tl.load(seeds[1] + batch) - tl.load(seeds[2] + batch))
     for n in tl.static_range(3, len(seeds)):
         seed = _fold(seed, tl.load(seeds[n] + batch))
-    column = tl.load(column_offset) + j * c + tl.arange(0, c)[None, :]
+    column = tl.load(column_offset) + j * c + tl.arange(0, c)
     column_key = _fold(seed ^ 0x5851F42D, column) | 1
-    rounded = ()
+    row_keys = ()
     for k in tl.static_range(2):
         pair = first_row // 2 + 2 * tl.arange(0, r // 4)[:, None] + k
-        row_key = _fold(seed, pair) | 1
-        product = row_key.to(tl.uint64) * column_key
-        word = product.to(tl.uint32) + (product >> 32).to(tl.uint32) * 0x9E3779B9
-        # The bits of the float 128 + odd / 2**16, for the low and the high half.
-        word |= 0x10001
-        first = (word & 0xFFFF) + 0x43000000
-        second = (word >> 16) + 0x43000000
-        noise = first.to(tl.float32, bitcast=True) - 128.5
-        rounded += ((v[2 * k] + noise + MAGIC).to(tl.int32, bitcast=True),)
-        noise = second.to(tl.float32, bitcast=True) - 128.5
-        rounded += ((v[2 * k + 1] + noise + MAGIC).to(tl.int32, bitcast=True),)
-    return rounded
+        row_keys += (_fold(seed, pair) | 1,)  # type: ignore[assignment]
+    return row_keys, column_key
+
+
+@triton.jit
+def noise_of_pair(keys, k: tl.constexpr):
+    """The noise of tiles ``2 k`` and ``2 k + 1``."""
+    row_keys, column_key = keys
+    product = row_keys[k].to(tl.uint64) * column_key[None, :]
+    word = product.to(tl.uint32) + (product >> 32).to(tl.uint32) * 0x9E3779B9
+    # The bits of the float 128 + odd / 2**16, for the low and the high half.
+    word |= 0x10001
+    first = (word & 0xFFFF) + 0x43000000
+    second = (word >> 16) + 0x43000000
+    return [x.to(tl.float32, bitcast=True) - 128.5 for x in (first, second)]
+
+
+@triton.jit
+def round_tile(v, noise, MODE: tl.constexpr):
+    """Rounds to nearest, or after adding noise; for FP8 it does neither."""
+    if MODE == "stochastic":
+        v += noise
+    return v if MODE == "float8" else (v + MAGIC).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -227,9 +256,14 @@ def largest_row_sum(rounded):
 
 @triton.jit
 def largest_column_sum(rounded):
-    """The largest ``sum |codes|`` of a column."""
-    x = magnitudes_of_codes(rounded)
-    return tl.max(tl.sum((x[0] + x[1]) + (x[2] + x[3]), axis=0))
+    """The largest ``sum |codes|`` of a column, of at most 256 rows."""
+    sums = tl.inline_asm_elementwise(
+        SUM_OF_FOUR, "=r,r", [join_codes(rounded)], tl.uint32, is_pure=True, pack=1
+    )
+    # Two neighbours share a word.
+    even, odd = tl.split(tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2)))
+    sums = tl.sum(odd << 16 | even, axis=0)
+    return tl.max(tl.maximum(sums & 0xFFFF, sums >> 16)).to(tl.float32)
 
 
 @triton.jit

@@ -18,9 +18,13 @@ Device functions share these arguments:
 import triton
 import triton.language as tl
 
-# Moves each byte of a word from [1, 255] to [-127, 127], and removes the bits that the
-# rounding constant of `block_codes` adds to a sum of four shifted codes.
-BYTE_BIAS = tl.constexpr(-0xABF7F80)
+# Joins the low bytes of four words; the first is in the low byte of the result.
+FOUR_BYTES = tl.constexpr(
+    "{ .reg .b32 low, high; "
+    "prmt.b32 low, $1, $2, 0x0040; "
+    "prmt.b32 high, $3, $4, 0x0040; "
+    "prmt.b32 $0, low, high, 0x5410; }"
+)
 
 
 @triton.jit
@@ -102,20 +106,26 @@ def store_colwise(codes, rounded, at):
     batch, i, j, rows, columns = at
     r: tl.constexpr = 4 * rounded[0].shape[0]
     c: tl.constexpr = rounded[0].shape[1]
-    words = rounded[0] if len(rounded) == 1 else _join_codes(rounded)
     column = tl.arange(0, c)[:, None]
     word = tl.arange(0, r // 4)[None, :]
     height = tl.cdiv(rows, 16) * 4
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     codes += (batch * columns + j * c) * height + i * (r // 4)
     inside = (column < columns - j * c) & (word < height - i * (r // 4))
-    tl.store(codes + column * height + word, tl.trans(words), inside)
+    tl.store(codes + column * height + word, tl.trans(join_codes(rounded)), inside)
 
 
 @triton.jit
-def _join_codes(rounded):
-    """Joins the INT8 codes of four tiles in words."""
-    # Sums are cheaper than masks.  Adding 128 to a code prevents borrows between bytes.
-    low = (rounded[1] << 8) + rounded[0]
-    high = (rounded[3] << 8) + rounded[2]
-    return ((high << 16) + low + BYTE_BIAS) ^ -0x7F7F7F80  # 0x80808080
+def join_codes(rounded):
+    """Joins the codes of four tiles in words, of which one tile consists already."""
+    if len(rounded) == 1:
+        return rounded[0]
+    else:  # noqa: RET505 (only one branch is compiled)
+        return tl.inline_asm_elementwise(
+            FOUR_BYTES,
+            "=r,r,r,r,r",
+            [rounded[0], rounded[1], rounded[2], rounded[3]],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )

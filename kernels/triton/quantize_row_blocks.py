@@ -22,15 +22,19 @@ from fbq_jax.kernels.reference import (
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton.block_codes import (
-    elementwise_max,
+    float8,
     float8_words,
-    from_bits,
     largest_column_sum,
-    magnitudes,
-    multiply,
-    round_codes,
+    noise_keys,
+    noise_of_pair,
+    round_tile,
     scale_of_codes,
     widen,
+)
+from fbq_jax.kernels.triton.block_maxima import (
+    column_maxima,
+    one_per_thread,
+    row_maxima,
 )
 from fbq_jax.kernels.triton.block_tiles import (
     load,
@@ -154,11 +158,7 @@ def _transpose_scales(layout: Quantized | None) -> Quantized | None:
 
 
 def _num_warps(block: Block, itemsize: int, *, hadamard: bool) -> int:
-    """Warps for a block: a thread holds 256 bytes of x, or a transformed column.
-
-    With noise in both layouts, each with its own scales, some registers spill.  On an
-    H200 that takes two thirds of the time of twice as many warps.
-    """
+    """Warps for a block: a thread holds 256 bytes of x, or a transformed column."""
     r, c = block
     values = 2**12 if itemsize == 2 else 2**11  # of a warp
     return max(1, c // 32) if hadamard else max(1, r * c // values)
@@ -197,69 +197,73 @@ def _quantize_row_blocks(
     at, offsets = locate_block(rows, columns, r, c)
     LOAD: tl.constexpr = load_transformed if HADAMARD else load
     tiles = LOAD(x, at, r, c)
-    maxima = _maxima_of_rows(tiles)
+    if ROWWISE is not None or COLUMN_BLOCKS:
+        maxima = row_maxima(tiles)
     if ROWWISE is not None:
-        inverses = _store_row_scales(maxima, row_scales, at, tiles, ROWWISE)
-        v = ()
-        for k in tl.static_range(4):
-            tile = widen(tiles[k]) * inverses[k][:, None]
-            v += (tile,)  # type: ignore[assignment]
-        store_rowwise(codes, round_codes(v, noise, at, ROWWISE), at)
+        row_inverses = _store_row_scales(maxima, row_scales, at, c, ROWWISE)
     if COLWISE is not None:
         if COLUMN_BLOCKS:
-            amax = from_bits(tl.max(elementwise_max(maxima)), tiles[0].dtype)
-            scale, inverse = scale_of_codes(amax, COLWISE)
+            bits = tl.max(maxima.to(tl.int32, bitcast=True))
+            scale, inverse = scale_of_codes(bits.to(tl.float32, bitcast=True), COLWISE)
             tl.store(column_scales + offsets[1], scale)
-            v = multiply(tiles, inverse)
         else:
-            v = _scale_columns(tiles, column_scales, at, COLWISE)
+            maxima = column_maxima(tiles)
+            inverse = _store_column_scales(maxima, column_scales, at, r, COLWISE)
+    if ROWWISE == "stochastic" or COLWISE == "stochastic":
+        row_keys, column_key = noise_keys(noise, at, r, c)
+        keys = row_keys, one_per_thread(column_key)
+    # Both layouts add the same noise.  Two tiles at a time need fewer registers.
+    rounded, column_rounded = (), ()
+    for k in tl.static_range(2):
+        drawn = None, None
+        if ROWWISE == "stochastic" or COLWISE == "stochastic":
+            drawn = noise_of_pair(keys, k)
+        for n in tl.static_range(2):
+            tile = widen(tiles[2 * k + n])
+            if ROWWISE is not None:
+                v = tile * row_inverses[2 * k + n]
+                v = round_tile(v, drawn[n], ROWWISE)
+                rounded += (v if ROWWISE == "float8" else v.to(tl.int8),)  # type: ignore[assignment]
+            if COLWISE is not None:
+                v = tile * inverse
+                column_rounded += (round_tile(v, drawn[n], COLWISE),)  # type: ignore[assignment]
+    if ROWWISE is not None:
+        if ROWWISE == "float8":
+            rounded = float8(rounded)
+        store_rowwise(codes, rounded, at)
+    if COLWISE is not None:
         if COLWISE == "float8":
-            rounded = float8_words(v)
-        else:
-            rounded = round_codes(v, noise, at, COLWISE)
+            column_rounded = float8_words(column_rounded)
         if HADAMARD:
-            rounded = computed_once(rounded)
-        store_colwise(column_codes, rounded, at)
+            column_rounded = computed_once(column_rounded)
+        store_colwise(column_codes, column_rounded, at)
         if COLUMN_SUMS:
-            tl.store(column_sums + offsets[1], largest_column_sum(rounded))
+            largest = largest_column_sum(column_rounded)
+            tl.store(column_sums + offsets[1], largest)
 
 
 @triton.jit
-def _maxima_of_rows(tiles):
-    """The bits of ``max |x|`` of rows in int32, one vector for each tile."""
-    bits = magnitudes(tiles)
-    maxima = ()
-    for k in tl.static_range(4):
-        maxima += (tl.max(bits[k].to(tl.int32), 1),)
-    return maxima
-
-
-@triton.jit
-def _store_row_scales(maxima, scales, at, tiles, MODE: tl.constexpr):
-    """Stores the scales of rows; returns their inverses, one vector for each tile."""
+def _store_row_scales(maxima, scales, at, c: tl.constexpr, MODE: tl.constexpr):
+    """Stores the scales of rows; returns their inverses for each tile."""
     batch, i, j, rows, columns = at
-    r: tl.constexpr = 4 * tiles[0].shape[0]
-    c: tl.constexpr = tiles[0].shape[1]
+    r: tl.constexpr = maxima.shape[0]
     scales += (batch * tl.cdiv(columns, c) + j) * rows
-    inverses = ()
-    for k in tl.static_range(4):
-        amax = from_bits(maxima[k], tiles[k].dtype)
-        scale, inverse = scale_of_codes(amax, MODE)
-        row = i * r + 4 * tl.arange(0, r // 4) + k
-        tl.store(scales + row, scale, row < rows)
-        inverses += (inverse,)  # type: ignore[assignment]
-    return inverses
+    scale, inverse = scale_of_codes(maxima, MODE)
+    row = i * r + tl.arange(0, r)
+    tl.store(scales + row, scale, row < rows)
+    even, odd = tl.split(tl.reshape(one_per_thread(inverse), (r // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return [x[:, None] for x in (first, second, third, fourth)]
 
 
 @triton.jit
-def _scale_columns(tiles, scales, at, MODE: tl.constexpr):
-    """Stores the scales of columns; returns the tiles in units of these scales."""
+def _store_column_scales(maxima, scales, at, r: tl.constexpr, MODE: tl.constexpr):
+    """Stores the scales of columns; returns their inverses."""
     batch, i, j, rows, columns = at
-    r: tl.constexpr = 4 * tiles[0].shape[0]
-    c: tl.constexpr = tiles[0].shape[1]
+    c: tl.constexpr = maxima.shape[0]
     scales += (batch * tl.cdiv(rows, r) + i) * columns
-    top = tl.max(elementwise_max(magnitudes(tiles)).to(tl.int32), 0)
-    scale, inverse = scale_of_codes(from_bits(top, tiles[0].dtype), MODE)
+    scale, inverse = scale_of_codes(maxima, MODE)
     column = j * c + tl.arange(0, c)
     tl.store(scales + column, scale, column < columns)
-    return multiply(tiles, inverse[None, :])
+    return one_per_thread(inverse)[None, :]

@@ -1,0 +1,57 @@
+"""Runs the inline assembly of Triton kernels on NumPy arrays of 32-bit words."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+def run(assembly: str, operands: Sequence[np.ndarray]) -> np.ndarray:
+    """The value of ``$0``, uint32, given those of ``$1`` and so on."""
+    values = {f"${i}": np.uint32(x) for i, x in enumerate(operands, 1)}
+    for statement in re.split("[{};]", assembly):
+        op, *arguments = statement.replace(",", " ").split() or [".reg"]
+        if op != ".reg":
+            result, *names = arguments
+            inputs = [values[x] if x in values else np.uint32(int(x, 0)) for x in names]
+            values[result] = _INSTRUCTIONS[op](*inputs)
+    return values["$0"]
+
+
+def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """Each hexadecimal digit selects a byte; from 8 on, copies of that byte's sign."""
+    result = np.zeros_like(a)
+    for i in range(4):
+        digit = int(selector) >> 4 * i & 15
+        byte = (a, b)[digit >> 2 & 1] >> np.uint32(8 * (digit & 3)) & np.uint32(255)
+        if digit & 8:
+            byte = (byte >> np.uint32(7)) * np.uint32(255)
+        result |= byte << np.uint32(8 * i)
+    return result
+
+
+def _dp4a(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """The dot product of four signed bytes, plus c."""
+    a, b = (np.ascontiguousarray(x)[..., None].view(np.int8) for x in (a, b))
+    return np.sum(a * b.astype(np.int32), -1, np.int32).view(np.uint32) + c
+
+
+def _max_bfloat16x2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The maxima of the low and the high halves, of positive floats and NaN."""
+    halves = []
+    for shift in (np.uint32(0), np.uint32(16)):
+        larger = np.maximum(
+            a >> shift & np.uint32(0xFFFF), b >> shift & np.uint32(0xFFFF)
+        )
+        assert np.all(larger <= 0x7FFF), "a negative float"
+        halves.append(np.where(larger > 0x7F80, np.uint32(0x7FFF), larger))
+    return halves[1] << np.uint32(16) | halves[0]
+
+
+_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "dp4a.s32.s32": _dp4a,
+    "max.NaN.bf16x2": _max_bfloat16x2,
+    "mov.b32": np.copy,
+    "or.b32": np.bitwise_or,
+    "prmt.b32": _prmt,
+}
