@@ -35,6 +35,7 @@ _NAMED = (
     "row_block",
     "row_block_lhs",
     "fp8_row_block",
+    "fp8_row_block_lhs",
     "jetfire",
 )
 

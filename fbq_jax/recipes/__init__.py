@@ -8,6 +8,7 @@ from fbq_jax.recipes.presets import fallback as fallback
 from fbq_jax.recipes.presets import fallback_hadamard as fallback_hadamard
 from fbq_jax.recipes.presets import fallback_rowwise_bwd as fallback_rowwise_bwd
 from fbq_jax.recipes.presets import fp8_row_block as fp8_row_block
+from fbq_jax.recipes.presets import fp8_row_block_lhs as fp8_row_block_lhs
 from fbq_jax.recipes.presets import jetfire as jetfire
 from fbq_jax.recipes.presets import per_tensor as per_tensor
 from fbq_jax.recipes.presets import per_tensor_bifurcated as per_tensor_bifurcated

@@ -61,6 +61,11 @@ fp8_row_block = Recipe(
     drhs=Gemm(scales="row_block"),
 )
 
+#: ``fp8_row_block`` with one scale per block of dY in dW, as in ``row_block_lhs``.
+fp8_row_block_lhs = replace(
+    fp8_row_block, drhs=replace(fp8_row_block.drhs, scales=("row_block", "block"))
+)
+
 #: Jetfire's linear layer (arXiv 2403.12422): 32x32 blocks, the forward codes of X also
 #: in dW, and stochastic rounding of dY only.
 jetfire = Recipe(

@@ -78,7 +78,10 @@ def test_quantize():
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    others = ("fallback_hadamard", "row_block", "row_block_lhs", "fp8_row_block")
+    others = (
+        *("fallback_hadamard", "row_block", "row_block_lhs"),
+        *("fp8_row_block", "fp8_row_block_lhs"),
+    )
     named = {
         name: float_backward(recipes.NAMED[name]) for name in (*layers.RECIPES, *others)
     }
@@ -225,7 +228,7 @@ def test_recipes_in_blocks_of_128_are_timed():
     timed = {matmul.name: matmul for matmul in matmuls.timed(x, "reference")}
     assert list(timed) == [
         *("fallback", "block", "fallback_rowwise_bwd", "fallback_hadamard"),
-        *("row_block", "row_block_lhs", "fp8_row_block"),
+        *("row_block", "row_block_lhs", "fp8_row_block", "fp8_row_block_lhs"),
     ]
     assert list(matmuls.timed_recipes()) == list(timed)
     assert timed["fallback"].fallback == pytest.approx(0.2, 0.1)

@@ -119,6 +119,15 @@ def fp8_row_block(x, w, dy, side=128):
     return y, dx, values(x, (side, 1)).T @ values(dy, (side, 1))
 
 
+def fp8_row_block_lhs(x, w, dy):
+    """Of dW's operands only X has a scale for each channel."""
+    values = [
+        oracle.quantize_float8(matrix, block)[2]
+        for matrix, block in ((x, (128, 1)), (dy, (128, 128)))
+    ]
+    return *fp8_row_block(x, w, dy)[:2], values[0].T @ values[1]
+
+
 def rowwise_dw_alone(x, w, dy):
     x64, w64, dy64 = (np.float64(matrix) for matrix in (x, w, dy))
     return x64 @ w64, dy64 @ w64.T, rowwise(x, w, dy)[2]
@@ -160,6 +169,7 @@ EQUATIONS = [
     row_block_codes,
     fp8_row_block,
     functools.partial(fp8_row_block, side=32),
+    fp8_row_block_lhs,
     rowwise_dw_alone,
     backward_of_codes,
 ]

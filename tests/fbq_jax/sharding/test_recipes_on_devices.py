@@ -62,6 +62,10 @@ COLLECTIVES = {
         *[("all-gather", "f16", W)] * 2,
         *(*SUM, *scales(BLOCKS, BLOCKS)),
     ],
+    "fp8_row_block_lhs": [
+        *[("all-gather", "f16", W)] * 2,
+        *(*SUM, *scales(BLOCKS, BLOCKS)),
+    ],
     "jetfire": [*CODES_OF_W, *SUM, *scales(BLOCKS_OF_32, BLOCKS_OF_32)],
     "switchback": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
     "switchback_m": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
