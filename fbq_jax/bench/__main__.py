@@ -18,6 +18,7 @@ SECTIONS = {
     "linear": "a linear layer, in Flax and in parts, against bf16 and other libraries",
     "grouped": "the products of experts, each with its own rows, against bf16",
     "moe": "a whole mixture of experts in a training step, against bf16",
+    "moe_scaling": "a mixture of experts on one device and on several",
     "serve": "frozen layers of a Llama, for prompts and for decoding, against bf16",
     "recipes": "every recipe on activations with outliers",
 }

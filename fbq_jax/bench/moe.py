@@ -13,6 +13,7 @@ from fbq_jax.bench.grouped_programs import tokamax_ragged_dot
 from fbq_jax.bench.measure import Effort, RunningStep
 from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.core.dot_call import RaggedCall, RaggedDotGeneral
+from fbq_jax.core.expert_plan import ExpertSharding
 from fbq_jax.core.layer_stats import mean_rate
 from fbq_jax.core.routing import Routing
 from fbq_jax.linen.dot import FallbackDot
@@ -21,12 +22,14 @@ from fbq_jax.ops import dispatch
 
 #: ``(tokens, D, F, experts, experts of a token)`` of Mixtral 8x7B and Qwen3-30B-A3B.
 SHAPES = ((8192, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
-_SETTLING_STEPS = 8
-_BLOCK_SHAPE = (128, 128, 128)
+SETTLING_STEPS = 8
+BLOCK_SHAPE = (128, 128, 128)
 # The largest errors of INT8 against bf16, through both projections.
 _LIMIT = 0.2
 
 Variables = dict[str, Any]
+#: The parameters, the tokens and the gradient of the output.
+Operands = tuple[Variables, jax.Array, jax.Array]
 
 
 class _Library(RaggedDotGeneral):
@@ -41,7 +44,7 @@ class _Library(RaggedDotGeneral):
         return self._ragged_dot(lhs, rhs, call.group_sizes)
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """A compiled step ``(state, params, x, dy) -> (state, results)``, and its state."""
 
     name: str
@@ -66,7 +69,7 @@ def rows(
       WrongResultError: if a result differs from bf16's by more than INT8 may.
     """
     choice = dispatch.choose(
-        "ragged_matmul", _BLOCK_SHAPE, implementation=implementation
+        "ragged_matmul", BLOCK_SHAPE, implementation=implementation
     )
     for shape in shapes:
         yield from with_ratios(_rows(shape, choice, effort))
@@ -75,11 +78,11 @@ def rows(
 def _rows(
     shape: tuple[int, ...], choice: dispatch.Choice, effort: Effort
 ) -> Iterator[Row]:
-    params, x, dy = _operands(shape)
+    params, x, dy = make_operands(shape)
     exact: tuple[jax.Array, ...] = ()
     for program in _programs(shape, choice, (params, x, dy)):
         step = RunningStep(program.step, program.state, params, x, dy)
-        for _ in range(_SETTLING_STEPS):
+        for _ in range(SETTLING_STEPS):
             results = step()
         exact = exact or results
         errors = measure.checked_errors(
@@ -88,7 +91,7 @@ def _rows(
         timing = measure.running_timing(step, effort=effort)
         yield row(
             timing,
-            _work(shape),
+            work(shape),
             what=program.name,
             implementation=program.backend,
             shape=shape,
@@ -98,8 +101,8 @@ def _rows(
         )
 
 
-def _operands(shape: tuple[int, ...]) -> tuple[Variables, jax.Array, jax.Array]:
-    """The parameters, the tokens and the gradient of the output, in bf16."""
+def make_operands(shape: tuple[int, ...]) -> Operands:
+    """The operands of ``(tokens, D, F, experts, experts of a token)``, in bf16."""
     tokens, width, *_ = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x = data.activation(keys[0], (tokens, width))
@@ -108,7 +111,11 @@ def _operands(shape: tuple[int, ...]) -> tuple[Variables, jax.Array, jax.Array]:
     return params, x, dy
 
 
-def _layer(shape: tuple[int, ...], dot_general: Any) -> MoEMLP:
+def _layer(
+    shape: tuple[int, ...],
+    dot_general: Any,
+    expert_sharding: ExpertSharding | None = None,
+) -> MoEMLP:
     _, _, hidden, experts, top_k = shape
     return MoEMLP(
         Routing(num_experts=experts, top_k=top_k),
@@ -116,38 +123,51 @@ def _layer(shape: tuple[int, ...], dot_general: Any) -> MoEMLP:
         bits=MoEMLP.bits if isinstance(dot_general, FallbackDot) else None,
         param_dtype=jnp.bfloat16,
         dot_general=dot_general,
+        expert_sharding=expert_sharding,
     )
 
 
 def _programs(
-    shape: tuple[int, ...], choice: dispatch.Choice, operands: tuple[Any, ...]
-) -> Iterator[_Program]:
+    shape: tuple[int, ...], choice: dispatch.Choice, operands: Operands
+) -> Iterator[Program]:
     """bf16, and the recipes."""
     library = tokamax_ragged_dot()
     if library is None:
-        yield _compiled("bf16, lax.ragged_dot", "xla", shape, None, operands)
+        yield compile_step("bf16, lax.ragged_dot", "xla", shape, None, operands)
     else:
         dot = _Library(library)
-        yield _compiled("bf16, Tokamax", "tokamax", shape, dot, operands)
+        yield compile_step("bf16, Tokamax", "tokamax", shape, dot, operands)
     for name in layers.RECIPES:
         quantized = FallbackDot(
             recipes.NAMED[name], implementation=choice.implementation
         )
-        yield _compiled(name, choice.backend, shape, quantized, operands)
+        yield compile_step(name, choice.backend, shape, quantized, operands)
 
 
-def _compiled(
+def compile_step(
     name: str,
     backend: str,
     shape: tuple[int, ...],
     dot_general: Any,
-    operands: tuple[Any, ...],
-) -> _Program:
-    layer = _layer(shape, dot_general)
+    operands: Operands,
+    expert_sharding: ExpertSharding | None = None,
+) -> Program:
+    """Compiles the step of a layer, and calls it once.
+
+    Args:
+      name: the name of its rows.
+      backend: what multiplies.
+      shape: ``(tokens, D, F, experts, experts of a token)``.
+      dot_general: the layer's.
+      operands: as ``make_operands`` returns them.
+      expert_sharding: the layer's; its mesh is set, and the operands are on it.
+    """
+    layer = _layer(shape, dot_general, expert_sharding)
     params, x, dy = operands
 
     def first_state() -> Variables:
-        variables = dict(layer.init(jax.random.key(0), x[:1]))
+        one_device = _layer(shape, dot_general)
+        variables = dict(one_device.init(jax.random.key(0), x[:1]))
         del variables["params"]
         return variables
 
@@ -170,10 +190,10 @@ def _compiled(
     falls_back = isinstance(dot_general, FallbackDot) and (
         dot_general.recipe.criterion is not None
     )
-    return _Program(name, backend, falls_back, compiled, compile_s, state)
+    return Program(name, backend, falls_back, compiled, compile_s, state)
 
 
-def _work(shape: tuple[int, ...]) -> float:
+def work(shape: tuple[int, ...]) -> float:
     """The operations of the experts' three projections, forward and backward."""
     tokens, width, hidden, _, top_k = shape
     return 3 * 2.0 * tokens * top_k * 3 * width * hidden

@@ -129,6 +129,18 @@ HEADINGS = {
         error_width=30,
         columns=("first call, s",),
     ),
+    "moe_scaling": Heading(
+        "Mixture of experts on several devices, each with a part of the experts",
+        "tokens, D, F, experts, top k",
+        "TFLOP/s",
+        None,
+        "The steps of the table before. Times are sustained milliseconds of wall-clock "
+        "per step. Tokens and rates are of all devices together. Efficiency compares "
+        "with one device that has as many tokens as each of several. Errors compare "
+        "with one device that has all tokens.",
+        error_width=30,
+        columns=("mesh", "k tokens/s", "efficiency", "first call, s"),
+    ),
     "serve": Heading(
         "Frozen layers of a Llama: the linear layers of 4 Transformer layers",
         "rows, hidden, MLP",

@@ -30,6 +30,7 @@ SECTIONS = (
     "linear",
     "grouped",
     "moe",
+    "moe_scaling",
     "serve",
     "recipes",
     "block",

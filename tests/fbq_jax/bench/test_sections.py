@@ -22,6 +22,7 @@ from fbq_jax.bench import (
     measure,
     memory,
     moe,
+    moe_scaling,
     quantize,
     serve,
 )
@@ -174,6 +175,25 @@ def test_moe():
     assert fallback.ratio == pytest.approx(bf16.ms / fallback.ms)
     assert bf16.errors == {"y": 0.0, "dx": 0.0, "dw": 0.0}
     assert all(1e-3 < error < 0.2 for error in fallback.errors.values())
+
+
+@pytest.mark.exhaustive
+def test_moe_scaling(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    tokens, width, hidden, _, top_k = shape = (256, 64, 64, 4, 2)
+    measured = list(moe_scaling.rows([shape], **OPTIONS))
+    check_rates(measured, lambda row: 18 * row.shape[0] * top_k * width * hidden)
+    rows = [(row.what, row.mesh, row.shape[0]) for row in measured]
+    assert rows == [
+        (name, f"expert={number}", tokens * number)
+        for name in ("block", "fallback")
+        for number in (1, 2)
+    ]
+    for one, two in (measured[:2], measured[2:]):
+        assert (one.efficiency, one.errors) == (1.0, {})
+        assert two.efficiency == pytest.approx(two.tokens_s / (2 * one.tokens_s))
+        # Each device has its own experts, and they quantize as one device does.
+        assert max(two.errors.values()) < 1e-3
 
 
 @pytest.mark.parametrize(("M", "E"), [(500, 3), (32768, 128)])
