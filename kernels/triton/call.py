@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,24 @@ _TYPES = {
     "int32": "*i32",
     "uint32": "*u32",
 }
+
+
+# Threads parse one after the other: Python 3.11's ``ast.parse`` counts the depth of its
+# recursion for all threads together, and raises a SystemError if they overlap.
+_parser = threading.RLock()
+
+
+class _Source(ASTSource):
+    """The source of a kernel, which any thread may compile."""
+
+    def hash(self) -> str:
+        with _parser:
+            key: str = super().hash()
+            return key
+
+    def make_ir(self, *args: Any) -> Any:
+        with _parser:
+            return super().make_ir(*args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +92,7 @@ class Call:
             if signature[name].startswith("*")
         }
         return triton.compile(
-            ASTSource(self.kernel, signature, constants, attributes),
+            _Source(self.kernel, signature, constants, attributes),
             target=GPUTarget("cuda", capability, 32),
             options={
                 "num_warps": self.num_warps,

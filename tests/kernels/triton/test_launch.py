@@ -3,6 +3,7 @@
 import re
 import subprocess
 import threading
+import time
 import types
 from concurrent import futures
 
@@ -159,6 +160,26 @@ def test_the_ptx_of_a_call_takes_addresses_only(tmp_path):
     assembler = triton.knobs.nvidia.ptxas.path
     command = [assembler, "--gpu-name=sm_90a", "-o", tmp_path / "add.cubin", file]
     subprocess.run(command, check=True)
+
+
+def test_threads_parse_one_after_the_other(monkeypatch, tmp_path):
+    """Python 3.11's parser raises an error if the parsing of two threads overlaps."""
+    parse, parsing, overlaps = add.parse, threading.Lock(), []
+
+    def parse_slowly(_kernel):
+        overlaps.append(not parsing.acquire(blocking=False))
+        time.sleep(0.02)
+        if not overlaps[-1]:
+            parsing.release()
+        return parse()
+
+    monkeypatch.setattr(triton.JITFunction, "parse", parse_slowly)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(add, "hash", None)  # It depends on the source.
+    with futures.ThreadPoolExecutor(4) as threads:
+        assert len({*threads.map(lambda _: compiled_add()[1].hash, range(4))}) == 1
+    assert len(overlaps) > 4
+    assert not any(overlaps)
 
 
 @pytest.mark.parametrize(
