@@ -50,12 +50,13 @@ def rows(section: str, shape: Iterable[int]) -> dict[str, Row]:
 
 def speed() -> str:
     """Speedups over bf16 of what users run."""
-    programs = ("fallback", "block", "Flax Fp8DotGeneral")
+    names = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
+    programs = (*names, "Flax Fp8DotGeneral")
     cells = [
         [name, *(ratio(rows(section, shape).get(what)) for what in programs)]
         for name, section, shape in SPEEDS
     ]
-    return table(("", "`fallback`", "`block`", "Flax's FP8"), cells)
+    return table(("", *(f"`{name}`" for name in names), "Flax's FP8"), cells)
 
 
 def ratio(row: Row | None) -> str:

@@ -18,7 +18,7 @@ from fbq_jax import Recipe
 # dark purple. Dashes keep overlapping curves visible.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
-    *("#56B4E9", "#000000", "#999999", "#661177", "#8C6D1F"),
+    *("#56B4E9", "#000000", "#999999", "#661177", "#8C6D1F", "#332288"),
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 

@@ -20,14 +20,8 @@ from fbq_jax.bench.results import Row, row, with_ratios
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 SETTLING_STEPS = 2  # until delayed scales fit these operands
-# Recipes that are measured in ``nn.Dense`` besides ``layers.RECIPES``.
-_OTHERS = (
-    "fallback_hadamard",
-    "row_block",
-    "row_block_lhs",
-    "fp8_row_block",
-    "fp8_row_block_lhs",
-)
+# Recipes that are measured in ``nn.Dense`` besides those of the core.
+_OTHERS = ("fallback_hadamard", "row_block", "fp8_row_block")
 _ARRAYS = ("y", "dx", "dw")
 _INT8_LIMIT = 0.1  # error of INT8 against float32
 # The reference compiles slowly: it computes only a corner of this size.
@@ -86,7 +80,7 @@ def _stacks(implementation: str | None) -> list[Stack]:
     return [
         layers.bf16(1),
         layers.flax_fp8(1),
-        *layers.linen(1, implementation, (*layers.RECIPES, *_OTHERS)),
+        *layers.linen(1, implementation, (*matmuls.TIMED, *_OTHERS)),
         *(layers.nnx_stack(name, implementation) for name in layers.RECIPES),
     ]
 

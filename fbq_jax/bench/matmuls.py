@@ -19,6 +19,9 @@ from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Recipe
 
 MATMUL = (((1,), (0,)), ((), ()))
+# The recipes that are faster than bf16 and recommended for some case: all sections for
+# whole steps, blocks and layers measure them.
+TIMED = ("fallback", "block", "row_block_lhs", "fp8_row_block_lhs")
 
 # product(x, w, state, inputs) -> y
 Product = Callable[[jax.Array, jax.Array, Any, Any], jax.Array]
@@ -53,22 +56,14 @@ class Matmul(NamedTuple):
     reference_limit: float = _REFERENCE_LIMIT
 
 
-def timed_recipes() -> dict[str, Recipe]:
-    """The named recipes built for speed: Y has scales for 128 values of K."""
-    return {
-        name: recipe
-        for name, recipe in recipes.NAMED.items()
-        if recipe.fwd.splits_contraction and recipe.block_shape == (128, 128, 128)
-    }
-
-
 def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
-    """The ``timed_recipes`` for the activation x.
+    """The recipes of ``TIMED`` for the activation x.
 
     If the library chooses the implementation and takes ``mosaic``, the recipe
     ``fallback`` also comes with ``triton``, which other GPUs run.
     """
-    for name, recipe in timed_recipes().items():
+    for name in TIMED:
+        recipe = recipes.NAMED[name]
         if not is_supported(recipe, implementation):
             continue
         matmul = from_recipe(name, recipe, implementation, x)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fbq_jax.bench import data, layers, measure
+from fbq_jax.bench import data, layers, matmuls, measure
 from fbq_jax.bench.layers import Program, Stack
 from fbq_jax.bench.measure import Effort, RunningStep
 from fbq_jax.bench.results import Row, row, with_ratios
@@ -62,7 +62,7 @@ def rows(
     first_calls = {
         stack: _first_calls(stack, shapes[0], implementation)
         for stack in (bf16, *stacks)
-        if _can_start_processes() and (stack is bf16 or stack.recipe is not None)
+        if _can_start_processes() and (stack is bf16 or stack.name in layers.RECIPES)
     }
     libraries = list(layers.installed_int8_libraries(depth))
     measured = {
@@ -158,7 +158,7 @@ def _stacks(depth: int, implementation: str | None) -> list[Stack]:
     return [
         layers.bf16(depth),
         layers.flax_fp8(depth),
-        *layers.linen(depth, implementation),
+        *layers.linen(depth, implementation, matmuls.TIMED),
         layers.nnx_stack("fallback", implementation),
     ]
 

@@ -63,7 +63,14 @@ FULL = Settings(
 QUARTER = dataclasses.replace(
     FULL,
     parity=tuple(itertools.product(("bf16", "row_block_lhs"), range(4))),
-    tuned=("bf16", "row_block_lhs", "fallback", "jetfire", "block"),
+    tuned=(
+        "bf16",
+        "row_block_lhs",
+        "fp8_row_block_lhs",
+        "fallback",
+        "jetfire",
+        "block",
+    ),
     pretrain=FULL.pretrain | {"steps": 384, "save_every": 0},
     gradient_factor=64,
 )

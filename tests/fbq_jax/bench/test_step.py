@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from fbq_jax import FallbackDot, recipes
-from fbq_jax.bench import layers, measure, report, results, step
+from fbq_jax.bench import layers, matmuls, measure, report, results, step
 from fbq_jax.bench.measure import NoKernelsError, RunningStep, WrongResultError
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 
@@ -46,6 +46,7 @@ def measured(monkeypatch, shape, *stacks):
 
 def test_rows(monkeypatch):
     monkeypatch.setattr(layers, "recipes", types.SimpleNamespace(NAMED=NAMED))
+    monkeypatch.setattr(matmuls, "TIMED", layers.RECIPES)
     stacks = step._stacks(DEPTH, "reference")[1:]
     rows = measured(monkeypatch, SHAPE, *stacks)
     # The first layer has no dX.
