@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from fbq_jax import recipes
 from fbq_jax.bench import compiled, data, linear, matmuls, memory, results
 from fbq_jax.bench.recipes import OUTLIERS, mean_row_error
+from fbq_jax.kernels import reference
 from fbq_jax.recipes.schema import Gemm, Recipe
 
 DEFAULT_PATH = Path("bench-errors.json")
@@ -39,7 +40,17 @@ _NAMED = (
     "jetfire",
 )
 
+# Of which operand ``row_block_lhs`` gets second terms here, which no kernel multiplies:
+# what they would cost, and give.
+_SECOND_TERMS = {"row_block_lhs, W too": "w", "row_block_lhs, dY too in dW": "dy"}
+_SECOND_TERMS_RATE = 0.5  # the share of their blocks that fall back
+
 Operands = tuple[jax.Array, jax.Array, jax.Array]  # X, W and dY
+
+
+def names() -> list[str]:
+    """The names of all that is compared."""
+    return [*compared_recipes(), *_SECOND_TERMS]
 
 
 def compared_recipes() -> dict[str, Recipe]:
@@ -93,6 +104,62 @@ def _rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
                 "saved_bytes": _saved_bytes(matmul, x, w),
                 "errors": _errors(arrays, exact[where]),
             }
+    for name, operand in _SECOND_TERMS.items():
+        print(f"measuring {name}", flush=True)
+        for where, arrays in operands.items():
+            yield _second_terms_row(name, operand, where, arrays, exact[where])
+
+
+def _second_terms_row(
+    name: str, operand: str, where: str, operands: Operands, exact: Any
+) -> dict[str, Any]:
+    """The errors of ``row_block_lhs`` if W or dY fell back in blocks of 128x128.
+
+    Products are linear: those of a two-term operand are the sums of those of its terms.
+    W is in Y and dX.  dY falls back in dW only, because dX has a scale for each token.
+    """
+    recipe = recipes.row_block_lhs
+    x, w, dy = (array.astype(jnp.float32) for array in operands)
+    matmul = matmuls.from_recipe(name, recipe, "reference", x)
+    step = jax.jit(linear.step_of(matmul.product))
+
+    def products(w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        arrays: tuple[jax.Array, ...] = step(x, w, dy, matmul.state, matmul.inputs)[:3]
+        return arrays
+
+    y, dx, dw = products(w, dy)
+    if operand == "w":
+        terms = [products(term, dy) for term in _two_terms(w)]
+        y, dx = (sum(term[i] for term in terms) for i in range(2))
+    else:
+        dw = sum(products(w, term)[2] for term in _two_terms(dy))
+    return {
+        "what": name,
+        "data": where,
+        "fallback": None,
+        "extra_steps": _SECOND_TERMS_RATE * (2 if operand == "w" else 1) / 3,
+        "saved_bytes": _saved_bytes(matmul, operands[0], w),
+        "errors": _errors((y, dx, dw), exact),
+    }
+
+
+@jax.jit
+def _two_terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A matrix in two terms, each of which INT8 in blocks of 128x128 represents.
+
+    In the blocks that fall back, those with the largest magnitudes, the first term is x
+    rounded to INT8, and the second what is left.  In the others the second is 0.
+    """
+    block = (128, 128)
+    no_seed, unset = jnp.zeros(1, jnp.uint32), jnp.full(1, -1.0)
+    quantized = reference.quantize_fallback(
+        x[None], unset, no_seed, block=block, criterion="absmax", colwise=None
+    )
+    theta = jnp.quantile(quantized.metric, 1.0 - _SECOND_TERMS_RATE)
+    falls_back = reference.repeat_blocks(quantized.metric[0] > theta, block, x.shape)
+    rounded = reference.dequantize(quantized.main, block)[0]
+    first = jnp.where(falls_back, rounded, x)
+    return first, x - first
 
 
 def _operands(shape: tuple[int, int, int]) -> Iterator[tuple[str, Operands]]:
