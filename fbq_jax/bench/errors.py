@@ -129,16 +129,17 @@ def _second_terms_row(
 
     y, dx, dw = products(w, dy)
     if operand == "w":
-        terms = [products(term, dy) for term in _two_terms(w)]
-        y, dx = (sum(term[i] for term in terms) for i in range(2))
+        first, second = (products(term, dy) for term in _two_terms(w))
+        y, dx = first[0] + second[0], first[1] + second[1]
     else:
-        dw = sum(products(w, term)[2] for term in _two_terms(dy))
+        first, second = (products(w, term) for term in _two_terms(dy))
+        dw = first[2] + second[2]
     return {
         "what": name,
         "data": where,
         "fallback": None,
         "extra_steps": _SECOND_TERMS_RATE * (2 if operand == "w" else 1) / 3,
-        "saved_bytes": _saved_bytes(matmul, operands[0], w),
+        "saved_bytes": _saved_bytes(matmul, *operands[:2]),
         "errors": _errors((y, dx, dw), exact),
     }
 
