@@ -246,6 +246,22 @@ def maxtext() -> str:
     return table(head, cells)
 
 
+def experts() -> str:
+    """The losses of a mixture of experts on a CPU."""
+    runs = json.loads((LLAMA / "compare-experts-cpu.json").read_text())["runs"]
+    base = runs["bf16"]["val_loss"]
+    cells = [
+        [
+            name,
+            f"{run['loss']:.3f}",
+            f"{run['val_loss']:.3f}",
+            f"{run['val_loss'] / base - 1:+.2%}",
+        ]
+        for name, run in runs.items()
+    ]
+    return table(("recipe", "training loss", "validation loss", "vs bf16"), cells)
+
+
 TABLES: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (speed, losses),
     "docs/choose-a-recipe.md": (measured, outliers, memory, batches, gpus, tpus),
@@ -253,6 +269,7 @@ TABLES: dict[str, tuple[Callable[[], str], ...]] = {
     "docs/migrate/qwix.md": (libraries,),
     "docs/migrate/fp8.md": (libraries,),
     "docs/integrations/maxtext.md": (maxtext,),
+    "docs/evidence/recipes-on-a-cpu.md": (experts,),
 }
 
 
