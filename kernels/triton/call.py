@@ -1,7 +1,9 @@
 """A call of a Triton kernel, and the PTX that XLA launches for it."""
 
+import contextlib
 import dataclasses
 import re
+import sys
 import threading
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -24,9 +26,12 @@ _TYPES = {
 }
 
 
-# Threads parse one after the other: Python 3.11's ``ast.parse`` counts the depth of its
-# recursion for all threads together, and raises a SystemError if they overlap.
-_parser = threading.RLock()
+# In Python 3.11 threads parse one after the other: its ``ast.parse`` counts the depth of
+# its recursion for all threads together, and raises a SystemError if they overlap, as
+# they can where garbage is collected.  Later versions do not collect it there.
+_parser: contextlib.AbstractContextManager[Any] = (
+    threading.RLock() if sys.version_info < (3, 12) else contextlib.nullcontext()
+)
 
 
 class _Source(ASTSource):
@@ -65,6 +70,11 @@ class Call:
     num_stages: int
     in_place: tuple[tuple[int, int], ...]
     constants: tuple[tuple[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        with _parser:
+            # Triton parses a kernel the first time that it is hashed.
+            hash((self.kernel, self.constants))
 
     def compiled_for(self, arrays: Sequence[Any]) -> Hashable:
         """What the compiler knows of the kernel and its arguments."""
