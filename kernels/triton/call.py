@@ -26,7 +26,7 @@ _TYPES = {
 }
 
 
-# In Python 3.11 threads parse one after the other: its ``ast.parse`` counts the depth of
+# In Python 3.11 threads parse one after the other: ``ast.parse`` counts the depth of
 # its recursion for all threads together, and raises a SystemError if they overlap, as
 # they can where garbage is collected.  Later versions do not collect it there.
 _parser: contextlib.AbstractContextManager[Any] = (
