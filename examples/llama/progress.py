@@ -17,7 +17,9 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
     }
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"
-    if rates := [layer["rate"].mean() for layer in record["fallback"].values()]:
+    # A layer whose recipe has no fallback has no threshold.
+    layers = [x for x in record["fallback"].values() if (x["theta"] >= 0.0).any()]
+    if rates := [layer["rate"].mean() for layer in layers]:
         shown["fallback"] = f"{sum(rates) / len(rates):.0%}"
     bar.set_postfix(shown, refresh=False)
     bar.update()

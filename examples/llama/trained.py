@@ -82,6 +82,9 @@ def _load_checkpoint(folder: Path, weights: str | None) -> Trained:
 def _load_run(folder: Path, weights: str | None) -> Trained:
     options = read_options(folder)
     config = Config(**{name: options[name] for name in options.keys() - FACTS})
+    if config.from_hf is not None and hf.is_checkpoint(folder / "hf"):
+        # The run may have moved, or the model that it started from.
+        config = dataclasses.replace(config, from_hf=str(folder / "hf"))
     codec = _codec_of_run(config)
     model = build_model(config)
     state = last_state(config, folder)

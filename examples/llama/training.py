@@ -96,6 +96,11 @@ def train(
                 f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
                 f"{len(corpus.train):,} training tokens"
             )
+            if devices < jax.device_count():
+                print(
+                    f"note: {devices} of {jax.device_count()} devices in use; --mesh "
+                    f"data={jax.device_count()} uses all"
+                )
             if reason := why_not_fused(model.config, model.dot_general):
                 print(f"note: {reason}")
             if config.from_hf is not None and (name := hf.quantization(config.from_hf)):

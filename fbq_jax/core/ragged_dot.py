@@ -45,6 +45,7 @@ from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.kernels.threshold_reference import SMALLEST, exceeds, rate_of
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
+from fbq_jax.recipes.rules_report import recipe_name
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.manual_axes import as_varying
 
@@ -211,8 +212,9 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Non
 def _check_recipe(recipe: Recipe) -> None:
     if not recipe.in_blocks:
         raise ValueError(
-            "a ragged dot takes a recipe with INT8 block scales in all three GEMMs; "
-            f"got {recipe}"
+            "a ragged dot takes a recipe with INT8 scales='block' in all three GEMMs, "
+            "such as fallback, block, jetfire and variants of them; got "
+            f"{recipe_name(recipe)}"
         )
     if recipe.drhs.fallback:
         raise ValueError(

@@ -73,6 +73,7 @@ from fbq_jax.recipes.rules_report import (
     ActivationProduct,
     RulesReport,
     activation_product,
+    warn_if_all_float,
 )
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import inside_layer
@@ -207,7 +208,9 @@ def quantize_nnx(
     drop_unused_ops(model, pairs, found, parameters)
     name_layers(model)
     activations = recorded.products(pairs).values()
-    return weight_products.report(pairs, found, parameters, activations)
+    report = weight_products.report(pairs, found, parameters, activations)
+    warn_if_all_float(pairs, report)
+    return report
 
 
 def _set_own_code(

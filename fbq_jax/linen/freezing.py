@@ -207,7 +207,9 @@ def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> Non
         raise ValueError(
             "freeze found no state of a FallbackDot in the collections "
             f"{sorted({path[0] for path in leaves})}: pass params and state together "
-            "({'params': ..., 'fallback': ...})"
+            "({'params': ..., 'fallback': ...}); a model trained without state takes "
+            "the collection that its init returns, and one without quantized layers "
+            "has nothing to freeze"
         )
     if again := [_layer(path) for path, state in states.items() if WEIGHT in state]:
         raise ValueError(

@@ -1,12 +1,15 @@
 """What rules did to a model: its quantized products, and what stayed in float."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fbq_jax.recipes.path_rules import Pairs, activations_rules, first_match
 from fbq_jax.recipes.presets import NAMED
 from fbq_jax.recipes.schema import Recipe
+
+_SHOWN_LAYERS = 4  # in a warning
 
 
 class QuantizedParameter(NamedTuple):
@@ -153,6 +156,23 @@ def rules_report(
         tuple(products),
         tuple(float_parameters),
         activation_products,
+    )
+
+
+def warn_if_all_float(rules: Pairs, report: RulesReport) -> None:
+    """Warns if rules with recipes quantize nothing: most likely they match nothing."""
+    quantized = [*report.products, *(p for p in report.activation_products if p.recipe)]
+    patterns = [pattern for pattern, recipe in rules if recipe is not None]
+    if quantized or not patterns:
+        return
+    layers = [*report.unmatched_layers, *report.layers]
+    shown = ", ".join(repr(layer) for layer in layers[:_SHOWN_LAYERS]) or "none"
+    warnings.warn(
+        f"quantize: the patterns {', '.join(map(repr, patterns))} quantize nothing, so "
+        "the whole model stays in float; a pattern matches the whole path of a layer "
+        f"('.*' takes all), and the layers here are {shown}"
+        f"{', ...' * (len(layers) > _SHOWN_LAYERS)} (see the report)",
+        stacklevel=4,
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeGuard, get_args
+from typing import Literal, NamedTuple, NoReturn, TypeGuard, get_args
 
 from fbq_jax.kernels.reference import (
     CODE_DTYPES,
@@ -229,6 +229,13 @@ class Recipe:
                 f"{', '.join(known)}"
             )
         return super().__new__(cls)
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        """Raises a TypeError that says what a layer takes."""
+        raise TypeError(
+            "a layer takes dot_general=FallbackDot(recipe), not the recipe itself; in "
+            "NNX, fbq_jax.nnx.FallbackDot(recipe, rngs=rngs)"
+        )
 
     def __post_init__(self) -> None:
         sizes = self.block if isinstance(self.block, tuple) else (self.block,) * 3

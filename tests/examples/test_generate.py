@@ -286,3 +286,21 @@ def test_a_run_generates_with_codes_and_with_floats(
         assert train.main([*argv, "--recipe=bf16"]) == 0
     status, _, error = run(capsys, folder, "--prompt", "1", "--weights", "codes")
     assert (status, "codes take an INT8 recipe" in error) == (1, True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_tuned_run_generates_without_the_model_it_started_from(
+    chat: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(chat, tmp_path / "source")
+    argv = f"--from-hf {source} --data {text} --out {tmp_path / 'run'} --recipe bf16"
+    argv += " --steps 1 --seq 32 --batch 2"
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main(argv.split()) == 0
+        shutil.rmtree(source)
+        moved = (tmp_path / "run").rename(tmp_path / "moved")
+        greedy = ("--prompt", "one two", "--temperature", 0, "--tokens", 2)
+        status, out, report = run(capsys, moved, *greedy)
+    assert status == 0, report
+    assert out.splitlines()[-1].startswith("one two")

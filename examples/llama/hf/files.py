@@ -45,7 +45,13 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist") from None
+        text = f"{file} does not exist"
+        if not file.parent.exists():
+            text = (
+                f"{file.parent} does not exist; a model is a folder on this machine, "
+                "such as 'hf download NAME --local-dir DIR' makes of one on the Hub"
+            )
+        raise CheckpointError(text) from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -254,7 +254,8 @@ def test_state_does_not_leave_transformations_that_are_not_flaxs():
             x = jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, w)
             return lax.scan(lambda x, _: (x @ w, None), x, None, length=2)[0]
 
-    model, report = qwix.quantize(Model(), {".*": SMALL}, KEY, X)
+    with pytest.warns(UserWarning, match="quantize nothing.* layers here are none"):
+        model, report = qwix.quantize(Model(), {".*": SMALL}, KEY, X)
     assert sorted(jax.eval_shape(model.init, KEY, X)) == ["params"]
     assert [p.parameter for p in report.float_parameters] == ["w"]
     assert report.products == ()

@@ -180,6 +180,14 @@ def test_same_bits_as_injection_by_hand(make):
     assert quantized == set(fallback_stats(variables))
 
 
+def test_rules_that_quantize_nothing_warn():
+    """A model that is left in float on purpose is fine."""
+    message = r"'mlp', 'block' quantize nothing.* here are 'block_0/up', .*, \.\.\."
+    with pytest.warns(UserWarning, match=message):
+        quantize(Unrolled(), {"mlp": SMALL, "head": None, "block": SMALL}, KEY, X)
+    quantize(Unrolled(), {".*": None}, KEY, X)
+
+
 @pytest.mark.exhaustive
 def test_outside_its_model_nothing_is_quantized():
     """Not after a call, an error or a trace that JAX keeps."""

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax import lax
 
@@ -71,6 +72,13 @@ def test_a_traced_report_is_complete():
     assert report.unused_rules == ("up",)
     counts = [int(s.count) for s in fbq_jax.nnx.fallback_stats(model).values()]
     assert counts == [0, 0]  # nothing ran
+
+
+def test_rules_that_quantize_nothing_warn():
+    message = "'linear' quantize nothing.* layers here are 'head', 'layers/0', 'lay"
+    for args in ((), (TOKENS,)):
+        with pytest.warns(UserWarning, match=message):
+            quantize(Model(nnx.Rngs(0)), {"linear": SMALL}, *args)
 
 
 def test_a_report_without_a_trace_goes_by_the_kinds_of_layers():

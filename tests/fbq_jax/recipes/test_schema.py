@@ -3,7 +3,10 @@
 import dataclasses
 import pickle
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, recipes
 
@@ -180,6 +183,12 @@ def test_block_shape_gives_the_blocks_of_all_operands():
     assert recipe.lhs_block == (32, 64)
     assert recipe.rhs_block == (64, 256)
     assert recipe.grad_block == (32, 256)
+
+
+def test_a_recipe_is_no_op():
+    layer = nn.Dense(4, dot_general=recipes.block)
+    with pytest.raises(TypeError, match=r"takes dot_general=FallbackDot\(recipe\)"):
+        layer.init(jax.random.key(0), jnp.ones((2, 4)))
 
 
 def test_errors_can_be_pickled():
