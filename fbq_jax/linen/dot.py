@@ -335,7 +335,7 @@ def _named(module: nn.Module) -> AbstractContextManager[None]:
 
 def check_dot_general(owner: str, dot_general: object) -> None:
     """Raises TypeError if the ``dot_general`` of ``owner`` is not callable."""
-    if not callable(dot_general):
+    if isinstance(dot_general, Recipe) or not callable(dot_general):
         raise TypeError(
             f"{owner} takes a dot_general, such as FallbackDot(recipe); got "
             f"{dot_general!r}"
