@@ -334,7 +334,7 @@ def _named(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def check_dot_general(owner: str, dot_general: object) -> None:
-    """Raises TypeError if the ``dot_general`` of ``owner`` is not callable."""
+    """Raises TypeError if the ``dot_general`` of ``owner`` is no op."""
     if isinstance(dot_general, Recipe) or not callable(dot_general):
         raise TypeError(
             f"{owner} takes a dot_general, such as FallbackDot(recipe); got "
