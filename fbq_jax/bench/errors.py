@@ -104,51 +104,52 @@ def _rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
                 "saved_bytes": _saved_bytes(matmul, x, w),
                 "errors": _errors(arrays, exact[where]),
             }
-    for name, operand in _SECOND_TERMS.items():
-        print(f"measuring {name}", flush=True)
-        for where, arrays in operands.items():
-            yield _second_terms_row(name, operand, where, arrays, exact[where])
+    yield from _second_terms_rows(operands, exact)
 
 
-def _second_terms_row(
-    name: str, operand: str, where: str, operands: Operands, exact: Any
-) -> dict[str, Any]:
+def _second_terms_rows(
+    operands: dict[str, Operands], exact: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """The errors of ``row_block_lhs`` if W or dY fell back in blocks of 128x128.
 
     Products are linear: those of a two-term operand are the sums of those of its terms.
     W is in Y and dX.  dY falls back in dW only, because dX has a scale for each token.
     """
-    recipe = recipes.row_block_lhs
-    x, w, dy = (array.astype(jnp.float32) for array in operands)
-    matmul = matmuls.from_recipe(name, recipe, "reference", x)
+    matmul = matmuls.from_recipe(
+        "", recipes.row_block_lhs, "reference", operands[_GAUSSIAN][0]
+    )
     step = jax.jit(linear.step_of(matmul.product))
 
-    def products(w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        arrays: tuple[jax.Array, ...] = step(x, w, dy, matmul.state, matmul.inputs)[:3]
-        return arrays
+    def products(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        results: tuple[jax.Array, ...] = step(*arrays, matmul.state, matmul.inputs)[:3]
+        return results
 
-    y, dx, dw = products(w, dy)
-    if operand == "w":
-        first, second = (products(term, dy) for term in _two_terms(w))
-        y, dx = first[0] + second[0], first[1] + second[1]
-    else:
-        first, second = (products(w, term) for term in _two_terms(dy))
-        dw = first[2] + second[2]
-    return {
-        "what": name,
-        "data": where,
-        "fallback": None,
-        "extra_steps": _SECOND_TERMS_RATE * (2 if operand == "w" else 1) / 3,
-        "saved_bytes": _saved_bytes(matmul, *operands[:2]),
-        "errors": _errors((y, dx, dw), exact),
-    }
+    for name, operand in _SECOND_TERMS.items():
+        print(f"measuring {name}", flush=True)
+        for where, arrays in operands.items():
+            x, w, dy = (array.astype(jnp.float32) for array in arrays)
+            y, dx, dw = products(x, w, dy)
+            if operand == "w":
+                first, second = (products(x, term, dy) for term in _two_terms(w))
+                y, dx = first[0] + second[0], first[1] + second[1]
+            else:
+                first, second = (products(x, w, term) for term in _two_terms(dy))
+                dw = first[2] + second[2]
+            yield {
+                "what": name,
+                "data": where,
+                "fallback": None,
+                "extra_steps": _SECOND_TERMS_RATE * (2 if operand == "w" else 1) / 3,
+                "saved_bytes": _saved_bytes(matmul, *arrays[:2]),
+                "errors": _errors((y, dx, dw), exact[where]),
+            }
 
 
 @jax.jit
 def _two_terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A matrix in two terms, each of which INT8 in blocks of 128x128 represents.
+    """A matrix as the sum of two, before the product quantizes each.
 
-    In the blocks that fall back, those with the largest magnitudes, the first term is x
+    In the blocks that fall back, those with the largest magnitudes, the first is x
     rounded to INT8, and the second what is left.  In the others the second is 0.
     """
     block = (128, 128)

@@ -22,7 +22,7 @@ from fbq_jax.ops import dispatch
 
 #: ``(tokens, D, F, experts, experts of a token)`` of Mixtral 8x7B and Qwen3-30B-A3B.
 SHAPES = ((8192, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
-SETTLING_STEPS = 8
+_SETTLING_STEPS = 8
 BLOCK_SHAPE = (128, 128, 128)
 # The largest errors of INT8 against bf16, through both projections.
 _LIMIT = 0.2
@@ -82,8 +82,7 @@ def _rows(
     exact: tuple[jax.Array, ...] = ()
     for program in _programs(shape, choice, (params, x, dy)):
         step = RunningStep(program.step, program.state, params, x, dy)
-        for _ in range(SETTLING_STEPS):
-            results = step()
+        results = settled(step)
         exact = exact or results
         errors = measure.checked_errors(
             ("y", "dx", "dw"), results, exact, _LIMIT, f"{program.name} at {shape}"
@@ -99,6 +98,14 @@ def _rows(
             errors=errors,
             compile_s=program.compile_s,
         )
+
+
+def settled(step: RunningStep) -> tuple[jax.Array, ...]:
+    """The results of a step once thresholds stay in their range."""
+    for _ in range(_SETTLING_STEPS - 1):
+        step()
+    results: tuple[jax.Array, ...] = step()
+    return results
 
 
 def make_operands(shape: tuple[int, ...]) -> Operands:

@@ -53,9 +53,9 @@ def _rows(
     alone = None  # tokens per second of one device
     for number in [2**i for i in range(jax.device_count().bit_length())]:
         shape = (of_device[0] * number, *of_device[1:])
-        exact = _settled(_start(name, shape, choice, 1)[1]) if number > 1 else None
+        exact = moe.settled(_start(name, shape, choice, 1)[1]) if number > 1 else None
         program, step = _start(name, shape, choice, number)
-        results = _settled(step)
+        results = moe.settled(step)
         errors = {}
         if exact is not None:
             exact = jax.device_put(exact, tuple(result.sharding for result in results))
@@ -102,11 +102,3 @@ def _sharded(operands: moe.Operands, mesh: Mesh) -> moe.Operands:
     params, x, dy = operands
     params = jax.tree.map(lambda p: put(p, P(AXIS) if p.ndim == 3 else P()), params)
     return params, put(x, P(AXIS)), put(dy, P(AXIS))
-
-
-def _settled(step: RunningStep) -> tuple[jax.Array, ...]:
-    """The results once thresholds stay in their range."""
-    for _ in range(moe.SETTLING_STEPS - 1):
-        step()
-    results: tuple[jax.Array, ...] = step()
-    return results

@@ -37,11 +37,6 @@ _parser: contextlib.AbstractContextManager[Any] = (
 class _Source(ASTSource):
     """The source of a kernel, which any thread may compile."""
 
-    def hash(self) -> str:
-        with _parser:
-            key: str = super().hash()
-            return key
-
     def make_ir(self, *args: Any) -> Any:
         with _parser:
             return super().make_ir(*args)
