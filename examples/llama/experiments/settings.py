@@ -75,6 +75,11 @@ QUARTER = dataclasses.replace(
     gradient_factor=64,
 )
 
+# Several seeds at full length, which tell recipes apart.
+SEEDS = dataclasses.replace(
+    FULL, parity=tuple(itertools.product(("bf16", "row_block_lhs"), range(4)))
+)
+
 TOY = Settings(
     vocab_size=512,
     parity=FULL.parity,
@@ -89,4 +94,4 @@ TOY = Settings(
     gradient_factor=64,
 )
 
-SETTINGS = {"full": FULL, "quarter": QUARTER, "toy": TOY}
+SETTINGS = {"full": FULL, "quarter": QUARTER, "seeds": SEEDS, "toy": TOY}
