@@ -137,18 +137,22 @@ def first_call_s(
     imports it where it is installed, when it compiles its first kernel.
 
     Args:
-      name: the name of the stack.
+      name: "bf16" or a recipe's.
       shape: ``(tokens, D, F)``.
       depth: the number of layers.
       implementation: as in ``dispatch.choose``.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("torch")
-    stacks = {stack.name: stack for stack in _stacks(depth, implementation)}
+    # No other stack, because the kernels of its layers would compile at the same time.
+    if name == "bf16":
+        stack: Stack = layers.bf16(depth)
+    else:
+        (stack,) = layers.linen(depth, implementation, (name,))
     x, key, kernels = operands(shape, depth)
-    state = jax.block_until_ready(stacks[name].start(kernels))
+    state = jax.block_until_ready(stack.start(kernels))
     start = time.perf_counter()
-    program = _compile(stacks[name], shape, depth)
+    program = _compile(stack, shape, depth)
     jax.block_until_ready(program.step(state, x, key))
     return time.perf_counter() - start
 
