@@ -7,7 +7,8 @@ A table's place on a page is `<!-- name -->` to `<!-- end -->`.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from examples.llama import atomic, plot
 from examples.llama.experiments import __main__ as experiments
 from examples.llama.experiments import result_files
 from examples.llama.experiments.markdown import fill, table
+from examples.llama.experiments.result_files import Json
 from fbq_jax import recipes
 from fbq_jax.bench import block_picture, compiled, errors, map_picture, picture, tpu
 from fbq_jax.bench import results as bench_results
@@ -99,13 +101,13 @@ def measured() -> str:
     layers: dict[str, list[Row]] = {}
     for row in SECTIONS["recipes"]["rows"]:
         layers.setdefault(row.what, []).append(row)
-    base = runs["bf16-0"]
 
-    def training(run: str) -> tuple[str, str]:
-        if run not in runs:
+    def training(pairs: Sequence[tuple[Json, Json]]) -> tuple[str, str]:
+        """The speedup and the loss of runs over other ones, means of the pairs."""
+        if not pairs:
             return "", ""
-        loss = result_files.last_val_loss(runs[run]) / result_files.last_val_loss(base)
-        speedup = runs[run]["tokens_per_s"] / base["tokens_per_s"]
+        loss = _mean_ratio(pairs, result_files.last_val_loss)
+        speedup = _mean_ratio(pairs, lambda run: run["tokens_per_s"])
         return f"{speedup:.2f}", f"{loss - 1:+.2%}"
 
     def cells(name: str) -> Iterator[str]:
@@ -113,7 +115,8 @@ def measured() -> str:
         slowest = min(layers.get(name, []), key=lambda row: row.ratio, default=None)
         yield ratio(slowest)
         yield "" if slowest is None else f"{(slowest.saved_bytes or 0) / 1e3:.1f}"
-        yield from training(f"{name}-0")
+        single = [(runs[f"{name}-0"], runs["bf16-0"])] if f"{name}-0" in runs else []
+        yield from training(single or _pairs_of_seeds(name))
         for model in ("58", "606", "6559"):
             found = result_files.differences_from_bf16(tuned[model], name)
             yield f"{found.mean():+.4f}" if len(found) else ""
@@ -124,8 +127,30 @@ def measured() -> str:
         *("fine-tuning, 58", "606", "6559"),
     )
     names = (*recipes.NAMED, "fp8_delayed", "fp8_current")
-    chance = ["bf16, another seed", "", "", *training("bf16-1")]
+    chance = [
+        "bf16, another seed",
+        "",
+        "",
+        *training([(runs["bf16-1"], runs["bf16-0"])]),
+    ]
     return table(head, [chance, *(list(cells(name)) for name in names)])
+
+
+def _pairs_of_seeds(recipe: str) -> list[tuple[Json, Json]]:
+    """The runs of a recipe with several seeds, each with bf16's of the same seed."""
+    runs = result_files.runs(EXPERIMENTS / "seeds", "parity")
+    seeds = [name.removeprefix(f"{recipe}-") for name in runs]
+    return [
+        (runs[f"{recipe}-{seed}"], runs[f"bf16-{seed}"])
+        for seed in seeds
+        if seed.isdigit()
+    ]
+
+
+def _mean_ratio(
+    pairs: Sequence[tuple[Json, Json]], value: Callable[[Json], float]
+) -> float:
+    return statistics.fmean(value(run) / value(base) for run, base in pairs)
 
 
 def outliers() -> str:

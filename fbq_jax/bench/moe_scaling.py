@@ -23,8 +23,8 @@ from fbq_jax.ops import dispatch
 SHAPES = moe.SHAPES
 AXIS = "expert"
 # The largest difference of N devices from one.  XLA may sum the router's products in
-# another order, so a token may get another of two experts with nearly equal scores.  The
-# rows after it then draw other noise: one token of 512 an expert changes dW by 3 %.
+# another order, so a token may get another of two experts with nearly equal scores.
+# The rows after it then draw other noise: one token of 512 an expert changes dW by 3 %.
 _LIMIT = 0.1
 
 

@@ -37,7 +37,7 @@ from examples.llama.experiments import (
     runs,
     studies,
 )
-from examples.llama.experiments.settings import FULL, QUARTER, TOY
+from examples.llama.experiments.settings import FULL, QUARTER, SEEDS, TOY
 from examples.llama.experiments.studies import criteria, error, gradients
 from examples.llama.experiments.studies.perplexity import BLOCK_SIDES
 from examples.llama.model import Llama
@@ -258,15 +258,15 @@ def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
         return stored
 
     folders = tmp_path / "work", tmp_path / "results"
-    pretraining = parity.commands(QUARTER, *folders)
+    pretraining = parity.commands(SEEDS, *folders)
     assert len(runs_of(pretraining["parity-bf16-0"])) == 1
     assert len(runs_of(pretraining["parity-bf16"])) == 3
     assert len(runs_of(pretraining["parity-row_block_lhs"])) == 4
     stored = [run for command in pretraining.values() for run in runs_of(command)]
-    assert len(stored) == len(QUARTER.parity) == 8
+    assert len(stored) == len(SEEDS.parity) == 8
     # Other runs need the model of the first only.
     saves = [run["config"]["save_every"] for run in stored]
-    assert saves == [QUARTER.pretrain["steps"]] + [0] * 7
+    assert saves == [SEEDS.pretrain["steps"]] + [0] * 7
     assert len(parity.commands(TOY, *folders)) == 10
     assert len(longer.commands(TOY, *folders)) == 9
     of_recipe = outliers.commands(TOY, *folders)
@@ -497,7 +497,7 @@ def test_pairs_of_seeds_tell_real_differences(tmp_path: Path) -> None:
 
 
 def test_every_recipe_has_its_own_color() -> None:
-    recipes = {*FULL.tuned, *QUARTER.tuned, *dict(QUARTER.parity)}
+    recipes = {*FULL.tuned, *QUARTER.tuned, *dict(SEEDS.parity)}
     styles = {recipe: run_pictures.recipe_style(recipe) for recipe in recipes}
     assert len({style["color"] for style in styles.values()}) == len(recipes)
     of_seeds = [run_pictures.recipe_style(f"bf16-{seed}") for seed in range(2)]
