@@ -392,6 +392,7 @@ def write_results(results: Path) -> None:
         "passes": by_pass,
         "nonlinear": rising(gradients.SAVED_BITS),
         "perplexity": {"float": 8.0, "block": sides, "fallback": sides},
+        "recipes": {"block": {"perplexity": 8.0, "gradient": 1e-3}},
         "blocks": {"down": [["0100", "0101"], ["0010", "0010"]]},
         "start": {"first_batch": {"rate": [0.5, 0.2], "theta": [1.0, 2.0]}},
     }

@@ -12,6 +12,7 @@ import pytest
 from examples.llama.experiments.probe import Operands
 from examples.llama.experiments.studies import (
     blocks,
+    by_recipe,
     criteria,
     emulate,
     error,
@@ -134,6 +135,21 @@ def test_perplexity_is_close_with_small_blocks(
     quantized = perplexity.with_recipe(subject, Recipe(block=32))
     assert quantized == pytest.approx(exact, rel=0.02)
     assert quantized != exact
+
+
+@pytest.mark.exhaustive
+def test_recipes_are_close_to_floats(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_recipe, "RECIPES", ("row_block_lhs", "per_tensor"))
+    monkeypatch.setattr(perplexity, "EVAL_BATCHES", 2)
+    of = by_recipe.study(subject)
+    exact = of[by_recipe.FLOAT]
+    assert exact["gradient"] < 1e-12
+    assert of["row_block_lhs"]["perplexity"] == pytest.approx(
+        exact["perplexity"], rel=0.02
+    )
+    assert 0 < of["row_block_lhs"]["gradient"] < of["per_tensor"]["gradient"] < 0.1
 
 
 def test_threshold_reaches_its_range_from_a_wrong_start(

@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "passes": study_tables.passes,
     "nonlinear": study_tables.nonlinear,
     "perplexity": study_tables.perplexity,
+    "recipes": study_tables.by_recipe,
     "blocks": study_tables.blocks,
     "thresholds": run_tables.thresholds,
     "start": study_tables.start,

@@ -62,6 +62,20 @@ def perplexity(results: Path) -> str:
     return table(("model", "", "float32", *map(str, BLOCK_SIDES)), rows)
 
 
+def by_recipe(results: Path) -> str:
+    """The perplexity and the error of the gradient, by recipe."""
+    found = result_files.study(results, "recipes")
+    rows = [
+        [name, *(f"{of[name]['perplexity']:.5g}" for of in found.values())]
+        + [f"{of[name]['gradient']:.1e}" for of in found.values()]
+        for name in next(iter(found.values()), {})
+    ]
+    head = (
+        f"{what}, {model}" for what in ("perplexity", "gradient") for model in found
+    )
+    return table(("recipe", *head), rows)
+
+
 def blocks(results: Path) -> str:
     """The fallback rate, and its concentration in the busiest blocks of channels."""
     rows = [

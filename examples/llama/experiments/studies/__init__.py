@@ -7,6 +7,7 @@ from typing import Any
 
 from examples.llama.experiments.studies import (
     blocks,
+    by_recipe,
     criteria,
     error,
     gradients,
@@ -22,6 +23,7 @@ STUDIES: dict[str, Callable[[Subject], Any]] = {
     "passes": gradients.passes,
     "nonlinear": gradients.nonlinear,
     "perplexity": perplexity.study,
+    "recipes": by_recipe.study,
     "blocks": blocks.study,
     "start": start.study,
 }

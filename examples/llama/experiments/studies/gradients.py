@@ -6,7 +6,6 @@ The error is 1 - cosine of the gradient and the exact one.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -55,38 +54,41 @@ def passes(subject: Subject) -> dict[str, list[float]]:
 
 def nonlinear(subject: Subject) -> list[float]:
     """Returns the errors of norms and gates that save each of `SAVED_BITS`."""
-    exact = _gradient(Llama(subject.config), subject.params, subject.text[0])
+    exact = gradient(Llama(subject.config), subject.params, subject.text[0])
 
     def at(bits: int) -> float:
         config = dataclasses.replace(subject.config, saved_bits=bits)
-        gradient = _gradient(Llama(config), subject.params, subject.text[0])
-        return float(cosine_distance(exact, gradient))
+        rounded = gradient(Llama(config), subject.params, subject.text[0])
+        return float(cosine_distance(exact, rounded))
 
     return list(map(at, SAVED_BITS))
 
 
 def _distance(subject: Subject) -> Callable[[emulate.Bits], float]:
-    def gradient(how: emulate.Bits) -> PyTree:
+    def emulated(how: emulate.Bits) -> PyTree:
         return _emulated(subject.config, subject.params, subject.text[0], how)
 
-    exact = gradient(emulate.bits())
-    return lambda how: float(cosine_distance(exact, gradient(how)))
+    exact = emulated(emulate.bits())
+    return lambda how: float(cosine_distance(exact, emulated(how)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _emulated(
     config: LlamaConfig, params: PyTree, tokens: jax.Array, how: emulate.Bits
 ) -> PyTree:
-    return _gradient(Llama(config, emulate.dot_general(how)), params, tokens)
+    return gradient(Llama(config, emulate.dot_general(how)), params, tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _gradient(model: Llama, params: PyTree, tokens: jax.Array) -> PyTree:
+def gradient(model: Llama, params: PyTree, tokens: jax.Array) -> PyTree:
     """The gradient with respect to the parameters of the layers."""
+    inputs = tokens[:, :-1]
+    # With the state of a new model each layer sets its own threshold.
+    state = model.init(jax.random.key(0), inputs)
 
     def loss(layers: PyTree) -> jax.Array:
-        variables = {"params": {**params, "layers": layers}}
-        logits: Any = model.apply(variables, tokens[:, :-1])
+        variables = {**state, "params": {**params, "layers": layers}}
+        logits, _ = model.apply(variables, inputs, mutable=["fallback"])
         return cross_entropy(logits, tokens[:, 1:])
 
     return jax.grad(loss)(params["layers"])

@@ -23,7 +23,7 @@ def study(subject: Subject) -> dict[str, float | list[float]]:
         blocks, which puts the fallback rate in the middle of the range.
     """
     return {
-        "float": _perplexity(subject, Llama(subject.config)),
+        "float": of_model(subject, Llama(subject.config)),
         "block": [
             with_recipe(subject, Recipe(block=side, criterion=None))
             for side in BLOCK_SIDES
@@ -34,10 +34,11 @@ def study(subject: Subject) -> dict[str, float | list[float]]:
 
 def with_recipe(subject: Subject, recipe: Recipe) -> float:
     """Returns the perplexity with the projections in INT8."""
-    return _perplexity(subject, Llama(subject.config, FallbackDot(recipe)))
+    return of_model(subject, Llama(subject.config, FallbackDot(recipe)))
 
 
-def _perplexity(subject: Subject, model: Llama) -> float:
+def of_model(subject: Subject, model: Llama) -> float:
+    """Returns the perplexity of a model with the subject's parameters."""
     batches = [jnp.asarray(subject.text[i]) for i in range(EVAL_BATCHES)]
     loss = sum(float(_loss(model, subject.params, batch)) for batch in batches)
     return math.exp(loss / len(batches))
