@@ -40,6 +40,7 @@ class ExpertSharding:
         data parallelism.
 
     Raises:
+      TypeError: axes are not names.
       ValueError: there is no axis of experts, or an axis occurs twice.
 
     >>> ExpertSharding("expert", copies="data")
@@ -52,8 +53,16 @@ class ExpertSharding:
     def __post_init__(self) -> None:
         for name in ("experts", "copies"):
             axes = getattr(self, name)
-            axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            object.__setattr__(self, name, axes)
+            axes = (axes,) if isinstance(axes, str) else axes
+            if not (
+                isinstance(axes, tuple | list)
+                and all(isinstance(axis, str) for axis in axes)
+            ):
+                raise TypeError(
+                    f"ExpertSharding takes the names of mesh axes as {name}; got "
+                    f"{axes!r}"
+                )
+            object.__setattr__(self, name, tuple(axes))
         if not self.experts or len({*self.axes}) < len(self.axes):
             raise ValueError(
                 "ExpertSharding takes at least one axis of experts, and each axis "
@@ -72,14 +81,36 @@ class ExpertSharding:
           ValueError: it lacks an axis, or an axis is explicit or manual.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        if any(types.get(axis) != AxisType.Auto for axis in self.axes):
+        if not _has_automatic(mesh, self.axes):
             raise ValueError(
                 f"experts are sharded over the mesh axes {self.axes}, which takes a "
                 "mesh with these axes, of type AxisType.Auto, set by jax.set_mesh; got "
                 f"{mesh}"
             )
         return mesh
+
+    def sharded(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        """An initializer of kernels ``[E, K, N]`` that shards them over ``experts``.
+
+        A kernel that ``init`` boxes has its own sharding.  Without a mesh of
+        ``jax.set_mesh`` kernels stay as they are.
+        """
+
+        @functools.wraps(init)
+        def init_sharded(*args: Any) -> Any:
+            kernel, mesh = init(*args), jax.sharding.get_abstract_mesh()
+            has_axes = _has_automatic(mesh, self.experts)
+            if not has_axes or not isinstance(kernel, jax.Array):
+                return kernel
+            spec = P(self.experts, P.UNCONSTRAINED, P.UNCONSTRAINED)
+            return lax.with_sharding_constraint(kernel, spec)
+
+        return init_sharded
+
+
+def _has_automatic(mesh: AbstractMesh, axes: MeshAxes) -> bool:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return all(types.get(axis) == AxisType.Auto for axis in axes)
 
 
 class Tiles(NamedTuple):
@@ -211,7 +242,7 @@ class Exchange:
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
         """``shard_map`` over the axes of tokens; other axes stay automatic."""
-        return jax.shard_map(
+        mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=in_specs,
@@ -219,6 +250,8 @@ class Exchange:
             axis_names={*self.sharding.axes},
             check_vma=False,
         )
+        # Outside of jit, devices would synchronize after each primitive.
+        return jax.jit(mapped)
 
     @property
     def by_token(self) -> P:

@@ -210,7 +210,8 @@ class WeightRecorder:
         if idle := [layer for layer, use in self.uses.items() if use is None]:
             raise ValueError(
                 f"the call that freeze was given does not run {', '.join(idle)}; pass "
-                "arguments (or, in Linen, a method=) that run every quantized layer"
+                "arguments (or, in Linen, a method=) that run every quantized layer, "
+                "and the quantized model, not the one that quantize was given"
             )
 
 

@@ -45,7 +45,8 @@ def fallback_stats(
       layer is quantized.
 
     Raises:
-      TypeError: ``variables`` is no mapping of collections.
+      TypeError: ``variables`` is no mapping of collections, or is itself the state in
+        a collection.
 
     >>> state = {"theta": 2.0, "rate": 0.25, "count": 7, "seed": 0}
     >>> fallback_stats({"fallback": {"Dense_0": {"dot_general": state}}})
@@ -56,6 +57,11 @@ def fallback_stats(
             "fallback_stats takes the variables of a Linen model, such as "
             "{'fallback': state}, and fbq_jax.nnx.fallback_stats an NNX model; got "
             f"{type(variables).__name__}"
+        )
+    if collection not in variables and any(_walk(variables, ())):
+        raise TypeError(
+            "fallback_stats takes the variables of a Linen model, such as "
+            f"{{{collection!r}: state}}; got the state of a collection"
         )
     states = {layer_path(p): s for p, s in _walk(variables.get(collection, {}), ())}
     return {layer: stats_of(layer, state) for layer, state in states.items()}

@@ -45,7 +45,7 @@ from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.kernels.threshold_reference import SMALLEST, exceeds, rate_of
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
-from fbq_jax.recipes.rules_report import recipe_name
+from fbq_jax.recipes.rules_report import describe_recipe, recipe_name
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.manual_axes import as_varying
 
@@ -214,21 +214,23 @@ def _check_recipe(recipe: Recipe) -> None:
         raise ValueError(
             "a ragged dot takes a recipe with INT8 scales='block' in all three GEMMs, "
             "such as fallback, block, jetfire and variants of them; got "
-            f"{recipe_name(recipe)}"
+            f"{recipe_name(recipe)}. Rules give layers of experts their own recipe, as "
+            "in {'.*moe.*': recipes.fallback, ...}"
         )
     if recipe.drhs.fallback:
         raise ValueError(
-            f"a ragged dot takes a recipe without drhs.fallback; got {recipe}"
+            "a ragged dot takes a recipe without drhs.fallback; got "
+            f"{describe_recipe(recipe)}"
         )
     if recipe.where_slower != "quantize":
         raise ValueError(
             "a ragged dot takes a recipe with where_slower='quantize', because the map "
-            f"of speeds has no ragged products; got {recipe}"
+            f"of speeds has no ragged products; got {describe_recipe(recipe)}"
         )
     if any(g.reduce is not None for g in (recipe.fwd, recipe.dlhs, recipe.drhs)):
         raise ValueError(
             "a ragged dot sums over devices in the product's own dtype; got a recipe "
-            f"with a Gemm.reduce: {recipe}"
+            f"with a Gemm.reduce: {describe_recipe(recipe)}"
         )
 
 
@@ -237,12 +239,12 @@ def _check_exchange(recipe: Recipe) -> None:
         raise ValueError(
             "experts on several devices take a recipe with criterion='absmax' or None, "
             "because devices agree on the largest value of a block only; got "
-            f"{recipe}"
+            f"{describe_recipe(recipe)}"
         )
     if TILE % recipe.block_shape[0]:
         raise ValueError(
             "experts on several devices take a recipe whose blocks have rows that "
-            f"divide {TILE}; got {recipe}"
+            f"divide {TILE}; got {describe_recipe(recipe)}"
         )
 
 

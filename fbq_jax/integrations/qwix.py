@@ -73,7 +73,7 @@ from fbq_jax.recipes.rules_report import (
     ActivationProduct,
     RulesReport,
     activation_product,
-    warn_if_all_float,
+    warn_of_idle_rules,
 )
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import inside_layer
@@ -209,7 +209,7 @@ def quantize_nnx(
     name_layers(model)
     activations = recorded.products(pairs).values()
     report = weight_products.report(pairs, found, parameters, activations)
-    warn_if_all_float(pairs, report)
+    warn_of_idle_rules(pairs, report)
     return report
 
 

@@ -24,6 +24,7 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.serialization import serializable_static
+from fbq_jax.recipes.rules_report import describe_recipe
 
 #: The key of the ``FrozenWeight`` in the state of a layer.
 WEIGHT = "weight"
@@ -138,8 +139,9 @@ def layer_weight(
         )
     if weight.recipe != config.recipe:
         raise ValueError(
-            f"layer {layer!r} was frozen with {weight.recipe}, and its model has "
-            f"{config.recipe}: use the recipe that it was trained with"
+            f"layer {layer!r} was frozen with {describe_recipe(weight.recipe)}, and "
+            f"its model has {describe_recipe(config.recipe)}: use the recipe that it "
+            "was trained with"
         )
     if weight.parameter != (name := parameter.name_in(module)):
         raise ValueError(

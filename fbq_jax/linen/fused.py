@@ -19,6 +19,7 @@ from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
 from fbq_jax.linen.frozen import is_frozen, kernel_of, layer_weight
+from fbq_jax.recipes.rules_report import describe_recipe
 from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying
 
@@ -258,5 +259,5 @@ def _check(dot: FallbackDot) -> None:
         raise ValueError(
             "a fused layer takes a recipe with INT8 block scales in all three GEMMs, "
             "nearest rounding in fwd.lhs, no drhs.fallback and "
-            f"where_slower='quantize'; got {dot.recipe}"
+            f"where_slower='quantize'; got {describe_recipe(dot.recipe)}"
         )

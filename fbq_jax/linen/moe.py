@@ -60,7 +60,7 @@ class MoEMLP(nn.Module):
         ``lax.ragged_dot``, which takes no ``jax.vmap`` over tokens with the same
         experts.
       expert_sharding: the mesh axes of experts, to which devices send tokens as INT8
-        codes; None if each device has all experts.
+        codes; None if each device has all experts.  ``init`` shards the kernels.
 
     Raises:
       TypeError: ``dot_general`` has no ``ragged_dot``.
@@ -98,8 +98,12 @@ class MoEMLP(nn.Module):
         )
         routes, plan = self._route(router(tokens))
 
+        init, sharding = self.kernel_init, self.expert_sharding
+        if sharding is not None:
+            init = sharding.sharded(init)
+
         def dense(features: int, name: str) -> GroupedDense:
-            types = self.param_dtype, self.kernel_init
+            types = self.param_dtype, init
             return GroupedDense(features, *types, self.dot_general, name=name)
 
         y = expert_mlp(

@@ -25,7 +25,7 @@ from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
 from fbq_jax.linen.rules import RulesDot, root_path
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
-from fbq_jax.recipes.rules_report import RulesReport, warn_if_all_float
+from fbq_jax.recipes.rules_report import RulesReport, warn_of_idle_rules
 from fbq_jax.recipes.schema import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -126,7 +126,7 @@ def quantize_with(
     quantized_class = _quantized_class(original, Quantization(dot, inject))
     object.__setattr__(quantized, "__class__", quantized_class)
     report = dot.report(quantized, rngs, *args, **kwargs)
-    warn_if_all_float(path_rules.as_pairs(dot.rules), report)
+    warn_of_idle_rules(path_rules.as_pairs(dot.rules), report)
     return quantized, report
 
 

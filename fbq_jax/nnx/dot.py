@@ -286,7 +286,8 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
                 "other transformation of JAX that the layer is called in. Use NNX's "
                 "there, such as nnx.remat, or turn that off in the model; or give the "
                 "layer None or a recipe that rounds to nearest, as recipes.rowwise "
-                "does. Evaluation, after model.eval(), needs none of these"
+                "does. Evaluation, after model.eval(), needs none of these. In a Linen "
+                "layer, fbq_jax.FallbackDot takes the place of fbq_jax.nnx.FallbackDot"
             ) from error
 
     def stack(self, shape: tuple[int, ...], rngs: nnx.Rngs | None) -> None:

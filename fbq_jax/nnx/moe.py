@@ -47,7 +47,8 @@ class MoEMLP(nnx.Module):
         too.
       implementation: as in ``FallbackDot``.
       expert_sharding: the mesh axes of experts, to which devices send tokens as INT8
-        codes; None if each device has all experts.
+        codes; None if each device has all experts.  Over the mesh of
+        ``jax.set_mesh``, if one is set, the kernels are sharded from the start.
       rngs: seeds the parameters and the noise.
 
     Attributes:
@@ -88,6 +89,8 @@ class MoEMLP(nnx.Module):
     ):
         self.routing, self.bits, self.dtype = routing, bits, dtype
         self.expert_sharding = expert_sharding
+        if expert_sharding is not None:
+            kernel_init = expert_sharding.sharded(kernel_init)
         experts = routing.num_experts
         self.router = _Router((features, experts), param_dtype, router_init, rngs)
 

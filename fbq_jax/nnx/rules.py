@@ -29,7 +29,7 @@ from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
-from fbq_jax.recipes.rules_report import RulesReport, warn_if_all_float
+from fbq_jax.recipes.rules_report import RulesReport, warn_of_idle_rules
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -119,7 +119,7 @@ def quantize(
     else:
         parameters = _expected_parameters(model, pairs, found)
     report = weight_products.report(pairs, found, parameters)
-    warn_if_all_float(pairs, report)
+    warn_of_idle_rules(pairs, report)
     return report
 
 

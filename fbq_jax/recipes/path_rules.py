@@ -50,7 +50,8 @@ def as_pairs(rules: Mapping[str, Recipe | None] | Pairs) -> Pairs:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"the rule {pattern!r} is not a regular expression: {error}"
+                f"the rule {pattern!r} is not a regular expression: {error}. '.*' "
+                "matches all layers"
             ) from None
         if not isinstance(recipe, Recipe | None):
             raise TypeError(

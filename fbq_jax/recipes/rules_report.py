@@ -1,6 +1,7 @@
 """What rules did to a model: its quantized products, and what stayed in float."""
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -159,21 +160,44 @@ def rules_report(
     )
 
 
-def warn_if_all_float(rules: Pairs, report: RulesReport) -> None:
-    """Warns if rules with recipes quantize nothing: most likely they match nothing."""
+def warn_of_idle_rules(rules: Pairs, report: RulesReport) -> None:
+    """Warns if rules quantize nothing, or a rule for float keeps no layer in float.
+
+    Most likely a pattern matches nothing.
+    """
     quantized = [*report.products, *(p for p in report.activation_products if p.recipe)]
     patterns = [pattern for pattern, recipe in rules if recipe is not None]
-    if quantized or not patterns:
+    unused = [
+        pattern
+        for pattern, recipe in rules
+        if recipe is None
+        and pattern in report.unused_rules
+        and not _names_float(pattern, report)
+    ]
+    if patterns and not quantized:
+        effect = "quantize nothing, so the whole model stays in float"
+    elif unused:
+        patterns = unused
+        effect = (
+            "keep no layer in float, since they match none or an earlier rule matches "
+            "first"
+        )
+    else:
         return
     layers = [*report.unmatched_layers, *report.layers]
     shown = ", ".join(repr(layer) for layer in layers[:_SHOWN_LAYERS]) or "none"
     warnings.warn(
-        f"quantize: the patterns {', '.join(map(repr, patterns))} quantize nothing, so "
-        "the whole model stays in float; a pattern matches the whole path of a layer "
-        f"('.*' takes all), and the layers here are {shown}"
-        f"{', ...' * (len(layers) > _SHOWN_LAYERS)} (see the report)",
+        f"quantize: the patterns {', '.join(map(repr, patterns))} {effect}; a pattern "
+        f"matches the whole path of a layer ('.*' takes all), and the layers here are "
+        f"{shown}{', ...' * (len(layers) > _SHOWN_LAYERS)} (see the report)",
         stacklevel=4,
     )
+
+
+def _names_float(pattern: str, report: RulesReport) -> bool:
+    """Whether a pattern names what is in float without it, as ``"embed"`` may."""
+    modules = (p.parameter.rpartition("/")[0] for p in report.float_parameters)
+    return "@" in pattern or any(re.fullmatch(pattern, module) for module in modules)
 
 
 def _activations_row(product: ActivationProduct) -> tuple[str, ...]:
@@ -188,6 +212,12 @@ def recipe_name(recipe: Recipe) -> str:
     """The name of a named recipe; ``"Recipe(...)"`` for another one."""
     names = (name for name, named in NAMED.items() if named == recipe)
     return next(names, "Recipe(...)")
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """The name of a named recipe, and all settings of another one."""
+    name = recipe_name(recipe)
+    return name if name in NAMED else str(recipe)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

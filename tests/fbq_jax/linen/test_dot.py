@@ -506,3 +506,10 @@ def test_an_invalid_threshold_starts_again(theta):
 def test_params_cannot_hold_state():
     with pytest.raises(ValueError, match="is for parameters; keep the state"):
         FallbackDot(collection="params")
+
+
+def test_stats_of_a_collection_alone_are_an_error():
+    variables = Mlp().init(jax.random.key(0), X)
+    with pytest.raises(TypeError, match=r"'fallback': state}; got the state of a coll"):
+        fallback_stats(variables["fallback"])
+    assert fallback_stats({"params": variables["params"]}) == {}

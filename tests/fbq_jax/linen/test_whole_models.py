@@ -319,7 +319,8 @@ def test_the_report_says_why_parameters_stay_in_float():
 
     tokens, scale = jax.ShapeDtypeStruct((4, 8), jnp.int32), jnp.ones((1, 1, 1))
     rules = {"free": SMALL, "nothing": None}
-    _, report = quantize(Model(), rules, KEY, tokens, scale=scale, train=True)
+    with pytest.warns(UserWarning, match="'nothing' keep no layer in float"):
+        _, report = quantize(Model(), rules, KEY, tokens, scale=scale, train=True)
     without_op = "its layer multiplies without an op (see fbq_jax.integrations.qwix)"
     assert {p.parameter: p.reason for p in report.float_parameters} == {
         "embed/embedding": without_op,
@@ -346,7 +347,8 @@ class Tied(nn.Module):
 
 def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
     rules = {".*": SMALL, "embed": None}
-    tied, report = quantize(Tied(), rules, KEY, X)
+    with pytest.warns(UserWarning, match="'embed' keep no layer in float"):
+        tied, report = quantize(Tied(), rules, KEY, X)
     variables = tied.init(KEY, X)
     assert set(fallback_stats(variables)) == {"head", "up"}
     for model in (tied, Tied(RulesDot(rules))):

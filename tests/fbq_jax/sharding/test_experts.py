@@ -519,3 +519,31 @@ def test_axes_of_a_sharding():
     experts = jnp.zeros((T, TOP_K), jnp.int32)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"of type AxisType.Auto"):
         plan_dispatch(Routing(E), experts, EXPERT)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_kernels_are_sharded_from_the_start(api):
+    mesh = mesh_of(data=2, expert=2)
+    x = jnp.ones((128, D))
+    with jax.set_mesh(mesh):
+        if api == "linen":
+            moe = MoEMLP(Routing(E), F, expert_sharding=WITH_COPIES)
+            params = jax.jit(moe.init)(jax.random.key(0), x)["params"]
+            kernels = params["gate_up"]["kernel"], params["down"]["kernel"]
+        else:
+            sharding = {"expert_sharding": WITH_COPIES, "rngs": nnx.Rngs(0)}
+            layer = fbq_jax.nnx.MoEMLP(D, Routing(E), F, **sharding)
+            kernels = layer.gate_up.kernel[...], layer.down.kernel[...]
+    assert [kernel.sharding.spec for kernel in kernels] == [P("expert")] * 2
+
+
+def test_without_a_mesh_kernels_are_whole():
+    sharding = {"expert_sharding": EXPERT, "rngs": nnx.Rngs(0)}
+    layer = fbq_jax.nnx.MoEMLP(D, Routing(E), F, **sharding)
+    assert layer.down.kernel[...].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("axes", [None, 3, (1,)])
+def test_axes_are_names(axes):
+    with pytest.raises(TypeError, match="takes the names of mesh axes as copies; got"):
+        ExpertSharding("expert", copies=axes)
