@@ -99,7 +99,7 @@ class ExpertSharding:
         @functools.wraps(init)
         def init_sharded(*args: Any) -> Any:
             kernel, mesh = init(*args), jax.sharding.get_abstract_mesh()
-            has_axes = _has_automatic(mesh, self.experts)
+            has_axes = _has_automatic(mesh, tuple(self.experts))
             if not has_axes or not isinstance(kernel, jax.Array):
                 return kernel
             spec = P(self.experts, P.UNCONSTRAINED, P.UNCONSTRAINED)

@@ -52,8 +52,13 @@ class FrozenKernel:
         return self.nans()
 
     def nans(self) -> jax.Array:
-        """What it is as an array."""
-        return jnp.full(self.shape, jnp.nan, self.dtype)
+        """What it is as an array: NaNs, or zeros if JAX stops at NaNs.
+
+        Its layer casts it, and reads nothing but its shape and dtype.
+        """
+        debugs_nans = jax.config.jax_debug_nans  # type: ignore[attr-defined]
+        value = 0.0 if debugs_nans else jnp.nan
+        return jnp.full(self.shape, value, self.dtype)
 
     def __getitem__(self, index: Any) -> "FrozenKernel":
         """``kernel[...]``, as NNX layers read their variables."""

@@ -79,7 +79,8 @@ _recorder = jax.make_user_context(None)
 def record_products() -> Iterator[ProductRecorder]:
     """Makes quantized ops that are traced inside report to the yielded recorder."""
     recorder = ProductRecorder()
-    with _recorder(recorder):
+    # A marked weight is a jitted function's.
+    with _recorder(recorder), jax.disable_jit(False):
         yield recorder
 
 
@@ -246,6 +247,36 @@ def _inner(eqn: Any) -> Jaxpr | None:
         if isinstance(inner, Jaxpr) and len(inner.invars) == len(eqn.invars):
             return inner
     return None
+
+
+def check_weight(
+    layer: str, parameter: str, use: ParameterUse, *, kept: bool = False
+) -> None:
+    """Checks that codes can take the place of a parameter that ``freeze`` quantizes.
+
+    Args:
+      layer: the name of the layer.
+      parameter: the path of the parameter.
+      use: what the model does with it.
+      kept: whether the parameter stays for those who read it.
+
+    Raises:
+      ValueError: the layer multiplies by what the parameter and the model's inputs
+        make; or something else reads the parameter, which is not ``kept``.
+    """
+    if not use.quantized:
+        raise ValueError(
+            f"freeze cannot quantize {parameter!r} once: layer {layer!r} multiplies by "
+            "a weight that depends on the model's inputs. Fold the factor into the "
+            "parameter, or give the layer None in the rules"
+        )
+    if not kept and (use.others or use.in_float):
+        readers = sorted(use.others) + ["a product in float"] * use.in_float
+        raise ValueError(
+            f"freeze would remove {parameter!r}, which the model reads other than by "
+            f"the product of layer {layer!r} ({', '.join(readers)}): give the layer "
+            "None in the rules"
+        )
 
 
 def report(

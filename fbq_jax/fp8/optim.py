@@ -163,13 +163,20 @@ def _decay_moments(
 ) -> optax.Updates:
     """``decay * stored + (1 - decay) * g^order`` in float32."""
 
-    def step(g: jax.Array, old: ScaledTensor) -> jax.Array:
+    def step(g: jax.Array, old: Any) -> jax.Array:
         g = g.astype(jnp.float32)
         clipped = jnp.clip(g, -MAX_GRADIENT, MAX_GRADIENT)
         new = jnp.where(jnp.isfinite(g), clipped, g) ** order
-        return decay * old.dequantize() + (1.0 - decay) * new
+        return decay * _dequantize(old) + (1.0 - decay) * new
 
     return jax.tree.map(step, grads, stored)
+
+
+def _dequantize(stored: Any) -> jax.Array:
+    """A ``ScaledTensor`` in float32, also as a mapping, as ``nnx.Optimizer`` has it."""
+    if not isinstance(stored, ScaledTensor):
+        stored = ScaledTensor(*(stored[name] for name in ScaledTensor._fields))
+    return stored.dequantize()
 
 
 def _store_moments(
@@ -263,4 +270,4 @@ def _load_master(master: optax.Params, like: optax.Params, dtype: Any) -> optax.
     """The copy in float32; ``like`` has the structure of the parameters."""
     if dtype == jnp.float32:
         return master
-    return jax.tree.map(lambda _, m: m.dequantize(), like, master)
+    return jax.tree.map(lambda _, m: _dequantize(m), like, master)

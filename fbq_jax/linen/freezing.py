@@ -24,7 +24,7 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.layer_stats import is_state, layer_path
 from fbq_jax.core.model_kind import check_linen
 from fbq_jax.core.serialization import serializable_static
-from fbq_jax.core.weight_products import ParameterUse
+from fbq_jax.core.weight_products import ParameterUse, check_weight, split_arrays
 from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import trace_uses
@@ -118,15 +118,13 @@ def freeze(
             "model itself: it calls apply on a module inside. Give that module None in "
             "the rules"
         )
-    kept, borrowed = set(), set()
-    if own_code or recorder.borrowing:
-        uses = _uses(model, unflatten_dict(leaves), collections, args, kwargs)
-        borrowed = {
-            path
-            for path, use in uses.items()
-            if any(product.layer in recorder.borrowing for product in use.quantized)
-        }
-        kept = {path for path, use in uses.items() if use.others or use.in_float}
+    uses = _uses(model, unflatten_dict(leaves), collections, args, kwargs)
+    borrowed = {
+        path
+        for path, use in uses.items()
+        if any(product.layer in recorder.borrowing for product in use.quantized)
+    }
+    kept = {path for path, use in uses.items() if use.others or use.in_float}
     frozen = dict(leaves)
     for path, weight in weights.items():
         parameter = own_code.get(path, _kernel(path))
@@ -136,6 +134,7 @@ def freeze(
                 f"{sorted(recorder.borrowing)} multiply by {name!r} of another layer, "
                 "which freeze would remove: give them None in the rules"
             )
+        check_weight(_layer(path), name, uses[name], kept=path in own_code)
         if path in own_code and name in kept | borrowed:
             frozen[path] = {**states[path], WEIGHT: replace(weight, kept=True)}
             continue
@@ -195,11 +194,13 @@ def _uses(
     kwargs: Any,
 ) -> dict[str, ParameterUse]:
     """Maps the path of each parameter to its use."""
+    arrays, rebuild = split_arrays((args, kwargs))
 
-    def apply(variables: Mapping[str, Any]) -> Any:
+    def apply(variables: Mapping[str, Any], arrays: list[Any]) -> Any:
+        args, kwargs = rebuild(arrays)
         return model.apply(variables, *args, mutable=collections, **kwargs)
 
-    return {path: use for path, _, use in trace_uses(apply, variables)}
+    return {path: use for path, _, use in trace_uses(apply, variables, arrays)}
 
 
 def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> None:

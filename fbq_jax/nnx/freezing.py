@@ -18,6 +18,7 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.model_kind import check_nnx
 from fbq_jax.core.qtensor import QTensor
+from fbq_jax.core.weight_products import check_weight
 from fbq_jax.nnx.dot import (
     FallbackDot,
     FrozenCodes,
@@ -87,20 +88,20 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     with record_weights(layers) as recorder:
         nnx.eval_shape(lambda model: model(*args, **kwargs), model)
     recorder.check_all_ran()
-    kept = set()
-    if not all(isinstance(weight.layer, Layer) for weight in layers.values()):
-        kept = {
-            path
-            for path, _, use in trace_parameters(model, args, kwargs)
-            if use.others or use.in_float
-        }
+    uses = {path: use for path, _, use in trace_parameters(model, args, kwargs)}
     for path, use in recorder.uses.items():
         assert use is not None  # check_all_ran raises otherwise
         weight = layers[path]
         if isinstance(weight.layer, Layer):
+            outer = [] if path == layer_path(()) else [path]
+            parameter = "/".join([*outer, weight.name])
+            _check_class(path, weight.layer)
+            check_weight(path, parameter, uses[parameter])
             _freeze_layer(weight.layer, weight.dot, use)
         else:
-            _freeze_parameter(weight, use, keep=path in kept)
+            check_weight(path, path, uses[path], kept=True)
+            keep = bool(uses[path].others or uses[path].in_float)
+            _freeze_parameter(weight, use, keep=keep)
     try:
         nnx.eval_shape(lambda model: model(*args, **kwargs), model)
     except (TypeError, ValueError, AttributeError) as error:
@@ -151,6 +152,16 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
     check_thetas({p: (w.dot.recipe, w.dot.theta[...]) for p, w in layers.items()})
     return layers
+
+
+def _check_class(path: str, layer: Layer) -> None:
+    """Raises ValueError if a layer may not multiply by its kernel as it is."""
+    if not type(layer).__call__.__module__.startswith(("flax.", "fbq_jax.")):
+        raise ValueError(
+            f"freeze cannot tell what the layer {path!r} multiplies by: its class "
+            f"{type(layer).__name__} has a __call__ of its own. Give it None in the "
+            "rules"
+        )
 
 
 def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from fbq_jax import optim
 from tests.debugging import debugging
@@ -273,3 +274,26 @@ def test_healthy_updates_have_no_nan_or_inf_inside(flag, scale):
     with debugging(flag):
         state = optimizer.init(params)
         optimizer.update({"w": jnp.full(8, scale)}, state, params)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.fp8_adamw(1e-2),
+        optim.fp8_adamw(1e-2, master_dtype=jnp.float16),
+        optim.with_master_weights(optax.sgd(0.1), jnp.float16),
+    ],
+)
+def test_nnx_optimizers_update_as_the_functions_do(optimizer):
+    """After its first update, ``nnx.Optimizer`` has mappings in place of tuples."""
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    of_model = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    state = optimizer.init(params)
+    for _ in range(3):
+        of_model.update(model, grads)
+        updates, state = optimizer.update(nnx.to_pure_dict(grads), state, params)
+        params = optax.apply_updates(params, updates)
+    trained = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, trained, params)

@@ -298,5 +298,40 @@ def test_custom_layers():
     variables_of_other = other.init(jax.random.key(1), X)
     with pytest.raises(ValueError, match="whose weight is their parameter 'kernel'"):
         fbq_jax.freeze(other, variables_of_other, X)
-    with pytest.raises(ValueError, match="reads its kernel other than by multiplying"):
+    with pytest.raises(ValueError, match=r"'kernel', which the model reads .*\(add\)"):
         fbq_jax.freeze(Custom("kernel", regularized=True), variables, X)
+
+
+def test_a_kernel_that_another_module_reads_is_refused():
+    block = FallbackDot(recipes.block)
+
+    class Normed(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(16, use_bias=False, dot_general=block)
+
+        def __call__(self, x):
+            y = self.dense(x)
+            kernel = self.dense.variables["params"]["kernel"]
+            return y / jnp.linalg.norm(kernel)
+
+    model = Normed()
+    variables = model.init(jax.random.key(1), X)
+    with pytest.raises(ValueError, match=r"would remove 'dense/kernel', .* reads"):
+        fbq_jax.freeze(model, variables, X)
+
+
+def test_a_weight_that_depends_on_the_input_is_refused():
+    """Codes of one input's weight would be wrong for every other one."""
+    model = fbq_jax.SmoothSwiGLU(32, dot_general=FallbackDot(recipes.block))
+    variables = model.init(jax.random.key(1), X)
+    for x in X, jax.ShapeDtypeStruct(X.shape, X.dtype):
+        with pytest.raises(ValueError, match=r"'down' multiplies by a weight that dep"):
+            fbq_jax.freeze(model, variables, x)
+
+
+def test_frozen_layers_run_where_nans_are_errors():
+    model = nn.Dense(16, dot_general=FallbackDot(recipes.block))
+    variables = model.init(jax.random.key(1), X)
+    frozen = fbq_jax.freeze(model, variables, X)
+    with jax.debug_nans(True):
+        assert same_bits(model.apply(frozen, X), model.apply(variables, X))

@@ -207,5 +207,25 @@ def test_a_kernel_that_something_else_reads_is_refused():
 
     dot = FallbackDot(recipes.block)
     layer = Sharded(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="reads a layer's kernel other than by multi"):
+    with pytest.raises(ValueError, match="its class Sharded has a __call__ of its own"):
         freeze(layer, X)
+
+
+@pytest.mark.parametrize("wrapper", ["division", "WeightNorm", "SpectralNorm"])
+def test_a_kernel_that_another_module_reads_is_refused(wrapper):
+    class Normed(nnx.Module):
+        def __init__(self, layer):
+            self.layer_instance = layer
+
+        def __call__(self, x):
+            y = self.layer_instance(x)
+            return y / jnp.linalg.norm(self.layer_instance.kernel[...])
+
+    dot = FallbackDot(recipes.block)
+    layer = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
+    if wrapper == "division":
+        model = Normed(layer)
+    else:
+        model = getattr(nnx, wrapper)(layer, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"freeze .* 'layer_instance/kernel'"):
+        freeze(model, X)

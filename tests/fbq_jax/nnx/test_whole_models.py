@@ -55,6 +55,14 @@ class Model(nnx.Module):
         return self.head(x) if train else x
 
 
+def test_rules_apply_without_jit():
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    with jax.disable_jit():
+        report = quantize(model, {".*": SMALL}, jnp.ones((2, 8)), rngs=nnx.Rngs(1))
+    assert [p.parameter for p in report.products] == ["layers/0/kernel"]
+    assert isinstance(model.layers[0].dot_general, fbq_jax.nnx.FallbackDot)
+
+
 def test_a_traced_report_is_complete():
     model = Model(nnx.Rngs(0))
     rules = {"head": None, "layers/.*": SMALL, "up": None}
