@@ -89,7 +89,7 @@ def quantize(
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
-    >>> rules = {"out": None, "query|key": recipes.fallback, "up": None}
+    >>> rules = {"out": None, "query|key": recipes.fallback, "up": recipes.block}
     >>> report = quantize(model, rules)
     >>> report.layers
     {'key': 'query|key', 'out': 'out', 'query': 'query|key'}
