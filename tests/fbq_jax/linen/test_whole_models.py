@@ -362,7 +362,7 @@ def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
 
 @pytest.mark.exhaustive
 def test_a_tied_head_by_a_nested_apply_is_not_frozen():
-    rules = {".*": Recipe(block=32, start=2.0), "embed": None}
+    rules = {".*": Recipe(block=32, start=2.0)}
     for model in (quantize(Tied(), rules, KEY, X)[0], Tied(RulesDot(rules))):
         variables = model.init(KEY, X)
         frozen = fbq_jax.freeze(model, variables, X)
