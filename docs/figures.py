@@ -7,8 +7,7 @@ A table's place on a page is `<!-- name -->` to `<!-- end -->`.
 
 import dataclasses
 import json
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from matplotlib.figure import Figure
 
 from examples.llama import atomic, plot
 from examples.llama.experiments import __main__ as experiments
-from examples.llama.experiments import result_files
+from examples.llama.experiments import result_files, run_tables
 from examples.llama.experiments.markdown import fill, table
-from examples.llama.experiments.result_files import Json
 from fbq_jax import recipes
 from fbq_jax.bench import block_picture, compiled, errors, map_picture, picture, tpu
 from fbq_jax.bench import results as bench_results
@@ -96,27 +94,31 @@ def losses() -> str:
 
 def measured() -> str:
     """What is measured of every recipe on an H200, in one row each."""
-    runs = result_files.runs(EXPERIMENTS, "parity")
+    single = result_files.runs(EXPERIMENTS, "parity")
+    single["chance-0"] = single["bf16-1"]  # compared with bf16-0
+    trained = single, result_files.runs(EXPERIMENTS / "seeds", "parity")
     tuned = result_files.losses_by_model(result_files.runs(EXPERIMENTS, "outliers"))
     layers: dict[str, list[Row]] = {}
     for row in SECTIONS["recipes"]["rows"]:
         layers.setdefault(row.what, []).append(row)
 
-    def training(pairs: Sequence[tuple[Json, Json]]) -> tuple[str, str]:
-        """The speedup and the loss of runs over other ones, means of the pairs."""
-        if not pairs:
+    def training(name: str) -> tuple[str, str]:
+        """The speedup and the loss over bf16 of the same seeds, means of all seeds."""
+        found = next((runs for runs in trained if f"{name}-0" in runs), None)
+        if found is None:
             return "", ""
-        loss = _mean_ratio(pairs, result_files.last_val_loss)
-        speedup = _mean_ratio(pairs, lambda run: run["tokens_per_s"])
-        return f"{speedup:.2f}", f"{loss - 1:+.2%}"
+        loss, speed = (
+            run_tables.relative(run_tables.by_seed(found, value), name, "bf16").mean()
+            for value in (result_files.last_val_loss, lambda run: run["tokens_per_s"])
+        )
+        return f"{1 + speed:.2f}", f"{loss:+.2%}"
 
     def cells(name: str) -> Iterator[str]:
         yield f"`{name}`"
         slowest = min(layers.get(name, []), key=lambda row: row.ratio, default=None)
         yield ratio(slowest)
         yield "" if slowest is None else f"{(slowest.saved_bytes or 0) / 1e3:.1f}"
-        single = [(runs[f"{name}-0"], runs["bf16-0"])] if f"{name}-0" in runs else []
-        yield from training(single or _pairs_of_seeds(name))
+        yield from training(name)
         for model in ("58", "606", "6559"):
             found = result_files.differences_from_bf16(tuned[model], name)
             yield f"{found.mean():+.4f}" if len(found) else ""
@@ -127,30 +129,8 @@ def measured() -> str:
         *("fine-tuning, 58", "606", "6559"),
     )
     names = (*recipes.NAMED, "fp8_delayed", "fp8_current")
-    chance = [
-        "bf16, another seed",
-        "",
-        "",
-        *training([(runs["bf16-1"], runs["bf16-0"])]),
-    ]
+    chance = ["bf16, another seed", "", "", *training("chance")]
     return table(head, [chance, *(list(cells(name)) for name in names)])
-
-
-def _pairs_of_seeds(recipe: str) -> list[tuple[Json, Json]]:
-    """The runs of a recipe with several seeds, each with bf16's of the same seed."""
-    runs = result_files.runs(EXPERIMENTS / "seeds", "parity")
-    seeds = [name.removeprefix(f"{recipe}-") for name in runs]
-    return [
-        (runs[f"{recipe}-{seed}"], runs[f"bf16-{seed}"])
-        for seed in seeds
-        if seed.isdigit()
-    ]
-
-
-def _mean_ratio(
-    pairs: Sequence[tuple[Json, Json]], value: Callable[[Json], float]
-) -> float:
-    return statistics.fmean(value(run) / value(base) for run, base in pairs)
 
 
 def outliers() -> str:

@@ -250,7 +250,7 @@ class Exchange:
             axis_names={*self.sharding.axes},
             check_vma=False,
         )
-        # Outside of jit, devices would synchronize after each primitive.
+        # Outside of jit, shard_map would run one primitive after the other.
         return jax.jit(mapped)
 
     @property

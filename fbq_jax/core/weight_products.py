@@ -63,6 +63,11 @@ class ParameterUse:
     others: set[str] = dataclasses.field(default_factory=set)
     stacked: int = 0
 
+    @property
+    def other_readers(self) -> list[str]:
+        """What reads the parameter, except for quantized products."""
+        return sorted(self.others) + ["a product in float"] * self.in_float
+
 
 @dataclasses.dataclass(eq=False)
 class ProductRecorder:
@@ -270,12 +275,11 @@ def check_weight(
             "a weight that depends on the model's inputs. Fold the factor into the "
             "parameter, or give the layer None in the rules"
         )
-    if not kept and (use.others or use.in_float):
-        readers = sorted(use.others) + ["a product in float"] * use.in_float
+    if use.other_readers and not kept:
         raise ValueError(
             f"freeze would remove {parameter!r}, which the model reads other than by "
-            f"the product of layer {layer!r} ({', '.join(readers)}): give the layer "
-            "None in the rules"
+            f"the product of layer {layer!r} ({', '.join(use.other_readers)}): give "
+            "the layer None in the rules"
         )
 
 

@@ -136,7 +136,7 @@ class FallbackDot(RaggedDotGeneral):
         # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
         state = dict(variable.value)
         codes = self._codes(module, variable, rhs, call.dimension_numbers)
-        with _named(module):
+        with named(module):
             out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
         return self.commit(module, variable, new, out)
 
@@ -151,7 +151,7 @@ class FallbackDot(RaggedDotGeneral):
         rhs = self.check_moves(module, variable, jnp.asarray(rhs))
         state = dict(variable.value)
         codes = self._codes(module, variable, rhs, RAGGED_DIMENSIONS)
-        with _named(module):
+        with named(module):
             out, new, rates = stateful_ragged_dot(
                 self.config, state, lhs, rhs, call, codes
             )
@@ -328,7 +328,7 @@ _NO_STATE = (
 )
 
 
-def _named(module: nn.Module) -> AbstractContextManager[None]:
+def named(module: nn.Module) -> AbstractContextManager[None]:
     """Names a layer in warnings about the ops that it calls."""
     return layer_name("/".join(module.path) or type(module).__name__)
 

@@ -124,7 +124,7 @@ def freeze(
         for path, use in uses.items()
         if any(product.layer in recorder.borrowing for product in use.quantized)
     }
-    kept = {path for path, use in uses.items() if use.others or use.in_float}
+    kept = {path for path, use in uses.items() if use.other_readers}
     frozen = dict(leaves)
     for path, weight in weights.items():
         parameter = own_code.get(path, _kernel(path))

@@ -18,11 +18,10 @@ from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.core.weight_products import mark_weight
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.linen.dot import FallbackDot, fallback_dot
+from fbq_jax.linen.dot import FallbackDot, fallback_dot, named
 from fbq_jax.linen.frozen import is_frozen, kernel_of, layer_weight
 from fbq_jax.recipes.rules_report import describe_recipe
 from fbq_jax.sharding.explicit_axes import automatic
-from fbq_jax.sharding.layer_names import layer_name
 from fbq_jax.sharding.manual_axes import as_varying
 
 Initializer = Callable[..., jax.Array]
@@ -185,7 +184,7 @@ class _Projection(nn.Module):
         codes = layer_weight(
             self.dot_general.config, self, variable, matrix, _MATRICES, kernel_of(self)
         )
-        with layer_name("/".join(self.path)):
+        with named(self):
             kernel = mark_weight(kernel, self.dot_general.recipe)
         kernel = self.dot_general.check_moves(self, variable, kernel)
         weight = kernel if codes is None else codes.main

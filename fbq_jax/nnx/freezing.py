@@ -86,22 +86,18 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     layers = _find_layers(model)
     args, kwargs = jax.tree.map(as_array, (args, kwargs))
     with record_weights(layers) as recorder:
-        nnx.eval_shape(lambda model: model(*args, **kwargs), model)
+        parameters = trace_parameters(model, args, kwargs)
     recorder.check_all_ran()
-    uses = {path: use for path, _, use in trace_parameters(model, args, kwargs)}
+    of_model = {parameter: use for parameter, _, use in parameters}
     for path, use in recorder.uses.items():
         assert use is not None  # check_all_ran raises otherwise
         weight = layers[path]
-        if isinstance(weight.layer, Layer):
-            outer = [] if path == layer_path(()) else [path]
-            parameter = "/".join([*outer, weight.name])
-            _check_class(path, weight.layer)
-            check_weight(path, parameter, uses[parameter])
-            _freeze_layer(weight.layer, weight.dot, use)
+        uses, own_code = of_model[weight.parameter], not isinstance(weight.layer, Layer)
+        check_weight(path, weight.parameter, uses, kept=own_code)
+        if own_code:
+            _freeze_parameter(weight, use, keep=bool(uses.other_readers))
         else:
-            check_weight(path, path, uses[path], kept=True)
-            keep = bool(uses[path].others or uses[path].in_float)
-            _freeze_parameter(weight, use, keep=keep)
+            _freeze_layer(weight.layer, weight.dot, use)
     try:
         nnx.eval_shape(lambda model: model(*args, **kwargs), model)
     except (TypeError, ValueError, AttributeError) as error:
@@ -113,10 +109,11 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
 
 
 class _Weight(NamedTuple):
-    """The parameter of a module, and the op that multiplies by it."""
+    """The parameter of a module, its path, and the op that multiplies by it."""
 
     layer: nnx.Module
     name: str
+    parameter: str
     dot: FallbackDot
 
 
@@ -130,13 +127,13 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
             assert isinstance(layer, Layer)
             dot.layer = layer_path(path)
             _check_layer(dot.layer, layer, dot)
-            layers[dot.layer] = _Weight(layer, "kernel", dot)
+            layers[dot.layer] = _Weight(layer, "kernel", _join(path, "kernel"), dot)
         for name, value in vars(layer).items():
             dot = getattr(layer, dot_name(name), None)
             if isinstance(value, nnx.Param) and isinstance(dot, FallbackDot):
                 dot.layer = layer_path((*path, name))
                 _check_dot(dot.layer, dot)
-                layers[dot.layer] = _Weight(layer, name, dot)
+                layers[dot.layer] = _Weight(layer, name, _join(path, name), dot)
     for path, module in modules.items():
         if isinstance(module, FallbackDot) and module.layer is None:
             if path and is_activations_dot(str(path[-1])):
@@ -154,17 +151,17 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     return layers
 
 
-def _check_class(path: str, layer: Layer) -> None:
-    """Raises ValueError if a layer may not multiply by its kernel as it is."""
+def _join(path: tuple[Any, ...], name: str) -> str:
+    return "/".join(map(str, (*path, name)))
+
+
+def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
     if not type(layer).__call__.__module__.startswith(("flax.", "fbq_jax.")):
         raise ValueError(
             f"freeze cannot tell what the layer {path!r} multiplies by: its class "
             f"{type(layer).__name__} has a __call__ of its own. Give it None in the "
             "rules"
         )
-
-
-def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
         raise ValueError(f"freeze takes no nnx.Conv with a mask, as {path!r} has")
     _check_dot(path, dot)
@@ -195,7 +192,7 @@ def _freeze_layer(layer: Any, dot: FallbackDot, use: WeightUse) -> None:
 
 def _freeze_parameter(weight: _Weight, use: WeightUse, *, keep: bool) -> None:
     """Gives an op the codes of a parameter, and replaces it unless ``keep``."""
-    layer, name, dot = weight
+    layer, name, _, dot = weight
 
     def quantize(w: jax.Array, state: dict[str, jax.Array]) -> QTensor:
         for step in use.view:

@@ -79,12 +79,12 @@ def _late(run: Json) -> float:
 def paired(results: Path) -> str:
     """Each recipe's losses minus bf16's of the same seed: means with intervals."""
     runs = _ended(result_files.runs(results, "parity"))
-    val, late = _by_seed(runs, result_files.last_val_loss), _by_seed(runs, _late)
+    val, late = by_seed(runs, result_files.last_val_loss), by_seed(runs, _late)
     if "bf16" not in val:
         return ""
     rows = []
     for recipe in val:
-        differences = [_relative(losses, recipe, "bf16") for losses in (val, late)]
+        differences = [relative(losses, recipe, "bf16") for losses in (val, late)]
         if recipe == "bf16" or min(map(len, differences)) < 2:
             continue
         cells = [cell for x in differences for cell in (_mean(x), _interval(x))]
@@ -96,13 +96,13 @@ def paired(results: Path) -> str:
 
 def pairs(results: Path) -> str:
     """Which recipes' training losses differ, in each pair of recipes."""
-    late = _by_seed(_ended(result_files.runs(results, "parity")), _late)
+    late = by_seed(_ended(result_files.runs(results, "parity")), _late)
     names = [name for name, of_seeds in late.items() if len(of_seeds) > 1]
     rows = []
     for first in names:
         row = [first]
         for second in names:
-            x = np.array([]) if first == second else _relative(late, first, second)
+            x = np.array([]) if first == second else relative(late, first, second)
             real = len(x) > 1 and np.abs(x.mean()) > _half_interval(x)
             text = _mean(x) if len(x) > 1 else ""
             row.append(f"**{text}**" if real else text)
@@ -110,7 +110,7 @@ def pairs(results: Path) -> str:
     return table(("minus", *names), rows) if len(names) > 1 else ""
 
 
-def _by_seed(
+def by_seed(
     runs: dict[str, Json], loss: Callable[[Json], float]
 ) -> dict[str, dict[str, float]]:
     """A loss of each run, by recipe and seed."""
@@ -121,7 +121,7 @@ def _by_seed(
     return found
 
 
-def _relative(
+def relative(
     losses: dict[str, dict[str, float]], recipe: str, other: str
 ) -> np.ndarray:
     """The relative differences of two recipes' losses, for each seed of both."""

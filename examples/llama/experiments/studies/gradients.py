@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import jax
 
-from examples.llama.experiments.studies import emulate
+from examples.llama.experiments.studies import emulate, perplexity
 from examples.llama.experiments.studies.subject import Subject, cosine_distance
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.step import PyTree, cross_entropy
+from examples.llama.step import PyTree
 
 OPERANDS = ("x", "w", "dy")
 BITS = (4, 5, 6, 7, 8, 10, 12)
@@ -82,13 +82,8 @@ def _emulated(
 @functools.partial(jax.jit, static_argnums=0)
 def gradient(model: Llama, params: PyTree, tokens: jax.Array) -> PyTree:
     """The gradient with respect to the parameters of the layers."""
-    inputs = tokens[:, :-1]
-    # With the state of a new model each layer sets its own threshold.
-    state = model.init(jax.random.key(0), inputs)
 
     def loss(layers: PyTree) -> jax.Array:
-        variables = {**state, "params": {**params, "layers": layers}}
-        logits, _ = model.apply(variables, inputs, mutable=["fallback"])
-        return cross_entropy(logits, tokens[:, 1:])
+        return perplexity.loss(model, {**params, "layers": layers}, tokens)
 
     return jax.grad(loss)(params["layers"])

@@ -40,12 +40,13 @@ def with_recipe(subject: Subject, recipe: Recipe) -> float:
 def of_model(subject: Subject, model: Llama) -> float:
     """Returns the perplexity of a model with the subject's parameters."""
     batches = [jnp.asarray(subject.text[i]) for i in range(EVAL_BATCHES)]
-    loss = sum(float(_loss(model, subject.params, batch)) for batch in batches)
-    return math.exp(loss / len(batches))
+    total = sum(float(loss(model, subject.params, batch)) for batch in batches)
+    return math.exp(total / len(batches))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss(model: Llama, params: PyTree, tokens: jax.Array) -> jax.Array:
+def loss(model: Llama, params: PyTree, tokens: jax.Array) -> jax.Array:
+    """Returns the loss in nats per token of tokens [B, S+1]."""
     # With the state of a new model each batch sets its own thresholds.
     inputs = tokens[:, :-1]
     variables = {**model.init(jax.random.key(0), inputs), "params": params}
