@@ -69,7 +69,7 @@ def tile_count(groups: int, rows: int, m: int) -> int:
 
     It is ``M/m``, plus nearly one per group.
     """
-    return (rows + min(groups, rows) * (m - 1)) // m
+    return (rows + jax.core.min_dim(groups, rows) * (m - 1)) // m
 
 
 def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:

@@ -90,18 +90,22 @@ def row_slices(
 
 def to_experts(plan: Exchange, x: jax.Array, size: int, slices: RowSlices) -> jax.Array:
     """Inside ``over_devices``: sends rows to the devices of their experts."""
-    starts, sizes, targets = _sent(plan, slices)
-    _, received, _ = _received(plan, slices)
-    sent = Slices(starts, sizes, targets, received)
-    return exchange_slices(x, size, sent, plan.sharding.axes)
+    sent, received = _sent(plan, slices), _received(plan, slices)
+    exchanged = Slices(*sent, received.sizes, received.targets)
+    return exchange_slices(x, size, exchanged, plan.sharding.axes)
 
 
 def _to_tokens(plan: Exchange, x: jax.Array, size: int, slices: RowSlices) -> jax.Array:
     """Inside ``over_devices``: the reverse of ``to_experts``."""
-    targets, sizes, starts = _received(plan, slices)
-    _, received, _ = _sent(plan, slices)
-    sent = Slices(starts, sizes, targets, received)
-    return exchange_slices(x, size, sent, plan.sharding.axes)
+    sent, received = _received(plan, slices), _sent(plan, slices)
+    exchanged = Slices(
+        starts=sent.targets,
+        sizes=sent.sizes,
+        targets=sent.starts,
+        received=received.sizes,
+        places=received.starts,
+    )
+    return exchange_slices(x, size, exchanged, plan.sharding.axes)
 
 
 def _sent(plan: Exchange, slices: RowSlices) -> RowSlices:

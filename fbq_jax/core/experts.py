@@ -88,7 +88,7 @@ def plan_dispatch(
     Raises:
       ValueError: the mesh, the experts or the tokens do not fit the sharding.
     """
-    number, capacity = routing.num_experts, routing.capacity(len(experts))
+    number, capacity = routing.num_experts, routing.capacity(experts.shape[0])
     if sharding is None:
         plan = dispatch(experts, number, capacity)
         return plan, plan.dropped

@@ -356,7 +356,8 @@ def _stack_index(x: Rows, block: Block | None = None) -> jax.Array:
 
 def _stack_size(x: jax.Array | GroupedRows) -> int:
     """The number of matrices or tiles."""
-    return len(x.first_rows) if isinstance(x, GroupedRows) else x.shape[0]
+    rows = x.first_rows if isinstance(x, GroupedRows) else x
+    return rows.shape[0]
 
 
 def _quantize(

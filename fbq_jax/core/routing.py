@@ -13,6 +13,7 @@ moves towards experts that had less than the mean load.
 """
 
 import dataclasses
+import fractions
 import math
 from typing import Literal, NamedTuple, get_args
 
@@ -84,7 +85,10 @@ class Routing:
         """The most tokens that an expert computes; None for no limit."""
         if self.capacity_factor is None:
             return None
-        return math.ceil(self.capacity_factor * tokens * self.top_k / self.num_experts)
+        # In integers, because the number of tokens may be symbolic; 1.1 is 11/10.
+        factor = fractions.Fraction(str(self.capacity_factor))
+        rows = factor.numerator * tokens * self.top_k
+        return -(-rows // (factor.denominator * self.num_experts))
 
 
 class Routes(NamedTuple):
@@ -145,7 +149,7 @@ def route(routing: Routing, logits: jax.Array, bias: jax.Array | None = None) ->
         weights = _normalize(weights)
     load = count_tokens(experts, routing.num_experts)
     # Without tokens there is no load, and both losses are 0.
-    tokens = max(len(logits), 1)
+    tokens = jax.core.max_dim(logits.shape[0], 1)
     share = load.astype(jnp.float32) / (tokens * routing.top_k)
     balance = jnp.vdot(share, jnp.sum(probabilities, axis=0) / tokens)
     z = jax.nn.logsumexp(logits, axis=-1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,16 @@ from flax import nnx
 from jax import export
 
 import fbq_jax
-from fbq_jax import FallbackDot, dot_general, freeze, recipes
+from fbq_jax import (
+    FallbackDot,
+    MoEMLP,
+    Routing,
+    dot_general,
+    fallback_dot,
+    freeze,
+    ragged_dot,
+    recipes,
+)
 from fbq_jax.sharding import layer_names
 from tests.marks import with_first_fast
 
@@ -116,6 +126,41 @@ def test_linen_layers(name):
 @each_recipe
 def test_nnx_layers(name):
     assert_exported(nnx_calls(recipes.NAMED[name]), *leading(), K, sizes=SIZES[1:2])
+
+
+@pytest.mark.parametrize("name", with_first_fast(["fallback", "block"]))
+def test_a_ragged_dot_takes_any_number_of_rows(name):
+    """Also fewer rows than groups."""
+    w = jax.random.normal(jax.random.key(1), (4, K, N))
+    sizes = jnp.array([2, 0, 100, 40], jnp.int32)
+
+    def step(x):
+        def product(x, w):
+            recipe = recipes.NAMED[name]
+            return ragged_dot(x.reshape(-1, K), w, sizes, recipe=recipe, theta=1.0)[0]
+
+        y, vjp = jax.vjp(product, x, w)
+        return y, vjp(jnp.cos(y))
+
+    assert_exported(step, *leading(), K, sizes=[*SIZES, (1, 1)])
+
+
+@pytest.mark.parametrize("factor", with_first_fast([1.1, None]))
+def test_a_mixture_of_experts_takes_any_number_of_tokens(factor):
+    layer = MoEMLP(Routing(4, capacity_factor=factor), N, dot_general=fallback_dot)
+    variables = layer.init(jax.random.key(1), values(2, 9, K))
+
+    @jax.jit
+    def train(x):
+        return layer.apply(variables, x, mutable=["fallback", "expert_stats"])
+
+    shape = jax.ShapeDtypeStruct((*leading(), K), jnp.float32)
+    call = jax.jit(export.export(train)(shape).call)
+    for lead in [*SIZES, (1, 1)]:
+        (got, moved), (want, states) = (f(values(*lead, K)) for f in (call, train))
+        # XLA sums the router's products in another order.
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        chex.assert_trees_all_equal(moved["expert_stats"], states["expert_stats"])
 
 
 @pytest.mark.exhaustive
