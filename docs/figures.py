@@ -252,19 +252,17 @@ def maxtext() -> str:
 
 
 def experts() -> str:
-    """The losses of a mixture of experts on a CPU."""
-    runs = json.loads((LLAMA / "compare-experts-cpu.json").read_text())["runs"]
-    base = runs["bf16"]["val_loss"]
-    cells = [
-        [
-            name,
-            f"{run['loss']:.3f}",
-            f"{run['val_loss']:.3f}",
-            f"{run['val_loss'] / base - 1:+.2%}",
-        ]
-        for name, run in runs.items()
-    ]
-    return table(("recipe", "training loss", "validation loss", "vs bf16"), cells)
+    """The losses of a mixture of experts on a CPU and on a GPU."""
+    cells = []
+    for machine, name in (("CPU", "cpu"), ("H200", "h200")):
+        runs = json.loads((LLAMA / f"compare-experts-{name}.json").read_text())["runs"]
+        base = runs["bf16"]
+        for recipe, run in runs.items():
+            cells.append([machine, recipe])
+            for key in ("loss", "val_loss"):
+                cells[-1] += [f"{run[key]:.3f}", f"{run[key] / base[key] - 1:+.2%}"]
+    head = ("training loss", "vs bf16", "validation loss", "vs bf16")
+    return table(("", "recipe", *head), cells)
 
 
 TABLES: dict[str, tuple[Callable[[], str], ...]] = {

@@ -81,8 +81,13 @@ def _exchange_padded(
     messages = x.at[packed.reshape(-1)].get(mode="promise_in_bounds")
     messages = lax.all_to_all(messages, axes, 0, 0, tiled=True)
     received += longest * jnp.arange(devices, dtype=jnp.int32)[:, None]
-    flat = (field.reshape(-1) for field in (slices.places, slices.received, received))
-    source = _sources(*flat, size, devices * longest)
+    source = _sources(
+        slices.places.reshape(-1),
+        slices.received.reshape(-1),
+        received.reshape(-1),
+        size,
+        devices * longest,
+    )
     return messages.at[source].get(mode="fill", fill_value=0)
 
 
