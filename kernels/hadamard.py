@@ -46,10 +46,11 @@ def transform_rows(x: jax.Array) -> jax.Array:
       float32 ``[B, R, C]``.
     """
     batch, rows, columns = x.shape
-    groups = x.astype(jnp.float32).reshape(batch, -1, SIZE, columns)
+    groups = x.astype(jnp.float32).reshape(batch, rows // SIZE, SIZE, columns)
     groups *= _SIGNS[None, None, :, None]
     for stage in reversed(range(int(math.log2(SIZE)))):
-        pairs = groups.reshape(batch, -1, 2, 2**stage, columns)
+        distance = 2**stage
+        pairs = groups.reshape(batch, rows // (2 * distance), 2, distance, columns)
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         groups = jnp.stack([first + second, first - second], axis=2)
     return (groups * np.float32(SCALE)).reshape(batch, rows, columns)

@@ -263,10 +263,10 @@ def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
     assert len(runs_of(pretraining["parity-bf16"])) == 3
     assert len(runs_of(pretraining["parity-row_block_lhs"])) == 4
     stored = [run for command in pretraining.values() for run in runs_of(command)]
-    assert len(stored) == len(SEEDS.parity) == 8
+    assert len(stored) == len(SEEDS.parity) == 28
     # Other runs need the model of the first only.
     saves = [run["config"]["save_every"] for run in stored]
-    assert saves == [SEEDS.pretrain["steps"]] + [0] * 7
+    assert saves == [SEEDS.pretrain["steps"]] + [0] * 27
     assert len(parity.commands(TOY, *folders)) == 10
     assert len(longer.commands(TOY, *folders)) == 9
     of_recipe = outliers.commands(TOY, *folders)

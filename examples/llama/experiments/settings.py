@@ -78,8 +78,23 @@ QUARTER = dataclasses.replace(
 # Several seeds at full length, which tell recipes apart.
 SEEDS = dataclasses.replace(
     FULL,
-    parity=tuple(itertools.product(("bf16", "row_block_lhs"), range(4))),
+    parity=tuple(
+        itertools.product(
+            ("bf16", "row_block_lhs", "fallback", "fp8_row_block_lhs", "block")
+            + ("rowwise", "fp8_delayed"),
+            range(4),
+        )
+    ),
     pretrain=FULL.pretrain | {"save_every": 0},
+)
+
+# 1.06 billion parameters and 88 million tokens: half an hour, a GPU for each run.
+LARGER = dataclasses.replace(
+    FULL,
+    parity=(("bf16", 0), ("row_block_lhs", 0)),
+    pretrain={"hidden": 2048, "ffn": 5632, "layers": 22, "heads": 16, "kv_heads": 4}
+    | {"seq": 2048, "batch": 16, "accumulate": 2, "steps": 2688, "lr": 4e-4}
+    | {"log_every": 16, "eval_every": 384, "save_every": 0},
 )
 
 TOY = Settings(
@@ -96,4 +111,10 @@ TOY = Settings(
     gradient_factor=64,
 )
 
-SETTINGS = {"full": FULL, "quarter": QUARTER, "seeds": SEEDS, "toy": TOY}
+SETTINGS = {
+    "full": FULL,
+    "quarter": QUARTER,
+    "seeds": SEEDS,
+    "larger": LARGER,
+    "toy": TOY,
+}

@@ -17,7 +17,7 @@ from fbq_jax.kernels import rounding
 from fbq_jax.kernels.hadamard import pad_rows, transform_rows
 from tests import oracle
 from tests.kernels.test_reference import heavy
-from tests.marks import pairs_with_first_fast
+from tests.marks import pairs_with_first_fast, with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -273,9 +273,11 @@ def test_vmap_draws_noise_of_its_own_for_each_example():
     assert np.unique(np.asarray(noise)).size > 180
 
 
-def test_vmap_over_an_empty_axis_gives_empty_results():
+@pytest.mark.parametrize("name", with_first_fast(recipes.NAMED))
+def test_vmap_over_an_empty_axis_gives_empty_results(name):
     x, w, dy = jnp.ones((0, 4, 64)), jnp.ones((64, 8)), jnp.ones((0, 4, 8))
-    results = jax.vmap(product, (0, None, 0))(x, w, dy)
+    run = functools.partial(product, recipe=recipes.NAMED[name])
+    results = jax.vmap(run, (0, None, 0))(x, w, dy)
     assert [y.shape for y in results] == [(0, 4, 8), (0, 4, 64), (0, 64, 8)]
 
 
