@@ -80,8 +80,10 @@ SEEDS = dataclasses.replace(
     FULL,
     parity=tuple(
         itertools.product(
-            ("bf16", "row_block_lhs", "fallback", "fp8_row_block_lhs", "block")
-            + ("rowwise", "fp8_delayed"),
+            (
+                *("bf16", "row_block_lhs", "fallback", "fp8_row_block_lhs", "block"),
+                *("rowwise", "fp8_delayed"),
+            ),
             range(4),
         )
     ),
