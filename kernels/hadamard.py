@@ -16,14 +16,18 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 SIZE = 128
 SCALE = SIZE**-0.5
 # The rows whose sign is flipped first.  Without that, the first row of H would sum the
 # rows of a group, and rows with one mean in common would grow an outlier there.
-FLIPS = 0x243F6A8885A308D313198A2E03707344  # 128 binary digits of pi
-
-_SIGNS = np.array([1 - 2 * (FLIPS >> row & 1) for row in range(SIZE)], np.float32)
+_FLIPS = 0x243F6A8885A308D313198A2E03707344  # 128 binary digits of pi
+#: The flips of 32 rows each, int32.
+FLIPS = tuple(
+    (_FLIPS >> first & 0x7FFFFFFF) - (_FLIPS >> first & 0x80000000)
+    for first in range(0, SIZE, 32)
+)
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
@@ -47,10 +51,23 @@ def transform_rows(x: jax.Array) -> jax.Array:
     """
     batch, rows, columns = x.shape
     groups = x.astype(jnp.float32).reshape(batch, rows // SIZE, SIZE, columns)
-    groups *= _SIGNS[None, None, :, None]
+    groups *= _signs()[None, None, :, None]
     for stage in reversed(range(int(math.log2(SIZE)))):
         distance = 2**stage
         pairs = groups.reshape(batch, rows // (2 * distance), 2, distance, columns)
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         groups = jnp.stack([first + second, first - second], axis=2)
     return (groups * np.float32(SCALE)).reshape(batch, rows, columns)
+
+
+def _signs() -> jax.Array:
+    """The sign of each row, float32 ``[SIZE]``, without an array of constants.
+
+    Constants keep an op from being partitioned where ``jax.disable_jit`` is on.
+    """
+    row = jnp.arange(SIZE, dtype=jnp.int32)
+    words = [np.int32(word) for word in FLIPS]
+    flips = jnp.where(row < 32, words[0], words[1])
+    flips = jnp.where(row < 64, flips, jnp.where(row < 96, words[2], words[3]))
+    is_flipped = lax.shift_right_logical(flips, row % 32) & 1 == 1
+    return jnp.where(is_flipped, np.float32(-1), np.float32(1))

@@ -14,9 +14,7 @@ from fbq_jax.kernels.triton.block_codes import widen
 
 SIZE = tl.constexpr(hadamard.SIZE)
 SCALE = tl.constexpr(hadamard.SCALE)
-# The flips of 32 rows each, as int32.
-_WORDS = [hadamard.FLIPS >> n & 0xFFFFFFFF for n in range(0, hadamard.SIZE, 32)]
-FLIPS = tl.constexpr(tuple(word - (word >> 31 << 32) for word in _WORDS))
+FLIPS = tl.constexpr(hadamard.FLIPS)
 
 
 @triton.jit
