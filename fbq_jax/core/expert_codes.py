@@ -27,11 +27,12 @@ from fbq_jax.core.expert_exchange import (
     to_experts,
     token_of,
 )
-from fbq_jax.core.expert_plan import TILE, Exchange, Tiles, exclusive_sum
+from fbq_jax.core.expert_plan import TILE, Exchange, Tiles
 from fbq_jax.kernels import reference, rounding
 from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+from fbq_jax.sharding.ragged_exchange import exclusive_sum
 
 
 class TokenRows(NamedTuple):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax.core.expert_plan import TILE, Exchange, exclusive_sum
-from fbq_jax.sharding.ragged_exchange import Slices, exchange_slices
+from fbq_jax.core.expert_plan import TILE, Exchange
+from fbq_jax.sharding.ragged_exchange import Slices, exchange_slices, exclusive_sum
 
 
 class RowSlices(NamedTuple):
@@ -59,7 +59,7 @@ def row_slices(
     share = -(-jnp.sum(tiles, axis=1, dtype=jnp.int32) // plan.copies)  # [D]
     copy = jnp.arange(plan.copies, dtype=jnp.int32)[:, None]
     # The range of rows of each expert that each copy has, [C, E].
-    start = exclusive_sum(tiles.T).T.reshape(1, -1)
+    start = exclusive_sum(tiles, axis=1).reshape(1, -1)
     low = (copy * jnp.repeat(share, local)[None] - start) * TILE
     high = low + jnp.repeat(share, local)[None] * TILE
     low, high = (jnp.clip(x, 0, sizes[None]) for x in (low, high))
@@ -74,7 +74,7 @@ def row_slices(
 
     begin = exclusive_sum(counts)  # [S, E], the first row of each device's rows
     first_own, end_own = (place(expert[None], x) for x in (begin, begin + counts))
-    before_own = exclusive_sum((end_own - first_own).T).T
+    before_own = exclusive_sum(end_own - first_own, axis=1)
 
     def place_in_copy(row: jax.Array) -> jax.Array:
         """The place of the closest row that the copy has, ``[S, C, E]``."""

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from fbq_jax.kernels import grouped_reference
 from fbq_jax.sharding.assignment import MeshAxes
+from fbq_jax.sharding.ragged_exchange import exclusive_sum
 
 #: The rows of each expert start at multiples of this on the expert's device.  It is a
 #: multiple of the rows of every block.
@@ -307,8 +308,3 @@ def exchange_plan(
     run = plan.over_devices(local, plan.by_token, (plan.by_token, plan.by_token, P()))
     order, positions, counts = lax.optimization_barrier(run(experts))
     return Exchange(order, positions, counts, sharding, mesh, capacity)
-
-
-def exclusive_sum(x: jax.Array) -> jax.Array:
-    """The sums of the values before each one, along the first axis."""
-    return jnp.cumsum(x, axis=0, dtype=jnp.int32) - x

@@ -18,6 +18,7 @@ from fbq_jax.core import nonlinear
 from fbq_jax.core.expert_exchange import ExchangedGroups, sum_rows
 from fbq_jax.core.expert_plan import Exchange, ExpertSharding, exchange_plan
 from fbq_jax.core.routing import Routes, Routing, count_tokens
+from fbq_jax.sharding.ragged_exchange import exclusive_sum
 
 #: ``lax.ragged_dot`` with the weight of a layer: rows ``[M, K]`` and the sizes ``[E]``
 #: of the groups to ``[M, N]``; or rows and groups that devices exchange.
@@ -67,7 +68,7 @@ def dispatch(
     sizes = count_tokens(flat, num_experts)
     if capacity is not None:
         most = jnp.broadcast_to(capacity, sizes.shape)
-        starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+        starts = exclusive_sum(sizes)
         flat = jnp.where(positions - starts[flat] < most[flat], flat, num_experts)
         order, positions = _sort(flat)
         sizes = jnp.minimum(sizes, most)

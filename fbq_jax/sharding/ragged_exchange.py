@@ -56,7 +56,8 @@ def exchange_slices(
 
     def ragged(x: jax.Array, *slices: jax.Array) -> jax.Array:
         output = jnp.zeros((size, *x.shape[1:]), x.dtype)
-        return lax.ragged_all_to_all(x, output, *slices[:4], axis_name=axes)
+        *known, _places = slices
+        return lax.ragged_all_to_all(x, output, *known, axis_name=axes)
 
     def padded(x: jax.Array, *slices: jax.Array) -> jax.Array:
         return _exchange_padded(x, size, Slices(*slices), axes)
@@ -72,10 +73,8 @@ def _exchange_padded(
     devices = lax.axis_size(axes)
     longest = min(x.shape[0], size)
     slices = Slices(*(field.reshape(devices, -1) for field in slices))
-    sent, received = (
-        jnp.cumsum(sizes, axis=1, dtype=jnp.int32) - sizes
-        for sizes in (slices.sizes, slices.received)
-    )  # where slices begin in messages
+    # Where slices begin in messages.
+    sent, received = (exclusive_sum(x, axis=1) for x in (slices.sizes, slices.received))
     index = jax.vmap(_sources, in_axes=(0, 0, 0, None, None))
     packed = index(sent, slices.sizes, slices.starts, longest, 0)
     messages = x.at[packed.reshape(-1)].get(mode="promise_in_bounds")
@@ -107,3 +106,8 @@ def _sources(
     is_inside = (offset >= 0) & (offset < sizes[None])
     source = jnp.sum(jnp.where(is_inside, starts[None] + offset, 0), axis=1)
     return jnp.where(jnp.any(is_inside, axis=1), source, missing)
+
+
+def exclusive_sum(x: jax.Array, axis: int = 0) -> jax.Array:
+    """The sums of the values before each one, such as where slices of sizes begin."""
+    return jnp.cumsum(x, axis=axis, dtype=jnp.int32) - x

@@ -90,7 +90,8 @@ SEEDS = dataclasses.replace(
     pretrain=FULL.pretrain | {"save_every": 0},
 )
 
-# 1.06 billion parameters and 88 million tokens: half an hour, a GPU for each run.
+# 1.06 billion parameters and 88 million tokens, so that a run should take less than
+# half an hour on an H200.
 LARGER = dataclasses.replace(
     FULL,
     parity=(("bf16", 0), ("row_block_lhs", 0)),

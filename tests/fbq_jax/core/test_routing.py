@@ -124,3 +124,6 @@ def test_settings_out_of_range_are_named(options, message):
 def test_capacity():
     assert Routing(8).capacity(100) is None
     assert Routing(8, capacity_factor=1.25).capacity(100) == 32  # of 31.25
+    assert (
+        Routing(4, capacity_factor=1.1).capacity(100) == 55
+    )  # floats give 55.000...01

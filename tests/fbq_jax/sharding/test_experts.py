@@ -440,7 +440,7 @@ def test_compiled_programs_send_codes(recipe, sent):
     found = re.findall(r"= \(\((\w+)\[\d+,(\d+)\].* all-to-all-start\(", text)
     assert sorted(map(" ".join, found)) == sorted(sent)
     others = re.findall(
-        r"= \(?(\w+)\[([\d,]*)\].* (?:all-gather|all-reduce)(?:-start)?\(",
+        r"= \(?(\w+)\[([\d,]*)\].* (?:all-gather|all-reduce|all-to-all)(?:-start)?\(",
         text,
     )
     sizes = [np.prod([int(n) for n in dims.split(",") if n]) for _, dims in others]
