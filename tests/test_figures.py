@@ -24,6 +24,7 @@ PAGES = {
     "map": "map.md",
     "grouped": "experts.md",
     "moe": "experts.md",
+    "moe_scaling": "experts.md",
     "serve": "frozen-layers.md",
     "kernels": "kernels.md",
     "products": "kernels.md",
