@@ -141,13 +141,12 @@ class _Run(NamedTuple):
         what = f"{self.program.what} of {self.shape}, {load}, by {self.program.backend}"
         limit = _GEMM_LIMIT if self.program.is_codes else _INT8_LIMIT
         return measure.checked_errors(
-            [name.lower() for name in names],
+            dict.fromkeys([name.lower() for name in names], limit),
             [
                 programs.ends_of(name, result)
                 for name, result in zip(names, actual, strict=True)
             ],
             [exact[PRODUCTS.index(name)] for name in names],
-            limit,
             what,
         )
 

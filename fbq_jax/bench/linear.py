@@ -23,7 +23,7 @@ SETTLING_STEPS = 2  # until delayed scales fit these operands
 # Recipes that are measured in ``nn.Dense`` besides those of the core.
 _OTHERS = ("fallback_hadamard", "row_block", "fp8_row_block")
 _ARRAYS = ("y", "dx", "dw")
-_INT8_LIMIT = 0.1  # error of INT8 against float32
+_INT8_LIMITS = dict.fromkeys(_ARRAYS, 0.1)  # errors of INT8 against float32
 # The reference compiles slowly: it computes only a corner of this size.
 _CORNER = 1024
 
@@ -118,7 +118,7 @@ def _measure_layer(
     for _ in range(SETTLING_STEPS):
         arrays = step()
     what = f"{stack.name} in {stack.layer} at {shape}"
-    errors = measure.checked_errors(_ARRAYS, arrays, exact, _INT8_LIMIT, what)
+    errors = measure.checked_errors(_INT8_LIMITS, arrays, exact, what)
     return row(
         measure.running_timing(step, effort=effort),
         6.0 * dx.size * y.shape[1],
@@ -148,7 +148,7 @@ def _measure(
     for _ in range(SETTLING_STEPS):
         *arrays, state = step(*operands, state, inputs)
     what = f"{matmul.name} at {(M, K, N)}"
-    errors = measure.checked_errors(_ARRAYS, arrays, exact, _INT8_LIMIT, what)
+    errors = measure.checked_errors(_INT8_LIMITS, arrays, exact, what)
     return row(
         measure.timing(step, *operands, state, inputs, effort=effort),
         6.0 * M * K * N,
@@ -186,7 +186,8 @@ def _check_reference(matmul: Matmul, operands: Operands) -> None:
     *actual, _ = step_of(matmul.product)(*args)
     *expected, _ = step_of(matmul.reference)(*args)
     what = f"{matmul.name} by {matmul.implementation}"
-    measure.checked_errors(_ARRAYS, actual, expected, matmul.reference_limit, what)
+    limits = dict.fromkeys(_ARRAYS, matmul.reference_limit)
+    measure.checked_errors(limits, actual, expected, what)
 
 
 @jax.jit

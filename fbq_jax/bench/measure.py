@@ -12,7 +12,7 @@ single fast launch says little about training. Two times are measured:
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -167,19 +167,18 @@ def relative_error(actual: jax.Array, exact: jax.Array) -> float:
 
 
 def checked_errors(
-    names: Sequence[str],
+    limits: Mapping[str, float],
     actual: Sequence[jax.Array],
     exact: Sequence[jax.Array],
-    limit: float,
     what: str,
 ) -> dict[str, float]:
-    """The relative errors of arrays by name.
+    """The relative errors of arrays by name, in the order of ``limits``.
 
     Raises:
-      WrongResultError: if an error is NaN or above the limit.
+      WrongResultError: if an error is NaN or above its limit.
     """
     errors = {}
-    for name, *pair in zip(names, actual, exact, strict=True):
+    for (name, limit), *pair in zip(limits.items(), actual, exact, strict=True):
         errors[name] = relative_error(*pair)
         require(errors[name], limit, f"{name} of {what}")
     return errors

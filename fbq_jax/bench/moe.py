@@ -25,7 +25,7 @@ SHAPES = ((8192, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
 _SETTLING_STEPS = 8
 BLOCK_SHAPE = (128, 128, 128)
 # The largest errors of INT8 against bf16, through both projections.
-_LIMIT = 0.2
+_LIMITS = dict.fromkeys(("y", "dx", "dw"), 0.2)
 
 Variables = dict[str, Any]
 #: The parameters, the tokens and the gradient of the output.
@@ -85,7 +85,7 @@ def _rows(
         results = settled(step)
         exact = exact or results
         errors = measure.checked_errors(
-            ("y", "dx", "dw"), results, exact, _LIMIT, f"{program.name} at {shape}"
+            _LIMITS, results, exact, f"{program.name} at {shape}"
         )
         timing = measure.running_timing(step, effort=effort)
         yield row(

@@ -62,9 +62,7 @@ def _rows(
         if exact is not None:
             exact = jax.device_put(exact, tuple(result.sharding for result in results))
             what = f"{name} at {shape} on {number} devices"
-            pairs = zip(results, exact, strict=True)
-            for (array, limit), (got, want) in zip(_LIMITS.items(), pairs, strict=True):
-                errors |= measure.checked_errors((array,), (got,), (want,), limit, what)
+            errors = measure.checked_errors(_LIMITS, results, exact, what)
         timing = measure.running_timing(step, effort=effort)
         speed = shape[0] / timing.ms * 1e3
         alone = alone or speed

@@ -153,7 +153,7 @@ def _rows(
             implementation=program.backend,
             shape=shape,
             fallback=program.fallback,
-            errors=measure.checked_errors(("y",), (y,), (exact,), _INT8_LIMIT, what),
+            errors=measure.checked_errors({"y": _INT8_LIMIT}, (y,), (exact,), what),
             compile_s=compile_s,
         )
 

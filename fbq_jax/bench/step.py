@@ -181,13 +181,13 @@ def _rows(
     effort: Effort,
 ) -> Iterator[Row]:
     x, key, kernels = operands(shape, depth)
-    exact: dict[str, jax.Array] = {}
+    exact: tuple[jax.Array, ...] = ()
     for stack, program in compiled:
         step = RunningStep(program.step, stack.start(kernels), x, key)
         what = f"{stack.name} at {shape}"
         results = _settle(stack, step)
         exact = exact or results
-        errors = _checked_errors(results, exact, what)
+        errors = measure.checked_errors(_LIMITS, results, exact, what)
         timing = measure.running_timing(step, effort=effort)
         launches, kernels_ms = _launches(step)
         yield row(
@@ -207,13 +207,13 @@ def _rows(
         )
 
 
-def _settle(stack: Stack, step: RunningStep) -> dict[str, jax.Array]:
+def _settle(stack: Stack, step: RunningStep) -> tuple[jax.Array, ...]:
     """Runs the first steps; returns the last one's loss and first layer's update."""
     for _ in range(SETTLING_STEPS - 1):
         step()
     before = jnp.copy(stack.first_kernel(step.state))
     loss = step()
-    return {"loss": loss, "update": stack.first_kernel(step.state) - before}
+    return loss, stack.first_kernel(step.state) - before
 
 
 def _settled_rate(stack: Stack, step: RunningStep, what: str) -> float | None:
@@ -227,17 +227,6 @@ def _settled_rate(stack: Stack, step: RunningStep, what: str) -> float | None:
             break
         step()
     return layers.checked_rate(stack, step.state, what)
-
-
-def _checked_errors(
-    actual: dict[str, jax.Array], exact: dict[str, jax.Array], what: str
-) -> dict[str, float]:
-    """The relative errors by name; raises if one is above its limit."""
-    errors = {}
-    for name, limit in _LIMITS.items():
-        errors[name] = measure.relative_error(actual[name], exact[name])
-        measure.require(errors[name], limit, f"{name} of {what}")
-    return errors
 
 
 def _launches(step: RunningStep) -> tuple[int, float] | tuple[None, None]:

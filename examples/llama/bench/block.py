@@ -29,7 +29,8 @@ SHAPES = (
 )
 # Recipes and remat policies that the first shape is also measured with.
 REMATS = (("bf16", "full"), ("fallback", "codes"), ("fallback", "full"))
-_INT8_LIMIT = 0.2  # error of INT8 against bf16, in a gradient of random weights
+# The error of INT8 against bf16, also in a gradient of random weights.
+_LIMITS = dict.fromkeys(("y", "dx"), 0.2)
 _SETTLING_STEPS = 4  # until the thresholds fit these operands
 
 
@@ -87,9 +88,7 @@ def _rows(
         y_and_dx = program.step(*program.operands)[:2]
         exact = exact or y_and_dx
         what = name if remat == "none" else f"{name}, remat {remat}"
-        errors = measure.checked_errors(
-            ("y", "dx"), y_and_dx, exact, _INT8_LIMIT, f"{what} at {shape}"
-        )
+        errors = measure.checked_errors(_LIMITS, y_and_dx, exact, f"{what} at {shape}")
         # Saved bytes per token do not depend on the number of tokens.
         if (block := (what, *shape[:2])) not in saved:
             saved[block] = _saved_bytes(program)
