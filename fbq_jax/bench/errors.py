@@ -235,7 +235,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "dW over input channels. With outliers in W, Y's is the mean over output "
         "channels; with outliers in dY, dW's is. Steps are those that second terms "
         "add to the three products' own, on X up to 606. Saved is what the forward "
-        "pass keeps of X."
+        "pass saves of X."
     )
     by_recipe: dict[str, dict[str, Any]] = {}
     for row in content["recipe_errors"]:

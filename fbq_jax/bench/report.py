@@ -159,7 +159,7 @@ HEADINGS = {
         _SPEEDUP,
         f"{_TIMES} Errors compare with float32 products of the same operands: for dX "
         "the whole array, for Y the mean over its rows (tokens), for dW the mean over "
-        "its rows (input channels). Saved is what the forward pass keeps of X for the "
+        "its rows (input channels). Saved is what the forward pass saves of X for the "
         "backward pass.",
         error_width=65,
         columns=("X", "saved, kB/token"),
@@ -170,7 +170,7 @@ HEADINGS = {
         "TFLOP/s",
         _SPEEDUP,
         f"{_TIMES} Errors compare with the bf16 block. Saved is what the forward pass "
-        "keeps for the backward pass, without weights. Peak memory includes arguments "
+        "saves for the backward pass, without weights. Peak memory includes arguments "
         "and gradients.",
         error_width=21,
         columns=("first call, s", "saved, kB/token", "peak, GB"),
