@@ -9,6 +9,11 @@ An op is defined as the layer followed by the quantization of ``reference``.  A 
 that cannot fuse both passes its own quantization module as ``ops``.  Layers
 compute in float32 and round their output once, to the dtype of the input, before it is
 quantized.  Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
+
+The ops of a gate also take the tiles of a mixture's experts
+(``fbq_jax.kernels.grouped_reference``): ``row_counts`` has the number of rows of each
+matrix, and the rest count as zeros, whatever they hold.  A matrix without rows has
+scales, sums and a metric of 0; its codes and its packed arrays have no meaning.
 """
 
 from collections.abc import Callable
@@ -91,8 +96,10 @@ def silu_gate_quantize(
     gate_up: jax.Array,
     theta: jax.Array,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
+    interleaved: bool = True,
     ops: ModuleType = reference,
     **options: Unpack[FallbackOptions],
 ) -> GateQuantized:
@@ -103,11 +110,14 @@ def silu_gate_quantize(
         returns it.
       theta: float32 ``[B]``, the thresholds of fallback; unused without a criterion.
       seeds: the seeds, of B matrices, of stochastic colwise rounding.
+      row_counts: int32 ``[B]``, the number of rows of each matrix; None for R.
       bits: the bits of each code of the factors, 4 to 12.
+      interleaved: as in ``join_gate_up``.
       ops: the module whose quantization ops are used.
       **options: options of ``reference.quantize_fallback`` for ``[B, R, F]``.
     """
-    gate, up = split_gate_up(gate_up)
+    gate_up = _without_missing_rows(gate_up, row_counts)
+    gate, up = split_gate_up(gate_up, interleaved=interleaved)
     slope, value = silu_factors(gate, up)
     y = _round(value * up.astype(jnp.float32), gate_up.dtype)
     operand = ops.quantize_fallback(y, theta, seeds, **options)
@@ -121,12 +131,14 @@ def silu_gate_grad_quantize(
     gate_factor: Packed,
     up_factor: Packed,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
+    interleaved: bool = True,
     ops: ModuleType = reference,
     **options: Unpack[QuantizeOptions],
 ) -> Layouts:
-    """Quantizes the gradient of ``gate_up``: dy times each factor, interleaved.
+    """Quantizes the gradient of ``gate_up``: dy times each factor, joined.
 
     Args:
       dy: bfloat16, float16 or float32 ``[B, R, F]``.
@@ -134,39 +146,57 @@ def silu_gate_grad_quantize(
         ``silu_gate_quantize``.
       up_factor: the packed factor of up's gradient, from ``silu_gate_quantize``.
       seeds: the seeds, of B matrices, of stochastic rounding.
+      row_counts: int32 ``[B]``, the number of rows of each matrix; None for R.
       bits: the bits of each code of the factors.
+      interleaved: as in ``join_gate_up``.
       ops: the module whose quantization ops are used.
       **options: options of ``reference.quantize`` for the gradient ``[B, R, 2 F]``.
     """
     halves = [times_packed(dy, factor, bits) for factor in (gate_factor, up_factor)]
-    quantized: Layouts = ops.quantize(join_gate_up(*halves), seeds, **options)
+    grad = join_gate_up(*halves, interleaved=interleaved)
+    # The factors of a matrix without rows have no meaning either.
+    grad = _without_missing_rows(grad, row_counts)
+    quantized: Layouts = ops.quantize(grad, seeds, **options)
     return quantized
 
 
-def join_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Interleaves gate and up ``[..., F]`` in one array ``[..., 2 F]``.
+def _without_missing_rows(x: jax.Array, row_counts: jax.Array | None) -> jax.Array:
+    """The matrices ``[B, R, C]`` with zeros from row ``row_counts`` on."""
+    if row_counts is None:
+        return x
+    row = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
+    return jnp.where(row < row_counts[:, None, None], x, jnp.zeros_like(x))
 
-    They alternate every 128 columns, so that each shard of the columns has both.  If F
-    is not a multiple of 128, then all of up follows all of gate.
+
+def join_gate_up(
+    gate: jax.Array, up: jax.Array, *, interleaved: bool = True
+) -> jax.Array:
+    """Joins gate and up ``[..., F]`` to one array ``[..., 2 F]``.
+
+    If they are interleaved, they alternate every 128 columns, so that each shard of the
+    columns has both.  Otherwise, or if F is not a multiple of 128, all of up follows
+    all of gate.
     """
     *lead, size = gate.shape
-    shape = (*lead, *_interleaving(size))
+    shape = (*lead, *_interleaving(size, interleaved))
     pairs = jnp.stack([gate.reshape(shape), up.reshape(shape)], axis=-2)
     return pairs.reshape(*lead, 2 * size)
 
 
-def split_gate_up(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_gate_up(
+    gate_up: jax.Array, *, interleaved: bool = True
+) -> tuple[jax.Array, jax.Array]:
     """Reverses ``join_gate_up``."""
     *lead, both = gate_up.shape
-    groups, width = _interleaving(both // 2)
+    groups, width = _interleaving(both // 2, interleaved)
     pairs = gate_up.reshape(*lead, groups, 2, width)
     gate, up = (pairs[..., i, :].reshape(*lead, both // 2) for i in range(2))
     return gate, up
 
 
-def _interleaving(size: int) -> tuple[int, int]:
+def _interleaving(size: int, interleaved: bool) -> tuple[int, int]:
     """The number of alternating groups of columns, and their width."""
-    if size % packing.GROUP:
+    if not interleaved or size % packing.GROUP:
         return 1, size
     return size // packing.GROUP, packing.GROUP
 

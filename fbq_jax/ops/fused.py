@@ -87,24 +87,43 @@ def _rms_norm_rule(
     return ShardingRule(operands, results)
 
 
+def _gate_rows(
+    shape: tuple[int, ...], side: int, row_counts: jax.Array | None
+) -> AxisWords:
+    """The words of the rows; they are not sharded where some are missing."""
+    return row_axes(shape, side) if row_counts is None else UNSHARDED_AXIS
+
+
+def _gate_columns(
+    columns: int, granularity: int, *, interleaved: bool
+) -> Callable[[int], str]:
+    """``_packed_columns``, if each shard of the columns has both gate and up."""
+    if not interleaved:
+        return lambda _: UNSHARDED
+    return _packed_columns(columns, granularity)
+
+
 def _gate_rule(
     gate_up: jax.Array,
     _theta: jax.Array,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
     block: Block,
     criterion: str | None,
     colwise: str | None,
+    interleaved: bool = True,
 ) -> ShardingRule:
-    rows = row_axes(gate_up.shape, block[0])
+    rows = _gate_rows(gate_up.shape, block[0], row_counts)
     granularity = max(block[1], packing.GROUP)
-    column = _packed_columns(gate_up.shape[-1] // 2, granularity)
+    column = _gate_columns(gate_up.shape[-1] // 2, granularity, interleaved=interleaved)
     columns = AxisWords(column(granularity), column(granularity // block[1]))
     operand = fallback_words(layout_words(rows, columns), criterion, colwise)
     packed = _packed_words(rows.codes, column, granularity, bits)
     gate_up_words = f"b {rows.codes} {column(2 * granularity)}"
-    operands = gate_up_words, "b", seed_words(seeds)
+    counts = None if row_counts is None else "b"
+    operands = gate_up_words, "b", seed_words(seeds), counts
     return ShardingRule(operands, GateQuantized(operand, packed, packed))
 
 
@@ -113,21 +132,24 @@ def _gate_grad_rule(
     _gate_factor: Packed,
     _up_factor: Packed,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
     block: Block,
     rowwise: str | None,
     colwise: str | None,
     sums: tuple[str, ...] = (),
+    interleaved: bool = True,
 ) -> ShardingRule:
     granularity = packing.GROUP
-    column = _packed_columns(dy.shape[-1], granularity)
-    rows = row_axes(dy.shape, block[0])
+    column = _gate_columns(dy.shape[-1], granularity, interleaved=interleaved)
+    rows = _gate_rows(dy.shape, block[0], row_counts)
     columns = AxisWords(column(2 * granularity), column(2 * granularity // block[1]))
     results = wanted_layouts(layout_words(rows, columns), rowwise, colwise, sums)
     packed = _packed_words(rows.codes, column, granularity, bits)
     dy_words = f"b {rows.codes} {column(granularity)}"
-    operands = dy_words, packed, packed, seed_words(seeds)
+    counts = None if row_counts is None else "b"
+    operands = dy_words, packed, packed, seed_words(seeds), counts
     return ShardingRule(operands, results)
 
 

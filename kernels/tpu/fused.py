@@ -43,13 +43,22 @@ def silu_gate_quantize(
     gate_up: jax.Array,
     theta: jax.Array,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
+    interleaved: bool = True,
     **options: Unpack[FallbackOptions],
 ) -> GateQuantized:
     """Quantizes as ``fused_reference.silu_gate_quantize`` does, with its arguments."""
     return fused_reference.silu_gate_quantize(
-        gate_up, theta, seeds, bits=bits, ops=quantize, **options
+        gate_up,
+        theta,
+        seeds,
+        row_counts,
+        bits=bits,
+        interleaved=interleaved,
+        ops=quantize,
+        **options,
     )
 
 
@@ -58,11 +67,21 @@ def silu_gate_grad_quantize(
     gate_factor: Packed,
     up_factor: Packed,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
+    interleaved: bool = True,
     **options: Unpack[QuantizeOptions],
 ) -> Layouts:
     """Quantizes as ``fused_reference.silu_gate_grad_quantize``, with its arguments."""
     return fused_reference.silu_gate_grad_quantize(
-        dy, gate_factor, up_factor, seeds, bits=bits, ops=quantize, **options
+        dy,
+        gate_factor,
+        up_factor,
+        seeds,
+        row_counts,
+        bits=bits,
+        interleaved=interleaved,
+        ops=quantize,
+        **options,
     )

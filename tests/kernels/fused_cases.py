@@ -30,6 +30,37 @@ GRAD = [
     ((1, 40, 256), "float16", 4, (32, 128), None, "nearest"),
     ((1, 20, 72), "bfloat16", 10, (32, 128), "stochastic", "nearest"),
 ]
+# The same, for matrices of which rows are missing: row counts, interleaved.
+QUANTIZE_TILES = [
+    (
+        ((3, 32, 256), "bfloat16", 10, (32, 128), "absmax", (2.0,) * 3, "stochastic"),
+        *((32, 0, 19), False),
+    ),
+    (((2, 64, 256), "float16", 7, (64, 128), None, (0.0,) * 2, None), (5, 64), True),
+    (
+        ((2, 32, 128), "float32", 12, (32, 128), "l1_rel", (0.01,) * 2, "nearest"),
+        *((32, 0), False),
+    ),
+    (
+        ((3, 128, 72), "bfloat16", 10, (128, 128), "l1", (9.0,) * 3, "nearest"),
+        *((1, 128, 0), False),
+    ),
+    (((2, 32, 256), "float32", 10, (32, 128), None, (0.0,) * 2, None), None, False),
+]
+GRAD_TILES = [
+    (
+        ((3, 32, 256), "bfloat16", 10, (32, 128), "stochastic", "stochastic"),
+        *((32, 0, 19), False),
+    ),
+    (((2, 64, 256), "float16", 7, (64, 128), None, "nearest"), (5, 64), True),
+    (((2, 32, 128), "float32", 12, (32, 128), "nearest", None), (0, 32), False),
+    (
+        ((3, 128, 72), "bfloat16", 4, (128, 128), "nearest", "nearest"),
+        (1, 128, 0),
+        False,
+    ),
+    (((2, 32, 256), "float32", 10, (32, 128), "nearest", "nearest"), None, False),
+]
 
 
 def check_norm(
@@ -52,40 +83,103 @@ def check_norm(
 
 
 def check_gate(
-    ops: types.ModuleType, shape, dtype, bits, block, criterion, theta, colwise
+    ops: types.ModuleType,
+    shape,
+    dtype,
+    bits,
+    block,
+    criterion,
+    theta,
+    colwise,
+    row_counts=None,
+    interleaved=True,
 ) -> None:
     args = {"bits": bits, "block": block, "criterion": criterion, "colwise": colwise}
+    args["interleaved"] = interleaved
     gate_up = heavy((*shape[:2], 2 * shape[2]), dtype=dtype)
+    gate_up = with_garbage(gate_up, row_counts)
     operands = gate_up, jnp.asarray(theta, jnp.float32), several_seeds(shape[0])
-    got = ops.silu_gate_quantize(*operands, **args)
-    want = _definition("silu_gate_quantize", **args)(*operands)
+    counts = row_counts and jnp.array(row_counts, jnp.int32)
+    got = ops.silu_gate_quantize(*operands, counts, **args)
+    want = _definition("silu_gate_quantize", **args)(*operands, counts)
+    got, want = (_with_rows(x, row_counts, ("operand",)) for x in (got, want))
     _check_operand(got.operand, want.operand, block)
     for packed, expected in zip(got[1:], want[1:], strict=True):
         _check_packed(packed, expected, shape[2], bits)
 
 
 def check_grad(
-    ops: types.ModuleType, shape, dtype, bits, block, rowwise, colwise, *, sums=True
+    ops: types.ModuleType,
+    shape,
+    dtype,
+    bits,
+    block,
+    rowwise,
+    colwise,
+    row_counts=None,
+    interleaved=True,
+    *,
+    sums=True,
 ) -> None:
     """Compares bits: the same factors give the same products."""
     pack = jax.jit(packing.quantize, static_argnums=1)
-    gate_factor, up_factor = (pack(heavy(shape, seed), bits) for seed in (1, 2))
+    factors = []
+    for seed in (1, 2):
+        # silu_gate_quantize leaves zeros in missing rows, and anything without rows.
+        factor = pack(without_rows(heavy(shape, seed), row_counts, 0.0), bits)
+        is_empty = np.array(row_counts or [1]) == 0
+        scales = jnp.where(is_empty[:, None, None], jnp.nan, factor.scales)
+        factors.append(factor._replace(scales=scales))
+    gate_factor, up_factor = factors
     scales = up_factor.scales.at[0, 1, 0].set(0.0)
     up_factor = up_factor._replace(scales=scales)
     args = {"bits": bits, "block": block, "rowwise": rowwise, "colwise": colwise}
     args["sums"] = ("colwise",) if colwise and sums else ()
-    operands = (
-        heavy(shape, dtype=dtype),
-        gate_factor,
-        up_factor,
-        several_seeds(shape[0]),
-    )
+    args["interleaved"] = interleaved
+    dy = with_garbage(heavy(shape, dtype=dtype), row_counts)
+    counts = row_counts and jnp.array(row_counts, jnp.int32)
+    operands = dy, gate_factor, up_factor, several_seeds(shape[0]), counts
     got = ops.silu_gate_grad_quantize(*operands, **args)
     want = _definition("silu_gate_grad_quantize", **args)(*operands)
+    got, want = (_with_rows(x, row_counts, ("rowwise", "colwise")) for x in (got, want))
     if args["sums"]:
         check_sums(got.colwise, want.colwise, block, exact=False)
         got, want = (x._replace(colwise=x.colwise[:2]) for x in (got, want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def with_garbage(x: jax.Array, row_counts: tuple[int, ...] | None) -> jax.Array:
+    """Matrices ``[B, R, C]`` with a NaN and large values in missing rows."""
+    garbage = np.full(x.shape[1:], 3e4)
+    garbage[:, 1] = np.nan
+    return without_rows(x, row_counts, garbage)
+
+
+def without_rows(x: jax.Array, row_counts: tuple[int, ...] | None, value) -> jax.Array:
+    """Matrices ``[B, R, C]`` with a value in missing rows."""
+    if row_counts is None:
+        return x
+    row = np.arange(x.shape[1])[None, :, None]
+    is_row = row < np.array(row_counts)[:, None, None]
+    return jnp.where(is_row, x, jnp.asarray(value, x.dtype))
+
+
+def _with_rows(results, row_counts, quantized: tuple[str, ...]):
+    """The results of matrices with rows; the other ones have scales of 0.
+
+    Args:
+      results: a named tuple.
+      row_counts: the number of rows of each matrix; None if no row is missing.
+      quantized: the fields with codes.
+    """
+    if row_counts is None:
+        return results
+    is_empty = np.array(row_counts) == 0
+    for field in quantized:
+        for leaf in jax.tree.leaves(getattr(results, field)):
+            if leaf.dtype == jnp.float32:
+                np.testing.assert_array_equal(leaf[is_empty], 0.0)
+    return jax.tree.map(lambda x: x[~is_empty], results)
 
 
 def check_special(ops: types.ModuleType, dtype: str) -> None:

@@ -282,6 +282,18 @@ def test_gate_gradients(quantization, case):
     fused_cases.check_grad(quantization, *case)
 
 
+@pytest.mark.parametrize(
+    ("case", "row_counts", "interleaved"), fused_cases.QUANTIZE_TILES
+)
+def test_gates_of_tiles(quantization, case, row_counts, interleaved):
+    fused_cases.check_gate(quantization, *case, row_counts, interleaved)
+
+
+@pytest.mark.parametrize(("case", "row_counts", "interleaved"), fused_cases.GRAD_TILES)
+def test_gate_gradients_of_tiles(quantization, case, row_counts, interleaved):
+    fused_cases.check_grad(quantization, *case, row_counts, interleaved)
+
+
 @pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
 def test_large_metrics(quantization, criterion):
     quantize_cases.check_large_metrics(quantization, criterion)

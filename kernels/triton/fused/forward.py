@@ -18,7 +18,10 @@ from fbq_jax.kernels.reference import (
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import accumulate_amax
-from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback
+from fbq_jax.kernels.triton.block_quantize import (
+    quantize_with_fallback,
+    store_empty,
+)
 from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
 from fbq_jax.kernels.triton.fused.layers import (
     gate_values,
@@ -75,8 +78,10 @@ def silu_gate_quantize(
     gate_up: jax.Array,
     theta: jax.Array,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
+    interleaved: bool = True,
     **options: Unpack[FallbackOptions],
 ) -> GateQuantized:
     """See ``fused_reference.silu_gate_quantize``."""
@@ -84,15 +89,24 @@ def silu_gate_quantize(
     shape = batch, rows, both // 2
     if not can_fuse(shape, options["block"]):
         return fused_reference.silu_gate_quantize(
-            gate_up, theta, seeds, bits=bits, ops=quantize, **options
+            gate_up,
+            theta,
+            seeds,
+            row_counts,
+            bits=bits,
+            interleaved=interleaved,
+            ops=quantize,
+            **options,
         )
     operand, gate_factor, up_factor = _launch_layer(
         gate_up,
         *(theta, theta),  # in place of arrays that only a norm reads
         theta,
         seeds,
+        row_counts,
         shape=shape,
         is_norm=False,
+        interleaved=interleaved,
         bits=bits,
         **options,
     )
@@ -105,9 +119,11 @@ def _launch_layer(
     rstd: jax.Array,
     theta: jax.Array,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     shape: Shape,
     is_norm: bool,
+    interleaved: bool = True,
     bits: int,
     block: Block,
     criterion: Criterion | None,
@@ -128,6 +144,7 @@ def _launch_layer(
         theta,
         *seed_arrays,
         *(global_offset or no_offset(shape[1])),
+        seed_arrays[0] if row_counts is None else row_counts,
         shape[1],
         out.blocks[1],
         outputs=[
@@ -144,6 +161,8 @@ def _launch_layer(
         CRITERION=criterion,
         COLWISE=colwise,
         IS_NORM=is_norm,
+        GROUPED=row_counts is not None,
+        INTERLEAVED=interleaved,
     )
     saved, second = as_packed(results[9:14]), as_packed(results[14:])
     return as_fallback(shape, results), saved, second
@@ -162,6 +181,7 @@ def _quantize_layer(
     index,
     row_offsets,
     column_offset,
+    row_counts,
     rows,
     groups,
     codes,
@@ -191,11 +211,12 @@ def _quantize_layer(
     CRITERION: tl.constexpr,
     COLWISE: tl.constexpr,
     IS_NORM: tl.constexpr,
+    GROUPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     COMPUTE: tl.constexpr = normalize if IS_NORM else silu_gate
     VALUES: tl.constexpr = norm_values if IS_NORM else gate_values
     shape: tl.constexpr = (PARTS, r // PARTS, c)
-    operands = x, norm_scale, rstd, groups
     first = (first_plane_8, first_plane_4, first_plane_2, first_plane_1), first_scales
     second_planes = second_plane_8, second_plane_4, second_plane_2, second_plane_1
     packed = first, (second_planes, second_scales)
@@ -205,6 +226,15 @@ def _quantize_layer(
     outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)
     modes: tl.constexpr = ("nearest", COLWISE, CRITERION, False, False)
     at, offsets = locate_block(rows, groups * c, r, c)
+    source = (x,)
+    if GROUPED:
+        row_count = tl.load(row_counts + at[0])
+        if row_count == 0:
+            store_empty(outputs, offsets, modes)
+            return
+        source = x, at[0] * rows, row_count
+    spacing = (2, 1) if INTERLEAVED else (1, groups)
+    operands = (x, norm_scale, rstd, groups) if IS_NORM else (source, spacing)
     amax = 0.0
     for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
         here = part_at(at, part)

@@ -16,8 +16,16 @@ from fbq_jax.kernels.triton.block_codes import (
     scale_and_inverse,
     widen,
 )
-from fbq_jax.kernels.triton.block_quantize import quantize_parts, store_sums
-from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
+from fbq_jax.kernels.triton.block_quantize import (
+    quantize_parts,
+    store_empty,
+    store_sums,
+)
+from fbq_jax.kernels.triton.block_tiles import (
+    locate_block,
+    part_at,
+)
+from fbq_jax.kernels.triton.fused.layers import load_source, locate_halves
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
 from fbq_jax.kernels.triton.launch import launch, seed_arguments
 from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
@@ -31,8 +39,10 @@ def silu_gate_grad_quantize(
     gate_factor: Packed,
     up_factor: Packed,
     seeds: Seeds,
+    row_counts: jax.Array | None = None,
     *,
     bits: int,
+    interleaved: bool = True,
     **options: Unpack[QuantizeOptions],
 ) -> Layouts:
     """See ``fused_reference.silu_gate_grad_quantize``."""
@@ -40,7 +50,15 @@ def silu_gate_grad_quantize(
     rowwise, colwise = options["rowwise"], options["colwise"]
     if not can_fuse(dy.shape, block):
         return fused_reference.silu_gate_grad_quantize(
-            dy, gate_factor, up_factor, seeds, bits=bits, ops=quantize, **options
+            dy,
+            gate_factor,
+            up_factor,
+            seeds,
+            row_counts,
+            bits=bits,
+            interleaved=interleaved,
+            ops=quantize,
+            **options,
         )
     batch, rows, columns = dy.shape
     shape = batch, rows, 2 * columns
@@ -54,6 +72,7 @@ def silu_gate_grad_quantize(
         *packed_inputs(up_factor, bits, unused=seed_arrays[0]),
         *seed_arrays,
         *(options.get("global_offset") or no_offset(rows)),
+        seed_arrays[0] if row_counts is None else row_counts,
         rows,
         columns // block[1],
         outputs=[*out.rowwise(rowwise), *out.colwise(colwise)],
@@ -67,6 +86,8 @@ def silu_gate_grad_quantize(
         COLWISE=colwise,
         ROW_SUMS="rowwise" in sums,
         COLUMN_SUMS="colwise" in sums,
+        GROUPED=row_counts is not None,
+        INTERLEAVED=interleaved,
     )
     return as_layouts(shape, results[:3], results[3:])
 
@@ -91,6 +112,7 @@ def _silu_gate_grad_quantize(
     index,
     row_offsets,
     column_offset,
+    row_counts,
     rows,
     groups,
     codes,
@@ -108,6 +130,8 @@ def _silu_gate_grad_quantize(
     COLWISE: tl.constexpr,
     ROW_SUMS: tl.constexpr,
     COLUMN_SUMS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """One program quantizes a block of the gate's gradient, then one of up's."""
     shape: tl.constexpr = (PARTS, r // PARTS, c)
@@ -121,23 +145,34 @@ def _silu_gate_grad_quantize(
     at, _ = locate_block(rows, groups * c, r, c)
     batch, i, j, _, _ = at
     columns, down = 2 * groups * c, tl.cdiv(rows, r)
+    halves = locate_halves(j, (2, 1) if INTERLEAVED else (1, groups))
+    source = (dy,)
+    if GROUPED:
+        row_count = tl.load(row_counts + batch)
+        if row_count == 0:
+            all_rowwise = (codes, scales, sums), ()
+            all_colwise = colwise_codes, colwise_scales, colwise_sums
+            for half in tl.static_range(2):
+                offsets = _scale_offsets(batch, i, halves[half], down, 2 * groups)
+                store_empty((all_rowwise, (), all_colwise), offsets, modes)
+            return
+        source = dy, batch * rows, row_count
     for half in tl.static_range(2):
-        factor = factors[half]
-        column = 2 * j + half
+        factor, column = factors[half], halves[half]
         amax = 0.0
         for part in range(i * PARTS, (i + 1) * PARTS):
-            y = _values((dy, factor, j, groups, BITS), part_at(at, part), r // PARTS, c)
+            here = part_at(at, part)
+            y = _values((source, factor, j, groups, BITS), here, r // PARTS, c)
             amax = accumulate_amax(amax, y)
         scale, inverse = scale_and_inverse(amax)
-        offset = (batch * down + i) * (2 * groups) + column
-        colwise_offset = (batch * (2 * groups) + column) * down + i
-        tl.store(scales + offset, scale)
-        tl.store(colwise_scales + colwise_offset, scale)
+        offsets = _scale_offsets(batch, i, column, down, 2 * groups)
+        tl.store(scales + offsets[0], scale)
+        tl.store(colwise_scales + offsets[1], scale)
         scaling = amax, scale, inverse
         to = batch, i, column, rows, columns
         _, _, code_sums = quantize_parts(
             _values,
-            (dy, factor, j, groups, BITS),
+            (source, factor, j, groups, BITS),
             (),
             scaling,
             noise,
@@ -146,18 +181,23 @@ def _silu_gate_grad_quantize(
             shape,
             modes,
         )
-        offsets = offset, colwise_offset
         store_sums(code_sums, (sums, colwise_sums), offsets, modes)
+
+
+@triton.jit
+def _scale_offsets(batch, i, column, down, across):
+    """The offsets of a block's scale in the rowwise and colwise scales."""
+    return (batch * down + i) * across + column, (batch * across + column) * down + i
 
 
 @triton.jit
 def _values(operands, at, r: tl.constexpr, c: tl.constexpr):
     """The tiles of dy times a packed factor, in the dtype of dy."""
-    dy, factor, j, groups, _ = operands
+    source, factor, j, groups, _ = operands
     BITS: tl.constexpr = operands[4]
     batch, i, _, rows, _ = at
     dy_at = batch, i, j, rows, groups * c
-    tiles = load(dy, dy_at, r, c)
+    tiles = load_source(source, dy_at, r, c)
     factors = load_packed(factor, dy_at, groups, r, BITS)
     y = ()
     for k in tl.static_range(4):

@@ -1,7 +1,8 @@
 """The values of the layers that are fused with the quantization of their output.
 
-``operands`` are the input, and for a norm its scale, ``rstd`` and the number of blocks
-in a row.
+``operands`` of a norm are the input, its scale, ``rstd`` and the number of blocks in a
+row.  ``operands`` of a gate are the ``source`` of its input (``load_source``) and the
+``spacing`` of its halves (``locate_halves``).
 """
 
 import math
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fbq_jax.kernels.triton.block_codes import widen
-from fbq_jax.kernels.triton.block_tiles import load
+from fbq_jax.kernels.triton.block_tiles import load, load_of_group
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -48,10 +49,11 @@ def normalize(operands, at, r: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def silu_gate(operands, at, r: tl.constexpr, c: tl.constexpr):
     """The tiles of the output and, in float32, of the factors of both gradients."""
-    gate_up = operands[0]
+    source, spacing = operands
     batch, i, j, rows, columns = at
-    gates = load(gate_up, (batch, i, 2 * j, rows, 2 * columns), r, c)
-    ups = load(gate_up, (batch, i, 2 * j + 1, rows, 2 * columns), r, c)
+    gate_at, up_at = locate_halves(j, spacing)
+    gates = load_source(source, (batch, i, gate_at, rows, 2 * columns), r, c)
+    ups = load_source(source, (batch, i, up_at, rows, 2 * columns), r, c)
     y, gate_factor, up_factor = (), (), ()
     for k in tl.static_range(4):
         gate, up = widen(gates[k]), widen(ups[k])
@@ -63,3 +65,23 @@ def silu_gate(operands, at, r: tl.constexpr, c: tl.constexpr):
         gate_factor += (up * (sigmoid + silu * (1.0 - sigmoid)),)  # type: ignore[assignment]
         up_factor += (silu,)  # type: ignore[assignment]
     return y, (gate_factor, up_factor)
+
+
+@triton.jit
+def load_source(source, at, r: tl.constexpr, c: tl.constexpr):
+    """Loads a block of ``source``: a tuple of a pointer, or that of load_of_group."""
+    if len(source) == 1:
+        return load(source[0], at, r, c)
+    else:  # noqa: RET505 (only one branch is compiled)
+        return load_of_group(source, at, r, c)
+
+
+@triton.jit
+def locate_halves(j, spacing):
+    """The block columns of gate and up that belong to block column j of the output.
+
+    ``spacing`` is the distance between two block columns of the gate, and the distance
+    from one to that of up.
+    """
+    stride, distance = spacing
+    return j * stride, j * stride + distance

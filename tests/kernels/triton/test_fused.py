@@ -11,7 +11,7 @@ from fbq_jax.kernels import packing
 from tests.kernels import fused_cases as cases
 from tests.kernels.triton.test_quantize import SHARED
 from tests.kernels.triton_tools import compile_kernels, interpreted
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,20 @@ def test_silu_gate_grad_quantize(ops, case):
     cases.check_grad(ops, *case)
 
 
+@pytest.mark.parametrize(
+    ("case", "row_counts", "interleaved"), rows_with_first_fast(cases.QUANTIZE_TILES)
+)
+def test_silu_gate_quantize_of_tiles(ops, case, row_counts, interleaved):
+    cases.check_gate(ops, *case, row_counts, interleaved)
+
+
+@pytest.mark.parametrize(
+    ("case", "row_counts", "interleaved"), rows_with_first_fast(cases.GRAD_TILES)
+)
+def test_silu_gate_grad_quantize_of_tiles(ops, case, row_counts, interleaved):
+    cases.check_grad(ops, *case, row_counts, interleaved)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_special_values(ops, dtype):
@@ -58,26 +72,24 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
     norm_scale = jax.ShapeDtypeStruct((1, 4096), "float32")
     seeds = jax.ShapeDtypeStruct((1,), "uint32")
     packed = jax.eval_shape(lambda: packing.quantize(jnp.zeros(shape), bits))
+    row_counts = jax.ShapeDtypeStruct((1,), "int32")
     compiled = functools.partial(
         compile_kernels, "fused", capability=capability, bits=bits, block=block
     )
     forward = {"criterion": criterion, "colwise": "stochastic"}
+    backward = {"rowwise": "stochastic", "colwise": "stochastic"}
+    tiles = {"interleaved": False}
+    gate, grad = (gate_up, theta, seeds), (x, packed, packed, seeds)
     kernels = [
         *compiled(
             "rms_norm_quantize", x, norm_scale, theta, seeds, epsilon=1e-5, **forward
         ),
-        *compiled("silu_gate_quantize", gate_up, theta, seeds, **forward),
-        *compiled(
-            "silu_gate_grad_quantize",
-            x,
-            packed,
-            packed,
-            seeds,
-            rowwise="stochastic",
-            colwise="stochastic",
-        ),
+        *compiled("silu_gate_quantize", *gate, **forward),
+        *compiled("silu_gate_quantize", *gate, row_counts, **forward, **tiles),
+        *compiled("silu_gate_grad_quantize", *grad, **backward),
+        *compiled("silu_gate_grad_quantize", *grad, row_counts, **backward, **tiles),
     ]
-    assert len(kernels) == 3
+    assert len(kernels) == 5
     for kernel in kernels:
         assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
