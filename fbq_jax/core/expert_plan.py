@@ -175,6 +175,11 @@ class Exchange:
         return math.prod(self.mesh.shape[axis] for axis in self.sharding.copies)
 
     @property
+    def has_other_axes(self) -> bool:
+        """Whether the mesh has axes of several devices besides those of tokens."""
+        return self.mesh.size > self.parts * self.copies
+
+    @property
     def rows(self) -> int:
         """``T k``."""
         return self.order.shape[0]

@@ -7,22 +7,39 @@ permutation is a gather by its inverse, where JAX would scatter and add in the d
 the activations.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.core import nonlinear
+from fbq_jax.core import fused_experts, nonlinear
 from fbq_jax.core.expert_exchange import ExchangedGroups, sum_rows
 from fbq_jax.core.expert_plan import Exchange, ExpertSharding, exchange_plan
+from fbq_jax.core.grouped_projection import GroupedProjection
 from fbq_jax.core.routing import Routes, Routing, count_tokens
 from fbq_jax.sharding.ragged_exchange import exclusive_sum
 
-#: ``lax.ragged_dot`` with the weight of a layer: rows ``[M, K]`` and the sizes ``[E]``
-#: of the groups to ``[M, N]``; or rows and groups that devices exchange.
-GroupedLayer = Callable[[jax.Array, jax.Array | ExchangedGroups], jax.Array]
+Groups = jax.Array | ExchangedGroups
+
+
+class GroupedLayer(Protocol):
+    """``lax.ragged_dot`` with the weight of a layer."""
+
+    def __call__(self, x: jax.Array, group_sizes: Groups, /) -> jax.Array:
+        """Maps rows ``[M, K]`` in groups of sizes ``[E]`` to ``[M, N]``.
+
+        The rows and groups may be ones that devices exchange.
+        """
+
+    def projection(
+        self, x: jax.Array, group_sizes: Groups, /, size: int
+    ) -> GroupedProjection | None:
+        """The product with rows of ``size`` values that are computed from x.
+
+        None if the op of the layer computes products at once only.
+        """
 
 
 class Dispatch(NamedTuple):
@@ -124,29 +141,51 @@ def expert_mlp(
       routes: the experts and weights of each token.
       plan: that of ``plan_dispatch``.
       gate_up: maps rows ``[T k, D]`` to ``[T k, 2 F]``, the gate and up.
-      down: maps rows ``[T k, F]`` to ``[T k, D]``.
+      down: maps rows ``[T k, F]`` to ``[T k, D]``.  If both layers allow it,
+        ``fused_experts`` computes them and the gate.
       bits: bits per value that the gate saves for the backward pass, 4 to 12; None
         saves floats.
 
     Returns:
       ``[T, D]`` in the dtype of x; summed in float32.
     """
-
-    def gated(gate_up: jax.Array) -> jax.Array:
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        if bits is None:
-            return jax.nn.silu(gate) * up
-        return nonlinear.silu_gate(gate, up, bits=bits)
-
+    project = functools.partial(_project, gate_up, down, bits)
     if isinstance(plan, Exchange):
-        hidden = gated(gate_up(x, ExchangedGroups(plan, sends=True)))
-        y = down(hidden, ExchangedGroups(plan, sends=False))
+        sent, returned = (ExchangedGroups(plan, sends) for sends in (True, False))
+        y = project(x, sent, returned)
     else:
         rows = _take_tokens(x, plan.order, plan.positions)
-        hidden = gated(gate_up(rows, plan.group_sizes))
-        y = _take_outputs(down(hidden, plan.group_sizes), plan.order, plan.positions)
+        y = project(rows, plan.group_sizes, plan.group_sizes)
+        y = _take_outputs(y, plan.order, plan.positions)
     y = y.astype(jnp.float32) * routes.weights[..., None]
     return jnp.sum(y, axis=1).astype(x.dtype)
+
+
+def _project(
+    gate_up: GroupedLayer,
+    down: GroupedLayer,
+    bits: int | None,
+    x: jax.Array,
+    groups: Groups,
+    hidden_groups: Groups,
+) -> jax.Array:
+    """Both projections of rows, and the gate; fused if both layers allow it."""
+    first = gate_up.projection(x, groups, x.shape[-1])
+    if first is None:
+        return down(_gate(gate_up(x, groups), bits), hidden_groups)
+    second = down.projection(x, hidden_groups, first.weight.shape[2] // 2)
+    if second is None:
+        return down(_gate(first.multiply(x), bits), hidden_groups)
+    if bits is None or not fused_experts.can_fuse(first, second):
+        return second.multiply(_gate(first.multiply(x), bits))
+    return fused_experts.fused_experts(first, second, x, bits=bits)
+
+
+def _gate(gate_up: jax.Array, bits: int | None) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    if bits is None:
+        return jax.nn.silu(gate) * up
+    return nonlinear.silu_gate(gate, up, bits=bits)
 
 
 @jax.custom_vjp

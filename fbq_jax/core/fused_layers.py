@@ -4,7 +4,8 @@
     a norm and a gated MLP      (silu(gate) * up) . W_down
                                 where [gate, up] = rms_norm(x) . W_up
 
-SwiGLU (arXiv 2002.05202) is the gate.  ``norm_mlp`` computes both.
+SwiGLU (arXiv 2002.05202) is the gate.  ``norm_mlp`` computes both, and
+``fbq_jax.core.fused_experts`` the second without a norm, for a mixture of experts.
 
 The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.matmul_vjp``, except
 that a bfloat16 or float16 gate is rounded once instead of twice.  The fused
@@ -26,18 +27,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, nonlinear, threshold
-from fbq_jax.core.matmul_vjp import SavedMatmul
+from fbq_jax.core.matmul_vjp import DENSE, DenseGemms, SavedMatmul
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
 from fbq_jax.core.quantize_operands import (
     GRAD_STREAM,
     LHS_STREAM,
+    MatrixStack,
     Spec,
     quantize_grad,
     seeds_of,
 )
 from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Layouts, Quantized
+from fbq_jax.kernels.rounding import Seeds
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -117,66 +121,117 @@ def _norm_mlp(
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _SavedMLP]:
-    op = functools.partial(ops.rms_norm_quantize, epsilon=spec.norm.epsilon)
-    operands = x, jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape))
+    gemm, bits = spec.gemm, spec.norm.bits
+    op = functools.partial(
+        ops.rms_norm_quantize,
+        x,
+        jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
+        epsilon=spec.norm.epsilon,
+        bits=bits,
+    )
     y, stats, (normalized, rstd), saved = _quantize_and_multiply(
-        spec, op, operands, weights[0], scalars[0], save=save
+        gemm, op, DENSE.stack(x), weights[0], scalars[0], DENSE, save=save
     )
     scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
     saved_norm = SavedNorm(normalized, rstd, scale_row)
     if len(weights) == 1:
         return (y, (stats,)), _SavedMLP(saved_norm, saved)
-    y, down_stats, factors, saved_down = _quantize_and_multiply(
-        spec, ops.silu_gate_quantize, (y,), weights[1], scalars[1], save=save
+    y, down_stats, factors, saved_down = multiply_gated(
+        gemm, y, weights[1], scalars[1], bits=bits, save=save
     )
     return (y, (stats, down_stats)), _SavedMLP(saved_norm, saved, factors, saved_down)
 
 
-def _quantize_and_multiply(
-    spec: FusedSpec,
-    op: Callable[..., tuple[Any, ...]],
-    operands: tuple[jax.Array, ...],
+def multiply_gated(
+    gemm: Spec,
+    gate_up: jax.Array,
     w: jax.Array | Quantized,
     scalars: Scalars,
+    gemms: DenseGemms = DENSE,
+    *,
+    bits: int,
+    interleaved: bool = True,
+    save: bool,
+) -> tuple[jax.Array, Stats, tuple[Packed, Packed], SavedMatmul | None]:
+    """Multiplies ``silu(gate) * up`` by w.
+
+    Args:
+      gemm: static arguments.
+      gate_up: gate and up, the output of a GEMM.
+      w: the weight, as in ``norm_mlp``.
+      scalars: the threshold and the seeds of the GEMM.
+      gemms: runs the GEMM.
+      bits: bits per value that the gate saves, 4 to 12.
+      interleaved: how gate and up are joined (``fused_reference.join_gate_up``).
+      save: whether there will be a backward pass.
+
+    Returns:
+      The product, the GEMM's stats, and the residuals of the gate and of the GEMM.
+    """
+    matrices = gemms.stack(gate_up)
+
+    def op(theta: jax.Array, seeds: Seeds, **options: Any) -> GateQuantized:
+        return ops.silu_gate_quantize(
+            matrices.values,
+            theta,
+            seeds,
+            matrices.row_counts,
+            bits=bits,
+            interleaved=interleaved,
+            **options,
+        )
+
+    return _quantize_and_multiply(gemm, op, matrices, w, scalars, gemms, save=save)
+
+
+def _quantize_and_multiply(
+    gemm: Spec,
+    op: Callable[..., NormQuantized | GateQuantized],
+    x: MatrixStack,
+    w: jax.Array | Quantized,
+    scalars: Scalars,
+    gemms: DenseGemms,
     *,
     save: bool,
-) -> tuple[jax.Array, Stats, tuple[Any, ...], SavedMatmul | None]:
+) -> tuple[jax.Array, Stats, Any, SavedMatmul | None]:
     """Multiplies the quantized output of a non-linear layer by w.
 
     Args:
-      spec: static arguments.
-      op: the op of ``fbq_jax.ops`` that computes and quantizes the layer's output.
-      operands: the operands of ``op`` before its thresholds and seeds.
+      gemm: static arguments.
+      op: computes and quantizes the layer's output, given thresholds, seeds and the
+        options of ``ops.quantize_fallback``.
+      x: the layer's input.
       w: the weight, one of those of ``norm_mlp``.
       scalars: the threshold and the seeds of the GEMM.
+      gemms: runs the GEMM.
       save: whether there will be a backward pass.
 
     Returns:
       The product, the GEMM's stats, and the residuals of the layer and of the GEMM.
     """
-    gemm, recipe, x = spec.gemm, spec.gemm.recipe, operands[0]
+    recipe = gemm.recipe
     operand, *residuals = op(
-        *operands,
-        jnp.broadcast_to(scalars.theta, x.shape[:1]),
+        jnp.broadcast_to(scalars.theta, x.indices.shape),
         seeds_of(scalars.call_seed, LHS_STREAM, x),
-        bits=spec.norm.bits,
         block=recipe.lhs_block,
         criterion=recipe.criterion,
         colwise=recipe.drhs.lhs if save and not isinstance(w, Quantized) else None,
         implementation=gemm.implementation,
     )
     residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
-    lhs = Layouts(operand.main, operand.colwise)
     residual, stats = threshold.apply(
         scalars,
         operand.metric,
         operand.residual,
         recipe,
+        blocks=gemms.count_blocks(gemm, operand.main.codes),
         implementation=gemm.implementation,
     )
     seed = scalars.later_seed(stats)
-    residuals_of_x = Layouts(residual, None)
-    y, saved = matmul_vjp.forward(gemm, lhs, residuals_of_x, w, seed, save=save)
+    lhs, residuals_of_x = gemms.unstack(
+        (Layouts(operand.main, operand.colwise), Layouts(residual, None))
+    )
+    y, saved = matmul_vjp.forward(gemm, lhs, residuals_of_x, w, seed, gemms, save=save)
     return y, stats, residuals, saved
 
 
@@ -186,25 +241,14 @@ def _norm_mlp_bwd(
     cotangents: tuple[jax.Array, tuple[Stats, ...]],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...], None]:
     dy, _ = cotangents
-    gemm, recipe = spec.gemm, spec.gemm.recipe
+    gemm = spec.gemm
     assert saved.up is not None
-    frozen = saved.up.lhs is None
     dw_down: list[jax.Array | None] = []
     if saved.down is None or saved.gate is None:
-        grad = quantize_grad(gemm, dy, saved.up.seed, frozen=frozen)
+        grad = quantize_grad(gemm, dy, saved.up.seed, frozen=saved.up.lhs is None)
     else:
-        grad = quantize_grad(gemm, dy, saved.down.seed, frozen=frozen)
-        dhidden, *dw_down = matmul_vjp.backward(gemm, saved.down, grad)
-        grad = ops.silu_gate_grad_quantize(
-            dhidden,
-            *saved.gate,
-            seeds_of(saved.up.seed, GRAD_STREAM, dhidden),
-            bits=spec.norm.bits,
-            block=recipe.grad_block,
-            rowwise=recipe.dlhs.lhs,
-            colwise=recipe.drhs.rhs,
-            sums=("colwise",) if gemm.bounds_sums else (),
-            implementation=gemm.implementation,
+        grad, *dw_down = gated_bwd(
+            gemm, saved.up, saved.gate, saved.down, dy, bits=spec.norm.bits
         )
     dnormalized, dw = matmul_vjp.backward(gemm, saved.up, grad)
     dx, dscale = nonlinear.norm_bwd(
@@ -212,6 +256,51 @@ def _norm_mlp_bwd(
     )
     assert dscale is not None
     return dx.astype(gemm.lhs_dtype), dscale.reshape(-1), (dw, *dw_down), None
+
+
+def gated_bwd(
+    gemm: Spec,
+    up: SavedMatmul,
+    gate: tuple[Packed, Packed],
+    down: SavedMatmul,
+    dy: jax.Array,
+    *,
+    bits: int,
+    interleaved: bool = True,
+) -> tuple[Layouts, jax.Array | None]:
+    """The backward pass of ``multiply_gated``.
+
+    Args:
+      gemm: static arguments.
+      up: the residuals of the GEMM whose output are gate and up.
+      gate: those of the gate.
+      down: those of the GEMM after the gate.
+      dy: the gradient of its output.
+      bits: as in ``multiply_gated``.
+      interleaved: as in ``multiply_gated``.
+
+    Returns:
+      The quantized gradient of gate and up, as the GEMMs before the gate read it, and
+      dW of the GEMM after the gate; None in a frozen layer.
+    """
+    recipe, rows = gemm.recipe, down.gemms.tile_rows(dy)
+    grad = quantize_grad(gemm, rows, down.seed, frozen=down.lhs is None)
+    dhidden, dw = matmul_vjp.backward(gemm, down, grad)
+    matrices = up.gemms.stack(dhidden)
+    quantized = ops.silu_gate_grad_quantize(
+        matrices.values,
+        *gate,
+        seeds_of(up.seed, GRAD_STREAM, matrices),
+        matrices.row_counts,
+        bits=bits,
+        interleaved=interleaved,
+        block=recipe.grad_block,
+        rowwise=recipe.dlhs.lhs,
+        colwise=recipe.drhs.rhs,
+        sums=("colwise",) if gemm.bounds_sums else (),
+        implementation=gemm.implementation,
+    )
+    return up.gemms.unstack(quantized), dw
 
 
 norm_mlp.defvjp(_norm_mlp, _norm_mlp_bwd)

@@ -10,7 +10,7 @@ operand itself for an unquantized GEMM.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from fbq_jax.core import threshold
 from fbq_jax.core.quantize_operands import (
     SUM_STREAM,
     GemmSpec,
+    MatrixStack,
     Rows,
     Spec,
     forward_qtensor,
@@ -36,6 +37,8 @@ from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.ops import products
 from fbq_jax.recipes.schema import Gemm
 from fbq_jax.sharding.manual_axes import warn_of_copies
+
+Tree = TypeVar("Tree")
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass, and
 # of the seed of dY's noise.  The seed of a layer with state is ready after its forward
@@ -56,6 +59,17 @@ class DenseGemms:
     def tile_rows(self, x: jax.Array) -> Rows:
         """X or dY in the form that the ops quantize: ``x`` itself."""
         return x
+
+    def stack(self, x: jax.Array) -> MatrixStack:
+        """X or dY as matrices that a fused op quantizes.
+
+        ``x`` is as a GEMM reads or returns it, in tiles if rows are in groups.
+        """
+        return MatrixStack(x, jnp.arange(x.shape[0], dtype=jnp.int32))
+
+    def unstack(self, tree: Tree) -> Tree:
+        """Arrays ``[B, ...]`` that an op made of ``stack``, as GEMMs read them."""
+        return tree
 
     def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array | None:
         """The number of blocks of X, as in ``threshold.apply``."""
@@ -157,7 +171,7 @@ def matmul(
       ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]`` without
       a criterion).
     """
-    return _matmul(spec, x, w, scalars, gemms, save=False)[0]
+    return matmul_fwd(spec, x, w, scalars, gemms, save=False)[0]
 
 
 class SavedMatmul(NamedTuple):
@@ -180,7 +194,7 @@ class SavedMatmul(NamedTuple):
     gemms: DenseGemms = DENSE
 
 
-def _matmul(
+def matmul_fwd(
     spec: Spec,
     x: jax.Array,
     w: jax.Array | Quantized,
@@ -189,6 +203,7 @@ def _matmul(
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
+    """The results of ``matmul``, and what its backward pass reads if ``save``."""
     frozen = isinstance(w, Quantized)
     if isinstance(w, Quantized) and not save and gemms == DENSE:
         y = _quantize_matmul(spec, x, w, scalars)
@@ -300,7 +315,7 @@ def _matmul_bwd(
     return (*backward(spec, saved, grad, dy), None, None)
 
 
-matmul.defvjp(_matmul, _matmul_bwd)
+matmul.defvjp(matmul_fwd, _matmul_bwd)
 
 
 def backward(

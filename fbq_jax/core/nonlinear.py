@@ -191,9 +191,14 @@ def _check_gate(bits: int, gate: jax.Array, up: jax.Array) -> None:
         )
 
 
-def _check(bits: int, **operands: jax.Array) -> None:
+def check_bits(bits: int) -> None:
+    """Raises ValueError if ``bits`` is out of range."""
     if type(bits) is not int or bits not in BITS:
         raise ValueError(f"bits must be an integer from 4 to 12; got {bits!r}")
+
+
+def _check(bits: int, **operands: jax.Array) -> None:
+    check_bits(bits)
     for name, x in operands.items():
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; this layer takes {DTYPE_NAMES}")

@@ -25,6 +25,21 @@ from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
 
+
+class MatrixStack(NamedTuple):
+    """Matrices, or tiles of the rows of groups, that a fused op quantizes.
+
+    Attributes:
+      values: ``[B, M, K]`` or ``[B, G, R, K]``.
+      indices: int32 ``[B]``, the index of each matrix, which selects its noise.
+      row_counts: int32 ``[B]``, the number of rows of each matrix; None for all.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    row_counts: jax.Array | None = None
+
+
 #: X or dY: matrices ``[B, M, K]`` or ``[B, G, R, K]``; or rows in T tiles, which take
 #: the place of B matrices, on one device or on those of a mixture's experts.
 Rows = jax.Array | GroupedRows | ExpertRows | TokenRows
@@ -330,7 +345,9 @@ def quantize_grad(
     )
 
 
-def seeds_of(seed: CallSeed, stream: int, x: Rows, block: Block | None = None) -> Seeds:
+def seeds_of(
+    seed: CallSeed, stream: int, x: Rows | MatrixStack, block: Block | None = None
+) -> Seeds:
     """The seeds of the matrices or tiles of x in one of a call's streams of noise.
 
     ``TokenRows`` have those of all tiles on one device, with the rows of ``block``.
@@ -344,9 +361,9 @@ def seeds_of(seed: CallSeed, stream: int, x: Rows, block: Block | None = None) -
     return layer, calls, not_earlier, streams, index
 
 
-def _stack_index(x: Rows, block: Block | None = None) -> jax.Array:
+def _stack_index(x: Rows | MatrixStack, block: Block | None = None) -> jax.Array:
     """The index of each matrix or tile, int32."""
-    if isinstance(x, ExpertRows):
+    if isinstance(x, ExpertRows | MatrixStack):
         return x.indices
     if isinstance(x, TokenRows):
         assert block is not None

@@ -12,7 +12,7 @@ alone.  Only the noise differs, because it depends on the position of a row.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from fbq_jax.core.expert_exchange import ExchangedGroups, return_rows, sum_rows
 from fbq_jax.core.expert_plan import TILE
 from fbq_jax.core.matmul_vjp import DenseGemms
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.quantize_operands import GemmSpec, Spec
+from fbq_jax.core.quantize_operands import GemmSpec, MatrixStack, Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.kernels.grouped_reference import (
     GroupedRows,
@@ -48,6 +48,8 @@ from fbq_jax.recipes import fallback
 from fbq_jax.recipes.rules_report import describe_recipe, recipe_name
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.manual_axes import as_varying
+
+Tree = TypeVar("Tree")
 
 
 def ragged_dot(
@@ -131,7 +133,7 @@ def stateful_ragged_dot(
     scalars = threshold.scalars_of(old)
     rhs, call = config.marked(rhs, call)
     out, stats, groups = _seeded_ragged_dot(config, scalars, lhs, rhs, call, codes)
-    return out, threshold.next_state(old, stats), _group_rates(stats, groups, len(rhs))
+    return out, threshold.next_state(old, stats), group_rates(stats, groups, len(rhs))
 
 
 def _seeded_ragged_dot(
@@ -149,16 +151,15 @@ def _seeded_ragged_dot(
     recipe, implementation = config.recipe, config.implementation
     group_sizes, *options = call
     dtype = output_dtype(lhs, rhs, *options)
-    _check_recipe(recipe)
+    check_config(config)
     m = recipe.block_shape[0]
     gemms: GroupedGemms | ExchangedGemms
     if isinstance(group_sizes, ExchangedGroups):
-        _check_exchange(recipe)
+        check_exchange(recipe)
         gemms = ExchangedGemms(group_sizes, m)
     else:
-        _check_shapes(lhs, rhs, group_sizes)
+        check_shapes(lhs, rhs, group_sizes)
         gemms = GroupedGemms(assign_tiles(group_sizes, lhs.shape[0], m), len(rhs))
-    dispatch.choose("ragged_matmul", recipe.block_shape, implementation=implementation)
     spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
     weight = rhs if codes is None else codes.main
     lhs, weight, gemms = as_varying((lhs, weight, gemms))
@@ -167,7 +168,7 @@ def _seeded_ragged_dot(
     return out, stats, gemms.tile_groups()
 
 
-def _group_rates(stats: Stats, groups: jax.Array, size: int) -> jax.Array:
+def group_rates(stats: Stats, groups: jax.Array, size: int) -> jax.Array:
     """The fallback rate of each group, float32 ``[G]``.
 
     Args:
@@ -186,7 +187,8 @@ def _group_rates(stats: Stats, groups: jax.Array, size: int) -> jax.Array:
     return rate_of(blocks(fell_back), blocks(counts))
 
 
-def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
+def check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
+    """Raises the errors of operands that ``ragged_dot`` documents."""
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}; it takes integers")
     shapes = lhs.shape, rhs.shape, group_sizes.shape
@@ -200,7 +202,12 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Non
             "a ragged dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], with at "
             f"least one group; got {', '.join(map(str, shapes))}"
         )
-    types = [jax.typeof(x) for x in (lhs, rhs, group_sizes)]
+    check_automatic(lhs, rhs, group_sizes)
+
+
+def check_automatic(*arrays: jax.Array) -> None:
+    """Raises ValueError if an array is sharded over explicit mesh axes."""
+    types = [jax.typeof(x) for x in arrays]
     if any(names for x in types for names in x.sharding.spec):
         raise ValueError(
             "a ragged dot takes arrays that are not sharded over explicit mesh axes; "
@@ -209,7 +216,9 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Non
         )
 
 
-def _check_recipe(recipe: Recipe) -> None:
+def check_config(config: DotConfig) -> None:
+    """Raises the errors of settings that ``ragged_dot`` documents."""
+    recipe = config.recipe
     if not recipe.in_blocks:
         raise ValueError(
             "a ragged dot takes a recipe with INT8 scales='block' in all three GEMMs, "
@@ -232,9 +241,13 @@ def _check_recipe(recipe: Recipe) -> None:
             "a ragged dot sums over devices in the product's own dtype; got a recipe "
             f"with a Gemm.reduce: {describe_recipe(recipe)}"
         )
+    dispatch.choose(
+        "ragged_matmul", recipe.block_shape, implementation=config.implementation
+    )
 
 
-def _check_exchange(recipe: Recipe) -> None:
+def check_exchange(recipe: Recipe) -> None:
+    """Raises ValueError unless devices can exchange rows with the recipe."""
     if recipe.criterion not in ("absmax", None):
         raise ValueError(
             "experts on several devices take a recipe with criterion='absmax' or None, "
@@ -251,7 +264,7 @@ def _check_exchange(recipe: Recipe) -> None:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tiles"],
-    meta_fields=["num_groups"],
+    meta_fields=["num_groups", "lhs_in_tiles", "out_in_tiles"],
 )
 @dataclasses.dataclass(frozen=True)
 class GroupedGemms(DenseGemms):
@@ -260,10 +273,14 @@ class GroupedGemms(DenseGemms):
     Attributes:
       tiles: where each row lies among the tiles.
       num_groups: G.
+      lhs_in_tiles: whether X and dX are tiles ``[T, m, K]`` instead of rows ``[M, K]``.
+      out_in_tiles: whether Y is tiles ``[T, m, N]`` instead of rows ``[M, N]``.
     """
 
     tiles: Tiles
     num_groups: int
+    lhs_in_tiles: bool = False
+    out_in_tiles: bool = False
 
     def tile_groups(self) -> jax.Array:
         """The group of each tile, int32 ``[T]``; arbitrary without rows."""
@@ -273,10 +290,14 @@ class GroupedGemms(DenseGemms):
         """The rows of ``[M, C]`` with their tiles."""
         return GroupedRows(x, self.tiles.first_rows, self.tiles.row_counts)
 
+    def stack(self, x: jax.Array) -> MatrixStack:
+        """Tiles ``[T, m, C]`` with the number of rows of each."""
+        return super().stack(x)._replace(row_counts=self.tiles.row_counts)
+
     def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
         """The number of blocks in tiles that hold rows, int32 ``[]``."""
         used = jnp.sum(self.tiles.row_counts > 0, dtype=jnp.int32)
-        return used * -(-x.shape[1] // spec.recipe.block_shape[1])
+        return used * -(-x.shape[-1] // spec.recipe.block_shape[1])
 
     def multiply(
         self,
@@ -286,7 +307,7 @@ class GroupedGemms(DenseGemms):
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
-        """Multiplies each tile with its group's matrix.
+        """Multiplies each tile with its group's matrix, for Y.
 
         Args:
           spec: the settings of the GEMM.
@@ -296,10 +317,28 @@ class GroupedGemms(DenseGemms):
           seed: not read, since no sum is in INT8.
 
         Returns:
-          ``[M, N]`` in ``spec.dtype``.
+          ``[M, N]`` or ``[T, m, N]`` in ``spec.dtype``.
         """
         del seed
-        y = ops.ragged_matmul(
+        y = self._multiply(spec, lhs, residual, rhs)
+        return y if self.out_in_tiles else self._rows_of(y)
+
+    def multiply_grad(
+        self, spec: GemmSpec, grad: Quantized, rhs: Quantized, seed: CallSeed
+    ) -> jax.Array:
+        """``multiply`` for dX, ``[M, K]`` or ``[T, m, K]``."""
+        del seed
+        dx = self._multiply(spec, grad, None, rhs)
+        return dx if self.lhs_in_tiles else self._rows_of(dx)
+
+    def _multiply(
+        self,
+        spec: GemmSpec,
+        lhs: Quantized,
+        residual: Quantized | None,
+        rhs: Quantized,
+    ) -> jax.Array:
+        return ops.ragged_matmul(
             lhs,
             residual,
             rhs,
@@ -308,8 +347,10 @@ class GroupedGemms(DenseGemms):
             dtype=spec.dtype,
             implementation=spec.implementation,
         )
+
+    def _rows_of(self, tiles: jax.Array) -> jax.Array:
         # XLA reads the tiles where it computes on the rows, and makes no copy of them.
-        return from_tiles(y, self.tiles)
+        return from_tiles(tiles, self.tiles)
 
     def contract_rows(
         self,
@@ -324,7 +365,7 @@ class GroupedGemms(DenseGemms):
         Returns ``[G, K, N]`` in ``spec.dtype``.
         """
         del seed
-        assert residual is None  # _check_recipe
+        assert residual is None  # check_config
         return ops.ragged_contraction(
             lhs,
             rhs,
@@ -377,6 +418,17 @@ class ExchangedGemms(DenseGemms):
         place = jnp.arange(0, x.shape[2], self.m, dtype=jnp.int32)
         first = jnp.broadcast_to(place, tiles.rows.shape)
         return ExpertRows(GroupedRows(x, first, tiles.rows), tiles.indices)
+
+    def stack(self, x: jax.Array) -> MatrixStack:
+        """The tiles ``[D C T, m, K]`` of rows ``[D, C, R, K]`` on each device."""
+        tiles = self.groups.plan.tiles(self.m)
+        values = x.reshape(tiles.rows.size, self.m, x.shape[-1])
+        return MatrixStack(values, tiles.indices.reshape(-1), tiles.rows.reshape(-1))
+
+    def unstack(self, tree: Tree) -> Tree:
+        """Arrays ``[D C T, ...]`` of tiles as ``[D, C, T, ...]``."""
+        shape = self.groups.plan.tiles(self.m).rows.shape
+        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
 
     def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
         """The number of blocks in tiles that hold rows, int32 ``[]``."""
@@ -447,7 +499,7 @@ class ExchangedGemms(DenseGemms):
         Returns ``[E, K, N]`` in ``spec.dtype``.
         """
         del seed
-        assert residual is None  # _check_recipe
+        assert residual is None  # check_config
         plan = self.groups.plan
         dw = ops.ragged_contraction(
             lhs,

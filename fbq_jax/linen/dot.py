@@ -20,17 +20,13 @@ from jax import lax
 
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_call import (
-    RAGGED_DIMENSIONS,
-    DotCall,
-    RaggedCall,
-    RaggedDotGeneral,
-)
+from fbq_jax.core.dot_call import RAGGED_DIMENSIONS, DotCall, RaggedCall
 from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
 from fbq_jax.core.frozen_weight import active_recorder
+from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.layer_stats import SLOT, layer_path
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.ragged_dot import ragged_dot, stateful_ragged_dot
+from fbq_jax.core.ragged_dot import ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.linen.frozen import Parameter, is_frozen, kernel_of, layer_weight
 from fbq_jax.linen.state import (
@@ -55,7 +51,7 @@ RNG_STREAM = "fbq"
 
 
 @dataclasses.dataclass(frozen=True)
-class FallbackDot(RaggedDotGeneral):
+class FallbackDot(GroupedDot):
     """A quantized ``dot_general`` for Flax Linen layers.
 
     Inside a module, the state of a layer is a dictionary
@@ -143,21 +139,31 @@ class FallbackDot(RaggedDotGeneral):
     def _compute_ragged(
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
+        if (projection := self.projection(lhs, rhs, call)) is not None:
+            return projection.multiply(lhs)
+        rhs, call = self.config.marked(self._without_state(rhs), call)
+        return ragged_dot(lhs, rhs, *call, **self._options())[0]
+
+    def projection(
+        self, x: jax.Array, rhs: jax.Array, call: RaggedCall
+    ) -> GroupedProjection | None:
+        """The ragged product of the calling layer; None outside any module."""
         module = calling_module(self.collection)
         if module is None:
-            rhs, call = self.config.marked(self._without_state(rhs), call)
-            return ragged_dot(lhs, rhs, *call, **self._options())[0]
-        variable = self.variable(module, lhs)
+            return None
+        variable = self.variable(module, x)
         rhs = self.check_moves(module, variable, jnp.asarray(rhs))
-        state = dict(variable.value)
         codes = self._codes(module, variable, rhs, RAGGED_DIMENSIONS)
-        with named(module):
-            out, new, rates = stateful_ragged_dot(
-                self.config, state, lhs, rhs, call, codes
-            )
-        if self.recipe.criterion is not None:
-            module.sow("intermediates", GROUP_RATES, rates)
-        return self.commit(module, variable, new, out)
+
+        def commit(out: jax.Array, new: threshold.State, rates: jax.Array) -> jax.Array:
+            if self.recipe.criterion is not None:
+                module.sow("intermediates", GROUP_RATES, rates)
+            return self.commit(module, variable, new, out)
+
+        name = functools.partial(named, module)
+        # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
+        state = dict(variable.value)
+        return GroupedProjection(self.config, rhs, call, state, codes, commit, name)
 
     def _codes(
         self,

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fbq_jax.core.dot_call import ragged_dot_of
+from fbq_jax.core.dot_call import RaggedCall, ragged_dot_of
 from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 
 Initializer = Callable[..., jax.Array]
 
@@ -28,7 +29,6 @@ class GroupedDense(nn.Module):
     kernel_init: Initializer
     dot_general: Callable[..., jax.Array] | None = None
 
-    @nn.compact
     def __call__(
         self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups
     ) -> jax.Array:
@@ -36,7 +36,23 @@ class GroupedDense(nn.Module):
 
         ``ExchangedGroups`` say which shapes they take and give.
         """
-        shape = len(group_sizes), x.shape[-1], self.features
+        weight = self._weight(len(group_sizes), x.shape[-1], x.dtype)
+        return ragged_dot_of(self.dot_general)(x, weight, group_sizes)
+
+    def projection(
+        self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups, size: int
+    ) -> GroupedProjection | None:
+        """The layer's product with rows ``[M, size]`` that are computed from x.
+
+        None if the layer's op computes products at once only.
+        """
+        if not isinstance(self.dot_general, GroupedDot):
+            return None
+        weight = self._weight(len(group_sizes), size, x.dtype)
+        return self.dot_general.projection(x, weight, RaggedCall(group_sizes))
+
+    @nn.compact
+    def _weight(self, groups: int, size: int, dtype: Any) -> jax.Array:
+        shape = groups, size, self.features
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        ragged_dot = ragged_dot_of(self.dot_general)
-        return ragged_dot(x, jnp.asarray(kernel, x.dtype), group_sizes)
+        return jnp.asarray(kernel, dtype)

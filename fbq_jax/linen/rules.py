@@ -12,12 +12,8 @@ from flax.linen import transforms
 from jax import lax
 
 from fbq_jax.core import weight_products
-from fbq_jax.core.dot_call import (
-    DotCall,
-    RaggedCall,
-    RaggedDotGeneral,
-    float_ragged_dot,
-)
+from fbq_jax.core.dot_call import DotCall, RaggedCall, float_ragged_dot
+from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
@@ -68,7 +64,7 @@ def relative_path(module: nn.Module) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RulesDot(RaggedDotGeneral):
+class RulesDot(GroupedDot):
     """A ``dot_general`` for all layers of a Linen model, with a recipe by path.
 
     The first rule that matches the path of a layer (``fbq_jax.recipes.path_rules``)
@@ -137,6 +133,13 @@ class RulesDot(RaggedDotGeneral):
         dot = self.of_layer()
         ragged_dot = float_ragged_dot if dot is None else dot.ragged_dot
         return ragged_dot(lhs, rhs, *call)
+
+    def projection(
+        self, x: jax.Array, rhs: jax.Array, call: RaggedCall
+    ) -> GroupedProjection | None:
+        """The ragged product of the calling layer; None if it stays unquantized."""
+        dot = self.of_layer()
+        return None if dot is None else dot.projection(x, rhs, call)
 
     def of_layer(
         self, kind: Callable[..., FallbackDot] = FallbackDot

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -15,17 +16,12 @@ from jax import lax
 from fbq_jax.core import threshold
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_call import (
-    RAGGED_DIMENSIONS,
-    DotCall,
-    RaggedCall,
-    RaggedDotGeneral,
-)
+from fbq_jax.core.dot_call import RAGGED_DIMENSIONS, DotCall, RaggedCall
 from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
 from fbq_jax.core.einsum import QuantizedEinsum
 from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
+from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.ragged_dot import stateful_ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.grouped_dense import GroupedDense
@@ -82,7 +78,7 @@ class LayerPath:
     name: str | None = dataclasses.field(default=None, compare=False)
 
 
-class FallbackDot(RaggedDotGeneral, nnx.Module):
+class FallbackDot(GroupedDot, nnx.Module):
     """A quantized ``dot_general`` for one NNX layer, which holds the layer's state.
 
     Give each layer its own instance: ``fbq_jax.nnx.fallback_stats`` raises if two
@@ -185,14 +181,24 @@ class FallbackDot(RaggedDotGeneral, nnx.Module):
     def _compute_ragged(
         self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> jax.Array:
+        return self.projection(lhs, rhs, call).multiply(lhs)
+
+    def projection(
+        self, x: jax.Array, rhs: jax.Array, call: RaggedCall
+    ) -> GroupedProjection:
+        """The ragged product of the layer."""
+        del x
         codes = self._codes(rhs, RAGGED_DIMENSIONS)
         rhs = self.check_moves(rhs)
-        with self.named(_description(rhs)):
-            out, new, _ = stateful_ragged_dot(
-                self.config, self.state(), lhs, rhs, call, codes
-            )
-        self.commit(new)
-        return out
+
+        def commit(out: jax.Array, new: threshold.State, _: jax.Array) -> jax.Array:
+            self.commit(new)
+            return out
+
+        name = functools.partial(self.named, _description(rhs))
+        return GroupedProjection(
+            self.config, rhs, call, self.state(), codes, commit, name
+        )
 
     @contextlib.contextmanager
     def named(self, description: str) -> Iterator[None]:

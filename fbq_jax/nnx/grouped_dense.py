@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fbq_jax.core.dot_call import ragged_dot_of
+from fbq_jax.core.dot_call import RaggedCall, ragged_dot_of
 from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 
 Initializer = nnx.initializers.Initializer
 
@@ -47,5 +48,18 @@ class GroupedDense(nnx.Module):
 
         ``ExchangedGroups`` say which shapes they take and give.
         """
-        ragged_dot = ragged_dot_of(self.dot_general)
-        return ragged_dot(x, jnp.asarray(self.kernel[...], x.dtype), group_sizes)
+        weight = jnp.asarray(self.kernel[...], x.dtype)
+        return ragged_dot_of(self.dot_general)(x, weight, group_sizes)
+
+    def projection(
+        self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups, size: int
+    ) -> GroupedProjection | None:
+        """The layer's product with rows ``[M, size]`` that are computed from x.
+
+        None if the layer's op computes products at once only.
+        """
+        del size
+        if not isinstance(self.dot_general, GroupedDot):
+            return None
+        weight = jnp.asarray(self.kernel[...], x.dtype)
+        return self.dot_general.projection(x, weight, RaggedCall(group_sizes))

@@ -88,10 +88,12 @@ def _rms_norm_rule(
 
 
 def _gate_rows(
-    shape: tuple[int, ...], side: int, row_counts: jax.Array | None
+    shape: tuple[int, ...], side: int, row_counts: tuple[jax.Array | None, ...]
 ) -> AxisWords:
     """The words of the rows; they are not sharded where some are missing."""
-    return row_axes(shape, side) if row_counts is None else UNSHARDED_AXIS
+    if jax.tree.leaves(row_counts):
+        return UNSHARDED_AXIS
+    return row_axes(shape, side)
 
 
 def _gate_columns(
@@ -107,8 +109,7 @@ def _gate_rule(
     gate_up: jax.Array,
     _theta: jax.Array,
     seeds: Seeds,
-    row_counts: jax.Array | None = None,
-    *,
+    *row_counts: jax.Array | None,
     bits: int,
     block: Block,
     criterion: str | None,
@@ -122,8 +123,8 @@ def _gate_rule(
     operand = fallback_words(layout_words(rows, columns), criterion, colwise)
     packed = _packed_words(rows.codes, column, granularity, bits)
     gate_up_words = f"b {rows.codes} {column(2 * granularity)}"
-    counts = None if row_counts is None else "b"
-    operands = gate_up_words, "b", seed_words(seeds), counts
+    counts = jax.tree.map(lambda _: "b", row_counts)
+    operands = gate_up_words, "b", seed_words(seeds), *counts
     return ShardingRule(operands, GateQuantized(operand, packed, packed))
 
 
@@ -132,8 +133,7 @@ def _gate_grad_rule(
     _gate_factor: Packed,
     _up_factor: Packed,
     seeds: Seeds,
-    row_counts: jax.Array | None = None,
-    *,
+    *row_counts: jax.Array | None,
     bits: int,
     block: Block,
     rowwise: str | None,
@@ -148,8 +148,8 @@ def _gate_grad_rule(
     results = wanted_layouts(layout_words(rows, columns), rowwise, colwise, sums)
     packed = _packed_words(rows.codes, column, granularity, bits)
     dy_words = f"b {rows.codes} {column(granularity)}"
-    counts = None if row_counts is None else "b"
-    operands = dy_words, packed, packed, seed_words(seeds), counts
+    counts = jax.tree.map(lambda _: "b", row_counts)
+    operands = dy_words, packed, packed, seed_words(seeds), *counts
     return ShardingRule(operands, results)
 
 

@@ -232,7 +232,7 @@ def _quantize_layer(
         if row_count == 0:
             store_empty(outputs, offsets, modes)
             return
-        source = x, at[0] * rows, row_count
+        source = x, at[0] * rows, row_count  # type: ignore[assignment]
     spacing = (2, 1) if INTERLEAVED else (1, groups)
     operands = (x, norm_scale, rstd, groups) if IS_NORM else (source, spacing)
     amax = 0.0

@@ -156,7 +156,7 @@ def _silu_gate_grad_quantize(
                 offsets = _scale_offsets(batch, i, halves[half], down, 2 * groups)
                 store_empty((all_rowwise, (), all_colwise), offsets, modes)
             return
-        source = dy, batch * rows, row_count
+        source = dy, batch * rows, row_count  # type: ignore[assignment]
     for half in tl.static_range(2):
         factor, column = factors[half], halves[half]
         amax = 0.0

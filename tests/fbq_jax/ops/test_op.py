@@ -73,7 +73,10 @@ CALLS = {
         (GATED, THETA, SEEDS),
         FUSED_BLOCK | ABSMAX | {"colwise": None},
     ),
-    "silu_gate_grad_quantize": ((X, SLOPES, SLOPES, SEEDS), FUSED_BLOCK | BOTH),
+    "silu_gate_grad_quantize": (
+        (X, SLOPES, SLOPES, SEEDS, jnp.array([40])),
+        FUSED_BLOCK | BOTH | {"interleaved": False},
+    ),
     "ragged_quantize": ((ROWS, SEEDS), BLOCK | BOTH),
     "ragged_quantize_fallback": (
         (ROWS, THETA, SEEDS),
@@ -188,6 +191,26 @@ def test_vmap_stacks_the_matrices_of_a_fused_op():
         return mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     jax.tree.map(np.testing.assert_array_equal, *both())
+
+
+def test_vmap_of_tiles_with_missing_rows():
+    """Each example has its own number of rows, or all have the same."""
+    options = FUSED_BLOCK | ABSMAX | {"colwise": None, "interleaved": False}
+
+    def op(gate_up, counts):
+        return ops.silu_gate_quantize(gate_up, THETA, SEEDS, counts, **options)
+
+    gate_up, counts = jnp.stack([GATED, -GATED]), jnp.array([[40], [32]])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(axis, counts):
+        mapped = jax.vmap(op, (0, axis))(gate_up, counts)
+        own = counts if axis == 0 else jnp.stack([counts] * 2)
+        each = [op(gate_up[i], own[i]) for i in range(2)]
+        return mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+    for axis, given in ((0, counts), (None, counts[0])):
+        jax.tree.map(np.testing.assert_array_equal, *both(axis, given))
 
 
 def test_vmap_gives_examples_without_seeds_of_their_own_different_noise():

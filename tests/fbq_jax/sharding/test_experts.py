@@ -25,7 +25,7 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
-from fbq_jax.core import expert_codes
+from fbq_jax.core import expert_codes, fused_experts
 from fbq_jax.core.expert_exchange import ExchangedGroups
 from fbq_jax.core.expert_plan import Exchange, exchange_plan
 from fbq_jax.core.experts import dispatch, plan_dispatch
@@ -288,6 +288,17 @@ def test_products_are_those_of_one_device(recipe, sharding):
 )
 def test_steps_of_recipes(sharding, recipe):
     check_step(recipe, sharding, MESHES[sharding], capacity_factor=0.9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", [FALLBACK, recipes.block])
+def test_fused_steps_have_the_bits_of_the_layers_in_sequence(monkeypatch, recipe):
+    mesh = mesh_of(**MESHES[WITH_COPIES])
+    layer = dataclasses.replace(layer_of(recipe), expert_sharding=WITH_COPIES)
+    got = step(layer, sharded(PARAMS, mesh), X, mesh)
+    monkeypatch.setattr(fused_experts, "can_fuse", lambda *_: False)
+    want = step(layer, sharded(PARAMS, mesh), X, mesh)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.exhaustive

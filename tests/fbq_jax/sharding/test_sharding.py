@@ -445,6 +445,28 @@ def test_gate_and_up_are_sharded_alike():
     assert not collectives(run)
 
 
+def test_gates_of_tiles_are_sharded_by_tile():
+    """Where gate and up do not alternate, a shard of the columns lacks one of them."""
+    op = functools.partial(
+        ops.silu_gate_quantize,
+        bits=10,
+        block=(SIDE, 64),
+        criterion="absmax",
+        colwise="stochastic",
+        interleaved=False,
+    )
+    x, theta = heavy((8, SIDE, 512)), jnp.full(8, 5.0)
+    operands = x, theta, jnp.arange(8, dtype=jnp.uint32), 4 * jnp.arange(1, 9)
+    by_tile = place(mesh_of(), x, "data"), *operands[1:]
+    run = compiled(op, *by_tile)
+    assert_equal(run(*by_tile), jax.jit(op)(*operands))
+    assert not collectives(run)
+    by_column = place(mesh_of(), x, None, None, "tensor"), *operands[1:]
+    with pytest.warns(UserWarning, match="the op cannot shard this axis"):
+        run = compiled(op, *by_column)
+    assert_equal(run(*by_column), jax.jit(op)(*operands))
+
+
 @pytest.mark.exhaustive
 def test_scales_of_whole_rows():
     """They are all-reduced, so that dW's contraction, the batch, may be sharded."""
