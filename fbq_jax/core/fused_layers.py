@@ -209,17 +209,17 @@ def _quantize_and_multiply(
     Returns:
       The product, the GEMM's stats, and the residuals of the layer and of the GEMM.
     """
-    recipe = gemm.recipe
+    recipe, frozen = gemm.recipe, isinstance(w, Quantized)
     operand, *residuals = op(
         jnp.broadcast_to(scalars.theta, x.indices.shape),
         seeds_of(scalars.call_seed, LHS_STREAM, x),
         block=recipe.lhs_block,
         criterion=recipe.criterion,
-        colwise=recipe.drhs.lhs if save and not isinstance(w, Quantized) else None,
+        colwise=recipe.drhs.lhs if save and not frozen else None,
         implementation=gemm.implementation,
     )
     residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
-    residual, stats = threshold.apply(
+    used, stats = threshold.apply(
         scalars,
         operand.metric,
         operand.residual,
@@ -228,8 +228,10 @@ def _quantize_and_multiply(
         implementation=gemm.implementation,
     )
     seed = scalars.later_seed(stats)
+    # A frozen layer does not wait for its threshold to move: nothing reads the stats.
+    second_term = Layouts(operand.residual if frozen else used, None)
     lhs, residuals_of_x = gemms.unstack(
-        (Layouts(operand.main, operand.colwise), Layouts(residual, None))
+        (Layouts(operand.main, operand.colwise), second_term)
     )
     y, saved = matmul_vjp.forward(gemm, lhs, residuals_of_x, w, seed, gemms, save=save)
     return y, stats, residuals, saved
