@@ -9,6 +9,17 @@ from typing import Any
 from tqdm import tqdm
 
 
+def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
+    """The progress bar of a run; until the first `show` it says that JAX compiles."""
+    return tqdm(
+        initial=done,
+        total=steps,
+        unit="step",
+        postfix="compiling" if done < steps else None,
+        disable=not shown,
+    )
+
+
 def show(bar: tqdm, record: dict[str, Any]) -> None:
     """Advances the progress bar by one step and shows the metrics of that step."""
     shown = {

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
 from examples.llama.build import build, build_model
@@ -21,7 +20,7 @@ from examples.llama.config import Config
 from examples.llama.data import Corpus, batches
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.progress import show, stop_requests
+from examples.llama.progress import progress_bar, show, stop_requests
 from examples.llama.projections import why_not_fused
 from examples.llama.run_folder import (
     RunError,
@@ -195,7 +194,7 @@ class _Loop:
         stats_before, stopped = state.stats(), False
         with (
             _open_log(self.out / "metrics.jsonl", first - 1) as log,
-            self._progress_bar(first - 1) as bar,
+            progress_bar(first - 1, config.steps, shown=mesh.is_first()) as bar,
             stop_requests() as stop,
         ):
             pending: list[dict[str, Any]] = []
@@ -232,14 +231,6 @@ class _Loop:
     def _recipe(self) -> Recipe | None:
         dot_general = self.model.dot_general
         return dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-
-    def _progress_bar(self, done: int) -> tqdm:
-        return tqdm(
-            initial=done,
-            total=self.config.steps,
-            unit="step",
-            disable=not mesh.is_first(),
-        )
 
     def _batch(self, step: int) -> Any:
         """The tokens of a step, [N, B/N, S+1], on the devices in use."""

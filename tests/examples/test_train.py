@@ -24,6 +24,7 @@ from examples.llama import (
     flops,
     hf,
     metrics,
+    progress,
     run_folder,
     step,
     train,
@@ -139,6 +140,16 @@ def test_reading_metrics_less_often_changes_no_number(
     assert records_of(tmp_path / "run") == records_of(whole_run)
     left = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert left == [".lock", "config.json", "metrics.jsonl"]
+
+
+def test_the_progress_bar_says_that_the_first_step_compiles() -> None:
+    record = {"loss": 1.0, "tokens_per_s": 1.0, "fallback": {}}
+    with progress.progress_bar(0, 3, shown=True) as bar:
+        assert "compiling" in str(bar)
+        progress.show(bar, record)
+        assert "compiling" not in str(bar)
+    with progress.progress_bar(3, 3, shown=True) as bar:  # a run that has ended
+        assert "compiling" not in str(bar)
 
 
 def test_signal_handlers_are_restored(whole_run: Path) -> None:
