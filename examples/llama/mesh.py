@@ -122,7 +122,7 @@ def make(text: str) -> Mesh | None:
         sizes[name] = int(size)
     needed, devices = int(np.prod(list(sizes.values()))), jax.devices()
     if needed > len(devices) or (jax.process_count() > 1 and needed < len(devices)):
-        raise MeshError(f"mesh {text} needs {needed} devices; there are {len(devices)}")
+        raise MeshError(f"mesh {text} needs {needed} devices, got {len(devices)}")
     return jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
@@ -145,13 +145,23 @@ def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
         shape: The shape of the array.
         names: The logical axes of the array, keys of `RULES` or None.
     """
-    mesh = jax.sharding.get_abstract_mesh()
     partitions: list[tuple[str, ...] | None] = []
     for size, name in zip(shape, names, strict=True):
-        axes = tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
-        shards = int(np.prod([mesh.shape[axis] for axis in axes]))
-        partitions.append(axes if axes and size % shards == 0 else None)
+        axes = _mesh_axes(name)
+        partitions.append(axes if axes and size % shards(name) == 0 else None)
     return PartitionSpec(*partitions)
+
+
+def shards(name: str | None) -> int:
+    """Returns how many shards a logical axis has over the mesh in use."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return int(np.prod([mesh.shape[axis] for axis in _mesh_axes(name)]))
+
+
+def _mesh_axes(name: str | None) -> tuple[str, ...]:
+    """The axes of the mesh in use that shard a logical axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
 
 
 def specs(state: Any) -> Any:

@@ -137,7 +137,11 @@ def make_initializer(
     """Returns a function from a key, and weights or None, to `init_state`'s result."""
 
     def init(key: jax.Array, weights: PyTree | None) -> TrainState:
-        variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
+        # Only shapes matter. Over several devices each shard of the batch is a whole
+        # block; otherwise ops would warn of shards that no training step has.
+        shards = mesh.shards("batch")
+        length = min(128, model.config.max_seq_len) if shards > 1 else 1
+        variables = model.init(key, jnp.zeros((shards, length), jnp.int32))
         # Copied, because a step donates the memory of its state.
         params = (
             variables["params"] if weights is None else jax.tree.map(jnp.copy, weights)

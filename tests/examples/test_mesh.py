@@ -98,6 +98,17 @@ def test_two_processes_with_eight_devices_train_as_one_device(
     jax.tree.map(np.testing.assert_array_equal, *restored)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_state_over_several_devices_is_made_without_a_warning() -> None:
+    config = train.configure(parse_command([*SIZES, *RUN]), None)
+    model, optimizer = build(config)[0], step.make_optimizer(config)[0]
+    with mesh.use(mesh.make("data=2,fsdp=2")):
+        state = step.init_state(model, optimizer, None, 0)
+    kernel = state.params["layers"]["mlp"]["down"]["kernel"]
+    assert not kernel.sharding.is_fully_replicated
+    assert len(kernel.sharding.device_set) == 4
+
+
 def test_every_matrix_is_sharded() -> None:
     model = Llama(small_config(qkv_bias=True), fallback_dot)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
@@ -121,7 +132,7 @@ def test_every_matrix_is_sharded() -> None:
         ("--mesh=data=2,rows=2", "mesh takes sizes for data, fsdp, tensor, .*rows=2"),
         ("--mesh=data=2,data=2", "mesh takes sizes"),
         ("--mesh=data", "mesh takes sizes"),
-        ("--mesh=data=16", "mesh data=16 needs 16 devices; there are 8"),
+        ("--mesh=data=16", "mesh data=16 needs 16 devices, got 8"),
         ("--mesh=data=8", "into 8 shards, which does not divide the 4 sequences"),
         ("--hosts=here", "hosts takes host:port, .*; got 'here'"),
     ],
