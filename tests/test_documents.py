@@ -165,7 +165,7 @@ def test_commands_take_their_options(words, monkeypatch, capsys):
             pass
         case ["source", script]:
             assert script.endswith("venv/bin/activate")
-        case ["make", ".venv/examples"]:
+        case ["make", ".venv/examples" | ".venv/cuda"]:
             makefile = (ROOT / "Makefile").read_text()
             assert "\nVENV ?= .venv\n" in makefile
             assert "\n$(VENV)/%: " in makefile
