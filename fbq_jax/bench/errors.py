@@ -66,6 +66,11 @@ def compared_recipes() -> dict[str, Recipe]:
         "row_block, Hadamard": replace(
             row_block, drhs=replace(row_block.drhs, hadamard=True)
         ),
+        "row_block, columns of W": replace(
+            row_block,
+            fwd=replace(row_block.fwd, scales="row_block"),
+            dlhs=replace(row_block.dlhs, scales="row_block"),
+        ),
     }
 
 
