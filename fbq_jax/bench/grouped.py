@@ -89,12 +89,14 @@ def _rows(
         args = program.args(operands[load], codes[load])
         return jax.jit(program.function).lower(*args).compile()
 
-    functions = layers.compile_together(
-        [functools.partial(compiled, program) for program in to_measure]
-    )
+    alone = [program for program in to_measure if program.compiles_alone]
+    rest = [program for program in to_measure if not program.compiles_alone]
+    functions = dict(zip(alone, map(compiled, alone), strict=True))
+    together = [functools.partial(compiled, program) for program in rest]
+    functions |= zip(rest, layers.compile_together(together), strict=True)
     runs = [
-        _Run(program, function, shape, operands, codes)
-        for program, function in zip(to_measure, functions, strict=True)
+        _Run(program, functions[program], shape, operands, codes)
+        for program in to_measure
     ]
     errors = [run.checked_errors() for run in runs]
     for product in (*PRODUCTS, LAYER):

@@ -77,6 +77,8 @@ class Program(NamedTuple):
       loads: the loads to measure; none for a program that does not depend on it.
       fallback: the share of X's blocks that fall back; None without fallback.
       is_codes: whether the operands are codes.
+      compiles_alone: whether XLA may take most of the memory to tune it, as it does for
+        ``lax.ragged_dot``, of which it makes a dense product for each group.
     """
 
     product: str
@@ -87,6 +89,7 @@ class Program(NamedTuple):
     loads: tuple[str, ...] = ()
     fallback: float | None = None
     is_codes: bool = False
+    compiles_alone: bool = False
 
 
 def make_operands(
@@ -209,7 +212,8 @@ def _library_programs(
         return tuple(given)
 
     for name, function in (("Y", product), (LAYER, step)):
-        yield Program(name, what, backend, function, args, ("balanced",))
+        loads = ("balanced",)
+        yield Program(name, what, backend, function, args, loads, compiles_alone=True)
 
 
 def _tokamax_programs() -> Iterator[Program]:
