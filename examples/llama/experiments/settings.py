@@ -66,6 +66,7 @@ QUARTER = dataclasses.replace(
     tuned=(
         "bf16",
         "row_block_lhs",
+        "row_block_columns",
         "fp8_row_block_lhs",
         "fallback",
         "jetfire",
