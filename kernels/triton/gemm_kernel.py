@@ -127,7 +127,7 @@ def gemm_kernel(
             codes = lhs
             lhs_scale = tl.load(lhs_scales + block * lhs_scale_stride)
         if COLUMN_SCALES:
-            scale = outer_product(lhs_scale, 1.0, m, 0)
+            scale = lhs_scale[:, None] if m == 1 else lhs_scale
         else:
             rhs_scale = tl.load(rhs_scales + block * rhs_scale_stride)
             scale = outer_product(lhs_scale, rhs_scale, m, n)
