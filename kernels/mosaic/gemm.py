@@ -10,7 +10,6 @@ from fbq_jax.kernels import tuning_table
 from fbq_jax.kernels.mosaic.gemm_kernel import build
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
-    PART,
     PREFETCH_PAD,
     SUM_CHUNK,
     Config,
@@ -122,8 +121,8 @@ def make_operands(
     if problem.row_scales == "both":
         rhs_scales = scale_per_row(rhs.scales, (n, k), N, K)
     elif problem.row_scales == "lhs, once for rhs":
-        # The last tile may extend beyond N.
-        padding = N + PART - rhs.scales.shape[1]
+        # A tile of 192 columns may extend beyond N by 128.
+        padding = N + BLOCK - rhs.scales.shape[1]
         rhs_scales = jnp.pad(rhs.scales[:, :, 0], ((0, 0), (0, padding)))
     else:
         rhs_scales = scale_per_tile(rhs.scales, (n, k), N, K)

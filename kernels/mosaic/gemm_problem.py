@@ -202,7 +202,7 @@ class Operands(NamedTuple):
         None without residual.
       rhs: ``[B, N, K]``, codes of lhs's dtype.
       rhs_scales: float32 ``[B, N/128, K/128]``; or ``[B, K/128, N]``, of each row; or
-        ``[B, N + PART]``, of each row for all of K.
+        ``[B, N + 128]``, of each row for all of K.
       rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to at
         least ``SUM_CHUNK``.  None without running sums.
       groups: int32 ``[M/128]``, the matrix of rhs that each row of tiles multiplies;
