@@ -66,8 +66,8 @@ QUARTER = dataclasses.replace(
     tuned=(
         "bf16",
         "row_block_lhs",
-        "row_block_columns",
         "fp8_row_block_lhs",
+        "row_block_columns",
         "fallback",
         "jetfire",
         "block",
