@@ -11,6 +11,7 @@ The results equal those of ``fbq_jax.core.ragged_dot`` and ``fbq_jax.nonlinear``
 that a bfloat16 or float16 gate is rounded once instead of twice.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -26,13 +27,10 @@ from fbq_jax.core.ragged_dot import (
     ExchangedGemms,
     GroupedGemms,
     check_automatic,
-    check_config,
-    check_exchange,
-    check_shapes,
     group_rates,
+    make_gemms,
 )
 from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.kernels.grouped_reference import assign_tiles
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.sharding.manual_axes import as_varying
@@ -92,20 +90,14 @@ def fused_experts(
 
 def _gemms(gate_up: GroupedProjection, down: GroupedProjection, x: jax.Array) -> Gemms:
     """What runs the GEMMs of each projection."""
-    check_config(gate_up.config)
-    m = gate_up.config.recipe.block_shape[0]
-    first, second = gate_up.call.group_sizes, down.call.group_sizes
-    if isinstance(first, ExchangedGroups):
-        assert isinstance(second, ExchangedGroups)
-        check_exchange(gate_up.config.recipe)
-        return ExchangedGemms(first, m), ExchangedGemms(second, m)
-    check_shapes(x, gate_up.weight, first)
+    gemms = make_gemms(gate_up.config, x, gate_up.weight, gate_up.call.group_sizes)
+    if isinstance(gemms, ExchangedGemms):
+        groups = down.call.group_sizes
+        assert isinstance(groups, ExchangedGroups)
+        return gemms, dataclasses.replace(gemms, groups=groups)
     check_automatic(down.weight)
-    tiles, experts = assign_tiles(first, x.shape[0], m), len(gate_up.weight)
-    return (
-        GroupedGemms(tiles, experts, out_in_tiles=True),
-        GroupedGemms(tiles, experts, lhs_in_tiles=True),
-    )
+    replace = functools.partial(dataclasses.replace, gemms)
+    return replace(out_in_tiles=True), replace(lhs_in_tiles=True)
 
 
 def _weight(layer: GroupedProjection) -> jax.Array | Quantized:

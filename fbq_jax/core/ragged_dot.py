@@ -148,19 +148,10 @@ def _seeded_ragged_dot(
 
     The third result is the group of each tile of the metric, int32 ``[T]``.
     """
-    recipe, implementation = config.recipe, config.implementation
     group_sizes, *options = call
     dtype = output_dtype(lhs, rhs, *options)
-    check_config(config)
-    m = recipe.block_shape[0]
-    gemms: GroupedGemms | ExchangedGemms
-    if isinstance(group_sizes, ExchangedGroups):
-        check_exchange(recipe)
-        gemms = ExchangedGemms(group_sizes, m)
-    else:
-        check_shapes(lhs, rhs, group_sizes)
-        gemms = GroupedGemms(assign_tiles(group_sizes, lhs.shape[0], m), len(rhs))
-    spec = Spec(recipe, dtype, lhs.dtype, rhs.dtype, implementation)
+    gemms = make_gemms(config, lhs, rhs, group_sizes)
+    spec = Spec(config.recipe, dtype, lhs.dtype, rhs.dtype, config.implementation)
     weight = rhs if codes is None else codes.main
     lhs, weight, gemms = as_varying((lhs, weight, gemms))
     scalars = scalars.on_device(lhs)
@@ -187,8 +178,27 @@ def group_rates(stats: Stats, groups: jax.Array, size: int) -> jax.Array:
     return rate_of(blocks(fell_back), blocks(counts))
 
 
-def check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
-    """Raises the errors of operands that ``ragged_dot`` documents."""
+def make_gemms(
+    config: DotConfig,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array | ExchangedGroups,
+) -> "GroupedGemms | ExchangedGemms":
+    """What runs the GEMMs of lhs and rhs, operands of ``ragged_dot``.
+
+    Raises:
+      TypeError, ValueError: as ``ragged_dot``, except for dtypes and a precision.
+    """
+    _check_config(config)
+    m = config.recipe.block_shape[0]
+    if isinstance(group_sizes, ExchangedGroups):
+        _check_exchange(config.recipe)
+        return ExchangedGemms(group_sizes, m)
+    _check_shapes(lhs, rhs, group_sizes)
+    return GroupedGemms(assign_tiles(group_sizes, lhs.shape[0], m), len(rhs))
+
+
+def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}; it takes integers")
     shapes = lhs.shape, rhs.shape, group_sizes.shape
@@ -216,8 +226,7 @@ def check_automatic(*arrays: jax.Array) -> None:
         )
 
 
-def check_config(config: DotConfig) -> None:
-    """Raises the errors of settings that ``ragged_dot`` documents."""
+def _check_config(config: DotConfig) -> None:
     recipe = config.recipe
     if not recipe.in_blocks:
         raise ValueError(
@@ -246,8 +255,7 @@ def check_config(config: DotConfig) -> None:
     )
 
 
-def check_exchange(recipe: Recipe) -> None:
-    """Raises ValueError unless devices can exchange rows with the recipe."""
+def _check_exchange(recipe: Recipe) -> None:
     if recipe.criterion not in ("absmax", None):
         raise ValueError(
             "experts on several devices take a recipe with criterion='absmax' or None, "
@@ -365,7 +373,7 @@ class GroupedGemms(DenseGemms):
         Returns ``[G, K, N]`` in ``spec.dtype``.
         """
         del seed
-        assert residual is None  # check_config
+        assert residual is None  # _check_config
         return ops.ragged_contraction(
             lhs,
             rhs,
@@ -499,7 +507,7 @@ class ExchangedGemms(DenseGemms):
         Returns ``[E, K, N]`` in ``spec.dtype``.
         """
         del seed
-        assert residual is None  # check_config
+        assert residual is None  # _check_config
         plan = self.groups.plan
         dw = ops.ragged_contraction(
             lhs,

@@ -82,7 +82,7 @@ def matmul(
             "matmul takes seeds if and only if reduce='int8'; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
-    has_blocks = residual is not None or not _has_row_scales(lhs, rhs, block_shape)
+    has_blocks = residual is not None or not _has_row_scales(block_shape, lhs, rhs)
     sides = block_shape if has_blocks else ()
     operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
     options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype), "reduce": reduce}
@@ -112,7 +112,7 @@ def quantizes_in_matmul(
     rows = math.prod(x.shape[1:-1])
     if (
         not _has_few_rows(rows, block_shape, _FEW_ROWS_TO_QUANTIZE)
-        or _has_row_scales(rhs, rhs, block_shape)
+        or _has_row_scales(block_shape, rhs)
         or rhs.codes.dtype != jnp.int8
         or criterion not in (None, "absmax")
     ):
@@ -159,9 +159,9 @@ def quantize_matmul(
     return call(QUANTIZE_MATMUL, (x, theta, rhs), block_shape, options, implementation)
 
 
-def _has_row_scales(lhs: Quantized, rhs: Quantized, block_shape: BlockShape) -> bool:
-    """Whether lhs and rhs, or their parts, have one scale per row."""
-    one_scale = lhs.scales.shape[-1] == rhs.scales.shape[-1] == 1
+def _has_row_scales(block_shape: BlockShape, *operands: Quantized) -> bool:
+    """Whether the operands, or their parts, have one scale per row."""
+    one_scale = all(operand.scales.shape[-1] == 1 for operand in operands)
     return block_shape[0] == block_shape[2] == 1 and one_scale
 
 
@@ -189,7 +189,7 @@ def _matmul_rule(
     stack = "b"
     columns = block_axis("n", rhs.codes.shape[1], n)
     depth = block_axis("k", rhs.codes.shape[-1], k)
-    if vectors := _has_row_scales(lhs, rhs, block_shape):
+    if vectors := _has_row_scales(block_shape, lhs, rhs):
         side = VECTOR_GRANULARITY[1]
         depth = AxisWords(block_axis("k", rhs.codes.shape[-1], side).codes, UNSHARDED)
     contracted = depth.codes[0].strip(UNSHARDED)
@@ -252,7 +252,7 @@ def _multiply(
     dtype: Any,
 ) -> jax.Array:
     """Multiplies matrices with merged rows, or sums the products of parts."""
-    if _has_row_scales(lhs, rhs, block_shape):
+    if _has_row_scales(block_shape, lhs, rhs):
         block_shape = (1, lhs.codes.shape[-1], 1)
     if _has_few_rows(lhs.codes.shape[1], block_shape):
         run = dataclasses.replace(run, op=_FEW_ROWS_MATMUL)

@@ -26,6 +26,7 @@ Scales = Literal["block", "row_block", "row", "tensor"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 #: The kinds with several scales along the contraction.
 INNER_SCALES: tuple[Scales, ...] = ("block", "row_block")
+# rhs has one scale for each column, which is multiplied after the sum over K.
 _COLUMNS = ("row_block", "row")
 Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)

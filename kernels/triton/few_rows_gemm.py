@@ -108,7 +108,7 @@ def matmul(
     sizes = batch, M, rhs.codes.shape[1], K
     fallback = residual is not None
     config = config or default_config(sizes, k, sm=sm)
-    if has_column_scales(lhs, rhs):
+    if has_column_scales(lhs, rhs):  # Repeated, they are few beside the codes of rhs.
         shape = *rhs.scales.shape[:2], lhs.scales.shape[2]
         rhs = Quantized(rhs.codes, jnp.broadcast_to(rhs.scales, shape))
     lhs = align(lhs)

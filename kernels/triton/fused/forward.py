@@ -18,10 +18,7 @@ from fbq_jax.kernels.reference import (
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton import quantize
 from fbq_jax.kernels.triton.block_codes import accumulate_amax
-from fbq_jax.kernels.triton.block_quantize import (
-    quantize_with_fallback,
-    store_empty,
-)
+from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback, store_empty
 from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
 from fbq_jax.kernels.triton.fused.layers import (
     gate_values,
@@ -144,7 +141,7 @@ def _launch_layer(
         theta,
         *seed_arrays,
         *(global_offset or no_offset(shape[1])),
-        seed_arrays[0] if row_counts is None else row_counts,
+        seed_arrays[0] if row_counts is None else row_counts,  # not read if None
         shape[1],
         out.blocks[1],
         outputs=[

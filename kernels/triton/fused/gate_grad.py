@@ -21,10 +21,7 @@ from fbq_jax.kernels.triton.block_quantize import (
     store_empty,
     store_sums,
 )
-from fbq_jax.kernels.triton.block_tiles import (
-    locate_block,
-    part_at,
-)
+from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
 from fbq_jax.kernels.triton.fused.layers import load_source, locate_halves
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
 from fbq_jax.kernels.triton.launch import launch, seed_arguments
@@ -72,7 +69,7 @@ def silu_gate_grad_quantize(
         *packed_inputs(up_factor, bits, unused=seed_arrays[0]),
         *seed_arrays,
         *(options.get("global_offset") or no_offset(rows)),
-        seed_arrays[0] if row_counts is None else row_counts,
+        seed_arrays[0] if row_counts is None else row_counts,  # not read if None
         rows,
         columns // block[1],
         outputs=[*out.rowwise(rowwise), *out.colwise(colwise)],

@@ -428,33 +428,28 @@ def test_fused_layers():
     assert not any(c.kind in ("all-to-all", "collective-permute") for c in found)
 
 
+GATE = functools.partial(
+    ops.silu_gate_quantize,
+    bits=10,
+    block=(SIDE, 64),
+    criterion="absmax",
+    colwise="stochastic",
+)
+
+
 def test_gate_and_up_are_sharded_alike():
     """Each device has both, of the same columns."""
     gate, up = heavy((1, 64, 256)), heavy((1, 64, 256), 1)
-    op = functools.partial(
-        ops.silu_gate_quantize,
-        bits=10,
-        block=(SIDE, 64),
-        criterion="absmax",
-        colwise="stochastic",
-    )
     operands = join_gate_up(gate, up), jnp.asarray([5.0]), SEEDS
     sharded = place(mesh_of(), operands[0], None, "data", "tensor"), *operands[1:]
-    run = compiled(op, *sharded)
-    assert_equal(run(*sharded), jax.jit(op)(*operands))
+    run = compiled(GATE, *sharded)
+    assert_equal(run(*sharded), jax.jit(GATE)(*operands))
     assert not collectives(run)
 
 
 def test_gates_of_tiles_are_sharded_by_tile():
     """Where gate and up do not alternate, a shard of the columns lacks one of them."""
-    op = functools.partial(
-        ops.silu_gate_quantize,
-        bits=10,
-        block=(SIDE, 64),
-        criterion="absmax",
-        colwise="stochastic",
-        interleaved=False,
-    )
+    op = functools.partial(GATE, interleaved=False)
     x, theta = heavy((8, SIDE, 512)), jnp.full(8, 5.0)
     operands = x, theta, jnp.arange(8, dtype=jnp.uint32), 4 * jnp.arange(1, 9)
     by_tile = place(mesh_of(), x, "data"), *operands[1:]
