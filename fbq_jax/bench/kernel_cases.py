@@ -10,12 +10,18 @@ import jax.numpy as jnp
 from fbq_jax.bench.compiler import CompiledKernel, compile_kernels
 from fbq_jax.kernels import packing
 from fbq_jax.kernels.grouped_reference import GroupedRows
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.reference import CodeDtype, Quantized
 
 BLOCK_SHAPE = (128, 128, 128)
 _LAYER = (8192, 4096, 4096)  # M, K, N
+_FEW_ROWS = (8, 128)
 _EXPERTS = 8
 _BITS = 10  # of the arrays that fused layers save
+_FIRST_FLOAT8 = 89  # compute capability times ten
+_FALLBACK = {"criterion": "absmax", "colwise": "stochastic"}
+_BOTH = {"rowwise": "stochastic", "colwise": "stochastic"}
+_TRANSFORMED = {"rowwise": None, "colwise": "stochastic", "hadamard": True}
+_FUSED = {"bits": _BITS, "block": (128, 128)}
 
 Kernels = list[CompiledKernel]
 
@@ -26,7 +32,7 @@ class Case(NamedTuple):
     Attributes:
       what: the name in the table.
       compiled: returns the kernels for ``capability=``, the compute capability to
-        compile for times ten.
+        compile for times ten; none if such GPUs cannot run the op.
     """
 
     what: str
@@ -40,7 +46,10 @@ def cases() -> list[Case]:
     """
     return [
         *_gemm_cases(),
+        *_few_rows_cases(),
         *_quantize_cases(),
+        *_row_block_cases(),
+        *_vector_cases(),
         *_grouped_cases(),
         *_fused_cases(),
         _threshold_case(),
@@ -52,14 +61,29 @@ def compile_gemm(
     block_shape: tuple[int, int, int] = BLOCK_SHAPE,
     *,
     capability: int,
-    fallback: bool,
+    fallback: bool = False,
+    codes: CodeDtype = "int8",
+    column_scales: bool = False,
 ) -> Kernels:
-    """The kernels of a GEMM ``(M, N, K)`` with the default configuration."""
+    """The kernels of a GEMM ``(M, N, K)`` with the default configuration.
+
+    Args:
+      sizes: ``(M, N, K)``.
+      block_shape: ``(m, k, n)``.
+      capability: the compute capability times ten.
+      fallback: whether lhs has residuals.
+      codes: the dtype of the codes.
+      column_scales: whether rhs has one scale for each of its N rows.
+    """
     from fbq_jax.kernels.triton import gemm, gemm_config
 
+    if codes != "int8" and capability < _FIRST_FLOAT8:
+        return []
     M, N, K = sizes
     m, k, n = block_shape
-    lhs, rhs = _operand((M, K), (m, k)), _operand((N, K), (n, k))
+    lhs, rhs = _operand((M, K), (m, k), codes), _operand((N, K), (n, k), codes)
+    if column_scales:
+        rhs = rhs._replace(scales=_array((1, N, 1), "float32"))
     return compile_kernels(
         gemm.matmul,
         lhs,
@@ -73,9 +97,11 @@ def compile_gemm(
     )
 
 
-def _operand(shape: tuple[int, int], block: tuple[int, int]) -> Quantized:
+def _operand(
+    shape: tuple[int, int], block: tuple[int, int], codes: CodeDtype = "int8"
+) -> Quantized:
     blocks = [-(-size // side) for size, side in zip(shape, block, strict=True)]
-    return Quantized(_array((1, *shape), "int8"), _array((1, *blocks), "float32"))
+    return Quantized(_array((1, *shape), codes), _array((1, *blocks), "float32"))
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> Any:
@@ -84,38 +110,93 @@ def _array(shape: tuple[int, ...], dtype: str) -> Any:
 
 def _gemm_cases() -> Iterator[Case]:
     M, K, N = _LAYER
+    compiled = functools.partial(compile_gemm, (M, N, K))
     for side in (128, 256, 32):
         for fallback in (False, True):
             yield Case(
                 f"GEMM, blocks of {side}" + (", fallback" if fallback else ""),
-                functools.partial(
-                    compile_gemm, (M, N, K), (side, side, side), fallback=fallback
-                ),
+                functools.partial(compiled, (side, side, side), fallback=fallback),
             )
+    for what, block_shape in (
+        ("scales of lhs' rows", (1, 128, 128)),
+        ("scales of both operands' rows", (1, 128, 1)),
+    ):
+        yield Case(f"GEMM, {what}", functools.partial(compiled, block_shape))
+        yield Case(
+            f"GEMM, {what}, FP8",
+            functools.partial(compiled, block_shape, codes="float8_e4m3fn"),
+        )
+    yield Case(
+        "GEMM, scales of lhs' rows, one scale per column of rhs",
+        functools.partial(compiled, (1, 128, 1), column_scales=True),
+    )
+
+
+def _few_rows_cases() -> Iterator[Case]:
+    from fbq_jax.kernels.triton import few_rows_gemm, few_rows_quantize_gemm
+
+    _, K, N = _LAYER
+    rhs = _operand((N, K), (128, 128))
+    for rows in _FEW_ROWS:
+        lhs = _operand((rows, K), (128, 128))
+        for residual in (None, lhs):
+            yield _gemm_case(
+                f"GEMM of {rows} rows" + (", fallback" if residual else ""),
+                few_rows_gemm.matmul,
+                *(lhs, residual, rhs),
+                block_shape=BLOCK_SHAPE,
+            )
+    rows = min(_FEW_ROWS)
+    yield _gemm_case(
+        f"GEMM that quantizes {rows} rows, fallback",
+        few_rows_quantize_gemm.quantize_matmul,
+        *(_array((1, rows, K), "bfloat16"), _array((1,), "float32"), rhs),
+        block_shape=BLOCK_SHAPE,
+        criterion="absmax",
+    )
 
 
 def _quantize_cases() -> Iterator[Case]:
-    from fbq_jax.kernels.triton import quantize, quantize_vectors
+    from fbq_jax.kernels.triton import quantize
 
     x, theta, seeds = _inputs()
-    both = {"rowwise": "stochastic", "colwise": "stochastic"}
-    fallback = {"criterion": "absmax", "colwise": "stochastic"}
     for side in (128, 32):
         what = f"quantize, blocks of {side}"
-        yield _case(what, quantize.quantize, x, seeds, block=(side, side), **both)
+        yield _case(what, quantize.quantize, x, seeds, block=(side, side), **_BOTH)
     yield _case(
         "quantize with fallback, blocks of 128",
         quantize.quantize_fallback,
         *(x, theta, seeds),
         block=(128, 128),
-        **fallback,
+        **_FALLBACK,
     )
-    yield _case(
-        "quantize by rows and columns",
-        quantize_vectors.quantize_vectors,
-        *(x, seeds),
-        **both,
-    )
+
+
+def _row_block_cases() -> Iterator[Case]:
+    from fbq_jax.kernels.triton import quantize_row_blocks
+
+    x, _, seeds = _inputs()
+    for what, options in (
+        ("", _BOTH),
+        (", columns in blocks", {**_BOTH, "colwise_in_blocks": True}),
+        (", transformed", _TRANSFORMED),
+    ):
+        yield _case(
+            f"quantize in row blocks{what}",
+            quantize_row_blocks.quantize_row_blocks,
+            *(x, seeds),
+            block=(128, 128),
+            **options,
+        )
+
+
+def _vector_cases() -> Iterator[Case]:
+    from fbq_jax.kernels.triton import quantize_vectors
+
+    x, _, seeds = _inputs()
+    op = quantize_vectors.quantize_vectors
+    yield _case("quantize by rows and columns", op, x, seeds, **_BOTH)
+    yield _case("quantize by columns, transformed", op, x, seeds, **_TRANSFORMED)
 
 
 def _grouped_cases() -> Iterator[Case]:
@@ -137,8 +218,7 @@ def _grouped_cases() -> Iterator[Case]:
         quantize.ragged_quantize_fallback,
         *(rows, theta, _array((tiles,), "uint32")),
         block=(m, k),
-        criterion="absmax",
-        colwise="stochastic",
+        **_FALLBACK,
     )
     lhs = operand(tiles, m, K)
     yield _gemm_case(
@@ -176,32 +256,48 @@ def _fused_cases() -> Iterator[Case]:
     from fbq_jax.kernels.triton import fused
 
     x, theta, seeds = _inputs()
-    _, rows, columns = x.shape
-    forward = {"criterion": "absmax", "colwise": "stochastic"}
-    backward = {"rowwise": "stochastic", "colwise": "stochastic"}
-    shared = {"bits": _BITS, "block": (128, 128)}
-    factor = jax.eval_shape(lambda: packing.quantize(jnp.zeros(x.shape), _BITS))
     yield _case(
         "norm and quantize",
         fused.rms_norm_quantize,
-        *(x, _array((1, columns), "float32"), theta, seeds),
+        *(x, _array((1, x.shape[2]), "float32"), theta, seeds),
         epsilon=1e-5,
-        **shared,
-        **forward,
+        **_FUSED,
+        **_FALLBACK,
     )
+    yield from _gate_cases("", x, theta, seeds)
+    m, tiles = BLOCK_SHAPE[0], _LAYER[0] // BLOCK_SHAPE[0] + _EXPERTS
+    yield from _gate_cases(
+        " of rows in groups",
+        _array((tiles, m, x.shape[2]), "bfloat16"),
+        *(_array((tiles,), dtype) for dtype in ("float32", "uint32", "int32")),
+        interleaved=False,
+    )
+
+
+def _gate_cases(
+    what: str, y: Any, theta: Any, *seeds_and_counts: Any, **options: Any
+) -> Iterator[Case]:
+    """A gate with output y, and its gradient."""
+    from fbq_jax.kernels.triton import fused
+
+    batch, rows, columns = y.shape
+    factor = jax.eval_shape(lambda: packing.quantize(jnp.zeros(y.shape), _BITS))
     yield _case(
-        "gate and quantize",
+        f"gate and quantize{what}",
         fused.silu_gate_quantize,
-        *(_array((1, rows, 2 * columns), "bfloat16"), theta, seeds),
-        **shared,
-        **forward,
+        _array((batch, rows, 2 * columns), "bfloat16"),
+        *(theta, *seeds_and_counts),
+        **_FUSED,
+        **_FALLBACK,
+        **options,
     )
     yield _case(
-        "gate's gradient and quantize",
+        f"gate's gradient and quantize{what}",
         fused.silu_gate_grad_quantize,
-        *(x, factor, factor, seeds),
-        **shared,
-        **backward,
+        *(y, factor, factor, *seeds_and_counts),
+        **_FUSED,
+        **_BOTH,
+        **options,
     )
 
 
