@@ -18,7 +18,16 @@ from examples.llama.experiments import __main__ as experiments
 from examples.llama.experiments import result_files, run_tables
 from examples.llama.experiments.markdown import fill, table
 from fbq_jax import recipes
-from fbq_jax.bench import block_picture, compiled, errors, map_picture, picture, tpu
+from fbq_jax.bench import (
+    block_picture,
+    compiled,
+    errors,
+    map_picture,
+    models,
+    picture,
+    report,
+    tpu,
+)
 from fbq_jax.bench import results as bench_results
 from fbq_jax.bench.results import Row
 
@@ -27,6 +36,10 @@ BENCH = ROOT / "fbq_jax/bench/results"
 LLAMA = ROOT / "examples/llama/results"
 EXPERIMENTS = experiments.RESULTS
 SECTIONS = bench_results.load(BENCH / "nvidia-h200.json")
+COMPILED, COMPILED_TPU, ERRORS, MODELS = (
+    json.loads((BENCH / f"{name}.json").read_text())
+    for name in ("compiled", "compiled-tpu", "errors-cpu", "models")
+)
 
 # The rows of the README's table: what, and the section and shape that measure it.
 SPEEDS = (
@@ -135,8 +148,6 @@ def measured() -> str:
 
 def outliers() -> str:
     """Errors of Y and dW by where the outliers are, by the reference."""
-    content = errors.load(BENCH / "errors-cpu.json")
-    assert content is not None
     columns = [
         ("Y, Gaussian", "Gaussian", "y_token"),
         ("Y, 1/8 of blocks", "up to 606", "y_token"),
@@ -147,7 +158,7 @@ def outliers() -> str:
         ("dW, 1/2 of blocks", "606, 1/2 of blocks", "dw_in"),
     ]
     found: dict[str, dict[str, Any]] = {}
-    for row in content["recipe_errors"]:
+    for row in ERRORS["recipe_errors"]:
         found.setdefault(row["what"], {})[row["data"]] = row["errors"]
     cells = [
         [f"`{name}`", *(f"{by_data[x][error]:.3f}" for _, x, error in columns)]
@@ -190,10 +201,8 @@ def batches() -> str:
 
 def gpus() -> str:
     """Estimated speedups of GPUs that were not measured."""
-    content = compiled.load(BENCH / "compiled.json")
-    assert content is not None
     by_card: dict[str, list[str]] = {}
-    for row in content["layers"]:
+    for row in COMPILED["layers"]:
         low, high = sorted(row["speedup"])
         by_card.setdefault(row["card"], []).append(f"{low:.2f} to {high:.2f}")
     shapes = [f"{K} to {N} channels" for _, K, N in compiled.LAYERS]
@@ -202,10 +211,8 @@ def gpus() -> str:
 
 def tpus() -> str:
     """Estimated cycles of a linear layer on TPUs, over bf16's."""
-    content = tpu.load(BENCH / "compiled-tpu.json")
-    assert content is not None
     cycles: dict[str, dict[str, float]] = {}
-    for row in content["tpu_layers"]:
+    for row in COMPILED_TPU["tpu_layers"]:
         total = row["xla_cycles"] + sum(row["kernel_cycles"].values())
         cycles.setdefault(row["generation"], {})[row["what"]] = total
     names = [name for name in next(iter(cycles.values())) if name != "bf16"]
@@ -231,7 +238,6 @@ def libraries() -> str:
     return table(("", *(f"{K} to {N} channels" for _, K, N in shapes)), cells)
 
 
-# By page: the tables on it.
 def maxtext() -> str:
     """The steps of MaxText, quantized and not."""
     programs = json.loads((ROOT / "examples/maxtext/nvidia-h200.json").read_text())
@@ -265,27 +271,48 @@ def experts() -> str:
     return table(("", "recipe", *head), cells)
 
 
-TABLES: dict[str, tuple[Callable[[], str], ...]] = {
-    "README.md": (speed, losses),
-    "docs/choose-a-recipe.md": (measured, outliers, memory, batches, gpus, tpus),
-    "docs/migrate/aqt.md": (libraries,),
-    "docs/migrate/qwix.md": (libraries,),
-    "docs/migrate/fp8.md": (libraries,),
-    "docs/integrations/maxtext.md": (maxtext,),
-    "docs/evidence/recipes-on-a-cpu.md": (experts,),
-}
+PAGES = (
+    "README.md",
+    "docs/choose-a-recipe.md",
+    "docs/evidence/recipes-on-a-cpu.md",
+    "docs/integrations/maxtext.md",
+    "docs/integrations/public-models.md",
+    "docs/migrate/aqt.md",
+    "docs/migrate/fp8.md",
+    "docs/migrate/qwix.md",
+    "docs/performance/errors.md",
+    "docs/performance/experts.md",
+    "docs/performance/frozen-layers.md",
+    "docs/performance/kernels.md",
+    "docs/performance/map.md",
+    "docs/performance/profile.md",
+    "docs/performance/results.md",
+    "docs/performance/tpus.md",
+)
+
+
+def tables() -> dict[str, str]:
+    """All tables of these pages, by the names of their places."""
+    summaries = (speed, losses, measured, outliers, memory, batches, gpus, tpus)
+    others = (libraries, maxtext, experts)
+    sections = SECTIONS.items()
+    return {
+        **{name: report.markdown({name: section}) for name, section in sections},
+        **compiled.tables(COMPILED),
+        "compiled_tpu": tpu.markdown(COMPILED_TPU),
+        "errors": errors.markdown(ERRORS),
+        "models": models.markdown(MODELS),
+        **{function.__name__: function() for function in (*summaries, *others)},
+    }
 
 
 def filled(page: str) -> str:
     """A page with its tables."""
-    tables = {function.__name__: function for function in TABLES[page]}
-    return fill((ROOT / page).read_text(), lambda name: tables[name]())
+    return fill((ROOT / page).read_text(), tables().__getitem__)
 
 
 def draw_errors() -> Figure:
     """Errors of Y, dX and dW as outliers of X grow, by the reference."""
-    content = errors.load(BENCH / "errors-cpu.json")
-    assert content is not None
     keys = {"token": "y_token", "dx": "dx_token", "channel": "dw_in"}
     template = SECTIONS["recipes"]["rows"][0]
     of_x = [
@@ -293,10 +320,10 @@ def draw_errors() -> Figure:
             template,
             what=row["what"],
             data=row["data"],
-            shape=tuple(content["shape"]),
+            shape=tuple(ERRORS["shape"]),
             errors={name: row["errors"][key] for name, key in keys.items()},
         )
-        for row in content["recipe_errors"]
+        for row in ERRORS["recipe_errors"]
         if "W" not in row["data"] and "dY" not in row["data"]
     ]
     return picture.draw(of_x)
@@ -340,7 +367,7 @@ PICTURES: dict[Path, Callable[[], Figure]] = {
 
 def main() -> None:
     """Fills all tables, and draws all pictures."""
-    for page in TABLES:
+    for page in PAGES:
         atomic.write(ROOT / page, filled(page))
     for file, draw in PICTURES.items():
         plot.save(draw(), file)
