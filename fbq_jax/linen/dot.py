@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import Scope, Variable
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from jax import lax
 
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_call import RAGGED_DIMENSIONS, DotCall, RaggedCall
 from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
+from fbq_jax.core.example_seed import example_seed
 from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.layer_stats import SLOT, layer_path
@@ -277,7 +277,7 @@ class FallbackDot(GroupedDot):
             return find_variable(module, self.collection, start)
         if module.has_rng(RNG_STREAM):
             seed = jax.random.bits(module.make_rng(RNG_STREAM), (), jnp.uint32)
-            seed = threshold.example_seed(seed, lax.stop_gradient(x))
+            seed = example_seed(seed, x)
             state = threshold.start(self.recipe, seed)
         else:
             assert module.scope is not None
@@ -292,7 +292,7 @@ class FallbackDot(GroupedDot):
             # other weights than in the unquantized model.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), seed)
             seed = jax.random.bits(key, (), jnp.uint32)
-        seed = threshold.example_seed(seed, lax.stop_gradient(x))
+        seed = example_seed(seed, x)
         state = threshold.start(self.recipe, seed >> 8)  # float32 holds 24 bits
         returned = self.collection == OVERWRITE_WITH_GRADIENT
         return as_float32(state) if returned else state
