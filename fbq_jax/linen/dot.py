@@ -34,6 +34,7 @@ from fbq_jax.linen.state import (
     calling_module,
     check_collection,
     find_variable,
+    is_mutable_outside,
     lacks_state,
     return_as_gradient,
     temporary_variable,
@@ -214,6 +215,16 @@ class FallbackDot(GroupedDot):
             return weight
         if not needs_state(self.recipe):
             return weight
+        if is_mutable_outside(self.collection):
+            text = (
+                f"{layer}: a gradient is taken inside a transformation that makes the "
+                f"collection {self.collection!r} immutable, as nn.WeightNorm does, so "
+                "every step has the same noise and threshold. Leave the layer in "
+                "float, or give it a recipe without fallback, remove its state from "
+                f"the collection, and pass rngs={{{RNG_STREAM!r}: key}} with a new key "
+                "in each step"
+            )
+            return warn_if_differentiated("immutable inside", text, weight)
         text = (
             f"{layer}: a gradient is taken while "
             f"the collection {self.collection!r} is immutable, so every step has the "
