@@ -16,6 +16,7 @@ from fbq_jax import (
     Fp8Dot,
     Recipe,
     RulesDot,
+    SmoothSwiGLU,
     fallback_stats,
     quantize,
     recipes,
@@ -329,6 +330,17 @@ def test_the_report_says_why_parameters_stay_in_float():
         "unread": "not read in this call",
     }
     assert report.unused_rules == ("nothing",)
+
+
+@pytest.mark.parametrize("smooth", ["per_channel", "per_token"])
+def test_the_report_has_layers_that_scale_their_weight_by_the_input(smooth):
+    _, report = quantize(SmoothSwiGLU(64, smooth), {".*": SMALL}, KEY, X)
+    assert sorted(p[:4] for p in report.products) == [
+        ("down/kernel", (64, 32), "down", ".*"),
+        ("gate/kernel", (32, 64), "gate", ".*"),
+        ("up/kernel", (32, 64), "up", ".*"),
+    ]
+    assert report.float_parameters == ()
 
 
 class Tied(nn.Module):
