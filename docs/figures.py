@@ -231,7 +231,6 @@ def libraries() -> str:
     return table(("", *(f"{K} to {N} channels" for _, K, N in shapes)), cells)
 
 
-# By page: the tables on it.
 def maxtext() -> str:
     """The steps of MaxText, quantized and not."""
     programs = json.loads((ROOT / "examples/maxtext/nvidia-h200.json").read_text())
@@ -265,12 +264,11 @@ def experts() -> str:
     return table(("", "recipe", *head), cells)
 
 
+# By page: the tables on it.
 TABLES: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (speed, losses),
     "docs/choose-a-recipe.md": (measured, outliers, memory, batches, gpus, tpus),
-    "docs/migrate/aqt.md": (libraries,),
-    "docs/migrate/qwix.md": (libraries,),
-    "docs/migrate/fp8.md": (libraries,),
+    "docs/performance/results.md": (libraries,),
     "docs/integrations/maxtext.md": (maxtext,),
     "docs/evidence/recipes-on-a-cpu.md": (experts,),
 }
