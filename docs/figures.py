@@ -271,15 +271,13 @@ def experts() -> str:
     return table(("", "recipe", *head), cells)
 
 
+# The pages with places for tables.
 PAGES = (
     "README.md",
     "docs/choose-a-recipe.md",
     "docs/evidence/recipes-on-a-cpu.md",
     "docs/integrations/maxtext.md",
     "docs/integrations/public-models.md",
-    "docs/migrate/aqt.md",
-    "docs/migrate/fp8.md",
-    "docs/migrate/qwix.md",
     "docs/performance/errors.md",
     "docs/performance/experts.md",
     "docs/performance/frozen-layers.md",

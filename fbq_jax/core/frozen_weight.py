@@ -11,7 +11,6 @@ under ``record_weights``: every quantized layer reports its weight to the record
 """
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @serializable_static
-@jax.tree_util.register_static
 @dataclass(frozen=True)
 class FrozenKernel:
     """Stands in for the kernel of a frozen layer; a pytree without leaves.
@@ -70,12 +68,7 @@ class FrozenKernel:
         return self
 
 
-@serializable_dataclass
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes"],
-    meta_fields=["recipe", "shape", "axes", "parameter", "kept"],
-)
+@serializable_dataclass("codes")
 @dataclass(frozen=True)
 class FrozenWeight:
     """A layer's weight as its forward GEMM reads it.

@@ -1,7 +1,6 @@
 """QTensor: a stack of matrices as INT8 codes with one scale per block."""
 
 import dataclasses
-import functools
 import importlib
 import math
 from typing import Any
@@ -21,12 +20,7 @@ from fbq_jax.kernels.rounding import Rounding
 serializable_namedtuple(Quantized)
 
 
-@serializable_dataclass
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["main", "residual"],
-    meta_fields=["block"],
-)
+@serializable_dataclass("main", "residual")
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """A quantized stack of matrices ``[B, R, C]``.

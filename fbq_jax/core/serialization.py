@@ -1,14 +1,18 @@
-"""Lets ``jax.export`` serialize functions of frozen variables.
+"""Lets Flax serialize frozen variables, and ``jax.export`` functions of them.
 
-An exported function has the structure of its arguments.  That of frozen variables has
-the recipes and the shapes of their layers, which are stored as JSON.
+Flax stores arrays by their names, and takes the rest from the tree to restore.  An
+exported function has the structure of its arguments.  That of frozen variables has the
+recipes and the shapes of their layers, which are stored as JSON.
 """
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+from flax import serialization
 from jax import export
 
 from fbq_jax.recipes.schema import Gemm, Recipe
@@ -18,25 +22,64 @@ T = TypeVar("T")
 _CLASSES = {cls.__name__: cls for cls in (Gemm, Recipe)}
 
 
-def serializable_dataclass(nodetype: type[T]) -> type[T]:
-    """Registers a dataclass of ``jax.tree_util.register_dataclass``, by its name."""
-    return export.register_pytree_node_serialization(
-        nodetype,
-        serialized_name=f"fbq_jax.{nodetype.__name__}",
-        serialize_auxdata=_dumps,
-        deserialize_auxdata=_loads,
-    )
+def serializable_dataclass(*data_fields: str) -> Callable[[type[T]], type[T]]:
+    """Makes a dataclass a pytree that is registered by its name.
+
+    Args:
+      *data_fields: the fields with arrays; the others are static.
+    """
+
+    def register(nodetype: type[T]) -> type[T]:
+        names = _field_names(nodetype)
+        jax.tree_util.register_dataclass(
+            nodetype,
+            data_fields=data_fields,
+            meta_fields=[name for name in names if name not in data_fields],
+        )
+        _register_flax(nodetype, data_fields)
+        return export.register_pytree_node_serialization(
+            nodetype,
+            serialized_name=f"fbq_jax.{nodetype.__name__}",
+            serialize_auxdata=_dumps,
+            deserialize_auxdata=_loads,
+        )
+
+    return register
 
 
 def serializable_static(nodetype: type[T]) -> type[T]:
-    """Registers a dataclass of ``jax.tree_util.register_static``, by its name."""
-    names = [field.name for field in dataclasses.fields(nodetype)]  # type: ignore[arg-type]
+    """Makes a dataclass a pytree without arrays that is registered by its name."""
+    names = _field_names(nodetype)
+    jax.tree_util.register_static(nodetype)
+    _register_flax(nodetype, ())
     return export.register_pytree_node_serialization(
         nodetype,
         serialized_name=f"fbq_jax.{nodetype.__name__}",
         serialize_auxdata=lambda x: _dumps(tuple(getattr(x, name) for name in names)),
         deserialize_auxdata=lambda data: nodetype(*_loads(data)),
     )
+
+
+def _field_names(nodetype: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(nodetype)]
+
+
+def _register_flax(nodetype: Any, data_fields: tuple[str, ...]) -> None:
+    """Registers a dataclass for ``flax.serialization``."""
+
+    def to_state_dict(x: Any) -> dict[str, Any]:
+        return {
+            name: serialization.to_state_dict(getattr(x, name)) for name in data_fields
+        }
+
+    def from_state_dict(x: Any, state: dict[str, Any]) -> Any:
+        restored = {
+            name: serialization.from_state_dict(getattr(x, name), state[name], name)
+            for name in data_fields
+        }
+        return dataclasses.replace(x, **restored)
+
+    serialization.register_serialization_state(nodetype, to_state_dict, from_state_dict)
 
 
 def serializable_namedtuple(nodetype: type[T]) -> type[T]:

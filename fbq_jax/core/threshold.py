@@ -8,11 +8,10 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from fbq_jax import ops
 from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.rounding import CallSeed, fold, fold_seeds
+from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.manual_axes import device_seed
@@ -103,28 +102,6 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
     """The state before the first training forward."""
     theta = UNSET if recipe.start == "first_batch" else recipe.start
     return canonicalize_state({"theta": theta, "rate": 0, "count": 0, "seed": seed})
-
-
-@custom_vmap
-def example_seed(seed: jax.Array, x: jax.Array) -> jax.Array:
-    """The seed of a new layer; under ``vmap`` of ``x``, another one for each example.
-
-    Args:
-      seed: uint32 ``[]``.  A seed that is mapped does not change.
-      x: the layer's input.
-    """
-    del x
-    return seed
-
-
-@example_seed.def_vmap
-def _map_seed(
-    axis_size: int, in_batched: list[bool], seed: jax.Array, x: jax.Array
-) -> tuple[jax.Array, bool]:
-    if not in_batched[0]:
-        seed = example_seed(seed, x)  # another vmap may be around this one
-        seed = fold(seed, jnp.arange(axis_size, dtype=jnp.uint32))
-    return seed, True
 
 
 def canonicalize_state(state: Mapping[str, Any]) -> State:

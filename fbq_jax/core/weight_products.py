@@ -8,6 +8,7 @@ model is traced, so that the search stops there.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,12 +54,16 @@ class ParameterUse:
 
     Attributes:
       quantized: the quantized products of this parameter.
+      combined: the quantized products of its layer with a weight of the parameter's
+        size that also depends on the model's inputs, such as a kernel whose rows are
+        scaled.
       in_float: whether a product in float reads it.
       others: the primitives that read it together with other values, sorted.
       stacked: the number of its axes that scans run over.
     """
 
     quantized: list[QuantizedProduct] = dataclasses.field(default_factory=list)
+    combined: list[QuantizedProduct] = dataclasses.field(default_factory=list)
     in_float: bool = False
     others: set[str] = dataclasses.field(default_factory=set)
     stacked: int = 0
@@ -133,24 +138,36 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def find_uses(
-    closed: ClosedJaxpr, parameters: Sequence[int], recorder: ProductRecorder
-) -> list[ParameterUse]:
+    closed: ClosedJaxpr, parameters: Mapping[int, str], recorder: ProductRecorder
+) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
     """Finds what a traced model does with its parameters.
 
     Args:
       closed: the traced model.
-      parameters: the positions of the parameters among its inputs.
+      parameters: maps the position of each parameter among the model's inputs to the
+        parameter's path.
       recorder: was active during the trace.
 
     Returns:
-      One use for each parameter.
+      The path, the shape and the use of each parameter.
     """
     uses = [ParameterUse() for _ in parameters]
     inputs: list[_Weight | None] = [None] * len(closed.jaxpr.invars)
     for index, position in enumerate(parameters):
         inputs[position] = frozenset({index})
-    _Search(uses, recorder).jaxpr(closed.jaxpr, inputs)
-    return uses
+    search = _Search(uses, recorder)
+    search.jaxpr(closed.jaxpr, inputs)
+    shapes = [closed.in_avals[position].shape for position in parameters]
+    found = list(zip(parameters.values(), shapes, uses, strict=True))
+    for path, shape, use in found:
+        layer, size = path.rpartition("/")[0], math.prod(shape[use.stacked :])
+        if not use.quantized:
+            use.combined += [
+                product
+                for product in search.of_inputs
+                if product.layer == layer and math.prod(product.shape) == size
+            ]
+    return found
 
 
 # The parameters that a value depends on; empty for constants, None if it also depends
@@ -164,6 +181,8 @@ class _Search:
 
     uses: list[ParameterUse]
     recorder: ProductRecorder
+    # Quantized products whose weight depends on the model's inputs.
+    of_inputs: list[QuantizedProduct] = dataclasses.field(default_factory=list)
 
     def jaxpr(
         self, jaxpr: Jaxpr, inputs: Sequence[_Weight | None]
@@ -189,6 +208,8 @@ class _Search:
             product = self.recorder.products[int(label.removeprefix(_MARK))]
             for use in self._of(inputs):
                 use.quantized.append(product)
+            if None in inputs:
+                self.of_inputs.append(product)
             return none
         if name in _PRODUCTS:
             for use in self._of(inputs[:2]):
@@ -302,7 +323,7 @@ def report(
     floats = []
     for path, shape, use in parameters:
         owner = path.rpartition("/")[0]
-        for product in use.quantized:
+        for product in use.quantized or use.combined:
             layer = owner if product.layer not in found else str(product.layer)
             row = QuantizedParameter(
                 path,
@@ -329,7 +350,7 @@ def _float_reason(
     use: ParameterUse,
 ) -> str | None:
     """Why a product in float, or none, reads a parameter; None if that is not so."""
-    if use.quantized:
+    if use.quantized or use.combined:
         return "a product in float reads it, too" if use.in_float else None
     if use.in_float:
         if owner not in found:

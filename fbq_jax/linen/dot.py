@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import Scope, Variable
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from jax import lax
 
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_call import RAGGED_DIMENSIONS, DotCall, RaggedCall
 from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
+from fbq_jax.core.example_seed import example_seed
 from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.layer_stats import SLOT, layer_path
@@ -34,6 +34,7 @@ from fbq_jax.linen.state import (
     calling_module,
     check_collection,
     find_variable,
+    is_mutable_outside,
     lacks_state,
     return_as_gradient,
     temporary_variable,
@@ -214,6 +215,16 @@ class FallbackDot(GroupedDot):
             return weight
         if not needs_state(self.recipe):
             return weight
+        if is_mutable_outside(self.collection):
+            text = (
+                f"{layer}: a gradient is taken inside a transformation that makes the "
+                f"collection {self.collection!r} immutable, as nn.WeightNorm does, so "
+                "every step has the same noise and threshold. Leave the layer in "
+                "float, or give it a recipe without fallback, remove its state from "
+                f"the collection, and pass rngs={{{RNG_STREAM!r}: key}} with a new key "
+                "in each step"
+            )
+            return warn_if_differentiated("immutable inside", text, weight)
         text = (
             f"{layer}: a gradient is taken while "
             f"the collection {self.collection!r} is immutable, so every step has the "
@@ -277,7 +288,7 @@ class FallbackDot(GroupedDot):
             return find_variable(module, self.collection, start)
         if module.has_rng(RNG_STREAM):
             seed = jax.random.bits(module.make_rng(RNG_STREAM), (), jnp.uint32)
-            seed = threshold.example_seed(seed, lax.stop_gradient(x))
+            seed = example_seed(seed, x)
             state = threshold.start(self.recipe, seed)
         else:
             assert module.scope is not None
@@ -292,7 +303,7 @@ class FallbackDot(GroupedDot):
             # other weights than in the unquantized model.
             key = jax.random.fold_in(scope.rngs["params"].as_jax_rng(), seed)
             seed = jax.random.bits(key, (), jnp.uint32)
-        seed = threshold.example_seed(seed, lax.stop_gradient(x))
+        seed = example_seed(seed, x)
         state = threshold.start(self.recipe, seed >> 8)  # float32 holds 24 bits
         returned = self.collection == OVERWRITE_WITH_GRADIENT
         return as_float32(state) if returned else state

@@ -148,7 +148,6 @@ def freeze(
 
 
 @serializable_static
-@jax.tree_util.register_static
 @dataclass(frozen=True)
 class _LinenKernel(FrozenKernel):
     """A ``FrozenKernel`` that refuses layers without a quantized op."""

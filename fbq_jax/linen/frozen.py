@@ -54,7 +54,6 @@ class Parameter(NamedTuple):
 
 
 @serializable_static
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class FrozenParameter(FrozenKernel):
     """A ``FrozenKernel`` that a model's own code multiplies by.

@@ -126,6 +126,16 @@ def calling_module(collection: str | None = None) -> nn.Module | None:
     return module.clone(parent=place)
 
 
+def is_mutable_outside(collection: str) -> bool:
+    """Whether a module around the running method can change the collection.
+
+    If the method's own module cannot, a lifted transformation such as
+    ``nn.map_variables`` made it immutable.
+    """
+    modules = (m for m in flax_module._context.module_stack if m is not None)
+    return any(m.scope and m.is_mutable_collection(collection) for m in modules)
+
+
 def _is_applied(module: nn.Module, caller: nn.Module) -> bool:
     """Whether ``module.apply`` made the scope of a module, in a method of ``caller``.
 

@@ -51,15 +51,14 @@ def trace_uses(
       variables: the variables of the model, or their shapes.
       *inputs: trees of arrays, or their shapes.
     """
-    leaves = jax.tree.leaves_with_path(variables)
-    positions = [i for i, (path, _) in enumerate(leaves) if _name(path[0]) == "params"]
+    parameters = {
+        position: "/".join(filter(None, map(_name, path[1:])))
+        for position, (path, _) in enumerate(jax.tree.leaves_with_path(variables))
+        if _name(path[0]) == "params"
+    }
     with record_products() as recorder:
         closed = jax.make_jaxpr(apply)(variables, *inputs)
-    uses = find_uses(closed, positions, recorder)
-    return [
-        ("/".join(filter(None, map(_name, leaves[i][0][1:]))), leaves[i][1].shape, use)
-        for i, use in zip(positions, uses, strict=True)
-    ]
+    return find_uses(closed, parameters, recorder)
 
 
 def _name(key: Any) -> str:

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import lift
-from flax.core.scope import in_filter
+from flax.core.scope import in_filter, union_filters
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 
+from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.model_kind import check_linen
 from fbq_jax.linen import flax_functions
@@ -50,8 +52,9 @@ def quantize(
     The returned model is an instance of the model's class, with the same fields and
     methods, and may be a part of other models.  Rules match paths inside the quantized
     model, wherever it is.  ``nn.scan`` and ``nn.vmap`` inside it carry the state on
-    axis 0.  A layer that is taken out of the model, as in
-    ``model.bind(variables).head(x)``, computes in float.
+    axis 0, and all steps of an ``nn.RNN`` share one state, which ``init`` creates.  A
+    layer that is taken out of the model, as in ``model.bind(variables).head(x)``,
+    computes in float.
 
     Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
     ``@``, stay in float, which the report says:
@@ -236,24 +239,28 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
             context.method_name == "__call__"
         ):
             return call_einsum(module, ops["einsum_op"][1], *args, **kwargs)
-        given, taken = {}, ops
+        taken = ops
         # Qwix reaches the products of activations in any code.
         if isinstance(module, nn.MultiHeadDotProductAttention) and (
             active[0].inject is inject_ops and _takes_einsums(module, dot)
         ):
             taken = ops | attention_ops
+        given = {}
         for field in dataclasses.fields(module):
             value = getattr(module, field.name, None)
             if field.name not in taken or value not in (None, taken[field.name][0]):
                 continue
             if getattr(module, f"{field.name}_cls", None) is None:
-                given[field.name] = value
+                given[field.name] = taken[field.name][1]
+        if isinstance(module, nn.RNN):
+            given |= _share_state(module, dot.collection)
+        values = {name: getattr(module, name) for name in given}
         try:
-            for name in given:
-                object.__setattr__(module, name, taken[name][1])
+            for name, value in given.items():
+                object.__setattr__(module, name, value)
             return call(*args, **kwargs)
         finally:
-            for name, value in given.items():
+            for name, value in values.items():
                 object.__setattr__(module, name, value)
 
     with nn.intercept_methods(give_op):
@@ -275,6 +282,23 @@ def _takes_einsums(attention: nn.MultiHeadDotProductAttention, dot: RulesDot) ->
             "precision, or the rules with '@'"
         )
     return False
+
+
+def _share_state(rnn: nn.RNN, collection: str) -> dict[str, Any]:
+    """The fields of an ``nn.RNN`` with which all steps of time share one state.
+
+    In training the state moves from step to step.  Flax's scan creates, and keeps, only
+    variables that do not.
+    """
+    named = (*rnn.variable_axes, rnn.variable_broadcast, rnn.variable_carry)
+    if rnn.scope is None or collection == OVERWRITE_WITH_GRADIENT:
+        return {}  # a gradient that steps share would be summed
+    if any(in_filter(collections, collection) for collections in named):
+        return {}
+    moves = rnn.is_mutable_collection(collection) and not rnn.is_initializing()
+    moves &= active_recorder() is None  # freeze stores codes
+    field = "variable_carry" if moves else "variable_broadcast"
+    return {field: union_filters(getattr(rnn, field), collection)}
 
 
 def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -188,11 +188,8 @@ def trace_parameters(
     leaves = jax.tree.leaves_with_path(parameters)
     with record_products() as recorder:
         closed = jax.make_jaxpr(call)(parameters, others, arrays)
-    uses = find_uses(closed, range(len(leaves)), recorder)
-    return [
-        (_path(keys), leaf.shape, use)
-        for (keys, leaf), use in zip(leaves, uses, strict=True)
-    ]
+    paths = {position: _path(keys) for position, (keys, _) in enumerate(leaves)}
+    return find_uses(closed, paths, recorder)
 
 
 def drop_unused_ops(
@@ -216,7 +213,7 @@ def drop_unused_ops(
     read, quantized = set(), set()
     for path, shape, use in parameters:
         owner = path.rpartition("/")[0]
-        if use.quantized:
+        if use.quantized or use.combined:
             quantized.add(owner)
         elif len(shape) - use.stacked >= 2 and (use.in_float or use.others):
             read.add(owner)

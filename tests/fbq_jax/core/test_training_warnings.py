@@ -107,6 +107,57 @@ def test_linen_training_with_an_immutable_collection(name, wrap):
         trace(jax.grad(wrap(loss)), variables["params"], X)
 
 
+def test_linen_training_inside_a_transformation_that_is_immutable():
+    """The warning's remedy gives each step its own noise."""
+    dense = nn.Dense(64, dot_general=FallbackDot(fbq_jax.recipes.block))
+    model = nn.WeightNorm(dense)
+    variables = model.init(jax.random.key(0), X)
+
+    def loss(params, variables, rngs=None):
+        y, _ = model.apply(
+            {**variables, "params": params}, X, rngs=rngs, mutable=["fallback"]
+        )
+        return jnp.sum(y**2)
+
+    with pytest.warns(UserWarning, match=r"'fallback' immutable, as nn\.WeightNorm"):
+        trace(jax.grad(loss), variables["params"], variables)
+    layer_names.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = (
+            jax.grad(loss)(variables["params"], {}, {"fbq": jax.random.key(i)})
+            for i in range(2)
+        )
+    layer = "layer_instance"
+    assert np.any(first[layer]["kernel"] != second[layer]["kernel"])
+
+
+def test_own_map_variables_of_parameters_keeps_the_state_mutable():
+    class Doubled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            double = nn.map_variables(
+                nn.Dense,
+                "params",
+                lambda params: jax.tree.map(lambda p: 2 * p, params),
+                init=self.is_initializing(),
+            )
+            return double(64, dot_general=FallbackDot(RECIPE))(x)
+
+    model = Doubled()
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+
+    def loss(params):
+        y, state = model.apply({**zeros, "params": params}, X, mutable=["fallback"])
+        return jnp.sum(y), state
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, state = jax.grad(loss, has_aux=True)(zeros["params"])
+    assert next(iter(fallback_stats(state).values())).count == 1
+
+
 def test_a_layer_that_lost_its_state_starts_anew_with_a_warning():
     model = nn.Sequential([LAYERS["Dense"], nn.Dense(8, dot_general=fallback_dot)])
     variables = jax.eval_shape(model.init, jax.random.key(0), X)

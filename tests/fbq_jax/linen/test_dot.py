@@ -145,6 +145,17 @@ def test_initial_weights_match_the_unquantized_model(model):
     jax.tree.map(np.testing.assert_array_equal, quantized, plain)
 
 
+@pytest.mark.parametrize(
+    "make", with_first_fast([Mlp, Scanned, functools.partial(Scanned, remat=True)])
+)
+def test_lazy_init_needs_only_the_shape_of_the_input(make):
+    model = make()
+    lazy = model.lazy_init(jax.random.key(1), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    want = model.init(jax.random.key(1), X)
+    assert jax.tree.map(jnp.shape, lazy) == jax.tree.map(jnp.shape, want)
+    jax.tree.map(np.testing.assert_array_equal, lazy["fallback"], want["fallback"])
+
+
 def test_init_with_a_batch_smaller_than_a_block():
     model = Mlp(dot_general=fallback_dot)
     variables = init(model, jnp.ones((1, 64)))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import serialization
 
 import fbq_jax
 from fbq_jax import (
@@ -80,6 +81,33 @@ def test_a_frozen_model_computes_what_was_trained():
     assert same_bits(jax.jit(model.apply)(frozen, X), training(variables)[0])
     params = variables["params"]
     assert frozen["params"]["Dense_1"]["kernel"] is params["Dense_1"]["kernel"]
+
+
+@pytest.mark.parametrize(
+    "recipe", with_first_fast([RECIPE, recipes.fp8_row_block_lhs, recipes.block])
+)
+def test_flax_serializes_frozen_variables(recipe):
+    """Into a tree of shapes, from bytes and from dictionaries."""
+    model = Mlp(recipe)
+    frozen = fbq_jax.freeze(model, as_trained(model, X), X)
+    like = jax.eval_shape(lambda: frozen)
+    state = serialization.to_state_dict(frozen)
+    assert state["params"]["DenseGeneral_0"]["kernel"] == {}
+    for restored in (
+        serialization.from_bytes(like, serialization.to_bytes(frozen)),
+        serialization.from_state_dict(like, state),
+    ):
+        assert jax.tree.structure(restored) == jax.tree.structure(frozen)
+        jax.tree.map(np.testing.assert_array_equal, restored, frozen)
+        dtypes = jax.tree.map(lambda x: x.dtype, restored)
+        assert dtypes == jax.tree.map(lambda x: x.dtype, frozen)
+    assert same_bits(model.apply(restored, X), model.apply(frozen, X))
+
+
+def test_flax_restores_no_frozen_variables_from_trained_ones(dense):
+    _, variables, frozen = dense
+    with pytest.raises(ValueError, match=r"\{'weight'\}.*not present in state dict"):
+        serialization.from_bytes(frozen, serialization.to_bytes(variables))
 
 
 STOCHASTIC_W = Recipe(

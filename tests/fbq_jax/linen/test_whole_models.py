@@ -16,6 +16,7 @@ from fbq_jax import (
     Fp8Dot,
     Recipe,
     RulesDot,
+    SmoothSwiGLU,
     fallback_stats,
     quantize,
     recipes,
@@ -117,6 +118,39 @@ class Patches(nn.Module):
         return nn.Dense(8, dot_general=self.op, name="head")(x)
 
 
+class Cell(nn.RNNCellBase):
+    op: object = None
+
+    @nn.compact
+    def __call__(self, h, x):
+        x = nn.Dense(32, dot_general=self.op, name="input")(x)
+        h = jnp.tanh(x + nn.Dense(32, dot_general=self.op, name="hidden")(h))
+        return h, h
+
+    def initialize_carry(self, rng, input_shape):
+        del rng
+        return jnp.zeros((*input_shape[:-1], 32))
+
+    num_feature_axes = 1
+
+
+class Recurrent(nn.Module):
+    """Steps of time; with an op, their state is passed by hand."""
+
+    op: object = None
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        collections = {}
+        if self.op and self.train:
+            collections["variable_carry"] = "fallback"
+        elif self.op:
+            collections["variable_broadcast"] = ("params", "fallback")
+        x = nn.RNN(Cell(self.op), **collections)(x)
+        return nn.Dense(8, dot_general=self.op, name="head")(x)
+
+
 MODELS = {
     "unrolled": Unrolled,
     "jit": functools.partial(Unrolled, block=nn.jit(Block)),
@@ -178,6 +212,42 @@ def test_same_bits_as_injection_by_hand(make):
     quantized = {p.layer for p in report.products}
     assert quantized == {path for path in report.layers if path != "head"}
     assert quantized == set(fallback_stats(variables))
+
+
+def test_steps_of_time_share_one_state_and_take_any_length():
+    model, report = quantize(Recurrent(), RULES, KEY, X)
+    assert {p.layer for p in report.products} == {"Cell_0/input", "Cell_0/hidden"}
+    variables = model.init(KEY, X)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(model, variables, x):
+        def loss(params):
+            variables_ = {**variables, "params": params}
+            y, state = model.apply(variables_, x, mutable=["fallback"])
+            return jnp.mean(y**2), state
+
+        return jax.grad(loss, has_aux=True)(variables["params"])
+
+    grads, state = step(model, variables, X)
+    hand = Recurrent(HAND).init(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, variables, hand)
+    want = step(Recurrent(HAND, train=True), hand, X)
+    jax.tree.map(np.testing.assert_array_equal, (grads, state), want)
+
+    _, state = step(model, {**variables, **state}, X[:, :3])
+    trained = {**variables, **state}
+    assert [s.count for s in fallback_stats(trained).values()] == [8 + 3] * 2
+    y = model.apply(trained, X[:, :5])
+    np.testing.assert_array_equal(y, Recurrent(HAND).apply(trained, X[:, :5]))
+    frozen = fbq_jax.freeze(model, trained, X)
+    np.testing.assert_array_equal(model.apply(frozen, X), model.apply(trained, X))
+
+
+def test_steps_of_time_whose_state_is_a_gradient_have_one_each():
+    dot = RulesDot(RULES, collection="_overwrite_with_gradient")
+    model, _ = quantize(Recurrent(), dot, KEY, X)
+    state = jax.eval_shape(model.init, KEY, X)["_overwrite_with_gradient"]
+    assert {x.shape for x in jax.tree.leaves(state)} == {(8,)}
 
 
 def test_rules_that_quantize_nothing_warn():
@@ -329,6 +399,17 @@ def test_the_report_says_why_parameters_stay_in_float():
         "unread": "not read in this call",
     }
     assert report.unused_rules == ("nothing",)
+
+
+@pytest.mark.parametrize("smooth", ["per_channel", "per_token"])
+def test_the_report_has_layers_that_scale_their_weight_by_the_input(smooth):
+    _, report = quantize(SmoothSwiGLU(64, smooth), {".*": SMALL}, KEY, X)
+    assert sorted(p[:4] for p in report.products) == [
+        ("down/kernel", (64, 32), "down", ".*"),
+        ("gate/kernel", (32, 64), "gate", ".*"),
+        ("up/kernel", (32, 64), "up", ".*"),
+    ]
+    assert report.float_parameters == ()
 
 
 class Tied(nn.Module):

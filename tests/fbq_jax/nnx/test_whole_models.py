@@ -173,3 +173,16 @@ def test_layers_whose_weight_is_read_without_their_op_get_none():
     report = quantize(model, {".*": SMALL}, X, both=True, rngs=nnx.Rngs(1))
     assert len(report.products) == 3
     assert sorted(fbq_jax.nnx.fallback_stats(model)) == ["conv", "tied", "up"]
+
+
+@pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_layers_whose_weight_a_wrapper_normalizes_keep_their_op(wrapper):
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(wrapper(nnx.Linear(32, 32, rngs=rngs), rngs=rngs))
+    report = quantize(model, {".*": SMALL}, X, rngs=rngs)
+    (product,) = report.products
+    assert product.parameter == "layers/0/layer_instance/kernel"
+    assert product.rule == ".*"
+    model(X)
+    (stats,) = fbq_jax.nnx.fallback_stats(model).values()
+    assert stats.count == 1
