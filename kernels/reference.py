@@ -415,9 +415,6 @@ def matmul(
     codes of lhs and of the residual with the codes of rhs.  Scaled block products are
     summed in float32 and rounded once to ``dtype``.
 
-    If each row of rhs has one scale and lhs has several along K, the scales of rhs are
-    multiplied once, after the sum (``has_column_scales``).
-
     Products of FP8 codes are summed in float32 inside a block of K, too, as in
     DeepSeek-V3 (arXiv:2412.19437), whose blocks are of 128: no tensor core sums more
     than a block.  The tensor cores of a GPU may keep fewer bits of these sums: on
@@ -426,8 +423,7 @@ def matmul(
     Args:
       lhs: codes ``[B, M, K]``, scales ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs with the same shapes, or None.
-      rhs: codes ``[B, N, K]`` of the same dtype, scales ``[B, ceil(N/n), ceil(K/k)]``,
-        or ``[B, N, 1]`` if n is 1.
+      rhs: codes ``[B, N, K]`` of the same dtype, scales ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``: lhs has blocks of ``m x k``, rhs of ``n x k``.
       dtype: the dtype of the output.
 
@@ -436,11 +432,6 @@ def matmul(
     """
     m, k, n = block_shape
     terms = [lhs] if residual is None else [lhs, residual]
-    column_scales = None
-    if has_column_scales(lhs, rhs):
-        column_scales = rhs.scales.mT
-        ones = jnp.ones((*rhs.scales.shape[:2], lhs.scales.shape[2]), jnp.float32)
-        rhs = Quantized(rhs.codes, ones)
     if lhs.scales.shape[2] == 1:
         # K has one scale.  If it is too long for exact int32 sums, it is split.
         k = jax.core.min_dim(k, MAX_INT32_K)
@@ -473,13 +464,8 @@ def matmul(
         return acc, None
 
     operands = ([_split_k(term, k) for term in terms], _split_k(rhs, k))
-    acc = lax.scan(add_block, _zero_product(lhs.codes, rhs.codes), operands)[0]
-    return (acc if column_scales is None else acc * column_scales).astype(dtype)
-
-
-def has_column_scales(lhs: Quantized, rhs: Quantized) -> bool:
-    """Whether each row of rhs has one scale, and lhs has several along K."""
-    return rhs.scales.shape[-1] == 1 != lhs.scales.shape[-1]
+    acc = _zero_product(lhs.codes, rhs.codes)
+    return lax.scan(add_block, acc, operands)[0].astype(dtype)
 
 
 def quantize_matmul(

@@ -63,7 +63,6 @@ def compile_gemm(
     capability: int,
     fallback: bool = False,
     codes: CodeDtype = "int8",
-    column_scales: bool = False,
 ) -> Kernels:
     """The kernels of a GEMM ``(M, N, K)`` with the default configuration.
 
@@ -73,7 +72,6 @@ def compile_gemm(
       capability: the compute capability times ten.
       fallback: whether lhs has residuals.
       codes: the dtype of the codes.
-      column_scales: whether rhs has one scale for each of its N rows.
     """
     from fbq_jax.kernels.triton import gemm, gemm_config
 
@@ -82,8 +80,6 @@ def compile_gemm(
     M, N, K = sizes
     m, k, n = block_shape
     lhs, rhs = _operand((M, K), (m, k), codes), _operand((N, K), (n, k), codes)
-    if column_scales:
-        rhs = rhs._replace(scales=_array((1, N, 1), "float32"))
     return compile_kernels(
         gemm.matmul,
         lhs,
@@ -126,10 +122,6 @@ def _gemm_cases() -> Iterator[Case]:
             f"GEMM, {what}, FP8",
             functools.partial(compiled, block_shape, codes="float8_e4m3fn"),
         )
-    yield Case(
-        "GEMM, scales of lhs' rows, one scale per column of rhs",
-        functools.partial(compiled, (1, 128, 1), column_scales=True),
-    )
 
 
 def _few_rows_cases() -> Iterator[Case]:

@@ -252,7 +252,7 @@ def quantize_weight(
     assert main is not None
     # Stored weights have the same arrays, whatever device freezes them.
     main = main._replace(sums=None)
-    codes = forward_qtensor(recipe, main, spec.fwd.block_shape[:0:-1], side=1)
+    codes = forward_qtensor(recipe, main, spec.fwd.block_shape[:0:-1])
     return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
 
 

@@ -369,7 +369,7 @@ def float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
 def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
     """X', dequantized if its codes were saved."""
     if isinstance(lhs, Quantized):
-        codes = forward_qtensor(spec.recipe, lhs, spec.fwd.block_shape[:2], side=0)
+        codes = forward_qtensor(spec.recipe, lhs, spec.fwd.block_shape[:2])
         return codes.dequantize(spec.lhs_dtype).mT
     return lhs.mT
 
@@ -377,6 +377,6 @@ def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
 def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
     """W', dequantized if its codes were saved; colwise codes are W' already."""
     if isinstance(rhs, Quantized):
-        codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1], side=1)
+        codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1])
         return codes.dequantize(spec.rhs_dtype)
     return rhs.mT

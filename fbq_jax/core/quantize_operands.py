@@ -23,7 +23,7 @@ from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
 from fbq_jax.ops import dispatch
-from fbq_jax.recipes.schema import INNER_SCALES, Gemm, Quantizer, Recipe
+from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe
 
 
 class MatrixStack(NamedTuple):
@@ -310,7 +310,7 @@ def quantize_rhs(
         return Layouts(None, w)
     if rows == columns and rows.scales == "block":
         return Layouts(Quantized(w.codes.mT, w.scales.mT), w)
-    codes = forward_qtensor(recipe, w, spec.fwd.block_shape[:0:-1], side=1)
+    codes = forward_qtensor(recipe, w, spec.fwd.block_shape[:0:-1])
     floats = codes.dequantize(spec.rhs_dtype).mT
     seeds = seeds_of(seed, RHS_STREAM, floats)
     requantized = _quantize(
@@ -319,16 +319,10 @@ def quantize_rhs(
     return Layouts(requantized.rowwise, w)
 
 
-def forward_qtensor(
-    recipe: Recipe, codes: Quantized, block: Block, *, side: int
-) -> QTensor:
-    """Codes of the forward GEMM; ``block`` is theirs if K has several scales.
-
-    ``side`` is 0 for lhs and 1 for rhs.
-    """
+def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
+    """Codes of the forward GEMM; ``block`` is theirs if K has several scales."""
     row = 1, max(1, codes.codes.shape[2])
-    has_several = recipe.fwd.scales[side] in INNER_SCALES
-    return QTensor(codes, None, block if has_several else row)
+    return QTensor(codes, None, block if recipe.fwd.splits_contraction else row)
 
 
 def quantize_grad(

@@ -62,8 +62,7 @@ def matmul(
     Args:
       lhs: codes int8 or float8_e4m3fn, and scales float32, one per block.
       residual: a second term of lhs, of the same shapes, or None.
-      rhs: codes of the same dtype and scales float32, one per block; or, if n is 1,
-        one per row.
+      rhs: codes of the same dtype and scales float32, one per block.
       block_shape: ``(m, k, n)``, the size of a block along M, K and N.
       dtype: dtype of the output.
       reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``: the dtype in which devices
@@ -82,7 +81,7 @@ def matmul(
             "matmul takes seeds if and only if reduce='int8'; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
-    has_blocks = residual is not None or not _has_row_scales(block_shape, lhs, rhs)
+    has_blocks = residual is not None or not _has_row_scales(rhs, block_shape)
     sides = block_shape if has_blocks else ()
     operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
     options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype), "reduce": reduce}
@@ -112,7 +111,7 @@ def quantizes_in_matmul(
     rows = math.prod(x.shape[1:-1])
     if (
         not _has_few_rows(rows, block_shape, _FEW_ROWS_TO_QUANTIZE)
-        or _has_row_scales(block_shape, rhs)
+        or _has_row_scales(rhs, block_shape)
         or rhs.codes.dtype != jnp.int8
         or criterion not in (None, "absmax")
     ):
@@ -159,10 +158,9 @@ def quantize_matmul(
     return call(QUANTIZE_MATMUL, (x, theta, rhs), block_shape, options, implementation)
 
 
-def _has_row_scales(block_shape: BlockShape, *operands: Quantized) -> bool:
-    """Whether the operands, or their parts, have one scale per row."""
-    one_scale = all(operand.scales.shape[-1] == 1 for operand in operands)
-    return block_shape[0] == block_shape[2] == 1 and one_scale
+def _has_row_scales(rhs: Quantized, block_shape: BlockShape) -> bool:
+    """Whether lhs and rhs, or their parts, have one scale per row."""
+    return block_shape[0] == block_shape[2] == 1 and rhs.scales.shape[-1] == 1
 
 
 def _has_parts(rhs: Quantized, block_shape: BlockShape) -> bool:
@@ -189,7 +187,7 @@ def _matmul_rule(
     stack = "b"
     columns = block_axis("n", rhs.codes.shape[1], n)
     depth = block_axis("k", rhs.codes.shape[-1], k)
-    if vectors := _has_row_scales(block_shape, lhs, rhs):
+    if vectors := _has_row_scales(rhs, block_shape):
         side = VECTOR_GRANULARITY[1]
         depth = AxisWords(block_axis("k", rhs.codes.shape[-1], side).codes, UNSHARDED)
     contracted = depth.codes[0].strip(UNSHARDED)
@@ -205,8 +203,6 @@ def _matmul_rule(
         rows = row_axes(lhs.codes.shape, m)
     left, _ = layout_words(rows, depth, stack)
     right, _ = layout_words(columns, depth, stack)
-    if rhs.codes.ndim == 3 and reference.has_column_scales(lhs, rhs):
-        right = right._replace(scales=f"b {columns.scales} {UNSHARDED}")
     if rhs.sums is not None:
         right = right._replace(sums=right.scales)
     operands = left, None if residual is None else left, right, *("b" for _ in seeds)
@@ -252,7 +248,7 @@ def _multiply(
     dtype: Any,
 ) -> jax.Array:
     """Multiplies matrices with merged rows, or sums the products of parts."""
-    if _has_row_scales(block_shape, lhs, rhs):
+    if _has_row_scales(rhs, block_shape):
         block_shape = (1, lhs.codes.shape[-1], 1)
     if _has_few_rows(lhs.codes.shape[1], block_shape):
         run = dataclasses.replace(run, op=_FEW_ROWS_MATMUL)

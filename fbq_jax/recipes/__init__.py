@@ -13,7 +13,6 @@ from fbq_jax.recipes.presets import jetfire as jetfire
 from fbq_jax.recipes.presets import per_tensor as per_tensor
 from fbq_jax.recipes.presets import per_tensor_bifurcated as per_tensor_bifurcated
 from fbq_jax.recipes.presets import row_block as row_block
-from fbq_jax.recipes.presets import row_block_columns as row_block_columns
 from fbq_jax.recipes.presets import row_block_lhs as row_block_lhs
 from fbq_jax.recipes.presets import rowwise as rowwise
 from fbq_jax.recipes.presets import switchback as switchback

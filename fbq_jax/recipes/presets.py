@@ -51,12 +51,6 @@ row_block_lhs = replace(
     row_block, drhs=replace(row_block.drhs, scales=("row_block", "block"))
 )
 
-#: ``row_block_lhs`` with one scale for each column of W in Y, which the product
-#: multiplies once, after the sum.
-row_block_columns = replace(
-    row_block_lhs, fwd=replace(row_block_lhs.fwd, scales=("row_block", "row"))
-)
-
 #: DeepSeek-V3's FP8 (arXiv 2412.19437): ``row_block`` with codes in E4M3, rounded to
 #: nearest.
 fp8_row_block = Recipe(

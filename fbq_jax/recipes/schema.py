@@ -24,10 +24,6 @@ MAPPED_BLOCK = (128, 128, 128)
 
 Scales = Literal["block", "row_block", "row", "tensor"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
-#: The kinds with several scales along the contraction.
-INNER_SCALES: tuple[Scales, ...] = ("block", "row_block")
-# rhs has one scale for each column, which is multiplied after the sum over K.
-_COLUMNS = ("row_block", "row")
 Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
 Reduce = Literal["float32", "bfloat16", "int8"]
@@ -72,9 +68,7 @@ class Gemm:
         ``"block"``: a block of ``Recipe.block``.  ``"row_block"``: one row of such a
         block of lhs or one column of such a block of rhs, along the contraction.
         ``"row"``: a row of lhs or a column of rhs, which is one vector along the
-        contraction.  ``"tensor"``: the entire operand.  Either both operands have
-        several scales along the contraction or neither, except for the pair
-        ``("row_block", "row")``.
+        contraction.  ``"tensor"``: the entire operand.
       hadamard: whether drhs multiplies both operands by a Hadamard matrix H before it
         quantizes them: ``dW = (H X)' . (H dY)``, where H is orthogonal and mixes 128
         tokens (``fbq_jax.kernels.hadamard``).  It spreads an outlier over 128 tokens of
@@ -123,8 +117,8 @@ class Gemm:
 
     @property
     def splits_contraction(self) -> bool:
-        """Whether lhs is in codes with scales for parts of the contraction."""
-        return not self.in_floats and self.scales[0] in INNER_SCALES
+        """Whether the operands are codes with scales for parts of the contraction."""
+        return not self.in_floats and not {"row", "tensor"}.intersection(self.scales)
 
     def block_shape(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
         """The values of this GEMM's M, K and N that share a scale, if K has several.
@@ -334,8 +328,7 @@ class Recipe:
                 accepted = getattr(gemm, side) in ("nearest", None)
                 yield f"{name}.{side}", accepted, "'nearest' with codes in FP8"
             takes = "'block' or 'row_block' with codes in FP8"
-            accepted = gemm.in_floats or {*gemm.scales} <= {*INNER_SCALES}
-            yield f"{name}.scales", accepted, takes
+            yield f"{name}.scales", gemm.in_floats or gemm.splits_contraction, takes
 
     def _gemms(self) -> dict[str, Gemm]:
         return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}
@@ -396,13 +389,9 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
         yield "reduce", gemm.reduce is None, f"{takes}: XLA sums it"
     else:
         yield "rhs", gemm.rhs is not None, "a rounding if lhs has one"
-        inner = [kind in INNER_SCALES for kind in scales]
-        accepted = inner[0] == inner[1] or (scales == _COLUMNS and name != "drhs")
-        takes = (
-            "'block' or 'row_block' for both operands or for neither, or "
-            f"{_COLUMNS} in fwd and dlhs"
-        )
-        yield "scales", accepted, takes
+        inner = [kind in ("block", "row_block") for kind in scales]
+        takes = "'block' or 'row_block' for both operands or for neither"
+        yield "scales", inner[0] == inner[1], takes
         yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
     is_drhs = name == "drhs"
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"

@@ -19,7 +19,7 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
 )
 from fbq_jax.kernels.mosaic.gemm_promotion import OUTLIER_RATIO
 from fbq_jax.kernels.mosaic.lower_once import call_lowered_once
-from fbq_jax.kernels.reference import CodeDtype, Quantized, has_column_scales
+from fbq_jax.kernels.reference import CodeDtype, Quantized
 from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
 
@@ -43,7 +43,7 @@ def matmul(
         float32 ``[B, ceil(M/m), ceil(K/k)]``.
       residual: a second term of lhs with the same shapes, or None.
       rhs: codes ``[B, N, K]`` of lhs's dtype, scales float32
-        ``[B, ceil(N/n), ceil(K/k)]``, or ``[B, N, 1]`` if n is 1.
+        ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each a multiple of 128; m and n may also be 1.
       dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options; by default those in the table.
@@ -56,8 +56,6 @@ def matmul(
     """
     m, _, n = block_shape
     row_scales: RowScales = "both" if n == 1 else "lhs" if m == 1 else "none"
-    if has_column_scales(lhs, rhs):
-        row_scales = "lhs, once for rhs"
     fallback = residual is not None
     if fallback and row_scales != "none":
         raise ValueError(
@@ -120,10 +118,6 @@ def make_operands(
         lhs_scales = scale_per_row(lhs.scales, (m, k), M, K)
     if problem.row_scales == "both":
         rhs_scales = scale_per_row(rhs.scales, (n, k), N, K)
-    elif problem.row_scales == "lhs, once for rhs":
-        # A tile of 192 columns may extend beyond N by 128.
-        padding = N + BLOCK - rhs.scales.shape[1]
-        rhs_scales = jnp.pad(rhs.scales[:, :, 0], ((0, 0), (0, padding)))
     else:
         rhs_scales = scale_per_tile(rhs.scales, (n, k), N, K)
     residual_codes = order = counts = regular_counts = None

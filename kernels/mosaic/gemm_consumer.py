@@ -126,17 +126,12 @@ class Consumer:
         """Copies a finished tile, each part after the copy before it has been read."""
         first_row = self._first_row(tile)
         first_column = self.scheduler.first_column(tile)
-        problem, operands = self.scheduler.problem, self.scheduler.operands
         for n, part in enumerate(parts):
-            columns = pl.ds(first_column + n * PART, PART)
-            values = part
-            if problem.row_scales == "lhs, once for rhs":
-                scales = load_vector(operands.rhs_scales.at[tile.batch, columns], 1)
-                values *= lax.broadcast_in_dim(scales, part.shape, (1,))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.staged[...] = values.astype(problem.dtype)
+            self.staged[...] = part.astype(self.scheduler.problem.dtype)
             plgpu.commit_smem()
             rows = pl.ds(first_row, CONSUMER_ROWS)
+            columns = pl.ds(first_column + n * PART, PART)
             # TMA writes nothing beyond the last column.
             target = self.out.at[tile.batch, rows, columns]
             plgpu.copy_smem_to_gmem(self.staged, target)

@@ -26,7 +26,7 @@ _SCALE_BYTES = 4
 # The work of a tile beside that of its columns, in columns.
 _TILE_OVERHEAD = 64
 
-RowScales = Literal["none", "lhs", "lhs, once for rhs", "both"]
+RowScales = Literal["none", "lhs", "both"]
 
 
 class Config(NamedTuple):
@@ -76,8 +76,7 @@ class Problem:
       config: tuning options.
       num_sms: streaming multiprocessors of the GPU.
       row_scales: the operands that have a scale for each row and K block, in place of
-        one for each block: ``"none"``, ``"lhs"`` or ``"both"``.  With ``"lhs, once for
-        rhs"``, each row of rhs has one scale for all of K.
+        one for each block: ``"none"``, ``"lhs"`` or ``"both"``.
       codes: dtype of the codes.
     """
 
@@ -201,8 +200,7 @@ class Operands(NamedTuple):
       regular_counts: int32 ``[B, M/128]``, number of steps before the outlier steps, or
         None without residual.
       rhs: ``[B, N, K]``, codes of lhs's dtype.
-      rhs_scales: float32 ``[B, N/128, K/128]``; or ``[B, K/128, N]``, of each row; or
-        ``[B, N + 128]``, of each row for all of K.
+      rhs_scales: float32 ``[B, N/128, K/128]``; or ``[B, K/128, N]``, of each row.
       rhs_sums: float32 ``[n]``, the sums of rhs (``reference.Quantized``), padded to at
         least ``SUM_CHUNK``.  None without running sums.
       groups: int32 ``[M/128]``, the matrix of rhs that each row of tiles multiplies;

@@ -38,7 +38,7 @@ class Scales(NamedTuple):
     """The scales of one step in a tile: products of both operands' scales.
 
     They are float32 ``[]``, or ``[64]`` if each row of lhs has its own.  If each row of
-    rhs has its own, too, they are the scales of lhs alone.
+    rhs does, too, they are the scales of lhs alone.
 
     Attributes:
       first: of the tile's first block of columns.
@@ -192,7 +192,7 @@ class Scheduler:
     def row_scales(self, tile: Tile, step: int | jax.Array, lhs: jax.Array) -> Scales:
         """The scales of a step with these of rows of lhs; arbitrary after the last."""
         refs, problem = self.operands, self.problem
-        if problem.row_scales != "lhs":
+        if problem.row_scales == "both":
             return Scales(lhs, lhs)
         k = jnp.minimum(step, problem.K // BLOCK - 1)
         first = lax.div(self.first_column(tile), jnp.int32(BLOCK))

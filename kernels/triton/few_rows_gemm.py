@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from jax.experimental.pallas import cdiv
 
-from fbq_jax.kernels.reference import Quantized, has_column_scales
+from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.triton.gemm import align, row_scales_last
 from fbq_jax.kernels.triton.gemm_kernel import (
     add_product,
@@ -91,8 +91,7 @@ def matmul(
       lhs: codes ``[B, M, K]`` as in ``gemm.matmul``, scales float32
         ``[B, 1, ceil(K/k)]``, or ``[B, M, ceil(K/k)]`` if ``m == 1``.
       residual: a second term of lhs with the same shapes, or None.
-      rhs: codes ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``, or
-        ``[B, N, 1]`` if n is 1.
+      rhs: codes ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
       dtype: dtype of the output.
       sm: compute capability of the GPU times ten; by default that of the first device
@@ -108,9 +107,6 @@ def matmul(
     sizes = batch, M, rhs.codes.shape[1], K
     fallback = residual is not None
     config = config or default_config(sizes, k, sm=sm)
-    if has_column_scales(lhs, rhs):  # Repeated, they are few beside the codes of rhs.
-        shape = *rhs.scales.shape[:2], lhs.scales.shape[2]
-        rhs = Quantized(rhs.codes, jnp.broadcast_to(rhs.scales, shape))
     lhs = align(lhs)
     second = lhs if residual is None else align(residual)  # not read without one
     lhs, second = row_scales_last(lhs, m), row_scales_last(second, m)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import cdiv
 
-from fbq_jax.kernels.reference import Quantized, has_column_scales
+from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.triton.gemm_config import Config, choose_config
 from fbq_jax.kernels.triton.gemm_kernel import gemm_kernel
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
@@ -28,7 +28,7 @@ def matmul(
         GPUs of compute capability 8.9 or above, codes may also be float8_e4m3fn.
       residual: a second term of lhs with the same shapes, or None.
       rhs: codes ``[B, N, K]`` of lhs's dtype, scales float32
-        ``[B, ceil(N/n), ceil(K/k)]``, or ``[B, N, 1]`` if n is 1.
+        ``[B, ceil(N/n), ceil(K/k)]``.
       block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
       dtype: dtype of the output.
       sm: compute capability of the GPU times ten; by default that of the first device
@@ -75,7 +75,6 @@ def launch_gemm(
     batch, M, N = out.shape
     K = lhs.codes.shape[2]
     lhs, rhs = align(lhs), align(rhs)
-    column_scales = has_column_scales(lhs, rhs)
     if residual is None:
         # Placeholders that the kernel does not read.
         second, lists = lhs, (lhs.scales, lhs.scales, lhs.scales)
@@ -104,7 +103,6 @@ def launch_gemm(
         **config._asdict(),
         GROUPED=grouped,
         FALLBACK=residual is not None,
-        COLUMN_SCALES=column_scales,
         # Before Ada, the conversion of an integer to a float is slow.
         MAGIC_CONVERSION=sm < 89,
     )

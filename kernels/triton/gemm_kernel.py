@@ -5,7 +5,6 @@ on the tensor cores, scales the product and adds it to a float32 accumulator.  A
 of INT8 codes is exact.  One of FP8 codes starts at 0 as well, so that the tensor cores
 sum no more than a block of them.
 If ``m`` or ``n`` is 1, each row of that operand has its own scale in each K block.
-With ``COLUMN_SCALES``, each row of rhs has one scale for all of K.
 A program cannot multiply while it scales and adds a product.  So tiles are small enough
 for two or three programs to share a multiprocessor: one multiplies while another one
 scales and adds.
@@ -51,7 +50,6 @@ def gemm_kernel(
     group: tl.constexpr,
     GROUPED: tl.constexpr,
     FALLBACK: tl.constexpr,
-    COLUMN_SCALES: tl.constexpr,
     MAGIC_CONVERSION: tl.constexpr,
 ):
     """Computes one ``[BM, BN]`` tile of the output."""
@@ -86,8 +84,7 @@ def gemm_kernel(
     lhs_rows = scale_offsets(lhs_batch, row, i, 1, M, m, BM, k_blocks)
     lhs_scales += lhs_rows
     residual_scales += lhs_rows
-    rhs_blocks: tl.constexpr = 1 if COLUMN_SCALES else k_blocks
-    rhs_scales += scale_offsets(rhs_batch, column, j, 0, N, n, BN, rhs_blocks)
+    rhs_scales += scale_offsets(rhs_batch, column, j, 0, N, n, BN, k_blocks)
 
     if FALLBACK:
         row_group: tl.constexpr = max(m, BM)
@@ -126,11 +123,8 @@ def gemm_kernel(
                 block = tl.cast(step, tl.int64)
             codes = lhs
             lhs_scale = tl.load(lhs_scales + block * lhs_scale_stride)
-        if COLUMN_SCALES:
-            scale = lhs_scale[:, None] if m == 1 else lhs_scale
-        else:
-            rhs_scale = tl.load(rhs_scales + block * rhs_scale_stride)
-            scale = outer_product(lhs_scale, rhs_scale, m, n)
+        rhs_scale = tl.load(rhs_scales + block * rhs_scale_stride)
+        scale = outer_product(lhs_scale, rhs_scale, m, n)
         inside = c < K - block * k  # not read if a block has all of K
         codes += block * lhs_stride
         a = load(codes + lhs_offsets, inside[None, :], K % k == 0)
@@ -141,10 +135,6 @@ def gemm_kernel(
             a = load(codes + lower_offsets, inside[None, :], K % k == 0)
             lower_acc = add_product(lower_acc, a, b, scale, MAGIC_CONVERSION)
 
-    if COLUMN_SCALES:
-        column_scale = tl.load(rhs_scales)[None, :]
-        acc *= column_scale
-        lower_acc *= column_scale
     out += (batch * M + row) * N + column
     store(out, acc, row, column, 0, M, N)
     if halves == 2:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from fbq_jax.kernels.reference import Quantized, has_column_scales
+from fbq_jax.kernels.reference import Quantized
 from tests import oracle
 
 
@@ -20,14 +20,12 @@ class Case(NamedTuple):
       blocks: ``(m, k, n)``, the block shape.
       fallback: fraction of lhs' blocks with a residual; None for no residual operand.
       dtype: dtype of the codes.
-      columns: whether each column of rhs has one scale for all of K.
     """
 
     shape: tuple[int, int, int, int]
     blocks: tuple[int, int, int]
     fallback: float | None
     dtype: str = "int8"
-    columns: bool = False
 
 
 # The GEMM in Mosaic has no residual with scales of rows.
@@ -52,10 +50,6 @@ CASES = {
     "scales of rows and columns": Case((2, 130, 400, 300), (1, 128, 1), None),
     "scales of columns": Case((1, 150, 260, 100), (64, 64, 1), None),
     "scales of few rows": Case((2, 20, 300, 200), (1, 128, 128), None),
-    "once for columns": Case((2, 200, 400, 300), (1, 128, 1), None, columns=True),
-    "once for columns, few rows": Case(
-        (1, 20, 333, 190), (1, 128, 1), None, columns=True
-    ),
     "128x32x256 blocks": Case((1, 90, 150, 280), (128, 32, 256), None),
 }
 
@@ -79,9 +73,9 @@ def operands(
     Residuals that are not used have scale 0 and random codes.
     """
     rng = np.random.default_rng(seed)
-    (batch, M, K, N), (m, k, n), fallback, dtype, columns = case
+    (batch, M, K, N), (m, k, n), fallback, dtype = case
 
-    def quantized(rows: int, block_rows: int, used: float, k: int = k) -> Quantized:
+    def quantized(rows: int, block_rows: int, used: float) -> Quantized:
         codes = rng.integers(-127, 128, (batch, rows, K)).astype(np.int8)
         if dtype != "int8":  # the bits of any finite codes
             codes = (codes % 127 | codes & -128).astype(np.int8).view(dtype)
@@ -89,7 +83,7 @@ def operands(
         scales = rng.uniform(0.5, 2.0, shape) * (rng.random(shape) < used)
         return Quantized(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
 
-    lhs, rhs = quantized(M, m, 1.0), quantized(N, n, 1.0, K if columns else k)
+    lhs, rhs = quantized(M, m, 1.0), quantized(N, n, 1.0)
     return lhs, None if fallback is None else quantized(M, m, fallback), rhs
 
 
@@ -105,7 +99,6 @@ def exact(lhs, residual, rhs, block_shape) -> np.ndarray:
     if residual is not None:
         values += dequantize(residual, (m, k))
     with np.errstate(invalid="ignore"):
-        k = rhs.codes.shape[2] if has_column_scales(lhs, rhs) else k
         return values @ dequantize(rhs, (n, k)).mT
 
 

@@ -67,7 +67,6 @@ QUARTER = dataclasses.replace(
         "bf16",
         "row_block_lhs",
         "fp8_row_block_lhs",
-        "row_block_columns",
         "fallback",
         "jetfire",
         "block",

@@ -102,12 +102,6 @@ def row_block_lhs(x, w, dy):
     return y, dx, oracle.quantize(x, (128, 1), x_noise)[2].T @ values
 
 
-def row_block_columns(x, w, dy):
-    """A column of W has one scale in Y."""
-    y = oracle.quantize(x, (1, 128))[2] @ oracle.quantize(w, (len(w), 1))[2]
-    return y, *row_block_lhs(x, w, dy)[1:]
-
-
 def row_block_codes(x, w, dy):
     """An unquantized dW that reads the values of forward codes."""
     values = oracle.quantize(x, (1, 32))[2]
@@ -172,7 +166,6 @@ EQUATIONS = [
     row_block,
     functools.partial(row_block, side=32),
     row_block_lhs,
-    row_block_columns,
     row_block_codes,
     fp8_row_block,
     functools.partial(fp8_row_block, side=32),

@@ -57,7 +57,6 @@ COLLECTIVES = {
     ],
     "row_block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "row_block_lhs": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
-    "row_block_columns": [*CODES_OF_W, *SUM, *scales(BLOCKS), *maxima(N)],
     # XLA for CPUs gathers FP8 as float16; in test_gpus.py, XLA for GPUs gathers FP8.
     "fp8_row_block": [
         *[("all-gather", "f16", W)] * 2,
