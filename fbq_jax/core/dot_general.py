@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax.core import matmul_vjp, threshold
+from fbq_jax.core import equalization, matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices, is_requested
 from fbq_jax.core.dot_call import DotCall, RaggedCall
 from fbq_jax.core.qtensor import QTensor
@@ -22,7 +22,6 @@ from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.core.weight_products import mark_weight
-from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -201,15 +200,45 @@ def _seeded_dot_general(
         lhs: jax.Array,
         rhs: jax.Array,
         scalars: Scalars,
-        codes: Quantized | None,
+        codes: QTensor | None,
     ) -> tuple[jax.Array, Stats]:
         x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
         x, weight = as_varying((x, w if codes is None else codes))
-        y, stats = matmul_vjp.matmul(spec, x, weight, scalars.on_device(x))
+        matmul = _equalized_matmul if recipe.equalize else _matmul
+        y, stats = matmul(spec, x, weight, scalars.on_device(x))
         return y.reshape(out.shape), stats
 
-    main = None if codes is None else codes.main
-    return automatic(multiply, out)(lhs, rhs, scalars, main)
+    return automatic(multiply, out)(lhs, rhs, scalars, codes)
+
+
+def _matmul(
+    spec: Spec, x: jax.Array, w: jax.Array | QTensor, scalars: Scalars
+) -> tuple[jax.Array, Stats]:
+    """``matmul_vjp.matmul``; the weight of a frozen layer is its colwise codes."""
+    weight = w.main if isinstance(w, QTensor) else w
+    return matmul_vjp.matmul(spec, x, weight, scalars)
+
+
+def _equalized_matmul(
+    spec: Spec, x: jax.Array, w: jax.Array | QTensor, scalars: Scalars
+) -> tuple[jax.Array, Stats]:
+    """``_matmul`` of equalized operands; the metric is that of ``X R``."""
+    if isinstance(w, QTensor):
+        assert w.exponents is not None
+        powers = w.exponents.mT
+    else:
+        powers = equalization.exponents(lax.stop_gradient(w))
+        w = powers.remove(w)
+    equalized = spec._replace(
+        dtype=equalization.wide(spec.dtype),
+        lhs_dtype=equalization.wide(spec.lhs_dtype),
+        rhs_dtype=equalization.wide(spec.rhs_dtype),
+    )
+    x = x.astype(equalized.lhs_dtype)
+    x = equalization.multiply(x, powers.rows, x.ndim - 1)
+    y, stats = _matmul(equalized, x, w, scalars)
+    y = equalization.multiply(y, powers.columns, y.ndim - 1)
+    return y.astype(spec.dtype), stats
 
 
 def _quantizes(

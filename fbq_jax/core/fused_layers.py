@@ -74,10 +74,11 @@ def fuses(recipe: Recipe) -> bool:
 
     They need block scales in all three GEMMs and nearest rounding of X in the forward
     GEMM.  In dW, nothing falls back.  They always quantize: ``where_slower`` is
-    ``"quantize"``.
+    ``"quantize"``.  They do not equalize.
     """
     return (
         recipe.in_blocks
+        and not recipe.equalize
         and recipe.fwd.lhs == "nearest"
         and not recipe.drhs.fallback
         and recipe.where_slower == "quantize"

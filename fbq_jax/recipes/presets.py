@@ -19,6 +19,9 @@ fallback = Recipe()
 #: ``fallback`` without fallback: plain INT8 with one scale per block.
 block = replace(fallback, criterion=None)
 
+#: ``block`` with equalized rows and columns of W (``Recipe.equalize``).
+block_equalized = replace(block, equalize=True)
+
 #: The forward GEMM of ``fallback``; backward GEMMs with one scale per row or
 #: column.
 fallback_rowwise_bwd = Recipe(
@@ -50,6 +53,9 @@ row_block = Recipe(
 row_block_lhs = replace(
     row_block, drhs=replace(row_block.drhs, scales=("row_block", "block"))
 )
+
+#: ``row_block_lhs`` with equalized rows and columns of W (``Recipe.equalize``).
+row_block_equalized = replace(row_block_lhs, equalize=True)
 
 #: DeepSeek-V3's FP8 (arXiv 2412.19437): ``row_block`` with codes in E4M3, rounded to
 #: nearest.

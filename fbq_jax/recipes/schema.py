@@ -185,6 +185,10 @@ class Recipe:
         or ``"float8_e4m3fn"``, FP8 with 3 bits after the leading one, whose largest
         value is 448.  FP8 codes are rounded to nearest, have scales ``"block"`` or
         ``"row_block"`` with blocks up to 128, and no fallback.
+      equalize: whether rows and columns of W are multiplied by powers of two that make
+        their magnitudes alike, and X, dY and the products by the inverse powers, before
+        anything is quantized (``fbq_jax.core.equalization``).  Large and small rows and
+        columns of W then cost no precision.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -193,7 +197,7 @@ class Recipe:
         ``"quantize"`` quantizes it all the same.  ``"float"`` leaves its three GEMMs
         unquantized, with a warning, and XLA sums them, whatever ``Gemm.reduce``; the
         layer's state keeps its structure, and ``count`` goes on.  The maps are of
-        blocks of 128x128, which ``"float"`` needs in all GEMMs.
+        blocks of 128x128, which ``"float"`` needs in all GEMMs, without ``equalize``.
 
     Raises:
       RecipeError: a field has a value that it does not accept, alone or together with
@@ -215,6 +219,7 @@ class Recipe:
     start: float | Literal["first_batch"] = "first_batch"
     bound: float = 127.0
     codes: CodeDtype = "int8"
+    equalize: bool = False
     fwd: Gemm = Gemm()
     dlhs: Gemm = Gemm(lhs="stochastic")
     drhs: Gemm = Gemm(lhs="stochastic", rhs="stochastic")
@@ -260,11 +265,17 @@ class Recipe:
         yield "codes", self.codes in CODE_DTYPES, f"one of {CODE_DTYPES}"
         if self.codes == "float8_e4m3fn":
             yield from self._float8_checks(sizes)
+        yield "equalize", isinstance(self.equalize, bool), "True or False"
         accepted = self.where_slower in WHERE_SLOWER
         yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
-        has_map = self.in_blocks and sizes == MAPPED_BLOCK
-        takes = "'quantize' unless all GEMMs have INT8 scales per 128x128 block"
-        yield "where_slower", self.where_slower == "quantize" or has_map, takes
+        accepted = self.where_slower == "quantize" or (
+            self.in_blocks and sizes == MAPPED_BLOCK and not self.equalize
+        )
+        takes = (
+            "'quantize' unless all GEMMs have INT8 scales per 128x128 block, without "
+            "equalize"
+        )
+        yield "where_slower", accepted, takes
 
     def _threshold_checks(self) -> Iterator[_Check]:
         """Checks the fields of the threshold, each on its own."""

@@ -20,10 +20,10 @@ from fbq_jax import (
     fallback_dot,
     recipes,
 )
-from fbq_jax.core import matmul_vjp, threshold
-from fbq_jax.core.dot_general import DotConfig
+from fbq_jax.core import threshold
+from fbq_jax.core.dot_call import DotCall
+from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
 from fbq_jax.core.frozen_weight import quantize_weight
-from fbq_jax.core.quantize_operands import Spec
 from tests.marks import with_first_fast
 
 RECIPE = Recipe(block=32)
@@ -73,8 +73,9 @@ def same_bits(a, b):
     return bool(jnp.all(a == b))
 
 
-def test_a_frozen_model_computes_what_was_trained():
-    model = Mlp()
+@pytest.mark.parametrize("recipe", [RECIPE, recipes.row_block_equalized])
+def test_a_frozen_model_computes_what_was_trained(recipe):
+    model = Mlp(recipe)
     variables = as_trained(model, X)
     frozen = fbq_jax.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype))
     training = jax.jit(lambda v: model.apply(v, X, mutable=["fallback"]))
@@ -84,7 +85,8 @@ def test_a_frozen_model_computes_what_was_trained():
 
 
 @pytest.mark.parametrize(
-    "recipe", with_first_fast([RECIPE, recipes.fp8_row_block_lhs, recipes.block])
+    "recipe",
+    with_first_fast([RECIPE, recipes.fp8_row_block_lhs, recipes.block_equalized]),
 )
 def test_flax_serializes_frozen_variables(recipe):
     """Into a tree of shapes, from bytes and from dictionaries."""
@@ -114,7 +116,7 @@ STOCHASTIC_W = Recipe(
     block=32, fwd=Gemm(rhs="stochastic"), dlhs=Gemm(lhs="stochastic", rhs="stochastic")
 )
 FORWARDS = {
-    (recipe.fwd, recipe.block, recipe.criterion, recipe.bound): recipe
+    (recipe.fwd, recipe.block, recipe.criterion, recipe.bound, recipe.equalize): recipe
     for recipe in (
         *recipes.NAMED.values(),
         Recipe(block=(32, 64, 128), criterion="l1_rel"),
@@ -128,16 +130,14 @@ def test_every_forward_pass_runs_from_frozen_codes():
     dtype = jnp.bfloat16
     x = X.reshape(1, -1, 80).astype(dtype)
     w = jax.random.normal(jax.random.key(2), (80, 144)).astype(dtype)
-    theta = jnp.float32(2.0)
+    call = DotCall((((2,), (0,)), ((), ())), None, dtype, None)
     assert len(FORWARDS) > 7
     for recipe in FORWARDS.values():
-        spec = Spec(recipe, dtype, dtype, dtype, None)
-        state = threshold.start(recipe, 7)
-        scalars = threshold.scalars_of(state)._replace(theta=theta)
-        dims = ((2,), (0,)), ((), ())
-        weight = quantize_weight(DotConfig(recipe), state, w, dims)
-        y, _ = matmul_vjp.matmul(spec, x, w[None], scalars)
-        z, _ = matmul_vjp.matmul(spec, x, weight.codes.main, scalars)
+        config = DotConfig(recipe)
+        state = {**threshold.start(recipe, 7), "theta": jnp.float32(2.0)}
+        weight = quantize_weight(config, state, w, call.dimension_numbers)
+        y, _ = stateful_dot_general(config, state, x, w, call)
+        z, _ = stateful_dot_general(config, state, x, w, call, weight.codes)
         assert same_bits(z, y)
 
 

@@ -38,14 +38,20 @@ def scales(*sizes):
 
 
 def maxima(*sizes):
-    """Reductions of maxima of N columns of W and dY, K columns of X, or matrices."""
+    """Reductions of maxima of N columns of W and dY, K columns of X, or matrices.
+
+    Those of means, which are of integers, too, have the same type.
+    """
     return [("all-reduce", "s32", size) for size in sizes]
 
 
+# The means of W's columns, and factors of its rows, for X and for dX.
+EQUALIZED = [*scales(K, K), *maxima(1, 1, 1, N, N)]
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
 COLLECTIVES = {
     "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
+    "block_equalized": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *EQUALIZED],
     "fallback_rowwise_bwd": [
         *(*CODES_OF_W, *SUM),
         *(*scales(BLOCKS, K, K), *maxima(N, K)),
@@ -57,6 +63,7 @@ COLLECTIVES = {
     ],
     "row_block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "row_block_lhs": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
+    "row_block_equalized": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *EQUALIZED],
     # XLA for CPUs gathers FP8 as float16; in test_gpus.py, XLA for GPUs gathers FP8.
     "fp8_row_block": [
         *[("all-gather", "f16", W)] * 2,

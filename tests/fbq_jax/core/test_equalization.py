@@ -1,0 +1,154 @@
+"""Equalization is exact in floats, and rows and columns of W then cost no precision."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fbq_jax import FLOAT_GEMM, Recipe, dot_general, recipes
+from fbq_jax.core import threshold
+from fbq_jax.core.dot_general import DotConfig
+from fbq_jax.core.equalization import exponents
+from fbq_jax.core.frozen_weight import quantize_weight
+
+MATMUL = (((1,), (0,)), ((), ()))
+IN_FLOATS = Recipe(criterion=None, fwd=FLOAT_GEMM, dlhs=FLOAT_GEMM, drhs=FLOAT_GEMM)
+M, K, N = 96, 160, 144
+
+
+def equalized(recipe):
+    return dataclasses.replace(recipe, equalize=True)
+
+
+def operands(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (M, K), (K, N), (M, N)
+    return [
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def products(recipe, x, w, dy):
+    def multiply(x, w):
+        key = jax.random.key(7)
+        return dot_general(x, w, MATMUL, None, x.dtype, recipe=recipe, key=key)[0]
+
+    y, vjp = jax.vjp(jax.jit(multiply), x, w)
+    return y, *vjp(dy)
+
+
+def planted(x, w, dy):
+    """The same products, with large and small rows and columns of W."""
+    rows, columns = np.ones((K, 1), np.float32), np.ones((1, N), np.float32)
+    rows[::17], rows[5::23], columns[:, ::19] = 512, 1 / 512, 256
+    return x / rows.T, w * rows * columns, dy / columns
+
+
+def errors(recipe, operands):
+    """Relative errors of the products, each element in units of its row or column."""
+    x, w, dy = (np.float64(array) for array in operands)
+    exact = x @ w, dy @ w.T, x.T @ dy
+    axes = 0, 0, (0, 1)  # a column of W is one of Y, and a row one of dX
+    found = []
+    for value, true, axis in zip(products(recipe, *operands), exact, axes, strict=True):
+        found.append(np.max(np.std(value - true, axis) / np.std(true, axis)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_in_floats_no_bit_changes(dtype):
+    arrays = [array.astype(dtype) for array in planted(*operands())]
+    plain, same = (
+        products(recipe, *arrays) for recipe in (IN_FLOATS, equalized(IN_FLOATS))
+    )
+    for value, expected in zip(same, plain, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    rows, columns = exponents(arrays[1][None])
+    assert np.ptp(rows) >= 17  # 512 and 1 / 512 are 18 powers of two apart
+    assert np.ptp(columns) >= 7
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.block, recipes.row_block_lhs, recipes.fallback, recipes.rowwise]
+)
+def test_rows_and_columns_of_w_cost_no_precision(recipe):
+    before = errors(equalized(recipe), operands())
+    after = errors(equalized(recipe), planted(*operands()))
+    assert max(before) < 0.06
+    np.testing.assert_array_less(after, 2.0 * np.array(before))
+    assert max(errors(recipe, planted(*operands()))[:2]) > 0.5
+
+
+@given(
+    row=st.integers(-12, 12),
+    column=st.integers(-12, 12),
+    ones=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_exponents_find_the_factors_of_rows_and_columns(row, column, ones):
+    rows = np.where(np.array([*ones, True, False]), 0, row)
+    columns = np.array([column, 0, 0])
+    w = np.ldexp(1.5, rows[:, None] + columns)[None]
+    found = exponents(jnp.asarray(w, jnp.float32))
+    for shift, expected in zip(found, (rows, columns), strict=True):
+        steps = np.asarray(shift[0]) - expected
+        np.testing.assert_array_less(np.ptp(steps), 2)  # means are rounded down
+
+
+def test_a_few_large_weights_do_not_move_the_others():
+    _, w, _ = operands()
+    before = exponents(w[None])
+    after = exponents(w.at[3, 5].set(1e6)[None])
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_allclose(new, old, atol=1)
+        assert np.mean(np.asarray(new != old)) < 0.05
+
+
+def test_zeros_count_as_nothing():
+    _, w, _ = operands()
+    zeros = w.at[3].set(0.0).at[:, 5].set(0.0)
+    rows, columns = exponents(zeros[None])
+    assert rows[0, 3] == columns[0, 5] == 0
+    recipe = equalized(recipes.block)
+    for value in products(recipe, *(jnp.zeros_like(x) for x in operands())):
+        np.testing.assert_array_equal(value, 0.0)
+    x, _, dy = operands()
+    for value in products(recipe, x, zeros, dy):
+        assert np.all(np.isfinite(value))
+
+
+def test_values_that_are_not_finite_stay_in_their_blocks():
+    x, w, dy = operands()
+    w = w.at[3, 5].set(jnp.nan).at[140, 130].set(jnp.inf)
+    with jax.debug_nans(False):
+        y, *_ = products(equalized(recipes.block), x, w, dy)
+        plain, *_ = products(recipes.block, x, w, dy)
+    np.testing.assert_array_equal(np.isfinite(y), np.isfinite(plain))
+
+
+def test_frozen_codes_are_of_the_equalized_weight():
+    _, w, _ = planted(*operands())
+    config, state = DotConfig(recipes.block_equalized), threshold.start(recipes.block)
+    codes = quantize_weight(config, state, w, MATMUL).codes
+    for values in (codes.mT.dequantize()[0], codes.dequantize()[0].T):
+        rows = np.std(values - w, 1) / np.std(w, 1)
+        columns = np.std(values - w, 0) / np.std(w, 0)
+        assert max(rows.max(), columns.max()) < 0.06
+    with pytest.raises(ValueError, match="QArray has no factors for rows"):
+        codes.to_qarray()
+
+
+def test_float16_keeps_its_range():
+    """``X R`` would leave it: 60000 in a channel of large weights."""
+    x, w, dy = operands()
+    x = x.at[:, 5].multiply(1024.0).at[0, 5].set(60_000.0)
+    w = w.at[5].divide(4.0).at[:, 32:].divide(2048.0).at[32:].divide(2048.0)
+    arrays = [array.astype(jnp.float16) for array in (x, w, dy)]
+    results = products(equalized(recipes.row_block_lhs), *arrays)
+    assert {value.dtype for value in results} == {jnp.dtype(jnp.float16)}
+    exact = np.float64(arrays[0]) @ np.float64(arrays[1])
+    np.testing.assert_allclose(results[0], exact, atol=0.02 * np.abs(exact).max())
