@@ -14,11 +14,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from examples.llama import metrics
 from fbq_jax import Recipe
 
-# The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and a
-# dark purple. Dashes keep overlapping curves visible.
+# The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and five
+# others. Dashes keep overlapping curves visible.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#999999", "#661177", "#8C6D1F", "#332288"),
+    *("#DDCC77", "#44AA99"),
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 

@@ -28,13 +28,18 @@ _OTHER_OUTLIERS = (606.0, 256)
 _GAUSSIAN = "Gaussian"
 _ALL_TOKENS = "606, all tokens"
 _W, _DY = "W up to 606", "dY up to 606"
+_UNEVEN = "uneven W"
+_UNEVEN_POWERS = -4.5, 4.5  # of two, the factors of its rows and columns
 _NAMED = (
     "fallback",
+    "block",
+    "block_equalized",
     "fallback_rowwise_bwd",
     "fallback_hadamard",
     "rowwise",
     "row_block",
     "row_block_lhs",
+    "row_block_equalized",
     "fp8_row_block",
     "fp8_row_block_lhs",
     "jetfire",
@@ -186,6 +191,16 @@ def _operands(shape: tuple[int, int, int]) -> Iterator[tuple[str, Operands]]:
     with_outliers = data.swiglu(keys[1], (K, N), *_OTHER_OUTLIERS) * K**-0.5
     yield _W, (x, with_outliers, dy)
     yield _DY, (x, w, data.swiglu(keys[2], (M, N), *_OTHER_OUTLIERS))
+    yield _UNEVEN, _uneven(keys[0], x, w, dy)
+
+
+def _uneven(key: jax.Array, x: jax.Array, w: jax.Array, dy: jax.Array) -> Operands:
+    """Rows and columns of W of many magnitudes, for which X and dY make up."""
+    rows, columns = (
+        2.0 ** jax.random.uniform(key, (size,), x.dtype, *_UNEVEN_POWERS)
+        for key, size in zip(jax.random.split(key), w.shape, strict=True)
+    )
+    return x / rows, w * rows[:, None] * columns, dy / columns
 
 
 def _channel_of_outliers(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -212,6 +227,7 @@ def _errors(arrays: Any, exact: Any) -> dict[str, float]:
         "y_token": (y, exact_y),
         "y_channel": (y.T, exact_y.T),
         "dx_token": (dx, exact_dx),
+        "dx_channel": (dx.T, exact_dx.T),
         "dw_in": (dw, exact_dw),
         "dw_out": (dw.T, exact_dw.T),
     }
@@ -238,9 +254,10 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"{versions}. "
         "Errors compare with float32 products: for Y and dX the mean over tokens, for "
         "dW over input channels. With outliers in W, Y's is the mean over output "
-        "channels; with outliers in dY, dW's is. Steps are those that second terms "
-        "add to the three products' own, on X up to 606. Saved is what the forward "
-        "pass saves of X."
+        "channels; with outliers in dY, dW's is. An uneven W has rows and columns with "
+        "factors of 1/23 to 23, and X and dY have the inverse ones; errors are means "
+        "over channels. Steps are those that second terms add to the three products' "
+        "own, on X up to 606. Saved is what the forward pass saves of X."
     )
     by_recipe: dict[str, dict[str, Any]] = {}
     for row in content["recipe_errors"]:
@@ -252,6 +269,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         (f"dX, {_DY}", _DY, "dx_token"),
         *((f"dW, {x}", x, "dw_in") for x in xs),
         (f"dW, {_DY}", _DY, "dw_out"),
+        *((f"{y}, {_UNEVEN}", _UNEVEN, f"{y.lower()}_channel") for y in ("Y", "dX")),
+        (f"dW, {_UNEVEN}", _UNEVEN, "dw_in"),
     ]
     head = ["recipe", "steps", "saved, bytes/value", *(title for title, *_ in columns)]
     width = content["shape"][1]

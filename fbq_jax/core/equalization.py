@@ -24,11 +24,8 @@ from jax import lax
 
 from fbq_jax.core.serialization import serializable_namedtuple
 
-# The exponents of float32: the lowest bit of the field, and its largest value, which
-# belongs to infinities and NaN.
-_SHIFT, _BIAS, _NOT_FINITE = 23, 127, 255
-# Weights further below the largest count as this many powers of two below it.
-_RANGE = 32
+_SHIFT, _BIAS = 23, 127  # of the exponent in the bits of a float32
+_LARGEST = 60  # so that the product of two factors is a normal float32
 
 
 class Exponents(NamedTuple):
@@ -65,8 +62,7 @@ def exponents(w: jax.Array) -> Exponents:
     """The powers of two by which the rows and columns of W exceed the mean.
 
     Means are of ``floor(log2 |w|)``, in integers: a few large weights hardly move them,
-    and every device and order of summation gives the same.  Zeros do not count, nor do
-    values that are not finite.
+    and every device and order of summation gives the same.  Zeros do not count.
 
     Args:
       w: ``[B, K, N]``.
@@ -77,27 +73,26 @@ def exponents(w: jax.Array) -> Exponents:
     ([[-1, 2]], [[-1, 1]])
     """
     bits = lax.bitcast_convert_type(w.astype(jnp.float32), jnp.int32)
-    field = (bits >> _SHIFT) & _NOT_FINITE
-    counts = (field > 0) & (field < _NOT_FINITE)
-    field = jnp.where(counts, field, 0)
-    top = jnp.max(field, axis=(1, 2), keepdims=True, initial=0)
-    below = jnp.where(counts, jnp.maximum(field - top, -_RANGE), 0)
-    rows, of_rows = _means(below, counts, axis=2)
-    columns, of_columns = _means(below, counts, axis=1)
-    mean, _ = _means(rows, of_rows, axis=1)
+    exponent = (bits >> _SHIFT) & 0xFF  # plus the bias; 0 for zeros
+    rows, columns = _means(exponent, axis=2), _means(exponent, axis=1)
+    mean = _means(rows, axis=1)[:, None]
     return Exponents(
-        jnp.where(of_rows, rows - mean[:, None], 0),
-        jnp.where(of_columns, columns - mean[:, None], 0),
+        _limited(jnp.where(rows > 0, rows - mean, 0)),
+        _limited(jnp.where(columns > 0, columns - mean, 0)),
     )
 
 
-def _means(
-    values: jax.Array, counts: jax.Array, axis: int
-) -> tuple[jax.Array, jax.Array]:
-    """Means along an axis, rounded down, of what counts; and where anything does."""
-    number = jnp.sum(counts, axis, dtype=jnp.int32)
-    total = jnp.sum(values, axis, dtype=jnp.int32)
-    return total // jnp.maximum(number, 1), number > 0
+def _means(values: jax.Array, axis: int) -> jax.Array:
+    """Means of the positive values along an axis, rounded down; 0 if there are none.
+
+    Comparisons would make XLA store which values count, as an array of W's size.
+    """
+    number = jnp.sum(jnp.minimum(values, 1), axis, dtype=jnp.int32)
+    return jnp.sum(values, axis, dtype=jnp.int32) // jnp.maximum(number, 1)
+
+
+def _limited(powers: jax.Array) -> jax.Array:
+    return jnp.clip(powers, -_LARGEST, _LARGEST)
 
 
 def wide(dtype: Any) -> Any:

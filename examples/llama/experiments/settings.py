@@ -66,10 +66,12 @@ QUARTER = dataclasses.replace(
     tuned=(
         "bf16",
         "row_block_lhs",
+        "row_block_equalized",
         "fp8_row_block_lhs",
         "fallback",
         "jetfire",
         "block",
+        "block_equalized",
     ),
     pretrain=FULL.pretrain | {"steps": 384, "save_every": 0},
     gradient_factor=64,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fbq_jax import FLOAT_GEMM, Recipe, dot_general, recipes
@@ -84,6 +84,7 @@ def test_rows_and_columns_of_w_cost_no_precision(recipe):
     assert max(errors(recipe, planted(*operands()))[:2]) > 0.5
 
 
+@settings(deadline=None)
 @given(
     row=st.integers(-12, 12),
     column=st.integers(-12, 12),

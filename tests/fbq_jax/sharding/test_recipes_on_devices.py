@@ -46,7 +46,7 @@ def maxima(*sizes):
 
 
 # The means of W's columns, and factors of its rows, for X and for dX.
-EQUALIZED = [*scales(K, K), *maxima(1, 1, 1, N, N)]
+EQUALIZED = [*scales(K, K), *maxima(1, 1, N, N)]
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
 COLLECTIVES = {
     "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
