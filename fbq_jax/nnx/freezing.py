@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
@@ -156,11 +157,15 @@ def _join(path: tuple[Any, ...], name: str) -> str:
 
 
 def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
+    reason = None
     if not type(layer).__call__.__module__.startswith(("flax.", "fbq_jax.")):
+        reason = f"its class {type(layer).__name__} has a __call__ of its own"
+    elif getattr(layer, "promote_dtype", promote_dtype) is not promote_dtype:
+        reason = "its promote_dtype is not Flax's"
+    if reason is not None:
         raise ValueError(
-            f"freeze cannot tell what the layer {path!r} multiplies by: its class "
-            f"{type(layer).__name__} has a __call__ of its own. Give it None in the "
-            "rules"
+            f"freeze cannot tell what the layer {path!r} multiplies by: {reason}. "
+            "Give it None in the rules"
         )
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
         raise ValueError(f"freeze takes no nnx.Conv with a mask, as {path!r} has")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
 from fbq_jax import FLOAT_GEMM, Recipe, recipes
 from fbq_jax.core.frozen_weight import FrozenKernel
@@ -208,6 +209,17 @@ def test_a_kernel_that_something_else_reads_is_refused():
     dot = FallbackDot(recipes.block)
     layer = Sharded(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="its class Sharded has a __call__ of its own"):
+        freeze(layer, X)
+
+
+def test_a_kernel_that_promote_dtype_may_change_is_refused():
+    def doubled(args, **options):
+        x, kernel, *others = promote_dtype(args, **options)
+        return x, 2 * kernel, *others
+
+    op = FallbackDot(recipes.block)
+    layer = nnx.Linear(64, 8, dot_general=op, promote_dtype=doubled, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="its promote_dtype is not Flax's"):
         freeze(layer, X)
 
 
