@@ -40,9 +40,6 @@ of it, and lose at most ``2**-136``.  Above, the product of the scales is Inf, a
 the sum is Inf or, if a product of codes is 0, NaN.  A kernel with running sums in
 float32 (that of Mosaic, for outputs of 16 bits) reaches Inf or NaN from ``a = 2**118``.
 
-If the scales of rhs are multiplied after the sum (``has_column_scales``), the sum is
-finite if the ``amax`` of lhs is below ``2**121 / K``, whatever that of rhs.
-
 Every implementation gives the same codes and scales, bit for bit, on every device.  Two
 rules in this code ensure that.  A product is clipped before something is added to it,
 because a compiler could otherwise fuse both operations into one rounding.  Quotients

@@ -48,6 +48,25 @@ class QuantizedProduct:
     ignores_precision: bool = False
 
 
+# The primitives that leave a parameter the same matrix, or a part of it.
+VIEWS = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "optimization_barrier",
+        "reduce_precision",
+        "reshape",
+        "reshard",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+
+
 @dataclasses.dataclass
 class ParameterUse:
     """What a traced model does with one parameter.
@@ -58,7 +77,9 @@ class ParameterUse:
         size that also depends on the model's inputs, such as a kernel whose rows are
         scaled.
       in_float: whether a product in float reads it.
-      others: the primitives that read it together with other values, sorted.
+      others: the primitives that read it together with other values.
+      changes: the primitives that compute with it and with other parameters only, such
+        as those that normalize a kernel.
       stacked: the number of its axes that scans run over.
     """
 
@@ -66,6 +87,7 @@ class ParameterUse:
     combined: list[QuantizedProduct] = dataclasses.field(default_factory=list)
     in_float: bool = False
     others: set[str] = dataclasses.field(default_factory=set)
+    changes: set[str] = dataclasses.field(default_factory=set)
     stacked: int = 0
 
     @property
@@ -219,6 +241,9 @@ class _Search:
         elif (inner := _inner(eqn)) is not None:
             return self.jaxpr(inner, inputs)
         if all(x is not None for x in inputs):
+            if name not in VIEWS:
+                for use in self._of(inputs):
+                    use.changes.add(name)
             return [_Weight().union(*inputs)] * len(eqn.outvars)  # type: ignore[arg-type]
         if name not in _PRODUCTS:
             for use in self._of(inputs):

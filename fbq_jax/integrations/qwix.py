@@ -46,7 +46,7 @@ from fbq_jax.core.frozen_weight import (
     active_recorder,
 )
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.weight_products import ParameterUse
+from fbq_jax.core.weight_products import VIEWS, ParameterUse
 from fbq_jax.linen.dot import ParameterDot
 from fbq_jax.linen.frozen import KERNEL, FrozenParameter, Parameter
 from fbq_jax.linen.rules import RulesDot
@@ -81,23 +81,6 @@ from fbq_jax.sharding.layer_names import inside_layer
 M = TypeVar("M", bound=nn.Module)
 Op = Callable[..., jax.Array]
 
-# The primitives that leave a parameter the same matrix, or a part of it.
-_VIEWS = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "dynamic_slice",
-        "optimization_barrier",
-        "reduce_precision",
-        "reshape",
-        "reshard",
-        "sharding_constraint",
-        "slice",
-        "squeeze",
-        "transpose",
-    }
-)
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -627,7 +610,7 @@ class _Products(QuantizationProvider):
         ):
             return self._evaluate(params["jaxpr"], args)
         y = primitive.bind(*args, **params)
-        if name in _VIEWS and getattr(args[0], "ndim", 0) >= 1:
+        if name in VIEWS and getattr(args[0], "ndim", 0) >= 1:
             step = ViewStep(primitive, args[1:], tuple(sorted(params.items())))
             _, source, steps = self._view(args[0])
             self.views[id(y)] = y, source, (*steps, step)
@@ -893,4 +876,4 @@ def _is_plain(jaxpr: Jaxpr) -> bool:
             return False
         else:
             names.add(name)
-    return bool(names & _PRODUCTS) or names <= _VIEWS
+    return bool(names & _PRODUCTS) or names <= VIEWS

@@ -95,6 +95,12 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
         weight = layers[path]
         uses, own_code = of_model[weight.parameter], not isinstance(weight.layer, Layer)
         check_weight(path, weight.parameter, uses, kept=own_code)
+        if uses.changes and not own_code:
+            raise ValueError(
+                f"freeze cannot quantize {weight.parameter!r} once: layer {path!r} "
+                f"multiplies by what {', '.join(sorted(uses.changes))} make of it. "
+                "Fold that into the parameter, or give the layer None in the rules"
+            )
         if own_code:
             _freeze_parameter(weight, use, keep=bool(uses.other_readers))
         else:

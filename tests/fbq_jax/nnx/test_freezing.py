@@ -223,6 +223,14 @@ def test_a_kernel_that_promote_dtype_may_change_is_refused():
         freeze(layer, X)
 
 
+def test_a_kernel_that_its_module_normalizes_is_refused():
+    """The kernel that freeze finds is not the one that the next call makes of it."""
+    layer = nnx.Linear(64, 8, dot_general=FallbackDot(recipes.block), rngs=nnx.Rngs(0))
+    model = nnx.WeightNorm(layer, use_scale=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"freeze .* multiplies by what .*mul"):
+        freeze(model, X)
+
+
 @pytest.mark.parametrize("wrapper", ["division", "WeightNorm", "SpectralNorm"])
 def test_a_kernel_that_another_module_reads_is_refused(wrapper):
     class Normed(nnx.Module):

@@ -189,7 +189,7 @@ def test_a_kernel_needs_a_shard_map_that_does_not_check_axes(on_gpu):
     on_gpu("8.0")
     x, seeds = jnp.ones((1, 64, 128)), jnp.zeros(1, jnp.uint32)
     options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
     specs = {"in_specs": (P(None, "data"), P()), "out_specs": P(None, "data")}
 
     def trace(*, check_vma, **asked):
