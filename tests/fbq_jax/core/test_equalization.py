@@ -14,6 +14,7 @@ from fbq_jax.core import threshold
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.equalization import exponents
 from fbq_jax.core.frozen_weight import quantize_weight
+from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 IN_FLOATS = Recipe(criterion=None, fwd=FLOAT_GEMM, dlhs=FLOAT_GEMM, drhs=FLOAT_GEMM)
@@ -60,7 +61,7 @@ def errors(recipe, operands):
     return found
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", with_first_fast([jnp.bfloat16, jnp.float32]))
 def test_in_floats_no_bit_changes(dtype):
     arrays = [array.astype(dtype) for array in planted(*operands())]
     plain, same = (
@@ -74,7 +75,10 @@ def test_in_floats_no_bit_changes(dtype):
 
 
 @pytest.mark.parametrize(
-    "recipe", [recipes.block, recipes.row_block_lhs, recipes.fallback, recipes.rowwise]
+    "recipe",
+    with_first_fast(
+        [recipes.row_block_lhs, recipes.block, recipes.fallback, recipes.rowwise]
+    ),
 )
 def test_rows_and_columns_of_w_cost_no_precision(recipe):
     before = errors(equalized(recipe), operands())

@@ -220,6 +220,8 @@ SLOW = {
     "jetfire_64",
     "row_block_32",
     "fp8_row_block_32",
+    "block",
+    "block_equalized",
     "switchback_m",
     "per_tensor_bifurcated",
 }
