@@ -200,7 +200,8 @@ def _uneven(key: jax.Array, x: jax.Array, w: jax.Array, dy: jax.Array) -> Operan
         2.0 ** jax.random.uniform(key, (size,), x.dtype, *_UNEVEN_POWERS)
         for key, size in zip(jax.random.split(key), w.shape, strict=True)
     )
-    return x / rows, w * rows[:, None] * columns, dy / columns
+    rows, columns = rows[:, None], columns[None]
+    return x / rows.T, w * rows * columns, dy / columns
 
 
 def _channel_of_outliers(key: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -79,7 +79,7 @@ def test_quantize():
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array:DeprecationWarning")
 def test_linear(monkeypatch):
-    others = ("block", "fallback_hadamard", "row_block", "fp8_row_block")
+    others = ("block", *linear._OTHERS)
     named = {
         name: float_backward(recipes.NAMED[name]) for name in (*layers.RECIPES, *others)
     }
@@ -91,7 +91,7 @@ def test_linear(monkeypatch):
         measured = list(linear.rows([(256, 640, 128)], **OPTIONS))
     rows = {(row.what, row.layer): row for row in measured}
     check_rates(measured, lambda _: 6 * 256 * 640 * 128)
-    assert list(rows)[:11] == [
+    assert list(rows)[: len(others) + 7] == [
         ("bf16", "nn.Dense"),
         ("Flax Fp8DotGeneral", "nn.Dense"),
         *((name, "nn.Dense") for name in others),
