@@ -334,7 +334,7 @@ class GroupedGemms(DenseGemms):
         """
         del seed
         y = self._multiply(spec, lhs, residual, rhs)
-        return y if self.out_in_tiles else self._rows_of(y)
+        return y if self.out_in_tiles else from_tiles(y, self.tiles)
 
     def multiply_grad(
         self, spec: GemmSpec, grad: Quantized, rhs: Quantized, seed: CallSeed
@@ -342,7 +342,7 @@ class GroupedGemms(DenseGemms):
         """``multiply`` for dX, ``[M, K]`` or ``[T, m, K]``."""
         del seed
         dx = self._multiply(spec, grad, None, rhs)
-        return dx if self.lhs_in_tiles else self._rows_of(dx)
+        return dx if self.lhs_in_tiles else from_tiles(dx, self.tiles)
 
     def _multiply(
         self,
@@ -360,10 +360,6 @@ class GroupedGemms(DenseGemms):
             dtype=spec.dtype,
             implementation=spec.implementation,
         )
-
-    def _rows_of(self, tiles: jax.Array) -> jax.Array:
-        # XLA reads the tiles where it computes on the rows, and makes no copy of them.
-        return from_tiles(tiles, self.tiles)
 
     def contract_rows(
         self,
