@@ -413,7 +413,7 @@ class ExchangedGemms(DenseGemms):
         plan = self.groups.plan
         if self.groups.sends:
             return assign_tiles(plan.group_sizes, plan.rows, self.m).groups
-        local = plan.num_experts // plan.parts
+        local = plan.local_experts
         part = jnp.arange(plan.parts, dtype=jnp.int32)[:, None, None]
         groups = plan.tiles(self.m).groups
         experts = jnp.where(groups < local, part * local + groups, plan.num_experts)
@@ -425,18 +425,20 @@ class ExchangedGemms(DenseGemms):
             return TokenRows(x, self.groups.plan)
         tiles = self.groups.plan.tiles(self.m)
         place = jnp.arange(0, x.shape[2], self.m, dtype=jnp.int32)
-        first = jnp.broadcast_to(place, tiles.rows.shape)
-        return ExpertRows(GroupedRows(x, first, tiles.rows), tiles.indices)
+        first = jnp.broadcast_to(place, tiles.row_counts.shape)
+        return ExpertRows(GroupedRows(x, first, tiles.row_counts), tiles.indices)
 
     def stack(self, x: jax.Array) -> MatrixStack:
         """The tiles ``[D C T, m, K]`` of rows ``[D, C, R, K]`` on each device."""
         tiles = self.groups.plan.tiles(self.m)
-        values = x.reshape(tiles.rows.size, self.m, x.shape[-1])
-        return MatrixStack(values, tiles.indices.reshape(-1), tiles.rows.reshape(-1))
+        values = x.reshape(tiles.row_counts.size, self.m, x.shape[-1])
+        return MatrixStack(
+            values, tiles.indices.reshape(-1), tiles.row_counts.reshape(-1)
+        )
 
     def unstack(self, tree: Tree) -> Tree:
         """Arrays ``[D C T, ...]`` of tiles as ``[D, C, T, ...]``."""
-        shape = self.groups.plan.tiles(self.m).rows.shape
+        shape = self.groups.plan.tiles(self.m).row_counts.shape
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
 
     def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
@@ -514,7 +516,7 @@ class ExchangedGemms(DenseGemms):
             lhs,
             rhs,
             plan.tiles(self.m).groups,
-            size=plan.num_experts // plan.parts,
+            size=plan.local_experts,
             block_shape=spec.block_shape,
             dtype=spec.dtype,
             implementation=spec.implementation,
