@@ -198,7 +198,7 @@ _active = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def _active_in(model: Any) -> Iterator[None]:
-    """Gives layers their op that run in this context, inside a quantized model."""
+    """Gives the layers of a quantized model that run in this context their op."""
     if model.quantization.inject is inject_ops and hasattr(model, _QWIX_BASE):
         raise ValueError(
             f"Qwix changed this {type(model).__name__}, and does not see the products "
@@ -326,7 +326,7 @@ def _replace_flax_functions() -> None:
     Outside quantized models it does what it did before.
 
     Raises:
-      RuntimeError: this version of Flax has other functions.
+      RuntimeError: this version of Flax has no such function.
     """
     flax_functions.replace(
         lift,

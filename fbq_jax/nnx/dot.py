@@ -237,7 +237,7 @@ class FallbackDot(GroupedDot, nnx.Module):
     def check_moves(self, weight: Tree) -> Tree:
         """The layer's weight; its gradient warns if its noise repeats.
 
-        Two layers that train with this op are warned about as well.
+        Also warns if two layers train with this op.
 
         Args:
           weight: float arrays.
