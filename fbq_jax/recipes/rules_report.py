@@ -134,9 +134,9 @@ def activation_product(
 def rules_report(
     rules: Pairs,
     found: Mapping[str, str | None],
-    products: Iterable[QuantizedParameter] = (),
-    float_parameters: Iterable[FloatParameter] = (),
-    activation_products: Iterable[ActivationProduct] = (),
+    products: Iterable[QuantizedParameter],
+    float_parameters: Iterable[FloatParameter],
+    activation_products: Iterable[ActivationProduct],
 ) -> RulesReport:
     """Makes a report.
 
