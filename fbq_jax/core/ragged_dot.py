@@ -320,19 +320,11 @@ class GroupedGemms(DenseGemms):
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
-        """Multiplies each tile with its group's matrix, for Y.
+        """Multiplies each tile ``[m, K]`` with its group's matrix ``[N, K]``, for Y.
 
-        Args:
-          spec: the settings of the GEMM.
-          lhs: the rowwise codes of the tiles, ``[T, m, K]``, with their scales.
-          residual: a second term of lhs, of the same shapes, or None.
-          rhs: the codes ``[G, N, K]`` and their scales.
-          seed: not read, since no sum is in INT8.
-
-        Returns:
-          ``[M, N]`` or ``[T, m, N]`` in ``spec.dtype``.
+        Returns ``[M, N]`` or ``[T, m, N]`` in ``spec.dtype``.
         """
-        del seed
+        del seed  # no sum is in INT8
         y = self._multiply(spec, lhs, residual, rhs)
         return y if self.out_in_tiles else from_tiles(y, self.tiles)
 
@@ -454,19 +446,11 @@ class ExchangedGemms(DenseGemms):
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
-        """Multiplies tiles with the matrices of their groups, for Y.
+        """Multiplies tiles ``[D, C, T, m, K]`` with matrices ``[E, N, K]``, for Y.
 
-        Args:
-          spec: the settings of the GEMM.
-          lhs: the rowwise codes of the tiles, ``[D, C, T, m, K]``, with their scales.
-          residual: a second term of lhs, of the same shapes, or None.
-          rhs: the codes ``[E, N, K]`` and their scales.
-          seed: not read, since no sum is in INT8.
-
-        Returns:
-          ``[D, C, R, N]``, or ``[T, k, N]`` if the output returns to the tokens.
+        Returns ``[D, C, R, N]``, or ``[T, k, N]`` if the output returns to the tokens.
         """
-        del seed
+        del seed  # no sum is in INT8
         y = self._multiply(spec, lhs, residual, rhs)
         return y if self.groups.sends else return_rows(self.groups.plan, y)
 
