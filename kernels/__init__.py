@@ -1,5 +1,5 @@
 """Quantization and INT8 GEMMs of arrays: definitions in ``jax.numpy``, and kernels.
 
-``reference``, ``fused_reference`` and ``grouped_reference`` define the ops.  The
-packages ``triton`` and ``mosaic`` implement them for GPUs.
+``reference`` and the modules ``*_reference`` define the ops.  The packages ``triton``
+and ``mosaic`` implement them for GPUs, ``tpu`` for TPUs.
 """

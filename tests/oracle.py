@@ -103,6 +103,12 @@ def dequantize(codes, scales, block):
     return values
 
 
+def dequantize_stack(operand, block):
+    """The values of ``reference.Quantized`` matrices in float64."""
+    pairs = zip(*map(np.asarray, operand[:2]), strict=True)
+    return np.stack([dequantize(*pair, block) for pair in pairs])
+
+
 def quantize_fallback(x, theta, block, criterion="absmax"):
     """Returns main and residual (codes, scales), their float64 sum, and the metric."""
     x = np.asarray(x).astype(np.float32)

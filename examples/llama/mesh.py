@@ -221,11 +221,9 @@ def size() -> int:
 
 def check_batch(sequences: int) -> None:
     """Raises MeshError if the mesh in use does not divide a batch."""
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = int(np.prod([mesh.shape.get(axis, 1) for axis in RULES["batch"]]))
-    if sequences % shards:
+    if sequences % (count := shards("batch")):
         raise MeshError(
-            f"the mesh splits a batch into {shards} shards, which does not divide the "
+            f"the mesh splits a batch into {count} shards, which does not divide the "
             f"{sequences} sequences of a microbatch (batch / accumulate)"
         )
 

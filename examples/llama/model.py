@@ -1,8 +1,8 @@
 """A Llama in Flax Linen, with the settings of the families that descend from it.
 
 They are Llama 2 and 3, Qwen2, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2 and Gemma 3, and
-the mixtures of experts Mixtral and Qwen3-MoE:
-`LlamaConfig` has what differs between them, and `hf/families.py` which of it each has.
+the mixtures of experts Mixtral and Qwen3-MoE. `LlamaConfig` has a setting for each
+difference between them, and `hf/families.py` lists the settings of each family.
 
 The argument ``dot_general`` computes all projections of a layer:
 

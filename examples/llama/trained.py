@@ -130,7 +130,6 @@ def _codec_of(folder: Path) -> TokenizerOf:
 def _codec_of_run(config: Config) -> Codec:
     if config.from_hf is not None:
         return _codec_of(Path(config.from_hf))
-    data = None if config.data is None else Path(config.data)
-    if data is None or not is_token_ids(data):
+    if config.data is None or not is_token_ids(data := Path(config.data)):
         return Bytes()
     return _codec_of(data)

@@ -1,9 +1,9 @@
 """Another seed for each example of a new layer under ``vmap``.
 
-The seed depends on whether the layer's input is mapped, not on its values.  Flax makes
-variables while the input is unknown, in ``lazy_init`` and in the scan of ``nn.RNN``,
-and JAX takes what a function makes of an unknown value for unknown.  Hence a primitive,
-with rules that keep a known seed known.
+The seed depends on whether the layer's input is mapped, not on its values.  In
+``lazy_init`` and in the scan of ``nn.RNN``, Flax creates variables while the input is
+unknown, and JAX treats every result of an unknown value as unknown.  So this is a
+primitive, whose rules keep a known seed known.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ from fbq_jax.core.expert_exchange import (
     to_experts,
     token_of,
 )
-from fbq_jax.core.expert_plan import TILE, Exchange, Tiles
+from fbq_jax.core.expert_plan import TILE, Exchange, ExpertTiles
 from fbq_jax.kernels import reference, rounding
 from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
@@ -252,13 +252,13 @@ def _sums(codes: jax.Array, side: int) -> jax.Array:
     return largest[..., None].astype(jnp.float32)
 
 
-def tile_scales(tiles: Tiles, scales: jax.Array) -> jax.Array:
+def tile_scales(tiles: ExpertTiles, scales: jax.Array) -> jax.Array:
     """Scales ``[T, K/k]`` of all tiles as those on each device, ``[D, C, T, 1, K/k]``.
 
     They are 0 for tiles without rows.
     """
     own = scales[tiles.indices]
-    return jnp.where(tiles.rows[..., None] > 0, own, 0.0)[:, :, :, None, :]
+    return jnp.where(tiles.row_counts[..., None] > 0, own, 0.0)[:, :, :, None, :]
 
 
 def _pack_steps(x: jax.Array) -> jax.Array:
@@ -336,7 +336,9 @@ def quantize_residuals(
     return Quantized(codes, tile_scales(tiles, found.scales))
 
 
-def _unit_places(tiles: Tiles, units: jax.Array, falls: jax.Array, m: int) -> jax.Array:
+def _unit_places(
+    tiles: ExpertTiles, units: jax.Array, falls: jax.Array, m: int
+) -> jax.Array:
     """Where a device receives the residual of each part of a row.
 
     Args:
@@ -349,12 +351,12 @@ def _unit_places(tiles: Tiles, units: jax.Array, falls: jax.Array, m: int) -> ja
       int32 ``[D, C, T, m, K/k]``; beyond the end for those without a residual.
     """
     last = jnp.iinfo(jnp.int32).max
-    has_rows = tiles.rows > 0
+    has_rows = tiles.row_counts > 0
     first = jnp.where(has_rows, exclusive_sum(m * units)[tiles.indices], last)
     first -= jnp.min(first, axis=2, keepdims=True)
     falls = falls[tiles.indices]
     rank = jnp.cumsum(falls, axis=3, dtype=jnp.int32) - 1
     row = jnp.arange(m, dtype=jnp.int32)[None, None, None, :]
     of_row = first[..., None] + row * units[tiles.indices][..., None]
-    is_sent = falls[..., None, :] & (row < tiles.rows[..., None])[..., None]
+    is_sent = falls[..., None, :] & (row < tiles.row_counts[..., None])[..., None]
     return jnp.where(is_sent, of_row[..., None] + rank[..., None, :], last)

@@ -54,7 +54,7 @@ def row_slices(
         tile = jnp.minimum(first[expert] + row // m, len(units) - 1)
         return before_tile[tile] + row % m * units[tile]
 
-    local = plan.num_experts // plan.parts
+    local = plan.local_experts
     tiles = -(-sizes // TILE).reshape(plan.parts, local)
     share = -(-jnp.sum(tiles, axis=1, dtype=jnp.int32) // plan.copies)  # [D]
     copy = jnp.arange(plan.copies, dtype=jnp.int32)[:, None]
@@ -116,7 +116,7 @@ def _sent(plan: Exchange, slices: RowSlices) -> RowSlices:
 
 def _received(plan: Exchange, slices: RowSlices) -> RowSlices:
     """The slices that this device's experts receive, int32 ``[S E / D]``."""
-    local = plan.num_experts // plan.parts
+    local = plan.local_experts
     index = lax.axis_index(plan.sharding.axes)
     copy, part = index // plan.parts, index % plan.parts
 
@@ -204,11 +204,9 @@ class ExchangedGroups:
         """
         plan, tiles = self.plan, self.plan.tiles(TILE)
         lhs = _send(plan, lhs) if self.sends else lhs
-        is_of = jax.nn.one_hot(
-            tiles.groups, plan.num_experts // plan.parts, dtype=jnp.int32
-        )
+        is_of = jax.nn.one_hot(tiles.groups, plan.local_experts, dtype=jnp.int32)
         row = jnp.arange(TILE, dtype=jnp.int32)[None, None, None, :]
-        is_row = (row < tiles.rows[..., None]).reshape(*lhs.shape[:3], 1)
+        is_row = (row < tiles.row_counts[..., None]).reshape(*lhs.shape[:3], 1)
 
         def local(
             lhs: jax.Array, is_row: jax.Array, rhs: jax.Array, sizes: jax.Array

@@ -114,7 +114,7 @@ def _has_automatic(mesh: AbstractMesh, axes: MeshAxes) -> bool:
     return all(types.get(axis) == AxisType.Auto for axis in axes)
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """The tiles of ``m`` rows on each device; all fields have the shape ``[D, C, T]``.
 
     D devices have different experts, each with C copies.
@@ -122,12 +122,12 @@ class Tiles(NamedTuple):
     Attributes:
       groups: int32, the tile's expert among those of its device, in ascending order;
         their number for a tile after the last one.
-      rows: int32, the number of rows of the tile.
+      row_counts: int32, the number of rows of the tile.
       indices: int32, the index of the tile on one device; arbitrary without rows.
     """
 
     groups: jax.Array
-    rows: jax.Array
+    row_counts: jax.Array
     indices: jax.Array
 
 
@@ -170,6 +170,11 @@ class Exchange:
         return math.prod(self.mesh.shape[axis] for axis in self.sharding.experts)
 
     @property
+    def local_experts(self) -> int:
+        """``E / D``, the number of experts on each device."""
+        return self.num_experts // self.parts
+
+    @property
     def copies(self) -> int:
         """C, the number of copies of each expert."""
         return math.prod(self.mesh.shape[axis] for axis in self.sharding.copies)
@@ -191,8 +196,7 @@ class Exchange:
         It is enough for any sizes of groups: without a capacity, all tokens may go to
         the experts of one device.
         """
-        local = self.num_experts // self.parts
-        rows = self.rows
+        local, rows = self.local_experts, self.rows
         if self.capacity is not None:
             rows = min(rows, local * self.capacity)
         return -(-grouped_reference.tile_count(local, rows, TILE) // self.copies)
@@ -210,9 +214,9 @@ class Exchange:
         """The index on one device of each expert's first tile of m rows, ``[E]``."""
         return exclusive_sum(-(-self.group_sizes // m))
 
-    def tiles(self, m: int) -> Tiles:
+    def tiles(self, m: int) -> ExpertTiles:
         """The tiles of m rows, a divisor of 128, in the order of their places."""
-        local = self.num_experts // self.parts
+        local = self.local_experts
         counts = (-(-self.group_sizes // TILE)).reshape(self.parts, local)
         ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
         share = -(-ends[:, -1] // self.copies)
@@ -238,7 +242,7 @@ class Exchange:
         index = self.first_tiles(m)[expert] + first // m
         index = jnp.clip(index, 0, self.tile_count(m) - 1)
         shape = self.parts, self.copies, -1
-        return Tiles(*(x.reshape(shape) for x in (group, rows, index)))
+        return ExpertTiles(*(x.reshape(shape) for x in (group, rows, index)))
 
     def used_tiles(self, m: int) -> jax.Array:
         """The number of tiles of m rows that hold rows, int32 ``[]``."""

@@ -106,17 +106,9 @@ def layer_path(path: Sequence[Any]) -> str:
     return "/".join(map(str, layer)) or ROOT
 
 
-def mean_rate(
-    variables: Mapping[str, Any], collection: str = "fallback"
-) -> float | None:
-    """The mean fallback rate of all layers; None if no layer is quantized.
-
-    Args:
-      variables: the variables of the model.
-      collection: the collection of ``FallbackDot``.
-    """
-    layers = fallback_stats(variables, collection).values()
-    rates = [np.ravel(layer.rate) for layer in layers]
+def mean_rate(variables: Mapping[str, Any]) -> float | None:
+    """The mean fallback rate of a Linen model's layers; None if none is quantized."""
+    rates = [np.ravel(layer.rate) for layer in fallback_stats(variables).values()]
     return float(np.mean(np.concatenate(rates))) if rates else None
 
 

@@ -1,9 +1,12 @@
-"""Errors for models of Flax's other API: NNX where Linen belongs, and the reverse."""
+"""Errors for models of Flax's other API, and for models that Qwix changed."""
 
 from typing import Any
 
 from flax import linen as nn
 from flax import nnx
+
+#: The attribute by which Qwix finds the class that a model had before Qwix changed it.
+QWIX_BASE = "_unquantized_type"
 
 
 def check_linen(function: str, model: Any) -> None:
@@ -28,6 +31,15 @@ def check_nnx(function: str, model: Any) -> None:
         raise TypeError(
             f"fbq_jax.nnx.{function} takes an NNX model, an instance of "
             f"flax.nnx.Module; got {_name(model)}{linen_has_it}"
+        )
+
+
+def check_unchanged_by_qwix(model: Any, remedy: str) -> None:
+    """Raises a ValueError, which names the function to use, if Qwix changed a model."""
+    if hasattr(model, QWIX_BASE):
+        raise ValueError(
+            f"Qwix changed this {type(model).__name__}, and does not see the products "
+            f"of layers with an op: use {remedy}"
         )
 
 

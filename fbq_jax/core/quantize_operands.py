@@ -368,13 +368,8 @@ def _stack_index(x: Rows | MatrixStack, block: Block | None = None) -> jax.Array
     if isinstance(x, TokenRows):
         assert block is not None
         return jnp.arange(x.plan.tile_count(block[0]), dtype=jnp.int32)
-    return jnp.arange(_stack_size(x), dtype=jnp.int32)
-
-
-def _stack_size(x: jax.Array | GroupedRows) -> int:
-    """The number of matrices or tiles."""
-    rows = x.first_rows if isinstance(x, GroupedRows) else x
-    return rows.shape[0]
+    stack = x.first_rows if isinstance(x, GroupedRows) else x
+    return jnp.arange(stack.shape[0], dtype=jnp.int32)
 
 
 def _quantize(

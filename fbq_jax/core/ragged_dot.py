@@ -320,21 +320,13 @@ class GroupedGemms(DenseGemms):
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
-        """Multiplies each tile with its group's matrix, for Y.
+        """Multiplies each tile ``[m, K]`` with its group's matrix ``[N, K]``, for Y.
 
-        Args:
-          spec: the settings of the GEMM.
-          lhs: the rowwise codes of the tiles, ``[T, m, K]``, with their scales.
-          residual: a second term of lhs, of the same shapes, or None.
-          rhs: the codes ``[G, N, K]`` and their scales.
-          seed: not read, since no sum is in INT8.
-
-        Returns:
-          ``[M, N]`` or ``[T, m, N]`` in ``spec.dtype``.
+        Returns ``[M, N]`` or ``[T, m, N]`` in ``spec.dtype``.
         """
-        del seed
+        del seed  # no sum is in INT8
         y = self._multiply(spec, lhs, residual, rhs)
-        return y if self.out_in_tiles else self._rows_of(y)
+        return y if self.out_in_tiles else from_tiles(y, self.tiles)
 
     def multiply_grad(
         self, spec: GemmSpec, grad: Quantized, rhs: Quantized, seed: CallSeed
@@ -342,7 +334,7 @@ class GroupedGemms(DenseGemms):
         """``multiply`` for dX, ``[M, K]`` or ``[T, m, K]``."""
         del seed
         dx = self._multiply(spec, grad, None, rhs)
-        return dx if self.lhs_in_tiles else self._rows_of(dx)
+        return dx if self.lhs_in_tiles else from_tiles(dx, self.tiles)
 
     def _multiply(
         self,
@@ -360,10 +352,6 @@ class GroupedGemms(DenseGemms):
             dtype=spec.dtype,
             implementation=spec.implementation,
         )
-
-    def _rows_of(self, tiles: jax.Array) -> jax.Array:
-        # XLA reads the tiles where it computes on the rows, and makes no copy of them.
-        return from_tiles(tiles, self.tiles)
 
     def contract_rows(
         self,
@@ -417,7 +405,7 @@ class ExchangedGemms(DenseGemms):
         plan = self.groups.plan
         if self.groups.sends:
             return assign_tiles(plan.group_sizes, plan.rows, self.m).groups
-        local = plan.num_experts // plan.parts
+        local = plan.local_experts
         part = jnp.arange(plan.parts, dtype=jnp.int32)[:, None, None]
         groups = plan.tiles(self.m).groups
         experts = jnp.where(groups < local, part * local + groups, plan.num_experts)
@@ -429,18 +417,20 @@ class ExchangedGemms(DenseGemms):
             return TokenRows(x, self.groups.plan)
         tiles = self.groups.plan.tiles(self.m)
         place = jnp.arange(0, x.shape[2], self.m, dtype=jnp.int32)
-        first = jnp.broadcast_to(place, tiles.rows.shape)
-        return ExpertRows(GroupedRows(x, first, tiles.rows), tiles.indices)
+        first = jnp.broadcast_to(place, tiles.row_counts.shape)
+        return ExpertRows(GroupedRows(x, first, tiles.row_counts), tiles.indices)
 
     def stack(self, x: jax.Array) -> MatrixStack:
         """The tiles ``[D C T, m, K]`` of rows ``[D, C, R, K]`` on each device."""
         tiles = self.groups.plan.tiles(self.m)
-        values = x.reshape(tiles.rows.size, self.m, x.shape[-1])
-        return MatrixStack(values, tiles.indices.reshape(-1), tiles.rows.reshape(-1))
+        values = x.reshape(tiles.row_counts.size, self.m, x.shape[-1])
+        return MatrixStack(
+            values, tiles.indices.reshape(-1), tiles.row_counts.reshape(-1)
+        )
 
     def unstack(self, tree: Tree) -> Tree:
         """Arrays ``[D C T, ...]`` of tiles as ``[D, C, T, ...]``."""
-        shape = self.groups.plan.tiles(self.m).rows.shape
+        shape = self.groups.plan.tiles(self.m).row_counts.shape
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
 
     def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array:
@@ -456,19 +446,11 @@ class ExchangedGemms(DenseGemms):
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
-        """Multiplies tiles with the matrices of their groups, for Y.
+        """Multiplies tiles ``[D, C, T, m, K]`` with matrices ``[E, N, K]``, for Y.
 
-        Args:
-          spec: the settings of the GEMM.
-          lhs: the rowwise codes of the tiles, ``[D, C, T, m, K]``, with their scales.
-          residual: a second term of lhs, of the same shapes, or None.
-          rhs: the codes ``[E, N, K]`` and their scales.
-          seed: not read, since no sum is in INT8.
-
-        Returns:
-          ``[D, C, R, N]``, or ``[T, k, N]`` if the output returns to the tokens.
+        Returns ``[D, C, R, N]``, or ``[T, k, N]`` if the output returns to the tokens.
         """
-        del seed
+        del seed  # no sum is in INT8
         y = self._multiply(spec, lhs, residual, rhs)
         return y if self.groups.sends else return_rows(self.groups.plan, y)
 
@@ -518,7 +500,7 @@ class ExchangedGemms(DenseGemms):
             lhs,
             rhs,
             plan.tiles(self.m).groups,
-            size=plan.num_experts // plan.parts,
+            size=plan.local_experts,
             block_shape=spec.block_shape,
             dtype=spec.dtype,
             implementation=spec.implementation,

@@ -104,7 +104,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return ["tuple", [_encode(x) for x in value]]
     if isinstance(value, Gemm | Recipe):
-        fields = {f.name: _encode(getattr(value, f.name)) for f in _init_fields(value)}
+        fields = {name: _encode(getattr(value, name)) for name in _field_names(value)}
         return [type(value).__name__, fields]
     return ["dtype", jnp.dtype(value).name]
 
@@ -118,7 +118,3 @@ def _decode(value: Any) -> Any:
     if kind == "dtype":
         return jnp.dtype(content)
     return _CLASSES[kind](**{name: _decode(x) for name, x in content.items()})
-
-
-def _init_fields(value: Any) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(value) if field.init]

@@ -111,7 +111,7 @@ _recorder = jax.make_user_context(None)
 def record_products() -> Iterator[ProductRecorder]:
     """Makes quantized ops that are traced inside report to the yielded recorder."""
     recorder = ProductRecorder()
-    # A marked weight is a jitted function's.
+    # A mark is the name of a jitted function.
     with _recorder(recorder), jax.disable_jit(False):
         yield recorder
 
@@ -309,11 +309,11 @@ def check_weight(
       layer: the name of the layer.
       parameter: the path of the parameter.
       use: what the model does with it.
-      kept: whether the parameter stays for those who read it.
+      kept: whether the parameter stays for its other readers.
 
     Raises:
-      ValueError: the layer multiplies by what the parameter and the model's inputs
-        make; or something else reads the parameter, which is not ``kept``.
+      ValueError: the layer's weight also depends on the model's inputs; or something
+        else reads the parameter, which is not ``kept``.
     """
     if not use.quantized:
         raise ValueError(
@@ -374,7 +374,7 @@ def _float_reason(
     owner: str,
     use: ParameterUse,
 ) -> str | None:
-    """Why a product in float, or none, reads a parameter; None if that is not so."""
+    """Why a parameter stays in float; None if only quantized products read it."""
     if use.quantized or use.combined:
         return "a product in float reads it, too" if use.in_float else None
     if use.in_float:

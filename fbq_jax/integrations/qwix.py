@@ -46,6 +46,7 @@ from fbq_jax.core.frozen_weight import (
     active_recorder,
 )
 from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.model_kind import QWIX_BASE
 from fbq_jax.core.weight_products import VIEWS, ParameterUse
 from fbq_jax.linen.dot import ParameterDot
 from fbq_jax.linen.frozen import KERNEL, FrozenParameter, Parameter
@@ -255,10 +256,6 @@ def _matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
             yield name, value
 
 
-# The attribute by which Qwix finds the class that a model had before Qwix changed it.
-_QWIX_BASE = "_unquantized_type"
-
-
 @functools.cache
 def _nnx_class(cls: Any) -> Any:
     """A class derived from a model's, in whose methods products are reached."""
@@ -268,10 +265,10 @@ def _nnx_class(cls: Any) -> Any:
         "__doc__": cls.__doc__,
         "unquantized": cls,
     }
-    if (before := getattr(cls, _QWIX_BASE, None)) is not None:
+    if (before := getattr(cls, QWIX_BASE, None)) is not None:
         # Qwix changes this class, without its own change, if LoRA is applied again.
         is_quantized = "unquantized" in vars(before)
-        fields[_QWIX_BASE] = before if is_quantized else _nnx_class(before)
+        fields[QWIX_BASE] = before if is_quantized else _nnx_class(before)
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
         public = name == "__call__" or not name.startswith("_")

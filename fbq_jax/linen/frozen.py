@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
       path: its path in the model's parameters.
       value: an array, which may be boxed, or a ``FrozenKernel``; None if there is no
         such parameter.
-      own_code: whether the model's own code multiplies by it, and no op of a layer.
+      own_code: whether the model's own code multiplies by it, not the op of a layer.
     """
 
     path: tuple[str, ...]
@@ -58,7 +58,8 @@ class Parameter(NamedTuple):
 class FrozenParameter(FrozenKernel):
     """A ``FrozenKernel`` that a model's own code multiplies by.
 
-    The context in which products of own code are reached shows the code an array.
+    In models of ``fbq_jax.integrations.qwix.quantize`` that code reads an array in its
+    place.
     """
 
     def __jax_array__(self) -> jax.Array:

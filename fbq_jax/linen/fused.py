@@ -13,8 +13,8 @@ from fbq_jax.core import fused_layers, threshold
 from fbq_jax.core.dimension_numbers import row_shape
 from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.fused_layers import FusedSpec
-from fbq_jax.core.matmul_vjp import Spec
 from fbq_jax.core.nonlinear import NormSpec
+from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.core.weight_products import mark_weight
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized

@@ -169,7 +169,7 @@ class MoEMLP(nn.Module):
 
 
 class _Router(nn.Module):
-    """The logits of tokens.  The kernel is no ``nn.Dense``'s, which rules quantize."""
+    """The logits of tokens; no ``nn.Dense``, which rules quantize."""
 
     num_experts: int
     param_dtype: Any

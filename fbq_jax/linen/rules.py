@@ -258,7 +258,7 @@ def _key_layers_by_path() -> None:
     would give the second the first one's rule.  Other modules keep their fingerprint.
 
     Raises:
-      RuntimeError: this version of Flax has another function.
+      RuntimeError: this version of Flax has no such function.
     """
     flax_functions.replace(
         transforms,

@@ -20,7 +20,11 @@ from jax import lax
 
 from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.model_kind import check_linen
+from fbq_jax.core.model_kind import (
+    QWIX_BASE,
+    check_linen,
+    check_unchanged_by_qwix,
+)
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
@@ -157,10 +161,6 @@ class _Quantized:
         return _new, arguments, self.__dict__
 
 
-# The attribute by which Qwix finds the class that a model had before Qwix changed it.
-_QWIX_BASE = "_unquantized_type"
-
-
 @functools.cache
 def _quantized_class(cls: Any, quantization: Quantization) -> type:
     """The class of quantized models; equal arguments give the same class."""
@@ -177,10 +177,10 @@ def _quantized_class(cls: Any, quantization: Quantization) -> type:
         "unquantized": cls,
         "quantization": quantization,
     }
-    if (before := getattr(cls, _QWIX_BASE, None)) is not None:
+    if (before := getattr(cls, QWIX_BASE, None)) is not None:
         # Qwix changes this class, without its own change, if LoRA is applied again.
         original = vars(before).get("unquantized", before)
-        fields[_QWIX_BASE] = _quantized_class(original, quantization)
+        fields[QWIX_BASE] = _quantized_class(original, quantization)
     # Flax names modules by the name of their class.
     return type(cls.__name__, (_Quantized, cls), fields)
 
@@ -198,12 +198,9 @@ _active = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def _active_in(model: Any) -> Iterator[None]:
-    """Gives layers their op that run in this context, inside a quantized model."""
-    if model.quantization.inject is inject_ops and hasattr(model, _QWIX_BASE):
-        raise ValueError(
-            f"Qwix changed this {type(model).__name__}, and does not see the products "
-            "of layers with an op: use fbq_jax.integrations.qwix.quantize"
-        )
+    """Gives the layers of a quantized model that run in this context their op."""
+    if model.quantization.inject is inject_ops:
+        check_unchanged_by_qwix(model, "fbq_jax.integrations.qwix.quantize")
     path = () if model.scope is None else model.path
     active = model.quantization, path
     if _active.value == active:
@@ -326,7 +323,7 @@ def _replace_flax_functions() -> None:
     Outside quantized models it does what it did before.
 
     Raises:
-      RuntimeError: this version of Flax has other functions.
+      RuntimeError: this version of Flax has no such function.
     """
     flax_functions.replace(
         lift,

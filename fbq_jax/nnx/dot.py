@@ -218,6 +218,10 @@ class FallbackDot(GroupedDot, nnx.Module):
         with layer_name(path, name), jax.named_scope(scope):
             yield
 
+    def _shown_name(self) -> str:
+        """What errors and warnings call the layer."""
+        return self.path.name or current_layer() or "an nnx.FallbackDot"
+
     def state(self) -> dict[str, jax.Array]:
         """The layer's ``fbq_jax.core.threshold.State``.
 
@@ -227,7 +231,7 @@ class FallbackDot(GroupedDot, nnx.Module):
         names = ("theta", "rate", "count", "seed")
         for name in names:
             if isinstance(getattr(self, name).get_value(), jax.ShapeDtypeStruct):
-                layer = self.path.name or current_layer() or "an nnx.FallbackDot"
+                layer = self._shown_name()
                 raise ValueError(
                     f"{layer}: {name} has a shape but no value: update an abstract "
                     "model with all of its state, not with its nnx.Param alone"
@@ -237,7 +241,7 @@ class FallbackDot(GroupedDot, nnx.Module):
     def check_moves(self, weight: Tree) -> Tree:
         """The layer's weight; its gradient warns if its noise repeats.
 
-        Two layers that train with this op are warned about as well.
+        Also warns if two layers train with this op.
 
         Args:
           weight: float arrays.
@@ -247,7 +251,7 @@ class FallbackDot(GroupedDot, nnx.Module):
         """
         if self.layer is not None:
             return weight
-        name = self.path.name or current_layer() or "an nnx.FallbackDot"
+        name = self._shown_name()
         if not self.evaluates:
             threshold.check_count(self.state(), name)
             warn_if_shared(self)
@@ -286,7 +290,7 @@ class FallbackDot(GroupedDot, nnx.Module):
         except TraceContextError as error:
             if not needs_state(self.recipe):
                 return
-            layer = self.path.name or current_layer() or "an nnx.FallbackDot"
+            layer = self._shown_name()
             raise ValueError(
                 f"{layer}: its state cannot leave the jax.checkpoint, jax.lax.scan or "
                 "other transformation of JAX that the layer is called in. Use NNX's "

@@ -26,8 +26,9 @@ class RouterLoss(nnx.Variable):
 class MoEMLP(nnx.Module):
     """A mixture of experts, each of which is a SwiGLU MLP without biases.
 
-    ``fbq_jax.MoEMLP`` for NNX: the same operations, fused where it fuses them, and the
+    ``fbq_jax.MoEMLP`` for NNX: the same operations, fused in the same cases, and the
     same names of parameters.
+
     Training overwrites the ``ExpertStats`` and ``RouterLoss`` variables in each
     forward; ``model.eval()`` and ``fbq_jax.nnx.evaluation()`` leave them as they are.
     Inside the function that ``nnx.grad`` differentiates, add the ``RouterLoss`` values

@@ -8,7 +8,7 @@ from flax import nnx
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.core.model_kind import check_nnx
+from fbq_jax.core.model_kind import check_nnx, check_unchanged_by_qwix
 from fbq_jax.core.weight_products import (
     ParameterUse,
     QuantizedProduct,
@@ -97,14 +97,9 @@ def quantize(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
-    if hasattr(model, "_unquantized_type"):
-        raise ValueError(
-            f"Qwix changed this {type(model).__name__}, and does not see the products "
-            "of layers with an op: use fbq_jax.integrations.qwix.quantize_nnx"
-        )
-    path_rules.refuse_activations_rules(
-        pairs, "use fbq_jax.integrations.qwix.quantize_nnx"
-    )
+    remedy = "fbq_jax.integrations.qwix.quantize_nnx"
+    check_unchanged_by_qwix(model, remedy)
+    path_rules.refuse_activations_rules(pairs, f"use {remedy}")
     found = quantize_layers(
         model,
         pairs,

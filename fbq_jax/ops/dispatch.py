@@ -6,12 +6,12 @@
 mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton;
           there the GEMM of up to 128 rows, too
 triton    NVIDIA GPUs from Ampere on
-tpu       TPUs: quantization and the GEMM in Pallas
+tpu       TPUs: quantization and GEMMs in Pallas
 reference any device: the definition in ``jax.numpy``
 ========= ==================================================================
 
 A GEMM whose operands have one scale per row has no blocks; all but ``reference`` use
-XLA's own INT8 GEMM for it.  Ops of rows in groups have no kernel for TPUs.
+XLA's own INT8 GEMM for it.  ``quantize_row_blocks`` has no kernel for TPUs.
 
 The first implementation in the table that supports a call is used.  The argument
 ``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a

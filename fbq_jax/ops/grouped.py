@@ -26,7 +26,7 @@ from fbq_jax.ops.backends import (
 )
 from fbq_jax.ops.op import Kernel, LocalOp
 from fbq_jax.ops.products import BlockShape
-from fbq_jax.ops.quantization import fallback_words, wanted_layouts
+from fbq_jax.ops.quantization import fallback_words, seed_words, wanted_layouts
 from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding import collectives
 from fbq_jax.sharding.local_ops import Shard
@@ -92,7 +92,7 @@ def _quantize_rule(
 ) -> ShardingRule:
     rows, layouts = _rows_words(x, block)
     results = wanted_layouts(layouts, rowwise, colwise, sums)
-    return ShardingRule((rows, _seed_words(x, seeds)), results)
+    return ShardingRule((rows, seed_words(seeds, rows.row_counts)), results)
 
 
 def _fallback_rule(
@@ -106,8 +106,8 @@ def _fallback_rule(
 ) -> ShardingRule:
     rows, layouts = _rows_words(x, block)
     results = fallback_words(layouts, criterion, colwise)
-    tile = f"{_lead(x.first_rows)}t"
-    return ShardingRule((rows, tile, _seed_words(x, seeds)), results)
+    tile = rows.row_counts
+    return ShardingRule((rows, tile, seed_words(seeds, tile)), results)
 
 
 def _round_on_shard(
@@ -202,12 +202,6 @@ def _contraction_on_shard(
     return collectives.sum_in_float(part, shard)
 
 
-def _seed_words(x: GroupedRows, seeds: Seeds) -> Any:
-    """The words of the seeds of tiles."""
-    tile = f"{_lead(x.first_rows)}t"
-    return jax.tree.map(lambda _: tile, seeds)
-
-
 def _local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
     """Group indices relative to the first of the ``size`` groups on this device."""
     index = shard.assignment.shard_index("e").astype(jnp.int32)
@@ -217,14 +211,10 @@ def _local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
 _TPU_KERNEL = {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.grouped", tpu_refusal)}
 
 
-def _gemm_kernels() -> dict[str, Kernel]:
-    refusals = {"mosaic": mosaic_refusal, "triton": triton_refusal}
-    return {
-        name: Kernel(name, f"fbq_jax.kernels.{name}.grouped_gemm", refusal)
-        for name, refusal in refusals.items()
-    } | _TPU_KERNEL
-
-
+_GEMM_KERNELS = {
+    name: Kernel(name, f"fbq_jax.kernels.{name}.grouped_gemm", refusal)
+    for name, refusal in (("mosaic", mosaic_refusal), ("triton", triton_refusal))
+} | _TPU_KERNEL
 _QUANTIZE_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize") | _TPU_KERNEL
 ragged_quantize = define_op(
     grouped_reference.ragged_quantize,
@@ -245,12 +235,12 @@ ragged_matmul = define_op(
     _matmul_rule,
     _matmul_on_shard,
     stacks=False,
-    kernels=_gemm_kernels(),
+    kernels=_GEMM_KERNELS,
 )
 ragged_contraction = define_op(
     grouped_reference.ragged_contraction,
     _contraction_rule,
     _contraction_on_shard,
     stacks=False,
-    kernels=_gemm_kernels(),
+    kernels=_GEMM_KERNELS,
 )

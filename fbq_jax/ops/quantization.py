@@ -53,9 +53,9 @@ def block_layouts(shape: tuple[int, ...], block: Block) -> Any:
     return layout_words(row_axes(shape, block[0]), block_axis("j", shape[-1], block[1]))
 
 
-def seed_words(seeds: Seeds) -> Any:
-    """The words of seeds."""
-    return jax.tree.map(lambda _: "b", seeds)
+def seed_words(seeds: Seeds, stack: str = "b") -> Any:
+    """The words of the seeds of a stack."""
+    return jax.tree.map(lambda _: stack, seeds)
 
 
 def wanted_layouts(
@@ -123,11 +123,16 @@ def _quantize_rule(
 
 
 def _quantize_on_shard(
-    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
+    quantize_split: Callable[..., Layouts],
+    run: LocalOp,
+    shard: Shard,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> Layouts:
+    """Quantizes a shard, by ``quantize_split`` if it may end inside a block."""
     if not shard.assignment.intra_block_axes:
         return round_on_shard(run, shard, operands, options)
-    split = functools.partial(quantize_split_blocks, shard.assignment)
+    split = functools.partial(quantize_split, shard.assignment)
     return round_on_shard(split, shard, operands, options)
 
 
@@ -159,15 +164,6 @@ def _row_blocks_rule(
     if hadamard:
         splittable = splittable.replace("i", "")  # a group of rows stays together
     return ShardingRule((main.codes, seed_words(seeds)), results, splittable=splittable)
-
-
-def _row_blocks_on_shard(
-    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
-) -> Layouts:
-    if not shard.assignment.intra_block_axes:
-        return round_on_shard(run, shard, operands, options)
-    split = functools.partial(_quantize_split_row_blocks, shard.assignment)
-    return round_on_shard(split, shard, operands, options)
 
 
 def _quantize_split_row_blocks(
@@ -286,14 +282,14 @@ _VECTOR_KERNELS = triton_kernels(
 quantize = define_op(
     reference.quantize,
     _quantize_rule,
-    _quantize_on_shard,
+    functools.partial(_quantize_on_shard, quantize_split_blocks),
     kernels=_BLOCK_KERNELS
     | triton_kernels("fbq_jax.kernels.triton.quantize", float8_refusal=float8_refusal),
 )
 quantize_row_blocks = define_op(
     reference.quantize_row_blocks,
     _row_blocks_rule,
-    _row_blocks_on_shard,
+    functools.partial(_quantize_on_shard, _quantize_split_row_blocks),
     kernels=_ROW_BLOCK_KERNELS,
 )
 quantize_vectors = define_op(

@@ -134,9 +134,9 @@ def activation_product(
 def rules_report(
     rules: Pairs,
     found: Mapping[str, str | None],
-    products: Iterable[QuantizedParameter] = (),
-    float_parameters: Iterable[FloatParameter] = (),
-    activation_products: Iterable[ActivationProduct] = (),
+    products: Iterable[QuantizedParameter],
+    float_parameters: Iterable[FloatParameter],
+    activation_products: Iterable[ActivationProduct],
 ) -> RulesReport:
     """Makes a report.
 
@@ -195,7 +195,7 @@ def warn_of_idle_rules(rules: Pairs, report: RulesReport) -> None:
 
 
 def _names_float(pattern: str, report: RulesReport) -> bool:
-    """Whether a pattern names what is in float without it, as ``"embed"`` may."""
+    """Whether a pattern names what is in float anyway, such as ``"embed"``."""
     modules = (p.parameter.rpartition("/")[0] for p in report.float_parameters)
     return "@" in pattern or any(re.fullmatch(pattern, module) for module in modules)
 

@@ -156,7 +156,7 @@ class Recipe:
     ===== ================ ================ ====
     fwd   ``Y = X . W``    X, may fall back W
     dlhs  ``dX = dY . W'`` dY               W
-    drhs  ``dW = X' . dY`` X, no residual   dY
+    drhs  ``dW = X' . dY`` X                dY
     ===== ================ ================ ====
 
     If both GEMMs that read a matrix use block scales, they share one set of blocks.
@@ -181,9 +181,9 @@ class Recipe:
         the quantile of the first batch's blocks in the middle of ``target_rate``.
       bound: the value that the largest magnitude is scaled to before rounding to INT8:
         127, the largest code; or 127.5, which rounds to it, as in AQT.
-      codes: the dtype of the codes of all GEMMs that are not unquantized: ``"int8"``;
-        or ``"float8_e4m3fn"``, FP8 with 3 bits after the leading one, whose largest
-        value is 448.  FP8 codes are rounded to nearest, have scales ``"block"`` or
+      codes: the dtype of the codes of all quantized GEMMs: ``"int8"``; or
+        ``"float8_e4m3fn"``, FP8 with 3 bits after the leading one, whose largest value
+        is 448.  FP8 codes are rounded to nearest, have scales ``"block"`` or
         ``"row_block"`` with blocks up to 128, and no fallback.
       equalize: whether rows and columns of W are multiplied by powers of two that make
         their magnitudes alike, and X, dY and the products by the inverse powers, before

@@ -37,7 +37,7 @@ def quantize_split_blocks(
       x: this device's shard ``[B, R, C]``, bfloat16, float16 or float32.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding.
       block: rows and columns of a complete block.
-      sums: the layouts that get sums of codes.
+      sums: the layouts that get ``Quantized.sums``.
       dtype: the dtype of the codes.
       options: the roundings and the offset of ``reference.quantize``.
 

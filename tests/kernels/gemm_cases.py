@@ -90,16 +90,11 @@ def operands(
 def exact(lhs, residual, rhs, block_shape) -> np.ndarray:
     """The product in float64."""
     m, k, n = block_shape
-
-    def dequantize(operand, block):
-        pairs = zip(*map(np.asarray, operand[:2]), strict=True)
-        return np.stack([oracle.dequantize(*pair, block) for pair in pairs])
-
-    values = dequantize(lhs, (m, k))
+    values = oracle.dequantize_stack(lhs, (m, k))
     if residual is not None:
-        values += dequantize(residual, (m, k))
+        values += oracle.dequantize_stack(residual, (m, k))
     with np.errstate(invalid="ignore"):
-        return values @ dequantize(rhs, (n, k)).mT
+        return values @ oracle.dequantize_stack(rhs, (n, k)).mT
 
 
 def check_against_float64(matmul, case: Case, tolerance: float = 1e-5) -> None:

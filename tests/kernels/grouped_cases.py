@@ -131,11 +131,6 @@ def _size(case: Case) -> int:
     return len(case.sizes) - case.first_group - (case.first_group > 0)
 
 
-def _exact(operand: Quantized, block) -> np.ndarray:
-    pairs = zip(*map(np.asarray, operand[:2]), strict=True)
-    return np.stack([oracle.dequantize(*pair, block) for pair in pairs])
-
-
 def _is_valid(case: Case, groups: jax.Array) -> np.ndarray:
     return (np.asarray(groups) >= 0) & (np.asarray(groups) < _size(case))
 
@@ -145,11 +140,11 @@ def check_matmul(ragged_matmul, case: Case, dtype=jnp.float32, seed: int = 0) ->
     lhs, residual, rhs, _, _, groups = problem(case, seed)
     y = ragged_matmul(lhs, residual, rhs, groups, block_shape=case.blocks, dtype=dtype)
     assert (y.shape, y.dtype) == ((len(groups), m, case.matrix[1]), dtype)
-    values = _exact(lhs, (m, k))
+    values = oracle.dequantize_stack(lhs, (m, k))
     if residual is not None:
-        values += _exact(residual, (m, k))
+        values += oracle.dequantize_stack(residual, (m, k))
     valid = _is_valid(case, groups)
-    matrices = _exact(rhs, (n, k))[np.asarray(groups)[valid]]
+    matrices = oracle.dequantize_stack(rhs, (n, k))[np.asarray(groups)[valid]]
     # The other tiles hold anything, also NaNs that a cast would warn of.
     y = np.asarray(y)[valid].astype(np.float64)
     _check_close(y, values[valid] @ matrices.mT, dtype)
@@ -164,7 +159,8 @@ def check_contraction(
         lhs, rhs, groups, size=_size(case), block_shape=(k, m, n), dtype=dtype
     )
     assert (y.shape, y.dtype) == ((_size(case), *case.matrix), dtype)
-    products = _exact(lhs, (k, m)) @ _exact(rhs, (n, m)).mT
+    values = oracle.dequantize_stack(lhs, (k, m))
+    products = values @ oracle.dequantize_stack(rhs, (n, m)).mT
     expected = np.zeros(y.shape)
     for t in np.flatnonzero(_is_valid(case, groups)):
         expected[int(groups[t])] += products[t]

@@ -130,13 +130,13 @@ def assert_same_codes(seed, sharding, recipe, theta, capacity=None):
     with jax.set_mesh(mesh_of(**MESHES[sharding])):
         got, stats, tiles = on_devices(sharding, recipe, capacity)(*args)
     np.testing.assert_array_equal(stats, want_stats)
-    is_used = np.asarray(tiles.rows) > 0
+    is_used = np.asarray(tiles.row_counts) > 0
     index = np.asarray(tiles.indices)[is_used]
     assert len(np.unique(index)) == len(index)
     sizes = np.bincount(np.ravel(experts), minlength=E)
     sizes = sizes if capacity is None else np.minimum(sizes, capacity)
     assert len(index) == np.sum(-(-sizes // recipe.block_shape[0]))
-    assert np.sum(tiles.rows) == np.sum(sizes)
+    assert np.sum(tiles.row_counts) == np.sum(sizes)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for own, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(

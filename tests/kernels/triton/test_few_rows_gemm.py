@@ -25,7 +25,6 @@ CASES = {
     "scales of rows and columns": Case((1, 30, 200, 90), (1, 128, 1), None),
     "FP8": Case((2, 20, 300, 200), (1, 128, 128), None, "float8_e4m3fn"),
 }
-SM = {"hopper": 90, "ampere": 80}
 
 
 def interpreted(sm):
