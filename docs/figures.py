@@ -7,7 +7,7 @@ A table's place on a page is `<!-- name -->` to `<!-- end -->`.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ BENCH = ROOT / "fbq_jax/bench/results"
 LLAMA = ROOT / "examples/llama/results"
 EXPERIMENTS = experiments.RESULTS
 SECTIONS = bench_results.load(BENCH / "nvidia-h200.json")
+H100 = bench_results.load(BENCH / "nvidia-h100-80gb-hbm3.json")
 COMPILED, COMPILED_TPU, ERRORS, MODELS = (
     json.loads((BENCH / f"{name}.json").read_text())
     for name in ("compiled", "compiled-tpu", "errors-cpu", "models")
@@ -55,19 +56,37 @@ SPEEDS = (
 BLOCK = (4096, 14336, 16384)
 
 
-def rows(section: str, shape: Iterable[int]) -> dict[str, Row]:
+def rows(
+    section: str, shape: Iterable[int], sections: Mapping[str, Any] = SECTIONS
+) -> dict[str, Row]:
     """The rows of a section with this shape, by name."""
-    of_section = SECTIONS[section]["rows"]
+    of_section = sections[section]["rows"]
     return {row.what: row for row in of_section if row.shape == tuple(shape)}
 
 
 def speed() -> str:
-    """Speedups over bf16 of what users run."""
+    """Speedups over bf16 of what users run, on an H200."""
+    return _speeds(SECTIONS, SPEEDS)
+
+
+def speed_h100() -> str:
+    """Those that are measured on an H100."""
+    measured = [
+        (name, section, shape)
+        for name, section, shape in SPEEDS
+        if rows(section, shape, H100)
+    ]
+    return _speeds(H100, measured)
+
+
+def _speeds(
+    sections: Mapping[str, Any], speeds: Iterable[tuple[str, str, tuple[int, ...]]]
+) -> str:
     names = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
     programs = (*names, "Flax Fp8DotGeneral")
     cells = [
-        [name, *(ratio(rows(section, shape).get(what)) for what in programs)]
-        for name, section, shape in SPEEDS
+        [name, *(ratio(rows(section, shape, sections).get(what)) for what in programs)]
+        for name, section, shape in speeds
     ]
     return table(("", *(f"`{name}`" for name in names), "Flax's FP8"), cells)
 
@@ -281,6 +300,7 @@ PAGES = (
     "docs/performance/errors.md",
     "docs/performance/experts.md",
     "docs/performance/frozen-layers.md",
+    "docs/performance/h100.md",
     "docs/performance/kernels.md",
     "docs/performance/map.md",
     "docs/performance/profile.md",
@@ -291,11 +311,25 @@ PAGES = (
 
 def tables() -> dict[str, str]:
     """All tables of these pages, by the names of their places."""
-    summaries = (speed, losses, measured, outliers, memory, batches, gpus, tpus)
+    summaries = (
+        speed,
+        speed_h100,
+        losses,
+        measured,
+        outliers,
+        memory,
+        batches,
+        gpus,
+        tpus,
+    )
     others = (libraries, maxtext, experts)
     sections = SECTIONS.items()
     return {
         **{name: report.markdown({name: section}) for name, section in sections},
+        **{
+            f"h100_{name}": report.markdown({name: section})
+            for name, section in H100.items()
+        },
         **compiled.tables(COMPILED),
         "compiled_tpu": tpu.markdown(COMPILED_TPU),
         "errors": errors.markdown(ERRORS),

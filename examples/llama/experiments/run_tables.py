@@ -172,7 +172,10 @@ def cost(results: Path) -> str:
 
 
 def outliers(results: Path) -> str:
-    """Losses of bf16 and differences from them: means and half ranges over seeds."""
+    """Losses of bf16 and differences from them: means and half ranges over seeds.
+
+    A recipe with one seed has no range.
+    """
     losses = result_files.losses_by_model(result_files.runs(results, "outliers"))
     planted = result_files.one(results, "planted")
     if not losses or not planted:
@@ -194,7 +197,8 @@ def _loss_cell(losses: dict[str, dict[int, float]], recipe: str) -> str:
         numbers, sign = result_files.differences_from_bf16(losses, recipe), "+"
     if not len(numbers):
         return ""
-    return f"{numbers.mean():{sign}.5f} ± {np.ptp(numbers) / 2:.5f}"
+    half_range = f" ± {np.ptp(numbers) / 2:.5f}" if len(numbers) > 1 else ""
+    return f"{numbers.mean():{sign}.5f}{half_range}"
 
 
 def planted(results: Path) -> str:
