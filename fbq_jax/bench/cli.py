@@ -156,10 +156,8 @@ def _succeeds(name: str, measure_section: Callable[[str], None]) -> bool:
     """Measures a section and returns whether it succeeded; stderr says why not."""
     try:
         measure_section(name)
-    # jax raises the latter when the GPU's memory does not suffice.
-    except (*_FAILED_MEASUREMENTS, jax.errors.JaxRuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        print(f"{name} stopped: {reason}", file=sys.stderr, flush=True)
+    except _FAILED_MEASUREMENTS as error:
+        print(f"{name} stopped: {error}", file=sys.stderr, flush=True)
         return False
     return True
 
@@ -189,15 +187,24 @@ def _measure(
     quick = options.quick
     print(report.text_head(name), flush=True)
     content = results.section([], quick=quick)
-    for row in section.rows(
+    rows = section.rows(
         _shapes(section, options),
         implementation=options.implementation,
         effort=measure.QUICK if quick else measure.FULL,
-    ):
-        print(report.text_row(name, row), flush=True)
-        content["rows"].append(dataclasses.asdict(row))
-        # Stored after each row, so that an interrupted run leaves what it measured.
-        results.merge(path, name, content)
+    )
+    try:
+        for row in rows:
+            print(report.text_row(name, row), flush=True)
+            content["rows"].append(dataclasses.asdict(row))
+            # Stored after each row, so that an interrupted run leaves what it measured.
+            results.merge(path, name, content)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if reason.startswith("RESOURCE_EXHAUSTED"):
+            raise measure.UnsupportedError(
+                f"{reason}; --shape takes sizes that fit into the memory"
+            ) from error
+        raise measure.UnsupportedError(reason) from error
 
 
 def _shapes(

@@ -46,7 +46,10 @@ def test_all_measures_and_stores_every_section(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_all_goes_on_after_a_section_that_fails(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["all", "gemm"])
+def test_a_section_that_needs_too_much_memory_says_so(
+    command, tmp_path, monkeypatch, capsys
+):
     def rows(*_, **__):
         yield some_rows()[0]
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\ndetails")
@@ -54,10 +57,18 @@ def test_all_goes_on_after_a_section_that_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.import_module("fbq_jax.bench.gemm"), "rows", rows)
     monkeypatch.setattr(cli, "_check_device", lambda _: None)
     out = tmp_path / "bench.json"
-    assert library.main(["all", "--out", str(out)]) == 1
+    assert library.main([command, "--out", str(out)]) == 1
     printed = capsys.readouterr()
+    reason = (
+        "RESOURCE_EXHAUSTED: Out of memory; --shape takes sizes that fit into the "
+        "memory"
+    )
+    if command == "gemm":
+        assert printed.err == f"fbq_jax.bench: {reason}\n"
+        assert [row.what for row in results.load(out)["gemm"]["rows"]] == ["bf16"]
+        return
     assert printed.err.splitlines() == [
-        "gemm stopped: RESOURCE_EXHAUSTED: Out of memory",
+        f"gemm stopped: {reason}",
         "fbq_jax.bench: not finished: gemm (see above)",
     ]
     assert printed.out.endswith("(CONTRIBUTING.md, Measuring another GPU).\n")
