@@ -135,6 +135,7 @@ def outliers(runs: dict[str, Json]) -> Figure:
     )
     # Linear around 0, because differences can be negative.
     axes.set_yscale("symlog", linthresh=1e-4)
+    axes.margins(y=0.1)
     axes.set_ylim(bottom=lowest)
     finish(axes, "lower right")
     return figure
