@@ -101,7 +101,7 @@ RAGGED_DIMENSIONS: DimensionNumbers = (((1,), (1,)), ((), (0,)))
 
 
 class DotGeneral:
-    """A callable with the signature of ``lax.dot_general``; ``compute`` is abstract."""
+    """A callable like ``lax.dot_general``; ``_compute`` is abstract."""
 
     def __call__(
         self,
@@ -117,9 +117,9 @@ class DotGeneral:
         call = DotCall(
             dimension_numbers, precision, preferred_element_type, out_sharding
         )
-        return self.compute(lhs, rhs, call)
+        return self._compute(lhs, rhs, call)
 
-    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product; each subclass implements it."""
         raise NotImplementedError
 

@@ -72,7 +72,7 @@ class LlmInt8Dot(DotGeneral):
             )
         dispatch.check_name(self.implementation)
 
-    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, quantized except for outlier columns."""
 
         def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:

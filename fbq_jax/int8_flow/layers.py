@@ -43,7 +43,7 @@ class MLPBlock:
             "down": _dense_params(self.hidden, size, self.use_bias, kernel_init),
         }
 
-    def operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
+    def _operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
         """The operator for an input like ``x``."""
         del x
         return blocks.mlp(
@@ -77,7 +77,7 @@ class AttentionBlock:
         }
         return {"norm": _norm_params(size), "attention": projections}
 
-    def operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
+    def _operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
         """The operator for an input like ``x``."""
         return blocks.attention(
             self.num_heads,

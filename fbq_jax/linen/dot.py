@@ -121,7 +121,7 @@ class FallbackDot(GroupedDot):
         """The settings that Linen and NNX share."""
         return DotConfig(self.recipe, self.implementation, self.ignore_precision)
 
-    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
         module, config = calling_module(self.collection), self.config
         if module is None:

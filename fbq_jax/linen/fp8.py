@@ -61,7 +61,7 @@ class Fp8Dot(DotGeneral):
         # fp8.start would make arrays at import, before distributed processes connect.
         fp8.check_history(self.history)
 
-    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product in FP8; lhs is the activation."""
         delayed = self.scaling == "delayed"
         scalings = self._scalings() if delayed else fp8.Scalings()

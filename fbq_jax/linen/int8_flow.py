@@ -22,7 +22,7 @@ class _Block(nn.Module):
 
     def operator(self, x: jax.Array, deterministic: bool) -> Operator:
         """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
-        return self.operator_of(x, 0.0 if deterministic else self.dropout_rate)
+        return self._operator_of(x, 0.0 if deterministic else self.dropout_rate)
 
     @nn.compact
     def parameters(self, size: int) -> Params:

@@ -122,7 +122,7 @@ class RulesDot(GroupedDot):
         # Checks both, whatever the rules.
         FallbackDot(collection=self.collection, implementation=self.implementation)
 
-    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product with the recipe of the calling layer."""
         dot = self.of_layer() or lax.dot_general
         return dot(lhs, rhs, **call._asdict())

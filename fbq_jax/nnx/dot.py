@@ -25,6 +25,7 @@ from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.grouped_dense import GroupedDense
+from fbq_jax.nnx.plain_method import PlainMethod
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
@@ -166,7 +167,7 @@ class FallbackDot(GroupedDot, nnx.Module):
         if use_running_average is not None:
             self.use_running_average = use_running_average
 
-    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product, and updates the state in training."""
         warn_if_hidden(self)
         codes = self._codes(rhs, call.dimension_numbers)
@@ -183,6 +184,7 @@ class FallbackDot(GroupedDot, nnx.Module):
     ) -> jax.Array:
         return self.projection(lhs, rhs, call).multiply(lhs)
 
+    @PlainMethod
     def projection(
         self, x: jax.Array, rhs: jax.Array, call: RaggedCall
     ) -> GroupedProjection:
@@ -200,6 +202,7 @@ class FallbackDot(GroupedDot, nnx.Module):
             self.config, rhs, call, self.state(), codes, commit, name
         )
 
+    @PlainMethod
     @contextlib.contextmanager
     def named(self, description: str) -> Iterator[None]:
         """Names the layer in the warnings of ops that are traced in this context.
@@ -222,6 +225,7 @@ class FallbackDot(GroupedDot, nnx.Module):
         """What errors and warnings call the layer."""
         return self.path.name or current_layer() or "an nnx.FallbackDot"
 
+    @PlainMethod
     def state(self) -> dict[str, jax.Array]:
         """The layer's ``fbq_jax.core.threshold.State``.
 
@@ -238,6 +242,7 @@ class FallbackDot(GroupedDot, nnx.Module):
                 )
         return {name: getattr(self, name)[...] for name in names}
 
+    @PlainMethod
     def check_moves(self, weight: Tree) -> Tree:
         """The layer's weight; its gradient warns if its noise repeats.
 
@@ -274,6 +279,7 @@ class FallbackDot(GroupedDot, nnx.Module):
             return warn_if_differentiated("without rngs", text, weight)
         return weight
 
+    @PlainMethod
     def commit(self, new: threshold.State) -> None:
         """Stores the new state of a call, except in evaluation.
 
@@ -300,6 +306,7 @@ class FallbackDot(GroupedDot, nnx.Module):
                 "layer, fbq_jax.FallbackDot takes the place of fbq_jax.nnx.FallbackDot"
             ) from error
 
+    @PlainMethod
     def stack(self, shape: tuple[int, ...], rngs: nnx.Rngs | None) -> None:
         """Makes the state that of a stack of layers, as ``nnx.vmap`` makes it.
 
@@ -353,6 +360,7 @@ class FallbackOp(nnx.Module):
             ignore_precision=ignore_precision,
         )
 
+    @PlainMethod
     def check_unshared(self) -> None:
         """Warns, once, if another layer trains with this op."""
         if not self.dot_general.evaluates:

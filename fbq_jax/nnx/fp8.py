@@ -50,7 +50,7 @@ class Fp8Dot(DotGeneral, nnx.Module):
         self.lhs, self.rhs = Fp8Scaling(lhs), Fp8Scaling(rhs)
         self.grad = Fp8Scaling(grad)
 
-    def compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product in FP8; lhs is the activation."""
         variables = self.lhs, self.rhs, self.grad
         scalings = fp8.Scalings(*(variable.get_value() for variable in variables))

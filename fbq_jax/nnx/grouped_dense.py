@@ -11,6 +11,7 @@ from jax import lax
 from fbq_jax.core.dot_call import RaggedCall, ragged_dot_of
 from fbq_jax.core.expert_exchange import ExchangedGroups
 from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
+from fbq_jax.nnx.plain_method import PlainMethod
 
 Initializer = nnx.initializers.Initializer
 
@@ -51,6 +52,7 @@ class GroupedDense(nnx.Module):
         weight = jnp.asarray(self.kernel[...], x.dtype)
         return ragged_dot_of(self.dot_general)(x, weight, group_sizes)
 
+    @PlainMethod
     def projection(
         self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups, size: int
     ) -> GroupedProjection | None:

@@ -13,6 +13,7 @@ from fbq_jax.int8_flow.blocks import Chain, check_dropout_rate
 from fbq_jax.int8_flow.layers import ParamSpec, ParamSpecs
 from fbq_jax.int8_flow.operators import Operator
 from fbq_jax.nnx.dot import FallbackDot
+from fbq_jax.nnx.plain_method import PlainMethod
 
 Initializer = nnx.initializers.Initializer
 Params = dict[str, Any]
@@ -51,21 +52,24 @@ class _Block(_Parameters):
         drops = dropout_rate > 0.0
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if drops else None)
 
+    @PlainMethod
     def parameters(self) -> Params:
         """The parameters, as ``int8_flow.apply`` takes them."""
         return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
+    @PlainMethod
     def dropout_rate(self, deterministic: bool | None) -> float:
         """The rate of a call; ``None`` leaves it to ``eval()`` and ``train()``."""
         if deterministic is None:
             deterministic = self.dropout.deterministic
         return 0.0 if deterministic else self.dropout.rate
 
+    @PlainMethod
     def operator(self, x: jax.Array, deterministic: bool | None) -> Operator:
         """The operator that ``int8_flow.apply`` runs for an input like ``x``."""
-        return self.operator_of(x, self.dropout_rate(deterministic))
+        return self._operator_of(x, self.dropout_rate(deterministic))
 
-    def operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
+    def _operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
         """The operator for an input like ``x``; ``shared`` implements it."""
         raise NotImplementedError
 
