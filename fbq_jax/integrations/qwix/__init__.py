@@ -1,0 +1,17 @@
+"""Whole models whose own code multiplies by their parameters, through Qwix.
+
+``fbq_jax.quantize`` reaches layers that take an op.  Other layers call ``jnp.einsum``,
+``@`` or ``lax.dot_general`` on their parameters.  Qwix replaces functions of JAX while
+a model runs, and asks a *provider* what to do instead.
+
+The functions that Qwix's own providers replace do not suffice for ops with state.  JAX
+traces ``@`` and ``jnp.dot`` once for all layers with equal shapes, so that only the
+first layer calls the replaced ``lax.dot_general``, and inside a trace that no state may
+leave.  The provider in ``products`` replaces the function below, by which JAX calls a
+primitive.  It sees the operands of every product, and follows parameters through casts
+and reshapes.  The one in ``lora`` shows the products of layers with an op to Qwix's
+LoRA.
+"""
+
+from fbq_jax.integrations.qwix.linen_models import quantize as quantize
+from fbq_jax.integrations.qwix.nnx_models import quantize_nnx as quantize_nnx

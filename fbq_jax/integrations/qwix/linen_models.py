@@ -1,0 +1,155 @@
+"""Linen models: ``quantize``, and the layer that a product belongs to."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+from flax import linen as nn
+from flax.core import Scope, tracers
+from flax.linen import module as flax_module
+from qwix._src import interception
+
+from fbq_jax.core import weight_products
+from fbq_jax.integrations.qwix.lora import is_lora_active, refuse_lora
+from fbq_jax.integrations.qwix.products import Op
+from fbq_jax.integrations.qwix.providers import intercept
+from fbq_jax.linen.dot import ParameterDot
+from fbq_jax.linen.frozen import FrozenParameter, Parameter
+from fbq_jax.linen.rules import RulesDot
+from fbq_jax.linen.state import calling_module
+from fbq_jax.linen.whole_models import inject_ops, quantize_with
+from fbq_jax.recipes.rules_report import RulesReport
+from fbq_jax.recipes.schema import Recipe
+
+M = TypeVar("M", bound=nn.Module)
+
+# By which Linen modules read their variables.
+_GET_VARIABLE = "flax.core.scope.Scope.get_variable"
+
+
+def quantize(
+    model: M,
+    rules: Mapping[str, Recipe | None] | RulesDot,
+    rngs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[M, RulesReport]:
+    """``fbq_jax.quantize``, which also reaches products in the model's own code.
+
+    Every product of an activation and a parameter is quantized by the rule for the
+    module whose method computes it, whether by ``jnp.einsum``, ``jnp.dot``, ``@``,
+    ``lax.dot_general`` or a convolution.  A product of two activations, as in
+    attention, stays in float unless a rule names it (``fbq_jax.recipes.path_rules``).
+    Of ``jnp.einsum`` the first operand then is the left one, in which blocks may fall
+    back.  Products of two parameters stay in float, and so do those with parameters of
+    LoRA, which Qwix may add before or after, and those inside a ``jax.checkpoint``,
+    ``jax.vmap`` or ``lax.scan`` that the model, or a function such as
+    ``jax.nn.dot_product_attention``, uses in place of Flax's: no state may leave those.
+    ``fbq_jax.quantize`` documents the arguments.
+
+    A call outside ``jit`` runs without ``jit`` inside, slowly.
+
+    >>> import jax.numpy as jnp
+    >>> from fbq_jax import recipes
+    >>> class Model(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         w = self.param("w", nn.initializers.lecun_normal(), (16, 8))
+    ...         return x @ w
+    >>> x = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    >>> model, report = quantize(Model(), {".*": recipes.block}, jax.random.key(0), x)
+    >>> print(report)
+    parameter  shape   rule  recipe
+    w          16 x 8  .*    block
+    """
+    return quantize_with(_inject_linen, model, rules, rngs, args, kwargs)
+
+
+@contextlib.contextmanager
+def _inject_linen(dot: RulesDot) -> Iterator[None]:
+    """Gives layers their op, and intercepts the products of all others."""
+    with inject_ops(dot), intercept(LinenModules(dot)):
+        yield
+
+
+class LinenModules:
+    """The parameters of the Linen modules whose methods are running."""
+
+    def __init__(self, dot: RulesDot):
+        self.dot = dot
+        # The arrays that stand for frozen parameters, by their id.
+        self.shown: dict[int, tuple[jax.Array, Parameter]] = {}
+
+    @property
+    def intercepted(self) -> dict[str, Callable[..., Any]]:
+        """What Qwix replaces."""
+        return {_GET_VARIABLE: self._get_variable}
+
+    def _get_variable(
+        self, scope: Scope, collection: str, name: str, default: Any = None
+    ) -> Any:
+        """Reads a variable: an array of NaNs for a frozen parameter.
+
+        The product that reads it is the op's, which reads its codes.
+        """
+        read = interception.get_attribute(_GET_VARIABLE)
+        value = read(scope, collection, name, default)
+        if not isinstance(value, FrozenParameter):
+            return value
+        array = value.nans()
+        parameter = Parameter((*scope.path, name), value, own_code=True)
+        self.shown[id(array)] = array, parameter
+        return array
+
+    @property
+    def sees_activations(self) -> bool:
+        """Whether products of two activations matter."""
+        return self.dot.sees_activations
+
+    def has(self, x: Any, *, adapters: bool = False) -> bool:
+        """Whether an array is a parameter, of LoRA only if ``adapters``."""
+        parameter = self._parameter(x)
+        if parameter is None:
+            return False
+        return adapters or not weight_products.is_adapter(parameter.path[-1])
+
+    def _parameter(self, x: Any) -> Parameter | None:
+        """The parameter that an array is."""
+        if id(x) in self.shown:
+            return self.shown[id(x)][1]
+        stack = flax_module._context.module_stack
+        roots = {m.scope.root for m in stack if m is not None and m.scope is not None}
+        for root in roots:
+            parameters = root._variables.get("params", {})
+            for path, leaf in jax.tree.leaves_with_path(parameters):
+                if x is leaf:
+                    return Parameter((*root.path, *_names(path)), x, own_code=True)
+        return None
+
+    def op(self, x: Any) -> Op | None:
+        """The op for a product with a parameter; None leaves it in float."""
+        if not self._can_keep_state():
+            return None
+        parameter = self._parameter(x)
+        assert parameter is not None
+        if isinstance(parameter.value, FrozenParameter) and is_lora_active():
+            refuse_lora("/".join(parameter.path))
+        return self.dot.of_layer(functools.partial(ParameterDot, parameter=parameter))
+
+    def op_of_activations(self, shape: tuple[int, ...]) -> Op | None:
+        """The op for a product of two activations; None leaves it in float."""
+        return self.dot.of_activations(shape) if self._can_keep_state() else None
+
+    def _can_keep_state(self) -> bool:
+        """Whether the state of the running module can leave what JAX traces."""
+        module = calling_module()
+        if module is None or module.scope is None:
+            return False
+        return module.scope.trace_level == tracers.current_trace()
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    """The path of a Linen parameter, which may be boxed."""
+    return [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]

@@ -1,0 +1,152 @@
+"""The modules of NNX models: which of them a product belongs to."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from fbq_jax.core import weight_products
+from fbq_jax.integrations.qwix.products import Op
+from fbq_jax.nnx.callers import running_modules
+from fbq_jax.nnx.dot import activations_dot_name, dot_name, is_activations_dot
+from fbq_jax.recipes import path_rules
+from fbq_jax.recipes.path_rules import Pairs
+from fbq_jax.recipes.rules_report import ActivationProduct, activation_product
+
+# The attribute with the path of a module while ``quantize_nnx`` traces the model.
+_PATH = "fbq_jax_path"
+
+# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
+_activations = jax.make_user_context(None)
+
+
+def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
+    """The modules of a model, by their paths."""
+    return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
+
+
+def matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
+    """The parameters of two or more dimensions that a module multiplies by itself."""
+    for name, value in vars(module).items():
+        if not isinstance(value, nnx.Param) or weight_products.is_adapter(name):
+            continue
+        if getattr(value, "ndim", 0) >= 2:
+            yield name, value
+
+
+@dataclasses.dataclass(eq=False)
+class _Activations:
+    """The products of two activations of a model that ``quantize_nnx`` traces.
+
+    Attributes:
+      shapes: maps the path of a module and the number of a product to the shape of its
+        right operand.
+    """
+
+    shapes: dict[tuple[str, int], tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def products(self, rules: Pairs) -> dict[tuple[str, int], ActivationProduct]:
+        """What rules make of each."""
+        return {
+            key: activation_product(rules, path_rules.activations_name(*key), shape)
+            for key, shape in self.shapes.items()
+        }
+
+
+@contextlib.contextmanager
+def record_activations(model: nnx.Module) -> Iterator[_Activations]:
+    """Collects the products of two activations of a model that is traced inside."""
+    modules = {
+        path: module
+        for path, module in modules_of(model).items()
+        if not isinstance(module, nnx.List | nnx.Dict)
+    }
+    recorded = _Activations()
+    try:
+        for path, module in modules.items():
+            setattr(module, _PATH, path)
+        with _activations(recorded):
+            yield recorded
+    finally:
+        for module in modules.values():
+            delattr(module, _PATH)
+
+
+def _can_keep_state(module: nnx.Module) -> bool:
+    """Whether the variables of a module can leave what JAX traces."""
+    variables = (v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable))
+    return all(variable._can_update for variable in itertools.islice(variables, 1))
+
+
+class _Owner(NamedTuple):
+    """The module that holds a parameter, and the parameter's name."""
+
+    module: nnx.Module
+    name: str
+
+
+class NnxModules:
+    """The parameters of the NNX modules whose methods are running."""
+
+    # ``nnx_classes`` shows frozen parameters.
+    intercepted: Mapping[str, Callable[..., Any]] = {}
+
+    def __init__(self, model: nnx.Module):
+        self.sees_activations = _activations.value is not None or any(
+            any(map(is_activations_dot, vars(module)))
+            for _, module in nnx.iter_modules(model)
+        )
+        # The products of two activations that each module has computed.
+        self.activations: Counter[nnx.Module] = Counter()
+
+    def has(self, x: Any, *, adapters: bool = False) -> bool:
+        """Whether an array is a parameter, of LoRA only if ``adapters``."""
+        if self._owner(x) is not None:
+            return True
+        return adapters and any(
+            isinstance(value, nnx.Param) and value.get_raw_value() is x
+            for module in running_modules()
+            for _, part in nnx.iter_modules(module)
+            for value in vars(part).values()
+        )
+
+    def op(self, x: Any) -> Op | None:
+        """The op for a product with a parameter; None leaves it in float."""
+        owner = self._owner(x)
+        assert owner is not None
+        dot = getattr(owner.module, dot_name(owner.name), None)
+        if dot is None or not (dot.theta._can_update or dot.evaluates):
+            return None
+        return dot
+
+    def op_of_activations(self, shape: tuple[int, ...]) -> Op | None:
+        """The op for a product of two activations; None leaves it in float."""
+        module = next(running_modules(), None)
+        if module is None or not _can_keep_state(module):
+            return None
+        number = self.activations[module]
+        self.activations[module] += 1
+        # A module that the call itself makes has no path, and cannot keep an op.
+        path = getattr(module, _PATH, None)
+        if _activations.value is not None and path is not None:
+            _activations.value.shapes[path, number] = shape
+        return getattr(module, activations_dot_name(number), None)
+
+    def _owner(self, x: Any) -> _Owner | None:
+        """Finds the module that holds a parameter."""
+        # A transformation such as nnx.remat makes new modules for what runs inside.
+        # They know nothing of the model, but a method of theirs is running.
+        running = list(dict.fromkeys(running_modules()))
+        inside = (m for module in running for _, m in nnx.iter_modules(module))
+        for module in (*running, *inside):
+            for name, parameter in matrices(module):
+                if parameter.get_raw_value() is x:
+                    return _Owner(module, name)
+        return None
