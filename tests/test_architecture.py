@@ -19,6 +19,7 @@ LEVELS = [
     {"ops"},
     {"core"},
     {"fp8", "int8_flow"},
+    {"model_kind"},
     {"linen", "nnx"},
     {"export", "integrations", "testing"},
     {"maxtext"},
@@ -47,20 +48,25 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(module: str) -> Iterator[str]:
-    """The modules of this project that a module imports, also inside functions."""
+def imported(module: str) -> Iterator[str]:
+    """What a module imports, also inside functions: modules, and names in them."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in MODULES else str(node.module) for name in names]
-        else:
-            continue
-        yield from (name for name in names if name in MODULES and name != module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-IMPORTS = {module: set(imports(module)) for module in MODULES}
+def of_project(name: str) -> str:
+    """The module of this project that a name is, or is in."""
+    return name if name in MODULES else name.rpartition(".")[0]
+
+
+IMPORTED = {module: set(imported(module)) for module in MODULES}
+IMPORTS = {
+    module: set(map(of_project, names)) & MODULES.keys() - {module}
+    for module, names in IMPORTED.items()
+}
 
 
 def package_of(module: str) -> str:
@@ -90,6 +96,20 @@ def test_packages_import_what_is_below_them():
         and package_of(name) not in below[package_of(module)]
     ]
     assert not upward
+
+
+def test_linen_and_nnx_are_unknown_up_to_core():
+    """Below core, so is the rest of Flax."""
+    allowed = {"core": {"flax.serialization", "flax.struct"}}
+    below = set.union(*LEVELS[: LEVELS.index({"core"}) + 1])
+    assert not [
+        f"{module} imports {name}"
+        for module in LIBRARY
+        for name in sorted(IMPORTED[module])
+        if package_of(module) in below
+        and name.partition(".")[0] == "flax"
+        and name not in allowed.get(package_of(module), ())
+    ]
 
 
 def test_the_library_imports_no_example():

@@ -1,1 +1,1 @@
-"""Quantized products and layers as functions that do not depend on Flax."""
+"""Quantized products and layers as functions without Linen or NNX."""

@@ -22,12 +22,12 @@ from fbq_jax.core.frozen_weight import (
     record_weights,
 )
 from fbq_jax.core.layer_stats import is_state, layer_path
-from fbq_jax.core.model_kind import check_linen
 from fbq_jax.core.serialization import serializable_static
 from fbq_jax.core.weight_products import ParameterUse, check_weight, split_arrays
 from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import trace_uses
+from fbq_jax.model_kind import check_linen
 
 Path = tuple[str, ...]
 

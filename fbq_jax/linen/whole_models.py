@@ -20,15 +20,11 @@ from jax import lax
 
 from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.model_kind import (
-    QWIX_BASE,
-    check_linen,
-    check_unchanged_by_qwix,
-)
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
 from fbq_jax.linen.rules import RulesDot, root_path
+from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import RulesReport, warn_of_idle_rules

@@ -17,9 +17,9 @@ from fbq_jax.core.frozen_weight import (
     rhs_axes,
 )
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.model_kind import check_nnx
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.weight_products import check_weight
+from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
     FallbackDot,
     FrozenCodes,

@@ -8,7 +8,6 @@ from flax import nnx
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.core.model_kind import check_nnx, check_unchanged_by_qwix
 from fbq_jax.core.weight_products import (
     ParameterUse,
     QuantizedProduct,
@@ -16,6 +15,7 @@ from fbq_jax.core.weight_products import (
     record_products,
     split_arrays,
 )
+from fbq_jax.model_kind import check_nnx, check_unchanged_by_qwix
 from fbq_jax.nnx.dot import (
     LAYER_OPS,
     FallbackDot,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fbq_jax.core.frozen_weight import FrozenKernel
-from fbq_jax.core.model_kind import QWIX_BASE
 from fbq_jax.integrations.qwix.nnx_modules import NnxModules
 from fbq_jax.integrations.qwix.providers import intercept
+from fbq_jax.model_kind import QWIX_BASE
 from fbq_jax.nnx.callers import seen_by_qwix
 
 
