@@ -37,7 +37,6 @@ ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
 IMPLEMENTATIONS = ("mosaic", "triton", "tpu", "reference")
 # Those of other accelerators, which no reason on this one mentions.
 _ELSEWHERE = {"gpu": ("tpu",), "tpu": ("mosaic", "triton")}
-_ASKED = "asks for it"
 # TPUs (v6e) whose vector units are slow beside their matrix units.
 _FAST_MATRIX_UNITS = frozenset({"TPU v6 lite", "TPU v6e"})
 
@@ -112,7 +111,7 @@ def choose(
     check_name(implementation, source)
     if reason := _refusal(implementation, OPS[op], sides, codes):
         raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
-    return _choice(OPS[op], implementation, sides, width, f"{source}= {_ASKED}")
+    return _choice(OPS[op], implementation, sides, width, f"{source}= asks for it")
 
 
 def check_name(implementation: str | None, source: str = "implementation") -> None:
@@ -164,16 +163,21 @@ def _choice(
 
 
 def warn_of_reference(
-    choice: Choice, sides: Sequence[int], codes: CodeDtype = "int8"
+    choice: Choice,
+    sides: Sequence[int],
+    codes: CodeDtype = "int8",
+    implementation: str | None = None,
 ) -> None:
-    """Warns if an accelerator runs the slow reference, unless the caller asked for it.
+    """Warns if an accelerator runs the slow reference, unless it was asked for.
 
     Each reason is reported once.  The warning names the first layer, and every op that
-    the reason applies to.
+    the reason applies to.  The arguments are the result and the arguments of
+    ``choose``.
     """
     platform = jax.default_backend()
     slow = choice.implementation == "reference" and platform != "cpu"
-    if not slow or _ASKED in choice.reason:
+    asked = implementation or os.environ.get(ENVIRONMENT_VARIABLE)
+    if not slow or asked:
         return
     affected = (
         op.name

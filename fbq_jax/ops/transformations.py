@@ -71,7 +71,7 @@ def call(
     choice = dispatch.choose(
         op.name, block_shape, width=width, codes=codes, implementation=implementation
     )
-    dispatch.warn_of_reference(choice, block_shape, codes)
+    dispatch.warn_of_reference(choice, block_shape, codes, implementation)
     dispatch.warn_of_small_blocks(choice, block_shape)
     if width is not None:
         dispatch.warn_of_packing()
