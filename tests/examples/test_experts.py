@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fbq_jax
-from examples.llama import flops, generate, hf, mesh, metrics, step, train, training
+from examples.llama import flops, generate, hf, mesh, step, train, training
 from examples.llama.build import build
 from examples.llama.config import Config
 from examples.llama.data import batches
@@ -24,6 +24,7 @@ from examples.llama.model import Llama
 from fbq_jax import FallbackDot, Recipe, fallback_dot
 from fbq_jax.core.routing import Routing, route
 from tests.examples.small import random_params, small_config
+from tests.examples.test_train import records_of
 from tests.fbq_jax.linen.test_freezing import as_trained
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -164,11 +165,6 @@ def test_a_frozen_mixture_computes_what_it_evaluates() -> None:
     frozen = fbq_jax.freeze(model, variables, tokens)
     apply = jax.jit(model.apply)
     np.testing.assert_array_equal(apply(frozen, tokens), apply(variables, tokens))
-
-
-def records_of(run: Path) -> list[dict[str, Any]]:
-    records = metrics.read(run / "metrics.jsonl")
-    return [record | {"tokens_per_s": None} for record in records]
 
 
 @pytest.mark.exhaustive

@@ -15,10 +15,11 @@ from examples.llama.model_config import LlamaConfig
 from examples.llama.sampling import Sampling
 from examples.llama.step import make_initializer, make_optimizer, make_train_step
 from fbq_jax.bench import tpu_meshes
-from tests.kernels.tpu_tools import needs_compiler
+from tests.kernels.tpu_tools import needs_compiler, on_tpu  # noqa: F401 (a fixture)
 
 pytestmark = [
     needs_compiler,
+    pytest.mark.usefixtures("on_tpu"),
     pytest.mark.exhaustive,
     pytest.mark.filterwarnings("ignore:norms and gates pack"),
 ]
@@ -33,12 +34,6 @@ CONFIG = LlamaConfig(
     dtype=jnp.bfloat16,
     saved_bits=10,
 )
-
-
-@pytest.fixture(autouse=True)
-def on_tpu(monkeypatch):
-    """Chooses as on a TPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
 
 def place(devices, x, spec):

@@ -35,3 +35,9 @@ def interpreted(monkeypatch):
     """Interprets the kernels of a test."""
     call = functools.partial(pl.pallas_call, interpret=True)
     monkeypatch.setattr(pl, "pallas_call", call)
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Chooses as on a TPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

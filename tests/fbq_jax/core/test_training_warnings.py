@@ -26,16 +26,12 @@ from fbq_jax.core import threshold
 from fbq_jax.sharding import layer_names
 from tests.marks import pairs_with_first_fast
 
+pytestmark = pytest.mark.usefixtures("every_cause_warns")
 OWG = "_overwrite_with_gradient"
 RECIPE = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (64, 64))
 W = jax.random.normal(jax.random.key(1), (64, 64))
 DIMS = (((1,), (0,)), ((), ()))
-
-
-@pytest.fixture(autouse=True)
-def every_cause_warns():
-    layer_names.clear()
 
 
 def trace(function, *args):

@@ -19,6 +19,7 @@ from fbq_jax import (
 from fbq_jax.integrations import qwix
 from fbq_jax.recipes.rules_report import ActivationProduct
 from tests.fbq_jax.linen.test_whole_models import KEY, X, train
+from tests.fbq_jax.nnx.test_whole_models import descend
 
 SMALL = Recipe(block=32)
 OTHER = Recipe(block=64)
@@ -165,17 +166,7 @@ class NnxModel(nnx.Module):
 
 
 def train_nnx(model):
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def step(state):
-        model = nnx.merge(graphdef, state)
-        grads = nnx.grad(lambda model: jnp.mean(model(X) ** 2))(model)
-        params = nnx.state(model, nnx.Param)
-        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
-        return nnx.state(model)
-
-    nnx.update(model, step(step(state)))
+    descend(model, X)
     return [layer.w[...] for layer in model.layers]
 
 

@@ -23,6 +23,7 @@ from fbq_jax.core.frozen_weight import FrozenKernel
 from fbq_jax.integrations import qwix
 from fbq_jax.nnx import dot as nnx_dot
 from tests.fbq_jax.linen.test_whole_models import KEY, X, train
+from tests.fbq_jax.nnx.test_whole_models import descend
 from tests.marks import with_first_fast
 
 SMALL = Recipe(block=32)
@@ -304,17 +305,7 @@ def test_nnx_modules_that_multiply_in_their_own_code():
     assert floats.pop("head/w") == "rule 'head'"
     assert set(floats) == {"blocks/0/scale", "blocks/1/scale", "head/scale"}
     assert report.unused_rules == report.unmatched_layers == ()
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def step(state):
-        model = nnx.merge(graphdef, state)
-        grads = nnx.grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
-        params = nnx.state(model, nnx.Param)
-        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
-        return nnx.state(model)
-
-    nnx.update(model, step(step(state)))
+    descend(model, tokens)
     counts = {k: int(s.count) for k, s in fbq_jax.nnx.fallback_stats(model).items()}
     assert counts == {
         "blocks/0/w_dot_general": 2,

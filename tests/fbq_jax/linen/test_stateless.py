@@ -11,8 +11,8 @@ import pytest
 from flax import linen as nn
 
 from fbq_jax import FallbackDot, GatedMLP, Int8MLP, Recipe, RulesDot, freeze, recipes
-from fbq_jax.sharding import layer_names
 
+pytestmark = pytest.mark.usefixtures("every_cause_warns")
 X = jax.random.normal(jax.random.key(0), (6, 40))
 BLOCK = Recipe(block=32, criterion=None)
 DOT = FallbackDot(BLOCK)
@@ -21,11 +21,6 @@ FORWARD_NOISE = dataclasses.replace(
     BLOCK, fwd=dataclasses.replace(BLOCK.fwd, lhs="stochastic")
 )
 KEY = jax.random.key(7)
-
-
-@pytest.fixture(autouse=True)
-def every_cause_warns():
-    layer_names.clear()
 
 
 def dense(recipe):

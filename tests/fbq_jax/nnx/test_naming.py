@@ -20,17 +20,12 @@ from fbq_jax.nnx import (
     name_layers,
 )
 from fbq_jax.sharding import layer_names
-from tests.fbq_jax.sharding.test_layer_names import needs_devices
-from tests.fbq_jax.sharding.test_sharding import mesh_of
+from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
 
+pytestmark = pytest.mark.usefixtures("every_cause_warns")
 RECIPE = Recipe(block=32)
 X = jnp.ones((64, 128))
 HINT = r" \(fbq_jax.nnx.name_layers gives layers their paths\)"
-
-
-@pytest.fixture(autouse=True)
-def every_cause_warns():
-    layer_names.clear()
 
 
 class Block(nnx.Module):

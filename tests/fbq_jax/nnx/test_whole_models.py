@@ -101,19 +101,23 @@ def test_a_report_without_a_trace_goes_by_the_kinds_of_layers():
     }
 
 
-def train(model):
+def descend(model, *args, **kwargs):
+    """Changes a model by two steps of gradient descent."""
     graphdef, state = nnx.split(model)
 
     @jax.jit
     def step(state):
         model = nnx.merge(graphdef, state)
-        tokens = jnp.arange(32).reshape(4, 8) % 16
-        grads = nnx.grad(lambda model: jnp.mean(model(tokens, train=True) ** 2))(model)
+        grads = nnx.grad(lambda model: jnp.mean(model(*args, **kwargs) ** 2))(model)
         params = nnx.state(model, nnx.Param)
         nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
         return nnx.state(model)
 
     nnx.update(model, step(step(state)))
+
+
+def train(model):
+    descend(model, jnp.arange(32).reshape(4, 8) % 16, train=True)
     return nnx.to_pure_dict(nnx.state(model))
 
 

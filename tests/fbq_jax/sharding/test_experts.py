@@ -37,23 +37,18 @@ from fbq_jax.kernels.grouped_reference import assign_tiles
 from fbq_jax.kernels.reference import Quantized, repeat_blocks
 from fbq_jax.sharding.ragged_exchange import Slices, exchange_slices
 from tests import oracle
+from tests.fbq_jax.linen.test_moe import scanned
+from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
 from tests.gpus import h200s, needs_compiler
 from tests.kernels.test_reference import heavy
 
-pytestmark = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
+pytestmark = needs_devices
 
 E, TOP_K, T, D, F = 8, 2, 512, 72, 64
 EXPERT = ExpertSharding("expert")
 WITH_COPIES = ExpertSharding("expert", copies="data")
 FALLBACK = dataclasses.replace(recipes.fallback, block=32)
 X, DY = heavy((T, D), 0), heavy((T, D), 2)
-
-
-def mesh_of(**sizes):
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
 
 MESHES = {
@@ -335,14 +330,6 @@ class Block(nn.Module):
 
 @pytest.mark.exhaustive
 def test_scan_and_remat():
-    def scanned(block):
-        return nn.scan(
-            block,
-            variable_axes={"params": 0, "fallback": 0, "expert_stats": 0, "losses": 0},
-            split_rngs={"params": True},
-            length=2,
-        )()
-
     def grads(model, params, state):
         def loss(params):
             variables = {"params": params, **state}

@@ -12,7 +12,7 @@ from fbq_jax import ops, recipes
 from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.reference import Quantized
 from tests.fbq_jax.core.test_dot_general import product
-from tests.fbq_jax.sharding.test_sharding import assert_close, mesh_of, place
+from tests.fbq_jax.sharding.tools import assert_close, mesh_of, place
 from tests.gpus import h200s, needs_compiler
 from tests.kernels.test_reference import heavy
 

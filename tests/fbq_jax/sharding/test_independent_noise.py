@@ -9,16 +9,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, Recipe, fallback_stats
-from tests.fbq_jax.sharding.test_manual_axes import mesh_of
+from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
 
-pytestmark = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
+pytestmark = needs_devices
 
 DEVICES, LANES, SCANNED, STEPS = 2, 2, 2, 3
 ROWS, K, N = 64, 64, 32

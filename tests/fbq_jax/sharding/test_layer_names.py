@@ -11,20 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, Recipe, ops
-from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import current_layer, layer_name
-from tests.fbq_jax.sharding.test_sharding import mesh_of, place
+from tests.fbq_jax.sharding.tools import mesh_of, needs_devices, place
 
-needs_devices = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
+pytestmark = pytest.mark.usefixtures("every_cause_warns")
 RECIPE = Recipe(block=32)
 X = jnp.ones((64, 128))
-
-
-@pytest.fixture(autouse=True)
-def every_cause_warns():
-    layer_names.clear()
 
 
 class Block(nn.Module):

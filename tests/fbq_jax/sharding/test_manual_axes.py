@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import (
@@ -21,11 +20,10 @@ from fbq_jax import (
     ragged_dot,
 )
 from fbq_jax.sharding import layer_names
+from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
 from tests.marks import with_first_fast
 
-pytestmark = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
+pytestmark = needs_devices
 
 DEVICES, ROWS, K, N = 4, 32, 64, 32
 RECIPE = Recipe(block=32, criterion=None)
@@ -36,11 +34,6 @@ X = jax.random.normal(jax.random.key(0), (ROWS, K))
 COPIES = jnp.tile(X, (DEVICES, 1))
 W = jax.random.normal(jax.random.key(1), (K, N))
 KEY = jax.random.key(2)
-
-
-def mesh_of(**sizes):
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
 
 def grads(x, w, key=KEY):

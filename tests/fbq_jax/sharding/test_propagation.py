@@ -16,12 +16,10 @@ from fbq_jax.bench.collectives import collectives
 from fbq_jax.sharding import propagation
 from tests.fbq_jax.core.test_dot_general import product
 from tests.fbq_jax.sharding.test_recipes_on_devices import COLLECTIVES, K, N, T, count
-from tests.fbq_jax.sharding.test_sharding import assert_close, mesh_of, place
+from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.test_reference import heavy
 
-pytestmark = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
+pytestmark = needs_devices
 slow = pytest.mark.exhaustive
 OPERANDS = heavy((1024, 512)), heavy((512, 512), 1), heavy((1024, 512), 2)
 

@@ -12,12 +12,10 @@ from jax.sharding import PartitionSpec as P
 from fbq_jax import llm_int8_dot, recipes
 from fbq_jax.bench.collectives import collectives
 from tests.fbq_jax.core.test_dot_general import MATMUL, product
-from tests.fbq_jax.sharding.test_sharding import assert_close, mesh_of, place
+from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.test_reference import heavy
 
-pytestmark = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
+pytestmark = needs_devices
 
 # Two blocks of tokens on each of eight devices, two of W's rows on each of four.
 T, K, N = 8 * 2 * 128, 4 * 2 * 128, 256

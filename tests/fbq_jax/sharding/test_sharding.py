@@ -28,12 +28,10 @@ from fbq_jax import (
 )
 from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.fused_reference import join_gate_up
-from fbq_jax.sharding import layer_names
+from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.test_reference import heavy
 
-pytestmark = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, or none but CPUs"
-)
+pytestmark = [needs_devices, pytest.mark.usefixtures("every_cause_warns")]
 
 SIDE = 32
 DOT = FallbackDot(Recipe(block=SIDE))
@@ -45,33 +43,12 @@ returns_parts_of_axes = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def every_cause_warns():
-    layer_names.clear()
-
-
-def mesh_of(kind=AxisType.Auto, **sizes):
-    sizes = sizes or {"data": 2, "fsdp": 2, "tensor": 2}
-    kinds = (kind,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
-
-
-def place(mesh, x, *spec):
-    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
-
-
 def compiled(function, *args):
     return jax.jit(function).lower(*args).compile()
 
 
 def assert_equal(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def assert_close(got, want, rtol=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
 BLOCK = {"block": (SIDE, SIDE)}

@@ -12,7 +12,7 @@ from fbq_jax.bench.tpu_cycles import TOPOLOGIES, lower_for
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding import layer_names
 from tests.fbq_jax.core.test_dot_general import product
-from tests.kernels.tpu_tools import needs_compiler
+from tests.kernels.tpu_tools import needs_compiler, on_tpu  # noqa: F401 (a fixture)
 
 pytestmark = needs_compiler
 
@@ -23,12 +23,6 @@ IN_BLOCKS = [
     if recipe.in_blocks and set(recipe.block_shape) <= {128, 256}
 ]
 BY_VECTOR = ["rowwise", "per_tensor", "switchback", "aqt_int8"]
-
-
-@pytest.fixture
-def on_tpu(monkeypatch):
-    """Chooses as on a TPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
 
 def compiled_layer(generation, name, dtype=jnp.bfloat16):

@@ -7,16 +7,10 @@ import pytest
 from fbq_jax import recipes
 from fbq_jax.bench import tpu_meshes
 from fbq_jax.bench.collectives import collectives
-from tests.kernels.tpu_tools import needs_compiler
+from tests.kernels.tpu_tools import needs_compiler, on_tpu  # noqa: F401 (a fixture)
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("on_tpu")]
 SHAPE = M, K, N = 2048, 1024, 1024
-
-
-@pytest.fixture(autouse=True)
-def on_tpu(monkeypatch):
-    """Chooses as on a TPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
 
 def exchanged(program):
