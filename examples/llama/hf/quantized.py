@@ -1,7 +1,7 @@
 """Reads the INT8 weights of exported checkpoints as floats.
 
 A checkpoint in one of the formats of ``fbq_jax.export`` stores a weight as codes and
-scales, under other names. `QuantizedWeights` finds them and multiplies them.
+scales, under other names. `find_weights` finds them, and `read_weight` multiplies them.
 """
 
 import dataclasses

@@ -39,10 +39,10 @@ X, W, DY = heavy((M, K), 0), heavy((len(SIZES), K, N), 1), heavy((M, N), 2)
 NEAREST = Recipe(block=32, dlhs=Gemm(), drhs=Gemm())
 
 
-def groups(sizes=SIZES):
+def groups():
     """Each group's number and its rows."""
-    ends = np.cumsum(sizes)
-    return [(g, slice(ends[g] - size, ends[g])) for g, size in enumerate(sizes)]
+    ends = np.cumsum(SIZES)
+    return [(g, slice(ends[g] - size, ends[g])) for g, size in enumerate(SIZES)]
 
 
 @functools.partial(jax.jit, static_argnames="recipe")

@@ -1,6 +1,5 @@
 """The delay threshold on random block maxima."""
 
-import functools
 import math
 
 import jax
@@ -21,10 +20,10 @@ def scalars(theta):
     return threshold.Scalars(jnp.float32(theta), jnp.uint32(0))
 
 
-def stats_of(metric, theta, recipe=RECIPE):
+def stats_of(metric, theta):
     """The stats of blocks with these metrics."""
     residual = Quantized(None, jnp.ones_like(metric))
-    return threshold.apply(scalars(theta), metric, residual, recipe)[1]
+    return threshold.apply(scalars(theta), metric, residual, RECIPE)[1]
 
 
 def moved(state, metric, recipe=RECIPE):
@@ -36,18 +35,18 @@ def moved(state, metric, recipe=RECIPE):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "steps"))
-def drive(theta, key, spread, blocks, recipe=RECIPE, steps=225):
-    """The rates of training forwards with log-normal block maxima."""
-    state = threshold.start(recipe)
+@jax.jit
+def drive(theta, key, spread, blocks):
+    """The rates of 225 training forwards with log-normal block maxima."""
+    state = threshold.start(RECIPE)
     state["theta"] = jnp.asarray(theta, jnp.float32)
 
     def step(state, key):
         metric = jnp.exp(spread * jax.random.normal(key, blocks.shape))
-        state = moved(state, metric, recipe)
+        state = moved(state, metric)
         return state, state["rate"]
 
-    return jax.lax.scan(step, state, jax.random.split(key, steps))[1]
+    return jax.lax.scan(step, state, jax.random.split(key, 225))[1]
 
 
 def in_range(rates):
@@ -136,9 +135,9 @@ def test_an_unset_theta_selects_the_residuals_above_it(theta):
     np.testing.assert_array_equal(selected.scales, expected)
 
 
-def steps_to(ratio, alpha=RECIPE.alpha):
+def steps_to(ratio):
     """The number of moves that change a threshold by this factor."""
-    return math.ceil(abs(math.log(ratio)) / math.log(alpha))
+    return math.ceil(abs(math.log(ratio)) / math.log(RECIPE.alpha))
 
 
 def rates_of(metrics, theta=UNSET, recipe=RECIPE):
@@ -153,9 +152,9 @@ def rates_of(metrics, theta=UNSET, recipe=RECIPE):
     return jax.lax.scan(step, state, jnp.asarray(metrics, jnp.float32))[1]
 
 
-def sparse_metrics(rng, steps, density, blocks=200):
+def sparse_metrics(rng, steps, density):
     """Block maxima of which a share of ``density`` is not zero, at least one."""
-    metrics = np.exp(0.5 * rng.normal(size=(steps, blocks)))
+    metrics = np.exp(0.5 * rng.normal(size=(steps, 200)))
     metrics[rng.random(metrics.shape) > density] = 0.0
     metrics[:, 0] = 1.0
     return metrics

@@ -183,7 +183,7 @@ def quantize_linen(model):
     return qwix.quantize(model, RULES, jax.random.key(0), TOKENS)[0]
 
 
-def train_linen(model, steps=4):
+def train_linen(model):
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
     params = variables.pop("params")
     labels = jax.tree.map_with_path(
@@ -207,7 +207,7 @@ def train_linen(model, steps=4):
         return value, optax.apply_updates(params, updates), state, opt_state
 
     losses = []
-    for _ in range(steps):
+    for _ in range(4):
         loss, params, variables, opt_state = step(params, variables, opt_state)
         losses.append(float(loss))
     return losses, {"params": params, **variables}

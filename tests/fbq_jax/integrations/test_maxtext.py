@@ -147,10 +147,10 @@ def states_of(variables):
     return found
 
 
-def assert_trained(run, reference, layers, calls=STEPS, atol=0.1):
+def assert_trained(run, reference, layers, calls=STEPS):
     """The loss falls as in float, and each op counts its calls."""
     if reference is not None:
-        np.testing.assert_allclose(run.losses, reference.losses, atol=atol)
+        np.testing.assert_allclose(run.losses, reference.losses, atol=0.1)
         assert run.losses != reference.losses
     assert run.losses[-1] < run.losses[0] - 2.0
     assert len(run.layers) == layers

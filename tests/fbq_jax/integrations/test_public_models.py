@@ -162,12 +162,12 @@ def freeze_base(model: Any) -> Any:
     return fbq_jax.nnx.freeze(model, *ARGS)
 
 
-def fit(model: Any, path: Path, steps: int = 4) -> list[float]:
+def fit(model: Any, path: Path) -> list[float]:
     """The training losses of Tunix's trainer, which also evaluates."""
     trainers = importlib.import_module("tunix.sft.peft_trainer")
     optax = importlib.import_module("optax")
     config = trainers.TrainingConfig(
-        eval_every_n_steps=2, max_steps=steps, checkpoint_root_directory=str(path)
+        eval_every_n_steps=2, max_steps=4, checkpoint_root_directory=str(path)
     )
     trainer = trainers.PeftTrainer(model, optax.adam(1e-2), config)
     trainer = trainer.with_gen_model_input_fn(lambda batch: batch)
@@ -181,7 +181,7 @@ def fit(model: Any, path: Path, steps: int = 4) -> list[float]:
         return buffer(metrics, loss=loss, step=step, **kwargs)
 
     trainer._buffer_metrics = record
-    trainer.train([BATCH] * steps, [BATCH])
+    trainer.train([BATCH] * 4, [BATCH])
     return losses
 
 

@@ -58,12 +58,12 @@ MESHES = {
 }
 
 
-def random_experts(seed, number=E):
+def random_experts(seed):
     """Loads of very different sizes; one expert has all tokens with seed 0."""
-    bias = 10.0 ** (seed % 4) * jax.random.normal(jax.random.key(seed), (number,))
+    bias = 10.0 ** (seed % 4) * jax.random.normal(jax.random.key(seed), (E,))
     if seed == 0:
-        bias = 100.0 * jax.nn.one_hot(3, number)
-    noise = jax.random.gumbel(jax.random.key(seed + 1), (T, number))
+        bias = 100.0 * jax.nn.one_hot(3, E)
+    noise = jax.random.gumbel(jax.random.key(seed + 1), (T, E))
     return jax.lax.top_k(bias[None] + noise, TOP_K)[1]
 
 

@@ -25,10 +25,10 @@ IN_BLOCKS = [
 BY_VECTOR = ["rowwise", "per_tensor", "switchback", "aqt_int8"]
 
 
-def compiled_layer(generation, name, dtype=jnp.bfloat16):
+def compiled_layer(generation, name):
     """The HLO of a layer's output and gradients."""
     x, w, dy = ((1024, 384), (384, 640), (1024, 640))
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in (x, w, dy)]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (x, w, dy)]
 
     def layer(x, w, dy):
         key = jax.random.key(0)
