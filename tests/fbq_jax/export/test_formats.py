@@ -1,6 +1,8 @@
 """The codes of frozen layers, and the formats that store them."""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,12 @@ def frozen(recipe):
     layer = nn.Dense(48, use_bias=False, dot_general=FallbackDot(recipe))
     variables = as_trained(layer, X)
     return variables, fbq_jax.freeze(layer, variables, X)
+
+
+def test_the_library_imports_it():
+    """A page's ``fbq_jax.export`` needs no import of its own."""
+    program = "import fbq_jax; fbq_jax.export.FORMATS"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def weight(codes, scales, group=32):
