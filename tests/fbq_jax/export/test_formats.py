@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import fbq_jax
 from fbq_jax import FallbackDot, Recipe, recipes
@@ -30,6 +31,13 @@ def test_the_library_imports_it():
     """A page's ``fbq_jax.export`` needs no import of its own."""
     program = "import fbq_jax; fbq_jax.export.FORMATS"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_only_variables_of_linen_have_weights():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    for given in (model, nnx.state(model)):
+        with pytest.raises(TypeError, match=r"of a Linen model, .*; got (Lin|State)"):
+            frozen_weights(given)
 
 
 def weight(codes, scales, group=32):
