@@ -6,6 +6,7 @@
 
 import sys
 
+from fbq_jax import export as export
 from fbq_jax import int8_flow as int8_flow
 from fbq_jax import linen as linen
 from fbq_jax import nnx as nnx

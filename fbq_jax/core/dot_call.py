@@ -14,6 +14,7 @@ from fbq_jax.core.dimension_numbers import (
     output_dtype,
 )
 from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.recipes.schema import check_no_recipe
 
 
 class DotCall(NamedTuple):
@@ -178,6 +179,7 @@ def ragged_dot_of(dot_general: object) -> Callable[..., jax.Array]:
     """
     if dot_general is None or dot_general is lax.dot_general:
         return float_ragged_dot
+    check_no_recipe(dot_general)
     if not isinstance(dot_general, RaggedDotGeneral):
         raise TypeError(
             "a layer of experts takes a dot_general with a ragged_dot (FallbackDot, "

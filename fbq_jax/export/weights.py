@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flax import nnx
 from flax.core import unfreeze
 from flax.traverse_util import flatten_dict
 
@@ -50,9 +51,15 @@ def frozen_weights(variables: Mapping[str, Any]) -> dict[str, BlockWeight]:
       several axes of outputs are joined.  A layer of experts has a stack of them.
 
     Raises:
+      TypeError: ``variables`` is no mapping, or the state of an NNX model.
       ExportError: no layer is frozen; or a layer multiplies by a stack of matrices that
         are no experts, has no scales per block, or has codes in FP8.
     """
+    if not isinstance(variables, Mapping) or isinstance(variables, nnx.State):
+        raise TypeError(
+            "frozen_weights takes the variables of a Linen model, as fbq_jax.freeze "
+            f"returns them; got {type(variables).__name__}"
+        )
     flat = flatten_dict(
         unfreeze(dict(variables)), is_leaf=lambda _, x: isinstance(x, FrozenWeight)
     )

@@ -65,7 +65,7 @@ def freeze(
       The variables of the frozen model.
 
     Raises:
-      TypeError: the model is not one of Linen.
+      TypeError: the model is not one of Linen, or ``variables`` is no mapping.
       ValueError: no layer multiplies by a ``FallbackDot``; or a layer is frozen
         already, has no threshold yet, has a recipe with an unquantized forward pass,
         does not run, has no kernel, reads it other than through its dot, or multiplies
@@ -84,6 +84,11 @@ def freeze(
     (1, 8, 4)
     """
     check_linen("freeze", model)
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            "freeze takes the model's variables after the model, such as {'params': "
+            f"..., 'fallback': ...}}; got {type(variables).__name__}"
+        )
     leaves = _flatten(variables)
     states = {path: value for path, value in leaves.items() if is_state(value)}
     _check_states(states, leaves)

@@ -21,6 +21,7 @@ from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen.dot import FallbackDot, fallback_dot, named
 from fbq_jax.linen.frozen import is_frozen, kernel_of, layer_weight
 from fbq_jax.recipes.rules_report import describe_recipe
+from fbq_jax.recipes.schema import check_no_recipe
 from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying
 
@@ -256,6 +257,7 @@ def _as_matrices(weight: jax.Array | Quantized) -> jax.Array | Quantized:
 
 def _check(dot: FallbackDot) -> None:
     """Raises the errors that the fused modules document."""
+    check_no_recipe(dot)
     if not isinstance(dot, FallbackDot):
         raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
     if not fused_layers.fuses(dot.recipe):

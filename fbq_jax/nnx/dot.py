@@ -298,10 +298,10 @@ class FallbackDot(GroupedDot, nnx.Module):
                 return
             layer = self._shown_name()
             raise ValueError(
-                f"{layer}: its state cannot leave the jax.checkpoint, jax.lax.scan or "
-                "other transformation of JAX that the layer is called in. Use NNX's "
-                "there, such as nnx.remat, or turn that off in the model; or give the "
-                "layer None or a recipe that rounds to nearest, as recipes.rowwise "
+                f"{layer}: its state cannot leave the jax.jit, jax.checkpoint or other "
+                "transformation of JAX that the layer is called in. Use NNX's there, "
+                "such as nnx.jit and nnx.remat, or turn that off in the model; or give "
+                "the layer None or a recipe that rounds to nearest, as recipes.rowwise "
                 "does. Evaluation, after model.eval(), needs none of these. In a Linen "
                 "layer, fbq_jax.FallbackDot takes the place of fbq_jax.nnx.FallbackDot"
             ) from error

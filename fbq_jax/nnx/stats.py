@@ -7,6 +7,7 @@ from flax.nnx import bridge
 
 from fbq_jax.core import layer_stats
 from fbq_jax.core.layer_stats import ROOT, LayerStats, stats_of
+from fbq_jax.core.model_kind import check_nnx
 from fbq_jax.nnx.naming import dots_by_path
 from fbq_jax.nnx.sharing import check_unshared
 
@@ -22,9 +23,11 @@ def fallback_stats(model: nnx.Module) -> dict[str, LayerStats]:
       ``fbq_jax.fallback_stats``; empty if no layer is quantized.
 
     Raises:
+      TypeError: the model is not one of NNX.
       ValueError: two layers share one op (``check_unshared``), or a layer's state has
         no values.
     """
+    check_nnx("fallback_stats", model)
     check_unshared(model)
     states = {path: dot.state() for path, dot in dots_by_path(model).items()}
     stats = {path: stats_of(path, state) for path, state in states.items()}

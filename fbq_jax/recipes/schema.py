@@ -375,6 +375,12 @@ class Recipe:
     sides = block_shape
 
 
+def check_no_recipe(dot_general: object) -> None:
+    """Raises the TypeError of a recipe that takes the place of a ``dot_general``."""
+    if isinstance(dot_general, Recipe):
+        dot_general()
+
+
 def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
     """Checks the fields of a GEMM, each on its own and then together."""
     for side in ("lhs", "rhs"):

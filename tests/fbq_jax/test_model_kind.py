@@ -41,8 +41,9 @@ def test_linen_functions_take_linen_models(call, model, message):
     [
         lambda: fbq_jax.nnx.quantize(LINEN, RULES, X, rngs=nnx.Rngs(0)),
         lambda: fbq_jax.nnx.freeze(LINEN, X),
+        lambda: fbq_jax.nnx.fallback_stats(LINEN),
     ],
-    ids=["quantize", "freeze"],
+    ids=["quantize", "freeze", "fallback_stats"],
 )
 def test_nnx_functions_take_nnx_models(call):
     with pytest.raises(TypeError, match=r"the Linen model Dense: use fbq_jax\.[qf]"):
@@ -52,3 +53,10 @@ def test_nnx_functions_take_nnx_models(call):
 def test_fallback_stats_takes_variables():
     with pytest.raises(TypeError, match=r"nnx\.fallback_stats an NNX .*; got Linear"):
         fbq_jax.fallback_stats(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"takes an NNX model, an .*; got dict$"):
+        fbq_jax.nnx.fallback_stats({"fallback": {}})
+
+
+def test_freeze_takes_variables_after_the_model():
+    with pytest.raises(TypeError, match=r"variables after the model, .*; got Array"):
+        fbq_jax.freeze(LINEN, X)

@@ -1,6 +1,8 @@
 """The codes of frozen layers, and the formats that store them."""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import fbq_jax
 from fbq_jax import FallbackDot, Recipe, recipes
@@ -22,6 +25,19 @@ def frozen(recipe):
     layer = nn.Dense(48, use_bias=False, dot_general=FallbackDot(recipe))
     variables = as_trained(layer, X)
     return variables, fbq_jax.freeze(layer, variables, X)
+
+
+def test_the_library_imports_it():
+    """A page's ``fbq_jax.export`` needs no import of its own."""
+    program = "import fbq_jax; fbq_jax.export.FORMATS"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_only_variables_of_linen_have_weights():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    for given in (model, nnx.state(model)):
+        with pytest.raises(TypeError, match=r"of a Linen model, .*; got (Lin|State)"):
+            frozen_weights(given)
 
 
 def weight(codes, scales, group=32):

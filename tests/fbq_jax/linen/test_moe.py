@@ -316,6 +316,9 @@ def test_ops_without_a_ragged_dot_are_named():
     layer = MoEMLP(Routing(E), F, dot_general=fp8_dot)
     with pytest.raises(TypeError, match=r"with a ragged_dot .* or None; got Fp8Dot"):
         jax.eval_shape(layer.init, jax.random.key(0), X)
+    layer = MoEMLP(Routing(E), F, dot_general=recipes.block)
+    with pytest.raises(TypeError, match=r"FallbackDot.*, not the recipe itself"):
+        jax.eval_shape(layer.init, jax.random.key(0), X)
 
 
 @pytest.mark.exhaustive

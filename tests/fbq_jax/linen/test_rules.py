@@ -132,6 +132,8 @@ def test_unsupported_uses_are_named():
         dot(X, X.T, (((1,), (0,)), ((), ())))
     with pytest.raises(TypeError, match=r"takes a FallbackDot; got RulesDot\("):
         GatedMLP(32, dot_general=dot).init(jax.random.key(0), X)
+    with pytest.raises(TypeError, match=r"FallbackDot.*, not the recipe itself"):
+        GatedMLP(32, dot_general=recipes.block).init(jax.random.key(0), X)
     with pytest.raises(ValueError, match="is for parameters; keep the state"):
         RulesDot(RULES, collection="params")
 
