@@ -66,27 +66,21 @@ def rows(
 
 def speed() -> str:
     """Speedups over bf16 of what users run, on an H200."""
-    return _speeds(SECTIONS, SPEEDS)
+    return _speeds(SECTIONS)
 
 
 def speed_h100() -> str:
     """Those that are measured on an H100."""
-    measured = [
-        (name, section, shape)
-        for name, section, shape in SPEEDS
-        if rows(section, shape, H100)
-    ]
-    return _speeds(H100, measured)
+    return _speeds(H100)
 
 
-def _speeds(
-    sections: Mapping[str, Any], speeds: Iterable[tuple[str, str, tuple[int, ...]]]
-) -> str:
+def _speeds(sections: Mapping[str, Any]) -> str:
     names = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
     programs = (*names, "Flax Fp8DotGeneral")
     cells = [
-        [name, *(ratio(rows(section, shape, sections).get(what)) for what in programs)]
-        for name, section, shape in speeds
+        [name, *(ratio(measured.get(what)) for what in programs)]
+        for name, section, shape in SPEEDS
+        if (measured := rows(section, shape, sections))
     ]
     return table(("", *(f"`{name}`" for name in names), "Flax's FP8"), cells)
 
@@ -311,18 +305,8 @@ PAGES = (
 
 def tables() -> dict[str, str]:
     """All tables of these pages, by the names of their places."""
-    summaries = (
-        speed,
-        speed_h100,
-        losses,
-        measured,
-        outliers,
-        memory,
-        batches,
-        gpus,
-        tpus,
-    )
-    others = (libraries, maxtext, experts)
+    summaries = (speed, losses, measured, outliers, memory, batches, gpus, tpus)
+    others = (speed_h100, libraries, maxtext, experts)
     sections = SECTIONS.items()
     return {
         **{name: report.markdown({name: section}) for name, section in sections},
