@@ -5,12 +5,14 @@ layer, and of the gradient of a gate.  Each op here is such a layer fused with t
 quantization of its output.  It returns codes, scales and the arrays that the layer
 saves for its backward pass, but not the output itself.
 
-An op is defined as the layer followed by the quantization of ``reference``.  A backend
-that cannot fuse both passes its own quantization module as ``ops``.  Layers
-compute in float32 and round their output once, to the dtype of the input, before it is
-quantized.  Operands are stacks of matrices ``[B, R, C]``, as in ``reference``.
+An op is defined as the layer followed by the quantization of ``reference``: blocks with
+fallback, or, in the ops whose names end in ``row_blocks``, one scale per row or per
+column of a block.  A backend that cannot fuse both passes its own quantization module
+as ``ops``.  Layers compute in float32 and round their output once, to the dtype of the
+input, before it is quantized.  Operands are stacks of matrices ``[B, R, C]``, as in
+``reference``.
 
-The ops of a gate also take the tiles of a mixture's experts
+The ops of a gate with scales per block also take the tiles of a mixture's experts
 (``fbq_jax.kernels.grouped_reference``): ``row_counts`` has the number of rows of each
 matrix, and the rest count as zeros, whatever they hold.  A matrix without rows has
 scales, sums and a metric of 0; its codes and its packed arrays have no meaning.
@@ -31,6 +33,7 @@ from fbq_jax.kernels.reference import (
     FallbackQuantized,
     Layouts,
     QuantizeOptions,
+    RowBlockOptions,
 )
 from fbq_jax.kernels.rounding import Seeds
 
@@ -39,12 +42,13 @@ class NormQuantized(NamedTuple):
     """The quantized output of a norm, and the arrays that its backward pass reads.
 
     Attributes:
-      operand: the quantized output ``[B, R, C]``.
+      operand: the quantized output ``[B, R, C]``; with scales per row of a block, its
+        layouts.
       normalized: ``x * rstd`` ``[B, R, C]``, packed.
       rstd: the reciprocal root mean square of each row, float32 ``[B, R, 1]``.
     """
 
-    operand: FallbackQuantized
+    operand: FallbackQuantized | Layouts
     normalized: Packed
     rstd: jax.Array
 
@@ -53,12 +57,13 @@ class GateQuantized(NamedTuple):
     """The quantized output of a gate and the factors of its gradients.
 
     Attributes:
-      operand: the quantized output ``[B, R, F]``.
+      operand: the quantized output ``[B, R, F]``; with scales per row of a block, its
+        layouts.
       gate_factor: ``up * silu'(gate)`` ``[B, R, F]``, packed.
       up_factor: ``silu(gate)`` ``[B, R, F]``, packed.
     """
 
-    operand: FallbackQuantized
+    operand: FallbackQuantized | Layouts
     gate_factor: Packed
     up_factor: Packed
 
@@ -86,10 +91,35 @@ def rms_norm_quantize(
       ops: the module whose quantization ops are used.
       **options: options of ``reference.quantize_fallback``.
     """
-    wide, rstd = x.astype(jnp.float32), mean_square_rstd(x, epsilon)
-    y = _round(apply_norm(wide, rstd, norm_scale[:, None, :]), x.dtype)
-    operand = ops.quantize_fallback(y, theta, seeds, **options)
-    return NormQuantized(operand, packing.quantize(wide * rstd, bits), rstd)
+    y, normalized, rstd = _rms_norm(x, norm_scale, epsilon, bits)
+    return NormQuantized(
+        ops.quantize_fallback(y, theta, seeds, **options), normalized, rstd
+    )
+
+
+def rms_norm_quantize_row_blocks(
+    x: jax.Array,
+    norm_scale: jax.Array,
+    seeds: Seeds,
+    *,
+    epsilon: float,
+    bits: int,
+    ops: ModuleType = reference,
+    **options: Unpack[RowBlockOptions],
+) -> NormQuantized:
+    """``rms_norm_quantize`` with one scale per row or per column of a block.
+
+    Args:
+      x: as in ``rms_norm_quantize``.
+      norm_scale: as in ``rms_norm_quantize``.
+      seeds: the seeds, of B matrices, of stochastic rounding.
+      epsilon: as in ``rms_norm_quantize``.
+      bits: as in ``rms_norm_quantize``.
+      ops: the module whose quantization ops are used.
+      **options: options of ``reference.quantize_row_blocks``.
+    """
+    y, normalized, rstd = _rms_norm(x, norm_scale, epsilon, bits)
+    return NormQuantized(ops.quantize_row_blocks(y, seeds, **options), normalized, rstd)
 
 
 def silu_gate_quantize(
@@ -117,13 +147,29 @@ def silu_gate_quantize(
       **options: options of ``reference.quantize_fallback`` for ``[B, R, F]``.
     """
     gate_up = _without_missing_rows(gate_up, row_counts)
-    gate, up = split_gate_up(gate_up, interleaved=interleaved)
-    slope, value = silu_factors(gate, up)
-    y = _round(value * up.astype(jnp.float32), gate_up.dtype)
-    operand = ops.quantize_fallback(y, theta, seeds, **options)
-    return GateQuantized(
-        operand, packing.quantize(slope, bits), packing.quantize(value, bits)
-    )
+    y, *factors = _silu_gate(gate_up, bits, interleaved=interleaved)
+    return GateQuantized(ops.quantize_fallback(y, theta, seeds, **options), *factors)
+
+
+def silu_gate_quantize_row_blocks(
+    gate_up: jax.Array,
+    seeds: Seeds,
+    *,
+    bits: int,
+    ops: ModuleType = reference,
+    **options: Unpack[RowBlockOptions],
+) -> GateQuantized:
+    """``silu_gate_quantize`` with one scale per row or per column of a block.
+
+    Args:
+      gate_up: as in ``silu_gate_quantize``, interleaved.
+      seeds: the seeds, of B matrices, of stochastic rounding.
+      bits: as in ``silu_gate_quantize``.
+      ops: the module whose quantization ops are used.
+      **options: options of ``reference.quantize_row_blocks`` for ``[B, R, F]``.
+    """
+    y, *factors = _silu_gate(gate_up, bits)
+    return GateQuantized(ops.quantize_row_blocks(y, seeds, **options), *factors)
 
 
 def silu_gate_grad_quantize(
@@ -152,12 +198,70 @@ def silu_gate_grad_quantize(
       ops: the module whose quantization ops are used.
       **options: options of ``reference.quantize`` for the gradient ``[B, R, 2 F]``.
     """
-    halves = [times_packed(dy, factor, bits) for factor in (gate_factor, up_factor)]
-    grad = join_gate_up(*halves, interleaved=interleaved)
+    grad = _silu_gate_grad(dy, gate_factor, up_factor, bits, interleaved=interleaved)
     # The factors of a matrix without rows have no meaning either.
     grad = _without_missing_rows(grad, row_counts)
     quantized: Layouts = ops.quantize(grad, seeds, **options)
     return quantized
+
+
+def silu_gate_grad_quantize_row_blocks(
+    dy: jax.Array,
+    gate_factor: Packed,
+    up_factor: Packed,
+    seeds: Seeds,
+    *,
+    bits: int,
+    ops: ModuleType = reference,
+    **options: Unpack[RowBlockOptions],
+) -> Layouts:
+    """``silu_gate_grad_quantize`` with one scale per row of a block in rowwise codes.
+
+    Args:
+      dy: as in ``silu_gate_grad_quantize``.
+      gate_factor: as in ``silu_gate_grad_quantize``.
+      up_factor: as in ``silu_gate_grad_quantize``.
+      seeds: the seeds, of B matrices, of stochastic rounding.
+      bits: the bits of each code of the factors.
+      ops: the module whose quantization ops are used.
+      **options: options of ``reference.quantize_row_blocks`` for the gradient
+        ``[B, R, 2 F]``, interleaved.
+    """
+    grad = _silu_gate_grad(dy, gate_factor, up_factor, bits)
+    quantized: Layouts = ops.quantize_row_blocks(grad, seeds, **options)
+    return quantized
+
+
+def _rms_norm(
+    x: jax.Array, norm_scale: jax.Array, epsilon: float, bits: int
+) -> tuple[jax.Array, Packed, jax.Array]:
+    """The norm in the dtype of x, packed ``x * rstd``, and ``rstd``."""
+    wide, rstd = x.astype(jnp.float32), mean_square_rstd(x, epsilon)
+    y = _round(apply_norm(wide, rstd, norm_scale[:, None, :]), x.dtype)
+    return y, packing.quantize(wide * rstd, bits), rstd
+
+
+def _silu_gate(
+    gate_up: jax.Array, bits: int, *, interleaved: bool = True
+) -> tuple[jax.Array, Packed, Packed]:
+    """The gate's output in the dtype of ``gate_up``, and its packed factors."""
+    gate, up = split_gate_up(gate_up, interleaved=interleaved)
+    slope, value = silu_factors(gate, up)
+    y = _round(value * up.astype(jnp.float32), gate_up.dtype)
+    return y, packing.quantize(slope, bits), packing.quantize(value, bits)
+
+
+def _silu_gate_grad(
+    dy: jax.Array,
+    gate_factor: Packed,
+    up_factor: Packed,
+    bits: int,
+    *,
+    interleaved: bool = True,
+) -> jax.Array:
+    """The gradient ``[B, R, 2 F]`` of ``gate_up``, in the dtype of dy."""
+    halves = [times_packed(dy, factor, bits) for factor in (gate_factor, up_factor)]
+    return join_gate_up(*halves, interleaved=interleaved)
 
 
 def _without_missing_rows(x: jax.Array, row_counts: jax.Array | None) -> jax.Array:

@@ -155,6 +155,12 @@ class QuantizeOptions(TypedDict):
     dtype: NotRequired[CodeDtype]
 
 
+class RowBlockOptions(QuantizeOptions):
+    """The keyword arguments of ``quantize_row_blocks``, without a transform."""
+
+    colwise_in_blocks: NotRequired[bool]
+
+
 class FallbackOptions(TypedDict):
     """The keyword arguments of ``quantize_fallback``."""
 

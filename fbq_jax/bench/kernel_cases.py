@@ -257,6 +257,7 @@ def _fused_cases() -> Iterator[Case]:
         **_FALLBACK,
     )
     yield from _gate_cases("", x, theta, seeds)
+    yield from _fused_row_block_cases()
     m, tiles = BLOCK_SHAPE[0], _LAYER[0] // BLOCK_SHAPE[0] + _EXPERTS
     yield from _gate_cases(
         " of rows in groups",
@@ -290,6 +291,38 @@ def _gate_cases(
         **_FUSED,
         **_BOTH,
         **options,
+    )
+
+
+def _fused_row_block_cases() -> Iterator[Case]:
+    """Those of ``row_block_lhs``."""
+    from fbq_jax.kernels.triton import fused
+
+    x, _, seeds = _inputs()
+    batch, rows, columns = x.shape
+    forward = _FUSED | _BOTH | {"rowwise": "nearest"}
+    yield _case(
+        "norm and quantize in row blocks",
+        fused.rms_norm_quantize_row_blocks,
+        *(x, _array((batch, columns), "float32"), seeds),
+        epsilon=1e-5,
+        **forward,
+    )
+    yield _case(
+        "gate and quantize in row blocks",
+        fused.silu_gate_quantize_row_blocks,
+        *(_array((batch, rows, 2 * columns), "bfloat16"), seeds),
+        **forward,
+    )
+    factor = jax.eval_shape(lambda: packing.quantize(jnp.zeros(x.shape), _BITS))
+    yield _case(
+        "gate's gradient and quantize in row blocks",
+        fused.silu_gate_grad_quantize_row_blocks,
+        *(x, factor, factor, seeds),
+        colwise_in_blocks=True,
+        sums=("colwise",),
+        **_FUSED,
+        **_BOTH,
     )
 
 

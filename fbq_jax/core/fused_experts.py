@@ -41,14 +41,17 @@ Gemms = tuple[GroupedGemms, GroupedGemms] | tuple[ExchangedGemms, ExchangedGemms
 def can_fuse(gate_up: GroupedProjection, down: GroupedProjection) -> bool:
     """Whether two projections can be fused.
 
-    They need a common recipe that ``fused_layers.fuses`` accepts.  A mesh axis besides
+    They need a common recipe with scales per block that ``fused_layers.fuses`` accepts.
+    A mesh axis besides
     those of experts may shard the columns of ``gate_up``, as tensor parallelism does,
     and such a shard has no matching parts of the gate and of up.
     """
     groups = gate_up.call.group_sizes
     if isinstance(groups, ExchangedGroups) and groups.plan.has_other_axes:
         return False
-    return gate_up.config == down.config and fused_layers.fuses(gate_up.config.recipe)
+    recipe = gate_up.config.recipe
+    common = gate_up.config == down.config
+    return common and recipe.in_blocks and fused_layers.fuses(recipe)
 
 
 def fused_experts(

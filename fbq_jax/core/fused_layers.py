@@ -40,7 +40,7 @@ from fbq_jax.core.quantize_operands import (
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.reference import Layouts, Quantized
+from fbq_jax.kernels.reference import FallbackQuantized, Layouts, Quantized
 from fbq_jax.kernels.rounding import Seeds
 from fbq_jax.recipes.schema import Recipe
 
@@ -72,17 +72,32 @@ class _SavedMLP(NamedTuple):
 def fuses(recipe: Recipe) -> bool:
     """Whether the fused layers support a recipe.
 
-    They need block scales in all three GEMMs and nearest rounding of X in the forward
-    GEMM.  In dW, nothing falls back.  They always quantize: ``where_slower`` is
+    They need INT8 and block scales in all three GEMMs, or scales per row of a block for
+    X and, in dX, for dY; and nearest rounding of X in the forward GEMM.  In dW, nothing
+    falls back and nothing is transformed.  They always quantize: ``where_slower`` is
     ``"quantize"``.  They do not equalize.
     """
     return (
-        recipe.in_blocks
+        (recipe.in_blocks or _in_row_blocks(recipe))
         and not recipe.equalize
         and recipe.fwd.lhs == "nearest"
         and not recipe.drhs.fallback
+        and not recipe.drhs.hadamard
         and recipe.where_slower == "quantize"
     )
+
+
+def _in_row_blocks(recipe: Recipe) -> bool:
+    """Whether both outputs of the fused ops have scales per row of a block."""
+    gemms = recipe.fwd, recipe.dlhs, recipe.drhs
+    if any(gemm.in_floats or not gemm.splits_contraction for gemm in gemms):
+        return False
+    x, dx_grad, dw_x = (
+        recipe.fwd.scales[0],
+        recipe.dlhs.scales[0],
+        recipe.drhs.scales[0],
+    )
+    return x == dx_grad == dw_x == "row_block"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,8 +138,13 @@ def _norm_mlp(
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _SavedMLP]:
     gemm, bits = spec.gemm, spec.norm.bits
+    norm = (
+        ops.rms_norm_quantize
+        if gemm.recipe.in_blocks
+        else ops.rms_norm_quantize_row_blocks
+    )
     op = functools.partial(
-        ops.rms_norm_quantize,
+        norm,
         x,
         jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
         epsilon=spec.norm.epsilon,
@@ -182,6 +202,12 @@ def multiply_gated(
             **options,
         )
 
+    if not gemm.recipe.in_blocks:
+        assert matrices.row_counts is None
+        assert interleaved
+        op = functools.partial(
+            ops.silu_gate_quantize_row_blocks, matrices.values, bits=bits
+        )
     return _quantize_and_multiply(gemm, op, matrices, w, scalars, gemms, save=save)
 
 
@@ -200,7 +226,8 @@ def _quantize_and_multiply(
     Args:
       gemm: static arguments.
       op: computes and quantizes the layer's output, given thresholds, seeds and the
-        options of ``ops.quantize_fallback``.
+        options of ``ops.quantize_fallback``; or, unless the recipe has all scales per
+        block, given seeds and the options of ``ops.quantize_row_blocks``.
       x: the layer's input.
       w: the weight, one of those of ``norm_mlp``.
       scalars: the threshold and the seeds of the GEMM.
@@ -211,14 +238,24 @@ def _quantize_and_multiply(
       The product, the GEMM's stats, and the residuals of the layer and of the GEMM.
     """
     recipe, frozen = gemm.recipe, isinstance(w, Quantized)
-    operand, *residuals = op(
-        jnp.broadcast_to(scalars.theta, x.indices.shape),
-        seeds_of(scalars.call_seed, LHS_STREAM, x),
-        block=recipe.lhs_block,
-        criterion=recipe.criterion,
-        colwise=recipe.drhs.lhs if save and not frozen else None,
-        implementation=gemm.implementation,
+    run = functools.partial(
+        op, block=recipe.lhs_block, implementation=gemm.implementation
     )
+    seeds = seeds_of(scalars.call_seed, LHS_STREAM, x)
+    colwise = recipe.drhs.lhs if save and not frozen else None
+    if recipe.in_blocks:
+        theta = jnp.broadcast_to(scalars.theta, x.indices.shape)
+        operand, *residuals = run(
+            theta, seeds, criterion=recipe.criterion, colwise=colwise
+        )
+    else:
+        operand, *residuals = run(
+            seeds, rowwise=recipe.fwd.lhs, colwise=colwise, dtype=recipe.codes
+        )
+    if isinstance(operand, Layouts):
+        assert operand.rowwise is not None
+        no_metric = jnp.zeros((x.indices.size, 0, 0), jnp.float32)
+        operand = FallbackQuantized(operand.rowwise, None, no_metric, operand.colwise)
     residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
     used, stats = threshold.apply(
         scalars,
@@ -290,19 +327,27 @@ def gated_bwd(
     grad = quantize_grad(gemm, rows, down.seed, frozen=down.lhs is None)
     dhidden, dw = matmul_vjp.backward(gemm, down, grad)
     matrices = up.gemms.stack(dhidden)
-    quantized = ops.silu_gate_grad_quantize(
-        matrices.values,
-        *gate,
-        seeds_of(up.seed, GRAD_STREAM, matrices),
-        matrices.row_counts,
-        bits=bits,
-        interleaved=interleaved,
-        block=recipe.grad_block,
-        rowwise=recipe.dlhs.lhs,
-        colwise=recipe.drhs.rhs,
-        sums=("colwise",) if gemm.bounds_sums else (),
-        implementation=gemm.implementation,
-    )
+    operands = matrices.values, *gate, seeds_of(up.seed, GRAD_STREAM, matrices)
+    colwise_in_blocks = recipe.drhs.scales[1] == "block"
+    options = {
+        "bits": bits,
+        "block": recipe.grad_block,
+        "rowwise": recipe.dlhs.lhs,
+        "colwise": recipe.drhs.rhs,
+        "sums": ("colwise",) if gemm.bounds_sums and colwise_in_blocks else (),
+        "implementation": gemm.implementation,
+    }
+    if recipe.in_blocks:
+        quantized = ops.silu_gate_grad_quantize(
+            *operands, matrices.row_counts, interleaved=interleaved, **options
+        )
+    else:
+        quantized = ops.silu_gate_grad_quantize_row_blocks(
+            *operands,
+            colwise_in_blocks=colwise_in_blocks,
+            dtype=recipe.codes,
+            **options,
+        )
     return up.gemms.unstack(quantized), dw
 
 

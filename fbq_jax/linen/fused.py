@@ -263,6 +263,7 @@ def _check(dot: FallbackDot) -> None:
     if not fused_layers.fuses(dot.recipe):
         raise ValueError(
             "a fused layer takes a recipe with INT8 block scales in all three GEMMs, "
-            "nearest rounding in fwd.lhs, no equalize, no drhs.fallback and "
+            "or scales='row_block' for the lhs of each, nearest rounding in fwd.lhs, "
+            "no equalize, no drhs.fallback, no drhs.hadamard and "
             f"where_slower='quantize'; got {describe_recipe(dot.recipe)}"
         )

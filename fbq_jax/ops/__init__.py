@@ -6,8 +6,17 @@ mesh, and ``vmap`` can map it; it has no derivative.
 """
 
 from fbq_jax.ops.fused import rms_norm_quantize as rms_norm_quantize
+from fbq_jax.ops.fused import (
+    rms_norm_quantize_row_blocks as rms_norm_quantize_row_blocks,
+)
 from fbq_jax.ops.fused import silu_gate_grad_quantize as silu_gate_grad_quantize
+from fbq_jax.ops.fused import (
+    silu_gate_grad_quantize_row_blocks as silu_gate_grad_quantize_row_blocks,
+)
 from fbq_jax.ops.fused import silu_gate_quantize as silu_gate_quantize
+from fbq_jax.ops.fused import (
+    silu_gate_quantize_row_blocks as silu_gate_quantize_row_blocks,
+)
 from fbq_jax.ops.grouped import ragged_contraction as ragged_contraction
 from fbq_jax.ops.grouped import ragged_matmul as ragged_matmul
 from fbq_jax.ops.grouped import ragged_quantize as ragged_quantize

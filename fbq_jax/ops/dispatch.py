@@ -11,7 +11,8 @@ reference any device: the definition in ``jax.numpy``
 ========= ==================================================================
 
 A GEMM whose operands have one scale per row has no blocks; all but ``reference`` use
-XLA's own INT8 GEMM for it.  ``quantize_row_blocks`` has no kernel for TPUs.
+XLA's own INT8 GEMM for it.  The ops with one scale per row of a block have no kernels
+for TPUs.
 
 The first implementation in the table that supports a call is used.  The argument
 ``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a

@@ -9,13 +9,14 @@ import jax
 from fbq_jax.kernels import fused_reference, packing
 from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.reference import Block
+from fbq_jax.kernels.reference import Block, Layouts
 from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.ops.backends import tpu_refusal, triton_kernels
+from fbq_jax.ops.backends import float8_refusal, tpu_refusal, triton_kernels
 from fbq_jax.ops.op import Kernel
 from fbq_jax.ops.quantization import (
     fallback_words,
     round_on_shard,
+    row_block_layouts,
     seed_words,
     wanted_layouts,
 )
@@ -87,6 +88,39 @@ def _rms_norm_rule(
     return ShardingRule(operands, results)
 
 
+def _rms_norm_row_blocks_rule(
+    x: jax.Array,
+    _norm_scale: jax.Array,
+    seeds: Seeds,
+    *,
+    bits: int,
+    block: Block,
+    **options: Any,
+) -> ShardingRule:
+    """Columns are not sharded, because each mean is over a whole row."""
+    rows = row_axes(x.shape, block[0])
+    layouts = _row_block_layouts(rows, UNSHARDED_AXIS, **options)
+    packed = _packed_words(rows.codes, lambda _: UNSHARDED, packing.GROUP, bits)
+    rstd: Any = f"b {rows.codes} ."
+    operands = f"b {rows.codes} .", "b .", seed_words(seeds)
+    return ShardingRule(operands, NormQuantized(layouts, packed, rstd))
+
+
+def _row_block_layouts(
+    rows: AxisWords,
+    columns: AxisWords,
+    *,
+    rowwise: str | None,
+    colwise: str | None,
+    colwise_in_blocks: bool = False,
+    sums: tuple[str, ...] = (),
+    **_options: Any,
+) -> Layouts:
+    """The words of both layouts, given those of whole blocks of rows and columns."""
+    words = row_block_layouts(rows, columns, colwise_in_blocks=colwise_in_blocks)
+    return wanted_layouts(words, rowwise, colwise, sums)
+
+
 def _gate_rows(
     shape: tuple[int, ...], side: int, row_counts: tuple[jax.Array | None, ...]
 ) -> AxisWords:
@@ -128,6 +162,39 @@ def _gate_rule(
     return ShardingRule(operands, GateQuantized(operand, packed, packed))
 
 
+def _gate_row_blocks_rule(
+    gate_up: jax.Array, seeds: Seeds, *, bits: int, block: Block, **options: Any
+) -> ShardingRule:
+    rows = row_axes(gate_up.shape, block[0])
+    granularity = max(block[1], packing.GROUP)
+    column = _packed_columns(gate_up.shape[-1] // 2, granularity)
+    columns = AxisWords(column(granularity), column(granularity // block[1]))
+    layouts = _row_block_layouts(rows, columns, **options)
+    packed = _packed_words(rows.codes, column, granularity, bits)
+    operands = f"b {rows.codes} {column(2 * granularity)}", seed_words(seeds)
+    return ShardingRule(operands, GateQuantized(layouts, packed, packed))
+
+
+def _gate_grad_row_blocks_rule(
+    dy: jax.Array,
+    _gate_factor: Packed,
+    _up_factor: Packed,
+    seeds: Seeds,
+    *,
+    bits: int,
+    block: Block,
+    **options: Any,
+) -> ShardingRule:
+    rows = row_axes(dy.shape, block[0])
+    granularity = packing.GROUP
+    column = _packed_columns(dy.shape[-1], granularity)
+    columns = AxisWords(column(2 * granularity), column(2 * granularity // block[1]))
+    layouts = _row_block_layouts(rows, columns, **options)
+    packed = _packed_words(rows.codes, column, granularity, bits)
+    dy_words = f"b {rows.codes} {column(granularity)}"
+    return ShardingRule((dy_words, packed, packed, seed_words(seeds)), layouts)
+
+
 def _gate_grad_rule(
     dy: jax.Array,
     _gate_factor: Packed,
@@ -153,26 +220,57 @@ def _gate_grad_rule(
     return ShardingRule(operands, results)
 
 
-_KERNELS = triton_kernels("fbq_jax.kernels.triton.fused", caveat=_two_pass_caveat)
+_TRITON = "fbq_jax.kernels.triton.fused"
+_KERNELS = triton_kernels(_TRITON, caveat=_two_pass_caveat)
 _KERNELS["tpu"] = Kernel("tpu", "fbq_jax.kernels.tpu.fused", tpu_refusal)
+_ROW_BLOCK_KERNELS = triton_kernels(
+    _TRITON, caveat=_two_pass_caveat, float8_refusal=float8_refusal
+)
+_NORM: dict[str, Any] = {
+    "on_shard": round_on_shard,
+    "packed_width": lambda x, *_: x.shape[2],
+}
+_GATE: dict[str, Any] = {
+    "on_shard": functools.partial(round_on_shard, columns_of=lambda width: width // 2),
+    "packed_width": lambda gate_up, *_: gate_up.shape[2] // 2,
+}
+_GATE_GRAD: dict[str, Any] = {
+    "on_shard": functools.partial(round_on_shard, columns_of=lambda width: 2 * width),
+    "packed_width": lambda dy, *_: dy.shape[2],
+}
 rms_norm_quantize = define_op(
     fused_reference.rms_norm_quantize,
     _rms_norm_rule,
-    round_on_shard,
-    packed_width=lambda x, *_: x.shape[2],
     kernels=_KERNELS,
+    **_NORM,
+)
+rms_norm_quantize_row_blocks = define_op(
+    fused_reference.rms_norm_quantize_row_blocks,
+    _rms_norm_row_blocks_rule,
+    kernels=_ROW_BLOCK_KERNELS,
+    **_NORM,
 )
 silu_gate_quantize = define_op(
     fused_reference.silu_gate_quantize,
     _gate_rule,
-    functools.partial(round_on_shard, columns_of=lambda width: width // 2),
-    packed_width=lambda gate_up, *_: gate_up.shape[2] // 2,
     kernels=_KERNELS,
+    **_GATE,
+)
+silu_gate_quantize_row_blocks = define_op(
+    fused_reference.silu_gate_quantize_row_blocks,
+    _gate_row_blocks_rule,
+    kernels=_ROW_BLOCK_KERNELS,
+    **_GATE,
 )
 silu_gate_grad_quantize = define_op(
     fused_reference.silu_gate_grad_quantize,
     _gate_grad_rule,
-    functools.partial(round_on_shard, columns_of=lambda width: 2 * width),
-    packed_width=lambda dy, *_: dy.shape[2],
     kernels=_KERNELS,
+    **_GATE_GRAD,
+)
+silu_gate_grad_quantize_row_blocks = define_op(
+    fused_reference.silu_gate_grad_quantize_row_blocks,
+    _gate_grad_row_blocks_rule,
+    kernels=_ROW_BLOCK_KERNELS,
+    **_GATE_GRAD,
 )

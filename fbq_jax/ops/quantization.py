@@ -136,6 +136,20 @@ def _quantize_on_shard(
     return round_on_shard(split, shard, operands, options)
 
 
+def row_block_layouts(
+    rows: AxisWords, columns: AxisWords, *, colwise_in_blocks: bool
+) -> Any:
+    """The words of both layouts with one scale per row or per column of a block.
+
+    ``rows`` and ``columns`` are the words of codes and of scales per block.
+    """
+    # A side of a block that has one scale is sharded like codes.
+    main, _ = layout_words(AxisWords(rows.codes, rows.codes), columns)
+    of_columns = AxisWords(columns.codes, columns.codes)
+    _, transposed = layout_words(rows, columns if colwise_in_blocks else of_columns)
+    return main, transposed
+
+
 def _row_blocks_rule(
     x: jax.Array,
     seeds: Seeds,
@@ -155,15 +169,14 @@ def _row_blocks_rule(
         rows = rows._replace(scales=f"{rows.scales}{group // side}")
     has_blocks = rowwise or colwise_in_blocks
     columns = block_axis("j", x.shape[-1], block[1] if has_blocks else 1)
-    # A side of a block that has one scale is sharded like codes.
-    main, _ = layout_words(AxisWords(rows.codes, rows.codes), columns)
-    of_columns = AxisWords(columns.codes, columns.codes)
-    _, transposed = layout_words(rows, columns if colwise_in_blocks else of_columns)
-    results = wanted_layouts((main, transposed), rowwise, colwise, sums)
+    words = row_block_layouts(rows, columns, colwise_in_blocks=colwise_in_blocks)
+    results = wanted_layouts(words, rowwise, colwise, sums)
     splittable = "ij" if x.ndim == 3 else "j"
     if hadamard:
         splittable = splittable.replace("i", "")  # a group of rows stays together
-    return ShardingRule((main.codes, seed_words(seeds)), results, splittable=splittable)
+    return ShardingRule(
+        (words[0].codes, seed_words(seeds)), results, splittable=splittable
+    )
 
 
 def _quantize_split_row_blocks(

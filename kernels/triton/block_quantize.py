@@ -84,7 +84,7 @@ def quantize_parts(
         here = part_at(at, part)
         tiles = held if len(held) > 0 else VALUES(operands, here, r, c)
         v = multiply(tiles, inverse)
-        part_sums = _store_rounded(outputs, v, noise, here, modes)
+        part_sums = store_rounded(outputs, v, noise, here, modes)
         row_sum = tl.maximum(row_sum, part_sums[0])
         column_sum += part_sums[1]
         if CRITERION == "l1" or CRITERION == "l1_rel":
@@ -95,7 +95,7 @@ def quantize_parts(
 
 
 @triton.jit
-def _store_rounded(outputs, v, noise, at, modes):
+def store_rounded(outputs, v, noise, at, modes):
     """Rounds values in units of their scale and stores the requested layouts.
 
     Returns the largest ``sum |codes|`` of a row and of a column, each 0 if it is not

@@ -121,3 +121,55 @@ class BlockOutputs:
         residual_codes = rowwise_codes(self.shape, criterion)
         residual_and_metric = [residual_codes, values, values]
         return [*self.rowwise(rowwise), *residual_and_metric, *self.colwise(colwise)]
+
+
+class RowBlockOutputs(BlockOutputs):
+    """The outputs of a kernel with one scale per row and per column of a block.
+
+    A kernel stores the scales of neighbouring rows, and of neighbouring columns, next
+    to each other; ``as_layouts`` transposes them.
+
+    Attributes:
+      colwise_in_blocks: whether colwise codes have one scale per block instead.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        block: Block,
+        sums: tuple[str, ...] = (),
+        dtype: CodeDtype = "int8",
+        *,
+        colwise_in_blocks: bool = False,
+    ) -> None:
+        super().__init__(shape, block, sums, dtype)
+        self.colwise_in_blocks = colwise_in_blocks
+
+    def rowwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
+        """Rowwise codes, scales and sums."""
+        batch, rows, _ = self.shape
+        codes, _, sums = super().rowwise(wanted)
+        shape = batch, self.blocks[1], rows
+        return [codes, output(shape, jnp.float32, wanted=wanted), sums]
+
+    def colwise(self, wanted: object) -> list[jax.ShapeDtypeStruct]:
+        """Colwise codes, scales and sums."""
+        batch, _, columns = self.shape
+        codes, scales, sums = super().colwise(wanted)
+        if not self.colwise_in_blocks:
+            shape = batch, self.blocks[0], columns
+            scales = output(shape, jnp.float32, wanted=wanted)
+        return [codes, scales, sums]
+
+    def as_layouts(
+        self, rowwise: Sequence[jax.Array], colwise: Sequence[jax.Array]
+    ) -> Layouts:
+        """Layouts from the outputs of each."""
+        main, transposed = as_layouts(self.shape, rowwise, colwise)
+        if not self.colwise_in_blocks:
+            transposed = _transpose_scales(transposed)
+        return Layouts(_transpose_scales(main), transposed)
+
+
+def _transpose_scales(layout: Quantized | None) -> Quantized | None:
+    return layout and layout._replace(scales=layout.scales.mT)

@@ -8,7 +8,6 @@ transposes them only where something else needs them.
 import functools
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -17,7 +16,6 @@ from fbq_jax.kernels.reference import (
     Block,
     CodeDtype,
     Layouts,
-    Quantized,
     check_float8,
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
@@ -44,13 +42,12 @@ from fbq_jax.kernels.triton.block_tiles import (
 )
 from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
 from fbq_jax.kernels.triton.launch import launch_on_blocks, mode_of, seed_arguments
-from fbq_jax.kernels.triton.outputs import (
-    BlockOutputs,
-    as_layouts,
-    output,
-    rowwise_codes,
-)
+from fbq_jax.kernels.triton.outputs import RowBlockOutputs
 from fbq_jax.kernels.triton.quantize import quantize
+from fbq_jax.kernels.triton.row_block_quantize import (
+    store_column_scales,
+    store_row_scales,
+)
 
 # The most values of a block that a program holds at once.
 _LARGEST_TILE = 2**14
@@ -120,25 +117,17 @@ def _launch(
     """Runs one program per block, which quantizes it in the wanted layouts."""
     if rowwise is None and colwise is None:
         return Layouts(None, None)
-    batch, rows, columns = x.shape
-    blocks = BlockOutputs(x.shape, block, sums, dtype)
-    down, across = blocks.blocks
-    colwise_outputs = blocks.colwise(colwise)
-    if not colwise_in_blocks:
-        of_columns = output((batch, down, columns), jnp.float32, wanted=colwise)
-        colwise_outputs[1] = of_columns
+    out = RowBlockOutputs(
+        x.shape, block, sums, dtype, colwise_in_blocks=colwise_in_blocks
+    )
     seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
     outputs = launch_on_blocks(
         _quantize_row_blocks,
         x,
         *seed_arrays,
-        *(global_offset or no_offset(rows)),
+        *(global_offset or no_offset(x.shape[1])),
         block=block,
-        outputs=[
-            rowwise_codes(x.shape, rowwise, dtype),
-            output((batch, across, rows), jnp.float32, wanted=rowwise),
-            *colwise_outputs,
-        ],
+        outputs=[*out.rowwise(rowwise)[:2], *out.colwise(colwise)],
         num_warps=_num_warps(block, x.dtype.itemsize, hadamard=hadamard),
         SEVERAL_SEEDS=several,
         ROWWISE=mode_of(rowwise, dtype),
@@ -147,14 +136,7 @@ def _launch(
         COLUMN_SUMS="colwise" in sums,
         HADAMARD=hadamard,
     )
-    main, transposed = as_layouts(x.shape, outputs[:2], outputs[2:])
-    if not colwise_in_blocks:
-        transposed = _transpose_scales(transposed)
-    return Layouts(_transpose_scales(main), transposed)
-
-
-def _transpose_scales(layout: Quantized | None) -> Quantized | None:
-    return layout and layout._replace(scales=layout.scales.mT)
+    return out.as_layouts(outputs[:2], outputs[2:])
 
 
 def _num_warps(block: Block, itemsize: int, *, hadamard: bool) -> int:
@@ -200,7 +182,7 @@ def _quantize_row_blocks(
     if ROWWISE is not None or COLUMN_BLOCKS:
         maxima = row_maxima(tiles)
     if ROWWISE is not None:
-        row_inverses = _store_row_scales(maxima, row_scales, at, c, ROWWISE)
+        row_inverses = store_row_scales(maxima, row_scales, at, c, ROWWISE)
     if COLWISE is not None:
         if COLUMN_BLOCKS:
             bits = tl.max(maxima.to(tl.int32, bitcast=True))
@@ -208,7 +190,7 @@ def _quantize_row_blocks(
             tl.store(column_scales + offsets[1], scale)
         else:
             maxima = column_maxima(tiles)
-            inverse = _store_column_scales(maxima, column_scales, at, r, COLWISE)
+            inverse = store_column_scales(maxima, column_scales, at, r, COLWISE)
     if ROWWISE == "stochastic" or COLWISE == "stochastic":
         row_keys, column_key = noise_keys(noise, at, r, c)
         keys = row_keys, one_per_thread(column_key)
@@ -240,30 +222,3 @@ def _quantize_row_blocks(
         if COLUMN_SUMS:
             largest = largest_column_sum(column_rounded)
             tl.store(column_sums + offsets[1], largest)
-
-
-@triton.jit
-def _store_row_scales(maxima, scales, at, c: tl.constexpr, MODE: tl.constexpr):
-    """Stores the scales of rows; returns their inverses for each tile."""
-    batch, i, j, rows, columns = at
-    r: tl.constexpr = maxima.shape[0]
-    scales += (batch * tl.cdiv(columns, c) + j) * rows
-    scale, inverse = scale_of_codes(maxima, MODE)
-    row = i * r + tl.arange(0, r)
-    tl.store(scales + row, scale, row < rows)
-    even, odd = tl.split(tl.reshape(one_per_thread(inverse), (r // 4, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return [x[:, None] for x in (first, second, third, fourth)]
-
-
-@triton.jit
-def _store_column_scales(maxima, scales, at, r: tl.constexpr, MODE: tl.constexpr):
-    """Stores the scales of columns; returns their inverses."""
-    batch, i, j, rows, columns = at
-    c: tl.constexpr = maxima.shape[0]
-    scales += (batch * tl.cdiv(rows, r) + i) * columns
-    scale, inverse = scale_of_codes(maxima, MODE)
-    column = j * c + tl.arange(0, c)
-    tl.store(scales + column, scale, column < columns)
-    return one_per_thread(inverse)[None, :]

@@ -282,6 +282,14 @@ def test_gate_gradients(quantization, case):
     fused_cases.check_grad(quantization, *case)
 
 
+@pytest.mark.parametrize("case", fused_cases.ROW_BLOCKS)
+def test_fused_quantization_in_row_blocks(case):
+    quantization = ops_of("triton", codes=case[-1])
+    fused_cases.check_norm_row_blocks(quantization, *case)
+    fused_cases.check_gate_row_blocks(quantization, *case)
+    fused_cases.check_grad_row_blocks(quantization, *case)
+
+
 @pytest.mark.parametrize(
     ("case", "row_counts", "interleaved"), fused_cases.QUANTIZE_TILES
 )

@@ -2,11 +2,26 @@
 
 One program computes and quantizes one block.  The values and the saved arrays of a
 block do not fit into registers, so the block is processed in parts.  Each part is
-computed twice: first for the scale, which all parts share, and the saved arrays; then
-for the codes, from inputs that a cache now holds.
+computed twice: first for the saved arrays and for the scales that parts share; then for
+the codes, from inputs that a cache now holds.
 """
 
-from fbq_jax.kernels.triton.fused.forward import rms_norm_quantize, silu_gate_quantize
-from fbq_jax.kernels.triton.fused.gate_grad import silu_gate_grad_quantize
+from fbq_jax.kernels.triton.fused.forward import (
+    rms_norm_quantize,
+    rms_norm_quantize_row_blocks,
+    silu_gate_quantize,
+    silu_gate_quantize_row_blocks,
+)
+from fbq_jax.kernels.triton.fused.gate_grad import (
+    silu_gate_grad_quantize,
+    silu_gate_grad_quantize_row_blocks,
+)
 
-__all__ = ["rms_norm_quantize", "silu_gate_grad_quantize", "silu_gate_quantize"]
+__all__ = [
+    "rms_norm_quantize",
+    "rms_norm_quantize_row_blocks",
+    "silu_gate_grad_quantize",
+    "silu_gate_grad_quantize_row_blocks",
+    "silu_gate_quantize",
+    "silu_gate_quantize_row_blocks",
+]

@@ -1,8 +1,9 @@
 """A norm or a gate, fused with the quantization of its output."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -11,12 +12,15 @@ from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import (
     Block,
+    CodeDtype,
     Criterion,
     FallbackOptions,
     FallbackQuantized,
+    Layouts,
+    RowBlockOptions,
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
-from fbq_jax.kernels.triton import quantize
+from fbq_jax.kernels.triton import quantize, quantize_row_blocks
 from fbq_jax.kernels.triton.block_codes import accumulate_amax
 from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback, store_empty
 from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
@@ -31,13 +35,23 @@ from fbq_jax.kernels.triton.fused.packed_arrays import (
     can_fuse,
     packed_outputs,
 )
-from fbq_jax.kernels.triton.launch import launch, seed_arguments
-from fbq_jax.kernels.triton.outputs import BlockOutputs, Shape, as_fallback
+from fbq_jax.kernels.triton.launch import launch, mode_of, seed_arguments
+from fbq_jax.kernels.triton.outputs import (
+    BlockOutputs,
+    RowBlockOutputs,
+    Shape,
+    as_fallback,
+    output,
+)
 from fbq_jax.kernels.triton.packed import store_packed
+from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block_parts
 
 # The rows of a part of a block: the fastest on an H200.
 NORM_PART_ROWS = 32
 GATE_PART_ROWS = 16
+
+# Four operands of ``_quantize_layer``: x, norm_scale, rstd and theta.
+_Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def rms_norm_quantize(
@@ -57,11 +71,41 @@ def rms_norm_quantize(
             *operands, epsilon=epsilon, bits=bits, ops=quantize, **options
         )
     rstd = fused_reference.mean_square_rstd(x, epsilon)
-    operand, normalized, _ = _launch_layer(
-        x,
-        norm_scale,
-        rstd,
-        theta,
+    operand, normalized, _ = _quantize_with_fallback(
+        (x, norm_scale, rstd, theta),
+        seeds,
+        shape=x.shape,
+        is_norm=True,
+        bits=bits,
+        **options,
+    )
+    return NormQuantized(operand, normalized, rstd)
+
+
+def rms_norm_quantize_row_blocks(
+    x: jax.Array,
+    norm_scale: jax.Array,
+    seeds: Seeds,
+    *,
+    epsilon: float,
+    bits: int,
+    **options: Unpack[RowBlockOptions],
+) -> NormQuantized:
+    """See ``fused_reference.rms_norm_quantize_row_blocks``."""
+    if not can_fuse(x.shape, options["block"]):
+        return fused_reference.rms_norm_quantize_row_blocks(
+            x,
+            norm_scale,
+            seeds,
+            epsilon=epsilon,
+            bits=bits,
+            ops=quantize_row_blocks,
+            **options,
+        )
+    rstd = fused_reference.mean_square_rstd(x, epsilon)
+    # The kernel reads no threshold.
+    operand, normalized, _ = _quantize_row_blocks(
+        (x, norm_scale, rstd, rstd),
         seeds,
         shape=x.shape,
         is_norm=True,
@@ -95,10 +139,9 @@ def silu_gate_quantize(
             ops=quantize,
             **options,
         )
-    operand, gate_factor, up_factor = _launch_layer(
-        gate_up,
-        *(theta, theta),  # in place of arrays that only a norm reads
-        theta,
+    # A gate has no other operands than gate_up and the thresholds.
+    operand, gate_factor, up_factor = _quantize_with_fallback(
+        (gate_up, theta, theta, theta),
         seeds,
         row_counts,
         shape=shape,
@@ -110,59 +153,163 @@ def silu_gate_quantize(
     return GateQuantized(operand, gate_factor, up_factor)
 
 
+def silu_gate_quantize_row_blocks(
+    gate_up: jax.Array,
+    seeds: Seeds,
+    *,
+    bits: int,
+    **options: Unpack[RowBlockOptions],
+) -> GateQuantized:
+    """See ``fused_reference.silu_gate_quantize_row_blocks``."""
+    batch, rows, both = gate_up.shape
+    shape = batch, rows, both // 2
+    if not can_fuse(shape, options["block"]):
+        return fused_reference.silu_gate_quantize_row_blocks(
+            gate_up, seeds, bits=bits, ops=quantize_row_blocks, **options
+        )
+    # The kernel reads gate_up only.
+    operand, gate_factor, up_factor = _quantize_row_blocks(
+        (gate_up, gate_up, gate_up, gate_up),
+        seeds,
+        shape=shape,
+        is_norm=False,
+        bits=bits,
+        **options,
+    )
+    return GateQuantized(operand, gate_factor, up_factor)
+
+
+def _quantize_with_fallback(
+    operands: _Operands,
+    seeds: Seeds,
+    row_counts: jax.Array | None = None,
+    *,
+    criterion: Criterion | None,
+    colwise: Rounding | None,
+    **options: Any,
+) -> tuple[FallbackQuantized, Packed, Packed]:
+    """Quantizes a layer with one scale per block; see ``_launch_layer``."""
+    shape, block = options["shape"], options["block"]
+    out = BlockOutputs(shape, block)
+    results, saved, second = _launch_layer(
+        operands,
+        seeds,
+        row_counts,
+        outputs=out.fallback("nearest", criterion, colwise),
+        roundings=("nearest", colwise),
+        CRITERION=criterion,
+        **options,
+    )
+    return as_fallback(shape, results), saved, second
+
+
+def _quantize_row_blocks(
+    operands: _Operands,
+    seeds: Seeds,
+    *,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    colwise_in_blocks: bool = False,
+    sums: tuple[str, ...] = (),
+    dtype: CodeDtype = "int8",
+    **options: Any,
+) -> tuple[Layouts, Packed, Packed]:
+    """Quantizes a layer with one scale per row of a block; see ``_launch_layer``."""
+    out = RowBlockOutputs(
+        options["shape"],
+        options["block"],
+        sums,
+        dtype,
+        colwise_in_blocks=colwise_in_blocks,
+    )
+    no_residual = [output((), jnp.float32, wanted=False)] * 3
+    results, saved, second = _launch_layer(
+        operands,
+        seeds,
+        outputs=[*out.rowwise(rowwise), *no_residual, *out.colwise(colwise)],
+        roundings=(rowwise, colwise),
+        dtype=dtype,
+        ROW_BLOCKS=True,
+        COLUMN_BLOCKS=colwise_in_blocks,
+        COLUMN_SUMS="colwise" in sums,
+        **options,
+    )
+    return out.as_layouts(results[:3], results[6:]), saved, second
+
+
 def _launch_layer(
-    x: jax.Array,
-    norm_scale: jax.Array,
-    rstd: jax.Array,
-    theta: jax.Array,
+    operands: _Operands,
     seeds: Seeds,
     row_counts: jax.Array | None = None,
     *,
     shape: Shape,
+    outputs: list[jax.ShapeDtypeStruct],
+    roundings: tuple[Rounding | None, Rounding | None],
     is_norm: bool,
     interleaved: bool = True,
     bits: int,
     block: Block,
-    criterion: Criterion | None,
-    colwise: Rounding | None,
+    dtype: CodeDtype = "int8",
     global_offset: GlobalOffset | None = None,
-) -> tuple[FallbackQuantized, Packed, Packed]:
-    """Returns the quantized output ``shape`` of a layer, and the arrays that it saves.
+    **constants: Any,
+) -> tuple[tuple[jax.Array, ...], Packed, Packed]:
+    """Quantizes the output ``shape`` of a layer.
 
-    A norm saves one array, and the second one is without elements.
+    Args:
+      operands: the layer's input, the scale of a norm and its ``rstd``, and thresholds;
+        an array takes the place of those that are not read.
+      seeds: the seeds of stochastic rounding.
+      row_counts: the number of rows of each matrix; None for all.
+      shape: the shape of the layer's output.
+      outputs: main, residual, metric and colwise (``BlockOutputs.fallback``).
+      roundings: of the rowwise and of the colwise codes.
+      is_norm: whether the layer is a norm, not a gate.
+      interleaved: how gate and up are joined.
+      bits: the bits of packed codes.
+      block: rows and columns of a block.
+      dtype: the dtype of the codes.
+      global_offset: the offset of this shard in the global matrix.
+      **constants: further constants of the kernel.
+
+    Returns:
+      The arrays of ``outputs``, and the arrays that the layer saves.  A norm saves one,
+      and the second one is without elements.
     """
-    seed_arrays, several = seed_arguments(seeds, colwise)
-    out = BlockOutputs(shape, block)
+    seed_arrays, several = seed_arguments(seeds, *roundings)
+    _, rows, columns = shape
+    constants = {
+        "CRITERION": None,
+        "ROW_BLOCKS": False,
+        "COLUMN_BLOCKS": False,
+        "COLUMN_SUMS": False,
+    } | constants
     results = launch(
         _quantize_layer,
-        x,
-        norm_scale,
-        rstd,
-        theta,
+        *operands,
         *seed_arrays,
-        *(global_offset or no_offset(shape[1])),
+        *(global_offset or no_offset(rows)),
         seed_arrays[0] if row_counts is None else row_counts,  # not read if None
-        shape[1],
-        out.blocks[1],
+        rows,
+        columns // block[1],
         outputs=[
-            *out.fallback("nearest", criterion, colwise),
+            *outputs,
             *packed_outputs(shape, bits),
             *packed_outputs(shape, bits, wanted=not is_norm),
         ],
-        grid=(out.programs,),
+        grid=(BlockOutputs(shape, block).programs,),
         r=block[0],
         c=block[1],
         PARTS=block[0] // (NORM_PART_ROWS if is_norm else GATE_PART_ROWS),
         SEVERAL_SEEDS=several,
         BITS=bits,
-        CRITERION=criterion,
-        COLWISE=colwise,
+        ROWWISE=mode_of(roundings[0], dtype),
+        COLWISE=mode_of(roundings[1], dtype),
         IS_NORM=is_norm,
         GROUPED=row_counts is not None,
         INTERLEAVED=interleaved,
+        **constants,
     )
-    saved, second = as_packed(results[9:14]), as_packed(results[14:])
-    return as_fallback(shape, results), saved, second
+    return results[:9], as_packed(results[9:14]), as_packed(results[14:])
 
 
 @triton.jit
@@ -206,7 +353,11 @@ def _quantize_layer(
     SEVERAL_SEEDS: tl.constexpr,
     BITS: tl.constexpr,
     CRITERION: tl.constexpr,
+    ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    COLUMN_SUMS: tl.constexpr,
     IS_NORM: tl.constexpr,
     GROUPED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -220,8 +371,9 @@ def _quantize_layer(
     seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
     rowwise = (codes, scales, sums), (residual_codes, residual_scales)
-    outputs = rowwise, metrics, (colwise_codes, colwise_scales, colwise_sums)
-    modes: tl.constexpr = ("nearest", COLWISE, CRITERION, False, False)
+    colwise = colwise_codes, colwise_scales, colwise_sums
+    outputs = rowwise, metrics, colwise
+    modes: tl.constexpr = (ROWWISE, COLWISE, CRITERION, False, False)
     at, offsets = locate_block(rows, groups * c, r, c)
     source = (x,)
     if GROUPED:
@@ -232,13 +384,26 @@ def _quantize_layer(
         source = x, at[0] * rows, row_count  # type: ignore[assignment]
     spacing = (2, 1) if INTERLEAVED else (1, groups)
     operands = (x, norm_scale, rstd, groups) if IS_NORM else (source, spacing)
-    amax = 0.0
-    for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
-        here = part_at(at, part)
-        y, saved = COMPUTE(operands, here, r // PARTS, c)
-        for k in tl.static_range(len(saved)):
-            store_packed(packed[k], saved[k], here, groups, BITS)
-        amax = accumulate_amax(amax, y)
-    quantize_with_fallback(
-        VALUES, operands, (), amax, theta, noise, outputs, at, offsets, shape, modes
-    )
+    if ROW_BLOCKS:
+        quantize_row_block_parts(
+            COMPUTE,
+            operands,
+            packed,
+            noise,
+            ((codes, scales, sums), colwise),
+            at,
+            offsets[1],
+            shape,
+            (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS, BITS),
+        )
+    else:
+        amax = 0.0
+        for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
+            here = part_at(at, part)
+            y, saved = COMPUTE(operands, here, r // PARTS, c)
+            for k in tl.static_range(len(saved)):
+                store_packed(packed[k], saved[k], here, groups, BITS)
+            amax = accumulate_amax(amax, y)
+        quantize_with_fallback(
+            VALUES, operands, (), amax, theta, noise, outputs, at, offsets, shape, modes
+        )

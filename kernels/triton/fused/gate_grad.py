@@ -1,5 +1,6 @@
 """The gradient of the SiLU gate, fused with its quantization."""
 
+import itertools
 from typing import Unpack
 
 import jax
@@ -8,9 +9,15 @@ import triton.language as tl
 
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.reference import Layouts, QuantizeOptions
-from fbq_jax.kernels.rounding import Seeds, no_offset
-from fbq_jax.kernels.triton import quantize
+from fbq_jax.kernels.reference import (
+    Block,
+    CodeDtype,
+    Layouts,
+    QuantizeOptions,
+    RowBlockOptions,
+)
+from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
+from fbq_jax.kernels.triton import quantize, quantize_row_blocks
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
     scale_and_inverse,
@@ -24,9 +31,15 @@ from fbq_jax.kernels.triton.block_quantize import (
 from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
 from fbq_jax.kernels.triton.fused.layers import load_source, locate_halves
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
-from fbq_jax.kernels.triton.launch import launch, seed_arguments
-from fbq_jax.kernels.triton.outputs import BlockOutputs, as_layouts
+from fbq_jax.kernels.triton.launch import launch, mode_of, seed_arguments
+from fbq_jax.kernels.triton.outputs import (
+    BlockOutputs,
+    RowBlockOutputs,
+    Shape,
+    as_layouts,
+)
 from fbq_jax.kernels.triton.packed import load_packed
+from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block_parts
 
 PART_ROWS = 32  # The fastest on an H200.
 
@@ -43,9 +56,7 @@ def silu_gate_grad_quantize(
     **options: Unpack[QuantizeOptions],
 ) -> Layouts:
     """See ``fused_reference.silu_gate_grad_quantize``."""
-    block = options["block"]
-    rowwise, colwise = options["rowwise"], options["colwise"]
-    if not can_fuse(dy.shape, block):
+    if not can_fuse(dy.shape, options["block"]):
         return fused_reference.silu_gate_grad_quantize(
             dy,
             gate_factor,
@@ -57,18 +68,80 @@ def silu_gate_grad_quantize(
             ops=quantize,
             **options,
         )
-    batch, rows, columns = dy.shape
-    shape = batch, rows, 2 * columns
     sums = options.get("sums", ())
+    out = BlockOutputs(_shape(dy), options["block"], sums)
+    results = _launch(
+        (dy, gate_factor, up_factor),
+        seeds,
+        row_counts,
+        out=out,
+        bits=bits,
+        INTERLEAVED=interleaved,
+        **options,
+    )
+    return as_layouts(out.shape, results[:3], results[3:])
+
+
+def silu_gate_grad_quantize_row_blocks(
+    dy: jax.Array,
+    gate_factor: Packed,
+    up_factor: Packed,
+    seeds: Seeds,
+    *,
+    bits: int,
+    **options: Unpack[RowBlockOptions],
+) -> Layouts:
+    """See ``fused_reference.silu_gate_grad_quantize_row_blocks``."""
+    operands = dy, gate_factor, up_factor
+    if not can_fuse(dy.shape, options["block"]):
+        return fused_reference.silu_gate_grad_quantize_row_blocks(
+            *operands, seeds, bits=bits, ops=quantize_row_blocks, **options
+        )
+    out = RowBlockOutputs(
+        _shape(dy),
+        options["block"],
+        options.get("sums", ()),
+        options.get("dtype", "int8"),
+        colwise_in_blocks=options.get("colwise_in_blocks", False),
+    )
+    results = _launch(operands, seeds, out=out, bits=bits, ROW_BLOCKS=True, **options)
+    return out.as_layouts(results[:3], results[3:])
+
+
+def _shape(dy: jax.Array) -> Shape:
+    """The shape of the gradient of gate and up."""
+    batch, rows, columns = dy.shape
+    return batch, rows, 2 * columns
+
+
+def _launch(
+    operands: tuple[jax.Array, Packed, Packed],
+    seeds: Seeds,
+    row_counts: jax.Array | None = None,
+    *,
+    out: BlockOutputs,
+    bits: int,
+    block: Block,
+    rowwise: Rounding | None,
+    colwise: Rounding | None,
+    global_offset: GlobalOffset | None = None,
+    sums: tuple[str, ...] = (),
+    dtype: CodeDtype = "int8",
+    colwise_in_blocks: bool = False,
+    ROW_BLOCKS: bool = False,
+    INTERLEAVED: bool = True,
+) -> tuple[jax.Array, ...]:
+    """Runs a program for each two blocks; returns the outputs of both layouts."""
+    dy, *factors = operands
+    _, rows, columns = dy.shape
     seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
-    out = BlockOutputs(shape, block, sums)
-    results = launch(
+    packed = (packed_inputs(factor, bits, unused=seed_arrays[0]) for factor in factors)
+    return launch(
         _silu_gate_grad_quantize,
         dy,
-        *packed_inputs(gate_factor, bits, unused=seed_arrays[0]),
-        *packed_inputs(up_factor, bits, unused=seed_arrays[0]),
+        *itertools.chain(*packed),
         *seed_arrays,
-        *(options.get("global_offset") or no_offset(rows)),
+        *(global_offset or no_offset(rows)),
         seed_arrays[0] if row_counts is None else row_counts,  # not read if None
         rows,
         columns // block[1],
@@ -79,14 +152,15 @@ def silu_gate_grad_quantize(
         PARTS=block[0] // PART_ROWS,
         SEVERAL_SEEDS=several,
         BITS=bits,
-        ROWWISE=rowwise,
-        COLWISE=colwise,
+        ROWWISE=mode_of(rowwise, dtype),
+        COLWISE=mode_of(colwise, dtype),
+        ROW_BLOCKS=ROW_BLOCKS,
+        COLUMN_BLOCKS=colwise_in_blocks,
         ROW_SUMS="rowwise" in sums,
         COLUMN_SUMS="colwise" in sums,
         GROUPED=row_counts is not None,
-        INTERLEAVED=interleaved,
+        INTERLEAVED=INTERLEAVED,
     )
-    return as_layouts(shape, results[:3], results[3:])
 
 
 @triton.jit
@@ -125,6 +199,8 @@ def _silu_gate_grad_quantize(
     BITS: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
     ROW_SUMS: tl.constexpr,
     COLUMN_SUMS: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -138,7 +214,6 @@ def _silu_gate_grad_quantize(
     factors = gate_packed, up_packed
     seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
-    out = codes, colwise_codes
     at, _ = locate_block(rows, groups * c, r, c)
     batch, i, j, _, _ = at
     columns, down = 2 * groups * c, tl.cdiv(rows, r)
@@ -155,36 +230,59 @@ def _silu_gate_grad_quantize(
             return
         source = dy, batch * rows, row_count  # type: ignore[assignment]
     for half in tl.static_range(2):
-        factor, column = factors[half], halves[half]
-        amax = 0.0
-        for part in range(i * PARTS, (i + 1) * PARTS):
-            here = part_at(at, part)
-            y = _values((source, factor, j, groups, BITS), here, r // PARTS, c)
-            amax = accumulate_amax(amax, y)
-        scale, inverse = scale_and_inverse(amax)
+        column = halves[half]
+        factor = factors[half]
         offsets = _scale_offsets(batch, i, column, down, 2 * groups)
-        tl.store(scales + offsets[0], scale)
-        tl.store(colwise_scales + offsets[1], scale)
-        scaling = amax, scale, inverse
         to = batch, i, column, rows, columns
-        _, _, code_sums = quantize_parts(
-            _values,
-            (source, factor, j, groups, BITS),
-            (),
-            scaling,
-            noise,
-            out,
-            to,
-            shape,
-            modes,
-        )
-        store_sums(code_sums, (sums, colwise_sums), offsets, modes)
+        if ROW_BLOCKS:
+            rowwise = codes, scales, sums
+            colwise = colwise_codes, colwise_scales, colwise_sums
+            quantize_row_block_parts(
+                _values_to_store,
+                (source, factor, j, groups, BITS),
+                (),
+                noise,
+                (rowwise, colwise),
+                to,
+                offsets[1],
+                shape,
+                (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS, BITS),
+            )
+        else:
+            amax = 0.0
+            for part in range(i * PARTS, (i + 1) * PARTS):
+                here = part_at(at, part)
+                y = _values((source, factor, j, groups, BITS), here, r // PARTS, c)
+                amax = accumulate_amax(amax, y)
+            scale, inverse = scale_and_inverse(amax)
+            tl.store(scales + offsets[0], scale)
+            tl.store(colwise_scales + offsets[1], scale)
+            scaling = amax, scale, inverse
+            out = codes, colwise_codes
+            _, _, code_sums = quantize_parts(
+                _values,
+                (source, factor, j, groups, BITS),
+                (),
+                scaling,
+                noise,
+                out,
+                to,
+                shape,
+                modes,
+            )
+            store_sums(code_sums, (sums, colwise_sums), offsets, modes)
 
 
 @triton.jit
 def _scale_offsets(batch, i, column, down, across):
     """The offsets of a block's scale in the rowwise and colwise scales."""
     return (batch * down + i) * across + column, (batch * across + column) * down + i
+
+
+@triton.jit
+def _values_to_store(operands, at, r: tl.constexpr, c: tl.constexpr):
+    """``_values``, and nothing to pack."""
+    return _values(operands, at, r, c), ()
 
 
 @triton.jit

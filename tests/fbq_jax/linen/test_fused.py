@@ -78,6 +78,13 @@ def with_theta(variables, collection, theta):
         pytest.param(
             F, recipes.jetfire, None, "fallback", marks=pytest.mark.exhaustive
         ),
+        (F, recipes.row_block_lhs, None, "fallback"),
+        pytest.param(
+            F, recipes.row_block, None, "fallback", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            F, recipes.fp8_row_block_lhs, None, "fallback", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_fused_modules_equal_the_layers_in_sequence(hidden, recipe, theta, collection):

@@ -111,7 +111,9 @@ def test_fp8_codes_without_a_kernel_warn_and_a_requested_kernel_is_an_error(on_g
         colwise=None,
         dtype="float8_e4m3fn",
     )
-    match = "^quantize, quantize_row_blocks run as .* slower on this GPU.*: FP8 codes"
+    match = (
+        "^quantize, quantize_row_blocks, .* run as .* slower on this GPU.*: FP8 codes"
+    )
     with pytest.warns(UserWarning, match=match):
         codes = jax.eval_shape(lambda: quantize(x, seeds)).rowwise
     with pytest.raises(ValueError, match=r"=triton cannot do quantize_row_.*FP8 cod"):

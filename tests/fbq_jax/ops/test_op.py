@@ -69,6 +69,15 @@ CALLS = {
         (X, X[:, 0], THETA, SEEDS),
         FUSED_BLOCK | ABSMAX | {"epsilon": 1e-5, "colwise": None},
     ),
+    "rms_norm_quantize_row_blocks": (
+        (X, X[:, 0], SEEDS),
+        FUSED_BLOCK | BOTH | {"epsilon": 1e-5},
+    ),
+    "silu_gate_quantize_row_blocks": ((GATED, SEEDS), FUSED_BLOCK | BOTH),
+    "silu_gate_grad_quantize_row_blocks": (
+        (X, SLOPES, SLOPES, SEEDS),
+        FUSED_BLOCK | BOTH | {"colwise_in_blocks": True, "sums": ("colwise",)},
+    ),
     "silu_gate_quantize": (
         (GATED, THETA, SEEDS),
         FUSED_BLOCK | ABSMAX | {"colwise": None},

@@ -37,6 +37,25 @@ def test_silu_gate_grad_quantize(ops, case):
 
 
 @pytest.mark.parametrize(
+    "case", with_first_fast(cases.ROW_BLOCKS[3:] + cases.ROW_BLOCKS[:3])
+)
+def test_rms_norm_quantize_row_blocks(ops, case):
+    cases.check_norm_row_blocks(ops, *case)
+
+
+@pytest.mark.parametrize("case", with_first_fast(cases.ROW_BLOCKS))
+def test_silu_gate_quantize_row_blocks(ops, case):
+    cases.check_gate_row_blocks(ops, *case)
+
+
+@pytest.mark.parametrize(
+    "case", with_first_fast(cases.ROW_BLOCKS[1:] + cases.ROW_BLOCKS[:1])
+)
+def test_silu_gate_grad_quantize_row_blocks(ops, case):
+    cases.check_grad_row_blocks(ops, *case)
+
+
+@pytest.mark.parametrize(
     ("case", "row_counts", "interleaved"), rows_with_first_fast(cases.QUANTIZE_TILES)
 )
 def test_silu_gate_quantize_of_tiles(ops, case, row_counts, interleaved):
@@ -80,6 +99,7 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
     backward = {"rowwise": "stochastic", "colwise": "stochastic"}
     tiles = {"interleaved": False}
     gate, grad = (gate_up, theta, seeds), (x, packed, packed, seeds)
+    row_blocks = backward | {"colwise_in_blocks": True, "sums": ("colwise",)}
     kernels = [
         *compiled(
             "rms_norm_quantize", x, norm_scale, theta, seeds, epsilon=1e-5, **forward
@@ -88,8 +108,18 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
         *compiled("silu_gate_quantize", *gate, row_counts, **forward, **tiles),
         *compiled("silu_gate_grad_quantize", *grad, **backward),
         *compiled("silu_gate_grad_quantize", *grad, row_counts, **backward, **tiles),
+        *compiled(
+            *("rms_norm_quantize_row_blocks", x, norm_scale, seeds),
+            epsilon=1e-5,
+            **(backward | {"rowwise": "nearest"}),
+        ),
+        *compiled(
+            *("silu_gate_quantize_row_blocks", gate_up, seeds),
+            **(backward | {"rowwise": "nearest"}),
+        ),
+        *compiled("silu_gate_grad_quantize_row_blocks", *grad, **row_blocks),
     ]
-    assert len(kernels) == 5
+    assert len(kernels) == 8
     for kernel in kernels:
         assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
