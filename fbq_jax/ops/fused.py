@@ -32,15 +32,19 @@ from fbq_jax.sharding.rule_language import (
 )
 
 
-def _two_pass_caveat(block_shape: Sequence[int], width: int | None) -> str:
-    """Text for shapes where the op takes two passes."""
+def _two_pass_caveat(
+    block_shape: Sequence[int], width: int | None, *, most_rows: int = 256
+) -> str:
+    """Text for shapes where the op takes two passes; ``most_rows`` is of a block."""
     group = packing.GROUP
-    if block_shape[1] == group and (width is None or width % group == 0):
+    rows, columns = block_shape
+    fits = columns == group and rows <= most_rows
+    if fits and (width is None or width % group == 0):
         return ""
     return (
         f"; not in one pass, but as jax.numpy code and a kernel that quantizes: one "
-        f"pass needs blocks {group} wide and rows that are multiples of {group}, not "
-        f"blocks {block_shape[1]} wide"
+        f"pass needs blocks {group} wide with up to {most_rows} rows, and rows that "
+        f"are multiples of {group}, not blocks {columns} wide with {rows} rows"
         + ("" if width is None else f" and rows of {width}")
     )
 
@@ -220,12 +224,13 @@ def _gate_grad_rule(
     return ShardingRule(operands, results)
 
 
-_TRITON = "fbq_jax.kernels.triton.fused"
-_KERNELS = triton_kernels(_TRITON, caveat=_two_pass_caveat)
-_KERNELS["tpu"] = Kernel("tpu", "fbq_jax.kernels.tpu.fused", tpu_refusal)
-_ROW_BLOCK_KERNELS = triton_kernels(
-    _TRITON, caveat=_two_pass_caveat, float8_refusal=float8_refusal
-)
+def _kernels(*, most_rows: int = 256, **fields: Any) -> dict[str, Kernel]:
+    """The Triton kernels of an op; of a block, registers hold up to ``most_rows``."""
+    caveat = functools.partial(_two_pass_caveat, most_rows=most_rows)
+    return triton_kernels("fbq_jax.kernels.triton.fused", caveat=caveat, **fields)
+
+
+_TPU = {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.fused", tpu_refusal)}
 _NORM: dict[str, Any] = {
     "on_shard": round_on_shard,
     "packed_width": lambda x, *_: x.shape[2],
@@ -241,36 +246,36 @@ _GATE_GRAD: dict[str, Any] = {
 rms_norm_quantize = define_op(
     fused_reference.rms_norm_quantize,
     _rms_norm_rule,
-    kernels=_KERNELS,
+    kernels=_kernels() | _TPU,
     **_NORM,
 )
 rms_norm_quantize_row_blocks = define_op(
     fused_reference.rms_norm_quantize_row_blocks,
     _rms_norm_row_blocks_rule,
-    kernels=_ROW_BLOCK_KERNELS,
+    kernels=_kernels(float8_refusal=float8_refusal),
     **_NORM,
 )
 silu_gate_quantize = define_op(
     fused_reference.silu_gate_quantize,
     _gate_rule,
-    kernels=_KERNELS,
+    kernels=_kernels() | _TPU,
     **_GATE,
 )
 silu_gate_quantize_row_blocks = define_op(
     fused_reference.silu_gate_quantize_row_blocks,
     _gate_row_blocks_rule,
-    kernels=_ROW_BLOCK_KERNELS,
+    kernels=_kernels(float8_refusal=float8_refusal),
     **_GATE,
 )
 silu_gate_grad_quantize = define_op(
     fused_reference.silu_gate_grad_quantize,
     _gate_grad_rule,
-    kernels=_KERNELS,
+    kernels=_kernels(most_rows=128) | _TPU,
     **_GATE_GRAD,
 )
 silu_gate_grad_quantize_row_blocks = define_op(
     fused_reference.silu_gate_grad_quantize_row_blocks,
     _gate_grad_row_blocks_rule,
-    kernels=_ROW_BLOCK_KERNELS,
+    kernels=_kernels(most_rows=128, float8_refusal=float8_refusal),
     **_GATE_GRAD,
 )

@@ -9,8 +9,9 @@ Device functions share these arguments, besides those of ``block_tiles``:
 - ``VALUES``, ``operands``: the source of the values.  ``VALUES(operands, at, r, c)`` is
   a device function that returns the tiles of one part of ``r x c`` elements, such as
   ``block_tiles.load``, whose operand is a pointer.
-- ``held``: the tiles of a block with one part, if registers hold them; otherwise ().
-- ``shape``: ``(PARTS, r, c)``, the number of parts of a block, and the shape of a part.
+- ``held``: the tiles of the block, if registers hold them; otherwise ().
+- ``shape``: ``(PARTS, r, c)``, the number of parts of a block whose values a program
+  loads or computes at once, and the shape of a part.
 - ``scaling``: ``(amax, scale, inverse)`` of a block.
 - ``modes``: ``(rowwise, colwise, criterion, row_sums, column_sums)``: the mode of each
   layout (``block_codes``), the criterion of fallback or None, and for each layout
@@ -77,10 +78,11 @@ def quantize_parts(
     c: tl.constexpr = shape[2]
     CRITERION: tl.constexpr = modes[2]
     _, scale, inverse = scaling
+    parts: tl.constexpr = PARTS if len(held) == 0 else 1
     i = at[1]
     error, total = 0.0, 0.0
     row_sum, column_sum = 0.0, 0.0
-    for part in range(i * PARTS, (i + 1) * PARTS):
+    for part in range(i * parts, (i + 1) * parts):
         here = part_at(at, part)
         tiles = held if len(held) > 0 else VALUES(operands, here, r, c)
         v = multiply(tiles, inverse)

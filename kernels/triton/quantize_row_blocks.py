@@ -19,35 +19,12 @@ from fbq_jax.kernels.reference import (
     check_float8,
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
-from fbq_jax.kernels.triton.block_codes import (
-    float8,
-    float8_words,
-    largest_column_sum,
-    noise_keys,
-    noise_of_pair,
-    round_tile,
-    scale_of_codes,
-    widen,
-)
-from fbq_jax.kernels.triton.block_maxima import (
-    column_maxima,
-    one_per_thread,
-    row_maxima,
-)
-from fbq_jax.kernels.triton.block_tiles import (
-    load,
-    locate_block,
-    store_colwise,
-    store_rowwise,
-)
-from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
+from fbq_jax.kernels.triton.block_tiles import load, locate_block
+from fbq_jax.kernels.triton.hadamard import load_transformed
 from fbq_jax.kernels.triton.launch import launch_on_blocks, mode_of, seed_arguments
 from fbq_jax.kernels.triton.outputs import RowBlockOutputs
 from fbq_jax.kernels.triton.quantize import quantize
-from fbq_jax.kernels.triton.row_block_quantize import (
-    store_column_scales,
-    store_row_scales,
-)
+from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block
 
 # The most values of a block that a program holds at once.
 _LARGEST_TILE = 2**14
@@ -179,46 +156,12 @@ def _quantize_row_blocks(
     at, offsets = locate_block(rows, columns, r, c)
     LOAD: tl.constexpr = load_transformed if HADAMARD else load
     tiles = LOAD(x, at, r, c)
-    if ROWWISE is not None or COLUMN_BLOCKS:
-        maxima = row_maxima(tiles)
-    if ROWWISE is not None:
-        row_inverses = store_row_scales(maxima, row_scales, at, c, ROWWISE)
-    if COLWISE is not None:
-        if COLUMN_BLOCKS:
-            bits = tl.max(maxima.to(tl.int32, bitcast=True))
-            scale, inverse = scale_of_codes(bits.to(tl.float32, bitcast=True), COLWISE)
-            tl.store(column_scales + offsets[1], scale)
-        else:
-            maxima = column_maxima(tiles)
-            inverse = store_column_scales(maxima, column_scales, at, r, COLWISE)
-    if ROWWISE == "stochastic" or COLWISE == "stochastic":
-        row_keys, column_key = noise_keys(noise, at, r, c)
-        keys = row_keys, one_per_thread(column_key)
-    # Both layouts add the same noise.  Two tiles at a time need fewer registers.
-    rounded, column_rounded = (), ()
-    for k in tl.static_range(2):
-        drawn = None, None
-        if ROWWISE == "stochastic" or COLWISE == "stochastic":
-            drawn = noise_of_pair(keys, k)
-        for n in tl.static_range(2):
-            tile = widen(tiles[2 * k + n])
-            if ROWWISE is not None:
-                v = tile * row_inverses[2 * k + n]
-                v = round_tile(v, drawn[n], ROWWISE)
-                rounded += (v if ROWWISE == "float8" else v.to(tl.int8),)  # type: ignore[assignment]
-            if COLWISE is not None:
-                v = tile * inverse
-                column_rounded += (round_tile(v, drawn[n], COLWISE),)  # type: ignore[assignment]
-    if ROWWISE is not None:
-        if ROWWISE == "float8":
-            rounded = float8(rounded)
-        store_rowwise(codes, rounded, at)
-    if COLWISE is not None:
-        if COLWISE == "float8":
-            column_rounded = float8_words(column_rounded)
-        if HADAMARD:
-            column_rounded = computed_once(column_rounded)
-        store_colwise(column_codes, column_rounded, at)
-        if COLUMN_SUMS:
-            largest = largest_column_sum(column_rounded)
-            tl.store(column_sums + offsets[1], largest)
+    quantize_row_block(
+        tiles,
+        noise,
+        ((codes, row_scales), (column_codes, column_scales, column_sums)),
+        at,
+        offsets[1],
+        (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS),
+        HADAMARD,
+    )

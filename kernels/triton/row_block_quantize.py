@@ -1,8 +1,9 @@
 """Quantization of one block with one scale per row or per column, in a Triton program.
 
-A fused kernel visits the parts of a block (``block_quantize``) one after the other.  A
-row lies in one part, so its codes are stored as soon as its part is computed.  A column
-spans all parts, and so does the block: their codes need a second visit.
+Registers hold the block, or a kernel visits its parts (``block_quantize``) one after
+the other.  A row lies in one part, so its codes are stored as soon as its part is
+computed.  A column spans all parts, and so does the block: their codes need a second
+visit.
 """
 
 import triton
@@ -10,7 +11,12 @@ import triton.language as tl
 
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
+    float8_words,
+    largest_column_sum,
     multiply,
+    noise_keys,
+    noise_of_pair,
+    round_tile,
     scale_of_codes,
     widen,
 )
@@ -20,8 +26,73 @@ from fbq_jax.kernels.triton.block_maxima import (
     row_maxima,
 )
 from fbq_jax.kernels.triton.block_quantize import store_rounded
-from fbq_jax.kernels.triton.block_tiles import part_at
+from fbq_jax.kernels.triton.block_tiles import (
+    part_at,
+    store_colwise,
+    store_rowwise,
+)
+from fbq_jax.kernels.triton.hadamard import computed_once
 from fbq_jax.kernels.triton.packed import store_packed
+
+
+@triton.jit
+def quantize_row_block(
+    tiles, noise, outputs, at, offset, modes, TRANSFORMED: tl.constexpr = False
+):
+    """``quantize_row_block_parts`` for a block whose tiles registers hold.
+
+    It packs nothing.  ``TRANSFORMED`` says whether tiles are sums, which the compiler
+    might compute once more for each layout.
+    """
+    r: tl.constexpr = 4 * tiles[0].shape[0]
+    c: tl.constexpr = tiles[0].shape[1]
+    ROWWISE: tl.constexpr = modes[0]
+    COLWISE: tl.constexpr = modes[1]
+    COLUMN_BLOCKS: tl.constexpr = modes[2]
+    codes, row_scales = outputs[0][0], outputs[0][1]
+    column_codes, column_scales, column_sums = outputs[1]
+    if ROWWISE is not None or COLUMN_BLOCKS:
+        maxima = row_maxima(tiles)
+    if ROWWISE is not None:
+        row_inverses = store_row_scales(maxima, row_scales, at, c, ROWWISE)
+    if COLWISE is not None:
+        if COLUMN_BLOCKS:
+            bits = tl.max(maxima.to(tl.int32, bitcast=True))
+            scale, inverse = scale_of_codes(bits.to(tl.float32, bitcast=True), COLWISE)
+            tl.store(column_scales + offset, scale)
+        else:
+            maxima = column_maxima(tiles)
+            inverse = store_column_scales(maxima, column_scales, at, r, COLWISE)
+    if ROWWISE == "stochastic" or COLWISE == "stochastic":
+        row_keys, column_key = noise_keys(noise, at, r, c)
+        keys = row_keys, one_per_thread(column_key)
+    if ROWWISE == "float8":
+        _store_row_codes(codes, tiles, row_inverses, noise, at, ROWWISE)
+    # Both layouts add the same noise.  Two tiles at a time need fewer registers.
+    rounded, column_rounded = (), ()
+    for k in tl.static_range(2):
+        drawn = None, None
+        if ROWWISE == "stochastic" or COLWISE == "stochastic":
+            drawn = noise_of_pair(keys, k)
+        for n in tl.static_range(2):
+            tile = widen(tiles[2 * k + n])
+            if ROWWISE is not None and ROWWISE != "float8":
+                v = tile * row_inverses[2 * k + n]
+                rounded += (round_tile(v, drawn[n], ROWWISE).to(tl.int8),)  # type: ignore[assignment]
+            if COLWISE is not None:
+                v = tile * inverse
+                column_rounded += (round_tile(v, drawn[n], COLWISE),)  # type: ignore[assignment]
+    if ROWWISE is not None and ROWWISE != "float8":
+        store_rowwise(codes, rounded, at)
+    if COLWISE is not None:
+        if COLWISE == "float8":
+            column_rounded = float8_words(column_rounded)
+        if TRANSFORMED:
+            column_rounded = computed_once(column_rounded)
+        store_colwise(column_codes, column_rounded, at)
+        if modes[3]:
+            largest = largest_column_sum(column_rounded)
+            tl.store(column_sums + offset, largest)
 
 
 @triton.jit
@@ -62,10 +133,7 @@ def quantize_row_block_parts(
             store_packed(packed[k], saved[k], here, columns // c, modes[4])
         if ROWWISE is not None:
             inverses = store_row_scales(row_maxima(tiles), row_scales, here, c, ROWWISE)
-            v = ()
-            for k in tl.static_range(4):
-                v += (widen(tiles[k]) * inverses[k],)  # type: ignore[assignment]
-            store_rounded(stored, v, noise, here, (ROWWISE, None, None, False, False))
+            _store_row_codes(codes, tiles, inverses, noise, here, ROWWISE)
         if COLUMN_BLOCKS:
             amax = accumulate_amax(amax, tiles)
         elif COLWISE is not None:
@@ -86,6 +154,15 @@ def quantize_row_block_parts(
             largest += store_rounded(stored, v, noise, here, colwise)[1]
         if modes[3]:
             tl.store(column_sums + offset, largest)
+
+
+@triton.jit
+def _store_row_codes(codes, tiles, inverses, noise, at, MODE: tl.constexpr):
+    """Stores the codes of tiles whose rows have the inverses of their own scales."""
+    v = ()
+    for k in tl.static_range(4):
+        v += (widen(tiles[k]) * inverses[k],)  # type: ignore[assignment]
+    store_rounded((codes, codes), v, noise, at, (MODE, None, None, False, False))
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from fbq_jax.kernels.reference import (
 )
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton import quantize, quantize_row_blocks
-from fbq_jax.kernels.triton.block_codes import accumulate_amax
+from fbq_jax.kernels.triton.block_codes import accumulate_amax, find_amax
 from fbq_jax.kernels.triton.block_quantize import quantize_with_fallback, store_empty
 from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
 from fbq_jax.kernels.triton.fused.layers import (
@@ -44,11 +44,16 @@ from fbq_jax.kernels.triton.outputs import (
     output,
 )
 from fbq_jax.kernels.triton.packed import store_packed
-from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block_parts
+from fbq_jax.kernels.triton.row_block_quantize import (
+    quantize_row_block,
+    quantize_row_block_parts,
+)
 
-# The rows of a part of a block: the fastest on an H200.
-NORM_PART_ROWS = 32
-GATE_PART_ROWS = 16
+# The rows of a part of a block, the fastest on an H200.
+PART_ROWS = 32
+# A gate holds blocks of up to this many values, and a warp this many of them: the
+# fastest on an H100.  A norm is faster in parts.
+HELD_VALUES, VALUES_OF_A_WARP = 2**14, 2**11
 
 # Four operands of ``_quantize_layer``: x, norm_scale, rstd and theta.
 _Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -283,6 +288,8 @@ def _launch_layer(
         "COLUMN_BLOCKS": False,
         "COLUMN_SUMS": False,
     } | constants
+    size = block[0] * block[1]
+    held = not is_norm and size <= HELD_VALUES
     results = launch(
         _quantize_layer,
         *operands,
@@ -299,7 +306,9 @@ def _launch_layer(
         grid=(BlockOutputs(shape, block).programs,),
         r=block[0],
         c=block[1],
-        PARTS=block[0] // (NORM_PART_ROWS if is_norm else GATE_PART_ROWS),
+        num_warps=max(1, size // VALUES_OF_A_WARP) if held else 4,
+        PARTS=block[0] // PART_ROWS,
+        HELD=held,
         SEVERAL_SEEDS=several,
         BITS=bits,
         ROWWISE=mode_of(roundings[0], dtype),
@@ -350,6 +359,7 @@ def _quantize_layer(
     r: tl.constexpr,
     c: tl.constexpr,
     PARTS: tl.constexpr,
+    HELD: tl.constexpr,
     SEVERAL_SEEDS: tl.constexpr,
     BITS: tl.constexpr,
     CRITERION: tl.constexpr,
@@ -384,26 +394,54 @@ def _quantize_layer(
         source = x, at[0] * rows, row_count  # type: ignore[assignment]
     spacing = (2, 1) if INTERLEAVED else (1, groups)
     operands = (x, norm_scale, rstd, groups) if IS_NORM else (source, spacing)
+    held = ()
+    if HELD:
+        held, saved = COMPUTE(operands, at, r, c)
+        _store_saved(packed, saved, at, groups, BITS)
     if ROW_BLOCKS:
-        quantize_row_block_parts(
-            COMPUTE,
-            operands,
-            packed,
-            noise,
-            ((codes, scales, sums), colwise),
-            at,
-            offsets[1],
-            shape,
-            (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS, BITS),
-        )
+        row_outputs = (codes, scales, sums), colwise
+        row_modes: tl.constexpr = (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS, BITS)
+        if HELD:
+            quantize_row_block(held, noise, row_outputs, at, offsets[1], row_modes)
+        else:
+            quantize_row_block_parts(
+                COMPUTE,
+                operands,
+                packed,
+                noise,
+                row_outputs,
+                at,
+                offsets[1],
+                shape,
+                row_modes,
+            )
     else:
-        amax = 0.0
-        for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
-            here = part_at(at, part)
-            y, saved = COMPUTE(operands, here, r // PARTS, c)
-            for k in tl.static_range(len(saved)):
-                store_packed(packed[k], saved[k], here, groups, BITS)
-            amax = accumulate_amax(amax, y)
+        if HELD:
+            amax = find_amax(held)
+        else:
+            amax = 0.0
+            for part in range(at[1] * PARTS, (at[1] + 1) * PARTS):
+                here = part_at(at, part)
+                y, saved = COMPUTE(operands, here, r // PARTS, c)
+                _store_saved(packed, saved, here, groups, BITS)
+                amax = accumulate_amax(amax, y)
         quantize_with_fallback(
-            VALUES, operands, (), amax, theta, noise, outputs, at, offsets, shape, modes
+            VALUES,
+            operands,
+            held,
+            amax,
+            theta,
+            noise,
+            outputs,
+            at,
+            offsets,
+            shape,
+            modes,
         )
+
+
+@triton.jit
+def _store_saved(packed, saved, at, groups, BITS: tl.constexpr):
+    """Packs and stores the arrays that a layer saves."""
+    for k in tl.static_range(len(saved)):
+        store_packed(packed[k], saved[k], at, groups, BITS)

@@ -19,16 +19,17 @@ from fbq_jax.kernels.reference import (
 from fbq_jax.kernels.rounding import GlobalOffset, Rounding, Seeds, no_offset
 from fbq_jax.kernels.triton import quantize, quantize_row_blocks
 from fbq_jax.kernels.triton.block_codes import (
-    accumulate_amax,
+    find_amax,
+    multiply,
     scale_and_inverse,
     widen,
 )
 from fbq_jax.kernels.triton.block_quantize import (
-    quantize_parts,
     store_empty,
+    store_rounded,
     store_sums,
 )
-from fbq_jax.kernels.triton.block_tiles import locate_block, part_at
+from fbq_jax.kernels.triton.block_tiles import locate_block
 from fbq_jax.kernels.triton.fused.layers import load_source, locate_halves
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
 from fbq_jax.kernels.triton.launch import launch, mode_of, seed_arguments
@@ -38,10 +39,12 @@ from fbq_jax.kernels.triton.outputs import (
     Shape,
     as_layouts,
 )
-from fbq_jax.kernels.triton.packed import load_packed
-from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block_parts
+from fbq_jax.kernels.triton.packed import GROUP, load_packed
+from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block
 
-PART_ROWS = 32  # The fastest on an H200.
+# The values of a block that a warp holds: the fastest on an H100.
+VALUES_OF_A_WARP = 2**11
+MOST_ROWS = 128  # of a block; fbq_jax.ops.fused says so
 
 
 def silu_gate_grad_quantize(
@@ -56,7 +59,7 @@ def silu_gate_grad_quantize(
     **options: Unpack[QuantizeOptions],
 ) -> Layouts:
     """See ``fused_reference.silu_gate_grad_quantize``."""
-    if not can_fuse(dy.shape, options["block"]):
+    if not _can_fuse(dy.shape, options["block"]):
         return fused_reference.silu_gate_grad_quantize(
             dy,
             gate_factor,
@@ -93,7 +96,7 @@ def silu_gate_grad_quantize_row_blocks(
 ) -> Layouts:
     """See ``fused_reference.silu_gate_grad_quantize_row_blocks``."""
     operands = dy, gate_factor, up_factor
-    if not can_fuse(dy.shape, options["block"]):
+    if not _can_fuse(dy.shape, options["block"]):
         return fused_reference.silu_gate_grad_quantize_row_blocks(
             *operands, seeds, bits=bits, ops=quantize_row_blocks, **options
         )
@@ -106,6 +109,11 @@ def silu_gate_grad_quantize_row_blocks(
     )
     results = _launch(operands, seeds, out=out, bits=bits, ROW_BLOCKS=True, **options)
     return out.as_layouts(results[:3], results[3:])
+
+
+def _can_fuse(shape: Shape, block: Block) -> bool:
+    """Whether registers hold the values of a block, too."""
+    return can_fuse(shape, block) and block[0] <= MOST_ROWS
 
 
 def _shape(dy: jax.Array) -> Shape:
@@ -149,7 +157,7 @@ def _launch(
         grid=(out.programs // 2,),
         r=block[0],
         c=block[1],
-        PARTS=block[0] // PART_ROWS,
+        num_warps=max(1, block[0] * block[1] // VALUES_OF_A_WARP),
         SEVERAL_SEEDS=several,
         BITS=bits,
         ROWWISE=mode_of(rowwise, dtype),
@@ -194,7 +202,6 @@ def _silu_gate_grad_quantize(
     colwise_sums,
     r: tl.constexpr,
     c: tl.constexpr,
-    PARTS: tl.constexpr,
     SEVERAL_SEEDS: tl.constexpr,
     BITS: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -207,7 +214,6 @@ def _silu_gate_grad_quantize(
     INTERLEAVED: tl.constexpr,
 ):
     """One program quantizes a block of the gate's gradient, then one of up's."""
-    shape: tl.constexpr = (PARTS, r // PARTS, c)
     modes: tl.constexpr = (ROWWISE, COLWISE, None, ROW_SUMS, COLUMN_SUMS)
     gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
     up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
@@ -234,42 +240,24 @@ def _silu_gate_grad_quantize(
         factor = factors[half]
         offsets = _scale_offsets(batch, i, column, down, 2 * groups)
         to = batch, i, column, rows, columns
+        tiles = _values(
+            source, factor, (batch, i, j, rows, groups * c), groups, r, BITS
+        )
         if ROW_BLOCKS:
-            rowwise = codes, scales, sums
-            colwise = colwise_codes, colwise_scales, colwise_sums
-            quantize_row_block_parts(
-                _values_to_store,
-                (source, factor, j, groups, BITS),
-                (),
+            quantize_row_block(
+                tiles,
                 noise,
-                (rowwise, colwise),
+                ((codes, scales), (colwise_codes, colwise_scales, colwise_sums)),
                 to,
                 offsets[1],
-                shape,
-                (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS, BITS),
+                (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS),
             )
         else:
-            amax = 0.0
-            for part in range(i * PARTS, (i + 1) * PARTS):
-                here = part_at(at, part)
-                y = _values((source, factor, j, groups, BITS), here, r // PARTS, c)
-                amax = accumulate_amax(amax, y)
-            scale, inverse = scale_and_inverse(amax)
+            scale, inverse = scale_and_inverse(find_amax(tiles))
             tl.store(scales + offsets[0], scale)
             tl.store(colwise_scales + offsets[1], scale)
-            scaling = amax, scale, inverse
             out = codes, colwise_codes
-            _, _, code_sums = quantize_parts(
-                _values,
-                (source, factor, j, groups, BITS),
-                (),
-                scaling,
-                noise,
-                out,
-                to,
-                shape,
-                modes,
-            )
+            code_sums = store_rounded(out, multiply(tiles, inverse), noise, to, modes)
             store_sums(code_sums, (sums, colwise_sums), offsets, modes)
 
 
@@ -280,20 +268,10 @@ def _scale_offsets(batch, i, column, down, across):
 
 
 @triton.jit
-def _values_to_store(operands, at, r: tl.constexpr, c: tl.constexpr):
-    """``_values``, and nothing to pack."""
-    return _values(operands, at, r, c), ()
-
-
-@triton.jit
-def _values(operands, at, r: tl.constexpr, c: tl.constexpr):
+def _values(source, factor, at, groups, r: tl.constexpr, BITS: tl.constexpr):
     """The tiles of dy times a packed factor, in the dtype of dy."""
-    source, factor, j, groups, _ = operands
-    BITS: tl.constexpr = operands[4]
-    batch, i, _, rows, _ = at
-    dy_at = batch, i, j, rows, groups * c
-    tiles = load_source(source, dy_at, r, c)
-    factors = load_packed(factor, dy_at, groups, r, BITS)
+    tiles = load_source(source, at, r, GROUP)
+    factors = load_packed(factor, at, groups, r, BITS)
     y = ()
     for k in tl.static_range(4):
         y += ((widen(tiles[k]) * factors[k]).to(tiles[k].dtype),)  # type: ignore[assignment]

@@ -147,7 +147,9 @@ def test_kernels_are_functions_of_modules_and_take_what_the_reference_takes(name
             passed_on = (
                 reference.FallbackOptions
                 if "theta" in takes
-                else (reference.QuantizeOptions)
+                else reference.RowBlockOptions
+                if name.endswith("row_blocks")
+                else reference.QuantizeOptions
             )
             passes_on = set(passed_on.__annotations__) if function.args.kwarg else set()
             assert takes <= {argument.arg for argument in arguments} | passes_on

@@ -119,7 +119,8 @@ def test_compiles_without_spills(capability, dtype, bits, block, criterion):
         ),
         *compiled("silu_gate_grad_quantize_row_blocks", *grad, **row_blocks),
     ]
-    assert len(kernels) == 8
+    # The gradients of blocks of 256 rows take two passes, and one of these two kernels.
+    assert len(kernels) == (9 if block[0] == 256 else 8)
     for kernel in kernels:
         assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
