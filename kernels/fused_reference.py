@@ -353,10 +353,19 @@ def times_packed(dy: jax.Array, packed: Packed, bits: int) -> jax.Array:
 def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rounds float32 to a dtype, even if the result is cast back to float32.
 
-    A compiler may remove such a pair of casts, but not ``reduce_precision``.  That is
-    used only for bfloat16, which has the exponents of float32: with the exponents of
-    float16 it would flush subnormal numbers to zero.
+    A compiler may remove such a pair of casts, but neither ``reduce_precision`` nor a
+    sum.  The former keeps the exponents of float32, which bfloat16 has too: with those
+    of float16 it would flush subnormal numbers to zero.
     """
     if dtype == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    elif dtype == jnp.float16:
+        limits = jnp.finfo(jnp.float16)
+        magnitude = jnp.abs(x)
+        # Float32 near 0.75 has the step of subnormal numbers of float16.
+        subnormal = (x + 0.75) - 0.75
+        normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=limits.nmant)
+        x = jnp.where(magnitude < float(limits.tiny), subnormal, normal)
+        overflow = jnp.abs(normal) > float(limits.max)
+        x = jnp.where(overflow, jnp.copysign(jnp.inf, x), x)
     return x.astype(dtype)
