@@ -42,6 +42,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 10, 10)
 
 NO_GPU = "needs a GPU"
+FILES = pytest.StashKey[int]()  # how many are done
 
 
 def pytest_collection_finish() -> None:
@@ -54,6 +55,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests marked ``gpu`` on a machine without a GPU."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(NO_GPU)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forgets compiled programs now and then: each takes longer among many others."""
+    if nextitem is not None and nextitem.path != item.path:
+        item.session.stash[FILES] = item.session.stash.get(FILES, 0) + 1
+        if item.session.stash[FILES] % 10 == 0:
+            jax.clear_caches()
+            gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

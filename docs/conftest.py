@@ -19,7 +19,11 @@ OTHERS = {
 LONGEST = {
     DOCS / "guides/convolutions.md",
     DOCS / "guides/experts.md",
+    DOCS / "guides/fp8.md",
     DOCS / "guides/serving.md",
+    DOCS / "guides/several-devices.md",
+    DOCS / "guides/training-loop.md",
+    DOCS / "guides/whole-models.md",
 }
 
 

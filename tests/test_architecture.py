@@ -1,6 +1,7 @@
 """Imports point down: packages have an order, and no modules import each other."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import types
@@ -62,11 +63,19 @@ def of_project(name: str) -> str:
     return name if name in MODULES else name.rpartition(".")[0]
 
 
-IMPORTED = {module: set(imported(module)) for module in MODULES}
-IMPORTS = {
-    module: set(map(of_project, names)) & MODULES.keys() - {module}
-    for module, names in IMPORTED.items()
-}
+@functools.cache
+def imported_names() -> dict[str, set[str]]:
+    """What each module imports; not read before a test asks for it."""
+    return {module: set(imported(module)) for module in MODULES}
+
+
+@functools.cache
+def imported_modules() -> dict[str, set[str]]:
+    """The modules of this project that each module imports."""
+    return {
+        module: set(map(of_project, names)) & MODULES.keys() - {module}
+        for module, names in imported_names().items()
+    }
 
 
 def package_of(module: str) -> str:
@@ -91,7 +100,7 @@ def test_packages_import_what_is_below_them():
     upward = [
         f"{module} imports {name}"
         for module in LIBRARY
-        for name in sorted(IMPORTS[module])
+        for name in sorted(imported_modules()[module])
         if name.startswith("fbq_jax")
         and package_of(name) not in below[package_of(module)]
     ]
@@ -105,7 +114,7 @@ def test_linen_and_nnx_are_unknown_up_to_core():
     assert not [
         f"{module} imports {name}"
         for module in LIBRARY
-        for name in sorted(IMPORTED[module])
+        for name in sorted(imported_names()[module])
         if package_of(module) in below
         and name.partition(".")[0] == "flax"
         and name not in allowed.get(package_of(module), ())
@@ -116,14 +125,14 @@ def test_the_library_imports_no_example():
     assert not [
         f"{module} imports {name}"
         for module in ["fbq_jax", *LIBRARY]
-        for name in IMPORTS[module]
+        for name in imported_modules()[module]
         if name.startswith("examples")
     ]
 
 
 def test_no_modules_import_each_other():
     try:
-        graphlib.TopologicalSorter(IMPORTS).prepare()
+        graphlib.TopologicalSorter(imported_modules()).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 

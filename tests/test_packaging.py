@@ -158,10 +158,12 @@ def check(python, location, cwd, **variables):
     assert "usage: python -m fbq_jax.bench" in out
 
 
+@pytest.mark.exhaustive
 def test_a_clone_on_the_path(make_environment, tmp_path):
     check(make_environment(), ROOT, tmp_path, PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.exhaustive  # make installs the library like this
 def test_an_editable_install(dist, make_environment, tmp_path):
     check(make_environment(dist / "editable"), dist / "clone", tmp_path)
 

@@ -75,6 +75,7 @@ def test_a_step_measures_the_load_and_the_rates_of_experts() -> None:
         assert measured["fallback"][name]["expert_rates"].shape == (3, 5)
 
 
+@pytest.mark.exhaustive  # test_routing.py has the same equations in NumPy
 def test_the_balancing_loss_is_the_one_of_transformers() -> None:
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

@@ -142,8 +142,10 @@ def continue_killed(killed: Path, text: Path, whole: Path) -> None:
     assert left <= {path.name for path in whole.iterdir()} | {"metrics.repeated.jsonl"}
 
 
+# test_checkpoint.py finds checkpoints without checksums; test_train.py resumes runs.
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("save", with_first_fast([4, 2]))
+@pytest.mark.parametrize("save", [4, 2])
 def test_a_kill_between_commit_and_checksums_needs_no_human(
     whole_run: Path,
     text: Path,

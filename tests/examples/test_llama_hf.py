@@ -670,6 +670,7 @@ def test_tokenizer_is_optional(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.exhaustive  # test_logits_match_pytorch has stored logits of each family
 def test_live_pytorch_model(
     tmp_path: Path, family: str, changes: dict[str, Any], dtype: str, shards: str
 ) -> None:

@@ -49,9 +49,11 @@ def test_logits_are_float32_for_float32_parameters(
     dtype: Any, tie_embeddings: bool
 ) -> None:
     config = dataclasses.replace(CONFIG, dtype=dtype, tie_embeddings=tie_embeddings)
-    params = init(config)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    logits = logits_of(config, params, TOKENS)
+    key = jax.random.key(0)
+    variables = jax.eval_shape(Llama(config).init, key, TOKENS)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(variables["params"])}
+    assert dtypes == {jnp.dtype("float32")}
+    logits = jax.eval_shape(Llama(config).apply, variables, TOKENS)
     assert logits.shape == (2, 10, 40)
     assert logits.dtype == jnp.float32
 

@@ -1,6 +1,7 @@
 """Layers exported with symbolic sizes compute what they compute at concrete ones."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -128,30 +129,40 @@ def test_nnx_layers(name):
     assert_exported(nnx_calls(recipes.NAMED[name]), *leading(), K, sizes=SIZES[1:2])
 
 
+# Each size is compiled, by itself and from the exported program.
+FEW_AND_MANY = [(1, 1), (3, 100)]
+each_size = pytest.mark.parametrize(
+    "sizes", with_first_fast([FEW_AND_MANY, [*SIZES, (1, 1)]])
+)
+
+
+@each_size
 @pytest.mark.parametrize("name", with_first_fast(["fallback", "block"]))
-def test_a_ragged_dot_takes_any_number_of_rows(name):
+def test_a_ragged_dot_takes_any_number_of_rows(name, sizes):
     """Also fewer rows than groups."""
     w = jax.random.normal(jax.random.key(1), (4, K, N))
-    sizes = jnp.array([2, 0, 100, 40], jnp.int32)
+    groups = jnp.array([2, 0, 100, 40], jnp.int32)
 
     def step(x):
         def product(x, w):
             recipe = recipes.NAMED[name]
-            return ragged_dot(x.reshape(-1, K), w, sizes, recipe=recipe, theta=1.0)[0]
+            return ragged_dot(x.reshape(-1, K), w, groups, recipe=recipe, theta=1.0)[0]
 
         y, vjp = jax.vjp(product, x, w)
         return y, vjp(jnp.cos(y))
 
-    assert_exported(step, *leading(), K, sizes=[*SIZES, (1, 1)])
+    assert_exported(step, *leading(), K, sizes=sizes)
 
 
+@each_size
 @pytest.mark.parametrize("factor", with_first_fast([1.1, None]))
-def test_a_mixture_of_experts_takes_any_number_of_tokens(factor):
+def test_a_mixture_of_experts_takes_any_number_of_tokens(factor, sizes):
     layer = MoEMLP(Routing(4, capacity_factor=factor), N, dot_general=fallback_dot)
-    variables = layer.init(jax.random.key(1), values(2, 9, K))
+    variables = jax.jit(layer.init)(jax.random.key(1), values(2, 9, K))
 
     collections = ["fallback", "expert_stats"]
-    _, updates = layer.apply(variables, values(2, 9, K) / 50, mutable=collections)
+    train = jax.jit(functools.partial(layer.apply, mutable=collections))
+    _, updates = train(variables, values(2, 9, K) / 50)
     frozen = freeze(layer, {**variables, **updates}, values(2, 9, K))
 
     @jax.jit
@@ -161,7 +172,7 @@ def test_a_mixture_of_experts_takes_any_number_of_tokens(factor):
 
     shape = jax.ShapeDtypeStruct((*leading(), K), jnp.float32)
     call = jax.jit(export.export(run)(shape).call)
-    for lead in [*SIZES, (1, 1)]:
+    for lead in sizes:
         (got, moved), (want, states) = (f(values(*lead, K)) for f in (call, run))
         # XLA sums the router's products in another order.
         chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)

@@ -10,6 +10,7 @@ import pytest
 from fbq_jax.kernels import reference
 from tests import oracle
 from tests.kernels.test_reference import heavy
+from tests.marks import pairs_with_first_fast
 
 SEEDS = jnp.zeros(1, jnp.uint32)
 FLOAT8 = "float8_e4m3fn"
@@ -80,8 +81,10 @@ def test_special_blocks():
     assert scales[7, 0] > 0.0
 
 
-@pytest.mark.parametrize("shape", [(70, 40, 300), (1, 5, 64)])
-@pytest.mark.parametrize("block_shape", [(1, 128, 128), (1, 32, 1)])
+@pytest.mark.parametrize(
+    ("shape", "block_shape"),
+    pairs_with_first_fast([(70, 40, 300), (1, 5, 64)], [(1, 128, 128), (1, 32, 1)]),
+)
 def test_products(shape, block_shape):
     """Sums of scaled products of the values of codes, in float64."""
     (rows, columns, depth), (m, k, n) = shape, block_shape

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.scales import divide
 from tests import oracle
+from tests.marks import pairs_with_first_fast
 
 SIDES = (32, 64, 128, 256)
 
@@ -25,8 +26,13 @@ def heavy(shape, seed=0, dtype=np.float32):
 
 
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("block", [(128, 128), (32, 256), (64, 32), (256, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    pairs_with_first_fast(
+        [jnp.float32, jnp.bfloat16, jnp.float16],
+        [(128, 128), (32, 256), (64, 32), (256, 64)],
+    ),
+)
 def test_codes_and_scales_are_bit_exact(mode, dtype, block):
     x = heavy((2, 200, 300), dtype=dtype)
     seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)

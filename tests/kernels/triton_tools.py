@@ -158,10 +158,14 @@ def _interpreting() -> Any:
     The interpreter patches Triton's language and does not restore all of it.  It cannot
     call the functions of Triton's library that were imported for compilation, nor, with
     NumPy 2.4, convert a scalar to an index.  It truncates floats to bfloat16, where a
-    GPU rounds to nearest even.  It knows no assembly.  And it calls a kernel's own
-    reduction for each element, which takes long.
+    GPU rounds to nearest even.  It knows no assembly.  It calls a kernel's own
+    reduction for each element, which takes long.  And it describes the type of every
+    tensor anew, which takes a third of its time.
     """
     patch_language = interpreter._patch_lang
+    get_np_dtype = interpreter._get_np_dtype
+    type_of_tuple = tl.core._type_for_tuple_values
+    init_block_type = tl.block_type.__init__
     convert_float = interpreter._convert_float
     builder = interpreter.interpreter_builder
     create_inline_asm = type(builder).create_inline_asm
@@ -207,7 +211,36 @@ def _interpreting() -> Any:
         parts = [self.to_tensor(x, tensor.dtype) for x in slices]
         return [functools.reduce(self.combine_fn.fn, parts)]
 
+    numpy_dtypes: dict[str, np.dtype] = {}
+    types_of_shapes: dict[tuple[int, ...], Any] = {}
+    blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def numpy_dtype(kind: Any) -> np.dtype:
+        name = kind.scalar.name
+        if name not in numpy_dtypes:
+            numpy_dtypes[name] = get_np_dtype(kind)
+        return numpy_dtypes[name]
+
+    def type_of_values(values: Sequence[Any], fields: Any = None) -> Any:
+        shape = tuple(x.value for x in values if isinstance(x, tl.constexpr))
+        if fields or len(shape) < len(values) or {*map(type, shape)} - {int}:
+            return type_of_tuple(values, fields)
+        if shape not in types_of_shapes:
+            types_of_shapes[shape] = type_of_tuple(values)
+        return types_of_shapes[shape]
+
+    def init_block(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+        key = element_ty.name, *map(int, shape)
+        if key not in blocks:
+            init_block_type(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
     interpreter._patch_lang = patch
+    interpreter._get_np_dtype = numpy_dtype
+    tl.core._type_for_tuple_values = type_of_values
+    tl.block_type.__init__ = init_block
     interpreter._convert_float = convert
     type(builder).create_inline_asm = run_assembly
     interpreter.ReduceOps.generic_reduce = reduce
@@ -216,6 +249,9 @@ def _interpreting() -> Any:
             yield
     finally:
         interpreter._patch_lang = patch_language
+        interpreter._get_np_dtype = get_np_dtype
+        tl.core._type_for_tuple_values = type_of_tuple
+        tl.block_type.__init__ = init_block_type
         interpreter._convert_float = convert_float
         type(builder).create_inline_asm = create_inline_asm
         interpreter.ReduceOps.generic_reduce = generic_reduce

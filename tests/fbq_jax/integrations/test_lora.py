@@ -226,7 +226,7 @@ def linen_floats():
     return losses
 
 
-@pytest.mark.parametrize("order", with_first_fast(LINEN_ORDERS, 2))
+@pytest.mark.parametrize("order", with_first_fast(LINEN_ORDERS))
 def test_linen(order, linen_floats):
     model = Linen()
     for change in LINEN_ORDERS[order]:

@@ -14,7 +14,7 @@ from fbq_jax import FallbackDot, ops, recipes
 from fbq_jax.linen.freezing import freeze
 from fbq_jax.recipes.schema import Gemm
 from tests import oracle
-from tests.marks import rows_with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 STOCHASTIC = replace(recipes.block, fwd=Gemm(lhs="stochastic"))
 
@@ -79,7 +79,7 @@ def test_gradients_take_two_ops(fused):
     assert not fused
 
 
-@pytest.mark.parametrize("spec", [P("a", None), P(None, "a")])
+@pytest.mark.parametrize("spec", with_first_fast([P("a", None), P(None, "a")]))
 def test_weights_are_sharded(fused, spec):
     """Along K, devices sum the products of their blocks."""
     layer, variables, x = trained(recipes.fallback, (8,))

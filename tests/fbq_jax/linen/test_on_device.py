@@ -102,7 +102,18 @@ def triton_kernels(text):
 
 @needs_compiler
 @pytest.mark.usefixtures("triton_calls")
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "fp8"])
+@pytest.mark.parametrize(
+    "name",
+    # The others have a kernel for each operand, or more layers.
+    [
+        "dense",
+        "norm and dense",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("rowwise backward", "block", "gated MLP")
+        ),
+    ],
+)
 def test_a_step_on_a_gpu_is_one_graph_that_writes_state_in_place(name):
     """XLA launches each kernel by itself, and copies nothing of the state."""
     module = MODULES[name]

@@ -217,7 +217,7 @@ def test_same_bits_as_injection_by_hand(make):
 def test_steps_of_time_share_one_state_and_take_any_length():
     model, report = quantize(Recurrent(), RULES, KEY, X)
     assert {p.layer for p in report.products} == {"Cell_0/input", "Cell_0/hidden"}
-    variables = model.init(KEY, X)
+    variables = jax.jit(model.init)(KEY, X)
 
     @functools.partial(jax.jit, static_argnums=0)
     def step(model, variables, x):
@@ -229,7 +229,7 @@ def test_steps_of_time_share_one_state_and_take_any_length():
         return jax.grad(loss, has_aux=True)(variables["params"])
 
     grads, state = step(model, variables, X)
-    hand = Recurrent(HAND).init(KEY, X)
+    hand = jax.jit(Recurrent(HAND).init)(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, variables, hand)
     want = step(Recurrent(HAND, train=True), hand, X)
     jax.tree.map(np.testing.assert_array_equal, (grads, state), want)
@@ -237,10 +237,11 @@ def test_steps_of_time_share_one_state_and_take_any_length():
     _, state = step(model, {**variables, **state}, X[:, :3])
     trained = {**variables, **state}
     assert [s.count for s in fallback_stats(trained).values()] == [8 + 3] * 2
-    y = model.apply(trained, X[:, :5])
-    np.testing.assert_array_equal(y, Recurrent(HAND).apply(trained, X[:, :5]))
+    apply = jax.jit(model.apply)
+    by_hand = jax.jit(Recurrent(HAND).apply)(trained, X[:, :5])
+    np.testing.assert_array_equal(apply(trained, X[:, :5]), by_hand)
     frozen = fbq_jax.freeze(model, trained, X)
-    np.testing.assert_array_equal(model.apply(frozen, X), model.apply(trained, X))
+    np.testing.assert_array_equal(apply(frozen, X), apply(trained, X))
 
 
 def test_steps_of_time_whose_state_is_a_gradient_have_one_each():

@@ -21,6 +21,7 @@ from fbq_jax.nnx import (
 )
 from fbq_jax.sharding import layer_names
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
+from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.usefixtures("every_cause_warns")
 RECIPE = Recipe(block=32)
@@ -79,7 +80,7 @@ def warning_of_a_step(model, scope=""):
 
 
 @needs_devices
-@pytest.mark.parametrize("kind", ["plain", "remat", "scan"])
+@pytest.mark.parametrize("kind", with_first_fast(["scan", "plain", "remat"]))
 def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
     model = Model(kind)
     if kind == "scan":

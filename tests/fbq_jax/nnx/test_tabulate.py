@@ -58,7 +58,17 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+# The others consist of several layers.
+FAST = {"fallback", "fp8", "norm", "frozen", "einsum", "conv"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.exhaustive] * (name not in FAST))
+        for name, make in MODELS.items()
+    ],
+)
 def test_tabulate_shows_the_model_and_leaves_it_as_it_is(make):
     model, x = make(), jnp.ones((2, 4, 64))
     state = nnx.state(model)

@@ -220,6 +220,7 @@ SLOW = {
     "jetfire_64",
     "row_block_32",
     "fp8_row_block_32",
+    "fp8_row_block_lhs",
     "block",
     "block_equalized",
     "switchback_m",

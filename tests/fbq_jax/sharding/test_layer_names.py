@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from fbq_jax import FallbackDot, Recipe, ops
 from fbq_jax.sharding.layer_names import current_layer, layer_name
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices, place
+from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.usefixtures("every_cause_warns")
 RECIPE = Recipe(block=32)
@@ -58,7 +59,7 @@ def gradient(model):
 
 
 @needs_devices
-@pytest.mark.parametrize("kind", ["plain", "remat", "scan"])
+@pytest.mark.parametrize("kind", with_first_fast(["scan", "plain", "remat"]))
 def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
     """Every op of the layer, forward and backward, meets the same 16 rows a device."""
     model = Model(kind)

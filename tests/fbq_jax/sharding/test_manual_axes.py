@@ -182,7 +182,7 @@ LAYERS = {
         ("shard_map", "Dense"),
         pytest.param("unchecked", "Dense", marks=pytest.mark.exhaustive),
         pytest.param("shard_map", "GatedMLP", marks=pytest.mark.exhaustive),
-        ("unchecked", "Int8MLP"),
+        pytest.param("unchecked", "Int8MLP", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_layer_draws_noise_for_each_device(name, layer):

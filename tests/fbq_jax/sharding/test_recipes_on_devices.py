@@ -97,10 +97,8 @@ def test_every_recipe_is_covered():
 # Every kind of sum, of gathered codes and of maxima.
 FAST = {
     "fallback",
-    "fallback_rowwise_bwd",
     "fp8_row_block",
     "switchback_q",
-    "per_tensor",
     "aqt_int8_local",
     "llm_int8_dot",
 }

@@ -30,6 +30,7 @@ from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.fused_reference import join_gate_up
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 pytestmark = [needs_devices, pytest.mark.usefixtures("every_cause_warns")]
 
@@ -101,7 +102,9 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
         pytest.param(  # two blocks for eight devices
             (None, "all"), (1, 64, 96), (8, 3), marks=returns_parts_of_axes
         ),
-        ((None, "tensor", BATCH), (1, 96, 128), (6, 4)),  # three for two
+        pytest.param(  # three for two
+            (None, "tensor", BATCH), (1, 96, 128), (6, 4), marks=pytest.mark.exhaustive
+        ),
         pytest.param(  # three for two, twice
             *((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),
             marks=pytest.mark.exhaustive,
@@ -494,7 +497,9 @@ def test_out_sharding():
     np.testing.assert_allclose(y, fallback_dot(x, w, dims), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axes", [{"data"}, {"data", "fsdp", "tensor"}])
+@pytest.mark.parametrize(
+    "axes", with_first_fast([{"data"}, {"data", "fsdp", "tensor"}])
+)
 def test_shard_map_over_rows_is_the_same_product(axes):
     """Over some axes of a mesh, and over all."""
     mesh = mesh_of()

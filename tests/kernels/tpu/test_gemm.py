@@ -10,6 +10,7 @@ from fbq_jax.ops.backends import TPU_SIDES
 from tests.kernels import gemm_cases
 from tests.kernels.gemm_cases import CASES, Case
 from tests.kernels.tpu_tools import interpreted, jitted  # noqa: F401 (a fixture)
+from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -32,7 +33,7 @@ def test_multiplies(name):
     gemm_cases.check_against_float64(matmul, CASES[name])
 
 
-@pytest.mark.parametrize("fallback", [None, 0.3])
+@pytest.mark.parametrize("fallback", with_first_fast([0.3, None]))
 def test_many_tiles_and_chunks(monkeypatch, fallback):
     """Tiles beyond the edges, and a chunk with fewer blocks than the others."""
     monkeypatch.setattr(gemm, "_MAX_ROWS", 256)
@@ -43,7 +44,7 @@ def test_many_tiles_and_chunks(monkeypatch, fallback):
     gemm_cases.check_against_float64(matmul, case)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", with_first_fast([jnp.bfloat16, jnp.float16]))
 def test_rounds_once(dtype):
     gemm_cases.check_rounds_once(matmul, dtype)
 

@@ -12,7 +12,7 @@ import triton
 from tests.kernels import gemm_cases, quantize_matmul_cases, triton_tools
 from tests.kernels.gemm_cases import Case
 from tests.kernels.quantize_cases import SPECIAL_DTYPES
-from tests.marks import with_first_fast
+from tests.marks import pairs_with_first_fast, with_first_fast
 
 CASES = {
     "one row": Case((1, 1, 256, 128), (128, 128, 128), None),
@@ -84,11 +84,12 @@ def test_nan_scales_propagate():
     np.testing.assert_array_equal(np.isnan(y), expected)
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90])
 @pytest.mark.parametrize(
-    ("rows", "block"), [(1, 128), (64, 128), (128, 128), (128, 256)]
+    ("capability", "tile"),
+    pairs_with_first_fast([90, 80, 86], [(1, 128), (64, 128), (128, 128), (128, 256)]),
 )
-def test_compiles_without_spills(capability, rows, block):
+def test_compiles_without_spills(capability, tile):
+    rows, block = tile
     case = Case((1, rows, 512, 256), (block,) * 3, 0.3)
     (kernel,) = triton_tools.compile_kernels(
         "few_rows_gemm",
@@ -140,7 +141,24 @@ def interpreted_ops(sm, config=None):
     )
 
 
-@pytest.mark.parametrize("name", quantize_matmul_cases.CASES)
+# The others have no scales, sizes or thresholds of their own.
+FAST = {
+    "eight rows, fallback",
+    "unaligned",
+    "every block falls back",
+    "one element",
+    "scales of rows and columns",
+    "scales of columns",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
+        for name in quantize_matmul_cases.CASES
+    ],
+)
 def test_quantization_in_the_product_has_the_bits_of_two_kernels(name):
     quantize_matmul_cases.check(interpreted_ops(90), quantize_matmul_cases.CASES[name])
 

@@ -61,12 +61,14 @@ def test_scales_of_rows_with_fallback_match_float64():
     gemm_cases.check_against_float64(interpreted(90), gemm_cases.ROWS_AND_FALLBACK)
 
 
-@pytest.mark.parametrize("name", ["unaligned, fallback", "32x32x32 blocks"])
+@pytest.mark.parametrize(
+    "name", with_first_fast(["unaligned, fallback", "32x32x32 blocks"])
+)
 def test_matches_float64_on_ampere(name):
     gemm_cases.check_against_float64(interpreted(80), gemm_cases.CASES[name])
 
 
-@pytest.mark.parametrize("name", ["aligned", "unaligned, fallback"])
+@pytest.mark.parametrize("name", with_first_fast(["unaligned, fallback", "aligned"]))
 def test_tiles_in_halves_match_float64(name):
     module = triton_tools.interpreted("gemm")
     config = module.Config(128, 128, halves=2, num_warps=4, num_stages=3, group=2)
@@ -80,7 +82,7 @@ def test_reference_matches_float64():
     gemm_cases.check_against_float64(matmul, case)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", with_first_fast([jnp.float32, jnp.bfloat16]))
 def test_extreme_scales(dtype):
     gemm_cases.check_extreme_scales(interpreted(90), dtype)
     matmul = jax.jit(reference.matmul, static_argnames=("block_shape", "dtype"))
@@ -95,7 +97,7 @@ def test_outlier_scale_leaves_other_rows_accurate():
     gemm_cases.check_outlier_scale(interpreted(90))
 
 
-@pytest.mark.parametrize("blocks", [(128, 128, 128), (32, 64, 32)])
+@pytest.mark.parametrize("blocks", with_first_fast([(128, 128, 128), (32, 64, 32)]))
 def test_nan_scales_propagate(blocks):
     gemm_cases.check_nan_scales(interpreted(90), blocks)
 

@@ -241,7 +241,7 @@ def test_float8_compiles_without_spills(name, capability, dtype):
     assert "e4m3x2.f16x2" not in kernels[0].ptx
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", with_first_fast(["bfloat16", "float32"]))
 def test_a_transformed_column_stays_in_the_registers_of_a_thread(dtype):
     (kernel,) = compile_kernels(
         "quantize_row_blocks",
