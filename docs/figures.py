@@ -51,7 +51,7 @@ SPEEDS = (
     ("Llama block of 4096 channels", "block", (4096, 14336, 16384)),
     ("Llama block of 2048 channels", "block", (2048, 5632, 16384)),
     ("optimizer step of a Llama, 4 layers of 4096", "train", (4096, 14336, 4, 8)),
-    ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 8)),
+    ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 4)),
 )
 BLOCK = (4096, 14336, 16384)
 

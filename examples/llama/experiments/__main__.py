@@ -33,7 +33,6 @@ _EVIDENCE = Path(__file__).parents[3] / "docs/evidence"
 PAGES = {
     RESULTS: _EVIDENCE / "experiments.md",
     RESULTS / "quarter": _EVIDENCE / "outliers.md",
-    RESULTS / "equalized": _EVIDENCE / "equalization.md",
     RESULTS / "seeds": _EVIDENCE / "seeds.md",
 }
 OTHER_PAGE = "tables.md"
