@@ -24,6 +24,7 @@ LONGEST = {
     DOCS / "guides/several-devices.md",
     DOCS / "guides/training-loop.md",
     DOCS / "guides/whole-models.md",
+    DOCS / "integrations/serving-engines.md",
 }
 
 

@@ -137,6 +137,7 @@ ODD_NAMES = st.one_of(
 )
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_index_is_an_error_or_followed(data: st.DataObject) -> None:

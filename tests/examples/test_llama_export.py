@@ -411,17 +411,23 @@ def test_an_export_has_shards_and_the_files_of_generation(
     [
         ({}, None, "takes a model with an INT8 recipe"),
         ({"hidden_size": 80}, DOT, "inputs are multiples of 32; .* has 80"),
-        ({"head_dim": 8}, DOT, "at least 16 outputs; .*_proj.weight cannot be"),
+        pytest.param(
+            {"head_dim": 8},
+            DOT,
+            "at least 16 outputs; .*_proj.weight cannot be",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             EXPERTS | {"intermediate_size": 80},
             DOT,
             r"inputs are multiples of 32; .*experts.0.w2.weight has 80",
             marks=pytest.mark.exhaustive,
         ),
-        (
+        pytest.param(
             {},
             fbq_jax.FallbackDot(fbq_jax.recipes.rowwise),
             "no scales per block: train with a recipe",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

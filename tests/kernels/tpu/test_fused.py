@@ -6,7 +6,7 @@ from fbq_jax.kernels.tpu import fused
 from fbq_jax.ops.backends import TPU_SIDES
 from tests.kernels import fused_cases as cases
 from tests.kernels.tpu_tools import interpreted, jitted_ops  # noqa: F401 (a fixture)
-from tests.marks import rows_with_first_fast, with_first_fast
+from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 OPS = jitted_ops(fused)
@@ -34,15 +34,13 @@ def test_gradient_of_the_gate(case):
     cases.check_grad(OPS, *case, sums=False)
 
 
-@pytest.mark.parametrize(
-    ("case", "row_counts", "interleaved"), rows_with_first_fast(QUANTIZE_TILES)
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "row_counts", "interleaved"), QUANTIZE_TILES)
 def test_gate_of_tiles(case, row_counts, interleaved):
     cases.check_gate(OPS, *case, row_counts, interleaved)
 
 
-@pytest.mark.parametrize(
-    ("case", "row_counts", "interleaved"), rows_with_first_fast(GRAD_TILES)
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "row_counts", "interleaved"), GRAD_TILES)
 def test_gradient_of_the_gate_of_tiles(case, row_counts, interleaved):
     cases.check_grad(OPS, *case, row_counts, interleaved, sums=False)

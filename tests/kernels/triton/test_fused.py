@@ -11,7 +11,7 @@ from fbq_jax.kernels import packing
 from tests.kernels import fused_cases as cases
 from tests.kernels.triton.test_quantize import SHARED
 from tests.kernels.triton_tools import compile_kernels, interpreted
-from tests.marks import rows_with_first_fast, with_first_fast
+from tests.marks import with_first_fast
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +55,14 @@ def test_silu_gate_grad_quantize_row_blocks(ops, case):
     cases.check_grad_row_blocks(ops, *case)
 
 
-@pytest.mark.parametrize(
-    ("case", "row_counts", "interleaved"), rows_with_first_fast(cases.QUANTIZE_TILES)
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "row_counts", "interleaved"), cases.QUANTIZE_TILES)
 def test_silu_gate_quantize_of_tiles(ops, case, row_counts, interleaved):
     cases.check_gate(ops, *case, row_counts, interleaved)
 
 
-@pytest.mark.parametrize(
-    ("case", "row_counts", "interleaved"), rows_with_first_fast(cases.GRAD_TILES)
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "row_counts", "interleaved"), cases.GRAD_TILES)
 def test_silu_gate_grad_quantize_of_tiles(ops, case, row_counts, interleaved):
     cases.check_grad(ops, *case, row_counts, interleaved)
 

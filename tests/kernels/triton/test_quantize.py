@@ -89,7 +89,8 @@ def test_float8(ops, row_blocks, case):
     cases.check_float8(ops, row_blocks, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
 def test_special_float8(ops, row_blocks, dtype):
     cases.check_special_float8(ops, row_blocks, dtype)
 
@@ -117,7 +118,8 @@ def test_special_blocks(ops, vectors, dtype):
     cases.check_special_vectors(vectors, dtype)
 
 
-@pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
 def test_special_row_blocks(row_blocks, dtype):
     cases.check_special_row_blocks(row_blocks, dtype)
     cases.check_special_transformed(row_blocks, dtype)
