@@ -42,9 +42,8 @@ def can_fuse(gate_up: GroupedProjection, down: GroupedProjection) -> bool:
     """Whether two projections can be fused.
 
     They need a common recipe with scales per block that ``fused_layers.fuses`` accepts.
-    A mesh axis besides
-    those of experts may shard the columns of ``gate_up``, as tensor parallelism does,
-    and such a shard has no matching parts of the gate and of up.
+    A mesh axis besides those of experts may shard the columns of ``gate_up``, as tensor
+    parallelism does, and such a shard has no matching parts of the gate and of up.
     """
     groups = gate_up.call.group_sizes
     if isinstance(groups, ExchangedGroups) and groups.plan.has_other_axes:

@@ -92,12 +92,7 @@ def _in_row_blocks(recipe: Recipe) -> bool:
     gemms = recipe.fwd, recipe.dlhs, recipe.drhs
     if any(gemm.in_floats or not gemm.splits_contraction for gemm in gemms):
         return False
-    x, dx_grad, dw_x = (
-        recipe.fwd.scales[0],
-        recipe.dlhs.scales[0],
-        recipe.drhs.scales[0],
-    )
-    return x == dx_grad == dw_x == "row_block"
+    return {gemm.scales[0] for gemm in gemms} == {"row_block"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,9 +1,10 @@
 """The fused quantization ops as Triton kernels: a layer and its quantization at once.
 
-One program computes and quantizes one block.  The values and the saved arrays of a
-block do not fit into registers, so the block is processed in parts.  Each part is
-computed twice: first for the saved arrays and for the scales that parts share; then for
-the codes, from inputs that a cache now holds.
+One program computes and quantizes one block.  Registers hold the block of a gate or of
+its gradient.  The block of a norm is processed in parts, each of which is computed
+twice: first for the saved arrays and for the scales that parts share; then for the
+codes, from inputs that a cache now holds.  So is the block of a gate with more than
+128x128 values.
 """
 
 from fbq_jax.kernels.triton.fused.forward import (
