@@ -1,5 +1,6 @@
 """The experiments: corpus, queue, outliers and page (see also test_studies.py)."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -76,6 +77,11 @@ def test_corpus_is_split_by_file_without_duplicates(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "corpus" / "facts.json").read_text())
     assert facts["cpp"]["train"]["files"] == 38
     assert facts["python"]["train"]["tokens"] == len(read.train)
+    for name, suffix in (("train", "bin"), ("val", "bin"), ("tokenizer", "json")):
+        file = f"{name}.{suffix}"
+        content = (tmp_path / "corpus" / "python" / file).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        assert facts["python"][name]["sha256"] == digest
 
 
 def python(code: str) -> list[str]:
@@ -245,7 +251,8 @@ def test_base_is_trained_again_where_its_model_is_gone(
         return []
 
     monkeypatch.setattr(jobs, "do", do)
-    monkeypatch.setattr(corpus, "prepare", lambda *_: None)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / corpus.FACTS).write_text("{}")
     for _ in range(3):
         assert __main__.main(asked) == 0
     # It is the run of `parity`, whose existing result is not overwritten.
@@ -400,6 +407,9 @@ def write_results(results: Path) -> None:
     for name, of in of_studies.items():
         study = {"weights": weights, "found": dict.fromkeys(models, of)}
         runs.save(study, results / "studies" / f"{name}.json")
+    part = {"files": 38, "bytes": 6543, "tokens": 1234, "sha256": "0fa9"}
+    read = {"train": part, "val": part, "tokenizer": {"sha256": "b2c4"}}
+    runs.save({"python": read}, results / "corpus.json")
     killed = {"killed_at": 7, "options": {"steps": 9}, "arrays": 5}
     killed |= {"arrays_that_differ": [], "losses_equal": True}
     runs.save(killed, results / "killed.json")
@@ -453,6 +463,8 @@ def test_page_is_drawn_from_the_results_alone(
     assert "| trained | down | 31.2% | 80.0% in 1 of 4 |" in text
     assert "| threshold at step 20 / at step 1 |" in text
     assert "| first_batch | 2 |" in text
+    assert "| `python/train.bin` | 38 | 6,543 | 1,234 | `0fa9` |" in text
+    assert "| `python/tokenizer.json` |  |  |  | `b2c4` |" in text
     assert "5 of the 5 arrays of the last checkpoint are bit-equal" in text
 
 
@@ -539,6 +551,18 @@ def test_results_of_other_texts_or_models_are_refused(
     error = capsys.readouterr().err
     assert "block-0.json belongs to another text" in error
     assert "'train': 321}, not {'train': 320}" in error
+
+
+def test_runs_on_another_text_are_not_added_to_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, content in ("work/corpus", "{}"), ("results", '{"python": {}}'):
+        (tmp_path / folder).mkdir(parents=True)
+        name = corpus.FACTS if "work" in folder else result_files.CORPUS
+        (tmp_path / folder / name).write_text(content)
+    argv = ["parity", "--size=toy", f"--work={tmp_path / 'work'}"]
+    assert __main__.main([*argv, f"--results={tmp_path / 'results'}"]) == 1
+    assert "corpus.json differs from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

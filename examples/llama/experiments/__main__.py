@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from examples.llama import atomic
 from examples.llama.experiments import (
     corpus,
     jobs,
@@ -21,6 +22,7 @@ from examples.llama.experiments import (
     page,
     parity,
     pictures,
+    result_files,
     runs,
     studies,
 )
@@ -119,6 +121,7 @@ def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:
     until = time.monotonic() + asked.limit
     settings, work, results = SETTINGS[asked.size], asked.work, asked.results
     corpus.prepare(work / "corpus", settings.vocab_size)
+    _note_corpus(work / "corpus" / corpus.FACTS, results / result_files.CORPUS)
     print(f"corpus ready, {until - time.monotonic():.0f} s left", flush=True)
 
     def chosen(stage: str, commands: Commands) -> Commands:
@@ -145,6 +148,22 @@ def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:
         commands |= chosen("longer", {"killed": killed})
     commands |= chosen("longer", longer.commands(settings, work, results))
     return jobs.do(commands, needs, work / "logs", gpus=asked.gpus, until=until)
+
+
+def _note_corpus(facts: Path, noted: Path) -> None:
+    """Copies the facts of the text to the results.
+
+    Raises:
+        ResultsError: The results belong to another text.
+    """
+    if not noted.exists():
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write(noted, facts.read_text())
+    elif noted.read_text() != facts.read_text():
+        raise ResultsError(
+            f"the results in {noted.parent} belong to another text: {noted} differs "
+            f"from {facts}; choose another folder with --results"
+        )
 
 
 def _make_models(asked: argparse.Namespace, commands: Commands) -> Commands:

@@ -10,6 +10,7 @@ import json
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,6 +23,7 @@ DOMAINS = {
 }
 MAX_FILE_SIZE = 2**20  # bytes; larger files are generated tables
 SAMPLE = 2**25  # bytes that the tokenizer is trained on
+FACTS = "facts.json"
 _CHUNK = 2**26  # bytes to encode at once
 END = "<|end|>"  # follows each document
 
@@ -30,7 +32,8 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
     """Writes `folder/<domain>/{train.bin,val.bin,tokenizer.json}` once.
 
     Every 20th file is held out. Duplicate files are skipped, so that no held-out text
-    is trained on.
+    is trained on. The sizes and the SHA-256 digests of the files are written to
+    `folder/facts.json`.
 
     Args:
         folder: The folder to write; it appears atomically.
@@ -46,7 +49,7 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
     texts = {domain: _read(roots, suffixes) for domain, suffixes in DOMAINS.items()}
     tokenizer = _train_tokenizer(texts["python"], vocab_size)
     part = folder.with_suffix(".part")
-    facts = {}
+    facts: dict[str, Any] = {}
     for domain, documents in texts.items():
         out = part / domain
         out.mkdir(parents=True, exist_ok=True)
@@ -57,7 +60,8 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
             "val": _encode(held_out, tokenizer, out / "val.bin"),
         }
         tokenizer.save(str(out / "tokenizer.json"))
-    (part / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+        facts[domain]["tokenizer"] = _digest(out / "tokenizer.json")
+    (part / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
     part.rename(folder)
 
 
@@ -95,8 +99,8 @@ def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, int]:
-    """Writes the token ids as uint16; returns the numbers of files, bytes, tokens."""
+def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, Any]:
+    """Writes the token ids as uint16; returns the text's sizes and the digest."""
     end, tokens = tokenizer.token_to_id(END), 0
     with file.open("wb") as out:
         for chunk in _chunks(texts):
@@ -105,7 +109,12 @@ def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, int
                 tokens += len(ids)
                 out.write(ids.tobytes())
     size = sum(len(text.encode()) for text in texts)
-    return {"files": len(texts), "bytes": size, "tokens": tokens}
+    return {"files": len(texts), "bytes": size, "tokens": tokens} | _digest(file)
+
+
+def _digest(file: Path) -> dict[str, str]:
+    with file.open("rb") as opened:
+        return {"sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
 def _chunks(texts: list[str]) -> Iterator[list[str]]:

@@ -17,6 +17,7 @@ NOT_RUN = "*Not run yet.*"
 
 # The tables by name, in the order of the page.
 TABLES: dict[str, Callable[[Path], str]] = {
+    "corpus": run_tables.corpus,
     "parity": run_tables.parity,
     "paired": run_tables.paired,
     "pairs": run_tables.pairs,

@@ -8,6 +8,8 @@ import numpy as np
 
 Json = dict[str, Any]
 
+CORPUS = "corpus.json"  # the facts of the text
+
 
 class ResultsError(ValueError):
     """Results cannot be compared: they belong to different texts or models."""

@@ -19,6 +19,19 @@ _WINDOW, _RISE = 50, 0.5
 _LOW, _HIGH = recipes.fallback.target_rate
 
 
+def corpus(results: Path) -> str:
+    """The files that the runs read, with their sizes and SHA-256 digests."""
+    rows = []
+    for domain, parts in result_files.one(results, "corpus").items():
+        for part in ("train", "val"):
+            fact = parts[part]
+            sizes = [f"{fact[name]:,}" for name in ("files", "bytes", "tokens")]
+            rows.append([f"`{domain}/{part}.bin`", *sizes, f"`{fact['sha256']}`"])
+        digest = parts["tokenizer"]["sha256"]
+        rows.append([f"`{domain}/tokenizer.json`", "", "", "", f"`{digest}`"])
+    return table(("file", "of files", "bytes", "tokens", "SHA-256"), rows)
+
+
 def parity(results: Path) -> str:
     """Final validation losses, their differences from bf16, speed and memory."""
     runs = result_files.runs(results, "parity")
