@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jax import export, lax
 
+from fbq_jax.ops.platform import call_kernel
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.manual_axes import varying_axes
 from fbq_jax.sharding.rule_language import ShardingRule
@@ -150,7 +151,9 @@ class LocalOp:
                 "results vary"
             )
         # A program may also run on the machine's CPU, which has no kernel.
-        return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
+        if varying or "amax_reduce" in options:  # uses named axes of a mesh
+            return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
+        return call_kernel(run, on_cpu, *operands)
 
 
 OPS: dict[str, Op] = {}

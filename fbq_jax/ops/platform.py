@@ -1,0 +1,68 @@
+"""Calls that run a kernel on an accelerator, and the reference on a CPU.
+
+``jax.lax.platform_dependent`` does the same, but traces both.  The reference consists
+of some hundred operations, so tracing it takes most of the time to trace a layer; here,
+it is traced when a program is lowered for a CPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+_call_p = Primitive("kernel_or_reference")
+_call_p.multiple_results = True
+
+
+def call_kernel(
+    kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any
+) -> Any:
+    """Calls ``kernel(*operands)``; on a CPU, calls ``reference(*operands)``.
+
+    Args:
+      kernel: takes and returns trees of arrays.
+      reference: likewise, with results of the same shapes and dtypes.  It uses no named
+        axis of a mesh, because where it is traced there are none.
+      *operands: trees of arrays.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+
+    def on_leaves(function: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
+        return lambda *xs: jax.tree.leaves(function(*jax.tree.unflatten(tree, xs)))
+
+    jaxpr, shapes = jax.make_jaxpr(kernel, return_shape=True)(*operands)
+    results = _call_p.bind(*leaves, kernel=jaxpr, reference=on_leaves(reference))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+@_call_p.def_abstract_eval
+def _abstract_results(*_arrays: Any, kernel: ClosedJaxpr, **_params: Any) -> list[Any]:
+    return list(kernel.out_avals)
+
+
+@_call_p.def_impl
+def _run(
+    *arrays: jax.Array, kernel: ClosedJaxpr, reference: Callable[..., list[jax.Array]]
+) -> list[jax.Array]:
+    is_on_cpu = jax.default_backend() == "cpu"
+    return (reference if is_on_cpu else jaxpr_as_fun(kernel))(*arrays)
+
+
+def _call_reference(
+    *arrays: jax.Array, reference: Callable[..., list[jax.Array]], **_params: Any
+) -> list[jax.Array]:
+    return reference(*arrays)
+
+
+def _call_kernel(
+    *arrays: jax.Array, kernel: ClosedJaxpr, **_params: Any
+) -> list[jax.Array]:
+    return jaxpr_as_fun(kernel)(*arrays)
+
+
+mlir.register_lowering(_call_p, mlir.lower_fun(_call_kernel, multiple_results=True))
+mlir.register_lowering(
+    _call_p, mlir.lower_fun(_call_reference, multiple_results=True), platform="cpu"
+)
