@@ -2,12 +2,12 @@
 
 JAX lowers a Pallas kernel again for each program that calls it, and gives it another
 name each time, so that XLA does not recognize the kernel that it has compiled.  Here,
-programs share what the first one lowered.  Other threads lower and compile it while JAX
-traces and lowers the rest of that program.
+programs share what the first one lowered, and another thread compiles it while JAX
+lowers the rest of that program.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -32,8 +32,6 @@ def call_lowered_once(
       out: the shape and dtype of the result.
     """
     arrays, tree = jax.tree.flatten(operands)
-    if jax.default_backend() == "gpu":
-        _export(kernel, tree, _shapes(arrays))
     result: jax.Array = _call_p.bind(*arrays, kernel=kernel, tree=tree, out=out)
     return result
 
@@ -53,7 +51,8 @@ def _call(
 def _call_exported(
     *arrays: jax.Array, kernel: Callable[..., jax.Array], tree: Any, **_params: Any
 ) -> jax.Array:
-    exported = _export(kernel, tree, _shapes(arrays)).result()
+    shapes = tuple((x.shape, x.dtype) for x in arrays)
+    exported = _export(kernel, tree, shapes)
     result: jax.Array = exported.call(jax.tree.unflatten(tree, arrays))
     return result
 
@@ -63,31 +62,23 @@ mlir.register_lowering(
 )
 
 
-def _shapes(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
-    return tuple((x.shape, x.dtype) for x in arrays)
-
-
 @functools.cache
 def _export(
     kernel: Callable[..., jax.Array], tree: Any, shapes: tuple[Any, ...]
-) -> futures.Future[export.Exported]:
-    """The kernel, which another thread lowers and a further one compiles."""
+) -> export.Exported:
+    """The lowered kernel, which another thread has started to compile."""
     operands = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*x) for x in shapes])
     make = export.export(
         jax.jit(kernel),
         platforms=("cuda",),
         disabled_checks=[export.DisabledSafetyCheck.custom_call(_CUSTOM_CALL)],
     )
-
-    def lower() -> export.Exported:
-        exported = make(operands)
-        if jax.default_backend() == "gpu":
-            program = jax.jit(exported.call)
-            _thread("compile-mosaic").submit(lambda: program.lower(operands).compile())
-        return exported
-
     # A thread of its own has no mesh: the first program's may have several devices.
-    return _thread("lower-mosaic").submit(lower)
+    exported: export.Exported = _thread("lower-mosaic").submit(make, operands).result()
+    if jax.default_backend() == "gpu":
+        program = jax.jit(exported.call)
+        _thread("compile-mosaic").submit(lambda: program.lower(operands).compile())
+    return exported
 
 
 @functools.cache
