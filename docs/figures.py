@@ -122,7 +122,8 @@ def measured() -> str:
     """What is measured of every recipe on an H200, in one row each."""
     single = result_files.runs(EXPERIMENTS, "parity")
     single["chance-0"] = single["bf16-1"]  # compared with bf16-0
-    trained = single, result_files.runs(EXPERIMENTS / "seeds", "parity")
+    # Where a recipe has several seeds, their mean counts.
+    trained = result_files.runs(EXPERIMENTS / "seeds", "parity"), single
     tuned = result_files.losses_by_model(result_files.runs(EXPERIMENTS, "outliers"))
     layers: dict[str, list[Row]] = {}
     for row in SECTIONS["recipes"]["rows"]:

@@ -48,7 +48,7 @@ in_evaluation = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def evaluation() -> Iterator[None]:
-    """Freezes the thresholds of all NNX layers that run in this context.
+    """Keeps the thresholds of all NNX layers that run in this context.
 
     ``model.eval()`` does so until ``model.train()``.  This is for trainers that call
     neither, and it decorates a loss function, too:
@@ -83,7 +83,7 @@ class FallbackDot(GroupedDot, nnx.Module):
     """A quantized ``dot_general`` for one NNX layer, which holds the layer's state.
 
     Give each layer its own instance: ``fbq_jax.nnx.fallback_stats`` raises if two
-    layers share one.  ``model.eval()`` freezes the threshold and ``model.train()`` lets
+    layers share one.  ``model.eval()`` keeps the threshold and ``model.train()`` lets
     it move again, through ``use_running_average`` as in ``nnx.BatchNorm``.  Pass it to
     ``nnx.LinearGeneral`` as ``dot_general=``, because ``dot_general_cls=`` makes a new
     object in every call, which cannot keep state.
@@ -107,7 +107,7 @@ class FallbackDot(GroupedDot, nnx.Module):
       rate: float32 ``[]``, the fallback rate of the last training forward.
       count: the number of training forwards.
       seed: seeds the layer's noise.
-      use_running_average: whether the state is frozen, as in evaluation.
+      use_running_average: whether the state stays as it is, as in evaluation.
       has_rngs: whether ``rngs`` seeded the noise.
       path: the layer's path, a ``LayerPath`` for warnings, from ``quantize`` or
         ``fbq_jax.nnx.name_layers``.
@@ -163,7 +163,7 @@ class FallbackDot(GroupedDot, nnx.Module):
         return self.use_running_average or in_evaluation.value
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Called by ``nnx.view``: True freezes the threshold, False lets it move."""
+        """Called by ``nnx.view``: True keeps the threshold, False lets it move."""
         if use_running_average is not None:
             self.use_running_average = use_running_average
 
