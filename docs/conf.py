@@ -18,8 +18,11 @@ extensions = [
     "sphinx_design",
 ]
 exclude_patterns = ["_build"]
-# The tests run the examples.
-nb_execution_mode = "off"
+# Only notebooks, whose code is in cells, run here; the tests run the other examples.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300  # seconds per cell
+nb_output_stderr = "remove"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
