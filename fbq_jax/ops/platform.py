@@ -17,22 +17,31 @@ _call_p.multiple_results = True
 
 
 def call_kernel(
-    kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    *operands: Any,
+    **options: Any,
 ) -> Any:
-    """Calls ``kernel(*operands)``; on a CPU, calls ``reference(*operands)``.
+    """Calls ``kernel(*operands, **options)``; on a CPU, calls ``reference`` instead.
 
     Args:
       kernel: takes and returns trees of arrays.
-      reference: likewise, with results of the same shapes and dtypes.  It uses no named
-        axis of a mesh, because where it is traced there are none.
+      reference: likewise, with results of the same shapes and dtypes.  Where it is
+        traced, there are neither named axes of a mesh nor the tracers of the caller.
       *operands: trees of arrays.
+      **options: trees of arrays.
     """
-    leaves, tree = jax.tree.flatten(operands)
+    leaves, tree = jax.tree.flatten((operands, options))
 
     def on_leaves(function: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
-        return lambda *xs: jax.tree.leaves(function(*jax.tree.unflatten(tree, xs)))
+        def call(*xs: jax.Array) -> list[jax.Array]:
+            operands, options = jax.tree.unflatten(tree, xs)
+            return jax.tree.leaves(function(*operands, **options))
 
-    jaxpr, shapes = jax.make_jaxpr(kernel, return_shape=True)(*operands)
+        return call
+
+    jaxpr, shapes = jax.make_jaxpr(kernel, return_shape=True)(*operands, **options)
+    assert not any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts)
     results = _call_p.bind(*leaves, kernel=jaxpr, reference=on_leaves(reference))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

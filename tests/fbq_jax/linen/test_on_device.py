@@ -1,7 +1,6 @@
 """A training step runs on the device: the host decides nothing in it."""
 
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, GatedMLP, NormDense, fallback_dot, fp8_dot, recipes
 from fbq_jax.bench import measure
-from fbq_jax.ops import dispatch
-from tests.gpus import h200s, needs_compiler
+from tests.gpus import h200s, needs_compiler, replace_triton_kernels
 from tests.marks import with_first_fast
 
 
@@ -29,14 +27,6 @@ MODULES = {
     "gated MLP": GatedMLP(128),
     "fp8": dense(fp8_dot),
 }
-
-
-EMPTY_KERNEL = """
-.version 8.0
-.target sm_90
-.address_size 64
-.visible .entry kernel() { ret; }
-"""
 
 
 def step_of(module):
@@ -69,16 +59,7 @@ def test_a_step_has_no_conditional(name):
 
 @pytest.fixture
 def triton_calls(monkeypatch):
-    """Traces calls of Triton kernels for an H200, without compiling the kernels."""
-    launch = pytest.importorskip("fbq_jax.kernels.triton.launch")
-    device = types.SimpleNamespace(compute_capability="9.0")
-    metadata = types.SimpleNamespace(name="kernel", num_warps=4, shared=0)
-    compiled = types.SimpleNamespace(metadata=metadata)
-    monkeypatch.setattr(launch.Call, "compile", lambda *_: compiled)
-    monkeypatch.setattr(launch.Call, "ptx", lambda *_: EMPTY_KERNEL)
-    monkeypatch.setattr(dispatch, "_refusal", lambda *_: None)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
+    replace_triton_kernels(monkeypatch)
 
 
 def compile_for_h200(step, module, x_shape):

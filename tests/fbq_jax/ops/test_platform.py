@@ -56,6 +56,23 @@ def test_a_program_for_an_accelerator_does_not_trace_the_reference(
     assert not reference.traced
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_options_may_be_traced(platform):
+    @jax.jit
+    def call(x, offset):
+        offset = 5 * offset  # a tracer of this function
+        return call_kernel(
+            lambda x, *, offset: 3 * x + offset,
+            lambda x, *, offset: 2 * x + offset,
+            x,
+            offset=offset,
+        )
+
+    text = call.trace(X["x"], 1.0).lower(lowering_platforms=(platform,)).as_text()
+    assert ("3.0" in text) == (platform == "cuda")
+    np.testing.assert_array_equal(call(X["x"], 1.0), 2 * X["x"] + 5)
+
+
 def test_a_program_for_several_platforms_has_both(call):
     text = call.trace(X).lower(lowering_platforms=("cpu", "cuda")).as_text()
     assert "3.0" in text

@@ -13,8 +13,9 @@ from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.reference import Quantized
 from tests.fbq_jax.core.test_dot_general import product
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, place
-from tests.gpus import h200s, needs_compiler
+from tests.gpus import h200s, needs_compiler, replace_triton_kernels
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 SEEDS = jnp.zeros(1, jnp.uint32)
 
@@ -50,6 +51,21 @@ def test_a_gradient_from_codes_compiles():
         return product(x[0], w[0], dy[0], recipe=recipes.switchback_m)
 
     compile_for_gpus(step, (1, 512, 256), (1, 256, 128), (1, 512, 128))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", with_first_fast(["fallback", "row_block_lhs", "rowwise", "jetfire"])
+)
+def test_kernels_on_shards_compile(monkeypatch, name):
+    """Each draws the noise at the offset of its shard."""
+    replace_triton_kernels(monkeypatch)
+
+    def step(x, w, dy):
+        return product(x[0], w[0], dy[0], recipe=recipes.NAMED[name])
+
+    shapes = (1, 512, 512), (1, 512, 128), (1, 512, 128)
+    assert "xla.gpu.ptx" in compile_for_gpus(step, *shapes).as_text()
 
 
 @pytest.mark.exhaustive
