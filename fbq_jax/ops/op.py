@@ -127,14 +127,10 @@ class LocalOp:
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Runs the op."""
         function = self.op.implementation(self.implementation, self.block_shape)
-        arrays = {name: x for name, x in options.items() if _has_array(x)}
-        static = {name: x for name, x in options.items() if name not in arrays}
-        run = functools.partial(function, **static)
-        on_cpu = functools.partial(self.op.reference, **static)
         # No kernel starts on empty operands.
         is_empty = any(x.size == 0 for x in jax.tree.leaves(operands))
         if self.implementation == "reference" or is_empty:
-            return on_cpu(*operands, **arrays)
+            return self.op.reference(*operands, **options)
         for size in (size for x in jax.tree.leaves(operands) for size in x.shape):
             if export.is_symbolic_dim(size):
                 raise ValueError(
@@ -153,14 +149,12 @@ class LocalOp:
                 "results vary"
             )
         # A program may also run on the machine's CPU, which has no kernel.
-        if varying or "amax_reduce" in options:  # uses named axes of a mesh
-            on_cpu, run = (functools.partial(f, **arrays) for f in (on_cpu, run))
+        if "amax_reduce" in options:  # uses named axes of a mesh
+            on_cpu, run = (
+                functools.partial(f, **options) for f in (self.op.reference, function)
+            )
             return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
-        return call_kernel(run, on_cpu, *operands, **arrays)
-
-
-def _has_array(option: Any) -> bool:
-    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(option))
+        return call_kernel(function, self.op.reference, operands, options)
 
 
 OPS: dict[str, Op] = {}

@@ -5,7 +5,8 @@ of some hundred operations, so tracing it takes most of the time to trace a laye
 it is traced when a program is lowered for a CPU.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,31 +20,38 @@ _call_p.multiple_results = True
 def call_kernel(
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
-    *operands: Any,
-    **options: Any,
+    operands: tuple[Any, ...],
+    options: Mapping[str, Any],
 ) -> Any:
     """Calls ``kernel(*operands, **options)``; on a CPU, calls ``reference`` instead.
 
     Args:
-      kernel: takes and returns trees of arrays.
-      reference: likewise, with results of the same shapes and dtypes.  Where it is
-        traced, there are neither named axes of a mesh nor the tracers of the caller.
-      *operands: trees of arrays.
-      **options: trees of arrays.
+      kernel: returns a tree of arrays.
+      reference: likewise, with the same shapes and dtypes.  Where it is traced, there
+        are neither named axes of a mesh nor the tracers of the caller.
+      operands: trees of arrays.
+      options: trees of arrays, or anything without one.
     """
-    leaves, tree = jax.tree.flatten((operands, options))
+    arrays = {name: x for name, x in options.items() if _has_array(x)}
+    static = {name: x for name, x in options.items() if name not in arrays}
+    leaves, tree = jax.tree.flatten((operands, arrays))
 
     def on_leaves(function: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
-        def call(*xs: jax.Array) -> list[jax.Array]:
-            operands, options = jax.tree.unflatten(tree, xs)
-            return jax.tree.leaves(function(*operands, **options))
+        def call(*leaves: jax.Array) -> list[jax.Array]:
+            operands, arrays = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(function(*operands, **arrays, **static))
 
         return call
 
-    jaxpr, shapes = jax.make_jaxpr(kernel, return_shape=True)(*operands, **options)
+    run = functools.partial(kernel, **static)
+    jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*operands, **arrays)
     assert not any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts)
     results = _call_p.bind(*leaves, kernel=jaxpr, reference=on_leaves(reference))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _has_array(option: Any) -> bool:
+    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(option))
 
 
 @_call_p.def_abstract_eval

@@ -1,13 +1,13 @@
 """Kernels on accelerators, the reference on a CPU."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from fbq_jax.ops.platform import call_kernel
+from tests.fbq_jax.sharding.tools import mesh_of
 
 X = {"x": jnp.arange(6.0).reshape(2, 3)}
 
@@ -26,17 +26,17 @@ class Counted:
 
 @pytest.fixture
 def kernel():
-    return Counted(factor=3)
+    return Counted(factor=3.0)
 
 
 @pytest.fixture
 def reference():
-    return Counted(factor=2)
+    return Counted(factor=2.0)
 
 
 @pytest.fixture
 def call(kernel, reference):
-    return jax.jit(functools.partial(call_kernel, kernel, reference))
+    return jax.jit(lambda x: call_kernel(kernel, reference, (x,), {}))
 
 
 def test_a_cpu_computes_the_reference(call, kernel, reference):
@@ -62,15 +62,25 @@ def test_options_may_be_traced(platform):
     def call(x, offset):
         offset = 5 * offset  # a tracer of this function
         return call_kernel(
-            lambda x, *, offset: 3 * x + offset,
-            lambda x, *, offset: 2 * x + offset,
-            x,
-            offset=offset,
+            lambda x, *, offset, dtype: (3 * x + offset).astype(dtype),
+            lambda x, *, offset, dtype: (2 * x + offset).astype(dtype),
+            (x,),
+            {"offset": offset, "dtype": jnp.float32},
         )
 
     text = call.trace(X["x"], 1.0).lower(lowering_platforms=(platform,)).as_text()
     assert ("3.0" in text) == (platform == "cuda")
     np.testing.assert_array_equal(call(X["x"], 1.0), 2 * X["x"] + 5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_results_vary_over_the_axes_of_a_shard_map(call, platform):
+    tree = {"x": jnp.arange(12.0).reshape(4, 3)}
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    mapped = jax.jit(jax.shard_map(call, mesh=mesh_of(data=2), **specs))
+    text = mapped.trace(tree).lower(lowering_platforms=(platform,)).as_text()
+    assert ("3.0" in text) == (platform == "cuda")
+    np.testing.assert_array_equal(mapped(tree)["y"], 2 * tree["x"])
 
 
 def test_a_program_for_several_platforms_has_both(call):
