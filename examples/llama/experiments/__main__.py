@@ -36,6 +36,7 @@ PAGES = {
     RESULTS: _EVIDENCE / "experiments.md",
     RESULTS / "quarter": _EVIDENCE / "outliers.md",
     RESULTS / "seeds": _EVIDENCE / "seeds.md",
+    RESULTS / "larger": _EVIDENCE / "larger.md",
 }
 OTHER_PAGE = "tables.md"
 STAGES = ("parity", "studies", "outliers", "longer")

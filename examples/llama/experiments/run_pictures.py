@@ -29,7 +29,10 @@ def parity(runs: dict[str, Json]) -> Figure:
     """Losses over the steps, and their differences from bf16 with the same seed."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    losses.set(title="Training loss (circles: validation)", ylabel="nats per token")
+    losses.set(
+        title="Training loss (circles: validation; dotted: other seeds)",
+        ylabel="nats per token",
+    )
     differences.set(
         title="Training loss minus bf16's, smoothed",
         xlabel="step",
@@ -37,7 +40,9 @@ def parity(runs: dict[str, Json]) -> Figure:
     )
     for name, run in runs.items():
         line, loss = recipe_style(name), _floats(run["loss"])
-        losses.plot(1 + np.arange(len(loss)), smooth(loss), label=name, **line)
+        recipe, _, seed = name.partition("-")
+        label = recipe if seed == "0" else None
+        losses.plot(1 + np.arange(len(loss)), smooth(loss), label=label, **line)
         validated = [int(step) for step in run["val_loss"]]
         losses.plot(
             validated,
