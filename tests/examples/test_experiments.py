@@ -502,7 +502,7 @@ def test_pairs_of_seeds_tell_real_differences(tmp_path: Path) -> None:
     assert lines[2] == "| block | 4 | +0.200% | ± 0.130% | +0.200% | ± 0.130% |"
     assert lines[3] == "| rowwise | 3 | -0.033% | ± 0.379% | -0.033% | ± 0.379% |"
     matrix = run_tables.pairs(tmp_path).splitlines()
-    assert matrix[2].startswith("| bf16 |  | **-0.200%** | +0.034% |")
+    assert matrix[2].startswith("| bf16 |  | **-0.20** | +0.03 |")
     (tmp_path / "parity" / "bf16-0.json").unlink()
     runs.save(a_run("bf16", done=False), tmp_path / "parity" / "bf16-1.json")
     lines = run_tables.paired(tmp_path).splitlines()

@@ -112,7 +112,7 @@ def paired(results: Path) -> str:
 
 
 def pairs(results: Path) -> str:
-    """Which recipes' training losses differ, in each pair of recipes."""
+    """Which recipes' training losses differ, in each pair of recipes; in percent."""
     late = by_seed(_ended(result_files.runs(results, "parity")), _late)
     names = [name for name, of_seeds in late.items() if len(of_seeds) > 1]
     rows = []
@@ -121,7 +121,7 @@ def pairs(results: Path) -> str:
         for second in names:
             x = np.array([]) if first == second else relative(late, first, second)
             real = len(x) > 1 and np.abs(x.mean()) > _half_interval(x)
-            text = _mean(x) if len(x) > 1 else ""
+            text = f"{100 * x.mean():+.2f}" if len(x) > 1 else ""
             row.append(f"**{text}**" if real else text)
         rows.append(row)
     return table(("minus", *names), rows) if len(names) > 1 else ""
