@@ -1,5 +1,6 @@
 """A training step runs on the device: the host decides nothing in it."""
 
+import functools
 import re
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from fbq_jax import FallbackDot, GatedMLP, NormDense, fallback_dot, fp8_dot, recipes
 from fbq_jax.bench import measure
 from tests.gpus import h200s, needs_compiler, replace_triton_kernels
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 
 def dense(dot_general):
@@ -120,6 +121,31 @@ def test_unrolled_microbatches_quantize_a_weight_once():
     text = compile_for_h200(step, module, (microbatches, 256, 256))
     # X, the threshold, the steps, dY and two products; and W.
     assert triton_kernels(text) == 6 * microbatches + 1
+
+
+@needs_compiler
+@pytest.mark.usefixtures("triton_calls")
+@pytest.mark.parametrize(
+    ("dot_general", "most"),
+    rows_with_first_fast([(fallback_dot, 10), (FallbackDot(recipes.block), 9)]),
+)
+def test_each_layer_adds_few_launches(dot_general, most):
+    """Three products, what they need, the cast of W and its update."""
+
+    def launches(depth):
+        layer = functools.partial(nn.Dense, 256, use_bias=False, dtype=jnp.bfloat16)
+        module = nn.Sequential([layer(dot_general=dot_general) for _ in range(depth)])
+
+        def step(variables, x):
+            grads, state = step_of(module)(variables, x)
+            updated = jax.tree.map(lambda w, g: w - g, variables["params"], grads)
+            return {**state, "params": updated}
+
+        text = compile_for_h200(step, module, (256, 256))
+        main = text[text.index("\nENTRY") :]
+        return len(re.findall(r" (?:fusion|custom-call|copy)\(", main))
+
+    assert launches(3) - launches(2) <= most
 
 
 @pytest.mark.gpu
