@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from examples.llama import attention
+from tests.marks import with_first_fast
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, backend: str, capability: str) -> None:
@@ -160,7 +161,9 @@ def test_cudnn_agrees_with_xla(seq: int, head_dim: int, window: int | None) -> N
         assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 3.0}])
+@pytest.mark.parametrize(
+    "options", with_first_fast([{}, {"window": 100}, {"softcap": 3.0}])
+)
 def test_splash_attention_agrees_with_xla(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -282,6 +282,7 @@ def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
         assert len(runs_of(of_recipe[f"outliers-{name}"])) == number
 
 
+@pytest.mark.exhaustive
 def test_probed_operands_give_the_gradients_of_the_projections(
     params: Any, tokens: jax.Array
 ) -> None:
@@ -303,6 +304,7 @@ def test_probed_operands_give_the_gradients_of_the_projections(
         np.testing.assert_allclose(dw, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.exhaustive
 def test_outliers_are_planted_and_change_nothing(
     params: Any, tokens: jax.Array
 ) -> None:
@@ -322,6 +324,7 @@ def test_outliers_are_planted_and_change_nothing(
     assert plant.plant(params, x, float(jnp.abs(x).min())).factors.max() == 1.0
 
 
+@pytest.mark.exhaustive
 def test_planted_gradients_grow_and_change_nothing(
     params: Any, tokens: jax.Array
 ) -> None:

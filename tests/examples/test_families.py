@@ -84,6 +84,7 @@ def test_saved_bits_and_remat_nearly_keep_the_gradients(family: str) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_int8_traces_with_every_variant() -> None:
     config, params, tokens = load("gemma3", saved_bits=10, remat="codes")
     trace = functools.partial(loss_and_grads, config, fbq_jax.fallback_dot)

@@ -167,6 +167,7 @@ def test_any_index_is_an_error_or_followed(data: st.DataObject) -> None:
     jax.tree.map(np.testing.assert_array_equal, arrays, params)
 
 
+@pytest.mark.exhaustive  # test_llama_hf.py has a case of each kind
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     file=st.sampled_from(["config.json", "model.safetensors", "tokenizer.json"]),

@@ -85,6 +85,7 @@ def watch() -> Watch:
 
 
 # Orbax deletes a checkpoint when there are two before.
+@pytest.mark.exhaustive  # test_checkpoint.py damages files
 @pytest.mark.parametrize("before", with_first_fast([0, 1, 2]))
 def test_a_kill_during_a_save_loses_no_whole_checkpoint(
     tmp_path: Path, before: int

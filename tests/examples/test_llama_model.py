@@ -189,6 +189,7 @@ def loss_and_grads(
     return jax.jit(grad)(params, state)
 
 
+@pytest.mark.exhaustive  # test_train.py has a run with saved bits
 @pytest.mark.parametrize(
     ("dot_general", "kind", "saved_bits"),
     [
@@ -214,12 +215,11 @@ def test_remat_changes_neither_loss_nor_state_nor_gradients(
     ("dtype", "tie_embeddings"),
     rows_with_first_fast(
         [
-            (jnp.float32, False),
             (jnp.bfloat16, True),
+            (jnp.float32, False),
             (jnp.float32, True),
             (jnp.bfloat16, False),
         ],
-        fast=2,
     ),
 )
 def test_saved_bits_leave_parameters_and_logits_as_they_are(
@@ -233,6 +233,7 @@ def test_saved_bits_leave_parameters_and_logits_as_they_are(
     np.testing.assert_array_equal(logits_of(saving, params, TOKENS), expected)
 
 
+@pytest.mark.exhaustive  # test_train.py has a run with saved bits
 @pytest.mark.parametrize(
     "dot_general",
     [None, pytest.param(fbq_jax.fallback_dot, marks=pytest.mark.exhaustive)],
@@ -258,6 +259,7 @@ OVERWRITTEN = fbq_jax.FallbackDot(
 )
 
 
+@pytest.mark.exhaustive  # test_train.py has a run with saved bits
 @pytest.mark.parametrize(
     "dot_general", with_first_fast([fbq_jax.fallback_dot, OVERWRITTEN])
 )

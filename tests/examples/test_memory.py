@@ -27,6 +27,7 @@ from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from fbq_jax import fallback_dot
 from fbq_jax.bench import results
+from tests.marks import with_first_fast
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,7 +181,7 @@ def test_only_attention_saves_floats_beside_the_codes() -> None:
     assert codes + floats < saved.bytes_per_token < 1.03 * (codes + floats)
 
 
-@pytest.mark.parametrize("saved_bits", [None, 10])
+@pytest.mark.parametrize("saved_bits", with_first_fast([None, 10]))
 def test_remat_saves_codes_and_the_input_of_the_layer(saved_bits: int | None) -> None:
     saved = measure(("fallback", saved_bits, "codes"))
     assert saved.widths["int8"] == measure(SAVING).widths["int8"]
@@ -190,7 +191,7 @@ def test_remat_saves_codes_and_the_input_of_the_layer(saved_bits: int | None) ->
     assert saved.bytes_per_token < measure(SAVING).bytes_per_token
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fallback"])
+@pytest.mark.parametrize("recipe", with_first_fast(["bf16", "fallback"]))
 def test_full_remat_saves_the_input_of_the_layer(recipe: str) -> None:
     saved = measure((recipe, 10, "full"))
     assert saved.bytes_per_token == 2 * HIDDEN
@@ -230,7 +231,7 @@ def test_the_table_of_the_page_has_the_measured_times() -> None:
     }
 
 
-@pytest.mark.parametrize("variant", TABLE, ids=str)
+@pytest.mark.parametrize("variant", with_first_fast(TABLE, 3), ids=str)
 def test_the_table_of_the_page(variant: Variant) -> None:
     """The tolerance for autodiff allows for other versions of Flax and JAX."""
     bytes_per_channel, _ = TABLE[variant]

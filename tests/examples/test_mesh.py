@@ -98,6 +98,7 @@ def test_two_processes_with_eight_devices_train_as_one_device(
     jax.tree.map(np.testing.assert_array_equal, *restored)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
 def test_a_state_over_several_devices_is_made_without_a_warning() -> None:
     config = train.configure(parse_command([*SIZES, *RUN]), None)

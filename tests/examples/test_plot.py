@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from examples.llama import plot
 from examples.llama.config import RECIPES
 from fbq_jax import recipes
+from tests.marks import with_first_fast
 
 PROJECTIONS = ("layers/attention/qkv", "layers/mlp/down")
 LAYERS = 3
@@ -135,8 +136,11 @@ def test_recipes_without_fallback_have_no_rates(
 
 @pytest.mark.parametrize(
     "fallback",
-    [5, None, ["x"], {"mlp/down": 5}, {"mlp/down": {}}, {"mlp/down": {"rate": "x"}}]
-    + [{"mlp/down": {"rate": [10**400]}}, {"mlp/down": {"rate": 0.2}}],
+    with_first_fast(
+        [5, None, ["x"], {"mlp/down": 5}, {"mlp/down": {}}, {"mlp/down": {"rate": "x"}}]
+        + [{"mlp/down": {"rate": [10**400]}}, {"mlp/down": {"rate": 0.2}}],
+        2,
+    ),
 )
 def test_records_with_odd_rates_are_left_out(
     tmp_path: Path, figures: list[Figure], fallback: Any
@@ -152,7 +156,7 @@ def test_records_with_odd_rates_are_left_out(
     assert len(panels["mlp/down"].lines[0].get_xdata()) == 19
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", with_first_fast([1, 2, 3]))
 def test_a_run_of_few_steps_is_drawn(tmp_path: Path, steps: int) -> None:
     plot.draw_curves(write_run(tmp_path / "run", steps), recipes.fallback)
     assert (tmp_path / "run" / "curves.png").exists()

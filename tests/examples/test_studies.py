@@ -74,6 +74,7 @@ def test_error_falls_with_bits_and_with_fallback(operands: Operands) -> None:
     assert of["fallback"][shared] < 0.5 * of["plain"][error.PLAIN.index(8)]
 
 
+@pytest.mark.exhaustive
 def test_output_error_falls_with_the_fallback_rate(
     operands: Operands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_map_shows_the_blocks_with_outliers(operands: Operands) -> None:
         assert 0.1 <= cells.mean() <= 0.3
 
 
+@pytest.mark.exhaustive
 def test_gradient_error_falls_with_bits(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +154,7 @@ def test_recipes_are_close_to_floats(
     assert 0 < of["row_block_lhs"]["gradient"] < of["per_tensor"]["gradient"] < 0.1
 
 
+@pytest.mark.exhaustive
 def test_threshold_reaches_its_range_from_a_wrong_start(
     operands: Operands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

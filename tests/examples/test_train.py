@@ -299,7 +299,9 @@ def test_folder_in_use_is_left_alone(
     assert len(records_of(whole_run)) == 6
 
 
-@pytest.mark.parametrize("lost", ["config.json metrics.jsonl", "config.json"])
+@pytest.mark.parametrize(
+    "lost", with_first_fast(["config.json metrics.jsonl", "config.json"])
+)
 def test_a_new_run_takes_no_files_of_another(
     whole_run: Path,
     config: Config,
@@ -413,6 +415,7 @@ def test_thresholds_that_never_move_stop_the_run(
         train.train(config, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_comparison_trains_each_recipe_and_resumes(
     config: Config,
     whole_run: Path,
@@ -438,7 +441,9 @@ def test_comparison_trains_each_recipe_and_resumes(
     assert "+0.0000" in table["bf16"]
 
 
-def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def from_hf(text: Path, tmp_path: Path) -> tuple[Config, dict[str, Any]]:
+    """Options that name a saved model, and its parameters."""
     sizes = small_config(vocab_size=256, max_seq_len=16)
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = jax.jit(Llama(sizes).init)(jax.random.key(5), tokens)["params"]
@@ -448,6 +453,13 @@ def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -
     config = Config(
         recipe="bf16", data=str(ids), from_hf=str(tmp_path / "hf"), batch=4, seq=16
     )
+    return config, params
+
+
+def test_training_starts_from_a_hugging_face_model(
+    from_hf: tuple[Config, dict[str, Any]],
+) -> None:
+    config, params = from_hf
     model, weights, corpus = build(config)
     optimizer, _ = step.make_optimizer(config)
     state = step.init_state(model, optimizer, weights, seed=0)
@@ -455,9 +467,17 @@ def test_training_starts_from_a_hugging_face_model(text: Path, tmp_path: Path) -
     assert model.config.vocab_size == corpus.vocab_size == 256
     with pytest.raises(ConfigError, match="seq takes at most 16"):
         build(dataclasses.replace(config, seq=17))
+
+
+@pytest.mark.exhaustive
+def test_a_run_from_a_hugging_face_model_saves_one(
+    from_hf: tuple[Config, dict[str, Any]], tmp_path: Path
+) -> None:
+    config, params = from_hf
+    assert config.from_hf is not None
     train.train(dataclasses.replace(config, steps=1), tmp_path / "run")
     saved, trained = hf.load(tmp_path / "run" / "hf")
-    assert saved == sizes
+    assert saved == hf.load(Path(config.from_hf))[0]
     assert np.any(trained["norm"]["scale"] != params["norm"]["scale"])
 
 
@@ -725,7 +745,6 @@ def test_damaged_options_are_named_and_kept(
             lambda lines: [*lines[:2], b'{"step": 3, "loss": "x"}', *lines[3:5]],
             lambda _: [],
         ],
-        fast=2,
     ),
 )
 def test_missing_metrics_do_not_stop_a_run(
@@ -785,7 +804,7 @@ def test_options_of_a_wrong_type_are_one_error(
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("fails", with_first_fast(["replace", "savefig", "write"], 2))
+@pytest.mark.parametrize("fails", with_first_fast(["replace", "savefig", "write"]))
 def test_a_full_disk_is_one_error_and_the_run_resumes(
     config: Config,
     whole_run: Path,

@@ -24,6 +24,7 @@ from examples.llama.step import TrainState
 from fbq_jax import recipes
 from fbq_jax.bench import matmuls, measure
 from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
+from tests.marks import rows_with_first_fast
 
 
 @pytest.fixture
@@ -188,7 +189,10 @@ def test_without_libtpu_the_error_says_what_to_install(monkeypatch, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("bf16", None), ("fallback", None), (compile_tpu.PACKED, 10)]
+    ("name", "bits"),
+    rows_with_first_fast(
+        [("bf16", None), ("fallback", None), (compile_tpu.PACKED, 10)]
+    ),
 )
 def test_steps_compiled_for_tpus_save_what_their_name_says(monkeypatch, name, bits):
     models = []
