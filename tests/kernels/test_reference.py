@@ -190,6 +190,7 @@ def multiply(x, w, theta, block_shape, fallback):
     )
 
 
+@pytest.mark.exhaustive  # core/test_dot_general.py has fast products
 @settings(max_examples=8, deadline=None)
 @given(
     shape=st.tuples(*[st.integers(1, 300)] * 3),

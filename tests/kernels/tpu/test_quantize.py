@@ -17,7 +17,7 @@ def supported(blocked):
     return [case for case in blocked if set(case[2]) <= set(TPU_SIDES)]
 
 
-@pytest.mark.parametrize("case", with_first_fast(supported(cases.QUANTIZE), 2))
+@pytest.mark.parametrize("case", with_first_fast(supported(cases.QUANTIZE)))
 def test_quantize(case):
     shape, dtype, *options = case
     cases.check_quantize(BLOCKS, heavy(shape, dtype=dtype), *options, sums=False)
@@ -55,6 +55,6 @@ def test_special_blocks(dtype):
     cases.check_special(BLOCKS, dtype, block=(128, 128), sums=False)
 
 
-@pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
+@pytest.mark.parametrize("criterion", with_first_fast(["l1", "l1_rel"]))
 def test_large_metrics(criterion):
     cases.check_large_metrics(BLOCKS, criterion, block=(128, 128))

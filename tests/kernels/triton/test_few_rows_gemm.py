@@ -1,6 +1,7 @@
 """The Triton GEMMs for a few rows: in Triton's interpreter, and how they compile."""
 
 import functools
+import itertools
 import subprocess
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import triton
 from tests.kernels import gemm_cases, quantize_matmul_cases, triton_tools
 from tests.kernels.gemm_cases import Case
 from tests.kernels.quantize_cases import SPECIAL_DTYPES
-from tests.marks import pairs_with_first_fast, with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 CASES = {
     "one row": Case((1, 1, 256, 128), (128, 128, 128), None),
@@ -27,11 +28,21 @@ CASES = {
 }
 
 
+# Each has what other cases have one by one, or other sizes of block.
+SLOW = {"one row", "32x32x32 blocks", "64x256x32 blocks", "scales of rows"}
+
+
 def interpreted(sm):
     return functools.partial(triton_tools.interpreted("few_rows_gemm").matmul, sm=sm)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SLOW))
+        for name in CASES
+    ],
+)
 def test_matches_float64(name):
     gemm_cases.check_against_float64(interpreted(90), CASES[name])
 
@@ -86,7 +97,9 @@ def test_nan_scales_propagate():
 
 @pytest.mark.parametrize(
     ("capability", "tile"),
-    pairs_with_first_fast([90, 80, 86], [(1, 128), (64, 128), (128, 128), (128, 256)]),
+    rows_with_first_fast(
+        itertools.product([90, 80, 86], [(64, 128), (1, 128), (128, 128), (128, 256)])
+    ),
 )
 def test_compiles_without_spills(capability, tile):
     rows, block = tile
@@ -104,6 +117,7 @@ def test_compiles_without_spills(capability, tile):
     assert "mma" in kernel.ptx
 
 
+@pytest.mark.exhaustive
 def test_the_assembler_keeps_the_products_of_all_steps(tmp_path):
     """It loses some of them in an unrolled loop of 16 rows."""
     case = Case((1, 16, 1024, 4096), (128, 128, 128), None)
@@ -141,15 +155,8 @@ def interpreted_ops(sm, config=None):
     )
 
 
-# The others have no scales, sizes or thresholds of their own.
-FAST = {
-    "eight rows, fallback",
-    "unaligned",
-    "every block falls back",
-    "one element",
-    "scales of rows and columns",
-    "scales of columns",
-}
+# Scales of blocks and of rows.
+FAST = {"eight rows, fallback", "scales of rows and columns"}
 
 
 @pytest.mark.parametrize(
@@ -163,13 +170,14 @@ def test_quantization_in_the_product_has_the_bits_of_two_kernels(name):
     quantize_matmul_cases.check(interpreted_ops(90), quantize_matmul_cases.CASES[name])
 
 
+@pytest.mark.exhaustive
 def test_programs_that_quantize_share_the_k_blocks():
     config = triton_tools.interpreted("few_rows_gemm").Config(32, 3, 4, 2)
     case = quantize_matmul_cases.CASES["unaligned"]
     quantize_matmul_cases.check(interpreted_ops(80, config), case)
 
 
-@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("fallback", with_first_fast([False, True]))
 @pytest.mark.parametrize("dtype", with_first_fast(SPECIAL_DTYPES))
 def test_special_blocks_quantized_in_the_product(dtype, fallback):
     quantize_matmul_cases.check_special(interpreted_ops(90), dtype, fallback)
@@ -193,7 +201,7 @@ def test_splits_do_not_depend_on_who_quantizes(shape, itemsize, sm):
     assert config.splits == two(shape, 128, sm=sm).splits
 
 
-@pytest.mark.parametrize("capability", with_first_fast([90, 80, 86, 89], fast=2))
+@pytest.mark.parametrize("capability", with_first_fast([90, 80, 86, 89]))
 @pytest.mark.parametrize(
     "problem",
     with_first_fast(

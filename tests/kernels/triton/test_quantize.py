@@ -33,14 +33,14 @@ def row_blocks():
 
 
 @pytest.mark.parametrize(
-    "case", with_first_fast(cases.QUANTIZE[1:] + cases.QUANTIZE[:1], 3)
+    "case", with_first_fast(cases.QUANTIZE[1:] + cases.QUANTIZE[:1])
 )
 def test_quantize(ops, case):
     shape, dtype, *options = case
     cases.check_quantize(ops, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize("case", with_first_fast(cases.FALLBACK, 2))
+@pytest.mark.parametrize("case", with_first_fast(cases.FALLBACK))
 def test_fallback(ops, case):
     shape, dtype, *options = case
     cases.check_fallback(ops, heavy(shape, dtype=dtype), *options)
@@ -56,7 +56,7 @@ def test_grouped_rows_with_fallback(ops, case):
     grouped_cases.check_fallback(ops, *case)
 
 
-@pytest.mark.parametrize("case", with_first_fast(cases.VECTORS, 2))
+@pytest.mark.parametrize("case", with_first_fast(cases.VECTORS))
 def test_vectors(vectors, case):
     shape, dtype, *options = case
     cases.check_vectors(vectors, heavy(shape, dtype=dtype), *options)
@@ -95,7 +95,9 @@ def test_special_float8(ops, row_blocks, dtype):
     cases.check_special_float8(ops, row_blocks, dtype)
 
 
-@pytest.mark.parametrize("options", [{"colwise": "stochastic"}, {"sums": ("rowwise",)}])
+@pytest.mark.parametrize(
+    "options", with_first_fast([{"colwise": "stochastic"}, {"sums": ("rowwise",)}])
+)
 def test_float8_codes_refuse_noise_and_sums(ops, row_blocks, options):
     x, seeds = jnp.ones((1, 32, 32)), jnp.zeros(1, jnp.uint32)
     every = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
@@ -125,7 +127,7 @@ def test_special_row_blocks(row_blocks, dtype):
     cases.check_special_transformed(row_blocks, dtype)
 
 
-@pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
+@pytest.mark.parametrize("criterion", with_first_fast(["l1", "l1_rel"]))
 def test_large_metrics(ops, criterion):
     cases.check_large_metrics(ops, criterion)
 
@@ -243,6 +245,7 @@ def test_float8_compiles_without_spills(name, capability, dtype):
     assert "e4m3x2.f16x2" not in kernels[0].ptx
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", with_first_fast(["bfloat16", "float32"]))
 def test_a_transformed_column_stays_in_the_registers_of_a_thread(dtype):
     (kernel,) = compile_kernels(

@@ -1,5 +1,7 @@
 """The delay threshold's kernel, in Triton's interpreter and compiled."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from fbq_jax.kernels import threshold_reference
 from tests.kernels import threshold_cases, triton_tools
-from tests.marks import pairs_with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 
 def check(name, size):
@@ -15,7 +17,8 @@ def check(name, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), pairs_with_first_fast(threshold_cases.METRICS, [64, 1])
+    ("name", "size"),
+    rows_with_first_fast(itertools.product(threshold_cases.METRICS, [64, 1]), 2),
 )
 def test_matches_the_reference(name, size):
     check(name, size)
@@ -32,7 +35,7 @@ def test_blocks_of_several_chunks_match_the_reference():
     check("ordinary", 3000)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", with_first_fast([80, 90]))
 def test_compiles_without_spills(capability):
     blocks, scalar = jnp.ones((2, 7168)), jax.ShapeDtypeStruct((2,), jnp.int32)
     theta, count = jnp.ones(2), jax.ShapeDtypeStruct((2,), jnp.uint32)
