@@ -168,6 +168,7 @@ def test_an_editable_install(dist, make_environment, tmp_path):
     check(make_environment(dist / "editable"), dist / "clone", tmp_path)
 
 
+@pytest.mark.exhaustive  # make package tries it, too
 def test_an_installed_wheel(dist, make_environment, tmp_path):
     python = make_environment(dist / "wheel")
     check(python, Path(python).parents[1] / "lib", tmp_path)

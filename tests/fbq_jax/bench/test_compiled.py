@@ -16,6 +16,7 @@ from fbq_jax.bench import (
 from fbq_jax.bench.__main__ import main
 from fbq_jax.bench.cards import CARDS
 from fbq_jax.bench.estimate import CompiledProduct
+from tests.marks import rows_with_first_fast
 
 needs_triton = pytest.mark.skipif(
     not compiler.is_installed(), reason="needs triton, which compiles kernels"
@@ -45,7 +46,7 @@ def every_case():
 @needs_triton
 @pytest.mark.parametrize(
     ("what", "card"),
-    [*zip(REPRESENTATIVE, (AMPERE, ADA), strict=True)],
+    rows_with_first_fast(zip(REPRESENTATIVE, (AMPERE, ADA), strict=True)),
     ids=lambda value: getattr(value, "name", value),
 )
 def test_kernels_fit_without_spills(what, card):
@@ -79,15 +80,9 @@ def test_default_configurations_fit_without_spills(block_shape, fallback, card):
             assert kernel.shared <= card.architecture.program_shared, sizes
 
 
+@pytest.mark.exhaustive
 @needs_triton
-@pytest.mark.parametrize(
-    "card",
-    [
-        pytest.param(card, marks=[pytest.mark.exhaustive] * (card in OTHERS[1:]))
-        for card in CARDS
-    ],
-    ids=lambda card: card.name,
-)
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 def test_the_inner_loop_is_counted(card):
     """The counted products are those of a tile, and its operands are copied once."""
     (product, _, _) = compiled.compiled_products((256, 512, 1024), card.architecture)

@@ -31,6 +31,7 @@ from fbq_jax.ops import dispatch
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 
 
+@pytest.mark.exhaustive
 def test_gemm():
     shape = (256, 128, 512)
     rows = list(gemm.rows([shape], [0.25, 0.5], **OPTIONS))
@@ -49,6 +50,7 @@ def test_gemm():
         assert row.burst_ratio == pytest.approx(bf16.burst_ms / row.burst_ms)
 
 
+@pytest.mark.exhaustive
 def test_quantize():
     shape = (500, 1024)
     copy, *rows = quantize.rows([shape], [0.0, 0.5], (64, 256), **OPTIONS)

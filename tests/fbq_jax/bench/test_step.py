@@ -13,6 +13,7 @@ from fbq_jax import FallbackDot, recipes
 from fbq_jax.bench import layers, matmuls, measure, report, results, step
 from fbq_jax.bench.measure import NoKernelsError, RunningStep, WrongResultError
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
+from tests.marks import rows_with_first_fast
 
 DEPTH = 2
 SHAPE = (256, 256, 256)  # 4 blocks in each activation
@@ -44,6 +45,7 @@ def measured(monkeypatch, shape, *stacks):
     return list(step.rows([shape], DEPTH, **OPTIONS))
 
 
+@pytest.mark.exhaustive
 def test_rows(monkeypatch):
     monkeypatch.setattr(layers, "recipes", types.SimpleNamespace(NAMED=NAMED))
     monkeypatch.setattr(matmuls, "TIMED", layers.RECIPES)
@@ -126,13 +128,15 @@ def test_conditionals_are_counted(monkeypatch):
 
 @pytest.mark.parametrize(
     ("result", "dot"),
-    [
-        ("loss", lambda x, w, dims, **_: 1.5 * lax.dot_general(x, w, dims)),
-        (
-            "update",
-            lambda x, w, dims, **_: lax.dot_general(x, lax.stop_gradient(w), dims),
-        ),
-    ],
+    rows_with_first_fast(
+        [
+            ("loss", lambda x, w, dims, **_: 1.5 * lax.dot_general(x, w, dims)),
+            (
+                "update",
+                lambda x, w, dims, **_: lax.dot_general(x, lax.stop_gradient(w), dims),
+            ),
+        ]
+    ),
 )
 def test_a_wrong_step_is_refused(result, dot, monkeypatch):
     with pytest.raises(WrongResultError, match=rf"^{result} of mine at .* is wrong"):
@@ -182,6 +186,7 @@ def test_slow_libraries_take_the_first_shape(monkeypatch):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("aqt", "qwix"))), reason="they are missing"
 )
