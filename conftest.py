@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 # JAX reads the flags once, when its first backend starts.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -41,8 +42,27 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes many objects and few cycles of them.
 gc.set_threshold(50_000, 10, 10)
 
+ROOT = Path(__file__).parent
+# Modules with the longest examples in docstrings, whose functions have fast tests.
+LONGEST = {
+    ROOT / "examples/llama/model.py",
+    ROOT / "fbq_jax/core/ragged_dot.py",
+    ROOT / "fbq_jax/int8_flow/blocks.py",
+    ROOT / "fbq_jax/linen/freezing.py",
+    ROOT / "fbq_jax/linen/int8_flow.py",
+    ROOT / "fbq_jax/nnx/freezing.py",
+    ROOT / "fbq_jax/nnx/int8_flow.py",
+    ROOT / "fbq_jax/testing.py",
+}
 NO_GPU = "needs a GPU"
 FILES = pytest.StashKey[int]()  # how many are done
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the longest examples in docstrings."""
+    for item in items:
+        if item.path in LONGEST:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish() -> None:

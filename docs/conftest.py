@@ -20,11 +20,16 @@ LONGEST = {
     DOCS / "guides/convolutions.md",
     DOCS / "guides/experts.md",
     DOCS / "guides/fp8.md",
+    DOCS / "guides/memory.md",
     DOCS / "guides/serving.md",
     DOCS / "guides/several-devices.md",
     DOCS / "guides/training-loop.md",
     DOCS / "guides/whole-models.md",
     DOCS / "integrations/serving-engines.md",
+    DOCS / "methods/fallback.md",
+    DOCS / "methods/jetfire.md",
+    DOCS / "numerics.md",
+    DOCS / "quickstart.md",
 }
 
 
