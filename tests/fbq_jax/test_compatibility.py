@@ -218,21 +218,40 @@ def assert_same(results, want):
         assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b), path
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_variables_load_and_compute_what_they_did(name, stored):
+def loaded(name, stored):
+    """The variables of a case, and what computes from them."""
     case, leaves = CASES[name], stored[name, "in"]
-    run = case.run
-    if name.startswith("nnx"):
-        model = nnx.eval_shape(case.init)
-        variables = restore(nnx.to_pure_dict(nnx.state(model)), leaves)
+    if not name.startswith("nnx"):
+        return restore(jax.eval_shape(case.init), leaves), case.run
+    model = nnx.eval_shape(case.init)
 
-        def run(arrays):
-            graph, state = nnx.split(model)
-            nnx.replace_by_pure_dict(state, arrays)
-            return case.run(nnx.merge(graph, state))
+    def run(arrays):
+        graph, state = nnx.split(model)
+        nnx.replace_by_pure_dict(state, arrays)
+        return case.run(nnx.merge(graph, state))
 
-    else:
-        variables = restore(jax.eval_shape(case.init), leaves)
+    return restore(nnx.to_pure_dict(nnx.state(model)), leaves), run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_variables_load(name, stored):
+    """They have the names, shapes and dtypes that they had."""
+    loaded(name, stored)
+
+
+# Layers of each kind, in training.
+FAST = {"linen", "int8_flow", "nnx"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
+        for name in CASES
+    ],
+)
+def test_variables_compute_what_they_did(name, stored):
+    variables, run = loaded(name, stored)
     assert_same(jax.jit(run)(variables), stored[name, "out"])
 
 
