@@ -250,6 +250,7 @@ def test_lora_on_a_frozen_linen_layer_is_refused():
         jax.eval_shape(model.apply, frozen, x)
 
 
+@pytest.mark.exhaustive
 def test_lora_on_frozen_linen_code_is_refused():
     rules = {"dense": None, ".*": SMALL}
     base, _ = qwix.quantize(Linen(), rules, jax.random.key(0), TOKENS)

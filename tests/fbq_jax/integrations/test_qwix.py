@@ -109,6 +109,7 @@ def test_every_product_has_the_bits_of_injection_by_hand(name):
     assert [p[::2] for p in report.float_parameters] == [("head/w", "rule 'head'")]
 
 
+@pytest.mark.exhaustive
 def test_scanned_and_rematerialized_layers():
     rules = {".*": RULES[".*"]}
     model, report = qwix.quantize(Scanned(), rules, KEY, X)

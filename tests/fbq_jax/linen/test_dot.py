@@ -151,7 +151,7 @@ def test_initial_weights_match_the_unquantized_model(model):
 def test_lazy_init_needs_only_the_shape_of_the_input(make):
     model = make()
     lazy = model.lazy_init(jax.random.key(1), jax.ShapeDtypeStruct(X.shape, X.dtype))
-    want = model.init(jax.random.key(1), X)
+    want = jax.jit(model.init)(jax.random.key(1), X)
     assert jax.tree.map(jnp.shape, lazy) == jax.tree.map(jnp.shape, want)
     jax.tree.map(np.testing.assert_array_equal, lazy["fallback"], want["fallback"])
 
@@ -196,6 +196,7 @@ def test_scan_names_the_collection_that_is_not_listed():
         init(Unlisted())
 
 
+@pytest.mark.exhaustive  # nnx/test_dot.py has a fast one
 def test_remat_gives_the_same_step():
     variables = init(Scanned())
     plain, remat = (train_step(Scanned(remat=r), variables, X) for r in (False, True))
@@ -260,6 +261,7 @@ def count_equations(jaxpr, primitive):
     )
 
 
+@pytest.mark.exhaustive
 def test_gradient_accumulation_in_a_scan_carries_the_state():
     model = Mlp()
     variables = init(model)
@@ -282,6 +284,7 @@ def test_gradient_accumulation_in_a_scan_carries_the_state():
     assert fallback_stats({"fallback": state})["up"].count == 3
 
 
+@pytest.mark.exhaustive
 def test_vmap_over_examples_and_over_experts():
     model = Mlp()
     variables = init(model)
@@ -308,6 +311,7 @@ def test_dot_general_cls_keeps_the_same_paths():
     assert fallback_stats(updates)["(root)"].count == 1
 
 
+@pytest.mark.exhaustive
 def test_dense_general_and_attention_projections():
     model = nn.MultiHeadDotProductAttention(
         num_heads=4, qkv_dot_general=SMALL, out_dot_general=SMALL
@@ -400,6 +404,7 @@ def test_one_layer_that_runs_twice_has_one_state():
     assert fallback_stats(updates)["tied"].count == 2
 
 
+@pytest.mark.exhaustive
 def test_another_collection():
     model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection="aqt"))
     variables = init(model)
@@ -408,6 +413,7 @@ def test_another_collection():
     assert fallback_stats(updates, "aqt")["up"].count == 1
 
 
+@pytest.mark.exhaustive  # test_fused.py has a step
 def test_overwrite_with_gradient_in_flax_train_state():
     """Without a mutable collection, Flax replaces the state by its "gradient"."""
     model = Mlp(dot_general=FallbackDot(Recipe(block=32), collection=OWG))
@@ -476,7 +482,7 @@ def test_liveness_of_donated_state():
     assert_live(before, fallback_stats(step(after)))
 
 
-@pytest.mark.parametrize("collection", ["fallback", OWG])
+@pytest.mark.parametrize("collection", with_first_fast(["fallback", OWG]))
 def test_state_may_come_as_numpy_or_frozen(collection):
     """As a checkpoint restores it; nothing is written into the arrays."""
     model = nn.Dense(64, dot_general=FallbackDot(Recipe(block=32), collection))
@@ -501,7 +507,7 @@ def test_state_may_come_as_numpy_or_frozen(collection):
     jax.tree.map(np.testing.assert_array_equal, restored, kept)
 
 
-@pytest.mark.parametrize("theta", [np.nan, 0.0, np.inf])
+@pytest.mark.parametrize("theta", with_first_fast([np.nan, 0.0, np.inf]))
 def test_an_invalid_threshold_starts_again(theta):
     """0 and infinity are in use for one step, which the next layer sees."""
     variables = init(Mlp())

@@ -353,7 +353,7 @@ def test_a_kernel_that_another_module_reads_is_refused():
 def test_a_weight_that_depends_on_the_input_is_refused():
     """Codes of one input's weight would be wrong for every other one."""
     model = fbq_jax.SmoothSwiGLU(32, dot_general=FallbackDot(recipes.block))
-    variables = model.init(jax.random.key(1), X)
+    variables = jax.jit(model.init)(jax.random.key(1), X)
     for x in X, jax.ShapeDtypeStruct(X.shape, X.dtype):
         with pytest.raises(ValueError, match=r"'down' multiplies by a weight that dep"):
             fbq_jax.freeze(model, variables, x)

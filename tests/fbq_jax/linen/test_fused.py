@@ -78,7 +78,9 @@ def with_theta(variables, collection, theta):
         pytest.param(
             F, recipes.jetfire, None, "fallback", marks=pytest.mark.exhaustive
         ),
-        (F, recipes.row_block_lhs, None, "fallback"),
+        pytest.param(
+            F, recipes.row_block_lhs, None, "fallback", marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             F, recipes.row_block, None, "fallback", marks=pytest.mark.exhaustive
         ),

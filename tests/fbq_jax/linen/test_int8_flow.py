@@ -77,6 +77,7 @@ def outputs_and_gradients(operator, params, x, seed):
     return y, pullback(cotangent(y))
 
 
+@pytest.mark.exhaustive
 def test_outputs_and_gradients_are_close_to_the_float_blocks():
     params = variables_of_both()[1]["params"]
     got = outputs_and_gradients(BLOCKS, params, X, SEED)

@@ -129,7 +129,9 @@ def check(layer, bound, bias=None):
     "routing",
     [
         Routing(E),
-        Routing(E, top_k=1, renormalize=False),
+        pytest.param(
+            Routing(E, top_k=1, renormalize=False), marks=pytest.mark.exhaustive
+        ),
         Routing(E, top_k=3, scores="sigmoid", capacity_factor=0.7),
     ],
 )

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import fbq_jax
+from tests.marks import rows_with_first_fast
 
 INIT = jax.nn.initializers.normal()
 OPTIONS = [
@@ -41,7 +42,7 @@ def assert_same(tree, other):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize(("options", "x_dtype"), CASES)
+@pytest.mark.parametrize(("options", "x_dtype"), rows_with_first_fast(CASES))
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_linen(name, options, x_dtype):
     norm = getattr(fbq_jax, name)(**options)

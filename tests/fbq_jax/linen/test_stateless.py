@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 
 from fbq_jax import FallbackDot, GatedMLP, Int8MLP, Recipe, RulesDot, freeze, recipes
+from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = pytest.mark.usefixtures("every_cause_warns")
 X = jax.random.normal(jax.random.key(0), (6, 40))
@@ -43,7 +44,7 @@ def same(a, b):
     return jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), a, b))
 
 
-@pytest.mark.parametrize("recipe", [BLOCK, NEAREST])
+@pytest.mark.parametrize("recipe", with_first_fast([BLOCK, NEAREST]))
 def test_evaluation_needs_parameters_only(recipe):
     model = dense(recipe)
     variables = model.init(jax.random.key(1), X)
@@ -138,7 +139,10 @@ def test_training_without_state_and_key_is_warned_about_once():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rngs"), [(BLOCK, {"fbq": KEY}), (NEAREST, {}), (recipes.switchback, {})]
+    ("recipe", "rngs"),
+    rows_with_first_fast(
+        [(BLOCK, {"fbq": KEY}), (NEAREST, {}), (recipes.switchback, {})], 2
+    ),
 )
 def test_with_a_key_or_without_noise_training_is_silent(recipe, rngs):
     with warnings.catch_warnings(action="error"):
@@ -203,7 +207,10 @@ def test_remat_draws_the_same_noise_again():
     "model",
     [
         GatedMLP(16, dot_general=DOT),
-        nn.Dense(24, dot_general=RulesDot({".*": BLOCK})),
+        pytest.param(
+            nn.Dense(24, dot_general=RulesDot({".*": BLOCK})),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             nn.MultiHeadDotProductAttention(
                 2, qkv_dot_general=DOT, out_dot_general=DOT

@@ -23,6 +23,7 @@ from fbq_jax import (
 )
 from fbq_jax.linen import whole_models
 from fbq_jax.linen.einsum import Einsum, FallbackEinsum
+from tests.marks import with_first_fast
 
 SMALL = Recipe(block=32)
 KEY = jax.random.key(1)
@@ -214,7 +215,18 @@ def test_same_bits_as_injection_by_hand(make):
     assert quantized == set(fallback_stats(variables))
 
 
-def test_steps_of_time_share_one_state_and_take_any_length():
+def test_steps_of_time_share_one_state():
+    model, report = quantize(Recurrent(), RULES, KEY, X)
+    assert {p.layer for p in report.products} == {"Cell_0/input", "Cell_0/hidden"}
+    variables = jax.jit(model.init)(KEY, X)
+    _, state = jax.jit(functools.partial(model.apply, mutable=["fallback"]))(
+        variables, X
+    )
+    assert [s.count for s in fallback_stats(state).values()] == [8, 8]
+
+
+@pytest.mark.exhaustive
+def test_steps_of_time_have_the_bits_of_layers_by_hand_and_take_any_length():
     model, report = quantize(Recurrent(), RULES, KEY, X)
     assert {p.layer for p in report.products} == {"Cell_0/input", "Cell_0/hidden"}
     variables = jax.jit(model.init)(KEY, X)
@@ -244,6 +256,7 @@ def test_steps_of_time_share_one_state_and_take_any_length():
     np.testing.assert_array_equal(apply(frozen, X), apply(trained, X))
 
 
+@pytest.mark.exhaustive
 def test_steps_of_time_whose_state_is_a_gradient_have_one_each():
     dot = RulesDot(RULES, collection="_overwrite_with_gradient")
     model, _ = quantize(Recurrent(), dot, KEY, X)
@@ -363,7 +376,7 @@ def test_layers_keep_an_op_of_their_own():
     assert report.unused_rules == (".*",)
     assert report.unmatched_layers == ("fp8", "own")
     assert "own/kernel  32 x 32  own op  fallback" in str(report)
-    assert list(fallback_stats(model.init(KEY, X))) == ["own"]
+    assert list(fallback_stats(jax.eval_shape(model.init, KEY, X))) == ["own"]
 
 
 def test_the_report_says_why_parameters_stay_in_float():
@@ -402,7 +415,7 @@ def test_the_report_says_why_parameters_stay_in_float():
     assert report.unused_rules == ("nothing",)
 
 
-@pytest.mark.parametrize("smooth", ["per_channel", "per_token"])
+@pytest.mark.parametrize("smooth", with_first_fast(["per_channel", "per_token"]))
 def test_the_report_has_layers_that_scale_their_weight_by_the_input(smooth):
     _, report = quantize(SmoothSwiGLU(64, smooth), {".*": SMALL}, KEY, X)
     assert sorted(p[:4] for p in report.products) == [
@@ -431,10 +444,11 @@ def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
     rules = {".*": SMALL, "embed": None}
     with pytest.warns(UserWarning, match="'embed' keep no layer in float"):
         tied, report = quantize(Tied(), rules, KEY, X)
-    variables = tied.init(KEY, X)
+    variables = jax.jit(tied.init)(KEY, X)
     assert set(fallback_stats(variables)) == {"head", "up"}
     for model in (tied, Tied(RulesDot(rules))):
-        _, state = model.apply(variables, X, mutable=["fallback"])
+        apply = jax.jit(functools.partial(model.apply, mutable=["fallback"]))
+        _, state = apply(variables, X)
         assert [int(s.count) for s in fallback_stats(state).values()] == [1, 1]
     products = {p.parameter: p.layer for p in report.products}
     assert products == {"embed/embedding": "head", "up/kernel": "up"}
@@ -482,7 +496,7 @@ def test_a_model_with_variables_of_its_own_keeps_its_state():
             return nn.Dense(8, name="student")(x) - teacher.apply(frozen, x)
 
     model, _ = quantize(Student(), {".*": SMALL}, KEY, X)
-    assert list(fallback_stats(model.init(KEY, X))) == ["student"]
+    assert list(fallback_stats(jax.eval_shape(model.init, KEY, X))) == ["student"]
 
 
 def test_a_model_whose_class_changed_its_constructor_keeps_it():

@@ -15,6 +15,7 @@ from fbq_jax.nnx import (
     name_layers,
     quantize,
 )
+from tests.marks import with_first_fast
 
 RECIPE = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (128, 64))
@@ -85,7 +86,7 @@ def split_step(model):
     return step
 
 
-@pytest.mark.parametrize("faster", [bound_step, split_step])
+@pytest.mark.parametrize("faster", with_first_fast([bound_step, split_step]))
 def test_faster_steps_compute_the_same(faster):
     model, expected = Mlp(nnx.Rngs(1)), Mlp(nnx.Rngs(1))
     step = faster(model)
@@ -213,6 +214,7 @@ def test_each_dot_of_a_module_is_listed():
     assert set(fallback_stats(Two())) == {"a", "b"}
 
 
+@pytest.mark.exhaustive
 def test_attention_with_a_dot_for_each_projection():
     model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
     for layer in (model.query, model.key, model.value, model.out):

@@ -183,6 +183,7 @@ class Experts(nnx.Module):
         return self.up(x) + self.up(x, OTHER_WAY)
 
 
+@pytest.mark.exhaustive
 def test_frozen_einsums_compute_what_was_trained():
     model = Experts()
     frozen = freeze(model, EXPERTS)

@@ -79,6 +79,7 @@ def warning_of_a_step(model, scope=""):
     return str(warning.message)
 
 
+@pytest.mark.exhaustive  # sharding/test_layer_names.py has Linen's
 @needs_devices
 @pytest.mark.parametrize("kind", with_first_fast(["scan", "plain", "remat"]))
 def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
@@ -91,7 +92,7 @@ def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
 
 
 @needs_devices
-@pytest.mark.parametrize("scope", ["", "encoder"])
+@pytest.mark.parametrize("scope", with_first_fast(["", "encoder"]))
 def test_a_layer_without_a_path_is_known_by_its_kernel_and_its_scope(scope):
     dot = FallbackDot(RECIPE, rngs=nnx.Rngs(1))
     warning = warning_of_a_step(Model("plain", dot), scope)
