@@ -34,6 +34,7 @@ def test_degenerate_arrays():
         array_error(zeros, np.zeros(3))
 
 
+@pytest.mark.exhaustive
 def test_int8_is_near_and_fallback_is_nearer():
     errors = dot_errors(X, W, recipe=PLAIN)
     assert 1e-3 < errors.out.relative < 0.02
@@ -45,6 +46,7 @@ def test_int8_is_near_and_fallback_is_nearer():
     assert full.out.relative < 0.5 * plain.out.relative
 
 
+@pytest.mark.exhaustive
 def test_any_dimension_numbers_and_dtype():
     dims = (((2,), (1,)), ((0,), (0,)))
     x = jnp.stack([X, 2 * X]).astype(jnp.bfloat16)

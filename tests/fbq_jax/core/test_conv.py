@@ -192,6 +192,7 @@ def test_values_and_gradients_are_those_of_the_dot_of_windows(kind):
     assert oracle.relative(y.reshape(exact.shape), exact) <= 1e-5
 
 
+@pytest.mark.exhaustive
 def test_1x1_is_dense():
     """Output, gradients and state are bit-equal."""
     x = heavy((2, 6, 32, 40), dtype=jnp.bfloat16)
@@ -218,6 +219,7 @@ def test_1x1_is_dense():
     assert (stats.count, stats.theta > 0) == (1, True)
 
 
+@pytest.mark.exhaustive
 def test_linen_layer_matches_flax_with_another_recipe():
     """Passed as an object or a class; without a batch dimension, or with two."""
     x = jax.random.normal(jax.random.key(1), (2, 3, 10, 16), jnp.bfloat16)
@@ -365,6 +367,7 @@ def test_unsupported_nnx_layers_are_named():
         apply_rules(stacked, {".*": recipes.block})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("kind", with_first_fast([AxisType.Auto, AxisType.Explicit]))
 def test_a_batch_on_four_devices_is_the_same_batch(kind):
@@ -456,6 +459,7 @@ def test_unsupported_layers_and_dtypes_are_named():
         FallbackConv(recipes.block)
 
 
+@pytest.mark.exhaustive
 def test_an_empty_batch_has_an_empty_output():
     x, w = jnp.ones((0, 5, 6, 4)), jnp.ones((3, 3, 2, 8))
     y = fallback_conv(

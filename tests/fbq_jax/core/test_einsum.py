@@ -26,6 +26,7 @@ from fbq_jax.nnx import apply_rules
 from fbq_jax.sharding import layer_names
 from tests import oracle
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 SMALL = Recipe(block=32)
 FLOAT_EINSUM = FallbackEinsum(jax.lax.dot_general)
@@ -88,7 +89,7 @@ def test_values_and_gradients_are_those_of_the_dot():
     assert oracle.relative(got[0], np.stack(exact).transpose(2, 0, 1)) <= 1e-5
 
 
-@pytest.mark.parametrize("subscripts", ["bd,df->bf", "df,bd->bf"])
+@pytest.mark.parametrize("subscripts", with_first_fast(["bd,df->bf", "df,bd->bf"]))
 def test_the_first_operand_is_the_activation(subscripts):
     """Only the activation falls back, here in all blocks; ones are exact in INT8."""
 
@@ -221,6 +222,7 @@ class Experts(nnx.Module):
         return self.down(self.up(x))
 
 
+@pytest.mark.exhaustive
 def test_nnx_layers_keep_their_state():
     x = jax.random.normal(jax.random.key(1), (2, 40, 32))
     model, floats = Experts(), Experts()

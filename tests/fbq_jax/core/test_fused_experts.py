@@ -133,12 +133,27 @@ def test_the_hidden_activation_is_quantized_by_fused_ops(monkeypatch, bits):
 def test_a_gate_of_two_bytes_is_rounded_once(unfused):
     layer = dataclasses.replace(LAYER, dtype=jnp.bfloat16)
     variables = variables_of(layer)
+
+    def run(layer):
+        return jax.jit(functools.partial(layer.apply, mutable=["fallback"]))
+
+    y, _ = run(layer)(variables, X)
+    unfused_y, _ = unfused(run(layer), variables, X)
+    assert np.any(y != unfused_y)
+    assert oracle.relative(y, unfused_y) < 0.01
+
+
+@pytest.mark.exhaustive
+def test_the_gradients_of_a_gate_of_two_bytes(unfused):
+    layer = dataclasses.replace(LAYER, dtype=jnp.bfloat16)
+    variables = variables_of(layer)
     (got, _), (y, _) = train(layer, variables)
     (want, _), (unfused_y, _) = unfused(train, layer, variables)
     assert oracle.relative(y, unfused_y) < 0.01
     assert max(jax.tree.leaves(jax.tree.map(oracle.relative, got, want))) < 0.02
 
 
+@pytest.mark.exhaustive  # linen/test_moe.py has a fast one
 @pytest.mark.parametrize(
     ("rules", "quantized"),
     rows_with_first_fast(
@@ -162,6 +177,7 @@ def test_projections_with_different_recipes(rules, quantized):
     assert max(jax.tree.leaves(errors)) < 0.4  # the noise of outliers in blocks
 
 
+@pytest.mark.exhaustive  # linen/test_moe.py has a fast one
 @pytest.mark.parametrize("dtype", [jnp.bfloat16])
 def test_frozen_experts_have_the_bits_of_evaluation(dtype):
     layer = dataclasses.replace(LAYER, dtype=dtype)
@@ -173,6 +189,7 @@ def test_frozen_experts_have_the_bits_of_evaluation(dtype):
     np.testing.assert_array_equal(apply(frozen, X), apply(variables, X))
 
 
+@pytest.mark.exhaustive  # linen/test_fused.py has a fast one
 def test_state_returned_as_a_gradient():
     name = "_overwrite_with_gradient"
     layer = dataclasses.replace(LAYER, dot_general=FallbackDot(FALLBACK, name))

@@ -11,6 +11,7 @@ from flax import nnx
 
 from fbq_jax import LlmInt8Dot, llm_int8_dot
 from tests import oracle
+from tests.marks import rows_with_first_fast
 from tests.oracle import relative
 
 CONTRACT = (((2,), (1,)), ((0,), (0,)))
@@ -57,7 +58,8 @@ def exact(x, w, dy, threshold=6.0):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)]
+    ("dtype", "tolerance"),
+    rows_with_first_fast([(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)]),
 )
 def test_equations_in_float64(dtype, tolerance):
     """The first matrix of the batch has two outlier columns, the second has none."""

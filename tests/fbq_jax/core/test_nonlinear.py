@@ -13,6 +13,7 @@ from jax import lax
 from fbq_jax import nonlinear, save_codes
 from fbq_jax.kernels import packing
 from tests.kernels.test_reference import heavy
+from tests.marks import with_first_fast
 
 
 class Case(NamedTuple):
@@ -182,8 +183,8 @@ def outliers(shape, seed):
     return jnp.where(rng.random(shape) < 2e-3, 600.0, 1.0) * normal(shape, seed)
 
 
-@pytest.mark.parametrize("draw", [normal, heavy, outliers])
-@every_case
+@pytest.mark.parametrize("draw", with_first_fast([normal, heavy, outliers]))
+@pytest.mark.parametrize("name", with_first_fast(CASES))
 def test_ten_bits_preserve_the_direction_of_every_gradient(name, draw):
     case = CASES[name]
     operands, dy = operands_of(name, LARGE, draw), normal(LARGE, 9)
@@ -213,7 +214,7 @@ def test_forward_equals_jax_nn(name, dtype):
         np.testing.assert_allclose(y, expected, rtol=ulp, atol=4 * ulp)
 
 
-@every_case
+@pytest.mark.parametrize("name", with_first_fast(CASES))
 def test_gradients_have_the_dtypes_of_their_operands(name):
     case = CASES[name]
     operands = [x.astype(jnp.bfloat16) for x in operands_of(name, SMALL)]

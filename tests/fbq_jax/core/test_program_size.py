@@ -42,7 +42,7 @@ RECIPES = {
     "fallback_rowwise_bwd": recipes.fallback_rowwise_bwd,
 }
 # Many blocks along an axis, and fewer rows than shards.
-FAST = {"fallback": ("one row", "many rows"), "shards": ("few rows",)}
+FAST = {"fallback": ("one row",)}
 # M, K, N and the number of groups, most of which are empty if there are more than rows.
 RAGGED = {
     "one row": (1, 64, 64, 1),

@@ -99,6 +99,7 @@ def test_three_gemms_against_float64():
     assert 0.1 < stats.rate < 0.9
 
 
+@pytest.mark.exhaustive
 def test_a_group_computes_as_its_rows_alone():
     """Bit for bit, without noise, which depends on the position of a row."""
     y, dx, dw, _ = product(X, W, DY, jnp.array(SIZES), NEAREST, theta=20.0)
@@ -328,6 +329,7 @@ class Experts(nn.Module):
         return self.dot.ragged_dot(x, w, sizes)
 
 
+@pytest.mark.exhaustive  # the tests of MoEMLP have fast ones
 def test_linen_keeps_state():
     sizes, dot = jnp.array(SIZES), FallbackDot(NEAREST)
     variables = jax.eval_shape(Experts(dot).init, jax.random.key(0), X, sizes)
@@ -355,6 +357,7 @@ def test_linen_keeps_state():
     np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive  # the tests of MoEMLP have fast ones
 def test_nnx_keeps_state():
     dot = fbq_jax.nnx.FallbackDot(NEAREST)
     nnx.jit(lambda dot, sizes: dot.ragged_dot(X, W, sizes))(dot, jnp.array(SIZES))

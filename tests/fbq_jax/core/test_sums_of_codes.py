@@ -80,6 +80,7 @@ def test_rhs_of_every_product_has_the_sums_of_its_codes(monkeypatch):
         np.testing.assert_array_equal(rhs.sums, blocks.sum(4).max(2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", with_first_fast([8, 4]))
 def test_devices_give_what_one_gives(monkeypatch, devices):
     """On eight devices a block of W is split between two."""

@@ -11,6 +11,7 @@ from fbq_jax import Recipe
 from fbq_jax.core import threshold
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.threshold_reference import UNSET
+from tests.marks import with_first_fast
 
 RECIPE = Recipe()
 
@@ -54,8 +55,8 @@ def in_range(rates):
     return (np.asarray(rates) >= low) & (np.asarray(rates) <= high)
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.2, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("spread", with_first_fast([0.05, 0.2, 0.5, 1.0, 2.0], 2))
+@pytest.mark.parametrize("seed", with_first_fast([0, 1, 2]))
 def test_a_threshold_1000_times_too_high_settles(spread, seed):
     """For any spread of the block maxima."""
     key, blocks = jax.random.key(seed), jnp.zeros((64, 8))
@@ -160,7 +161,7 @@ def sparse_metrics(rng, steps, density):
     return metrics
 
 
-@pytest.mark.parametrize("density", [0.9, 0.5, 0.15, 0.02])
+@pytest.mark.parametrize("density", with_first_fast([0.9, 0.5, 0.15, 0.02], 2))
 @pytest.mark.parametrize("factor", [1e-6, 0.1, 10.0, 1e6])
 def test_zero_blocks_do_not_keep_a_threshold_where_it_is(density, factor):
     """Padding, or empty slots of experts."""
@@ -172,7 +173,7 @@ def test_zero_blocks_do_not_keep_a_threshold_where_it_is(density, factor):
     assert 0.05 < rates[recovered:].mean() < 0.4
 
 
-@pytest.mark.parametrize("zeros", [1, 37, 100, 10_000])
+@pytest.mark.parametrize("zeros", with_first_fast([1, 37, 100, 10_000], 2))
 @pytest.mark.parametrize("theta", [UNSET, 1e-3, 1.0, 1e3])
 def test_padding_changes_nothing(zeros, theta):
     rng = np.random.default_rng(1)
@@ -208,7 +209,7 @@ def test_it_recovers_from_activations_that_alternate():
 
 
 @pytest.mark.parametrize("theta", [UNSET, 1e-6, 1e6])
-@pytest.mark.parametrize("blocks", [1, 2, 7])
+@pytest.mark.parametrize("blocks", with_first_fast([1, 2, 7]))
 def test_few_or_equal_blocks_bring_the_threshold_to_their_metric(theta, blocks):
     """No threshold gives a rate in the range; 0 is the nearest."""
     rates, thetas = rates_of(np.full((60, blocks), 3.0), theta)

@@ -1,6 +1,7 @@
 """Steps that would repeat their noise say so; steps that do not are silent."""
 
 import functools
+import itertools
 import warnings
 
 import jax
@@ -24,7 +25,7 @@ from fbq_jax import (
 )
 from fbq_jax.core import threshold
 from fbq_jax.sharding import layer_names
-from tests.marks import pairs_with_first_fast
+from tests.marks import rows_with_first_fast
 
 pytestmark = pytest.mark.usefixtures("every_cause_warns")
 OWG = "_overwrite_with_gradient"
@@ -85,7 +86,9 @@ LAYERS = {
 
 @pytest.mark.parametrize(
     ("name", "wrap"),
-    pairs_with_first_fast(LAYERS, [lambda f: f, jax.jit, jax.checkpoint]),
+    rows_with_first_fast(
+        itertools.product(LAYERS, [lambda f: f, jax.jit, jax.checkpoint])
+    ),
 )
 def test_linen_training_with_an_immutable_collection(name, wrap):
     layer = LAYERS[name]
@@ -103,6 +106,7 @@ def test_linen_training_with_an_immutable_collection(name, wrap):
         trace(jax.grad(wrap(loss)), variables["params"], X)
 
 
+@pytest.mark.exhaustive
 def test_linen_training_inside_a_transformation_that_is_immutable():
     """The warning's remedy gives each step its own noise."""
     dense = nn.Dense(64, dot_general=FallbackDot(fbq_jax.recipes.block))
@@ -220,9 +224,11 @@ def trained_with_one(op_type):
 
 @pytest.mark.parametrize(
     ("name", "lift"),
-    pairs_with_first_fast(
-        ["FallbackDot", "FallbackEinsum", "FallbackConv"],
-        [lambda f, *args: f(*args), nnx.jit, nnx.remat],
+    rows_with_first_fast(
+        itertools.product(
+            ["FallbackDot", "FallbackEinsum", "FallbackConv"],
+            [lambda f, *args: f(*args), nnx.jit, nnx.remat],
+        )
     ),
 )
 def test_nnx_layers_that_train_with_one_op(name, lift):

@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 from fbq_jax import Fp8Dot, fp8_dot, save_codes
 from fbq_jax.fp8 import dot_general as fp8
 from tests.debugging import debugging
+from tests.marks import with_first_fast
 from tests.oracle import relative
 
 OWG = "_overwrite_with_gradient"
@@ -266,9 +267,9 @@ def test_bad_input_is_named(call, error, message):
 PARAMS = {"params": {"kernel": jnp.ones((32, 2)), "bias": jnp.ones(2)}}
 
 
-@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-@pytest.mark.parametrize("history", [None, HISTORY])
+@pytest.mark.parametrize("flag", with_first_fast(["jax_debug_nans", "jax_debug_infs"]))
+@pytest.mark.parametrize("scale", with_first_fast([0.0, 1.0]))
+@pytest.mark.parametrize("history", with_first_fast([None, HISTORY]))
 def test_healthy_operands_have_no_nan_or_inf_inside(flag, scale, history):
     """Also operation by operation, where a value that is not used counts."""
     scalings = fp8.Scalings() if history is None else fp8.start(history)

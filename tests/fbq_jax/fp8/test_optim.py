@@ -12,6 +12,7 @@ from flax import nnx
 
 from fbq_jax import optim
 from tests.debugging import debugging
+from tests.marks import with_first_fast
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 
@@ -243,8 +244,8 @@ def test_bad_input_is_named(call, message):
         call()
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("scale", [1e18, 1e30, 3e38])
+@pytest.mark.parametrize("rounding", with_first_fast(["nearest", "stochastic"]))
+@pytest.mark.parametrize("scale", with_first_fast([1e18, 1e30, 3e38]))
 def test_huge_gradients_give_steps_of_the_learning_rate(rounding, scale):
     """Their squares overflow float32."""
     params = {"w": jnp.zeros(256)}
@@ -265,8 +266,8 @@ def test_a_gradient_that_is_not_finite_is_not_hidden(value):
     assert np.isnan(updates["w"][1])
 
 
-@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
-@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize("flag", with_first_fast(["jax_debug_nans", "jax_debug_infs"]))
+@pytest.mark.parametrize("scale", with_first_fast([0.0, 1.0]))
 def test_healthy_updates_have_no_nan_or_inf_inside(flag, scale):
     """Also operation by operation, where a value that is not used counts."""
     params = {"w": jnp.ones(8)}

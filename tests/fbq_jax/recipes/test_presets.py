@@ -218,11 +218,15 @@ def name_of(equations):
 # Other sizes of block, and GEMMs of which another recipe has the equations.
 SLOW = {
     "jetfire_64",
+    "aqt_int8",
+    "row_block",
     "row_block_32",
+    "row_block_equalized",
     "fp8_row_block_32",
     "fp8_row_block_lhs",
     "block",
     "block_equalized",
+    "switchback",
     "switchback_m",
     "per_tensor_bifurcated",
 }

@@ -41,6 +41,7 @@ from tests.fbq_jax.linen.test_moe import scanned
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
 from tests.gpus import h200s, needs_compiler
 from tests.kernels.test_reference import heavy
+from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = needs_devices
 
@@ -410,7 +411,8 @@ def program(recipe, mesh, *, grad=False):
     ],
 )
 @pytest.mark.parametrize(
-    ("platform", "exchange"), [("cuda", "all_to_all"), ("tpu", "ragged_all_to_all")]
+    ("platform", "exchange"),
+    rows_with_first_fast([("cuda", "all_to_all"), ("tpu", "ragged_all_to_all")]),
 )
 def test_tokens_are_sent_as_codes(recipe, sent, platform, exchange):
     """What returns is the experts' output."""
@@ -522,7 +524,7 @@ def test_axes_of_a_sharding():
         plan_dispatch(Routing(E), experts, EXPERT)
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api", with_first_fast(["linen", "nnx"]))
 def test_kernels_are_sharded_from_the_start(api):
     mesh = mesh_of(data=2, expert=2)
     x = jnp.ones((128, D))

@@ -28,7 +28,7 @@ def compile_for_gpus(function, *shapes):
 
 
 @needs_compiler
-@pytest.mark.parametrize("op", ["quantize_vectors", "matmul"])
+@pytest.mark.parametrize("op", with_first_fast(["quantize_vectors", "matmul"]))
 def test_results_can_be_broadcast(op):
     """XLA for GPUs rewrites such a broadcast before Shardy sees it."""
 
@@ -45,6 +45,7 @@ def test_results_can_be_broadcast(op):
     compile_for_gpus(stretched, (1, 512, 64))
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_a_gradient_from_codes_compiles():
     def step(x, w, dy):

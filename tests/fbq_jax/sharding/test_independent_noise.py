@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
@@ -88,5 +89,6 @@ def largest_correlation():
     return np.max(correlations - np.eye(len(correlations)))
 
 
+@pytest.mark.exhaustive  # test_manual_axes.py compares devices
 def test_no_two_draws_have_the_same_noise():
     assert largest_correlation() < LARGEST_CORRELATION

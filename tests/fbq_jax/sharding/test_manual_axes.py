@@ -74,7 +74,10 @@ def distinct(x):
     return len(np.unique(np.asarray(x).reshape(DEVICES, -1), axis=0))
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(
+    "name",
+    ["shard_map", "pmap", pytest.param("unchecked", marks=pytest.mark.exhaustive)],
+)
 def test_each_device_draws_its_own_noise(name):
     dx, dw = MAPS[name](grads)(COPIES, W)
     assert distinct(dx) == distinct(dw) == DEVICES
@@ -92,6 +95,7 @@ def test_errors_of_devices_average_out():
     assert share == pytest.approx(1 / DEVICES, rel=0.2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check_vma", with_first_fast([True, False]))
 def test_one_device_draws_the_noise_of_jit(check_vma):
     mesh = mesh_of(data=1)
@@ -109,7 +113,7 @@ def test_devices_that_have_copies_draw_the_same_noise():
     dx, dw = jax.jit(mapped)(COPIES[: 2 * ROWS], W)
     assert dx.shape == (2 * ROWS, K)
     # As of lax.dot_general, the gradient of a replicated array is the devices' sum.
-    np.testing.assert_allclose(dw, 2 * grads(X, W)[1], atol=1.0)
+    np.testing.assert_allclose(dw, 2 * jax.jit(grads)(X, W)[1], atol=1.0)
 
 
 def test_a_sharded_weight_draws_noise_for_each_shard():
@@ -179,7 +183,7 @@ LAYERS = {
     ("name", "layer"),
     [
         ("unchecked", "ragged_dot"),
-        ("shard_map", "Dense"),
+        pytest.param("shard_map", "Dense", marks=pytest.mark.exhaustive),
         pytest.param("unchecked", "Dense", marks=pytest.mark.exhaustive),
         pytest.param("shard_map", "GatedMLP", marks=pytest.mark.exhaustive),
         pytest.param("unchecked", "Int8MLP", marks=pytest.mark.exhaustive),

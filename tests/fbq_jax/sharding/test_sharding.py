@@ -30,7 +30,7 @@ from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.fused_reference import join_gate_up
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.test_reference import heavy
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = [needs_devices, pytest.mark.usefixtures("every_cause_warns")]
 
@@ -75,7 +75,10 @@ IN_BLOCKS = {"colwise_in_blocks": True}
         ("quantize_fallback", (None, "data", "tensor", "fsdp"), {}),
         ("quantize_vectors", (None, "data", "tensor", "fsdp"), {}),
         ("quantize_row_blocks", (None, "data", "tensor", "fsdp"), {}),
-        ("quantize_row_blocks", (None, "data", "tensor", "fsdp"), IN_BLOCKS),
+        pytest.param(
+            *("quantize_row_blocks", (None, "data", "tensor", "fsdp"), IN_BLOCKS),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
@@ -134,7 +137,14 @@ FLOAT8 = {"dtype": "float8_e4m3fn", "colwise": "nearest"}
     ("spec", "shape", "codes"),
     [
         ((None, "tensor", BATCH), (1, 96, 128), {}),
-        ((None, "tensor", BATCH), (1, 96, 128), IN_BLOCKS | {"sums": ("colwise",)}),
+        pytest.param(
+            *(
+                (None, "tensor", BATCH),
+                (1, 96, 128),
+                IN_BLOCKS | {"sums": ("colwise",)},
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             *((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
             marks=pytest.mark.exhaustive,
@@ -163,7 +173,9 @@ def test_the_scales_of_split_rows_are_all_reduced(spec, shape, codes):
     assert 0 < max(floats) < x.size // 2
 
 
-@pytest.mark.parametrize("name", ["quantize_vectors", "quantize_row_blocks"])
+@pytest.mark.parametrize(
+    "name", with_first_fast(["quantize_vectors", "quantize_row_blocks"])
+)
 def test_devices_transform_their_own_rows(name):
     options, args = QUANTIZERS[name]
     options = options | {"rowwise": None, "hadamard": True}
@@ -194,14 +206,16 @@ def test_six_devices_in_three_pairs():
 
 @pytest.mark.parametrize(
     ("spec", "shape", "what"),
-    [
-        ((None, "data"), (1, 50, 40), "1 of .* is sharded over data=2"),
-        (
-            (None, None, ("tensor", "data")),
-            (1, 32, 36),
-            "2 of .* is sharded over tensor=2, data=2",
-        ),
-    ],
+    rows_with_first_fast(
+        [
+            ((None, "data"), (1, 50, 40), "1 of .* is sharded over data=2"),
+            (
+                (None, None, ("tensor", "data")),
+                (1, 32, 36),
+                "2 of .* is sharded over tensor=2, data=2",
+            ),
+        ]
+    ),
 )
 def test_an_axis_without_whole_blocks_is_gathered_with_a_warning(spec, shape, what):
     options, args = QUANTIZERS["quantize"]
@@ -319,8 +333,8 @@ LAYOUTS = {
 }
 
 
-# Kernels sharded over one axis and over two, and both types of axes.
-FAST = "all", "explicit"
+# Kernels sharded over two axes; test_out_sharding has explicit ones.
+FAST = ("all",)
 
 
 @pytest.mark.parametrize(
@@ -427,6 +441,7 @@ def test_gate_and_up_are_sharded_alike():
     assert not collectives(run)
 
 
+@pytest.mark.exhaustive
 def test_a_gate_and_its_gradient_with_scales_per_row_are_sharded_alike():
     options = {"bits": 10, "block": (SIDE, 64)}
     options |= {"rowwise": "stochastic", "colwise": "stochastic"}
@@ -442,6 +457,7 @@ def test_a_gate_and_its_gradient_with_scales_per_row_are_sharded_alike():
         assert not collectives(run)
 
 
+@pytest.mark.exhaustive
 def test_gates_of_tiles_are_sharded_by_tile():
     """Where gate and up do not alternate, a shard of the columns lacks one of them."""
     op = functools.partial(GATE, interleaved=False)
@@ -543,6 +559,7 @@ def test_experts_over_explicit_axes_are_an_error():
         ragged_dot(jnp.ones((ROWS, 64)), w, jnp.array([70, 0, 33, 81]))
 
 
+@pytest.mark.exhaustive  # test_manual_axes.py has a fast one
 def test_each_device_of_a_shard_map_can_have_other_groups():
     """There each device sorts its own tokens."""
     mesh = mesh_of(data=2)
