@@ -143,6 +143,7 @@ def test_a_wrong_step_is_refused(result, dot, monkeypatch):
         measured(monkeypatch, SHAPE, stack("mine", dot))
 
 
+@pytest.mark.exhaustive  # others test the range of the rates
 def test_a_threshold_that_has_not_settled_is_refused(monkeypatch):
     recipe = dataclasses.replace(NAMED["fallback"], start=1e20)
     unsettled = layers.LinenStack(
