@@ -284,6 +284,7 @@ class Net(nn.Module):
         return conv(4, (1, 1), name="forgotten")(x)
 
 
+@pytest.mark.exhaustive
 def test_rules_reach_convolutions():
     x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
     dot = RulesDot({"patch": None, "deep.*": SMALL, "head": None})

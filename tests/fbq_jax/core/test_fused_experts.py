@@ -14,7 +14,7 @@ from fbq_jax.core import fused_experts
 from fbq_jax.ops.op import Op
 from tests import oracle
 from tests.kernels.test_reference import heavy
-from tests.marks import rows_with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 E, D, F = 5, 40, 48
 X, DY = heavy((70, D)), heavy((70, D), 1)
@@ -98,7 +98,7 @@ def test_a_step_has_the_bits_of_the_layers_in_sequence(
             assert np.any(rates)
 
 
-@pytest.mark.parametrize("bits", [10, None])
+@pytest.mark.parametrize("bits", with_first_fast([10, None]))
 def test_the_hidden_activation_is_quantized_by_fused_ops(monkeypatch, bits):
     calls = set()
 

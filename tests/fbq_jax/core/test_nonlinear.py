@@ -80,6 +80,7 @@ POINTWISE = tuple(name for name in CASES if name not in NORMS)
 # Tests share shapes, so that each layer is compiled once.
 SMALL, LARGE = (3, 256), (64, 512)
 every_case = pytest.mark.parametrize("name", [*map(marked, CASES)])
+first_case = pytest.mark.parametrize("name", with_first_fast(CASES))
 
 
 def normal(shape, seed=0):
@@ -184,7 +185,7 @@ def outliers(shape, seed):
 
 
 @pytest.mark.parametrize("draw", with_first_fast([normal, heavy, outliers]))
-@pytest.mark.parametrize("name", with_first_fast(CASES))
+@first_case
 def test_ten_bits_preserve_the_direction_of_every_gradient(name, draw):
     case = CASES[name]
     operands, dy = operands_of(name, LARGE, draw), normal(LARGE, 9)
@@ -214,7 +215,7 @@ def test_forward_equals_jax_nn(name, dtype):
         np.testing.assert_allclose(y, expected, rtol=ulp, atol=4 * ulp)
 
 
-@pytest.mark.parametrize("name", with_first_fast(CASES))
+@first_case
 def test_gradients_have_the_dtypes_of_their_operands(name):
     case = CASES[name]
     operands = [x.astype(jnp.bfloat16) for x in operands_of(name, SMALL)]
@@ -230,7 +231,7 @@ def test_gradients_have_the_dtypes_of_their_operands(name):
     )
 
 
-@every_case
+@first_case
 def test_the_compiler_counts_only_packed_values_and_statistics(name):
     """The outputs of this program are the forward pass's residuals."""
     case, (rows, channels) = CASES[name], (256, 1024)
@@ -247,7 +248,7 @@ def test_the_compiler_counts_only_packed_values_and_statistics(name):
     assert outputs >= packed
 
 
-@every_case
+@first_case
 def test_a_checkpoint_policy_saves_packed_values_and_no_floats(name):
     case = CASES[name]
     operands = operands_of(name, SMALL)
@@ -264,7 +265,7 @@ def test_a_checkpoint_policy_saves_packed_values_and_no_floats(name):
     assert all(any(np.array_equal(x, i) for i in inputs) for x in floats)
 
 
-@every_case
+@first_case
 def test_vmap_equals_a_batch(name):
     case = CASES[name]
     operands, dy = operands_of(name, SMALL), normal(SMALL, 9)
@@ -313,7 +314,7 @@ def test_non_finite_values_stay_visible(name, bad):
     assert np.all(np.isfinite(dx[::2]))
 
 
-@every_case
+@first_case
 def test_empty_batches(name):
     case, shape = CASES[name], (0, 130)
     operands = operands_of(name, shape)

@@ -108,6 +108,7 @@ def test_shards():
     assert eight < 1.25 * one
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", with_first_fast(RAGGED))
 def test_degenerate_groups(shape):
     usual = size_of_ragged(*USUAL, 4)

@@ -57,7 +57,6 @@ def trained(recipe, rows):
             (recipes.fp8_row_block, (8,), 0),
             (STOCHASTIC, (8,), 0),
         ],
-        fast=2,
     ),
 )
 def test_one_op_computes_what_two_do(fused, recipe, rows, calls):

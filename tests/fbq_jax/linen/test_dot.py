@@ -369,6 +369,7 @@ LIFTS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", with_first_fast(LIFTS))
 def test_each_product_of_a_module_has_a_state(name):
     """JAX may trace the module several times, which makes no more products."""

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import fbq_jax
-from tests.marks import rows_with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 INIT = jax.nn.initializers.normal()
 OPTIONS = [
@@ -59,7 +59,7 @@ def test_linen(name, options, x_dtype):
         check_gradients(pullback(dy), flax_pullback(dy), options)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", with_first_fast(OPTIONS, 2))
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_nnx(name, options):
     norm = getattr(fbq_jax.nnx, name)(200, rngs=nnx.Rngs(1), **options)

@@ -291,6 +291,7 @@ def test_outside_its_model_nothing_is_quantized():
     jax.tree.map(near, quantized["params"], variables["params"])
 
 
+@pytest.mark.exhaustive
 def test_jitted_layers_have_their_own_rules():
     block, rules = nn.jit(Block), {"block_0/up": None, ".*": SMALL}
     model, report = quantize(Unrolled(block=block), rules, KEY, X)

@@ -107,6 +107,7 @@ def test_eval_freezes_and_train_moves_again():
     assert fallback_stats(model)["up"].count == 1
 
 
+@pytest.mark.exhaustive
 def test_evaluation_freezes_what_runs_inside():
     """Also a function that was compiled for training, and one that it decorates."""
     model = Mlp(nnx.Rngs(1))

@@ -116,6 +116,7 @@ def test_devices_that_have_copies_draw_the_same_noise():
     np.testing.assert_allclose(dw, 2 * jax.jit(grads)(X, W)[1], atol=1.0)
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_weight_draws_noise_for_each_shard():
     """Tensor parallelism: X is replicated, and each device has columns of W."""
     mesh = mesh_of(model=2)
