@@ -167,7 +167,6 @@ def test_a_function_is_traced_twice_for_each_new_argument():
     assert traced == [1024, 1024, 512, 512, 512]
 
 
-@pytest.mark.exhaustive
 def test_layers_of_one_shape_have_their_own_shardings():
     """As in an MLP: the first weight is sharded by columns, the second by rows."""
     mesh = mesh_of(tensor=4)
