@@ -15,14 +15,22 @@ DimensionNumbers = tuple[
 ]
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 DTYPE_NAMES = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-
+# JAX has several names for this precision.
+_DEFAULT_PRECISIONS = (
+    None,
+    "default",
+    "fastest",
+    "bfloat16",
+    lax.Precision.DEFAULT,
+    lax.DotAlgorithmPreset.DEFAULT,
+)
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 
 
-def check_arrays(lhs: Any, rhs: Any) -> None:
-    """Raises TypeError unless both operands are arrays."""
-    for name, x in {"lhs": lhs, "rhs": rhs}.items():
+def check_arrays(**operands: Any) -> None:
+    """Raises TypeError unless all operands, given by name, are arrays."""
+    for name, x in operands.items():
         if not (hasattr(x, "dtype") and hasattr(x, "shape")):
             raise TypeError(
                 f"{name} is a {type(x).__name__}; a quantized dot takes arrays"
@@ -39,7 +47,7 @@ def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> 
         float16 or float32.
       ValueError: the precision is neither None nor DEFAULT.
     """
-    check_arrays(lhs, rhs)
+    check_arrays(lhs=lhs, rhs=rhs)
     dtypes = {"lhs": lhs.dtype, "rhs": rhs.dtype}
     if preferred is not None:
         dtypes["preferred_element_type"] = jnp.dtype(preferred)
@@ -58,7 +66,7 @@ def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> 
 def is_requested(precision: Any) -> bool:
     """Whether a product asks for another precision than DEFAULT."""
     pair = precision if isinstance(precision, tuple) else (precision, precision)
-    return any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair)
+    return any(p not in _DEFAULT_PRECISIONS for p in pair)
 
 
 def as_matrices(

@@ -69,8 +69,8 @@ class QuantizedEinsum:
                 "a quantized einsum takes a string of subscripts and two operands; got "
                 f"{subscripts!r} and {len(operands)}"
             )
-        check_arrays(*operands)
         lhs, rhs = operands
+        check_arrays(lhs=lhs, rhs=rhs)
         labels = parse(subscripts, lhs.ndim, rhs.ndim)
         lhs, rhs, labels = _sum_unshared(lhs, rhs, labels)
         shared = [label for label in labels.lhs if label in labels.rhs]

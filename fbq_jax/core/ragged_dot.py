@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, threshold
-from fbq_jax.core.dimension_numbers import output_dtype
+from fbq_jax.core.dimension_numbers import check_arrays, output_dtype
 from fbq_jax.core.dot_call import RaggedCall
 from fbq_jax.core.dot_general import (
     DotConfig,
@@ -97,8 +97,8 @@ def ragged_dot(
       do not count in the rate.
 
     Raises:
-      TypeError: an operand has another dtype, ``group_sizes`` does not hold integers,
-        or ``recipe`` is not a ``Recipe``.
+      TypeError: an operand is not an array or has another dtype, ``group_sizes`` does
+        not hold integers, or ``recipe`` is not a ``Recipe``.
       ValueError: shapes do not fit, an array is sharded over explicit axes, the recipe
         has other scales, a ``Gemm.reduce``, ``drhs.fallback`` or
         ``where_slower="float"``, theta is negative, another precision is requested, or
@@ -199,6 +199,7 @@ def make_gemms(
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
+    check_arrays(group_sizes=group_sizes)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}; it takes integers")
     shapes = lhs.shape, rhs.shape, group_sizes.shape

@@ -15,6 +15,7 @@ moves towards experts that had less than the mean load.
 import dataclasses
 import fractions
 import math
+import numbers
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -39,6 +40,7 @@ class Routing:
         tokens, the first ones, and the others get zeros from it; None drops no token.
 
     Raises:
+      TypeError: ``num_experts`` or ``top_k`` is not an integer.
       ValueError: a value is out of range; or ``top_k`` is 1 with ``renormalize``, which
         makes all weights 1, so that the router has no gradient.
 
@@ -56,6 +58,10 @@ class Routing:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral):
+                raise TypeError(f"Routing.{name} takes an integer; got {value!r}")
         if self.num_experts < 1:
             raise ValueError(
                 f"Routing.num_experts must be at least 1; got {self.num_experts}"

@@ -387,7 +387,17 @@ def test_bad_input_is_named(call, error, message):
         call(jnp.ones((4, 4)))
 
 
-@pytest.mark.parametrize("precision", [None, "default", lax.Precision.DEFAULT])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        None,
+        "default",
+        "fastest",
+        ("bfloat16", None),
+        lax.Precision.DEFAULT,
+        lax.DotAlgorithmPreset.DEFAULT,
+    ],
+)
 def test_default_precision_is_tolerated(precision):
     assert dot_general(jnp.ones((4, 4)), jnp.ones((4, 4)), MATMUL, precision)[0].all()
 

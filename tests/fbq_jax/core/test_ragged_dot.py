@@ -279,6 +279,7 @@ def test_xla_reads_tiles_in_place(name):
         ({"rhs": W[:, 1:]}, ValueError, r"got \(200, 96\), \(5, 95, 50\), \(5,\)"),
         ({"group_sizes": jnp.array([200])}, ValueError, r"got .*, \(1,\)"),
         ({"group_sizes": jnp.ones(5)}, TypeError, "group_sizes is float32"),
+        ({"group_sizes": [40] * 5}, TypeError, "group_sizes is a list; .* arrays"),
         ({"lhs": X.astype(jnp.int32)}, TypeError, "lhs is int32"),
         ({"recipe": recipes.rowwise}, ValueError, "such as fallback, .* got rowwise"),
         (

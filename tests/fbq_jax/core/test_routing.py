@@ -121,6 +121,12 @@ def test_settings_out_of_range_are_named(options, message):
         Routing(**{"num_experts": 8, **options})
 
 
+@pytest.mark.parametrize("name", ["num_experts", "top_k"])
+def test_numbers_are_integers(name):
+    with pytest.raises(TypeError, match=f"Routing.{name} takes an integer; got 2.0"):
+        Routing(**{"num_experts": 8, name: 2.0})
+
+
 def test_capacity():
     assert Routing(8).capacity(100) is None
     assert Routing(8, capacity_factor=1.25).capacity(100) == 32  # of 31.25
