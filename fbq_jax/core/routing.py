@@ -97,6 +97,15 @@ class Routing:
         return -(-rows // (factor.denominator * self.num_experts))
 
 
+def check_routing(routing: object) -> None:
+    """Raises TypeError unless ``routing`` is a ``Routing``."""
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            "a mixture of experts takes a Routing, such as Routing(num_experts=8), as "
+            f"routing; got {routing!r}"
+        )
+
+
 class Routes(NamedTuple):
     """The experts of each token, and what a training step needs to know about them.
 

@@ -10,7 +10,14 @@ from flax import linen as nn
 from fbq_jax.core.expert_plan import Exchange, ExpertSharding
 from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.routing import Routes, Routing, next_bias, route, router_logits
+from fbq_jax.core.routing import (
+    Routes,
+    Routing,
+    check_routing,
+    next_bias,
+    route,
+    router_logits,
+)
 from fbq_jax.core.training_warnings import warn_if_differentiated
 from fbq_jax.linen.grouped_dense import GroupedDense, Initializer
 
@@ -65,7 +72,8 @@ class MoEMLP(nn.Module):
         codes; None if each device has all experts.  ``init`` shards the kernels.
 
     Raises:
-      TypeError: ``dot_general`` has no ``ragged_dot``.
+      TypeError: ``routing`` is not a ``Routing``, or ``dot_general`` has no
+        ``ragged_dot``.
       ValueError: in a call, the routing has a bias that is in no collection, or the
         mesh does not fit ``expert_sharding``.
 
@@ -94,6 +102,7 @@ class MoEMLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., D]`` to the same shape."""
+        check_routing(self.routing)
         tokens, size = x.reshape(-1, x.shape[-1]), x.shape[-1]
         router = _Router(
             self.routing.num_experts, self.param_dtype, self.router_init, name="router"

@@ -8,7 +8,14 @@ from flax import nnx
 
 from fbq_jax.core.expert_plan import Exchange, ExpertSharding
 from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
-from fbq_jax.core.routing import Routes, Routing, next_bias, route, router_logits
+from fbq_jax.core.routing import (
+    Routes,
+    Routing,
+    check_routing,
+    next_bias,
+    route,
+    router_logits,
+)
 from fbq_jax.core.training_warnings import warn_if_differentiated
 from fbq_jax.nnx.dot import FallbackDot, in_evaluation
 from fbq_jax.nnx.grouped_dense import GroupedDense, Initializer
@@ -62,6 +69,9 @@ class MoEMLP(nnx.Module):
       load_balance_loss: see ``fbq_jax.core.routing.Routes``.
       z_loss: see ``fbq_jax.core.routing.Routes``.
 
+    Raises:
+      TypeError: ``routing`` is not a ``Routing``.
+
     >>> from fbq_jax import Routing, recipes
     >>> layer = MoEMLP(
     ...     16, Routing(num_experts=8), 32, recipe=recipes.fallback, rngs=nnx.Rngs(0))
@@ -89,6 +99,7 @@ class MoEMLP(nnx.Module):
         expert_sharding: ExpertSharding | None = None,
         rngs: nnx.Rngs,
     ):
+        check_routing(routing)
         self.routing, self.bits, self.dtype = routing, bits, dtype
         self.expert_sharding = expert_sharding
         if expert_sharding is not None:

@@ -323,6 +323,11 @@ def test_ops_without_a_ragged_dot_are_named():
         jax.eval_shape(layer.init, jax.random.key(0), X)
 
 
+def test_a_number_of_experts_is_no_routing():
+    with pytest.raises(TypeError, match=r"takes a Routing, .*; got 8"):
+        jax.eval_shape(MoEMLP(8, F).init, jax.random.key(0), X)
+
+
 @pytest.mark.exhaustive
 def test_training_reaches_the_loss_of_float_experts():
     """Students of a teacher with noise, on the same new tokens in each step."""

@@ -149,3 +149,8 @@ def test_layers_of_a_stack_have_states_of_their_own():
         assert projection.dot_general.count[...].tolist() == [1, 1]
         first, second = projection.dot_general.seed[...].tolist()
         assert first != second
+
+
+def test_the_width_precedes_the_routing():
+    with pytest.raises(TypeError, match=f"takes a Routing, .*; got {D}"):
+        MoEMLP(BALANCED, D, F, rngs=nnx.Rngs(0))
