@@ -7,6 +7,7 @@ A table's place on a page is `<!-- name -->` to `<!-- end -->`.
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,31 +92,27 @@ def ratio(row: Row | None) -> str:
 
 
 def losses() -> str:
-    """The final losses of some of the pretraining runs, and what they cost."""
-    runs = result_files.runs(EXPERIMENTS, "parity")
-    names = {
-        "bf16-0": "bf16",
-        "bf16-1": "bf16, another seed",
-        "fallback-0": "`fallback`",
-        "block-0": "`block`",
-        "rowwise-0": "`rowwise`",
-        "fp8_delayed-0": "`fp8_delayed`",
-        "per_tensor-0": "`per_tensor`",
-    }
-    base = result_files.last_val_loss(runs["bf16-0"])
+    """The losses of the recipes that ran with several seeds, and what they cost."""
+    runs = result_files.runs(EXPERIMENTS / "seeds", "parity")
+    of_seeds = run_tables.by_seed(runs, result_files.last_val_loss)
     cells = []
-    for run, name in names.items():
-        loss = result_files.last_val_loss(runs[run])
+    for recipe, of_recipe in of_seeds.items():
+        difference = run_tables.relative(of_seeds, recipe, "bf16")
+        own = [runs[f"{recipe}-{seed}"] for seed in of_recipe]
+        compared = "", ""
+        if recipe != "bf16":
+            compared = run_tables.mean_and_interval(difference)
         cells.append(
             [
-                name,
-                f"{loss:.4f}",
-                "" if run == "bf16-0" else f"{loss / base - 1:+.2%}",
-                f"{runs[run]['tokens_per_s']:,.0f}",
-                f"{runs[run]['peak_bytes'] / 1e9:.1f}",
+                "bf16" if recipe == "bf16" else f"`{recipe}`",
+                f"{statistics.fmean(of_recipe.values()):.4f}",
+                *compared,
+                f"{statistics.median(run['tokens_per_s'] for run in own):,.0f}",
+                f"{max(run['peak_bytes'] for run in own) / 1e9:.1f}",
             ]
         )
-    return table(("recipe", "validation loss", "vs bf16", "tokens/s", "peak GB"), cells)
+    head = "recipe", "validation loss", "vs bf16", "95 % interval", "tokens/s"
+    return table((*head, "peak GB"), cells)
 
 
 def measured() -> str:

@@ -104,7 +104,7 @@ def paired(results: Path) -> str:
         differences = [relative(losses, recipe, "bf16") for losses in (val, late)]
         if recipe == "bf16" or min(map(len, differences)) < 2:
             continue
-        cells = [cell for x in differences for cell in (_mean(x), _interval(x))]
+        cells = [cell for x in differences for cell in mean_and_interval(x)]
         rows.append([recipe, str(len(differences[0])), *cells])
     interval = "95 % interval"
     head = "recipe", "seeds", "validation loss vs bf16", interval
@@ -146,18 +146,15 @@ def relative(
     return np.array([own[seed] / base[seed] - 1 for seed in own if seed in base])
 
 
-def _mean(x: np.ndarray) -> str:
-    return f"{x.mean():+.3%}"
+def mean_and_interval(x: np.ndarray) -> tuple[str, str]:
+    """The mean of relative differences, and its 95 % confidence interval."""
+    return f"{x.mean():+.3%}", f"± {_half_interval(x):.3%}"
 
 
 def _half_interval(x: np.ndarray) -> float:
     """Half of the mean's 95 % confidence interval, by Student's t distribution."""
     error = x.std(ddof=1) / math.sqrt(len(x))
     return float(stats.t.ppf(0.975, len(x) - 1) * error)
-
-
-def _interval(x: np.ndarray) -> str:
-    return f"± {_half_interval(x):.3%}"
 
 
 def cost(results: Path) -> str:
