@@ -122,7 +122,7 @@ def gelu(x: jax.Array, approximate: bool = True, *, bits: int = 10) -> jax.Array
       TypeError: x has another dtype.
       ValueError: x has no axis, or ``bits`` is out of range.
     """
-    _check(bits, x=x)
+    check_operands(bits, x=x)
     function = functools.partial(jax.nn.gelu, approximate=approximate)
     return _pointwise(
         function, lambda x: fused_reference.with_slope(function, x)[1:], bits, x
@@ -183,7 +183,7 @@ def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _check_gate(bits: int, gate: jax.Array, up: jax.Array) -> None:
-    _check(bits, gate=gate, up=up)
+    check_operands(bits, gate=gate, up=up)
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(
             "gate and up must have the same shape and dtype; got "
@@ -197,7 +197,8 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits must be an integer from 4 to 12; got {bits!r}")
 
 
-def _check(bits: int, **operands: jax.Array) -> None:
+def check_operands(bits: int, **operands: jax.Array) -> None:
+    """Raises the errors that the layers document, of operands by name."""
     check_bits(bits)
     for name, x in operands.items():
         if x.dtype not in DTYPES:
@@ -217,7 +218,7 @@ class NormSpec(NamedTuple):
 def _norm(
     spec: NormSpec, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
 ) -> jax.Array:
-    _check(spec.bits, x=x)
+    check_operands(spec.bits, x=x)
     for name, parameter in (("scale", scale), ("bias", bias)):
         if parameter is not None and parameter.shape != x.shape[-1:]:
             raise ValueError(

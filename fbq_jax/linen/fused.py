@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import Variable
 
-from fbq_jax.core import fused_layers, threshold
+from fbq_jax.core import fused_layers, nonlinear, threshold
 from fbq_jax.core.dimension_numbers import row_shape
 from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.fused_layers import FusedSpec
@@ -43,8 +43,10 @@ class NormDense(nn.Module):
       dot_general: sets the recipe, the collection of the state and the implementation.
 
     Raises:
-      TypeError: ``dot_general`` is not a ``FallbackDot``.
-      ValueError: the recipe cannot be fused (``fbq_jax.fuses``).
+      TypeError: ``dot_general`` is not a ``FallbackDot``, or the dtype of the
+        computation is not bfloat16, float16 or float32.
+      ValueError: the recipe cannot be fused (``fbq_jax.fuses``), or ``bits`` is out of
+        range.
 
     >>> layer = NormDense(8)
     >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 16)))
@@ -64,8 +66,8 @@ class NormDense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., K]`` to ``[..., N]``."""
-        _check(self.dot_general)
         x = x.astype(self.dtype or x.dtype)
+        _check(self, x)
         norm_scale = _Scale(self.param_dtype, name="norm")(x.shape[-1])
         dense = _Projection(
             self.param_dtype,
@@ -97,8 +99,10 @@ class GatedMLP(nn.Module):
       dot_general: sets the recipe, the collection of the state and the implementation.
 
     Raises:
-      TypeError: ``dot_general`` is not a ``FallbackDot``.
-      ValueError: the recipe cannot be fused (``fbq_jax.fuses``).
+      TypeError: ``dot_general`` is not a ``FallbackDot``, or the dtype of the
+        computation is not bfloat16, float16 or float32.
+      ValueError: the recipe cannot be fused (``fbq_jax.fuses``), or ``bits`` is out of
+        range.
 
     >>> layer = GatedMLP(24)
     >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 16)))
@@ -118,8 +122,9 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., K]`` to the same shape."""
-        _check(self.dot_general)
-        x, size = x.astype(self.dtype or x.dtype), x.shape[-1]
+        x = x.astype(self.dtype or x.dtype)
+        _check(self, x)
+        size = x.shape[-1]
         norm_scale = _Scale(self.param_dtype, name="norm")(size)
         shapes = {"gate_up": (size, 2, self.hidden), "down": (self.hidden, size)}
         projections = [
@@ -255,8 +260,9 @@ def _as_matrices(weight: jax.Array | Quantized) -> jax.Array | Quantized:
     return weight if isinstance(weight, Quantized) else _as_matrix(weight)[None]
 
 
-def _check(dot: FallbackDot) -> None:
+def _check(module: NormDense | GatedMLP, x: jax.Array) -> None:
     """Raises the errors that the fused modules document."""
+    dot = module.dot_general
     check_no_recipe(dot)
     if not isinstance(dot, FallbackDot):
         raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
@@ -267,3 +273,4 @@ def _check(dot: FallbackDot) -> None:
             "no equalize, no drhs.fallback, no drhs.hadamard and "
             f"where_slower='quantize'; got {describe_recipe(dot.recipe)}"
         )
+    nonlinear.check_operands(module.bits, x=x)

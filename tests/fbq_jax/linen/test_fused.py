@@ -147,3 +147,18 @@ def test_a_recipe_that_cannot_be_fused_is_named():
     dot = FallbackDot(recipes.fallback_rowwise_bwd)
     with pytest.raises(ValueError, match="takes a recipe with INT8 block scales in "):
         NormDense(8, dot_general=dot).init(jax.random.key(0), jnp.ones((2, 8)))
+
+
+@pytest.mark.parametrize("layer", [NormDense(8), GatedMLP(8)])
+def test_other_dtypes_are_named(layer):
+    """A kernel as integers would be zeros."""
+    with pytest.raises(TypeError, match="x is int32; this layer takes bfloat16"):
+        layer.init(jax.random.key(0), jnp.ones((2, 8), jnp.int32))
+    with pytest.raises(TypeError, match="x is float8_e4m3fn; this layer takes"):
+        layer.clone(dtype="float8_e4m3fn").init(jax.random.key(0), jnp.ones((2, 8)))
+
+
+@pytest.mark.parametrize("layer", [NormDense(8, bits=3), GatedMLP(8, bits=16)])
+def test_bits_out_of_range_are_named(layer):
+    with pytest.raises(ValueError, match="an integer from 4 to 12; got "):
+        layer.init(jax.random.key(0), jnp.ones((2, 8)))
