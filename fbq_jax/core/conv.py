@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dimension_numbers import DimensionNumbers, check_arrays
 from fbq_jax.core.einsum import before_transposing
 
 
@@ -67,11 +67,13 @@ def conv_general_dilated(
       out_sharding: the output's sharding over explicit mesh axes, for one group only.
 
     Raises:
-      TypeError: the shapes do not fit, as in ``lax.conv_general_dilated``.
+      TypeError: an operand is not an array, or the shapes do not fit, as in
+        ``lax.conv_general_dilated``.
       ValueError: the shapes do not fit, as in ``lax.conv_general_dilated``; or
         ``batch_group_count`` is not 1, no window fits the padded input, or
         ``out_sharding`` is set and there are several feature groups.
     """
+    check_arrays(lhs=lhs, rhs=rhs)
     _check_groups(feature_group_count, batch_group_count, out_sharding)
     lhs_spec, rhs_spec, out_spec = lax.conv_dimension_numbers(
         lhs.shape, rhs.shape, dimension_numbers

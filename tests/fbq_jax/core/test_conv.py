@@ -456,6 +456,8 @@ def test_unsupported_layers_and_dtypes_are_named():
         local.init(jax.random.key(0), jnp.ones((1, 8, 3)))
     with pytest.raises(TypeError, match="lhs is int8; a quantized dot takes bfloat16"):
         fallback_conv(jnp.ones((1, 2, 4), "int8"), jnp.ones((3, 2, 1)), (1,), "SAME")
+    with pytest.raises(TypeError, match="lhs is a list; a quantized dot takes arrays"):
+        fallback_conv([[[1.0]]], jnp.ones((1, 1, 1)), (1,), "SAME")
     with pytest.raises(TypeError, match="FallbackConv takes a dot_general, such as "):
         FallbackConv(recipes.block)
 
