@@ -105,10 +105,14 @@ def unpack(planes: tuple[jax.Array, ...], size: int, bits: int) -> jax.Array:
 def _split_groups(x: jax.Array, size: int, width: int) -> list[jax.Array]:
     """Splits ``[..., size * width / 8]`` into groups ``[..., g, n]``.
 
-    The first array holds the full groups; a second one holds a shorter last group.
+    The first array holds the full groups, if there are any; the last one holds a
+    shorter last group.
     """
     full, n = size // GROUP, GROUP * width // 8
-    groups = [x[..., : full * n].reshape(*x.shape[:-1], full, n)]
+    groups = []
+    # JAX cannot reshape a sharded array to no groups; a size may also be symbolic.
+    if not (isinstance(size, int) and 0 < size < GROUP):
+        groups.append(x[..., : full * n].reshape(*x.shape[:-1], full, n))
     if size % GROUP:
         groups.append(x[..., None, full * n :])
     return groups

@@ -15,6 +15,7 @@ from fbq_jax.core.dimension_numbers import (
 )
 from fbq_jax.core.expert_exchange import ExchangedGroups
 from fbq_jax.recipes.schema import check_no_recipe
+from fbq_jax.sharding.explicit_axes import automatic
 
 
 class DotCall(NamedTuple):
@@ -189,27 +190,32 @@ def ragged_dot_of(dot_general: object) -> Callable[..., jax.Array]:
 
 
 def compute_as_matrices(
-    matmul: Callable[[jax.Array, jax.Array, Any], jax.Array],
+    matmul: Callable[..., jax.Array],
     lhs: jax.Array,
     rhs: jax.Array,
     call: DotCall,
+    *state: Any,
 ) -> jax.Array:
     """``lax.dot_general(lhs, rhs, ...)`` computed by ``matmul``.
 
     Args:
-      matmul: maps ``[B, M, K]``, ``[B, K, N]`` and the output's dtype to ``[B, M, N]``.
+      matmul: maps ``[B, M, K]``, ``[B, K, N]``, the output's dtype and ``*state`` to
+        ``[B, M, N]``.
       lhs: bfloat16, float16 or float32.
       rhs: bfloat16, float16 or float32.
       call: the other arguments.
+      *state: trees of arrays.
 
     Raises:
       TypeError: an operand or the output has another dtype.
       ValueError: the call asks for a precision, or the dimensions do not fit.
     """
-    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
-    out = call._replace(out_sharding=None).output(*shapes)
-    matrices = as_matrices(lhs, rhs, call.dimension_numbers)
-    y = matmul(*matrices, out.dtype).reshape(out.shape)
-    if call.out_sharding is None:
-        return y
-    return jax.sharding.reshard(y, call.out_sharding)
+    out = call.output(lhs, rhs)
+
+    def multiply(
+        lhs: jax.Array, rhs: jax.Array, state: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[()]]:
+        matrices = as_matrices(lhs, rhs, call.dimension_numbers)
+        return matmul(*matrices, out.dtype, *state).reshape(out.shape), ()
+
+    return automatic(multiply, out)(lhs, rhs, state)[0]

@@ -92,10 +92,12 @@ def dot_general(
     The gradient with respect to ``scalings`` is the new state (see ``matmul``).
     """
 
-    def multiply(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    def multiply(
+        x: jax.Array, w: jax.Array, dtype: Any, scalings: Scalings
+    ) -> jax.Array:
         return matmul(Spec(dtype, x.dtype, w.dtype), x, w, scalings)
 
-    return compute_as_matrices(multiply, lhs, rhs, call)
+    return compute_as_matrices(multiply, lhs, rhs, call, scalings)
 
 
 class Spec(NamedTuple):

@@ -34,6 +34,7 @@ from fbq_jax.int8_flow.operators import (
 from fbq_jax.int8_flow.self_attention import SelfAttention
 from fbq_jax.kernels import rounding
 from fbq_jax.recipes.schema import BLOCK_SIDES
+from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying, device_seed, warn_of_copies
 
 # Above the streams of the operators, which count from 0.
@@ -177,7 +178,7 @@ def apply(
       block: the side of the square blocks that share a scale: 32, 64, 128 or 256.
 
     Returns:
-      The output, ``[..., N]`` in x's dtype.
+      The output, ``[..., N]`` in x's dtype, over explicit mesh axes sharded like x.
 
     Raises:
       TypeError: x has another dtype.
@@ -195,11 +196,17 @@ def apply(
         raise TypeError(f"x is {x.dtype}; the INT8 data flow takes {DTYPE_NAMES}")
     if block not in BLOCK_SIDES:
         raise ValueError(f"block must be one of {BLOCK_SIDES}; got {block!r}")
+
+    def run(
+        params: Params, x: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, tuple[()]]:
+        params, x = as_varying((params, x))
+        matrix = x.reshape(1, -1, x.shape[-1])
+        y = _apply(operator, block, params, matrix, device_seed(seed, x))
+        return y.reshape(*x.shape[:-1], y.shape[-1]), ()
+
     params = jax.tree.map(lambda p: p.astype(jnp.float32), dict(params))
-    params, x = as_varying((params, x))
-    seed = device_seed(seed, x)
-    y = _apply(operator, block, params, x.reshape(1, -1, x.shape[-1]), seed)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return automatic(run, jax.eval_shape(lambda x: x, x))(params, x, seed)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

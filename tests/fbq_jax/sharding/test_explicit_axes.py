@@ -1,0 +1,74 @@
+"""Layers other than ``FallbackDot`` over explicit mesh axes: one device's numbers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from fbq_jax import (
+    Fp8Dot,
+    Int8Attention,
+    Int8MLP,
+    Int8Sequential,
+    SmoothSwiGLU,
+    fp8_dot,
+    llm_int8_dot,
+)
+from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices
+
+pytestmark = needs_devices
+
+X = jax.random.normal(jax.random.key(0), (4, 32, 128))
+W = jax.random.normal(jax.random.key(1), (128, 64))
+
+
+def grads_of(layer, variables, x):
+    """The gradients of all floats."""
+
+    def loss(args):
+        return jnp.sum(jnp.sin(layer.apply(*args, mutable=["fallback"])[0]))
+
+    grads = jax.jit(jax.grad(loss, allow_int=True))((variables, x))
+    return jax.tree.map(lambda g: g if g.dtype == jnp.float32 else None, grads)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dense(32, dot_general=llm_int8_dot),
+        nn.Dense(32, dot_general=fp8_dot),
+        Int8Sequential([Int8Attention(4), Int8MLP(48)]),
+        SmoothSwiGLU(48, smooth="per_token"),
+    ],
+    ids=["llm_int8", "fp8", "int8_flow", "smooth_swiglu"],
+)
+def test_a_sharded_batch(layer):
+    variables = jax.jit(layer.init)(jax.random.key(2), X)
+    want = grads_of(layer, variables, X)
+    mesh = mesh_of(AxisType.Explicit, data=2, tensor=2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data", None, None))
+        got = grads_of(layer, variables, x)
+        assert jax.typeof(got[1]).sharding.spec == P("data", None, None)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("dot", [llm_int8_dot, Fp8Dot(scaling="current")])
+def test_sharded_columns_and_a_sharded_contraction(dot):
+    dims = (((2,), (0,)), ((), ()))
+    mesh = mesh_of(AxisType.Explicit, data=2, tensor=2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data", None, None))
+        w = jax.device_put(W, P(None, "tensor"))
+        y = jax.jit(lambda x, w: dot(x, w, dims))(x, w)
+        assert jax.typeof(y).sharding.spec == P("data", None, "tensor")
+        x = jax.device_put(X, P("data", None, "tensor"))
+        w = jax.device_put(W, P("tensor", None))
+        z = jax.jit(lambda x, w: dot(x, w, dims, out_sharding=P("data", None, None)))(
+            x, w
+        )
+        assert jax.typeof(z).sharding.spec == P("data", None, None)
+    want = dot(X, W, dims)
+    assert_close((y, z), (want, want))
