@@ -253,6 +253,8 @@ def ragged_contraction(
         is_valid = (tile[2] >= 0) & (tile[2] < size)
         return lax.cond(is_valid, add, lambda sums, _: sums, sums, tile), None
 
-    shape = (size, lhs.codes.shape[1], rhs.codes.shape[1])
-    sums = jnp.zeros(shape, jnp.float32)
+    # An empty sum over the operands varies over the mesh axes of their product.
+    zero = jnp.sum(lhs.scales[:0]) + jnp.sum(rhs.scales[:0])
+    zero += jnp.sum(groups[:0]).astype(jnp.float32)
+    sums = jnp.broadcast_to(zero, (size, lhs.codes.shape[1], rhs.codes.shape[1]))
     return lax.scan(add_tile, sums, (lhs, rhs, groups))[0].astype(dtype)

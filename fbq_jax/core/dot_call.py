@@ -16,6 +16,7 @@ from fbq_jax.core.dimension_numbers import (
 from fbq_jax.core.expert_exchange import ExchangedGroups
 from fbq_jax.recipes.schema import check_no_recipe
 from fbq_jax.sharding.explicit_axes import automatic
+from fbq_jax.sharding.manual_axes import as_varying
 
 
 class DotCall(NamedTuple):
@@ -215,7 +216,7 @@ def compute_as_matrices(
     def multiply(
         lhs: jax.Array, rhs: jax.Array, state: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[()]]:
-        matrices = as_matrices(lhs, rhs, call.dimension_numbers)
+        matrices = as_varying(as_matrices(lhs, rhs, call.dimension_numbers))
         return matmul(*matrices, out.dtype, *state).reshape(out.shape), ()
 
     return automatic(multiply, out)(lhs, rhs, state)[0]

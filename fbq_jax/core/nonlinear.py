@@ -36,6 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
 from fbq_jax.kernels import fused_reference, packing
 from fbq_jax.ops import dispatch
+from fbq_jax.sharding.manual_axes import as_varying
 
 # The checkpoint_name of the values saved for the backward pass.
 SAVED_NAME = "fbq_nonlinear"
@@ -146,6 +147,7 @@ def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:
         out of range.
     """
     _check_gate(bits, gate, up)
+    gate, up = as_varying((gate, up))
     return _pointwise(_silu_times, fused_reference.silu_factors, bits, gate, up)
 
 
@@ -175,6 +177,7 @@ def gelu_gate(
         value, slope = fused_reference.with_slope(function, gate)
         return up.astype(jnp.float32) * slope, value
 
+    gate, up = as_varying((gate, up))
     return _pointwise(lambda gate, up: function(gate) * up, factors, bits, gate, up)
 
 
@@ -231,7 +234,7 @@ def _norm(
 
     # The derivative of each cast gives a gradient the dtype of its operand.
     row = None if scale is None else as_row(scale)
-    y = _scaled_norm(spec, x.astype(jnp.float32), row)
+    y = _scaled_norm(spec, *as_varying((x.astype(jnp.float32), row)))
     if bias is not None:
         y += as_row(bias)
     return y.astype(x.dtype)

@@ -12,11 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from fbq_jax import (
     FallbackDot,
+    Fp8Dot,
     GatedMLP,
     Int8MLP,
     Recipe,
     dot_general,
     fallback_stats,
+    llm_int8_dot,
+    nonlinear,
     ragged_dot,
 )
 from fbq_jax.sharding import layer_names
@@ -184,6 +187,7 @@ LAYERS = {
     ("name", "layer"),
     [
         ("unchecked", "ragged_dot"),
+        ("shard_map", "ragged_dot"),
         pytest.param("shard_map", "Dense", marks=pytest.mark.exhaustive),
         pytest.param("unchecked", "Dense", marks=pytest.mark.exhaustive),
         pytest.param("shard_map", "GatedMLP", marks=pytest.mark.exhaustive),
@@ -216,3 +220,23 @@ def test_state_is_replicated_once_it_is_averaged():
     stats = fallback_stats(state)["(root)"]
     assert stats.count == 2
     assert 1.0 < stats.theta < 40.0
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, w: nonlinear.rms_norm(x, w[:, 0]),
+        lambda x, w: nonlinear.silu_gate(x, jnp.broadcast_to(w[:, 0], x.shape)),
+        lambda x, w: llm_int8_dot(x, w, DIMS),
+        lambda x, w: Fp8Dot(scaling="current")(x, w, DIMS),
+    ],
+    ids=["norm", "gate", "llm_int8", "fp8"],
+)
+def test_the_gradient_of_a_copied_parameter_is_summed(layer):
+    def grad(x, w):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(layer(x, w))))(w)
+
+    mesh = mesh_of(data=DEVICES)
+    mapped = jax.shard_map(grad, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    got, want = jax.jit(mapped)(COPIES, W), DEVICES * jax.jit(grad)(X, W)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
