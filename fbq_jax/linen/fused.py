@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.core.scope import Variable
 
 from fbq_jax.core import fused_layers, nonlinear, threshold
-from fbq_jax.core.dimension_numbers import row_shape
+from fbq_jax.core.dimension_numbers import Operand, row_shape
 from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.fused_layers import FusedSpec
 from fbq_jax.core.nonlinear import NormSpec
@@ -203,9 +203,11 @@ def _dense_output(
 ) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding of ``nn.Dense``'s output."""
     if isinstance(weight, Quantized):
-        return jax.ShapeDtypeStruct((*x.shape[:-1], features), x.dtype)
+        kernel: Operand = jax.ShapeDtypeStruct((x.shape[-1], features), x.dtype)
+    else:
+        kernel = weight
     contract_last = ((x.ndim - 1,), (0,)), ((), ())
-    return DotCall(contract_last).output(x, weight)
+    return DotCall(contract_last).output(x, kernel)
 
 
 def _run(

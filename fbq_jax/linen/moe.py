@@ -10,6 +10,7 @@ from flax import linen as nn
 from fbq_jax.core.expert_plan import Exchange, ExpertSharding
 from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
 from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.ragged_dot import check_automatic
 from fbq_jax.core.routing import (
     Routes,
     Routing,
@@ -74,8 +75,8 @@ class MoEMLP(nn.Module):
     Raises:
       TypeError: ``routing`` is not a ``Routing``, or ``dot_general`` has no
         ``ragged_dot``.
-      ValueError: in a call, the routing has a bias that is in no collection, or the
-        mesh does not fit ``expert_sharding``.
+      ValueError: in a call, the routing has a bias that is in no collection, the mesh
+        does not fit ``expert_sharding``, or x is sharded over explicit mesh axes.
 
     >>> from fbq_jax import fallback_dot
     >>> layer = MoEMLP(Routing(num_experts=8), hidden=32, dot_general=fallback_dot)
@@ -103,6 +104,7 @@ class MoEMLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., D]`` to the same shape."""
         check_routing(self.routing)
+        check_automatic(x)
         tokens, size = x.reshape(-1, x.shape[-1]), x.shape[-1]
         router = _Router(
             self.routing.num_experts, self.param_dtype, self.router_init, name="router"

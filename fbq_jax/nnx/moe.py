@@ -8,6 +8,7 @@ from flax import nnx
 
 from fbq_jax.core.expert_plan import Exchange, ExpertSharding
 from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
+from fbq_jax.core.ragged_dot import check_automatic
 from fbq_jax.core.routing import (
     Routes,
     Routing,
@@ -71,6 +72,8 @@ class MoEMLP(nnx.Module):
 
     Raises:
       TypeError: ``routing`` is not a ``Routing``.
+      ValueError: in a call, the mesh does not fit ``expert_sharding``, or x is sharded
+        over explicit mesh axes.
 
     >>> from fbq_jax import Routing, recipes
     >>> layer = MoEMLP(
@@ -132,6 +135,7 @@ class MoEMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., D]`` to the same shape."""
+        check_automatic(x)
         tokens = x.reshape(-1, x.shape[-1])
         routes, plan = self._route(self.router(tokens))
         y = expert_mlp(

@@ -1,4 +1,4 @@
-"""Layers other than ``FallbackDot`` over explicit mesh axes: one device's numbers."""
+"""Layers over explicit mesh axes, other than those with a ``FallbackDot``."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import (
+    FallbackDot,
     Fp8Dot,
     Int8Attention,
     Int8MLP,
     Int8Sequential,
+    MoEMLP,
+    NormDense,
+    Recipe,
+    Routing,
     SmoothSwiGLU,
     fp8_dot,
+    freeze,
     llm_int8_dot,
 )
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices
@@ -72,3 +78,25 @@ def test_sharded_columns_and_a_sharded_contraction(dot):
         assert jax.typeof(z).sharding.spec == P("data", None, None)
     want = dot(X, W, dims)
     assert_close((y, z), (want, want))
+
+
+def test_a_frozen_norm_and_dense():
+    layer = NormDense(64, dot_general=FallbackDot(Recipe(block=32)))
+    x = X.reshape(128, 128)
+    variables = jax.jit(layer.init)(jax.random.key(2), x)
+    _, state = jax.jit(lambda v: layer.apply(v, x, mutable=["fallback"]))(variables)
+    frozen = freeze(layer, {**variables, **state}, x)
+    want = jax.jit(layer.apply)(frozen, x)
+    with jax.set_mesh(mesh_of(AxisType.Explicit, data=2, tensor=2)):
+        sharded = jax.device_put(x, P("data", None))
+        got = jax.jit(layer.apply)(frozen, sharded)
+        assert jax.typeof(got).sharding.spec == P("data", None)
+    assert_close(got, want)
+
+
+def test_tokens_of_experts_are_named():
+    layer = MoEMLP(Routing(4), 32)
+    with jax.set_mesh(mesh_of(AxisType.Explicit, data=2, tensor=2)):
+        x = jax.device_put(X, P("data", None, None))
+        with pytest.raises(ValueError, match=r"not sharded over explicit .*32\[4@data"):
+            jax.eval_shape(layer.init, jax.random.key(0), x)
