@@ -28,6 +28,7 @@ LONGEST = {
     DOCS / "integrations/serving-engines.md",
     DOCS / "methods/fallback.md",
     DOCS / "methods/jetfire.md",
+    DOCS / "methods/llm-int8.md",
     DOCS / "numerics.md",
     DOCS / "quickstart.md",
 }

@@ -23,6 +23,7 @@ from fbq_jax import (
     llm_int8_dot,
 )
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices
+from tests.marks import with_first_fast
 
 pytestmark = needs_devices
 
@@ -42,13 +43,17 @@ def grads_of(layer, variables, x):
 
 @pytest.mark.parametrize(
     "layer",
-    [
-        nn.Dense(32, dot_general=llm_int8_dot),
-        nn.Dense(32, dot_general=fp8_dot),
-        Int8Sequential([Int8Attention(4), Int8MLP(48)]),
-        SmoothSwiGLU(48, smooth="per_token"),
-    ],
-    ids=["llm_int8", "fp8", "int8_flow", "smooth_swiglu"],
+    with_first_fast(
+        [
+            nn.Dense(32, dot_general=llm_int8_dot),
+            nn.Dense(32, dot_general=fp8_dot),
+            Int8MLP(48),
+            Int8Sequential([Int8Attention(4), Int8MLP(48)]),
+            SmoothSwiGLU(48, smooth="per_token"),
+        ],
+        fast=2,
+    ),
+    ids=["llm_int8", "fp8", "int8_mlp", "int8_attention", "smooth_swiglu"],
 )
 def test_a_sharded_batch(layer):
     variables = jax.jit(layer.init)(jax.random.key(2), X)
