@@ -97,14 +97,14 @@ def losses() -> str:
     of_seeds = run_tables.by_seed(runs, result_files.last_val_loss)
     cells = []
     for recipe, of_recipe in of_seeds.items():
-        difference = run_tables.relative(of_seeds, recipe, "bf16")
         own = [runs[f"{recipe}-{seed}"] for seed in of_recipe]
-        compared = "", ""
+        name, compared = recipe, ("", "")
         if recipe != "bf16":
-            compared = run_tables.mean_and_interval(difference)
+            difference = run_tables.relative(of_seeds, recipe, "bf16")
+            name, compared = f"`{recipe}`", run_tables.mean_and_interval(difference)
         cells.append(
             [
-                "bf16" if recipe == "bf16" else f"`{recipe}`",
+                name,
                 f"{statistics.fmean(of_recipe.values()):.4f}",
                 *compared,
                 f"{statistics.median(run['tokens_per_s'] for run in own):,.0f}",
