@@ -163,6 +163,12 @@ def _choice(
     return Choice(op.name, name, reason, op.backend(name, sides))
 
 
+def is_reference_by_default(choice: Choice, implementation: str | None) -> bool:
+    """Whether a choice is the reference, which nobody asked for."""
+    asked = implementation or os.environ.get(ENVIRONMENT_VARIABLE)
+    return choice.implementation == "reference" and not asked
+
+
 def warn_of_reference(
     choice: Choice,
     sides: Sequence[int],
@@ -176,9 +182,7 @@ def warn_of_reference(
     ``choose``.
     """
     platform = jax.default_backend()
-    slow = choice.implementation == "reference" and platform != "cpu"
-    asked = implementation or os.environ.get(ENVIRONMENT_VARIABLE)
-    if not slow or asked:
+    if not is_reference_by_default(choice, implementation) or platform == "cpu":
         return
     affected = (
         op.name

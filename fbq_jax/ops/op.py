@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax import export, lax
 
-from fbq_jax.ops.platform import call_kernel
+from fbq_jax.ops.platform import call_kernel, warn_elsewhere
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.manual_axes import varying_axes
 from fbq_jax.sharding.rule_language import ShardingRule
@@ -118,11 +118,19 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class LocalOp:
-    """One implementation of an op, run on one device."""
+    """One implementation of an op, run on one device.
+
+    Attributes:
+      op: the op.
+      implementation: the name of the implementation.
+      block_shape: the shape of a block; empty without blocks.
+      warns_elsewhere: whether to warn if a program for another platform contains it.
+    """
 
     op: Op
     implementation: str
     block_shape: tuple[int, ...]
+    warns_elsewhere: bool = False
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Runs the op."""
@@ -130,7 +138,10 @@ class LocalOp:
         # No kernel starts on empty operands.
         is_empty = any(x.size == 0 for x in jax.tree.leaves(operands))
         if self.implementation == "reference" or is_empty:
-            return self.op.reference(*operands, **options)
+            results = self.op.reference(*operands, **options)
+            if self.warns_elsewhere:
+                return warn_elsewhere(self.op.name, results)
+            return results
         for size in (size for x in jax.tree.leaves(operands) for size in x.shape):
             if export.is_symbolic_dim(size):
                 raise ValueError(

@@ -1,17 +1,20 @@
-"""Calls that run a kernel on an accelerator, and the reference on a CPU.
+"""What depends on the platform that a program is lowered for, not on this machine.
 
+``call_kernel`` runs a kernel on an accelerator, and the reference on a CPU.
 ``jax.lax.platform_dependent`` does the same, but traces both.  The reference consists
 of some hundred operations, so tracing it takes most of the time to trace a layer; here,
 it is traced when a program is lowered for a CPU.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+
+from fbq_jax.sharding.layer_names import warn_first
 
 _call_p = Primitive("kernel_or_reference")
 _call_p.multiple_results = True
@@ -83,3 +86,43 @@ mlir.register_lowering(_call_p, mlir.lower_fun(_call_kernel, multiple_results=Tr
 mlir.register_lowering(
     _call_p, mlir.lower_fun(_call_reference, multiple_results=True), platform="cpu"
 )
+
+
+_reference_p = Primitive("reference_result")
+
+
+def warn_elsewhere(op: str, results: Any) -> Any:
+    """The results of ``jax.numpy`` code that this machine chose, for want of a GPU.
+
+    Warns, once for each platform, if a program for an accelerator contains the code.
+
+    Args:
+      op: the name of the op.
+      results: a tree of arrays.
+    """
+    first, *others = jax.tree.leaves(results)
+    return jax.tree.unflatten(
+        jax.tree.structure(results), [_reference_p.bind(first, op=op), *others]
+    )
+
+
+_reference_p.def_abstract_eval(lambda x, **_: x)
+_reference_p.def_impl(lambda x, **_: x)
+
+
+def _lower_reference(
+    context: mlir.LoweringRuleContext, x: Any, *, op: str
+) -> Sequence[Any]:
+    for platform in context.module_context.platforms:
+        if platform != "cpu":
+            warn_first(
+                ("reference elsewhere", platform),
+                f"{op} and other ops are jax.numpy code in this program for {platform},"
+                " many times slower than kernels, because this machine has no such "
+                "device: export it on one that has, or ask for this code with "
+                "implementation='reference'",
+            )
+    return [x]
+
+
+mlir.register_lowering(_reference_p, _lower_reference)

@@ -78,7 +78,9 @@ def call(
     if options.get("hadamard"):
         dispatch.warn_of_transforms()
     record_layer(op.name, operands)
-    run = LocalOp(op, choice.implementation, tuple(block_shape))
+    has_no_device = jax.default_backend() == "cpu"
+    warns = has_no_device and dispatch.is_reference_by_default(choice, implementation)
+    run = LocalOp(op, choice.implementation, tuple(block_shape), warns_elsewhere=warns)
     number = None
     if (plan := propagation.current()) is not None:
         number = plan.next_call(

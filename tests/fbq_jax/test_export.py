@@ -264,3 +264,19 @@ def test_frozen_variables_are_an_argument_of_a_serialized_function():
     loaded = export.deserialize(exported.serialize())
     np.testing.assert_array_equal(loaded.call(frozen, x), layer.apply(frozen, x))
     assert loaded.in_tree == exported.in_tree
+
+
+@pytest.mark.usefixtures("every_cause_warns")
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_reference_for_an_accelerator_is_exported_with_a_warning(platform):
+    x = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+
+    def exported(**options):
+        dot = functools.partial(dot_general, dimension_numbers=MATMUL, **options)
+        return export.export(jax.jit(lambda x: dot(x, x.T)), platforms=[platform])(x)
+
+    exported(implementation="reference")  # asked for
+    with pytest.warns(UserWarning, match="jax.numpy code in this program for") as found:
+        exported()
+    assert len(found) == 1
+    assert platform in str(found[0].message)

@@ -414,6 +414,7 @@ def program(recipe, mesh, *, grad=False):
     ("platform", "exchange"),
     rows_with_first_fast([("cuda", "all_to_all"), ("tpu", "ragged_all_to_all")]),
 )
+@pytest.mark.usefixtures("reference_everywhere")
 def test_tokens_are_sent_as_codes(recipe, sent, platform, exchange):
     """What returns is the experts' output."""
     mesh = mesh_of(expert=4)
@@ -432,6 +433,7 @@ def test_tokens_are_sent_as_codes(recipe, sent, platform, exchange):
         (recipes.block, ["s8 256", "s8 64", "bf16 256", "s8 256", "bf16 256"]),
     ],
 )
+@pytest.mark.usefixtures("reference_everywhere")
 def test_compiled_programs_send_codes(recipe, sent):
     """A training step on four H200s, in order: X, Y, dY and dX, and no other tokens."""
     mesh = h200s(4, "expert")

@@ -28,6 +28,7 @@ def compile_for_gpus(function, *shapes):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("reference_everywhere")
 @pytest.mark.parametrize("op", with_first_fast(["quantize_vectors", "matmul"]))
 def test_results_can_be_broadcast(op):
     """XLA for GPUs rewrites such a broadcast before Shardy sees it."""
@@ -47,6 +48,7 @@ def test_results_can_be_broadcast(op):
 
 @pytest.mark.exhaustive
 @needs_compiler
+@pytest.mark.usefixtures("reference_everywhere")
 def test_a_gradient_from_codes_compiles():
     def step(x, w, dy):
         return product(x[0], w[0], dy[0], recipe=recipes.switchback_m)
@@ -71,6 +73,7 @@ def test_kernels_on_shards_compile(monkeypatch, name):
 
 @pytest.mark.exhaustive
 @needs_compiler
+@pytest.mark.usefixtures("reference_everywhere")
 def test_fp8_codes_travel_as_fp8():
     """Those of W, for Y and for dX; X and dY stay on their devices."""
     mesh = h200s(4, "fsdp")
