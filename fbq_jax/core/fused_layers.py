@@ -76,7 +76,14 @@ def fuses(recipe: Recipe) -> bool:
     X and, in dX, for dY; and nearest rounding of X in the forward GEMM.  In dW, nothing
     falls back and nothing is transformed.  They always quantize: ``where_slower`` is
     ``"quantize"``.  They do not equalize.
+
+    Raises:
+      TypeError: ``recipe`` is not a ``Recipe``.
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"fuses takes a Recipe, such as fbq_jax.recipes.fallback; got {recipe!r}"
+        )
     return (
         (recipe.in_blocks or _in_row_blocks(recipe))
         and not recipe.equalize

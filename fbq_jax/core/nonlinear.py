@@ -204,6 +204,11 @@ def check_operands(bits: int, **operands: jax.Array) -> None:
     """Raises the errors that the layers document, of operands by name."""
     check_bits(bits)
     for name, x in operands.items():
+        if not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}; this layer takes an array of "
+                f"{DTYPE_NAMES}"
+            )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; this layer takes {DTYPE_NAMES}")
         if not x.ndim:

@@ -40,7 +40,8 @@ class Routing:
         tokens, the first ones, and the others get zeros from it; None drops no token.
 
     Raises:
-      TypeError: ``num_experts`` or ``top_k`` is not an integer.
+      TypeError: ``num_experts`` or ``top_k`` is not an integer, or another value is
+        not a number.
       ValueError: a value is out of range; or ``top_k`` is 1 with ``renormalize``, which
         makes all weights 1, so that the router has no gradient.
 
@@ -82,7 +83,11 @@ class Routing:
             )
         for name in ("bias_update_rate", "capacity_factor"):
             value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
+            if not isinstance(value, numbers.Real | None):
+                raise TypeError(
+                    f"Routing.{name} takes a positive number or None; got {value!r}"
+                )
+            if value is not None and not 0.0 < float(value) < math.inf:
                 raise ValueError(
                     f"Routing.{name} takes a positive number or None; got {value}"
                 )

@@ -158,6 +158,13 @@ def check_dropout_rate(dropout_rate: float) -> None:
         )
 
 
+def width(x: jax.Array) -> int:
+    """C of an input ``[..., C]``; raises ValueError if the input has no axis."""
+    if not x.ndim:
+        raise ValueError("x has no axis; the INT8 data flow takes [..., C]")
+    return x.shape[-1]
+
+
 def apply(
     operator: Operator,
     params: Params,
@@ -182,7 +189,7 @@ def apply(
 
     Raises:
       TypeError: x has another dtype.
-      ValueError: ``block`` is another number.
+      ValueError: x has no axis, or ``block`` is another number.
 
     >>> params = {
     ...     "norm": {"scale": jnp.ones(4), "bias": jnp.zeros(4)},
@@ -201,7 +208,7 @@ def apply(
         params: Params, x: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, tuple[()]]:
         params, x = as_varying((params, x))
-        matrix = x.reshape(1, -1, x.shape[-1])
+        matrix = x.reshape(1, -1, width(x))
         y = _apply(operator, block, params, matrix, device_seed(seed, x))
         return y.reshape(*x.shape[:-1], y.shape[-1]), ()
 

@@ -78,7 +78,11 @@ class AttentionBlock:
         return {"norm": _norm_params(size), "attention": projections}
 
     def _operator_of(self, x: jax.Array, dropout_rate: float) -> Operator:
-        """The operator for an input like ``x``."""
+        """The operator for an input like ``x``; raises ValueError if it has no T."""
+        if x.ndim < 2:
+            raise ValueError(
+                f"attention takes x [..., T, C], with T tokens; got shape {x.shape}"
+            )
         return blocks.attention(
             self.num_heads,
             x.shape[-2],

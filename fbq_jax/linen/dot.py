@@ -95,7 +95,7 @@ class FallbackDot(GroupedDot):
         HIGHEST; otherwise they are errors.
 
     Raises:
-      TypeError: ``recipe`` is not a ``Recipe``.
+      TypeError: ``recipe`` is not a ``Recipe``, or ``collection`` is not text.
       ValueError: the collection is ``"params"``, or no implementation has this name;
         or, in a call, the layer has no state and its recipe has a threshold.
 

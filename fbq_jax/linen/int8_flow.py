@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from fbq_jax.core import threshold
 from fbq_jax.int8_flow import layers as shared
-from fbq_jax.int8_flow.blocks import Chain
+from fbq_jax.int8_flow.blocks import Chain, width
 from fbq_jax.int8_flow.layers import Initializer, ParamSpec, ParamSpecs
 from fbq_jax.int8_flow.operators import Operator
 from fbq_jax.linen.dot import FallbackDot
@@ -41,7 +41,7 @@ class _Block(nn.Module):
         """
         recipe = shared.recipe_of(self.block)
         dot = FallbackDot(recipe, self.collection)
-        params = self.parameters(x.shape[-1])
+        params = self.parameters(width(x))
         variable = dot.variable(self, x)
         params = dot.check_moves(self, variable, params)
         state = threshold.canonicalize_state(variable.value)

@@ -89,7 +89,12 @@ def _report_missing(module: nn.Module, collection: str, name: str) -> None:
 
 
 def check_collection(collection: str) -> None:
-    """Raises ValueError if a layer cannot keep its state in the collection."""
+    """Raises an error if a layer cannot keep its state in the collection."""
+    if not isinstance(collection, str):
+        raise TypeError(
+            "collection= takes the name of a variable collection, such as 'fallback'; "
+            f"got {collection!r}"
+        )
     if collection == "params":
         raise ValueError(
             "collection='params' is for parameters; keep the state of FallbackDot in "

@@ -9,7 +9,7 @@ from flax import nnx
 
 from fbq_jax.core import threshold
 from fbq_jax.int8_flow import layers as shared
-from fbq_jax.int8_flow.blocks import Chain, check_dropout_rate
+from fbq_jax.int8_flow.blocks import Chain, check_dropout_rate, width
 from fbq_jax.int8_flow.layers import ParamSpec, ParamSpecs
 from fbq_jax.int8_flow.operators import Operator
 from fbq_jax.nnx.dot import FallbackDot
@@ -223,7 +223,7 @@ def _run(
     ]
     first = layers[0]  # whose name stands for all of them in warnings
     params = first.dot_general.check_moves(params)
-    with first.dot_general.named(f"nnx.{type(first).__name__} of width {x.shape[-1]}"):
+    with first.dot_general.named(f"nnx.{type(first).__name__} of width {width(x)}"):
         y = shared.run(operator, params, x, states[0], dropout_keys, block=first.block)
     for layer, state in zip(layers, states, strict=True):
         dot = layer.dot_general

@@ -347,6 +347,7 @@ X = jnp.ones((2, 8))
             for bits in (3, 13, 10.0, True, None)
         ],
         (lambda: nonlinear.gelu(X.astype(int)), TypeError, "x is int32; .* bfloat16"),
+        (lambda: nonlinear.gelu([1.0, 2.0]), TypeError, "x is a list; .* an array"),
         (lambda: nonlinear.gelu(jnp.float32(1)), ValueError, "x has no axis"),
         (lambda: nonlinear.rms_norm(X, X[0, :1]), ValueError, r"\(8,\); got \(1,\)"),
         (lambda: nonlinear.layer_norm(X, X[0], X), ValueError, "bias must have one"),

@@ -127,6 +127,12 @@ def test_numbers_are_integers(name):
         Routing(**{"num_experts": 8, name: 2.0})
 
 
+@pytest.mark.parametrize("name", ["bias_update_rate", "capacity_factor"])
+def test_factors_are_numbers(name):
+    with pytest.raises(TypeError, match=f"Routing.{name} takes .* or None; got '1'"):
+        Routing(**{"num_experts": 8, name: "1"})
+
+
 def test_capacity():
     assert Routing(8).capacity(100) is None
     assert Routing(8, capacity_factor=1.25).capacity(100) == 32  # of 31.25

@@ -247,6 +247,11 @@ def test_what_always_quantizes_refuses_the_option(refused, message):
     assert not fuses(FLOAT)
 
 
+def test_fuses_takes_a_recipe_itself():
+    with pytest.raises(TypeError, match=r"fuses takes a Recipe.*got 'fallback'"):
+        fuses("fallback")
+
+
 @stays_in_float
 def test_frozen_layers_refuse_the_option():
     x, _ = operands(SLOW)

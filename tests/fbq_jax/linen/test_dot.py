@@ -524,6 +524,8 @@ def test_an_invalid_threshold_starts_again(theta):
 def test_params_cannot_hold_state():
     with pytest.raises(ValueError, match="is for parameters; keep the state"):
         FallbackDot(collection="params")
+    with pytest.raises(TypeError, match=r"name of a variable collection.*got 3"):
+        FallbackDot(collection=3)
 
 
 def test_stats_of_a_collection_alone_are_an_error():

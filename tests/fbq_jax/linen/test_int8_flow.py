@@ -356,6 +356,8 @@ def init(layer, x=X):
         ),
         (lambda: init(Int8Sequential([])), r"one or more layers.*got \[\]"),
         (lambda: init(Int8MLP(8), X.astype(jnp.int32)), "x is int32; .* bfloat16"),
+        (lambda: init(Int8MLP(8), jnp.float32(1)), "x has no axis; the INT8 data flow"),
+        (lambda: init(Int8Attention(2), jnp.ones(8)), r"\[..., T, C\].*shape \(8,\)"),
     ],
 )
 def test_bad_input_is_named(call, message):
