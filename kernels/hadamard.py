@@ -57,7 +57,10 @@ def transform_rows(x: jax.Array) -> jax.Array:
         pairs = groups.reshape(batch, rows // (2 * distance), 2, distance, columns)
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         groups = jnp.stack([first + second, first - second], axis=2)
-    return (groups * np.float32(SCALE)).reshape(batch, rows, columns)
+    # XLA multiplies SCALE with the inverse scales that follow, which rounds otherwise,
+    # unless there is an operation between them.
+    scaled = jnp.where(jnp.isnan(groups), groups, groups * np.float32(SCALE))
+    return scaled.reshape(batch, rows, columns)
 
 
 def _signs() -> jax.Array:

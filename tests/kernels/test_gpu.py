@@ -230,6 +230,12 @@ def test_transformed_vectors(quantization, shape, dtype, rows, columns):
     quantize_cases.check_vectors(quantization, x, rows, columns, hadamard=True)
 
 
+def test_each_of_many_transformed_values_is_rounded_alike(quantization):
+    """A product in another order moves one code in a million."""
+    x = heavy((1, 8192, 2048), dtype=jnp.bfloat16)
+    quantize_cases.check_vectors(quantization, x, None, "stochastic", hadamard=True)
+
+
 @pytest.mark.parametrize("case", quantize_cases.ROW_BLOCKS)
 def test_row_blocks(quantization, case):
     shape, dtype, *options = case

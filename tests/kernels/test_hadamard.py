@@ -1,12 +1,18 @@
 """The Hadamard transform keeps products and spreads what a row holds."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fbq_jax.kernels.hadamard import SIZE, pad_rows, transform_rows
+from fbq_jax.kernels import reference
+from fbq_jax.kernels.hadamard import SCALE, SIZE, pad_rows, transform_rows
 from tests import oracle
+from tests.gpus import h200s, needs_compiler
 from tests.kernels.test_reference import heavy
 
 
@@ -51,3 +57,23 @@ def test_neither_an_outlier_nor_a_common_mean_stands_out():
     np.testing.assert_allclose(spread, 606.0 / np.sqrt(SIZE), rtol=1e-6)
     mean = np.abs(transform(jnp.ones((1, SIZE, 1))))
     assert mean.max() < 0.4 * np.sqrt(SIZE)  # all of it, if the matrix summed the rows
+
+
+@needs_compiler
+def test_xla_keeps_the_scale_and_the_inverse_apart():
+    """Compiled for an H200, SCALE multiplies the values, and nothing smaller."""
+    sharding = NamedSharding(h200s(1, "x"), PartitionSpec())
+    x = jax.ShapeDtypeStruct((1, 512, 256), jnp.bfloat16, sharding=sharding)
+    seeds = jax.ShapeDtypeStruct((1,), jnp.uint32, sharding=sharding)
+    quantize = functools.partial(
+        reference.quantize_vectors, rowwise=None, colwise="stochastic", hadamard=True
+    )
+    text = jax.jit(quantize).lower(x, seeds).compile().as_text()
+    constants = re.findall(r"(%[\w.]+) = f32\[\] constant\((0\.0\d+)\)", text)
+    names = [
+        name for name, value in constants if np.float32(value) == np.float32(SCALE)
+    ]
+    spread = r"= f32\[([\d,]+)\]\S* broadcast\((%[\w.]+)\)"
+    sizes = [shape for shape, name in re.findall(spread, text) if name in names]
+    assert sizes
+    assert {np.prod([*map(int, size.split(","))]) for size in sizes} == {512 * 256}
