@@ -23,6 +23,9 @@ from fbq_jax.kernels.reference import CodeDtype, Quantized
 from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
 
+# Each row of tiles reads the residual scales of all to find its place in their order.
+_MOST_ORDERED_ROWS = 256
+
 
 def matmul(
     lhs: Quantized,
@@ -67,7 +70,9 @@ def matmul(
     problem = make_problem(batch, sizes, dtype, config, fallback=fallback)
     codes: CodeDtype = "int8" if lhs.codes.dtype == jnp.int8 else "float8_e4m3fn"
     problem = dataclasses.replace(problem, row_scales=row_scales, codes=codes)
-    operands = make_operands(problem, lhs, residual, rhs, block_shape)
+    operands = make_operands(
+        problem, lhs, residual, rhs, block_shape, longest_first=True
+    )
     return multiply(problem, operands)[:, :M, : sizes[1]]
 
 
@@ -108,8 +113,20 @@ def make_operands(
     residual: Quantized | None,
     rhs: Quantized,
     block_shape: tuple[int, int, int],
+    *,
+    longest_first: bool = False,
 ) -> Operands:
-    """Pads codes and scales to full tiles, and lists the steps of each tile row."""
+    """Pads codes and scales to full tiles, and lists the steps of each tile row.
+
+    Args:
+      problem: the GEMM.
+      lhs: as in ``matmul``.
+      residual: as in ``matmul``.
+      rhs: as in ``matmul``.
+      block_shape: as in ``matmul``.
+      longest_first: whether the rows of tiles with most steps come first.  With very
+        many rows of tiles that would cost more than it saves, so they do not.
+    """
     (m, k, n), (M, N, K) = block_shape, (problem.M, problem.N, problem.K)
     lhs_codes, rhs_codes = pad_codes(lhs.codes, M, K), pad_codes(rhs.codes, N, K)
     if problem.row_scales == "none":
@@ -120,18 +137,20 @@ def make_operands(
         rhs_scales = scale_per_row(rhs.scales, (n, k), N, K)
     else:
         rhs_scales = scale_per_tile(rhs.scales, (n, k), N, K)
-    residual_codes = order = counts = regular_counts = None
+    residual_codes = rows = order = counts = regular_counts = None
     if residual is not None:
         residual_codes = pad_codes(residual.codes, M, K)
-        order, lhs_scales, counts, regular_counts = list_steps(
+        rows, order, lhs_scales, counts, regular_counts = list_steps(
             lhs_scales,
             scale_per_tile(residual.scales, (m, k), M, K),
             padding=PREFETCH_PAD,
             outlier_ratio=OUTLIER_RATIO,
+            longest_first=longest_first and M // BLOCK <= _MOST_ORDERED_ROWS,
         )
     return Operands(
         lhs_codes,
         residual_codes,
+        rows,
         order,
         lhs_scales,
         counts,

@@ -193,6 +193,8 @@ class Operands(NamedTuple):
     Attributes:
       lhs: int8 or float8_e4m3fn ``[B, M, K]``, codes.
       residual: int8 ``[B, M, K]``, codes of the second term of lhs, or None.
+      rows: int32 ``[B, M/128]``, the row of tiles of each step list, or None without
+        residual.
       order: int32 ``[B, M/128, S]`` of ``list_steps``, or None without residual.
       lhs_scales: float32 ``[B, M/128, S]``, the scale of lhs in each step; or
         ``[B, S, M]``, that of each row.
@@ -213,6 +215,7 @@ class Operands(NamedTuple):
 
     lhs: Any
     residual: Any
+    rows: Any
     order: Any
     lhs_scales: Any
     counts: Any

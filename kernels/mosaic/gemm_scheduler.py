@@ -22,6 +22,7 @@ class Tile(NamedTuple):
     Attributes:
       batch: index of the matrix.
       row: index of its row of tiles.
+      steps: index of its step list, or of its row of tiles without a residual.
       column: index of its column of tiles in the region.
       rhs: index of the matrix of rhs, if rows are in groups; otherwise None.
       first_block: the first K block, if the contraction is in groups; otherwise None.
@@ -29,6 +30,7 @@ class Tile(NamedTuple):
 
     batch: jax.Array
     row: jax.Array
+    steps: jax.Array
     column: jax.Array
     rhs: jax.Array | None = None
     first_block: jax.Array | None = None
@@ -103,11 +105,13 @@ class Scheduler:
             last = jnp.maximum(self.tile_rows * region.tile_columns - 1, 0)
             row, column = self._locate(jnp.minimum(index, last))
             row += refs.row_range[0]
-            return Tile(jnp.int32(0), row, column, rhs=refs.groups[row])
+            return Tile(jnp.int32(0), row, row, column, rhs=refs.groups[row])
         index = jnp.minimum(index, region.num_tiles - 1)
         tiles_per_matrix = jnp.int32(region.num_tiles // self.problem.batch)
-        row, column = self._locate(lax.rem(index, tiles_per_matrix))
-        tile = Tile(lax.div(index, tiles_per_matrix), row, column)
+        steps, column = self._locate(lax.rem(index, tiles_per_matrix))
+        batch = lax.div(index, tiles_per_matrix)
+        row = refs.rows[batch, steps] if self.problem.fallback else steps
+        tile = Tile(batch, row, steps, column)
         if refs.step_ranges is not None:
             tile = tile._replace(first_block=refs.step_ranges[tile.batch, 0])
         return tile
@@ -149,14 +153,14 @@ class Scheduler:
             if refs.step_ranges is not None:
                 steps = refs.step_ranges[tile.batch, 1]
             return steps, steps
-        regular = refs.regular_counts[tile.batch, tile.row]
-        return regular, refs.counts[tile.batch, tile.row]
+        regular = refs.regular_counts[tile.batch, tile.steps]
+        return regular, refs.counts[tile.batch, tile.steps]
 
     def step_code(self, tile: Tile, step: jax.Array) -> jax.Array:
         """Twice the K block of a step, plus one if it is a step of the residual."""
         if not self.problem.fallback:
             return 2 * step
-        return self.operands.order[tile.batch, tile.row, step]
+        return self.operands.order[tile.batch, tile.steps, step]
 
     def codes_at(
         self, tile: Tile, k_block: jax.Array
@@ -175,13 +179,13 @@ class Scheduler:
         refs, batch = self.operands, tile.batch
         rhs = tile.batch if tile.rhs is None else tile.rhs
         if self.problem.fallback:
-            k = lax.div(refs.order[tile.batch, tile.row, step], jnp.int32(2))
+            k = lax.div(refs.order[tile.batch, tile.steps, step], jnp.int32(2))
         else:
             if tile.first_block is not None:
                 batch = rhs = jnp.int32(0)
                 step += tile.first_block
             k = step = jnp.minimum(step, self.problem.K // BLOCK - 1)
-        lhs = refs.lhs_scales[batch, tile.row, step]
+        lhs = refs.lhs_scales[batch, tile.steps, step]
         first = lax.div(self.first_column(tile), jnp.int32(BLOCK))
         first_scale = lhs * refs.rhs_scales[rhs, first, k]
         if self.width == BLOCK:

@@ -112,6 +112,7 @@ def ragged_contraction(
     operands = Operands(
         lhs=pad_codes(lhs.codes, problem.M, m),
         residual=None,
+        rows=None,
         order=None,
         lhs_scales=_along_k(lhs.scales, k, problem.M, m),
         counts=None,

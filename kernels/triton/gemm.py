@@ -144,5 +144,5 @@ def _steps_of_tiles(
         is_used = is_used.reshape(batch, -1, row_blocks, columns)
         residual_scales = jnp.max(is_used, axis=2)
         scales = jnp.zeros_like(residual_scales)
-    order, scales, counts, _ = list_steps(scales, residual_scales)
-    return order, scales, counts
+    lists = list_steps(scales, residual_scales)
+    return lists.order, lists.scales, lists.counts

@@ -3,6 +3,9 @@
 Only some blocks have a residual.  A branch around the product of a residual would keep
 the compiler from pipelining the loads.  So the loop over K is a loop over a list of
 steps; each step names a K block to multiply, either of lhs or of its residual.
+
+A row block with many residuals has many steps.  If the longest lists come first, thread
+blocks that take turns get about the same number of steps.
 """
 
 import math
@@ -16,12 +19,14 @@ import triton.language as tl
 from fbq_jax.kernels.triton.launch import launch
 
 CHUNK = 1024  # blocks that a program processes at a time
+_TILE = 4096  # blocks of several rows that a program counts at a time
 
 
 class StepLists(NamedTuple):
     """The steps of each row block; ``S = 2 J + padding`` is the length of a list.
 
     Attributes:
+      rows: int32 ``[B, I]``, the row block of each list.
       order: int32 ``[B, I, S]``: ``2 j`` for K block ``j`` of the first term, and
         ``2 j + 1`` right after it if its residual is used.  ``j`` increases, except
         that outlier steps come last.  0 after the last step.
@@ -30,6 +35,7 @@ class StepLists(NamedTuple):
       regular_counts: int32 ``[B, I]``, the number of steps before the outlier steps.
     """
 
+    rows: jax.Array
     order: jax.Array
     scales: jax.Array
     counts: jax.Array
@@ -42,6 +48,7 @@ def list_steps(
     *,
     padding: int = 0,
     outlier_ratio: float = math.inf,
+    longest_first: bool = False,
 ) -> StepLists:
     """Lists the products that each row block sums.
 
@@ -52,24 +59,31 @@ def list_steps(
       padding: number of entries to append to each list.
       outlier_ratio: a block is an outlier if its scale is more than ``outlier_ratio``
         times the geometric mean of the positive scales of its row block.
+      longest_first: whether the longest lists of a matrix come first, instead of the
+        row blocks in their order.  Each program then reads all residual scales.
     """
     batch, rows, blocks = scales.shape
     length = 2 * blocks + padding
+    chunk = min(CHUNK, triton.next_power_of_2(blocks))
     lists = launch(
         _list_steps,
         scales,
         residual_scales,
+        rows,
         blocks,
         outputs=[
+            jax.ShapeDtypeStruct((batch, rows), jnp.int32),
             jax.ShapeDtypeStruct((batch, rows, length), jnp.int32),
             jax.ShapeDtypeStruct((batch, rows, length), jnp.float32),
             jax.ShapeDtypeStruct((batch, rows), jnp.int32),
             jax.ShapeDtypeStruct((batch, rows), jnp.int32),
         ],
         grid=(batch * rows,),
-        CHUNK=min(CHUNK, triton.next_power_of_2(blocks)),
+        CHUNK=chunk,
+        ROWS=min(_TILE // chunk, triton.next_power_of_2(rows)),
         PADDING=padding,
         OUTLIER_RATIO=outlier_ratio,
+        LONGEST_FIRST=longest_first,
     )
     return StepLists(*lists)
 
@@ -78,21 +92,29 @@ def list_steps(
 def _list_steps(
     scales,
     residual_scales,
+    rows,
     blocks,
+    list_rows,
     order,
     step_scales,
     counts,
     regular_counts,
     CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
     PADDING: tl.constexpr,
     OUTLIER_RATIO: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
 ):
     """One program lists the steps of one row block."""
-    row = tl.program_id(0)
-    scales += row.to(tl.int64) * blocks
-    residual_scales += row.to(tl.int64) * blocks
-    order += row.to(tl.int64) * (2 * blocks + PADDING)
-    step_scales += row.to(tl.int64) * (2 * blocks + PADDING)
+    row, first_row = tl.program_id(0) % rows, tl.program_id(0) // rows * rows
+    position = first_row + row
+    if LONGEST_FIRST:
+        of_matrix = residual_scales + first_row.to(tl.int64) * blocks
+        position = first_row + _rank(of_matrix, row, rows, blocks, CHUNK, ROWS)
+    scales += (first_row + row).to(tl.int64) * blocks
+    residual_scales += (first_row + row).to(tl.int64) * blocks
+    order += position.to(tl.int64) * (2 * blocks + PADDING)
+    step_scales += position.to(tl.int64) * (2 * blocks + PADDING)
     limit = _outlier_limit(scales, residual_scales, blocks, CHUNK, OUTLIER_RATIO)
     regular_steps = _count_regular(scales, residual_scales, blocks, limit, CHUNK)
     regular_before, outliers_before, unused_before = 0, regular_steps, 0
@@ -121,8 +143,37 @@ def _list_steps(
     for i in tl.static_range(PADDING):
         tl.store(order + 2 * blocks + i, 0)
         tl.store(step_scales + 2 * blocks + i, 0.0)
-    tl.store(regular_counts + row, regular_steps)
-    tl.store(counts + row, outliers_before)
+    tl.store(list_rows + position, row)
+    tl.store(regular_counts + position, regular_steps)
+    tl.store(counts + position, outliers_before)
+
+
+@triton.jit
+def _rank(residual_scales, row, rows, blocks, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """The number of lists of a matrix that come before that of a row block."""
+    own = tl.sum(_count_residuals(residual_scales, row, 1, rows, blocks, CHUNK), 0)
+    before = 0
+    for first in range(0, rows, ROWS):
+        steps = _count_residuals(residual_scales, first, ROWS, rows, blocks, CHUNK)
+        other = first + tl.arange(0, ROWS)
+        comes_before = (steps > own) | ((steps == own) & (other < row))
+        before += tl.sum((comes_before & (other < rows)).to(tl.int32), 0)
+    return before
+
+
+@triton.jit
+def _count_residuals(
+    residual_scales, first, ROWS: tl.constexpr, rows, blocks, CHUNK: tl.constexpr
+):
+    """The numbers of residuals of ``ROWS`` row blocks; 0 after the last one."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    counted = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, blocks, CHUNK):
+        j = start + tl.arange(0, CHUNK)[None, :]
+        inside = (row < rows) & (j < blocks)
+        scale = tl.load(residual_scales + row * blocks + j, inside, 0.0)
+        counted += tl.sum((scale != 0.0).to(tl.int32), 1)
+    return counted
 
 
 @triton.jit

@@ -115,8 +115,9 @@ def test_largest_products_are_converted_exactly_on_ampere():
     gemm_cases.check_extreme_codes(interpreted(80), k=256, K=600)
 
 
-@pytest.mark.parametrize("shape", [(2, 5), (1, 1), (1, 1500)])
-def test_steps_are_listed_in_order(shape):
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1), (3, 1500), (70, 40)])
+def test_steps_are_listed_in_order(shape, longest_first):
     """The matrices of a batch have residuals nowhere, in 30 % of blocks, everywhere."""
     rng = np.random.default_rng(0)
     shape = (3, *shape)
@@ -125,20 +126,25 @@ def test_steps_are_listed_in_order(shape):
     residual = np.where(is_used, rng.random(shape, np.float32), np.float32(0))
     residual[:, 0, 0] = np.nan
     lists = triton_tools.interpreted("gemm_schedule").list_steps(
-        jnp.asarray(scales), jnp.asarray(residual)
+        jnp.asarray(scales), jnp.asarray(residual), longest_first=longest_first
     )
-    for row in np.ndindex(shape[:2]):
+    used = np.count_nonzero(residual, axis=2)
+    rows = np.argsort(-used * longest_first, axis=1, stable=True)
+    np.testing.assert_array_equal(lists.rows, rows)
+    for matrix, position in np.ndindex(shape[:2]):
+        place, row = (matrix, position), (matrix, rows[matrix, position])
         expected = [
             (2 * j + term, scale)
             for j, pair in enumerate(zip(scales[row], residual[row], strict=True))
             for term, scale in enumerate(pair)
             if term == 0 or scale != 0
         ]
-        assert lists.counts[row] == lists.regular_counts[row] == len(expected)
+        assert lists.counts[place] == lists.regular_counts[place] == len(expected)
         expected += [(0, 0.0)] * (2 * shape[2] - len(expected))
-        np.testing.assert_array_equal(lists.order[row], [code for code, _ in expected])
+        codes = [code for code, _ in expected]
+        np.testing.assert_array_equal(lists.order[place], codes)
         np.testing.assert_array_equal(
-            lists.scales[row], np.asarray([s for _, s in expected], np.float32)
+            lists.scales[place], np.asarray([s for _, s in expected], np.float32)
         )
 
 
