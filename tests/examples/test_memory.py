@@ -159,6 +159,7 @@ def test_the_compiler_counts_the_same_bytes(variant: Variant) -> None:
     assert nbytes / ROWS == saved.bytes_per_token
 
 
+@pytest.mark.exhaustive
 def test_int8_and_int10_save_more_than_38_percent_of_bf16() -> None:
     bf16, saving = measure(BF16).bytes_per_token, measure(SAVING).bytes_per_token
     assert saving < (1 - 0.38) * bf16

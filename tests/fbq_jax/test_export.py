@@ -30,7 +30,6 @@ K, N = 72, 40
 MATMUL = (((1,), (0,)), ((), ()))
 # Rows that are part of a block, several blocks, and several blocks of each sequence.
 SIZES = [(1, 5), (3, 100), (2, 128)]
-each_recipe = pytest.mark.parametrize("name", with_first_fast(recipes.NAMED))
 
 
 def values(*shape):
@@ -119,12 +118,13 @@ def nnx_calls(recipe):
 
 
 @pytest.mark.exhaustive
-@each_recipe
+@pytest.mark.parametrize("name", with_first_fast(recipes.NAMED))
 def test_linen_layers(name):
     assert_exported(linen_calls(recipes.NAMED[name]), *leading(), K)
 
 
-@each_recipe
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", recipes.NAMED)
 def test_nnx_layers(name):
     assert_exported(nnx_calls(recipes.NAMED[name]), *leading(), K, sizes=SIZES[1:2])
 
