@@ -9,6 +9,7 @@ collectives.
 
 import argparse
 import functools
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -111,16 +112,8 @@ def make(text: str) -> Mesh | None:
                 "several processes need a --mesh that covers all of their devices"
             )
         return None
-    sizes = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
-            raise MeshError(
-                f"mesh takes sizes for {', '.join(AXES)}, such as data=2,fsdp=4; got "
-                f"{text!r}"
-            )
-        sizes[name] = int(size)
-    needed, devices = int(np.prod(list(sizes.values()))), jax.devices()
+    sizes = parse(text)
+    needed, devices = math.prod(sizes.values()), jax.devices()
     if needed > len(devices) or (jax.process_count() > 1 and needed < len(devices)):
         raise MeshError(f"mesh {text} needs {needed} devices, got {len(devices)}")
     return jax.make_mesh(
@@ -129,6 +122,27 @@ def make(text: str) -> Mesh | None:
         axis_types=(AxisType.Auto,) * len(sizes),
         devices=devices[:needed],
     )
+
+
+def parse(text: str) -> dict[str, int]:
+    """Returns the sizes by axis that --mesh describes.
+
+    Args:
+        text: As in `make`.
+
+    Raises:
+        MeshError: An axis is unknown, or a size is not a positive integer.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
+            raise MeshError(
+                f"mesh takes sizes for {', '.join(AXES)}, such as data=2,fsdp=4; got "
+                f"{text!r}"
+            )
+        sizes[name] = int(size)
+    return sizes
 
 
 def use(devices: Mesh | None) -> AbstractContextManager[Any]:

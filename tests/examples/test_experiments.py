@@ -94,10 +94,11 @@ def do(
     *,
     needs: dict[str, str] | None = None,
     gpus: int = 0,
+    each: int = 1,
     seconds: float = 60.0,
 ) -> list[str]:
     until = time.monotonic() + seconds
-    return jobs.do(commands, needs or {}, logs, gpus=gpus, until=until)
+    return jobs.do(commands, needs or {}, logs, gpus=gpus, until=until, gpus_each=each)
 
 
 def test_jobs_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,17 @@ def test_jobs_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert used[2] in ("4", "6")
     with pytest.raises(jobs.JobError, match="=4,6 has 2 GPUs, not 3"):
         do(commands, tmp_path, gpus=3)
+
+
+def test_a_job_may_have_several_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,4,6")
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
+    assert do({"a": python(code)}, tmp_path, gpus=3, each=2) == []
+    assert (tmp_path / "a.log").read_text().strip() == "1,4"
+    with pytest.raises(jobs.JobError, match="each run needs 4 GPUs; --gpus gives 3"):
+        do({"a": python(code)}, tmp_path, gpus=3, each=4)
 
 
 def test_jobs_wait_for_the_jobs_they_need(
@@ -172,11 +184,15 @@ def test_runs_are_continued_and_done_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(steps=2, log_every=1)
-    asked = runs.Run(config, tmp_path / "run", tmp_path / "run.json", {"model": "58"})
+    about = {"model": "58"}
+    asked = runs.Run(
+        config, tmp_path / "run", tmp_path / "run.json", about, mesh="fsdp=2"
+    )
     resumed = []
 
     def fake(config: Config, out: Path, *, resume: bool) -> None:
         resumed.append(resume)
+        assert dict(jax.sharding.get_abstract_mesh().shape) == {"fsdp": 2}
         steps = config.steps if resume else 1
         out.mkdir(exist_ok=True)
         (out / "config.json").write_text("{}")
@@ -202,6 +218,7 @@ def test_runs_are_continued_and_done_once(
         assert stored["done"] == (status == 0)
     assert resumed == [False, True]
     assert stored["model"] == "58"
+    assert stored["machine"]["mesh"] == "fsdp=2"
     assert stored["val_loss"] == {"1": 3.0, "2": 3.0}
     assert stored["fallback"]["layers/mlp/down"]["rate"] == [[0.25], [0.25]]
     assert runs.command([asked], file) == []

@@ -7,13 +7,14 @@ run in pieces (`--limit`). The results are JSON files, the only input of `draw`.
 """
 
 import argparse
+import math
 import re
 import signal
 import sys
 import time
 from pathlib import Path
 
-from examples.llama import atomic
+from examples.llama import atomic, mesh
 from examples.llama.experiments import (
     corpus,
     jobs,
@@ -148,7 +149,14 @@ def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:
         killed = [sys.executable, "-m", "examples.llama.experiments.killed", *arguments]
         commands |= chosen("longer", {"killed": killed})
     commands |= chosen("longer", longer.commands(settings, work, results))
-    return jobs.do(commands, needs, work / "logs", gpus=asked.gpus, until=until)
+    return jobs.do(
+        commands,
+        needs,
+        work / "logs",
+        gpus=asked.gpus,
+        until=until,
+        gpus_each=math.prod(mesh.parse(settings.mesh).values()),
+    )
 
 
 def _note_corpus(facts: Path, noted: Path) -> None:

@@ -1,4 +1,4 @@
-"""A queue of processes, one per GPU, with a time limit."""
+"""A queue of processes, each on one GPU or on several, with a time limit."""
 
 import os
 import signal
@@ -24,6 +24,7 @@ def do(
     *,
     gpus: int,
     until: float,
+    gpus_each: int = 1,
 ) -> list[str]:
     """Runs commands as processes, at most one per GPU.
 
@@ -34,17 +35,19 @@ def do(
         logs: The folder of the processes' output and of their shared compilation cache.
         gpus: The number of GPUs; 0 runs one process at a time on the CPU.
         until: The time, by `time.monotonic`, at which running processes are stopped.
+        gpus_each: The number of GPUs of each process.
 
     Returns:
         The names of the commands that did not finish.
 
     Raises:
-        JobError: A process failed, or CUDA_VISIBLE_DEVICES lists fewer GPUs. If a
-            process fails, the others still run; the message names its log.
+        JobError: A process failed, or CUDA_VISIBLE_DEVICES lists fewer GPUs, or there
+            are fewer than a process needs. If a process fails, the others still run;
+            the message names its log.
         KeyboardInterrupt: Ctrl-C. All running processes have been stopped.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    queue = _Queue(commands, needs, logs, gpus)
+    queue = _Queue(commands, needs, logs, _devices(gpus, gpus_each))
     try:
         while time.monotonic() < until and not queue.is_empty():
             if not queue.start_next():
@@ -72,13 +75,13 @@ class _Queue:
         commands: Mapping[str, Sequence[str]],
         needs: Mapping[str, str],
         logs: Path,
-        gpus: int,
+        devices: Sequence[str],
     ) -> None:
         self.unfinished: list[str] = list(commands)
         self.failed: list[str] = []
         self._commands, self._needs, self._logs = commands, needs, logs
         self._waiting = list(commands)
-        self._free: list[str | None] = [*_devices(gpus)] or [None]
+        self._free: list[str | None] = [*devices] or [None]
         self._running: dict[str, tuple[subprocess.Popen[bytes], str | None]] = {}
 
     def _ready(self) -> list[str]:
@@ -122,17 +125,20 @@ class _Queue:
         _stop([process for process, _ in self._running.values()])
 
 
-def _devices(gpus: int) -> list[str]:
-    """Returns the first usable GPUs, as CUDA_VISIBLE_DEVICES names them."""
+def _devices(gpus: int, each: int) -> list[str]:
+    """Returns the first usable GPUs by process, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return list(map(str, range(gpus)))
-    names = visible.split(",") if visible else []
+    names = list(map(str, range(gpus)))
+    if visible is not None:
+        names = visible.split(",") if visible else []
     if len(names) < gpus:
         raise JobError(
             f"CUDA_VISIBLE_DEVICES={visible} has {len(names)} GPUs, not {gpus}"
         )
-    return names[:gpus]
+    if 0 < gpus < each:
+        raise JobError(f"each run needs {each} GPUs; --gpus gives {gpus}")
+    firsts = range(0, gpus - each + 1, each)
+    return [",".join(names[first : first + each]) for first in firsts]
 
 
 def _start(

@@ -45,4 +45,5 @@ def _run(settings: Settings, work: Path, results: Path, recipe: str, seed: int) 
         Config(recipe=recipe, seed=seed, **options),
         work / "parity" / f"{recipe}-{seed}",
         results / "parity" / f"{recipe}-{seed}.json",
+        mesh=settings.mesh,
     )

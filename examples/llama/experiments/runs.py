@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from examples.llama import atomic, metrics, run_folder, training
+from examples.llama import atomic, mesh, metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.experiments.jobs import STOPPED
 
@@ -38,12 +38,14 @@ class Run:
         out: The folder of the run.
         result: The file of the results.
         about: Further entries of the results, which identify the run.
+        mesh: The devices, as for `--mesh`; empty for one.
     """
 
     config: Config
     out: Path
     result: Path
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mesh: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the run as JSON, for `from_json`."""
@@ -52,6 +54,7 @@ class Run:
             "out": str(self.out.absolute()),
             "result": str(self.result.absolute()),
             "about": self.about,
+            "mesh": self.mesh,
         }
 
     @classmethod
@@ -62,6 +65,7 @@ class Run:
             Path(stored["out"]),
             Path(stored["result"]),
             stored["about"],
+            stored["mesh"],
         )
 
     def is_done(self) -> bool:
@@ -102,11 +106,13 @@ def do(run: Run) -> None:
     Raises:
         KeyboardInterrupt: A signal stopped the run. Its partial result is written.
         RunError: The folder cannot be used. Nothing is written.
+        MeshError: There are too few devices. Nothing is written.
     """
     about = dict(run.about)
     before = metrics.read(run.out / "metrics.jsonl")
     try:
-        training.train(run.config, run.out, resume=run_folder.has_run(run.out))
+        with mesh.use(mesh.make(run.mesh)):
+            training.train(run.config, run.out, resume=run_folder.has_run(run.out))
     except training.DivergedError as error:
         write(run, before, done=True, about=about | {"diverged": str(error)})
         return
@@ -139,7 +145,7 @@ def write(
     result = about | {
         "done": done,
         "options": run_folder.read_options(run.out),
-        "machine": machine(),
+        "machine": machine() | ({"mesh": run.mesh} if run.mesh else {}),
         "steps": len(records),
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in records),
         # Without a step this process has only seen the memory of a checkpoint.

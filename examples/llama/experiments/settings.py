@@ -19,6 +19,7 @@ class Settings:
         finetune: Options of the runs in `outliers` that differ from `pretrain`.
         longer: Options of the runs in `longer` that differ from `pretrain`.
         killed: Options of the runs in `killed` that differ from `pretrain`.
+        mesh: The devices of each run in `parity`, as for `--mesh`; empty for one.
         studied: The number of sequences whose activations are studied.
         outliers: The largest planted activations, one model each.
         gradient_factor: The factor of planted gradients, in a model of their own; None
@@ -32,6 +33,7 @@ class Settings:
     finetune: dict[str, Any]
     longer: dict[str, Any]
     killed: dict[str, Any]
+    mesh: str = ""
     studied: int
     # The largest activations reported for GPT2-XL, Llama-3.1 and Qwen-2.5.
     outliers: tuple[int, ...] = (58, 606, 6559)
@@ -102,6 +104,13 @@ LARGER = dataclasses.replace(
     | {"log_every": 16, "eval_every": 256, "save_every": 0},
 )
 
+# 300 million tokens, with 16 sequences at a time on each of four GPUs.
+LARGER_ON_FOUR = dataclasses.replace(
+    LARGER,
+    mesh="fsdp=4",
+    pretrain=LARGER.pretrain | {"batch": 64, "accumulate": 2, "steps": 2290},
+)
+
 TOY = Settings(
     vocab_size=512,
     parity=FULL.parity,
@@ -121,5 +130,6 @@ SETTINGS = {
     "quarter": QUARTER,
     "seeds": SEEDS,
     "larger": LARGER,
+    "larger-on-four": LARGER_ON_FOUR,
     "toy": TOY,
 }
