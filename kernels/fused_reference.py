@@ -354,16 +354,15 @@ def _round(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rounds float32 to a dtype, even if the result is cast back to float32.
 
     A compiler may remove such a pair of casts, but neither ``reduce_precision`` nor a
-    sum.  The former keeps the exponents of float32, which bfloat16 has too: with those
-    of float16 it would flush subnormal numbers to zero.
+    rounding to integers.  The former keeps the exponents of float32, which bfloat16 has
+    too: with those of float16 it would flush subnormal numbers to zero.
     """
     if dtype == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     elif dtype == jnp.float16:
         limits = jnp.finfo(jnp.float16)
         magnitude = jnp.abs(x)
-        # Float32 near 0.75 has the step of subnormal numbers of float16.
-        subnormal = (x + 0.75) - 0.75
+        subnormal = jnp.round(x * 2.0**24) * 2.0**-24  # in steps of 2**-24
         normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=limits.nmant)
         x = jnp.where(magnitude < float(limits.tiny), subnormal, normal)
         overflow = jnp.abs(normal) > float(limits.max)

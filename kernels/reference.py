@@ -40,10 +40,11 @@ of it, and lose at most ``2**-136``.  Above, the product of the scales is Inf, a
 the sum is Inf or, if a product of codes is 0, NaN.  A kernel with running sums in
 float32 (that of Mosaic, for outputs of 16 bits) reaches Inf or NaN from ``a = 2**118``.
 
-Every implementation gives the same codes and scales, bit for bit, on every device.  Two
-rules in this code ensure that.  A product is clipped before something is added to it,
-because a compiler could otherwise fuse both operations into one rounding.  Quotients
-come from ``scales.divide``, because XLA does not round them correctly.  There is one
+Every implementation gives the same codes and scales, bit for bit, on every device.
+Three rules ensure that.  A product is clipped before something is added to it, because
+a compiler could otherwise fuse both operations into one rounding.  Quotients come from
+``scales.divide``, because XLA does not round them correctly.  And XLA does not merge
+this code with what computes its operands (``fbq_jax.ops.op.LocalOp``).  There is one
 exception: on CPUs, XLA takes subnormal values, below ``2**-126``, for 0.  Noise can
 round them up on GPUs in a block whose ``amax`` is below ``2**-103``; in others, they
 are too small for that, and without noise in all.

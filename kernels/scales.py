@@ -10,15 +10,20 @@ FLOAT8_TINY = 2.0**-117  # TINY of FP8 scales
 
 
 def find_amax(
-    x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False
+    x: jax.Array,
+    axis: int | tuple[int, ...] | None = None,
+    *,
+    keepdims: bool = False,
+    initial: int | None = None,
 ) -> jax.Array:
     """``max |x|`` of float32 along axes, as ``jnp.max``; NaN if there is one.
 
     The maximum is over bits: as integers, non-negative floats have the same order, with
-    NaN last.  On CPUs, XLA's maximum of floats may drop a NaN.
+    NaN last.  On CPUs, XLA's maximum of floats may drop a NaN.  An axis of size 0 needs
+    ``initial=0``.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    largest = jnp.max(bits, axis=axis, keepdims=keepdims)
+    largest = jnp.max(bits, axis=axis, keepdims=keepdims, initial=initial)
     return lax.bitcast_convert_type(largest, jnp.float32)
 
 

@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from fbq_jax.kernels.scales import divide
 
 UNSET = -1.0
 """The value of theta until an activation sets it."""
@@ -103,7 +106,8 @@ def move_threshold(
     falls_back = exceeds(metric, used)
     number = jnp.sum(falls_back, axis=1, dtype=jnp.int32)
     rate = rate_of(number, size)
-    bounded = jnp.clip(target, used / alpha, used * alpha)
+    # Not a quotient, whose rounding differs between devices.
+    bounded = jnp.clip(target, used * np.float32(1.0 / alpha), used * alpha)
     # A factor does not move a threshold away from 0 or from infinity.
     moved = jnp.where((used > 0.0) & (used < jnp.inf), bounded, target)
     is_outside = (rate < low) | (rate > high)
@@ -128,7 +132,8 @@ def exceeds(metric: jax.Array, theta: jax.Array) -> jax.Array:
 
 def rate_of(number: jax.Array, size: jax.Array) -> jax.Array:
     """The share of ``number`` in ``size``, float32; 0 in none."""
-    return number.astype(jnp.float32) / jnp.maximum(size, 1).astype(jnp.float32)
+    some, all_ = (jnp.maximum(x, 1).astype(jnp.float32) for x in (number, size))
+    return jnp.where(number > 0, divide(some, all_), 0.0)
 
 
 def _scale_count(above: jax.Array, size: jax.Array, blocks: jax.Array) -> jax.Array:

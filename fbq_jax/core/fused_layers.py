@@ -34,7 +34,7 @@ from fbq_jax.core.quantize_operands import (
     LHS_STREAM,
     MatrixStack,
     Spec,
-    quantize_grad,
+    frozen_seed,
     seeds_of,
 )
 from fbq_jax.core.threshold import Scalars, Stats
@@ -287,7 +287,7 @@ def _norm_mlp_bwd(
     assert saved.up is not None
     dw_down: list[jax.Array | None] = []
     if saved.down is None or saved.gate is None:
-        grad = quantize_grad(gemm, dy, saved.up.seed, frozen=saved.up.lhs is None)
+        grad = matmul_vjp.quantize_cotangent(gemm, saved.up, dy)
     else:
         grad, *dw_down = gated_bwd(
             gemm, saved.up, saved.gate, saved.down, dy, bits=spec.norm.bits
@@ -325,17 +325,19 @@ def gated_bwd(
       The quantized gradient of gate and up, as the GEMMs before the gate read it, and
       dW of the GEMM after the gate; None in a frozen layer.
     """
-    recipe, rows = gemm.recipe, down.gemms.tile_rows(dy)
-    grad = quantize_grad(gemm, rows, down.seed, frozen=down.lhs is None)
+    recipe = gemm.recipe
+    grad = matmul_vjp.quantize_cotangent(gemm, down, dy)
     dhidden, dw = matmul_vjp.backward(gemm, down, grad)
     matrices = up.gemms.stack(dhidden)
-    operands = matrices.values, *gate, seeds_of(up.seed, GRAD_STREAM, matrices)
-    colwise_in_blocks = recipe.drhs.scales[1] == "block"
+    frozen = up.lhs is None
+    seed = frozen_seed(up.seed, dy) if frozen else up.seed
+    operands = matrices.values, *gate, seeds_of(seed, GRAD_STREAM, matrices)
+    colwise_in_blocks = recipe.drhs.scales[1] == "block" and not frozen
     options = {
         "bits": bits,
         "block": recipe.grad_block,
         "rowwise": recipe.dlhs.lhs,
-        "colwise": recipe.drhs.rhs,
+        "colwise": None if frozen else recipe.drhs.rhs,
         "sums": ("colwise",) if gemm.bounds_sums and colwise_in_blocks else (),
         "implementation": gemm.implementation,
     }

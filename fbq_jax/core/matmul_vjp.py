@@ -26,6 +26,7 @@ from fbq_jax.core.quantize_operands import (
     Rows,
     Spec,
     forward_qtensor,
+    frozen_seed,
     quantize_grad,
     quantize_lhs,
     quantize_rhs,
@@ -310,12 +311,18 @@ def _matmul_bwd(
     spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, Stats]
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
     dy, _ = cotangents
-    rows, frozen = saved.gemms.tile_rows(dy), saved.lhs is None
-    grad = quantize_grad(spec, rows, saved.seed, frozen=frozen)
+    grad = quantize_cotangent(spec, saved, dy)
     return (*backward(spec, saved, grad, dy), None, None)
 
 
 matmul.defvjp(matmul_fwd, _matmul_bwd)
+
+
+def quantize_cotangent(spec: Spec, saved: SavedMatmul, dy: jax.Array) -> Layouts:
+    """The codes of dY, the gradient of the product, for ``backward``."""
+    frozen = saved.lhs is None
+    seed = frozen_seed(saved.seed, dy) if frozen else saved.seed
+    return quantize_grad(spec, saved.gemms.tile_rows(dy), seed, frozen=frozen)
 
 
 def backward(

@@ -204,15 +204,19 @@ def check_operands(bits: int, **operands: jax.Array) -> None:
     """Raises the errors that the layers document, of operands by name."""
     check_bits(bits)
     for name, x in operands.items():
-        if not hasattr(x, "dtype"):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}; this layer takes an array of "
-                f"{DTYPE_NAMES}"
-            )
+        _check_is_array(name, x)
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; this layer takes {DTYPE_NAMES}")
         if not x.ndim:
             raise ValueError(f"{name} has no axis; this layer takes [..., C]")
+
+
+def _check_is_array(name: str, x: object) -> None:
+    if not hasattr(x, "dtype"):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}; this layer takes an array of "
+            f"{DTYPE_NAMES}"
+        )
 
 
 class NormSpec(NamedTuple):
@@ -228,6 +232,8 @@ def _norm(
 ) -> jax.Array:
     check_operands(spec.bits, x=x)
     for name, parameter in (("scale", scale), ("bias", bias)):
+        if parameter is not None:
+            _check_is_array(name, parameter)
         if parameter is not None and parameter.shape != x.shape[-1:]:
             raise ValueError(
                 f"{name} must have one value per channel, {x.shape[-1:]}; got "

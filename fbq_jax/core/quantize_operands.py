@@ -325,20 +325,27 @@ def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
     return QTensor(codes, None, block if recipe.fwd.splits_contraction else row)
 
 
+def frozen_seed(seed: CallSeed, dy: jax.Array) -> jax.Array:
+    """The seed of the gradient's noise in a frozen layer, uint32 ``[]``.
+
+    The state of such a layer, and so its seed, is the same in every step.  So the bits
+    of dY, the gradient of its output, seed the noise as well.
+    """
+    bits = lax.bitcast_convert_type(dy.astype(jnp.float32), jnp.uint32)
+    return fold(fold_seeds(seed), jnp.sum(bits, dtype=jnp.uint32))
+
+
 def quantize_grad(
     spec: Spec, dy: Rows, seed: CallSeed, *, frozen: bool = False
 ) -> Layouts:
     """Quantizes dY, ``[B, M, N]`` or rows in tiles, in the layouts of INT8 GEMMs.
 
-    A frozen layer has no dW to read the colwise codes.  Its state, and so its seed, is
-    the same in every step; the bits of dY seed the noise as well.
+    A frozen layer has no dW to read the colwise codes; ``frozen_seed`` makes its seed.
     """
     recipe = spec.recipe
     rows, columns = recipe.dlhs.quantizers[0], recipe.drhs.quantizers[1]
     if frozen:
-        assert not isinstance(dy, GroupedRows | ExpertRows | TokenRows)
-        bits = lax.bitcast_convert_type(dy.astype(jnp.float32), jnp.uint32)
-        seed, columns = fold(fold_seeds(seed), jnp.sum(bits, dtype=jnp.uint32)), None
+        columns = None
     seeds = seeds_of(seed, GRAD_STREAM, dy, recipe.grad_block)
     return _quantize(
         spec, dy, seeds, recipe.grad_block, ("colwise",), rowwise=rows, colwise=columns

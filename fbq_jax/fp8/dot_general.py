@@ -32,6 +32,7 @@ from fbq_jax.core.dot_call import DotCall, compute_as_matrices
 from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
+from fbq_jax.kernels.scales import find_amax
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
@@ -198,7 +199,7 @@ def quantize(
     if scaling is None:
         return scaled_tensor.quantize(x, dtype), None
     largest = float(jnp.finfo(dtype).max)
-    amax = jnp.max(scaling.amax_history)
+    amax = find_amax(scaling.amax_history)
     moves = (amax > 0.0) & jnp.isfinite(amax)
     divisor = jnp.where(moves, amax, 1.0)
     # The order of operations is Flax's, for equal results.
@@ -211,7 +212,7 @@ def quantize(
     # The difference of an Inf or a NaN with itself is NaN.  (A constant NaN would stop
     # every call under jax_debug_nans.)
     values = jnp.where(jnp.isfinite(x), values, x - x).astype(dtype)
-    last = jnp.max(jnp.abs(x), initial=0.0)
+    last = find_amax(x, initial=0)
     history = jnp.roll(scaling.amax_history, -1).at[0].set(last)
     return ScaledTensor(values, scale), Scaling(scale, history)
 

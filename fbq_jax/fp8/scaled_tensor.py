@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.scales import find_amax
 
 # Bounds a factor so that its inverse is not subnormal: devices flush those to 0.
 MAX_FACTOR = 2.0**126
@@ -47,7 +48,7 @@ def quantize(
     Array([0, 64, 448], dtype=float8_e4m3fn)
     """
     largest = float(jnp.finfo(dtype).max)
-    amax = jnp.max(jnp.abs(x), initial=0.0)
+    amax = find_amax(x, initial=0)
     # The first bound keeps the quotient finite; the second one keeps XLA from computing
     # the scale as amax / largest, with another rounding.
     divisor = jnp.maximum(amax, largest / MAX_FACTOR)

@@ -30,6 +30,7 @@ from flax import linen as nn
 from jax import lax
 
 from fbq_jax.core import nonlinear
+from fbq_jax.kernels.scales import find_amax
 
 Smooth = Literal["per_channel", "per_token"]
 
@@ -82,7 +83,8 @@ def per_token(
 
 def _max_magnitude(up: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """The largest ``|up|`` along axes, which become 1 wide; 1.0 where it is 0."""
-    amax = jnp.max(jnp.abs(lax.stop_gradient(up)), axis, keepdims=True, initial=0.0)
+    wide = lax.stop_gradient(up).astype(jnp.float32)
+    amax = find_amax(wide, axis, keepdims=True, initial=0).astype(up.dtype)
     return jnp.where(amax == 0.0, 1.0, amax)
 
 

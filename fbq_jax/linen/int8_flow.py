@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fbq_jax.core import threshold
+from fbq_jax.core.frozen_weight import active_recorder
+from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.int8_flow import layers as shared
 from fbq_jax.int8_flow.blocks import Chain, width
 from fbq_jax.int8_flow.layers import Initializer, ParamSpec, ParamSpecs
@@ -38,7 +40,16 @@ class _Block(nn.Module):
         Args:
           x: bfloat16, float16 or float32.
           deterministic: whether to disable dropout.
+
+        Raises:
+          TypeError: x has another dtype.
+          ValueError: x has too few axes, or the model is being frozen.
         """
+        if active_recorder() is not None:
+            raise ValueError(
+                "freeze takes layers that multiply by a FallbackDot; it cannot freeze "
+                f"{layer_path(self.path)!r}, of class {type(self).__name__}"
+            )
         recipe = shared.recipe_of(self.block)
         dot = FallbackDot(recipe, self.collection)
         params = self.parameters(width(x))

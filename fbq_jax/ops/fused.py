@@ -231,17 +231,14 @@ def _kernels(*, most_rows: int = 256, **fields: Any) -> dict[str, Kernel]:
 
 
 _TPU = {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.fused", tpu_refusal)}
-_NORM: dict[str, Any] = {
-    "on_shard": round_on_shard,
-    "packed_width": lambda x, *_: x.shape[2],
-}
+_NORM: dict[str, Any] = {"on_shard": round_on_shard, "packs": True}
 _GATE: dict[str, Any] = {
     "on_shard": functools.partial(round_on_shard, columns_of=lambda width: width // 2),
-    "packed_width": lambda gate_up, *_: gate_up.shape[2] // 2,
+    "packs": True,
 }
 _GATE_GRAD: dict[str, Any] = {
     "on_shard": functools.partial(round_on_shard, columns_of=lambda width: 2 * width),
-    "packed_width": lambda dy, *_: dy.shape[2],
+    "packs": True,
 }
 rms_norm_quantize = define_op(
     fused_reference.rms_norm_quantize,

@@ -73,8 +73,7 @@ class Op:
         the op on one example after the other.
       seeded: whether operands of dtype uint32 are seeds.  If so, ``vmap`` gives each
         mapped example seeds of its own, so that examples draw different noise.
-      packed_width: takes the operands.  Returns the row length of the arrays that a
-        fused op packs; None for any other op.
+      packs: whether it is a fused op, which packs what the backward pass reads.
       kernels: the kernel of each backend, by the backend's name.
     """
 
@@ -83,7 +82,7 @@ class Op:
     on_shard: Callable[["LocalOp", Shard, tuple[Any, ...], dict[str, Any]], Any]
     stacks: bool = True
     seeded: bool = True
-    packed_width: Callable[..., int | None] = lambda *_: None
+    packs: bool = False
     kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
 
     @property
@@ -138,7 +137,7 @@ class LocalOp:
         # No kernel starts on empty operands.
         is_empty = any(x.size == 0 for x in jax.tree.leaves(operands))
         if self.implementation == "reference" or is_empty:
-            results = self.op.reference(*operands, **options)
+            results = self._reference(*operands, **options)
             if self.warns_elsewhere:
                 return warn_elsewhere(self.op.name, results)
             return results
@@ -162,10 +161,23 @@ class LocalOp:
         # A program may also run on the machine's CPU, which has no kernel.
         if "amax_reduce" in options:  # uses named axes of a mesh
             on_cpu, run = (
-                functools.partial(f, **options) for f in (self.op.reference, function)
+                functools.partial(f, **options) for f in (self._reference, function)
             )
             return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
-        return call_kernel(function, self.op.reference, operands, options)
+        return call_kernel(function, self._reference, operands, options)
+
+    def _reference(self, *operands: Any, **options: Any) -> Any:
+        """The reference of matrices that exist in memory, as those of kernels do.
+
+        Otherwise XLA would merge what computes them with the op: an operand may keep
+        bits that its dtype has not, and constant factors may move to scales.  A
+        threshold and seeds may be constants, of which XLA makes use.
+        """
+
+        def stored(x: jax.Array) -> jax.Array:
+            return lax.optimization_barrier(x) if x.ndim > 1 else x
+
+        return self.op.reference(*jax.tree.map(stored, operands), **options)
 
 
 OPS: dict[str, Op] = {}

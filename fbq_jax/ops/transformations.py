@@ -64,16 +64,15 @@ def call(
       options: the op's keyword arguments, which must be hashable.
       implementation: as in ``dispatch.choose``.
     """
-    width = op.packed_width(*operands)
     # An op makes codes, or has them as operands.
     dtypes = options.get("dtype"), *(x.dtype for x in jax.tree.leaves(operands))
     codes: CodeDtype = "float8_e4m3fn" if "float8_e4m3fn" in dtypes else "int8"
     choice = dispatch.choose(
-        op.name, block_shape, width=width, codes=codes, implementation=implementation
+        op.name, block_shape, codes=codes, implementation=implementation
     )
     dispatch.warn_of_reference(choice, block_shape, codes, implementation)
     dispatch.warn_of_small_blocks(choice, block_shape)
-    if width is not None:
+    if op.packs:
         dispatch.warn_of_packing()
     if options.get("hadamard"):
         dispatch.warn_of_transforms()

@@ -64,8 +64,11 @@ def inside_layer() -> bool:
 
 
 def record_layer(op: str, operands: Any) -> None:
-    """Records that the current layer calls an op with operands of these shapes."""
-    if layer := current_layer():
+    """Records that the current layer calls an op with operands of these shapes.
+
+    Only programs for several devices warn about them.
+    """
+    if jax.device_count() > 1 and (layer := current_layer()):
         _callers.setdefault(_call_of(op, operands), {})[layer] = None
 
 

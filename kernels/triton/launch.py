@@ -97,6 +97,20 @@ def _threads() -> futures.Executor:
     return futures.ThreadPoolExecutor(workers, "compile-triton")
 
 
+def _finish(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
+    """The compiled kernel of a call."""
+    key = call.compiled_for(arrays)
+    # After an error the next program starts again.
+    compilation = _compilations.pop(key, None)
+    # A compilation that has not started does not wait for the ones before it.
+    if compilation is None or compilation.cancel():
+        compilation = futures.Future()
+        compilation.set_result(_compile(call, arrays))
+    compiled = compilation.result()
+    _compilations[key] = compilation
+    return compiled
+
+
 def _compile(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
     # jax-triton sets an empty directory where it is imported; Triton refuses that one.
     if not triton.knobs.cache.dir:
@@ -121,12 +135,7 @@ def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[Any]:
-    compilation = _compilations.get(call.compiled_for(ctx.avals_in))
-    # A compilation that has not started does not wait for the ones before it.
-    if compilation is None or compilation.cancel():
-        compiled = _compile(call, ctx.avals_in)
-    else:
-        compiled = compilation.result()
+    compiled = _finish(call, ctx.avals_in)
     # Without the positions of the outputs, XLA passes an array once that is an argument
     # twice.
     inputs = len(arrays)

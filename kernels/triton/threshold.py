@@ -128,8 +128,7 @@ def _move_threshold(
             if target > 0.0:
                 moved = target
                 if (used > 0.0) & (used < float("inf")):
-                    # div_rn takes no constant.
-                    lowest = tl.div_rn(used, ALPHA + 0.0 * used)
+                    lowest = used * (1.0 / ALPHA)
                     moved = tl.minimum(tl.maximum(target, lowest), used * ALPHA)
         tl.store(used_theta + stack, used)
         tl.store(rates + stack, rate)

@@ -348,6 +348,7 @@ X = jnp.ones((2, 8))
         ],
         (lambda: nonlinear.gelu(X.astype(int)), TypeError, "x is int32; .* bfloat16"),
         (lambda: nonlinear.gelu([1.0, 2.0]), TypeError, "x is a list; .* an array"),
+        (lambda: nonlinear.rms_norm(X, [1.0] * 8), TypeError, "scale is a list"),
         (lambda: nonlinear.gelu(jnp.float32(1)), ValueError, "x has no axis"),
         (lambda: nonlinear.rms_norm(X, X[0, :1]), ValueError, r"\(8,\); got \(1,\)"),
         (lambda: nonlinear.layer_norm(X, X[0], X), ValueError, "bias must have one"),

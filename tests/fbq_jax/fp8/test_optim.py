@@ -213,13 +213,14 @@ def test_masked_and_none_leaves():
     ]
 
 
-def test_a_nan_gradient_stays_visible():
+@pytest.mark.parametrize("size", [4, 128])
+def test_a_nan_gradient_stays_visible(size):
     optimizer = optim.scale_by_fp8_adam()
-    grads = jnp.ones((4, 4)).at[1, 1].set(jnp.nan)
+    grads = jnp.ones((size, size)).at[1, 1].set(jnp.nan)
     update = jax.jit(optimizer.update)
     updates, state = update(grads, jax.jit(optimizer.init)(grads))
     assert np.isnan(updates).sum() == 1
-    updates, _ = update(jnp.ones((4, 4)), state)
+    updates, _ = update(jnp.ones((size, size)), state)
     assert np.all(np.isnan(updates))
 
 

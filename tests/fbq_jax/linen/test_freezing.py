@@ -1,6 +1,7 @@
 """A frozen Linen model computes what the trained one does, bit for bit."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,12 @@ from fbq_jax import (
     Einsum,
     FallbackDot,
     FallbackEinsum,
+    GatedMLP,
     Gemm,
+    MoEMLP,
+    NormDense,
     Recipe,
+    Routing,
     fallback_dot,
     recipes,
 )
@@ -24,7 +29,8 @@ from fbq_jax.core import threshold
 from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
 from fbq_jax.core.frozen_weight import quantize_weight
-from tests.marks import with_first_fast
+from tests import oracle
+from tests.marks import rows_with_first_fast, with_first_fast
 
 RECIPE = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (2, 24, 80)).at[0, 3, 5].set(50.0)
@@ -221,6 +227,57 @@ def test_the_noise_of_a_frozen_layer_follows_its_gradient():
     twice = gradient(2 * dy)  # with the same noise, the same codes
     assert jnp.all(gradient(dy) == gradient(dy))
     assert jnp.mean(twice == 2 * gradient(dy)) < 0.1
+
+
+def fused_layers(recipe, backward):
+    """Layers that round the gradients of their products as ``backward`` does."""
+    changes = {
+        "dlhs": dataclasses.replace(recipe.dlhs, lhs=backward),
+        "drhs": dataclasses.replace(recipe.drhs, rhs=backward),
+    }
+    dot = FallbackDot(dataclasses.replace(recipe, **changes))
+    routing = Routing(4, capacity_factor=2.0)
+    return {
+        "norm": NormDense(48, dot_general=dot),
+        "gate": GatedMLP(128, dot_general=dot),
+        "experts": MoEMLP(routing, 64, dot_general=dot),
+        "experts in float": MoEMLP(routing, 64, bits=None, dot_general=dot),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    rows_with_first_fast(
+        [
+            ("gate", recipes.block),
+            ("experts", recipes.block),
+            ("experts in float", recipes.block),
+            ("gate", recipes.row_block_lhs),
+            ("norm", recipes.block),
+            ("norm", recipes.row_block_lhs),
+        ],
+        2,
+    ),
+)
+def test_noise_of_frozen_fused_layers_averages_out(name, recipe):
+    """It follows the gradient of the output, because the state does not move."""
+    layer = fused_layers(recipe, "stochastic")[name]
+    x = jax.random.normal(jax.random.key(4), (2, 24, 128))
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
+    frozen = fbq_jax.freeze(layer, variables, x)
+    dy = jax.random.normal(jax.random.key(3), layer.apply(variables, x).shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(layer, variables, factor):
+        """That of dy, whose bits the factor changes."""
+        _, vjp = jax.vjp(lambda x: layer.apply(variables, x), x)
+        return vjp(factor * dy)[0] / factor
+
+    expected = gradient(fused_layers(recipe, "nearest")[name], variables, 1.0)
+    draws = [gradient(layer, frozen, 1.0 + i / 100) for i in range(40)]
+    of_one = oracle.relative(draws[0], expected)
+    assert of_one < 0.1
+    assert oracle.relative(np.mean(draws, axis=0), expected) < 0.6 * of_one
 
 
 def test_mixed_variables_are_refused(dense):

@@ -11,7 +11,14 @@ import pytest
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
-from fbq_jax import Int8Attention, Int8MLP, Int8Sequential, fallback_stats, int8_flow
+from fbq_jax import (
+    Int8Attention,
+    Int8MLP,
+    Int8Sequential,
+    fallback_stats,
+    freeze,
+    int8_flow,
+)
 from fbq_jax.int8_flow import blocks, operators
 from fbq_jax.testing import array_error
 
@@ -22,7 +29,8 @@ MLP = int8_flow.mlp()
 ATTENTION = int8_flow.attention(HEADS, T, attention_fn=CAUSAL, dtype=jnp.float32)
 BLOCKS = int8_flow.Chain((("layers_0", ATTENTION), ("layers_1", MLP)))
 SEED = jnp.uint32(5)
-X = jax.random.normal(jax.random.key(0), (BATCH, T, C))
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (BATCH, T, C))
 
 
 class FloatMLP(nn.Module):
@@ -356,6 +364,10 @@ def init(layer, x=X):
         ),
         (lambda: init(Int8Sequential([])), r"one or more layers.*got \[\]"),
         (lambda: init(Int8MLP(8), X.astype(jnp.int32)), "x is int32; .* bfloat16"),
+        (
+            lambda: freeze(Int8MLP(8), jax.jit(Int8MLP(8).init)(KEY, X), X),
+            r"it cannot freeze '\(root\)', of class Int8MLP",
+        ),
         (lambda: init(Int8MLP(8), jnp.float32(1)), "x has no axis; the INT8 data flow"),
         (lambda: init(Int8Attention(2), jnp.ones(8)), r"\[..., T, C\].*shape \(8,\)"),
     ],

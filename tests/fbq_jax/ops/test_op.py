@@ -224,6 +224,15 @@ def test_vmap_of_tiles_with_missing_rows():
         jax.tree.map(np.testing.assert_array_equal, *both(axis, given))
 
 
+def test_codes_do_not_depend_on_what_computes_the_operand():
+    """XLA keeps the float32 values of a bfloat16 operand that it need not store."""
+    x = jax.random.normal(jax.random.key(1), (1, 256, 256), jnp.bfloat16)
+    op = functools.partial(ops.quantize, **BLOCK, rowwise="nearest", colwise=None)
+    got = jax.jit(lambda x: op(jax.nn.gelu(x), SEEDS))(x)
+    want = op(jax.jit(jax.nn.gelu)(x), SEEDS)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_vmap_gives_examples_without_seeds_of_their_own_different_noise():
     """Seeds are shared, each example's own, or its own in two of five arrays."""
     x = jnp.broadcast_to(X, (2, *X.shape))

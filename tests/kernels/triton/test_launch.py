@@ -97,6 +97,8 @@ def test_an_error_of_the_compiler_comes_when_the_program_is_lowered(compiler):
     compiler.error = RuntimeError("out of registers")
     with pytest.raises(RuntimeError, match="out of registers"):
         compile_and_lower(lambda x: call("kernel", x))
+    compiler.error = None  # such as a full disk, which now has room
+    compile_and_lower(lambda x: -call("kernel", x))
 
 
 def test_a_compilation_that_has_not_started_is_not_awaited(compiler):
@@ -107,6 +109,8 @@ def test_a_compilation_that_has_not_started_is_not_awaited(compiler):
     program.trace(X).lower(lowering_platforms=("cuda",))
     assert compilation.cancelled()
     assert [thread for _, thread in compiler.compiled] == [threading.current_thread()]
+    compile_and_lower(lambda x: -call("kernel", x))
+    assert len(compiler.compiled) == 1
 
 
 def test_identical_calls_are_equal():
