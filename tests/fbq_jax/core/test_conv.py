@@ -300,6 +300,7 @@ def test_rules_reach_convolutions():
     assert jnp.all(floats.apply(params, x) == Net(None).apply(params, x))
 
 
+@pytest.mark.exhaustive
 def test_frozen_layers_compute_what_they_trained():
     """Also with a mask and with feature groups."""
     x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
@@ -327,6 +328,7 @@ class NnxNet(nnx.Module):
         return self.deep(self.patch(x))
 
 
+@pytest.mark.exhaustive
 def test_nnx_layers_keep_their_state():
     x = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
     model, floats = NnxNet(), NnxNet()

@@ -60,6 +60,7 @@ def linen_step(params, state, x):
     return y, grads, new
 
 
+@pytest.mark.exhaustive
 def test_two_training_calls_equal_linens_bit_for_bit():
     layer = Int8MLP(C, HIDDEN, rngs=nnx.Rngs(3))
     params = layer.parameters()
