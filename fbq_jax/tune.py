@@ -98,9 +98,12 @@ def _read(file: Path) -> _Entries:
     if not file.exists():
         return {}
     try:
-        return json.loads(file.read_text())["entries"]
+        entries = json.loads(file.read_text())["entries"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a table of configurations") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{file} is not a table of configurations")
+    return entries
 
 
 def _write(file: Path, entries: _Entries) -> None:
@@ -149,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     out = options.out or tuning_table.path(jax.devices()[0].device_kind)
-    if not os.access(out.parent if out.parent.exists() else out.parent.parent, os.W_OK):
+    existing = next(folder for folder in out.absolute().parents if folder.exists())
+    if not os.access(existing, os.W_OK):
         parser.error(f"cannot write {out}: name another file with --out")
     try:
         entries = _read(out)

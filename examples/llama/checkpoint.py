@@ -51,7 +51,8 @@ class Found(NamedTuple):
 def save(folder: Path, step: int, state: object) -> None:
     """Writes the checkpoint `folder/<step>` and keeps the one before it.
 
-    Checkpoints from `step` on are deleted first. They are those that `find` skipped.
+    Checkpoints from `step` on are deleted first: `find` skipped them. Once the new one
+    has its checksums, all others but the newest that has some are deleted.
 
     Args:
         folder: The folder of a run's checkpoints.
@@ -72,6 +73,7 @@ def save(folder: Path, step: int, state: object) -> None:
         if is_first():  # every process has written its shards
             sums = folder / str(step) / _SUMS
             atomic.write(sums, _checksums(sums.parent))
+            _delete_old(folder)
     except (OSError, ValueError) as error:  # TensorStore raises ValueError
         reason = str(error).partition(" [tensorstore_spec=")[0]
         raise SaveError(
@@ -79,6 +81,14 @@ def save(folder: Path, step: int, state: object) -> None:
             "room, or make the folder writable, and continue with --resume"
         ) from error
     wait("checkpoint")
+
+
+def _delete_old(folder: Path) -> None:
+    """Deletes all checkpoints but the newest two that have checksums."""
+    steps = _steps(folder)
+    complete = [step for step in steps if (folder / str(step) / _SUMS).exists()]
+    for step in set(steps).difference(complete[-2:]):
+        shutil.rmtree(folder / str(step))
 
 
 def find(folder: Path) -> Found:
@@ -215,9 +225,7 @@ def _hide_asynchronous(hook: Callable[[Any], object], unraisable: Any) -> None:
 def _manager(folder: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
         folder.absolute(),
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False
-        ),
+        options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
     )
 
 

@@ -26,6 +26,7 @@ SEPARATOR = b"\0"
 HELD_OUT = 20
 
 # Folders of the standard library that are not its source.
+_TOKEN_IDS = ("train.bin", "val.bin")
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -100,7 +101,10 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         if path.suffix == ".bin":
             return _from_ids(*_split_tail(_memory_map(path)))
         return _from_texts([path.read_bytes()], path, tokenizer)
-    if (path / "train.bin").exists() and (path / "val.bin").exists():
+    missing = [name for name in _TOKEN_IDS if not (path / name).exists()]
+    if len(missing) == 1:
+        raise DataError(f"data: {path} has token ids, but no {missing[0]}")
+    if not missing:
         return _load_ids(path)
     files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     return _from_texts(_read_texts(path, files), path, tokenizer)
@@ -215,9 +219,7 @@ def _split_tail(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _load_ids(folder: Path) -> Corpus:
     """Reads `train.bin`, `val.bin` and, if it exists, `tokenizer.json`."""
-    corpus = _from_ids(
-        _memory_map(folder / "train.bin"), _memory_map(folder / "val.bin")
-    )
+    corpus = _from_ids(*(_memory_map(folder / name) for name in _TOKEN_IDS))
     if not (file := folder / TOKENIZER).exists():
         return corpus
     try:

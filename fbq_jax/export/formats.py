@@ -75,15 +75,24 @@ def _compressed_tensors(
     ``<module>.weight_shape`` is int64 ``(N, K)``.  Activations are not quantized.
 
     Raises:
-      ExportError: the weights have no groups of one size, or other names.
+      ExportError: the weights have no groups of one size, or other names; or a scale is
+        out of the range of the dtype.
     """
     _check_names(weights)
     group = _common_group(weights)
     tensors: Tensors = {}
     for name, weight in weights.items():
+        with np.errstate(over="ignore", under="ignore"):
+            scales = weight.scales.astype(dtype)
+        lost = (scales == 0) != (weight.scales == 0)
+        if np.any(lost | ~np.isfinite(scales.astype(np.float32))):
+            raise ExportError(
+                f"{name} has scales that {dtype} cannot hold: export the model in "
+                "bfloat16 or float32"
+            )
         unsigned = np.ascontiguousarray(weight.codes).view(np.uint8) ^ np.uint8(128)
         tensors[f"{name}_packed"] = unsigned.view("<i4")
-        tensors[f"{name}_scale"] = weight.scales.astype(dtype)
+        tensors[f"{name}_scale"] = scales
         tensors[f"{name}_shape"] = np.array(weight.codes.shape, np.int64)
     config = {
         "quant_method": "compressed-tensors",

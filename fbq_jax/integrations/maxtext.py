@@ -20,7 +20,7 @@ from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.nnx.dot import FallbackDot
 from fbq_jax.nnx.naming import name_layers
-from fbq_jax.nnx.rules import trace_parameters
+from fbq_jax.nnx.rules import trace_parameters, unchanged_on_error
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import RulesReport
@@ -117,7 +117,9 @@ def quantize(
         the vocabulary, or the weights of a matched layer are in 8 bits.
     """
     pairs = path_rules.as_pairs(rules)
-    return _report(model, pairs, _quantize_layers(model, pairs, rngs, implementation))
+    with unchanged_on_error(model):
+        found = _quantize_layers(model, pairs, rngs, implementation)
+        return _report(model, pairs, found)
 
 
 class _Quantized(NamedTuple):

@@ -1,6 +1,7 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -83,9 +84,9 @@ def quantize(
       TypeError: a rule's recipe is neither a ``Recipe`` nor None, or the model is not
         one of NNX.
       ValueError: a pattern is not a regular expression, or no implementation has this
-        name; Qwix changed the model; a matched layer is a stack of layers whose axis
-        is not the first; or a rule is for products of two activations, which
-        ``fbq_jax.integrations.qwix.quantize_nnx`` reaches.
+        name; Qwix changed the model; a layer is frozen; a matched layer is a stack of
+        layers whose axis is not the first; or a rule is for products of two
+        activations, which ``fbq_jax.integrations.qwix.quantize_nnx`` reaches.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
@@ -100,19 +101,20 @@ def quantize(
     remedy = "fbq_jax.integrations.qwix.quantize_nnx"
     check_unchanged_by_qwix(model, remedy)
     path_rules.refuse_activations_rules(pairs, f"use {remedy}")
-    found = quantize_layers(
-        model,
-        pairs,
-        rngs=rngs,
-        implementation=implementation,
-        ignore_precision=ignore_precision,
-    )
-    name_layers(model)
-    if args or kwargs:
-        parameters = trace_parameters(model, args, kwargs)
-        drop_unused_ops(model, pairs, found, parameters)
-    else:
-        parameters = _expected_parameters(model, pairs, found)
+    with unchanged_on_error(model):
+        found = quantize_layers(
+            model,
+            pairs,
+            rngs=rngs,
+            implementation=implementation,
+            ignore_precision=ignore_precision,
+        )
+        name_layers(model)
+        if args or kwargs:
+            parameters = trace_parameters(model, args, kwargs)
+            drop_unused_ops(model, pairs, found, parameters)
+        else:
+            parameters = _expected_parameters(model, pairs, found)
     report = weight_products.report(pairs, found, parameters)
     warn_of_idle_rules(pairs, report)
     return report
@@ -120,6 +122,23 @@ def quantize(
 
 #: The earlier name of ``quantize``.
 apply_rules = quantize
+
+
+@contextlib.contextmanager
+def unchanged_on_error(model: nnx.Module) -> Iterator[None]:
+    """After an error, gives each module of a model its class and fields back."""
+    before = [
+        (module, type(module), dict(vars(module)))
+        for _, module in nnx.iter_modules(model)
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, fields in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(fields)
+        raise
 
 
 def quantize_layers(
@@ -137,6 +156,12 @@ def quantize_layers(
     """
     check_nnx("quantize", model)
     DotConfig(fallback, implementation)  # checks the implementation
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, FallbackDot) and module.weight is not None:
+            raise ValueError(
+                f"layer {module.layer!r} is frozen, and another op would lose its "
+                "codes: quantize takes the model from before it was frozen"
+            )
     found: dict[str, str | None] = {}
     matched: list[tuple[str, nnx.Module, LayerOp, Recipe | None]] = []
     for parts, module in nnx.iter_modules(model):

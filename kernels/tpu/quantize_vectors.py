@@ -116,7 +116,10 @@ def _find_amax_of_tile(
         largest = find_amax(values, 0, keepdims=True)
         of_columns[:, columns] = _larger(of_columns[:, columns], largest)
 
-    lax.fori_loop(0, x.shape[1] // LANES, find, None)
+    slices: int | jax.Array = x.shape[1] // LANES
+    if shape[1] % x.shape[1]:  # the last tile extends beyond the matrix
+        slices = jnp.minimum(slices, pl.cdiv(shape[1] - first[1], LANES))
+    lax.fori_loop(0, slices, find, None)
     of_rows[...] = find_amax(lanes[...], 1, keepdims=True)
 
 

@@ -50,7 +50,8 @@ def load(
 
     Args:
       x: a reference to the tile.
-      columns: a slice of them, of static size.
+      columns: a slice of them, of static size, which begins inside the matrix; one that
+        begins beyond it may hold anything.
       first: the row and the column of the matrix where the slice begins.
       shape: rows and columns of the matrix.
     """

@@ -62,6 +62,28 @@ def test_last_two_are_kept(tmp_path: Path) -> None:
     assert int(checkpoint.restore(tmp_path, train_state(0)).step) == 10
 
 
+def test_a_whole_checkpoint_stays_until_the_next_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of step 2, writing was interrupted, and again of step 3."""
+    for step in 1, 2:
+        checkpoint.save(tmp_path, step, train_state(step))
+    (tmp_path / "2" / "SHA256SUMS").unlink()
+
+    def interrupt(_: Path) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_checksums", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 3, train_state(3))
+    step_found, skipped = checkpoint.find(tmp_path)
+    assert step_found == 1
+    assert len(skipped) == 2
+    checkpoint.save(tmp_path, 4, train_state(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
+
+
 def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.RestoreError, match="holds no checkpoint"):
         checkpoint.restore(tmp_path / "checkpoints", train_state(0))

@@ -101,6 +101,18 @@ def test_folder_of_bins_keeps_its_split(tmp_path: Path) -> None:
     assert corpus.vocab_size == 301
 
 
+@pytest.mark.parametrize(
+    ("there", "missing"), [("train.bin", "val.bin"), ("val.bin", "train.bin")]
+)
+def test_half_of_the_token_ids_is_an_error(
+    tmp_path: Path, there: str, missing: str
+) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / there)
+    (tmp_path / "readme.md").write_text("This is no text to train on.")
+    with pytest.raises(DataError, match=f"has token ids, but no {missing}"):
+        load_corpus(tmp_path)
+
+
 def test_tokenizer_marks_where_documents_begin(tmp_path: Path) -> None:
     for name, text in ("1", "a b"), ("2", "b"), ("3", "a a"):
         (tmp_path / name).write_text(text)

@@ -79,7 +79,16 @@ def test_reports_that_no_kernel_runs_without_a_gpu(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["{}", "[", "[]"])
+def test_folders_of_the_table_are_made(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "new" / "folder" / "table.json"
+    monkeypatch.setattr(tune, "_available", lambda _: iter(["triton"]))
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: ({"num_warps": 4}, 1.0))
+    assert tune.main(["--out", str(out), "--sizes", "256,256,256"]) == 0
+    assert out.exists()
+    assert f"wrote {out}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["{}", "[", "[]", '{"entries": []}'])
 def test_refuses_to_overwrite_a_file_that_is_no_table(content, tmp_path, capsys):
     out = tmp_path / "table.json"
     out.write_text(content)

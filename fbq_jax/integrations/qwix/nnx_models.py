@@ -26,6 +26,7 @@ from fbq_jax.nnx.rules import (
     quantize_layers,
     stack_shape,
     trace_parameters,
+    unchanged_on_error,
 )
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.rules_report import (
@@ -74,37 +75,38 @@ def quantize_nnx(
         "implementation": implementation,
         "ignore_precision": ignore_precision,
     }
-    found = quantize_layers(model, pairs, **options)
-    modules = modules_of(model)
-    others = {
-        path: path_rules.first_match(pairs, path)
-        for path, module in modules.items()
-        if path not in found and any(True for _ in matrices(module))
-    }
-    for path in others:
-        for name, _ in list(matrices(modules[path])):
-            vars(modules[path]).pop(dot_name(name), None)  # of earlier rules
-    model.__class__ = intercepting_class(
-        vars(type(model)).get("unquantized", type(model))
-    )
-    _drop_activations(modules)
-    if any(match.recipe is not None for match in others.values()):
-        parameters = trace_parameters(model, args, kwargs)
-        _set_own_code(modules, others, parameters, options)
-    if path_rules.activations_rules(pairs):
+    with unchanged_on_error(model):
+        found = quantize_layers(model, pairs, **options)
+        modules = modules_of(model)
+        others = {
+            path: path_rules.first_match(pairs, path)
+            for path, module in modules.items()
+            if path not in found and any(True for _ in matrices(module))
+        }
+        for path in others:
+            for name, _ in list(matrices(modules[path])):
+                vars(modules[path]).pop(dot_name(name), None)  # of earlier rules
+        model.__class__ = intercepting_class(
+            vars(type(model)).get("unquantized", type(model))
+        )
+        _drop_activations(modules)
+        if any(match.recipe is not None for match in others.values()):
+            parameters = trace_parameters(model, args, kwargs)
+            _set_own_code(modules, others, parameters, options)
+        if path_rules.activations_rules(pairs):
+            with record_activations(model) as recorded:
+                trace_parameters(model, args, kwargs)
+            _set_activations(modules, recorded.products(pairs), options)
         with record_activations(model) as recorded:
-            trace_parameters(model, args, kwargs)
-        _set_activations(modules, recorded.products(pairs), options)
-    with record_activations(model) as recorded:
-        parameters = trace_parameters(model, args, kwargs)
-    for path, _, use in parameters:
-        layer, _, name = path.rpartition("/")
-        if layer in others and not use.quantized:
-            vars(modules[layer]).pop(dot_name(name), None)
-        if layer in others and (use.quantized or use.in_float):
-            found[layer] = others[layer].pattern
-    drop_unused_ops(model, pairs, found, parameters)
-    name_layers(model)
+            parameters = trace_parameters(model, args, kwargs)
+        for path, _, use in parameters:
+            layer, _, name = path.rpartition("/")
+            if layer in others and not use.quantized:
+                vars(modules[layer]).pop(dot_name(name), None)
+            if layer in others and (use.quantized or use.in_float):
+                found[layer] = others[layer].pattern
+        drop_unused_ops(model, pairs, found, parameters)
+        name_layers(model)
     activations = recorded.products(pairs).values()
     report = weight_products.report(pairs, found, parameters, activations)
     warn_of_idle_rules(pairs, report)

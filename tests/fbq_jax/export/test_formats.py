@@ -143,6 +143,13 @@ def test_weights_that_a_format_cannot_hold_are_named(name, weights, message):
         FORMATS[name](weights, BFLOAT16)
 
 
+@pytest.mark.parametrize("scale", [2e-8, 1e5, np.nan])
+def test_scales_that_a_dtype_cannot_hold_are_named(scale):
+    weights = {"a.weight": weight(np.ones((1, 32)), [[scale]])}
+    with pytest.raises(ExportError, match=r"a.weight has scales that float16 cannot"):
+        FORMATS["compressed-tensors"](weights, np.dtype(np.float16))
+
+
 def test_rows_that_share_no_scales_are_named():
     rows = weight(np.zeros((32, 32)), np.arange(32)[:, None])
     with pytest.raises(ExportError, match=r"at least 16 outputs; a.weight cannot be"):

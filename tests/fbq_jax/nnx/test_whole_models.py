@@ -190,3 +190,26 @@ def test_layers_whose_weight_a_wrapper_normalizes_keep_their_op(wrapper):
     model(X)
     (stats,) = fbq_jax.nnx.fallback_stats(model).values()
     assert stats.count == 1
+
+
+def test_an_error_leaves_the_model_unchanged():
+    model = nnx.Sequential(*(nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(2)))
+    ops = [layer.dot_general for layer in model.layers]
+    for rules in ({".*": recipes.block}, {"layers/0": recipes.block, ".*": None}):
+        with pytest.raises(TypeError, match="dot_general requires"):
+            quantize(model, rules, jax.ShapeDtypeStruct((2, 9), jnp.float32))
+        assert [layer.dot_general for layer in model.layers] == ops
+    quantize(model, {".*": recipes.block}, X)
+    assert all(isinstance(layer.dot_general, FallbackDot) for layer in model.layers)
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.block])
+def test_a_frozen_model_keeps_its_codes(recipe):
+    model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    quantize(model, {".*": recipes.block}, X)
+    model(X)
+    frozen = fbq_jax.nnx.freeze(model, X)
+    expected = frozen(X)
+    with pytest.raises(ValueError, match=r"'\(root\)' is frozen.* lose its codes"):
+        quantize(frozen, {".*": recipe}, X)
+    np.testing.assert_array_equal(frozen(X), expected)

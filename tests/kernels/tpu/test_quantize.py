@@ -41,6 +41,15 @@ def test_vectors(case):
     cases.check_vectors(VECTORS, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.parametrize("columns", [384, 300])
+def test_the_last_tile_of_a_row_may_extend_beyond_the_matrix(monkeypatch, columns):
+    """By whole slices of 128 columns, or by part of one, too."""
+    monkeypatch.setattr(quantize_vectors, "_COLUMNS", 256)
+    x = heavy((1, 40, columns))
+    cases.check_vectors(VECTORS, x, "nearest", "stochastic")
+    cases.check_per_tensor_scale(VECTORS, x)
+
+
 @pytest.mark.exhaustive
 def test_vectors_of_several_tiles(monkeypatch):
     monkeypatch.setattr(quantize_vectors, "_COLUMNS", 128)
