@@ -30,6 +30,9 @@ from fbq_jax.kernels.tpu import tiles
 from fbq_jax.kernels.tpu.tiles import LANES
 
 _MAX_BLOCKS = 128  # of a stripe
+# Of a stripe.  In float32, with three arrays of codes, and all of them twice, since the
+# next stripe is loaded meanwhile, they are 56 of the 64 MiB of VMEM_LIMIT.
+_MAX_VALUES = 2**22
 
 
 class Plan(NamedTuple):
@@ -63,7 +66,8 @@ class Plan(NamedTuple):
     @property
     def stripe(self) -> int:
         """The number of blocks in a stripe."""
-        return min(self.blocks[1], _MAX_BLOCKS)
+        r, c = self.block
+        return min(self.blocks[1], _MAX_BLOCKS, _MAX_VALUES // (r * c))
 
 
 def quantize(

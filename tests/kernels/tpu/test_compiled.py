@@ -1,5 +1,6 @@
 """Layers compile for TPUs, which multiply INT8."""
 
+import functools
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import fbq_jax
-from fbq_jax import recipes
+from fbq_jax import ops, recipes
 from fbq_jax.bench.tpu_cycles import TOPOLOGIES, lower_for
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding import layer_names
@@ -68,6 +69,35 @@ def test_recipes_by_vector_multiply_int8(generation, name):
     assert found.count({"s8"}) >= 1
     assert {"f32"} not in found
     assert "highest" not in text
+
+
+@pytest.mark.usefixtures("on_tpu")
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("columns", [16384, 53248])
+@pytest.mark.parametrize("block", [128, 256])
+def test_rows_of_any_length_are_quantized(generation, dtype, columns, block):
+    """A program takes a part of them that fits into its memory."""
+    x = jax.ShapeDtypeStruct((1, 1024, columns), dtype)
+    theta, seeds = (jax.ShapeDtypeStruct((1,), t) for t in (jnp.float32, jnp.uint32))
+    quantize = functools.partial(
+        ops.quantize_fallback,
+        block=(block, block),
+        criterion="absmax",
+        colwise="stochastic",
+    )
+    assert "%fbq_quantize" in compile_for(generation, quantize, x, theta, seeds)
+
+
+@pytest.mark.usefixtures("on_tpu")
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_maxima_of_rows_beyond_the_last_tile_compile(generation):
+    x = jax.ShapeDtypeStruct((1, 1024, 5632), jnp.bfloat16)
+    seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    quantize = functools.partial(
+        ops.quantize_vectors, rowwise="nearest", colwise="stochastic"
+    )
+    assert "%fbq_find_amax" in compile_for(generation, quantize, x, seeds)
 
 
 @pytest.mark.usefixtures("on_tpu")
