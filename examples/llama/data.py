@@ -25,8 +25,8 @@ SEPARATOR = b"\0"
 # the text.
 HELD_OUT = 20
 
+_TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 # Folders of the standard library that are not its source.
-_TOKEN_IDS = ("train.bin", "val.bin")
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
