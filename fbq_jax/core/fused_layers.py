@@ -34,7 +34,6 @@ from fbq_jax.core.quantize_operands import (
     LHS_STREAM,
     MatrixStack,
     Spec,
-    frozen_seed,
     seeds_of,
 )
 from fbq_jax.core.threshold import Scalars, Stats
@@ -330,8 +329,8 @@ def gated_bwd(
     dhidden, dw = matmul_vjp.backward(gemm, down, grad)
     matrices = up.gemms.stack(dhidden)
     frozen = up.lhs is None
-    seed = frozen_seed(up.seed, dy) if frozen else up.seed
-    operands = matrices.values, *gate, seeds_of(seed, GRAD_STREAM, matrices)
+    seeds = seeds_of(matmul_vjp.grad_seed(up, dy), GRAD_STREAM, matrices)
+    operands = matrices.values, *gate, seeds
     colwise_in_blocks = recipe.drhs.scales[1] == "block" and not frozen
     options = {
         "bits": bits,

@@ -320,9 +320,13 @@ matmul.defvjp(matmul_fwd, _matmul_bwd)
 
 def quantize_cotangent(spec: Spec, saved: SavedMatmul, dy: jax.Array) -> Layouts:
     """The codes of dY, the gradient of the product, for ``backward``."""
-    frozen = saved.lhs is None
-    seed = frozen_seed(saved.seed, dy) if frozen else saved.seed
-    return quantize_grad(spec, saved.gemms.tile_rows(dy), seed, frozen=frozen)
+    rows, seed = saved.gemms.tile_rows(dy), grad_seed(saved, dy)
+    return quantize_grad(spec, rows, seed, frozen=saved.lhs is None)
+
+
+def grad_seed(saved: SavedMatmul, dy: jax.Array) -> CallSeed:
+    """The seed of the gradient's noise; dY is the output's gradient."""
+    return frozen_seed(saved.seed, dy) if saved.lhs is None else saved.seed
 
 
 def backward(

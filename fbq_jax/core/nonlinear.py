@@ -232,9 +232,10 @@ def _norm(
 ) -> jax.Array:
     check_operands(spec.bits, x=x)
     for name, parameter in (("scale", scale), ("bias", bias)):
-        if parameter is not None:
-            _check_is_array(name, parameter)
-        if parameter is not None and parameter.shape != x.shape[-1:]:
+        if parameter is None:
+            continue
+        _check_is_array(name, parameter)
+        if parameter.shape != x.shape[-1:]:
             raise ValueError(
                 f"{name} must have one value per channel, {x.shape[-1:]}; got "
                 f"{parameter.shape}"

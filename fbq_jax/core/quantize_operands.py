@@ -335,9 +335,7 @@ def frozen_seed(seed: CallSeed, dy: jax.Array) -> jax.Array:
     return fold(fold_seeds(seed), jnp.sum(bits, dtype=jnp.uint32))
 
 
-def quantize_grad(
-    spec: Spec, dy: Rows, seed: CallSeed, *, frozen: bool = False
-) -> Layouts:
+def quantize_grad(spec: Spec, dy: Rows, seed: CallSeed, *, frozen: bool) -> Layouts:
     """Quantizes dY, ``[B, M, N]`` or rows in tiles, in the layouts of INT8 GEMMs.
 
     A frozen layer has no dW to read the colwise codes; ``frozen_seed`` makes its seed.
