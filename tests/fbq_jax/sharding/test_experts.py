@@ -81,7 +81,9 @@ def quantized(spec, gemms, x, dy, theta):
     rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
     given = scalars(theta)
     lhs, residual, stats = quantize_lhs(spec, rows, given, blocks, save=True)
-    grad = quantize_grad(spec, gemms.tile_rows(dy), given.later_seed(stats))
+    grad = quantize_grad(
+        spec, gemms.tile_rows(dy), given.later_seed(stats), frozen=False
+    )
     stats = stats.rate, stats.theta, stats.next_theta
     if residual.rowwise is not None:  # other codes have no meaning
         codes, scales, _ = residual.rowwise
