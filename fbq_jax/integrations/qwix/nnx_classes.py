@@ -24,6 +24,7 @@ def intercepting_class(cls: Any) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "unquantized": cls,
+        "__reduce_ex__": _reduce,
     }
     if (before := getattr(cls, QWIX_BASE, None)) is not None:
         # Qwix changes this class, without its own change, if LoRA is applied again.
@@ -36,6 +37,20 @@ def intercepting_class(cls: Any) -> Any:
         if public and inspect.isfunction(method) and not inherited:
             fields[name] = _reaching_products(method)
     return type(cls.__name__, (cls,), fields)
+
+
+def _reduce(model: Any, protocol: Any) -> Any:
+    """Pickles a model by its own class, which the derived one has the name of."""
+    cls = model.unquantized
+    reduced = cls.__reduce_ex__(model, protocol)
+    if reduced[1][:1] != (type(model),):  # of the model's own ``__reduce__``
+        return reduced
+    new, (_, *args), *state = reduced
+    return _unpickle, (new, cls, *args), *state
+
+
+def _unpickle(new: Callable[..., Any], cls: Any, *args: Any) -> Any:
+    return new(intercepting_class(cls), *args)
 
 
 def _reaching_products(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Models that multiply by their parameters in their own code."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -406,6 +407,30 @@ def test_a_stack_of_nnx_modules_that_multiply_in_their_own_code():
     model.eval()
     serve = nnx.jit(lambda model: model(X))
     np.testing.assert_array_equal(serve(frozen), serve(model))
+
+
+def test_a_model_can_be_pickled():
+    model = Raw(nnx.Rngs(0))
+    qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    copy = pickle.loads(pickle.dumps(model))
+    assert type(copy) is type(model)
+    assert not np.array_equal(copy(X), Raw(nnx.Rngs(0))(X))
+    np.testing.assert_array_equal(copy(X), model(X))
+
+
+class Named(Raw):
+    """Its copies are made by a function of its own."""
+
+    def __reduce__(self):
+        return Named, (nnx.Rngs(0),)
+
+
+def test_a_model_with_a_way_of_its_own_to_be_pickled():
+    model = Named(nnx.Rngs(0))
+    qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    copy = pickle.loads(pickle.dumps(model))
+    assert type(copy) is Named
+    np.testing.assert_array_equal(copy(X), Named(nnx.Rngs(0))(X))
 
 
 @pytest.mark.exhaustive
