@@ -18,7 +18,7 @@ from fbq_jax.core import equalization, matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices, is_requested
 from fbq_jax.core.dot_call import DotCall, RaggedCall
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.quantize_operands import Spec
+from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.core.weight_products import mark_weight

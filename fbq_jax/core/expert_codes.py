@@ -14,6 +14,7 @@ Quantization runs as XLA ops, which read tokens twice (once more for the residua
 write the codes of each token's experts.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from fbq_jax.core import threshold
 from fbq_jax.core.expert_exchange import (
     RowSlices,
     row_slices,
@@ -28,38 +30,99 @@ from fbq_jax.core.expert_exchange import (
     token_of,
 )
 from fbq_jax.core.expert_plan import TILE, Exchange, ExpertTiles
+from fbq_jax.core.noise import LHS_STREAM, seeds_of
+from fbq_jax.core.rows import Rows
+from fbq_jax.core.spec import Spec
+from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+from fbq_jax.recipes.schema import Quantizer
 from fbq_jax.sharding.ragged_exchange import exclusive_sum
 
 
-class TokenRows(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TokenRows(Rows):
     """Rows of tokens, to be quantized where they lie and sent to their experts.
 
     Attributes:
       values: as for ``send_rows``, bfloat16, float16 or float32.
       plan: the plan.
+      m: the rows of a tile, which are those of a block.
     """
 
     values: jax.Array
     plan: Exchange
+    m: int
+
+    @property
+    def indices(self) -> jax.Array:
+        """The index of each tile on one device, int32 ``[T]``."""
+        return jnp.arange(self.plan.tile_count(self.m), dtype=jnp.int32)
+
+    def _quantize(
+        self,
+        spec: Spec,
+        seeds: rounding.Seeds,
+        block: Block,
+        rowwise: Quantizer | None,
+        colwise: Quantizer | None,
+        sums: tuple[str, ...],
+    ) -> Layouts:
+        del spec  # its codes are INT8
+        return _quantize_tokens(
+            self,
+            seeds,
+            _find_scales(self, block)[0],
+            block=block,
+            rowwise=rowwise and rowwise.rounding,
+            colwise=colwise and colwise.rounding,
+            sums="colwise" in sums,
+        )
+
+    def quantize_fallback(
+        self,
+        spec: Spec,
+        scalars: Scalars,
+        blocks: jax.Array | None,
+        colwise: Quantizer | None,
+        *,
+        frozen: bool,
+    ) -> tuple[Layouts, Layouts, Stats]:
+        """Falls back by the largest value of a block, which devices agree on."""
+        recipe, block = spec.recipe, spec.recipe.lhs_block
+        assert recipe.criterion == "absmax"  # ragged_dot checks it
+        found, amax = _find_scales(self, block)
+        metric = reference.metric_of("absmax", found.scales, amax=amax)[:, None, :]
+        second, _ = _find_scales(self, block, found)
+        limit = jnp.where(scalars.theta >= 0.0, scalars.theta, 0.0)
+        scales = jnp.where(metric > limit, second.scales[:, None, :], 0.0)
+        no_codes = jnp.zeros((0,), jnp.int8)
+        residual = Quantized(no_codes, scales)
+        used, stats = threshold.apply(
+            scalars,
+            metric,
+            residual,
+            recipe,
+            blocks=blocks,
+            implementation=spec.implementation,
+        )
+        assert used is not None
+        lhs = _quantize_tokens(
+            self,
+            seeds_of(scalars.call_seed, LHS_STREAM, self.indices),
+            found,
+            block=block,
+            rowwise="nearest",
+            colwise=colwise and colwise.rounding,
+        )
+        scales = (residual if frozen else used).scales[:, 0]
+        second = _BlockScales(scales, second.inverse)
+        term = _quantize_residuals(self, found, second, block=block)
+        return lhs, Layouts(term, None), stats
 
 
-class ExpertRows(NamedTuple):
-    """Rows on the devices of their experts.
-
-    Attributes:
-      rows: values ``[D, C, R, K]`` with their tiles.
-      indices: int32 ``[D, C, T]``, the index of each tile on one device.
-    """
-
-    rows: GroupedRows
-    indices: jax.Array
-
-
-class BlockScales(NamedTuple):
+class _BlockScales(NamedTuple):
     """What all devices know of the blocks of ``TokenRows``; float32 ``[T, K/k]``.
 
     T is the number of tiles on one device.
@@ -73,9 +136,9 @@ class BlockScales(NamedTuple):
     inverse: jax.Array
 
 
-def find_scales(
-    rows: TokenRows, block: Block, main: BlockScales | None = None
-) -> tuple[BlockScales, jax.Array]:
+def _find_scales(
+    rows: TokenRows, block: Block, main: _BlockScales | None = None
+) -> tuple[_BlockScales, jax.Array]:
     """The scales of the blocks of all devices, and their ``max |x|``.
 
     Args:
@@ -87,7 +150,7 @@ def find_scales(
     tiles = plan.tile_count(block[0])
 
     def local(
-        x: jax.Array, order: jax.Array, counts: jax.Array, main: BlockScales | None
+        x: jax.Array, order: jax.Array, counts: jax.Array, main: _BlockScales | None
     ) -> jax.Array:
         source, here = token_of(order, x), _local_rows(plan, order, counts, block[0])
         x = x.reshape(-1, x.shape[-1])
@@ -103,7 +166,7 @@ def find_scales(
     specs = plan.by_token, plan.by_token, P(), P()
     bits = plan.over_devices(local, specs, P())(values, plan.order, plan.counts, main)
     amax = lax.bitcast_convert_type(bits, jnp.float32)
-    return BlockScales(*scale_and_inverse(amax)), amax
+    return _BlockScales(*scale_and_inverse(amax)), amax
 
 
 class _LocalRows(NamedTuple):
@@ -169,24 +232,24 @@ def _codes(
 
 
 def _residual(
-    x: jax.Array, here: _LocalRows, main: BlockScales, block: Block
+    x: jax.Array, here: _LocalRows, main: _BlockScales, block: Block
 ) -> jax.Array:
     codes = _codes(x, here, main.inverse, block[1])
     scales = _spread(main.scales, here, block[1], x.shape[1])
     return reference.residual_of(x.astype(jnp.float32), codes, scales)
 
 
-def quantize_tokens(
+def _quantize_tokens(
     rows: TokenRows,
     seeds: rounding.Seeds,
-    found: BlockScales,
+    found: _BlockScales,
     *,
     block: Block,
     rowwise: rounding.Rounding | None,
     colwise: rounding.Rounding | None,
     sums: bool = False,
 ) -> Layouts:
-    """Quantizes rows and sends their codes: ``ops.ragged_quantize`` of ``ExpertRows``.
+    """Quantizes rows and sends their codes: ``ops.ragged_quantize`` of theirs.
 
     Args:
       rows: the rows.
@@ -207,7 +270,7 @@ def quantize_tokens(
         x: jax.Array,
         order: jax.Array,
         counts: jax.Array,
-        found: BlockScales,
+        found: _BlockScales,
         seeds: jax.Array,
         slices: RowSlices,
     ) -> list[jax.Array]:
@@ -279,10 +342,10 @@ def _unpack_steps(packed: jax.Array, columns: int) -> jax.Array:
     return fields.astype(jnp.int8)
 
 
-def quantize_residuals(
+def _quantize_residuals(
     rows: TokenRows,
-    main: BlockScales,
-    found: BlockScales,
+    main: _BlockScales,
+    found: _BlockScales,
     *,
     block: Block,
 ) -> Quantized:
@@ -300,15 +363,15 @@ def quantize_residuals(
     plan, (m, side) = rows.plan, block
     width = rows.values.shape[-1]
 
-    def falls_of(found: BlockScales) -> jax.Array:
+    def falls_of(found: _BlockScales) -> jax.Array:
         return found.scales > 0.0  # [T, K/k]
 
     def local(
         x: jax.Array,
         order: jax.Array,
         counts: jax.Array,
-        main: BlockScales,
-        found: BlockScales,
+        main: _BlockScales,
+        found: _BlockScales,
         slices: RowSlices,
         places: jax.Array,
     ) -> jax.Array:

@@ -22,8 +22,9 @@ from fbq_jax.core import equalization, threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.quantize_operands import Spec, forward_qtensor, quantize_rhs
+from fbq_jax.core.quantize_operands import forward_qtensor, quantize_rhs
 from fbq_jax.core.serialization import serializable_dataclass, serializable_static
+from fbq_jax.core.spec import Spec
 from fbq_jax.recipes.schema import Recipe
 
 # The contracting and the batch dimensions of a product's right operand.

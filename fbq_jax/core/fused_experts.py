@@ -22,7 +22,6 @@ from fbq_jax.core.dimension_numbers import output_dtype
 from fbq_jax.core.expert_exchange import ExchangedGroups
 from fbq_jax.core.grouped_projection import GroupedProjection
 from fbq_jax.core.matmul_vjp import SavedMatmul
-from fbq_jax.core.quantize_operands import Spec
 from fbq_jax.core.ragged_dot import (
     ExchangedGemms,
     GroupedGemms,
@@ -30,6 +29,7 @@ from fbq_jax.core.ragged_dot import (
     group_rates,
     make_gemms,
 )
+from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Quantized

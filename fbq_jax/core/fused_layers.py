@@ -28,14 +28,10 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, nonlinear, threshold
 from fbq_jax.core.matmul_vjp import DENSE, DenseGemms, SavedMatmul
+from fbq_jax.core.noise import GRAD_STREAM, LHS_STREAM, seeds_of
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
-from fbq_jax.core.quantize_operands import (
-    GRAD_STREAM,
-    LHS_STREAM,
-    MatrixStack,
-    Spec,
-    seeds_of,
-)
+from fbq_jax.core.rows import MatrixStack
+from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
@@ -242,7 +238,7 @@ def _quantize_and_multiply(
     run = functools.partial(
         op, block=recipe.lhs_block, implementation=gemm.implementation
     )
-    seeds = seeds_of(scalars.call_seed, LHS_STREAM, x)
+    seeds = seeds_of(scalars.call_seed, LHS_STREAM, x.indices)
     colwise = recipe.drhs.lhs if save and not frozen else None
     if recipe.in_blocks:
         theta = jnp.broadcast_to(scalars.theta, x.indices.shape)
@@ -329,7 +325,7 @@ def gated_bwd(
     dhidden, dw = matmul_vjp.backward(gemm, down, grad)
     matrices = up.gemms.stack(dhidden)
     frozen = up.lhs is None
-    seeds = seeds_of(matmul_vjp.grad_seed(up, dy), GRAD_STREAM, matrices)
+    seeds = seeds_of(matmul_vjp.grad_seed(up, dy), GRAD_STREAM, matrices.indices)
     operands = matrices.values, *gate, seeds
     colwise_in_blocks = recipe.drhs.scales[1] == "block" and not frozen
     options = {

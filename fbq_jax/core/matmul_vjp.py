@@ -19,19 +19,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
 from fbq_jax.core import threshold
+from fbq_jax.core.noise import SUM_STREAM, frozen_seed, seeds_of
 from fbq_jax.core.quantize_operands import (
-    SUM_STREAM,
-    GemmSpec,
-    MatrixStack,
-    Rows,
-    Spec,
     forward_qtensor,
-    frozen_seed,
     quantize_grad,
     quantize_lhs,
     quantize_rhs,
-    seeds_of,
 )
+from fbq_jax.core.rows import Matrices, MatrixStack, Rows
+from fbq_jax.core.spec import GemmSpec, Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
@@ -58,8 +54,8 @@ class DenseGemms:
     """
 
     def tile_rows(self, x: jax.Array) -> Rows:
-        """X or dY in the form that the ops quantize: ``x`` itself."""
-        return x
+        """X or dY in the form that the ops quantize."""
+        return Matrices(x)
 
     def stack(self, x: jax.Array) -> MatrixStack:
         """X or dY as matrices that a fused op quantizes.
@@ -104,7 +100,8 @@ class DenseGemms:
         if not gemm.splits_contraction:
             block_shape = (1, contraction, 1)
         if gemm.reduce == "int8":
-            seeds = fold_seeds(seeds_of(seed, SUM_STREAM, lhs.codes))
+            index = jnp.arange(lhs.codes.shape[0], dtype=jnp.int32)
+            seeds = fold_seeds(seeds_of(seed, SUM_STREAM, index))
         return ops.matmul(
             lhs,
             residual,

@@ -27,12 +27,13 @@ from fbq_jax.core.dot_general import (
     checked_theta,
     seed_from_key,
 )
-from fbq_jax.core.expert_codes import ExpertRows, TokenRows
+from fbq_jax.core.expert_codes import TokenRows
 from fbq_jax.core.expert_exchange import ExchangedGroups, return_rows, sum_rows
 from fbq_jax.core.expert_plan import TILE
 from fbq_jax.core.matmul_vjp import DenseGemms
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.quantize_operands import GemmSpec, MatrixStack, Spec
+from fbq_jax.core.rows import MatrixStack, Rows, TiledRows
+from fbq_jax.core.spec import GemmSpec, Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.kernels.grouped_reference import (
     GroupedRows,
@@ -300,9 +301,11 @@ class GroupedGemms(DenseGemms):
         """The group of each tile, int32 ``[T]``; arbitrary without rows."""
         return self.tiles.groups
 
-    def tile_rows(self, x: jax.Array) -> GroupedRows:
+    def tile_rows(self, x: jax.Array) -> Rows:
         """The rows of ``[M, C]`` with their tiles."""
-        return GroupedRows(x, self.tiles.first_rows, self.tiles.row_counts)
+        first, counts = self.tiles.first_rows, self.tiles.row_counts
+        index = jnp.arange(first.shape[0], dtype=jnp.int32)
+        return TiledRows(GroupedRows(x, first, counts), index)
 
     def stack(self, x: jax.Array) -> MatrixStack:
         """Tiles ``[T, m, C]`` with the number of rows of each."""
@@ -412,14 +415,14 @@ class ExchangedGemms(DenseGemms):
         experts = jnp.where(groups < local, part * local + groups, plan.num_experts)
         return experts.reshape(-1)
 
-    def tile_rows(self, x: jax.Array) -> TokenRows | ExpertRows:
+    def tile_rows(self, x: jax.Array) -> Rows:
         """Rows to be sent, or the rows ``[D, C, R, K]`` on each device."""
         if x.ndim < 4:
-            return TokenRows(x, self.groups.plan)
+            return TokenRows(x, self.groups.plan, self.m)
         tiles = self.groups.plan.tiles(self.m)
         place = jnp.arange(0, x.shape[2], self.m, dtype=jnp.int32)
         first = jnp.broadcast_to(place, tiles.row_counts.shape)
-        return ExpertRows(GroupedRows(x, first, tiles.row_counts), tiles.indices)
+        return TiledRows(GroupedRows(x, first, tiles.row_counts), tiles.indices)
 
     def stack(self, x: jax.Array) -> MatrixStack:
         """The tiles ``[D C T, m, K]`` of rows ``[D, C, R, K]`` on each device."""

@@ -14,7 +14,7 @@ from fbq_jax.core.dimension_numbers import Operand, row_shape
 from fbq_jax.core.dot_call import DotCall
 from fbq_jax.core.fused_layers import FusedSpec
 from fbq_jax.core.nonlinear import NormSpec
-from fbq_jax.core.quantize_operands import Spec
+from fbq_jax.core.spec import Spec
 from fbq_jax.core.weight_products import mark_weight
 from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized
