@@ -18,6 +18,7 @@ from fbq_jax.core.dot_general import Stats as Stats
 from fbq_jax.core.dot_general import dot_general as dot_general
 from fbq_jax.core.expert_plan import ExpertSharding as ExpertSharding
 from fbq_jax.core.fused_layers import fuses as fuses
+from fbq_jax.core.layer_stats import LayerStats as LayerStats
 from fbq_jax.core.layer_stats import assert_live as assert_live
 from fbq_jax.core.layer_stats import fallback_stats as fallback_stats
 from fbq_jax.core.llm_int8 import LlmInt8Dot as LlmInt8Dot

@@ -44,7 +44,13 @@ class Error(NamedTuple):
 
 
 class DotErrors(NamedTuple):
-    """The errors of a product and of its gradients."""
+    """The errors of a product and of its gradients.
+
+    Attributes:
+      out: of the product.
+      dlhs: of the gradient of lhs.
+      drhs: of the gradient of rhs.
+    """
 
     out: Error
     dlhs: Error
@@ -70,6 +76,9 @@ def array_error(actual: Any, exact: Any) -> Error:
     Args:
       actual: the array to judge.
       exact: the reference, of the same shape.
+
+    Returns:
+      The ``Error``.
 
     Raises:
       ValueError: the shapes differ.
@@ -108,14 +117,22 @@ def dot_errors(
     precision.  The quantized product runs in the operands' dtype.
 
     Args:
-      lhs: the activation, whose blocks may fall back.
-      rhs: the weight.
+      lhs: the activation, whose blocks may fall back; bfloat16, float16 or float32, of
+        a shape as in ``lax.dot_general``.
+      rhs: the weight, likewise.
       dimension_numbers: as in ``lax.dot_general``; by default a matrix product.
       recipe: how the three GEMMs are quantized.
       theta: the threshold; None takes the quantile of lhs' own blocks.
       key: a PRNG key for stochastic rounding and the default cotangent.
       cotangent: the output's gradient; None draws it from a standard normal
         distribution.
+
+    Returns:
+      The ``DotErrors``.
+
+    Raises:
+      TypeError: as in ``fbq_jax.dot_general``.
+      ValueError: as in ``fbq_jax.dot_general``.
     """
     key = jax.random.key(0) if key is None else key
     noise_key, cotangent_key = jax.random.split(key)

@@ -1,9 +1,7 @@
 """Finds the fastest configurations of the GEMM kernels on this GPU.
 
-    python -m fbq_jax.tune [--implementation NAME] [--sizes M,N,K ...] [--out FILE]
-
 Measures every candidate for each shape, with and without fallback, and writes the
-fastest one to the table that the kernels read (``fbq_jax.kernels.tuning_table``).
+fastest one to the table that the kernels read (fbq_jax.kernels.tuning_table).
 Entries for other shapes are kept.  Training only reads the table.
 """
 
@@ -142,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--implementation", choices=("mosaic", "triton"), help="by default both"
     )
-    parser.add_argument("--sizes", type=_sizes, nargs="+", default=SIZES)
+    parser.add_argument(
+        "--sizes", type=_sizes, nargs="+", default=SIZES, metavar="M,N,K"
+    )
     parser.add_argument("--out", type=Path, help="by default the kernels' own table")
     return parser
 

@@ -257,8 +257,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         "dW over input channels. With outliers in W, Y's is the mean over output "
         "channels; with outliers in dY, dW's is. An uneven W has rows and columns with "
         "factors of 1/23 to 23, and X and dY have the inverse ones; errors are means "
-        "over channels. Steps are those that second terms add to the three products' "
-        "own, on X up to 606. Saved is what the forward pass saves of X."
+        "over channels. Added work is that of second terms, on X up to 606, over the "
+        "products'. Saved is what the forward pass saves of X."
     )
     by_recipe: dict[str, dict[str, Any]] = {}
     for row in content["recipe_errors"]:
@@ -273,7 +273,12 @@ def markdown(content: Mapping[str, Any]) -> str:
         *((f"{y}, {_UNEVEN}", _UNEVEN, f"{y.lower()}_channel") for y in ("Y", "dX")),
         (f"dW, {_UNEVEN}", _UNEVEN, "dw_in"),
     ]
-    head = ["recipe", "steps", "saved, bytes/value", *(title for title, *_ in columns)]
+    head = [
+        "recipe",
+        "added work",
+        "saved, bytes/value",
+        *(title for title, *_ in columns),
+    ]
     width = content["shape"][1]
     cells = [
         [

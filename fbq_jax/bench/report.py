@@ -50,7 +50,8 @@ HEADINGS = {
         "compare the loss and the first layer's update with bf16's. Several "
         "programs are traced and compiled at the same time, which adds to first calls. "
         "The first calls of 1 and of 12 layers, traced, lowered, compiled and run, are "
-        "timed in processes of their own.",
+        "timed in processes of their own. At conditionals of the compiled program, a "
+        "GPU may wait for the host.",
         error_width=28,
         columns=(
             "launches/layer",

@@ -67,10 +67,10 @@ class _SavedMLP(NamedTuple):
 def fuses(recipe: Recipe) -> bool:
     """Whether the fused layers support a recipe.
 
-    They need INT8 and block scales in all three GEMMs, or scales per row of a block for
-    X and, in dX, for dY; and nearest rounding of X in the forward GEMM.  In dW, nothing
-    falls back and nothing is transformed.  They always quantize: ``where_slower`` is
-    ``"quantize"``.  They do not equalize.
+    They need INT8 with block scales in all three GEMMs; or, in INT8 or FP8, a scale per
+    row of a block for the lhs of each GEMM.  X is rounded to nearest in the forward
+    GEMM.  In dW, nothing falls back and nothing is transformed.  They always quantize:
+    ``where_slower`` is ``"quantize"``.  They do not equalize.
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.

@@ -23,7 +23,8 @@ class LayerStats:
       rate: float32, the fallback rate: the share of blocks that fell back in the last
         training forward, without zero blocks.
       theta: float32, the threshold of the next forward; -1 until it is set.
-      count: the number of training forwards.
+      count: uint32, the number of training forwards; float32 in the collection
+        ``_overwrite_with_gradient``.
     """
 
     rate: jax.Array

@@ -208,7 +208,10 @@ def _common_group(weights: Mapping[str, BlockWeight]) -> int:
     return group
 
 
-#: The formats by name.
+#: The formats by name.  Each takes a mapping from tensor names to ``BlockWeight`` and
+#: the model's dtype, and returns arrays by name and the ``quantization_config`` for
+#: ``config.json``.  It raises ``ExportError``, a ``ValueError``, for weights that it
+#: cannot hold.
 FORMATS: dict[str, Format] = {
     "blockwise_int8": _blockwise_int8,
     "compressed-tensors": _compressed_tensors,

@@ -48,7 +48,7 @@ in_evaluation = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def evaluation() -> Iterator[None]:
-    """Keeps the thresholds of all NNX layers that run in this context.
+    """Keeps thresholds from moving in all NNX layers that run in this context.
 
     ``model.eval()`` does so until ``model.train()``.  This is for trainers that call
     neither, and it decorates a loss function, too:
@@ -105,8 +105,8 @@ class FallbackDot(GroupedDot, nnx.Module):
     Attributes:
       theta: float32 ``[]``, the threshold of the next forward; -1 until it is set.
       rate: float32 ``[]``, the fallback rate of the last training forward.
-      count: the number of training forwards.
-      seed: seeds the layer's noise.
+      count: uint32 ``[]``, the number of training forwards.
+      seed: uint32 ``[]``, seeds the layer's noise.
       use_running_average: whether the state stays as it is, as in evaluation.
       has_rngs: whether ``rngs`` seeded the noise.
       path: the layer's path, a ``LayerPath`` for warnings, from ``quantize`` or

@@ -77,7 +77,7 @@ class LayerChoice(NamedTuple):
 
 def choose(
     op: str,
-    sides: Sequence[int],
+    block_shape: Sequence[int],
     *,
     width: int | None = None,
     codes: CodeDtype = "int8",
@@ -87,13 +87,16 @@ def choose(
 
     Args:
       op: the name of a function in ``fbq_jax.ops``.
-      sides: the shape of a block, ``(rows, columns)``, or ``(m, k, n)`` for a GEMM;
-        empty if each row or column has one scale.
+      block_shape: the shape of a block, ``(rows, columns)``, or ``(m, k, n)`` for a
+        GEMM; empty if each row or column has one scale.
       width: the row length of the arrays that a fused op packs; None if every length
         will do.
       codes: the dtype of the codes that the op makes or multiplies.
       implementation: the implementation to use.  By default the one that
         ``FBQ_IMPLEMENTATION`` names, or else the first that supports the call.
+
+    Returns:
+      The ``Choice``.
 
     Raises:
       ValueError: if no op or no implementation has that name, or if the implementation
@@ -108,11 +111,13 @@ def choose(
     if implementation is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
         source, implementation = ENVIRONMENT_VARIABLE, asked
     if implementation is None:
-        return _first_choice(OPS[op], sides, width, codes)
+        return _first_choice(OPS[op], block_shape, width, codes)
     check_name(implementation, source)
-    if reason := _refusal(implementation, OPS[op], sides, codes):
+    if reason := _refusal(implementation, OPS[op], block_shape, codes):
         raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
-    return _choice(OPS[op], implementation, sides, width, f"{source}= asks for it")
+    return _choice(
+        OPS[op], implementation, block_shape, width, f"{source}= asks for it"
+    )
 
 
 def check_name(implementation: str | None, source: str = "implementation") -> None:
@@ -125,22 +130,22 @@ def check_name(implementation: str | None, source: str = "implementation") -> No
 
 
 def _first_choice(
-    op: Op, sides: Sequence[int], width: int | None, codes: CodeDtype
+    op: Op, block_shape: Sequence[int], width: int | None, codes: CodeDtype
 ) -> Choice:
     """The first implementation that supports a call."""
     refusals = []
     elsewhere = _ELSEWHERE.get(jax.default_backend(), ())
     for name in (name for name in IMPLEMENTATIONS if name not in elsewhere):
-        reason = _refusal(name, op, sides, codes)
+        reason = _refusal(name, op, block_shape, codes)
         if reason is None:
             break
         refusals.append(f"not {name}: {reason}")
     reason = "; ".join(refusals) or "the first choice on this device"
-    return _choice(op, name, sides, width, reason)
+    return _choice(op, name, block_shape, width, reason)
 
 
 def _refusal(
-    implementation: str, op: Op, sides: Sequence[int], codes: CodeDtype
+    implementation: str, op: Op, block_shape: Sequence[int], codes: CodeDtype
 ) -> str | None:
     """The reason why an implementation does not support a call, or None."""
     if implementation == "reference":
@@ -148,19 +153,19 @@ def _refusal(
     if implementation not in op.kernels:
         return "it has no kernel for this op"
     kernel = op.kernels[implementation]
-    reason = kernel.refusal(sides)
+    reason = kernel.refusal(block_shape)
     if reason is None and codes == "float8_e4m3fn":
         return kernel.float8_refusal()
     return reason
 
 
 def _choice(
-    op: Op, name: str, sides: Sequence[int], width: int | None, reason: str
+    op: Op, name: str, block_shape: Sequence[int], width: int | None, reason: str
 ) -> Choice:
     """A choice, whose reason includes the kernel's caveat."""
     if name != "reference":
-        reason += op.kernels[name].caveat(sides, width)
-    return Choice(op.name, name, reason, op.backend(name, sides))
+        reason += op.kernels[name].caveat(block_shape, width)
+    return Choice(op.name, name, reason, op.backend(name, block_shape))
 
 
 def is_reference_by_default(choice: Choice, implementation: str | None) -> bool:
@@ -171,7 +176,7 @@ def is_reference_by_default(choice: Choice, implementation: str | None) -> bool:
 
 def warn_of_reference(
     choice: Choice,
-    sides: Sequence[int],
+    block_shape: Sequence[int],
     codes: CodeDtype = "int8",
     implementation: str | None = None,
 ) -> None:
@@ -187,7 +192,7 @@ def warn_of_reference(
     affected = (
         op.name
         for op in OPS.values()
-        if _first_choice(op, sides, None, codes).reason == choice.reason
+        if _first_choice(op, block_shape, None, codes).reason == choice.reason
         and (codes == "int8" or op.has_float8)
     )
     layer = current_layer()
@@ -198,9 +203,9 @@ def warn_of_reference(
     )
 
 
-def warn_of_small_blocks(choice: Choice, sides: Sequence[int]) -> None:
+def warn_of_small_blocks(choice: Choice, block_shape: Sequence[int]) -> None:
     """Warns, once, of a GEMM on a TPU whose blocks suit other generations."""
-    if choice.backend != "tpu" or choice.op != "matmul" or min(sides) > 128:
+    if choice.backend != "tpu" or choice.op != "matmul" or min(block_shape) > 128:
         return
     device = jax.devices()[0].device_kind
     if device in _FAST_MATRIX_UNITS:
@@ -257,6 +262,9 @@ def choose_layer(
         step on one device.
       dtype: the dtype of X and W.
       implementation: as in ``choose``.
+
+    Returns:
+      The ``LayerChoice``.
 
     Raises:
       ValueError: no implementation has that name, or a size is below 1; or there is a

@@ -60,7 +60,7 @@ def call(
     Args:
       op: the record of the op.
       operands: arrays, or trees of arrays.
-      block_shape: the shape of a block, ``sides`` of ``dispatch.choose``.
+      block_shape: the shape of a block, as in ``dispatch.choose``.
       options: the op's keyword arguments, which must be hashable.
       implementation: as in ``dispatch.choose``.
     """

@@ -49,7 +49,7 @@ row_block = Recipe(
 
 #: ``row_block`` for the left operand of each product, which is X or dY.  The right one,
 #: W or, in dW, dY, has a scale per block.  In ``row_block``, both operands of dW have a
-#: scale for each row, and the product takes twice the time.
+#: scale for each row, and on an H200 that product takes 1.5 to 1.6 times as long.
 row_block_lhs = replace(
     row_block, drhs=replace(row_block.drhs, scales=("row_block", "block"))
 )
