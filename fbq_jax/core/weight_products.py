@@ -329,6 +329,13 @@ def check_weight(
         )
 
 
+#: Why a parameter stays in float: the module that holds it takes no op.
+WITHOUT_OP = "its layer multiplies without an op (see fbq_jax.integrations.qwix)"
+#: Why a parameter stays in float: for example, a layer's kernel that other code reads,
+#: or a product inside ``jax.vmap``.
+NOT_REACHED = "no op reached its product"
+
+
 def report(
     rules: Pairs,
     found: Mapping[str, str | None],
@@ -379,13 +386,13 @@ def _float_reason(
         return "a product in float reads it, too" if use.in_float else None
     if use.in_float:
         if owner not in found:
-            return "its layer multiplies without an op (see fbq_jax.integrations.qwix)"
+            return WITHOUT_OP
         pattern = found[owner]
         if pattern is None:
             return "no rule for its layer"
         if rules[pattern] is None:
             return f"rule {pattern!r}"
-        return "its layer did not call its op"
+        return NOT_REACHED
     if use.others:
         return f"no product reads it ({', '.join(sorted(use.others))})"
     return "not read in this call"

@@ -241,9 +241,8 @@ def drop_unused_ops(
         path = _join(parts)
         pattern = found.get(path) if path in read - quantized else None
         if pattern is not None and recipes[pattern] is not None:
-            op = _op_of(layer)
-            assert op is not None
-            _set_op(path, layer, op, None, rngs=None)
+            if (op := _op_of(layer)) is not None:  # else it multiplies in its own code
+                _set_op(path, layer, op, None, rngs=None)
 
 
 def _expected_parameters(

@@ -1,6 +1,7 @@
 """Linen models: ``quantize``, and the layer that a product belongs to."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -64,7 +65,14 @@ def quantize(
     parameter  shape   rule  recipe
     w          16 x 8  .*    block
     """
-    return quantize_with(_inject_linen, model, rules, rngs, args, kwargs)
+    model, report = quantize_with(_inject_linen, model, rules, rngs, args, kwargs)
+    floats = tuple(
+        parameter._replace(reason=weight_products.NOT_REACHED)
+        if parameter.reason == weight_products.WITHOUT_OP
+        else parameter
+        for parameter in report.float_parameters
+    )
+    return model, dataclasses.replace(report, float_parameters=floats)
 
 
 @contextlib.contextmanager

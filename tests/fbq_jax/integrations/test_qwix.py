@@ -261,7 +261,9 @@ def test_state_does_not_leave_transformations_that_are_not_flaxs():
     with pytest.warns(UserWarning, match="quantize nothing.* layers here are none"):
         model, report = qwix.quantize(Model(), {".*": SMALL}, KEY, X)
     assert sorted(jax.eval_shape(model.init, KEY, X)) == ["params"]
-    assert [p.parameter for p in report.float_parameters] == ["w"]
+    assert [p[::2] for p in report.float_parameters] == [
+        ("w", "no op reached its product")
+    ]
     assert report.products == ()
 
 
@@ -407,6 +409,25 @@ def test_a_stack_of_nnx_modules_that_multiply_in_their_own_code():
     model.eval()
     serve = nnx.jit(lambda model: model(X))
     np.testing.assert_array_equal(serve(frozen), serve(model))
+
+
+def test_nnx_products_inside_transformations_of_jax_stay_in_float():
+    class Mapped(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(32, 32, rngs=rngs)
+            self.w = nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 6)
+
+        def __call__(self, x):
+            return jax.vmap(lambda x: x @ self.w[...])(self.up(x))
+
+    model = Mapped(nnx.Rngs(0))
+    report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    assert [p.parameter for p in report.products] == ["up/kernel"]
+    assert [p[::2] for p in report.float_parameters] == [
+        ("w", "no op reached its product")
+    ]
+    nnx.jit(lambda model: model(X))(model)
+    assert list(fbq_jax.nnx.fallback_stats(model)) == ["up"]
 
 
 def test_a_model_can_be_pickled():

@@ -165,7 +165,7 @@ def test_layers_whose_weight_is_read_without_their_op_get_none():
     assert [p.parameter for p in report.products] == ["up/kernel"]
     assert [p[::2] for p in report.float_parameters] == [
         ("conv/kernel", "no product reads it (mul)"),
-        ("tied/kernel", "its layer did not call its op"),
+        ("tied/kernel", "no op reached its product"),
     ]
     model(X)
     stats = fbq_jax.nnx.fallback_stats(model)
