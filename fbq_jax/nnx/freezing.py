@@ -127,6 +127,12 @@ class _Weight(NamedTuple):
 def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     """Maps path to weight; each dot learns the path of its layer."""
     modules = dict(nnx.iter_modules(model))
+    # Layers may share a parameter, which has the path of the first one only.
+    parameters = {
+        id(value): "/".join(map(str, path))
+        for path, value in nnx.iter_graph(model)
+        if isinstance(value, nnx.Param)
+    }
     layers: dict[str, _Weight] = {}
     for path, layer in modules.items():
         op = getattr(layer, layer_op(layer).name) if isinstance(layer, Layer) else None
@@ -134,13 +140,14 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
             assert isinstance(layer, Layer)
             dot.layer = layer_path(path)
             _check_layer(dot.layer, layer, dot)
-            layers[dot.layer] = _Weight(layer, "kernel", _join(path, "kernel"), dot)
+            parameter = parameters[id(layer.kernel)]
+            layers[dot.layer] = _Weight(layer, "kernel", parameter, dot)
         for name, value in vars(layer).items():
             dot = getattr(layer, dot_name(name), None)
             if isinstance(value, nnx.Param) and isinstance(dot, FallbackDot):
                 dot.layer = layer_path((*path, name))
                 _check_dot(dot.layer, dot)
-                layers[dot.layer] = _Weight(layer, name, _join(path, name), dot)
+                layers[dot.layer] = _Weight(layer, name, parameters[id(value)], dot)
     for path, module in modules.items():
         if isinstance(module, FallbackDot) and module.layer is None:
             if path and is_activations_dot(str(path[-1])):
@@ -156,10 +163,6 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
         raise ValueError("freeze found no layer that multiplies by a FallbackDot")
     check_thetas({p: (w.dot.recipe, w.dot.theta[...]) for p, w in layers.items()})
     return layers
-
-
-def _join(path: tuple[Any, ...], name: str) -> str:
-    return "/".join(map(str, (*path, name)))
 
 
 def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:

@@ -196,6 +196,33 @@ def test_frozen_einsums_compute_what_was_trained():
         frozen.up(EXPERTS, OTHER_WAY)
 
 
+class Tied(nnx.Module):
+    """Two layers with one kernel, which NNX lists under the name that comes first."""
+
+    def __init__(self, rngs: nnx.Rngs, first: str, second: str):
+        self.names = first, second
+        for name in self.names:
+            dot = FallbackDot(RECIPE, rngs=rngs)
+            setattr(self, name, nnx.Linear(64, 64, dot_general=dot, rngs=rngs))
+        getattr(self, second).kernel = getattr(self, first).kernel
+
+    def __call__(self, x):
+        for name in self.names:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_layers_that_share_a_kernel_can_be_frozen(names):
+    model = Tied(nnx.Rngs(0), *names)
+    y = serve(model, X)
+    frozen = freeze(model, X)
+    assert frozen.a.kernel == frozen.b.kernel == FrozenKernel((64, 64), X.dtype)
+    assert not jnp.array_equal(serve(frozen, 2.0 * X), y)
+    model.eval()
+    assert jnp.all(serve(frozen, X) == serve(model, X))
+
+
 def test_an_einsum_of_two_products_is_refused(monkeypatch):
     monkeypatch.setattr(Experts, "__call__", Experts.twice)
     with pytest.raises(ValueError, match=r"layer 'up' has codes for one product"):
