@@ -21,6 +21,7 @@ from examples.llama.run_folder import (
     FACTS,
     RunError,
     check_folder,
+    checkpoints,
     has_run,
     read_options,
 )
@@ -121,15 +122,16 @@ def main(argv: list[str] | None = None) -> int:
         command = parse_command(argv)
         run(command)
     except KeyboardInterrupt:
-        again = argv
+        again, how = argv, "stopped; continue"
         if command is not None and any(map(has_run, run_folders(command))):
             again = argv if "--resume" in argv else [*argv, "--resume"]
+            if not any(checkpoints(out).exists() for out in run_folders(command)):
+                how = "stopped without a checkpoint; start again"
         # As it was typed, since the Python of a virtual environment need not be on the
         # path.
         python = sys.orig_argv[0]
         print(
-            "stopped; continue with: "
-            + shlex.join([python, "-m", "examples.llama.train", *again])
+            f"{how} with: " + shlex.join([python, "-m", "examples.llama.train", *again])
         )
         return 130
     except (*ERRORS, OSError) as error:  # OSError names its file

@@ -149,6 +149,7 @@ def _latest_state(config: Config, out: Path, start: TrainState) -> TrainState:
             )
         elif not step:
             _check_nothing_is_missing(config, out)
+            print("starts from step 0: the run has no checkpoint")
     step = mesh.from_first(step)
     return checkpoint.read(checkpoints(out), step, start) if step else start
 

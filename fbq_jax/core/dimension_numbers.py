@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.layer_names import current_layer
 
 DimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -33,7 +34,8 @@ def check_arrays(**operands: Any) -> None:
     for name, x in operands.items():
         if not (hasattr(x, "dtype") and hasattr(x, "shape")):
             raise TypeError(
-                f"{name} is a {type(x).__name__}; a quantized dot takes arrays"
+                f"{_layer()}{name} is a {type(x).__name__}; a quantized dot takes "
+                "arrays"
             )
 
 
@@ -53,14 +55,22 @@ def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> 
         dtypes["preferred_element_type"] = jnp.dtype(preferred)
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
-            raise TypeError(f"{name} is {dtype}; a quantized dot takes {DTYPE_NAMES}")
+            raise TypeError(
+                f"{_layer()}{name} is {dtype}; a quantized dot takes {DTYPE_NAMES}"
+            )
     if is_requested(precision):
         raise ValueError(
-            f"precision={precision} cannot be met: the recipe sets the precision of a "
-            "quantized dot; pass None or DEFAULT, or quantize with "
-            "ignore_precision=True"
+            f"{_layer()}precision={precision} cannot be met: the recipe sets the "
+            "precision of a quantized dot; pass None or DEFAULT, or "
+            "ignore_precision=True to FallbackDot, RulesDot or fbq_jax.nnx.quantize"
         )
     return jnp.dtype(preferred or jnp.promote_types(lhs.dtype, rhs.dtype))
+
+
+def _layer() -> str:
+    """How an error names the layer that is being traced; empty outside any."""
+    layer = current_layer()
+    return f"layer {layer!r}: " if layer else ""
 
 
 def is_requested(precision: Any) -> bool:

@@ -139,8 +139,10 @@ def checked_theta(theta: jax.Array | float | None) -> jax.Array:
         raise ValueError(
             f"theta takes a scalar; got an array of shape {jnp.shape(theta)}"
         )
-    elif not isinstance(theta, jax.core.Tracer) and not np.asarray(theta) >= 0.0:
-        raise ValueError(f"theta takes a threshold of at least 0; got {theta}")
+    elif not isinstance(theta, jax.core.Tracer):
+        value = np.asarray(theta)
+        if not jnp.issubdtype(value.dtype, np.number) or not value >= 0.0:
+            raise ValueError(f"theta takes a threshold of at least 0; got {theta!r}")
     return jnp.asarray(theta, jnp.float32)
 
 

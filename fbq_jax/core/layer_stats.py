@@ -60,6 +60,12 @@ def fallback_stats(
             f"{type(variables).__name__}"
         )
     if collection not in variables and any(_walk(variables, ())):
+        others = [name for name in variables if any(_walk(variables[name], ()))]
+        if "params" in variables:
+            raise TypeError(
+                f"the variables have no collection {collection!r}, and states in "
+                f"{others[0]!r}: call fallback_stats(variables, {others[0]!r})"
+            )
         raise TypeError(
             "fallback_stats takes the variables of a Linen model, such as "
             f"{{{collection!r}: state}}; got the state of a collection"

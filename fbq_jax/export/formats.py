@@ -39,6 +39,7 @@ def _blockwise_int8(
     Raises:
       ExportError: the weights have no such block in common, or other names.
     """
+    _check_weights(weights)
     _check_names(weights)
     group = _common_group(weights)
     rows = next(
@@ -78,6 +79,7 @@ def _compressed_tensors(
       ExportError: the weights have no groups of one size, or other names; or a scale is
         out of the range of the dtype.
     """
+    _check_weights(weights)
     _check_names(weights)
     group = _common_group(weights)
     tensors: Tensors = {}
@@ -132,6 +134,7 @@ def _gguf(
       ExportError: the inputs of a weight are not whole blocks, or a scale is not finite
         in float16.
     """
+    _check_weights(weights)
     tensors: Tensors = {}
     coarse = blocks = 0
     worst = 0.0
@@ -171,6 +174,16 @@ def _gguf(
             stacklevel=3,
         )
     return tensors, {}
+
+
+def _check_weights(weights: Mapping[str, BlockWeight]) -> None:
+    """Checks what the format is to hold."""
+    for name, weight in weights.items():
+        if not isinstance(weight, BlockWeight):
+            raise ExportError(
+                "the format takes the BlockWeights of export.frozen_weights; got "
+                f"{type(weight).__name__} for {name!r}"
+            )
 
 
 def _check_names(weights: Mapping[str, BlockWeight]) -> None:

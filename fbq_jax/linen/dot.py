@@ -27,11 +27,16 @@ from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.layer_stats import SLOT, layer_path
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import ragged_dot
-from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
+from fbq_jax.core.training_warnings import (
+    needs_state,
+    raise_lost_state,
+    warn_if_differentiated,
+)
 from fbq_jax.linen.frozen import Parameter, is_frozen, kernel_of, layer_weight
 from fbq_jax.linen.state import (
     as_float32,
     calling_module,
+    can_keep_state,
     check_collection,
     find_variable,
     is_mutable_outside,
@@ -79,7 +84,8 @@ class FallbackDot(GroupedDot):
     Under ``nn.vmap`` every example has its own noise.  Under ``nn.scan`` the layers of
     a stack have their own noise if ``split_rngs={"params": True}``.  Inside
     ``shard_map`` and ``pmap`` each device draws its own noise and moves its own
-    threshold; ``jax.lax.pmean`` of the updates gives all devices the mean threshold.
+    threshold; ``jax.lax.pmean`` of ``theta`` and ``rate`` gives all devices the mean
+    threshold.
 
     Flax treats the collection ``"_overwrite_with_gradient"`` specially: ``apply`` does
     not write the new state but returns it as the gradient of the old one, and Flax's
@@ -267,13 +273,21 @@ class FallbackDot(GroupedDot):
           new: the state after a training forward.
           out: the output of the call, which carries the state as a gradient if the
             collection asks for it.
+
+        Raises:
+          ValueError: as in the NNX op: the state cannot leave a transformation of JAX.
         """
         if module.is_initializing() or is_frozen(variable.value):
             return out
         if self.collection == OVERWRITE_WITH_GRADIENT:
             return return_as_gradient(out, dict(variable.value), as_float32(new))
         if module.is_mutable_collection(self.collection):
-            variable.value = new
+            if can_keep_state(variable.scope):
+                variable.value = new
+            elif needs_state(self.recipe):
+                layer = f"layer {layer_path(module.path)!r}"
+                instead = "Flax's, such as nn.jit, nn.remat, nn.scan and nn.cond"
+                raise_lost_state(layer, instead)
         return out
 
     def variable(self, module: nn.Module, x: jax.Array) -> Variable:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
@@ -48,10 +48,22 @@ class _Tracing:
 # What products of two activations reserve their numbers for, in place of a collection.
 _PRODUCTS = "fbq_activations"
 
-#: The path of the quantized model (``fbq_jax.quantize``) inside a larger one; None
-#: outside of quantized models.  Like ``_tracing`` it is a part of the key of JAX's
-#: trace caches.
-root_path = jax.make_user_context(None)
+
+class Root(NamedTuple):
+    """A quantized model (``fbq_jax.quantize``), maybe inside a larger one.
+
+    Attributes:
+      path: its path in the larger one.
+      dot: the op that it gives to layers.
+    """
+
+    path: tuple[str, ...]
+    dot: "RulesDot"
+
+
+#: The innermost quantized model that runs, a ``Root`` or None.  Like ``_tracing`` it is
+#: a part of the key of JAX's trace caches.
+quantized_root = jax.make_user_context(None)
 
 # Part of the key of JAX's trace caches: a layer that was traced before is traced again.
 _tracing = jax.make_user_context(None)
@@ -59,8 +71,9 @@ _tracing = jax.make_user_context(None)
 
 def relative_path(module: nn.Module) -> str:
     """The path of a layer in the model that rules are for."""
-    path, root = module.path, root_path.value or ()
-    return "/".join(path[len(root) :] if path[: len(root)] == root else path)
+    path, root = module.path, quantized_root.value
+    outer = () if root is None else root.path
+    return "/".join(path[len(outer) :] if path[: len(outer)] == outer else path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +245,9 @@ class RulesDot(GroupedDot):
             kwargs: dict[str, Any],
             context: nn.module.InterceptorContext,
         ) -> Any:
-            if isinstance(context.module, LAYERS):
+            root = quantized_root.value
+            is_own = root is None or root.dot == self
+            if is_own and isinstance(context.module, LAYERS):
                 module = calling_module(self.collection)
                 found.setdefault(relative_path(module or context.module), None)
             return call(*args, **kwargs)
@@ -273,7 +288,7 @@ def _with_path(fingerprint: Callable[[nn.Module], Any]) -> Callable[[nn.Module],
     @functools.wraps(fingerprint)
     def fingerprint_with_path(module: nn.Module) -> Any:
         found = fingerprint(module)
-        if root_path.value is None and not _mentions_rules(found):
+        if quantized_root.value is None and not _mentions_rules(found):
             return found
         return found, module.path
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import tracers
 from flax.core.scope import Scope, Variable
 from flax.linen import module as flax_module
 from flax.nnx import bridge
@@ -45,6 +46,15 @@ def lacks_state(module: nn.Module, collection: str) -> bool:
     return not (
         scope.has_variable(collection, name) or module.is_mutable_collection(collection)
     )
+
+
+def can_keep_state(scope: Scope | None) -> bool:
+    """Whether a value that is computed here can be stored in a module's scope.
+
+    It cannot leave a transformation of JAX itself, such as ``jax.checkpoint``, that the
+    module calls.
+    """
+    return scope is not None and scope.trace_level == tracers.current_trace()
 
 
 def temporary_variable(collection: str, value: Any) -> Variable:

@@ -23,7 +23,7 @@ from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
-from fbq_jax.linen.rules import RulesDot, root_path
+from fbq_jax.linen.rules import Root, RulesDot, quantized_root
 from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -202,7 +202,9 @@ def _active_in(model: Any) -> Iterator[None]:
     if _active.value == active:
         yield
         return
-    with _active(active), root_path(path), model.quantization.inject(active[0].dot):
+    dot = model.quantization.dot
+    root = quantized_root(Root(path, dot))
+    with _active(active), root, model.quantization.inject(dot):
         yield
 
 

@@ -22,7 +22,11 @@ from fbq_jax.core.einsum import QuantizedEinsum
 from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
 from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
+from fbq_jax.core.training_warnings import (
+    needs_state,
+    raise_lost_state,
+    warn_if_differentiated,
+)
 from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.plain_method import PlainMethod
@@ -118,7 +122,7 @@ class FallbackDot(GroupedDot, nnx.Module):
       layer: the layer's path in the model that ``freeze`` took; None before.
 
     Raises:
-      TypeError: ``recipe`` is not a ``Recipe``.
+      TypeError: ``recipe`` is not a ``Recipe``, or ``rngs`` is not ``nnx.Rngs``.
       ValueError: no implementation has this name.
 
     >>> layer = nnx.Linear(8, 2, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
@@ -138,6 +142,11 @@ class FallbackDot(GroupedDot, nnx.Module):
         self.recipe, self.implementation = recipe, implementation
         self.ignore_precision = ignore_precision
         _ = self.config  # checks the recipe and the implementation
+        if not isinstance(rngs, nnx.Rngs | None):
+            raise TypeError(
+                "rngs takes an nnx.Rngs, such as nnx.Rngs(0), or None; got "
+                f"{type(rngs).__name__}"
+            )
         seed = 0 if rngs is None else jax.random.bits(rngs.params(), (), jnp.uint32)
         state = threshold.start(recipe, seed)
         self.use_running_average = False
@@ -293,18 +302,15 @@ class FallbackDot(GroupedDot, nnx.Module):
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]
             self.count[...] = new["count"]
-        except TraceContextError as error:
+        except TraceContextError:
             if not needs_state(self.recipe):
                 return
             layer = self._shown_name()
-            raise ValueError(
-                f"{layer}: its state cannot leave the jax.jit, jax.checkpoint or other "
-                "transformation of JAX that the layer is called in. Use NNX's there, "
-                "such as nnx.jit and nnx.remat, or turn that off in the model; or give "
-                "the layer None or a recipe that rounds to nearest, as recipes.rowwise "
-                "does. Evaluation, after model.eval(), needs none of these. In a Linen "
-                "layer, fbq_jax.FallbackDot takes the place of fbq_jax.nnx.FallbackDot"
-            ) from error
+            instead = (
+                "NNX's, such as nnx.jit and nnx.remat (in a Linen layer, "
+                "fbq_jax.FallbackDot in place of fbq_jax.nnx.FallbackDot)"
+            )
+            raise_lost_state(layer, instead)
 
     @PlainMethod
     def stack(self, shape: tuple[int, ...], rngs: nnx.Rngs | None) -> None:

@@ -240,9 +240,10 @@ def drop_unused_ops(
     for parts, layer in nnx.iter_modules(model):
         path = _join(parts)
         pattern = found.get(path) if path in read - quantized else None
-        if pattern is not None and recipes[pattern] is not None:
-            if (op := _op_of(layer)) is not None:  # else it multiplies in its own code
-                _set_op(path, layer, op, None, rngs=None)
+        is_quantized = pattern is not None and recipes[pattern] is not None
+        # A module that multiplies in its own code takes no op.
+        if is_quantized and (op := _op_of(layer)) is not None:
+            _set_op(path, layer, op, None, rngs=None)
 
 
 def _expected_parameters(

@@ -654,14 +654,20 @@ def test_presets_and_flags_of_the_command_line() -> None:
 
 
 def test_a_run_stopped_before_its_first_checkpoint_resumes(
-    config: Config, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config,
+    whole_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         stop_after(2, patch)
         assert train.main(flags(config, f"--out={out}", "--save-every=0")) == 130
+    assert "stopped without a checkpoint; start again with" in capsys.readouterr().out
     assert not (out / "checkpoints").exists()
     assert train.main([f"--out={out}", "--resume"]) == 0
+    assert "starts from step 0: the run has no checkpoint" in capsys.readouterr().out
     assert records_of(out) == records_of(whole_run)
 
 

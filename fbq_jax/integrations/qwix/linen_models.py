@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import linen as nn
-from flax.core import Scope, tracers
+from flax.core import Scope
 from flax.linen import module as flax_module
 from qwix._src import interception
 
@@ -19,7 +19,7 @@ from fbq_jax.integrations.qwix.providers import intercept
 from fbq_jax.linen.dot import ParameterDot
 from fbq_jax.linen.frozen import FrozenParameter, Parameter
 from fbq_jax.linen.rules import RulesDot
-from fbq_jax.linen.state import calling_module
+from fbq_jax.linen.state import calling_module, can_keep_state
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
 from fbq_jax.recipes.rules_report import RulesReport
 from fbq_jax.recipes.schema import Recipe
@@ -153,9 +153,7 @@ class LinenModules:
     def _can_keep_state(self) -> bool:
         """Whether the state of the running module can leave what JAX traces."""
         module = calling_module()
-        if module is None or module.scope is None:
-            return False
-        return module.scope.trace_level == tracers.current_trace()
+        return module is not None and can_keep_state(module.scope)
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:

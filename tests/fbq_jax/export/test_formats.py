@@ -192,6 +192,12 @@ def test_float16_scales_lose_one_part_in_2048_at_most():
     assert 2**-12 < error.max() <= 2**-11
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_that_was_not_frozen_is_named(name):
+    with pytest.raises(ExportError, match=r"takes the BlockWeights .* 'a.weight'"):
+        FORMATS[name]({"a.weight": np.ones((32, 32), np.float32)}, BFLOAT16)
+
+
 def test_small_scales_lose_more_and_a_warning_says_so():
     # Scales below 2^-14 have steps of 2^-24, and 0 is the nearest below 2^-25.
     scales = np.float32([[0.1], [2.0**-14], [2.5 * 2.0**-24], [2.0**-26]])

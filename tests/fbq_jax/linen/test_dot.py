@@ -197,6 +197,44 @@ def test_scan_names_the_collection_that_is_not_listed():
 
 
 @pytest.mark.exhaustive  # nnx/test_dot.py has a fast one
+def in_a_loop(call, x):
+    return jax.lax.scan(lambda x, _: (call(x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda call, x: jax.checkpoint(call)(x),
+        lambda call, x: jax.jit(call)(x),
+        lambda call, x: jax.vmap(call)(x[None])[0],
+        lambda call, x: jax.lax.cond(x[0, 0] > 0.0, call, jnp.negative, x),
+        in_a_loop,
+    ],
+)
+def test_a_transformation_of_jax_that_would_lose_the_state_is_an_error(transform):
+    class Model(nn.Module):
+        recipe: Recipe
+
+        def setup(self):
+            self.up = nn.Dense(32, dot_general=FallbackDot(self.recipe))
+
+        def __call__(self, x):
+            if self.is_initializing():
+                return self.up(x)
+            return transform(lambda x: self.up(x), x)
+
+    x = jnp.ones((4, 32))
+    for recipe in Recipe(block=32), recipes.rowwise:
+        model = Model(recipe)
+        variables = model.init(jax.random.key(0), x)
+        model.apply(variables, x)  # evaluation
+        if recipe == recipes.rowwise:  # needs no state
+            model.apply(variables, x, mutable=["fallback"])
+            continue
+        with pytest.raises(ValueError, match=r"layer 'up': its state cannot leave"):
+            model.apply(variables, x, mutable=["fallback"])
+
+
 def test_remat_gives_the_same_step():
     variables = init(Scanned())
     plain, remat = (train_step(Scanned(remat=r), variables, X) for r in (False, True))
@@ -533,3 +571,11 @@ def test_stats_of_a_collection_alone_are_an_error():
     with pytest.raises(TypeError, match=r"'fallback': state}; got the state of a coll"):
         fallback_stats(variables["fallback"])
     assert fallback_stats({"params": variables["params"]}) == {}
+
+
+def test_stats_of_another_collection_are_an_error_that_names_it():
+    layer = nn.Dense(8, dot_general=FallbackDot(collection="other"))
+    variables = layer.init(jax.random.key(0), jnp.ones((4, 8)))
+    with pytest.raises(TypeError, match=r"call fallback_stats\(variables, 'other'\)"):
+        fallback_stats(variables)
+    assert list(fallback_stats(variables, "other")) == ["(root)"]

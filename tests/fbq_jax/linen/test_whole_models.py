@@ -534,6 +534,23 @@ def test_a_bound_model_is_named():
         quantize(model.bind(model.init(KEY, X)), RULES, KEY, X)
 
 
+def test_layers_of_a_quantized_model_inside_have_their_own_rules():
+    inner, _ = quantize(Setup(), RULES, KEY, X)
+
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="head")(self.inner(x))
+
+    _, report = quantize(Outer(inner), {".*": recipes.block}, KEY, X)
+    assert report.unmatched_layers == ()
+    rows = {p.parameter: p.rule for p in report.products}
+    assert rows["head/kernel"] == ".*"
+    assert rows["inner/up/kernel"] is None
+
+
 def test_another_flax_is_named(monkeypatch):
     monkeypatch.delattr(lift, "_split_in_out_axes")
     with pytest.raises(
@@ -547,7 +564,7 @@ def test_a_precision_is_ignored_on_request_and_the_report_says_so():
         return nn.Dense(32, precision=precision, dot_general=op)
 
     rules = {".*": recipes.block}
-    with pytest.raises(ValueError, match="quantize with ignore_precision=True"):
+    with pytest.raises(ValueError, match=r"layer .*: precision=highest.*RulesDot"):
         quantize(make("highest"), rules, KEY, X)
     ignoring = RulesDot(rules, ignore_precision=True)
     model, report = quantize(make("highest"), ignoring, KEY, X)

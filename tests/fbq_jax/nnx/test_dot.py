@@ -200,6 +200,11 @@ def test_a_recipe_is_passed_by_value():
         FallbackDot("fallback")
 
 
+def test_rngs_that_are_none_are_named():
+    with pytest.raises(TypeError, match=r"rngs takes an nnx\.Rngs"):
+        FallbackDot(rngs=jax.random.key(0))
+
+
 @pytest.mark.skipif(not hasattr(nnx, "view"), reason="needs a Flax with nnx.view")
 def test_view_freezes():
     model = Mlp(nnx.Rngs(1))
