@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax.core import threshold
 from fbq_jax.core.expert_exchange import (
     RowSlices,
     row_slices,
@@ -31,13 +30,12 @@ from fbq_jax.core.expert_exchange import (
 )
 from fbq_jax.core.expert_plan import TILE, Exchange, ExpertTiles
 from fbq_jax.core.noise import LHS_STREAM, seeds_of
-from fbq_jax.core.rows import Rows
+from fbq_jax.core.rows import FallbackCall, Rows, Wanted
 from fbq_jax.core.spec import Spec
-from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.core.threshold import Stats
 from fbq_jax.kernels import reference, rounding
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
-from fbq_jax.recipes.schema import Quantizer
 from fbq_jax.sharding.ragged_exchange import exclusive_sum
 
 
@@ -61,63 +59,35 @@ class TokenRows(Rows):
         return jnp.arange(self.plan.tile_count(self.m), dtype=jnp.int32)
 
     def _quantize(
-        self,
-        spec: Spec,
-        seeds: rounding.Seeds,
-        block: Block,
-        rowwise: Quantizer | None,
-        colwise: Quantizer | None,
-        sums: tuple[str, ...],
+        self, spec: Spec, seeds: rounding.Seeds, block: Block, wanted: Wanted
     ) -> Layouts:
         del spec  # its codes are INT8
+        found, _ = _find_scales(self, block)
+        sums = "colwise" in wanted.sums
         return _quantize_tokens(
-            self,
-            seeds,
-            _find_scales(self, block)[0],
-            block=block,
-            rowwise=rowwise and rowwise.rounding,
-            colwise=colwise and colwise.rounding,
-            sums="colwise" in sums,
+            self, seeds, found, block=block, **wanted.roundings, sums=sums
         )
 
-    def quantize_fallback(
-        self,
-        spec: Spec,
-        scalars: Scalars,
-        blocks: jax.Array | None,
-        colwise: Quantizer | None,
-        *,
-        frozen: bool,
-    ) -> tuple[Layouts, Layouts, Stats]:
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
         """Falls back by the largest value of a block, which devices agree on."""
-        recipe, block = spec.recipe, spec.recipe.lhs_block
-        assert recipe.criterion == "absmax"  # ragged_dot checks it
+        block, scalars = call.spec.recipe.lhs_block, call.scalars
+        assert call.spec.recipe.criterion == "absmax"  # ragged_dot checks it
         found, amax = _find_scales(self, block)
         metric = reference.metric_of("absmax", found.scales, amax=amax)[:, None, :]
         second, _ = _find_scales(self, block, found)
         limit = jnp.where(scalars.theta >= 0.0, scalars.theta, 0.0)
         scales = jnp.where(metric > limit, second.scales[:, None, :], 0.0)
         no_codes = jnp.zeros((0,), jnp.int8)
-        residual = Quantized(no_codes, scales)
-        used, stats = threshold.apply(
-            scalars,
-            metric,
-            residual,
-            recipe,
-            blocks=blocks,
-            implementation=spec.implementation,
-        )
-        assert used is not None
+        selected, stats = call.select(metric, Quantized(no_codes, scales))
         lhs = _quantize_tokens(
             self,
             seeds_of(scalars.call_seed, LHS_STREAM, self.indices),
             found,
             block=block,
             rowwise="nearest",
-            colwise=colwise and colwise.rounding,
+            colwise=call.colwise and call.colwise.rounding,
         )
-        scales = (residual if frozen else used).scales[:, 0]
-        second = _BlockScales(scales, second.inverse)
+        second = _BlockScales(selected.scales[:, 0], second.inverse)
         term = _quantize_residuals(self, found, second, block=block)
         return lhs, Layouts(term, None), stats
 

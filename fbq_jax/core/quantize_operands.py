@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fbq_jax.core import threshold
 from fbq_jax.core.noise import GRAD_STREAM, LHS_STREAM, RHS_STREAM
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.rows import Matrices, Rows
+from fbq_jax.core.rows import FallbackCall, Matrices, Rows
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
@@ -46,7 +46,8 @@ def quantize_lhs(
     recipe = spec.recipe
     colwise = recipe.drhs.quantizers[0] if save else None
     if recipe.criterion is not None:
-        return x.quantize_fallback(spec, scalars, blocks, colwise, frozen=frozen)
+        call = FallbackCall(spec, scalars, blocks, colwise, frozen)
+        return x.quantize_fallback(call)
     stack = x.indices.size
     metric = jnp.zeros((stack, 0, 0), jnp.float32)
     stats = threshold.without_fallback(scalars, metric)

@@ -34,6 +34,67 @@ class MatrixStack(NamedTuple):
     row_counts: jax.Array | None = None
 
 
+class Wanted(NamedTuple):
+    """The layouts that one op is to make.
+
+    Attributes:
+      rowwise: the quantizer of the rowwise layout, or None.
+      colwise: the quantizer of the colwise layout, or None.
+      sums: the layouts that get ``Quantized.sums``.
+    """
+
+    rowwise: Quantizer | None
+    colwise: Quantizer | None
+    sums: tuple[str, ...]
+
+    @property
+    def roundings(self) -> dict[str, Any]:
+        """The roundings of both layouts, as ops take them."""
+        return {
+            "rowwise": self.rowwise and self.rowwise.rounding,
+            "colwise": self.colwise and self.colwise.rounding,
+        }
+
+
+class FallbackCall(NamedTuple):
+    """How ``quantize_operands.quantize_lhs`` is called for a recipe with a criterion.
+
+    Attributes:
+      spec: the static settings.
+      scalars: the threshold and the seeds of the call.
+      blocks: the number of blocks, as in ``threshold.apply``.
+      colwise: the quantizer of the colwise layout, or None.
+      frozen: whether the layer is frozen.
+    """
+
+    spec: Spec
+    scalars: Scalars
+    blocks: jax.Array | None
+    colwise: Quantizer | None
+    frozen: bool
+
+    def select(
+        self, metric: jax.Array, residual: Quantized | None
+    ) -> tuple[Quantized, Stats]:
+        """The second terms of blocks that fall back, and the stats.
+
+        The arguments are those of ``threshold.apply``.
+        """
+        assert residual is not None
+        selected, stats = threshold.apply(
+            self.scalars,
+            metric,
+            residual,
+            self.spec.recipe,
+            blocks=self.blocks,
+            implementation=self.spec.implementation,
+        )
+        assert selected is not None
+        # A frozen layer does not wait for its threshold to move: nothing reads the
+        # stats.
+        return residual if self.frozen else selected, stats
+
+
 class Rows(abc.ABC):
     """Matrices, or rows in tiles that take the place of matrices."""
 
@@ -77,39 +138,17 @@ class Rows(abc.ABC):
             if (q := quantizers[name]) and q.scales == "block" and spec.bounds_sums
         )
         seeds = seeds_of(seed, stream, self.indices)
-        return self._quantize(spec, seeds, block, rowwise, colwise, sums)
+        return self._quantize(spec, seeds, block, Wanted(rowwise, colwise, sums))
 
     @abc.abstractmethod
     def _quantize(
-        self,
-        spec: Spec,
-        seeds: Seeds,
-        block: Block,
-        rowwise: Quantizer | None,
-        colwise: Quantizer | None,
-        sums: tuple[str, ...],
+        self, spec: Spec, seeds: Seeds, block: Block, wanted: Wanted
     ) -> Layouts:
-        """``quantize`` by one op, which gives the layouts in ``sums`` their sums."""
+        """``quantize`` by one op."""
 
     @abc.abstractmethod
-    def quantize_fallback(
-        self,
-        spec: Spec,
-        scalars: Scalars,
-        blocks: jax.Array | None,
-        colwise: Quantizer | None,
-        *,
-        frozen: bool,
-    ) -> tuple[Layouts, Layouts, Stats]:
-        """``quantize_operands.quantize_lhs`` of a recipe with a criterion.
-
-        Args:
-          spec: the static settings.
-          scalars: the threshold and the seeds of the call.
-          blocks: the number of blocks, as in ``threshold.apply``.
-          colwise: the quantizer of the colwise layout, or None.
-          frozen: as in ``quantize_lhs``.
-        """
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
+        """``quantize_lhs`` for a recipe with a criterion."""
 
 
 def _share_op(rowwise: Quantizer, colwise: Quantizer) -> bool:
@@ -135,15 +174,9 @@ class Matrices(Rows):
         return jnp.arange(self.values.shape[0], dtype=jnp.int32)
 
     def _quantize(
-        self,
-        spec: Spec,
-        seeds: Seeds,
-        block: Block,
-        rowwise: Quantizer | None,
-        colwise: Quantizer | None,
-        sums: tuple[str, ...],
+        self, spec: Spec, seeds: Seeds, block: Block, wanted: Wanted
     ) -> Layouts:
-        quantizer = rowwise or colwise
+        quantizer, colwise = wanted.rowwise or wanted.colwise, wanted.colwise
         assert quantizer is not None
         # Only the two ops that make FP8 codes take their dtype.
         codes = spec.recipe.codes
@@ -154,11 +187,13 @@ class Matrices(Rows):
                 block=block,
                 colwise_in_blocks=colwise is not None and colwise.scales == "block",
                 hadamard=quantizer.hadamard,
-                sums=sums,
+                sums=wanted.sums,
                 **dtype,
             )
         elif quantizer.scales == "block":
-            quantize = functools.partial(ops.quantize, block=block, sums=sums, **dtype)
+            quantize = functools.partial(
+                ops.quantize, block=block, sums=wanted.sums, **dtype
+            )
         else:
             seeds = fold_seeds(seeds)
             quantize = functools.partial(
@@ -171,22 +206,14 @@ class Matrices(Rows):
         layouts: Layouts = quantize(
             hadamard.pad_rows(x) if quantizer.hadamard else x,
             seeds,
-            rowwise=rowwise and rowwise.rounding,
-            colwise=colwise and colwise.rounding,
+            **wanted.roundings,
             implementation=spec.implementation,
         )
         return layouts
 
-    def quantize_fallback(
-        self,
-        spec: Spec,
-        scalars: Scalars,
-        blocks: jax.Array | None,
-        colwise: Quantizer | None,
-        *,
-        frozen: bool,
-    ) -> tuple[Layouts, Layouts, Stats]:
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
         """Falls back, in dW too if the recipe asks for it."""
+        spec, scalars, _, colwise, _ = call
         recipe, block = spec.recipe, spec.recipe.lhs_block
         in_blocks = colwise is not None and colwise.scales == "block"
         main, residual, metric, colwise_codes = ops.quantize_fallback(
@@ -207,26 +234,15 @@ class Matrices(Rows):
                 rowwise=None,
                 colwise=colwise,
             ).colwise
-        used, stats = threshold.apply(
-            scalars,
-            metric,
-            residual,
-            recipe,
-            blocks=blocks,
-            implementation=spec.implementation,
-        )
+        selected, stats = call.select(metric, residual)
         second = None
         if colwise is not None and recipe.drhs.fallback:
             assert colwise_codes is not None
-            assert used is not None
             seeds = seeds_of(scalars.call_seed, RESIDUAL_STREAM, self.indices)
             colwise_codes, second = self._add_term(
-                spec, seeds, main, used.scales > 0.0, colwise_codes
+                spec, seeds, main, selected.scales > 0.0, colwise_codes
             )
-        # A frozen layer does not wait for its threshold to move: nothing reads the
-        # stats.
-        residuals = Layouts(residual if frozen else used, second)
-        return Layouts(main, colwise_codes), residuals, stats
+        return Layouts(main, colwise_codes), Layouts(selected, second), stats
 
     def _add_term(
         self,
@@ -304,56 +320,33 @@ class TiledRows(Rows):
         return self.tile_indices
 
     def _quantize(
-        self,
-        spec: Spec,
-        seeds: Seeds,
-        block: Block,
-        rowwise: Quantizer | None,
-        colwise: Quantizer | None,
-        sums: tuple[str, ...],
+        self, spec: Spec, seeds: Seeds, block: Block, wanted: Wanted
     ) -> Layouts:
         return ops.ragged_quantize(
             self.rows,
             seeds,
             block=block,
-            rowwise=rowwise and rowwise.rounding,
-            colwise=colwise and colwise.rounding,
-            sums=sums,
+            **wanted.roundings,
+            sums=wanted.sums,
             implementation=spec.implementation,
         )
 
-    def quantize_fallback(
-        self,
-        spec: Spec,
-        scalars: Scalars,
-        blocks: jax.Array | None,
-        colwise: Quantizer | None,
-        *,
-        frozen: bool,
-    ) -> tuple[Layouts, Layouts, Stats]:
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
         """Falls back in the forward product."""
-        block = spec.recipe.lhs_block
+        spec, scalars, _, colwise, _ = call
         main, residual, metric, colwise_codes = ops.ragged_quantize_fallback(
             self.rows,
-            jnp.broadcast_to(scalars.theta, self.tile_indices.shape),
+            jnp.broadcast_to(scalars.theta, self.indices.shape),
             seeds_of(scalars.call_seed, LHS_STREAM, self.indices),
-            block=block,
+            block=spec.recipe.lhs_block,
             criterion=spec.recipe.criterion,
             colwise=colwise and colwise.rounding,
             implementation=spec.implementation,
         )
-        # The threshold takes the tiles of several devices as one stack.
-        shape, stack = metric.shape, (-1, *metric.shape[-2:])
         assert residual is not None
-        used, stats = threshold.apply(
-            scalars,
-            metric.reshape(stack),
-            residual._replace(scales=residual.scales.reshape(stack)),
-            spec.recipe,
-            blocks=blocks,
-            implementation=spec.implementation,
-        )
-        assert used is not None
-        used = used._replace(scales=used.scales.reshape(shape))
-        residuals = Layouts(residual if frozen else used, None)
-        return Layouts(main, colwise_codes), residuals, stats
+        # The threshold takes the tiles of several devices as one stack.
+        stack = -1, *metric.shape[-2:]
+        residual = residual._replace(scales=residual.scales.reshape(stack))
+        selected, stats = call.select(metric.reshape(stack), residual)
+        selected = selected._replace(scales=selected.scales.reshape(metric.shape))
+        return Layouts(main, colwise_codes), Layouts(selected, None), stats
