@@ -219,7 +219,7 @@ def _quantize_tokens(
     colwise: rounding.Rounding | None,
     sums: bool = False,
 ) -> Layouts:
-    """Quantizes rows and sends their codes: ``ops.ragged_quantize`` of theirs.
+    """Quantizes rows, as ``ops.ragged_quantize`` does, and sends their codes.
 
     Args:
       rows: the rows.

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -345,7 +346,7 @@ class TiledRows(Rows):
         )
         assert residual is not None
         # The threshold takes the tiles of several devices as one stack.
-        stack = -1, *metric.shape[-2:]
+        stack = math.prod(metric.shape[:-2]), *metric.shape[-2:]
         residual = residual._replace(scales=residual.scales.reshape(stack))
         selected, stats = call.select(metric.reshape(stack), residual)
         selected = selected._replace(scales=selected.scales.reshape(metric.shape))

@@ -131,6 +131,12 @@ def test_sizes_are_known_at_run_time_only():
     assert oracle.relative(many[50:], X[50:] @ W[3]) < 0.1
 
 
+def test_rows_without_columns_give_zeros():
+    y, stats = ragged_dot(X[:, :0], W[:, :0], jnp.array(SIZES))
+    np.testing.assert_array_equal(y, jnp.zeros((M, N)))
+    assert stats.rate == 0.0
+
+
 def test_a_first_threshold_counts_the_tiles_that_have_rows():
     """18 of 20 groups are empty, and 4 of 24 tiles hold rows."""
     w = jnp.ones((20, K, 8))
