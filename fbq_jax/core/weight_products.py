@@ -355,7 +355,10 @@ def report(
     floats = []
     for path, shape, use in parameters:
         owner = path.rpartition("/")[0]
+        own = shape[use.stacked :]
         for product in use.quantized or use.combined:
+            if len(own) < 2 and math.prod(own) < math.prod(product.shape):
+                continue  # a factor of the weight, such as a scale of each column
             layer = owner if product.layer not in found else str(product.layer)
             row = QuantizedParameter(
                 path,
@@ -370,7 +373,7 @@ def report(
         reason: str | None = "LoRA"
         if not is_adapter(path):
             reason = _float_reason(dict(rules), found, owner, use)
-        if reason is not None and len(shape) - use.stacked >= 2:
+        if reason is not None and len(own) >= 2:
             floats.append(FloatParameter(path, shape, reason))
     return rules_report(rules, found, products, floats, activation_products)
 
