@@ -196,7 +196,6 @@ def test_scan_names_the_collection_that_is_not_listed():
         init(Unlisted())
 
 
-@pytest.mark.exhaustive  # nnx/test_dot.py has a fast one
 def in_a_loop(call, x):
     return jax.lax.scan(lambda x, _: (call(x), None), x, length=2)[0]
 
@@ -235,6 +234,7 @@ def test_a_transformation_of_jax_that_would_lose_the_state_is_an_error(transform
             model.apply(variables, x, mutable=["fallback"])
 
 
+@pytest.mark.exhaustive  # nnx/test_dot.py has a fast one
 def test_remat_gives_the_same_step():
     variables = init(Scanned())
     plain, remat = (train_step(Scanned(remat=r), variables, X) for r in (False, True))
