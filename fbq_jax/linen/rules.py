@@ -1,5 +1,6 @@
 """Rules for Linen models: one ``dot_general`` that picks a recipe by path."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -49,20 +50,33 @@ class _Tracing:
 _PRODUCTS = "fbq_activations"
 
 
+class Quantization(NamedTuple):
+    """What a quantized model does to the layers inside.
+
+    Attributes:
+      dot: their op.
+      inject: gives layers that run in its context the op.
+    """
+
+    dot: "RulesDot"
+    inject: Callable[["RulesDot"], contextlib.AbstractContextManager[None]]
+
+
 class Root(NamedTuple):
     """A quantized model (``fbq_jax.quantize``), maybe inside a larger one.
 
     Attributes:
       path: its path in the larger one.
-      dot: the op that it gives to layers.
+      quantization: what it does to its layers.
     """
 
     path: tuple[str, ...]
-    dot: "RulesDot"
+    quantization: Quantization
 
 
-#: The innermost quantized model that runs, a ``Root`` or None.  Like ``_tracing`` it is
-#: a part of the key of JAX's trace caches.
+#: The innermost quantized model that runs, a ``Root`` or None.  It is part of the key
+#: of JAX's trace caches: what was traced inside a quantized model is traced again
+#: outside.
 quantized_root = jax.make_user_context(None)
 
 # Part of the key of JAX's trace caches: a layer that was traced before is traced again.
@@ -246,7 +260,7 @@ class RulesDot(GroupedDot):
             context: nn.module.InterceptorContext,
         ) -> Any:
             root = quantized_root.value
-            is_own = root is None or root.dot == self
+            is_own = root is None or root.quantization.dot == self
             if is_own and isinstance(context.module, LAYERS):
                 module = calling_module(self.collection)
                 found.setdefault(relative_path(module or context.module), None)

@@ -8,9 +8,8 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import lift
@@ -23,7 +22,7 @@ from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
-from fbq_jax.linen.rules import Root, RulesDot, quantized_root
+from fbq_jax.linen.rules import Quantization, Root, RulesDot, quantized_root
 from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -94,18 +93,6 @@ def quantize(
     ['up']
     """
     return quantize_with(inject_ops, model, rules, rngs, args, kwargs)
-
-
-class Quantization(NamedTuple):
-    """What a quantized model does to the layers inside.
-
-    Attributes:
-      dot: their op.
-      inject: gives layers that run in its context the op.
-    """
-
-    dot: RulesDot
-    inject: Callable[[RulesDot], contextlib.AbstractContextManager[None]]
 
 
 def quantize_with(
@@ -186,25 +173,17 @@ def _new(cls: Any, quantization: Quantization) -> Any:
     return object.__new__(_quantized_class(cls, quantization))
 
 
-# The quantization, and the path of its model, that methods run in.  It is part of the
-# key of JAX's trace caches: what was traced inside a quantized model is traced again
-# outside.
-_active = jax.make_user_context(None)
-
-
 @contextlib.contextmanager
 def _active_in(model: Any) -> Iterator[None]:
     """Gives the layers of a quantized model that run in this context their op."""
     if model.quantization.inject is inject_ops:
         check_unchanged_by_qwix(model, "fbq_jax.integrations.qwix.quantize")
     path = () if model.scope is None else model.path
-    active = model.quantization, path
-    if _active.value == active:
+    root = Root(path, model.quantization)
+    if quantized_root.value == root:
         yield
         return
-    dot = model.quantization.dot
-    root = quantized_root(Root(path, dot))
-    with _active(active), root, model.quantization.inject(dot):
+    with quantized_root(root), root.quantization.inject(root.quantization.dot):
         yield
 
 
@@ -228,7 +207,8 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
         context: nn.module.InterceptorContext,
     ) -> Any:
         module: Any = context.module
-        if (active := _active.value) is None or active[0].dot != dot:
+        root = quantized_root.value
+        if root is None or root.quantization.dot != dot:
             return call(*args, **kwargs)  # the layer is in another quantized model
         if type(module).__call__ is nn.Einsum.__call__ and (
             context.method_name == "__call__"
@@ -237,7 +217,7 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
         taken = ops
         # Qwix reaches the products of activations in any code.
         if isinstance(module, nn.MultiHeadDotProductAttention) and (
-            active[0].inject is inject_ops and _takes_einsums(module, dot)
+            root.quantization.inject is inject_ops and _takes_einsums(module, dot)
         ):
             taken = ops | attention_ops
         given = {}
@@ -305,8 +285,8 @@ def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(split_axes)
     def split_axes_with_state(variable_axes: Mapping[Any, Any]) -> Any:
-        if (active := _active.value) is not None:
-            collection = active[0].dot.collection
+        if (root := quantized_root.value) is not None:
+            collection = root.quantization.dot.collection
             if not any(in_filter(axis, collection) for axis in variable_axes):
                 variable_axes = {**variable_axes, collection: 0}
         return split_axes(variable_axes)
