@@ -254,19 +254,18 @@ def _quantize_and_multiply(
         no_metric = jnp.zeros((x.indices.size, 0, 0), jnp.float32)
         operand = FallbackQuantized(operand.rowwise, None, no_metric, operand.colwise)
     residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
-    used, stats = threshold.apply(
+    residual, stats = threshold.apply(
         scalars,
         operand.metric,
         operand.residual,
         recipe,
         blocks=gemms.count_blocks(gemm, operand.main.codes),
+        frozen=frozen,
         implementation=gemm.implementation,
     )
     seed = scalars.later_seed(stats)
-    # A frozen layer does not wait for its threshold to move: nothing reads the stats.
-    second_term = Layouts(operand.residual if frozen else used, None)
     lhs, residuals_of_x = gemms.unstack(
-        (Layouts(operand.main, operand.colwise), second_term)
+        (Layouts(operand.main, operand.colwise), Layouts(residual, None))
     )
     y, saved = matmul_vjp.forward(gemm, lhs, residuals_of_x, w, seed, gemms, save=save)
     return y, stats, residuals, saved

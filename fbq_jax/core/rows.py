@@ -81,19 +81,17 @@ class FallbackCall(NamedTuple):
 
         The arguments are those of ``threshold.apply``.
         """
-        assert residual is not None
         selected, stats = threshold.apply(
             self.scalars,
             metric,
             residual,
             self.spec.recipe,
             blocks=self.blocks,
+            frozen=self.frozen,
             implementation=self.spec.implementation,
         )
         assert selected is not None
-        # A frozen layer does not wait for its threshold to move: nothing reads the
-        # stats.
-        return residual if self.frozen else selected, stats
+        return selected, stats
 
 
 class Rows(abc.ABC):

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +147,21 @@ def check_count(state: Mapping[str, Any], layer: str) -> None:
         )
 
 
+def raise_lost_state(layer: str, instead: str) -> NoReturn:
+    """Raises a ValueError: a transformation of JAX itself would discard the state.
+
+    Args:
+      layer: the name of the layer.
+      instead: what Flax has in place of JAX's transformations.
+    """
+    raise ValueError(
+        f"{layer}: its state cannot leave the jax.jit, jax.checkpoint or other "
+        f"transformation of JAX that the layer is called in. Use {instead}, or turn "
+        "that off in the model; or give the layer None or a recipe that rounds to "
+        "nearest, as recipes.rowwise does. Evaluation needs none of these"
+    )
+
+
 def scalars_of(state: State) -> Scalars:
     """The scalars of the next call."""
     return Scalars(state["theta"], state["seed"], state["count"], state["rate"])
@@ -185,6 +200,7 @@ def apply(
     recipe: Recipe,
     *,
     blocks: jax.Array | None = None,
+    frozen: bool = False,
     implementation: str | None = None,
 ) -> tuple[Quantized | None, Stats]:
     """Selects the residuals of blocks that fall back, and moves the threshold.
@@ -197,11 +213,13 @@ def apply(
       recipe: gives the range of the fallback rate and alpha.
       blocks: the number of blocks, int32 ``[]``, if ``metric`` also has zeros for
         blocks that do not exist; None if every value belongs to a block.
+      frozen: whether the layer is frozen.  It does not wait for its threshold to move,
+        and uses the residuals as they are.
       implementation: as in ``fbq_jax.ops.dispatch.choose``.
 
     Returns:
       The residual with a scale of 0 for each block that does not fall back; and the
-      stats.
+      stats, which nothing reads of a frozen layer.
     """
     if residual is None:
         return None, without_fallback(scalars, metric)
@@ -226,5 +244,6 @@ def apply(
         implementation=implementation,
     )
     theta, rate, next_theta, next_count = (x.reshape(()) for x in moved[:4])
-    residual = residual._replace(scales=moved.residual_scales[0])
+    if not frozen:
+        residual = residual._replace(scales=moved.residual_scales[0])
     return residual, Stats(rate, theta, metric, next_theta, next_count)

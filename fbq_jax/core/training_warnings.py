@@ -5,7 +5,7 @@ noise in its next call wraps its weight, and JAX tells when a gradient reaches i
 """
 
 import functools
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -37,21 +37,6 @@ def _forward(cause: str, text: str, weight: Tree) -> tuple[Tree, None]:
 
 
 warn_if_differentiated.defvjp(_forward, lambda *args: args[-1:])
-
-
-def raise_lost_state(layer: str, instead: str) -> NoReturn:
-    """Raises a ValueError: a transformation of JAX itself would discard the state.
-
-    Args:
-      layer: the name of the layer.
-      instead: what Flax has in place of JAX's transformations.
-    """
-    raise ValueError(
-        f"{layer}: its state cannot leave the jax.jit, jax.checkpoint or other "
-        f"transformation of JAX that the layer is called in. Use {instead}, or turn "
-        "that off in the model; or give the layer None or a recipe that rounds to "
-        "nearest, as recipes.rowwise does. Evaluation needs none of these"
-    )
 
 
 def needs_state(recipe: Recipe) -> bool:

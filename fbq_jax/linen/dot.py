@@ -27,11 +27,7 @@ from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.layer_stats import SLOT, layer_path
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.ragged_dot import ragged_dot
-from fbq_jax.core.training_warnings import (
-    needs_state,
-    raise_lost_state,
-    warn_if_differentiated,
-)
+from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.linen.frozen import Parameter, is_frozen, kernel_of, layer_weight
 from fbq_jax.linen.state import (
     as_float32,
@@ -287,7 +283,7 @@ class FallbackDot(GroupedDot):
             elif needs_state(self.recipe):
                 layer = f"layer {layer_path(module.path)!r}"
                 instead = "Flax's, such as nn.jit, nn.remat, nn.scan and nn.cond"
-                raise_lost_state(layer, instead)
+                threshold.raise_lost_state(layer, instead)
         return out
 
     def variable(self, module: nn.Module, x: jax.Array) -> Variable:

@@ -22,11 +22,7 @@ from fbq_jax.core.einsum import QuantizedEinsum
 from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
 from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.training_warnings import (
-    needs_state,
-    raise_lost_state,
-    warn_if_differentiated,
-)
+from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.plain_method import PlainMethod
@@ -310,7 +306,7 @@ class FallbackDot(GroupedDot, nnx.Module):
                 "NNX's, such as nnx.jit and nnx.remat (in a Linen layer, "
                 "fbq_jax.FallbackDot in place of fbq_jax.nnx.FallbackDot)"
             )
-            raise_lost_state(layer, instead)
+            threshold.raise_lost_state(layer, instead)
 
     @PlainMethod
     def stack(self, shape: tuple[int, ...], rngs: nnx.Rngs | None) -> None:
