@@ -3,8 +3,8 @@
 The seed depends on whether the layer's input is mapped, not on its values.  In
 ``lazy_init`` and in the scan of ``nn.RNN``, Flax creates variables that must not depend
 on the input: JAX treats every result of an unknown value as unknown, and newer versions
-of Flax remove what does not read the input.  So this is a primitive, whose rules keep a
-known seed known and the input unread.
+of Flax refuse what reads the input after the removal of dead code.  So this is a
+primitive, whose rules keep a known seed known and the input unread.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ partial_eval.partial_eval_jaxpr_custom_rules[_seed_p] = _known_seed_in_remat
 
 
 def _seed_without_x(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-    """The equation in code of which unused results are removed: nothing reads x."""
+    """The equation after the removal of dead code, which no longer reads x."""
     if not used[0]:
         return [False, False], None
     eqn = args[-1]  # jax 0.12 passes something else before it
