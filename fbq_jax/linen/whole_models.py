@@ -76,6 +76,7 @@ def quantize(
         one of Linen.
       ValueError: a pattern is not a regular expression, or the model is bound.
 
+    >>> import jax
     >>> from fbq_jax import recipes
     >>> class Classifier(nn.Module):
     ...     @nn.compact
