@@ -38,7 +38,13 @@ from examples.llama.experiments import (
     runs,
     studies,
 )
-from examples.llama.experiments.settings import FULL, QUARTER, SEEDS, TOY
+from examples.llama.experiments.settings import (
+    FULL,
+    LARGER,
+    QUARTER,
+    SEEDS,
+    TOY,
+)
 from examples.llama.experiments.studies import criteria, error, gradients
 from examples.llama.experiments.studies.perplexity import BLOCK_SIDES
 from examples.llama.model import Llama
@@ -291,6 +297,8 @@ def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
     # Other runs need the model of the first only.
     saves = [run["config"]["save_every"] for run in stored]
     assert saves == [SEEDS.pretrain["steps"]] + [0] * 27
+    (larger,) = runs_of(parity.commands(LARGER, *folders)["parity-bf16-0"])
+    assert larger["config"]["save_every"] == 0
     assert len(parity.commands(TOY, *folders)) == 10
     assert len(longer.commands(TOY, *folders)) == 9
     of_recipe = outliers.commands(TOY, *folders)
@@ -583,6 +591,13 @@ def test_runs_on_another_text_are_not_added_to_results(
     argv = ["parity", "--size=toy", f"--work={tmp_path / 'work'}"]
     assert __main__.main([*argv, f"--results={tmp_path / 'results'}"]) == 1
     assert "corpus.json differs from" in capsys.readouterr().err
+
+
+def test_a_larger_model_is_not_studied(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["parity", "studies", "longer", "--size=larger"])
+    error = "--size larger has no longer and no studies, only parity"
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,16 @@ Commands = dict[str, list[str]]
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
-    asked = _parser().parse_args(argv)
+    parser = _parser()
+    asked = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    stages = [stage for stage in STAGES if {stage, "all"} & set(asked.what)]
+    possible = STAGES if SETTINGS[asked.size].studied else STAGES[:1]
+    if absent := {*asked.what} & {*STAGES} - {*possible}:
+        parser.error(
+            f"--size {asked.size} has no {' and no '.join(sorted(absent))}, only "
+            f"{STAGES[0]}"
+        )
+    stages = [stage for stage in possible if {stage, "all"} & set(asked.what)]
     try:
         left = _run(stages, asked) if stages else []
         if left:

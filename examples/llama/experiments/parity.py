@@ -39,7 +39,7 @@ def base(settings: Settings, work: Path, results: Path) -> Run:
 
 def _run(settings: Settings, work: Path, results: Path, recipe: str, seed: int) -> Run:
     options = settings.pretrain | {"data": str(work / "corpus" / "python")}
-    if f"{recipe}-{seed}" == BASE:
+    if settings.studied and f"{recipe}-{seed}" == BASE:
         options |= {"save_every": settings.pretrain["steps"]}
     return Run(
         Config(recipe=recipe, seed=seed, **options),

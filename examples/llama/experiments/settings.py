@@ -20,7 +20,8 @@ class Settings:
         longer: Options of the runs in `longer` that differ from `pretrain`.
         killed: Options of the runs in `killed` that differ from `pretrain`.
         mesh: The devices of each run in `parity`, as for `--mesh`; empty for one.
-        studied: The number of sequences whose activations are studied.
+        studied: The number of sequences whose activations are studied. 0 if there is
+            only `parity`, whose model is then not kept.
         outliers: The largest planted activations, one model each.
         gradient_factor: The factor of planted gradients, in a model of their own; None
             for no such model.
@@ -102,6 +103,7 @@ LARGER = dataclasses.replace(
     pretrain={"hidden": 2048, "ffn": 5632, "layers": 22, "heads": 16, "kv_heads": 4}
     | {"seq": 2048, "batch": 16, "accumulate": 4, "steps": 2048, "lr": 4e-4}
     | {"log_every": 16, "eval_every": 256, "save_every": 0},
+    studied=0,
 )
 
 # 300 million tokens, with 16 sequences at a time on each of four GPUs.
