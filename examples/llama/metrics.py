@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+import fbq_jax
 from examples.llama import atomic
 
 # Entries of a record that are numbers, or null.
@@ -221,12 +222,13 @@ def report(out: Path) -> str:
 
 def machine() -> dict[str, Any]:
     """Describes the device, the host and the versions that numbers come from."""
-    packages = ("jax", "flax", "optax", "fbq-jax")
+    packages = ("jax", "flax", "optax")
     return {
         "device": jax.devices()[0].device_kind,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages},
+        | {package: version(package) for package in packages}
+        | {"fbq-jax": fbq_jax.__version__},
     }
 
 

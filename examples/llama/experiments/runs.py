@@ -21,12 +21,13 @@ from typing import Any
 
 import jax
 
+import fbq_jax
 from examples.llama import atomic, mesh, metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.experiments.jobs import STOPPED
 
 _MAX_LOOKS = 128  # recorded values of each rate and threshold
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "fbq-jax")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ def machine() -> dict[str, str]:
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
         **{package: version(package) for package in _PACKAGES},
+        "fbq-jax": fbq_jax.__version__,
     }
 
 
