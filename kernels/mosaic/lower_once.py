@@ -7,6 +7,7 @@ lowers the rest of that program.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -74,14 +75,19 @@ def _export(
         disabled_checks=[export.DisabledSafetyCheck.custom_call(_CUSTOM_CALL)],
     )
     # A thread of its own has no mesh: the first program's may have several devices.
-    exported: export.Exported = _thread("lower-mosaic").submit(make, operands).result()
+    exported: export.Exported = _lowering_thread().submit(make, operands).result()
     if jax.default_backend() == "gpu":
         program = jax.jit(exported.call)
-        _thread("compile-mosaic").submit(lambda: program.lower(operands).compile())
+        _compiling_threads().submit(lambda: program.lower(operands).compile())
     return exported
 
 
 @functools.cache
-def _thread(name: str) -> futures.Executor:
-    # One is enough: XLA compiles one Mosaic kernel at a time.
-    return futures.ThreadPoolExecutor(1, name)
+def _lowering_thread() -> futures.Executor:
+    return futures.ThreadPoolExecutor(1, "lower-mosaic")
+
+
+@functools.cache
+def _compiling_threads() -> futures.Executor:
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    return futures.ThreadPoolExecutor(workers, "compile-mosaic")
