@@ -59,7 +59,7 @@ def compile_kernels(
 
     calls: list[tuple[Call, Sequence[jax.Array]]] = []
 
-    def record(call: Call, arrays: Sequence[jax.Array]) -> None:
+    def record(call: Call, arrays: Sequence[jax.Array], **_: Any) -> None:
         calls.append((call, arrays))
 
     with mock.patch.object(launch, "compile_ahead", record):

@@ -44,6 +44,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     in_place: Mapping[int, int] = MappingProxyType({}),
+    ahead: bool = True,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel(*args, *outputs, **constants)`` on a grid of programs.
@@ -59,6 +60,9 @@ def launch(
       num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
       in_place: by the position of an array, that of the output that takes its memory.
+      ahead: whether the kernel starts to compile when it is traced.  Others wait until
+        one of them is lowered: those of a forward pass alone.  JAX traces it, too,
+        where it then takes derivatives, and ``init`` of a Flax module drops its output.
       **constants: the ``tl.constexpr`` arguments of the kernel.
 
     Returns:
@@ -75,20 +79,49 @@ def launch(
         tuple(sorted(constants.items())),
     )
     arrays = [arg for arg in args if not isinstance(arg, int)]
-    compile_ahead(call, arrays)
+    compile_ahead(call, arrays, waits=not ahead)
     return tuple(_call_p.bind(*arrays, call=call))
 
 
 # By what a kernel is compiled for.
 _compilations: dict[Hashable, futures.Future[CompiledKernel]] = {}
+# The calls, with the shapes of their arrays, whose kernels wait.
+_waiting: dict[Hashable, tuple[Call, list[jax.ShapeDtypeStruct]]] = {}
 
 
-def compile_ahead(call: Call, arrays: Sequence[jax.Array]) -> None:
-    """Compiles the kernel of a call in another thread, unless that is done."""
+def compile_ahead(
+    call: Call,
+    arrays: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    *,
+    waits: bool = False,
+) -> None:
+    """Compiles the kernel of a call in another thread, unless that is done.
+
+    Args:
+      call: the call.
+      arrays: its arrays, or their shapes and dtypes.
+      waits: whether to start when the kernel, or one that waits and was traced before
+        it, is lowered.
+    """
     key = call.compiled_for(arrays)
-    if key not in _compilations:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    if key in _compilations:
+        return
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    if waits:
+        _waiting.setdefault(key, (call, shapes))
+    else:
+        _waiting.pop(key, None)
         _compilations[key] = _threads().submit(_compile, call, shapes)
+
+
+def _end_wait(key: Hashable) -> None:
+    """Starts to compile a kernel that waits, and those that were traced after it."""
+    keys = list(_waiting)
+    if key in keys:
+        for later in keys[keys.index(key) :]:
+            # Another thread may lower a program at the same time.
+            if waiting := _waiting.pop(later, None):
+                compile_ahead(*waiting)
 
 
 @functools.cache
@@ -100,6 +133,7 @@ def _threads() -> futures.Executor:
 def _finish(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
     """The compiled kernel of a call."""
     key = call.compiled_for(arrays)
+    _end_wait(key)
     # After an error the next program starts again.
     compilation = _compilations.pop(key, None)
     # A compilation that has not started does not wait for the ones before it.

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ MODULES = {
 }
 
 
-def step_of(module):
-    """The gradient and the state update of a module."""
+def step_of(module, transform=lambda function: function):
+    """The gradient, of a transformed loss, and the state update of a module."""
 
     def step(variables, x):
         rest = {name: value for name, value in variables.items() if name != "params"}
@@ -40,7 +41,7 @@ def step_of(module):
             out = module.apply({"params": params, **rest}, x, mutable=list(rest))
             return jnp.sum(jnp.square(out[0].astype(jnp.float32))), out[1]
 
-        return jax.grad(loss, has_aux=True)(variables["params"])
+        return jax.grad(transform(loss), has_aux=True)(variables["params"])
 
     return step
 
@@ -61,6 +62,37 @@ def test_a_step_has_no_conditional(name):
 @pytest.fixture
 def triton_calls(monkeypatch):
     replace_triton_kernels(monkeypatch)
+
+
+@pytest.mark.usefixtures("triton_calls")
+@pytest.mark.parametrize(
+    "name", with_first_fast(["gated MLP", "norm and dense", "dense", "block"])
+)
+def test_only_the_kernels_of_a_step_compile(name, monkeypatch):
+    """JAX traces a jitted function's forward pass before it differentiates it."""
+    launch = pytest.importorskip("fbq_jax.kernels.triton.launch")
+    compiled, lowered = set(), set()
+    compile_kernel, finish = launch.Call.compile, launch._finish
+
+    def compile_and_note(call, arrays, capability):
+        compiled.add(call.compiled_for(arrays))
+        return compile_kernel(call, arrays, capability)
+
+    def finish_and_note(call, arrays):
+        lowered.add(call.compiled_for(arrays))
+        return finish(call, arrays)
+
+    monkeypatch.setattr(launch, "_compilations", {})
+    monkeypatch.setattr(launch, "_waiting", {})
+    monkeypatch.setattr(launch.Call, "compile", compile_and_note)
+    monkeypatch.setattr(launch, "_finish", finish_and_note)
+    module, x = MODULES[name], jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    step = jax.jit(step_of(module, jax.jit)).trace(variables, x)
+    step.lower(lowering_platforms=("cuda",))
+    futures.wait(launch._compilations.values())
+    assert lowered
+    assert compiled == lowered
 
 
 def compile_for_h200(step, module, x_shape):

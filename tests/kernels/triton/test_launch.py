@@ -42,6 +42,7 @@ class Compiler:
 def compiler(monkeypatch):
     compiler = Compiler()
     monkeypatch.setattr(launch_module, "_compilations", {})
+    monkeypatch.setattr(launch_module, "_waiting", {})
     monkeypatch.setattr(launch_module, "compute_capability", lambda: 90)
     # A function, so that it becomes a method.
     monkeypatch.setattr(Call, "compile", lambda *args: compiler(*args))
@@ -111,6 +112,26 @@ def test_a_compilation_that_has_not_started_is_not_awaited(compiler):
     assert [thread for _, thread in compiler.compiled] == [threading.current_thread()]
     compile_and_lower(lambda x: -call("kernel", x))
     assert len(compiler.compiled) == 1
+
+
+def test_kernels_of_a_forward_pass_wait_until_one_is_lowered(compiler):
+    def trace(*kernels):
+        return jax.jit(lambda x: [call(k, x, ahead=False) for k in kernels]).trace(X)
+
+    trace("dropped")
+    program = trace("first", "second")
+    compile_and_lower(lambda x: call("gradient", x))
+    assert [kernel for kernel, _ in compiler.compiled] == ["gradient"]
+    program.lower(lowering_platforms=("cuda",))
+    kernels = {str(kernel) for kernel, _ in compiler.compiled}
+    assert kernels == {"gradient", "first", "second"}
+
+
+def test_a_kernel_that_waits_starts_where_a_gradient_has_it(compiler):
+    compile_and_lower(lambda x: [call("kernel", x, ahead=False), call("kernel", x)])
+    (compiled,) = compiler.compiled
+    assert compiled[1] != threading.main_thread()
+    assert not launch_module._waiting
 
 
 def test_identical_calls_are_equal():
