@@ -7,7 +7,6 @@ lowers the rest of that program.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -16,6 +15,8 @@ import jax
 from jax import export
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from fbq_jax.kernels.triton.launch import compiling_threads
 
 _CUSTOM_CALL = "mosaic_gpu_v2"
 
@@ -78,16 +79,10 @@ def _export(
     exported: export.Exported = _lowering_thread().submit(make, operands).result()
     if jax.default_backend() == "gpu":
         program = jax.jit(exported.call)
-        _compiling_threads().submit(lambda: program.lower(operands).compile())
+        compiling_threads().submit(lambda: program.lower(operands).compile())
     return exported
 
 
 @functools.cache
 def _lowering_thread() -> futures.Executor:
     return futures.ThreadPoolExecutor(1, "lower-mosaic")
-
-
-@functools.cache
-def _compiling_threads() -> futures.Executor:
-    workers = max(1, (os.cpu_count() or 1) - 1)
-    return futures.ThreadPoolExecutor(workers, "compile-mosaic")

@@ -168,7 +168,7 @@ def launch_parts(
         grid=(splits * batch * cdiv(N, BN),),
         num_warps=num_warps,
         num_stages=num_stages,
-        ahead=False,
+        waits=True,
         M=M,
         N=N,
         K=rhs.codes.shape[2],

@@ -44,7 +44,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     in_place: Mapping[int, int] = MappingProxyType({}),
-    ahead: bool = True,
+    waits: bool = False,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel(*args, *outputs, **constants)`` on a grid of programs.
@@ -60,9 +60,10 @@ def launch(
       num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
       in_place: by the position of an array, that of the output that takes its memory.
-      ahead: whether the kernel starts to compile when it is traced.  Others wait until
-        one of them is lowered: those of a forward pass alone.  JAX traces it, too,
-        where it then takes derivatives, and ``init`` of a Flax module drops its output.
+      waits: whether the kernel waits with compiling until one that waits is lowered,
+        and does not start when it is traced.  Those of a forward pass alone wait: JAX
+        traces it, too, where it then takes derivatives, and ``init`` of a Flax module
+        drops its output.
       **constants: the ``tl.constexpr`` arguments of the kernel.
 
     Returns:
@@ -79,7 +80,7 @@ def launch(
         tuple(sorted(constants.items())),
     )
     arrays = [arg for arg in args if not isinstance(arg, int)]
-    compile_ahead(call, arrays, waits=not ahead)
+    compile_ahead(call, arrays, waits=waits)
     return tuple(_call_p.bind(*arrays, call=call))
 
 
@@ -111,7 +112,7 @@ def compile_ahead(
         _waiting.setdefault(key, (call, shapes))
     else:
         _waiting.pop(key, None)
-        _compilations[key] = _threads().submit(_compile, call, shapes)
+        _compilations[key] = compiling_threads().submit(_compile, call, shapes)
 
 
 def _end_wait(key: Hashable) -> None:
@@ -125,9 +126,10 @@ def _end_wait(key: Hashable) -> None:
 
 
 @functools.cache
-def _threads() -> futures.Executor:
+def compiling_threads() -> futures.Executor:
+    """The threads that compile kernels."""
     workers = max(1, (os.cpu_count() or 1) - 1)
-    return futures.ThreadPoolExecutor(workers, "compile-triton")
+    return futures.ThreadPoolExecutor(workers, "compile-kernels")
 
 
 def _finish(call: Call, arrays: Sequence[Any]) -> CompiledKernel:

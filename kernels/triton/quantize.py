@@ -113,7 +113,7 @@ def _quantize_blocks(
         outputs=out.fallback(rowwise, criterion, colwise),
         many_registers=len(sums) == 2
         or (is_noisy and (criterion is not None or values.dtype.itemsize == 4)),
-        ahead=rowwise is not None and colwise is not None,
+        waits=rowwise is None or colwise is None,
         GROUPED=isinstance(x, GroupedRows),
         SEVERAL_SEEDS=several,
         ROWWISE=mode_of(rowwise, dtype),

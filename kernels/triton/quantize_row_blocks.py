@@ -106,7 +106,7 @@ def _launch(
         block=block,
         outputs=[*out.rowwise(rowwise)[:2], *out.colwise(colwise)],
         num_warps=_num_warps(block, x.dtype.itemsize, hadamard=hadamard),
-        ahead=rowwise is not None and colwise is not None,
+        waits=rowwise is None or colwise is None,
         SEVERAL_SEEDS=several,
         ROWWISE=mode_of(rowwise, dtype),
         COLWISE=mode_of(colwise, dtype),

@@ -307,7 +307,7 @@ def _launch_layer(
         r=block[0],
         c=block[1],
         num_warps=max(1, size // VALUES_OF_A_WARP) if held else 4,
-        ahead=None not in roundings,
+        waits=None in roundings,
         PARTS=block[0] // PART_ROWS,
         HELD=held,
         SEVERAL_SEEDS=several,

@@ -116,7 +116,7 @@ def test_a_compilation_that_has_not_started_is_not_awaited(compiler):
 
 def test_kernels_of_a_forward_pass_wait_until_one_is_lowered(compiler):
     def trace(*kernels):
-        return jax.jit(lambda x: [call(k, x, ahead=False) for k in kernels]).trace(X)
+        return jax.jit(lambda x: [call(k, x, waits=True) for k in kernels]).trace(X)
 
     trace("dropped")
     program = trace("first", "second")
@@ -128,7 +128,7 @@ def test_kernels_of_a_forward_pass_wait_until_one_is_lowered(compiler):
 
 
 def test_a_kernel_that_waits_starts_where_a_gradient_has_it(compiler):
-    compile_and_lower(lambda x: [call("kernel", x, ahead=False), call("kernel", x)])
+    compile_and_lower(lambda x: [call("kernel", x, waits=True), call("kernel", x)])
     (compiled,) = compiler.compiled
     assert compiled[1] != threading.main_thread()
     assert not launch_module._waiting
