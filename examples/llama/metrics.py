@@ -222,13 +222,22 @@ def report(out: Path) -> str:
 
 def machine() -> dict[str, Any]:
     """Describes the device, the host and the versions that numbers come from."""
-    packages = ("jax", "flax", "optax")
     return {
         "device": jax.devices()[0].device_kind,
         "host": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages}
-        | {"fbq-jax": fbq_jax.__version__},
+        "versions": versions("jax", "flax", "optax"),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Returns the versions of Python, of packages and of this library.
+
+    The library need not be installed.
+    """
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "fbq-jax": fbq_jax.__version__,
     }
 
 

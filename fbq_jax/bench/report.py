@@ -87,8 +87,8 @@ HEADINGS = {
         "rows, columns",
         "TB/s",
         "rate vs copy",
-        "Times are sustained milliseconds per call; a program makes several calls, so "
-        "that starting it takes no time from them. Ratios compare rates with "
+        "Times are sustained milliseconds per call. A program makes several calls, so "
+        "that the host's time to start it does not count. Ratios compare rates with "
         "the copy's, sustained and in bursts. The error is the share of codes, scales "
         "and metrics that differ from the reference.",
         error_width=14,

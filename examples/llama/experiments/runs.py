@@ -9,25 +9,21 @@ runs that were stopped.
 import dataclasses
 import hashlib
 import json
-import platform
 import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-import fbq_jax
 from examples.llama import atomic, mesh, metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.experiments.jobs import STOPPED
 
 _MAX_LOOKS = 128  # recorded values of each rate and threshold
-_PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
 @dataclass(frozen=True)
@@ -191,9 +187,7 @@ def machine() -> dict[str, str]:
     """Describes the device and the versions of the packages."""
     return {
         "device": jax.devices()[0].device_kind,
-        "python": platform.python_version(),
-        **{package: version(package) for package in _PACKAGES},
-        "fbq-jax": fbq_jax.__version__,
+        **metrics.versions("jax", "jaxlib", "flax", "optax"),
     }
 
 
