@@ -76,24 +76,40 @@ def quantize_parts(
     PARTS: tl.constexpr = shape[0]
     r: tl.constexpr = shape[1]
     c: tl.constexpr = shape[2]
-    CRITERION: tl.constexpr = modes[2]
-    _, scale, inverse = scaling
-    parts: tl.constexpr = PARTS if len(held) == 0 else 1
     i = at[1]
     error, total = 0.0, 0.0
     row_sum, column_sum = 0.0, 0.0
-    for part in range(i * parts, (i + 1) * parts):
-        here = part_at(at, part)
-        tiles = held if len(held) > 0 else VALUES(operands, here, r, c)
-        v = multiply(tiles, inverse)
-        part_sums = store_rounded(outputs, v, noise, here, modes)
-        row_sum = tl.maximum(row_sum, part_sums[0])
-        column_sum += part_sums[1]
-        if CRITERION == "l1" or CRITERION == "l1_rel":
-            error += sum_abs(residual_of(tiles, nearest(v), scale), shrink_of(scale))
-        if CRITERION == "l1_rel":
-            total += sum_abs(tiles, shrink_of(scale))
+    # A loop of one step would take more registers.
+    if len(held) > 0:
+        error, total, sums = _quantize_part(held, scaling, noise, outputs, at, modes)
+        row_sum, column_sum = sums
+    else:
+        for part in range(i * PARTS, (i + 1) * PARTS):
+            here = part_at(at, part)
+            tiles = VALUES(operands, here, r, c)
+            part_error, part_total, sums = _quantize_part(
+                tiles, scaling, noise, outputs, here, modes
+            )
+            error += part_error
+            total += part_total
+            row_sum = tl.maximum(row_sum, sums[0])
+            column_sum += sums[1]
     return error, total, (row_sum, column_sum)
+
+
+@triton.jit
+def _quantize_part(tiles, scaling, noise, outputs, at, modes):
+    """``quantize_parts`` of the tiles of one part."""
+    CRITERION: tl.constexpr = modes[2]
+    _, scale, inverse = scaling
+    v = multiply(tiles, inverse)
+    sums = store_rounded(outputs, v, noise, at, modes)
+    error, total = 0.0, 0.0
+    if CRITERION == "l1" or CRITERION == "l1_rel":
+        error = sum_abs(residual_of(tiles, nearest(v), scale), shrink_of(scale))
+    if CRITERION == "l1_rel":
+        total = sum_abs(tiles, shrink_of(scale))
+    return error, total, sums
 
 
 @triton.jit

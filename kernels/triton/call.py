@@ -26,6 +26,9 @@ _TYPES = {
 }
 
 
+# Of a multiprocessor, and of a thread.
+_REGISTERS, _MOST_REGISTERS = 2**16, 255
+
 # In Python 3.11 threads parse one after the other: ``ast.parse`` counts the depth of
 # its recursion for all threads together, and raises a SystemError if they overlap, as
 # they can where garbage is collected.  Later versions do not collect it there.
@@ -55,6 +58,8 @@ class Call:
       num_stages: the depth of the pipeline of loads.
       in_place: pairs of an array and the output that takes its memory, by position.
       constants: the names and values of the ``tl.constexpr`` arguments.
+      programs: how many programs a multiprocessor should run at the same time, which
+        limits their registers; None lets the compiler choose.
     """
 
     kernel: triton.JITFunction
@@ -65,6 +70,7 @@ class Call:
     num_stages: int
     in_place: tuple[tuple[int, int], ...]
     constants: tuple[tuple[str, Any], ...]
+    programs: int | None = None
 
     def __post_init__(self) -> None:
         with _parser:
@@ -74,7 +80,8 @@ class Call:
     def compiled_for(self, arrays: Sequence[Any]) -> Hashable:
         """What the compiler knows of the kernel and its arguments."""
         types = tuple(self._types(arrays))
-        return self.kernel, types, self.num_warps, self.num_stages, self.constants
+        options = self.num_warps, self.num_stages, self.programs
+        return self.kernel, types, options, self.constants
 
     def compile(self, arrays: Sequence[Any], capability: int) -> CompiledKernel:
         """Compiles the kernel; an integer argument of 1 is a constant of it.
@@ -102,6 +109,7 @@ class Call:
             options={
                 "num_warps": self.num_warps,
                 "num_stages": self.num_stages,
+                "maxnreg": self._max_registers(),
                 "enable_fp_fusion": False,
             },
         )
@@ -137,6 +145,13 @@ class Call:
                     "from what fbq_jax knows; install the version in pyproject.toml"
                 )
         return ptx
+
+    def _max_registers(self) -> int | None:
+        """The most registers of a thread with which so many programs fit."""
+        if self.programs is None:
+            return None
+        registers = _REGISTERS // (self.programs * self.num_warps * 32)
+        return min(registers // 8 * 8, _MOST_REGISTERS)
 
     def _types(self, arrays: Sequence[Any]) -> list[str]:
         """Triton's types of the inputs and outputs."""

@@ -43,6 +43,7 @@ def launch(
     grid: tuple[int, ...],
     num_warps: int = 4,
     num_stages: int = 1,
+    programs: int | None = None,
     in_place: Mapping[int, int] = MappingProxyType({}),
     waits: bool = False,
     **constants: Any,
@@ -59,6 +60,8 @@ def launch(
       grid: the number of programs along x, or along x and y.
       num_warps: the number of warps per program.
       num_stages: the depth of the pipeline of loads.
+      programs: how many programs a multiprocessor should run at the same time, which
+        limits their registers; None lets the compiler choose.
       in_place: by the position of an array, that of the output that takes its memory.
       waits: whether the kernel waits with compiling until one that waits is lowered,
         and does not start when it is traced.  Those of a forward pass alone wait: JAX
@@ -78,6 +81,7 @@ def launch(
         num_stages,
         tuple(in_place.items()),
         tuple(sorted(constants.items())),
+        programs,
     )
     arrays = [arg for arg in args if not isinstance(arg, int)]
     compile_ahead(call, arrays, waits=waits)

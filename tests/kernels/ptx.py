@@ -6,16 +6,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 
-def run(assembly: str, operands: Sequence[np.ndarray]) -> np.ndarray:
-    """The value of ``$0``, uint32, given those of ``$1`` and so on."""
-    values = {f"${i}": np.uint32(x) for i, x in enumerate(operands, 1)}
+def run(
+    assembly: str, operands: Sequence[np.ndarray], results: int = 1
+) -> list[np.ndarray]:
+    """The values of ``$0`` and so on, uint32; operands come after the results."""
+    values = {f"${i}": np.uint32(x) for i, x in enumerate(operands, results)}
     for statement in re.split("[{};]", assembly):
         op, *arguments = statement.replace(",", " ").split() or [".reg"]
         if op != ".reg":
             result, *names = arguments
             inputs = [values[x] if x in values else np.uint32(int(x, 0)) for x in names]
             values[result] = _INSTRUCTIONS[op](*inputs)
-    return values["$0"]
+    return [values[f"${i}"] for i in range(results)]
+
+
+def _exp2(x: np.ndarray) -> np.ndarray:
+    return np.exp2(x.view(np.float32)).view(np.uint32)
+
+
+def _rsqrt(x: np.ndarray) -> np.ndarray:
+    return (np.float32(1) / np.sqrt(x.view(np.float32))).view(np.uint32)
 
 
 def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
@@ -49,9 +59,13 @@ def _max_bfloat16x2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "and.b32": np.bitwise_and,
     "dp4a.s32.s32": _dp4a,
+    "ex2.approx.ftz.f32": _exp2,
     "max.NaN.bf16x2": _max_bfloat16x2,
     "mov.b32": np.copy,
     "or.b32": np.bitwise_or,
     "prmt.b32": _prmt,
+    "rsqrt.approx.ftz.f32": _rsqrt,
+    "shr.b32": np.right_shift,
 }

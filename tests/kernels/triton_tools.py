@@ -129,10 +129,11 @@ def _interpret(
     grid: tuple[int, ...],
     num_warps: int = 4,
     num_stages: int = 1,
+    programs: int | None = None,
     in_place: Mapping[int, int] = MappingProxyType({}),
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
-    del num_warps, num_stages
+    del num_warps, num_stages, programs
     inputs = [a if isinstance(a, int) else _Tensor(np.asarray(a)) for a in args]
     results = [_Tensor(np.full(o.shape, _garbage(o.dtype), o.dtype)) for o in outputs]
     for position, output in in_place.items():
@@ -195,13 +196,15 @@ def _interpreting() -> Any:
         return convert_float(data, source, target, mode)
 
     def run_assembly(_: Any, assembly: str, *args: Any) -> Any:
-        _, values, (kind,), *_ = args
+        _, values, (kind,), _, pack = args
         if assembly.count("cvt.rn.satfinite.e4m3x2.f32") == 2:
             result = _to_float8(values)  # of one tile or of four
         else:
-            words = ptx.run(assembly, [x.data.view(np.uint32) for x in values])
-            data = words.view(interpreter._get_np_dtype(kind.scalar))
-            result = interpreter.TensorHandle(data, kind.scalar)
+            operands = [word for x in values for word in _words(x.data, pack)]
+            words = ptx.run(assembly, operands, pack)
+            data = np.stack(words, -1).reshape(values[0].data.shape)
+            dtype = interpreter._get_np_dtype(kind.scalar)
+            result = interpreter.TensorHandle(data.view(dtype), kind.scalar)
         return types.SimpleNamespace(get_result=lambda _: result)
 
     def reduce(self: Any, tensors: Any) -> list[Any]:
@@ -255,6 +258,15 @@ def _interpreting() -> Any:
         interpreter._convert_float = convert_float
         type(builder).create_inline_asm = create_inline_asm
         interpreter.ReduceOps.generic_reduce = generic_reduce
+
+
+def _words(x: np.ndarray, pack: int) -> list[np.ndarray]:
+    """The words of ``pack`` neighbouring elements, each of all words of this place."""
+    words = np.ascontiguousarray(x).view(np.uint32)
+    count = pack * x.itemsize // 4
+    if pack > 1:
+        words = words.reshape(*x.shape[:-1], x.shape[-1] // pack, count)
+    return [words] if pack == 1 else [words[..., i] for i in range(count)]
 
 
 def _to_float8(values: Sequence[Any]) -> Any:

@@ -1,5 +1,6 @@
 """Kernels compile in other threads, and XLA launches them in its CUDA graphs."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -193,6 +194,15 @@ def test_the_ptx_of_a_call_takes_addresses_only(tmp_path):
     assembler = triton.knobs.nvidia.ptxas.path
     command = [assembler, "--gpu-name=sm_90a", "-o", tmp_path / "add.cubin", file]
     subprocess.run(command, check=True)
+
+
+def test_registers_leave_room_for_the_programs_of_a_multiprocessor():
+    f32 = jax.ShapeDtypeStruct((128,), jnp.float32)
+    call = Call(negate, (None,), (f32,), (1,), 4, 1, (), (("COUNT", 128),), 12)
+    assert ".maxnreg 40" in call.ptx(call.compile([f32], 90))  # of 42.7
+    free = dataclasses.replace(call, programs=None)
+    assert ".maxnreg" not in free.ptx(free.compile([f32], 90))
+    assert free.compiled_for([f32]) != call.compiled_for([f32])
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="threads may parse together")
