@@ -9,11 +9,12 @@ group, with ``limit = 2**(bits - 1) - 1``,
 As in ``fbq_jax.kernels.reference``, the scale is 0 where ``amax`` is tiny and NaN where
 it is not finite.
 
-The word ``codes + limit`` has ``bits`` bits.  It is split, from the top, into chunks
-whose widths are powers of two: 10 bits become 8 and 2.  The chunks of one width form a
-plane of bytes without unused bits.  A byte of a plane holds chunks of ``8 / width``
-values of one group, spaced by the group's number of bytes in the plane.  For example,
-with 128 values and chunks of 2 bits, byte j holds values j, j + 32, j + 64 and j + 96.
+The word ``codes + 2**(bits - 1)`` has ``bits`` bits.  It is split, from the top, into
+chunks whose widths are powers of two: 10 bits become 8 and 2.  The chunks of one width
+form a plane of bytes without unused bits.  A byte of a plane holds chunks of
+``8 / width`` values of one group, spaced by the group's number of bytes in the plane.
+For example, with 128 values and chunks of 2 bits, byte j holds values j, j + 32, j + 64
+and j + 96.
 
 So neighbouring values are in neighbouring bytes at the same shift.  Loads are aligned,
 packing and unpacking are elementwise, and no data moves between the lanes of a GPU or
@@ -83,7 +84,7 @@ def pack(codes: jax.Array, bits: int) -> tuple[jax.Array, ...]:
     Returns:
       The planes of ``Packed``.
     """
-    words = codes + (2 ** (bits - 1) - 1)
+    words = codes + 2 ** (bits - 1)
     planes, shift = [], bits
     for width in chunk_widths(bits):
         shift -= width
@@ -99,7 +100,7 @@ def unpack(planes: tuple[jax.Array, ...], size: int, bits: int) -> jax.Array:
     for plane, width in zip(planes, chunk_widths(bits), strict=True):
         groups = [_unpack(group, width) for group in _split_groups(plane, size, width)]
         words = words << width | _join_groups(groups)[..., :size].astype(jnp.int32)
-    return words - (2 ** (bits - 1) - 1)
+    return words - 2 ** (bits - 1)
 
 
 def _split_groups(x: jax.Array, size: int, width: int) -> list[jax.Array]:

@@ -15,54 +15,109 @@ from fbq_jax.kernels.triton.block_codes import MAGIC, scale_and_inverse
 
 GROUP = tl.constexpr(packing.GROUP)
 TINY = tl.constexpr(packing.TINY)
-MAGIC_BITS = tl.constexpr(0x4B400000)  # of the float32 MAGIC
+# Puts the low halves of two words into one.
+LOW_HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;")
+# Joins the low bytes of the halves of two words.
+BYTES_OF_HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x6420;")
+# Puts chunks of four bytes $4 into the low bits of floats.  $5 is the position of the
+# chunks in their bytes, $13 their masks; $9 has the other bits of the floats.
+FLOATS_OF_CHUNKS = tl.constexpr(
+    "{ .reg .b32 chunks; "
+    "shr.b32 chunks, $4, $5; "
+    "and.b32 chunks, chunks, $13; "
+    "prmt.b32 $0, chunks, $9, 0x7650; "
+    "prmt.b32 $1, chunks, $9, 0x7651; "
+    "prmt.b32 $2, chunks, $9, 0x7652; "
+    "prmt.b32 $3, chunks, $9, 0x7653; }"
+)
 
 
 @triton.jit
 def store_packed(packed, tiles, at, groups, BITS: tl.constexpr):
     """Quantizes each row of float32 tiles to ``BITS`` bits and stores packed codes."""
-    planes, scales = packed
-    batch, i, j, rows, _ = at
-    r: tl.constexpr = 4 * tiles[0].shape[0]
+    store_chunks(packed, pack(tiles, BITS), at, groups, BITS)
+
+
+@triton.jit
+def pack(tiles, BITS: tl.constexpr):
+    """Quantizes each row of float32 tiles to ``BITS`` bits, and packs the codes.
+
+    Returns:
+      For each tile the scales of its rows, and the packed chunks of each plane.
+    """
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
-    row = i * r + tl.arange(0, r)
-    group, inside = (batch * rows + row) * groups + j, row < rows
-    words, row_scales = (), ()
+    # The low bits of a sum with it are a code plus 2**(BITS - 1).
+    START: tl.constexpr = MAGIC + 2 ** (BITS - 1)
+    packed = ()
     for k in tl.static_range(4):
         bits = tiles[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
         scale, inverse = scale_and_inverse(amax, 1.0 * LIMIT, TINY)
-        v = tiles[k] * inverse[:, None] + MAGIC
-        words += (v.to(tl.int32, bitcast=True) + LIMIT,)  # type: ignore[assignment]
-        row_scales += (scale[:, None],)  # type: ignore[assignment]
+        words = (tiles[k] * inverse[:, None] + START).to(tl.uint32, bitcast=True)
+        planes = ()
+        for p in tl.static_range(4):
+            if BITS & (8 >> p):
+                planes += (_pack_chunks(words, BITS, 8 >> p),)  # type: ignore[assignment]
+            else:
+                planes += ((),)  # type: ignore[assignment]
+        packed += ((scale[:, None], planes),)  # type: ignore[assignment]
+    return packed
+
+
+@triton.jit
+def store_chunks(packed, chunks, at, groups, BITS: tl.constexpr):
+    """Stores what ``pack`` returns."""
+    planes, scales = packed
+    batch, i, j, rows, _ = at
+    r: tl.constexpr = 4 * chunks[0][0].shape[0]
+    row = i * r + tl.arange(0, r)
+    group, inside = (batch * rows + row) * groups + j, row < rows
     # One store for all tiles: each store first moves values between threads, and all
     # warps wait for that.
+    row_scales = ()
+    for k in tl.static_range(4):
+        row_scales += (chunks[k][0],)  # type: ignore[assignment]
     tl.store(scales + group[:, None], _interleave(row_scales), inside[:, None])
     for p in tl.static_range(4):
         if BITS & (8 >> p):
-            _store_plane(planes[p], words, group, inside, BITS, 8 >> p)
+            of_tiles = ()
+            for k in tl.static_range(4):
+                of_tiles += (chunks[k][1][p],)  # type: ignore[assignment]
+            _store_plane(planes[p], _interleave(of_tiles), group, inside)
 
 
 @triton.jit
-def _store_plane(plane, words, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Stores the chunks of one width, ``4 * WIDTH`` 32-bit words for each group."""
-    packed = _interleave([_pack(x, BITS, WIDTH) for x in words])
+def _store_plane(plane, chunks, group, inside):
+    """Stores the chunks of one width, as many 32-bit words for each group."""
+    words: tl.constexpr = chunks.shape[1]
     plane = plane.to(tl.pointer_type(tl.int32), bitcast=True)
-    word = group[:, None] * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
-    tl.store(plane + word, packed, inside[:, None])
+    word = group[:, None] * words + tl.arange(0, words)[None, :]
+    tl.store(plane + word, chunks, inside[:, None])
 
 
 @triton.jit
-def _pack(words, BITS: tl.constexpr, WIDTH: tl.constexpr):
+def _pack_chunks(words, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """The chunks of one width, packed into 32-bit words."""
     PER_BYTE: tl.constexpr = 8 // WIDTH
-    # Narrower chunks take the BITS & (WIDTH - 1) bits below this one.
-    chunks = words >> (BITS & (WIDTH - 1)) & ((1 << WIDTH) - 1)
     # Four neighbours, held by one thread, form a word.  Only chunks that share a byte
     # come from different threads.
-    chunks = tl.reshape(chunks, (words.shape[0], PER_BYTE, 4 * WIDTH, 4))
-    chunks = tl.sum(chunks << (8 * tl.arange(0, 4))[None, None, None, :], 3)
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], PER_BYTE, 4 * WIDTH, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    low, high = _permute(LOW_HALVES, first, second), _permute(LOW_HALVES, third, fourth)
+    # Narrower chunks take the BITS & (WIDTH - 1) bits below this one.
+    SHIFT: tl.constexpr = BITS & (WIDTH - 1)
+    chunks = _permute(BYTES_OF_HALVES, low >> SHIFT, high >> SHIFT)
+    chunks &= 0x01010101 * ((1 << WIDTH) - 1)
     return tl.sum(chunks << (WIDTH * tl.arange(0, PER_BYTE))[None, :, None], 1)
+
+
+@triton.jit
+def _permute(ASM: tl.constexpr, a, b):
+    """A permutation of the bytes of two words."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -75,28 +130,47 @@ def _interleave(tiles):
 
 @triton.jit
 def load_packed(packed, at, groups, r: tl.constexpr, BITS: tl.constexpr):
-    """Dequantizes a block: four float32 tiles."""
+    """Dequantizes a block: four float32 tiles.
+
+    A chunk becomes the low bits of a float, whose last bit has the chunk's weight in
+    the word.  The sum of these floats is a constant plus the code, and exact.
+    """
     planes, scales = packed
     batch, i, j, rows, _ = at
-    LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
     tiles = ()
     for k in tl.static_range(4):
         row = i * r + 4 * tl.arange(0, r // 4)[:, None] + k
         group, inside = (batch * rows + row) * groups + j, row < rows
-        words = tl.zeros((r // 4, GROUP), tl.int32)
+        codes = tl.full((r // 4, GROUP), -sum_of_zero(BITS), tl.float32)
         for p in tl.static_range(4):
             if BITS & (8 >> p):
-                words = _append_chunks(words, planes[p], group, inside, 8 >> p)
-        codes = (words + (MAGIC_BITS - LIMIT)).to(tl.float32, bitcast=True) - MAGIC
+                codes += _load_chunks(planes[p], group, inside, BITS, 8 >> p)
         tiles += (codes * tl.load(scales + group, inside, 0.0),)  # type: ignore[assignment]
     return tiles
 
 
+@triton.constexpr_function
+def sum_of_zero(bits):
+    """The sum of the floats of ``_load_chunks`` for a code of 0."""
+    shifts = [bits & (width - 1) for width in (8, 4, 2, 1) if bits & width]
+    return sum(1.5 * 2.0 ** (23 + shift) for shift in shifts) + 2.0 ** (bits - 1)
+
+
 @triton.jit
-def _append_chunks(words, plane, group, inside, WIDTH: tl.constexpr):
-    """Shifts words left and puts the chunks of one width into the low bits."""
+def _load_chunks(plane, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """``1.5 * 2**23`` plus the chunks of one width, times their weight in the word."""
     STRIDE: tl.constexpr = 16 * WIDTH
+    SHIFT: tl.constexpr = BITS & (WIDTH - 1)
     column = tl.arange(0, GROUP)[None, :]
-    chunks = tl.load(plane + group * STRIDE + column % STRIDE, inside, 0).to(tl.int32)
-    chunks = chunks >> (column // STRIDE * WIDTH) & ((1 << WIDTH) - 1)
-    return words << WIDTH | chunks
+    chunks = tl.load(plane + group * STRIDE + column % STRIDE, inside, 0)
+    position = column // STRIDE * WIDTH
+    bits: tl.constexpr = 0x4B400000 + (SHIFT << 23)  # of 1.5 * 2**(23 + SHIFT)
+    masks: tl.constexpr = 0x01010101 * ((1 << WIDTH) - 1)
+    return tl.inline_asm_elementwise(
+        FLOATS_OF_CHUNKS,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [chunks, position, bits, masks],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )

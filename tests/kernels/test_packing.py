@@ -63,7 +63,7 @@ def test_layout_of_planes():
     """With 10 bits, byte j of plane 2 holds the low bits of values j, j + 32, ..."""
     codes = np.random.default_rng(0).integers(-511, 512, 128)
     (high, low), _ = pack_and_back(jnp.asarray(codes, jnp.int32), 10)
-    words = codes + 511
+    words = codes + 512
     np.testing.assert_array_equal(high, words >> 2)
     quarters = (words & 3).reshape(4, 32) << np.array([[0], [2], [4], [6]])
     np.testing.assert_array_equal(low, quarters.sum(axis=0))

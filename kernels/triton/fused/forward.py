@@ -43,7 +43,7 @@ from fbq_jax.kernels.triton.outputs import (
     as_fallback,
     output,
 )
-from fbq_jax.kernels.triton.packed import store_packed
+from fbq_jax.kernels.triton.packed import pack, store_chunks
 from fbq_jax.kernels.triton.row_block_quantize import (
     quantize_row_block,
     quantize_row_block_parts,
@@ -51,9 +51,10 @@ from fbq_jax.kernels.triton.row_block_quantize import (
 
 # The rows of a part of a block, the fastest on an H200.
 PART_ROWS = 32
-# A gate holds blocks of up to this many values, and a warp this many of them: the
-# fastest on an H100.  A norm is faster in parts.
-HELD_VALUES, VALUES_OF_A_WARP = 2**14, 2**11
+# A gate holds blocks of up to this many values, and a warp this many of them, with one
+# scale per block and per row: the fastest on an H100.  A norm is faster in parts.
+HELD_VALUES = 2**14
+VALUES_OF_A_WARP, ROW_BLOCK_VALUES_OF_A_WARP = 2**10, 2**11
 
 # Four operands of ``_quantize_layer``: x, norm_scale, rstd and theta.
 _Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -290,6 +291,8 @@ def _launch_layer(
     } | constants
     size = block[0] * block[1]
     held = not is_norm and size <= HELD_VALUES
+    row_blocks = constants["ROW_BLOCKS"]
+    values_of_a_warp = ROW_BLOCK_VALUES_OF_A_WARP if row_blocks else VALUES_OF_A_WARP
     results = launch(
         _quantize_layer,
         *operands,
@@ -306,7 +309,7 @@ def _launch_layer(
         grid=(BlockOutputs(shape, block).programs,),
         r=block[0],
         c=block[1],
-        num_warps=max(1, size // VALUES_OF_A_WARP) if held else 4,
+        num_warps=max(1, size // values_of_a_warp) if held else 4,
         waits=None in roundings,
         PARTS=block[0] // PART_ROWS,
         HELD=held,
@@ -443,6 +446,12 @@ def _quantize_layer(
 
 @triton.jit
 def _store_saved(packed, saved, at, groups, BITS: tl.constexpr):
-    """Packs and stores the arrays that a layer saves."""
+    """Packs and stores the arrays that a layer saves.
+
+    Storing them one after the other would take more registers.
+    """
+    chunks = ()
     for k in tl.static_range(len(saved)):
-        store_packed(packed[k], saved[k], at, groups, BITS)
+        chunks += (pack(saved[k], BITS),)  # type: ignore[assignment]
+    for k in tl.static_range(len(saved)):
+        store_chunks(packed[k], chunks[k], at, groups, BITS)

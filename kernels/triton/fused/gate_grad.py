@@ -30,7 +30,7 @@ from fbq_jax.kernels.triton.block_quantize import (
     store_sums,
 )
 from fbq_jax.kernels.triton.block_tiles import locate_block
-from fbq_jax.kernels.triton.fused.layers import load_source, locate_halves
+from fbq_jax.kernels.triton.fused.layers import load_source
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
 from fbq_jax.kernels.triton.launch import launch, mode_of, seed_arguments
 from fbq_jax.kernels.triton.outputs import (
@@ -139,7 +139,7 @@ def _launch(
     ROW_BLOCKS: bool = False,
     INTERLEAVED: bool = True,
 ) -> tuple[jax.Array, ...]:
-    """Runs a program for each two blocks; returns the outputs of both layouts."""
+    """Returns the outputs of both layouts."""
     dy, *factors = operands
     _, rows, columns = dy.shape
     seed_arrays, several = seed_arguments(seeds, rowwise, colwise)
@@ -154,10 +154,11 @@ def _launch(
         rows,
         columns // block[1],
         outputs=[*out.rowwise(rowwise), *out.colwise(colwise)],
-        grid=(out.programs // 2,),
+        grid=(out.programs,),
         r=block[0],
         c=block[1],
         num_warps=max(1, block[0] * block[1] // VALUES_OF_A_WARP),
+        programs=2,
         SEVERAL_SEEDS=several,
         BITS=bits,
         ROWWISE=mode_of(rowwise, dtype),
@@ -213,58 +214,50 @@ def _silu_gate_grad_quantize(
     GROUPED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """One program quantizes a block of the gate's gradient, then one of up's."""
+    """One program quantizes a block of the gate's gradient, or one of up's."""
     modes: tl.constexpr = (ROWWISE, COLWISE, None, ROW_SUMS, COLUMN_SUMS)
-    gate_packed = (gate_plane_8, gate_plane_4, gate_plane_2, gate_plane_1), gate_scales
-    up_packed = (up_plane_8, up_plane_4, up_plane_2, up_plane_1), up_scales
-    factors = gate_packed, up_packed
     seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
     noise = seeds, row_offsets, column_offset
-    at, _ = locate_block(rows, groups * c, r, c)
-    batch, i, j, _, _ = at
-    columns, down = 2 * groups * c, tl.cdiv(rows, r)
-    halves = locate_halves(j, (2, 1) if INTERLEAVED else (1, groups))
+    at, offsets = locate_block(rows, 2 * groups * c, r, c)
+    batch, i, column, _, _ = at
+    # Neighbouring programs of an interleaved gradient share a block of dy.
+    j = column // 2 if INTERLEAVED else column % groups
+    is_up = column % 2 == 1 if INTERLEAVED else column >= groups
+    factor = (
+        (
+            tl.where(is_up, up_plane_8, gate_plane_8),
+            tl.where(is_up, up_plane_4, gate_plane_4),
+            tl.where(is_up, up_plane_2, gate_plane_2),
+            tl.where(is_up, up_plane_1, gate_plane_1),
+        ),
+        tl.where(is_up, up_scales, gate_scales),
+    )
+    rowwise = codes, scales, sums
+    colwise = colwise_codes, colwise_scales, colwise_sums
     source = (dy,)
     if GROUPED:
         row_count = tl.load(row_counts + batch)
         if row_count == 0:
-            all_rowwise = (codes, scales, sums), ()
-            all_colwise = colwise_codes, colwise_scales, colwise_sums
-            for half in tl.static_range(2):
-                offsets = _scale_offsets(batch, i, halves[half], down, 2 * groups)
-                store_empty((all_rowwise, (), all_colwise), offsets, modes)
+            store_empty(((rowwise, ()), (), colwise), offsets, modes)
             return
         source = dy, batch * rows, row_count  # type: ignore[assignment]
-    for half in tl.static_range(2):
-        column = halves[half]
-        factor = factors[half]
-        offsets = _scale_offsets(batch, i, column, down, 2 * groups)
-        to = batch, i, column, rows, columns
-        tiles = _values(
-            source, factor, (batch, i, j, rows, groups * c), groups, r, BITS
+    tiles = _values(source, factor, (batch, i, j, rows, groups * c), groups, r, BITS)
+    if ROW_BLOCKS:
+        quantize_row_block(
+            tiles,
+            noise,
+            (rowwise, colwise),
+            at,
+            offsets[1],
+            (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS),
         )
-        if ROW_BLOCKS:
-            quantize_row_block(
-                tiles,
-                noise,
-                ((codes, scales), (colwise_codes, colwise_scales, colwise_sums)),
-                to,
-                offsets[1],
-                (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS),
-            )
-        else:
-            scale, inverse = scale_and_inverse(find_amax(tiles))
-            tl.store(scales + offsets[0], scale)
-            tl.store(colwise_scales + offsets[1], scale)
-            out = codes, colwise_codes
-            code_sums = store_rounded(out, multiply(tiles, inverse), noise, to, modes)
-            store_sums(code_sums, (sums, colwise_sums), offsets, modes)
-
-
-@triton.jit
-def _scale_offsets(batch, i, column, down, across):
-    """The offsets of a block's scale in the rowwise and colwise scales."""
-    return (batch * down + i) * across + column, (batch * across + column) * down + i
+    else:
+        scale, inverse = scale_and_inverse(find_amax(tiles))
+        tl.store(scales + offsets[0], scale)
+        tl.store(colwise_scales + offsets[1], scale)
+        stored = codes, colwise_codes
+        code_sums = store_rounded(stored, multiply(tiles, inverse), noise, at, modes)
+        store_sums(code_sums, (sums, colwise_sums), offsets, modes)
 
 
 @triton.jit

@@ -14,6 +14,10 @@ from fbq_jax.kernels.triton.block_codes import widen
 from fbq_jax.kernels.triton.block_tiles import load, load_of_group
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+# Without the instructions for subnormal numbers, which do not change 1 + 2**x, nor the
+# root of a number from 1 on.
+EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+RSQRT = tl.constexpr("rsqrt.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -58,13 +62,21 @@ def silu_gate(operands, at, r: tl.constexpr, c: tl.constexpr):
     for k in tl.static_range(4):
         gate, up = widen(gates[k]), widen(ups[k])
         # A power of two and the square of a reciprocal root: one instruction each.
-        root = tl.rsqrt(1.0 + tl.exp2(gate * -LOG2_E))
+        root = approximate(RSQRT, 1.0 + approximate(EXP2, gate * -LOG2_E))
         sigmoid = root * root
         silu = gate * sigmoid
         y += ((silu * up).to(gates[k].dtype),)  # type: ignore[assignment]
         gate_factor += (up * (sigmoid + silu * (1.0 - sigmoid)),)  # type: ignore[assignment]
         up_factor += (silu,)  # type: ignore[assignment]
     return y, (gate_factor, up_factor)
+
+
+@triton.jit
+def approximate(INSTRUCTION: tl.constexpr, x):
+    """One instruction for each element."""
+    return tl.inline_asm_elementwise(
+        INSTRUCTION, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
