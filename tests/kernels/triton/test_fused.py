@@ -36,6 +36,14 @@ def test_silu_gate_grad_quantize(ops, case):
     cases.check_grad(ops, *case)
 
 
+@pytest.mark.parametrize("bits", with_first_fast([9, 5, 6, 8]))
+def test_other_numbers_of_bits(ops, bits):
+    """Chunks of other widths, at other positions in a word."""
+    shape, block = (1, 32, 128), (32, 128)
+    cases.check_gate(ops, shape, "bfloat16", bits, block, None, (0.0,), None)
+    cases.check_grad(ops, shape, "bfloat16", bits, block, "nearest", None)
+
+
 @pytest.mark.parametrize(
     "case", with_first_fast(cases.ROW_BLOCKS[3:] + cases.ROW_BLOCKS[:3])
 )
