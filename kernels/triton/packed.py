@@ -49,6 +49,7 @@ def pack(tiles, BITS: tl.constexpr):
     # The low bits of a sum with it are a code plus 2**(BITS - 1).
     START: tl.constexpr = MAGIC + 2 ** (BITS - 1)
     packed = ()
+    # All planes of a tile before the next tile: the other order takes more registers.
     for k in tl.static_range(4):
         bits = tiles[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax = tl.max(bits, 1).to(tl.float32, bitcast=True)

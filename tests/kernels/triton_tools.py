@@ -263,10 +263,11 @@ def _interpreting() -> Any:
 def _words(x: np.ndarray, pack: int) -> list[np.ndarray]:
     """The words of ``pack`` neighbouring elements, each of all words of this place."""
     words = np.ascontiguousarray(x).view(np.uint32)
+    if pack == 1:
+        return [words]
     count = pack * x.itemsize // 4
-    if pack > 1:
-        words = words.reshape(*x.shape[:-1], x.shape[-1] // pack, count)
-    return [words] if pack == 1 else [words[..., i] for i in range(count)]
+    words = words.reshape(*x.shape[:-1], x.shape[-1] // pack, count)
+    return [words[..., i] for i in range(count)]
 
 
 def _to_float8(values: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ from fbq_jax.kernels.triton.block_quantize import (
     store_sums,
 )
 from fbq_jax.kernels.triton.block_tiles import locate_block
-from fbq_jax.kernels.triton.fused.layers import load_source
+from fbq_jax.kernels.triton.fused.layers import find_half, load_source
 from fbq_jax.kernels.triton.fused.packed_arrays import can_fuse, packed_inputs
 from fbq_jax.kernels.triton.launch import launch, mode_of, seed_arguments
 from fbq_jax.kernels.triton.outputs import (
@@ -221,8 +221,7 @@ def _silu_gate_grad_quantize(
     at, offsets = locate_block(rows, 2 * groups * c, r, c)
     batch, i, column, _, _ = at
     # Neighbouring programs of an interleaved gradient share a block of dy.
-    j = column // 2 if INTERLEAVED else column % groups
-    is_up = column % 2 == 1 if INTERLEAVED else column >= groups
+    j, is_up = find_half(column, groups, INTERLEAVED)
     factor = (
         (
             tl.where(is_up, up_plane_8, gate_plane_8),

@@ -97,3 +97,17 @@ def locate_halves(j, spacing):
     """
     stride, distance = spacing
     return j * stride, j * stride + distance
+
+
+@triton.jit
+def find_half(column, groups, INTERLEAVED: tl.constexpr):
+    """Reverses ``locate_halves`` for a block column of gate and up.
+
+    Returns:
+      The block column of the output, which has ``groups`` of them, and whether the
+      column belongs to up.
+    """
+    if INTERLEAVED:
+        return column // 2, column % 2 == 1
+    else:  # noqa: RET505 (only one branch is compiled)
+        return column % groups, column >= groups
