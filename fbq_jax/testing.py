@@ -119,7 +119,7 @@ def dot_errors(
     Args:
       lhs: the activation, whose blocks may fall back; bfloat16, float16 or float32, of
         a shape as in ``lax.dot_general``.
-      rhs: the weight, likewise.
+      rhs: the weight, of one of these dtypes.
       dimension_numbers: as in ``lax.dot_general``; by default a matrix product.
       recipe: how the three GEMMs are quantized.
       theta: the threshold; None takes the quantile of lhs' own blocks.

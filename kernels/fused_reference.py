@@ -332,7 +332,14 @@ def silu_factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       ``up * silu'(gate)`` for the gate's gradient, ``silu(gate)`` for up's gradient.
     """
-    value, slope = with_slope(jax.nn.silu, gate)
+    return gate_factors(jax.nn.silu, gate, up)
+
+
+def gate_factors(
+    function: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The factors of both gradients of ``function(gate) * up``, in float32."""
+    value, slope = with_slope(function, gate)
     return up.astype(jnp.float32) * slope, value
 
 

@@ -38,8 +38,10 @@ class MovedThreshold(NamedTuple):
 
     Attributes:
       theta: float32 ``[S]``, the threshold in use: the given one, or if that is unset,
-        the one that puts the fallback rate nearest to the middle of the range.
-      rate: float32 ``[S]``, the fallback rate: the share of the blocks that count.
+        the one that puts the fallback rate nearest to the middle of the range, or
+        ``UNSET`` if no block counts.
+      rate: float32 ``[S]``, the fallback rate: the share of blocks that fall back among
+        those that count.
       next_theta: float32 ``[S]``, the threshold of the next activation.
       next_count: uint32 ``[S]``, the number of calls with this one.
       residual_scales: float32 ``[S, ...]``, 0 for blocks that do not fall back.

@@ -165,8 +165,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
         targets: int32 [B, S].
     """
     # The gradient of optax's loss for integer labels is a scatter into float32 logits.
-    # A GPU computes that of a masked sum in one pass, which reads the logits of the head
-    # and writes their gradient, both in bfloat16.
+    # On a GPU, that of a masked sum takes one pass, which reads the head's logits and
+    # writes their gradient, both in bfloat16.
     is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
     target_logits = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target_logits)

@@ -168,7 +168,8 @@ def _how_to_send(options: argparse.Namespace) -> str:
         return ""
     return (
         "\nTo share the results of this GPU, open a pull request that adds the file "
-        "under\nfbq_jax/bench/results/ (CONTRIBUTING.md, Measuring another GPU)."
+        "under\nfbq_jax/bench/results/ (docs/develop/measuring.md, Measuring your own "
+        "card)."
     )
 
 

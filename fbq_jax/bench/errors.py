@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import recipes
-from fbq_jax.bench import compiled, data, linear, matmuls, memory, results
+from fbq_jax.bench import compiled, data, linear, matmuls, results
 from fbq_jax.bench.recipes import OUTLIERS, mean_row_error
 from fbq_jax.kernels import reference
 from fbq_jax.recipes.schema import Gemm, Recipe
@@ -111,7 +111,7 @@ def _rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
                 "data": where,
                 "fallback": matmul.fallback,
                 "extra_steps": second_terms / 3,
-                "saved_bytes": _saved_bytes(matmul, x, w),
+                "saved_bytes": matmuls.saved_bytes(matmul, x, w),
                 "errors": _errors(arrays, exact[where]),
             }
     yield from _second_terms_rows(operands, exact)
@@ -150,7 +150,7 @@ def _second_terms_rows(
                 "data": where,
                 "fallback": None,
                 "extra_steps": _SECOND_TERMS_RATE * (2 if operand == "w" else 1) / 3,
-                "saved_bytes": _saved_bytes(matmul, *arrays[:2]),
+                "saved_bytes": matmuls.saved_bytes(matmul, *arrays[:2]),
                 "errors": _errors((y, dx, dw), exact[where]),
             }
 
@@ -210,15 +210,6 @@ def _channel_of_outliers(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
     sizes = 10.0 * 60.6 ** jax.random.uniform(key, shape[:1])
     signs = jnp.sign(x[:, 0].astype(jnp.float32))
     return x.at[:, 0].set((signs * sizes).astype(x.dtype))
-
-
-def _saved_bytes(matmul: matmuls.Matmul, x: jax.Array, w: jax.Array) -> float:
-    """Bytes of X and its scales saved for the backward pass, per token."""
-
-    def product(w: jax.Array, x: jax.Array) -> jax.Array:
-        return matmul.product(x, w, matmul.state, matmul.inputs)
-
-    return memory.saved_bytes(product, w, x)
 
 
 def _errors(arrays: Any, exact: Any) -> dict[str, float]:

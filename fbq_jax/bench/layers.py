@@ -369,16 +369,22 @@ def checked_rate(stack: Stack, state: Any, what: str) -> float | None:
     Raises:
       WrongResultError: if a layer's rate is outside the recipe's range.
     """
+    if stack.recipe is None or rates_in_range(stack, state):
+        return mean_rate(stack, state)
+    low, high = stack.recipe.target_rate
+    rates = stack.rates(state)
+    raise measure.WrongResultError(
+        f"{what} has layers with fallback rates from {min(rates):.1%} to "
+        f"{max(rates):.1%}, outside the recipe's range of {low:.1%} to {high:.1%}; its "
+        "time is not reported"
+    )
+
+
+def mean_rate(stack: Stack, state: Any) -> float | None:
+    """The mean fallback rate of the layers in the last step; None without fallback."""
     if stack.recipe is None or stack.recipe.criterion is None:
         return None
     rates = stack.rates(state)
-    if not rates_in_range(stack, state):
-        low, high = stack.recipe.target_rate
-        raise measure.WrongResultError(
-            f"{what} has layers with fallback rates from {min(rates):.1%} to "
-            f"{max(rates):.1%}, outside the recipe's range of {low:.1%} to "
-            f"{high:.1%}; its time is not reported"
-        )
     return sum(rates) / len(rates)
 
 

@@ -2,7 +2,7 @@
 
 Tracing and lowering a step takes longer than measuring it, and only one thread of a
 process can do it at a time.  So several processes compile at the same time, each for
-the layers of one width.  When all have compiled, each measures, with the GPU and the
+one K and N.  When all have compiled, each measures, with the GPU and the
 host for itself: the host launches the kernels of a short step one by one.
 """
 
@@ -59,7 +59,7 @@ class _Job(NamedTuple):
     """The shapes that one process measures.
 
     Attributes:
-      shapes: ``(M, K, N)``, with equal K and N.
+      shapes: ``(M, K, N)``, which differ in M only.
       implementation: as in ``dispatch.choose``.
       effort: of each measurement.
     """
@@ -252,14 +252,7 @@ def _rows(
             what=stack.name,
             implementation=stack.backend,
             shape=shape,
-            fallback=_mean_rate(stack, running.state),
+            fallback=layers.mean_rate(stack, running.state),
             errors={"loss": error},
             compile_s=program.compile_s,
         )
-
-
-def _mean_rate(stack: Stack, state: Any) -> float | None:
-    if stack.recipe is None or stack.recipe.criterion is None:
-        return None
-    rates = stack.rates(state)
-    return sum(rates) / len(rates)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import ops, recipes
+from fbq_jax.bench import memory
 from fbq_jax.core import threshold
 from fbq_jax.core.dot_general import dot_general
 from fbq_jax.core.llm_int8 import llm_int8_dot
@@ -110,6 +111,15 @@ def can_multiply(
     except ValueError:
         return False
     return True
+
+
+def saved_bytes(matmul: Matmul, x: jax.Array, w: jax.Array) -> float:
+    """Bytes of X and its scales saved for the backward pass, per token."""
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return matmul.product(x, w, matmul.state, matmul.inputs)
+
+    return memory.saved_bytes(product, w, x)
 
 
 def from_recipe(

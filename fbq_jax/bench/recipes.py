@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import fbq_jax.recipes
-from fbq_jax.bench import baselines, data, linear, matmuls, measure, memory
+from fbq_jax.bench import baselines, data, linear, matmuls, measure
 from fbq_jax.bench.matmuls import Matmul
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
@@ -91,7 +91,7 @@ def _rows(
         if compiled is None:
             step = jax.jit(linear.step_of(matmul.product))
             compiled, compile_s, _ = measure.first_call(step, x, w, dy, state, inputs)
-            saved_bytes = _saved_bytes(matmul, x, w)
+            saved_bytes = matmuls.saved_bytes(matmul, x, w)
         for _ in range(linear.SETTLING_STEPS):
             *arrays, state = compiled(x, w, dy, state, inputs)
         yield row(
@@ -106,15 +106,6 @@ def _rows(
             compile_s=compile_s,
             saved_bytes=saved_bytes,
         )
-
-
-def _saved_bytes(matmul: Matmul, x: jax.Array, w: jax.Array) -> float:
-    """Bytes of X and its scales saved for the backward pass, per token."""
-
-    def product(w: jax.Array, x: jax.Array) -> jax.Array:
-        return matmul.product(x, w, matmul.state, matmul.inputs)
-
-    return memory.saved_bytes(product, w, x)
 
 
 def _errors(

@@ -74,7 +74,7 @@ HEADINGS = {
         columns=("first call, s",),
     ),
     "gemm": Heading(
-        "INT8 GEMM with 128 x 128 block scales, bf16 out",
+        "Block-scaled GEMM, bf16 out",
         "M, N, K",
         "TFLOP/s",
         _SPEEDUP,

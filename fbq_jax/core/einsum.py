@@ -116,8 +116,8 @@ def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
 
     Raises:
       ValueError: the subscripts do not fit two operands with these dimensions, a label
-        occurs twice in one operand (a diagonal), or the output has no "..." for the
-        dimensions of one operand's.
+        occurs twice in one operand (a diagonal), or the output has no "..." for that of
+        an operand.
     """
 
     def error(what: str) -> ValueError:

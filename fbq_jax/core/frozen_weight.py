@@ -310,9 +310,9 @@ def check_thetas(states: Mapping[str, tuple[Recipe, Any]]) -> None:
     ]
     if unset:
         raise ValueError(
-            "freeze takes trained layers; there is no threshold yet (theta is below 0) "
-            f"in: {', '.join(unset)}. Run a training forward, with activations that "
-            "are finite and not all zero, or set Recipe.start"
+            "freeze takes trained layers; there is no threshold yet (theta is not "
+            f"above 0) in: {', '.join(unset)}. Run a training forward, with "
+            "activations that are finite and not all zero, or set Recipe.start"
         )
 
 

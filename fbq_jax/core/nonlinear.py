@@ -173,10 +173,7 @@ def gelu_gate(
     _check_gate(bits, gate, up)
     function = functools.partial(jax.nn.gelu, approximate=approximate)
 
-    def factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value, slope = fused_reference.with_slope(function, gate)
-        return up.astype(jnp.float32) * slope, value
-
+    factors = functools.partial(fused_reference.gate_factors, function)
     gate, up = as_varying((gate, up))
     return _pointwise(lambda gate, up: function(gate) * up, factors, bits, gate, up)
 

@@ -298,7 +298,7 @@ class GroupedGemms(DenseGemms):
     out_in_tiles: bool = False
 
     def tile_groups(self) -> jax.Array:
-        """The group of each tile, int32 ``[T]``; arbitrary without rows."""
+        """The group of each tile, int32 ``[T]``; G without rows."""
         return self.tiles.groups
 
     def tile_rows(self, x: jax.Array) -> Rows:

@@ -117,7 +117,7 @@ def quantize_with(
     quantized_class = _quantized_class(original, Quantization(dot, inject))
     object.__setattr__(quantized, "__class__", quantized_class)
     report = dot.report(quantized, rngs, *args, **kwargs)
-    warn_of_idle_rules(path_rules.as_pairs(dot.rules), report)
+    warn_of_idle_rules(path_rules.as_pairs(dot.rules), report, stacklevel=3)
     return quantized, report
 
 

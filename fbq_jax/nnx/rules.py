@@ -116,7 +116,7 @@ def quantize(
         else:
             parameters = _expected_parameters(model, pairs, found)
     report = weight_products.report(pairs, found, parameters)
-    warn_of_idle_rules(pairs, report)
+    warn_of_idle_rules(pairs, report, stacklevel=2)
     return report
 
 

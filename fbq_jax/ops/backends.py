@@ -34,7 +34,7 @@ def triton_refusal(block_shape: Sequence[int]) -> str | None:
 
 
 def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
-    """The same for the Mosaic GEMM."""
+    """The same for Mosaic kernels with blocks of this shape."""
     if reason := triton_refusal(block_shape):
         return reason
     if _compute_capability() != 90:

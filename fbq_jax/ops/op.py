@@ -141,15 +141,15 @@ class LocalOp:
             if self.warns_elsewhere:
                 return warn_elsewhere(self.op.name, results)
             return results
+        kernel = self.op.backend(self.implementation, self.block_shape)
         for size in (size for x in jax.tree.leaves(operands) for size in x.shape):
-            if export.is_symbolic_dim(size):
+            if export.is_symbolic_dim(size) and kernel != "xla":
                 raise ValueError(
                     f"{self.op.name}: the size {size} is symbolic, and the grid of a "
-                    f"GPU kernel ({self.implementation}) needs a number: export one "
-                    "function for each size, or export jax.numpy code, many times "
-                    "slower, with implementation='reference'"
+                    f"{kernel} kernel needs a number: export one function for each "
+                    "size, or export jax.numpy code, many times slower, with "
+                    "implementation='reference'"
                 )
-        kernel = self.op.backend(self.implementation, self.block_shape)
         varying = varying_axes(*jax.tree.leaves(operands))
         if varying and kernel != "xla":
             names = ", ".join(sorted(map(str, varying)))

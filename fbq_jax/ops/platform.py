@@ -30,7 +30,7 @@ def call_kernel(
 
     Args:
       kernel: returns a tree of arrays.
-      reference: likewise, with the same shapes and dtypes.  Where it is traced, there
+      reference: returns one with the same shapes and dtypes.  Where it is traced, there
         are neither named axes of a mesh nor the tracers of the caller.
       operands: trees of arrays.
       options: trees of arrays, or anything without one.

@@ -248,15 +248,13 @@ def _vectors_rule(
 def _vectors_on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> Layouts:
-    across, along = ("gij", "gij") if options.get("per_tensor") else ("j", "gi")
-    amax_reduce = AmaxReduce(
-        shard.all_reduce_amax(across), shard.all_reduce_amax(along)
-    )
+    if shard.assignment.axes_of("gij"):
+        across, along = ("gij", "gij") if options.get("per_tensor") else ("j", "gi")
+        reduce = AmaxReduce(shard.all_reduce_amax(across), shard.all_reduce_amax(along))
+        options = options | {"amax_reduce": reduce}
     has_parts = operands[1].ndim == 2
     function = functools.partial(_quantize_parts, run) if has_parts else run
-    return round_on_shard(
-        function, shard, operands, options | {"amax_reduce": amax_reduce}
-    )
+    return round_on_shard(function, shard, operands, options)
 
 
 def _quantize_parts(

@@ -160,7 +160,7 @@ def rules_report(
     )
 
 
-def warn_of_idle_rules(rules: Pairs, report: RulesReport) -> None:
+def warn_of_idle_rules(rules: Pairs, report: RulesReport, *, stacklevel: int) -> None:
     """Warns if rules quantize nothing, or a rule for float keeps no layer in float.
 
     Most likely a pattern matches nothing.
@@ -190,7 +190,7 @@ def warn_of_idle_rules(rules: Pairs, report: RulesReport) -> None:
         f"quantize: the patterns {', '.join(map(repr, patterns))} {effect}; a pattern "
         f"matches the whole path of a layer ('.*' takes all), and the layers here are "
         f"{shown}{', ...' * (len(layers) > _SHOWN_LAYERS)} (see the report)",
-        stacklevel=4,
+        stacklevel=stacklevel + 1,
     )
 
 

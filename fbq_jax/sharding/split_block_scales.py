@@ -39,7 +39,7 @@ def quantize_split_blocks(
       block: rows and columns of a complete block.
       sums: the layouts that get ``Quantized.sums``.
       dtype: the dtype of the codes.
-      options: the roundings and the offset of ``reference.quantize``.
+      **options: the roundings and the offset of ``reference.quantize``.
 
     Returns:
       The codes of the shard, and the scales of all blocks that the devices along

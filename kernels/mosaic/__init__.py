@@ -1,1 +1,1 @@
-"""The block-scaled INT8 GEMM for Hopper, as a Pallas Mosaic GPU kernel."""
+"""The block-scaled GEMMs of INT8 and FP8 for Hopper, as Pallas Mosaic GPU kernels."""

@@ -291,8 +291,8 @@ def reset_interval(rhs_sums: Any, shared: Any) -> jax.Array:
     return (EXACT_RANGE / (UNROLL * 127.0 * largest)).astype(jnp.int32)
 
 
-def _accumulator(width: int, dtype: Any = jnp.int32) -> Any:
-    return plgpu.ACC((CONSUMER_ROWS, width), dtype)
+def _accumulator(width: int) -> Any:
+    return plgpu.ACC((CONSUMER_ROWS, width), jnp.int32)
 
 
 def reset(accumulator: Any) -> None:

@@ -185,26 +185,26 @@ class Scheduler:
                 batch = rhs = jnp.int32(0)
                 step += tile.first_block
             k = step = jnp.minimum(step, self.problem.K // BLOCK - 1)
-        lhs = refs.lhs_scales[batch, tile.steps, step]
-        first = lax.div(self.first_column(tile), jnp.int32(BLOCK))
-        first_scale = lhs * refs.rhs_scales[rhs, first, k]
-        if self.width == BLOCK:
-            return Scales(first_scale, first_scale)
-        last = jnp.minimum(first + 1, self.problem.N // BLOCK - 1)
-        return Scales(first_scale, lhs * refs.rhs_scales[rhs, last, k])
+        return self._times_rhs(tile, refs.lhs_scales[batch, tile.steps, step], rhs, k)
 
     def row_scales(self, tile: Tile, step: int | jax.Array, lhs: jax.Array) -> Scales:
         """The scales of a step with these of rows of lhs; arbitrary after the last."""
-        refs, problem = self.operands, self.problem
-        if problem.row_scales == "both":
+        if self.problem.row_scales == "both":
             return Scales(lhs, lhs)
-        k = jnp.minimum(step, problem.K // BLOCK - 1)
+        k = jnp.minimum(step, self.problem.K // BLOCK - 1)
+        return self._times_rhs(tile, lhs, tile.batch, k)
+
+    def _times_rhs(
+        self, tile: Tile, lhs: jax.Array, matrix: jax.Array, k: jax.Array
+    ) -> Scales:
+        """The scales of lhs times those of a matrix of rhs in K block k."""
+        rhs_scales = self.operands.rhs_scales
         first = lax.div(self.first_column(tile), jnp.int32(BLOCK))
-        first_scale = lhs * refs.rhs_scales[tile.batch, first, k]
+        first_scale = lhs * rhs_scales[matrix, first, k]
         if self.width == BLOCK:
             return Scales(first_scale, first_scale)
-        last = jnp.minimum(first + 1, problem.N // BLOCK - 1)
-        return Scales(first_scale, lhs * refs.rhs_scales[tile.batch, last, k])
+        last = jnp.minimum(first + 1, self.problem.N // BLOCK - 1)
+        return Scales(first_scale, lhs * rhs_scales[matrix, last, k])
 
     def per_part(self, tile: Tile, scales: Scales) -> list[jax.Array]:
         """The scale of each part of a tile: a tile of 192 columns has 1.5 blocks."""

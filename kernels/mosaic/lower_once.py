@@ -64,19 +64,27 @@ mlir.register_lowering(
 )
 
 
+def _export(*call: Any) -> export.Exported:
+    """The lowered kernel of a call; see ``_export_in_thread``.
+
+    One thread lowers, so that several that ask for a kernel get the same.  It has no
+    mesh: the first program's may have several devices.
+    """
+    return _lowering_thread().submit(_export_in_thread, *call).result()
+
+
 @functools.cache
-def _export(
+def _export_in_thread(
     kernel: Callable[..., jax.Array], tree: Any, shapes: tuple[Any, ...]
 ) -> export.Exported:
-    """The lowered kernel, which another thread has started to compile."""
+    """The lowered kernel, which another thread starts to compile."""
     operands = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*x) for x in shapes])
     make = export.export(
         jax.jit(kernel),
         platforms=("cuda",),
         disabled_checks=[export.DisabledSafetyCheck.custom_call(_CUSTOM_CALL)],
     )
-    # A thread of its own has no mesh: the first program's may have several devices.
-    exported: export.Exported = _lowering_thread().submit(make, operands).result()
+    exported: export.Exported = make(operands)
     if jax.default_backend() == "gpu":
         program = jax.jit(exported.call)
         compiling_threads().submit(lambda: program.lower(operands).compile())

@@ -78,12 +78,9 @@ def quantize(
     rowwise: rounding.Rounding | None,
     colwise: rounding.Rounding | None,
     global_offset: rounding.GlobalOffset | None = None,
-    amax_reduce: Callable[[jax.Array], jax.Array] | None = None,
     sums: tuple[str, ...] = (),
 ) -> Layouts:
     """Quantizes as ``reference.quantize`` does; block sides are multiples of 128.
-
-    XLA quantizes blocks that are split among devices.
 
     Args:
       x: ``[B, R, C]``.
@@ -92,20 +89,9 @@ def quantize(
       rowwise: the rounding of the rowwise codes, or None to omit this layout.
       colwise: the rounding of the colwise codes, or None to omit this layout.
       global_offset: the offset of this shard in the global matrix.
-      amax_reduce: joins the maxima of blocks that are split among devices.
       sums: must be empty, as no GEMM on a TPU reads them.
     """
     assert not sums
-    if amax_reduce is not None:
-        return reference.quantize(
-            x,
-            seeds,
-            block=block,
-            rowwise=rowwise,
-            colwise=colwise,
-            global_offset=global_offset,
-            amax_reduce=amax_reduce,
-        )
     batch, R, C = x.shape
     plan = Plan((batch, R, C), block, rowwise, colwise)
     found = _run(plan, x, _noise_factors(plan, seeds, global_offset))

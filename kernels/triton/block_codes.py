@@ -191,12 +191,10 @@ def round_tile(v, noise, MODE: tl.constexpr):
 
 @triton.jit
 def round_codes(v, noise, at, MODE: tl.constexpr):
-    """Rounds to nearest, or as ``stochastic`` or ``float8`` does."""
-    if MODE == "float8":
-        return float8(v)
-    elif MODE == "nearest":  # noqa: RET505 (only one branch is compiled)
+    """Rounds to nearest, or as ``stochastic`` does."""
+    if MODE == "nearest":
         return nearest(v)
-    else:
+    else:  # noqa: RET505 (only one branch is compiled)
         return stochastic(v, noise, at)
 
 

@@ -47,7 +47,7 @@ class _Source(ASTSource):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The call of a kernel, but for the arrays; JAX lowers equal calls once.
+    """The call of a kernel, without its arrays; JAX lowers equal calls once.
 
     Attributes:
       kernel: the kernel.

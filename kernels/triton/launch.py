@@ -12,6 +12,7 @@ captures each as a graph of its own: such graphs take longer to start and to upd
 import functools
 import math
 import os
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent import futures
 from types import MappingProxyType
@@ -88,8 +89,9 @@ def launch(
     return tuple(_call_p.bind(*arrays, call=call))
 
 
-# By what a kernel is compiled for.
+# By what a kernel is compiled for.  Several threads may lower programs.
 _compilations: dict[Hashable, futures.Future[CompiledKernel]] = {}
+_lock = threading.Lock()  # of the compilations
 # The calls, with the shapes of their arrays, whose kernels wait.
 _waiting: dict[Hashable, tuple[Call, list[jax.ShapeDtypeStruct]]] = {}
 
@@ -109,14 +111,15 @@ def compile_ahead(
         it, is lowered.
     """
     key = call.compiled_for(arrays)
-    if key in _compilations:
-        return
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    if waits:
-        _waiting.setdefault(key, (call, shapes))
-    else:
-        _waiting.pop(key, None)
-        _compilations[key] = compiling_threads().submit(_compile, call, shapes)
+    with _lock:
+        if key in _compilations:
+            return
+        if waits:
+            _waiting.setdefault(key, (call, shapes))
+        else:
+            _waiting.pop(key, None)
+            _compilations[key] = compiling_threads().submit(_compile, call, shapes)
 
 
 def _end_wait(key: Hashable) -> None:
@@ -140,15 +143,23 @@ def _finish(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
     """The compiled kernel of a call."""
     key = call.compiled_for(arrays)
     _end_wait(key)
-    # After an error the next program starts again.
-    compilation = _compilations.pop(key, None)
-    # A compilation that has not started does not wait for the ones before it.
-    if compilation is None or compilation.cancel():
-        compilation = futures.Future()
-        compilation.set_result(_compile(call, arrays))
-    compiled = compilation.result()
-    _compilations[key] = compilation
-    return compiled
+    with _lock:
+        compilation = _compilations.get(key)
+        # A compilation that has not started does not wait for the ones before it.
+        if starts := compilation is None or compilation.cancel():
+            compilation = _compilations[key] = futures.Future()
+            compilation.set_running_or_notify_cancel()
+    if starts:
+        try:
+            compilation.set_result(_compile(call, arrays))
+        except BaseException as error:
+            compilation.set_exception(error)
+    if compilation.exception():
+        with _lock:
+            # The next program starts again.
+            if _compilations.get(key) is compilation:
+                del _compilations[key]
+    return compilation.result()
 
 
 def _compile(call: Call, arrays: Sequence[Any]) -> CompiledKernel:

@@ -14,7 +14,7 @@ class Settings:
         vocab_size: The vocabulary size of the tokenizer.
         parity: The recipe and the seed of each run in `parity`, the most informative
             first, in case time runs out.
-        tuned: The recipes in `outliers`, likewise.
+        tuned: The recipes in `outliers`, in the same order.
         pretrain: The options of the runs in `parity`.
         finetune: Options of the runs in `outliers` that differ from `pretrain`.
         longer: Options of the runs in `longer` that differ from `pretrain`.

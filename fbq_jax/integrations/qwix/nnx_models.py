@@ -109,7 +109,7 @@ def quantize_nnx(
         name_layers(model)
     activations = recorded.products(pairs).values()
     report = weight_products.report(pairs, found, parameters, activations)
-    warn_of_idle_rules(pairs, report)
+    warn_of_idle_rules(pairs, report, stacklevel=2)
     return report
 
 

@@ -71,7 +71,9 @@ def test_a_section_that_needs_too_much_memory_says_so(
         f"gemm stopped: {reason}",
         "fbq_jax.bench: not finished: gemm (see above)",
     ]
-    assert printed.out.endswith("(CONTRIBUTING.md, Measuring another GPU).\n")
+    assert printed.out.endswith(
+        "(docs/develop/measuring.md, Measuring your own card).\n"
+    )
     sections = results.load(out)
     assert tuple(sections) == tuple(library.SECTIONS)
     assert [row.what for row in sections["gemm"]["rows"]] == ["bf16"]

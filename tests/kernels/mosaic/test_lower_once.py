@@ -1,6 +1,7 @@
 """Programs share their Mosaic kernels."""
 
 import re
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,14 @@ def test_programs_share_one_kernel(monkeypatch):
     assert second
     assert set(first) == set(second)
     assert len(lowered) == 1
+
+
+def test_threads_share_one_kernel():
+    shapes = (((4,), jnp.dtype(jnp.float32)),)
+    call = jnp.square, jax.tree.structure(0), shapes
+    with futures.ThreadPoolExecutor(4) as pool:
+        exported = [pool.submit(lower_once._export, *call) for _ in range(4)]
+    assert len({id(found.result()) for found in exported}) == 1
 
 
 def test_a_kernel_is_for_one_device_in_any_mesh():

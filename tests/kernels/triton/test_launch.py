@@ -115,6 +115,28 @@ def test_a_compilation_that_has_not_started_is_not_awaited(compiler):
     assert len(compiler.compiled) == 1
 
 
+def test_threads_that_lower_a_kernel_share_its_compilation(compiler, monkeypatch):
+    compile_at_once = Call.compile
+
+    def compile_slowly(*args):
+        time.sleep(0.2)
+        return compile_at_once(*args)
+
+    monkeypatch.setattr(Call, "compile", compile_slowly)
+    programs = [jax.jit(lambda x, n=n: call("kernel", x) + n) for n in range(4)]
+    traced = [program.trace(X) for program in programs]
+    futures.wait(launch_module._compilations.values())
+    launch_module._compilations.clear()
+    compiler.compiled.clear()
+    with futures.ThreadPoolExecutor(len(traced)) as pool:
+        lower = [
+            pool.submit(program.lower, lowering_platforms=("cuda",))
+            for program in traced
+        ]
+    assert all(lowered.result() for lowered in lower)
+    assert len(compiler.compiled) == 1
+
+
 def test_kernels_of_a_forward_pass_wait_until_one_is_lowered(compiler):
     def trace(*kernels):
         return jax.jit(lambda x: [call(k, x, waits=True) for k in kernels]).trace(X)
