@@ -86,7 +86,7 @@ def stats_of(layer: str, state: Mapping[str, Any]) -> LayerStats:
     """
     seed = state.get("seed")
     # Reading seeds waits for the device, so it happens once.
-    if _is_stack(seed) and is_first(("seeds", layer)) and not _differ(seed):
+    if _is_stack(seed) and is_first(("seeds", layer)) and _are_equal(seed):
         warn_first(
             "equal seeds",
             f"the layers of the stack {layer!r} share a seed, so all have the same "
@@ -103,8 +103,12 @@ def _is_stack(seed: Any) -> bool:
     return seed.ndim > 0 and seed.is_fully_addressable
 
 
-def _differ(seeds: Any) -> bool:
-    return len(np.unique(seeds)) == np.size(seeds)
+def _are_equal(seeds: Any) -> bool:
+    """Whether an axis of the stack has one seed; two of many are equal by chance."""
+    return any(
+        size > 1 and bool(np.all(seeds == np.take(seeds, [0], axis)))
+        for axis, size in enumerate(np.shape(seeds))
+    )
 
 
 def layer_path(path: Sequence[Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import unfreeze
+from flax.core import DenyList, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fbq_jax.core.frozen_weight import (
@@ -30,6 +30,8 @@ from fbq_jax.linen.tracing import trace_uses
 from fbq_jax.model_kind import check_linen
 
 Path = tuple[str, ...]
+
+_ALL_STATE = DenyList("params")  # all but the parameters
 
 
 def freeze(
@@ -60,6 +62,8 @@ def freeze(
       *args: the arguments of ``model.apply`` for an evaluation that runs every layer;
         arrays may be ``jax.ShapeDtypeStruct``.
       **kwargs: keyword arguments of the same call, such as ``method`` and ``rngs``.
+        All collections may be updated, as by attention with ``decode=True``, whatever
+        ``mutable`` is, and the updates are dropped.
 
     Returns:
       The variables of the frozen model.
@@ -92,12 +96,12 @@ def freeze(
     leaves = _flatten(variables)
     states = {path: value for path, value in leaves.items() if is_state(value)}
     _check_states(states, leaves)
+    kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
     args, kwargs = jax.tree.map(as_array, (args, kwargs))
-    collections = sorted({collection for collection, *_ in states})
 
     @jax.jit
     def quantize(variables: dict[str, Any]) -> Any:
-        return model.apply(variables, *args, mutable=collections, **kwargs)[1]
+        return model.apply(variables, *args, mutable=_ALL_STATE, **kwargs)[1]
 
     with record_weights(map(_layer, states)) as recorder:
         updates = _flatten(quantize(unflatten_dict(leaves)))
@@ -123,7 +127,7 @@ def freeze(
             "model itself: it calls apply on a module inside. Give that module None in "
             "the rules"
         )
-    uses = _uses(model, unflatten_dict(leaves), collections, args, kwargs)
+    uses = _uses(model, unflatten_dict(leaves), args, kwargs)
     borrowed = {
         path
         for path, use in uses.items()
@@ -148,7 +152,9 @@ def freeze(
         frozen[parameter] = stand_in(weight.shape, jnp.dtype(array.dtype))
         frozen[path] = {**states[path], WEIGHT: weight}
     result = unflatten_dict(frozen)
-    _check_runs(model, result, args, kwargs)
+    # A frozen layer does not train.
+    evaluation = DenyList(("params", *{collection for collection, *_ in states}))
+    _check_runs(model, result, args, {**kwargs, "mutable": evaluation})
     return result
 
 
@@ -193,7 +199,6 @@ def _layer(state: Path) -> str:
 def _uses(
     model: nn.Module,
     variables: Mapping[str, Any],
-    collections: list[str],
     args: Any,
     kwargs: Any,
 ) -> dict[str, ParameterUse]:
@@ -202,7 +207,7 @@ def _uses(
 
     def apply(variables: Mapping[str, Any], arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        return model.apply(variables, *args, mutable=collections, **kwargs)
+        return model.apply(variables, *args, mutable=_ALL_STATE, **kwargs)
 
     return {path: use for path, _, use in trace_uses(apply, variables, arrays)}
 

@@ -38,7 +38,10 @@ def trace_parameters(
         mutable = DenyList("params")
         return model.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
 
-    return trace_uses(apply, jax.eval_shape(init, rngs, arrays), rngs, arrays)
+    # Attention with ``decode=True`` takes the whole sequence until it has a cache.
+    variables = dict(jax.eval_shape(init, rngs, arrays))
+    variables.pop("cache", None)
+    return trace_uses(apply, variables, rngs, arrays)
 
 
 def trace_uses(

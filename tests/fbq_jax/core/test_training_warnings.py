@@ -370,6 +370,20 @@ def test_scanned_layers_with_one_seed():
     fallback_stats(one)
 
 
+@pytest.mark.parametrize(
+    ("seeds", "warns"),
+    [([[1, 2], [3, 2]], False), ([[1, 2], [1, 2]], True), ([[1, 1], [2, 2]], True)],
+)
+def test_an_axis_of_a_stack_has_one_seed_or_two_are_equal_by_chance(seeds, warns):
+    layer = nn.Dense(8, dot_general=FallbackDot())
+    state = layer.init(jax.random.key(0), jnp.ones((4, 8)))["fallback"]["dot_general"]
+    state = {"fallback": {"dot_general": state | {"seed": jnp.array(seeds)}}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fallback_stats(state)
+    assert bool(caught) == warns
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_stacked_nnx_layers_with_one_seed(split):
     def make(rngs):

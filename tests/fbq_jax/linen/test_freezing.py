@@ -416,6 +416,24 @@ def test_a_weight_that_depends_on_the_input_is_refused():
             fbq_jax.freeze(model, variables, x)
 
 
+@pytest.mark.parametrize("options", [{}, {"mutable": ["cache"]}])
+def test_attention_with_a_cache_is_frozen(options):
+    op = FallbackDot(RECIPE)
+    layer = nn.MultiHeadDotProductAttention(
+        4, decode=True, qkv_dot_general=op, out_dot_general=op
+    )
+    x = X[:, :5]
+    variables = as_trained(layer, x)
+    variables["cache"] = layer.init(jax.random.key(0), x)["cache"]
+    frozen = fbq_jax.freeze(layer, variables, x[:, :1], **options)
+    for i in range(5):
+        token = x[:, i : i + 1]
+        y, cache = layer.apply(variables, token, mutable=["cache"])
+        z, frozen_cache = layer.apply(frozen, token, mutable=["cache"])
+        np.testing.assert_array_equal(y, z)
+        variables, frozen = {**variables, **cache}, {**frozen, **frozen_cache}
+
+
 def test_frozen_layers_run_where_nans_are_errors():
     model = nn.Dense(16, dot_general=FallbackDot(recipes.block))
     variables = model.init(jax.random.key(1), X)

@@ -500,6 +500,17 @@ def test_a_model_with_variables_of_its_own_keeps_its_state():
     assert list(fallback_stats(jax.eval_shape(model.init, KEY, X))) == ["student"]
 
 
+def test_attention_with_a_cache_takes_the_arguments_of_init():
+    layer = nn.MultiHeadDotProductAttention(4, decode=True)
+    model, report = quantize(layer, {".*": SMALL}, KEY, X)
+    assert not report.unmatched_layers
+    variables = model.init(KEY, X)
+    y, _ = model.apply(variables, X[:, :1], mutable=["cache"])
+    expected, _ = layer.apply(variables, X[:, :1], mutable=["cache"])
+    error = jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)
+    assert 0.0 < error < 0.05
+
+
 def test_a_model_whose_class_changed_its_constructor_keeps_it():
     """As diffusers' models, which note their configuration."""
 
