@@ -25,6 +25,7 @@ from fbq_jax.sharding.rule_language import (
     factor_names,
     pair_leaves,
 )
+from tests import gpus
 from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -323,3 +324,13 @@ def test_one_record_makes_a_new_op_and_one_entry_a_new_backend(monkeypatch):
     x = jax.device_put(X[None], jax.sharding.NamedSharding(mesh, spec))
     np.testing.assert_array_equal(run(x), 2 * X[None])
     assert run(x).sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+@pytest.mark.parametrize("name", ["quantize", "quantize_vectors"])
+def test_on_one_device_a_kernel_is_traced_without_its_reference(name, monkeypatch):
+    gpus.replace_triton_kernels(monkeypatch)
+    operands, options = CALLS[name]
+    quantize = functools.partial(getattr(ops, name), **options)
+    program = str(jax.make_jaxpr(quantize)(*operands))
+    assert "triton_kernel" in program
+    assert "platform_index" not in program
