@@ -3,13 +3,12 @@
 ``python -m fbq_jax.bench compile`` writes the file. It needs Triton, but no GPU.
 """
 
-import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fbq_jax.bench import compiler, estimate, kernel_cases, results, sass
+from fbq_jax.bench import compiler, estimate, kernel_cases, report, results, sass
 from fbq_jax.bench.cards import CARDS, Architecture, Card
 from fbq_jax.bench.estimate import CompiledProduct, Range
 
@@ -32,7 +31,7 @@ def run(path: Path) -> None:
         raise ModuleNotFoundError("compiling needs Triton: pip install 'triton==3.6.*'")
     results.check_folder(path)
     content: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": results.today(),
         "versions": results.versions(),
         **{part: [] for part in _PARTS},
     }
@@ -48,11 +47,8 @@ def run(path: Path) -> None:
 
 def load(path: Path) -> dict[str, Any] | None:
     """The content of a file that ``run`` wrote; None if it holds something else."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    is_compiled = isinstance(content, dict) and set(_PARTS) <= content.keys()
+    content = results.read_mapping(path)
+    is_compiled = content is not None and set(_PARTS) <= content.keys()
     return content if is_compiled else None
 
 
@@ -176,7 +172,7 @@ def tables(content: Mapping[str, Any]) -> dict[str, str]:
         "layers": _layer_cells,
     }
     return {
-        part: f"{texts[part]}\n\n{table(*cells[part](content[part]))}"
+        part: f"{texts[part]}\n\n{report.table(*cells[part](content[part]))}"
         for part in _PARTS
     }
 
@@ -258,9 +254,3 @@ def _layer_cells(rows: Sequence[Mapping[str, Any]]) -> _Cells:
 def _range(values: Sequence[float]) -> str:
     best, worst = Range(*values)
     return f"{worst:.2f} to {best:.2f}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

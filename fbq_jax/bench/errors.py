@@ -6,7 +6,6 @@ operands, by the reference.
 """
 
 import dataclasses
-import datetime
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import recipes
-from fbq_jax.bench import compiled, data, linear, matmuls, results
+from fbq_jax.bench import data, linear, matmuls, report, results
 from fbq_jax.bench.recipes import OUTLIERS, mean_row_error
 from fbq_jax.kernels import reference
 from fbq_jax.recipes.schema import Gemm, Recipe
@@ -87,7 +86,7 @@ def run(path: Path) -> None:
     """
     results.check_folder(path)
     content = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": results.today(),
         "device": jax.devices()[0].device_kind,
         "versions": results.versions(),
         "shape": SHAPE,
@@ -228,11 +227,8 @@ def _errors(arrays: Any, exact: Any) -> dict[str, float]:
 
 def load(path: Path) -> dict[str, Any] | None:
     """The content of a file that ``run`` wrote; None if it holds something else."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(content, dict) and "recipe_errors" in content
+    content = results.read_mapping(path)
+    is_ours = content is not None and "recipe_errors" in content
     return content if is_ours else None
 
 
@@ -280,4 +276,4 @@ def markdown(content: Mapping[str, Any]) -> str:
         ]
         for name, rows in by_recipe.items()
     ]
-    return f"{text}\n\n{compiled.table(head, cells)}"
+    return f"{text}\n\n{report.table(head, cells)}"

@@ -4,7 +4,6 @@ A row of the file holds the versions of the packages that it was made with, beca
 packages of some models exclude each other.
 """
 
-import datetime
 import importlib
 import importlib.metadata
 import importlib.util
@@ -23,7 +22,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from fbq_jax.bench import compiled, results
+from fbq_jax.bench import report, results
 
 DEFAULT_PATH = Path("bench-models.json")
 
@@ -67,7 +66,7 @@ def _row(public: Any) -> dict[str, Any]:
         losses, _ = public.train(model)
         by_qwix = _by_qwix(public)
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": results.today(),
         "device": jax.devices()[0].device_kind,
         "machine": platform.machine(),
         "versions": _versions(public.package),
@@ -148,11 +147,8 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def load(path: Path) -> dict[str, Any] | None:
     """The content of a file that ``run`` wrote; None if it holds something else."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and "models" in content else None
+    content = results.read_mapping(path)
+    return content if content is not None and "models" in content else None
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -171,7 +167,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "Qwix: products in INT8",
     ]
     machines = "\n".join(f"- {line}" for line in _machines(rows))
-    return f"{compiled.table(head, _cells(rows))}\n\nMade with:\n\n{machines}"
+    return f"{report.table(head, _cells(rows))}\n\nMade with:\n\n{machines}"
 
 
 def _cells(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:

@@ -1,6 +1,6 @@
 """Tables of measured rows: plain text row by row, and Markdown from a file."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fbq_jax.bench.results import Row
@@ -318,9 +318,13 @@ def _markdown_table(section: str, content: Mapping[str, Any]) -> str:
         columns = _columns(section)
         head = [column.title for column in columns]
         cells = [[column.cell(row) for column in columns] for row in content["rows"]]
-    rows = [head, ["---"] * len(head), *cells]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([_caption(section, content), "", *lines])
+    return f"{_caption(section, content)}\n\n{table(head, cells)}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _recipes_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

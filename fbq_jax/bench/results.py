@@ -140,13 +140,18 @@ def _burst_rate(row: Row) -> float:
 def section(rows: Iterable[Row], *, quick: bool) -> dict[str, Any]:
     """A section of the file: the rows, and where and when they were measured."""
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": today(),
         "device": jax.devices()[0].device_kind,
         "driver": _driver(),
         "versions": versions(),
         "quick": quick,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
+
+
+def today() -> str:
+    """The date, such as 2026-01-31, in UTC."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
 def default_path() -> Path:
@@ -170,6 +175,15 @@ def load(path: Path) -> dict[str, Any]:
         raise ResultsError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ResultsError(f"{path} does not hold benchmark results") from error
+
+
+def read_mapping(path: Path) -> dict[str, Any] | None:
+    """The mapping in a JSON file; None if the file holds something else."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def check_writable(path: Path) -> None:

@@ -3,7 +3,6 @@
 ``python -m fbq_jax.bench compile-tpu`` writes the file. It needs libtpu, but no TPU.
 """
 
-import datetime
 import importlib.metadata
 import importlib.util
 import json
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import recipes
-from fbq_jax.bench import compiled, matmuls, results, tpu_cycles, tpu_meshes
+from fbq_jax.bench import matmuls, report, results, tpu_cycles, tpu_meshes
 from fbq_jax.recipes.schema import Recipe
 
 DEFAULT_PATH = Path("bench-compiled-tpu.json")
@@ -67,7 +66,7 @@ def write(path: Path, **tables: Any) -> None:
     all of them with the same ones.
     """
     content = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": results.today(),
         "versions": results.versions()
         | {"libtpu": importlib.metadata.version("libtpu")},
     }
@@ -103,11 +102,8 @@ def layer(name: str, shape: tuple[int, int, int]) -> tuple[Any, tuple[Any, ...]]
 
 def load(path: Path) -> dict[str, Any] | None:
     """The content of a file that ``write`` wrote; None if it holds something else."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(content, dict) and not _TABLES.isdisjoint(content)
+    content = results.read_mapping(path)
+    is_ours = content is not None and not _TABLES.isdisjoint(content)
     return content if is_ours else None
 
 
@@ -126,7 +122,7 @@ def markdown(content: Mapping[str, Any]) -> str:
             "bf16, XLA casts the weight in both products that read it."
         )
         parts.append(
-            f"{text}\n\n{compiled.table(_HEAD, starmap(_cells, _with_bf16(rows)))}"
+            f"{text}\n\n{report.table(_HEAD, starmap(_cells, _with_bf16(rows)))}"
         )
     if rows := content.get("tpu_steps"):
         text = (
@@ -141,7 +137,7 @@ def markdown(content: Mapping[str, Any]) -> str:
             [*_cells(row, exact), f"{row['loop_cycles'] / exact['loop_cycles']:.2f}"]
             for row, exact in _with_bf16(rows)
         )
-        parts.append(f"{text}\n\n{compiled.table(head, steps)}")
+        parts.append(f"{text}\n\n{report.table(head, steps)}")
     if rows := content.get("tpu_meshes"):
         parts.append(tpu_meshes.markdown(rows))
     return "\n\n".join(parts)

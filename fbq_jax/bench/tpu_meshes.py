@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import recipes
-from fbq_jax.bench import compiled, matmuls
+from fbq_jax.bench import matmuls, report
 from fbq_jax.bench.collectives import collectives
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.propagation import partitioned
@@ -103,7 +103,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "up what is smaller than 256 KiB, which is scales and maxima."
     )
     head = ["TPU", "mesh", "recipe", "collectives, MiB each", "smaller, MiB"]
-    return f"{text}\n\n{compiled.table(head, map(_cells, rows))}"
+    return f"{text}\n\n{report.table(head, map(_cells, rows))}"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

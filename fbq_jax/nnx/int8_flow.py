@@ -74,7 +74,7 @@ class _Block(_Parameters):
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Maps ``[..., T, C]`` to the same shape.
+        """Maps ``[..., C]``, or ``[..., T, C]`` for attention, to the same shape.
 
         Args:
           x: bfloat16, float16 or float32.
@@ -197,7 +197,10 @@ class Int8Sequential(nnx.Module):
         self.layers = nnx.List(layers)
 
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Maps ``[..., T, C]`` to the same shape; arguments as for its layers."""
+        """Maps ``[..., C]``, or ``[..., T, C]`` with attention, to the same shape.
+
+        The arguments are those of its layers.
+        """
         layers = list(self.layers)
         operators = shared.named(layer.operator(x, deterministic) for layer in layers)
         params = shared.named(layer.parameters() for layer in layers)
