@@ -105,9 +105,10 @@ def _is_stack(seed: Any) -> bool:
 
 def _are_equal(seeds: Any) -> bool:
     """Whether an axis of the stack has one seed; two of many are equal by chance."""
+    seeds = np.asarray(seeds)
     return any(
-        size > 1 and bool(np.all(seeds == np.take(seeds, [0], axis)))
-        for axis, size in enumerate(np.shape(seeds))
+        size > 1 and bool(np.all(seeds == seeds.take([0], axis)))
+        for axis, size in enumerate(seeds.shape)
     )
 
 

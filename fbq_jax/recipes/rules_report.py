@@ -164,6 +164,11 @@ def warn_of_idle_rules(rules: Pairs, report: RulesReport, *, stacklevel: int) ->
     """Warns if rules quantize nothing, or a rule for float keeps no layer in float.
 
     Most likely a pattern matches nothing.
+
+    Args:
+      rules: the rules of a model.
+      report: what they do.
+      stacklevel: the frame that the warning names: 1 is that of the caller.
     """
     quantized = [*report.products, *(p for p in report.activation_products if p.recipe)]
     patterns = [pattern for pattern, recipe in rules if recipe is not None]

@@ -283,8 +283,9 @@ def test_a_stack_of_layers_has_a_state_for_each():
 def test_a_product_whose_state_cannot_leave_is_no_effect():
     """Flax's NNX attention is inside a ``jax.vmap``."""
     model = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0))
-    with pytest.warns(UserWarning, match="quantize nothing"):
+    with pytest.warns(UserWarning, match="quantize nothing") as caught:
         report = qwix.quantize_nnx(model, BOTH, X)
+    assert caught[0].filename == __file__
     assert report.unused_rules == tuple(BOTH)
     assert report.activation_products == ()
 

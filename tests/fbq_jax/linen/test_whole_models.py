@@ -267,8 +267,9 @@ def test_steps_of_time_whose_state_is_a_gradient_have_one_each():
 def test_rules_that_quantize_nothing_warn():
     """A model that is left in float on purpose is fine."""
     message = r"'mlp', 'block' quantize nothing.* here are 'block_0/up', .*, \.\.\."
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as caught:
         quantize(Unrolled(), {"mlp": SMALL, "head": None, "block": SMALL}, KEY, X)
+    assert caught[0].filename == __file__
     quantize(Unrolled(), {".*": None}, KEY, X)
 
 

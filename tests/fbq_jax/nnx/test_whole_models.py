@@ -86,8 +86,9 @@ def test_a_traced_report_is_complete():
 def test_rules_that_quantize_nothing_warn():
     message = "'linear' quantize nothing.* layers here are 'head', 'layers/0', 'lay"
     for args in ((), (TOKENS,)):
-        with pytest.warns(UserWarning, match=message):
+        with pytest.warns(UserWarning, match=message) as caught:
             quantize(Model(nnx.Rngs(0)), {"linear": SMALL}, *args)
+        assert caught[0].filename == __file__
 
 
 def test_a_report_without_a_trace_goes_by_the_kinds_of_layers():
