@@ -20,22 +20,18 @@ import jax
 from fbq_jax.core import fused_layers, matmul_vjp, nonlinear, threshold
 from fbq_jax.core.dimension_numbers import output_dtype
 from fbq_jax.core.expert_exchange import ExchangedGroups
+from fbq_jax.core.grouped_gemms import ExchangedGemms, GroupedGemms
 from fbq_jax.core.grouped_projection import GroupedProjection
 from fbq_jax.core.matmul_vjp import SavedMatmul
-from fbq_jax.core.ragged_dot import (
-    ExchangedGemms,
-    GroupedGemms,
-    check_automatic,
-    group_rates,
-    make_gemms,
-)
+from fbq_jax.core.ragged_dot import check_automatic, group_rates, make_gemms
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.sharding.manual_axes import as_varying
 
-Gemms = tuple[GroupedGemms, GroupedGemms] | tuple[ExchangedGemms, ExchangedGemms]
+# Those of the gate and up projections, and those of the down projection.
+ExpertGemms = tuple[GroupedGemms, GroupedGemms] | tuple[ExchangedGemms, ExchangedGemms]
 
 
 def can_fuse(gate_up: GroupedProjection, down: GroupedProjection) -> bool:
@@ -90,7 +86,9 @@ def fused_experts(
     return y
 
 
-def _gemms(gate_up: GroupedProjection, down: GroupedProjection, x: jax.Array) -> Gemms:
+def _gemms(
+    gate_up: GroupedProjection, down: GroupedProjection, x: jax.Array
+) -> ExpertGemms:
     """What runs the GEMMs of each projection."""
     gemms = make_gemms(gate_up.config, x, gate_up.weight, gate_up.call.group_sizes)
     if isinstance(gemms, ExchangedGemms):
@@ -125,7 +123,7 @@ def _experts(
     x: jax.Array,
     weights: tuple[jax.Array | Quantized, ...],
     scalars: tuple[Scalars, ...],
-    gemms: Gemms,
+    gemms: ExpertGemms,
 ) -> tuple[jax.Array, tuple[Stats, ...]]:
     """The output of the experts, and the stats of each projection."""
     return _experts_fwd(spec, bits, x, weights, scalars, gemms, save=False)[0]
@@ -137,7 +135,7 @@ def _experts_fwd(
     x: jax.Array,
     weights: tuple[jax.Array | Quantized, ...],
     scalars: tuple[Scalars, ...],
-    gemms: Gemms,
+    gemms: ExpertGemms,
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _Saved]:

@@ -27,7 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
 from fbq_jax.core import matmul_vjp, nonlinear, threshold
-from fbq_jax.core.matmul_vjp import DENSE, DenseGemms, SavedMatmul
+from fbq_jax.core.gemms import DENSE, Gemms
+from fbq_jax.core.matmul_vjp import SavedMatmul
 from fbq_jax.core.noise import GRAD_STREAM, LHS_STREAM, seeds_of
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
 from fbq_jax.core.rows import MatrixStack
@@ -165,7 +166,7 @@ def multiply_gated(
     gate_up: jax.Array,
     w: jax.Array | Quantized,
     scalars: Scalars,
-    gemms: DenseGemms = DENSE,
+    gemms: Gemms = DENSE,
     *,
     bits: int,
     interleaved: bool = True,
@@ -214,7 +215,7 @@ def _quantize_and_multiply(
     x: MatrixStack,
     w: jax.Array | Quantized,
     scalars: Scalars,
-    gemms: DenseGemms,
+    gemms: Gemms,
     *,
     save: bool,
 ) -> tuple[jax.Array, Stats, Any, SavedMatmul | None]:

@@ -7,10 +7,8 @@ saves X and W in the form that the backward GEMMs read: INT8 codes and scales, o
 operand itself for an unquantized GEMM.
 """
 
-import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +17,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
 from fbq_jax.core import threshold
-from fbq_jax.core.noise import SUM_STREAM, frozen_seed, seeds_of
+from fbq_jax.core.gemms import DENSE, Gemms
+from fbq_jax.core.noise import frozen_seed
 from fbq_jax.core.quantize_operands import (
     forward_qtensor,
     quantize_grad,
     quantize_lhs,
     quantize_rhs,
 )
-from fbq_jax.core.rows import Matrices, MatrixStack, Rows
-from fbq_jax.core.spec import GemmSpec, Spec
+from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Layouts, Quantized
-from fbq_jax.kernels.rounding import CallSeed, fold_seeds
+from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.ops import products
 from fbq_jax.recipes.schema import Gemm
 from fbq_jax.sharding.manual_axes import warn_of_copies
-
-Tree = TypeVar("Tree")
 
 # checkpoint_names of the codes that the forward pass saves for the backward pass, and
 # of the seed of dY's noise.  The seed of a layer with state is ready after its forward
@@ -45,114 +41,13 @@ RHS_NAME = "fbq_rhs"
 SEED_NAME = "fbq_seed"
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class DenseGemms:
-    """Runs the INT8 GEMMs of a dense layer, on stacks of matrices.
-
-    ``fbq_jax.core.ragged_dot.GroupedGemms`` does the same for groups of rows.
-    """
-
-    def tile_rows(self, x: jax.Array) -> Rows:
-        """X or dY in the form that the ops quantize."""
-        return Matrices(x)
-
-    def stack(self, x: jax.Array) -> MatrixStack:
-        """X or dY as matrices that a fused op quantizes.
-
-        ``x`` is as a GEMM reads or returns it, in tiles if rows are in groups.
-        """
-        return MatrixStack(x, jnp.arange(x.shape[0], dtype=jnp.int32))
-
-    def unstack(self, tree: Tree) -> Tree:
-        """Arrays ``[B, ...]`` that an op made of ``stack``, as GEMMs read them."""
-        return tree
-
-    def count_blocks(self, spec: Spec, x: jax.Array) -> jax.Array | None:
-        """The number of blocks of X, as in ``threshold.apply``."""
-        del spec, x
-        return None
-
-    def multiply(
-        self,
-        spec: GemmSpec,
-        lhs: Quantized,
-        residual: Quantized | None,
-        rhs: Quantized,
-        seed: CallSeed,
-    ) -> jax.Array:
-        """Multiplies lhs and its residual with rhs, for Y.
-
-        Args:
-          spec: the settings of the GEMM; M, K and N are its own.
-          lhs: the rowwise codes ``[B, M, K]`` or ``[B, G, R, K]``, with their scales.
-          residual: a second term of lhs, of the same shapes, or None.
-          rhs: the codes ``[B, N, K]`` and their scales.
-          seed: seeds the noise of a sum over devices in INT8.
-
-        Returns:
-          ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.dtype``.
-        """
-        gemm = spec.gemm
-        first = 2 if gemm.shards == 1 else 3
-        contraction = math.prod(rhs.codes.shape[first:]) or 1
-        block_shape, seeds = spec.block_shape, None
-        if not gemm.splits_contraction:
-            block_shape = (1, contraction, 1)
-        if gemm.reduce == "int8":
-            index = jnp.arange(lhs.codes.shape[0], dtype=jnp.int32)
-            seeds = fold_seeds(seeds_of(seed, SUM_STREAM, index))
-        return ops.matmul(
-            lhs,
-            residual,
-            rhs,
-            block_shape=block_shape,
-            dtype=spec.dtype,
-            reduce=gemm.reduce,
-            seeds=seeds,
-            implementation=spec.implementation,
-        )
-
-    def multiply_grad(
-        self, spec: GemmSpec, grad: Quantized, rhs: Quantized, seed: CallSeed
-    ) -> jax.Array:
-        """``multiply`` for dX, of the codes of dY."""
-        return self.multiply(spec, grad, None, rhs, seed)
-
-    def contract_rows(
-        self,
-        spec: GemmSpec,
-        lhs: Quantized,
-        residual: Quantized | None,
-        rhs: Quantized,
-        seed: CallSeed,
-    ) -> jax.Array:
-        """Multiplies X' with dY, for dW.
-
-        Args:
-          spec: the settings of the GEMM.
-          lhs: the colwise codes of X, ``[B, K, M]``, ``[B, K, G, R]`` or, in P shards,
-            ``[B, P, K, M / P]``, with their scales.
-          residual: a second term of lhs, of the same shapes, or None.
-          rhs: the colwise codes of dY, with N in place of K, and their scales.
-          seed: seeds the noise of a sum over devices in INT8.
-
-        Returns:
-          ``[B, K, N]`` in ``spec.dtype``.
-        """
-        return self.multiply(spec, lhs, residual, rhs, seed)
-
-
-DENSE = DenseGemms()
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(
     spec: Spec,
     x: jax.Array,
     w: jax.Array | Quantized,
     scalars: Scalars,
-    gemms: DenseGemms = DENSE,
+    gemms: Gemms = DENSE,
 ) -> tuple[jax.Array, Stats]:
     """Multiplies X with W and measures the blocks of X.
 
@@ -189,7 +84,7 @@ class SavedMatmul(NamedTuple):
     rhs: Quantized | jax.Array
     seed: CallSeed
     residual: Quantized | None = None
-    gemms: DenseGemms = DENSE
+    gemms: Gemms = DENSE
 
 
 def matmul_fwd(
@@ -197,7 +92,7 @@ def matmul_fwd(
     x: jax.Array,
     w: jax.Array | Quantized,
     scalars: Scalars,
-    gemms: DenseGemms,
+    gemms: Gemms,
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
@@ -246,7 +141,7 @@ def forward(
     residual: Layouts,
     w: jax.Array | Quantized,
     seed: CallSeed,
-    gemms: DenseGemms = DENSE,
+    gemms: Gemms = DENSE,
     *,
     x: jax.Array | None = None,
     save: bool,

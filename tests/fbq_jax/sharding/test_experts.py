@@ -29,8 +29,8 @@ from fbq_jax.core import expert_codes, fused_experts
 from fbq_jax.core.expert_exchange import ExchangedGroups
 from fbq_jax.core.expert_plan import Exchange, exchange_plan
 from fbq_jax.core.experts import dispatch, plan_dispatch
+from fbq_jax.core.grouped_gemms import ExchangedGemms, GroupedGemms
 from fbq_jax.core.quantize_operands import quantize_grad, quantize_lhs
-from fbq_jax.core.ragged_dot import ExchangedGemms, GroupedGemms
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import UNSET, Scalars
 from fbq_jax.kernels import rounding
