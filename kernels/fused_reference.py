@@ -246,7 +246,7 @@ def _silu_gate(
 ) -> tuple[jax.Array, Packed, Packed]:
     """The gate's output in the dtype of ``gate_up``, and its packed factors."""
     gate, up = split_gate_up(gate_up, interleaved=interleaved)
-    slope, value = silu_factors(gate, up)
+    slope, value = gate_factors(jax.nn.silu, gate, up)
     y = _round(value * up.astype(jnp.float32), gate_up.dtype)
     return y, packing.quantize(slope, bits), packing.quantize(value, bits)
 
@@ -326,19 +326,14 @@ def apply_norm(
     return x * rstd if norm_scale is None else x * (rstd * norm_scale)
 
 
-def silu_factors(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factors of both gradients of ``silu(gate) * up``, in float32.
-
-    Returns:
-      ``up * silu'(gate)`` for the gate's gradient, ``silu(gate)`` for up's gradient.
-    """
-    return gate_factors(jax.nn.silu, gate, up)
-
-
 def gate_factors(
     function: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The factors of both gradients of ``function(gate) * up``, in float32."""
+    """The factors of both gradients of ``function(gate) * up``, in float32.
+
+    Returns:
+      ``up * function'(gate)`` for the gate's gradient, ``function(gate)`` for up's.
+    """
     value, slope = with_slope(function, gate)
     return up.astype(jnp.float32) * slope, value
 

@@ -146,9 +146,7 @@ def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:
       ValueError: the operands differ in shape or dtype or have no axis, or ``bits`` is
         out of range.
     """
-    _check_gate(bits, gate, up)
-    gate, up = as_varying((gate, up))
-    return _pointwise(_silu_times, fused_reference.silu_factors, bits, gate, up)
+    return _gate(jax.nn.silu, bits, gate, up)
 
 
 def gelu_gate(
@@ -170,25 +168,26 @@ def gelu_gate(
       ValueError: the operands differ in shape or dtype or have no axis, or ``bits`` is
         out of range.
     """
-    _check_gate(bits, gate, up)
     function = functools.partial(jax.nn.gelu, approximate=approximate)
-
-    factors = functools.partial(fused_reference.gate_factors, function)
-    gate, up = as_varying((gate, up))
-    return _pointwise(lambda gate, up: function(gate) * up, factors, bits, gate, up)
+    return _gate(function, bits, gate, up)
 
 
-def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
-def _check_gate(bits: int, gate: jax.Array, up: jax.Array) -> None:
+def _gate(
+    function: Callable[[jax.Array], jax.Array],
+    bits: int,
+    gate: jax.Array,
+    up: jax.Array,
+) -> jax.Array:
+    """``function(gate) * up``; raises the errors that the gates document."""
     check_operands(bits, gate=gate, up=up)
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(
             "gate and up must have the same shape and dtype; got "
             f"{gate.dtype} {gate.shape} and {up.dtype} {up.shape}"
         )
+    gate, up = as_varying((gate, up))
+    factors = functools.partial(fused_reference.gate_factors, function)
+    return _pointwise(lambda gate, up: function(gate) * up, factors, bits, gate, up)
 
 
 def check_bits(bits: int) -> None:

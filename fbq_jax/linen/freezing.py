@@ -26,12 +26,10 @@ from fbq_jax.core.serialization import serializable_static
 from fbq_jax.core.weight_products import ParameterUse, check_weight, split_arrays
 from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter
 from fbq_jax.linen.state import calling_module
-from fbq_jax.linen.tracing import trace_uses
+from fbq_jax.linen.tracing import ALL_STATE, trace_uses
 from fbq_jax.model_kind import check_linen
 
 Path = tuple[str, ...]
-
-_ALL_STATE = DenyList("params")  # all but the parameters
 
 
 def freeze(
@@ -101,7 +99,7 @@ def freeze(
 
     @jax.jit
     def quantize(variables: dict[str, Any]) -> Any:
-        return model.apply(variables, *args, mutable=_ALL_STATE, **kwargs)[1]
+        return model.apply(variables, *args, mutable=ALL_STATE, **kwargs)[1]
 
     with record_weights(map(_layer, states)) as recorder:
         updates = _flatten(quantize(unflatten_dict(leaves)))
@@ -207,7 +205,7 @@ def _uses(
 
     def apply(variables: Mapping[str, Any], arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        return model.apply(variables, *args, mutable=_ALL_STATE, **kwargs)
+        return model.apply(variables, *args, mutable=ALL_STATE, **kwargs)
 
     return {path: use for path, _, use in trace_uses(apply, variables, arrays)}
 

@@ -14,6 +14,8 @@ from fbq_jax.core.weight_products import (
     split_arrays,
 )
 
+ALL_STATE = DenyList("params")  # all collections but the parameters
+
 
 def trace_parameters(
     model: nn.Module, rngs: Any, args: Any, kwargs: Mapping[str, Any]
@@ -35,8 +37,7 @@ def trace_parameters(
 
     def apply(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        mutable = DenyList("params")
-        return model.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+        return model.apply(variables, *args, rngs=rngs, mutable=ALL_STATE, **kwargs)
 
     # Attention with ``decode=True`` takes the whole sequence until it has a cache.
     variables = dict(jax.eval_shape(init, rngs, arrays))

@@ -111,10 +111,10 @@ def compile_ahead(
         it, is lowered.
     """
     key = call.compiled_for(arrays)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     with _lock:
         if key in _compilations:
             return
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         if waits:
             _waiting.setdefault(key, (call, shapes))
         else:
