@@ -2,6 +2,7 @@
 
 JAX lowers the calls of a program one after the other, and compiles the kernel of each.
 So that kernels compile at the same time, other threads start when the calls are traced.
+They also have the driver compile the PTX (``driver_cache``).
 
 A kernel reaches XLA as PTX, in a custom call that XLA turns into a node of its CUDA
 graphs.  A training step is then one graph, and the host does not hold up small layers.
@@ -28,6 +29,7 @@ from triton.compiler import CompiledKernel
 
 from fbq_jax.kernels.reference import Block, CodeDtype
 from fbq_jax.kernels.rounding import Rounding, Seeds
+from fbq_jax.kernels.triton import driver_cache
 from fbq_jax.kernels.triton.call import Call
 from fbq_jax.kernels.triton.outputs import BlockOutputs
 
@@ -169,6 +171,14 @@ def _compile(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
     return call.compile(arrays, compute_capability())
 
 
+@functools.cache
+def _fill_driver_cache(ptx: str, name: str) -> None:
+    """Has the driver compile a kernel in another thread."""
+    if jax.default_backend() == "gpu":
+        ordinal = jax.local_devices()[0].local_hardware_id
+        compiling_threads().submit(driver_cache.fill, ptx, name, ordinal)
+
+
 def compute_capability() -> int:
     """That of the first device of this process, times ten."""
     return int(jax.local_devices()[0].compute_capability.replace(".", ""))
@@ -187,6 +197,8 @@ def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
 
 def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[Any]:
     compiled = _finish(call, ctx.avals_in)
+    ptx = call.ptx(compiled)
+    _fill_driver_cache(ptx, compiled.metadata.name)
     # Without the positions of the outputs, XLA passes an array once that is an argument
     # twice.
     inputs = len(arrays)
@@ -201,7 +213,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[
         *arrays,
         name=compiled.metadata.name,
         kernel_type="ptx",
-        kernel_data=call.ptx(compiled),
+        kernel_data=ptx,
         shared_mem_bytes=np.int32(compiled.metadata.shared),
         output_indices=outputs,
         **{f"grid_{axis}": np.int32(number) for axis, number in programs},

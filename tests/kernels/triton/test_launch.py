@@ -1,6 +1,7 @@
 """Kernels compile in other threads, and XLA launches them in its CUDA graphs."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import triton
 import triton.language as tl
 
+from fbq_jax.kernels.triton import driver_cache
 from fbq_jax.kernels.triton import launch as launch_module
 from fbq_jax.kernels.triton.call import Call
 from fbq_jax.kernels.triton.launch import launch
@@ -44,6 +46,7 @@ def compiler(monkeypatch):
     compiler = Compiler()
     monkeypatch.setattr(launch_module, "_compilations", {})
     monkeypatch.setattr(launch_module, "_waiting", {})
+    launch_module._fill_driver_cache.cache_clear()
     monkeypatch.setattr(launch_module, "compute_capability", lambda: 90)
     # A function, so that it becomes a method.
     monkeypatch.setattr(Call, "compile", lambda *args: compiler(*args))
@@ -178,6 +181,23 @@ def test_xla_knows_all_of_a_launch():
     assert 'kernel_data = "the assembly"' in line
 
 
+@pytest.mark.usefixtures("compiler")
+def test_the_driver_compiles_each_kernel_once_in_another_thread(monkeypatch):
+    filled, gpu = [], types.SimpleNamespace(local_hardware_id=3)
+    monkeypatch.setattr(
+        driver_cache, "fill", lambda *args: filled.append((args, threading.get_ident()))
+    )
+    compile_and_lower(lambda x: call("lowered for another machine", x))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    with futures.ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(launch_module, "compiling_threads", lambda: pool)
+        compile_and_lower(lambda x: call("kernel", x) + call("kernel", -x))
+        compile_and_lower(lambda x: -call("kernel", x))
+    assert [args for args, _ in filled] == [("the assembly", "kernel", 3)]
+    assert filled[0][1] != threading.get_ident()
+
+
 @triton.jit
 def add(x, rows, step, y, limit, end, out, unit, COUNT: tl.constexpr):
     """Adds two arrays and uses each of its integers."""
@@ -294,3 +314,60 @@ def test_a_kernel_with_integers_runs():
 
     (actual,) = jax.jit(program)(x)
     assert jnp.array_equal(actual, jnp.where(x < 100, 2 * x + 15, x))
+
+
+_FIRST_RUN = """
+import sys
+from concurrent import futures
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from fbq_jax.kernels.triton import driver_cache, launch as launch_module
+from tests.kernels.triton.test_launch import negate
+
+cache = Path(sys.argv[1])
+x = jnp.arange(128, dtype=jnp.float32)
+jax.block_until_ready(x)
+files = lambda: {p: p.stat().st_size for p in cache.rglob("*") if p.is_file()}
+filled, fill = [], driver_cache.fill
+
+
+def count_files(*args):
+    before = files()
+    fill(*args)
+    filled.append((len(before), len(files())))
+
+
+driver_cache.fill = count_files
+outputs, grid = [jax.ShapeDtypeStruct(x.shape, x.dtype)], (1,)
+program = jax.jit(
+    lambda x: launch_module.launch(
+        negate, x, outputs=outputs, grid=grid, COUNT=128
+    )[0]
+).lower(x).compile()
+launch_module.compiling_threads().shutdown()
+(counts,) = filled
+before = files()
+assert jnp.array_equal(program(x), -x)
+print(*counts, files() == before)
+"""
+
+
+@pytest.mark.gpu
+def test_a_program_finds_its_kernels_in_the_cache_of_the_driver(tmp_path):
+    """A new process has an empty cache, and the first run adds nothing to it."""
+    environment = {
+        **os.environ,
+        "CUDA_CACHE_PATH": str(tmp_path),
+        "CUDA_CACHE_DISABLE": "0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    command = [sys.executable, "-c", _FIRST_RUN, str(tmp_path)]
+    output = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    before, after, unchanged = output.split()
+    assert int(before) < int(after)
+    assert unchanged == "True"
