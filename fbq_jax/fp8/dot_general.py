@@ -33,6 +33,7 @@ from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
 from fbq_jax.kernels.scales import find_amax
+from fbq_jax.sharding.manual_axes import max_over_copies
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
@@ -212,7 +213,7 @@ def quantize(
     # The difference of an Inf or a NaN with itself is NaN.  (A constant NaN would stop
     # every call under jax_debug_nans.)
     values = jnp.where(jnp.isfinite(x), values, x - x).astype(dtype)
-    last = find_amax(x, initial=0)
+    last = max_over_copies(find_amax(x, initial=0), scaling.amax_history)
     history = jnp.roll(scaling.amax_history, -1).at[0].set(last)
     return ScaledTensor(values, scale), Scaling(scale, history)
 

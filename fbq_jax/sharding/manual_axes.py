@@ -73,6 +73,15 @@ def as_varying(tree: Tree) -> Tree:
     return jax.tree.map(cast, tree) if axes else tree
 
 
+def max_over_copies(x: jax.Array, state: jax.Array) -> jax.Array:
+    """The maximum of x over the devices that JAX knows to hold copies of the state.
+
+    With it, the state stays the same on these devices.
+    """
+    axes = tuple(varying_axes(x) - varying_axes(state))
+    return lax.pmax(x, axes) if axes else x
+
+
 def varying_axes(*arrays: jax.Array) -> frozenset[Any]:
     """The manual mesh axes over which JAX knows the arrays to vary."""
     types = (jax.typeof(x) for x in arrays)

@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +29,7 @@ from tests.marks import with_first_fast
 
 pytestmark = needs_devices
 
+OWG = "_overwrite_with_gradient"
 DEVICES, ROWS, K, N = 4, 32, 64, 32
 RECIPE = Recipe(block=32, criterion=None)
 DOT = FallbackDot(RECIPE)
@@ -220,6 +222,26 @@ def test_state_is_replicated_once_it_is_averaged():
     stats = fallback_stats(state)["(root)"]
     assert stats.count == 2
     assert 1.0 < stats.theta < 40.0
+
+
+def test_delayed_scales_follow_all_devices():
+    """Their state is a copy on each device, as JAX knows by ``check_vma=True``."""
+    layer = nn.Dense(N, dot_general=Fp8Dot(history=4))
+    variables = layer.init(jax.random.key(0), X)
+    x = jnp.repeat(jnp.arange(1.0, DEVICES + 1), ROWS)[:, None] * COPIES
+
+    def two_steps(variables, x):
+        for _ in range(2):
+            gradient = jax.grad(lambda v: jnp.sum(jnp.sin(layer.apply(v, x))))
+            state = {OWG: gradient(variables)[OWG]}
+            variables = {**variables, **state}
+        return state[OWG]["dot_general"]
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    mapped = jax.shard_map(two_steps, mesh=mesh_of(data=DEVICES), **specs)
+    state = jax.jit(mapped)(variables, x)
+    chex.assert_trees_all_close(state, jax.jit(two_steps)(variables, x), rtol=1e-5)
+    assert state["lhs"]["amax_history"][0] == jnp.max(jnp.abs(x))
 
 
 @pytest.mark.parametrize(
