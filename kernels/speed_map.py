@@ -52,7 +52,7 @@ class SpeedMap:
         Logarithms of speedups are interpolated linearly in the logarithms of M, K and
         N, so a prediction lies between the speedups of the shapes around it.  Sizes
         beyond the measured range count as its ends.  A missing shape has the highest
-        speedup of the measured shapes that it contains, since INT8 gains with size.
+        speedup of the measured shapes that it contains: INT8 mostly gains with size.
 
         Args:
           recipe: the name of a measured recipe.

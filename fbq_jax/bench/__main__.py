@@ -12,6 +12,7 @@ from fbq_jax.bench import cli, compiled, errors, models, report, results, tpu
 
 SECTIONS = {
     "step": "a training step of Flax layers, which is what users get",
+    "step_profile": "the kernels of such a step, one by one",
     "map": "where INT8 is faster than bf16: training steps over a grid of shapes",
     "gemm": "the block-scaled INT8 GEMM against bf16",
     "quantize": "quantization against a copy",

@@ -23,7 +23,6 @@ from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from fbq_jax.bench import layers, measure, step
 from fbq_jax.bench.layers import Program, Stack
@@ -34,7 +33,7 @@ from fbq_jax.kernels.speed_map import Sizes, SpeedMap
 
 TOKENS = (512, 2048, 8192, 65536)
 WIDTHS = (512, 1024, 2048, 4096, 8192, 28672)
-# Larger products take most of the time to measure, and INT8 gains with size.
+# Larger products take most of the time to measure, and INT8 mostly gains with size.
 _MAX_PRODUCT = 2**42
 #: ``(M, K, N)`` of layers from K to N and back.
 SHAPES = tuple(
@@ -206,7 +205,7 @@ def _measure(job: _Job) -> list[Row]:
         for shape, (programs, make_operands) in zip(job.shapes, compiled, strict=True):
             bf16, *others = stacks[_depth(shape)]
             # XLA chooses its kernels by timing them, so nothing else may run.
-            baseline = bf16, _compile(bf16, shape)
+            baseline = bf16, step.compile_stack(bf16, shape, _depth(shape))
             pairs = [baseline, *zip(others, programs, strict=True)]
             measured += with_ratios(_rows(shape, pairs, make_operands(), job.effort))
     return measured
@@ -218,17 +217,12 @@ def _compile_shape(
     """The steps of all stacks but bf16, and the function that makes their operands."""
     depth = _depth(shape)
     make_operands = jax.jit(lambda: step.operands(shape, depth)).lower().compile()
-    return [_compile(stack, shape) for stack in stacks[depth][1:]], make_operands
+    programs = [step.compile_stack(stack, shape, depth) for stack in stacks[depth][1:]]
+    return programs, make_operands
 
 
 def _depth(shape: Sizes) -> int:
     return _DEPTH if math.prod(shape) < _LARGE_PRODUCT else _LARGE_DEPTH
-
-
-def _compile(stack: Stack, shape: Sizes) -> Program:
-    """Compiles a stack's step; allocates nothing."""
-    x, key, kernels = jax.eval_shape(lambda: step.operands(shape, _depth(shape)))
-    return stack.compile_training(nnx.eval_shape(stack.start, kernels), x, key)
 
 
 def _rows(

@@ -35,6 +35,10 @@ _TIMES = (
     "Times are sustained milliseconds per call. Speedups compare rates with bf16's, "
     "sustained and in bursts."
 )
+_KERNEL_TIMES = (
+    "Times are milliseconds of one call, after one to warm up. A row adds up all "
+    "kernels of one name."
+)
 HEADINGS = {
     "step": Heading(
         "Training step of 8 linear layers, D to F to D, in Flax",
@@ -61,6 +65,14 @@ HEADINGS = {
             "of 1, 12 layers",
             "conditionals",
         ),
+    ),
+    "step_profile": Heading(
+        "Kernels of a training step of 8 linear layers",
+        "tokens, D, F",
+        "%",
+        None,
+        "Single steps of the table of training steps, after continuous ones. "
+        f"{_KERNEL_TIMES}",
     ),
     "map": Heading(
         "Where INT8 is faster: training steps of linear layers, K to N to K, in Flax",
@@ -182,8 +194,7 @@ HEADINGS = {
         "hidden, MLP, tokens",
         "%",
         None,
-        "Times are milliseconds of one call on a rested GPU. A row adds up all kernels "
-        "of one name.",
+        _KERNEL_TIMES,
     ),
     "train": Heading(
         "Optimizer step of a Llama, vocabulary 32 000, sequences of 2048 tokens",

@@ -24,6 +24,7 @@ from fbq_jax.kernels import tuning_table
 
 SECTIONS = (
     "step",
+    "step_profile",
     "map",
     "gemm",
     "quantize",

@@ -70,11 +70,11 @@ def rows(
     }
     # Alone, because XLA chooses the kernels of what all others are compared with by
     # timing them.
-    baselines = [_compile(bf16, shape, depth) for shape in shapes]
+    baselines = [compile_stack(bf16, shape, depth) for shape in shapes]
     # All shapes at the same time: one slow program does not hold up the others.
     programs = layers.compile_together(
         [
-            functools.partial(_compile, stack, shape, depth)
+            functools.partial(compile_stack, stack, shape, depth)
             for shape, stacks in measured.items()
             for stack in stacks
         ]
@@ -152,7 +152,7 @@ def first_call_s(
     x, key, kernels = operands(shape, depth)
     state = jax.block_until_ready(stack.start(kernels))
     start = time.perf_counter()
-    program = _compile(stack, shape, depth)
+    program = compile_stack(stack, shape, depth)
     jax.block_until_ready(program.step(state, x, key))
     return time.perf_counter() - start
 
@@ -167,7 +167,7 @@ def _stacks(depth: int, implementation: str | None) -> list[Stack]:
     ]
 
 
-def _compile(stack: Stack, shape: tuple[int, ...], depth: int) -> Program:
+def compile_stack(stack: Stack, shape: tuple[int, ...], depth: int) -> Program:
     """Compiles a stack's step for ``(tokens, D, F)``; allocates nothing."""
     x, key, kernels = jax.eval_shape(functools.partial(operands, shape, depth))
     return stack.compile_training(nnx.eval_shape(stack.start, kernels), x, key)

@@ -67,7 +67,7 @@ def as_varying(tree: Tree) -> Tree:
     axes = varying_axes(*jax.tree.leaves(tree))
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - varying_axes(x))
+        missing = _in_order(axes - varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if axes else tree
@@ -78,7 +78,7 @@ def max_over_copies(x: jax.Array, state: jax.Array) -> jax.Array:
 
     With it, the state stays the same on these devices.
     """
-    axes = tuple(varying_axes(x) - varying_axes(state))
+    axes = _in_order(varying_axes(x) - varying_axes(state))
     return lax.pmax(x, axes) if axes else x
 
 
@@ -89,6 +89,12 @@ def varying_axes(*arrays: jax.Array) -> frozenset[Any]:
     return frozenset().union(
         *(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying for t in types)
     )
+
+
+def _in_order(axes: frozenset[Any]) -> tuple[Any, ...]:
+    """Axes in the order of the mesh, so that all processes compile the same program."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(name for name in names if name in axes)
 
 
 def _manual_axes() -> list[Any]:

@@ -137,8 +137,11 @@ def _end_wait(key: Hashable) -> None:
 @functools.cache
 def compiling_threads() -> futures.Executor:
     """The threads that compile kernels."""
-    workers = max(1, (os.cpu_count() or 1) - 1)
-    return futures.ThreadPoolExecutor(workers, "compile-kernels")
+    return _make_threads("compile-kernels")
+
+
+def _make_threads(name: str) -> futures.Executor:
+    return futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), name)
 
 
 def _finish(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
@@ -171,12 +174,22 @@ def _compile(call: Call, arrays: Sequence[Any]) -> CompiledKernel:
     return call.compile(arrays, compute_capability())
 
 
-@functools.cache
+_filled: set[int] = set()  # hashes of PTX, which is long
+
+
 def _fill_driver_cache(ptx: str, name: str) -> None:
-    """Has the driver compile a kernel in another thread."""
-    if jax.default_backend() == "gpu":
+    """Has the driver compile a kernel in another thread, once."""
+    key = hash(ptx)
+    if jax.default_backend() == "gpu" and key not in _filled:
+        _filled.add(key)
         ordinal = jax.local_devices()[0].local_hardware_id
-        compiling_threads().submit(driver_cache.fill, ptx, name, ordinal)
+        _driver_threads().submit(driver_cache.fill, ptx, name, ordinal)
+
+
+@functools.cache
+def _driver_threads() -> futures.Executor:
+    """The threads that wait for the driver, which must not queue behind Triton."""
+    return _make_threads("fill-driver-cache")
 
 
 def compute_capability() -> int:

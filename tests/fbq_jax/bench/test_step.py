@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from fbq_jax import FallbackDot, recipes
-from fbq_jax.bench import layers, matmuls, measure, report, results, step
+from fbq_jax.bench import layers, matmuls, measure, report, results, step, step_profile
 from fbq_jax.bench.measure import NoKernelsError, RunningStep, WrongResultError
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 from tests.marks import rows_with_first_fast
@@ -69,6 +69,27 @@ def test_rows(monkeypatch):
         assert row.compile_s > 0.0
         is_fallback = "fallback" in row.what
         assert row.fallback == (pytest.approx(0.25) if is_fallback else None)
+
+
+def test_profile(monkeypatch):
+    """Single kernels need a GPU; the steps run here."""
+    monkeypatch.setattr(step, "DEPTH", 1)
+    run = []
+
+    def kernels(running, *, warm_up_s):
+        assert warm_up_s == EFFORT.warm_up_s
+        run.append(running())
+        return [("product", 6.0), ("cast", 2.0)]
+
+    monkeypatch.setattr(measure, "running_kernels", kernels)
+    rows = list(step_profile.rows([SMALL], **OPTIONS))
+    names = ["bf16", "Flax Fp8DotGeneral", *NAMED]
+    assert [row.what for row in rows[::4]] == [f"{name}: all kernels" for name in names]
+    assert [(row.what, row.rate) for row in rows[1:3]] == [
+        ("product", 75.0),
+        ("cast", 25.0),
+    ]
+    assert all(jnp.isfinite(loss) for loss in run)
 
 
 def test_kernels_and_the_gap(monkeypatch):
@@ -178,7 +199,7 @@ def test_a_rate_may_leave_the_range_for_single_steps():
 def test_slow_libraries_take_the_first_shape(monkeypatch):
     monkeypatch.setattr(step, "_stacks", lambda *_: ["bf16"])
     monkeypatch.setattr(layers, "installed_int8_libraries", lambda _: ["slow"])
-    monkeypatch.setattr(step, "_compile", lambda stack, shape, _: (stack, shape))
+    monkeypatch.setattr(step, "compile_stack", lambda stack, shape, _: (stack, shape))
     monkeypatch.setattr(step, "_rows", lambda *args: (args[0], args[2]))
     monkeypatch.setattr(step, "with_ratios", lambda rows: [rows])
     assert list(step.rows([SMALL, SHAPE], DEPTH, **OPTIONS)) == [

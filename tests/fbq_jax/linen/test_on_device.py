@@ -10,8 +10,19 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import FallbackDot, GatedMLP, NormDense, fallback_dot, fp8_dot, recipes
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    MoEMLP,
+    NormDense,
+    Routing,
+    fallback_dot,
+    fp8_dot,
+    recipes,
+)
 from fbq_jax.bench import measure
+from fbq_jax.kernels.mosaic import gemm
+from fbq_jax.ops import dispatch
 from tests.gpus import h200s, needs_compiler, replace_triton_kernels
 from tests.marks import rows_with_first_fast, with_first_fast
 
@@ -27,6 +38,9 @@ MODULES = {
     "norm and dense": NormDense(128),
     "gated MLP": GatedMLP(128),
     "fp8": dense(fp8_dot),
+    "experts": MoEMLP(
+        Routing(num_experts=4), 128, dtype=jnp.bfloat16, dot_general=fallback_dot
+    ),
 }
 
 
@@ -49,13 +63,6 @@ def compiled_step(module, x):
     """The compiled step of a module, and its variables."""
     variables = module.init(jax.random.key(0), x)
     return jax.jit(step_of(module)).lower(variables, x).compile(), variables
-
-
-@pytest.mark.parametrize("name", with_first_fast(MODULES))
-def test_a_step_has_no_conditional(name):
-    x = jnp.ones((256, 256), jnp.bfloat16)
-    step, _ = compiled_step(MODULES[name], x)
-    assert " conditional(" not in step.as_text()
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def test_only_the_kernels_of_a_step_compile(name, monkeypatch):
     assert set(launch._compilations) == lowered
 
 
-def compile_for_h200(step, module, x_shape):
+def compile_for_h200(step, module, x_shape, options=None):
     """The HLO of a step ``(variables, x)`` that donates the variables."""
     sharding = NamedSharding(h200s(1, "all"), P())
     x = jax.ShapeDtypeStruct(x_shape, jnp.bfloat16, sharding=sharding)
@@ -106,7 +113,8 @@ def compile_for_h200(step, module, x_shape):
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
         jax.eval_shape(module.init, jax.random.key(0), row),
     )
-    return jax.jit(step, donate_argnums=0).lower(variables, x).compile().as_text()
+    lowered = jax.jit(step, donate_argnums=0).lower(variables, x)
+    return lowered.compile(compiler_options=options).as_text()
 
 
 def triton_kernels(text):
@@ -129,13 +137,37 @@ def triton_kernels(text):
         ),
     ],
 )
-def test_a_step_on_a_gpu_is_one_graph_that_writes_state_in_place(name):
+def test_a_step_on_a_gpu_writes_state_in_place(name):
     """XLA launches each kernel by itself, and copies nothing of the state."""
     module = MODULES[name]
     text = compile_for_h200(step_of(module), module, (256, 256))
     assert triton_kernels(text) >= 5
     assert not re.findall(r".*\[\]\S* copy\(.*", text)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("triton_calls")
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    rows_with_first_fast(
+        [(name, backend) for name in MODULES for backend in ("mosaic", "triton")]
+    ),
+)
+def test_a_step_on_a_gpu_is_one_cuda_graph(name, backend, monkeypatch, tmp_path):
+    """XLA's list of what the host starts has one entry, with all kernels inside."""
+    monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, backend)
+    module = MODULES[name]
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    text = compile_for_h200(step_of(module), module, (256, 256), dump)
+    assert " conditional(" not in text
     assert " while(" not in text
+    (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    entries = file.read_text()
+    assert re.findall(r"^\d+: (\w+)", entries, re.MULTILINE) == ["kCommandBuffer"]
+    if name != "fp8":  # whose products are XLA's
+        in_mosaic = len(re.findall(r"kCustomCall  ", entries))
+        assert bool(in_mosaic) == (backend == "mosaic")
 
 
 @needs_compiler

@@ -237,8 +237,8 @@ def test_delayed_scales_follow_all_devices():
             variables = {**variables, **state}
         return state[OWG]["dot_general"]
 
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    mapped = jax.shard_map(two_steps, mesh=mesh_of(data=DEVICES), **specs)
+    specs = {"in_specs": (P(), P(("data", "fsdp"))), "out_specs": P()}
+    mapped = jax.shard_map(two_steps, mesh=mesh_of(data=2, fsdp=2), **specs)
     state = jax.jit(mapped)(variables, x)
     chex.assert_trees_all_close(state, jax.jit(two_steps)(variables, x), rtol=1e-5)
     assert state["lhs"]["amax_history"][0] == jnp.max(jnp.abs(x))

@@ -46,7 +46,7 @@ def compiler(monkeypatch):
     compiler = Compiler()
     monkeypatch.setattr(launch_module, "_compilations", {})
     monkeypatch.setattr(launch_module, "_waiting", {})
-    launch_module._fill_driver_cache.cache_clear()
+    monkeypatch.setattr(launch_module, "_filled", set())
     monkeypatch.setattr(launch_module, "compute_capability", lambda: 90)
     # A function, so that it becomes a method.
     monkeypatch.setattr(Call, "compile", lambda *args: compiler(*args))
@@ -191,7 +191,7 @@ def test_the_driver_compiles_each_kernel_once_in_another_thread(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     with futures.ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(launch_module, "compiling_threads", lambda: pool)
+        monkeypatch.setattr(launch_module, "_driver_threads", lambda: pool)
         compile_and_lower(lambda x: call("kernel", x) + call("kernel", -x))
         compile_and_lower(lambda x: -call("kernel", x))
     assert [args for args, _ in filled] == [("the assembly", "kernel", 3)]
@@ -347,7 +347,7 @@ program = jax.jit(
         negate, x, outputs=outputs, grid=grid, COUNT=128
     )[0]
 ).lower(x).compile()
-launch_module.compiling_threads().shutdown()
+launch_module._driver_threads().shutdown()
 (counts,) = filled
 before = files()
 assert jnp.array_equal(program(x), -x)
