@@ -106,7 +106,7 @@ LARGER = dataclasses.replace(
     studied=0,
 )
 
-# 300 million tokens, with 16 sequences at a time on each of four GPUs.
+# 300 million tokens, with 8 sequences at a time on each of four GPUs.
 LARGER_ON_FOUR = dataclasses.replace(
     LARGER,
     mesh="fsdp=4",
