@@ -1,8 +1,8 @@
-"""Noise and types inside ``jax.shard_map`` and ``jax.pmap``, over manual mesh axes.
+"""Noise, types and maxima inside ``jax.shard_map`` and ``jax.pmap``.
 
-There, code runs once on each device and sees that device's shard only.  A layer whose
-seed is replicated would draw the same noise on every device, and the errors of its
-gradients would not average out.
+There, over manual mesh axes, code runs once on each device and sees that device's shard
+only.  A layer whose seed is replicated would draw the same noise on every device, and
+the errors of its gradients would not average out.
 """
 
 from typing import Any, TypeVar

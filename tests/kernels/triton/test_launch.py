@@ -318,7 +318,6 @@ def test_a_kernel_with_integers_runs():
 
 _FIRST_RUN = """
 import sys
-from concurrent import futures
 from pathlib import Path
 
 import jax
