@@ -26,6 +26,7 @@ from fbq_jax.core.llm_int8 import llm_int8_dot as llm_int8_dot
 from fbq_jax.core.qtensor import QTensor as QTensor
 from fbq_jax.core.ragged_dot import ragged_dot as ragged_dot
 from fbq_jax.core.routing import Routing as Routing
+from fbq_jax.core.weights_once import quantize_weights_once as quantize_weights_once
 from fbq_jax.fp8 import optim as optim
 from fbq_jax.fp8 import smooth_swiglu as smooth_swiglu
 from fbq_jax.fp8.smooth_swiglu import SmoothSwiGLU as SmoothSwiGLU

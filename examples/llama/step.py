@@ -27,7 +27,7 @@ from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from fbq_jax import fallback_stats, partitioned
+from fbq_jax import fallback_stats, partitioned, quantize_weights_once
 
 EVAL_BATCHES = 8
 
@@ -230,14 +230,22 @@ def _accumulate(
     """
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
 
+    def gradients(
+        params: PyTree, overwritten: PyTree, fallback: PyTree, tokens: jax.Array
+    ) -> Any:
+        differentiated = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
+        return value_and_grad(differentiated, fallback, tokens)
+
+    run: Callable[..., Any] = partial(gradients, state.params)
+    if tokens.shape[0] > 1:
+        operands = state.overwritten, state.fallback, tokens[0]
+        run = quantize_weights_once(gradients, state.params, *operands)
+
     def microbatch(
         carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
     ) -> tuple[tuple[PyTree, PyTree, PyTree], dict[str, Any]]:
         fallback, overwritten, total = carry
-        differentiated = {"params": state.params, OVERWRITE_WITH_GRADIENT: overwritten}
-        (_, (fallback, measured)), grads = value_and_grad(
-            differentiated, fallback, tokens
-        )
+        (_, (fallback, measured)), grads = run(overwritten, fallback, tokens)
         # Reduce-scattered here, so that no device holds the complete gradient.
         total = mesh.constrain(optax.tree.add(total, grads["params"]))
         return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), measured

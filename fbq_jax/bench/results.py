@@ -37,6 +37,7 @@ SECTIONS = (
     "block",
     "profile",
     "train",
+    "accumulation",
     "scaling",
     "parity",
 )

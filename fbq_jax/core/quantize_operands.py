@@ -15,6 +15,7 @@ from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.rows import FallbackCall, Matrices, Rows
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.core.weights_once import mark_quantization
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.recipes.schema import Recipe
@@ -75,6 +76,7 @@ def quantize_rhs(
     recipe = spec.recipe
     rows = recipe.dlhs.quantizers[1] if save else None
     columns = recipe.fwd.quantizers[1]
+    frozen = isinstance(w, Quantized)
     if isinstance(w, Quantized):
         if rows is None:
             return Layouts(None, w)
@@ -84,15 +86,21 @@ def quantize_rhs(
         floats = codes.dequantize(spec.rhs_dtype).mT
     else:
         floats = w
-    layouts = Matrices(floats).quantize(
-        spec,
-        seed,
-        RHS_STREAM,
-        recipe.rhs_block,
-        ("rowwise", "colwise"),
-        rowwise=rows,
-        colwise=None if isinstance(w, Quantized) else columns,
-    )
+
+    def quantize(w: jax.Array, seed: CallSeed) -> Layouts:
+        return Matrices(w).quantize(
+            spec,
+            seed,
+            RHS_STREAM,
+            recipe.rhs_block,
+            ("rowwise", "colwise"),
+            rowwise=rows,
+            colwise=None if frozen else columns,
+        )
+
+    if not any(x and x.rounding == "stochastic" for x in (rows, columns)):
+        seed = jnp.zeros((), jnp.uint32)  # not read, so codes depend on W only
+    layouts = mark_quantization(quantize)(floats, seed)
     return Layouts(layouts.rowwise, w) if isinstance(w, Quantized) else layouts
 
 

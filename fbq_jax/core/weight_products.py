@@ -238,8 +238,8 @@ class _Search:
                 use.in_float = True
         elif name in _LOOPS:
             return _LOOPS[name](self, eqn, inputs)
-        elif (inner := _inner(eqn)) is not None:
-            return self.jaxpr(inner, inputs)
+        elif (inner := inner_jaxpr(eqn)) is not None:
+            return self.jaxpr(inner.jaxpr, inputs)
         if all(x is not None for x in inputs):
             if name not in VIEWS:
                 for use in self._of(inputs):
@@ -256,17 +256,13 @@ class _Search:
         return [self.uses[index] for index in sorted(found)]
 
     def _scan(self, eqn: Any, inputs: list[_Weight | None]) -> Sequence[_Weight | None]:
-        # Constants, carried values, and arrays that lose their first axis inside.
-        body = eqn.params["jaxpr"].jaxpr
-        last = sum(map(_same_rank, eqn.invars, body.invars))
-        carried = sum(map(_same_rank, eqn.outvars, body.outvars))
+        body, (consts, carried) = eqn.params["jaxpr"].jaxpr, scan_sizes(eqn)
+        last = consts + carried
         for use in self._of(inputs[last:]):
             use.stacked += 1
         # What is carried counts as an activation.
         activations = [None] * carried
-        outputs = self.jaxpr(
-            body, [*inputs[: last - carried], *activations, *inputs[last:]]
-        )
+        outputs = self.jaxpr(body, [*inputs[:consts], *activations, *inputs[last:]])
         return [*activations, *outputs[carried:]]
 
     def _while(
@@ -287,15 +283,24 @@ class _Search:
 _LOOPS = {"scan": _Search._scan, "while": _Search._while, "cond": _Search._cond}
 
 
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan, its first inputs."""
+    # The other inputs and outputs are arrays that lose their first axis inside.
+    body = eqn.params["jaxpr"].jaxpr
+    carried = sum(map(_same_rank, eqn.outvars, body.outvars))
+    return sum(map(_same_rank, eqn.invars, body.invars)) - carried, carried
+
+
 def _same_rank(x: Any, y: Any) -> bool:
     return len(x.aval.shape) == len(y.aval.shape)
 
 
-def _inner(eqn: Any) -> Jaxpr | None:
+def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
     """The jaxpr that an equation calls with its own inputs, if there is one."""
     for value in eqn.params.values():
-        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-        if isinstance(inner, Jaxpr) and len(inner.invars) == len(eqn.invars):
+        inner = ClosedJaxpr(value, ()) if isinstance(value, Jaxpr) else value
+        is_jaxpr = isinstance(inner, ClosedJaxpr)
+        if is_jaxpr and len(inner.jaxpr.invars) == len(eqn.invars):
             return inner
     return None
 

@@ -14,6 +14,7 @@ SECTIONS = {
     "block": "a Llama block, forward and backward, and its memory",
     "profile": "the kernels of a Llama block",
     "train": "an optimizer step of a Llama with a billion parameters",
+    "accumulation": "such a step that accumulates the gradients of microbatches",
     "scaling": "an optimizer step on one GPU and on several",
     "parity": "how far losses on several GPUs are from those on one",
 }

@@ -91,6 +91,7 @@ def train(
     implementation: str | None,
     mesh: str = "",
     *,
+    microbatches: int = 1,
     steps: int,
     effort: Effort,
 ) -> tuple[Row, dict[str, Any]]:
@@ -100,10 +101,12 @@ def train(
 
     Args:
       name: the name of the row.
-      shape: ``(hidden, intermediate, layers, sequences)``.
+      shape: ``(hidden, intermediate, layers, sequences)``; the sequences are those of
+        one microbatch.
       recipe: the layers' recipe; None for bf16.
       implementation: the implementation of the library's ops; None lets it choose.
       mesh: the devices, as in ``--mesh`` of the training command.
+      microbatches: the number of microbatches of a step.
       steps: the number of steps before timing.
       effort: how long to time.
 
@@ -121,7 +124,7 @@ def train(
         quantized=recipe is not None,
     )
     with devices(mesh):
-        size = (1, sequences, llama.max_seq_len + 1)
+        size = (microbatches, sequences, llama.max_seq_len + 1)
         draw = np.random.default_rng(0).integers
         tokens = distribute(draw(0, VOCABULARY, size, np.int32))
         state, step = trainer(llama, product)
@@ -133,7 +136,7 @@ def train(
         timing = measure.step_timing(compiled, state, tokens, effort=effort)
     measured = row(
         timing,
-        work(llama, sequences * llama.max_seq_len),
+        work(llama, microbatches * sequences * llama.max_seq_len),
         what=name,
         implementation=backend,
         shape=shape,

@@ -30,16 +30,35 @@ def rows(
         than INT8 may.
     """
     for shape in shapes:
-        yield from with_ratios(_rows(shape, implementation, effort))
+        yield from with_ratios(measure_recipes(shape, implementation, effort))
 
 
-def _rows(
-    shape: tuple[int, ...], implementation: str | None, effort: Effort
+def measure_recipes(
+    shape: tuple[int, ...],
+    implementation: str | None,
+    effort: Effort,
+    *,
+    microbatches: int = 1,
 ) -> Iterator[Row]:
+    """Measures bf16 and the recipes.
+
+    Args:
+      shape: ``(hidden, intermediate, layers, sequences)``; the sequences are those of
+        one microbatch.
+      implementation: as in ``rows``.
+      effort: how long to time.
+      microbatches: the number of microbatches whose gradients a step averages.
+    """
     exact: dict[str, float] = {}
     for name, recipe in harness.recipes().items():
         measured, metrics = harness.train(
-            name, shape, recipe, implementation, steps=_STEPS, effort=effort
+            name,
+            shape,
+            recipe,
+            implementation,
+            microbatches=microbatches,
+            steps=_STEPS,
+            effort=effort,
         )
         actual = {of: float(metrics[of]) for of in _LIMITS}
         exact = exact or actual

@@ -11,6 +11,7 @@ import pytest
 
 from examples.llama import mesh
 from examples.llama.bench import (
+    accumulation,
     block,
     compile_tpu,
     harness,
@@ -84,6 +85,16 @@ def test_train(monkeypatch):
     bf16, row = measured
     assert bf16.errors == row.errors == {"loss": 0.0, "grad_norm": 0.0}
     assert row.peak_bytes > 0
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_accumulation(monkeypatch):
+    monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "again": None})
+    monkeypatch.setattr(harness, "VOCABULARY", 256)
+    measured = list(accumulation.rows([(128, 256, 1, 2, 3)], **OPTIONS))
+    weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
+    check_rates(measured, lambda _: 3 * 6 * 2 * 128 * (weights + 128 * 128))
+    assert [row.shape for row in measured] == 2 * [(128, 256, 1, 2, 3)]
 
 
 @pytest.fixture
