@@ -42,9 +42,11 @@ def quantize_weights_once(
         for batch in batches:  # or jax.lax.scan
             value, grads = gradients(batch)
 
-    Results do not change, because weights are rounded to nearest.  It takes layers of
-    any kind, in Linen and NNX, scanned or not.  Codes of weights for both passes, two
-    bytes per parameter, are in memory until the loop ends.
+    Results do not change, because weights are rounded to nearest.  It takes
+    ``dot_general`` and all layers of a ``FallbackDot``, in Linen and NNX, scanned or
+    not.  The codes of weights, two bytes per parameter, are in memory until the loop
+    ends, sharded as the weights are.  ``Fp8Dot``, ``LlmInt8Dot`` and the INT8 data flow
+    quantize in every call.
 
     Args:
       function: maps ``(params, *args)`` to a tree of arrays.  It takes the gradient
