@@ -80,10 +80,8 @@ def quantize_weights_once(
     True
     """
     layers: list[str | None] = []
-    with (
-        _layers(_Layers(layers)),
-        jax.disable_jit(False),
-    ):  # a mark is a jitted function
+    # A mark is the name of a jitted function.
+    with _layers(_Layers(layers)), jax.disable_jit(False):
         closed, results = jax.make_jaxpr(function, return_shape=True)(params, *args)
     known = [_Known(x) for x in jax.tree.leaves(params)]
     shapes = [_Shape(x.shape, x.dtype) for x in closed.in_avals[len(known) :]]
@@ -114,9 +112,7 @@ def quantize_weights_once(
     return with_codes
 
 
-def mark_quantization(
-    quantize: Callable[..., Results],
-) -> Callable[..., Results]:
+def mark_quantization(quantize: Callable[..., Results]) -> Callable[..., Results]:
     """Marks a quantization of weights for ``quantize_weights_once``."""
     if _layers.value is None:
         return quantize
