@@ -53,6 +53,7 @@ SPEEDS = (
     ("Llama block of 2048 channels", "block", (2048, 5632, 16384)),
     ("optimizer step of a Llama, 4 layers of 4096", "train", (4096, 14336, 4, 8)),
     ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 4)),
+    ("the same, with four microbatches", "accumulation", (2048, 5632, 22, 4, 4)),
 )
 BLOCK = (4096, 14336, 16384)
 
@@ -60,8 +61,8 @@ BLOCK = (4096, 14336, 16384)
 def rows(
     section: str, shape: Iterable[int], sections: Mapping[str, Any] = SECTIONS
 ) -> dict[str, Row]:
-    """The rows of a section with this shape, by name."""
-    of_section = sections[section]["rows"]
+    """The rows of a section with this shape, by name; empty without the section."""
+    of_section = sections[section]["rows"] if section in sections else []
     return {row.what: row for row in of_section if row.shape == tuple(shape)}
 
 
