@@ -22,6 +22,7 @@ from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.core.weight_products import mark_weight
+from fbq_jax.core.weights_once import computed_once
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -229,7 +230,8 @@ def _equalized_matmul(
         assert w.exponents is not None
         powers = w.exponents.mT
     else:
-        powers = equalization.exponents(lax.stop_gradient(w))
+        exponents = computed_once(equalization.exponents)
+        powers = exponents(lax.stop_gradient(w))
         w = powers.remove(w)
     equalized = spec._replace(
         dtype=equalization.wide(spec.dtype),

@@ -3,8 +3,8 @@
 A training step that accumulates gradients calls its model once for each microbatch with
 the same parameters.  JAX does not move computations out of a loop, and XLA moves none
 out of a scan over layers inside it.  So ``quantize_weights_once`` traces the function
-that the loop calls, finds the quantizations of weights that depend on parameters only,
-and computes them beforehand; the function then reads the codes.
+that the loop calls, finds the marked functions of weights that depend on parameters
+only, and computes them beforehand; the function then reads the codes.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from fbq_jax.sharding.layer_names import current_layer
 
 Results = TypeVar("Results")
 
-_MARK = "fbq_jax_quantize_weight_"
+_MARK = "fbq_jax_once_"
 # The names of primitives that call a jaxpr: of ``jax.checkpoint``, and all.
 _REMAT = frozenset({"checkpoint", "remat2"})
 _CALLS = _REMAT | {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
@@ -112,24 +112,24 @@ def quantize_weights_once(
     return with_codes
 
 
-def mark_quantization(quantize: Callable[..., Results]) -> Callable[..., Results]:
-    """Marks a quantization of weights for ``quantize_weights_once``."""
+def computed_once(function: Callable[..., Results]) -> Callable[..., Results]:
+    """Marks a function of a weight that ``quantize_weights_once`` computes once."""
     if _layers.value is None:
-        return quantize
+        return function
 
     def marked(*args: Any) -> Results:
-        return quantize(*args)
+        return function(*args)
 
     layers = _layers.value.names
     marked.__name__ = f"{_MARK}{len(layers)}"
     layers.append(current_layer())
-    marked_quantize: Callable[..., Results] = jax.jit(marked)
-    return marked_quantize
+    marked_function: Callable[..., Results] = jax.jit(marked)
+    return marked_function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layers:
-    """The layers of the marked quantizations; hashable, as JAX's contexts must be."""
+    """The layers of the marks, in order; hashable, as JAX's contexts must be."""
 
     names: list[str | None]
 

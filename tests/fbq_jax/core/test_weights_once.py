@@ -27,7 +27,7 @@ from tests.marks import with_first_fast
 
 K, F = 128, 192
 BATCHES = jax.random.normal(jax.random.key(0), (3, 128, K), jnp.bfloat16)
-MARK = "fbq_jax_quantize_weight"
+MARK = "fbq_jax_once_"
 
 
 class Block(nn.Module):
@@ -156,6 +156,8 @@ def test_every_recipe(name):
     model = Unrolled(dot=FallbackDot(recipes.NAMED[name]))
     gradient, (params, state) = gradient_of(model), start(model)
     assert_equal(once(gradient, params, state), in_every_call(gradient, params, state))
+    fixed = quantize_weights_once(gradient, params, state, BATCHES[0])
+    assert_without_quantization(fixed, state, BATCHES[0])
 
 
 def test_weights_are_quantized_before_the_loop():
