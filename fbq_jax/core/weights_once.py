@@ -350,7 +350,7 @@ def _left_marks(jaxpr: Jaxpr, codes: _Codes) -> Iterator[int]:
             inner_codes = found.codes if isinstance(found, _ScanCodes) else found
             for inner in _jaxprs_inside(eqn):
                 yield from _left_marks(inner, inner_codes)
-        elif not found:
+        elif not found and eqn.outvars:  # JAX may have split it, and left none
             yield int(eqn.params["name"].removeprefix(_MARK))
 
 

@@ -265,6 +265,28 @@ def in_while(w, x):
     )
 
 
+def test_nested_scans_and_a_weight_of_all_layers():
+    """JAX itself takes the shared weight out of the scans, in parts."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    weights = jax.random.normal(keys[0], (2, 2, K, K)) / K**0.5
+    params = {"shared": jax.random.normal(keys[1], (K, K)) / K**0.5, "own": weights}
+    x = jax.random.normal(keys[2], (K, K))
+
+    def loss(params, x):
+        def layer(x, w):
+            return weight_product(
+                jnp.tanh(weight_product(x, w)), params["shared"]
+            ), None
+
+        def group(x, ws):
+            return jax.lax.scan(layer, x, ws)
+
+        return loss_of(jax.lax.scan(group, x, params["own"], reverse=True)[0])
+
+    fixed = quantize_weights_once(jax.grad(loss), params, x)  # a warning is an error
+    assert_equal(jax.jit(fixed)(x), jax.jit(jax.grad(loss))(params, x))
+
+
 @pytest.mark.parametrize(
     "function", [of_inputs, in_cond, in_while, rounded_stochastically]
 )
