@@ -22,7 +22,7 @@ from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.core.weight_products import mark_weight
-from fbq_jax.core.weights_once import computed_once
+from fbq_jax.core.weights_once import mark_constant
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -230,7 +230,7 @@ def _equalized_matmul(
         assert w.exponents is not None
         powers = w.exponents.mT
     else:
-        exponents = computed_once(equalization.exponents)
+        exponents = mark_constant(equalization.exponents)
         powers = exponents(lax.stop_gradient(w))
         w = powers.remove(w)
     equalized = spec._replace(

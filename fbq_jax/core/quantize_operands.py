@@ -15,7 +15,7 @@ from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.rows import FallbackCall, Matrices, Rows
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.core.weights_once import computed_once
+from fbq_jax.core.weights_once import mark_constant
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.recipes.schema import Recipe
@@ -100,7 +100,7 @@ def quantize_rhs(
 
     if not any(x and x.rounding == "stochastic" for x in (rows, columns)):
         seed = jnp.zeros((), jnp.uint32)  # not read, so codes depend on W only
-    layouts = computed_once(quantize)(floats, seed)
+    layouts = mark_constant(quantize)(floats, seed)
     return Layouts(layouts.rowwise, w) if isinstance(w, Quantized) else layouts
 
 

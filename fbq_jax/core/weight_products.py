@@ -298,9 +298,13 @@ def _same_rank(x: Any, y: Any) -> bool:
 def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
     """The jaxpr that an equation calls with its own inputs, if there is one."""
     for value in eqn.params.values():
-        inner = ClosedJaxpr(value, ()) if isinstance(value, Jaxpr) else value
-        is_jaxpr = isinstance(inner, ClosedJaxpr)
-        if is_jaxpr and len(inner.jaxpr.invars) == len(eqn.invars):
+        if isinstance(value, ClosedJaxpr):  # newer versions of JAX have this class only
+            inner = value
+        elif isinstance(value, Jaxpr):
+            inner = ClosedJaxpr(value, ())
+        else:
+            continue
+        if len(inner.jaxpr.invars) == len(eqn.invars):
             return inner
     return None
 

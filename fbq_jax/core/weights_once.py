@@ -7,7 +7,9 @@ that the loop calls, finds the marked functions of weights that depend on parame
 only, and computes them beforehand; the function then reads the codes.
 """
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +27,9 @@ Results = TypeVar("Results")
 _MARK = "fbq_jax_once_"
 # The names of primitives that call a jaxpr: of ``jax.checkpoint``, and all.
 _REMAT = frozenset({"checkpoint", "remat2"})
-_CALLS = _REMAT | {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
+_CALLS = _REMAT | {
+    *("closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"),
+}
 # Part of the key of JAX's trace caches: a layer that was traced before is traced again.
 _layers = jax.make_user_context(None)
 
@@ -35,38 +39,39 @@ def quantize_weights_once(
 ) -> Callable[..., Results]:
     """Fixes the parameters of a function, and quantizes its weights here and now.
 
-    A step that accumulates gradients calls this before its loop over microbatches, so
-    that it quantizes each weight once, and not once for each microbatch::
+    A jitted step that accumulates gradients calls this before its loop over
+    microbatches, so that it quantizes each weight once, and not once for each
+    microbatch::
 
         gradients = quantize_weights_once(jax.value_and_grad(loss), params, batches[0])
-        for batch in batches:  # or jax.lax.scan
-            value, grads = gradients(batch)
+        values, grads = jax.lax.map(gradients, batches)
 
     Results do not change, because weights are rounded to nearest.  It takes
     ``dot_general`` and all layers of a ``FallbackDot``, in Linen and NNX, scanned or
-    not.  The codes of weights, two bytes per parameter, are in memory until the loop
-    ends, sharded as the weights are.  ``Fp8Dot``, ``LlmInt8Dot`` and the INT8 data flow
-    quantize in every call.
+    not.  The codes of weights, with a gradient two bytes per parameter, are in memory
+    until the loop ends, sharded as the weights are.  ``Fp8Dot``, ``LlmInt8Dot`` and the
+    INT8 data flow quantize in every call.
 
     Args:
       function: maps ``(params, *args)`` to a tree of arrays.  It takes the gradient
         itself, as ``jax.value_and_grad(loss)`` does: the result is not to be
         differentiated.
       params: a tree of arrays.
-      *args: trees of arrays, or ``jax.ShapeDtypeStruct``, like those that the loop
-        passes; only shapes and dtypes are read.
+      *args: trees of arrays, or of ``jax.ShapeDtypeStruct``, with the types of those
+        that the loop passes; their values are not read.
 
     Returns:
       A function of ``args`` with the results of ``function(params, *args)``.
 
     Raises:
-      TypeError: the returned function gets arguments of other structures, shapes or
-        dtypes than ``args``.
+      TypeError: the returned function gets arguments of another structure or of other
+        types: shape, dtype, weak or not, and over manual and explicit mesh axes whether
+        they vary and how they are sharded.
 
     Warns:
       UserWarning: weights are quantized in every call, because they also depend on
-        other arguments than ``params``, or are inside ``jax.lax.cond``,
-        ``jax.lax.while_loop`` or ``jax.shard_map``.
+        other arguments than ``params`` or on what a loop carries, or are inside
+        ``jax.lax.cond``, ``jax.lax.while_loop`` or ``jax.shard_map``.
 
     >>> import jax.numpy as jnp
     >>> from fbq_jax import dot_general
@@ -84,35 +89,37 @@ def quantize_weights_once(
     with _layers(_Layers(layers)), jax.disable_jit(False):
         closed, results = jax.make_jaxpr(function, return_shape=True)(params, *args)
     known = [_Known(x) for x in jax.tree.leaves(params)]
-    shapes = [_Shape(x.shape, x.dtype) for x in closed.in_avals[len(known) :]]
+    types = [str(x) for x in closed.in_avals[len(known) :]]
     structure: Any = jax.tree.structure(args)
-    codes, _ = _find(closed, [*known, *[None] * len(shapes)])
+    codes, _ = _find(closed, [*known, *[None] * len(types)], {})
     if left := sorted(set(_left_marks(closed.jaxpr, codes))):
         names = dict.fromkeys(layers[mark] or "a layer without a name" for mark in left)
         warnings.warn(
             f"these layers quantize their weights in every call: {', '.join(names)}. "
-            "quantize_weights_once takes weights that depend on params only, with "
-            "nearest rounding, and that are not inside jax.lax.cond, "
-            "jax.lax.while_loop or jax.shard_map",
+            "quantize_weights_once takes weights that depend on params only, not on "
+            "what a loop carries, with nearest rounding, and that are not inside "
+            "jax.lax.cond, jax.lax.while_loop or jax.shard_map",
             stacklevel=2,
         )
+    run = jax.jit(functools.partial(_run, closed))
+    values = [x.value for x in known]
 
     def with_codes(*args: Any) -> Results:
         leaves, got = jax.tree.flatten(args)
-        found = [_Shape(x.shape, x.dtype) for x in map(jax.typeof, leaves)]
-        if got != structure or found != shapes:
+        found = [str(jax.typeof(x)) for x in leaves]
+        if got != structure or found != types:
             raise TypeError(
-                f"this function was made for {_described(structure, shapes)}, and got "
-                f"{_described(got, found)}: pass quantize_weights_once arguments of "
-                "the shapes and dtypes that the loop passes"
+                f"this function was made for {jax.tree.unflatten(structure, types)}, "
+                f"and got {jax.tree.unflatten(got, found)}: pass quantize_weights_once "
+                "arguments of the types that the loop passes"
             )
-        out = _run(closed, [*(x.value for x in known), *leaves], codes)
+        out = run([*values, *leaves], codes)
         return jax.tree.unflatten(jax.tree.structure(results), out)
 
     return with_codes
 
 
-def computed_once(function: Callable[..., Results]) -> Callable[..., Results]:
+def mark_constant(function: Callable[..., Results]) -> Callable[..., Results]:
     """Marks a function of a weight that ``quantize_weights_once`` computes once."""
     if _layers.value is None:
         return function
@@ -134,16 +141,6 @@ class _Layers:
     names: list[str | None]
 
 
-class _Shape(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-def _described(structure: Any, shapes: list[_Shape]) -> Any:
-    texts = [f"{x.dtype}{list(x.shape)}" for x in shapes]
-    return jax.tree.unflatten(structure, texts)
-
-
 class _Known(NamedTuple):
     """A value that depends on parameters only.
 
@@ -160,11 +157,14 @@ class _ScanCodes(NamedTuple):
     """What is known of a scan.
 
     Attributes:
-      codes: those of the body, stacked.
-      results: by position among the scan's stacked results, those that are known.
+      constant: the codes of its body that depend on the scan's constants only.
+      sliced: the other codes of its body, stacked.
+      results: by position among the scan's stacked results, those that depend on
+        ``sliced``.
     """
 
-    codes: "_Codes"
+    constant: "_Codes"
+    sliced: "_Codes"
     results: dict[int, jax.Array]
 
 
@@ -174,12 +174,13 @@ _Codes = dict[int, Any]
 
 
 def _find(
-    closed: ClosedJaxpr, inputs: Sequence[_Known | None]
+    closed: ClosedJaxpr, inputs: Sequence[_Known | None], earlier: _Codes
 ) -> tuple[_Codes, list[_Known | None]]:
     """Computes what is known of a jaxpr.
 
     Returns:
-      The results of marked equations, and the known results of the jaxpr.
+      The results of marked equations that ``earlier`` lacks, and the known results of
+      the jaxpr.
     """
     jaxpr, codes = closed.jaxpr, _Codes()
     values: dict[Var, _Known | None] = {
@@ -192,7 +193,10 @@ def _find(
         return _Known(x.val) if isinstance(x, Literal) else values[x]
 
     for position, eqn in enumerate(jaxpr.eqns):
-        results, found = _find_in_equation(eqn, [read(x) for x in eqn.invars])
+        with _scopes_of(eqn):
+            results, found = _find_in_equation(
+                eqn, [read(x) for x in eqn.invars], earlier.get(position)
+            )
         if jax.tree.leaves(found):
             codes[position] = found
         values.update(zip(eqn.outvars, results, strict=True))
@@ -200,53 +204,78 @@ def _find(
 
 
 def _find_in_equation(
-    eqn: Any, inputs: list[_Known | None]
+    eqn: Any, inputs: list[_Known | None], earlier: Any
 ) -> tuple[Sequence[_Known | None], Any]:
     """The known results of an equation, and what ``_Codes`` has of it."""
     for inner in _opened(eqn):
         if any(True for _ in _left_marks(inner.jaxpr, {})):
             if eqn.primitive.name == "scan":
-                return _find_in_scan(eqn, inputs)
-            codes, known_results = _find(inner, inputs)
+                return _find_in_scan(eqn, inputs, earlier or _ScanCodes({}, {}, {}))
+            codes, known_results = _find(inner, inputs, earlier or {})
             return known_results, codes
     known = [x for x in inputs if x is not None]
     if len(known) < len(inputs) or eqn.effects:
         return [None] * len(eqn.outvars), None
     results = _bind(eqn, [x.value for x in known])
     if _is_marked(eqn):
-        return [_Known(x, of_codes=True) for x in results], results
+        found = None if earlier else results
+        return [_Known(x, of_codes=True) for x in results], found
     of_codes = any(x.of_codes for x in known)
     return [_Known(x, of_codes) for x in results], None
 
 
 def _find_in_scan(
-    eqn: Any, inputs: list[_Known | None]
+    eqn: Any, inputs: list[_Known | None], earlier: _ScanCodes
 ) -> tuple[list[_Known | None], _ScanCodes]:
     body, (consts, carried) = eqn.params["jaxpr"], scan_sizes(eqn)
-    stacked = inputs[consts + carried :]
+    constants, stacked = inputs[:consts], inputs[consts + carried :]
+    unknown = [None] * (carried + len(stacked))
+    constant, of_constants = _find(body, [*constants, *unknown], earlier.constant)
+    found_before = _union(earlier.constant, _union(constant, earlier.sliced))
+    of_codes: dict[int, bool] = {}
 
-    def step(_: None, slices: list[Any]) -> tuple[None, _ScanCodes]:
+    def step(_: None, slices: list[Any]) -> tuple[None, Any]:
         own = [
             x and _Known(y, x.of_codes) for x, y in zip(stacked, slices, strict=True)
         ]
-        codes, results = _find(body, [*inputs[:consts], *[None] * carried, *own])
-        known = {
-            position: result.value
-            for position, result in enumerate(results[carried:])
-            if result is not None and result.of_codes
-        }
-        return None, _ScanCodes(codes, known)
+        known = [*constants, *[None] * carried, *own]
+        sliced, results = _find(body, known, found_before)
+        found = {i: x for i, x in enumerate(results[carried:]) if x is not None}
+        of_codes.update({i: x.of_codes for i, x in found.items()})
+        values = {i: x.value for i, x in found.items()}
+        return None, (sliced, values)
 
     slices = [x and x.value for x in stacked]
-    _, found = lax.scan(step, None, slices, length=eqn.params["length"])
+    length = eqn.params["length"]
+    _, (sliced, values) = lax.scan(step, None, slices, length=length)
     results: list[_Known | None] = [None] * len(eqn.outvars)
-    for position, result in found.results.items():
-        results[carried + position] = _Known(result, of_codes=True)
-    return results, found
+    kept = {}
+    for position, value in values.items():
+        results[carried + position] = _Known(value, of_codes[position])
+        # What depends on constants only would be the same value, stacked.
+        if of_codes[position] and of_constants[carried + position] is None:
+            kept[position] = value
+    return results, _ScanCodes(constant, sliced, kept)
+
+
+def _union(one: _Codes, other: _Codes) -> _Codes:
+    """All codes of two parts."""
+    union = one | other
+    for position in one.keys() & other.keys():
+        first, second = one[position], other[position]
+        if isinstance(first, _ScanCodes):
+            union[position] = _ScanCodes(
+                _union(first.constant, second.constant),
+                _union(first.sliced, second.sliced),
+                first.results | second.results,
+            )
+        else:
+            union[position] = _union(first, second)
+    return union
 
 
 def _run(closed: ClosedJaxpr, inputs: Sequence[Any], codes: _Codes) -> list[Any]:
-    """Computes a jaxpr, but for what is known."""
+    """Computes a jaxpr, with the results of marked equations that are known."""
     jaxpr = closed.jaxpr
     values: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
@@ -256,14 +285,15 @@ def _run(closed: ClosedJaxpr, inputs: Sequence[Any], codes: _Codes) -> list[Any]
 
     for position, eqn in enumerate(jaxpr.eqns):
         arguments = [read(x) for x in eqn.invars]
-        if position not in codes:
-            results = _bind(eqn, arguments)
-        elif _is_marked(eqn):
-            results = codes[position]
-        elif eqn.primitive.name == "scan":
-            results = _run_scan(eqn, arguments, codes[position])
-        else:
-            results = _run_inner(eqn, arguments, codes[position])
+        with _scopes_of(eqn):
+            if position not in codes:
+                results = _bind(eqn, arguments)
+            elif _is_marked(eqn):
+                results = codes[position]
+            elif eqn.primitive.name == "scan":
+                results = _run_scan(eqn, arguments, codes[position])
+            else:
+                results = _run_inner(eqn, arguments, codes[position])
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
@@ -273,7 +303,8 @@ def _run_scan(eqn: Any, inputs: list[Any], found: _ScanCodes) -> list[Any]:
     positions = range(len(eqn.outvars) - carried)
 
     def step(carry: list[Any], slices: Any) -> tuple[list[Any], dict[int, Any]]:
-        stacked, codes = slices
+        stacked, sliced = slices
+        codes = _union(found.constant, sliced)
         results = _run(body, [*inputs[:consts], *carry, *stacked], codes)
         computed = {
             position: results[carried + position]
@@ -285,7 +316,7 @@ def _run_scan(eqn: Any, inputs: list[Any], found: _ScanCodes) -> list[Any]:
     carry, computed = lax.scan(
         step,
         inputs[consts : consts + carried],
-        (inputs[consts + carried :], found.codes),
+        (inputs[consts + carried :], found.sliced),
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
@@ -296,6 +327,7 @@ def _run_scan(eqn: Any, inputs: list[Any], found: _ScanCodes) -> list[Any]:
 
 def _run_inner(eqn: Any, inputs: list[Any], codes: _Codes) -> list[Any]:
     (inner,) = _opened(eqn)
+    params = eqn.params
 
     def run(inputs: list[Any], codes: _Codes) -> list[Any]:
         return _run(inner, inputs, codes)
@@ -304,23 +336,40 @@ def _run_inner(eqn: Any, inputs: list[Any], codes: _Codes) -> list[Any]:
         leaves = jax.tree.leaves(codes)
         closed = jax.make_jaxpr(run)(inputs, codes)
         assert not closed.consts
-        cse = eqn.params["prevent_cse"]
+        cse = params["prevent_cse"]
         if isinstance(cse, tuple):
             cse = *cse, *[True] * len(leaves)
         changed = {"jaxpr": closed.jaxpr, "prevent_cse": cse}
         return _bind(eqn, [*inputs, *leaves], **changed)
-    run.__name__ = eqn.params.get("name", run.__name__)
-    return jax.jit(run)(inputs, codes)
+    run.__name__ = params.get("name", run.__name__)
+    inputs = _constrained(inputs, params.get("in_shardings"))
+    return _constrained(jax.jit(run)(inputs, codes), params.get("out_shardings"))
+
+
+def _constrained(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
+    """Values with the shardings that a jitted function was given, where it was."""
+    return [
+        lax.with_sharding_constraint(x, sharding)
+        if isinstance(sharding, jax.sharding.Sharding)
+        else x
+        for x, sharding in zip(values, shardings or [None] * len(values), strict=True)
+    ]
 
 
 def _bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Any:
-    """The results of an equation, in the scopes that it was traced in."""
+    """The results of an equation."""
     params = eqn.primitive.get_bind_params(eqn.params | changed)
+    results = eqn.primitive.bind(*inputs, **params)
+    return results if eqn.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def _scopes_of(eqn: Any) -> Iterator[None]:
+    """The named scopes and the mesh that an equation was traced in."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), eqn.ctx.manager:
-        results = eqn.primitive.bind(*inputs, **params)
-    return results if eqn.primitive.multiple_results else [results]
+        yield
 
 
 def _is_marked(eqn: Any) -> bool:
@@ -329,17 +378,12 @@ def _is_marked(eqn: Any) -> bool:
 
 def _opened(eqn: Any) -> Iterator[ClosedJaxpr]:
     """The jaxpr inside an equation, if codes can be brought into it."""
-    name, params = eqn.primitive.name, eqn.params
-    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    if name == "scan":
-        yield params["jaxpr"]
-    elif (
-        name in _CALLS
-        and not _is_marked(eqn)
-        and not any(isinstance(x, jax.sharding.Sharding) for x in shardings)
-        and (inner := inner_jaxpr(eqn)) is not None
-    ):
-        yield inner
+    if eqn.primitive.name == "scan":
+        yield eqn.params["jaxpr"]
+    elif eqn.primitive.name in _CALLS and not _is_marked(eqn):
+        inner = inner_jaxpr(eqn)
+        if inner is not None:
+            yield inner
 
 
 def _left_marks(jaxpr: Jaxpr, codes: _Codes) -> Iterator[int]:
@@ -347,9 +391,10 @@ def _left_marks(jaxpr: Jaxpr, codes: _Codes) -> Iterator[int]:
     for position, eqn in enumerate(jaxpr.eqns):
         found = codes.get(position, {})
         if not _is_marked(eqn):
-            inner_codes = found.codes if isinstance(found, _ScanCodes) else found
+            if isinstance(found, _ScanCodes):
+                found = _union(found.constant, found.sliced)
             for inner in _jaxprs_inside(eqn):
-                yield from _left_marks(inner, inner_codes)
+                yield from _left_marks(inner, found)
         elif not found and eqn.outvars:  # JAX may have split it, and left none
             yield int(eqn.params["name"].removeprefix(_MARK))
 

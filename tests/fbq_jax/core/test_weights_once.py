@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fbq_jax
 from fbq_jax import (
@@ -128,8 +129,14 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def assert_without_quantization(fixed, *args):
-    """Asserts that a function quantizes no weight."""
+def assert_hoisted(function, params, *args):
+    """Asserts that weights are quantized, and none in the function that is returned."""
+
+    def run(params, *args):
+        return quantize_weights_once(function, params, *args)(*args)
+
+    assert MARK in str(jax.make_jaxpr(run)(params, *args))
+    fixed = quantize_weights_once(function, params, *args)
     assert MARK not in str(jax.make_jaxpr(fixed)(*args))
 
 
@@ -147,8 +154,7 @@ MODELS = {
 def test_losses_states_and_gradients_are_equal(name):
     gradient, (params, state) = gradient_of(MODELS[name]), start(MODELS[name])
     assert_equal(once(gradient, params, state), in_every_call(gradient, params, state))
-    fixed = quantize_weights_once(gradient, params, state, BATCHES[0])
-    assert_without_quantization(fixed, state, BATCHES[0])
+    assert_hoisted(gradient, params, state, BATCHES[0])
 
 
 @pytest.mark.parametrize("name", with_first_fast(recipes.NAMED, fast=0))
@@ -156,8 +162,7 @@ def test_every_recipe(name):
     model = Unrolled(dot=FallbackDot(recipes.NAMED[name]))
     gradient, (params, state) = gradient_of(model), start(model)
     assert_equal(once(gradient, params, state), in_every_call(gradient, params, state))
-    fixed = quantize_weights_once(gradient, params, state, BATCHES[0])
-    assert_without_quantization(fixed, state, BATCHES[0])
+    assert_hoisted(gradient, params, state, BATCHES[0])
 
 
 def test_weights_are_quantized_before_the_loop():
@@ -192,8 +197,7 @@ def test_nnx():
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     assert_equal(once(gradient, params, state), in_every_call(gradient, params, state))
-    fixed = quantize_weights_once(gradient, params, state, BATCHES[0])
-    assert_without_quantization(fixed, state, BATCHES[0])
+    assert_hoisted(gradient, params, state, BATCHES[0])
 
 
 def test_outside_jit_and_without_a_gradient():
@@ -207,7 +211,7 @@ def test_outside_jit_and_without_a_gradient():
         forward, params, jax.ShapeDtypeStruct(BATCHES.shape[1:], BATCHES.dtype)
     )
     np.testing.assert_array_equal(fixed(BATCHES[1]), forward(params, BATCHES[1]))
-    assert_without_quantization(fixed, BATCHES[0])
+    assert_hoisted(forward, params, BATCHES[0])
 
 
 @needs_devices
@@ -229,7 +233,43 @@ def test_sharded(kind):
 
     with jax.set_mesh(mesh):
         plain, with_codes = jax.jit(run)(params, state, batches)
+        assert_hoisted(gradient, params, state, batches[0])
     assert_equal(with_codes, plain)
+
+
+@needs_devices
+def test_types_over_manual_axes():
+    """A program for a batch that does not vary would not sum its gradient."""
+
+    def gradient(w, x):
+        return jax.grad(lambda w: loss_of(weight_product(x, w)))(w)
+
+    def on_device(w, x):
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return quantize_weights_once(gradient, w, like)(x)
+
+    mesh = mesh_of(data=2)
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+    )
+    with pytest.raises(TypeError, match=r"128\]',\), and got \('float32.*\{V:data\}"):
+        jax.jit(mapped)(jnp.ones((K, K)), jnp.ones((256, K)))
+
+
+@needs_devices
+def test_a_jitted_function_with_shardings():
+    mesh = mesh_of(data=2)
+    sharded, copies = (NamedSharding(mesh, P(*spec)) for spec in (("data",), ()))
+    jitted = jax.jit(weight_product, in_shardings=(sharded, copies))
+    w, x = jnp.ones((K, F)), jax.random.normal(jax.random.key(0), (256, K))
+
+    def forward(w, x):
+        return jitted(x, w)
+
+    fixed = jax.jit(quantize_weights_once(forward, w, x))
+    np.testing.assert_array_equal(fixed(x), forward(w, x))
+    assert fixed(x).sharding.is_equivalent_to(sharded, 2)
+    assert_hoisted(forward, w, x)
 
 
 def weight_product(x, w, recipe=recipes.block, key=None):
@@ -265,7 +305,8 @@ def in_while(w, x):
     )
 
 
-def test_nested_scans_and_a_weight_of_all_layers():
+@pytest.mark.parametrize("remat", with_first_fast([True, False]))
+def test_nested_scans_and_a_weight_of_all_layers(remat):
     """JAX itself takes the shared weight out of the scans, in parts."""
     keys = jax.random.split(jax.random.key(2), 3)
     weights = jax.random.normal(keys[0], (2, 2, K, K)) / K**0.5
@@ -281,10 +322,39 @@ def test_nested_scans_and_a_weight_of_all_layers():
         def group(x, ws):
             return jax.lax.scan(layer, x, ws)
 
+        group = jax.checkpoint(group) if remat else group
         return loss_of(jax.lax.scan(group, x, params["own"], reverse=True)[0])
 
     fixed = quantize_weights_once(jax.grad(loss), params, x)  # a warning is an error
     assert_equal(jax.jit(fixed)(x), jax.jit(jax.grad(loss))(params, x))
+
+
+def test_a_weight_of_all_steps_has_one_copy_of_its_codes():
+    w, x = jnp.ones((K, F)), jnp.ones((4, 128, K))
+
+    def loss(w, x):
+        def chunk(total, x):
+            return total + loss_of(weight_product(x, w)), None
+
+        return jax.lax.scan(jax.checkpoint(chunk), 0.0, x)[0]
+
+    def run(w, x):
+        return quantize_weights_once(jax.grad(loss), w, x)(x)
+
+    assert_hoisted(jax.grad(loss), w, x)
+    assert f"i8[1,{K},{F}]" in str(jax.make_jaxpr(run)(w, x))
+    assert f"i8[4,1,{K},{F}]" not in str(jax.make_jaxpr(run)(w, x))
+    assert_equal(jax.jit(run)(w, x), jax.jit(jax.grad(loss))(w, x))
+
+
+def test_a_jitted_function_with_a_constant():
+    constant = np.ones((128, K), np.float32)
+
+    @jax.jit
+    def forward(w, x):
+        return weight_product(x + constant, w)
+
+    assert_hoisted(forward, jnp.ones((K, F)), jnp.ones((128, K)))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +392,7 @@ def test_other_arguments_are_errors():
     fixed = quantize_weights_once(
         lambda w, x: x @ w, jnp.ones((K, F)), jnp.ones((4, K))
     )
-    message = r"was made for \('float32\[4, 128\]',\), and got \('float32\[2, 128\]',\)"
+    message = r"was made for \('float32\[4,128\]',\), and got \('float32\[2,128\]',\)"
     with pytest.raises(TypeError, match=message):
         fixed(jnp.ones((2, K)))
     with pytest.raises(TypeError, match="quantize_weights_once"):

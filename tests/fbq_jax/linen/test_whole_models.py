@@ -292,6 +292,19 @@ def test_outside_its_model_nothing_is_quantized():
     jax.tree.map(near, quantized["params"], variables["params"])
 
 
+def test_jitted_layers_may_hold_constants():
+    """A report follows parameters into a jitted function with a constant."""
+    constant = np.ones(X.shape, np.float32)
+
+    class Shifted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(x + constant)
+
+    _, report = quantize(nn.jit(Shifted)(), {".*": SMALL}, KEY, X)
+    assert [row.parameter for row in report.products] == ["Dense_0/kernel"]
+
+
 @pytest.mark.exhaustive
 def test_jitted_layers_have_their_own_rules():
     block, rules = nn.jit(Block), {"block_0/up": None, ".*": SMALL}
