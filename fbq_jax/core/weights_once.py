@@ -27,9 +27,9 @@ Results = TypeVar("Results")
 _MARK = "fbq_jax_once_"
 # The names of primitives that call a jaxpr: of ``jax.checkpoint``, and all.
 _REMAT = frozenset({"checkpoint", "remat2"})
-_CALLS = _REMAT | {
-    *("closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"),
-}
+_CALLS = _REMAT.union(
+    ("closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit")
+)
 # Part of the key of JAX's trace caches: a layer that was traced before is traced again.
 _layers = jax.make_user_context(None)
 
@@ -227,6 +227,10 @@ def _find_in_equation(
 def _find_in_scan(
     eqn: Any, inputs: list[_Known | None], earlier: _ScanCodes
 ) -> tuple[list[_Known | None], _ScanCodes]:
+    """``_find_in_equation`` of a scan.
+
+    What depends on its constants only is computed once, not in each of its steps.
+    """
     body, (consts, carried) = eqn.params["jaxpr"], scan_sizes(eqn)
     constants, stacked = inputs[:consts], inputs[consts + carried :]
     unknown = [None] * (carried + len(stacked))
