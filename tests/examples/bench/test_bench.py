@@ -89,7 +89,9 @@ def test_train(monkeypatch):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_accumulation(monkeypatch):
-    monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "again": None})
+    monkeypatch.setattr(
+        harness, "recipes", lambda: {"bf16": None, "block": recipes.block}
+    )
     monkeypatch.setattr(harness, "VOCABULARY", 256)
     measured = list(accumulation.rows([(128, 256, 1, 2, 3)], **OPTIONS))
     weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
