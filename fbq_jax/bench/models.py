@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from fbq_jax.bench import report, results
+from fbq_jax.core.weight_products import jaxprs_inside
 
 DEFAULT_PATH = Path("bench-models.json")
 
@@ -139,10 +140,8 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """The equations of a jaxpr, and of the jaxprs inside."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(tuple(eqn.params.values())):
-            inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-            if isinstance(inner, Jaxpr):
-                yield from _equations(inner)
+        for inner in jaxprs_inside(eqn):
+            yield from _equations(inner)
 
 
 def load(path: Path) -> dict[str, Any] | None:

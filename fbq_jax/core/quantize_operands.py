@@ -76,14 +76,13 @@ def quantize_rhs(
     recipe = spec.recipe
     rows = recipe.dlhs.quantizers[1] if save else None
     columns = recipe.fwd.quantizers[1]
-    frozen = isinstance(w, Quantized)
     if isinstance(w, Quantized):
         if rows is None:
             return Layouts(None, w)
         if rows == columns and rows.scales == "block":
             return Layouts(Quantized(w.codes.mT, w.scales.mT), w)
         codes = forward_qtensor(recipe, w, spec.fwd.block_shape[:0:-1])
-        floats = codes.dequantize(spec.rhs_dtype).mT
+        floats, columns = codes.dequantize(spec.rhs_dtype).mT, None
     else:
         floats = w
 
@@ -95,7 +94,7 @@ def quantize_rhs(
             recipe.rhs_block,
             ("rowwise", "colwise"),
             rowwise=rows,
-            colwise=None if frozen else columns,
+            colwise=columns,
         )
 
     if not any(x and x.rounding == "stochastic" for x in (rows, columns)):

@@ -309,6 +309,14 @@ def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
     return None
 
 
+def jaxprs_inside(eqn: Any) -> Iterator[Jaxpr]:
+    """All jaxprs among the parameters of an equation."""
+    for value in jax.tree.leaves(tuple(eqn.params.values())):
+        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        if isinstance(inner, Jaxpr):
+            yield inner
+
+
 def check_weight(
     layer: str, parameter: str, use: ParameterUse, *, kept: bool = False
 ) -> None:

@@ -1,10 +1,10 @@
 """Weights that are quantized once, before a loop over microbatches.
 
 A training step that accumulates gradients calls its model once for each microbatch with
-the same parameters.  JAX does not move computations out of a loop, and XLA moves none
-out of a scan over layers inside it.  So ``quantize_weights_once`` traces the function
-that the loop calls, finds the marked functions of weights that depend on parameters
-only, and computes them beforehand; the function then reads the codes.
+the same parameters.  JAX does not move computations out of this loop, and XLA moves
+none out of a scan over layers inside it.  So ``quantize_weights_once`` traces the
+function that the loop calls, finds the marked functions of weights that depend on
+parameters only, and computes them beforehand; the function then reads the codes.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from fbq_jax.core.weight_products import inner_jaxpr, scan_sizes
+from fbq_jax.core.weight_products import inner_jaxpr, jaxprs_inside, scan_sizes
 from fbq_jax.sharding.layer_names import current_layer
 
 Results = TypeVar("Results")
@@ -397,18 +397,7 @@ def _left_marks(jaxpr: Jaxpr, codes: _Codes) -> Iterator[int]:
         if not _is_marked(eqn):
             if isinstance(found, _ScanCodes):
                 found = _union(found.constant, found.sliced)
-            for inner in _jaxprs_inside(eqn):
+            for inner in jaxprs_inside(eqn):
                 yield from _left_marks(inner, found)
         elif not found and eqn.outvars:  # JAX may have split it, and left none
             yield int(eqn.params["name"].removeprefix(_MARK))
-
-
-def _jaxprs_inside(eqn: Any) -> Iterator[Jaxpr]:
-    values = list(eqn.params.values())
-    for value in jax.tree.leaves(values, is_leaf=_is_jaxpr):
-        if _is_jaxpr(value):
-            yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, (ClosedJaxpr, Jaxpr))

@@ -48,6 +48,9 @@ def measure_recipes(
       implementation: as in ``rows``.
       effort: how long to time.
       microbatches: the number of microbatches whose gradients a step averages.
+
+    Raises:
+      WrongResultError: as in ``rows``.
     """
     exact: dict[str, float] = {}
     for name, recipe in harness.recipes().items():

@@ -400,7 +400,7 @@ def test_other_arguments_are_errors():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", with_first_fast(MODELS, fast=len(MODELS)))
+@pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu(name):
     gradient, (params, state) = gradient_of(MODELS[name]), start(MODELS[name])
     assert_equal(once(gradient, params, state), in_every_call(gradient, params, state))
