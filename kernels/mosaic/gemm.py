@@ -80,7 +80,8 @@ def multiply(problem: Problem, operands: Operands) -> jax.Array:
     """Runs the kernel of a problem; returns its padded output."""
     shape = problem.batch, problem.M, problem.N
     out = jax.ShapeDtypeStruct(shape, problem.dtype)
-    return call_lowered_once(build(problem), operands, out)
+    kernel, in_parts = build(problem), build(problem.in_parts())
+    return call_lowered_once(kernel, operands, out, on_several_devices=in_parts)
 
 
 def make_problem(

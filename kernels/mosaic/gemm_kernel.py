@@ -67,7 +67,7 @@ def build(problem: Problem) -> Callable[[Operands], jax.Array]:
         kernel,
         out_type=jax.ShapeDtypeStruct(shape, problem.dtype),
         scratch_types=[buffer_types(problem)],
-        grid=(problem.num_sms,),
+        grid=(problem.num_sms * problem.num_parts,),
         grid_names=("thread_block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",

@@ -25,6 +25,8 @@ _MAX_STAGES = 6
 _SCALE_BYTES = 4
 # The work of a tile beside that of its columns, in columns.
 _TILE_OVERHEAD = 64
+# Each part costs some microseconds.
+_MOST_PARTS = 5
 
 RowScales = Literal["none", "lhs", "both"]
 
@@ -36,7 +38,7 @@ class Config(NamedTuple):
       group: neighbouring tiles along N that run together, for reuse in the L2 cache.
       wide: columns of tiles that are 192 columns wide, from the left: an even number,
         or at least all.  The other tiles are 128 columns wide.  None chooses the number
-        that gives the busiest thread block the least work.
+        that gives the busiest worker the least work.
     """
 
     group: int = 8
@@ -50,15 +52,15 @@ class Region(NamedTuple):
       first_column: the first column, a multiple of ``BLOCK``.
       width: columns of a tile.
       tile_columns: number of tiles along N; the last one may extend beyond N.
-      first_block: the thread block that computes the first tile.  The others follow in
-        their order, so that those with a tile less in the region before come first.
+      first_worker: the worker that computes the first tile.  The others follow in their
+        order, so that those with a tile less in the region before come first.
       num_tiles: tiles in the region, of all matrices.
     """
 
     first_column: int
     width: int
     tile_columns: int
-    first_block: int
+    first_worker: int
     num_tiles: int
 
 
@@ -75,6 +77,8 @@ class Problem:
       dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options.
       num_sms: streaming multiprocessors of the GPU.
+      num_parts: thread blocks that share the tiles of a multiprocessor, one after the
+        other; see ``in_parts``.
       row_scales: the operands that have a scale for each row and K block, in place of
         one for each block: ``"none"``, ``"lhs"`` or ``"both"``.
       codes: dtype of the codes.
@@ -88,6 +92,7 @@ class Problem:
     dtype: jnp.dtype
     config: Config
     num_sms: int
+    num_parts: int = 1
     row_scales: RowScales = "none"
     codes: CodeDtype = "int8"
 
@@ -100,6 +105,18 @@ class Problem:
         if wide is None:
             wide = choose_wide(tile_rows, self.N, self.num_sms)
         return regions(tile_rows, self.N, wide, self.num_sms)
+
+    def in_parts(self) -> "Problem":
+        """The same GEMM for a program that also runs collectives.
+
+        A collective occupies multiprocessors, and the thread blocks that would run
+        there start when it ends or when others end.  If each thread block has all tiles
+        of a multiprocessor, the GEMM takes up to twice as long.  Here the first takes
+        half of these tiles, the next one half of the rest, and so on.
+        """
+        most_tiles = sum(pl.cdiv(r.num_tiles, self.num_sms) for r in self.regions)
+        parts = min(max(1, most_tiles.bit_length()), _MOST_PARTS)
+        return dataclasses.replace(self, num_parts=parts)
 
     @property
     def width(self) -> int:
@@ -146,13 +163,13 @@ def regions(tile_rows: int, N: int, wide: int, num_sms: int) -> tuple[Region, ..
 
     An output of less than 192 columns has no wide tile.
     """
-    found, first_column, first_block = [], 0, 0
+    found, first_column, first_worker = [], 0, 0
     for width, most in ((WIDE, wide if N >= WIDE else 0), (NARROW, N)):
         tile_columns = min(most, pl.cdiv(max(N - first_column, 0), width))
         num_tiles = tile_rows * tile_columns
-        region = Region(first_column, width, tile_columns, first_block, num_tiles)
+        region = Region(first_column, width, tile_columns, first_worker, num_tiles)
         first_column += width * tile_columns
-        first_block = (first_block + num_tiles) % num_sms
+        first_worker = (first_worker + num_tiles) % num_sms
         if num_tiles:
             found.append(region)
     return tuple(found)
@@ -160,19 +177,19 @@ def regions(tile_rows: int, N: int, wide: int, num_sms: int) -> tuple[Region, ..
 
 @functools.cache
 def choose_wide(tile_rows: int, N: int, num_sms: int) -> int:
-    """The ``Config.wide`` that gives the busiest thread block the least work."""
+    """The ``Config.wide`` that gives the busiest worker the least work."""
     choices = [pl.cdiv(N, WIDE), *range(2 * (N // (2 * WIDE)), -1, -2)]
     return min(choices, key=lambda wide: _most_work(tile_rows, N, wide, num_sms))
 
 
 def _most_work(tile_rows: int, N: int, wide: int, num_sms: int) -> int:
-    """The work of the thread block that has most, in columns."""
+    """The work of the worker that has most, in columns."""
     work = [0] * num_sms
     for region in regions(tile_rows, N, wide, num_sms):
-        for block in range(num_sms):
-            position = (block - region.first_block) % num_sms
+        for worker in range(num_sms):
+            position = (worker - region.first_worker) % num_sms
             tiles = pl.cdiv(region.num_tiles - position, num_sms)
-            work[block] += tiles * (region.width + _TILE_OVERHEAD)
+            work[worker] += tiles * (region.width + _TILE_OVERHEAD)
     return max(work)
 
 

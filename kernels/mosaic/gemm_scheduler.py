@@ -77,25 +77,36 @@ class Scheduler:
     def for_this_block(
         cls, problem: Problem, operands: Operands
     ) -> tuple["Scheduler", ...]:
-        """The schedulers of the regions for the thread block that runs it."""
-        index, blocks = lax.axis_index("thread_block"), jnp.int32(problem.num_sms)
+        """The schedulers of the regions for the thread block that runs it.
+
+        The tiles are dealt out to workers, one for each multiprocessor.  A worker is a
+        thread block, or several (``Problem.in_parts``).
+        """
+        block, workers = lax.axis_index("thread_block"), jnp.int32(problem.num_sms)
+        worker, part = lax.rem(block, workers), lax.div(block, workers)
+        regions = problem.regions
         tile_rows: int | jax.Array = problem.M // BLOCK
+        num_tiles: list[int | jax.Array] = [region.num_tiles for region in regions]
+        first_workers: list[int | jax.Array] = [r.first_worker for r in regions]
         if operands.row_range is not None:
             tile_rows = operands.row_range[1]
-
-        def scheduler(region: Region, first_block: int | jax.Array) -> Scheduler:
-            first = lax.rem(index + (problem.num_sms - first_block), blocks)
-            tiles: int | jax.Array = region.num_tiles
-            if operands.row_range is not None:
-                tiles = tile_rows * region.tile_columns
-            num_tiles = lax.div(tiles - first + blocks - 1, blocks)
-            return cls(problem, region, operands, tile_rows, first, num_tiles)
-
-        first_blocks: list[int | jax.Array] = [r.first_block for r in problem.regions]
-        if operands.row_range is not None:
-            before = [0, *(region.tile_columns for region in problem.regions)]
-            first_blocks = [lax.rem(tile_rows * n, blocks) for n in before[:-1]]
-        return tuple(map(scheduler, problem.regions, first_blocks))
+            num_tiles = [tile_rows * region.tile_columns for region in regions]
+            before = [0, *num_tiles]
+            first_workers = [lax.rem(jnp.int32(n), workers) for n in before[:-1]]
+        rounds = [lax.div(n + workers - 1, workers) for n in num_tiles]
+        start, end = _part_of(sum(rounds[1:], rounds[0]), part, problem.num_parts)
+        schedulers = []
+        for region, tiles, first_worker, of_region in zip(
+            regions, num_tiles, first_workers, rounds, strict=True
+        ):
+            first = lax.rem(worker + (problem.num_sms - first_worker), workers)
+            of_worker = lax.div(tiles - first + workers - 1, workers)
+            skipped = jnp.minimum(jnp.maximum(start, 0), of_worker)
+            count = jnp.minimum(jnp.maximum(end, 0), of_worker) - skipped
+            first += skipped * workers
+            schedulers.append(cls(problem, region, operands, tile_rows, first, count))
+            start, end = start - of_region, end - of_region
+        return tuple(schedulers)
 
     def tile(self, n: jax.Array) -> Tile:
         """The ``n``-th tile of this thread block; an arbitrary tile after the last."""
@@ -213,6 +224,19 @@ class Scheduler:
         starts_in_block = lax.rem(tile.column, jnp.int32(2)) == 1
         middle = select(starts_in_block, scales.last, scales.first)
         return [scales.first, middle, scales.last]
+
+
+def _part_of(
+    tiles: jax.Array, part: jax.Array, num_parts: int
+) -> tuple[jax.Array, jax.Array]:
+    """The start and the end of a part of a worker's tiles.
+
+    Each part is half of the tiles that the parts before it leave, and the last part is
+    all of them.
+    """
+    start = tiles - lax.shift_right_logical(tiles, part)
+    end = tiles - lax.shift_right_logical(tiles, part + 1)
+    return start, jnp.where(part == num_parts - 1, tiles, end)
 
 
 def load_vector(values: Any, axis: int) -> jax.Array:

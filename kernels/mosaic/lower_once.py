@@ -23,8 +23,15 @@ _CUSTOM_CALL = "mosaic_gpu_v2"
 _call_p = Primitive("mosaic_kernel")
 
 
+Kernel = Callable[..., jax.Array]
+
+
 def call_lowered_once(
-    kernel: Callable[..., jax.Array], operands: Any, out: jax.ShapeDtypeStruct
+    kernel: Kernel,
+    operands: Any,
+    out: jax.ShapeDtypeStruct,
+    *,
+    on_several_devices: Kernel,
 ) -> jax.Array:
     """Calls a kernel that programs share.
 
@@ -32,9 +39,12 @@ def call_lowered_once(
       kernel: takes the operands.  Equal kernels are lowered once.
       operands: a tree of arrays.
       out: the shape and dtype of the result.
+      on_several_devices: the kernel in a program for several devices, with the same
+        result.
     """
     arrays, tree = jax.tree.flatten(operands)
-    result: jax.Array = _call_p.bind(*arrays, kernel=kernel, tree=tree, out=out)
+    kernels = kernel, on_several_devices
+    result: jax.Array = _call_p.bind(*arrays, kernels=kernels, tree=tree, out=out)
     return result
 
 
@@ -45,23 +55,32 @@ def _abstract_result(*_arrays: Any, out: jax.ShapeDtypeStruct, **_params: Any) -
 
 @_call_p.def_impl
 def _call(
-    *arrays: jax.Array, kernel: Callable[..., jax.Array], tree: Any, **_params: Any
+    *arrays: jax.Array, kernels: tuple[Kernel, Kernel], tree: Any, **_params: Any
 ) -> jax.Array:
-    return kernel(jax.tree.unflatten(tree, arrays))
+    return kernels[0](jax.tree.unflatten(tree, arrays))
 
 
-def _call_exported(
-    *arrays: jax.Array, kernel: Callable[..., jax.Array], tree: Any, **_params: Any
-) -> jax.Array:
-    shapes = tuple((x.shape, x.dtype) for x in arrays)
-    exported = _export(kernel, tree, shapes)
-    result: jax.Array = exported.call(jax.tree.unflatten(tree, arrays))
-    return result
+def _lower(
+    context: mlir.LoweringRuleContext,
+    *arrays: Any,
+    kernels: tuple[Kernel, Kernel],
+    tree: Any,
+    **_params: Any,
+) -> Any:
+    # Kernels are partitioned, or inside shard_map, where there are several devices.
+    mesh = getattr(context.module_context.axis_context, "mesh", None)
+    kernel = kernels[mesh is not None and mesh.size > 1]
+
+    def call(*arrays: jax.Array) -> jax.Array:
+        shapes = tuple((x.shape, x.dtype) for x in arrays)
+        exported = _export(kernel, tree, shapes)
+        result: jax.Array = exported.call(jax.tree.unflatten(tree, arrays))
+        return result
+
+    return mlir.lower_fun(call, multiple_results=False)(context, *arrays)
 
 
-mlir.register_lowering(
-    _call_p, mlir.lower_fun(_call_exported, multiple_results=False), platform="cuda"
-)
+mlir.register_lowering(_call_p, _lower, platform="cuda")
 
 
 def _export(*call: Any) -> export.Exported:
@@ -75,7 +94,7 @@ def _export(*call: Any) -> export.Exported:
 
 @functools.cache
 def _export_in_thread(
-    kernel: Callable[..., jax.Array], tree: Any, shapes: tuple[Any, ...]
+    kernel: Kernel, tree: Any, shapes: tuple[Any, ...]
 ) -> export.Exported:
     """The lowered kernel, which another thread starts to compile."""
     operands = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*x) for x in shapes])

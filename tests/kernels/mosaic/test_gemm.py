@@ -11,11 +11,19 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fbq_jax.kernels.mosaic import gemm, gemm_products, gemm_promotion, gemm_wgmma
+from fbq_jax.kernels.mosaic import (
+    gemm,
+    gemm_kernel,
+    gemm_products,
+    gemm_promotion,
+    gemm_scheduler,
+    gemm_wgmma,
+)
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
     UNROLL,
     Config,
+    Problem,
     choose_wide,
     regions,
 )
@@ -127,6 +135,38 @@ def test_float8_rounds_once(interpreted):
 @pytest.mark.parametrize("group", [1, 8])
 def test_every_configuration_matches_float64(interpreted, wide, group):
     gemm_cases.check_against_float64(interpreted(Config(group, wide)), MANY_TILES)
+
+
+@mosaic_tools.needs_interpreter
+@pytest.mark.parametrize("wide", with_first_fast([2, 0]))
+def test_tiles_in_parts_match_float64(interpreted, monkeypatch, wide):
+    problems = []
+
+    def build_in_parts(problem):
+        problems.append(problem.in_parts())
+        return gemm_kernel.build(problems[-1])
+
+    monkeypatch.setattr(gemm, "build", build_in_parts)
+    gemm_cases.check_against_float64(interpreted(Config(8, wide)), MANY_TILES)
+    assert min(problem.num_parts for problem in problems) > 1
+
+
+@pytest.mark.parametrize("tiles", range(1, 70))
+def test_every_part_has_tiles(tiles):
+    """And together, the parts have all tiles of a worker, in order."""
+    sizes = (1, 128 * tiles, 128, 128)
+    problem = Problem(*sizes, False, jnp.dtype(jnp.float32), Config(), num_sms=1)
+    parts = problem.in_parts().num_parts
+    ranges = [
+        gemm_scheduler._part_of(jnp.int32(tiles), jnp.int32(part), parts)
+        for part in range(parts)
+    ]
+    assert parts == min(5, tiles.bit_length())
+    assert [start for start, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+    assert ranges[-1][1] == tiles
+    lengths = [end - start for start, end in ranges]
+    assert min(lengths) > 0
+    assert lengths == sorted(lengths, reverse=True)
 
 
 @pytest.mark.parametrize("N", [128, 256, 384, 2048, 14336])

@@ -1,5 +1,6 @@
 """Programs share their Mosaic kernels."""
 
+import functools
 import re
 from concurrent import futures
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from fbq_jax.kernels.mosaic import gemm, gemm_kernel, lower_once
 from fbq_jax.kernels.reference import Quantized
@@ -50,6 +51,25 @@ def test_threads_share_one_kernel():
     with futures.ThreadPoolExecutor(4) as pool:
         exported = [pool.submit(lower_once._export, *call) for _ in range(4)]
     assert len({id(found.result()) for found in exported}) == 1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_programs_for_several_devices_have_another_kernel(devices):
+    out = jax.ShapeDtypeStruct((4,), jnp.float32)
+    mesh, spec = Mesh(np.array(jax.devices()[:devices]), "x"), PartitionSpec("x")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    def program(x):
+        call = lower_once.call_lowered_once
+        return call(jnp.sin, x, out, on_several_devices=jnp.cos)
+
+    x = jax.ShapeDtypeStruct((4 * devices,), jnp.float32)
+    text = program.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.sine" in text) == (devices == 1)
+    assert ("stablehlo.cosine" in text) == (devices > 1)
 
 
 def test_a_kernel_is_for_one_device_in_any_mesh():
