@@ -53,7 +53,10 @@ def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
     if sizes.num_experts is not None:
         config.check_recipe_of_experts()
     sizes = dataclasses.replace(
-        sizes, remat=config.remat, saved_bits=saved_bits or None
+        sizes,
+        remat=config.remat,
+        unroll=config.unroll,
+        saved_bits=saved_bits or None,
     )
     return Llama(sizes, dot_general)
 

@@ -97,11 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     types: dict[Any, type] = {int: int, float: float, int | None: int}
     for option in dataclasses.fields(Config):
         default = "" if option.default is None else f" (default: {option.default})"
+        takes: dict[str, Any] = {"type": types.get(option.type, str)}
+        if option.type is bool:
+            takes = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(
             "--" + option.name.replace("_", "-"),
             default=argparse.SUPPRESS,
             help=option.metadata["help"] + default,
-            type=types.get(option.type, str),
+            **takes,
         )
     parser.add_argument(
         "--preset",

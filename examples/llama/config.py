@@ -96,6 +96,11 @@ class Config:
         "what the backward pass of a layer recomputes: nothing (none), everything but "
         "INT8 and packed codes (codes), or everything (full)",
     )
+    unroll: bool = _option(
+        False,
+        "compile each layer by itself instead of a loop over the layers: compilation "
+        "takes longer, and a step copies less",
+    )
     saved_bits: int | None = _option(
         None,
         "bits per value that norms and gates save for the backward pass; 0 saves "

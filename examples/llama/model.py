@@ -244,6 +244,7 @@ class Llama(nn.Module):
             split_rngs={"params": True},
             in_axes=(nn.broadcast, 0, 0, nn.broadcast),
             length=config.num_layers,
+            unroll=config.num_layers if config.unroll else 1,
         )(config, self.dot_general, name="layers")
         cached: tuple[jax.Array, jax.Array] | None = None
         start: jax.Array | None = None

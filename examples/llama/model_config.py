@@ -93,6 +93,9 @@ class LlamaConfig:
             that the backward pass reads. ``"codes"`` saves the layer's input, the INT8
             codes of quantized operands and the packed codes of ``saved_bits``.
             ``"full"`` saves the layer's input only. The rest is recomputed.
+        unroll: Whether each layer is compiled by itself. A loop over the layers takes
+            less time to compile, but copies what a layer saves into a stack, and in the
+            backward pass out of it.
         saved_bits: The bits per value, 4 to 12, that norms and gates save for the
             backward pass; 10 have no measurable effect on training. None leaves norms
             and gates to autodiff, which saves floats.
@@ -133,6 +136,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     dtype: Any = jnp.bfloat16
     remat: str = "none"
+    unroll: bool = False
     saved_bits: int | None = None
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class Trained(NamedTuple):
     """A model that was trained.
 
     Attributes:
-        model: The model, which rematerializes nothing.
+        model: The model, which rematerializes nothing and loops over its layers.
         variables: Its variables.
         codec: Turns text into tokens and back.
         weights: What the projections multiply by, for people.
@@ -91,7 +91,7 @@ def _load_run(folder: Path, weights: str | None) -> Trained:
     variables = state.variables()
     quantized = isinstance(model.dot_general, FallbackDot)
     model = dataclasses.replace(
-        model, config=dataclasses.replace(model.config, remat="none")
+        model, config=dataclasses.replace(model.config, remat="none", unroll=False)
     )
     if weights == "codes" and not quantized:
         raise ConfigError(

@@ -184,6 +184,7 @@ def test_a_run_resumes_bit_for_bit_and_its_model_is_used(
         "--heads=2",
     ]
     argv += ["--kv-heads=1", "--seq=32", "--batch=4", "--accumulate=2", "--remat=codes"]
+    argv += ["--unroll"]
     argv += ["--steps=5", "--eval-every=2", "--save-every=2", f"--data={text}"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     export = "--export=compressed-tensors"

@@ -191,19 +191,21 @@ def loss_and_grads(
 
 @pytest.mark.exhaustive  # test_train.py has a run with saved bits
 @pytest.mark.parametrize(
-    ("dot_general", "kind", "saved_bits"),
+    ("dot_general", "options", "saved_bits"),
     [
-        pytest.param(fbq_jax.fallback_dot, "codes", 10, marks=pytest.mark.exhaustive),
-        (None, "full", None),
+        (fbq_jax.fallback_dot, {"remat": "codes"}, 10),
+        (None, {"remat": "full"}, None),
+        (fbq_jax.fallback_dot, {"unroll": True}, 10),
+        (fbq_jax.fallback_dot, {"remat": "codes", "unroll": True}, 10),
     ],
 )
-def test_remat_changes_neither_loss_nor_state_nor_gradients(
-    dot_general: Any, kind: str, saved_bits: int | None
+def test_remat_and_unroll_change_neither_loss_nor_state_nor_gradients(
+    dot_general: Any, options: dict[str, Any], saved_bits: int | None
 ) -> None:
     config = dataclasses.replace(CONFIG, saved_bits=saved_bits)
-    remat = dataclasses.replace(config, remat=kind)
+    changed = dataclasses.replace(config, **options)
     outputs, (grads, _) = loss_and_grads(config, dot_general, "fallback")
-    outputs_again, (grads_again, _) = loss_and_grads(remat, dot_general, "fallback")
+    outputs_again, (grads_again, _) = loss_and_grads(changed, dot_general, "fallback")
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
         (outputs, grads),

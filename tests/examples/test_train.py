@@ -649,6 +649,8 @@ def test_presets_and_flags_of_the_command_line() -> None:
     assert command.given["hidden"] == 512
     assert command.given["layers"] == 12
     assert command.out == Path("runs/fallback")
+    assert parse_command(["--unroll"]).given == {"unroll": True}
+    assert parse_command(["--no-unroll"]).given == {"unroll": False}
     assert parse_command(["--recipe=block"]).out == Path("runs/block")
     assert parse_command(["--compare=bf16,block"]).out == Path("runs/compare")
 

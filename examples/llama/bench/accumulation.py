@@ -1,6 +1,7 @@
 """An optimizer step of a Llama that accumulates the gradients of microbatches."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from examples.llama.bench import train
@@ -19,10 +20,14 @@ def rows(
 
     The steps are those of ``train``, with the same errors.
     """
-    for shape in shapes:
+    for shape, unroll in itertools.product(shapes, (False, True)):
         *model, microbatches = shape
         measured = train.measure_recipes(
-            tuple(model), implementation, effort, microbatches=microbatches
+            tuple(model),
+            implementation,
+            effort,
+            microbatches=microbatches,
+            unroll=unroll,
         )
         yield from with_ratios(
             dataclasses.replace(row, shape=shape) for row in measured

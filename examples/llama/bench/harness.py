@@ -92,6 +92,7 @@ def train(
     mesh: str = "",
     *,
     microbatches: int = 1,
+    unroll: bool = False,
     steps: int,
     effort: Effort,
 ) -> tuple[Row, dict[str, Any]]:
@@ -107,6 +108,7 @@ def train(
       implementation: the implementation of the library's ops; None lets it choose.
       mesh: the devices, as in ``--mesh`` of the training command.
       microbatches: the number of microbatches of a step.
+      unroll: whether each layer is compiled by itself, which the name then says.
       steps: the number of steps before timing.
       effort: how long to time.
 
@@ -122,6 +124,7 @@ def train(
         layers=layers,
         vocabulary=VOCABULARY,
         quantized=recipe is not None,
+        unroll=unroll,
     )
     with devices(mesh):
         size = (microbatches, sequences, llama.max_seq_len + 1)
@@ -137,7 +140,7 @@ def train(
     measured = row(
         timing,
         work(llama, microbatches * sequences * llama.max_seq_len),
-        what=name,
+        what=f"{name}, unrolled" if unroll else name,
         implementation=backend,
         shape=shape,
         fallback=fallback,

@@ -5,6 +5,7 @@ tokens per second of N devices over N times the tokens per second of one device.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def rows(
     """Measures each ``(hidden, intermediate, layers, sequences per device)``.
 
     Runs on one device, on all (to a power of two), then on the powers of two between.
-    Only the largest mesh measures ``REDUCES``.
+    Layers are in a loop, and then unrolled. Only the largest mesh measures ``REDUCES``,
+    with the layers in a loop.
 
     Raises:
       WrongResultError: if a recipe's loss after a few steps is not bf16's.
@@ -54,15 +56,16 @@ def rows(
     effort = effort._replace(samples=min(effort.samples, 8), launches=4)
     alone: dict[Any, float] = {}  # tokens per second of one device
     for n in dict.fromkeys((1, numbers[-1], *numbers)):
-        programs = RECIPES | (REDUCES if n == numbers[-1] > 1 else {})
-        for shape in shapes:
-            for mesh in [f"{axis}={n}" for axis in AXES] if n > 1 else [""]:
-                on_devices = (*shape[:3], shape[3] * n)
-                yield from with_ratios(
-                    _rows_on(
-                        mesh, on_devices, n, programs, alone, implementation, effort
-                    )
+        meshes = [f"{axis}={n}" for axis in AXES] if n > 1 else [""]
+        for shape, mesh in itertools.product(shapes, meshes):
+            on_devices = (*shape[:3], shape[3] * n)
+            for unroll in (False, True):
+                has_reduces = n == numbers[-1] > 1 and not unroll
+                programs = RECIPES | (REDUCES if has_reduces else {})
+                measured = _rows_on(
+                    mesh, on_devices, n, programs, alone, implementation, effort, unroll
                 )
+                yield from with_ratios(measured)
 
 
 def _rows_on(
@@ -73,6 +76,7 @@ def _rows_on(
     alone: dict[Any, float],
     implementation: str | None,
     effort: Effort,
+    unroll: bool,
 ) -> Iterator[Row]:
     """Measures a shape on one mesh; records the speeds of one device in ``alone``."""
     hidden, *_, sequences = shape
@@ -82,14 +86,22 @@ def _rows_on(
     exact = 0.0
     for name, recipe in programs.items():
         measured, metrics = harness.train(
-            name, shape, recipe, implementation, mesh, steps=_STEPS, effort=effort
+            name,
+            shape,
+            recipe,
+            implementation,
+            mesh,
+            unroll=unroll,
+            steps=_STEPS,
+            effort=effort,
         )
         loss = float(metrics["loss"])
         exact = exact or loss
         what = f"the loss of {name} at {shape} on {mesh_name}"
         measure.require(abs(loss - exact), _LOSS_LIMIT, what)
         speed = tokens / measured.ms * 1e3
-        of_one = alone.setdefault((*per_device, name.partition(",")[0]), speed)
+        program = (*per_device, name.partition(",")[0], unroll)
+        of_one = alone.setdefault(program, speed)
         yield dataclasses.replace(
             measured,
             mesh=mesh_name,

@@ -1,6 +1,7 @@
 """An optimizer step of a Llama with a billion parameters, in bf16 and by recipe."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from examples.llama.bench import harness
@@ -22,15 +23,17 @@ def rows(
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, layers, sequences)``.
 
-    A step is AdamW on float32 weights, always with the same random tokens. Work counts
+    Layers are in a loop, and then unrolled, each compared with bf16 of the same kind. A
+    step is AdamW on float32 weights, always with the same random tokens. Work counts
     the matrix products and causal attention.
 
     Raises:
       WrongResultError: if the loss or the gradient norm differs from bf16's by more
         than INT8 may.
     """
-    for shape in shapes:
-        yield from with_ratios(measure_recipes(shape, implementation, effort))
+    for shape, unroll in itertools.product(shapes, (False, True)):
+        measured = measure_recipes(shape, implementation, effort, unroll=unroll)
+        yield from with_ratios(measured)
 
 
 def measure_recipes(
@@ -39,6 +42,7 @@ def measure_recipes(
     effort: Effort,
     *,
     microbatches: int = 1,
+    unroll: bool = False,
 ) -> Iterator[Row]:
     """Measures bf16 and the recipes.
 
@@ -48,6 +52,7 @@ def measure_recipes(
       implementation: as in ``rows``.
       effort: how long to time.
       microbatches: the number of microbatches whose gradients a step averages.
+      unroll: whether each layer is compiled by itself.
 
     Raises:
       WrongResultError: as in ``rows``.
@@ -60,6 +65,7 @@ def measure_recipes(
             recipe,
             implementation,
             microbatches=microbatches,
+            unroll=unroll,
             steps=_STEPS,
             effort=effort,
         )

@@ -57,8 +57,8 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
 
     Returns:
         The configuration, and the parameters of ``Llama`` as float32 NumPy arrays.
-        ``dtype``, ``remat`` and ``saved_bits`` of the configuration have their
-        defaults; ``dataclasses.replace`` changes them.
+        ``dtype``, ``remat``, ``unroll`` and ``saved_bits`` of the configuration have
+        their defaults; ``dataclasses.replace`` changes them.
 
     Raises:
         CheckpointError: A file or a tensor is missing, unreadable, unexpected or has
@@ -122,8 +122,8 @@ def save(
 
     Args:
         folder: The folder to write. It must not exist or must be empty.
-        config: The configuration of the model. ``dtype``, ``remat`` and ``saved_bits``
-            are not stored.
+        config: The configuration of the model. ``dtype``, ``remat``, ``unroll`` and
+            ``saved_bits`` are not stored.
         params: The parameters of ``Llama(config)``, float32 arrays.
         like: The folder of a checkpoint, such as the one that ``config`` was loaded
             from. It provides the family, the ids of special tokens, and copies of the

@@ -43,7 +43,7 @@ _SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScali
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # The fields of LlamaConfig that config.json does not store, and those that only count
 # through the kinds of layers and the scale of scores.
-_NUMERICS = ("dtype", "remat", "saved_bits")
+_NUMERICS = ("dtype", "remat", "unroll", "saved_bits")
 _INDIRECT = (
     *("rope_theta", "rope_scaling", "local_rope_theta", "nope_layers"),
     *("sliding_window", "sliding_layers", "query_pre_attn_scalar"),

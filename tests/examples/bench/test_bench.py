@@ -82,9 +82,12 @@ def test_train(monkeypatch):
     measured = list(train.rows([(128, 256, 1, 2)], **OPTIONS))
     weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
     check_rates(measured, lambda _: 6 * 2 * 128 * (weights + 128 * 128))
-    bf16, row = measured
-    assert bf16.errors == row.errors == {"loss": 0.0, "grad_norm": 0.0}
-    assert row.peak_bytes > 0
+    names = ["bf16", "again", "bf16, unrolled", "again, unrolled"]
+    assert [row.what for row in measured] == names
+    for row in measured:
+        assert row.errors == {"loss": 0.0, "grad_norm": 0.0}
+        assert row.peak_bytes > 0
+    assert measured[0].ratio == measured[2].ratio == 1.0
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -96,7 +99,9 @@ def test_accumulation(monkeypatch):
     measured = list(accumulation.rows([(128, 256, 1, 2, 3)], **OPTIONS))
     weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
     check_rates(measured, lambda _: 3 * 6 * 2 * 128 * (weights + 128 * 128))
-    assert [row.shape for row in measured] == 2 * [(128, 256, 1, 2, 3)]
+    names = ["bf16", "block", "bf16, unrolled", "block, unrolled"]
+    assert [row.what for row in measured] == names
+    assert {row.shape for row in measured} == {(128, 256, 1, 2, 3)}
 
 
 @pytest.fixture
@@ -127,18 +132,24 @@ def test_scaling(monkeypatch):
     rows = list(scaling.rows([(128, 256, 1, 2)], **OPTIONS))
     assert [(row.mesh, row.what) for row in rows] == [
         ("one device", "bf16"),
+        ("one device", "bf16, unrolled"),
         ("data=4", "bf16"),
         ("data=4", "bf16, again"),
+        ("data=4", "bf16, unrolled"),
         ("fsdp=4", "bf16"),
         ("fsdp=4", "bf16, again"),
+        ("fsdp=4", "bf16, unrolled"),
         ("data=2", "bf16"),
+        ("data=2", "bf16, unrolled"),
         ("fsdp=2", "bf16"),
+        ("fsdp=2", "bf16, unrolled"),
     ]
     for row in rows:
         devices = int(row.mesh[-1]) if "=" in row.mesh else 1
+        alone = rows["unrolled" in row.what]
         assert row.shape == (128, 256, 1, 2 * devices)
         assert row.tokens_s == pytest.approx(2 * devices * 128 / row.ms * 1e3)
-        assert row.efficiency == pytest.approx(rows[0].ms / row.ms)
+        assert row.efficiency == pytest.approx(alone.ms / row.ms)
 
 
 def test_gradients_are_summed_in_the_dtype_of_the_name():

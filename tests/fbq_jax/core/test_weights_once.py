@@ -53,6 +53,7 @@ class Stack(nn.Module):
 
     kind: str = "dense"
     remat: str = "none"
+    unroll: int = 1
 
     @nn.compact
     def __call__(self, x):
@@ -65,12 +66,13 @@ class Stack(nn.Module):
             variable_axes={"params": 0, "fallback": 0},
             split_rngs={"params": True},
             length=2,
+            unroll=self.unroll,
         )
         x, _ = scanned(self.kind, name="layers")(x, None)
         return nn.Dense(64, dtype=jnp.bfloat16, dot_general=fallback_dot)(x)
 
 
-class Unrolled(nn.Module):
+class Single(nn.Module):
     """One block."""
 
     kind: str = "dense"
@@ -144,9 +146,10 @@ MODELS = {
     "save_codes": Stack(remat="codes"),
     "remat": Stack(remat="all"),
     "scanned": Stack(),
-    "unrolled": Unrolled(),
+    "unrolled": Stack(unroll=2),
+    "single": Single(),
     "fused": Stack("fused"),
-    "experts": Unrolled("experts"),
+    "experts": Single("experts"),
 }
 
 
@@ -159,7 +162,7 @@ def test_losses_states_and_gradients_are_equal(name):
 
 @pytest.mark.parametrize("name", with_first_fast(recipes.NAMED, fast=0))
 def test_every_recipe(name):
-    model = Unrolled(dot=FallbackDot(recipes.NAMED[name]))
+    model = Single(dot=FallbackDot(recipes.NAMED[name]))
     gradient, (params, state) = gradient_of(model), start(model)
     assert_equal(once(gradient, params, state), in_every_call(gradient, params, state))
     assert_hoisted(gradient, params, state, BATCHES[0])
@@ -201,7 +204,7 @@ def test_nnx():
 
 
 def test_outside_jit_and_without_a_gradient():
-    model = Unrolled()
+    model = Single()
     params, state = start(model)
 
     def forward(params, x):
