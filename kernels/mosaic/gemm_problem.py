@@ -76,9 +76,10 @@ class Problem:
       fallback: whether lhs has a residual.
       dtype: dtype of the output, with 2 or 4 bytes.
       config: tuning options.
-      num_sms: streaming multiprocessors of the GPU.
-      num_parts: thread blocks that share the tiles of a multiprocessor, one after the
-        other; see ``in_parts``.
+      num_sms: streaming multiprocessors of the GPU.  Tiles are dealt out to as many
+        workers.
+      num_parts: thread blocks of a worker, which run one after the other; see
+        ``in_parts``.
       row_scales: the operands that have a scale for each row and K block, in place of
         one for each block: ``"none"``, ``"lhs"`` or ``"both"``.
       codes: dtype of the codes.
@@ -111,8 +112,8 @@ class Problem:
 
         A collective occupies multiprocessors, and the thread blocks that would run
         there start when it ends or when others end.  If each thread block has all tiles
-        of a multiprocessor, the GEMM takes up to twice as long.  Here the first takes
-        half of these tiles, the next one half of the rest, and so on.
+        of a worker, the GEMM takes up to twice as long.  Here the first one has half of
+        these tiles, the next one half of the rest, and so on.
         """
         most_tiles = sum(pl.cdiv(r.num_tiles, self.num_sms) for r in self.regions)
         parts = min(max(1, most_tiles.bit_length()), _MOST_PARTS)

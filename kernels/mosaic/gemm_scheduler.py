@@ -80,7 +80,7 @@ class Scheduler:
         """The schedulers of the regions for the thread block that runs it.
 
         The tiles are dealt out to workers, one for each multiprocessor.  A worker is a
-        thread block, or several (``Problem.in_parts``).
+        thread block, or several, one after the other (``Problem.in_parts``).
         """
         block, workers = lax.axis_index("thread_block"), jnp.int32(problem.num_sms)
         worker, part = lax.rem(block, workers), lax.div(block, workers)

@@ -18,12 +18,11 @@ from jax.interpreters import mlir
 
 from fbq_jax.kernels.triton.launch import compiling_threads
 
+Kernel = Callable[..., jax.Array]
+
 _CUSTOM_CALL = "mosaic_gpu_v2"
 
 _call_p = Primitive("mosaic_kernel")
-
-
-Kernel = Callable[..., jax.Array]
 
 
 def call_lowered_once(

@@ -60,6 +60,18 @@ def interpreted_kernels(monkeypatch):
     monkeypatch.setattr(gemm_products, "start_product", _start_product)
 
 
+def build_in_parts(monkeypatch):
+    """Makes the GEMM that of several devices; returns the list of its problems."""
+    problems = []
+
+    def build(problem):
+        problems.append(problem.in_parts())
+        return gemm_kernel.build(problems[-1])
+
+    monkeypatch.setattr(gemm, "build", build)
+    return problems
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Returns the interpreted ``matmul`` for a given configuration."""
@@ -140,13 +152,7 @@ def test_every_configuration_matches_float64(interpreted, wide, group):
 @mosaic_tools.needs_interpreter
 @pytest.mark.parametrize("wide", with_first_fast([2, 0]))
 def test_tiles_in_parts_match_float64(interpreted, monkeypatch, wide):
-    problems = []
-
-    def build_in_parts(problem):
-        problems.append(problem.in_parts())
-        return gemm_kernel.build(problems[-1])
-
-    monkeypatch.setattr(gemm, "build", build_in_parts)
+    problems = build_in_parts(monkeypatch)
     gemm_cases.check_against_float64(interpreted(Config(8, wide)), MANY_TILES)
     assert min(problem.num_parts for problem in problems) > 1
 

@@ -16,6 +16,7 @@ from tests.kernels import grouped_cases, mosaic_tools
 from tests.kernels.grouped_cases import CASES
 from tests.kernels.mosaic.test_gemm import (
     SHARED,
+    build_in_parts,
     interpreted_kernels,
     replace_triton_kernels,
 )
@@ -52,6 +53,19 @@ def test_contraction_matches_float64(ops, name, dtype):
 @mosaic_tools.needs_interpreter
 @pytest.mark.parametrize("wide", [0, 2, 3])
 def test_every_width_matches_float64(ops, wide):
+    check_width(ops, wide)
+
+
+@pytest.mark.exhaustive
+@mosaic_tools.needs_interpreter
+@pytest.mark.parametrize("wide", [0, 2])
+def test_tiles_in_parts_match_float64(ops, monkeypatch, wide):
+    problems = build_in_parts(monkeypatch)
+    check_width(ops, wide)
+    assert min(problem.num_parts for problem in problems) > 1
+
+
+def check_width(ops, wide):
     case = CASES["uneven, fallback"]._replace(matrix=(130, 450))
     config = Config(1, wide)
     matmul = functools.partial(ops.ragged_matmul, config=config)
