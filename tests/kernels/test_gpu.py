@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import ops, ragged_dot, save_codes
+from fbq_jax.kernels.mosaic import gemm
 from fbq_jax.ops import dispatch
 from tests import oracle
 from tests.kernels import (
@@ -21,6 +22,7 @@ from tests.kernels import (
 )
 from tests.kernels.gemm_cases import CASES, Case
 from tests.kernels.grouped_cases import Case as Experts
+from tests.kernels.mosaic.test_gemm import build_in_parts
 from tests.kernels.test_reference import heavy
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +85,20 @@ def test_float8_matmul_matches_float64(implementation, case):
     matmul = ops_of(implementation, case.blocks, case.dtype).matmul
     tolerance = 1e-5 if implementation == "reference" else 2e-3
     gemm_cases.check_against_float64(matmul, case, tolerance)
+
+
+@pytest.mark.parametrize("blocks", [(128, 128, 128), (1, 128, 128)])
+def test_tiles_in_parts_have_the_same_products(monkeypatch, blocks):
+    """A program for several devices divides the thread blocks of the GEMM."""
+    ops_of("mosaic")
+    fallback = 0.2 if blocks[0] > 1 else None
+    args = gemm_cases.operands(Case((1, 4096, 512, 20480), blocks, fallback))
+    options = {"block_shape": blocks, "dtype": jnp.bfloat16}
+    whole = jax.jit(functools.partial(gemm.matmul, **options))(*args)
+    problems = build_in_parts(monkeypatch)
+    parts = jax.jit(functools.partial(gemm.matmul, **options))(*args)
+    assert {problem.num_parts for problem in problems} == {5}
+    np.testing.assert_array_equal(parts, whole)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
