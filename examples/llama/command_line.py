@@ -94,17 +94,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains a Llama in INT8, FP8 or bf16 and plots its losses.",
         parents=[PARSER],
     )
-    types: dict[Any, type] = {int: int, float: float, int | None: int}
+    takes: dict[Any, dict[str, Any]] = {
+        int: {"type": int},
+        int | None: {"type": int},
+        float: {"type": float},
+        bool: {"action": argparse.BooleanOptionalAction},
+    }
     for option in dataclasses.fields(Config):
         default = "" if option.default is None else f" (default: {option.default})"
-        takes: dict[str, Any] = {"type": types.get(option.type, str)}
-        if option.type is bool:
-            takes = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(
             "--" + option.name.replace("_", "-"),
             default=argparse.SUPPRESS,
             help=option.metadata["help"] + default,
-            **takes,
+            **takes.get(option.type, {}),
         )
     parser.add_argument(
         "--preset",

@@ -52,15 +52,12 @@ class Region(NamedTuple):
       first_column: the first column, a multiple of ``BLOCK``.
       width: columns of a tile.
       tile_columns: number of tiles along N; the last one may extend beyond N.
-      first_worker: the worker that computes the first tile.  The others follow in their
-        order, so that those with a tile less in the region before come first.
       num_tiles: tiles in the region, of all matrices.
     """
 
     first_column: int
     width: int
     tile_columns: int
-    first_worker: int
     num_tiles: int
 
 
@@ -105,7 +102,7 @@ class Problem:
             wide = 0  # The scales of 192 columns do not fit into registers.
         if wide is None:
             wide = choose_wide(tile_rows, self.N, self.num_sms)
-        return regions(tile_rows, self.N, wide, self.num_sms)
+        return regions(tile_rows, self.N, wide)
 
     def in_parts(self) -> "Problem":
         """The same GEMM for a program that also runs collectives.
@@ -159,20 +156,18 @@ class Problem:
         return 1
 
 
-def regions(tile_rows: int, N: int, wide: int, num_sms: int) -> tuple[Region, ...]:
+def regions(tile_rows: int, N: int, wide: int) -> tuple[Region, ...]:
     """The regions of an output with ``tile_rows`` rows of tiles and ``N`` columns.
 
     An output of less than 192 columns has no wide tile.
     """
-    found, first_column, first_worker = [], 0, 0
+    found, first_column = [], 0
     for width, most in ((WIDE, wide if N >= WIDE else 0), (NARROW, N)):
         tile_columns = min(most, pl.cdiv(max(N - first_column, 0), width))
         num_tiles = tile_rows * tile_columns
-        region = Region(first_column, width, tile_columns, first_worker, num_tiles)
-        first_column += width * tile_columns
-        first_worker = (first_worker + num_tiles) % num_sms
         if num_tiles:
-            found.append(region)
+            found.append(Region(first_column, width, tile_columns, num_tiles))
+        first_column += width * tile_columns
     return tuple(found)
 
 
@@ -185,12 +180,13 @@ def choose_wide(tile_rows: int, N: int, num_sms: int) -> int:
 
 def _most_work(tile_rows: int, N: int, wide: int, num_sms: int) -> int:
     """The work of the worker that has most, in columns."""
-    work = [0] * num_sms
-    for region in regions(tile_rows, N, wide, num_sms):
+    work, before = [0] * num_sms, 0
+    for region in regions(tile_rows, N, wide):
         for worker in range(num_sms):
-            position = (worker - region.first_worker) % num_sms
+            position = (worker - before) % num_sms
             tiles = pl.cdiv(region.num_tiles - position, num_sms)
             work[worker] += tiles * (region.width + _TILE_OVERHEAD)
+        before += region.num_tiles
     return max(work)
 
 

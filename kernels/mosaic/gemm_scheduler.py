@@ -80,32 +80,29 @@ class Scheduler:
         """The schedulers of the regions for the thread block that runs it.
 
         The tiles are dealt out to workers, one for each multiprocessor.  A worker is a
-        thread block, or several, one after the other (``Problem.in_parts``).
+        thread block, or several, one after the other (``Problem.in_parts``).  The
+        workers that have a tile less in a region come first in the next one.
         """
         block, workers = lax.axis_index("thread_block"), jnp.int32(problem.num_sms)
         worker, part = lax.rem(block, workers), lax.div(block, workers)
-        regions = problem.regions
         tile_rows: int | jax.Array = problem.M // BLOCK
-        num_tiles: list[int | jax.Array] = [region.num_tiles for region in regions]
-        first_workers: list[int | jax.Array] = [r.first_worker for r in regions]
         if operands.row_range is not None:
             tile_rows = operands.row_range[1]
-            num_tiles = [tile_rows * region.tile_columns for region in regions]
-            before = [0, *num_tiles]
-            first_workers = [lax.rem(jnp.int32(n), workers) for n in before[:-1]]
+        rows = problem.batch * tile_rows
+        num_tiles = [rows * region.tile_columns for region in problem.regions]
         rounds = [lax.div(n + workers - 1, workers) for n in num_tiles]
         start, end = _part_of(sum(rounds[1:], rounds[0]), part, problem.num_parts)
-        schedulers = []
-        for region, tiles, first_worker, of_region in zip(
-            regions, num_tiles, first_workers, rounds, strict=True
+        schedulers, before = [], jnp.int32(0)
+        for region, tiles, of_region in zip(
+            problem.regions, num_tiles, rounds, strict=True
         ):
-            first = lax.rem(worker + (problem.num_sms - first_worker), workers)
+            first = lax.rem(worker + (workers - lax.rem(before, workers)), workers)
             of_worker = lax.div(tiles - first + workers - 1, workers)
             skipped = jnp.minimum(jnp.maximum(start, 0), of_worker)
             count = jnp.minimum(jnp.maximum(end, 0), of_worker) - skipped
             first += skipped * workers
             schedulers.append(cls(problem, region, operands, tile_rows, first, count))
-            start, end = start - of_region, end - of_region
+            start, end, before = start - of_region, end - of_region, before + tiles
         return tuple(schedulers)
 
     def tile(self, n: jax.Array) -> Tile:

@@ -97,7 +97,7 @@ def _rows_on(
         )
         loss = float(metrics["loss"])
         exact = exact or loss
-        what = f"the loss of {name} at {shape} on {mesh_name}"
+        what = f"the loss of {measured.what} at {shape} on {mesh_name}"
         measure.require(abs(loss - exact), _LOSS_LIMIT, what)
         speed = tokens / measured.ms * 1e3
         program = (*per_device, name.partition(",")[0], unroll)

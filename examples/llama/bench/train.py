@@ -74,5 +74,5 @@ def measure_recipes(
         errors = {of: abs(actual[of] - exact[of]) for of in _LIMITS}
         errors["grad_norm"] /= exact["grad_norm"]
         for of, limit in _LIMITS.items():
-            measure.require(errors[of], limit, f"{of} of {name} at {shape}")
+            measure.require(errors[of], limit, f"{of} of {measured.what} at {shape}")
         yield dataclasses.replace(measured, errors=errors)

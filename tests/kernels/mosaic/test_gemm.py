@@ -179,7 +179,7 @@ def test_every_part_has_tiles(tiles):
 @pytest.mark.parametrize("wide", [0, 2, 4, 75])
 def test_regions_cover_all_columns_once(N, wide):
     ends = [0]
-    for region in regions(5, N, wide, 7):
+    for region in regions(5, N, wide):
         assert region.first_column == ends[-1]
         assert region.first_column % BLOCK == 0
         ends.append(region.first_column + region.width * region.tile_columns)
@@ -189,7 +189,7 @@ def test_regions_cover_all_columns_once(N, wide):
 def test_chosen_regions_share_out_the_last_round():
     """Tiles of one width would take six rounds of 192 columns, or eight of 128."""
     wide = choose_wide(32, 4096, num_sms=132)
-    tiles = [region.num_tiles for region in regions(32, 4096, wide, num_sms=132)]
+    tiles = [region.num_tiles for region in regions(32, 4096, wide)]
     assert tiles == [512, 256]
 
 
