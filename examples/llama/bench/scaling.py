@@ -5,9 +5,10 @@ tokens per second of N devices over N times the tokens per second of one device.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -39,6 +40,20 @@ _STEPS = 4  # before losses are compared and anything is timed
 _LOSS_LIMIT = 0.02  # nats between INT8 and bf16 after these steps
 
 
+class _Place(NamedTuple):
+    """Where a model is trained, and whether each of its layers is compiled by itself.
+
+    Attributes:
+      mesh: the devices, as in ``--mesh`` of the training command; empty for one.
+      devices: their number.
+      unroll: whether layers are unrolled.
+    """
+
+    mesh: str
+    devices: int
+    unroll: bool
+
+
 def rows(
     shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
@@ -54,57 +69,47 @@ def rows(
     numbers = [2**i for i in range(jax.device_count().bit_length())]
     # Steps are long, and there are many programs.
     effort = effort._replace(samples=min(effort.samples, 8), launches=4)
+    train = functools.partial(
+        harness.train, implementation=implementation, steps=_STEPS, effort=effort
+    )
     alone: dict[Any, float] = {}  # tokens per second of one device
     for n in dict.fromkeys((1, numbers[-1], *numbers)):
         meshes = [f"{axis}={n}" for axis in AXES] if n > 1 else [""]
-        for shape, mesh in itertools.product(shapes, meshes):
-            on_devices = (*shape[:3], shape[3] * n)
-            for unroll in (False, True):
-                has_reduces = n == numbers[-1] > 1 and not unroll
-                programs = RECIPES | (REDUCES if has_reduces else {})
-                measured = _rows_on(
-                    mesh, on_devices, n, programs, alone, implementation, effort, unroll
-                )
-                yield from with_ratios(measured)
+        for shape, mesh, unroll in itertools.product(shapes, meshes, (False, True)):
+            has_reduces = n == numbers[-1] > 1 and not unroll
+            programs = RECIPES | (REDUCES if has_reduces else {})
+            place = _Place(mesh, n, unroll)
+            yield from with_ratios(_rows_at(place, shape, programs, train, alone))
 
 
-def _rows_on(
-    mesh: str,
+def _rows_at(
+    place: _Place,
     shape: tuple[int, ...],
-    number: int,
     programs: dict[str, Recipe | None],
+    train: Callable[..., tuple[Row, dict[str, Any]]],
     alone: dict[Any, float],
-    implementation: str | None,
-    effort: Effort,
-    unroll: bool,
 ) -> Iterator[Row]:
-    """Measures a shape on one mesh; records the speeds of one device in ``alone``."""
-    hidden, *_, sequences = shape
-    per_device = (*shape[:3], sequences // number)
+    """Times programs with ``train``; notes the speeds of one device in ``alone``."""
+    hidden, intermediate, layers, per_device = shape
+    sequences = per_device * place.devices
     tokens = sequences * min(harness.SEQUENCE, hidden)
-    mesh_name = mesh or harness.ONE_DEVICE
+    mesh_name = place.mesh or harness.ONE_DEVICE
     exact = 0.0
     for name, recipe in programs.items():
-        measured, metrics = harness.train(
-            name,
-            shape,
-            recipe,
-            implementation,
-            mesh,
-            unroll=unroll,
-            steps=_STEPS,
-            effort=effort,
+        of_all = hidden, intermediate, layers, sequences
+        measured, metrics = train(
+            name, of_all, recipe, mesh=place.mesh, unroll=place.unroll
         )
         loss = float(metrics["loss"])
         exact = exact or loss
-        what = f"the loss of {measured.what} at {shape} on {mesh_name}"
+        what = f"the loss of {measured.what} at {of_all} on {mesh_name}"
         measure.require(abs(loss - exact), _LOSS_LIMIT, what)
         speed = tokens / measured.ms * 1e3
-        program = (*per_device, name.partition(",")[0], unroll)
+        program = shape, name.partition(",")[0], place.unroll
         of_one = alone.setdefault(program, speed)
         yield dataclasses.replace(
             measured,
             mesh=mesh_name,
             tokens_s=speed,
-            efficiency=speed / (number * of_one),
+            efficiency=speed / (place.devices * of_one),
         )
