@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from fbq_jax import ops
 from fbq_jax.kernels.reference import Quantized
@@ -246,4 +247,23 @@ def apply(
     theta, rate, next_theta, next_count = (x.reshape(()) for x in moved[:4])
     if not frozen:
         residual = residual._replace(scales=moved.residual_scales[0])
+    next_count = _of_calls(next_count, _calls(scalars))
     return residual, Stats(rate, theta, metric, next_theta, next_count)
+
+
+@custom_vmap
+def _of_calls(next_count: jax.Array, _calls: jax.Array) -> jax.Array:
+    """The next count, which depends on the calls alone.
+
+    Under ``vmap``, examples that share the state of a layer also share its next count.
+    If each had one, the seeds made of it would seem to be the examples' own.
+    """
+    return next_count
+
+
+@_of_calls.def_vmap
+def _map_of_calls(
+    _size: int, in_batched: list[bool], next_count: jax.Array, calls: jax.Array
+) -> tuple[jax.Array, bool]:
+    own = in_batched[1]
+    return _of_calls(next_count if own else next_count[0], calls), own

@@ -260,26 +260,47 @@ class _Search:
         last = consts + carried
         for use in self._of(inputs[last:]):
             use.stacked += 1
-        # What is carried counts as an activation.
-        activations = [None] * carried
-        outputs = self.jaxpr(body, [*inputs[:consts], *activations, *inputs[last:]])
-        return [*activations, *outputs[carried:]]
+        carries = self._carry(eqn, body, inputs[consts:last], consts)
+        outputs = self.jaxpr(body, [*inputs[:consts], *carries, *inputs[last:]])
+        return [*carries, *outputs[carried:]]
 
     def _while(
         self, eqn: Any, inputs: list[_Weight | None]
     ) -> Sequence[_Weight | None]:
+        body, condition = (eqn.params[f"{part}_jaxpr"].jaxpr for part in _WHILE)
         first = eqn.params["cond_nconsts"]
         last = first + eqn.params["body_nconsts"]
-        carried: list[_Weight | None] = [None] * len(eqn.outvars)
-        self.jaxpr(eqn.params["body_jaxpr"].jaxpr, [*inputs[first:last], *carried])
-        return carried
+        carries = self._carry(eqn, body, inputs[last:], last - first)
+        self.jaxpr(condition, [*inputs[:first], *carries])
+        self.jaxpr(body, [*inputs[first:last], *carries])
+        return carries
+
+    def _carry(
+        self, eqn: Any, body: Jaxpr, inputs: Sequence[_Weight | None], first: int
+    ) -> list[_Weight | None]:
+        """What a loop's carried values depend on, the ``first`` input of its body on.
+
+        A weight that the body returns as it is stays one.  Everything else that is
+        carried counts as an activation.
+        """
+        given = body.invars[first : first + len(inputs)]
+        triples = zip(inputs, given, body.outvars[: len(inputs)], strict=True)
+        carries = [x if start is end else None for x, start, end in triples]
+        changed = [x for x, kept in zip(inputs, carries, strict=True) if kept is None]
+        for use in self._of(changed):
+            use.others.add(eqn.primitive.name)
+        return carries
 
     def _cond(self, eqn: Any, inputs: list[_Weight | None]) -> Sequence[_Weight | None]:
+        read = inputs[:1]
         for branch in eqn.params["branches"]:
-            self.jaxpr(branch.jaxpr, inputs[1:])
+            read += self.jaxpr(branch.jaxpr, inputs[1:])
+        for use in self._of(read):
+            use.others.add("cond")
         return [None] * len(eqn.outvars)
 
 
+_WHILE = "body", "cond"
 _LOOPS = {"scan": _Search._scan, "while": _Search._while, "cond": _Search._cond}
 
 

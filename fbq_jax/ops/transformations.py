@@ -80,12 +80,11 @@ def call(
     has_no_device = jax.default_backend() == "cpu"
     warns = has_no_device and dispatch.is_reference_by_default(choice, implementation)
     run = LocalOp(op, choice.implementation, tuple(block_shape), warns_elsewhere=warns)
-    number = None
+    settings, number = tuple(sorted(options.items())), None
     if (plan := propagation.current()) is not None:
-        number = plan.next_call(
-            (op.name, *(x.shape for x in jax.tree.leaves(operands)))
-        )
-    return _transformed(run, tuple(sorted(options.items())), number)(*operands)
+        arrays = tuple((x.shape, x.dtype) for x in jax.tree.leaves(operands))
+        number = plan.next_call((op.name, arrays, settings))
+    return _transformed(run, settings, number)(*operands)
 
 
 @functools.cache

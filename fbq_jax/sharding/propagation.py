@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -51,6 +52,10 @@ class Recorder:
         return len(self.described) - 1
 
 
+class _Count(threading.local):
+    value = 0
+
+
 @dataclasses.dataclass(eq=False)
 class Plan:
     """The shardings of all calls of ops in a function.
@@ -60,13 +65,13 @@ class Plan:
       mesh: the mesh of the function.
       shardings: by number, what shards the operands and the results of a call.  There
         is none for a call whose results are not used.
-      count: the number of calls that were traced so far.
+      traced: how many calls this thread has traced.
     """
 
     described: list[Hashable]
     mesh: Mesh
     shardings: dict[int, tuple[list[Axes], list[Axes]]]
-    count: int = 0
+    traced: _Count = dataclasses.field(default_factory=_Count)
 
     def next_call(self, description: Hashable) -> int:
         """The number of a call that is being traced.
@@ -74,13 +79,14 @@ class Plan:
         Raises:
           MismatchError: another call had this number.
         """
-        self.count += 1
-        if self.described[self.count - 1 : self.count] != [description]:
+        number = self.traced.value
+        self.traced.value += 1
+        if self.described[number : number + 1] != [description]:
             raise MismatchError(
-                f"call {self.count} of a quantized op is {description}, and was "
-                "another one when the shardings were found"
+                f"call {number} of a quantized op is {description}, and was another "
+                "one when the shardings were found"
             )
-        return self.count - 1
+        return number
 
     def shard_map_mesh(self) -> Mesh | None:
         """The mesh for ``jax.shard_map``, None for that of the context."""
@@ -118,7 +124,8 @@ class Partitioned:
 
     def __init__(self, jitted: Any) -> None:
         self._jitted = jitted
-        self._plans: dict[Hashable, Plan] = {}
+        # Those of a key differ by a static number; the latest comes first.
+        self._plans: dict[Hashable, list[Plan]] = {}
         functools.update_wrapper(self, jitted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,16 +141,18 @@ class Partitioned:
     ) -> Any:
         if not _needs_plan((args, kwargs)):
             return function(*args, **kwargs)
-        key = _key((args, kwargs))
-        for _ in range(2):
-            if key not in self._plans:
-                self._plans[key] = _find_shardings(self._jitted, args, kwargs)
-            try:
-                with _entered(self._plans[key]):
-                    return function(*args, **kwargs)
-            except MismatchError:  # A static argument has another value.
-                del self._plans[key]
-        raise MismatchError("a function must call the same ops each time it is traced")
+        plans = self._plans.setdefault(_key((args, kwargs)), [])
+        for plan in [*plans]:
+            with contextlib.suppress(MismatchError), _entered(plan):
+                result = function(*args, **kwargs)
+                plans.remove(plan)
+                plans.insert(0, plan)
+                return result
+        plan = _find_shardings(self._jitted, args, kwargs)
+        with _entered(plan):
+            result = function(*args, **kwargs)
+        plans.insert(0, plan)
+        return result
 
 
 def partitioned(jitted: Any) -> Partitioned:
@@ -171,7 +180,7 @@ def partitioned(jitted: Any) -> Partitioned:
 
 @contextlib.contextmanager
 def _entered(plan: Plan) -> Iterator[None]:
-    plan.count = 0
+    plan.traced.value = 0
     with _context(plan):
         yield
 
@@ -195,8 +204,8 @@ def _key(tree: Any) -> Hashable:
 
 
 def _leaf_key(x: Any) -> Hashable:
-    if isinstance(x, int | float | complex):
-        return type(x).__name__
+    if isinstance(x, int | float | complex) and not isinstance(x, bool):
+        return type(x).__name__  # maybe not static, and another one in each call
     if not hasattr(x, "shape"):
         return x  # static
     return x.shape, x.dtype, getattr(x, "sharding", None)

@@ -17,12 +17,14 @@ from fbq_jax import (
     FallbackDot,
     Recipe,
     assert_live,
+    dot_general,
     fallback_dot,
     fallback_stats,
     recipes,
     save_codes,
 )
 from fbq_jax.sharding import layer_names
+from tests.kernels.test_reference import heavy
 from tests.marks import with_first_fast
 
 OWG = "_overwrite_with_gradient"
@@ -338,6 +340,35 @@ def test_vmap_over_examples_and_over_experts():
     variables = init(experts, batch)
     _, updates = apply(experts, variables, batch, mutable=("fallback",))
     assert fallback_stats(updates)["(root)"].count.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", with_first_fast(recipes.NAMED))
+def test_examples_that_share_a_state_draw_noise_of_their_own(name):
+    """As they do without state."""
+    recipe = recipes.NAMED[name]
+    layer = nn.Dense(64, use_bias=False, dot_general=FallbackDot(recipe))
+    x = heavy((64, 64))
+    variables = layer.init(jax.random.key(0), x)
+
+    def of_layer(x, w):
+        state = {"params": {"kernel": w}, "fallback": variables["fallback"]}
+        return layer.apply(state, x, mutable=["fallback"])[0]
+
+    def without_state(x, w):
+        options = {"recipe": recipe, "key": jax.random.key(0)}
+        return dot_general(x, w, (((1,), (0,)), ((), ())), **options)[0]
+
+    def gradients(product, x, dy):
+        _, vjp = jax.vjp(product, x, variables["params"]["kernel"])
+        return vjp(dy)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def differ(product):
+        examples = jnp.stack([x, x]), jnp.stack([heavy((64, 64), 2)] * 2)
+        each = jax.vmap(functools.partial(gradients, product))(*examples)
+        return [jnp.any(first != second) for first, second in each]
+
+    assert differ(of_layer) == differ(without_state)
 
 
 def test_dot_general_cls_keeps_the_same_paths():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import serialization
+from jax import lax
 
 import fbq_jax
 from fbq_jax import (
@@ -405,6 +406,33 @@ def test_a_kernel_that_another_module_reads_is_refused():
     variables = model.init(jax.random.key(1), X)
     with pytest.raises(ValueError, match=r"would remove 'dense/kernel', .* reads"):
         fbq_jax.freeze(model, variables, X)
+
+
+@pytest.mark.parametrize("loop", ["scan", "while", "cond"])
+def test_a_kernel_that_a_loop_or_a_branch_reads_is_refused(loop):
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            op = FallbackDot(recipes.block)
+            y = nn.Dense(24, use_bias=False, dot_general=op, name="up")(x)
+            start = y, self.variables["params"]["up"]["kernel"]
+
+            def step(_, carry):
+                y, kernel = carry
+                return y + kernel[0, 0], kernel * 0.5
+
+            if loop == "scan":
+                return lax.fori_loop(0, 2, step, start)[0]
+            steps = 2 + jnp.int32(0 * x.sum())  # not known while it is traced
+            if loop == "while":
+                return lax.fori_loop(0, steps, lambda _, carry: step(carry)[0], start)[
+                    0
+                ]
+            return lax.cond(steps > 1, lambda: start[1], lambda: 2 * start[1])
+
+    variables = Tied().init(jax.random.key(1), X)
+    with pytest.raises(ValueError, match=rf"remove 'up/kernel', which .*\({loop}"):
+        fbq_jax.freeze(Tied(), variables, X)
 
 
 def test_a_weight_that_depends_on_the_input_is_refused():

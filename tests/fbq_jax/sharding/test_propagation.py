@@ -165,6 +165,28 @@ def test_a_function_is_traced_twice_for_each_new_argument():
     assert traced == [1024, 1024]
     run(*arrays, 512)  # The shapes of operands differ, and their shardings are unknown.
     assert traced == [1024, 1024, 512, 512, 512]
+    run(*arrays, 512)
+    assert traced == [1024, 1024, 512, 512, 512]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_static_arguments_select_other_ops(first):
+    """Without gradients, the ops of the forward pass have other results."""
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(x, w, dy, train):
+        traced.append(train)
+        if train:
+            return layer("block")(x, w, dy)
+        return fbq_jax.dot_general(x, w, (((1,), (0,)), ((), ())))[0]
+
+    run = fbq_jax.partitioned(step)
+    arrays = sharded(mesh_of(data=4), ("data",), (), ("data",))
+    for train in (first, not first, first, not first):
+        assert_close(run(*arrays, train), step(*OPERANDS, train))
+    want = [first] * 3 + [not first] * 3  # twice on the mesh, once on one device
+    assert traced == want
 
 
 def test_layers_of_one_shape_have_their_own_shardings():
