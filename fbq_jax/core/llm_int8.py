@@ -114,10 +114,10 @@ def _matmul_bwd(
 ) -> tuple[jax.Array, jax.Array]:
     x, (codes, scales, _) = residuals
     outliers, rest = _split(x, spec.threshold)
-    w_transposed = (codes.astype(jnp.float32) * scales).astype(x.dtype)
-    dx = float_matmul(dy.astype(x.dtype), w_transposed, jnp.float32)
+    w_transposed = (codes.astype(jnp.float32) * scales).astype(spec.rhs_dtype)
+    dx = float_matmul(dy, w_transposed, jnp.float32)
     dw = _multiply(spec, _quantize(spec, rest), _quantize(spec, dy))
-    dw += float_matmul(outliers.mT, dy.astype(x.dtype), jnp.float32)
+    dw += float_matmul(outliers.mT, dy, jnp.float32)
     return dx.astype(x.dtype), dw.astype(spec.rhs_dtype)
 
 

@@ -156,8 +156,19 @@ def matmul(lhs: QTensor, rhs: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array
     INT8 products are exact inside a K block; blocks are scaled and summed in float32.
 
     Raises:
-      ValueError: the operands' blocks differ along K.
+      ValueError: the operands' blocks differ along K, an operand is equalized, or rhs
+        has a residual.
     """
+    if lhs.exponents is not None or rhs.exponents is not None:
+        raise ValueError(
+            "matmul takes QTensors without the factors for rows and columns of an "
+            "equalized weight: multiply by its dequantize()"
+        )
+    if rhs.residual is not None:
+        raise ValueError(
+            "matmul multiplies by one term of rhs, and this rhs has a residual: "
+            "multiply by its dequantize(), or quantize it without one"
+        )
     (m, k), (rhs_k, n) = lhs.block, rhs.block
     if k != rhs_k:
         raise ValueError(

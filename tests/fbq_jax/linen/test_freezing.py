@@ -425,9 +425,7 @@ def test_a_kernel_that_a_loop_or_a_branch_reads_is_refused(loop):
                 return lax.fori_loop(0, 2, step, start)[0]
             steps = 2 + jnp.int32(0 * x.sum())  # not known while it is traced
             if loop == "while":
-                return lax.fori_loop(0, steps, lambda _, carry: step(carry)[0], start)[
-                    0
-                ]
+                return lax.fori_loop(0, steps, step, start)[0]
             return lax.cond(steps > 1, lambda: start[1], lambda: 2 * start[1])
 
     variables = Tied().init(jax.random.key(1), X)
