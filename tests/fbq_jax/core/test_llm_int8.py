@@ -87,6 +87,16 @@ def test_outliers_cost_the_other_columns_nothing():
         assert relative(plain_dw[0, column], exact_dw[column]) > 1e-3
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e5])
+def test_gradients_outside_the_range_of_the_activation(size):
+    """Those of a float32 output are not rounded to the float16 of X."""
+    x, w, dy = operands()
+    *_, want = product(x, w, dy * size)
+    with jax.numpy_dtype_promotion("standard"):
+        *_, got = product(x.astype(jnp.float16), w, dy * size)
+    assert relative(got, want) < 0.01
+
+
 def test_a_magnitude_at_the_threshold_is_an_outlier():
     x, w, dy = operands(outliers=())
     for value, is_float in ((-6.0, True), (-5.999999, False)):
