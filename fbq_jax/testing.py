@@ -10,7 +10,6 @@ True
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -136,33 +135,38 @@ def dot_errors(
     """
     key = jax.random.key(0) if key is None else key
     noise_key, cotangent_key = jax.random.split(key)
+    scalars: dict[str, Any] = {"theta": theta, "key": noise_key}
 
-    def quantized(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, theta=theta, key=noise_key
-        )[0]
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return dot_general(lhs, rhs, dimension_numbers, recipe=recipe, **scalars)[0]
 
-    def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(lhs, rhs, dimension_numbers, lax.Precision.HIGHEST)
-
+    out = jax.eval_shape(product, lhs, rhs)
     if cotangent is None:
-        out = jax.eval_shape(quantized, lhs, rhs)
         cotangent = jax.random.normal(cotangent_key, out.shape, out.dtype)
+    contract, batch = ((tuple(left), tuple(right)) for left, right in dimension_numbers)
     operands = (lhs, rhs, cotangent)
-    arrays = _product_and_gradients(quantized, *operands)
-    exact_arrays = _product_and_gradients(
-        exact, *(operand.astype(jnp.float32) for operand in operands)
-    )
-    return DotErrors(*map(array_error, arrays, exact_arrays))
+    run = functools.partial(_product_and_gradients, (contract, batch))
+    arrays = run(recipe, scalars, *operands)
+    exact = run(None, {}, *(operand.astype(jnp.float32) for operand in operands))
+    return DotErrors(*map(array_error, arrays, exact))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _product_and_gradients(
-    product: Callable[[jax.Array, jax.Array], jax.Array],
+    dimension_numbers: DimensionNumbers,
+    recipe: Recipe | None,
+    scalars: dict[str, Any],
     lhs: jax.Array,
     rhs: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, ...]:
+    """Y, dX and dW by a recipe, or without one at the highest precision."""
+
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        if recipe is None:
+            return lax.dot_general(lhs, rhs, dimension_numbers, lax.Precision.HIGHEST)
+        return dot_general(lhs, rhs, dimension_numbers, recipe=recipe, **scalars)[0]
+
     out, vjp = jax.vjp(product, lhs, rhs)
     return out, *vjp(cotangent)
 

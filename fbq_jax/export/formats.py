@@ -184,6 +184,11 @@ def _check_weights(weights: Mapping[str, BlockWeight]) -> None:
                 "the format takes the BlockWeights of export.frozen_weights; got "
                 f"{type(weight).__name__} for {name!r}"
             )
+        if weight.codes.ndim != 2:
+            raise ExportError(
+                f"the format takes matrices [N, K]; {name!r} is a stack "
+                f"{list(weight.codes.shape)}: pass a BlockWeight of each matrix"
+            )
 
 
 def _check_names(weights: Mapping[str, BlockWeight]) -> None:

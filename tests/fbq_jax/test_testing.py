@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import Recipe
+from fbq_jax import Recipe, testing
 from fbq_jax.testing import array_error, assert_dot_close, dot_errors
 from tests.kernels.test_reference import heavy
 
@@ -52,6 +52,15 @@ def test_any_dimension_numbers_and_dtype():
     x = jnp.stack([X, 2 * X]).astype(jnp.bfloat16)
     w = jnp.stack([W, W]).astype(jnp.bfloat16)
     assert_dot_close(x, w, dims, relative=0.03, cosine=0.999)
+
+
+def test_equal_shapes_are_compiled_once():
+    def programs(x, theta):
+        lists = [[1], [0]], [[], []]
+        dot_errors(x, W, lists, recipe=SMALL, theta=theta, key=jax.random.key(0))
+        return testing._product_and_gradients._cache_size()
+
+    assert programs(X, 2.0) == programs(-X, 3.0)
 
 
 def test_the_assertion_names_what_is_far():

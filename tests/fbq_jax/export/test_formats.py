@@ -198,6 +198,15 @@ def test_a_weight_that_was_not_frozen_is_named(name):
         FORMATS[name]({"a.weight": np.ones((32, 32), np.float32)}, BFLOAT16)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stack_of_weights_is_named(name):
+    stack = BlockWeight(
+        np.ones((4, 256, 128), np.int8), np.ones((4, 256, 1), "f4"), 128
+    )
+    with pytest.raises(ExportError, match=r"'a.weight' is a stack \[4, 256, 128\]"):
+        FORMATS[name]({"a.weight": stack}, BFLOAT16)
+
+
 def test_small_scales_lose_more_and_a_warning_says_so():
     # Scales below 2^-14 have steps of 2^-24, and 0 is the nearest below 2^-25.
     scales = np.float32([[0.1], [2.0**-14], [2.5 * 2.0**-24], [2.0**-26]])
