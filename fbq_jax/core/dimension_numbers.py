@@ -62,7 +62,8 @@ def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> 
         raise ValueError(
             f"{_layer()}precision={precision} cannot be met: the recipe sets the "
             "precision of a quantized dot; pass None or DEFAULT, or "
-            "ignore_precision=True to FallbackDot, RulesDot or fbq_jax.nnx.quantize"
+            "ignore_precision=True to FallbackDot, RulesDot or the function that "
+            "quantized the model"
         )
     return jnp.dtype(preferred or jnp.promote_types(lhs.dtype, rhs.dtype))
 

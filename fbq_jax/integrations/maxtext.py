@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
@@ -29,7 +30,10 @@ from fbq_jax.recipes.schema import Recipe
 
 @contextlib.contextmanager
 def quantize_models(
-    rules: Mapping[str, Recipe | None], implementation: str | None = None
+    rules: Mapping[str, Recipe | None],
+    implementation: str | None = None,
+    *,
+    ignore_precision: bool = False,
 ) -> Iterator[None]:
     """Quantizes every model that MaxText makes in this context, and prints what it did.
 
@@ -37,7 +41,8 @@ def quantize_models(
 
     Args:
       rules: the rules of ``quantize``.
-      implementation: the implementation of ``quantize``.
+      implementation: as in ``quantize``.
+      ignore_precision: as in ``quantize``.
 
     Raises:
       ImportError: MaxText is not installed.
@@ -49,6 +54,9 @@ def quantize_models(
     """
     pairs = path_rules.as_pairs(rules)
     DotConfig(fallback, implementation)  # checks the implementation
+    make_op = functools.partial(
+        FallbackDot, implementation=implementation, ignore_precision=ignore_precision
+    )
     quantizations, original = _find("maxtext.layers.quantizations", _MAKE)
     called = reported = False
 
@@ -61,7 +69,7 @@ def quantize_models(
                 f"quantization={config.quantization!r}: leave that empty"
             )
         rngs = nnx.Rngs(config.init_weights_seed)
-        found = _quantize_layers(model, pairs, rngs, implementation)
+        found = _quantize_layers(model, pairs, make_op, rngs)
         # MaxText makes each model several times.
         if not reported and jax.process_index() == 0:
             print(_report(model, pairs, found))
@@ -87,6 +95,7 @@ def quantize(
     *,
     rngs: nnx.Rngs,
     implementation: str | None = None,
+    ignore_precision: bool = False,
 ) -> RulesReport:
     """Gives each dense layer of a new MaxText model the recipe of its rule.
 
@@ -103,6 +112,8 @@ def quantize(
         ``scan_layers`` the paths count layers: ``"decoder/layers_0/mlp/wo"``.
       rngs: seeds the noise of the layers, as in ``fbq_jax.nnx.FallbackDot``.
       implementation: as in ``fbq_jax.nnx.FallbackDot``.
+      ignore_precision: whether to quantize products although MaxText's
+        ``matmul_precision`` asks for a precision.
 
     Returns:
       The rule of each layer, the rules that apply to no layer, the layers without a
@@ -114,11 +125,17 @@ def quantize(
       TypeError: a rule's recipe is neither a ``Recipe`` nor None.
       ValueError: a pattern is not a regular expression, no implementation has this
         name, the model is pipelined, the head is quantized but its loss is tiled over
-        the vocabulary, or the weights of a matched layer are in 8 bits.
+        the vocabulary, the weights of a matched layer are in 8 bits, or
+        ``matmul_precision`` asks for a precision.
     """
     pairs = path_rules.as_pairs(rules)
     with unchanged_on_error(model):
-        found = _quantize_layers(model, pairs, rngs, implementation)
+        make_op = functools.partial(
+            FallbackDot,
+            implementation=implementation,
+            ignore_precision=ignore_precision,
+        )
+        found = _quantize_layers(model, pairs, make_op, rngs)
         return _report(model, pairs, found)
 
 
@@ -129,7 +146,7 @@ class _Quantized(NamedTuple):
 
 
 def _quantize_layers(
-    model: Any, rules: Pairs, rngs: nnx.Rngs, implementation: str | None
+    model: Any, rules: Pairs, make_op: Callable[..., FallbackDot], rngs: nnx.Rngs
 ) -> dict[str, str | None]:
     """Gives dense layers their ops; maps their paths to the patterns of their rules."""
     path_rules.refuse_activations_rules(
@@ -151,7 +168,7 @@ def _quantize_layers(
                 f"layer {path!r} has weights in 8 bits: fbq_jax.maxtext quantizes "
                 "weights in floating point, such as weight_dtype=float32"
             )
-        op = FallbackDot(recipe, rngs=rngs, implementation=implementation)
+        op = make_op(recipe, rngs=rngs)
         op.stack(_stack_shape(layer), rngs)
         ops.append((layer, op))
     for layer, op in ops:
@@ -245,7 +262,10 @@ def _replace_product() -> Any:
             ndim = inputs.ndim + kernel.ndim - 2 * len(axis)
             out_sharding = linears.truncate_out_sharding(out_sharding, ndim)
         dimension_numbers = (axis, contract_ind), ((), ())
-        return op(inputs, kernel, dimension_numbers, out_sharding=out_sharding)
+        precision = lax.Precision(matmul_precision)
+        return op(
+            inputs, kernel, dimension_numbers, precision, out_sharding=out_sharding
+        )
 
     setattr(linears, _PRODUCT, product)
     return linears

@@ -119,13 +119,16 @@ def model_maker(**settings):
     return create
 
 
-def quantize(rules=RULES, **settings):
+def quantize(rules=RULES, ignore_precision=False, **settings):
     """The report on a model of MaxText, and the states of its ops."""
     reports = []
 
     def create():
         model = model_maker(**settings)()
-        reports.append(fbq_jax.maxtext.quantize(model, rules, rngs=nnx.Rngs(0)))
+        report = fbq_jax.maxtext.quantize(
+            model, rules, rngs=nnx.Rngs(0), ignore_precision=ignore_precision
+        )
+        reports.append(report)
         return model
 
     model = nnx.eval_shape(create)
@@ -303,11 +306,17 @@ def test_sliced_kernels_are_quantized():
             "num_vocab_tiling=2 .* 'decoder/logits_dense': None",
         ),
         ({"weight_dtype": "float8_e4m3fn"}, "layer 'decoder.*' has weights in 8 bits"),
+        ({"matmul_precision": "highest"}, "precision=HIGHEST cannot be met"),
     ],
 )
 def test_what_is_not_supported_is_refused(run, settings, message):
     with pytest.raises(ValueError, match=message):
         run({".*": RECIPE}, **settings)
+
+
+def test_a_precision_can_be_ignored():
+    report, _ = quantize(matmul_precision="highest", ignore_precision=True)
+    assert str(report).count("precision ignored") == len(report.products)
 
 
 def test_models_outside_the_context_stay_as_they_are():
