@@ -109,6 +109,16 @@ class ExpertSharding:
         return init_sharded
 
 
+def check_expert_sharding(sharding: object) -> None:
+    """Raises TypeError unless ``sharding`` is an ``ExpertSharding`` or None."""
+    if not isinstance(sharding, ExpertSharding | None):
+        raise TypeError(
+            "a mixture of experts takes an ExpertSharding, such as "
+            "ExpertSharding('expert', copies='data'), or None as expert_sharding; got "
+            f"{sharding!r}"
+        )
+
+
 def _has_automatic(mesh: AbstractMesh, axes: MeshAxes) -> bool:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return all(types.get(axis) == AxisType.Auto for axis in axes)

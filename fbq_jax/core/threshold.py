@@ -15,6 +15,7 @@ from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.layer_names import current_layer
 from fbq_jax.sharding.manual_axes import device_seed
 
 
@@ -106,13 +107,31 @@ def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:
 
 
 def canonicalize_state(state: Mapping[str, Any]) -> State:
-    """Converts a state to the dtypes of ``State``; it may be all floats."""
+    """Converts a state to the dtypes of ``State``; it may be all floats.
+
+    Raises:
+      ValueError: a scalar is missing, or is an array.
+    """
+    _check_scalars(state)
     return State(
         theta=jnp.asarray(state["theta"], jnp.float32),
         rate=jnp.asarray(state["rate"], jnp.float32),
         count=_as_count(state["count"]),
         seed=jnp.asarray(state["seed"], jnp.uint32),
     )
+
+
+def _check_scalars(state: Mapping[str, Any]) -> None:
+    names = [*State.__annotations__]
+    shapes = {name: jnp.shape(state[name]) for name in names if name in state}
+    if len(shapes) < len(names) or any(shapes.values()):
+        found = [f"{name} {list(shape)}" for name, shape in shapes.items()]
+        raise ValueError(
+            f"the state of {current_layer() or 'a layer'} takes the scalars "
+            f"{', '.join(names)}; got {', '.join(found) or 'none of them'}. Layers in "
+            "nn.scan and nn.vmap have a stack of states, and so do those of a pmap: "
+            "restore the state of a model with the same layers"
+        )
 
 
 def _as_count(count: Any) -> jax.Array:
@@ -139,6 +158,7 @@ def check_count(state: Mapping[str, Any], layer: str) -> None:
       state: a ``State``, whose arrays may have other dtypes.
       layer: the layer's name.
     """
+    _check_scalars(state)
     dtype = jnp.asarray(state["count"]).dtype
     if (largest := _largest_count(dtype)) < 2**24:
         raise ValueError(

@@ -7,7 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fbq_jax.core.expert_plan import Exchange, ExpertSharding
+from fbq_jax.core.expert_plan import (
+    Exchange,
+    ExpertSharding,
+    check_expert_sharding,
+)
 from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.ragged_dot import check_automatic
@@ -73,7 +77,8 @@ class MoEMLP(nn.Module):
         codes; None if each device has all experts.  ``init`` shards the kernels.
 
     Raises:
-      TypeError: ``routing`` is not a ``Routing``, or ``dot_general`` has no
+      TypeError: ``routing`` is not a ``Routing``, ``expert_sharding`` neither an
+        ``ExpertSharding`` nor None, or ``dot_general`` has no
         ``ragged_dot``.
       ValueError: in a call, the routing has a bias that is in no collection, the mesh
         does not fit ``expert_sharding``, or x is sharded over explicit mesh axes.
@@ -104,6 +109,7 @@ class MoEMLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., D]`` to the same shape."""
         check_routing(self.routing)
+        check_expert_sharding(self.expert_sharding)
         check_automatic(x)
         tokens, size = x.reshape(-1, x.shape[-1]), x.shape[-1]
         router = _Router(
@@ -159,7 +165,8 @@ class MoEMLP(nn.Module):
           ValueError: there is no bias.
         """
         layer = layer_path(self.path)
-        if self.is_initializing():
+        is_mutable = self.is_mutable_collection(STATS)
+        if self.is_initializing() and is_mutable:
             return logits
         if not self.has_variable(STATS, "bias"):
             raise ValueError(
@@ -168,7 +175,7 @@ class MoEMLP(nn.Module):
                 "the last training step returned; list it in variable_axes if the "
                 "layer is inside nn.scan or nn.vmap"
             )
-        if self.is_mutable_collection(STATS):
+        if is_mutable:
             return logits
         text = (
             f"layer {layer!r}: a gradient is taken while the collection {STATS!r} is "

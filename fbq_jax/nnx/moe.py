@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fbq_jax.core.expert_plan import Exchange, ExpertSharding
+from fbq_jax.core.expert_plan import (
+    Exchange,
+    ExpertSharding,
+    check_expert_sharding,
+)
 from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
 from fbq_jax.core.ragged_dot import check_automatic
 from fbq_jax.core.routing import (
@@ -71,7 +75,8 @@ class MoEMLP(nnx.Module):
       z_loss: see ``fbq_jax.core.routing.Routes``.
 
     Raises:
-      TypeError: ``routing`` is not a ``Routing``.
+      TypeError: ``routing`` is not a ``Routing``, ``expert_sharding`` neither an
+        ``ExpertSharding`` nor None.
       ValueError: in a call, the mesh does not fit ``expert_sharding``, or x is sharded
         over explicit mesh axes.
 
@@ -103,6 +108,7 @@ class MoEMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_routing(routing)
+        check_expert_sharding(expert_sharding)
         self.routing, self.bits, self.dtype = routing, bits, dtype
         self.expert_sharding = expert_sharding
         if expert_sharding is not None:

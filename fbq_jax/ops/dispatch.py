@@ -267,14 +267,22 @@ def choose_layer(
       The ``LayerChoice``.
 
     Raises:
-      ValueError: no implementation has that name, or a size is below 1; or there is a
-        map, and a size is symbolic.
+      TypeError: ``recipe`` is not a ``Recipe``.
+      ValueError: no implementation has that name, there are not three sizes of at least
+        1; or there is a map, and a size is symbolic.
 
     >>> choose_layer(Recipe(criterion=None), (512, 512, 512)).quantized
     True
     """
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"choose_layer takes sizes of at least 1; got {sizes}")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            "choose_layer takes a Recipe, such as fbq_jax.recipes.fallback; got "
+            f"{recipe!r}"
+        )
+    if len(sizes) != 3 or any(size < 1 for size in sizes):
+        raise ValueError(
+            f"choose_layer takes three sizes (M, K, N) of at least 1; got {sizes}"
+        )
     found = _map_for(recipe, dtype, implementation)
     if isinstance(found, str):
         return LayerChoice(True, None, found)

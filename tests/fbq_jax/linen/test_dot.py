@@ -462,6 +462,24 @@ def test_a_state_that_a_step_leaves_out_is_named():
         assert_live(fallback_stats(variables), fallback_stats(updates))
 
 
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda state: jax.tree.map(lambda x: x[None], state), r"theta \[1\], rate"),
+        (lambda state: {"theta": state["theta"]}, r"got theta \[\]\."),
+    ],
+)
+@pytest.mark.parametrize("mutable", [False, ["fallback"]])
+def test_a_state_of_other_layers_is_named(change, got, mutable):
+    model = Mlp()
+    variables = init(model)
+    state = variables["fallback"] | {
+        "down": {"dot_general": change(variables["fallback"]["down"]["dot_general"])}
+    }
+    with pytest.raises(ValueError, match=f"state of down takes the scalars .*{got}"):
+        model.apply(variables | {"fallback": state}, X, mutable=mutable)
+
+
 def test_one_layer_that_runs_twice_has_one_state():
     class Tied(nn.Module):
         @nn.compact

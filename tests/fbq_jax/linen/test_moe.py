@@ -326,6 +326,22 @@ def test_ops_without_a_ragged_dot_are_named():
 def test_a_number_of_experts_is_no_routing():
     with pytest.raises(TypeError, match=r"takes a Routing, .*; got 8"):
         jax.eval_shape(MoEMLP(8, F).init, jax.random.key(0), X)
+    model = MoEMLP(Routing(8), F, expert_sharding="expert")
+    with pytest.raises(TypeError, match=r"takes an ExpertSharding, .*; got 'expert'"):
+        jax.eval_shape(model.init, jax.random.key(0), X)
+
+
+def test_a_scan_that_forgets_the_bias_of_experts_is_named():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return MoEMLP(Routing(4, bias_update_rate=0.01), F, name="moe")(x), None
+
+    layers = nn.scan(
+        Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+    )
+    with pytest.raises(ValueError, match=r"'moe' balances .* list it in variable_axes"):
+        jax.eval_shape(layers().init, jax.random.key(0), X, None)
 
 
 @pytest.mark.exhaustive

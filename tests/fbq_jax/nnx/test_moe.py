@@ -154,3 +154,5 @@ def test_layers_of_a_stack_have_states_of_their_own():
 def test_the_width_precedes_the_routing():
     with pytest.raises(TypeError, match=f"takes a Routing, .*; got {D}"):
         MoEMLP(BALANCED, D, F, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"takes an ExpertSharding, .*; got 'expert'"):
+        MoEMLP(D, BALANCED, F, rngs=nnx.Rngs(0), expert_sharding="expert")

@@ -47,6 +47,19 @@ def test_the_map_decides_where_the_recipe_leaves_it_the_choice():
     assert dispatch.choose_layer(asked, SLOW).speedup == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "error", "message"),
+    [
+        ("fallback", FAST, TypeError, "takes a Recipe, such as .*; got 'fallback'"),
+        (recipes.fallback, (64, 64), ValueError, r"\(M, K, N\).*; got \(64, 64\)"),
+        (recipes.fallback, (64, 0, 64), ValueError, "at least 1; got"),
+    ],
+)
+def test_wrong_arguments_are_named(recipe, sizes, error, message):
+    with pytest.raises(error, match=message):
+        dispatch.choose_layer(recipe, sizes)
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_map_predicts_for_numbers_only():
     sizes = export.symbolic_shape("b*s, 64, 64")
@@ -106,11 +119,6 @@ def test_other_platforms_have_no_map():
     choice = dispatch.choose_layer(recipes.block, (64, 64, 64))
     assert choice.quantized
     assert choice.reason == "there is no map for cpu: maps are of GPUs"
-
-
-def test_sizes_and_names_are_checked():
-    with pytest.raises(ValueError, match=r"sizes of at least 1; got \(0, 4, 4\)"):
-        dispatch.choose_layer(recipes.block, (0, 4, 4))
 
 
 @pytest.mark.usefixtures("gpu")
