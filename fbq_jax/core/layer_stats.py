@@ -147,11 +147,13 @@ def assert_live(
     """Raises if a training step did not advance the ``count`` of every layer.
 
     Dropped state gives neither an error nor a NaN: the threshold just never moves, and
-    every step has the same noise.  A gradient in Linen with an immutable collection, or
-    in NNX in evaluation mode, warns when it is traced.  JAX cannot see the following;
-    call this once after the first steps, and after a checkpoint is restored, to find
-    them:
+    every step has the same noise.  A weight's gradient in Linen with an immutable
+    collection, or in NNX in evaluation mode, warns when it is traced.  The following
+    gives no warning; call this once after the first steps, and after a checkpoint is
+    restored, to find it:
 
+    - Only other weights are trained, as with LoRA.  The gradient of a layer's input
+      does not warn, because evaluation may take it.
     - The updates that ``apply`` returns, or the state that ``nnx.split`` gives, do not
       reach the next step.
     - An optimizer, gradient clipping or loss scaling treats the collection
