@@ -5,6 +5,7 @@
 A table's place on a page is `<!-- name -->` to `<!-- end -->`.
 """
 
+import argparse
 import dataclasses
 import json
 import statistics
@@ -283,6 +284,28 @@ def experts() -> str:
     return table(("", "recipe", *head), cells)
 
 
+def runs_on_a_cpu() -> str:
+    """The losses of every recipe after a short run, and what chance changes."""
+    compared, chance = (
+        json.loads((LLAMA / f"{name}-cpu.json").read_text())["runs"]
+        for name in ("compare", "chance")
+    )
+    runs = dict(compared)
+    for name, run in chance.items():
+        runs[f"bf16, `--saved-bits {name.removeprefix('bf16-')}`"] = run
+    base = compared["bf16"]["val_loss"]
+    cells = [
+        [
+            name,
+            f"{run['loss']:.3f}",
+            f"{run['val_loss']:.3f}",
+            f"{run['val_loss'] / base - 1:+.2%}",
+        ]
+        for name, run in runs.items()
+    ]
+    return table(("recipe", "training loss", "validation loss", "vs bf16"), cells)
+
+
 # The pages with places for tables.
 PAGES = (
     "README.md",
@@ -305,7 +328,7 @@ PAGES = (
 def tables() -> dict[str, str]:
     """All tables of these pages, by the names of their places."""
     summaries = (speed, losses, measured, outliers, memory, batches, gpus, tpus)
-    others = (speed_h100, libraries, maxtext, experts)
+    others = (speed_h100, libraries, maxtext, experts, runs_on_a_cpu)
     sections = SECTIONS.items()
     return {
         **{name: report.markdown({name: section}) for name, section in sections},
@@ -366,7 +389,7 @@ def draw_runs_on_a_cpu() -> Figure:
     return figure
 
 
-# By file: the function that draws it. The experiments fill and draw their own page.
+# By file: the function that draws it. The experiments fill and draw their own pages.
 PICTURES: dict[Path, Callable[[], Figure]] = {
     BENCH / "nvidia-h200-recipes.png": lambda: picture.draw(
         SECTIONS["recipes"]["rows"]
@@ -382,11 +405,15 @@ PICTURES: dict[Path, Callable[[], Figure]] = {
 
 def main() -> None:
     """Fills all tables, and draws all pictures."""
+    argparse.ArgumentParser(
+        prog="python -m docs.figures", description=__doc__.partition("\n")[0]
+    ).parse_args()
     for page in PAGES:
         atomic.write(ROOT / page, filled(page))
     for file, draw in PICTURES.items():
         plot.save(draw(), file)
-    experiments.main(["draw"])
+    for folder in experiments.PAGES:
+        experiments.main(["draw", "--results", str(folder)])
 
 
 if __name__ == "__main__":
