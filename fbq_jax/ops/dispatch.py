@@ -218,6 +218,27 @@ def warn_of_small_blocks(choice: Choice, block_shape: Sequence[int]) -> None:
         )
 
 
+def warn_of_two_passes(
+    choice: Choice, block_shape: Sequence[int], width: int, implementation: str | None
+) -> None:
+    """Warns, once for each cause, of a fused op that no kernel does in one pass.
+
+    Args:
+      choice: the result of ``choose``; it does not warn if it was asked for.
+      block_shape: as in ``choose``.
+      width: as in ``choose``.
+      implementation: as in ``choose``.
+    """
+    asked = implementation or os.environ.get(ENVIRONMENT_VARIABLE)
+    if choice.implementation == "reference" or asked:
+        return
+    caveat = OPS[choice.op].kernels[choice.implementation].caveat(block_shape, width)
+    if caveat:
+        layer = current_layer()
+        name = f"{layer + ': ' if layer else ''}{choice.op}"
+        warn_first(caveat, f"{name} takes more time{caveat}")
+
+
 def warn_of_packing() -> None:
     """Warns, once, that norms and gates pack saved values on a TPU, by XLA."""
     if jax.default_backend() == "tpu":

@@ -231,14 +231,17 @@ def _kernels(*, most_rows: int = 256, **fields: Any) -> dict[str, Kernel]:
 
 
 _TPU = {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.fused", tpu_refusal)}
-_NORM: dict[str, Any] = {"on_shard": round_on_shard, "packs": True}
+_NORM: dict[str, Any] = {
+    "on_shard": round_on_shard,
+    "packed_width": lambda operands: operands[0].shape[-1],
+}
 _GATE: dict[str, Any] = {
     "on_shard": functools.partial(round_on_shard, columns_of=lambda width: width // 2),
-    "packs": True,
+    "packed_width": lambda operands: operands[0].shape[-1] // 2,
 }
 _GATE_GRAD: dict[str, Any] = {
     "on_shard": functools.partial(round_on_shard, columns_of=lambda width: 2 * width),
-    "packs": True,
+    "packed_width": lambda operands: operands[0].shape[-1],
 }
 rms_norm_quantize = define_op(
     fused_reference.rms_norm_quantize,

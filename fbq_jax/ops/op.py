@@ -73,7 +73,8 @@ class Op:
         the op on one example after the other.
       seeded: whether operands of dtype uint32 are seeds.  If so, ``vmap`` gives each
         mapped example seeds of its own, so that examples draw different noise.
-      packs: whether it is a fused op, which packs what the backward pass reads.
+      packed_width: takes the operands of a fused op.  Returns the row length of what it
+        packs for the backward pass.  None for other ops, which pack nothing.
       kernels: the kernel of each backend, by the backend's name.
     """
 
@@ -82,7 +83,7 @@ class Op:
     on_shard: Callable[["LocalOp", Shard, tuple[Any, ...], dict[str, Any]], Any]
     stacks: bool = True
     seeded: bool = True
-    packs: bool = False
+    packed_width: Callable[[tuple[Any, ...]], int] | None = None
     kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
 
     @property

@@ -72,7 +72,9 @@ def call(
     )
     dispatch.warn_of_reference(choice, block_shape, codes, implementation)
     dispatch.warn_of_small_blocks(choice, block_shape)
-    if op.packs:
+    if op.packed_width is not None:
+        width = op.packed_width(operands)
+        dispatch.warn_of_two_passes(choice, block_shape, width, implementation)
         dispatch.warn_of_packing()
     if options.get("hadamard"):
         dispatch.warn_of_transforms()

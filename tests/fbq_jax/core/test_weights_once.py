@@ -403,6 +403,7 @@ def test_other_arguments_are_errors():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*takes more time; not in one pass")  # of F
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu(name):
     gradient, (params, state) = gradient_of(MODELS[name]), start(MODELS[name])

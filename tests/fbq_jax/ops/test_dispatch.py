@@ -13,7 +13,16 @@ import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import FallbackDot, LlmInt8Dot, RulesDot, dot_general, nnx, ops
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    LlmInt8Dot,
+    RulesDot,
+    dot_general,
+    nnx,
+    ops,
+    recipes,
+)
 from fbq_jax.ops import backends, dispatch
 from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
@@ -271,6 +280,46 @@ def test_a_reason_says_where_one_pass_becomes_two(on_gpu, op):
         choice = dispatch.choose(op, sides, width=width)
         assert choice.implementation == "mosaic"
         assert re.search(f"not in one pass, .*{why}", choice.reason)
+
+
+def test_two_passes_warn_once_unless_they_were_asked_for(monkeypatch, on_gpu):
+    monkeypatch.setattr(layer_names, "_warned", {})
+    on_gpu("9.0")
+    sides = 64, 128
+
+    def warn(width, implementation=None):
+        op = "silu_gate_quantize"
+        choice = dispatch.choose(op, sides, implementation=implementation)
+        dispatch.warn_of_two_passes(choice, sides, width, implementation)
+
+    warn(256)
+    for name in ("triton", "reference"):
+        warn(200, name)
+    text = r"^mlp: silu_gate_quantize takes more time; .* rows of 200"
+    with pytest.warns(UserWarning, match=text), layer_name("mlp"):
+        warn(200)
+    warn(200)
+
+
+@pytest.mark.parametrize("name", ["fallback", "row_block_lhs"])
+def test_the_width_is_that_of_a_norm_or_of_a_gate(monkeypatch, name):
+    widths = {}
+
+    def record(choice, _sides, width, _implementation):
+        widths[choice.op.removesuffix("_row_blocks")] = width
+
+    monkeypatch.setattr(dispatch, "warn_of_two_passes", record)
+    model = GatedMLP(96, dot_general=FallbackDot(recipes.NAMED[name]))
+    x = jnp.ones((4, 72))
+    variables = dict(jax.eval_shape(model.init, jax.random.key(0), x))
+    params = variables.pop("params")
+
+    def loss(params, state):
+        return model.apply({"params": params, **state}, x, mutable=[*state])[0].sum()
+
+    jax.eval_shape(jax.grad(loss), params, variables)
+    gate = dict.fromkeys(("silu_gate_quantize", "silu_gate_grad_quantize"), 96)
+    assert widths == {"rms_norm_quantize": 72, **gate}
 
 
 @pytest.mark.parametrize(
