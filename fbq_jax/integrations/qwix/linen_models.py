@@ -10,9 +10,9 @@ import jax
 from flax import linen as nn
 from flax.core import Scope
 from flax.linen import module as flax_module
-from qwix._src import interception
 
 from fbq_jax.core import weight_products
+from fbq_jax.integrations.qwix.interception import interception
 from fbq_jax.integrations.qwix.lora import is_lora_active, refuse_lora
 from fbq_jax.integrations.qwix.products import Op
 from fbq_jax.integrations.qwix.providers import intercept

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from qwix import LoraProvider, QuantizationProvider
-from qwix._src import interception
 
 from fbq_jax.core.frozen_weight import FrozenKernel
 from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.integrations.qwix.interception import interception
 from fbq_jax.integrations.qwix.products import Products, Weight
 from fbq_jax.linen.frozen import KERNEL
 from fbq_jax.linen.state import calling_module

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.extend.core import Jaxpr, Literal
 from qwix import QuantizationProvider
-from qwix._src import interception
 
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.einsum import before_transposing
 from fbq_jax.core.frozen_weight import View, ViewStep, active_recorder
 from fbq_jax.core.weight_products import VIEWS
+from fbq_jax.integrations.qwix.interception import interception
 from fbq_jax.sharding.layer_names import inside_layer
 
 Op = Callable[..., jax.Array]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import jax
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
 from qwix import QuantizationProvider
-from qwix._src import interception
 
+from fbq_jax.integrations.qwix.interception import interception
 from fbq_jax.integrations.qwix.lora import OpCalls
 from fbq_jax.integrations.qwix.products import Modules, Products
 

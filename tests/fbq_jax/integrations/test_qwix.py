@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import types
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from fbq_jax import (
 )
 from fbq_jax.core.frozen_weight import FrozenKernel
 from fbq_jax.integrations import qwix
+from fbq_jax.integrations.qwix import interception
 from fbq_jax.nnx import dot as nnx_dot
 from tests.fbq_jax.linen.test_whole_models import KEY, X, train
 from tests.fbq_jax.nnx.test_whole_models import descend
@@ -539,3 +541,12 @@ def test_a_precision_is_ignored_on_request():
         "dense/kernel": True,
         "w": True,
     }
+
+
+@pytest.mark.parametrize("name", ["get_attribute", "interception_manager"])
+def test_another_qwix_is_named(name):
+    parts = dict(vars(interception.interception))
+    interception.checked(types.SimpleNamespace(**parts))
+    del parts[name]
+    with pytest.raises(RuntimeError, match=rf"qwix \S+, .* has no {name}.*; it knows"):
+        interception.checked(types.SimpleNamespace(**parts))
