@@ -1,5 +1,6 @@
 """What the benchmarks share: the example's model and training step, at any size."""
 
+import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -84,50 +85,67 @@ def trainer(
     return state, step.make_train_step(llama, optimizer, schedule)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A training step to measure.
+
+    Attributes:
+      name: the name of its row; rows of unrolled layers also say that.
+      recipe: the layers' recipe; None for bf16.
+      shape: ``(hidden, intermediate, layers, sequences)``; the sequences are those of
+        one microbatch.
+      mesh: the devices, as in ``--mesh`` of the training command.
+      microbatches: the number of microbatches of a step.
+      unroll: whether each layer is compiled by itself.
+    """
+
+    name: str
+    recipe: Recipe | None
+    shape: tuple[int, ...]
+    mesh: str = ""
+    microbatches: int = 1
+    unroll: bool = False
+
+    @property
+    def sequence(self) -> int:
+        """The tokens of a sequence."""
+        return min(SEQUENCE, self.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step."""
+        return self.microbatches * self.shape[3] * self.sequence
+
+
 def train(
-    name: str,
-    shape: tuple[int, ...],
-    recipe: Recipe | None,
-    implementation: str | None,
-    mesh: str = "",
-    *,
-    microbatches: int = 1,
-    unroll: bool = False,
-    steps: int,
-    effort: Effort,
+    program: Program, implementation: str | None, *, steps: int, effort: Effort
 ) -> tuple[Row, dict[str, Any]]:
     """Takes training steps on one random batch, then times further steps.
 
     The model is freed on return, since the next one may need its memory.
 
     Args:
-      name: the name of the row.
-      shape: ``(hidden, intermediate, layers, sequences)``; the sequences are those of
-        one microbatch.
-      recipe: the layers' recipe; None for bf16.
+      program: what to measure.
       implementation: the implementation of the library's ops; None lets it choose.
-      mesh: the devices, as in ``--mesh`` of the training command.
-      microbatches: the number of microbatches of a step.
-      unroll: whether each layer is compiled by itself, which the name then says.
       steps: the number of steps before timing.
       effort: how long to time.
 
     Returns:
       The row of a step, and the metrics of the last step before timing.
     """
-    hidden, intermediate, layers, sequences = shape
-    backend, product = dot_general(recipe, implementation)
+    hidden, intermediate, layers, sequences = program.shape
+    backend, product = dot_general(program.recipe, implementation)
     llama = config(
         hidden,
         intermediate,
-        min(SEQUENCE, hidden),
+        program.sequence,
         layers=layers,
         vocabulary=VOCABULARY,
-        quantized=recipe is not None,
-        unroll=unroll,
+        quantized=program.recipe is not None,
+        unroll=program.unroll,
     )
-    with devices(mesh):
-        size = (microbatches, sequences, llama.max_seq_len + 1)
+    with devices(program.mesh):
+        size = (program.microbatches, sequences, program.sequence + 1)
         draw = np.random.default_rng(0).integers
         tokens = distribute(draw(0, VOCABULARY, size, np.int32))
         state, step = trainer(llama, product)
@@ -139,10 +157,10 @@ def train(
         timing = measure.step_timing(compiled, state, tokens, effort=effort)
     measured = row(
         timing,
-        work(llama, microbatches * sequences * llama.max_seq_len),
-        what=f"{name}, unrolled" if unroll else name,
+        work(llama, program.tokens),
+        what=f"{program.name}, unrolled" if program.unroll else program.name,
         implementation=backend,
-        shape=shape,
+        shape=program.shape,
         fallback=fallback,
         compile_s=compile_s,
         peak_bytes=memory.peak_bytes(compiled),

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -40,20 +40,6 @@ _STEPS = 4  # before losses are compared and anything is timed
 _LOSS_LIMIT = 0.02  # nats between INT8 and bf16 after these steps
 
 
-class _Place(NamedTuple):
-    """Where a model is trained, and whether each of its layers is compiled by itself.
-
-    Attributes:
-      mesh: the devices, as in ``--mesh`` of the training command; empty for one.
-      devices: their number.
-      unroll: whether layers are unrolled.
-    """
-
-    mesh: str
-    devices: int
-    unroll: bool
-
-
 def rows(
     shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
@@ -77,39 +63,46 @@ def rows(
         meshes = [f"{axis}={n}" for axis in AXES] if n > 1 else [""]
         for shape, mesh, unroll in itertools.product(shapes, meshes, (False, True)):
             has_reduces = n == numbers[-1] > 1 and not unroll
-            programs = RECIPES | (REDUCES if has_reduces else {})
-            place = _Place(mesh, n, unroll)
-            yield from with_ratios(_rows_at(place, shape, programs, train, alone))
+            chosen = RECIPES | (REDUCES if has_reduces else {})
+            programs = [
+                harness.Program(
+                    name=name,
+                    recipe=recipe,
+                    shape=(*shape[:3], shape[3] * n),
+                    mesh=mesh,
+                    unroll=unroll,
+                )
+                for name, recipe in chosen.items()
+            ]
+            yield from with_ratios(_rows_of(programs, n, train, alone))
 
 
-def _rows_at(
-    place: _Place,
-    shape: tuple[int, ...],
-    programs: dict[str, Recipe | None],
+def _rows_of(
+    programs: Sequence[harness.Program],
+    number: int,
     train: Callable[..., tuple[Row, dict[str, Any]]],
     alone: dict[Any, float],
 ) -> Iterator[Row]:
-    """Times programs with ``train``; notes the speeds of one device in ``alone``."""
-    hidden, intermediate, layers, per_device = shape
-    sequences = per_device * place.devices
-    tokens = sequences * min(harness.SEQUENCE, hidden)
-    mesh_name = place.mesh or harness.ONE_DEVICE
+    """Times programs on ``number`` devices with ``train``.
+
+    Those of one device come first; ``alone`` then holds their speeds.
+    """
     exact = 0.0
-    for name, recipe in programs.items():
-        of_all = hidden, intermediate, layers, sequences
-        measured, metrics = train(
-            name, of_all, recipe, mesh=place.mesh, unroll=place.unroll
-        )
+    for program in programs:
+        measured, metrics = train(program)
+        mesh = program.mesh or harness.ONE_DEVICE
         loss = float(metrics["loss"])
         exact = exact or loss
-        what = f"the loss of {measured.what} at {of_all} on {mesh_name}"
+        what = f"the loss of {measured.what} at {program.shape} on {mesh}"
         measure.require(abs(loss - exact), _LOSS_LIMIT, what)
-        speed = tokens / measured.ms * 1e3
-        program = shape, name.partition(",")[0], place.unroll
-        of_one = alone.setdefault(program, speed)
+        speed = program.tokens / measured.ms * 1e3
+        *model, sequences = program.shape
+        recipe = program.name.partition(",")[0]
+        compared = *model, sequences // number, recipe, program.unroll
+        of_one = alone.setdefault(compared, speed)
         yield dataclasses.replace(
             measured,
-            mesh=mesh_name,
+            mesh=mesh,
             tokens_s=speed,
-            efficiency=speed / (place.devices * of_one),
+            efficiency=speed / (number * of_one),
         )

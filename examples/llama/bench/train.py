@@ -59,15 +59,15 @@ def measure_recipes(
     """
     exact: dict[str, float] = {}
     for name, recipe in harness.recipes().items():
-        measured, metrics = harness.train(
-            name,
-            shape,
-            recipe,
-            implementation,
+        program = harness.Program(
+            name=name,
+            recipe=recipe,
+            shape=shape,
             microbatches=microbatches,
             unroll=unroll,
-            steps=_STEPS,
-            effort=effort,
+        )
+        measured, metrics = harness.train(
+            program, implementation, steps=_STEPS, effort=effort
         )
         actual = {of: float(metrics[of]) for of in _LIMITS}
         exact = exact or actual
