@@ -53,7 +53,8 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
             f"{out} holds metrics or checkpoints of a run without its config.json: put "
             "it back, or choose another folder with --out"
         )
-    if config.data is not None and Path(config.data).resolve() in out.resolve().parents:
+    data = None if config.data is None else Path(config.data).resolve()
+    if data is not None and out.resolve().is_relative_to(data):
         raise RunError(
             f"{out} is inside the data, {config.data}, which the files of the run "
             "would change; choose another folder with --out"

@@ -858,5 +858,7 @@ def test_out_must_be_a_folder_outside_the_data(
     argv = flags(config, f"--out={tmp_path / 'file' / 'run'}")
     assert "cannot be a run's folder" in error_of(capsys, argv)
     (tmp_path / "data").mkdir()
-    argv = [f"--data={tmp_path / 'data'}", f"--out={tmp_path / 'data' / 'run'}"]
-    assert "is inside the data" in error_of(capsys, argv)
+    for out in tmp_path / "data" / "run", tmp_path / "data":
+        argv = [f"--data={tmp_path / 'data'}", f"--out={out}"]
+        assert "is inside the data" in error_of(capsys, argv)
+        assert not list((tmp_path / "data").iterdir())
