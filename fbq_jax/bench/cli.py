@@ -6,7 +6,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,8 +60,8 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
             "--out",
             type=Path,
             metavar="FILE",
-            help="the JSON file to write this section into; its other sections stay "
-            "(default: bench-DEVICE.json)",
+            help="the JSON file to write this section into; it replaces the section of "
+            "this name, the others stay (default: bench-DEVICE.json)",
         )
         command.add_argument(
             "--implementation",
@@ -115,11 +115,12 @@ def _read_shape(sizes: str, text: str) -> tuple[int, ...]:
     )
 
 
-def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> Path:
+def run(package: str, sections: Collection[str], options: argparse.Namespace) -> Path:
     """Measures the section that the options name, or all.
 
     Of all sections, one that fails leaves the rows that it measured, and the others are
-    measured.
+    measured. A section that the file already has stays until the new one is complete;
+    until then, the new rows are in ``results.part``.
 
     Args:
       package: the package with a module for each section.
@@ -131,12 +132,15 @@ def run(package: str, sections: Iterable[str], options: argparse.Namespace) -> P
 
     Raises:
       UsageError: if there is no accelerator, or the implementation does not run on it.
-      ResultsError: if the results cannot be stored.
+      ResultsError: if the results cannot be stored, or would replace those of more
+        sizes in a file that was not named.
       UnfinishedError: if some of all sections failed.
     """
     _check_device(options.implementation)
     path: Path = options.out or results.default_path()
     results.check_writable(path)
+    if options.out is None:
+        _check_keeps(path, sections, options)
 
     def measure_section(name: str) -> None:
         _measure(name, importlib.import_module(f"{package}.{name}"), path, options)
@@ -182,12 +186,35 @@ def _check_device(implementation: str | None) -> None:
         raise UsageError(str(error)) from error
 
 
+def _check_keeps(
+    path: Path, sections: Collection[str], options: argparse.Namespace
+) -> None:
+    """Checks that fewer or smaller sizes replace no section that has other rows."""
+    stored = results.load(path) if path.exists() else {}
+    shapes = None if options.command == "all" else options.shape
+    for name in sections if options.command == "all" else [options.command]:
+        if name not in stored:
+            continue
+        if shapes and {row.shape for row in stored[name]["rows"]}.difference(shapes):
+            option = "--shape"
+        elif options.quick and not stored[name]["quick"]:
+            option = "--quick"
+        else:
+            continue
+        raise results.ResultsError(
+            f"{path} has rows of the section {name} that {option} would replace: write "
+            "the new ones into another file, with --out"
+        )
+
+
 def _measure(
     name: str, section: ModuleType, path: Path, options: argparse.Namespace
 ) -> None:
     quick = options.quick
     print(report.text_head(name), flush=True)
     content = results.section([], quick=quick)
+    is_stored = path.exists() and name in results.load(path)
+    unfinished = results.part(path, name) if is_stored else path
     rows = section.rows(
         _shapes(section, options),
         implementation=options.implementation,
@@ -198,7 +225,7 @@ def _measure(
             print(report.text_row(name, row), flush=True)
             content["rows"].append(dataclasses.asdict(row))
             # Stored after each row, so that an interrupted run leaves what it measured.
-            results.merge(path, name, content)
+            results.merge(unfinished, name, content)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         if reason.startswith("RESOURCE_EXHAUSTED"):
@@ -206,6 +233,9 @@ def _measure(
                 f"{reason}; --shape takes sizes that fit into the memory"
             ) from error
         raise measure.UnsupportedError(reason) from error
+    if is_stored and content["rows"]:
+        results.merge(path, name, content)
+        unfinished.unlink()
 
 
 def _shapes(

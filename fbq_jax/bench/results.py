@@ -212,6 +212,11 @@ def check_folder(path: Path) -> None:
         raise ResultsError(f"cannot write {path}: {path.parent} is read-only")
 
 
+def part(path: Path, name: str) -> Path:
+    """The file of a section's rows while ``path`` still has older ones."""
+    return path.with_name(f"{path.name}.{name}.part")
+
+
 def merge(path: Path, name: str, content: dict[str, Any]) -> None:
     """Writes a section into a file and keeps the other sections."""
     sections = json.loads(path.read_text()) if path.exists() else {}

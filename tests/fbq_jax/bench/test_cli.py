@@ -1,5 +1,7 @@
 """The command lines of both benchmarks, without measuring anything."""
 
+import contextlib
+import dataclasses
 import importlib
 import json
 
@@ -110,6 +112,78 @@ def test_a_failed_measurement_is_one_line_and_status_1(tmp_path, monkeypatch, ca
     assert library.main(command) == 1
     assert capsys.readouterr().err.startswith("fbq_jax.bench: it is wrong: its error")
     assert [row.what for row in results.load(out)["gemm"]["rows"]] == ["bf16"]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("error", [measure.UnsupportedError("no"), KeyboardInterrupt()])
+def test_a_stored_section_stays_until_the_new_one_is_complete(
+    error, tmp_path, monkeypatch
+):
+    out = tmp_path / "bench.json"
+    command = ["gemm", "--implementation", "reference", "--out", str(out)]
+    assert library.main(command) == 0
+    gemm = importlib.import_module("fbq_jax.bench.gemm")
+    stops = True
+
+    def rows(*_, **__):
+        for row in some_rows("new"):
+            assert results.load(out)["gemm"]["rows"] == some_rows("gemm")
+            yield row
+            if stops:
+                raise error
+
+    monkeypatch.setattr(gemm, "rows", rows)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert library.main(command) == 1
+    assert results.load(out)["gemm"]["rows"] == some_rows("gemm")
+    part = tmp_path / "bench.json.gemm.part"
+    assert results.load(part)["gemm"]["rows"] == some_rows("new")[:1]
+    stops = False
+    assert library.main(command) == 0
+    assert results.load(out)["gemm"]["rows"] == some_rows("new")
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_fewer_sizes_replace_no_section_of_the_default_file(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    gemm = importlib.import_module("fbq_jax.bench.gemm")
+    measured = []
+
+    def rows(shapes, **_):
+        measured.extend(shapes)
+        return (dataclasses.replace(some_rows()[0], shape=shape) for shape in shapes)
+
+    def status(command, *options):
+        measured.clear()
+        return library.main([command, "--implementation", "reference", *options])
+
+    monkeypatch.setattr(gemm, "rows", rows)
+    assert status("gemm", "--shape", "7,8,9") == 0
+    assert status("gemm", "--shape", "7,8,9") == 0  # the same rows
+    assert status("gemm") == 0
+    file = tmp_path / "bench-cpu.json"
+    stored = file.read_text()
+    capsys.readouterr()
+    for option, *command in (
+        ("--shape", "gemm", "--shape", "7,8,9"),
+        ("--quick", "gemm", "--quick"),
+        ("--quick", "all", "--quick"),
+    ):
+        assert status(*command) == 2
+        assert capsys.readouterr().err == (
+            "fbq_jax.bench: bench-cpu.json has rows of the section gemm that "
+            f"{option} would replace: write the new ones into another file, with "
+            "--out\n"
+        )
+        assert not measured
+    assert file.read_text() == stored
+    assert status("linear", "--shape", "7,8,9") == 0  # which the file does not have
+    assert status("gemm", "--quick", "--out", str(file)) == 0
+    assert status("gemm", "--quick") == 0
+    assert [row.shape for row in results.load(file)["gemm"]["rows"]] == measured
 
 
 @pytest.mark.parametrize(
