@@ -130,12 +130,10 @@ def _run_sections(options: argparse.Namespace) -> None:
     if options.command == "map":
         # Its processes share the GPU's memory with this one, which measures nothing.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    path = cli.run("fbq_jax.bench", SECTIONS, options)
-    has_whole_map = options.command == "all" or (
-        options.command == "map" and not options.shape
-    )
-    if has_whole_map and not options.quick:
-        _install_map(path)
+    # Layers read the map, so it has all shapes, with the kernels that layers choose.
+    narrowed = options.quick, options.implementation, vars(options).get("shape")
+    uses = {} if any(narrowed) else {"map": _install_map}
+    cli.run("fbq_jax.bench", SECTIONS, options, uses)
 
 
 def _tables(file: Path) -> str:

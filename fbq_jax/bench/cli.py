@@ -115,7 +115,12 @@ def _read_shape(sizes: str, text: str) -> tuple[int, ...]:
     )
 
 
-def run(package: str, sections: Collection[str], options: argparse.Namespace) -> Path:
+def run(
+    package: str,
+    sections: Collection[str],
+    options: argparse.Namespace,
+    uses: Mapping[str, Callable[[Path], object]] | None = None,
+) -> None:
     """Measures the section that the options name, or all.
 
     Of all sections, one that fails leaves the rows that it measured, and the others are
@@ -126,9 +131,7 @@ def run(package: str, sections: Collection[str], options: argparse.Namespace) ->
       package: the package with a module for each section.
       sections: the sections that ``all`` measures, in order.
       options: the parsed arguments of ``add_sections``.
-
-    Returns:
-      The JSON file.
+      uses: by section, what to do with the JSON file once it has the complete section.
 
     Raises:
       UsageError: if there is no accelerator, or the implementation does not run on it.
@@ -144,23 +147,24 @@ def run(package: str, sections: Collection[str], options: argparse.Namespace) ->
 
     def measure_section(name: str) -> None:
         _measure(name, importlib.import_module(f"{package}.{name}"), path, options)
+        if uses is not None and name in uses:
+            uses[name](path)
 
     if options.command != "all":
         measure_section(options.command)
         print(f"\nwritten to {path}")
-        return path
+        return
     failed = [name for name in sections if not _succeeds(name, measure_section)]
     print(f"\nwritten to {path}{_how_to_send(options)}")
     if failed:
         raise UnfinishedError(f"not finished: {', '.join(failed)} (see above)")
-    return path
 
 
 def _succeeds(name: str, measure_section: Callable[[str], None]) -> bool:
     """Measures a section and returns whether it succeeded; stderr says why not."""
     try:
         measure_section(name)
-    except _FAILED_MEASUREMENTS as error:
+    except (*_FAILED_MEASUREMENTS, results.ResultsError) as error:
         print(f"{name} stopped: {error}", file=sys.stderr, flush=True)
         return False
     return True

@@ -58,6 +58,7 @@ def test_a_section_that_needs_too_much_memory_says_so(
 
     monkeypatch.setattr(importlib.import_module("fbq_jax.bench.gemm"), "rows", rows)
     monkeypatch.setattr(cli, "_check_device", lambda _: None)
+    monkeypatch.setattr(library, "_install_map", lambda _: None)
     out = tmp_path / "bench.json"
     assert library.main([command, "--out", str(out)]) == 1
     printed = capsys.readouterr()

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from fbq_jax import recipes
-from fbq_jax.bench import layers, results
+from fbq_jax.bench import cli, layers, results
 from fbq_jax.bench import map as bench_map
-from fbq_jax.bench.__main__ import main
-from fbq_jax.bench.measure import Timing, WrongResultError
+from fbq_jax.bench.__main__ import SECTIONS, main
+from fbq_jax.bench.measure import Timing, UnsupportedError, WrongResultError
 from fbq_jax.kernels import speed_map
 from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
 
@@ -142,20 +142,60 @@ def test_shapes_without_all_recipes_are_not_installed():
     assert list(found.speedups["block"]) == [(16, 32, 32), (64, 32, 32)]
 
 
-@pytest.mark.usefixtures("stored")
-def test_the_command_installs_what_it_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+@pytest.fixture
+def measured(monkeypatch):
+    """A machine with a GPU, where each section measures the rows of a map."""
+    monkeypatch.setattr(cli, "_check_device", lambda _: None)
     rows = [results._read_row(row) for row in section(shapes=[(16, 32, 32)])["rows"]]
-    monkeypatch.setattr(bench_map, "rows", lambda *_, **__: iter(rows))
+    for name in SECTIONS:
+        module = importlib.import_module(f"fbq_jax.bench.{name}")
+        monkeypatch.setattr(module, "rows", lambda *_, **__: iter(rows))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    out = str(tmp_path / "new.json")
-    command = ["map", "--implementation", "reference", "--out", out]
-    for partial in (["--quick"], ["--shape", "16,32,32"]):
+
+
+@pytest.mark.usefixtures("stored", "measured")
+def test_the_command_installs_what_it_measured(tmp_path, capsys):
+    command = ["map", "--out", str(tmp_path / "new.json")]
+    for partial in (
+        ["--quick"],
+        ["--shape", "16,32,32"],
+        ["--implementation", "reference"],
+    ):
         assert main([*command, *partial]) == 0
         assert speed_map.load("cpu") is None
     assert main(command) == 0
     assert speed_map.load("cpu").speedups["block"] == {(16, 32, 32): 0.5}
     assert "installed as" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("stored", "measured")
+@pytest.mark.parametrize("fails", ["gemm", "map"])
+def test_a_failed_section_of_all_leaves_the_map_and_the_rest(
+    fails, tmp_path, monkeypatch, capsys
+):
+    def no_rows(*_, **__):
+        raise UnsupportedError("no kernel")
+
+    monkeypatch.setattr(
+        importlib.import_module(f"fbq_jax.bench.{fails}"), "rows", no_rows
+    )
+    out = tmp_path / "all.json"
+    assert main(["all", "--out", str(out)]) == 1
+    assert f"{fails} stopped: no kernel\n" in capsys.readouterr().err
+    assert set(results.load(out)) == set(SECTIONS) - {fails}
+    assert (speed_map.load("cpu") is None) == (fails == "map")
+
+
+@pytest.mark.usefixtures("stored", "measured")
+def test_a_map_that_cannot_be_installed_does_not_stop_all(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(speed_map, "DIRECTORY", tmp_path / "file" / "maps")
+    (tmp_path / "file").touch()
+    out = tmp_path / "all.json"
+    assert main(["all", "--out", str(out)]) == 1
+    assert "map stopped: cannot write" in capsys.readouterr().err
+    assert set(results.load(out)) == set(SECTIONS)
 
 
 def test_table_and_picture(stored, tmp_path, capsys):
