@@ -24,7 +24,7 @@ from examples.llama.kv_cache import KVCache, empty_cache
 from examples.llama.model import Llama
 from examples.llama.run_folder import RunError
 from examples.llama.sampling import Sampling, sample
-from examples.llama.text import ChatError
+from examples.llama.text import ChatError, to_bytes
 from fbq_jax import partitioned
 
 ERRORS = (
@@ -136,7 +136,9 @@ def _draw(
 def write(asked: argparse.Namespace) -> None:
     """Generates what the command line asks for and prints it."""
     how = _sampling(asked)
-    text = sys.stdin.read() if asked.prompt is None else asked.prompt
+    text = asked.prompt
+    if text is None:  # as Python decodes the command line
+        text = sys.stdin.buffer.read().decode(errors="surrogateescape")
     found = trained.load(asked.folder, asked.weights)
     encode = found.codec.encode_chat if asked.chat else found.codec.encode
     prompt = encode(text)
@@ -151,8 +153,9 @@ def write(asked: argparse.Namespace) -> None:
     times = [compiled]
     drawn: list[int] = []
     # Some tokenizers decode the first token without its space.
-    shown = found.codec.decode(prompt)
+    shown = found.codec.decode(prompt).rstrip(_INCOMPLETE)
     if not asked.chat:
+        text = to_bytes(text).decode(errors="replace").rstrip(_INCOMPLETE)
         print(text, end="", flush=True)
     for token in _until_stop(generator(prompt, asked.seed), found.codec.stops, times):
         drawn.append(token)

@@ -78,21 +78,22 @@ def join(argv: Sequence[str]) -> None:
     Call it before JAX initializes its devices.
 
     Raises:
-        MeshError: The value of --hosts is malformed.
+        MeshError: The value of --hosts is malformed, or JAX detects no cluster.
     """
     hosts = PARSER.parse_known_args(argv)[0].hosts
     if hosts is None:
         return
-    if not hosts:
-        jax.distributed.initialize()
-        return
     try:
+        if not hosts:
+            jax.distributed.initialize()
+            return
         address, count, index = hosts.split(",")
         jax.distributed.initialize(address, int(count), int(index))
     except ValueError as error:
         raise MeshError(
             "hosts takes host:port, the number of processes and the index of this one, "
-            f"such as 10.0.0.1:1234,2,0; got {hosts!r} ({error})"
+            "such as 10.0.0.1:1234,2,0, or no value on a cluster that JAX detects; got "
+            f"{hosts!r} ({error})"
         ) from error
 
 

@@ -29,7 +29,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         field_types.check(self)
-        field_types.check_at_least(self, 0, "temperature", "top_k")
+        field_types.check_at_least(self, 0, "temperature")
+        if self.top_k < 0:
+            raise ValueError(f"top_k takes an integer of at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(
                 f"top_p takes a number above 0 and up to 1, got {self.top_p}"
@@ -57,6 +59,7 @@ def sample(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     kept = before < how.top_p
     if how.top_k:
-        kept &= (jnp.arange(logits.shape[-1]) < how.top_k)[None]
+        vocab_size = logits.shape[-1]
+        kept &= (jnp.arange(vocab_size) < min(how.top_k, vocab_size))[None]
     drawn = jax.random.categorical(key, jnp.where(kept, sorted_logits, -jnp.inf))
     return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -9,12 +9,18 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from examples.llama.config import ConfigError
 from examples.llama.data import SEPARATOR
 from examples.llama.hf.files import CheckpointError, read_json
 
 
 class ChatError(ValueError):
     """A prompt cannot be put into the form of a chat."""
+
+
+def to_bytes(text: str) -> bytes:
+    """Returns the bytes of a text, in which Python escapes those that are no UTF-8."""
+    return text.encode(errors="surrogateescape")
 
 
 class Codec(Protocol):
@@ -27,13 +33,19 @@ class Codec(Protocol):
     stops: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, with those that begin a document."""
+        """Returns the tokens of a text, with those that begin a document.
+
+        Raises:
+            ConfigError: The text has bytes that are no UTF-8, which tokenizers do not
+                take.
+        """
 
     def encode_chat(self, text: str) -> list[int]:
         """Returns the tokens of a user's message, up to where the answer begins.
 
         Raises:
             ChatError: There is no chat template, or it cannot be used.
+            ConfigError: As of `encode`.
         """
 
     def decode(self, tokens: list[int]) -> str:
@@ -47,7 +59,7 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of a text."""
-        return list(text.encode())
+        return list(to_bytes(text))
 
     def encode_chat(self, text: str) -> list[int]:
         """Raises ChatError."""
@@ -83,6 +95,7 @@ class TokenizerOf:
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that begin a document."""
+        _check_characters(text)
         encoding = self._tokenizer.encode(text)
         ids, added = encoding.ids, encoding.special_tokens_mask
         # Some tokenizers also end a document, which is to be continued here.
@@ -92,6 +105,7 @@ class TokenizerOf:
 
     def encode_chat(self, text: str) -> list[int]:
         """Returns the tokens of a user's message, up to where the answer begins."""
+        _check_characters(text)
         messages = [{"role": "user", "content": text}]
         prompt = _render(self._template(), messages, self._tokens)
         return self._tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -116,6 +130,16 @@ class TokenizerOf:
                 "chat_template.jinja"
             )
         return template
+
+
+def _check_characters(text: str) -> None:
+    """Raises ConfigError if a text has bytes that are no characters."""
+    try:
+        to_bytes(text).decode()
+    except UnicodeError as error:
+        raise ConfigError(
+            f"the prompt is not UTF-8 ({error}), as the tokenizer requires"
+        ) from error
 
 
 def _read_optional(file: Path) -> dict[str, Any]:

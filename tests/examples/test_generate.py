@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ import safetensors.numpy
 import tokenizers
 
 import fbq_jax
-from examples.llama import generate, hf, train
+from examples.llama import generate, hf, train, trained
+from examples.llama.config import ConfigError
 from examples.llama.kv_cache import empty_cache
 from examples.llama.model import Llama
 from examples.llama.sampling import Sampling, sample
@@ -85,6 +87,7 @@ LOGITS = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]]))
         ({"temperature": 1.0, "top_p": 0.6}, {1, 3}),
         ({"temperature": 1.0, "top_p": 0.99, "top_k": 3}, {1, 2, 3}),
         ({"temperature": 0.01}, {1}),
+        ({"temperature": 1.0, "top_k": 10**400}, {0, 1, 2, 3}),
     ],
 )
 def test_sampling_draws_the_likely_tokens(how: dict[str, Any], drawn: set) -> None:
@@ -99,7 +102,7 @@ def test_sampling_draws_the_likely_tokens(how: dict[str, Any], drawn: set) -> No
     ("how", "message"),
     [
         ({"temperature": -1.0}, "temperature takes a number of at least 0"),
-        ({"top_k": -1}, "top_k takes a number of at least 0"),
+        ({"top_k": -1}, "top_k takes an integer of at least 0, got -1"),
         ({"top_p": 0.0}, "top_p takes a number above 0 and up to 1, got 0"),
         ({"top_p": float("nan")}, "top_p takes a finite number"),
     ],
@@ -203,6 +206,36 @@ def test_bytes_are_text_and_have_no_chat() -> None:
         Bytes().encode_chat("a")
 
 
+def test_a_tokenizer_takes_no_bytes_that_are_no_characters(chat: Path) -> None:
+    for encode in codec(chat).encode, codec(chat).encode_chat:
+        with pytest.raises(ConfigError, match=r"prompt is not UTF-8 \(.* byte 0xff in"):
+            encode("one \udcff")
+
+
+@pytest.mark.parametrize("prompt", [b"a\xff\xfe", b"a\xc3", "a\ufffd".encode()])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_model_of_bytes_continues_any_bytes(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: bytes,
+    is_typed: bool,
+) -> None:
+    model = Llama(small_config(vocab_size=256))
+    found = trained.Trained(model, {}, Bytes(), "no weights")
+    monkeypatch.setattr(trained, "load", lambda *_: found)
+
+    def generator(*_: object, **__: object) -> Any:
+        return lambda *_: iter(b"\xa9b")
+
+    monkeypatch.setattr(generate, "Generator", generator)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt)))
+    argv = ["--prompt", os.fsdecode(prompt)] if is_typed else []
+    status, out, report = run(capsys, "folder", *argv)
+    assert status == 0
+    assert f"prompt: {len(prompt)} tokens" in report
+    assert out == (prompt + b"\xa9b\n").decode(errors="replace")
+
+
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
     status = generate.main([str(arg) for arg in argv])
     return status, *capsys.readouterr()
@@ -231,7 +264,7 @@ def test_a_checkpoint_generates(
             break
     # The words are separated by spaces, also after the prompt.
     assert out == f"{codec(chat).decode(tokens)}\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO("one two"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one two")))
     assert run(capsys, chat, *greedy)[1] == out
 
 

@@ -144,3 +144,17 @@ def test_impossible_meshes_are_named(
     assert train.main([*SIZES, *RUN, argv, f"--out={tmp_path / 'run'}"]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_in_no_cluster_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # JAX looks for no cluster once a process has used its devices, as this one has.
+    def initialize() -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    assert train.main(["--hosts"]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: hosts takes host:port, ")
+    assert "or no value on a cluster that JAX detects; got ''" in error
