@@ -77,9 +77,9 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         path: One of the following. A text file: its last 20th is held out. A folder
             of UTF-8 files: every 20th file is held out, or the last 20th of the text
             if there are fewer than 20 files. A nanoGPT `.bin` file of uint16 token
-            ids. A folder with `train.bin`, `val.bin` and optionally `tokenizer.json`,
-            which sets the vocabulary size. None reads the source of the running
-            Python's standard library.
+            ids, or a folder with `train.bin` and `val.bin`; a `tokenizer.json` beside
+            them sets the vocabulary size. None reads the source of the running Python's
+            standard library.
         tokenizer: Encodes each document separately, and marks the beginning of a
             document as Llama's tokenizer does. None uses the bytes as token ids, with
             a NUL between documents.
@@ -99,13 +99,13 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         raise DataError(f"data: {path} does not exist")
     if not path.is_dir():
         if path.suffix == ".bin":
-            return _from_ids(*_split_tail(_memory_map(path)))
+            return _from_ids(path, *_split_tail(_memory_map(path)))
         return _from_texts([path.read_bytes()], path, tokenizer)
     missing = [name for name in _TOKEN_IDS if not (path / name).exists()]
     if len(missing) == 1:
         raise DataError(f"data: {path} has token ids, but no {missing[0]}")
     if not missing:
-        return _load_ids(path)
+        return _from_ids(path, *(_memory_map(path / name) for name in _TOKEN_IDS))
     files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     return _from_texts(_read_texts(path, files), path, tokenizer)
 
@@ -113,6 +113,11 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
 def is_token_ids(path: Path | None) -> bool:
     """Whether `load_corpus` reads `path` as token ids rather than as text."""
     return path is not None and (path.suffix == ".bin" or (path / "train.bin").exists())
+
+
+def tokenizer_folder(token_ids: Path) -> Path:
+    """Returns the folder with the tokenizer of token ids, a folder or a file."""
+    return token_ids if token_ids.is_dir() else token_ids.parent
 
 
 def batches(
@@ -217,10 +222,11 @@ def _split_tail(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ids[:end], ids[end:]
 
 
-def _load_ids(folder: Path) -> Corpus:
-    """Reads `train.bin`, `val.bin` and, if it exists, `tokenizer.json`."""
-    corpus = _from_ids(*(_memory_map(folder / name) for name in _TOKEN_IDS))
-    if not (file := folder / TOKENIZER).exists():
+def _from_ids(path: Path, train: np.ndarray, val: np.ndarray) -> Corpus:
+    # The file format does not store the vocabulary size.
+    vocab_size = 1 + max(int(train.max()), int(val.max(initial=0)))
+    corpus = Corpus(train, val, vocab_size)
+    if not (file := tokenizer_folder(path) / TOKENIZER).exists():
         return corpus
     try:
         vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
@@ -228,9 +234,3 @@ def _load_ids(folder: Path) -> Corpus:
         raise DataError(f"data: {file} is not a tokenizer: {error}") from error
     corpus.check_fits(vocab_size)
     return replace(corpus, vocab_size=vocab_size)
-
-
-def _from_ids(train: np.ndarray, val: np.ndarray) -> Corpus:
-    # The file format does not store the vocabulary size.
-    vocab_size = 1 + max(int(train.max()), int(val.max(initial=0)))
-    return Corpus(train, val, vocab_size)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from examples.llama import hf
 from examples.llama.config import Config
-from examples.llama.data import SEPARATOR, TOKENIZER, is_token_ids
+from examples.llama.data import SEPARATOR, TOKENIZER, is_token_ids, tokenizer_folder
 from examples.llama.hf.config_json import to_json
 from examples.llama.model_config import LlamaConfig
 
@@ -29,9 +29,10 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     if config.from_hf is not None:
         yield Path(config.from_hf)
         return
-    data = None if config.data is None else Path(config.data)
-    is_text = data is None or not is_token_ids(data)
-    tokenizer = byte_tokenizer() if is_text else hf.load_tokenizer(str(data))
+    tokenizer: Tokenizer | None = byte_tokenizer()
+    is_text = config.data is None or not is_token_ids(data := Path(config.data))
+    if not is_text:
+        tokenizer = hf.load_tokenizer(tokenizer_folder(data))
     if tokenizer is None:
         yield None
         return

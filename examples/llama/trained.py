@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from examples.llama import hf
 from examples.llama.build import build_model
 from examples.llama.config import Config, ConfigError
-from examples.llama.data import TOKENIZER, is_token_ids
+from examples.llama.data import TOKENIZER, is_token_ids, tokenizer_folder
 from examples.llama.model import Llama
 from examples.llama.run_folder import FACTS, RunError, has_run, read_options
 from examples.llama.text import Bytes, Codec, TokenizerOf
@@ -132,4 +132,4 @@ def _codec_of_run(config: Config) -> Codec:
         return _codec_of(Path(config.from_hf))
     if config.data is None or not is_token_ids(data := Path(config.data)):
         return Bytes()
-    return _codec_of(data)
+    return _codec_of(tokenizer_folder(data))

@@ -93,6 +93,18 @@ def test_bin_holds_uint16_token_ids(tmp_path: Path) -> None:
     assert corpus.vocab_size == 1100
 
 
+@pytest.mark.parametrize("path", [".", "train.bin"])
+def test_a_tokenizer_beside_token_ids_sets_the_vocabulary(
+    tmp_path: Path, path: str
+) -> None:
+    for name in "train.bin", "val.bin":
+        np.arange(3, dtype=np.uint16).tofile(tmp_path / name)
+    assert load_corpus(tmp_path / path).vocab_size == 3
+    tokenizer = word_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_corpus(tmp_path / path).vocab_size == tokenizer.get_vocab_size() > 3
+
+
 def test_folder_of_bins_keeps_its_split(tmp_path: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.array([7, 300], np.uint16).tofile(tmp_path / "val.bin")

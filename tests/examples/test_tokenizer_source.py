@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.llama import trained
 from examples.llama.config import Config
+from examples.llama.text import Bytes, TokenizerOf
 from examples.llama.tokenizer_source import byte_tokenizer, tokenizer_source
 from tests.examples.make_hf_fixture import FIXTURE
 from tests.examples.small import small_config
@@ -21,15 +23,18 @@ def test_bytes_are_their_own_ids() -> None:
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
 
 
-@pytest.mark.parametrize("is_text", [True, False])
-def test_a_run_has_the_tokenizer_of_its_data(tmp_path: Path, is_text: bool) -> None:
-    data = tmp_path / "text.txt"
+@pytest.mark.parametrize("name", ["text.txt", ".", "ids.bin"])
+def test_a_run_has_the_tokenizer_of_its_data(tmp_path: Path, name: str) -> None:
+    data, is_text = tmp_path / name, name == "text.txt"
     if is_text:
         data.write_text(TEXT)
     else:
-        data = tmp_path
-        np.arange(9, dtype=np.uint16).tofile(data / "train.bin")
-        byte_tokenizer().save(str(data / "tokenizer.json"))
+        np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
+        np.arange(9, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+        byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    codec = trained._codec_of_run(Config(data=str(data)))
+    assert isinstance(codec, Bytes if is_text else TokenizerOf)
+    assert codec.encode(TEXT) == list(TEXT.encode())
     with tokenizer_source(Config(data=str(data)), small_config()) as folder:
         assert folder is not None
         assert (folder / "tokenizer.json").is_file()
