@@ -20,7 +20,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
         data.
 
     Raises:
-        ConfigError: The sizes do not fit together, or not with the loaded model.
+        ConfigError: The options do not fit the loaded model.
         DataError: The data cannot be read or does not fit the model.
         CheckpointError: The Hugging Face model cannot be loaded.
     """
@@ -35,7 +35,7 @@ def build_model(config: Config) -> Llama:
     """Builds the model of a run, without the data of a model that was loaded.
 
     Raises:
-        ConfigError: The sizes do not fit together.
+        ConfigError: The recipe does not fit the loaded model.
         DataError: The data of a new model, which sets its vocabulary, cannot be read.
         CheckpointError: The Hugging Face model cannot be loaded.
     """
@@ -72,19 +72,16 @@ def _new_model(config: Config) -> tuple[LlamaConfig, None, Corpus]:
         experts = {"num_experts": config.experts, "top_k": config.top_k}
         experts |= {"renormalize": renormalize}
         width //= config.top_k
-    try:
-        sizes = LlamaConfig(
-            vocab_size=corpus.vocab_size,
-            hidden_size=config.hidden,
-            intermediate_size=width,
-            **experts,
-            num_layers=config.layers,
-            num_heads=config.heads,
-            num_kv_heads=config.kv_heads,
-            max_seq_len=config.seq,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    sizes = LlamaConfig(
+        vocab_size=corpus.vocab_size,
+        hidden_size=config.hidden,
+        intermediate_size=width,
+        **experts,
+        num_layers=config.layers,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        max_seq_len=config.seq,
+    )
     return sizes, None, corpus
 
 

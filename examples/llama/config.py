@@ -133,6 +133,8 @@ class Config:
             raise ConfigError(str(error)) from None
         self._check_choices()
         self._check_numbers()
+        if self.from_hf is None:
+            self._check_heads()
         self._check_experts()
 
     def _check_choices(self) -> None:
@@ -183,6 +185,17 @@ class Config:
             raise ConfigError(
                 f"accumulate takes a divisor of batch ({self.batch}), "
                 f"got {self.accumulate}"
+            )
+
+    def _check_heads(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"kv_heads takes a divisor of heads ({self.heads}), got {self.kv_heads}"
+            )
+        if self.hidden % (2 * self.heads):
+            raise ConfigError(
+                f"hidden takes an even multiple of heads ({self.heads}), as RoPE "
+                f"rotates pairs, got {self.hidden}"
             )
 
     def _check_experts(self) -> None:
