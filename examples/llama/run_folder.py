@@ -19,6 +19,10 @@ from examples.llama.data import Corpus
 FACTS = {"corpus", "columns"}
 COLUMNS = "in turns"
 
+# Options that a resumed run may change: the numbers of its steps do not depend on them.
+# The path may be another one of the same data.
+CHANGEABLE = {"data", "log_every", "eval_every", "save_every"}
+
 
 class RunError(RuntimeError):
     """A run cannot start in its folder or cannot continue."""
@@ -71,7 +75,8 @@ def enter_folder(
     the processes of one run, only the first enters.
 
     Raises:
-        ConfigError: The resumed run has other options or other data.
+        ConfigError: The resumed run has other data, or other options than a resumed run
+            may have.
         RunError: The folder cannot be created, or another process is in it.
     """
     try:
@@ -82,7 +87,10 @@ def enter_folder(
     with lock:
         _lock(lock.fileno(), out)
         check_folder(out, config, resume)  # again: another run may have come and gone
-        _check_or_write_options(out, config, corpus, resume)
+        if resume:
+            _check_same_run(out, config, corpus)
+        else:
+            write_options(out, config, corpus)
         yield
 
 
@@ -109,27 +117,51 @@ def _unusable(out: Path, error: OSError) -> RunError:
     return RunError(f"{out} cannot be a run's folder: {error.strerror}")
 
 
-def _check_or_write_options(
-    out: Path, config: Config, corpus: Corpus, resume: bool
-) -> None:
-    options = dataclasses.asdict(config) | {
-        "corpus": corpus.fingerprint(),
-        "columns": COLUMNS,
-    }
-    if resume:
-        for name, stored in read_options(out).items():
-            if options[name] != stored:
-                raise ConfigError(
-                    f"the run in {out} has {name} = {stored}, so it cannot be resumed "
-                    f"with {name} = {options[name]}"
-                )
-        return
+def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
+    facts = {"corpus": corpus.fingerprint(), "columns": COLUMNS}
+    return dataclasses.asdict(config) | facts
+
+
+def _check_same_run(out: Path, config: Config, corpus: Corpus) -> None:
+    options, stored = _options(config, corpus), read_options(out)
+    may_change = CHANGEABLE
+    if options["corpus"] != stored["corpus"]:
+        may_change = CHANGEABLE - {"data"}
+    for name, value in stored.items():
+        if name not in may_change and options[name] != value:
+            raise ConfigError(
+                f"the run in {out} has {name} = {value}, so it cannot be resumed with "
+                f"{name} = {options[name]}"
+            )
+
+
+def write_options(out: Path, config: Config, corpus: Corpus) -> None:
+    """Writes the options of the run in `out` and the fingerprint of its corpus.
+
+    A resumed run, whose options may have changed, writes them when it has looked for
+    its checkpoints, which were written with the former options.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
     try:
         if config.save_every:  # before the run exists: no run lacks the folder
             checkpoints(out).mkdir(exist_ok=True)
-        atomic.write(out / "config.json", json.dumps(options, indent=2) + "\n")
+        text = json.dumps(_options(config, corpus), indent=2)
+        atomic.write(out / "config.json", text + "\n")
     except OSError as error:
         raise _unusable(out, error) from error
+
+
+def read_config(out: Path) -> Config:
+    """Reads the options of the run in `out`.
+
+    Raises:
+        ConfigError: An option is not accepted.
+        RunError: As of `read_options`.
+    """
+    options = read_options(out)
+    return Config(**{name: options[name] for name in options.keys() - FACTS})
 
 
 def read_options(out: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from examples.llama.build import build_model
 from examples.llama.config import Config, ConfigError
 from examples.llama.data import TOKENIZER, is_token_ids, tokenizer_folder
 from examples.llama.model import Llama
-from examples.llama.run_folder import FACTS, RunError, has_run, read_options
+from examples.llama.run_folder import RunError, has_run, read_config
 from examples.llama.text import Bytes, Codec, TokenizerOf
 from examples.llama.training import last_state
 from fbq_jax import FallbackDot, freeze
@@ -80,8 +80,7 @@ def _load_checkpoint(folder: Path, weights: str | None) -> Trained:
 
 
 def _load_run(folder: Path, weights: str | None) -> Trained:
-    options = read_options(folder)
-    config = Config(**{name: options[name] for name in options.keys() - FACTS})
+    config = read_config(folder)
     if config.from_hf is not None and hf.is_checkpoint(folder / "hf"):
         # The run may have moved, or the model that it started from.
         config = dataclasses.replace(config, from_hf=str(folder / "hf"))

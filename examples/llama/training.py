@@ -27,6 +27,8 @@ from examples.llama.run_folder import (
     check_folder,
     checkpoints,
     enter_folder,
+    read_config,
+    write_options,
 )
 from examples.llama.step import (
     TrainState,
@@ -52,7 +54,8 @@ def train(
         config: The options of the run.
         out: The folder of the run: a new one, or the one to resume.
         resume: Whether to continue the run in `out`. Its steps then equal the steps of
-            an uninterrupted run bit for bit.
+            an uninterrupted run bit for bit. `config` may have another path of the same
+            data, and other intervals between logs, validations and checkpoints.
         export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
             also written to the folder of this name in `out`. None writes none.
 
@@ -87,7 +90,9 @@ def train(
     with _entered(out, config, corpus, resume):
         mesh.wait("entered")
         if resume:
-            state = _latest_state(config, out, state)
+            state = _latest_state(out, state)
+            if mesh.is_first():
+                write_options(out, config, corpus)
         if mesh.is_first():
             devices = mesh.size()
             print(
@@ -125,11 +130,10 @@ def _entered(
     return enter_folder(out, config, corpus, resume)
 
 
-def _latest_state(config: Config, out: Path, start: TrainState) -> TrainState:
+def _latest_state(out: Path, start: TrainState) -> TrainState:
     """The state to resume from, which the first process chooses for all.
 
     Args:
-        config: The options of the run.
         out: The folder of the run.
         start: The state before the first step.
 
@@ -148,15 +152,16 @@ def _latest_state(config: Config, out: Path, start: TrainState) -> TrainState:
                 "again"
             )
         elif not step:
-            _check_nothing_is_missing(config, out)
+            _check_nothing_is_missing(out)
             print("starts from step 0: the run has no checkpoint")
     step = mesh.from_first(step)
     return checkpoint.read(checkpoints(out), step, start) if step else start
 
 
-def _check_nothing_is_missing(config: Config, out: Path) -> None:
+def _check_nothing_is_missing(out: Path) -> None:
     """Raises RestoreError if a run without checkpoints must have written one."""
     log, folder = out / "metrics.jsonl", checkpoints(out)
+    config = read_config(out)  # of the steps so far
     taken = max((record["step"] for record in metrics.read(log)), default=0)
     saved = taken > min(config.save_every, config.steps)
     if config.save_every and taken and (saved or not folder.exists()):

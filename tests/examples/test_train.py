@@ -199,6 +199,22 @@ def test_resuming_as_another_run_names_the_difference(
     assert len(records_of(whole_run)) == 6
 
 
+def test_a_resumed_run_may_change_its_intervals_and_the_path_of_its_data(
+    whole_run: Path, text: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "6")
+    moved = str(shutil.copy(text, tmp_path / "moved"))
+    changes = {"data": moved, "log_every": 5, "eval_every": 3, "save_every": 5}
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
+    assert train.main([f"--out={run}", "--resume", *argv]) == 0
+    assert records_of(run) == records_of(whole_run)
+    assert checkpoint.find(run / "checkpoints") == (6, [])
+    assert (run / "checkpoints" / "5").exists()
+    before, after = map(run_folder.read_options, (whole_run, run))
+    assert after == before | changes
+
+
 def test_resuming_with_changed_data_is_an_error(
     whole_run: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,7 +264,9 @@ def test_missing_checkpoints_are_an_error_and_nothing_changes(
     run = Path(shutil.copytree(whole_run, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     lose(run / "checkpoints")
-    assert re.search(message, error_of(capsys, [f"--out={run}", "--resume"]))
+    # What is missing was written with the former --save-every.
+    argv = [f"--out={run}", "--resume", "--save-every=100"]
+    assert re.search(message, error_of(capsys, argv))
     assert records_of(run) == records_of(whole_run)
     assert not (run / "metrics.repeated.jsonl").exists()
 
@@ -656,12 +674,14 @@ def test_presets_and_flags_of_the_command_line() -> None:
     assert parse_command(["--compare=bf16,block"]).out == Path("runs/compare")
 
 
+@pytest.mark.parametrize("more", [[], ["--save-every=1"]])
 def test_a_run_stopped_before_its_first_checkpoint_resumes(
     config: Config,
     whole_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    more: list[str],
 ) -> None:
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -669,7 +689,8 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes(
         assert train.main(flags(config, f"--out={out}", "--save-every=0")) == 130
     assert "stopped without a checkpoint; start again with" in capsys.readouterr().out
     assert not (out / "checkpoints").exists()
-    assert train.main([f"--out={out}", "--resume"]) == 0
+    assert train.main([f"--out={out}", "--resume", *more]) == 0
+    assert (out / "checkpoints").exists() == bool(more)
     assert "starts from step 0: the run has no checkpoint" in capsys.readouterr().out
     assert records_of(out) == records_of(whole_run)
 
