@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from examples.llama import atomic
+
 #: What each program sets: MaxText's ``quantization``, or the recipe of all layers but
 #: the head, which MaxText does not quantize either.
 PROGRAMS = {
@@ -45,24 +47,30 @@ _FIRST_STEPS = 5  # compile, and bring thresholds and scales into their range
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the programs and writes what it found after each."""
+    """Measures the programs and writes what it found after each.
+
+    Programs that the file has already stay, also if they fail when measured again.
+    """
     options = _parser().parse_args(arguments)
     if options.run is not None:
         print(json.dumps(_run(options.run, options.settings)))
         return
-    found: dict[str, Any] = {}
+    out: Path = options.out
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    has_failed = False
     for name in options.programs:
         command = [sys.executable, "-m", "examples.maxtext.speed", "--run", name]
         result = subprocess.run(
             [*command, *options.settings], stdout=subprocess.PIPE, text=True
         )
         if result.returncode:
-            found[name] = {"failed": result.returncode}
-        else:
-            found[name] = json.loads(result.stdout.splitlines()[-1])
+            has_failed = True
+            print(name, f"failed with status {result.returncode}", flush=True)
+            continue
+        found[name] = json.loads(result.stdout.splitlines()[-1])
         print(name, found[name], flush=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    if any("failed" in program for program in found.values()):
+        atomic.write(out, json.dumps(found, indent=1) + "\n")
+    if has_failed:
         sys.exit(1)
 
 
