@@ -163,8 +163,8 @@ def _choice(
     op: Op, name: str, block_shape: Sequence[int], width: int | None, reason: str
 ) -> Choice:
     """A choice, whose reason includes the kernel's caveat."""
-    if name != "reference":
-        reason += op.kernels[name].caveat(block_shape, width)
+    if name != "reference" and (caveat := op.kernels[name].caveat(block_shape, width)):
+        reason = f"{reason}; {caveat}"
     return Choice(op.name, name, reason, op.backend(name, block_shape))
 
 
@@ -236,7 +236,7 @@ def warn_of_two_passes(
     if caveat:
         layer = current_layer()
         name = f"{layer + ': ' if layer else ''}{choice.op}"
-        warn_first(caveat, f"{name} takes more time{caveat}")
+        warn_first(caveat, f"{name} takes more time; {caveat}")
 
 
 def warn_of_packing() -> None:

@@ -42,7 +42,7 @@ def _two_pass_caveat(
     if fits and (width is None or width % group == 0):
         return ""
     return (
-        f"; not in one pass, but as jax.numpy code and a kernel that quantizes: one "
+        f"not in one pass, but as jax.numpy code and a kernel that quantizes: one "
         f"pass needs blocks {group} wide with up to {most_rows} rows, and rows that "
         f"are multiples of {group}, not blocks {columns} wide with {rows} rows"
         + ("" if width is None else f" and rows of {width}")

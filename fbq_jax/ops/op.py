@@ -42,8 +42,8 @@ class Kernel:
         function with the op's name and the signature of its reference.
       refusal: takes the shape of a block.  Returns the reason why the kernel cannot run
         here with such blocks, or None if it can.
-      caveat: takes the shape of a block and the length of a row.  Returns text that is
-        appended to the reason for choosing this kernel.
+      caveat: takes the shape of a block and the length of a row.  Returns what is slow
+        about them, or nothing.
       blockless_module: XLA's module for operands without blocks; None if the kernel
         serves them.
       float8_refusal: the reason why the kernel has no FP8 codes here, or None if it
