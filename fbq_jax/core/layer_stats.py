@@ -84,14 +84,16 @@ def stats_of(layer: str, state: Mapping[str, Any]) -> LayerStats:
       layer: the layer's path.
       state: a ``fbq_jax.core.threshold.State``, whose arrays may be traced.
     """
-    seed = state.get("seed")
+    seed: Any = state.get("seed")
     # Reading seeds waits for the device, so it happens once.
     if _is_stack(seed) and is_first(("seeds", layer)) and _are_equal(seed):
         warn_first(
             "equal seeds",
             f"the layers of the stack {layer!r} share a seed, so all have the same "
             'noise: initialize them with split_rngs={"params": True} in nn.scan, or in '
-            "NNX with rngs that nnx.split_rngs has split",
+            "NNX with rngs that nnx.split_rngs has split; if they share parameters in "
+            "nn.scan, replace the seed in their state after init by "
+            f"jax.random.bits(key, {seed.shape})",
         )
     return LayerStats(state["rate"], state["theta"], state["count"])
 

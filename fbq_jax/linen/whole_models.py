@@ -7,18 +7,22 @@ methods runs, an interceptor of Flax gives each layer that runs inside its op.
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import lift
 from flax.core.scope import in_filter, union_filters
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.traverse_util import flatten_dict
 from jax import lax
 
 from fbq_jax.core.frozen_weight import active_recorder
-from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.layer_stats import is_state, layer_path
+from fbq_jax.kernels.rounding import fold
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
@@ -51,9 +55,9 @@ def quantize(
     The returned model is an instance of the model's class, with the same fields and
     methods, and may be a part of other models.  Rules match paths inside the quantized
     model, wherever it is.  ``nn.scan`` and ``nn.vmap`` inside it carry the state on
-    axis 0, and all steps of an ``nn.RNN`` share one state, which ``init`` creates.  A
-    layer that is taken out of the model, as in ``model.bind(variables).head(x)``,
-    computes in float.
+    axis 0, with a seed of its own in each step, and all steps of an ``nn.RNN`` share
+    one state, which ``init`` creates.  A layer that is taken out of the model, as in
+    ``model.bind(variables).head(x)``, computes in float.
 
     Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
     ``@``, stay in float, which the report says:
@@ -130,7 +134,9 @@ class _Quantized:
     def _call_wrapped_method(self, *args: Any) -> Any:
         # Flax calls each method of a module through this one.
         with _active_in(self):
-            return super()._call_wrapped_method(*args)  # type: ignore[misc]
+            out = super()._call_wrapped_method(*args)  # type: ignore[misc]
+        _separate_steps(self)
+        return out
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         with _active_in(self):  # also where method= is a function of the model
@@ -186,6 +192,34 @@ def _active_in(model: Any) -> Iterator[None]:
         return
     with quantized_root(root), root.quantization.inject(root.quantization.dot):
         yield
+
+
+def _separate_steps(model: Any) -> None:
+    """Gives each step of an ``nn.scan`` a seed, where all start with the same one.
+
+    That is so where the steps share their parameters, and Flax lets their keys not be
+    split.  A layer inside cannot know the index of its step.
+    """
+    if model.scope is None or not model.is_initializing():
+        return
+    states = model.scope._collection(model.quantization.dot.collection)
+    for path, state in flatten_dict(states, is_leaf=lambda _, x: is_state(x)).items():
+        if is_state(state):
+            *parents, name = path
+            # In place: the scopes of the model's layers refer to these mappings.
+            inner = functools.reduce(operator.getitem, parents, states)
+            inner[name] = {**state, "seed": _unequal(state["seed"])}
+
+
+def _unequal(seeds: jax.Array) -> jax.Array:
+    """Other seeds along each axis of a stack that has only one; they have 24 bits."""
+    for axis, size in enumerate(seeds.shape):
+        if size > 1:
+            index = lax.broadcasted_iota(jnp.uint32, seeds.shape, axis)
+            others = fold(seeds.astype(jnp.uint32), index) >> 8
+            is_same = jnp.all(seeds == seeds.take(jnp.array([0]), axis))
+            seeds = jnp.where(is_same, others.astype(seeds.dtype), seeds)
+    return seeds
 
 
 @contextlib.contextmanager

@@ -346,12 +346,14 @@ def test_mapped_layers_with_one_rng_have_their_own_seeds():
 
 class Stack(nn.Module):
     split: bool
+    shared: bool = False
 
     @nn.compact
     def __call__(self, x):
         stack = nn.scan(
             lambda layer, x, _: (layer(x), None),
-            variable_axes={"params": 0, "fallback": 0},
+            variable_axes={"fallback": 0} | ({} if self.shared else {"params": 0}),
+            variable_broadcast="params" if self.shared else False,
             split_rngs={"params": self.split},
             length=3,
         )
@@ -368,6 +370,20 @@ def test_scanned_layers_with_one_seed():
     with pytest.warns(UserWarning, match=r"stack 'Dense_0' share a seed.*split_rngs="):
         fallback_stats(one)
     fallback_stats(one)
+
+
+def test_the_warning_says_how_layers_with_shared_parameters_get_seeds():
+    stack = Stack(split=False, shared=True)
+    variables = stack.init(jax.random.key(0), jnp.ones((64, 64)))
+    remedy = r"share parameters.*the seed.*by jax\.random\.bits\(key, \(3,\)\)"
+    with pytest.warns(UserWarning, match=remedy):
+        fallback_stats(variables)
+    layer_names.clear()
+    state = variables["fallback"]["Dense_0"]["dot_general"]
+    seeds = jax.random.bits(jax.random.key(1), (3,))
+    assert seeds.dtype == state["seed"].dtype
+    state["seed"] = seeds
+    fallback_stats(variables)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,22 @@ class Mapped(nn.Module):
         return nn.Dense(8, dot_general=self.op, name="head")(x)
 
 
+class SharedSteps(nn.Module):
+    """Steps of a scan with the same parameters, as in ALBERT."""
+
+    op: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"fallback": 0} if self.op else {}
+        rngs = {"params": False}
+        steps = nn.scan(
+            Block, axes, variable_broadcast="params", split_rngs=rngs, length=3
+        )
+        x, _ = steps(self.op, name="blocks")(x, None)
+        return nn.Dense(8, dot_general=self.op, name="head")(x)
+
+
 class Setup(nn.Module):
     """Layers from ``setup``, several methods, and a layer that is called twice."""
 
@@ -262,6 +278,31 @@ def test_steps_of_time_whose_state_is_a_gradient_have_one_each():
     model, _ = quantize(Recurrent(), dot, KEY, X)
     state = jax.eval_shape(model.init, KEY, X)["_overwrite_with_gradient"]
     assert {x.shape for x in jax.tree.leaves(state)} == {(8,)}
+
+
+@pytest.mark.parametrize("collection", ["fallback", "_overwrite_with_gradient"])
+def test_steps_that_share_parameters_have_a_seed_each(collection):
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return self.inner(self.inner(x)[..., :1] + x)
+
+    model, _ = quantize(SharedSteps(), RulesDot(RULES, collection), KEY, X)
+    for model_ in (model, Outer(model)):
+        variables = jax.jit(model_.init)(KEY, X)
+        assert len(fallback_stats(variables, collection)) == 2  # without a warning
+        blocks = variables[collection].get("inner", variables[collection])["blocks"]
+        seeds = [layer["dot_general"]["seed"] for layer in blocks.values()]
+        assert len(np.unique(seeds)) == 2 * 3
+        assert np.max(seeds) < 2**24
+
+
+def test_steps_that_have_a_seed_each_keep_it():
+    model, _ = quantize(Scanned(), RULES, KEY, X)
+    variables, by_hand = (jax.jit(m.init)(KEY, X) for m in (model, Scanned(HAND)))
+    jax.tree.map(np.testing.assert_array_equal, variables, by_hand)
 
 
 def test_rules_that_quantize_nothing_warn():
