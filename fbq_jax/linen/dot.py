@@ -38,6 +38,7 @@ from fbq_jax.linen.state import (
     is_mutable_outside,
     lacks_state,
     return_as_gradient,
+    state_of,
     temporary_variable,
 )
 from fbq_jax.recipes import fallback
@@ -132,8 +133,7 @@ class FallbackDot(GroupedDot):
         variable = self.variable(module, lhs)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
         rhs = self.check_moves(module, variable, rhs)
-        # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
-        state = dict(variable.value)
+        state = state_of(variable)
         codes = self._codes(module, variable, rhs, call.dimension_numbers)
         with named(module):
             out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
@@ -164,8 +164,7 @@ class FallbackDot(GroupedDot):
             return self.commit(module, variable, new, out)
 
         name = functools.partial(named, module)
-        # A plain dictionary, as its gradient is, even if it came as a FrozenDict.
-        state = dict(variable.value)
+        state = state_of(variable)
         return GroupedProjection(self.config, rhs, call, state, codes, commit, name)
 
     def _codes(

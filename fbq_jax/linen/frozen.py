@@ -24,6 +24,7 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.serialization import serializable_static
+from fbq_jax.linen.state import state_of
 from fbq_jax.recipes.rules_report import describe_recipe
 
 #: The key of the ``FrozenWeight`` in the state of a layer.
@@ -121,7 +122,7 @@ def layer_weight(
             )
         if WEIGHT not in variable.value:
             check_recipe(config.recipe, layer)
-            weight = quantize_weight(config, variable.value, rhs, dimension_numbers)
+            weight = quantize_weight(config, state_of(variable), rhs, dimension_numbers)
             shape = jax.tree.leaves(parameter.value)[0].shape  # it may be boxed
             name = parameter.name_in(module)
             weight = dataclasses.replace(weight, shape=shape, parameter=name)

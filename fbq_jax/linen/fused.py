@@ -20,6 +20,7 @@ from fbq_jax.kernels import fused_reference
 from fbq_jax.kernels.reference import Quantized
 from fbq_jax.linen.dot import FallbackDot, fallback_dot, named
 from fbq_jax.linen.frozen import is_frozen, kernel_of, layer_weight
+from fbq_jax.linen.state import state_of
 from fbq_jax.recipes.rules_report import describe_recipe
 from fbq_jax.recipes.schema import check_no_recipe
 from fbq_jax.sharding.explicit_axes import automatic
@@ -194,7 +195,7 @@ class _Projection(nn.Module):
             kernel = mark_weight(kernel, self.dot_general.recipe)
         kernel = self.dot_general.check_moves(self, variable, kernel)
         weight = kernel if codes is None else codes.main
-        state = threshold.canonicalize_state(variable.value)
+        state = threshold.canonicalize_state(state_of(variable))
         return _Linear(weight, bias, variable, state)
 
 

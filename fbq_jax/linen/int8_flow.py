@@ -15,6 +15,7 @@ from fbq_jax.int8_flow.blocks import Chain, width
 from fbq_jax.int8_flow.layers import Initializer, ParamSpec, ParamSpecs
 from fbq_jax.int8_flow.operators import Operator
 from fbq_jax.linen.dot import FallbackDot
+from fbq_jax.linen.state import state_of
 
 Params = dict[str, Any]
 
@@ -55,7 +56,7 @@ class _Block(nn.Module):
         params = self.parameters(width(x))
         variable = dot.variable(self, x)
         params = dot.check_moves(self, variable, params)
-        state = threshold.canonicalize_state(variable.value)
+        state = threshold.canonicalize_state(state_of(variable))
         drops = self.dropout_rate > 0.0 and not deterministic
         dropout_keys = [self.make_rng("dropout")] if drops else []
         operator = self.operator(x, deterministic)

@@ -13,7 +13,9 @@ from flax.linen import module as flax_module
 from flax.nnx import bridge
 
 from fbq_jax.core import threshold
+from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import SLOT, layer_path
+from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.sharding.layer_names import warn_first
 
 
@@ -46,6 +48,36 @@ def lacks_state(module: nn.Module, collection: str) -> bool:
     return not (
         scope.has_variable(collection, name) or module.is_mutable_collection(collection)
     )
+
+
+def is_mutable_state(scope: Scope | None, collection: str) -> bool:
+    """Whether layers in a scope may change their state.
+
+    While ``freeze`` traces a model, they may store codes only.
+    """
+    if scope is None or active_recorder() is not None:
+        return False
+    return scope.is_mutable_collection(collection)
+
+
+def state_of(variable: Variable) -> dict[str, Any]:
+    """The state in the variable of a layer.
+
+    In evaluation, examples of an ``nn.vmap`` that share parameters share the states
+    that as many examples had in training: the mean of the thresholds that are set.
+
+    Returns:
+      A plain dictionary, as its gradient is, even if it came as a FrozenDict.
+    """
+    state = dict(variable.value)
+    is_stack = jnp.ndim(state["theta"]) > 0
+    if not is_stack or is_mutable_state(variable.scope, variable.collection):
+        return state
+    first = {name: state[name].ravel()[0] for name in ("rate", "count", "seed")}
+    is_set = state["theta"] >= 0.0  # NaN counts as unset
+    count = jnp.sum(is_set, dtype=jnp.float32)
+    mean = jnp.sum(state["theta"], where=is_set) / jnp.maximum(count, 1.0)
+    return {**state, **first, "theta": jnp.where(count > 0.0, mean, UNSET)}
 
 
 def can_keep_state(scope: Scope | None) -> bool:

@@ -20,13 +20,13 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.traverse_util import flatten_dict
 from jax import lax
 
-from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import is_state, layer_path
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
 from fbq_jax.linen.rules import Quantization, Root, RulesDot, quantized_root
+from fbq_jax.linen.state import calling_module, is_mutable_state
 from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -55,8 +55,10 @@ def quantize(
     The returned model is an instance of the model's class, with the same fields and
     methods, and may be a part of other models.  Rules match paths inside the quantized
     model, wherever it is.  ``nn.scan`` and ``nn.vmap`` inside it carry the state on
-    axis 0, with a seed of its own in each step, and all steps of an ``nn.RNN`` share
-    one state, which ``init`` creates.  A layer that is taken out of the model, as in
+    axis 0, with a seed of its own in each step.  Where ``nn.vmap`` shares the
+    parameters, the axis is the last one, and evaluation takes any number of examples,
+    with the mean of their thresholds.  All steps of an ``nn.RNN`` share one state,
+    which ``init`` creates.  A layer that is taken out of the model, as in
     ``model.bind(variables).head(x)``, computes in float.
 
     Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
@@ -305,8 +307,7 @@ def _share_state(rnn: nn.RNN, collection: str) -> dict[str, Any]:
         return {}  # a gradient that steps share would be summed
     if any(in_filter(collections, collection) for collections in named):
         return {}
-    moves = rnn.is_mutable_collection(collection) and not rnn.is_initializing()
-    moves &= active_recorder() is None  # freeze stores codes
+    moves = is_mutable_state(rnn.scope, collection) and not rnn.is_initializing()
     field = "variable_carry" if moves else "variable_broadcast"
     return {field: union_filters(getattr(rnn, field), collection)}
 
@@ -323,10 +324,29 @@ def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if (root := quantized_root.value) is not None:
             collection = root.quantization.dot.collection
             if not any(in_filter(axis, collection) for axis in variable_axes):
-                variable_axes = {**variable_axes, collection: 0}
+                axis = _state_axis(variable_axes, collection)
+                variable_axes = {**variable_axes, collection: axis}
         return split_axes(variable_axes)
 
     return split_axes_with_state
+
+
+def _state_axis(variable_axes: Mapping[Any, Any], collection: str) -> int | None:
+    """The axis of the steps of an ``nn.scan`` or ``nn.vmap`` in the state.
+
+    Examples that share their parameters have a state each in training.  In evaluation
+    they share it (``state_of``), so there may be more or fewer of them.  Their axis is
+    the last one, because an ``nn.scan`` inside takes the first one.
+    """
+    shares = any(
+        in_filter(names, "params") and getattr(axis, "axis", axis) is None
+        for names, axis in variable_axes.items()
+    )
+    if not shares or collection == OVERWRITE_WITH_GRADIENT:
+        return 0
+    module = calling_module()
+    is_shared = module is not None and not is_mutable_state(module.scope, collection)
+    return None if is_shared else -1
 
 
 @functools.cache

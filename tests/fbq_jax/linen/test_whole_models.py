@@ -73,11 +73,12 @@ class Mapped(nn.Module):
 
     op: object = None
     shared: bool = False
+    state_axis: object = 0
 
     @nn.compact
     def __call__(self, x):
         axes = {"params": None if self.shared else 0}
-        axes |= {"fallback": 0} if self.op else {}
+        axes |= {"fallback": self.state_axis} if self.op else {}
         rngs = {"params": not self.shared}
         blocks = nn.vmap(Block, variable_axes=axes, split_rngs=rngs, in_axes=(0, None))
         x, _ = blocks(self.op, name="blocks")(x[:, None], None)
@@ -278,6 +279,71 @@ def test_steps_of_time_whose_state_is_a_gradient_have_one_each():
     model, _ = quantize(Recurrent(), dot, KEY, X)
     state = jax.eval_shape(model.init, KEY, X)["_overwrite_with_gradient"]
     assert {x.shape for x in jax.tree.leaves(state)} == {(8,)}
+
+
+def test_evaluation_takes_any_number_of_examples_that_share_parameters():
+    """They have the mean of the thresholds that are set."""
+    model, _ = quantize(Mapped(shared=True), RULES, KEY, X)
+    variables = jax.jit(model.init)(KEY, X)
+    thetas = jnp.array([0.5, jnp.nan, -1.0, 15.5])
+
+    def with_thetas(thetas):
+        def replace(path, x):
+            is_theta = "theta" in str(path[-1])
+            return thetas.astype(x.dtype) if is_theta else x[: len(thetas)]
+
+        state = jax.tree.map_with_path(replace, variables["fallback"])
+        return {**variables, "fallback": state}
+
+    y = jax.jit(model.apply)(with_thetas(thetas), X[:2])
+    by_hand = Mapped(HAND, shared=True)
+    expected = jax.jit(by_hand.apply)(with_thetas(jnp.full(2, 8.0)), X[:2])
+    np.testing.assert_array_equal(y, expected)
+    other = jax.jit(by_hand.apply)(with_thetas(jnp.full(2, 0.5)), X[:2])
+    assert not np.array_equal(y, other)
+    without_axis = Mapped(HAND, shared=True, state_axis=None)
+    evaluated = jax.jit(without_axis.apply)(with_thetas(thetas), X[:2])
+    np.testing.assert_array_equal(evaluated, expected)
+
+    unset = jax.jit(model.apply)(with_thetas(jnp.full(4, -1.0)), X[:2])
+    expected = jax.jit(by_hand.apply)(with_thetas(jnp.full(2, -1.0)), X[:2])
+    np.testing.assert_array_equal(unset, expected)
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(SMALL, marks=pytest.mark.exhaustive), recipes.rowwise]
+)
+def test_examples_that_share_parameters_with_stacks_inside_and_around(recipe):
+    class Nested(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def shared(module, **options):
+                axes, rngs = {"params": None}, {"params": False}
+                return nn.vmap(module, variable_axes=axes, split_rngs=rngs, **options)
+
+            members = nn.vmap(
+                shared(shared(Scanned)),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=None,
+                axis_size=2,
+            )
+            return members(name="members")(x[:, :, None])
+
+    model, _ = quantize(Nested(), {".*": recipe}, KEY, X)
+    variables = jax.jit(model.init)(KEY, X)
+    apply = jax.jit(functools.partial(model.apply, mutable=["fallback"]))
+    _, state = apply(variables, X)
+    stats = fallback_stats(state)
+    # Members, layers and examples.
+    assert {name: s.theta.shape for name, s in stats.items()} == {
+        "members/blocks/up": (2, 3, 8, 4),
+        "members/blocks/down": (2, 3, 8, 4),
+        "members/head": (2, 8, 4),
+    }
+    y = jax.jit(model.apply)({**variables, **state}, X[:3, :5])
+    assert y.shape == (2, 3, 5, 1, 8)
+    assert np.all(np.isfinite(y))
 
 
 @pytest.mark.parametrize("collection", ["fallback", "_overwrite_with_gradient"])
