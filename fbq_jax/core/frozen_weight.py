@@ -142,9 +142,11 @@ class WeightRecorder:
       uses: maps the path of each layer to freeze to its use; None until the layer ran.
       view: the view of the product that is being traced.
       borrowing: the paths of layers that multiply by a weight of another module.
+      shared: the paths of Linen layers whose steps or examples share their weight.
     """
 
-    def __init__(self, layers: Iterable[str]):
+    def __init__(self, layers: Iterable[str], shared: Iterable[str] = ()):
+        self.shared = frozenset(shared)
         self.uses: dict[str, WeightUse | None] = dict.fromkeys(layers)
         self.view: View = ()
         self.borrowing: set[str] = set()
@@ -219,9 +221,11 @@ _recorder = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def record_weights(layers: Iterable[str]) -> Iterator[WeightRecorder]:
+def record_weights(
+    layers: Iterable[str], shared: Iterable[str] = ()
+) -> Iterator[WeightRecorder]:
     """Makes layers that are traced inside report to the recorder that it yields."""
-    recorder = WeightRecorder(layers)
+    recorder = WeightRecorder(layers, shared)
     with _recorder(recorder):
         yield recorder
 
@@ -233,7 +237,7 @@ def active_recorder() -> WeightRecorder | None:
 
 def quantize_weight(
     config: DotConfig,
-    state: Mapping[str, jax.Array],
+    state: Mapping[str, Any],
     w: jax.Array,
     dimension_numbers: DimensionNumbers,
 ) -> FrozenWeight:

@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
+    WeightRecorder,
     as_array,
     check_thetas,
     record_weights,
@@ -24,7 +25,7 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.layer_stats import is_state, layer_path
 from fbq_jax.core.serialization import serializable_static
 from fbq_jax.core.weight_products import ParameterUse, check_weight, split_arrays
-from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter
+from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter, SharedWeight
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import ALL_STATE, trace_uses
 from fbq_jax.model_kind import check_linen
@@ -50,8 +51,10 @@ def freeze(
     model's code calls by ``head.apply`` with the embedding's weight stays as it is.
 
     In the returned tree, the kernel of a frozen layer is a ``FrozenKernel`` without
-    leaves, and the layer's state has a ``FrozenWeight`` with the codes.  To get the
-    abstract tree that restoring a checkpoint needs, call
+    leaves, and the layer's state has a ``FrozenWeight`` with the codes.  If steps of an
+    ``nn.scan``, or examples of an ``nn.vmap``, share the kernel and have a state each,
+    ``params`` has the codes, once, next to the kernel.  To get the abstract tree that
+    restoring a checkpoint needs, call
     ``jax.eval_shape(lambda: freeze(model, model.init(key, x), x))``.
 
     Args:
@@ -99,11 +102,19 @@ def freeze(
 
     @jax.jit
     def quantize(variables: dict[str, Any]) -> Any:
-        return model.apply(variables, *args, mutable=ALL_STATE, **kwargs)[1]
+        # Weights that are shared go to the parameters.
+        mutable = True if recorder.shared else ALL_STATE
+        return model.apply(variables, *args, mutable=mutable, **kwargs)[1]
 
-    with record_weights(map(_layer, states)) as recorder:
-        updates = _flatten(quantize(unflatten_dict(leaves)))
-    recorder.check_all_ran()
+    layers, inputs = [_layer(path) for path in states], unflatten_dict(leaves)
+    with record_weights(layers) as recorder:
+        updates = _flatten(jax.eval_shape(quantize, inputs))
+        recorder.check_all_ran()
+        if not (shared := _shared_layers(updates, leaves, recorder)):
+            updates = _flatten(quantize(inputs))
+    if shared:
+        with record_weights(layers, shared) as recorder:
+            updates = _flatten(quantize(inputs))
     # Not those of products of two activations.
     states = {path: s for path, s in states.items() if _layer(path) in recorder.uses}
     if not states:
@@ -111,7 +122,12 @@ def freeze(
             "freeze found no layer with a weight: all quantized products of this model "
             "are of two activations"
         )
-    weights = {path: updates[path][WEIGHT] for path in states}
+    weights = {
+        path: updates[_with_parameters(path)]
+        if _layer(path) in shared
+        else updates[path][WEIGHT]
+        for path in states
+    }
     thetas = {_layer(p): (w.recipe, states[p]["theta"]) for p, w in weights.items()}
     check_thetas(thetas)
     own_code = {
@@ -125,7 +141,10 @@ def freeze(
             "model itself: it calls apply on a module inside. Give that module None in "
             "the rules"
         )
-    uses = _uses(model, unflatten_dict(leaves), args, kwargs)
+    # A frozen layer does not train.
+    evaluation = DenyList(("params", *{collection for collection, *_ in states}))
+    evaluated = {**kwargs, "mutable": evaluation}
+    uses = _uses(model, unflatten_dict(leaves), args, evaluated)
     borrowed = {
         path
         for path, use in uses.items()
@@ -143,16 +162,17 @@ def freeze(
             )
         check_weight(_layer(path), name, uses[name], kept=path in own_code)
         if path in own_code and name in kept | borrowed:
-            frozen[path] = {**states[path], WEIGHT: replace(weight, kept=True)}
-            continue
-        array = jax.tree.leaves(leaves[parameter])[0]  # the parameter may be boxed
-        stand_in = FrozenParameter if path in own_code else _LinenKernel
-        frozen[parameter] = stand_in(weight.shape, jnp.dtype(array.dtype))
+            weight = replace(weight, kept=True)
+        else:
+            array = jax.tree.leaves(leaves[parameter])[0]  # the parameter may be boxed
+            stand_in = FrozenParameter if path in own_code else _LinenKernel
+            frozen[parameter] = stand_in(weight.shape, jnp.dtype(array.dtype))
+        if _layer(path) in shared:
+            frozen[_with_parameters(path)] = weight
+            weight = SharedWeight()
         frozen[path] = {**states[path], WEIGHT: weight}
     result = unflatten_dict(frozen)
-    # A frozen layer does not train.
-    evaluation = DenyList(("params", *{collection for collection, *_ in states}))
-    _check_runs(model, result, args, {**kwargs, "mutable": evaluation})
+    _check_runs(model, result, args, evaluated)
     return result
 
 
@@ -184,6 +204,35 @@ def _flatten(variables: Mapping[str, Any]) -> dict[Path, Any]:
     )
 
 
+def _shared_layers(
+    updates: Mapping[Path, Any], leaves: Mapping[Path, Any], recorder: WeightRecorder
+) -> set[str]:
+    """The layers whose weight would be stored once for each step that shares it.
+
+    Their states have more axes of steps, or of examples, than their parameters.  Codes
+    that depend on the seed of a step are not shared.
+    """
+    shared = set()
+    for path, state in updates.items():
+        use = recorder.uses.get(_layer(path)) if is_state(state) else None
+        if use is None or WEIGHT not in state:
+            continue
+        weight = state[WEIGHT]
+        parameter = ("params", *use.parameter) if use.parameter else _kernel(path)
+        arrays = jax.tree.leaves(leaves.get(parameter))  # the parameter may be boxed
+        matrices = weight.codes.main.codes.ndim - 3
+        if weight.recipe.fwd.rhs != "stochastic" and any(
+            matrices > array.ndim - len(weight.shape) for array in arrays
+        ):
+            shared.add(_layer(path))
+    return shared
+
+
+def _with_parameters(state: Path) -> Path:
+    """The path of the weight of steps that share it, next to their parameters."""
+    return ("params", *state[1:], WEIGHT)
+
+
 def _kernel(state: Path) -> Path:
     """The path of the kernel of the layer whose state is at a path."""
     return ("params", *state[1:-1], KERNEL)
@@ -205,7 +254,7 @@ def _uses(
 
     def apply(variables: Mapping[str, Any], arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        return model.apply(variables, *args, mutable=ALL_STATE, **kwargs)
+        return model.apply(variables, *args, **kwargs)
 
     return {path: use for path, _, use in trace_uses(apply, variables, arrays)}
 

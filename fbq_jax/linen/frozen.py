@@ -1,6 +1,8 @@
 """The frozen weight of a Linen layer, in the variable that also holds its state.
 
-Lifted transformations such as ``nn.scan`` carry that variable already.
+Lifted transformations such as ``nn.scan`` carry that variable already.  Where they have
+a state for each step, or example, but share the parameters, the weight is with the
+parameters.
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ import jax
 from flax import linen as nn
 from flax.core.scope import Variable
 
+from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import (
@@ -70,6 +73,12 @@ class FrozenParameter(FrozenKernel):
         )
 
 
+@serializable_static
+@dataclasses.dataclass(frozen=True)
+class SharedWeight:
+    """Stands in for a ``FrozenWeight`` in states of steps that share it."""
+
+
 def kernel_of(module: nn.Module) -> Parameter:
     """The kernel of a layer."""
     assert module.scope is not None
@@ -122,15 +131,24 @@ def layer_weight(
             )
         if WEIGHT not in variable.value:
             check_recipe(config.recipe, layer)
-            weight = quantize_weight(config, state_of(variable), rhs, dimension_numbers)
+            is_shared = layer in recorder.shared
+            state: Mapping[str, Any] = state_of(variable)
+            if is_shared:  # Flax shares what does not depend on the state of a step.
+                state = threshold.start(config.recipe)
+            weight = quantize_weight(config, state, rhs, dimension_numbers)
             shape = jax.tree.leaves(parameter.value)[0].shape  # it may be boxed
             name = parameter.name_in(module)
             weight = dataclasses.replace(weight, shape=shape, parameter=name)
-            variable.value = {**variable.value, WEIGHT: weight}
-        return variable.value[WEIGHT].codes
-    weight = variable.value.get(WEIGHT)
-    _check_pair(layer, parameter, weight, variable.collection)
-    if weight is None:
+            if is_shared:
+                module.put_variable("params", variable.name, {WEIGHT: weight})
+            in_state = SharedWeight() if is_shared else weight
+            variable.value = {**variable.value, WEIGHT: in_state}
+        stored = _stored_weight(module, variable)
+        assert stored is not None
+        return stored.codes
+    stored = _stored_weight(module, variable)
+    _check_pair(layer, parameter, variable, stored)
+    if stored is None:
         return None
     if module.is_mutable_collection(variable.collection):
         raise ValueError(
@@ -138,19 +156,19 @@ def layer_weight(
             f"mutable=[{variable.collection!r}], or train with the variables from "
             "before freeze"
         )
-    if weight.recipe != config.recipe:
+    if stored.recipe != config.recipe:
         raise ValueError(
-            f"layer {layer!r} was frozen with {describe_recipe(weight.recipe)}, and "
+            f"layer {layer!r} was frozen with {describe_recipe(stored.recipe)}, and "
             f"its model has {describe_recipe(config.recipe)}: use the recipe that it "
             "was trained with"
         )
-    if weight.parameter != (name := parameter.name_in(module)):
+    if stored.parameter != (name := parameter.name_in(module)):
         raise ValueError(
-            f"layer {layer!r} has the codes of {weight.parameter!r}, but multiplies by "
+            f"layer {layer!r} has the codes of {stored.parameter!r}, but multiplies by "
             f"{name!r}: call the methods that freeze was given"
         )
-    check_axes(weight.axes, dimension_numbers, layer)
-    return weight.codes
+    check_axes(stored.axes, dimension_numbers, layer)
+    return stored.codes
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -163,17 +181,28 @@ def is_frozen(state: Mapping[str, Any]) -> bool:
     return WEIGHT in state or active_recorder() is not None
 
 
+def _stored_weight(module: nn.Module, variable: Variable) -> FrozenWeight | None:
+    """The weight of a frozen layer; None if there is none."""
+    weight = variable.value.get(WEIGHT)
+    if isinstance(weight, SharedWeight):
+        shared: Any = module.get_variable("params", variable.name)
+        weight = shared and shared[WEIGHT]
+    return weight
+
+
 def _check_pair(
-    layer: str, parameter: Parameter, weight: FrozenWeight | None, collection: str
+    layer: str, parameter: Parameter, variable: Variable, weight: FrozenWeight | None
 ) -> None:
     """Raises ValueError unless both are frozen or both are not."""
     stand_in = isinstance(parameter.value, FrozenKernel)
+    stored = variable.value.get(WEIGHT)
     if stand_in and weight is None:
+        collection = "params" if stored else variable.collection
         raise ValueError(
             f"layer {layer!r} is frozen, but has no codes in the collection "
             f"{collection!r}: pass apply all collections that freeze returned"
         )
-    if weight is not None and not stand_in and not weight.kept:
+    if stored and not stand_in and not (weight and weight.kept):
         raise ValueError(
             f"layer {layer!r} has both the codes of a frozen weight and an unquantized "
             "kernel: pass apply either all collections that freeze returned, or all "

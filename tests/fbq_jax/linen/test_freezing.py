@@ -299,6 +299,111 @@ def test_mixed_variables_are_refused(dense):
         fbq_jax.freeze(layer, {"params": variables["params"]}, X)
 
 
+class Step(nn.Module):
+    """A step of a scan, or what maps an example; ``op`` is that of its layer."""
+
+    op: FallbackDot
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(32, dot_general=self.op, name="up")(x), None
+
+
+def steps(op, step=Step):
+    """Three steps that share their parameters, and have a state each."""
+    rngs = {"params": False}
+    options = {"variable_broadcast": "params", "split_rngs": rngs, "length": 3}
+    return nn.scan(step, {"fallback": 0}, **options)(op, name="shared")
+
+
+class Stack(nn.Module):
+    """A stack of steps that share their parameters, along an axis of the kernels."""
+
+    op: FallbackDot
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return steps(self.op)(x, None)
+
+
+SHARING = {
+    "steps": steps,
+    "steps with remat": lambda op: steps(op, nn.remat(Step)),
+    "examples": lambda op: nn.vmap(
+        Step,
+        variable_axes={"params": None, "fallback": 0},
+        split_rngs={"params": False},
+        in_axes=(0, None),
+    )(op, name="shared"),
+    "a stack of steps": lambda op: nn.scan(
+        Stack, {"params": 1, "fallback": 0}, split_rngs={"params": True}, length=2
+    )(op, name="stack"),
+}
+
+
+@pytest.mark.parametrize("name", with_first_fast(SHARING))
+def test_a_kernel_that_is_shared_is_frozen_once(name):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return SHARING[name](FallbackDot(RECIPE))(x, None)[0]
+
+    model, x = Model(), X[..., :32]
+    variables = as_trained(model, x)
+    frozen = fbq_jax.freeze(model, variables, x)
+    kernels = 2 if name == "a stack of steps" else 1
+    codes = [leaf for leaf in jax.tree.leaves(frozen) if leaf.dtype == jnp.int8]
+    assert [array.size for array in codes] == [kernels * 32 * 32]
+    apply = jax.jit(model.apply)
+    assert same_bits(apply(frozen, x), apply(variables, x))
+    init = functools.partial(model.init, jax.random.key(0))
+    like = jax.eval_shape(lambda: fbq_jax.freeze(model, init(x), x))
+    restored = serialization.from_bytes(like, serialization.to_bytes(frozen))
+    assert same_bits(apply(restored, x), apply(variables, x))
+
+
+def test_what_is_frozen_once_is_not_mixed():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return steps(FallbackDot(RECIPE))(x, None)[0]
+
+    model, x = Model(), X[..., :32]
+    variables = as_trained(model, x)
+    frozen = fbq_jax.freeze(model, variables, x)
+    layer = {**frozen["params"]["shared"]["up"]}
+    del layer["dot_general"]
+    without_codes = {"shared": {"up": layer}}
+    for mixed, match in (
+        ({**frozen, "fallback": variables["fallback"]}, "in the collection 'fallback'"),
+        ({**frozen, "params": without_codes}, "no codes in the collection 'params'"),
+        ({**frozen, "params": variables["params"]}, "and an unquantized kernel"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.apply(mixed, x)
+    with pytest.raises(ValueError, match="freeze takes a model once"):
+        fbq_jax.freeze(model, frozen, x)
+
+
+@pytest.mark.exhaustive
+def test_steps_with_other_codes_share_none():
+    """Those of stochastic rounding depend on the step's seed."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return steps(FallbackDot(STOCHASTIC_W))(x, None)[0]
+
+    model, x = Model(), X[..., :32]
+    variables = as_trained(model, x)
+    frozen = fbq_jax.freeze(model, variables, x)
+    codes = frozen["fallback"]["shared"]["up"]["dot_general"]["weight"].codes.main.codes
+    assert codes.shape == (3, 1, 32, 32)
+    assert not jnp.array_equal(codes[0], codes[1])
+    apply = jax.jit(model.apply)
+    assert same_bits(apply(frozen, x), apply(variables, x))
+
+
 def test_an_unquantized_forward_pass_has_no_codes():
     recipe = dataclasses.replace(recipes.rowwise, fwd=FLOAT_GEMM)
     layer = nn.Dense(80, dot_general=FallbackDot(recipe))

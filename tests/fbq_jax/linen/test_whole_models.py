@@ -310,6 +310,17 @@ def test_evaluation_takes_any_number_of_examples_that_share_parameters():
     np.testing.assert_array_equal(unset, expected)
 
 
+def test_examples_that_share_parameters_share_codes():
+    model, _ = quantize(Mapped(shared=True), {".*": recipes.rowwise}, KEY, X)
+    variables = jax.jit(model.init)(KEY, X)
+    frozen = fbq_jax.freeze(model, variables, X[:3])
+    layers = frozen["fallback"]["blocks"].values()
+    codes = [layer["dot_general"]["weight"].codes.main.codes for layer in layers]
+    assert [array.shape for array in codes] == 2 * [(1, 32, 32)]
+    apply = jax.jit(model.apply)
+    np.testing.assert_array_equal(apply(frozen, X[:2]), apply(variables, X[:2]))
+
+
 @pytest.mark.parametrize(
     "recipe", [pytest.param(SMALL, marks=pytest.mark.exhaustive), recipes.rowwise]
 )
