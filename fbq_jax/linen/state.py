@@ -1,7 +1,9 @@
 """The state of a Linen layer, in a variable of the module that is running."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -17,6 +19,9 @@ from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import SLOT, layer_path
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.sharding.layer_names import warn_first
+
+# The paths of the modules that called ``share_state``.
+_sharing: ContextVar[set[tuple[str, ...]] | None] = ContextVar("sharing", default=None)
 
 
 def find_variable(
@@ -60,18 +65,40 @@ def is_mutable_state(scope: Scope | None, collection: str) -> bool:
     return scope.is_mutable_collection(collection)
 
 
+@contextlib.contextmanager
+def sharing_states() -> Iterator[None]:
+    """A context for ``share_state``."""
+    if _sharing.get() is not None:
+        yield
+        return
+    token = _sharing.set(set())
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+def share_state(module: nn.Module) -> None:
+    """Makes the examples of an ``nn.vmap`` that a module calls share their state."""
+    paths = _sharing.get()
+    assert paths is not None
+    assert module.scope is not None
+    paths.add(module.scope.path)
+
+
 def state_of(variable: Variable) -> dict[str, Any]:
     """The state in the variable of a layer.
 
-    In evaluation, examples of an ``nn.vmap`` that share parameters share the states
-    that as many examples had in training: the mean of the thresholds that are set.
+    Examples that ``share_state`` share those that examples had in training: their
+    threshold is the mean of those that are set.
 
     Returns:
       A plain dictionary, as its gradient is, even if it came as a FrozenDict.
     """
     state = dict(variable.value)
-    is_stack = jnp.ndim(state["theta"]) > 0
-    if not is_stack or is_mutable_state(variable.scope, variable.collection):
+    paths = _sharing.get() or ()
+    path = () if variable.scope is None else variable.scope.path
+    if not any(path[: len(of_module)] == of_module for of_module in paths):
         return state
     first = {name: state[name].ravel()[0] for name in ("rate", "count", "seed")}
     is_set = state["theta"] >= 0.0  # NaN counts as unset

@@ -26,7 +26,12 @@ from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
 from fbq_jax.linen.rules import Quantization, Root, RulesDot, quantized_root
-from fbq_jax.linen.state import calling_module, is_mutable_state
+from fbq_jax.linen.state import (
+    calling_module,
+    is_mutable_state,
+    share_state,
+    sharing_states,
+)
 from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -192,7 +197,11 @@ def _active_in(model: Any) -> Iterator[None]:
     if quantized_root.value == root:
         yield
         return
-    with quantized_root(root), root.quantization.inject(root.quantization.dot):
+    with (
+        quantized_root(root),
+        sharing_states(),
+        root.quantization.inject(root.quantization.dot),
+    ):
         yield
 
 
@@ -345,8 +354,10 @@ def _state_axis(variable_axes: Mapping[Any, Any], collection: str) -> int | None
     if not shares or collection == OVERWRITE_WITH_GRADIENT:
         return 0
     module = calling_module()
-    is_shared = module is not None and not is_mutable_state(module.scope, collection)
-    return None if is_shared else -1
+    if module is None or is_mutable_state(module.scope, collection):
+        return -1
+    share_state(module)
+    return None
 
 
 @functools.cache

@@ -302,7 +302,9 @@ def test_evaluation_takes_any_number_of_examples_that_share_parameters():
     other = jax.jit(by_hand.apply)(with_thetas(jnp.full(2, 0.5)), X[:2])
     assert not np.array_equal(y, other)
     without_axis = Mapped(HAND, shared=True, state_axis=None)
-    evaluated = jax.jit(without_axis.apply)(with_thetas(thetas), X[:2])
+    of_one = with_thetas(jnp.full(1, 8.0))
+    of_one["fallback"] = jax.tree.map(lambda x: x[0], of_one["fallback"])
+    evaluated = jax.jit(without_axis.apply)(of_one, X[:2])
     np.testing.assert_array_equal(evaluated, expected)
 
     unset = jax.jit(model.apply)(with_thetas(jnp.full(4, -1.0)), X[:2])
