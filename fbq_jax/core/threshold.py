@@ -285,5 +285,6 @@ def _of_calls(next_count: jax.Array, _calls: jax.Array) -> jax.Array:
 def _map_of_calls(
     _size: int, in_batched: list[bool], next_count: jax.Array, calls: jax.Array
 ) -> tuple[jax.Array, bool]:
-    own = in_batched[1]
-    return _of_calls(next_count if own else next_count[0], calls), own
+    if not in_batched[1]:
+        return calls + jnp.uint32(1), False
+    return _of_calls(next_count, calls), True
