@@ -136,10 +136,7 @@ def dot_errors(
     key = jax.random.key(0) if key is None else key
     noise_key, cotangent_key = jax.random.split(key)
     scalars: dict[str, Any] = {"theta": theta, "key": noise_key}
-
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return dot_general(lhs, rhs, dimension_numbers, recipe=recipe, **scalars)[0]
-
+    product = functools.partial(_product, dimension_numbers, recipe, scalars)
     out = jax.eval_shape(product, lhs, rhs)
     if cotangent is None:
         cotangent = jax.random.normal(cotangent_key, out.shape, out.dtype)
@@ -151,6 +148,19 @@ def dot_errors(
     return DotErrors(*map(array_error, arrays, exact))
 
 
+def _product(
+    dimension_numbers: DimensionNumbers,
+    recipe: Recipe | None,
+    scalars: dict[str, Any],
+    lhs: jax.Array,
+    rhs: jax.Array,
+) -> jax.Array:
+    """The product by a recipe, or without one at the highest precision."""
+    if recipe is None:
+        return lax.dot_general(lhs, rhs, dimension_numbers, lax.Precision.HIGHEST)
+    return dot_general(lhs, rhs, dimension_numbers, recipe=recipe, **scalars)[0]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _product_and_gradients(
     dimension_numbers: DimensionNumbers,
@@ -160,13 +170,7 @@ def _product_and_gradients(
     rhs: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Y, dX and dW by a recipe, or without one at the highest precision."""
-
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        if recipe is None:
-            return lax.dot_general(lhs, rhs, dimension_numbers, lax.Precision.HIGHEST)
-        return dot_general(lhs, rhs, dimension_numbers, recipe=recipe, **scalars)[0]
-
+    product = functools.partial(_product, dimension_numbers, recipe, scalars)
     out, vjp = jax.vjp(product, lhs, rhs)
     return out, *vjp(cotangent)
 

@@ -84,11 +84,11 @@ def join(argv: Sequence[str]) -> None:
     if hosts is None:
         return
     try:
-        if not hosts:
+        if hosts:
+            address, count, index = hosts.split(",")
+            jax.distributed.initialize(address, int(count), int(index))
+        else:
             jax.distributed.initialize()
-            return
-        address, count, index = hosts.split(",")
-        jax.distributed.initialize(address, int(count), int(index))
     except ValueError as error:
         raise MeshError(
             "hosts takes host:port, the number of processes and the index of this one, "

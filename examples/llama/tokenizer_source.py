@@ -29,10 +29,13 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     if config.from_hf is not None:
         yield Path(config.from_hf)
         return
-    tokenizer: Tokenizer | None = byte_tokenizer()
-    is_text = config.data is None or not is_token_ids(data := Path(config.data))
-    if not is_text:
-        tokenizer = hf.load_tokenizer(tokenizer_folder(data))
+    data = None if config.data is None else Path(config.data)
+    is_text = not is_token_ids(data)
+    tokenizer = (
+        byte_tokenizer()
+        if data is None or is_text
+        else hf.load_tokenizer(tokenizer_folder(data))
+    )
     if tokenizer is None:
         yield None
         return

@@ -267,11 +267,11 @@ class _Search:
     def _while(
         self, eqn: Any, inputs: list[_Weight | None]
     ) -> Sequence[_Weight | None]:
-        body, condition = (eqn.params[f"{part}_jaxpr"].jaxpr for part in _WHILE)
+        body = eqn.params["body_jaxpr"].jaxpr
         first = eqn.params["cond_nconsts"]
         last = first + eqn.params["body_nconsts"]
         carries = self._carry(eqn, body, inputs[last:], last - first)
-        self.jaxpr(condition, [*inputs[:first], *carries])
+        self.jaxpr(eqn.params["cond_jaxpr"].jaxpr, [*inputs[:first], *carries])
         self.jaxpr(body, [*inputs[first:last], *carries])
         return carries
 
@@ -300,7 +300,6 @@ class _Search:
         return [None] * len(eqn.outvars)
 
 
-_WHILE = "body", "cond"
 _LOOPS = {"scan": _Search._scan, "while": _Search._while, "cond": _Search._cond}
 
 

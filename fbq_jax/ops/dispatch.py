@@ -170,8 +170,18 @@ def _choice(
 
 def is_reference_by_default(choice: Choice, implementation: str | None) -> bool:
     """Whether a choice is the reference, which nobody asked for."""
-    asked = implementation or os.environ.get(ENVIRONMENT_VARIABLE)
-    return choice.implementation == "reference" and not asked
+    return choice.implementation == "reference" and not _is_asked_for(implementation)
+
+
+def _is_asked_for(implementation: str | None) -> bool:
+    """Whether an argument or the environment names the implementation of a call."""
+    return bool(implementation or os.environ.get(ENVIRONMENT_VARIABLE))
+
+
+def _of_layer() -> str:
+    """How a warning names the layer that is being traced; empty outside any."""
+    layer = current_layer()
+    return f"{layer}: " if layer else ""
 
 
 def warn_of_reference(
@@ -195,10 +205,9 @@ def warn_of_reference(
         if _first_choice(op, block_shape, None, codes).reason == choice.reason
         and (codes == "int8" or op.has_float8)
     )
-    layer = current_layer()
     warn_first(
         choice.reason,
-        f"{layer + ': ' if layer else ''}{', '.join(affected)} run as jax.numpy code, "
+        f"{_of_layer()}{', '.join(affected)} run as jax.numpy code, "
         f"many times slower on this {platform.upper()} than a kernel: {choice.reason}",
     )
 
@@ -229,14 +238,12 @@ def warn_of_two_passes(
       width: as in ``choose``.
       implementation: as in ``choose``.
     """
-    asked = implementation or os.environ.get(ENVIRONMENT_VARIABLE)
-    if choice.implementation == "reference" or asked:
+    if choice.implementation == "reference" or _is_asked_for(implementation):
         return
     caveat = OPS[choice.op].kernels[choice.implementation].caveat(block_shape, width)
     if caveat:
-        layer = current_layer()
-        name = f"{layer + ': ' if layer else ''}{choice.op}"
-        warn_first(caveat, f"{name} takes more time; {caveat}")
+        text = f"{_of_layer()}{choice.op} takes more time; {caveat}"
+        warn_first(caveat, text)
 
 
 def warn_of_packing() -> None:
@@ -365,9 +372,8 @@ def warn_where_slower(
     if choice.quantized:
         text = f"where_slower='float' quantizes every layer: {choice.reason}"
     else:
-        layer = current_layer()
         text = (
-            f"{layer + ': ' if layer else ''}a layer of M, K, N = "
+            f"{_of_layer()}a layer of M, K, N = "
             f"{', '.join(map(str, sizes))} stays in float, not in INT8 by the recipe "
             f"{_mapped_name(recipe)!r}: {choice.reason}"
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -341,14 +342,20 @@ SHARING = {
 }
 
 
+class Sharing(nn.Module):
+    """A model whose steps or examples share parameters."""
+
+    op: FallbackDot
+    make: Callable[..., nn.Module] = steps
+
+    @nn.compact
+    def __call__(self, x):
+        return self.make(self.op)(x, None)[0]
+
+
 @pytest.mark.parametrize("name", with_first_fast(SHARING))
 def test_a_kernel_that_is_shared_is_frozen_once(name):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return SHARING[name](FallbackDot(RECIPE))(x, None)[0]
-
-    model, x = Model(), X[..., :32]
+    model, x = Sharing(FallbackDot(RECIPE), SHARING[name]), X[..., :32]
     variables = as_trained(model, x)
     frozen = fbq_jax.freeze(model, variables, x)
     kernels = 2 if name == "a stack of steps" else 1
@@ -363,12 +370,7 @@ def test_a_kernel_that_is_shared_is_frozen_once(name):
 
 
 def test_what_is_frozen_once_is_not_mixed():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return steps(FallbackDot(RECIPE))(x, None)[0]
-
-    model, x = Model(), X[..., :32]
+    model, x = Sharing(FallbackDot(RECIPE)), X[..., :32]
     variables = as_trained(model, x)
     frozen = fbq_jax.freeze(model, variables, x)
     layer = {**frozen["params"]["shared"]["up"]}
@@ -388,13 +390,7 @@ def test_what_is_frozen_once_is_not_mixed():
 @pytest.mark.exhaustive
 def test_steps_with_other_codes_share_none():
     """Those of stochastic rounding depend on the step's seed."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return steps(FallbackDot(STOCHASTIC_W))(x, None)[0]
-
-    model, x = Model(), X[..., :32]
+    model, x = Sharing(FallbackDot(STOCHASTIC_W)), X[..., :32]
     variables = as_trained(model, x)
     frozen = fbq_jax.freeze(model, variables, x)
     codes = frozen["fallback"]["shared"]["up"]["dot_general"]["weight"].codes.main.codes
