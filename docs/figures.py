@@ -44,7 +44,8 @@ COMPILED, COMPILED_TPU, ERRORS, MODELS = (
     for name in ("compiled", "compiled-tpu", "errors-cpu", "models")
 )
 
-# The rows of the README's table: what, and the section and shape that measure it.
+# The rows of the tables of speedups: the title, and the section and shape that measure
+# it.
 SPEEDS = (
     ("training step of `nn.Dense`, 4096 to 4096 channels", "step", (8192, 4096, 4096)),
     ("training step of `nn.Dense`, 2048 to 2048", "step", (8192, 2048, 2048)),
@@ -54,8 +55,10 @@ SPEEDS = (
     ("Llama block of 2048 channels", "block", (2048, 5632, 16384)),
     ("optimizer step of a Llama, 4 layers of 4096", "train", (4096, 14336, 4, 8)),
     ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 4)),
-    ("the same, with four microbatches", "accumulation", (2048, 5632, 22, 4, 4)),
+    ("four microbatches, 22 layers of 2048", "accumulation", (2048, 5632, 22, 4, 4)),
 )
+# Rows of layers that are not in a loop have these titles, and end with this.
+UNROLLED = ", unrolled"
 BLOCK = (4096, 14336, 16384)
 
 
@@ -81,9 +84,10 @@ def _speeds(sections: Mapping[str, Any]) -> str:
     names = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
     programs = (*names, "Flax Fp8DotGeneral")
     cells = [
-        [name, *(ratio(measured.get(what)) for what in programs)]
-        for name, section, shape in SPEEDS
-        if (measured := rows(section, shape, sections))
+        [title + kind, *(ratio(measured.get(what + kind)) for what in programs)]
+        for title, section, shape in SPEEDS
+        for kind in ("", UNROLLED)
+        if names[0] + kind in (measured := rows(section, shape, sections))
     ]
     return table(("", *(f"`{name}`" for name in names), "Flax's FP8"), cells)
 

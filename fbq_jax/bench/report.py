@@ -35,6 +35,10 @@ _TIMES = (
     "Times are sustained milliseconds per call. Speedups compare rates with bf16's, "
     "sustained and in bursts."
 )
+_UNROLLED = (
+    "Layers run in a loop, or are compiled one by one (unrolled); each kind is "
+    "compared with bf16 of the same kind."
+)
 _KERNEL_TIMES = (
     "Times are milliseconds of one call, after one to warm up. A row adds up all "
     "kernels of one name."
@@ -201,8 +205,8 @@ HEADINGS = {
         "hidden, MLP, layers, batch",
         "TFLOP/s",
         _SPEEDUP,
-        f"{_TIMES} Errors compare with bf16: the loss in nats, the gradient norm "
-        "relatively.",
+        f"{_TIMES} {_UNROLLED} Errors compare with bf16: the loss in nats, the "
+        "gradient norm relatively.",
         error_width=30,
         columns=("first call, s", "peak, GB"),
     ),
@@ -212,8 +216,9 @@ HEADINGS = {
         "hidden, MLP, layers, sequences of a microbatch, microbatches",
         "TFLOP/s",
         _SPEEDUP,
-        f"{_TIMES} Weights are quantized once a step, for all microbatches. Errors "
-        "compare with bf16: the loss in nats, the gradient norm relatively.",
+        f"{_TIMES} {_UNROLLED} Weights are quantized once a step, for all "
+        "microbatches. Errors compare with bf16: the loss in nats, the gradient norm "
+        "relatively.",
         error_width=30,
         columns=("first call, s", "peak, GB"),
     ),
@@ -222,9 +227,10 @@ HEADINGS = {
         "hidden, MLP, layers, batch",
         "TFLOP/s",
         _SPEEDUP,
-        f"{_TIMES} Batches, rates and tokens are of all devices together, in sequences "
-        "of 2048 tokens with a vocabulary of 32 000. Peak memory is of one device. "
-        "Efficiency compares with one device that has the same batch per device.",
+        f"{_TIMES} {_UNROLLED} Batches, rates and tokens are of all devices together, "
+        "in sequences of 2048 tokens with a vocabulary of 32 000. Peak memory is of "
+        "one device. Efficiency compares with one device that has the same batch per "
+        "device.",
         columns=("mesh", "k tokens/s", "efficiency", "first call, s", "peak, GB"),
     ),
     "parity": Heading(

@@ -10,8 +10,7 @@ from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, with_ratios
 
 # (hidden, intermediate, layers, sequences of 2048 tokens): a billion parameters in
-# layers of Llama 3 8B's width, and TinyLlama's 1.1 billion, which need more than 80 GB
-# in bf16.
+# layers of Llama 3 8B's width, and TinyLlama's 1.1 billion.
 SHAPES = ((4096, 14336, 4, 8), (2048, 5632, 22, 4))
 _STEPS = 8  # before anything is compared or timed
 # The limits of INT8's errors: nats, and a share of the gradient norm.
