@@ -120,10 +120,6 @@ def quantize(
     return report
 
 
-#: The earlier name of ``quantize``.
-apply_rules = quantize
-
-
 @contextlib.contextmanager
 def unchanged_on_error(model: nnx.Module) -> Iterator[None]:
     """After an error, gives each module of a model its class and fields back."""

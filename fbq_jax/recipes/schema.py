@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, NoReturn, TypeGuard, get_args
 
+from fbq_jax import renamed
 from fbq_jax.kernels.reference import (
     CODE_DTYPES,
     CRITERIA,
@@ -371,8 +372,11 @@ class Recipe:
         assert isinstance(self.block, tuple)  # __post_init__ makes it one
         return self.block
 
-    #: The earlier name of ``block_shape``.
-    sides = block_shape
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """The earlier name of ``block_shape``."""
+        renamed.warn("Recipe.sides", "Recipe.block_shape", stacklevel=2)
+        return self.block_shape
 
 
 def check_no_recipe(dot_general: object) -> None:

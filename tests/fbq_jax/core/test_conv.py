@@ -27,7 +27,7 @@ from fbq_jax import (
 )
 from fbq_jax.bench.collectives import collectives
 from fbq_jax.core.conv import conv_general_dilated
-from fbq_jax.nnx import apply_rules
+from fbq_jax.nnx import quantize
 from tests import oracle
 from tests.kernels.test_reference import heavy
 from tests.marks import with_first_fast
@@ -333,7 +333,7 @@ def test_nnx_layers_keep_their_state():
     x = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
     model, floats = NnxNet(), NnxNet()
     run = nnx.jit(lambda model, x: model(x))
-    report = apply_rules(model, {".*": SMALL}, rngs=nnx.Rngs(1))
+    report = quantize(model, {".*": SMALL}, rngs=nnx.Rngs(1))
     assert report.layers == {"deep": ".*", "patch": ".*"}
     assert isinstance(model.deep.conv_general_dilated, fbq_jax.nnx.FallbackConv)
 
@@ -350,13 +350,13 @@ def test_nnx_layers_keep_their_state():
     model.deep.conv_general_dilated = model.patch.conv_general_dilated
     with pytest.raises(ValueError, match="'deep' and 'patch' share one FallbackConv"):
         fbq_jax.nnx.fallback_stats(model)
-    apply_rules(model, {".*": None})
+    quantize(model, {".*": None})
     np.testing.assert_array_equal(model(x), exact)
 
 
 def test_unsupported_nnx_layers_are_named():
     model = NnxNet(mask=jnp.ones((2, 2, 3, 8)))
-    apply_rules(model, {".*": recipes.block})
+    quantize(model, {".*": recipes.block})
     with pytest.raises(ValueError, match=r"no nnx.Conv with a mask, as 'patch' has"):
         fbq_jax.nnx.freeze(model, jnp.ones((1, 8, 8, 3)))
 
@@ -367,7 +367,7 @@ def test_unsupported_nnx_layers_are_named():
 
     stacked = stack(nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"shape \(2, 2, 3, 8, 2\), .* its axes first"):
-        apply_rules(stacked, {".*": recipes.block})
+        quantize(stacked, {".*": recipes.block})
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,7 @@ from fbq_jax import (
     fallback_einsum,
     fallback_stats,
 )
-from fbq_jax.nnx import apply_rules
+from fbq_jax.nnx import quantize
 from fbq_jax.sharding import layer_names
 from tests import oracle
 from tests.kernels.test_reference import heavy
@@ -226,7 +226,7 @@ class Experts(nnx.Module):
 def test_nnx_layers_keep_their_state():
     x = jax.random.normal(jax.random.key(1), (2, 40, 32))
     model, floats = Experts(), Experts()
-    report = apply_rules(model, {".*": SMALL}, rngs=nnx.Rngs(1))
+    report = quantize(model, {".*": SMALL}, rngs=nnx.Rngs(1))
     assert report.layers == {"down": ".*", "up": ".*"}
 
     y = nnx.jit(lambda model, x: model(x))(model, x)
@@ -238,5 +238,5 @@ def test_nnx_layers_keep_their_state():
     model.down.einsum_op = model.up.einsum_op
     with pytest.raises(ValueError, match="'down' and 'up' share one FallbackEinsum"):
         fbq_jax.nnx.fallback_stats(model)
-    apply_rules(model, {".*": None})
+    quantize(model, {".*": None})
     np.testing.assert_array_equal(model(x), exact)

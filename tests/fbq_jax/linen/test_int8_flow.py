@@ -375,7 +375,3 @@ def init(layer, x=X):
 def test_bad_input_is_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def test_the_earlier_name_of_skip_connection_is_importable():
-    assert int8_flow.Residual is int8_flow.SkipConnection

@@ -11,7 +11,7 @@ from flax import nnx
 
 import fbq_jax
 from fbq_jax import FallbackDot, GatedMLP, Recipe, RulesDot, fallback_stats, recipes
-from fbq_jax.nnx import apply_rules
+from fbq_jax.nnx import quantize
 from fbq_jax.nnx.dot import FallbackState
 
 SMALL = Recipe(block=32)
@@ -123,7 +123,7 @@ def test_bad_rules_are_named(rules, error, message):
     with pytest.raises(error, match=message):
         RulesDot(rules)
     with pytest.raises(error, match=message):
-        apply_rules(nnx_linear(), rules)
+        quantize(nnx_linear(), rules)
 
 
 def test_unsupported_uses_are_named():
@@ -162,7 +162,7 @@ class NnxModel(nnx.Module):
 def test_each_nnx_layer_gets_its_own_dot():
     model, rngs = NnxModel(nnx.Rngs(1)), nnx.Rngs(2)
     with pytest.warns(UserWarning, match="'mlp/up' keep no layer in float"):
-        report = apply_rules(model, RULES, rngs=rngs)
+        report = quantize(model, RULES, rngs=rngs)
     assert report.layers == {
         "head": "head",
         "mlp/down": "mlp/down",
@@ -180,7 +180,7 @@ def test_each_nnx_layer_gets_its_own_dot():
     assert (up.recipe, down.recipe) == (SMALL, PLAIN)
     assert up.seed[...] != down.seed[...]
 
-    apply_rules(model, {".*": None})  # unquantized again
+    quantize(model, {".*": None})  # unquantized again
     assert fbq_jax.nnx.fallback_stats(model) == {}
     np.testing.assert_array_equal(model(X), NnxModel(nnx.Rngs(1))(X))
 
@@ -192,7 +192,7 @@ def nnx_stack(rules, out_axes=0):
     @nnx.vmap(out_axes=out_axes)
     def layers(rngs):
         mlp = NnxMlp(rngs)
-        apply_rules(mlp, rules, rngs=rngs)
+        quantize(mlp, rules, rngs=rngs)
         return mlp
 
     return layers(nnx.Rngs(0))
@@ -201,7 +201,7 @@ def nnx_stack(rules, out_axes=0):
 @pytest.mark.exhaustive
 def test_nnx_stacks_take_rules_before_and_after_they_are_made():
     stack, floats = nnx_stack({".*": SMALL}), nnx_stack({})
-    apply_rules(floats, {".*": SMALL}, rngs=nnx.Rngs(3))
+    quantize(floats, {".*": SMALL}, rngs=nnx.Rngs(3))
     for model in (stack, floats):
         seeds = [model.up.dot_general.seed[...], model.down.dot_general.seed[...]]
         assert np.unique(seeds).size == 6
@@ -221,7 +221,7 @@ def test_nnx_stacks_take_rules_before_and_after_they_are_made():
 
 def test_nnx_stacks_have_their_axis_first():
     floats = nnx_stack({}, out_axes=1)
-    apply_rules(floats, {".*": None})
+    quantize(floats, {".*": None})
     with pytest.raises(ValueError, match=r"'up' .* \(32, 3, 48\), .* \(32, 48\): a st"):
-        apply_rules(floats, {"down": None, "up": SMALL})
+        quantize(floats, {"down": None, "up": SMALL})
     assert fbq_jax.nnx.fallback_stats(floats) == {}

@@ -16,8 +16,8 @@ from fbq_jax.nnx import (
     FallbackDot,
     FallbackEinsum,
     Int8MLP,
-    apply_rules,
     name_layers,
+    quantize,
 )
 from fbq_jax.sharding import layer_names
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
@@ -87,7 +87,7 @@ def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
     if kind == "scan":
         name_layers(model)
     else:
-        apply_rules(model, {".*": RECIPE}, rngs=nnx.Rngs(1))
+        quantize(model, {".*": RECIPE}, rngs=nnx.Rngs(1))
     assert re.match("block/up: axis . of .* over fsdp=8", warning_of_a_step(model))
 
 
@@ -145,7 +145,7 @@ def test_layers_of_every_kind_have_names():
 def test_rules_name_the_layers_that_they_leave_alone():
     model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     model.value.dot_general = nnx.data(FallbackDot(RECIPE))
-    apply_rules(model, {"query": recipes.fallback})
+    quantize(model, {"query": recipes.fallback})
     dots = [layer.dot_general for layer in (model.query, model.value)]
     assert [dot.path.name for dot in dots] == ["query", "value"]
 

@@ -236,7 +236,7 @@ def test_errors_name_who_asked_for_an_implementation(monkeypatch):
         LlmInt8Dot,
         nnx.FallbackDot,
         functools.partial(RulesDot, {}),
-        functools.partial(nnx.apply_rules, flax.nnx.Module(), {}),
+        functools.partial(nnx.quantize, flax.nnx.Module(), {}),
     ],
 )
 def test_a_wrong_name_is_an_error_before_the_first_call(make):
