@@ -301,16 +301,17 @@ def exchange_plan(
       sort: ``fbq_jax.core.experts.dispatch``.
 
     Raises:
-      ValueError: the mesh does not fit, or E or T is no multiple of its devices.
+      ValueError: the mesh does not fit, or E or T is no positive multiple of its
+        devices.
     """
     mesh = sharding.mesh()
     parts = math.prod(mesh.shape[axis] for axis in sharding.experts)
     devices = math.prod(mesh.shape[axis] for axis in sharding.axes)
-    if num_experts % parts or len(experts) % devices:
+    if num_experts % parts or not len(experts) or len(experts) % devices:
         raise ValueError(
             f"experts over the mesh axes {sharding.experts} of {parts} devices, with "
-            f"tokens over {sharding.axes} of {devices}, take multiples of these "
-            f"numbers; got {num_experts} experts and {len(experts)} tokens"
+            f"tokens over {sharding.axes} of {devices}, take positive multiples of "
+            f"these numbers; got {num_experts} experts and {len(experts)} tokens"
         )
     empty = jnp.zeros(0, jnp.int32)
     plan = Exchange(empty, empty, empty, sharding, mesh, capacity)

@@ -211,5 +211,8 @@ def next_bias(routing: Routing, bias: jax.Array, load: jax.Array) -> jax.Array:
 
 def _normalize(scores: jax.Array) -> jax.Array:
     """Scores divided by their sum along the last axis, which sigmoids may have as 0."""
-    tiny = jnp.finfo(scores.dtype).tiny
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + tiny)
+    # The derivative has the sum's square, which must not be 0.
+    largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    scores = scores / jnp.where(largest > 0.0, largest, 1.0)
+    total = jnp.sum(scores, axis=-1, keepdims=True)
+    return scores / jnp.where(total > 0.0, total, 1.0)

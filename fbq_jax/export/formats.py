@@ -7,7 +7,7 @@ the blocks of each tensor, and whoever writes the file knows the names in it.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,8 @@ def _compressed_tensors(
 
     ``<module>.weight_packed`` is int32 ``[N, K / 4]``: four codes plus 128 in a word,
     the first in the lowest byte.  ``<module>.weight_scale`` is ``[N, K / group]`` in
-    the dtype of the model, as the engines compute; in bfloat16 that rounds scales.
+    the dtype of the model, as the engines compute; that rounds scales in bfloat16, and
+    in float16 those below 2^-14, for which there is a warning.
     ``<module>.weight_shape`` is int64 ``(N, K)``.  Activations are not quantized.
 
     Raises:
@@ -96,6 +97,8 @@ def _compressed_tensors(
         tensors[f"{name}_packed"] = unsigned.view("<i4")
         tensors[f"{name}_scale"] = scales
         tensors[f"{name}_shape"] = np.array(weight.codes.shape, np.int64)
+    if dtype == np.float16:
+        _warn_of_coarse_scales([w.scales for w in weights.values()], "this format")
     config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -136,8 +139,7 @@ def _gguf(
     """
     _check_weights(weights)
     tensors: Tensors = {}
-    coarse = blocks = 0
-    worst = 0.0
+    written = []
     for name, weight in weights.items():
         rows, inputs = weight.codes.shape
         for size in (inputs, weight.group):
@@ -163,17 +165,27 @@ def _gguf(
             ],
             axis=-1,
         ).reshape(rows, -1)
-        low = repeated[(repeated != 0) & (repeated < np.finfo(np.float16).tiny)]
+        written.append(repeated)
+    _warn_of_coarse_scales(written, "Q8_0")
+    return tensors, {}
+
+
+def _warn_of_coarse_scales(scales: Iterable[np.ndarray], where: str) -> None:
+    """Warns of scales that float16 rounds by more than one part in 2048."""
+    coarse = blocks = 0
+    worst = 0.0
+    for of_weight in scales:
+        low = of_weight[(of_weight != 0) & (of_weight < np.finfo(np.float16).tiny)]
         error = np.abs(low.astype(np.float16) / low - 1)
-        coarse, blocks = coarse + low.size, blocks + repeated.size
+        coarse, blocks = coarse + low.size, blocks + of_weight.size
         worst = max(worst, float(error.max(initial=0)))
     if coarse:
         warnings.warn(
             f"{coarse} of {blocks} blocks have scales below 2^-14, where float16 is "
-            f"coarse: in Q8_0 their weights change by up to {worst:.2g} of their value",
-            stacklevel=3,
+            f"coarse: in {where} their weights change by up to {worst:.2g} of their "
+            "value",
+            stacklevel=4,
         )
-    return tensors, {}
 
 
 def _check_weights(weights: Mapping[str, BlockWeight]) -> None:
@@ -188,6 +200,11 @@ def _check_weights(weights: Mapping[str, BlockWeight]) -> None:
             raise ExportError(
                 f"the format takes matrices [N, K]; {name!r} is a stack "
                 f"{list(weight.codes.shape)}: pass a BlockWeight of each matrix"
+            )
+        if not np.all(np.isfinite(weight.scales)):
+            raise ExportError(
+                f"{name!r} has scales that are not finite: the trained weight has a "
+                "NaN or an Inf"
             )
 
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
 
 from fbq_jax.core.dot_call import DotCall, compute_as_matrices
 from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
@@ -172,7 +173,8 @@ def _multiply(
 ) -> jax.Array:
     dims = (((2,), (1,)), ((0,), (0,)))
     y = lax.dot_general(lhs.values, rhs.values, dims, precision, jnp.float32)
-    return (y * (lhs.scale * rhs.scale)).astype(dtype)
+    # The product of two small scales may be 0.
+    return (y * lhs.scale * rhs.scale).astype(dtype)
 
 
 def _transpose(x: ScaledTensor) -> ScaledTensor:
@@ -214,8 +216,29 @@ def quantize(
     # every call under jax_debug_nans.)
     values = jnp.where(jnp.isfinite(x), values, x - x).astype(dtype)
     last = max_over_copies(find_amax(x, initial=0), scaling.amax_history)
+    last = _max_over_examples(last, scaling.amax_history)
     history = jnp.roll(scaling.amax_history, -1).at[0].set(last)
     return ScaledTensor(values, scale), Scaling(scale, history)
+
+
+@custom_vmap
+def _max_over_examples(amax: jax.Array, _history: jax.Array) -> jax.Array:
+    """The largest magnitude, under ``vmap`` of all examples that share a history.
+
+    If each had one, their histories would be summed: the gradient with respect to an
+    array that examples share is a sum.
+    """
+    return amax
+
+
+@_max_over_examples.def_vmap
+def _map_max_over_examples(
+    _size: int, in_batched: list[bool], amax: jax.Array, history: jax.Array
+) -> tuple[jax.Array, bool]:
+    of_amax, of_history = in_batched
+    if of_amax and not of_history:
+        return _max_over_examples(jnp.max(amax, axis=0), history), False
+    return _max_over_examples(amax, history), of_amax
 
 
 @quantize.defjvp

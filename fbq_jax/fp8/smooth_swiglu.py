@@ -57,7 +57,8 @@ def per_channel(
     Array([4., 2.], dtype=float32)
     """
     scale = _max_magnitude(up, tuple(range(up.ndim - 1)))
-    return nonlinear.silu_gate(gate, up / scale, bits=bits), scale.reshape(-1)
+    scaled = _divide(up, scale)
+    return nonlinear.silu_gate(gate, scaled, bits=bits), scale.reshape(-1)
 
 
 def per_token(
@@ -78,7 +79,7 @@ def per_token(
       TypeError, ValueError: as ``nonlinear.silu_gate`` raises them.
     """
     scale = _max_magnitude(up, -1)
-    return nonlinear.silu_gate(gate, up / scale, bits=bits), scale
+    return nonlinear.silu_gate(gate, _divide(up, scale), bits=bits), scale
 
 
 def _max_magnitude(up: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
@@ -86,6 +87,15 @@ def _max_magnitude(up: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     wide = lax.stop_gradient(up).astype(jnp.float32)
     amax = find_amax(wide, axis, keepdims=True, initial=0).astype(up.dtype)
     return jnp.where(amax == 0.0, 1.0, amax)
+
+
+def _divide(up: jax.Array, scale: jax.Array) -> jax.Array:
+    """``up / scale``.
+
+    In float16 XLA would multiply by ``1 / scale``, which may be too large for it.
+    """
+    quotient = up.astype(jnp.float32) / scale.astype(jnp.float32)
+    return quotient.astype(up.dtype)
 
 
 def scale_rows(

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import unfreeze
 
 from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
 from fbq_jax.core.qtensor import QTensor
@@ -45,7 +46,7 @@ _ADD_STREAM, _GRAD_STREAM = 1 << 16, (1 << 16) + 1
 class Chain:
     """Named operators in sequence; ``params[name]`` has the parameters of each.
 
-    An operator without parameters needs no entry.
+    An operator without parameters needs no entry.  Operators of one name share theirs.
     """
 
     operators: tuple[tuple[str, Operator], ...]
@@ -61,10 +62,12 @@ class Chain:
 
     def backward(self, saved: list[Any], dy: QTensor, seed: jax.Array) -> Result:
         """Runs the backward passes last to first."""
-        grads = {}
+        grads: dict[str, Any] = {}
         for i, (name, operator) in reversed(list(enumerate(self.operators))):
             dy, own = operator.backward(saved[i], dy, rounding.fold(seed, i))
-            if own:
+            if name in grads:
+                grads[name] = jax.tree.map(jnp.add, grads[name], own)
+            elif own:
                 grads[name] = own
         return dy, grads
 
@@ -159,9 +162,11 @@ def check_dropout_rate(dropout_rate: float) -> None:
 
 
 def width(x: jax.Array) -> int:
-    """C of an input ``[..., C]``; raises ValueError if the input has no axis."""
-    if not x.ndim:
-        raise ValueError("x has no axis; the INT8 data flow takes [..., C]")
+    """C of an input ``[..., C]``; raises ValueError if it has no axis, or C is 0."""
+    if not x.ndim or not x.shape[-1]:
+        raise ValueError(
+            f"x has the shape {x.shape}; the INT8 data flow takes [..., C] with C > 0"
+        )
     return x.shape[-1]
 
 
@@ -189,7 +194,7 @@ def apply(
 
     Raises:
       TypeError: x has another dtype.
-      ValueError: x has no axis, or ``block`` is another number.
+      ValueError: x has no axis or no channels, or ``block`` is another number.
 
     >>> params = {
     ...     "norm": {"scale": jnp.ones(4), "bias": jnp.zeros(4)},
@@ -212,7 +217,7 @@ def apply(
         y = _apply(operator, block, params, matrix, device_seed(seed, x))
         return y.reshape(*x.shape[:-1], y.shape[-1]), ()
 
-    params = jax.tree.map(lambda p: p.astype(jnp.float32), dict(params))
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), unfreeze(dict(params)))
     return automatic(run, jax.eval_shape(lambda x: x, x))(params, x, seed)[0]
 
 

@@ -1,6 +1,7 @@
 """Self-attention as an operator of the INT8 data flow, with a floating-point core."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,5 +80,7 @@ class SelfAttention(FloatOperator):
         return dx, {"qkv": qkv_grads, "out": out_grads}
 
     def _split_heads(self, x: jax.Array) -> jax.Array:
-        shape = (-1, self.length, self.num_heads, x.shape[-1] // self.num_heads)
+        sequences = math.prod(x.shape[:-1]) // max(self.length, 1)
+        head_width = x.shape[-1] // self.num_heads
+        shape = (sequences, self.length, self.num_heads, head_width)
         return x.reshape(shape).astype(self.dtype)

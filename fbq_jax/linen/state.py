@@ -13,6 +13,7 @@ from flax.core import tracers
 from flax.core.scope import Scope, Variable
 from flax.linen import module as flax_module
 from flax.nnx import bridge
+from jax.custom_batching import custom_vmap
 
 from fbq_jax.core import threshold
 from fbq_jax.core.frozen_weight import active_recorder
@@ -234,6 +235,31 @@ def return_as_gradient(
     return out
 
 
+@custom_vmap
+def _mean_over_examples(
+    new: threshold.State, _state: Mapping[str, jax.Array]
+) -> threshold.State:
+    """The new state, under ``vmap`` the mean of all examples that share a state.
+
+    As a gradient it would be their sum.
+    """
+    return new
+
+
+@_mean_over_examples.def_vmap
+def _map_mean_over_examples(
+    _size: int, in_batched: list[Any], new: threshold.State, state: Any
+) -> tuple[threshold.State, Any]:
+    of_new, of_state = in_batched
+    if not any(of_state.values()):
+        new = jax.tree.map(
+            lambda x, of_x: jnp.mean(x, axis=0) if of_x else x, new, of_new
+        )
+        of_new = jax.tree.map(lambda _: False, of_new)
+    return _mean_over_examples(new, state), of_new
+
+
 return_as_gradient.defvjp(
-    lambda out, _, new: (out, new), lambda new, out_grad: (out_grad, new, None)
+    lambda out, state, new: (out, _mean_over_examples(new, state)),
+    lambda new, out_grad: (out_grad, new, None),
 )

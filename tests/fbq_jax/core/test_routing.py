@@ -72,6 +72,33 @@ def test_bias_moves_towards_the_mean_load():
     np.testing.assert_array_equal(moved, [0.75, 1.25, 1.0, 1.0, 0.75])
 
 
+@pytest.mark.parametrize(
+    ("options", "logits", "bias", "expected"),
+    [
+        # The others' share of the first choice is 1 / (1 + e^0.5).
+        ({"scores": "sigmoid"}, [-80.0, -81.0, -82.0, -79.5], None, [-1, 0, 0, 1]),
+        (
+            {"bias_update_rate": 0.1},
+            [60.0, 0.0, 0.5, -1.0],
+            [-2, 0, 0, 0],
+            [0, -1, 1, 0],
+        ),
+    ],
+)
+def test_gradients_of_very_small_scores(options, logits, bias, expected):
+    routing = Routing(4, top_k=2, **options)
+    bias = None if bias is None else jnp.array(bias, jnp.float32)
+
+    def loss(logits):
+        routes = route(routing, logits[None], bias)
+        return routes.weights[0, 0] + 0.0 * routes.load_balance_loss
+
+    share = 1.0 / (1.0 + np.exp(0.5))
+    slope = share * (1.0 - share)
+    gradient = jax.grad(loss)(jnp.array(logits))
+    np.testing.assert_allclose(gradient, slope * np.array(expected), atol=1e-6)
+
+
 def test_no_tokens():
     routes = route(Routing(E), jnp.zeros((0, E)))
     assert routes.weights.shape == (0, 2)

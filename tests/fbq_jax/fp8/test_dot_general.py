@@ -232,6 +232,42 @@ def test_state_from_anywhere_and_a_scan_over_layers():
     assert history[0, 0] == np.abs(X).max() != history[1, 0]
 
 
+def vmap(layer):
+    return jax.vmap(layer.apply, (None, 0))
+
+
+def linen_vmap(layer):
+    mapped = nn.vmap(nn.Dense, variable_axes={"params": None, OWG: None})
+    fields = "features", "use_bias", "dot_general"
+    return mapped(**{name: getattr(layer, name) for name in fields}).apply
+
+
+@pytest.mark.parametrize("over_examples", with_first_fast([vmap, linen_vmap]))
+def test_examples_that_share_a_state_record_the_largest_of_all(over_examples):
+    """With their sum, scales would grow in each step."""
+    layer = nn.Dense(8, use_bias=False, dot_general=Fp8Dot(history=HISTORY))
+    x = jnp.stack([X[:8] * 2.0**i for i in range(4)])
+    variables = layer.init(jax.random.key(0), x)
+
+    def states(apply):
+        def loss(variables):
+            return jnp.sum(apply(variables, x) ** 2)
+
+        after = variables
+        for _ in range(HISTORY + 1):
+            after = {**after, OWG: jax.jit(jax.grad(loss))(after)[OWG]}
+        return after[OWG]
+
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(compare, states(over_examples(layer)), states(layer.apply))
+
+
+def test_the_product_of_two_small_scales_is_not_zero():
+    x, w = jnp.full((8, 16), 1e-30), jnp.full((16, 4), 1e-6)
+    y = Fp8Dot(scaling="current")(x, w, (((1,), (0,)), ((), ())))
+    np.testing.assert_allclose(y, 1.6e-35, rtol=1e-6)
+
+
 def test_current_scaling_in_plain_jax():
     dot = Fp8Dot(scaling="current")
     y = dot(X, X, (((0,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)

@@ -157,6 +157,14 @@ def test_zeros_and_empty_batches_have_a_scale_of_one():
     assert np.all(FORMS["per_channel"](*[jnp.ones((0, 3))] * 2)[1] == 1.0)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_whose_reciprocal_overflows_float16(form):
+    up = jnp.full((4, 4), 1e-5, jnp.float16)
+    y, scale = FORMS[form](jnp.ones_like(up), -up)
+    np.testing.assert_array_equal(scale, np.broadcast_to(up[0, 0], scale.shape))
+    np.testing.assert_allclose(y, np.full((4, 4), -0.731), rtol=1e-3)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_non_finite_value_stays_visible_in_its_channel_or_token(bad):
     gate, up = normal((6, 40)), normal((6, 40), 1).at[1, 2].set(bad)

@@ -501,6 +501,26 @@ def test_another_collection():
     assert fallback_stats(updates, "aqt")["up"].count == 1
 
 
+def test_overwrite_with_gradient_of_examples_that_share_a_state():
+    """It is the mean of their states, not the sum."""
+    dot = FallbackDot(Recipe(block=32), collection=OWG)
+    layer = nn.Dense(64, dot_general=dot)
+    x = jnp.stack([X, 2.0 * X, 3.0 * X])
+    variables = layer.init(jax.random.key(0), X)
+
+    def state(x, apply):
+        gradient = jax.grad(lambda v: jnp.sum(apply(v, x)))(variables)
+        return gradient[OWG]["dot_general"]
+
+    each = [state(example, layer.apply) for example in x]
+    shared = state(x, jax.vmap(layer.apply, (None, 0)))
+    assert each[0]["theta"] < shared["theta"] < each[2]["theta"]
+    for name, value in shared.items():
+        mean = np.mean([one[name] for one in each])
+        np.testing.assert_allclose(value, mean, rtol=1e-6)
+    assert shared["count"] == 1.0
+
+
 @pytest.mark.exhaustive  # test_fused.py has a step
 def test_overwrite_with_gradient_in_flax_train_state():
     """Without a mutable collection, Flax replaces the state by its "gradient"."""

@@ -3,6 +3,7 @@
 import collections
 import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -368,10 +369,44 @@ def init(layer, x=X):
             lambda: freeze(Int8MLP(8), jax.jit(Int8MLP(8).init)(KEY, X), X),
             r"it cannot freeze '\(root\)', of class Int8MLP",
         ),
-        (lambda: init(Int8MLP(8), jnp.float32(1)), "x has no axis; the INT8 data flow"),
+        (lambda: init(Int8MLP(8), jnp.float32(1)), r"shape \(\); the INT8 data flow"),
+        (lambda: init(Int8MLP(8), jnp.ones((2, 0))), r"shape \(2, 0\).* with C > 0"),
         (lambda: init(Int8Attention(2), jnp.ones(8)), r"\[..., T, C\].*shape \(8,\)"),
     ],
 )
 def test_bad_input_is_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_operators_of_one_name_share_their_parameters():
+    linear = operators.Linear(False)
+    w = jax.random.normal(KEY, (C, C)) / C**0.5
+
+    def gradients(*names):
+        ops = zip(names, (linear, operators.Gelu(), linear), strict=True)
+        params = {name: {"kernel": w} for name in names if name != "gelu"}
+
+        def loss(params):
+            y = int8_flow.apply(int8_flow.Chain(tuple(ops)), params, X, seed=SEED)
+            return jnp.sum(y**2)
+
+        return jax.grad(loss)(params)
+
+    apart, shared = gradients("a", "gelu", "b"), gradients("a", "gelu", "a")
+    expected = apart["a"]["kernel"] + apart["b"]["kernel"]
+    np.testing.assert_array_equal(shared["a"]["kernel"], expected)
+
+
+def test_frozen_dictionaries_and_no_tokens():
+    params = Int8MLP(HIDDEN).init(KEY, X)["params"]
+
+    def gradients(params, x):
+        return jax.grad(lambda p: int8_flow.apply(MLP, p, x, seed=SEED).sum())(params)
+
+    found = gradients(flax.core.freeze(params), X)
+    assert isinstance(found, flax.core.FrozenDict)
+    expected = gradients(params, X)
+    jax.tree.map(np.testing.assert_array_equal, found.unfreeze(), expected)
+    y, _ = Int8Attention(HEADS).init_with_output(KEY, X[:, :0])
+    assert y.shape == (BATCH, 0, C)

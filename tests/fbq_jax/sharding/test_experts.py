@@ -504,6 +504,7 @@ def test_room_for_any_loads():
         ({"mesh": {"other": 4}}, "mesh axes .*'expert'.* set by jax.set_mesh; got"),
         ({"experts": 6}, "6 experts and 512 tokens"),
         ({"tokens": 510}, "8 experts and 510 tokens"),
+        ({"tokens": 0}, "positive multiples .* 8 experts and 0 tokens"),
         ({"recipe": Recipe(criterion="l1")}, "criterion='absmax' or None"),
         ({"recipe": Recipe(block=256)}, "rows that divide 128"),
     ],
