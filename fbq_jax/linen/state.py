@@ -102,10 +102,15 @@ def state_of(variable: Variable) -> dict[str, Any]:
     if not any(path[: len(of_module)] == of_module for of_module in paths):
         return state
     first = {name: state[name].ravel()[0] for name in ("rate", "count", "seed")}
-    is_set = state["theta"] >= 0.0  # NaN counts as unset
+    return {**state, **first, "theta": _mean_of_set(state["theta"])}
+
+
+def _mean_of_set(thetas: jax.Array) -> jax.Array:
+    """The mean of the thresholds that are set; ``UNSET`` if none is."""
+    is_set = thetas >= 0.0  # NaN counts as unset
     count = jnp.sum(is_set, dtype=jnp.float32)
-    mean = jnp.sum(state["theta"], where=is_set) / jnp.maximum(count, 1.0)
-    return {**state, **first, "theta": jnp.where(count > 0.0, mean, UNSET)}
+    mean = jnp.sum(thetas, where=is_set) / jnp.maximum(count, 1.0)
+    return jnp.where(count > 0.0, mean, UNSET)
 
 
 def can_keep_state(scope: Scope | None) -> bool:
@@ -248,14 +253,14 @@ def _mean_over_examples(
 
 @_mean_over_examples.def_vmap
 def _map_mean_over_examples(
-    _size: int, in_batched: list[Any], new: threshold.State, state: Any
-) -> tuple[threshold.State, Any]:
+    _size: int, in_batched: list[Any], new: Any, state: Any
+) -> tuple[Any, Any]:
     of_new, of_state = in_batched
     if not any(of_state.values()):
-        new = jax.tree.map(
-            lambda x, of_x: jnp.mean(x, axis=0) if of_x else x, new, of_new
-        )
-        of_new = jax.tree.map(lambda _: False, of_new)
+        means: dict[str, Callable[[jax.Array], jax.Array]]
+        means = {"theta": _mean_of_set, "rate": jnp.mean}  # the others are equal
+        new = {name: means[name](x) if of_new[name] else x for name, x in new.items()}
+        of_new = dict.fromkeys(of_new, False)
     return _mean_over_examples(new, state), of_new
 
 

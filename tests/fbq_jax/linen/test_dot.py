@@ -23,6 +23,7 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
+from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.sharding import layer_names
 from tests.kernels.test_reference import heavy
 from tests.marks import with_first_fast
@@ -502,10 +503,10 @@ def test_another_collection():
 
 
 def test_overwrite_with_gradient_of_examples_that_share_a_state():
-    """It is the mean of their states, not the sum."""
+    """It is the mean of their states, not the sum; zeros determine no threshold."""
     dot = FallbackDot(Recipe(block=32), collection=OWG)
     layer = nn.Dense(64, dot_general=dot)
-    x = jnp.stack([X, 2.0 * X, 3.0 * X])
+    x = jnp.stack([X, 2.0 * X, 0.0 * X, 3.0 * X])
     variables = layer.init(jax.random.key(0), X)
 
     def state(x, apply):
@@ -514,10 +515,11 @@ def test_overwrite_with_gradient_of_examples_that_share_a_state():
 
     each = [state(example, layer.apply) for example in x]
     shared = state(x, jax.vmap(layer.apply, (None, 0)))
-    assert each[0]["theta"] < shared["theta"] < each[2]["theta"]
+    assert each[0]["theta"] < shared["theta"] < each[3]["theta"]
+    assert each[2]["theta"] == UNSET
     for name, value in shared.items():
-        mean = np.mean([one[name] for one in each])
-        np.testing.assert_allclose(value, mean, rtol=1e-6)
+        values = [one[name] for one in each if one[name] != UNSET]
+        np.testing.assert_allclose(value, np.mean(values), rtol=1e-6)
     assert shared["count"] == 1.0
 
 
