@@ -59,6 +59,12 @@ SPEEDS = (
 )
 # Rows of layers that are not in a loop have these titles, and end with this.
 UNROLLED = ", unrolled"
+# The titles of rows of both kinds.
+BOTH_KINDS = {
+    name + kind: title + kind
+    for name, title in (("bf16", "bf16"), ("fallback", "`fallback`"))
+    for kind in ("", UNROLLED)
+}
 BLOCK = (4096, 14336, 16384)
 
 
@@ -90,6 +96,34 @@ def _speeds(sections: Mapping[str, Any]) -> str:
         if names[0] + kind in (measured := rows(section, shape, sections))
     ]
     return table(("", *(f"`{name}`" for name in names), "Flax's FP8"), cells)
+
+
+def loops() -> str:
+    """Milliseconds of steps on an H100, of layers in a loop and unrolled."""
+    steps = (
+        ("4 layers of 4096 channels", "train", (4096, 14336, 4, 8)),
+        ("22 layers of 2048", "train", (2048, 5632, 22, 4)),
+        ("four microbatches of 8192 tokens", "accumulation", (2048, 5632, 22, 4, 4)),
+        ("four microbatches of 2048 tokens", "accumulation", (2048, 5632, 22, 1, 4)),
+    )
+    cells = [
+        [title, *(f"{measured[name].ms:.1f}" for name in BOTH_KINDS)]
+        for title, section, shape in steps
+        for measured in [rows(section, shape, H100)]
+    ]
+    return table(("ms", *BOTH_KINDS.values()), cells)
+
+
+def efficiencies() -> str:
+    """The part of one H100's speed that each of several keeps."""
+    of_mesh = {(row.mesh, row.what): row for row in H100["scaling"]["rows"]}
+    cells = [
+        [f"{title}, {n} GPUs"]
+        + [f"{of_mesh[f'{axis}={n}', name].efficiency:.1%}" for name in BOTH_KINDS]
+        for axis, title in (("data", "data parallelism"), ("fsdp", "FSDP"))
+        for n in (2, 4)
+    ]
+    return table(("", *BOTH_KINDS.values()), cells)
 
 
 def ratio(row: Row | None) -> str:
@@ -332,7 +366,7 @@ PAGES = (
 def tables() -> dict[str, str]:
     """All tables of these pages, by the names of their places."""
     summaries = (speed, losses, measured, outliers, memory, batches, gpus, tpus)
-    others = (speed_h100, libraries, maxtext, experts, runs_on_a_cpu)
+    others = (speed_h100, loops, efficiencies, libraries, maxtext, experts)
     sections = SECTIONS.items()
     return {
         **{name: report.markdown({name: section}) for name, section in sections},
@@ -344,7 +378,7 @@ def tables() -> dict[str, str]:
         "compiled_tpu": tpu.markdown(COMPILED_TPU),
         "errors": errors.markdown(ERRORS),
         "models": models.markdown(MODELS),
-        **{function.__name__: function() for function in (*summaries, *others)},
+        **{f.__name__: f() for f in (*summaries, *others, runs_on_a_cpu)},
     }
 
 
