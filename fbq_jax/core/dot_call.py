@@ -35,7 +35,7 @@ class DotCall(NamedTuple):
     preferred_element_type: jax.typing.DTypeLike | None = None
     out_sharding: Any = None
 
-    def output(self, lhs: Operand, rhs: Operand) -> jax.ShapeDtypeStruct:
+    def output(self, lhs: Operand, rhs: Operand) -> jax.core.ShapedArray:
         """The output's shape, dtype and sharding.
 
         Raises:
@@ -53,9 +53,11 @@ class DotCall(NamedTuple):
                 out_sharding=self.out_sharding,
             )
 
-        return jax.eval_shape(product, lhs, rhs)
+        # On a mesh with automatic axes, too, eval_shape leaves the sharding out.
+        (out,) = jax.make_jaxpr(product)(lhs, rhs).out_avals
+        return out
 
-    def sizes(self, lhs: Operand, out: jax.ShapeDtypeStruct) -> tuple[int, int, int]:
+    def sizes(self, lhs: Operand, out: jax.core.ShapedArray) -> tuple[int, int, int]:
         """M, K and N of each matrix product; of one device's, over explicit mesh axes.
 
         Args:

@@ -250,7 +250,7 @@ def _quantizes(
     lhs: jax.Array,
     rhs: jax.Array,
     call: DotCall,
-    out: jax.ShapeDtypeStruct,
+    out: jax.core.ShapedArray,
 ) -> bool:
     """Whether the recipe quantizes operands of these shapes; warns if it does not."""
     recipe = config.recipe

@@ -218,7 +218,7 @@ def apply(
         return y.reshape(*x.shape[:-1], y.shape[-1]), ()
 
     params = jax.tree.map(lambda p: p.astype(jnp.float32), unfreeze(dict(params)))
-    return automatic(run, jax.eval_shape(lambda x: x, x))(params, x, seed)[0]
+    return automatic(run, jax.typeof(x))(params, x, seed)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

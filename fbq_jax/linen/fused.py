@@ -134,8 +134,7 @@ class GatedMLP(nn.Module):
             )(x, *shape)
             for name, shape in shapes.items()
         ]
-        out = jax.eval_shape(lambda x: x, x)
-        return _run(self, x, norm_scale, projections, out)
+        return _run(self, x, norm_scale, projections, jax.typeof(x))
 
 
 class _Scale(nn.Module):
@@ -201,7 +200,7 @@ class _Projection(nn.Module):
 
 def _dense_output(
     x: jax.Array, weight: jax.Array | Quantized, features: int
-) -> jax.ShapeDtypeStruct:
+) -> jax.core.ShapedArray:
     """The shape, dtype and sharding of ``nn.Dense``'s output."""
     if isinstance(weight, Quantized):
         kernel: Operand = jax.ShapeDtypeStruct((x.shape[-1], features), x.dtype)
@@ -216,7 +215,7 @@ def _run(
     x: jax.Array,
     norm_scale: jax.Array,
     layers: Sequence[_Linear],
-    out: jax.ShapeDtypeStruct,
+    out: jax.core.ShapedArray,
 ) -> jax.Array:
     """Computes a fused module and updates the state of each of its linear layers."""
     dot, dtype = module.dot_general, x.dtype

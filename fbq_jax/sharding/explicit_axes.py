@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def automatic(
-    function: Callable[..., tuple[jax.Array, Any]], out: jax.ShapeDtypeStruct
+    function: Callable[..., tuple[jax.Array, Any]], out: jax.core.ShapedArray
 ) -> Callable[..., tuple[jax.Array, Any]]:
     """Wraps a function so that explicit mesh axes are automatic inside it.
 

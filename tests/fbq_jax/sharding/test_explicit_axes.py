@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from fbq_jax import (
     FallbackDot,
     Fp8Dot,
+    GatedMLP,
     Int8Attention,
     Int8MLP,
     Int8Sequential,
@@ -29,6 +30,7 @@ pytestmark = needs_devices
 
 X = jax.random.normal(jax.random.key(0), (4, 32, 128))
 W = jax.random.normal(jax.random.key(1), (128, 64))
+DOT = FallbackDot(Recipe(block=32))
 
 
 def grads_of(layer, variables, x):
@@ -60,6 +62,30 @@ def test_a_sharded_batch(layer):
     want = grads_of(layer, variables, X)
     mesh = mesh_of(AxisType.Explicit, data=2, tensor=2)
     with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data", None, None))
+        got = grads_of(layer, variables, x)
+        assert jax.typeof(got[1]).sharding.spec == P("data", None, None)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    with_first_fast(
+        [
+            nn.Dense(32, dot_general=DOT),
+            NormDense(32, dot_general=DOT),
+            GatedMLP(64, dot_general=DOT),
+            Int8MLP(48),
+        ],
+        fast=3,
+    ),
+    ids=["dense", "norm_dense", "gated_mlp", "int8_mlp"],
+)
+def test_a_mesh_that_also_has_an_automatic_axis(layer):
+    variables = jax.jit(layer.init)(jax.random.key(2), X)
+    want = grads_of(layer, variables, X)
+    types = AxisType.Explicit, AxisType.Auto
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=types)):
         x = jax.device_put(X, P("data", None, None))
         got = grads_of(layer, variables, x)
         assert jax.typeof(got[1]).sharding.spec == P("data", None, None)
