@@ -53,7 +53,7 @@ class DotCall(NamedTuple):
                 out_sharding=self.out_sharding,
             )
 
-        # On a mesh with automatic axes, too, eval_shape leaves the sharding out.
+        # If the mesh also has automatic axes, eval_shape leaves the sharding out.
         (out,) = jax.make_jaxpr(product)(lhs, rhs).out_avals
         return out
 
