@@ -537,6 +537,23 @@ def test_pairs_of_seeds_tell_real_differences(tmp_path: Path) -> None:
     assert [line.split(" | ")[:2] for line in lines[2:]] == [["| block", "2"]]
 
 
+def test_runs_on_other_devices_are_not_compared_in_speed(tmp_path: Path) -> None:
+    faster = {"device": "another", "mesh": "fsdp=2"}
+    for run in a_run("bf16"), a_run("block", machine=faster, tokens_per_s=2000.0):
+        file = tmp_path / "parity" / f"{run['options']['recipe']}-0.json"
+        runs.save(run, file)
+    machines = "device a device (bf16-0) and another (block-0), mesh none (bf16-0) and"
+    assert machines in run_tables.parity(tmp_path)
+    rows = run_tables.cost(tmp_path).splitlines()[2:]
+    assert rows[0].startswith("| bf16-0 (a device) | 1 | 1.00 |")
+    assert rows[1].startswith("| block-0 (another) | 0 |  |")
+    figure = run_pictures.cost(result_files.runs(tmp_path, "parity"))
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown == ["bf16-0 (a device)", "block-0 (another)"]
+
+
 def test_every_recipe_has_its_own_color() -> None:
     recipes = {*FULL.tuned, *QUARTER.tuned, *dict(SEEDS.parity)}
     styles = {recipe: run_pictures.recipe_style(recipe) for recipe in recipes}

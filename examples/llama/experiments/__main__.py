@@ -38,6 +38,7 @@ PAGES = {
     RESULTS / "quarter": _EVIDENCE / "outliers.md",
     RESULTS / "seeds": _EVIDENCE / "seeds.md",
     RESULTS / "larger": _EVIDENCE / "larger.md",
+    RESULTS / "larger-on-four": _EVIDENCE / "larger-on-four.md",
 }
 OTHER_PAGE = "tables.md"
 STAGES = ("parity", "studies", "outliers", "longer")

@@ -81,6 +81,14 @@ def last_val_loss(run: Json) -> float:
     return values[-1]
 
 
+def labels(runs: dict[str, Json]) -> dict[str, str]:
+    """Returns the names of runs by themselves, with their devices if these differ."""
+    devices = {name: run["machine"]["device"] for name, run in runs.items()}
+    if len({*devices.values()}) <= 1:
+        return {name: name for name in runs}
+    return {name: f"{name} ({device})" for name, device in devices.items()}
+
+
 def losses_by_time(run: Json) -> tuple[np.ndarray, np.ndarray]:
     """Returns the seconds of training before each validation, and its loss."""
     options = run["options"]

@@ -91,10 +91,12 @@ def cost(runs: dict[str, Json]) -> Figure:
     over_time.set(
         title="Validation loss over time", xlabel="seconds", ylabel="nats per token"
     )
+    labels = result_files.labels(runs)
     for name, run in runs.items():
         seconds_and_losses = result_files.losses_by_time(run)
-        over_time.plot(*seconds_and_losses, label=name, **recipe_style(name))
-    names, colors = list(runs), [recipe_style(name)["color"] for name in runs]
+        over_time.plot(*seconds_and_losses, label=labels[name], **recipe_style(name))
+    names = list(labels.values())
+    colors = [recipe_style(name)["color"] for name in runs]
     rates = [run["tokens_per_s"] / 1e3 for run in runs.values()]
     speed.barh(names, rates, color=colors)
     speed.set(title="Thousand tokens per second")

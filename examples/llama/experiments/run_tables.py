@@ -69,17 +69,24 @@ def parity(results: Path) -> str:
         *("validation loss", "vs bf16-0", "", "training loss vs bf16 of this seed"),
         *("tokens/s", "peak GB"),
     )
-    return f"{_about(next(iter(runs.values())))}\n\n{table(head, rows)}"
+    return f"{_about(runs)}\n\n{table(head, rows)}"
 
 
-def _about(run: Json) -> str:
-    """The size of the runs, and the machine."""
-    options, corpus = run["options"], run["options"]["corpus"]
+def _about(runs: dict[str, Json]) -> str:
+    """The size of the runs and their machines, with what differs between them."""
+    first = next(iter(runs.values()))
+    options, corpus = first["options"], first["options"]["corpus"]
     tokens = options["steps"] * options["batch"] * options["seq"]
-    machine = ", ".join(f"{name} {version}" for name, version in run["machine"].items())
+    facts = []
+    for fact in dict.fromkeys(fact for run in runs.values() for fact in run["machine"]):
+        of_runs: dict[str, list[str]] = {}
+        for name, run in runs.items():
+            of_runs.setdefault(run["machine"].get(fact, "none"), []).append(name)
+        values = [f"{value} ({', '.join(names)})" for value, names in of_runs.items()]
+        facts.append(f"{fact} {' and '.join(values if len(values) > 1 else of_runs)}")
     return (
         f"{tokens / 1e6:.1f} million tokens per run, {tokens / corpus['train']:.2f} "
-        f"epochs of {corpus['train'] / 1e6:.1f} million; {machine}."
+        f"epochs of {corpus['train'] / 1e6:.1f} million; {', '.join(facts)}."
     )
 
 
@@ -158,11 +165,14 @@ def _half_interval(x: np.ndarray) -> float:
 
 
 def cost(results: Path) -> str:
-    """Time and memory of completed runs, and when each reached a common loss."""
+    """Time and memory of completed runs, and when each reached a common loss.
+
+    Runs on other devices are not compared in speed.
+    """
     runs = _ended(result_files.runs(results, "parity"))
     if "bf16-0" not in runs:
         return ""
-    base = runs["bf16-0"]
+    base, labels = runs["bf16-0"], result_files.labels(runs)
     reached = max(map(result_files.last_val_loss, runs.values()))
     rows = []
     for name, run in runs.items():
@@ -170,11 +180,12 @@ def cost(results: Path) -> str:
         # `interp` needs increasing values: the negative of the lowest loss so far.
         when = float(np.interp(-reached, -np.minimum.accumulate(losses), seconds))
         peaks = run["peak_bytes"], base["peak_bytes"]
+        same = run["machine"]["device"] == base["machine"]["device"]
         rows.append(
             [
-                name,
+                labels[name],
                 f"{seconds[-1]:.0f}",
-                f"{run['tokens_per_s'] / base['tokens_per_s']:.2f}",
+                f"{run['tokens_per_s'] / base['tokens_per_s']:.2f}" if same else "",
                 f"{when:.0f}",
                 "" if None in peaks else f"{peaks[0] / peaks[1]:.2f}",
             ]
