@@ -36,6 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
 from fbq_jax.kernels import fused_reference, packing
 from fbq_jax.ops import dispatch
+from fbq_jax.sharding.explicit_axes import apply_by_rows, reshard_as
 from fbq_jax.sharding.manual_axes import as_varying
 
 # The checkpoint_name of the values saved for the backward pass.
@@ -185,7 +186,7 @@ def _gate(
             "gate and up must have the same shape and dtype; got "
             f"{gate.dtype} {gate.shape} and {up.dtype} {up.shape}"
         )
-    gate, up = as_varying((gate, up))
+    gate, up = as_varying((gate, reshard_as(up, gate)))
     factors = functools.partial(fused_reference.gate_factors, function)
     return _pointwise(lambda gate, up: function(gate) * up, factors, bits, gate, up)
 
@@ -238,7 +239,8 @@ def _norm(
             )
 
     def as_row(parameter: jax.Array) -> jax.Array:
-        return jnp.expand_dims(parameter.astype(jnp.float32), range(x.ndim - 1))
+        wide = reshard_as(parameter, x).astype(jnp.float32)
+        return jnp.expand_dims(wide, range(x.ndim - 1))
 
     # The derivative of each cast gives a gradient the dtype of its operand.
     row = None if scale is None else as_row(scale)
@@ -280,7 +282,11 @@ def norm_bwd(
     spec: NormSpec, saved: SavedNorm, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """The float32 gradients of x and of the scale (as a row), from float32 dy."""
-    normalized = packing.dequantize(saved.normalized, dy.shape[-1], spec.bits)
+    normalized = apply_by_rows(
+        lambda dy, packed: packing.dequantize(packed, dy.shape[-1], spec.bits),
+        dy,
+        saved.normalized,
+    )
     grad, dscale = dy, None
     if saved.scale is not None:
         grad = dy * saved.scale
@@ -326,7 +332,8 @@ def _pointwise_fwd(
 def _pointwise_bwd(
     _function: Any, _factors: Any, bits: int, saved: list[packing.Packed], dy: jax.Array
 ) -> tuple[jax.Array, ...]:
-    return tuple(fused_reference.times_packed(dy, factor, bits) for factor in saved)
+    times_packed = functools.partial(fused_reference.times_packed, bits=bits)
+    return tuple(apply_by_rows(times_packed, dy, factor) for factor in saved)
 
 
 _pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
@@ -341,7 +348,7 @@ def _save(x: jax.Array, bits: int) -> packing.Packed:
 @functools.partial(jax.jit, static_argnums=1)
 def _quantize(x: jax.Array, bits: int) -> packing.Packed:
     """Packs x.  Derivatives raise: that of rounding, 0, would be silently wrong."""
-    return packing.quantize(x, bits)
+    return apply_by_rows(functools.partial(packing.quantize, bits=bits), x)
 
 
 @_quantize.defjvp

@@ -22,6 +22,7 @@ from fbq_jax import (
     fp8_dot,
     freeze,
     llm_int8_dot,
+    nonlinear,
 )
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices
 from tests.marks import with_first_fast
@@ -109,6 +110,40 @@ def test_sharded_columns_and_a_sharded_contraction(dot):
         assert jax.typeof(z).sharding.spec == P("data", None, None)
     want = dot(X, W, dims)
     assert_close((y, z), (want, want))
+
+
+@pytest.mark.parametrize("channels", [96, 384, 512])
+@pytest.mark.parametrize(
+    ("function", "specs"),
+    [
+        (nonlinear.gelu, [P("data", "tensor")]),
+        (nonlinear.silu_gate, [P("data", "tensor"), P("data", None)]),
+        (nonlinear.rms_norm, [P("data", "tensor"), P(None)]),
+        (nonlinear.rms_norm, [P("data", None), P("tensor")]),
+        (nonlinear.layer_norm, [P(None, "tensor"), P("data"), P("tensor")]),
+    ],
+    ids=["gelu", "gate", "norm", "sharded_scale", "layer_norm"],
+)
+def test_norms_and_gates_of_sharded_channels(function, specs, channels):
+    """Also where devices do not hold whole groups of 128 channels."""
+
+    def of(*operands):
+        return jax.jit(
+            jax.value_and_grad(
+                lambda *x: jnp.sin(function(*x)).sum(), argnums=range(len(specs))
+            )
+        )(*operands)
+
+    keys = jax.random.split(jax.random.key(0), len(specs))
+    shapes = [(8, channels)[-len(spec) :] for spec in specs]
+    operands = [jax.random.normal(*args) for args in zip(keys, shapes, strict=True)]
+    want = of(*operands)
+    with jax.set_mesh(mesh_of(AxisType.Explicit, data=2, tensor=2)):
+        got = of(*map(jax.device_put, operands, specs))
+        for gradient, spec in zip(got[1], specs, strict=True):
+            assert jax.typeof(gradient).sharding.spec == spec
+    # Sums in another order can change a code of 10 bits.
+    assert_close(got, want, rtol=1e-3)
 
 
 def test_a_frozen_norm_and_dense():
