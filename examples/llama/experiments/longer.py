@@ -7,21 +7,9 @@ from examples.llama.experiments import runs
 from examples.llama.experiments.runs import Run
 from examples.llama.experiments.settings import Settings
 
-ORDER = (
-    "bf16",
-    "fallback",
-    "block",
-    "jetfire",
-    "rowwise",
-    "per_tensor",
-    "fp8_delayed",
-    "switchback",
-    "fallback_rowwise_bwd",
-)
-
 
 def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[str]]:
-    """Returns the commands of the runs, one process each."""
+    """Returns the commands of the runs of the recipes of `parity`, one process each."""
     options = settings.pretrain | settings.longer
     data = str(work / "corpus" / "python")
     asked = {
@@ -30,6 +18,6 @@ def commands(settings: Settings, work: Path, results: Path) -> dict[str, list[st
             work / "longer" / recipe,
             results / "longer" / f"{recipe}.json",
         )
-        for recipe in ORDER
+        for recipe in dict.fromkeys(recipe for recipe, _ in settings.parity)
     }
     return runs.commands("longer", work, {name: [run] for name, run in asked.items()})

@@ -93,6 +93,7 @@ SEEDS = dataclasses.replace(
         )
     ),
     pretrain=FULL.pretrain | {"save_every": 0},
+    longer=FULL.longer | {"lr": 3e-3, "save_every": 0},
 )
 
 # 1.06 billion parameters and 67 million tokens, so that a run should take less than

@@ -6,8 +6,8 @@ from examples.llama.model import Llama
 from fbq_jax import FallbackDot, recipes
 
 RECIPES = (
-    *("fallback", "block", "row_block_lhs", "fp8_row_block_lhs"),
-    *("fallback_hadamard", "jetfire", "rowwise"),
+    *("fallback", "block", "row_block_lhs", "row_block_equalized"),
+    *("fp8_row_block_lhs", "fallback_hadamard", "jetfire", "rowwise"),
 )
 FLOAT = "float32"
 
