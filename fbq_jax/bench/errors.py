@@ -6,6 +6,7 @@ operands, by the reference.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,10 +45,18 @@ _NAMED = (
     "jetfire",
 )
 
-# Of which operand ``row_block_lhs`` gets second terms here, which no kernel multiplies:
-# what they would cost, and give.
-_SECOND_TERMS = {"row_block_lhs, W too": "w", "row_block_lhs, dY too in dW": "dy"}
-_SECOND_TERMS_RATE = 0.5  # the share of their blocks that fall back
+# Second terms that ``row_block_lhs`` gets here, which no kernel multiplies: what they
+# would cost, and give.  By name: the operand, the share of its blocks that fall back,
+# and the size of these blocks.
+_SECOND_TERMS = {
+    "row_block_lhs, fallback in Y": ("x", 0.2, (128, 128)),
+    "row_block_lhs, fallback in Y by 1x128": ("x", 0.2, (1, 128)),
+    "row_block_lhs, W too": ("w", 0.5, (128, 128)),
+    "row_block_lhs, dY too in dW": ("dy", 0.5, (128, 128)),
+}
+# Which of Y, dX and dW multiply them.  X's are in Y only, as in ``fallback``, and dY's
+# in dW only, because dX has a scale for each token.
+_PRODUCTS_WITH_SECOND_TERMS = {"x": (0,), "w": (0, 1), "dy": (2,)}
 
 Operands = tuple[jax.Array, jax.Array, jax.Array]  # X, W and dY
 
@@ -119,56 +128,68 @@ def _rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
 def _second_terms_rows(
     operands: dict[str, Operands], exact: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The errors of ``row_block_lhs`` if W or dY fell back in blocks of 128x128.
+    """The errors of ``row_block_lhs`` if blocks of an operand fell back.
 
     Products are linear: those of a two-term operand are the sums of those of its terms.
-    W is in Y and dX.  dY falls back in dW only, because dX has a scale for each token.
     """
     matmul = matmuls.from_recipe(
         "", recipes.row_block_lhs, "reference", operands[_GAUSSIAN][0]
     )
     step = jax.jit(linear.step_of(matmul.product))
 
-    def products(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        results: tuple[jax.Array, ...] = step(*arrays, matmul.state, matmul.inputs)[:3]
-        return results
+    def products(x: jax.Array, w: jax.Array, dy: jax.Array) -> list[jax.Array]:
+        return list(step(x, w, dy, matmul.state, matmul.inputs)[:3])
 
-    for name, operand in _SECOND_TERMS.items():
+    for name, (operand, share, block) in _SECOND_TERMS.items():
         print(f"measuring {name}", flush=True)
-        for where, arrays in operands.items():
-            x, w, dy = (array.astype(jnp.float32) for array in arrays)
-            y, dx, dw = products(x, w, dy)
-            if operand == "w":
-                first, second = (products(x, term, dy) for term in _two_terms(w))
-                y, dx = first[0] + second[0], first[1] + second[1]
-            else:
-                first, second = (products(x, w, term) for term in _two_terms(dy))
-                dw = first[2] + second[2]
+        scales = 1 if operand == "x" else 128, 128  # those of the recipe
+        of_products = _PRODUCTS_WITH_SECOND_TERMS[operand]
+        for where, (x, w, dy) in operands.items():
+            floats = (array.astype(jnp.float32) for array in (x, w, dy))
+            arrays = dict(zip(("x", "w", "dy"), floats, strict=True))
+            found = products(**arrays)
+            first, second = (
+                products(**arrays | {operand: term})
+                for term in _two_terms(arrays[operand], share, block, scales)
+            )
+            for index in of_products:
+                found[index] = first[index] + second[index]
             yield {
                 "what": name,
                 "data": where,
                 "fallback": None,
-                "extra_steps": _SECOND_TERMS_RATE * (2 if operand == "w" else 1) / 3,
-                "saved_bytes": matmuls.saved_bytes(matmul, *arrays[:2]),
-                "errors": _errors((y, dx, dw), exact[where]),
+                "extra_steps": share * len(of_products) / 3,
+                "saved_bytes": matmuls.saved_bytes(matmul, x, w),
+                "errors": _errors(found, exact[where]),
             }
 
 
-@jax.jit
-def _two_terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _two_terms(
+    x: jax.Array, share: float, block: tuple[int, int], scales: tuple[int, int]
+) -> tuple[jax.Array, jax.Array]:
     """A matrix as the sum of two, before the product quantizes each.
 
     In the blocks that fall back, those with the largest magnitudes, the first is x
     rounded to INT8, and the second what is left.  In the others the second is 0.
+
+    Args:
+      x: the matrix.
+      share: the share of its blocks that fall back.
+      block: the size of these blocks.
+      scales: the size of blocks with one scale.
     """
-    block = (128, 128)
-    no_seed, unset = jnp.zeros(1, jnp.uint32), jnp.full(1, -1.0)
-    quantized = reference.quantize_fallback(
-        x[None], unset, no_seed, block=block, criterion="absmax", colwise=None
-    )
-    theta = jnp.quantile(quantized.metric, 1.0 - _SECOND_TERMS_RATE)
-    falls_back = reference.repeat_blocks(quantized.metric[0] > theta, block, x.shape)
-    rounded = reference.dequantize(quantized.main, block)[0]
+
+    def quantized(block: tuple[int, int]) -> reference.FallbackQuantized:
+        no_seed, unset = jnp.zeros(1, jnp.uint32), jnp.full(1, -1.0)
+        return reference.quantize_fallback(
+            x[None], unset, no_seed, block=block, criterion="absmax", colwise=None
+        )
+
+    metric = quantized(block).metric
+    theta = jnp.quantile(metric, 1.0 - share)
+    falls_back = reference.repeat_blocks(metric[0] > theta, block, x.shape)
+    rounded = reference.dequantize(quantized(scales).main, scales)[0]
     first = jnp.where(falls_back, rounded, x)
     return first, x - first
 
