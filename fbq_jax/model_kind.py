@@ -24,10 +24,17 @@ def check_linen(function: str, model: Any) -> None:
         )
 
 
-def check_nnx(function: str, model: Any) -> None:
-    """Raises a TypeError unless this is an NNX model; see ``check_linen``."""
+def check_nnx(function: str, model: Any, *, in_linen: bool = True) -> None:
+    """Raises a TypeError unless this is an NNX model; see ``check_linen``.
+
+    Args:
+      function: the name of a function in ``fbq_jax.nnx``.
+      model: what was passed as its model.
+      in_linen: whether a function for Linen has the same name.
+    """
     if not isinstance(model, nnx.Module):
-        linen_has_it = f": use fbq_jax.{function}" * isinstance(model, nn.Module)
+        is_linen = in_linen and isinstance(model, nn.Module)
+        linen_has_it = f": use fbq_jax.{function}" * is_linen
         raise TypeError(
             f"fbq_jax.nnx.{function} takes an NNX model, an instance of "
             f"flax.nnx.Module; got {_name(model)}{linen_has_it}"

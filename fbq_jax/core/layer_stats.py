@@ -177,12 +177,13 @@ def assert_live(
       RuntimeError: a count did not grow by a whole number; the message names the
         layers.
     """
-    for stats in (*before.values(), *after.values()):
-        if not isinstance(stats, LayerStats):
-            raise TypeError(
-                "assert_live takes the results of fallback_stats before and after a "
-                f"step; got a mapping to {type(stats).__name__}"
-            )
+    takes = "assert_live takes the results of fallback_stats before and after a step"
+    for argument in (before, after):
+        if not isinstance(argument, Mapping):
+            raise TypeError(f"{takes}; got {type(argument).__name__}")
+        for stats in argument.values():
+            if not isinstance(stats, LayerStats):
+                raise TypeError(f"{takes}; got a mapping to {type(stats).__name__}")
     if not before or before.keys() != after.keys():
         raise ValueError(
             "assert_live takes the same quantized layers before and after a step, at "

@@ -1,13 +1,15 @@
-"""Warnings about layers that are differentiated, but whose noise repeats.
+"""Warnings about layers that are differentiated, but whose state does not move.
 
-A layer's weight is differentiated in training only.  So a layer that cannot draw new
-noise in its next call wraps its weight, and JAX tells when a gradient reaches it.
+A layer's weight is differentiated in training only.  So a layer whose next call would
+have the same noise or scales wraps its weight, and JAX tells when a gradient reaches
+it.
 """
 
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import warn_first
@@ -37,6 +39,48 @@ def _forward(cause: str, text: str, weight: Tree) -> tuple[Tree, None]:
 
 
 warn_if_differentiated.defvjp(_forward, lambda *args: args[-1:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def warn_without_state_gradient(
+    cause: str, text: str, weight: Tree, state: Any
+) -> Tree:
+    """Returns ``weight``; warns once if its gradient is taken, but the state's is not.
+
+    For state whose new value is its gradient.
+
+    Args:
+      cause: as in ``warn_if_differentiated``.
+      text: the text of the warning.
+      weight: float arrays.
+      state: float arrays.
+    """
+    del cause, text, state
+    return weight
+
+
+def _forward_of_both(
+    cause: str, text: str, weight: Any, state: Any
+) -> tuple[Any, None]:
+    if _is_differentiated(weight) and not _is_differentiated(state):
+        warn_first(cause, text)
+    return jax.tree.map(lambda primal: primal.value, weight), None
+
+
+def _is_differentiated(primals: Any) -> bool:
+    return any(primal.perturbed for primal in jax.tree.leaves(primals))
+
+
+def _backward_of_both(_cause: str, _text: str, _: None, gradient: Any) -> Any:
+    def as_none(x: Any) -> Any:
+        return None if isinstance(x, SymbolicZero) else x
+
+    return jax.tree.map(as_none, gradient), None
+
+
+warn_without_state_gradient.defvjp(
+    _forward_of_both, _backward_of_both, symbolic_zeros=True
+)
 
 
 def needs_state(recipe: Recipe) -> bool:

@@ -81,6 +81,7 @@ class ParameterUse:
       changes: the primitives that compute with it and with other parameters only, such
         as those that normalize a kernel.
       stacked: the number of its axes that scans run over.
+      without_op: the class of its module, if that takes no op and nothing was traced.
     """
 
     quantized: list[QuantizedProduct] = dataclasses.field(default_factory=list)
@@ -89,6 +90,7 @@ class ParameterUse:
     others: set[str] = dataclasses.field(default_factory=set)
     changes: set[str] = dataclasses.field(default_factory=set)
     stacked: int = 0
+    without_op: str | None = None
 
     @property
     def other_readers(self) -> list[str]:
@@ -160,7 +162,11 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def find_uses(
-    closed: ClosedJaxpr, parameters: Mapping[int, str], recorder: ProductRecorder
+    closed: ClosedJaxpr,
+    parameters: Mapping[int, str],
+    recorder: ProductRecorder,
+    *,
+    root: str = "",
 ) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
     """Finds what a traced model does with its parameters.
 
@@ -169,6 +175,7 @@ def find_uses(
       parameters: maps the position of each parameter among the model's inputs to the
         parameter's path.
       recorder: was active during the trace.
+      root: what the products of the model itself call their layer.
 
     Returns:
       The path, the shape and the use of each parameter.
@@ -187,7 +194,7 @@ def find_uses(
             use.combined += [
                 product
                 for product in search.of_inputs
-                if product.layer == layer and math.prod(product.shape) == size
+                if product.layer == (layer or root) and math.prod(product.shape) == size
             ]
     return found
 
@@ -422,6 +429,8 @@ def _float_reason(
     use: ParameterUse,
 ) -> str | None:
     """Why a parameter stays in float; None if only quantized products read it."""
+    if use.without_op is not None:
+        return f"{use.without_op} takes no op"
     if use.quantized or use.combined:
         return "a product in float reads it, too" if use.in_float else None
     if use.in_float:

@@ -34,6 +34,7 @@ from fbq_jax.linen.state import (
     calling_module,
     can_keep_state,
     check_collection,
+    check_state_gradient,
     find_variable,
     is_mutable_outside,
     lacks_state,
@@ -213,6 +214,8 @@ class FallbackDot(GroupedDot):
         returned = self.collection == OVERWRITE_WITH_GRADIENT
         if returned or module.is_mutable_collection(self.collection):
             threshold.check_count(variable.value, layer)
+            if returned:
+                return check_state_gradient(module, weight, dict(variable.value))
             return weight
         if not needs_state(self.recipe):
             return weight

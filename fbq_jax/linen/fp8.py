@@ -9,7 +9,11 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax.core.dot_call import DotCall, DotGeneral
 from fbq_jax.fp8 import dot_general as fp8
-from fbq_jax.linen.state import calling_module, find_variable
+from fbq_jax.linen.state import (
+    calling_module,
+    check_state_gradient,
+    find_variable,
+)
 
 ScalingMethod = Literal["delayed", "current"]
 
@@ -63,12 +67,8 @@ class Fp8Dot(DotGeneral):
 
     def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
         """Computes the product in FP8; lhs is the activation."""
-        delayed = self.scaling == "delayed"
-        scalings = self._scalings() if delayed else fp8.Scalings()
-        return fp8.dot_general(scalings, lhs, rhs, call)
-
-    def _scalings(self) -> fp8.Scalings:
-        """The state of the calling layer."""
+        if self.scaling == "current":
+            return fp8.dot_general(fp8.Scalings(), lhs, rhs, call)
         module = calling_module()
         if module is None:
             raise ValueError(
@@ -77,7 +77,9 @@ class Fp8Dot(DotGeneral):
             )
         variable = find_variable(module, OVERWRITE_WITH_GRADIENT, self._start)
         state = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), variable.value)
-        return fp8.Scalings(**{name: fp8.Scaling(**state[name]) for name in state})
+        scalings = fp8.Scalings(**{n: fp8.Scaling(**state[n]) for n in state})
+        rhs = check_state_gradient(module, rhs, scalings)
+        return fp8.dot_general(scalings, lhs, rhs, call)
 
     def _start(self, *_: Any) -> dict[str, dict[str, jax.Array]]:
         """The first state, as the dictionaries that Flax keeps."""

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,18 @@ from flax import linen as nn
 from flax.core import tracers
 from flax.core.scope import Scope, Variable
 from flax.linen import module as flax_module
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.nnx import bridge
 from jax.custom_batching import custom_vmap
 
 from fbq_jax.core import threshold
 from fbq_jax.core.frozen_weight import active_recorder
 from fbq_jax.core.layer_stats import SLOT, layer_path
+from fbq_jax.core.training_warnings import warn_without_state_gradient
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.sharding.layer_names import warn_first
+
+Tree = TypeVar("Tree")
 
 # The paths of the modules that called ``share_state``.
 _sharing: ContextVar[set[tuple[str, ...]] | None] = ContextVar("sharing", default=None)
@@ -161,6 +165,24 @@ def _report_missing(module: nn.Module, collection: str, name: str) -> None:
         f"parameters of another model. Otherwise restore {collection!r} together with "
         "the parameters, and pass the updates that apply returns to the next step",
     )
+
+
+def check_state_gradient(module: nn.Module, weight: Tree, state: Any) -> Tree:
+    """The weight of a layer; its gradient warns if the state's is not taken.
+
+    Args:
+      module: the calling layer.
+      weight: float arrays.
+      state: float arrays, of the collection whose gradient is its new value.
+    """
+    collection = repr(OVERWRITE_WITH_GRADIENT)
+    text = (
+        f"layer {layer_path(module.path)!r}: a gradient is taken with respect to the "
+        f"weight, but not to the collection {collection}, whose gradient is its new "
+        "value, so it never changes. Differentiate with respect to both, and replace "
+        "the collection by its gradient, as Flax's TrainState does"
+    )
+    return warn_without_state_gradient("no gradient of the state", text, weight, state)
 
 
 def check_collection(collection: str) -> None:

@@ -67,9 +67,9 @@ def warn_if_shared(op: nnx.Module) -> None:
     kind = type(op).__name__
     warn_first(
         "shared op",
-        f"{names} train with one {kind}, so both move one threshold: give each layer "
-        f"its own {kind}(rngs=rngs), as fbq_jax.nnx.quantize(model, rules, "
-        "rngs=rngs) does. fbq_jax.nnx.check_unshared(model) names the layers",
+        f"{names} train with one {kind}, so both change one state: give each layer its "
+        f"own {kind}, as fbq_jax.nnx.quantize(model, rules, rngs=rngs) does with "
+        "FallbackDot. fbq_jax.nnx.check_unshared(model) names the layers",
     )
 
 

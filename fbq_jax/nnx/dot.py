@@ -294,6 +294,8 @@ class FallbackDot(GroupedDot, nnx.Module):
         """
         if self.evaluates:
             return
+        # A reference to an array, which a variable may hold, takes no tangents.
+        new = jax.lax.stop_gradient(new)
         try:
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]

@@ -4,7 +4,17 @@ import jax
 from flax import nnx
 
 from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.training_warnings import warn_without_state_gradient
 from fbq_jax.fp8 import dot_general as fp8
+from fbq_jax.nnx.callers import warn_if_shared
+
+_NO_STATE_GRADIENT = (
+    "a gradient is taken with respect to the weight of a layer with an Fp8Dot, but not "
+    "to the Fp8Scaling variables of the op, whose gradient is their new value, so they "
+    "never change. Differentiate with respect to both, by "
+    "nnx.DiffState(0, (nnx.Param, fbq_jax.nnx.Fp8Scaling)), and replace the variables "
+    "by their gradients"
+)
 
 
 class Fp8Scaling(nnx.Variable):
@@ -54,4 +64,8 @@ class Fp8Dot(DotGeneral, nnx.Module):
         """Computes the product in FP8; lhs is the activation."""
         variables = self.lhs, self.rhs, self.grad
         scalings = fp8.Scalings(*(variable.get_value() for variable in variables))
+        warn_if_shared(self)
+        rhs = warn_without_state_gradient(
+            "no gradient of Fp8Scaling", _NO_STATE_GRADIENT, rhs, scalings
+        )
         return fp8.dot_general(scalings, lhs, rhs, call)

@@ -18,7 +18,7 @@ from fbq_jax.core.frozen_weight import (
 )
 from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.weight_products import check_weight
+from fbq_jax.core.weight_products import check_weight, split_arrays
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
     FallbackDot,
@@ -63,7 +63,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
       A model of the same class, in evaluation.
 
     Raises:
-      TypeError: the model is not one of NNX.
+      TypeError: the model is not one of NNX, or its state was passed, too.
       ValueError: no layer has a ``FallbackDot``, or two layers share one; or a layer is
         frozen already, has no threshold yet, has a recipe with an unquantized forward
         pass, does not run, multiplies by its kernel in two ways (an einsum that is
@@ -82,6 +82,11 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     """
     check_nnx("freeze", model)
     check_unshared(model)
+    if args and isinstance(args[0], nnx.State):
+        raise TypeError(
+            "fbq_jax.nnx.freeze takes the arguments of a call of the model, which "
+            "holds its state: freeze(model, x); got an nnx.State first"
+        )
     model = nnx.clone(model)
     model.eval()
     layers = _find_layers(model)
@@ -105,8 +110,15 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
             _freeze_parameter(weight, use, keep=bool(uses.other_readers))
         else:
             _freeze_layer(weight.layer, weight.dot, use)
+    arrays, rebuild = split_arrays((args, kwargs))
+
+    def call(model: M, arrays: list[Any]) -> None:
+        # Made here, so that the model can change modules among its arguments.
+        args, kwargs = rebuild(arrays)
+        model(*args, **kwargs)
+
     try:
-        nnx.eval_shape(lambda model: model(*args, **kwargs), model)
+        nnx.eval_shape(call, model, arrays)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             "the frozen model does not run: it reads a layer's kernel other than by "

@@ -33,7 +33,7 @@ class _Parameters(nnx.Module):
             setattr(self, name, value)
 
 
-class _Block(_Parameters):
+class Block(_Parameters):
     """The parameters, noise state, dropout and forward pass of a block."""
 
     def __init__(
@@ -85,7 +85,7 @@ class _Block(_Parameters):
         return _run([self], operator, self.parameters(), x, deterministic)
 
 
-class Int8MLP(shared.MLPBlock, _Block):
+class Int8MLP(shared.MLPBlock, Block):
     """A Transformer's MLP block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
     ``fbq_jax.Int8MLP`` for NNX: the same operations and parameter names.  The
@@ -130,7 +130,7 @@ class Int8MLP(shared.MLPBlock, _Block):
         super().__init__(specs, param_dtype, rngs, block, dropout_rate)
 
 
-class Int8Attention(shared.AttentionBlock, _Block):
+class Int8Attention(shared.AttentionBlock, Block):
     """A self-attention block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
     ``fbq_jax.Int8Attention`` for NNX, with the state of ``Int8MLP``.
@@ -209,7 +209,7 @@ class Int8Sequential(nnx.Module):
 
 
 def _run(
-    layers: Sequence[_Block],
+    layers: Sequence[Block],
     operator: Operator,
     params: Params,
     x: jax.Array,

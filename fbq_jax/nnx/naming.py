@@ -6,6 +6,7 @@ An NNX layer does not know where it is in its model, so the model's owner tells 
 from flax import nnx
 
 from fbq_jax.core.layer_stats import ROOT, layer_path
+from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import LAYER_OPS, FallbackDot, LayerPath
 
 
@@ -23,11 +24,15 @@ def name_layers(model: nnx.Module) -> None:
     Args:
       model: changed in place.
 
+    Raises:
+      TypeError: the model is not one of NNX.
+
     >>> layer = nnx.Linear(8, 2, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
     >>> name_layers(nnx.Sequential(layer))
     >>> layer.dot_general.path.name
     'layers/0'
     """
+    check_nnx("name_layers", model, in_linen=False)
     for path, dot in dots_by_path(model).items():
         dot.path = LayerPath(type(model).__name__ if path == ROOT else path)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fbq_jax.core import weight_products
@@ -27,6 +28,7 @@ from fbq_jax.nnx.dot import (
     layer_op,
 )
 from fbq_jax.nnx.grouped_dense import GroupedDense
+from fbq_jax.nnx.int8_flow import Block
 from fbq_jax.nnx.naming import name_layers
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -111,7 +113,16 @@ def quantize(
         )
         name_layers(model)
         if args or kwargs:
-            parameters = trace_parameters(model, args, kwargs)
+            try:
+                parameters = trace_parameters(model, args, kwargs)
+            except (TypeError, ValueError) as error:
+                if args and _is_random_state(args[0]):
+                    raise TypeError(
+                        "fbq_jax.nnx.quantize takes no key, and rngs by keyword: "
+                        "quantize(model, rules, x, rngs=nnx.Rngs(0)); the arguments of "
+                        f"the model's call begin with {type(args[0]).__name__} here"
+                    ) from error
+                raise
             drop_unused_ops(model, pairs, found, parameters)
         else:
             parameters = _expected_parameters(model, pairs, found)
@@ -205,7 +216,7 @@ def trace_parameters(
     with record_products() as recorder:
         closed = jax.make_jaxpr(call)(parameters, others, arrays)
     paths = {position: _path(keys) for position, (keys, _) in enumerate(leaves)}
-    return find_uses(closed, paths, recorder)
+    return find_uses(closed, paths, recorder, root=type(model).__name__)
 
 
 def drop_unused_ops(
@@ -247,21 +258,26 @@ def _expected_parameters(
 ) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
     """What layers do with their parameters, by the kind of the layer."""
     modules = {_join(path): module for path, module in nnx.iter_modules(model)}
+    of_blocks = tuple(
+        f"{path}/".lstrip("/") for path, m in modules.items() if isinstance(m, Block)
+    )
     recipes = dict(rules)
     expected = []
     for keys, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
         path, use = _path(keys), ParameterUse()
+        if path.startswith(of_blocks):
+            continue  # its operators quantize it
         layer, _, name = path.rpartition("/")
         pattern = found.get(layer)
         recipe = None if pattern is None else recipes[pattern]
         is_layer = isinstance(modules.get(layer), Layer)
         if layer not in found:
-            use.others.add(f"{type(modules.get(layer)).__name__} takes no op")
+            use.without_op = type(modules.get(layer)).__name__
         elif is_layer and name != "kernel":
             use.others.add("add")
         elif recipe is None:
             use.in_float = True
-        elif leaf.ndim >= 2:
+        elif is_layer or leaf.ndim >= 2:
             use.quantized.append(QuantizedProduct(layer, leaf.shape, recipe))
         expected.append((path, leaf.shape, use))
     return expected
@@ -276,12 +292,20 @@ def _join(parts: Any) -> str:
     return "/".join(map(str, parts))
 
 
+def _is_random_state(x: Any) -> bool:
+    if isinstance(x, nnx.Rngs):
+        return True
+    return jnp.issubdtype(getattr(x, "dtype", None) or bool, jax.dtypes.prng_key)
+
+
 def _op_of(module: nnx.Module) -> LayerOp | None:
     """The op of a module that takes one."""
     if isinstance(module, Layer):
         return layer_op(module)
     if isinstance(module, FallbackDot | FallbackOp):
         return None  # an op itself
+    if isinstance(module, Block):
+        return None  # its op holds the state of its own operators
     for op in LAYER_OPS.values():
         value = getattr(module, op.name, module)
         if value in (None, op.unquantized) or isinstance(value, op.quantized):

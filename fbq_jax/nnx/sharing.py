@@ -1,11 +1,16 @@
 """A check that the layers of an NNX model do not share state."""
 
+from typing import Any
+
 from flax import nnx
 
-from fbq_jax.nnx.dot import FallbackConv, FallbackDot, FallbackEinsum
+from fbq_jax.model_kind import check_nnx
+from fbq_jax.nnx.dot import LAYER_OPS, FallbackConv, FallbackDot, FallbackEinsum
 from fbq_jax.nnx.fp8 import Fp8Dot
 
 OPS = (FallbackDot, FallbackEinsum, FallbackConv, Fp8Dot)
+# The attributes of layers that hold their ops.
+_NAMES = {op.name for op in LAYER_OPS.values()}
 
 
 def check_unshared(model: nnx.Module) -> None:
@@ -20,6 +25,7 @@ def check_unshared(model: nnx.Module) -> None:
         ``Fp8Dot`` ops.
 
     Raises:
+      TypeError: the model is not one of NNX.
       ValueError: two layers share one op; the message names them.
 
     >>> dot, rngs = Fp8Dot(), nnx.Rngs(0)
@@ -30,14 +36,27 @@ def check_unshared(model: nnx.Module) -> None:
     ValueError: layers 'layers/0' and 'layers/1' share one Fp8Dot, and so its state; \
 give each layer its own
     """
-    owners: dict[int, str] = {}
+    check_nnx("check_unshared", model, in_linen=False)
+    layers: dict[int, list[tuple[Any, ...]]] = {}
+    others: dict[int, list[tuple[Any, ...]]] = {}
+    ops = {}
     for path, module in nnx.iter_modules(model):
-        name = "/".join(map(str, path)) or "(root)"
-        for op in vars(module).values():
-            if not isinstance(op, OPS):
-                continue
-            if (owner := owners.setdefault(id(op), name)) != name:
-                raise ValueError(
-                    f"layers {owner!r} and {name!r} share one {type(op).__name__}, and "
-                    "so its state; give each layer its own"
-                )
+        for name, op in vars(module).items():
+            if isinstance(op, OPS):
+                ops[id(op)] = op
+                holders = layers if name in _NAMES else others
+                holders.setdefault(id(op), []).append(path)
+    for index, op in ops.items():
+        found = layers.get(index, [])
+        # A module may keep the op of a layer inside it.
+        found += [
+            path
+            for path in others.get(index, [])
+            if not any(layer[: len(path)] == path for layer in found)
+        ]
+        if len(found) > 1:
+            first, second = ("/".join(map(str, p)) or "(root)" for p in found[:2])
+            raise ValueError(
+                f"layers {first!r} and {second!r} share one {type(op).__name__}, and "
+                "so its state; give each layer its own"
+            )

@@ -180,7 +180,7 @@ def warn_of_idle_rules(rules: Pairs, report: RulesReport, *, stacklevel: int) ->
         and not _names_float(pattern, report)
     ]
     if patterns and not quantized:
-        effect = "quantize nothing, so the whole model stays in float"
+        effect = "quantize nothing"
     elif unused:
         patterns = unused
         effect = (

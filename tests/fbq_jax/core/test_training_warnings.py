@@ -245,7 +245,7 @@ def test_nnx_layers_that_train_with_one_op(name, lift):
     for layer in (first, second):
         layer.train()
     run(first, first)  # one layer, called twice
-    with pytest.warns(UserWarning, match=rf"train with one {name}.*its own {name}\("):
+    with pytest.warns(UserWarning, match=rf"train with one {name}.*its own {name}, as"):
         run(first, second)
     run(first, second)
 
@@ -432,3 +432,43 @@ def test_no_warning_is_left_over():
             return 0.0, updates
 
         trace(jax.grad(loss, has_aux=True), variables["params"])
+
+
+@pytest.mark.parametrize(
+    "dot", [fbq_jax.fp8_dot, FallbackDot(RECIPE, OWG)], ids=["fp8", "fallback"]
+)
+@pytest.mark.parametrize("lift", [lambda cls: cls, nn.remat], ids=["plain", "remat"])
+def test_state_whose_gradient_is_not_taken(dot, lift):
+    layer = lift(nn.Dense)(64, dot_general=dot)
+    variables = layer.init(jax.random.key(0), X)
+
+    def loss(params, state, x):
+        return jnp.sum(layer.apply({"params": params, OWG: state}, x))
+
+    args = variables["params"], variables[OWG], X
+    for argnums in (0, 1), 2:
+        jax.grad(loss, argnums)(*args)
+    with pytest.warns(UserWarning, match="weight, but not to the collection '_over"):
+        jax.grad(loss)(*args)
+
+
+def test_nnx_fp8_state_whose_gradient_is_not_taken():
+    layer = nnx.Linear(64, 64, dot_general=fbq_jax.nnx.Fp8Dot(4), rngs=nnx.Rngs(0))
+
+    def grad(wrt):
+        loss = nnx.remat(lambda layer: jnp.sum(layer(X)))
+        argnums = nnx.DiffState(0, wrt)
+        return nnx.jit(lambda layer: nnx.grad(loss, argnums=argnums)(layer))(layer)
+
+    grad((nnx.Param, fbq_jax.nnx.Fp8Scaling))
+    with pytest.warns(UserWarning, match="but not to the Fp8Scaling variables"):
+        grad(nnx.Param)
+
+
+def test_nnx_layers_that_share_an_fp8_dot():
+    dot = fbq_jax.nnx.Fp8Dot(4)
+    first, second = (
+        nnx.Linear(64, 64, dot_general=dot, rngs=nnx.Rngs(0)) for _ in "12"
+    )
+    with pytest.warns(UserWarning, match="train with one Fp8Dot"):
+        second(first(X))

@@ -579,6 +579,8 @@ def test_liveness():
         assert_live({}, {})
     with pytest.raises(TypeError, match=r"fallback_stats .*; got a mapping to dict"):
         assert_live(variables, after)
+    with pytest.raises(TypeError, match=r"fallback_stats .*; got Mlp"):
+        assert_live(Mlp(), after)
 
 
 def test_liveness_of_donated_state():

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from fbq_jax import fp8_dot
-from fbq_jax.nnx import Fp8Dot, Fp8Scaling, check_unshared
+from fbq_jax.nnx import Fp8Dot, Fp8Scaling, check_unshared, name_layers
 from tests.fbq_jax.fp8.test_dot_general import HISTORY, OWG, X, init, train_step
 from tests.fbq_jax.fp8.test_dot_general import Mlp as LinenMlp
 
@@ -74,4 +74,17 @@ def test_bad_input_is_named():
     check_unshared(model)
     model.down.dot_general = model.up.dot_general
     with pytest.raises(ValueError, match=r"layers '.*' and '.*' share one Fp8Dot"):
+        check_unshared(model)
+    for name, function in ("check_unshared", check_unshared), ("name_", name_layers):
+        with pytest.raises(TypeError, match=rf"fbq_jax\.nnx\.{name}.*got NoneType"):
+            function(None)
+
+
+def test_a_module_may_keep_the_op_of_a_layer_inside_it():
+    model = Mlp()
+    model.op = nnx.data(model.up.dot_general)
+    check_unshared(model)
+    model.other = nnx.data([Mlp()])
+    model.other[0].op = nnx.data(model.op)
+    with pytest.raises(ValueError, match="layers 'up' and 'other/0' share one Fp8Dot"):
         check_unshared(model)

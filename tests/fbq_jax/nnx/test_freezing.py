@@ -155,8 +155,9 @@ def test_layers_that_cannot_be_frozen_are_named():
         freeze(Idle(FallbackEinsum(recipes.block)), X)
     with pytest.raises(ValueError, match=r"cannot freeze .* 'dot' of a Beside"):
         freeze(Beside(layer, FallbackDot(recipes.block)), X)
-    with pytest.raises(ValueError, match=r"'layer' and '.root.' share one Fallb"):
-        freeze(Beside(layer, dot), X)
+    other = nnx.Linear(8, 8, dot_general=dot, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="'layers/0' and 'layers/1' share one Fallb"):
+        freeze(nnx.Sequential(layer, other), X)
 
 
 EXPERTS = X.reshape(2, 16, 64)
@@ -277,3 +278,35 @@ def test_a_kernel_that_another_module_reads_is_refused(wrapper):
         model = getattr(nnx, wrapper)(layer, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"freeze .* 'layer_instance/kernel'"):
         freeze(model, X)
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+
+class Counting(nnx.Module):
+    """Changes a module among its arguments, as a model does with a cache."""
+
+    def __init__(self):
+        dot = FallbackDot(RECIPE, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, counter):
+        counter.calls[...] += 1
+        return self.head(x)
+
+
+def test_a_model_that_changes_an_argument():
+    model, counter = Counting(), Counter()
+    model(X, counter)
+    frozen = freeze(model, X, counter)
+    assert counter.calls[...] == 1
+    model.eval()
+    assert jnp.array_equal(frozen(X, counter), model(X, counter))
+
+
+def test_state_as_for_linen():
+    model = Counting()
+    with pytest.raises(TypeError, match=r"freeze\(model, x\); got an nnx.State"):
+        freeze(model, nnx.state(model), X)

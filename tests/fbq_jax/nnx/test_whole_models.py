@@ -96,10 +96,44 @@ def test_a_report_without_a_trace_goes_by_the_kinds_of_layers():
     report = quantize(model, {"head": None, ".*": recipes.block})
     assert [p.parameter for p in report.products] == ["layers/0/w", "layers/2/kernel"]
     assert {p.parameter: p.reason for p in report.float_parameters} == {
-        "embed/embedding": "no product reads it (Embed takes no op)",
-        "layers/1/w": "no product reads it (Raw takes no op)",
+        "embed/embedding": "Embed takes no op",
+        "layers/1/w": "Raw takes no op",
         "head/kernel": "rule 'head'",
     }
+
+
+def test_a_kernel_of_one_axis_is_reported_without_a_trace():
+    init = nnx.initializers.ones
+    layer = nnx.Einsum("td,d->t", (64,), rngs=nnx.Rngs(0), kernel_init=init)
+    report = quantize(layer, {".*": SMALL}, rngs=nnx.Rngs(1))
+    assert [p.parameter for p in report.products] == ["kernel"]
+
+
+def test_a_block_with_an_int8_data_flow_takes_no_rule():
+    mlp = fbq_jax.nnx.Int8MLP(64, 64, rngs=nnx.Rngs(0))
+    model = nnx.Sequential(mlp, nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    op, x = mlp.dot_general, jnp.ones((32, 64))
+    for args in (), (x,):
+        report = quantize(model, {".*": SMALL}, *args, rngs=nnx.Rngs(1))
+        assert report.layers == {"layers/1": ".*"}
+        assert not report.float_parameters
+        assert mlp.dot_general is op
+    model(x)
+
+
+def test_a_convolution_with_a_mask_is_a_whole_model():
+    mask = jnp.ones((3, 3, 8, 16))
+    conv = nnx.Conv(8, 16, (3, 3), mask=mask, rngs=nnx.Rngs(0))
+    report = quantize(conv, {".*": SMALL}, jnp.ones((2, 8, 8, 8)), rngs=nnx.Rngs(1))
+    assert [p.parameter for p in report.products] == ["kernel"]
+    assert isinstance(conv.conv_general_dilated, fbq_jax.nnx.FallbackConv)
+
+
+@pytest.mark.parametrize("state", [jax.random.key(0), nnx.Rngs(0)], ids=["key", "rngs"])
+def test_random_state_as_for_linen(state):
+    layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="takes no key, and rngs by keyword"):
+        quantize(layer, {".*": SMALL}, state)
 
 
 def descend(model, *args, **kwargs):
