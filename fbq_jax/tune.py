@@ -152,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     out = options.out or tuning_table.path(jax.devices()[0].device_kind)
-    existing = next(folder for folder in out.absolute().parents if folder.exists())
-    if not os.access(existing, os.W_OK):
+    existing = next((path for path in out.absolute().parents if path.exists()), out)
+    if out.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
         parser.error(f"cannot write {out}: name another file with --out")
     try:
         entries = _read(out)

@@ -1,14 +1,30 @@
 """Files that are replaced at once."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically: a reader sees the old content or the new one."""
+    """Writes a file atomically: a reader sees the old content or the new one.
+
+    Raises:
+        OSError: The file cannot be written; the error names it.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    write_by(path, lambda file: file.write(data))
+
+
+def write_by(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
+    """`write` of what a function writes to a file."""
     part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())  # a rename can reach the disk before the content
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            write_to(file)
+            file.flush()
+            os.fsync(file.fileno())  # a rename can reach the disk before the content
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -111,8 +111,7 @@ def find(folder: Path) -> Found:
     if changed:
         raise RestoreError(
             f"{folder} holds no checkpoint that is whole: {'; '.join(skipped)}. Repair "
-            "the files, delete the checkpoints to start from step 0, or start again "
-            "with another --out."
+            "the files, or start again with another --out."
         )
     return Found(None, skipped)
 

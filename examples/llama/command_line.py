@@ -144,5 +144,7 @@ def _recipes_to_compare(names: str | None, given: dict[str, Any]) -> tuple[str, 
         raise ConfigError("--compare names the recipes; leave --recipe out")
     recipes = tuple(name.strip() for name in names.split(","))
     if not 2 <= len(recipes) == len(set(recipes)):
-        raise ConfigError(f"--compare takes two or more recipes, got {names!r}")
+        raise ConfigError(
+            f"--compare takes two or more different recipes, got {names!r}"
+        )
     return recipes

@@ -43,7 +43,7 @@ class ConfigError(ValueError):
 def _is_file_name(text: str) -> bool:
     """Whether the system accepts a text as a file's name, if it is not too long."""
     try:
-        return b"\0" not in os.fsencode(text)
+        return bool(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
 

@@ -7,6 +7,7 @@ no iterator state has to be saved.
 
 import sysconfig
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ from typing import Literal
 import grain
 import numpy as np
 from tokenizers import Tokenizer
+
+from examples.llama.progress import interruptible
 
 # The tokenizer in a folder of token ids, or of a Hugging Face model.
 TOKENIZER = "tokenizer.json"
@@ -25,6 +28,7 @@ SEPARATOR = b"\0"
 # the text.
 HELD_OUT = 20
 
+_CHUNK = 2**22  # characters to encode at once, which takes seconds
 _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 # Folders of the standard library that are not its source.
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -112,7 +116,9 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
 
 def is_token_ids(path: Path | None) -> bool:
     """Whether `load_corpus` reads `path` as token ids rather than as text."""
-    return path is not None and (path.suffix == ".bin" or (path / "train.bin").exists())
+    if path is None:
+        return False
+    return (path / "train.bin").exists() if path.is_dir() else path.suffix == ".bin"
 
 
 def tokenizer_folder(token_ids: Path) -> Path:
@@ -201,11 +207,27 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
         raise DataError(
             f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
         ) from error
+    ids = []
     try:
-        encodings = tokenizer.encode_batch(decoded)
+        for chunk in interruptible(chunks(decoded, _CHUNK)):
+            ids += [np.array(x.ids, np.uint32) for x in tokenizer.encode_batch(chunk)]
     except Exception as error:  # the library raises no narrower one
         raise DataError(f"data: the tokenizer cannot encode {path}: {error}") from error
-    return np.concatenate([np.array(item.ids, np.uint32) for item in encodings])
+    return np.concatenate(ids)
+
+
+def chunks(texts: list[str], size: int) -> Iterator[list[str]]:
+    """Splits texts into lists of at least `size` characters, except for the last."""
+    chunk: list[str] = []
+    characters = 0
+    for text in texts:
+        chunk.append(text)
+        characters += len(text)
+        if characters >= size:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
 
 
 def _memory_map(path: Path) -> np.ndarray:

@@ -278,9 +278,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
+    if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"takes a positive integer, got {text}")
-    return value
+    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -135,7 +135,7 @@ def parse(text: str) -> dict[str, int]:
         MeshError: An axis is unknown, or a size is not a positive integer.
     """
     sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
+    for part in text.split(",") if text else ():
         name, _, size = part.partition("=")
         if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
             raise MeshError(

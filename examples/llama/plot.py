@@ -11,7 +11,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize, TwoSlopeN
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from examples.llama import metrics
+from examples.llama import atomic, metrics
 from fbq_jax import Recipe
 
 # The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and five
@@ -254,7 +254,5 @@ def finish(axes: Axes, legend: Place = "upper right") -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG file atomically."""
-    part = path.with_suffix(".part")
-    figure.savefig(part, format="png", dpi=120)
-    part.replace(path)
+    """Writes a PNG file; raises the errors of `atomic.write`."""
+    atomic.write_by(path, lambda file: figure.savefig(file, format="png", dpi=120))

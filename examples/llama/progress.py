@@ -2,11 +2,13 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 
 def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
@@ -36,6 +38,24 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
     bar.update()
 
 
+def interruptible(items: Iterable[T]) -> Iterator[T]:
+    """Yields items, between which Ctrl-C or SIGTERM interrupts.
+
+    A long call of another library can lose the KeyboardInterrupt of its time: Python
+    raises it in whatever runs first after the call, such as a callback of JAX at a
+    garbage collection, where it is ignored.
+
+    Raises:
+        KeyboardInterrupt: A signal arrived.
+    """
+    signaled = threading.Event()
+    with _handled(lambda *_: signaled.set()):
+        for item in items:
+            yield item
+            if signaled.is_set():
+                raise KeyboardInterrupt
+
+
 @contextmanager
 def stop_requests() -> Iterator[threading.Event]:
     """Yields an event that Ctrl-C or SIGTERM sets; a second signal interrupts."""
@@ -46,10 +66,17 @@ def stop_requests() -> Iterator[threading.Event]:
         event.set()
         signal.signal(signum, signal.default_int_handler)
 
-    signals = signal.SIGINT, signal.SIGTERM
-    previous = [signal.signal(signum, request) for signum in signals]
-    try:
+    with _handled(request):
         yield event
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Has Ctrl-C and SIGTERM call a function."""
+    signals = signal.SIGINT, signal.SIGTERM
+    previous = [signal.signal(signum, handler) for signum in signals]
+    try:
+        yield
     finally:
-        for signum, handler in zip(signals, previous, strict=True):
-            signal.signal(signum, handler)
+        for signum, former in zip(signals, previous, strict=True):
+            signal.signal(signum, former)

@@ -49,8 +49,8 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
         read_options(out)
     elif has_run(out):
         raise RunError(
-            f"{out} already holds a run: continue it with --resume, or choose another "
-            "folder with --out"
+            f"{out} already holds a run, or a model with its config.json: continue a "
+            "run with --resume, or choose another folder with --out"
         )
     elif (out / "metrics.jsonl").exists() or any(checkpoints(out).glob("*")):
         raise RunError(
@@ -124,11 +124,14 @@ def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
 
 def _check_same_run(out: Path, config: Config, corpus: Corpus) -> None:
     options, stored = _options(config, corpus), read_options(out)
-    may_change = CHANGEABLE
     if options["corpus"] != stored["corpus"]:
-        may_change = CHANGEABLE - {"data"}
+        raise ConfigError(
+            f"the run in {out} cannot be resumed with other data than before: "
+            f"data = {config.data} has {options['corpus']}, and data = "
+            f"{stored['data']} had {stored['corpus']}"
+        )
     for name, value in stored.items():
-        if name not in may_change and options[name] != value:
+        if name not in CHANGEABLE and options[name] != value:
             raise ConfigError(
                 f"the run in {out} has {name} = {value}, so it cannot be resumed with "
                 f"{name} = {options[name]}"
@@ -161,7 +164,10 @@ def read_config(out: Path) -> Config:
         RunError: As of `read_options`.
     """
     options = read_options(out)
-    return Config(**{name: options[name] for name in options.keys() - FACTS})
+    try:
+        return Config(**{name: options[name] for name in options.keys() - FACTS})
+    except ConfigError as error:
+        raise ConfigError(f"{out / 'config.json'}: {error}") from error
 
 
 def read_options(out: Path) -> dict[str, Any]:

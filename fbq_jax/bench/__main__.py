@@ -137,10 +137,15 @@ def _run_sections(options: argparse.Namespace) -> None:
 
 
 def _tables(file: Path) -> str:
-    for writer in _WRITERS.values():
-        if (content := writer.load(file)) is not None:
-            return writer.markdown(content)
-    return report.markdown(results.load(file))
+    try:
+        for writer in _WRITERS.values():
+            if (content := writer.load(file)) is not None:
+                return writer.markdown(content)
+        return report.markdown(results.load(file))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise results.ResultsError(
+            f"{file} does not hold benchmark results: {error!r}"
+        ) from error
 
 
 def _install_map(file: Path) -> None:

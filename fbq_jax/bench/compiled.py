@@ -3,7 +3,6 @@
 ``python -m fbq_jax.bench compile`` writes the file. It needs Triton, but no GPU.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ def run(path: Path) -> None:
 
     Raises:
       ModuleNotFoundError: if Triton is not installed.
-      ResultsError: if the file cannot be written.
+      ResultsError: if the file cannot be written, or holds something else.
     """
     if not compiler.is_installed():
         raise ModuleNotFoundError("compiling needs Triton: pip install 'triton==3.6.*'")
-    results.check_folder(path)
+    results.check_own(path, load)
     content: dict[str, Any] = {
         "date": results.today(),
         "versions": results.versions(),
@@ -42,7 +41,7 @@ def run(path: Path) -> None:
             products = compiled_products(shape, card.architecture)
             content["products"] += [_product_row(x, card) for x in products]
             content["layers"].append(_layer_row(shape, products, card))
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    results.write(path, content)
 
 
 def load(path: Path) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ operands, by the reference.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,9 +90,9 @@ def run(path: Path) -> None:
     """Measures all recipes, and writes the file.
 
     Raises:
-      ResultsError: if the file cannot be written.
+      ResultsError: if the file cannot be written, or holds something else.
     """
-    results.check_folder(path)
+    results.check_own(path, load)
     content = {
         "date": results.today(),
         "device": jax.devices()[0].device_kind,
@@ -101,7 +100,7 @@ def run(path: Path) -> None:
         "shape": SHAPE,
         "recipe_errors": list(_rows(SHAPE)),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    results.write(path, content)
 
 
 def _rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:

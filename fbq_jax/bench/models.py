@@ -7,7 +7,6 @@ packages of some models exclude each other.
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import platform
 import textwrap
 import warnings
@@ -39,9 +38,7 @@ def run(path: Path) -> None:
     """
     if importlib.util.find_spec("qwix") is None:
         raise ModuleNotFoundError("models needs Qwix: pip install 'fbq-jax[models]'")
-    results.check_folder(path)
-    if path.exists() and load(path) is None:
-        raise results.ResultsError(f"{path} does not hold rows of public models")
+    results.check_own(path, load)
     module = importlib.import_module("fbq_jax.bench.public_models")
     public = module.MODELS
     if not any(model.is_installed() for model in public.values()):
@@ -56,7 +53,7 @@ def run(path: Path) -> None:
                 rows[name] = _row(model)
         else:
             print(f"{name}: {model.package} is not installed, or has no such model")
-    path.write_text(json.dumps({"models": rows}, indent=1) + "\n")
+    results.write(path, {"models": rows})
 
 
 def _row(public: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,29 @@ def check_folder(path: Path) -> None:
         raise ResultsError(f"cannot write {path}: {path.parent} is read-only")
 
 
+def check_own(path: Path, load: Callable[[Path], Any]) -> None:
+    """Checks before anything is computed that a file of one kind can be written.
+
+    Args:
+      path: the file.
+      load: reads such a file; returns None of another.
+
+    Raises:
+      ResultsError: if the folder is missing or read-only, or the file holds something
+        else.
+    """
+    check_folder(path)
+    if path.exists() and load(path) is None:
+        raise ResultsError(f"{path} holds something else: choose another file")
+
+
+def write(path: Path, content: Any) -> None:
+    """Writes a JSON file, at once."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)
+
+
 def part(path: Path, name: str) -> Path:
     """The file of a section's rows while ``path`` still has older ones."""
     return path.with_name(f"{path.name}.{name}.part")
@@ -221,10 +244,7 @@ def merge(path: Path, name: str, content: dict[str, Any]) -> None:
     """Writes a section into a file and keeps the other sections."""
     sections = json.loads(path.read_text()) if path.exists() else {}
     sections[_KEYS[name]] = content
-    ordered = {key: sections[key] for key in _KEYS.values() if key in sections}
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(ordered, indent=1) + "\n")
-    unfinished.replace(path)
+    write(path, {key: sections[key] for key in _KEYS.values() if key in sections})
 
 
 def _read_row(values: dict[str, Any]) -> Row:

@@ -5,7 +5,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
@@ -35,10 +34,10 @@ def run(path: Path) -> None:
 
     Raises:
       ModuleNotFoundError: if libtpu is not installed.
-      ResultsError: if the file cannot be written.
+      ResultsError: if the file cannot be written, or holds something else.
     """
     check_compiler()
-    results.check_folder(path)
+    results.check_own(path, load)
     rows = []
     for generation in tpu_cycles.TOPOLOGIES:
         for shape in LAYERS:
@@ -71,7 +70,7 @@ def write(path: Path, **tables: Any) -> None:
         | {"libtpu": importlib.metadata.version("libtpu")},
     }
     content = (load(path) or {}) | content | tables
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    results.write(path, content)
 
 
 def _row(generation: str, name: str, shape: tuple[int, int, int]) -> dict[str, Any]:

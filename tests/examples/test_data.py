@@ -1,13 +1,22 @@
 """Corpora and batches: determinism, splits by document, errors for bad data."""
 
+import signal
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from examples.llama.data import Corpus, DataError, batches, load_corpus
+from examples.llama.data import (
+    Corpus,
+    DataError,
+    batches,
+    is_token_ids,
+    load_corpus,
+)
+from examples.llama.progress import interruptible
 
 
 def write_folder(root: Path, count: int) -> Path:
@@ -212,3 +221,24 @@ def test_batch_is_a_function_of_seed_and_step() -> None:
         np.testing.assert_array_equal(again[step], in_order[step])
     other = batches(corpus, "train", seq=8, batch=4, seed=2)
     assert not np.array_equal(other[0], in_order[0])
+
+
+def test_a_folder_named_bin_is_text(tmp_path: Path) -> None:
+    folder = tmp_path / "texts.bin"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text " * 100)
+    assert not is_token_ids(folder)
+    assert load_corpus(folder).vocab_size == 256
+
+
+def test_a_signal_between_items_is_not_lost() -> None:
+    def items() -> Iterator[int]:
+        yield 0
+        signal.raise_signal(signal.SIGTERM)  # a handler that raises would do so here
+        yield 1
+
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+    with pytest.raises(KeyboardInterrupt):
+        seen.extend(interruptible(items()))
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -43,6 +43,7 @@ from examples.llama.experiments.settings import (
     LARGER,
     QUARTER,
     SEEDS,
+    SETTINGS,
     TOY,
 )
 from examples.llama.experiments.studies import criteria, error, gradients
@@ -62,6 +63,13 @@ def tokens() -> jax.Array:
 @pytest.fixture(scope="module")
 def params() -> Any:
     return random_params(MODEL)
+
+
+def write_empty_corpus(folder: Path) -> None:
+    """Writes what `experiments` reads of a corpus for the toy size."""
+    folder.mkdir(parents=True)
+    (folder / corpus.FACTS).write_text("{}")
+    (folder / "vocab_size").write_text(f"{TOY.vocab_size}\n")
 
 
 def test_corpus_is_split_by_file_without_duplicates(tmp_path: Path) -> None:
@@ -88,6 +96,9 @@ def test_corpus_is_split_by_file_without_duplicates(tmp_path: Path) -> None:
         content = (tmp_path / "corpus" / "python" / file).read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         assert facts["python"][name]["sha256"] == digest
+    corpus.prepare(tmp_path / "corpus", 270)  # is there
+    with pytest.raises(result_files.ResultsError, match="tokenizer of 270 tokens, and"):
+        corpus.prepare(tmp_path / "corpus", 271)
 
 
 def python(code: str) -> list[str]:
@@ -270,12 +281,11 @@ def test_base_is_trained_again_where_its_model_is_gone(
     def do(commands: Any, *_: Any, **__: Any) -> list[str]:
         (stored,) = json.loads(Path(commands["base"][-1]).read_text())
         queues.append(Path(stored["result"]).relative_to(tmp_path))
-        runs.save({"done": True}, Path(stored["result"]))
+        runs.save({"done": True, "options": {}}, Path(stored["result"]))
         return []
 
     monkeypatch.setattr(jobs, "do", do)
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / corpus.FACTS).write_text("{}")
+    write_empty_corpus(tmp_path / "corpus")
     for _ in range(3):
         assert __main__.main(asked) == 0
     # It is the run of `parity`, whose existing result is not overwritten.
@@ -460,6 +470,7 @@ def test_page_is_drawn_from_the_results_alone(
     tmp_path: Path, drawn: dict[str, Figure]
 ) -> None:
     results = tmp_path / "results"
+    results.mkdir()
     tables = results / __main__.OTHER_PAGE
     argv = ["draw", f"--results={results}"]
     assert __main__.main(argv) == 0
@@ -601,13 +612,59 @@ def test_results_of_other_texts_or_models_are_refused(
 def test_runs_on_another_text_are_not_added_to_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder, content in ("work/corpus", "{}"), ("results", '{"python": {}}'):
-        (tmp_path / folder).mkdir(parents=True)
-        name = corpus.FACTS if "work" in folder else result_files.CORPUS
-        (tmp_path / folder / name).write_text(content)
+    write_empty_corpus(tmp_path / "work" / "corpus")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / result_files.CORPUS).write_text('{"python": {}}')
     argv = ["parity", "--size=toy", f"--work={tmp_path / 'work'}"]
     assert __main__.main([*argv, f"--results={tmp_path / 'results'}"]) == 1
     assert "corpus.json differs from" in capsys.readouterr().err
+
+
+def test_results_of_other_options_are_refused(tmp_path: Path) -> None:
+    config = Config(hidden=64, heads=2, kv_heads=1)
+    run = runs.Run(config, tmp_path / "run", tmp_path / "run.json")
+    stored = {"done": True, "options": {"hidden": 64, "data": "elsewhere"}}
+    runs.save(stored, run.result)
+    assert run.is_done()
+    runs.save({"done": True, "options": {"hidden": 128}}, run.result)
+    with pytest.raises(result_files.ResultsError, match="has hidden = 128, and this r"):
+        run.is_done()
+    run.result.write_text("{")
+    with pytest.raises(result_files.ResultsError, match="json is damaged"):
+        run.is_done()
+
+
+@pytest.mark.parametrize("size", SETTINGS)
+def test_committed_results_have_the_options_of_their_size(
+    size: str, tmp_path: Path
+) -> None:
+    results = __main__.RESULTS / ("" if size == "full" else size)
+    left = parity.commands(SETTINGS[size], tmp_path, results)
+    assert bool(left) == (size in ("quarter", "toy"))  # others have all runs
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--only=(", "takes a regular expression, got '('"),
+        ("--gpus=-1", "takes an integer from 0, got '-1'"),
+        ("--limit=nan", "takes a positive number, got 'nan'"),
+    ],
+)
+def test_wrong_options_are_named(
+    capsys: pytest.CaptureFixture[str], option: str, message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["parity", option])
+    assert message in capsys.readouterr().err
+
+
+def test_results_to_draw_must_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main(["draw", f"--results={tmp_path / 'typo'}"]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
 
 
 def test_a_larger_model_is_not_studied(capsys: pytest.CaptureFixture[str]) -> None:

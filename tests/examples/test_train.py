@@ -178,7 +178,7 @@ def error_of(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     rows_with_first_fast(
         [
             ("--recipe=bf16", "recipe = fallback, .* recipe = bf16"),
-            ("--data={other}", "data = .*text, .* data = .*other"),
+            ("--data={other}", "data = .*other has .*, and data = .*text had"),
             ("--seq=8", "seq = 16, .* seq = 8"),
             ("--steps=7", "steps = 6, .* steps = 7"),
         ],
@@ -222,7 +222,7 @@ def test_resuming_with_changed_data_is_an_error(
     text.write_bytes(content.replace(b"7", b"8", 1))
     error = error_of(capsys, [f"--out={whole_run}", "--resume"])
     text.write_bytes(content)
-    assert "corpus = " in error
+    assert "cannot be resumed with other data than before" in error
 
 
 def test_a_damaged_checkpoint_is_skipped_and_written_again(
@@ -810,6 +810,7 @@ def test_missing_metrics_do_not_stop_a_run(
         ({"steps": True}, "steps takes an integer, got True"),
         ({"recipe": ["x"]}, "recipe takes text, got ['x']"),
         ({"data": 5}, "data takes text or None, got 5"),
+        ({"data": ""}, "data takes text that can name a file, got ''"),
         ({"data": "a\0"}, "data takes text that can name a file, got 'a"),
         ({"data": "\ud800"}, "data takes text that can name a file, got '"),
         ({"seed": 10**20}, "seed takes an integer of at most 4294967295"),
@@ -817,7 +818,7 @@ def test_missing_metrics_do_not_stop_a_run(
         ({"clip": None}, "clip takes a finite number, got None"),
         ({"saved_bits": 8.0}, "saved_bits takes an integer or None, got 8.0"),
         ({"reduce": {}}, "reduce takes text or None, got {}"),
-        ({"corpus": 5}, "has corpus = 5, so it cannot be resumed"),
+        ({"corpus": 5}, "be resumed with other data than before: data = "),
     ],
 )
 def test_options_of_a_wrong_type_are_one_error(

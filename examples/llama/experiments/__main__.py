@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; run this again to continue", file=sys.stderr)
         return jobs.STOPPED
-    except (jobs.JobError, ResultsError) as error:
+    except (jobs.JobError, ResultsError, OSError) as error:  # OSError names its file
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -88,13 +88,20 @@ def _parser() -> argparse.ArgumentParser:
         "and one that is killed and resumed; draw: the pictures and tables",
     )
     parser.add_argument(
-        "--gpus", type=int, default=0, help="number of GPUs; 0 (default) uses the CPU"
+        "--gpus",
+        type=_number_of_gpus,
+        default=0,
+        help="number of GPUs; 0 (default) uses the CPU",
     )
     parser.add_argument(
-        "--limit", type=float, default=1e9, help="seconds after which runs are stopped"
+        "--limit",
+        type=_seconds,
+        default=1e9,
+        help="seconds after which runs are stopped; the text is made whole first",
     )
     parser.add_argument(
         "--only",
+        type=_expression,
         default="",
         metavar="REGEX",
         help="skip commands with other names, as in outliers-(bf16|fallback)",
@@ -119,7 +126,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _number_of_gpus(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"takes an integer from 0, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0.0:
+        raise argparse.ArgumentTypeError(f"takes a positive number, got {text!r}")
+    return seconds
+
+
+def _expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"takes a regular expression, got {text!r}: {error}"
+        ) from error
+
+
 def _draw(results: Path) -> None:
+    if not results.is_dir():
+        raise ResultsError(f"there is no folder {results} with results to draw")
     described = PAGES.get(results.resolve(), results / OTHER_PAGE)
     names = page.places(described)
     print(f"drawn: {', '.join(pictures.draw(results, names)) or 'nothing'}")
@@ -135,10 +169,16 @@ def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:
     print(f"corpus ready, {until - time.monotonic():.0f} s left", flush=True)
 
     def chosen(stage: str, commands: Commands) -> Commands:
-        names = [name for name in commands if re.search(asked.only, name)]
-        return {name: commands[name] for name in names if stage in stages}
+        if stage not in stages:
+            return {}
+        return {name: command for name, command in commands.items() if matches(name)}
+
+    def matches(name: str) -> bool:
+        known.append(name)
+        return asked.only.search(name) is not None
 
     arguments = asked.size, str(work), str(results)
+    known: list[str] = []
     commands = chosen("parity", parity.commands(settings, work, results))
     on_models = chosen("studies", studies.commands(*arguments))
     on_models |= chosen("outliers", outliers.commands(settings, work, results))
@@ -157,6 +197,8 @@ def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:
         killed = [sys.executable, "-m", "examples.llama.experiments.killed", *arguments]
         commands |= chosen("longer", {"killed": killed})
     commands |= chosen("longer", longer.commands(settings, work, results))
+    if known and not commands:
+        print(f"--only {asked.only.pattern} matches none of what is left: {known}")
     return jobs.do(
         commands,
         needs,

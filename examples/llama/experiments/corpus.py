@@ -8,14 +8,16 @@ byte-level BPE and written to folders that the trainer reads.
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples.llama.data import HELD_OUT
+from examples.llama.data import HELD_OUT, chunks
+from examples.llama.experiments.result_files import ResultsError
+from examples.llama.progress import interruptible
 
 DOMAINS = {
     "python": (".py", ".pyi", ".pyx", ".pxd", ".md", ".rst", ".txt"),
@@ -24,7 +26,8 @@ DOMAINS = {
 MAX_FILE_SIZE = 2**20  # bytes; larger files are generated tables
 SAMPLE = 2**25  # bytes that the tokenizer is trained on
 FACTS = "facts.json"
-_CHUNK = 2**26  # bytes to encode at once
+_VOCAB_SIZE = "vocab_size"  # the file with the size that was asked for
+_CHUNK = 2**24  # characters to encode at once, which takes seconds
 END = "<|end|>"  # follows each document
 
 
@@ -40,8 +43,13 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
         vocab_size: The vocabulary size of the tokenizer, at most 65536.
         roots: The folders to read; by default the standard library and the packages of
             the running Python.
+
+    Raises:
+        ResultsError: The folder has the corpus of another vocabulary size.
+        KeyboardInterrupt: A signal arrived.
     """
     if folder.exists():
+        _check_vocab_size(folder, vocab_size)
         return
     if roots is None:
         names = "stdlib", "purelib", "platlib"
@@ -62,7 +70,18 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
         tokenizer.save(str(out / "tokenizer.json"))
         facts[domain]["tokenizer"] = _digest(out / "tokenizer.json")
     (part / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+    (part / _VOCAB_SIZE).write_text(f"{vocab_size}\n")
     part.rename(folder)
+
+
+def _check_vocab_size(folder: Path, vocab_size: int) -> None:
+    file = folder / _VOCAB_SIZE
+    found = file.read_text().strip() if file.exists() else "an unknown number of"
+    if found != str(vocab_size):
+        raise ResultsError(
+            f"{folder} has a tokenizer of {found} tokens, and this --size needs "
+            f"{vocab_size}: choose another folder with --work"
+        )
 
 
 def _read(roots: Sequence[Path], suffixes: Sequence[str]) -> list[str]:
@@ -103,7 +122,7 @@ def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, Any
     """Writes the token ids as uint16; returns the text's sizes and the digest."""
     end, tokens = tokenizer.token_to_id(END), 0
     with file.open("wb") as out:
-        for chunk in _chunks(texts):
+        for chunk in interruptible(chunks(texts, _CHUNK)):
             for encoding in tokenizer.encode_batch_fast(chunk):
                 ids = np.array([*encoding.ids, end], np.uint16)
                 tokens += len(ids)
@@ -115,16 +134,3 @@ def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, Any
 def _digest(file: Path) -> dict[str, str]:
     with file.open("rb") as opened:
         return {"sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def _chunks(texts: list[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
-    size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text)
-        if size >= _CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

@@ -12,7 +12,7 @@ CORPUS = "corpus.json"  # the facts of the text
 
 
 class ResultsError(ValueError):
-    """Results cannot be compared: they belong to different texts or models."""
+    """Results are damaged, or belong to different texts, models or options."""
 
 
 def runs(results: Path, stage: str) -> dict[str, Json]:
@@ -26,7 +26,7 @@ def runs(results: Path, stage: str) -> dict[str, Json]:
         (results / stage).glob("*.json"),
         key=lambda file: (not file.stem.startswith("bf16"), file.stem),
     )
-    results_by_file = {file: json.loads(file.read_text()) for file in files}
+    results_by_file = {file: read(file) for file in files}
     corpora = {file: run["options"]["corpus"] for file, run in results_by_file.items()}
     for file, corpus in corpora.items():
         if corpus != corpora[files[0]]:
@@ -65,7 +65,22 @@ def _check_model(results: Path, file: Path, model: str, weights: str) -> None:
 def one(results: Path, name: str) -> Json:
     """Reads `<name>.json`; empty if it does not exist."""
     file = results / f"{name}.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return read(file) if file.exists() else {}
+
+
+def read(file: Path) -> Json:
+    """Reads a JSON file.
+
+    Raises:
+        ResultsError: The file is damaged.
+    """
+    try:
+        content: Json = json.loads(file.read_text())
+    except ValueError as error:
+        raise ResultsError(
+            f"{file} is damaged ({error}): restore it, or delete it to run it again"
+        ) from error
+    return content
 
 
 def projection(layer: str) -> str:

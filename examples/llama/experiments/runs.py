@@ -21,8 +21,12 @@ import jax
 
 from examples.llama import atomic, mesh, metrics, run_folder, training
 from examples.llama.config import Config
+from examples.llama.experiments import result_files
 from examples.llama.experiments.jobs import STOPPED
+from examples.llama.experiments.result_files import ResultsError
 
+# Options by which results may differ, with the paths of another machine.
+_CHANGEABLE = run_folder.CHANGEABLE | {"from_hf"}
 _MAX_LOOKS = 128  # recorded values of each rate and threshold
 
 
@@ -66,8 +70,24 @@ class Run:
         )
 
     def is_done(self) -> bool:
-        """Whether the run has ended, by completing or by diverging."""
-        return self.result.exists() and json.loads(self.result.read_text())["done"]
+        """Whether the run has ended, by completing or by diverging.
+
+        Raises:
+            ResultsError: The file has the result of a run with other options.
+        """
+        if not self.result.exists():
+            return False
+        stored = result_files.read(self.result)
+        for name, value in dataclasses.asdict(self.config).items():
+            # None is the default of a version. Older results lack newer options.
+            if name in _CHANGEABLE or value is None:
+                continue
+            if stored["options"].get(name, value) != value:
+                raise ResultsError(
+                    f"{self.result} has {name} = {stored['options'][name]}, and this "
+                    f"run has {value}: choose another folder with --results"
+                )
+        return bool(stored["done"])
 
 
 def commands(

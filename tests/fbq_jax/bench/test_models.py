@@ -33,5 +33,5 @@ def test_nothing_is_written_where_nothing_can_be(tmp_path, capsys, monkeypatch):
     assert "there is no folder" in capsys.readouterr().err
     path.write_text(json.dumps({"layers": []}))
     assert main(["models", "--out", str(path)]) == 2
-    assert "does not hold rows of public models" in capsys.readouterr().err
+    assert "holds something else: choose another file" in capsys.readouterr().err
     assert json.loads(path.read_text()) == {"layers": []}
