@@ -27,8 +27,9 @@ _OTHER_OUTLIERS = (606.0, 256)
 _GAUSSIAN = "Gaussian"
 _ALL_TOKENS = "606, all tokens"
 _W, _DY = "W up to 606", "dY up to 606"
-_UNEVEN = "uneven W"
+_UNEVEN, _UNEVEN_ALONE = "uneven W", "only W uneven"
 _UNEVEN_POWERS = -4.5, 4.5  # of two, the factors of its rows and columns
+_ERRORS_OF_CHANNELS = {"Y": "y_channel", "dX": "dx_channel", "dW": "dw_in"}
 _NAMED = (
     "fallback",
     "block",
@@ -78,6 +79,7 @@ def compared_recipes() -> dict[str, Recipe]:
         "row_block, Hadamard": replace(
             row_block, drhs=replace(row_block.drhs, hadamard=True)
         ),
+        "row_block, equalized": replace(row_block, equalize=True),
         "row_block, columns of W": replace(
             row_block,
             fwd=replace(row_block.fwd, scales="row_block"),
@@ -210,7 +212,9 @@ def _operands(shape: tuple[int, int, int]) -> Iterator[tuple[str, Operands]]:
     with_outliers = data.swiglu(keys[1], (K, N), *_OTHER_OUTLIERS) * K**-0.5
     yield _W, (x, with_outliers, dy)
     yield _DY, (x, w, data.swiglu(keys[2], (M, N), *_OTHER_OUTLIERS))
-    yield _UNEVEN, _uneven(keys[0], x, w, dy)
+    uneven = _uneven(keys[0], x, w, dy)
+    yield _UNEVEN, uneven
+    yield _UNEVEN_ALONE, (x, uneven[1], dy)
 
 
 def _uneven(key: jax.Array, x: jax.Array, w: jax.Array, dy: jax.Array) -> Operands:
@@ -263,9 +267,9 @@ def markdown(content: Mapping[str, Any]) -> str:
         "Errors compare with float32 products: for Y and dX the mean over tokens, for "
         "dW over input channels. With outliers in W, Y's is the mean over output "
         "channels; with outliers in dY, dW's is. An uneven W has rows and columns with "
-        "factors of 1/23 to 23, and X and dY have the inverse ones; errors are means "
-        "over channels. Added work is that of second terms, on X up to 606, over the "
-        "products'. Saved is what the forward pass saves of X."
+        "factors of 1/23 to 23, and X and dY have the inverse ones unless only W is "
+        "uneven; errors are means over channels. Added work is that of second terms, "
+        "on X up to 606, over the products'. Saved is what the forward pass saves of X."
     )
     by_recipe: dict[str, dict[str, Any]] = {}
     for row in content["recipe_errors"]:
@@ -277,8 +281,11 @@ def markdown(content: Mapping[str, Any]) -> str:
         (f"dX, {_DY}", _DY, "dx_token"),
         *((f"dW, {x}", x, "dw_in") for x in xs),
         (f"dW, {_DY}", _DY, "dw_out"),
-        *((f"{y}, {_UNEVEN}", _UNEVEN, f"{y.lower()}_channel") for y in ("Y", "dX")),
-        (f"dW, {_UNEVEN}", _UNEVEN, "dw_in"),
+        *(
+            (f"{product}, {x}", x, error)
+            for x in (_UNEVEN, _UNEVEN_ALONE)
+            for product, error in _ERRORS_OF_CHANNELS.items()
+        ),
     ]
     head = [
         "recipe",

@@ -25,6 +25,7 @@ from jax import lax
 from fbq_jax.core.serialization import serializable_namedtuple
 
 _SHIFT, _BIAS = 23, 127  # of the exponent in the bits of a float32
+_FRACTION = 4  # bits of means
 _LARGEST = 60  # so that the product of two factors is a normal float32
 
 
@@ -61,8 +62,10 @@ serializable_namedtuple(Exponents)
 def exponents(w: jax.Array) -> Exponents:
     """The powers of two by which the rows and columns of W exceed the mean.
 
-    Means are of ``floor(log2 |w|)``, in integers: a few large weights hardly move them,
-    and every device and order of summation gives the same.  Zeros do not count.
+    Means are of ``floor(log2 |w|)``, in sixteenths: a few large weights hardly move
+    them, and every device and order of summation gives the same integers.  Their
+    difference is rounded, so that rows and columns of one magnitude have powers of 0.
+    Zeros do not count.
 
     Args:
       w: ``[B, K, N]``.
@@ -75,24 +78,25 @@ def exponents(w: jax.Array) -> Exponents:
     bits = lax.bitcast_convert_type(w.astype(jnp.float32), jnp.int32)
     exponent = (bits >> _SHIFT) & 0xFF  # plus the bias; 0 for zeros
     rows, columns = _means(exponent, axis=2), _means(exponent, axis=1)
-    mean = _means(rows, axis=1)[:, None]
-    return Exponents(
-        _limited(jnp.where(rows > 0, rows - mean, 0)),
-        _limited(jnp.where(columns > 0, columns - mean, 0)),
-    )
+    mean = _means(rows, axis=1)[:, None] >> _FRACTION
+    return Exponents(_powers(rows, mean), _powers(columns, mean))
+
+
+def _powers(means: jax.Array, mean: jax.Array) -> jax.Array:
+    """The differences of means from that of all, rounded; 0 for a mean of 0."""
+    powers = (means - mean + 2 ** (_FRACTION - 1)) >> _FRACTION
+    return jnp.clip(jnp.where(means > 0, powers, 0), -_LARGEST, _LARGEST)
 
 
 def _means(values: jax.Array, axis: int) -> jax.Array:
-    """Means of the positive values along an axis, rounded down; 0 if there are none.
+    """Means of the positive values along an axis, in sixteenths; 0 if there are none.
 
-    Comparisons would make XLA store which values count, as an array of W's size.
+    They are rounded down.  Comparisons would make XLA store which values count, as an
+    array of W's size.
     """
     number = jnp.sum(jnp.minimum(values, 1), axis, dtype=jnp.int32)
-    return jnp.sum(values, axis, dtype=jnp.int32) // jnp.maximum(number, 1)
-
-
-def _limited(powers: jax.Array) -> jax.Array:
-    return jnp.clip(powers, -_LARGEST, _LARGEST)
+    total = jnp.sum(values, axis, dtype=jnp.int32)
+    return (total << _FRACTION) // jnp.maximum(number, 1)
 
 
 def wide(dtype: Any) -> Any:

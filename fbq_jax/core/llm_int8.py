@@ -150,7 +150,7 @@ def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:
         lhs,
         None,
         rhs,
-        block_shape=(1, max(1, lhs.codes.shape[2]), 1),
+        block_shape=(1, lhs.codes.shape[2] or 1, 1),  # K may be symbolic
         dtype=jnp.float32,
         implementation=spec.implementation,
     )

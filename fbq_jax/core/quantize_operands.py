@@ -105,7 +105,7 @@ def quantize_rhs(
 
 def forward_qtensor(recipe: Recipe, codes: Quantized, block: Block) -> QTensor:
     """Codes of the forward GEMM; ``block`` is theirs if K has several scales."""
-    row = 1, max(1, codes.codes.shape[2])
+    row = 1, codes.codes.shape[2] or 1  # max takes no symbolic size
     return QTensor(codes, None, block if recipe.fwd.splits_contraction else row)
 
 

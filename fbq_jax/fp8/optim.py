@@ -136,6 +136,7 @@ def scale_by_fp8_adam(
         raise ValueError(f"rounding must be one of {ROUNDINGS}; got {rounding!r}")
 
     def init(params: optax.Params) -> Fp8AdamState:
+        _check_is_real("fp8_adamw", params)
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
         return _store_moments(jnp.zeros((), jnp.int32), zeros, zeros, rounding)
 
@@ -156,6 +157,16 @@ def scale_by_fp8_adam(
         return jax.tree.map(direction, updates, mu, nu), new
 
     return optax.GradientTransformation(init, update)
+
+
+def _check_is_real(optimizer: str, params: optax.Params) -> None:
+    """Raises TypeError if a parameter is complex."""
+    for leaf in jax.tree.leaves(params):
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"{optimizer} takes real parameters; got {leaf.dtype}, whose moments "
+                "would lose the imaginary part"
+            )
 
 
 def _decay_moments(
@@ -237,6 +248,7 @@ def with_master_weights(
 
     def init(params: optax.Params) -> MasterWeightsState:
         # A copy even of float32 parameters: a step may donate both.
+        _check_is_real("with_master_weights", params)
         exact = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
         return MasterWeightsState(_store_master(exact, dtype), inner.init(exact))
 

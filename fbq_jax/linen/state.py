@@ -162,8 +162,10 @@ def _report_missing(module: nn.Module, collection: str, name: str) -> None:
     warn_first(
         ("missing state", collection),
         f"{missing} and starts a new one. That is right in the first step with "
-        f"parameters of another model. Otherwise restore {collection!r} together with "
-        "the parameters, and pass the updates that apply returns to the next step",
+        "parameters of another model, which passes rngs={'params': key}, so that the "
+        f"layers of nn.scan have seeds of their own. Otherwise restore {collection!r} "
+        "together with the parameters, and pass the updates that apply returns to the "
+        "next step",
     )
 
 

@@ -60,7 +60,8 @@ def quantize(
     The returned model is an instance of the model's class, with the same fields and
     methods, and may be a part of other models.  Rules match paths inside the quantized
     model, wherever it is.  ``nn.scan`` and ``nn.vmap`` inside it carry the state on
-    axis 0, with a seed of its own in each step.  Where ``nn.vmap`` shares the
+    axis 0, with a seed of its own in each step if the call that makes it has a key for
+    ``"params"``.  Where ``nn.vmap`` shares the
     parameters, the axis is the last one, and evaluation takes any number of examples,
     with the mean of their thresholds.  All steps of an ``nn.RNN`` share one state,
     which ``init`` creates.  A layer that is taken out of the model, as in

@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+import numbers
 import operator
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, NoReturn, TypeGuard, get_args
+
+import numpy as np
 
 from fbq_jax import renamed
 from fbq_jax.kernels.reference import (
@@ -189,7 +192,9 @@ class Recipe:
       equalize: whether rows and columns of W are multiplied by powers of two that make
         their magnitudes alike, and X, dY and the products by the inverse powers, before
         anything is quantized (``fbq_jax.core.equalization``).  Large and small rows and
-        columns of W then cost no precision.
+        columns of W then cost Y and dX no precision.  dW multiplies X and dY with these
+        factors, which W does not make up for: unless X and dY are uneven in the inverse
+        way, only scales for each row in ``drhs`` keep its precision.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -290,8 +295,8 @@ class Recipe:
             and 0.0 <= rates[0] < rates[1] <= 1.0
         )
         yield "target_rate", accepted, "a pair (low, high) with 0 <= low < high <= 1"
-        accepted = _is_number(self.alpha) and 1.0 < self.alpha < math.inf
-        yield "alpha", accepted, "a finite number above 1"
+        alpha = float(np.float32(self.alpha)) if _is_number(self.alpha) else 0.0
+        yield "alpha", 1.0 < alpha < math.inf, "a finite number above 1, in float32"
         is_positive = _is_number(start) and 1e-37 < start < 1e38
         takes = "'first_batch' or a number above 0 that float32 can represent"
         yield "start", start == "first_batch" or is_positive, takes
@@ -426,4 +431,4 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

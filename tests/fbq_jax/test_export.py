@@ -231,6 +231,27 @@ def test_batch_and_contraction_may_be_symbolic(name):
     np.testing.assert_array_equal(exported.call(x), run(x))
 
 
+@pytest.mark.parametrize(
+    "name", with_first_fast(["switchback_m", "fallback", "per_tensor_bifurcated"])
+)
+def test_every_size_of_a_training_step_may_be_symbolic(name):
+    m, k, n = export.symbolic_shape("m, k, n")
+
+    def gradients(x, w):
+        def loss(x, w):
+            y, _ = dot_general(x, w, MATMUL, recipe=recipes.NAMED[name])
+            return jnp.sum(jnp.sin(y))
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    run = jax.jit(gradients)
+    shapes = (m, k), (k, n)
+    exported = export.export(run)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    arrays = [jax.random.normal(jax.random.key(0), s) for s in ((30, 150), (150, 20))]
+    for got, want in zip(exported.call(*arrays), run(*arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_the_first_fallback_rate_is_rounded_in_64_bits():
     """In 32 bits, 0.55 times 10 blocks is 5.5, which would round to 6."""
     recipe = dataclasses.replace(recipes.fallback, block=32, target_rate=(0.15, 0.95))

@@ -103,7 +103,26 @@ def test_exponents_find_the_factors_of_rows_and_columns(row, column, ones):
     found = exponents(jnp.asarray(w, jnp.float32))
     for shift, expected in zip(found, (rows, columns), strict=True):
         steps = np.asarray(shift[0]) - expected
-        np.testing.assert_array_less(np.ptp(steps), 2)  # means are rounded down
+        np.testing.assert_array_less(np.ptp(steps), 2)  # differences are rounded
+
+
+@pytest.mark.parametrize("factor", [0.02, 1.0, 1.1, 1.4, 1.99])
+def test_even_weights_stay_as_they_are(factor):
+    """Wherever the mean of their exponents lies between two integers."""
+    _, w, _ = operands()
+    for powers in exponents(factor * w[None]):
+        assert np.mean(np.asarray(powers != 0)) < 0.01  # few are uneven by chance
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gradients_of_uneven_weights_alone(axis):
+    """X R and dY C, which dW multiplies, have a scale for each of their channels."""
+    x, w, dy = operands()
+    size = w.shape[axis]
+    factors = jnp.exp(jax.random.normal(jax.random.key(7), (size,)))
+    w *= jnp.expand_dims(factors, 1 - axis)
+    recipe = equalized(recipes.row_block)
+    assert max(errors(recipe, (x, w, dy))) < 0.06
 
 
 def test_a_few_large_weights_do_not_move_the_others():

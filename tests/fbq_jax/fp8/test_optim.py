@@ -245,6 +245,14 @@ def test_bad_input_is_named(call, message):
         call()
 
 
+def test_complex_parameters_are_refused():
+    params = {"w": jnp.ones(3, jnp.complex64)}
+    sgd = optim.with_master_weights(optax.sgd(0.1), jnp.float32)
+    for optimizer in optim.fp8_adamw(1e-3), sgd:
+        with pytest.raises(TypeError, match="takes real parameters; got complex64"):
+            optimizer.init(params)
+
+
 @pytest.mark.parametrize("rounding", with_first_fast(["nearest", "stochastic"]))
 @pytest.mark.parametrize("scale", with_first_fast([1e18, 1e30, 3e38]))
 def test_huge_gradients_give_steps_of_the_learning_rate(rounding, scale):

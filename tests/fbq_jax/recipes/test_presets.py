@@ -103,12 +103,15 @@ def row_block_lhs(x, w, dy):
 
 
 def equalized(equations, x, w, dy):
-    """Powers of two, from means of ``floor(log2 |w|)``, make rows and columns alike."""
+    """Powers of two, from means of ``floor(log2 |w|)``, make rows and columns alike.
+
+    Means are in sixteenths.
+    """
     powers = np.floor(np.log2(np.abs(w)))
     powers = np.maximum(powers - powers.max(), -32)
-    rows, columns = (np.floor(powers.mean(axis)) for axis in (1, 0))
-    mean = np.floor(rows.mean())
-    rows, columns = (np.exp2(mean_of_each - mean) for mean_of_each in (rows, columns))
+    means = [np.floor(16 * powers.mean(axis)) for axis in (1, 0)]
+    mean = np.floor(means[0].mean())
+    rows, columns = (np.exp2(np.floor((x - mean + 8) / 16)) for x in means)
     both = np.outer(rows, columns)
     y, dx, dw = equations(
         *(array.astype(np.float32) for array in (x * rows, w / both, dy * columns))

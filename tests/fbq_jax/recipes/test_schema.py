@@ -5,6 +5,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 
@@ -23,6 +24,7 @@ from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, recipes
         ("target_rate", (0.1, float("nan")), "low < high"),
         ("target_rate", 0.2, "a pair"),
         ("alpha", 1.0, "above 1"),
+        ("alpha", 1.0 + 1e-10, "above 1, in float32"),
         ("alpha", float("inf"), "above 1"),
         ("alpha", "fast", "above 1"),
         ("start", 0.0, "'first_batch' or"),
@@ -53,6 +55,14 @@ def test_a_bad_field_is_named_with_the_accepted_values(field, value, takes):
 def test_roundings_that_cannot_share_codes_are_refused(fields, named):
     with pytest.raises(RecipeError, match=rf"^Recipe\.{named} takes "):
         Recipe(**fields)
+
+
+def test_numbers_of_numpy():
+    numbers = {"alpha": np.float32(1.5), "start": np.float32(2.0)}
+    rates = np.float32(0.25), np.float32(0.5)
+    assert Recipe(**numbers, target_rate=rates) == Recipe(
+        alpha=1.5, start=2.0, target_rate=(0.25, 0.5)
+    )
 
 
 NEAREST = Gemm()
