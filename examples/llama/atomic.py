@@ -27,4 +27,5 @@ def write_by(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        reason = error.strerror or str(error)  # some libraries give a text only
+        raise OSError(error.errno, reason, str(path)) from error

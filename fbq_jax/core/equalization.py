@@ -77,8 +77,8 @@ def exponents(w: jax.Array) -> Exponents:
     """
     bits = lax.bitcast_convert_type(w.astype(jnp.float32), jnp.int32)
     exponent = (bits >> _SHIFT) & 0xFF  # plus the bias; 0 for zeros
-    rows, columns = _means(exponent, axis=2), _means(exponent, axis=1)
-    mean = _means(rows, axis=1)[:, None] >> _FRACTION
+    rows, columns = (_means(exponent << _FRACTION, axis) for axis in (2, 1))
+    mean = _means(rows, axis=1)[:, None]
     return Exponents(_powers(rows, mean), _powers(columns, mean))
 
 
@@ -89,14 +89,12 @@ def _powers(means: jax.Array, mean: jax.Array) -> jax.Array:
 
 
 def _means(values: jax.Array, axis: int) -> jax.Array:
-    """Means of the positive values along an axis, in sixteenths; 0 if there are none.
+    """Means of the positive values along an axis, rounded down; 0 if there are none.
 
-    They are rounded down.  Comparisons would make XLA store which values count, as an
-    array of W's size.
+    Comparisons would make XLA store which values count, as an array of W's size.
     """
     number = jnp.sum(jnp.minimum(values, 1), axis, dtype=jnp.int32)
-    total = jnp.sum(values, axis, dtype=jnp.int32)
-    return (total << _FRACTION) // jnp.maximum(number, 1)
+    return jnp.sum(values, axis, dtype=jnp.int32) // jnp.maximum(number, 1)
 
 
 def wide(dtype: Any) -> Any:

@@ -74,6 +74,5 @@ def reshard_as(x: jax.Array, like: jax.Array) -> jax.Array:
     sharding = jax.typeof(like).sharding
     if not sharding.mesh.explicit_axes:
         return x
-    padding = [None] * (like.ndim - len(sharding.spec))
-    spec = (*sharding.spec, *padding)[like.ndim - x.ndim :]
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    spec = PartitionSpec(*tuple(sharding.spec)[like.ndim - x.ndim :])
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

@@ -171,11 +171,8 @@ def _run(stages: list[str], asked: argparse.Namespace) -> list[str]:
     def chosen(stage: str, commands: Commands) -> Commands:
         if stage not in stages:
             return {}
-        return {name: command for name, command in commands.items() if matches(name)}
-
-    def matches(name: str) -> bool:
-        known.append(name)
-        return asked.only.search(name) is not None
+        known.extend(commands)
+        return {name: commands[name] for name in commands if asked.only.search(name)}
 
     arguments = asked.size, str(work), str(results)
     known: list[str] = []

@@ -114,6 +114,11 @@ def test_even_weights_stay_as_they_are(factor):
         assert np.mean(np.asarray(powers != 0)) < 0.01  # few are uneven by chance
 
 
+def test_means_of_many_rows_do_not_overflow():
+    for powers in exponents(jnp.ones((1, 80_000, 4))):
+        assert not np.any(powers)
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_gradients_of_uneven_weights_alone(axis):
     """X R and dY C, which dW multiplies, have a scale for each of their channels."""
