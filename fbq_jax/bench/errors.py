@@ -33,13 +33,12 @@ _ERRORS_OF_CHANNELS = {"Y": "y_channel", "dX": "dx_channel", "dW": "dw_in"}
 _NAMED = (
     "fallback",
     "block",
-    "block_equalized",
     "fallback_rowwise_bwd",
     "fallback_hadamard",
     "rowwise",
     "row_block",
-    "row_block_lhs",
     "row_block_equalized",
+    "row_block_lhs",
     "fp8_row_block",
     "fp8_row_block_lhs",
     "jetfire",
@@ -79,7 +78,6 @@ def compared_recipes() -> dict[str, Recipe]:
         "row_block, Hadamard": replace(
             row_block, drhs=replace(row_block.drhs, hadamard=True)
         ),
-        "row_block, equalized": replace(row_block, equalize=True),
         "row_block, columns of W": replace(
             row_block,
             fwd=replace(row_block.fwd, scales="row_block"),

@@ -225,11 +225,6 @@ def _check_config(config: DotConfig) -> None:
             f"{recipe_name(recipe)}. Rules give layers of experts their own recipe, as "
             "in {'.*moe.*': recipes.fallback, ...}"
         )
-    if recipe.equalize:
-        raise ValueError(
-            "a ragged dot takes a recipe without equalize; got "
-            f"{describe_recipe(recipe)}"
-        )
     if recipe.drhs.fallback:
         raise ValueError(
             "a ragged dot takes a recipe without drhs.fallback; got "

@@ -334,11 +334,8 @@ def _map_for(
     recipe: Recipe, dtype: jax.typing.DTypeLike, implementation: str | None
 ) -> speed_map.SpeedMap | str:
     """The map that applies to a layer, or the reason why none does."""
-    if not recipe.in_blocks or recipe.block_shape != MAPPED_BLOCK or recipe.equalize:
-        return (
-            "maps are of recipes with scales per 128x128 block in all GEMMs, and no "
-            "equalize"
-        )
+    if not recipe.in_blocks or recipe.block_shape != MAPPED_BLOCK:
+        return "maps are of recipes with scales per 128x128 block in all GEMMs"
     if jnp.dtype(dtype).itemsize != 2:
         return f"maps are of layers in 16 bits, not in {jnp.dtype(dtype).name}"
     device = jax.devices()[0].device_kind

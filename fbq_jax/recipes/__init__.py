@@ -4,7 +4,6 @@ from fbq_jax.recipes.presets import NAMED as NAMED
 from fbq_jax.recipes.presets import aqt_int8 as aqt_int8
 from fbq_jax.recipes.presets import aqt_int8_local as aqt_int8_local
 from fbq_jax.recipes.presets import block as block
-from fbq_jax.recipes.presets import block_equalized as block_equalized
 from fbq_jax.recipes.presets import fallback as fallback
 from fbq_jax.recipes.presets import fallback_hadamard as fallback_hadamard
 from fbq_jax.recipes.presets import fallback_rowwise_bwd as fallback_rowwise_bwd

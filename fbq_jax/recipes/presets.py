@@ -19,9 +19,6 @@ fallback = Recipe()
 #: ``fallback`` without fallback: plain INT8 with one scale per block.
 block = replace(fallback, criterion=None)
 
-#: ``block`` with equalized rows and columns of W (``Recipe.equalize``).
-block_equalized = replace(block, equalize=True)
-
 #: The forward GEMM of ``fallback``; backward GEMMs with one scale per row or
 #: column.
 fallback_rowwise_bwd = Recipe(
@@ -47,15 +44,15 @@ row_block = Recipe(
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row_block"),
 )
 
+#: ``row_block`` with equalized rows and columns of W (``Recipe.equalize``).
+row_block_equalized = replace(row_block, equalize=True)
+
 #: ``row_block`` for the left operand of each product, which is X or dY.  The right one,
 #: W or, in dW, dY, has a scale per block.  In ``row_block``, both operands of dW have a
 #: scale for each row, and on an H200 that product takes 1.5 to 1.6 times as long.
 row_block_lhs = replace(
     row_block, drhs=replace(row_block.drhs, scales=("row_block", "block"))
 )
-
-#: ``row_block_lhs`` with equalized rows and columns of W (``Recipe.equalize``).
-row_block_equalized = replace(row_block_lhs, equalize=True)
 
 #: DeepSeek-V3's FP8 (arXiv 2412.19437): ``row_block`` with codes in E4M3, rounded to
 #: nearest.

@@ -192,9 +192,10 @@ class Recipe:
       equalize: whether rows and columns of W are multiplied by powers of two that make
         their magnitudes alike, and X, dY and the products by the inverse powers, before
         anything is quantized (``fbq_jax.core.equalization``).  Large and small rows and
-        columns of W then cost Y and dX no precision.  dW multiplies X and dY with these
-        factors, which W does not make up for: unless X and dY are uneven in the inverse
-        way, only scales for each row in ``drhs`` keep its precision.
+        columns of W then cost Y and dX no precision.  dW multiplies X and dY with their
+        factors, and W does not make up for these there.  So ``drhs`` is unquantized, or
+        has scales ``"row"`` or ``"row_block"`` for both operands: channels with large
+        factors then cost the others no precision.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -203,7 +204,7 @@ class Recipe:
         ``"quantize"`` quantizes it all the same.  ``"float"`` leaves its three GEMMs
         unquantized, with a warning, and XLA sums them, whatever ``Gemm.reduce``; the
         layer's state keeps its structure, and ``count`` goes on.  The maps are of
-        blocks of 128x128, which ``"float"`` needs in all GEMMs, without ``equalize``.
+        blocks of 128x128, which ``"float"`` needs in all GEMMs.
 
     Raises:
       RecipeError: a field has a value that it does not accept, alone or together with
@@ -272,15 +273,18 @@ class Recipe:
         if self.codes == "float8_e4m3fn":
             yield from self._float8_checks(sizes)
         yield "equalize", isinstance(self.equalize, bool), "True or False"
+        by_channel = self.drhs.in_floats or {*self.drhs.scales} <= {"row", "row_block"}
+        takes = (
+            "False unless drhs is unquantized or has scales 'row' or 'row_block' for "
+            "both operands"
+        )
+        yield "equalize", by_channel or not self.equalize, takes
         accepted = self.where_slower in WHERE_SLOWER
         yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
         accepted = self.where_slower == "quantize" or (
-            self.in_blocks and sizes == MAPPED_BLOCK and not self.equalize
+            self.in_blocks and sizes == MAPPED_BLOCK
         )
-        takes = (
-            "'quantize' unless all GEMMs have INT8 scales per 128x128 block, without "
-            "equalize"
-        )
+        takes = "'quantize' unless all GEMMs have INT8 scales per 128x128 block"
         yield "where_slower", accepted, takes
 
     def _threshold_checks(self) -> Iterator[_Check]:

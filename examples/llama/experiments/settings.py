@@ -74,7 +74,6 @@ QUARTER = dataclasses.replace(
         "fallback",
         "jetfire",
         "block",
-        "block_equalized",
     ),
     pretrain=FULL.pretrain | {"steps": 384, "save_every": 0},
     gradient_factor=64,

@@ -79,7 +79,12 @@ def test_in_floats_no_bit_changes(dtype):
 @pytest.mark.parametrize(
     "recipe",
     with_first_fast(
-        [recipes.row_block_lhs, recipes.block, recipes.fallback, recipes.rowwise]
+        [
+            recipes.row_block,
+            recipes.fallback_hadamard,
+            recipes.fallback_rowwise_bwd,
+            recipes.rowwise,
+        ]
     ),
 )
 def test_rows_and_columns_of_w_cost_no_precision(recipe):
@@ -126,8 +131,7 @@ def test_gradients_of_uneven_weights_alone(axis):
     size = w.shape[axis]
     factors = jnp.exp(jax.random.normal(jax.random.key(7), (size,)))
     w *= jnp.expand_dims(factors, 1 - axis)
-    recipe = equalized(recipes.row_block)
-    assert max(errors(recipe, (x, w, dy))) < 0.06
+    assert max(errors(recipes.row_block_equalized, (x, w, dy))) < 0.06
 
 
 def test_a_few_large_weights_do_not_move_the_others():
@@ -144,7 +148,7 @@ def test_zeros_count_as_nothing():
     zeros = w.at[3].set(0.0).at[:, 5].set(0.0)
     rows, columns = exponents(zeros[None])
     assert rows[0, 3] == columns[0, 5] == 0
-    recipe = equalized(recipes.block)
+    recipe = recipes.row_block_equalized
     for value in products(recipe, *(jnp.zeros_like(x) for x in operands())):
         np.testing.assert_array_equal(value, 0.0)
     x, _, dy = operands()
@@ -156,14 +160,15 @@ def test_values_that_are_not_finite_stay_in_their_blocks():
     x, w, dy = operands()
     w = w.at[3, 5].set(jnp.nan).at[140, 130].set(jnp.inf)
     with jax.debug_nans(False):
-        y, *_ = products(equalized(recipes.block), x, w, dy)
-        plain, *_ = products(recipes.block, x, w, dy)
+        y, *_ = products(recipes.row_block_equalized, x, w, dy)
+        plain, *_ = products(recipes.row_block, x, w, dy)
     np.testing.assert_array_equal(np.isfinite(y), np.isfinite(plain))
 
 
 def test_frozen_codes_are_of_the_equalized_weight():
     _, w, _ = planted(*operands())
-    config, state = DotConfig(recipes.block_equalized), threshold.start(recipes.block)
+    recipe = recipes.row_block_equalized
+    config, state = DotConfig(recipe), threshold.start(recipe)
     codes = quantize_weight(config, state, w, MATMUL).codes
     for values in (codes.mT.dequantize()[0], codes.dequantize()[0].T):
         rows = np.std(values - w, 1) / np.std(w, 1)
@@ -179,7 +184,7 @@ def test_float16_keeps_its_range():
     x = x.at[:, 5].multiply(1024.0).at[0, 5].set(60_000.0)
     w = w.at[5].divide(4.0).at[:, 32:].divide(2048.0).at[32:].divide(2048.0)
     arrays = [array.astype(jnp.float16) for array in (x, w, dy)]
-    results = products(equalized(recipes.row_block_lhs), *arrays)
+    results = products(recipes.row_block_equalized, *arrays)
     assert {value.dtype for value in results} == {jnp.dtype(jnp.float16)}
     exact = np.float64(arrays[0]) @ np.float64(arrays[1])
     np.testing.assert_allclose(results[0], exact, atol=0.02 * np.abs(exact).max())

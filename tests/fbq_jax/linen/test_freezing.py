@@ -96,7 +96,7 @@ def test_a_frozen_model_computes_what_was_trained(recipe):
 
 @pytest.mark.parametrize(
     "recipe",
-    with_first_fast([RECIPE, recipes.fp8_row_block_lhs, recipes.block_equalized]),
+    with_first_fast([RECIPE, recipes.fp8_row_block_lhs, recipes.row_block_equalized]),
 )
 def test_flax_serializes_frozen_variables(recipe):
     """Into a tree of shapes, from bytes and from dictionaries."""

@@ -87,9 +87,8 @@ def test_recipes_without_fallback_are_predicted_by_block():
 @pytest.mark.parametrize(
     ("recipe", "options", "reason"),
     [
-        (recipes.jetfire, {}, "scales per 128x128 block in all GEMMs, and no equalize"),
-        (recipes.rowwise, {}, "scales per 128x128 block in all GEMMs, and no equalize"),
-        (recipes.block_equalized, {}, "in all GEMMs, and no equalize"),
+        (recipes.jetfire, {}, "recipes with scales per 128x128 block in all GEMMs"),
+        (recipes.rowwise, {}, "recipes with scales per 128x128 block in all GEMMs"),
         (recipes.block, {"dtype": jnp.float32}, "in 16 bits, not in float32"),
         (
             recipes.block,

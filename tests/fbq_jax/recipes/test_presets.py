@@ -128,12 +128,8 @@ def block(x, w, dy):
     return y, dy @ w.T, oracle.quantize(x, side, x_noise)[2].T @ dy
 
 
-def block_equalized(x, w, dy):
-    return equalized(block, x, w, dy)
-
-
 def row_block_equalized(x, w, dy):
-    return equalized(row_block_lhs, x, w, dy)
+    return equalized(row_block, x, w, dy)
 
 
 def row_block_codes(x, w, dy):
@@ -188,7 +184,6 @@ VARIANTS = {
 }
 EQUATIONS = [
     block,
-    block_equalized,
     jetfire,
     functools.partial(jetfire, side=64),
     switchback,
@@ -201,8 +196,8 @@ EQUATIONS = [
     aqt_int8_local,
     row_block,
     functools.partial(row_block, side=32),
-    row_block_lhs,
     row_block_equalized,
+    row_block_lhs,
     row_block_codes,
     fp8_row_block,
     functools.partial(fp8_row_block, side=32),
@@ -228,7 +223,6 @@ SLOW = {
     "fp8_row_block_32",
     "fp8_row_block_lhs",
     "block",
-    "block_equalized",
     "switchback",
     "switchback_m",
     "per_tensor_bifurcated",

@@ -109,6 +109,13 @@ ROWS_AND_BLOCKS = Gemm(scales=("row_block", "block"))
         ({"drhs": Gemm(**FLOATS, fallback=True)}, "drhs.fallback", "block scales"),
         ({"dlhs": Gemm(fallback=True)}, "dlhs.fallback", "in a drhs"),
         ({"drhs": Gemm(fallback="lhs")}, "drhs.fallback", "True or False"),
+        ({"equalize": 1}, "equalize", "True or False"),
+        ({"equalize": True}, "equalize", "unless drhs is unquantized or has scales"),
+        (
+            {"equalize": True, "drhs": Gemm(scales=("row", "tensor"))},
+            "equalize",
+            "'row' or 'row_block' for both operands",
+        ),
         (
             {"criterion": None, "drhs": Gemm(rhs="stochastic", fallback=True)},
             "drhs.fallback",

@@ -49,7 +49,6 @@ BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
 COLLECTIVES = {
     "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
-    "block_equalized": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *EQUALIZED],
     "fallback_rowwise_bwd": [
         *(*CODES_OF_W, *SUM),
         *(*scales(BLOCKS, K, K), *maxima(N, K)),
@@ -60,8 +59,8 @@ COLLECTIVES = {
         *(*scales(BLOCKS, K, K), *maxima(N, K)),
     ],
     "row_block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
-    "row_block_lhs": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     "row_block_equalized": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *EQUALIZED],
+    "row_block_lhs": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     # XLA for CPUs gathers FP8 as float16; in test_gpus.py, XLA for GPUs gathers FP8.
     "fp8_row_block": [
         *[("all-gather", "f16", W)] * 2,
