@@ -32,9 +32,9 @@ def test_every_table_has_a_place():
 
 def test_every_picture_is_drawn_from_the_committed_results():
     shown = {
-        (page.parent / picture).resolve()
-        for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
-        for picture in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text())
+        (file.parent / picture).resolve()
+        for file in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+        for picture in re.findall(r"!\[.*?\]\((.*?)\)", file.read_text())
     }
     of_experiments = {
         folder / f"{name}.png"

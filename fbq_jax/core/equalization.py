@@ -60,12 +60,14 @@ serializable_namedtuple(Exponents)
 
 @jax.jit
 def exponents(w: jax.Array) -> Exponents:
-    """The powers of two by which the rows and columns of W exceed the mean.
+    """The powers of two by which rows of W, and then columns, exceed the mean.
 
     Means are of ``floor(log2 |w|)``, in sixteenths: a few large weights hardly move
     them, and every device and order of summation gives the same integers.  Their
     difference is rounded, so that rows and columns of one magnitude have powers of 0.
-    Zeros do not count.
+    Columns are those of ``R^-1 W``: a part of W that is small and has zeros beside it
+    is then enlarged once, not by its rows and by its columns.  Zeros, NaN and Inf do
+    not count.
 
     Args:
       w: ``[B, K, N]``.
@@ -76,25 +78,26 @@ def exponents(w: jax.Array) -> Exponents:
     ([[-1, 2]], [[-1, 1]])
     """
     bits = lax.bitcast_convert_type(w.astype(jnp.float32), jnp.int32)
-    exponent = (bits >> _SHIFT) & 0xFF  # plus the bias; 0 for zeros
-    rows, columns = (_means(exponent << _FRACTION, axis) for axis in (2, 1))
-    mean = _means(rows, axis=1)[:, None]
-    return Exponents(_powers(rows, mean), _powers(columns, mean))
+    biased = lax.rem((bits >> _SHIFT) & 0xFF, 255)  # 0 for what does not count
+    counted = jnp.minimum(biased, 1)
+    exponent = biased - _BIAS * counted
+    rows = _powers(exponent, counted, axis=2)
+    rest = exponent - rows[:, :, None] * counted
+    return Exponents(rows, _powers(rest, counted, axis=1))
 
 
-def _powers(means: jax.Array, mean: jax.Array) -> jax.Array:
-    """The differences of means from that of all, rounded; 0 for a mean of 0."""
-    powers = (means - mean + 2 ** (_FRACTION - 1)) >> _FRACTION
-    return jnp.clip(jnp.where(means > 0, powers, 0), -_LARGEST, _LARGEST)
-
-
-def _means(values: jax.Array, axis: int) -> jax.Array:
-    """Means of the positive values along an axis, rounded down; 0 if there are none.
-
-    Comparisons would make XLA store which values count, as an array of W's size.
-    """
-    number = jnp.sum(jnp.minimum(values, 1), axis, dtype=jnp.int32)
-    return jnp.sum(values, axis, dtype=jnp.int32) // jnp.maximum(number, 1)
+def _powers(exponent: jax.Array, counted: jax.Array, axis: int) -> jax.Array:
+    """By how much means along an axis exceed their mean, rounded; 0 without values."""
+    total = jnp.sum(exponent, axis, dtype=jnp.int32)
+    number = jnp.sum(counted, axis, dtype=jnp.int32)
+    exist = number > 0
+    # In sixteenths, without a product that leaves int32.
+    whole, rest = jnp.divmod(total, jnp.maximum(number, 1))
+    means = (whole << _FRACTION) + (rest << _FRACTION) // jnp.maximum(number, 1)
+    of_all = jnp.sum(jnp.where(exist, means, 0), 1, keepdims=True, dtype=jnp.int32)
+    of_all //= jnp.maximum(jnp.sum(exist, 1, keepdims=True, dtype=jnp.int32), 1)
+    powers = (means - of_all + 2 ** (_FRACTION - 1)) >> _FRACTION
+    return jnp.clip(jnp.where(exist, powers, 0), -_LARGEST, _LARGEST)
 
 
 def wide(dtype: Any) -> Any:

@@ -4,7 +4,7 @@ The moments ``m`` and ``v`` are stored in FP8; the update itself runs in float32
 a gradient ``g``, step ``t`` and stored moments ``m~`` and ``v~``:
 
     m = b1 m~ + (1 - b1) g        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-    v = b2 v~ + (1 - b2) g^2      m~ = E4M3(m)    v~ = E5M2(v)
+    v = b2 v~ + (1 - b2) g^2      v~ = E5M2(v)    m~ = E4M3(m) where v~ > 0, else 0
 
 Each tensor has one scale, which maps its largest magnitude to the format's largest
 finite value: 448 in E4M3 (240 on the paper's hardware) and 57344 in E5M2.  Gradients
@@ -13,15 +13,19 @@ float32; an Inf or a NaN stays.
 
 **Range.**  The update divides by the second moment, which therefore takes E5M2's wider
 range.  ``v~`` is 0 where gradients stay below 1/87000 of their tensor's largest
-gradient; ``m~`` is 0 only below 1/460000.  Between the two, a next gradient of exactly
-0 gives the step ``m / eps``.
+gradient.  There ``m~`` is 0 as well, although E4M3 represents more: a next gradient
+that is much smaller than ``m~`` would give a step of up to ``m~ / eps``.
 
 **Rounding and b2.**  E5M2 has two mantissa bits, so neighbours are 12 to 25 % apart,
 and nearest rounding undoes any change of ``v`` by less than half of that.  With
 ``b2 = 0.95``, the paper's value, ``v`` grows once ``g^2`` reaches about ``3.5 v``; with
-0.999, only at about ``100 v``.  It shrinks only with its tensor's scale.  With 0.95
-training matches float32.  With 0.999, ``v`` lags behind under nearest rounding, but not
-under stochastic rounding.
+0.999, only at about ``100 v``.  It shrinks only with its tensor's scale: after a few
+large gradients, a weight's steps stay small.  With 0.95 training matches float32 if
+there are no such gradients.  With 0.999, ``v`` lags behind.  Under stochastic rounding
+it neither lags behind nor stays large.
+
+**A gradient that is not finite** makes all moments of its tensor NaN, because they
+share a scale: wrap the optimizer in ``optax.apply_if_finite``.
 """
 
 from collections.abc import Callable
@@ -83,7 +87,8 @@ def fp8_adamw(
     Args:
       learning_rate: a number or a schedule.
       b1: decay of the first moment.
-      b2: decay of the second moment.  Above 0.95 use stochastic rounding.
+      b2: decay of the second moment.  Above 0.95, or if gradients have spikes, use
+        stochastic rounding.
       eps: added to the square root of the second moment.
       weight_decay: decoupled weight decay, multiplied by the learning rate.
       mask: selects the parameters that decay, as in ``optax.add_decayed_weights``.
@@ -125,7 +130,8 @@ def scale_by_fp8_adam(
 
     Args:
       b1: decay of the first moment.
-      b2: decay of the second moment.  Above 0.95 use stochastic rounding.
+      b2: decay of the second moment.  Above 0.95, or if gradients have spikes, use
+        stochastic rounding.
       eps: added to the square root of the second moment.
       rounding: rounding of the moments, ``"nearest"`` or ``"stochastic"``.
 
@@ -193,23 +199,27 @@ def _dequantize(stored: Any) -> jax.Array:
 def _store_moments(
     count: jax.Array, mu: optax.Updates, nu: optax.Updates, rounding: Rounding
 ) -> Fp8AdamState:
-    """Rounds both moments to FP8."""
+    """Rounds both moments to FP8; the first is 0 where the second is."""
 
-    def store(tree: optax.Updates, dtype: Any, stream: int) -> optax.Updates:
+    def store(tree: optax.Updates, dtype: Any, stream: int) -> list[ScaledTensor]:
         seed = fold(count.astype(jnp.uint32), stream)
-        leaves, structure = jax.tree.flatten(tree)
-        stored = [
+        return [
             scaled_tensor.quantize(
                 x, dtype, fold(seed, i) if rounding == "stochastic" else None
             )
-            for i, x in enumerate(leaves)
+            for i, x in enumerate(jax.tree.leaves(tree))
         ]
-        return jax.tree.unflatten(structure, stored)
 
+    second = store(nu, jnp.float8_e5m2, NU_STREAM)
+    first = [
+        m._replace(values=jnp.where(v.values == 0, jnp.zeros_like(m.values), m.values))
+        for m, v in zip(store(mu, jnp.float8_e4m3fn, MU_STREAM), second, strict=True)
+    ]
+    structure = jax.tree.structure(nu)
     return Fp8AdamState(
         count,
-        store(mu, jnp.float8_e4m3fn, MU_STREAM),
-        store(nu, jnp.float8_e5m2, NU_STREAM),
+        jax.tree.unflatten(structure, first),
+        jax.tree.unflatten(structure, second),
     )
 
 

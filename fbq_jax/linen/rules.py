@@ -261,7 +261,10 @@ class RulesDot(GroupedDot):
         ) -> Any:
             root = quantized_root.value
             is_own = root is None or root.quantization.dot == self
-            if is_own and isinstance(context.module, LAYERS):
+            # ``nn.remat(lambda layer, x: layer(x))(layer, x)`` first calls the lambda,
+            # with a copy of the layer that has no path.
+            is_method = hasattr(type(context.module), context.method_name)
+            if is_own and is_method and isinstance(context.module, LAYERS):
                 module = calling_module(self.collection)
                 found.setdefault(relative_path(module or context.module), None)
             return call(*args, **kwargs)

@@ -193,9 +193,9 @@ class Recipe:
         their magnitudes alike, and X, dY and the products by the inverse powers, before
         anything is quantized (``fbq_jax.core.equalization``).  Large and small rows and
         columns of W then cost Y and dX no precision.  dW multiplies X and dY with their
-        factors, and W does not make up for these there.  So ``drhs`` is unquantized, or
-        has scales ``"row"`` or ``"row_block"`` for both operands: channels with large
-        factors then cost the others no precision.
+        factors, and W does not make up for these there.  So ``drhs`` has scales
+        ``"row"`` or ``"row_block"`` for both operands, or is unquantized and keeps
+        floats: channels with large factors then cost the others no precision.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -273,12 +273,14 @@ class Recipe:
         if self.codes == "float8_e4m3fn":
             yield from self._float8_checks(sizes)
         yield "equalize", isinstance(self.equalize, bool), "True or False"
-        by_channel = self.drhs.in_floats or {*self.drhs.scales} <= {"row", "row_block"}
+        drhs = self.drhs
+        by_channel = {*drhs.scales} <= {"row", "row_block"}
+        in_floats = drhs.in_floats and drhs.keeps == "floats"
         takes = (
-            "False unless drhs is unquantized or has scales 'row' or 'row_block' for "
-            "both operands"
+            "False unless drhs has scales 'row' or 'row_block' for both operands, or "
+            "is unquantized and keeps 'floats'"
         )
-        yield "equalize", by_channel or not self.equalize, takes
+        yield "equalize", by_channel or in_floats or not self.equalize, takes
         accepted = self.where_slower in WHERE_SLOWER
         yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
         accepted = self.where_slower == "quantize" or (

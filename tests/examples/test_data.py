@@ -46,7 +46,8 @@ def counting(train: int, val: int = 0) -> Corpus:
 def test_standard_library_is_the_default() -> None:
     corpus = load_corpus()
     assert corpus.vocab_size == 256
-    assert len(corpus.train) > 10 * len(corpus.val) > 1_000_000
+    # One of 20 files: 5 % of the bytes in some Pythons, 11 % in others.
+    assert len(corpus.train) > 5 * len(corpus.val) > 1_000_000
     assert b"class JSONDecodeError(ValueError)" in corpus.train.tobytes()
 
 

@@ -119,8 +119,9 @@ def test_even_weights_stay_as_they_are(factor):
         assert np.mean(np.asarray(powers != 0)) < 0.01  # few are uneven by chance
 
 
-def test_means_of_many_rows_do_not_overflow():
-    for powers in exponents(jnp.ones((1, 80_000, 4))):
+@pytest.mark.parametrize("shape", [(1, 2_000_000, 4), (1, 4, 2_000_000)])
+def test_means_of_large_weights_do_not_overflow(shape):
+    for powers in exponents(jnp.ones(shape)):
         assert not np.any(powers)
 
 
@@ -163,6 +164,28 @@ def test_values_that_are_not_finite_stay_in_their_blocks():
         y, *_ = products(recipes.row_block_equalized, x, w, dy)
         plain, *_ = products(recipes.row_block, x, w, dy)
     np.testing.assert_array_equal(np.isfinite(y), np.isfinite(plain))
+
+
+def test_weights_that_are_not_finite_do_not_move_the_others():
+    x, w, dy = operands()
+    bad = w.at[3, :128].set(jnp.nan)  # columns from 128 on are other blocks
+    with jax.debug_nans(False):
+        y, *_ = products(recipes.row_block_equalized, x, bad, dy)
+    exact = np.float64(x) @ np.float64(w)
+    apart = np.float64(y)[:, 128:] - exact[:, 128:]
+    assert np.std(apart) < 0.02 * np.std(exact)
+
+
+@pytest.mark.parametrize("power", [-1.0, -4.0, -8.0])
+def test_small_parts_beside_zeros_are_enlarged_once(power):
+    """Parts of a block-diagonal W are small in their rows and in their columns."""
+    x, w, dy = operands()
+    w = w[:128, :128] * jnp.kron(jnp.eye(4), jnp.ones((32, 32)))
+    w *= jnp.repeat(jnp.exp2(jnp.array([0.0, power, 0.0, power])), 32)[:, None]
+    exact = np.float64(x[:, :128]) @ np.float64(w), np.float64(dy[:, :128] @ w.T)
+    found = products(recipes.row_block_equalized, x[:, :128], w, dy[:, :128])
+    for value, true in zip(found[:2], exact, strict=True):
+        assert np.std(value - true) < 0.03 * np.std(true)
 
 
 def test_frozen_codes_are_of_the_equalized_weight():

@@ -85,6 +85,7 @@ def test_each_update_follows_the_equations_from_the_stored_moments():
         exact = m / (1 - B1**t) / (np.sqrt(v / (1 - B2**t)) + EPS)
         updates, state = update({"w": g}, state)
         np.testing.assert_allclose(updates["w"], exact, rtol=1e-5, atol=1e-6)
+        m = np.where(moments(state)[1] == 0, 0.0, m)
         for moment, stored in ((m, state.mu["w"]), (v, state.nu["w"])):
             values, scale = (np.asarray(a, np.float64) for a in stored)
             unit = moment / scale
@@ -251,6 +252,24 @@ def test_complex_parameters_are_refused():
     for optimizer in optim.fp8_adamw(1e-3), sgd:
         with pytest.raises(TypeError, match="takes real parameters; got complex64"):
             optimizer.init(params)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_small_gradients_give_no_large_steps(rounding):
+    """Where the second moment is 0 in FP8 and the first would not be."""
+    optimizer = optim.scale_by_fp8_adam(rounding=rounding)
+    scales = np.logspace(0, -9, 10, dtype=np.float32)[:, None]
+
+    @jax.jit
+    def largest(grads):
+        def step(state, g):
+            updates, state = optimizer.update(g, state)
+            return state, jnp.max(jnp.abs(updates))
+
+        return jax.lax.scan(step, optimizer.init(grads[0]), grads)[1]
+
+    grads = jnp.asarray(normal((100, 10, 512)) * scales)
+    assert jnp.max(largest(grads)) < 6.0
 
 
 @pytest.mark.parametrize("rounding", with_first_fast(["nearest", "stochastic"]))

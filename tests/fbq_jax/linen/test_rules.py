@@ -64,6 +64,18 @@ def test_report_lists_unused_rules_and_unmatched_layers():
     assert report.unmatched_layers == ("head",)
 
 
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit])
+def test_a_lifted_function_is_no_layer(lift):
+    class Lifted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return lift(lambda layer, x: layer(x))(nn.Dense(32, name="dense"), x)
+
+    _, report = fbq_jax.quantize(Lifted(), {".*": SMALL}, jax.random.key(0), X)
+    assert report.layers == {"dense": ".*"}
+    assert report.unmatched_layers == ()
+
+
 def test_paths_under_lifted_transforms():
     class Layer(nn.Module):
         @nn.compact

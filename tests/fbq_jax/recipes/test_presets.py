@@ -108,10 +108,13 @@ def equalized(equations, x, w, dy):
     Means are in sixteenths.
     """
     powers = np.floor(np.log2(np.abs(w)))
-    powers = np.maximum(powers - powers.max(), -32)
-    means = [np.floor(16 * powers.mean(axis)) for axis in (1, 0)]
-    mean = np.floor(means[0].mean())
-    rows, columns = (np.exp2(np.floor((x - mean + 8) / 16)) for x in means)
+    factors = []
+    for axis in (1, 0):
+        means = np.floor(16 * powers.mean(axis, keepdims=True))
+        power = np.floor((means - np.floor(means.mean()) + 8) / 16)
+        powers -= power
+        factors.append(np.exp2(power).ravel())
+    rows, columns = factors
     both = np.outer(rows, columns)
     y, dx, dw = equations(
         *(array.astype(np.float32) for array in (x * rows, w / both, dy * columns))

@@ -110,11 +110,16 @@ ROWS_AND_BLOCKS = Gemm(scales=("row_block", "block"))
         ({"dlhs": Gemm(fallback=True)}, "dlhs.fallback", "in a drhs"),
         ({"drhs": Gemm(fallback="lhs")}, "drhs.fallback", "True or False"),
         ({"equalize": 1}, "equalize", "True or False"),
-        ({"equalize": True}, "equalize", "unless drhs is unquantized or has scales"),
+        ({"equalize": True}, "equalize", "unless drhs has scales 'row' or"),
         (
             {"equalize": True, "drhs": Gemm(scales=("row", "tensor"))},
             "equalize",
             "'row' or 'row_block' for both operands",
+        ),
+        (
+            {"equalize": True, "drhs": Gemm(**FLOATS, keeps="codes")},
+            "equalize",
+            "unquantized and keeps 'floats'",
         ),
         (
             {"criterion": None, "drhs": Gemm(rhs="stochastic", fallback=True)},
