@@ -90,10 +90,10 @@ def _powers(exponent: jax.Array, counted: jax.Array, axis: int) -> jax.Array:
     """By how much means along an axis exceed their mean, rounded; 0 without values."""
     total = jnp.sum(exponent, axis, dtype=jnp.int32)
     number = jnp.sum(counted, axis, dtype=jnp.int32)
-    exist = number > 0
+    exist, number = number > 0, jnp.maximum(number, 1)
     # In sixteenths, without a product that leaves int32.
-    whole, rest = jnp.divmod(total, jnp.maximum(number, 1))
-    means = (whole << _FRACTION) + (rest << _FRACTION) // jnp.maximum(number, 1)
+    whole, remainder = jnp.divmod(total, number)
+    means = (whole << _FRACTION) + (remainder << _FRACTION) // number
     of_all = jnp.sum(jnp.where(exist, means, 0), 1, keepdims=True, dtype=jnp.int32)
     of_all //= jnp.maximum(jnp.sum(exist, 1, keepdims=True, dtype=jnp.int32), 1)
     powers = (means - of_all + 2 ** (_FRACTION - 1)) >> _FRACTION

@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from examples.llama.data import (
+    HELD_OUT,
+    SEPARATOR,
     Corpus,
     DataError,
     batches,
@@ -46,8 +48,12 @@ def counting(train: int, val: int = 0) -> Corpus:
 def test_standard_library_is_the_default() -> None:
     corpus = load_corpus()
     assert corpus.vocab_size == 256
-    # One of 20 files: 5 % of the bytes in some Pythons, 11 % in others.
-    assert len(corpus.train) > 5 * len(corpus.val) > 1_000_000
+    # Of the bytes, 5 % are held out in some Pythons, and 11 % in others.
+    parts = corpus.train.tobytes(), corpus.val.tobytes()
+    train, val = (part.count(SEPARATOR) + 1 for part in parts)
+    assert val == (train + val) // HELD_OUT
+    assert len(corpus.train) > 1_000_000
+    assert 10 * len(corpus.val) > 1_000_000
     assert b"class JSONDecodeError(ValueError)" in corpus.train.tobytes()
 
 

@@ -36,13 +36,15 @@ def scales(*sizes):
 
 
 def maxima(*sizes):
-    """Reductions of maxima of N columns of W and dY, K columns of X, or matrices."""
+    """Reductions of maxima of N columns of W and dY, K columns of X, or matrices.
+
+    Those of means, which are of integers, too, have the same type.
+    """
     return [("all-reduce", "s32", size) for size in sizes]
 
 
-# The factors of W's rows, for X and for dX, and sums and numbers of integers: of the
-# means of rows, and of each column.
-EQUALIZED = [*scales(K, K), *[("all-reduce", "s32", size) for size in (1, 1, N, N)]]
+# The factors of W's rows, for X and for dX, and means of rows and of columns.
+EQUALIZED = [*scales(K, K), *maxima(1, 1, N, N)]
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
 COLLECTIVES = {
     "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
