@@ -311,6 +311,11 @@ def test_each_stage_has_a_run_for_each_recipe_and_seed(tmp_path: Path) -> None:
     assert larger["config"]["save_every"] == 0
     assert len(parity.commands(TOY, *folders)) == 10
     assert len(longer.commands(TOY, *folders)) == 9
+    of_lrs = longer.commands(SEEDS, *folders)
+    rates = [
+        run["config"]["lr"] for command in of_lrs.values() for run in runs_of(command)
+    ]
+    assert rates == [1e-3] * 7 + [3e-3] * 7
     of_recipe = outliers.commands(TOY, *folders)
     assert len(of_recipe) == 9
     for name, number in ("bf16", 15), ("fallback", 12):
@@ -385,7 +390,7 @@ def a_run(recipe: str, **more: Any) -> dict[str, Any]:
     of_layers = {"layers/mlp/down": {"rate": rates, "theta": rates}}
     return {
         "done": True,
-        "options": {"recipe": recipe, "steps": 20, "batch": 4, "seq": 8}
+        "options": {"recipe": recipe, "steps": 20, "batch": 4, "seq": 8, "lr": 0.1}
         | {"corpus": {"train": 320}},
         "machine": {"device": "a device"},
         "steps": 20,
@@ -403,7 +408,10 @@ def write_results(results: Path) -> None:
     for recipe in ("bf16", "fallback"):
         for seed in range(2):
             runs.save(a_run(recipe), results / "parity" / f"{recipe}-{seed}.json")
-        runs.save(a_run(recipe), results / "longer" / f"{recipe}.json")
+        for lr in 0.1, 0.2:
+            of_lr = a_run(recipe)
+            of_lr["options"]["lr"] = lr
+            runs.save(of_lr, results / "longer" / f"{recipe}-{lr}.json")
         for seed, model in itertools.product(range(3), ("58", "606")):
             name = f"{model}-{recipe}-{seed}.json"
             run = a_run(recipe, model=model, weights=f"of {model}")
@@ -495,7 +503,7 @@ def test_page_is_drawn_from_the_results_alone(
     assert "| fallback | +0.00400 ± 0.00000 | +0.00400 ± 0.00000 |" in text
     assert "| block-0 (diverged at step 20) | nan |  |  |  | 1,000 | 2.0 |" in text
     assert "| rowwise-0 (stopped at step 9) | 3.0070 |  |  |  | 1,000 | 2.0 |" in text
-    assert "| block-0 | 20 | at step 20 | nan |" in text
+    assert "| block | 0.1 | 20 | at step 20 | nan |" in text
     assert "| trained | absmax | 1.0e-01 |" in text
     assert "| trained | block | 8 | 0.1 |" in text
     # The busiest columns of the 2 layers differ; they have 4 of the 5 blocks.
@@ -521,11 +529,11 @@ def test_stages_that_were_stopped_are_drawn(
     for run in (tmp_path / "outliers").glob("*-bf16-*.json"):
         run.unlink()
     nothing = a_run("bf16", loss=[None] * 20)
-    runs.save(nothing, tmp_path / "longer" / "bf16.json")
+    runs.save(nothing, tmp_path / "longer" / "bf16-0.1.json")
     assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
     for run in (tmp_path / "longer").iterdir():
         run.unlink()
-    runs.save(nothing, tmp_path / "longer" / "bf16.json")
+    runs.save(nothing, tmp_path / "longer" / "bf16-0.1.json")
     assert __main__.main(["draw", f"--results={tmp_path}"]) == 0
 
 

@@ -173,15 +173,26 @@ def thresholds(runs: dict[str, Json]) -> Figure:
 
 
 def longer(runs: dict[str, Json]) -> Figure:
-    """Training losses at a high learning rate without clipping."""
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.subplots()
-    losses = {name: smooth(_floats(run["loss"])) for name, run in runs.items()}
-    for name, loss in losses.items():
-        axes.plot(1 + np.arange(len(loss)), loss, label=name, **recipe_style(name))
-    axes.set(title="Training loss, smoothed", xlabel="step", ylabel="nats per token")
-    _crop_the_descent(axes, losses.values())
-    finish(axes, "lower left")
+    """Training losses without clipping, in one plot for each learning rate."""
+    lrs = sorted({run["options"]["lr"] for run in runs.values()})
+    figure = Figure(figsize=(10, 1 + 4 * len(lrs)), layout="constrained")
+    for axes, lr in zip(
+        figure.subplots(len(lrs), squeeze=False)[:, 0], lrs, strict=True
+    ):
+        losses = {
+            run["options"]["recipe"]: smooth(_floats(run["loss"]))
+            for run in runs.values()
+            if run["options"]["lr"] == lr
+        }
+        for name, loss in losses.items():
+            axes.plot(1 + np.arange(len(loss)), loss, label=name, **recipe_style(name))
+        axes.set(
+            title=f"Training loss at a learning rate of {lr:g}, smoothed",
+            xlabel="step",
+            ylabel="nats per token",
+        )
+        _crop_the_descent(axes, losses.values())
+        finish(axes, "lower left")
     return figure
 
 

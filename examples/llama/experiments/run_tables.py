@@ -250,18 +250,21 @@ def planted(results: Path) -> str:
 def longer(results: Path) -> str:
     """Where each long run diverged, and its last validation loss."""
     rows = []
-    for name, run in result_files.runs(results, "longer").items():
+    runs = result_files.runs(results, "longer").values()
+    for run in sorted(runs, key=lambda run: run["options"]["lr"]):
         # A run can end at a gradient that is not finite although all losses are.
         step = run["steps"] if "diverged" in run else diverged_at(run["loss"])
         rows.append(
             [
-                name,
+                run["options"]["recipe"],
+                f"{run['options']['lr']:g}",
                 str(run["steps"]) + ("" if run["done"] else " (stopped)"),
                 "no" if step is None else f"at step {step}",
                 f"{result_files.last_val_loss(run):.4f}",
             ]
         )
-    return table(("recipe", "steps", "diverged", "last validation loss"), rows)
+    head = "recipe", "learning rate", "steps", "diverged", "last validation loss"
+    return table(head, rows)
 
 
 def diverged_at(loss: list[float | None]) -> int | None:

@@ -18,6 +18,7 @@ class Settings:
         pretrain: The options of the runs in `parity`.
         finetune: Options of the runs in `outliers` that differ from `pretrain`.
         longer: Options of the runs in `longer` that differ from `pretrain`.
+        longer_lrs: Their learning rates; each recipe has a run with each.
         killed: Options of the runs in `killed` that differ from `pretrain`.
         mesh: The devices of each run in `parity`, as for `--mesh`; empty for one.
         studied: The number of sequences whose activations are studied. 0 if there is
@@ -33,6 +34,7 @@ class Settings:
     pretrain: dict[str, Any]
     finetune: dict[str, Any]
     longer: dict[str, Any]
+    longer_lrs: tuple[float, ...]
     killed: dict[str, Any]
     mesh: str = ""
     studied: int
@@ -56,8 +58,9 @@ FULL = Settings(
     | {"log_every": 16, "eval_every": 96, "save_every": 1536},
     finetune={"batch": 32, "steps": 64, "lr": 2e-5, "eval_every": 64, "save_every": 0},
     # Five times as many steps, with fewer tokens, so that they take minutes.
-    longer={"batch": 4, "steps": 7680, "lr": 1e-2, "clip": 0.0}
+    longer={"batch": 4, "steps": 7680, "clip": 0.0}
     | {"log_every": 64, "eval_every": 768, "save_every": 7680},
+    longer_lrs=(1e-2,),
     killed={"batch": 16, "steps": 96, "log_every": 1, "save_every": 32},
     studied=4,
 )
@@ -92,7 +95,8 @@ SEEDS = dataclasses.replace(
         )
     ),
     pretrain=FULL.pretrain | {"save_every": 0},
-    longer=FULL.longer | {"lr": 3e-3, "save_every": 0},
+    longer=FULL.longer | {"save_every": 0},
+    longer_lrs=(1e-3, 3e-3),
 )
 
 # 1.06 billion parameters and 67 million tokens, so that a run should take less than
@@ -121,7 +125,8 @@ TOY = Settings(
     | {"seq": 32, "batch": 4, "steps": 8, "lr": 1e-2}
     | {"log_every": 2, "eval_every": 4, "save_every": 8},
     finetune={"steps": 2, "lr": 2e-5, "eval_every": 2, "save_every": 0},
-    longer={"steps": 16, "lr": 3e-1, "clip": 0.0, "eval_every": 8, "save_every": 16},
+    longer={"steps": 16, "clip": 0.0, "eval_every": 8, "save_every": 16},
+    longer_lrs=(3e-1,),
     killed={"log_every": 1, "save_every": 3},
     studied=4,
     gradient_factor=64,
