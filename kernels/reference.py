@@ -296,6 +296,7 @@ def quantize_vectors(
 def quantize_row_blocks(
     x: jax.Array,
     seeds: rounding.Seeds,
+    factors: jax.Array | None = None,
     *,
     block: Block,
     rowwise: rounding.Rounding | None,
@@ -317,6 +318,8 @@ def quantize_row_blocks(
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       seeds: the seeds of stochastic rounding, of B matrices.
+      factors: float32 ``[B, C]``, which multiply the columns of x in the rowwise
+        layout, in float32; or None.
       block: ``(r, c)``, rows and columns of a block.
       rowwise: the rounding of the rowwise codes ``[B, R, C]``, with scales
         ``[B, R, ceil(C/c)]``, or None to omit this layout.
@@ -332,12 +335,14 @@ def quantize_row_blocks(
     """
     x = transform_rows(x) if hadamard else x
     run = functools.partial(
-        quantize, x, seeds, global_offset=global_offset, dtype=dtype
+        quantize, seeds=seeds, global_offset=global_offset, dtype=dtype
     )
-    main, _ = run(block=(1, block[1]), rowwise=rowwise, colwise=None)
     columns = block[1] if colwise_in_blocks else 1
-    block = block[0], columns
-    _, transposed = run(block=block, rowwise=None, colwise=colwise, sums=sums)
+    of_columns = block[0], columns
+    _, transposed = run(x, block=of_columns, rowwise=None, colwise=colwise, sums=sums)
+    if factors is not None:
+        x = x.astype(jnp.float32) * factors[:, None]
+    main, _ = run(x, block=(1, block[1]), rowwise=rowwise, colwise=None)
     return Layouts(main, transposed)
 
 

@@ -207,8 +207,7 @@ def _seeded_dot_general(
     ) -> tuple[jax.Array, Stats]:
         x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
         x, weight = as_varying((x, w if codes is None else codes))
-        matmul = _equalized_matmul if recipe.equalize else _matmul
-        y, stats = matmul(spec, x, weight, scalars.on_device(x))
+        y, stats = _matmul(spec, x, weight, scalars.on_device(x))
         return y.reshape(out.shape), stats
 
     return automatic(multiply, out)(lhs, rhs, scalars, codes)
@@ -218,31 +217,13 @@ def _matmul(
     spec: Spec, x: jax.Array, w: jax.Array | QTensor, scalars: Scalars
 ) -> tuple[jax.Array, Stats]:
     """``matmul_vjp.matmul``; the weight of a frozen layer is its colwise codes."""
-    weight = w.main if isinstance(w, QTensor) else w
-    return matmul_vjp.matmul(spec, x, weight, scalars)
-
-
-def _equalized_matmul(
-    spec: Spec, x: jax.Array, w: jax.Array | QTensor, scalars: Scalars
-) -> tuple[jax.Array, Stats]:
-    """``_matmul`` of equalized operands; the metric is that of ``X R``."""
     if isinstance(w, QTensor):
-        assert w.exponents is not None
-        powers = w.exponents.mT
-    else:
-        exponents = mark_constant(equalization.exponents)
-        powers = exponents(lax.stop_gradient(w))
-        w = powers.remove(w)
-    equalized = spec._replace(
-        dtype=equalization.wide(spec.dtype),
-        lhs_dtype=equalization.wide(spec.lhs_dtype),
-        rhs_dtype=equalization.wide(spec.rhs_dtype),
-    )
-    x = x.astype(equalized.lhs_dtype)
-    x = equalization.multiply(x, powers.rows, x.ndim - 1)
-    y, stats = _matmul(equalized, x, w, scalars)
-    y = equalization.multiply(y, powers.columns, y.ndim - 1)
-    return y.astype(spec.dtype), stats
+        exponents = w.exponents and w.exponents.mT
+        return matmul_vjp.matmul(spec, x, w.main, scalars, exponents=exponents)
+    exponents = None
+    if spec.recipe.equalize:
+        exponents = mark_constant(equalization.exponents)(lax.stop_gradient(w))
+    return matmul_vjp.matmul(spec, x, w, scalars, exponents=exponents)
 
 
 def _quantizes(

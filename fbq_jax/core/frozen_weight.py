@@ -254,10 +254,9 @@ def quantize_weight(
     matrices, powers = rhs_matrix(w, dimension_numbers), None
     if recipe.equalize:
         powers = equalization.exponents(matrices)
-        matrices = powers.remove(matrices)
     dtype = matrices.dtype
     spec = Spec(recipe, dtype, dtype, dtype, config.implementation)
-    main = quantize_rhs(spec, matrices, seed, save=False).colwise
+    main = quantize_rhs(spec, matrices, seed, powers, save=False).colwise
     assert main is not None
     # Stored weights have the same arrays, whatever device freezes them.
     main = main._replace(sums=None)

@@ -7,6 +7,7 @@ saves X and W in the form that the backward GEMMs read: INT8 codes and scales, o
 operand itself for an unquantized GEMM.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
-from fbq_jax.core import threshold
+from fbq_jax.core import equalization, threshold
+from fbq_jax.core.equalization import Exponents
 from fbq_jax.core.gemms import DENSE, Gemms
 from fbq_jax.core.noise import frozen_seed
 from fbq_jax.core.quantize_operands import (
@@ -25,7 +27,8 @@ from fbq_jax.core.quantize_operands import (
     quantize_lhs,
     quantize_rhs,
 )
-from fbq_jax.core.spec import Spec
+from fbq_jax.core.rows import Matrices, Rows
+from fbq_jax.core.spec import GemmSpec, Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed
@@ -48,6 +51,7 @@ def matmul(
     w: jax.Array | Quantized,
     scalars: Scalars,
     gemms: Gemms = DENSE,
+    exponents: Exponents | None = None,
 ) -> tuple[jax.Array, Stats]:
     """Multiplies X with W and measures the blocks of X.
 
@@ -58,13 +62,14 @@ def matmul(
       w: ``[B, K, N]``, the weight; in a frozen layer, its colwise codes.
       scalars: the threshold and the seeds of the call.
       gemms: runs the INT8 GEMMs.
+      exponents: equalize the INT8 GEMMs of a dense layer; None leaves them as they are.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]``, and the stats.  Their metric is float32
       ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]`` without
       a criterion).
     """
-    return matmul_fwd(spec, x, w, scalars, gemms, save=False)[0]
+    return matmul_fwd(spec, x, w, scalars, gemms, exponents, save=False)[0]
 
 
 class SavedMatmul(NamedTuple):
@@ -78,6 +83,7 @@ class SavedMatmul(NamedTuple):
       seed: seeds the noise of dY.
       residual: the second term of ``lhs``; None if dW has one term.
       gemms: runs the INT8 GEMMs.
+      exponents: as in ``matmul``.
     """
 
     lhs: Quantized | jax.Array | None
@@ -85,6 +91,7 @@ class SavedMatmul(NamedTuple):
     seed: CallSeed
     residual: Quantized | None = None
     gemms: Gemms = DENSE
+    exponents: Exponents | None = None
 
 
 def matmul_fwd(
@@ -93,31 +100,54 @@ def matmul_fwd(
     w: jax.Array | Quantized,
     scalars: Scalars,
     gemms: Gemms,
+    exponents: Exponents | None = None,
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
     """The results of ``matmul``, and what its backward pass reads if ``save``."""
     frozen = isinstance(w, Quantized)
     if isinstance(w, Quantized) and not save and gemms == DENSE:
-        y = _quantize_matmul(spec, x, w, scalars)
+        y = _quantize_matmul(spec, x, w, scalars, exponents)
         if y is not None:
             # Nothing reads the stats of a frozen layer: its state does not change.
             metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
             return (y, threshold.without_fallback(scalars, metric)), None
-    rows, blocks = gemms.tile_rows(x), gemms.count_blocks(spec, x)
+    rows = _rows(gemms, x, exponents and exponents.rows)
+    blocks = gemms.count_blocks(spec, x)
     lhs, residual, stats = quantize_lhs(
         spec, rows, scalars, blocks, save=save and not frozen, frozen=frozen
     )
     seed = scalars.later_seed(stats)
-    y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
+    y, saved = forward(spec, lhs, residual, w, seed, gemms, exponents, x=x, save=save)
     return (y, stats), saved
 
 
+def _rows(gemms: Gemms, x: jax.Array, exponents: jax.Array | None) -> Rows:
+    """X or dY in the form that the ops quantize, rowwise with these exponents."""
+    return gemms.tile_rows(x) if exponents is None else Matrices(x, exponents)
+
+
+def _equalized(spec: GemmSpec, exponents: Exponents | None) -> GemmSpec:
+    """A GEMM whose output ``_restore`` multiplies."""
+    return spec._replace(dtype=equalization.wide(spec.dtype)) if exponents else spec
+
+
+def _restore(spec: GemmSpec, y: jax.Array, exponents: jax.Array | None) -> jax.Array:
+    """The output of an equalized GEMM, times the powers of two of its columns."""
+    if exponents is None:
+        return y
+    return equalization.multiply(y, exponents, y.ndim - 1).astype(spec.dtype)
+
+
 def _quantize_matmul(
-    spec: Spec, x: jax.Array, w: Quantized, scalars: Scalars
+    spec: Spec,
+    x: jax.Array,
+    w: Quantized,
+    scalars: Scalars,
+    exponents: Exponents | None,
 ) -> jax.Array | None:
     """Y of a frozen layer, if one op is to quantize X and to multiply; or None."""
-    gemm, block_shape, dtype, implementation = spec.fwd
+    gemm, block_shape, dtype, implementation = _equalized(spec.fwd, exponents)
     quantizer = gemm.quantizers[0]
     assert quantizer is not None  # a frozen forward GEMM is in INT8
     how: dict[str, Any] = {
@@ -132,7 +162,10 @@ def _quantize_matmul(
     ):
         return None
     theta = jnp.broadcast_to(scalars.theta, x.shape[:1])
-    return ops.quantize_matmul(x, theta, w, dtype=dtype, reduce=gemm.reduce, **how)
+    if exponents is not None:
+        x = equalization.multiply(x.astype(dtype), exponents.rows, x.ndim - 1)
+    y = ops.quantize_matmul(x, theta, w, dtype=dtype, reduce=gemm.reduce, **how)
+    return _restore(spec.fwd, y, exponents and exponents.columns)
 
 
 def forward(
@@ -142,6 +175,7 @@ def forward(
     w: jax.Array | Quantized,
     seed: CallSeed,
     gemms: Gemms = DENSE,
+    exponents: Exponents | None = None,
     *,
     x: jax.Array | None = None,
     save: bool,
@@ -155,10 +189,11 @@ def forward(
       w: the weight, as in ``matmul``.
       seed: seeds stochastic rounding of W and dY.
       gemms: runs the INT8 GEMMs.
+      exponents: as in ``matmul``.
       x: the activation, as in ``matmul``; read by unquantized GEMMs only.
       save: whether there will be a backward pass.
     """
-    recipe, rhs = spec.recipe, quantize_rhs(spec, w, seed, save=save)
+    recipe, rhs = spec.recipe, quantize_rhs(spec, w, seed, exponents, save=save)
     if recipe.fwd.in_floats:
         assert x is not None
         assert not isinstance(w, Quantized)  # a frozen forward GEMM is in INT8
@@ -166,7 +201,9 @@ def forward(
     else:
         assert lhs.rowwise is not None
         assert rhs.colwise is not None
-        y = gemms.multiply(spec.fwd, lhs.rowwise, residual.rowwise, rhs.colwise, seed)
+        gemm = _equalized(spec.fwd, exponents)
+        y = gemms.multiply(gemm, lhs.rowwise, residual.rowwise, rhs.colwise, seed)
+        y = _restore(spec.fwd, y, exponents and exponents.columns)
     if not save:
         return y, None
     warn_of_copies()
@@ -176,7 +213,8 @@ def forward(
     saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
     saved_seed = checkpoint_name(seed, SEED_NAME)
     second = checkpoint_name(residual.colwise, LHS_NAME)
-    return y, SavedMatmul(saved_lhs, saved_rhs, saved_seed, second, gemms)
+    exponents = checkpoint_name(exponents, RHS_NAME)
+    return y, SavedMatmul(saved_lhs, saved_rhs, saved_seed, second, gemms, exponents)
 
 
 def _to_save(
@@ -201,10 +239,10 @@ def _to_save(
 
 def _matmul_bwd(
     spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, Stats]
-) -> tuple[jax.Array, jax.Array | None, None, None]:
+) -> tuple[jax.Array, jax.Array | None, None, None, None]:
     dy, _ = cotangents
     grad = quantize_cotangent(spec, saved, dy)
-    return (*backward(spec, saved, grad, dy), None, None)
+    return (*backward(spec, saved, grad, dy), None, None, None)
 
 
 matmul.defvjp(matmul_fwd, _matmul_bwd)
@@ -212,7 +250,8 @@ matmul.defvjp(matmul_fwd, _matmul_bwd)
 
 def quantize_cotangent(spec: Spec, saved: SavedMatmul, dy: jax.Array) -> Layouts:
     """The codes of dY, the gradient of the product, for ``backward``."""
-    rows, seed = saved.gemms.tile_rows(dy), grad_seed(saved, dy)
+    rows = _rows(saved.gemms, dy, saved.exponents and saved.exponents.columns)
+    seed = grad_seed(saved, dy)
     return quantize_grad(spec, rows, seed, frozen=saved.lhs is None)
 
 
@@ -232,19 +271,21 @@ def backward(
       grad: the codes of dY.
       dy: dY itself; read by unquantized GEMMs only.
     """
-    lhs, rhs, seed, residual, gemms = saved
+    lhs, rhs, seed, residual, gemms, exponents = saved
     if spec.recipe.dlhs.in_floats:
         assert dy is not None
-        dx = float_matmul(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
+        dx = float_matmul(dy, _transposed_rhs(spec, rhs, exponents), spec.lhs_dtype)
     else:
         assert isinstance(rhs, Quantized)
         assert grad.rowwise is not None
-        dx = gemms.multiply_grad(spec.dlhs, grad.rowwise, rhs, seed)
+        gemm = _equalized(spec.dlhs, exponents)
+        dx = gemms.multiply_grad(gemm, grad.rowwise, rhs, seed)
+        dx = _restore(spec.dlhs, dx, exponents and exponents.rows)
     if lhs is None:
         dw = None
     elif spec.recipe.drhs.in_floats:
         assert dy is not None
-        dw = float_matmul(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
+        dw = float_matmul(_transposed_lhs(spec, lhs, exponents), dy, spec.rhs_dtype)
     else:
         assert isinstance(lhs, Quantized)
         assert grad.colwise is not None
@@ -269,17 +310,25 @@ def float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
     ).astype(dtype)
 
 
-def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
+def _transposed_lhs(
+    spec: Spec, lhs: Quantized | jax.Array, exponents: Exponents | None
+) -> jax.Array:
     """X', dequantized if its codes were saved."""
-    if isinstance(lhs, Quantized):
-        codes = forward_qtensor(spec.recipe, lhs, spec.fwd.block_shape[:2])
+    if not isinstance(lhs, Quantized):
+        return lhs.mT
+    codes = forward_qtensor(spec.recipe, lhs, spec.fwd.block_shape[:2])
+    if exponents is None:
         return codes.dequantize(spec.lhs_dtype).mT
-    return lhs.mT
+    x = equalization.multiply(codes.dequantize(), -exponents.rows, 2)
+    return x.astype(spec.lhs_dtype).mT
 
 
-def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
+def _transposed_rhs(
+    spec: Spec, rhs: Quantized | jax.Array, exponents: Exponents | None
+) -> jax.Array:
     """W', dequantized if its codes were saved; colwise codes are W' already."""
-    if isinstance(rhs, Quantized):
-        codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1])
-        return codes.dequantize(spec.rhs_dtype)
-    return rhs.mT
+    if not isinstance(rhs, Quantized):
+        return rhs.mT
+    codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1])
+    codes = dataclasses.replace(codes, exponents=exponents and exponents.mT)
+    return codes.dequantize(spec.rhs_dtype)

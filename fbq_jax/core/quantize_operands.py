@@ -9,7 +9,8 @@ have the same kind of scales.
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.core import threshold
+from fbq_jax.core import equalization, threshold
+from fbq_jax.core.equalization import Exponents
 from fbq_jax.core.noise import GRAD_STREAM, LHS_STREAM, RHS_STREAM
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.rows import FallbackCall, Matrices, Rows
@@ -64,14 +65,20 @@ def quantize_lhs(
 
 
 def quantize_rhs(
-    spec: Spec, w: jax.Array | Quantized, seed: CallSeed, *, save: bool
+    spec: Spec,
+    w: jax.Array | Quantized,
+    seed: CallSeed,
+    exponents: Exponents | None = None,
+    *,
+    save: bool,
 ) -> Layouts:
     """Quantizes W, ``[B, K, N]``, in the layouts that INT8 GEMMs read.
 
     The weight of a frozen layer (``fbq_jax.core.frozen_weight``) is already stored as
     colwise codes.  Its rowwise codes are the same ones where both layouts of a weight
-    share codes and scales, and otherwise those of the dequantized weight.  ``save``
-    says whether the backward pass needs the rowwise codes.
+    share codes and scales, and otherwise those of the dequantized weight.  Codes are of
+    the weight equalized by ``exponents``, as those of a frozen layer already are.
+    ``save`` says whether the backward pass needs the rowwise codes.
     """
     recipe = spec.recipe
     rows = recipe.dlhs.quantizers[1] if save else None
@@ -82,12 +89,13 @@ def quantize_rhs(
         if rows == columns and rows.scales == "block":
             return Layouts(Quantized(w.codes.mT, w.scales.mT), w)
         codes = forward_qtensor(recipe, w, spec.fwd.block_shape[:0:-1])
-        floats, columns = codes.dequantize(spec.rhs_dtype).mT, None
+        dtype = equalization.wide(spec.rhs_dtype) if exponents else spec.rhs_dtype
+        floats, columns, exponents = codes.dequantize(dtype).mT, None, None
     else:
         floats = w
 
-    def quantize(w: jax.Array, seed: CallSeed) -> Layouts:
-        return Matrices(w).quantize(
+    def quantize(w: jax.Array, seed: CallSeed, exponents: Exponents | None) -> Layouts:
+        return Matrices(exponents.remove(w) if exponents else w).quantize(
             spec,
             seed,
             RHS_STREAM,
@@ -99,7 +107,7 @@ def quantize_rhs(
 
     if not any(x and x.rounding == "stochastic" for x in (rows, columns)):
         seed = jnp.zeros((), jnp.uint32)  # not read, so codes depend on W only
-    layouts = mark_constant(quantize)(floats, seed)
+    layouts = mark_constant(quantize)(floats, seed, exponents)
     return Layouts(layouts.rowwise, w) if isinstance(w, Quantized) else layouts
 
 

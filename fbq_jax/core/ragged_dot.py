@@ -225,9 +225,9 @@ def _check_config(config: DotConfig) -> None:
             f"{recipe_name(recipe)}. Rules give layers of experts their own recipe, as "
             "in {'.*moe.*': recipes.fallback, ...}"
         )
-    if recipe.drhs.fallback:
+    if recipe.drhs.fallback or recipe.equalize:
         raise ValueError(
-            "a ragged dot takes a recipe without drhs.fallback; got "
+            "a ragged dot takes a recipe without drhs.fallback and equalize; got "
             f"{describe_recipe(recipe)}"
         )
     if recipe.where_slower != "quantize":

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
-from fbq_jax.core import threshold
+from fbq_jax.core import equalization, threshold
 from fbq_jax.core.noise import LHS_STREAM, RESIDUAL_STREAM, seeds_of
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
@@ -125,7 +125,7 @@ class Rows(abc.ABC):
           colwise: the quantizer of the colwise layout, or None.
         """
         quantizers = {"rowwise": rowwise, "colwise": colwise}
-        if rowwise and colwise and not _share_op(rowwise, colwise):
+        if rowwise and colwise and not self._share_op(rowwise, colwise):
             one = functools.partial(self.quantize, spec, seed, stream, block, as_rhs)
             rowwise_codes = one(rowwise=rowwise, colwise=None).rowwise
             return Layouts(rowwise_codes, one(rowwise=None, colwise=colwise).colwise)
@@ -139,6 +139,12 @@ class Rows(abc.ABC):
         seeds = seeds_of(seed, stream, self.indices)
         return self._quantize(spec, seeds, block, Wanted(rowwise, colwise, sums))
 
+    def _share_op(self, rowwise: Quantizer, colwise: Quantizer) -> bool:
+        """Whether one op quantizes both layouts."""
+        scales = rowwise.scales, colwise.scales
+        in_one_op = scales[0] == scales[1] or scales == ("row_block", "block")
+        return in_one_op and rowwise[2:] == colwise[2:]
+
     @abc.abstractmethod
     def _quantize(
         self, spec: Spec, seeds: Seeds, block: Block, wanted: Wanted
@@ -150,22 +156,32 @@ class Rows(abc.ABC):
         """``quantize_lhs`` for a recipe with a criterion."""
 
 
-def _share_op(rowwise: Quantizer, colwise: Quantizer) -> bool:
-    """Whether one op quantizes both layouts."""
-    scales = rowwise.scales, colwise.scales
-    in_one_op = scales[0] == scales[1] or scales == ("row_block", "block")
-    return in_one_op and rowwise[2:] == colwise[2:]
-
-
 @dataclasses.dataclass(frozen=True)
 class Matrices(Rows):
     """Matrices.
 
     Attributes:
       values: ``[B, M, K]`` or ``[B, G, R, K]``.
+      exponents: int32 ``[B, K]``, of the powers of two that multiply the columns in the
+        rowwise layout; or None.
     """
 
     values: jax.Array
+    exponents: jax.Array | None = None
+
+    def _share_op(self, rowwise: Quantizer, colwise: Quantizer) -> bool:
+        """Only one of the ops multiplies in one layout and not in the other."""
+        can_multiply = self.exponents is None or rowwise.scales == "row_block"
+        return can_multiply and super()._share_op(rowwise, colwise)
+
+    @property
+    def _rowwise_values(self) -> jax.Array:
+        """The values of the rowwise layout."""
+        x, exponents = self.values, self.exponents
+        if exponents is None:
+            return x
+        x = x.astype(equalization.wide(x.dtype))
+        return equalization.multiply(x, exponents, x.ndim - 1)
 
     @property
     def indices(self) -> jax.Array:
@@ -180,6 +196,13 @@ class Matrices(Rows):
         # Only the two ops that make FP8 codes take their dtype.
         codes = spec.recipe.codes
         dtype: Any = {} if codes == "int8" else {"dtype": codes}
+        x = self.values
+        factors: tuple[jax.Array, ...] = ()
+        if wanted.rowwise is not None and self.exponents is not None:
+            if quantizer.scales == "row_block":
+                factors = (equalization.factors(self.exponents),)
+            else:
+                x = self._rowwise_values
         if quantizer.scales == "row_block":
             quantize = functools.partial(
                 ops.quantize_row_blocks,
@@ -201,10 +224,11 @@ class Matrices(Rows):
                 per_tensor=quantizer.scales == "tensor",
                 hadamard=quantizer.hadamard,
             )
-        x, seeds = _split_shards(self.values, seeds, quantizer.shards)
+        x, seeds = _split_shards(x, seeds, quantizer.shards)
         layouts: Layouts = quantize(
             hadamard.pad_rows(x) if quantizer.hadamard else x,
             seeds,
+            *factors,
             **wanted.roundings,
             implementation=spec.implementation,
         )
@@ -215,8 +239,9 @@ class Matrices(Rows):
         spec, scalars, _, colwise, _ = call
         recipe, block = spec.recipe, spec.recipe.lhs_block
         in_blocks = colwise is not None and colwise.scales == "block"
+        in_blocks &= self.exponents is None  # both layouts have the same values
         main, residual, metric, colwise_codes = ops.quantize_fallback(
-            self.values,
+            self._rowwise_values,
             jnp.broadcast_to(scalars.theta, self.indices.shape),
             seeds_of(scalars.call_seed, LHS_STREAM, self.indices),
             block=block,

@@ -336,6 +336,8 @@ def _map_for(
     """The map that applies to a layer, or the reason why none does."""
     if not recipe.in_blocks or recipe.block_shape != MAPPED_BLOCK:
         return "maps are of recipes with scales per 128x128 block in all GEMMs"
+    if recipe.equalize:
+        return "maps are of recipes without equalize"
     if jnp.dtype(dtype).itemsize != 2:
         return f"maps are of layers in 16 bits, not in {jnp.dtype(dtype).name}"
     device = jax.devices()[0].device_kind

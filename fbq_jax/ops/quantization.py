@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fbq_jax.kernels import hadamard as hadamard_transform
 from fbq_jax.kernels import reference
@@ -153,7 +154,7 @@ def row_block_layouts(
 def _row_blocks_rule(
     x: jax.Array,
     seeds: Seeds,
-    *,
+    *factors: jax.Array | None,
     block: Block,
     rowwise: str | None,
     colwise: str | None,
@@ -174,15 +175,16 @@ def _row_blocks_rule(
     splittable = "ij" if x.ndim == 3 else "j"
     if hadamard:
         splittable = splittable.replace("i", "")  # a group of rows stays together
-    return ShardingRule(
-        (words[0].codes, seed_words(seeds)), results, splittable=splittable
-    )
+    of_columns = [None if x is None else f"b {columns.codes}" for x in factors]
+    operands = words[0].codes, seed_words(seeds), *of_columns
+    return ShardingRule(operands, results, splittable=splittable)
 
 
 def _quantize_split_row_blocks(
     assignment: ShardAssignment,
     x: jax.Array,
     seeds: Seeds,
+    factors: jax.Array | None = None,
     *,
     block: Block,
     rowwise: Rounding | None,
@@ -196,14 +198,15 @@ def _quantize_split_row_blocks(
     x = hadamard_transform.transform_rows(x) if hadamard else x
 
     def layouts(
-        factors: str,
+        x: jax.Array,
+        words: str,
         block: Block,
         rowwise: Rounding | None,
         colwise: Rounding | None,
         sums: tuple[str, ...] = (),
     ) -> Layouts:
         axes = assignment.intra_block_axes
-        across = {factor: axes[factor] for factor in factors if factor in axes}
+        across = {word: axes[word] for word in words if word in axes}
         return quantize_split_blocks(
             assignment._replace(intra_block_axes=across),
             x,
@@ -215,11 +218,13 @@ def _quantize_split_row_blocks(
             **options,
         )
 
-    main, _ = layouts("j", (1, block[1]), rowwise, None)
     if colwise_in_blocks:
-        _, transposed = layouts("ij", block, None, colwise, sums)
+        _, transposed = layouts(x, "ij", block, None, colwise, sums)
     else:
-        _, transposed = layouts("i", (block[0], 1), None, colwise)
+        _, transposed = layouts(x, "i", (block[0], 1), None, colwise)
+    if factors is not None:
+        x = x.astype(jnp.float32) * factors[:, None]
+    main, _ = layouts(x, "j", (1, block[1]), rowwise, None)
     return Layouts(main, transposed)
 
 

@@ -190,12 +190,9 @@ class Recipe:
         is 448.  FP8 codes are rounded to nearest, have scales ``"block"`` or
         ``"row_block"`` with blocks up to 128, and no fallback.
       equalize: whether rows and columns of W are multiplied by powers of two that make
-        their magnitudes alike, and X, dY and the products by the inverse powers, before
-        anything is quantized (``fbq_jax.core.equalization``).  Large and small rows and
-        columns of W then cost Y and dX no precision.  dW multiplies X and dY with their
-        factors, and W does not make up for these there.  So ``drhs`` has scales
-        ``"row"`` or ``"row_block"`` for both operands, or is unquantized and keeps
-        floats: channels with large factors then cost the others no precision.
+        their magnitudes alike before it is quantized, and X, dY and the products by the
+        inverse powers (``fbq_jax.core.equalization``).  Large and small rows and
+        columns of W then cost Y and dX no precision.  dW stays as it is.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -273,20 +270,17 @@ class Recipe:
         if self.codes == "float8_e4m3fn":
             yield from self._float8_checks(sizes)
         yield "equalize", isinstance(self.equalize, bool), "True or False"
-        drhs = self.drhs
-        by_channel = {*drhs.scales} <= {"row", "row_block"}
-        in_floats = drhs.in_floats and drhs.keeps == "floats"
-        takes = (
-            "False unless drhs has scales 'row' or 'row_block' for both operands, or "
-            "is unquantized and keeps 'floats'"
-        )
-        yield "equalize", by_channel or in_floats or not self.equalize, takes
+        takes = "False with drhs.fallback, whose first term has the codes of Y"
+        yield "equalize", not (self.equalize and self.drhs.fallback), takes
         accepted = self.where_slower in WHERE_SLOWER
         yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
         accepted = self.where_slower == "quantize" or (
-            self.in_blocks and sizes == MAPPED_BLOCK
+            self.in_blocks and sizes == MAPPED_BLOCK and not self.equalize
         )
-        takes = "'quantize' unless all GEMMs have INT8 scales per 128x128 block"
+        takes = (
+            "'quantize' unless all GEMMs have INT8 scales per 128x128 block and are "
+            "not equalized"
+        )
         yield "where_slower", accepted, takes
 
     def _threshold_checks(self) -> Iterator[_Check]:

@@ -33,6 +33,7 @@ _LARGEST_TILE = 2**14
 def quantize_row_blocks(
     x: jax.Array,
     seeds: Seeds,
+    factors: jax.Array | None = None,
     *,
     block: Block,
     rowwise: Rounding | None,
@@ -57,10 +58,15 @@ def quantize_row_blocks(
     )
     if r * c <= _LARGEST_TILE:
         return run(
-            block, rowwise, colwise, colwise_in_blocks=colwise_in_blocks, sums=sums
+            factors,
+            block,
+            rowwise,
+            colwise,
+            colwise_in_blocks=colwise_in_blocks,
+            sums=sums,
         )
     # A layout does not depend on the other side of its rows or columns of blocks.
-    main, _ = run((min(r, _LARGEST_TILE // c), c), rowwise, None)
+    main, _ = run(factors, (min(r, _LARGEST_TILE // c), c), rowwise, None)
     if colwise_in_blocks:
         assert not hadamard
         _, transposed = quantize(
@@ -74,13 +80,14 @@ def quantize_row_blocks(
             dtype=dtype,
         )
     else:
-        _, transposed = run((r, min(c, _LARGEST_TILE // r)), None, colwise)
+        _, transposed = run(None, (r, min(c, _LARGEST_TILE // r)), None, colwise)
     return Layouts(main, transposed)
 
 
 def _launch(
     x: jax.Array,
     seeds: Seeds,
+    factors: jax.Array | None,
     block: Block,
     rowwise: Rounding | None,
     colwise: Rounding | None,
@@ -103,6 +110,7 @@ def _launch(
         x,
         *seed_arrays,
         *(global_offset or no_offset(x.shape[1])),
+        x if factors is None else factors,
         block=block,
         outputs=[*out.rowwise(rowwise)[:2], *out.colwise(colwise)],
         num_warps=_num_warps(block, x.dtype.itemsize, hadamard=hadamard),
@@ -113,6 +121,7 @@ def _launch(
         COLUMN_BLOCKS=colwise_in_blocks,
         COLUMN_SUMS="colwise" in sums,
         HADAMARD=hadamard,
+        FACTORS=factors is not None,
     )
     return out.as_layouts(outputs[:2], outputs[2:])
 
@@ -134,6 +143,7 @@ def _quantize_row_blocks(
     index,
     row_offsets,
     column_offset,
+    factors,
     rows,
     columns,
     codes,
@@ -150,6 +160,7 @@ def _quantize_row_blocks(
     COLUMN_BLOCKS: tl.constexpr,
     COLUMN_SUMS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    FACTORS: tl.constexpr,
 ):
     columns *= COLUMN_UNIT
     seeds = (seed, calls, not_earlier, stream, index) if SEVERAL_SEEDS else (seed,)
@@ -165,4 +176,5 @@ def _quantize_row_blocks(
         offsets[1],
         (ROWWISE, COLWISE, COLUMN_BLOCKS, COLUMN_SUMS),
         HADAMARD,
+        factors if FACTORS else None,
     )

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
+    find_amax,
     float8_words,
     largest_column_sum,
     multiply,
@@ -27,6 +28,7 @@ from fbq_jax.kernels.triton.block_maxima import (
 )
 from fbq_jax.kernels.triton.block_quantize import store_rounded
 from fbq_jax.kernels.triton.block_tiles import (
+    load_factors,
     part_at,
     store_colwise,
     store_rowwise,
@@ -37,12 +39,20 @@ from fbq_jax.kernels.triton.packed import store_packed
 
 @triton.jit
 def quantize_row_block(
-    tiles, noise, outputs, at, offset, modes, TRANSFORMED: tl.constexpr = False
+    tiles,
+    noise,
+    outputs,
+    at,
+    offset,
+    modes,
+    TRANSFORMED: tl.constexpr = False,
+    factors=None,
 ):
     """``quantize_row_block_parts`` for a block whose tiles registers hold.
 
     It packs nothing.  ``TRANSFORMED`` says whether tiles are sums, which the compiler
-    might compute once more for each layout.
+    might compute once more for each layout.  ``factors`` multiply the columns in the
+    rowwise layout.
     """
     r: tl.constexpr = 4 * tiles[0].shape[0]
     c: tl.constexpr = tiles[0].shape[1]
@@ -51,14 +61,22 @@ def quantize_row_block(
     COLUMN_BLOCKS: tl.constexpr = modes[2]
     codes, row_scales = outputs[0][0], outputs[0][1]
     column_codes, column_scales, column_sums = outputs[1]
-    if ROWWISE is not None or COLUMN_BLOCKS:
+    of_columns = None
+    if factors is not None:
+        of_columns = load_factors(factors, at, c)
+        maxima = row_maxima([widen(tile) * of_columns for tile in tiles])
+    elif ROWWISE is not None or COLUMN_BLOCKS:
         maxima = row_maxima(tiles)
     if ROWWISE is not None:
         row_inverses = store_row_scales(maxima, row_scales, at, c, ROWWISE)
     if COLWISE is not None:
         if COLUMN_BLOCKS:
-            bits = tl.max(maxima.to(tl.int32, bitcast=True))
-            scale, inverse = scale_of_codes(bits.to(tl.float32, bitcast=True), COLWISE)
+            if factors is None:
+                bits = tl.max(maxima.to(tl.int32, bitcast=True))
+                amax = bits.to(tl.float32, bitcast=True)
+            else:
+                amax = find_amax(tiles)
+            scale, inverse = scale_of_codes(amax, COLWISE)
             tl.store(column_scales + offset, scale)
         else:
             maxima = column_maxima(tiles)
@@ -67,7 +85,8 @@ def quantize_row_block(
         row_keys, column_key = noise_keys(noise, at, r, c)
         keys = row_keys, one_per_thread(column_key)
     if ROWWISE == "float8":
-        _store_row_codes(codes, tiles, row_inverses, noise, at, ROWWISE)
+        row_tiles = [_multiply_again(tile, of_columns) for tile in tiles]
+        _store_row_codes(codes, row_tiles, row_inverses, noise, at, ROWWISE)
     # Both layouts add the same noise.  Two tiles at a time need fewer registers.
     rounded, column_rounded = (), ()
     for k in tl.static_range(2):
@@ -75,12 +94,12 @@ def quantize_row_block(
         if ROWWISE == "stochastic" or COLWISE == "stochastic":
             drawn = noise_of_pair(keys, k)
         for n in tl.static_range(2):
-            tile = widen(tiles[2 * k + n])
             if ROWWISE is not None and ROWWISE != "float8":
-                v = tile * row_inverses[2 * k + n]
+                v = _multiply_again(tiles[2 * k + n], of_columns)
+                v *= row_inverses[2 * k + n]
                 rounded += (round_tile(v, drawn[n], ROWWISE).to(tl.int8),)  # type: ignore[assignment]
             if COLWISE is not None:
-                v = tile * inverse
+                v = widen(tiles[2 * k + n]) * inverse
                 column_rounded += (round_tile(v, drawn[n], COLWISE),)  # type: ignore[assignment]
     if ROWWISE is not None and ROWWISE != "float8":
         store_rowwise(codes, rounded, at)
@@ -93,6 +112,27 @@ def quantize_row_block(
         if modes[3]:
             largest = largest_column_sum(column_rounded)
             tl.store(column_sums + offset, largest)
+
+
+@triton.jit
+def _multiply_again(tile, factors):
+    """A tile in float32, times factors if there are any.
+
+    In PTX, so that the compiler does not keep the products that had the maxima: threads
+    have no registers for them.
+    """
+    v = widen(tile)
+    if factors is None:
+        return v
+    else:  # noqa: RET505 (only one branch is compiled)
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;",
+            "=r,r,r",
+            [v, factors],
+            tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit

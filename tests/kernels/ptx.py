@@ -28,6 +28,10 @@ def _rsqrt(x: np.ndarray) -> np.ndarray:
     return (np.float32(1) / np.sqrt(x.view(np.float32))).view(np.uint32)
 
 
+def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a.view(np.float32) * b.view(np.float32)).view(np.uint32)
+
+
 def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     """Each hexadecimal digit selects a byte; from 8 on, copies of that byte's sign."""
     result = np.zeros_like(a)
@@ -64,6 +68,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "ex2.approx.ftz.f32": _exp2,
     "max.NaN.bf16x2": _max_bfloat16x2,
     "mov.b32": np.copy,
+    "mul.rn.f32": _multiply,
     "or.b32": np.bitwise_or,
     "prmt.b32": _prmt,
     "rsqrt.approx.ftz.f32": _rsqrt,

@@ -5,6 +5,7 @@ Each check takes a module that implements the op and compares it with ``referenc
 
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,22 @@ COLWISE_IN_BLOCKS = [
     ((3, 40, 64), "float16", (32, 32), "stochastic", "nearest"),
     ((1, 270, 260), "bfloat16", (256, 128), "stochastic", "stochastic"),
     ((1, 1, 1), "float32", (128, 128), "nearest", "nearest"),
+]
+# shape, dtype, block, rowwise, colwise, and options of codes; with factors of columns.
+MULTIPLIED = [
+    ((1, 256, 272), "bfloat16", (128, 128), "nearest", "stochastic", {}),
+    ((2, 100, 141), "float32", (64, 128), "stochastic", "stochastic", {}),
+    ((3, 40, 64), "float16", (32, 32), "nearest", None, {}),
+    ((1, 270, 260), "bfloat16", (256, 256), "stochastic", "stochastic", {}),
+    (
+        *((2, 130, 144), "bfloat16", (128, 128), "stochastic", "stochastic"),
+        {"colwise_in_blocks": True, "sums": ("colwise",)},
+    ),
+    (
+        *((1, 144, 304), "bfloat16", (128, 128), "nearest", "nearest"),
+        {"dtype": "float8_e4m3fn"},
+    ),
+    ((1, 128, 40), "float16", (128, 64), "stochastic", "nearest", {"hadamard": True}),
 ]
 # Both layouts with FP8 codes.
 FLOAT8 = [
@@ -146,15 +163,25 @@ def check_row_blocks(
     rowwise,
     colwise,
     hadamard=False,
+    factors: jax.Array | None = None,
     **options,
 ) -> None:
     args = {"block": block, "rowwise": rowwise, "colwise": colwise, **options}
-    operands = x, several_seeds(len(x))
+    operands = x, several_seeds(len(x)), factors
     got = ops.quantize_row_blocks(*operands, **args, hadamard=hadamard)
     want = _reference("quantize_row_blocks", **args, hadamard=hadamard)(*operands)
     check_quantized(got.rowwise, want.rowwise, (1, block[1]))
     columns = block[1] if options.get("colwise_in_blocks") else 1
     check_quantized(got.colwise, want.colwise, (columns, block[0]))
+
+
+def check_multiplied_row_blocks(
+    ops: types.ModuleType, x: jax.Array, *options, codes: dict[str, Any]
+) -> None:
+    exponents = jax.random.randint(jax.random.key(3), (x.shape[0], x.shape[2]), -30, 31)
+    factors = jnp.exp2(exponents.astype(jnp.float32))
+    check_row_blocks(ops, x, *options, factors=factors, **codes)
+    check_row_blocks(ops, x, *options, factors=1.7 * factors, **codes)
 
 
 def check_colwise_in_blocks(ops: types.ModuleType, x: jax.Array, *options) -> None:

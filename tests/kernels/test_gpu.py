@@ -265,6 +265,13 @@ def test_row_blocks_and_blocks(quantization, case):
     quantize_cases.check_colwise_in_blocks(quantization, x, *options)
 
 
+@pytest.mark.parametrize("case", quantize_cases.MULTIPLIED)
+def test_row_blocks_with_factors(quantization, case):
+    shape, dtype, *options, codes = case
+    x = heavy(shape, dtype=dtype)
+    quantize_cases.check_multiplied_row_blocks(quantization, x, *options, codes=codes)
+
+
 def test_quantization_of_row_blocks_has_no_race(quantization):
     x = heavy((1, 2048, 2048), dtype=jnp.bfloat16)
     modes = {"block": (128, 128), "rowwise": "nearest", "colwise": "stochastic"}

@@ -53,7 +53,7 @@ CALLS = {
         BOTH | {"bound": 127.0, "per_tensor": False, "hadamard": False},
     ),
     "quantize_row_blocks": (
-        (X, SEEDS),
+        (X, SEEDS, X[:, 0]),
         BLOCK | BOTH | {"colwise_in_blocks": False, "hadamard": False},
     ),
     "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),

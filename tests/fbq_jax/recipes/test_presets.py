@@ -107,6 +107,7 @@ def equalized(equations, x, w, dy):
 
     Means are in sixteenths.
     """
+    *_, dw = equations(x, w, dy)
     powers = np.floor(np.log2(np.abs(w)))
     factors = []
     for axis in (1, 0):
@@ -115,11 +116,11 @@ def equalized(equations, x, w, dy):
         powers -= power
         factors.append(np.exp2(power).ravel())
     rows, columns = factors
-    both = np.outer(rows, columns)
-    y, dx, dw = equations(
-        *(array.astype(np.float32) for array in (x * rows, w / both, dy * columns))
+    w = w / np.outer(rows, columns)
+    y, dx, _ = equations(
+        *(array.astype(np.float32) for array in (x * rows, w, dy * columns))
     )
-    return y * columns, dx * rows, dw / both
+    return y * columns, dx * rows, dw
 
 
 def block(x, w, dy):

@@ -110,17 +110,12 @@ ROWS_AND_BLOCKS = Gemm(scales=("row_block", "block"))
         ({"dlhs": Gemm(fallback=True)}, "dlhs.fallback", "in a drhs"),
         ({"drhs": Gemm(fallback="lhs")}, "drhs.fallback", "True or False"),
         ({"equalize": 1}, "equalize", "True or False"),
-        ({"equalize": True}, "equalize", "unless drhs has scales 'row' or"),
         (
-            {"equalize": True, "drhs": Gemm(scales=("row", "tensor"))},
+            {"equalize": True, "drhs": Gemm(rhs="stochastic", fallback=True)},
             "equalize",
-            "'row' or 'row_block' for both operands",
+            "the codes of Y",
         ),
-        (
-            {"equalize": True, "drhs": Gemm(**FLOATS, keeps="codes")},
-            "equalize",
-            "unquantized and keeps 'floats'",
-        ),
+        ({"equalize": True, "where_slower": "float"}, "where_slower", "not equalized"),
         (
             {"criterion": None, "drhs": Gemm(rhs="stochastic", fallback=True)},
             "drhs.fallback",

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import jax
@@ -97,6 +98,30 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
         assert sum(c.size for c in found) == x.size // 64 // 4 + 64 // 2
     else:
         assert not found
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "split"),
+    [
+        ((None, "data", "tensor", "fsdp"), (1, 4, 128, 64), False),
+        pytest.param(
+            *((None, "tensor", BATCH), (1, 96, 128), True), marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_factors_are_sharded_as_the_columns(spec, shape, split):
+    options, args = QUANTIZERS["quantize_row_blocks"]
+    op = functools.partial(ops.quantize_row_blocks, **options)
+    x, factors = heavy(shape), jnp.exp2(jnp.arange(float(shape[-1])) % 19.0 - 9.0)[None]
+    operands = (
+        place(mesh_of(), x, *spec),
+        *args,
+        place(mesh_of(), factors, None, spec[-1]),
+    )
+    with pytest.warns(UserWarning, match="all-reduced") if split else nullcontext():
+        run = compiled(op, *operands)
+    assert_equal(run(*operands), jax.jit(op)(x, *args, factors))
+    assert split or not collectives(run)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ def test_row_blocks_and_blocks(row_blocks, case):
     cases.check_colwise_in_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
 
 
+@pytest.mark.parametrize("case", with_first_fast(cases.MULTIPLIED))
+def test_row_blocks_with_factors(row_blocks, case):
+    shape, dtype, *options, codes = case
+    x = heavy(shape, dtype=dtype)
+    cases.check_multiplied_row_blocks(row_blocks, x, *options, codes=codes)
+
+
 @pytest.mark.parametrize("case", with_first_fast(cases.FLOAT8))
 def test_float8(ops, row_blocks, case):
     shape, dtype, *options = case
@@ -201,14 +208,17 @@ def test_vectors_compile_without_spills(capability, dtype, rowwise, colwise, bou
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("block", [(128, 128), (32, 32), (256, 128)])
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_row_blocks_compile_without_spills(capability, dtype, block, in_blocks):
+@pytest.mark.parametrize("factors", [False, True])
+def test_row_blocks_compile_without_spills(
+    capability, dtype, block, in_blocks, factors
+):
     x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    multiplied = jax.ShapeDtypeStruct((1, 4096), jnp.float32) if factors else None
     kernels = compile_kernels(
         "quantize_row_blocks",
         "quantize_row_blocks",
-        x,
-        seeds,
+        *(x, seeds, multiplied),
         capability=capability,
         block=block,
         rowwise="stochastic",
