@@ -168,15 +168,17 @@ def _row_block_cases() -> Iterator[Case]:
     from fbq_jax.kernels.triton import quantize_row_blocks
 
     x, _, seeds = _inputs()
-    for what, options in (
-        ("", _BOTH),
-        (", columns in blocks", {**_BOTH, "colwise_in_blocks": True}),
-        (", transformed", _TRANSFORMED),
+    factors = _array((1, x.shape[2]), "float32")
+    for what, more, options in (
+        ("", (), _BOTH),
+        (", with factors of columns", (factors,), _BOTH),
+        (", columns in blocks", (), {**_BOTH, "colwise_in_blocks": True}),
+        (", transformed", (), _TRANSFORMED),
     ):
         yield _case(
             f"quantize in row blocks{what}",
             quantize_row_blocks.quantize_row_blocks,
-            *(x, seeds),
+            *(x, seeds, *more),
             block=(128, 128),
             **options,
         )

@@ -31,7 +31,13 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
-    """The parameters of two or more dimensions that a module multiplies by itself."""
+    """The parameters of two or more dimensions that a module multiplies by itself.
+
+    ``ToNNX`` leaves that to the Linen module inside, whose variables all its attributes
+    are.
+    """
+    if isinstance(module, nnx.bridge.ToNNX):
+        return
     for name, value in vars(module).items():
         if not isinstance(value, nnx.Param) or weight_products.is_adapter(name):
             continue
@@ -66,7 +72,7 @@ def record_activations(model: nnx.Module) -> Iterator[_Activations]:
     modules = {
         path: module
         for path, module in modules_of(model).items()
-        if not isinstance(module, nnx.List | nnx.Dict)
+        if not isinstance(module, nnx.List | nnx.Dict | nnx.bridge.ToNNX)
     }
     recorded = _Activations()
     try:

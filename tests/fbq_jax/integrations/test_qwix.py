@@ -432,6 +432,24 @@ def test_nnx_products_inside_transformations_of_jax_stay_in_float():
     assert list(fbq_jax.nnx.fallback_stats(model)) == ["up"]
 
 
+def test_linen_modules_in_nnx_models_stay_in_float():
+    class Bridged(nnx.Module):
+        def __init__(self):
+            self.outer = Raw(nnx.Rngs(0))
+            self.inner = nnx.bridge.ToNNX(nn.Dense(32), rngs=nnx.Rngs(0))
+            self.inner.lazy_init(X)
+
+        def __call__(self, x):
+            return self.outer(self.inner(x))
+
+    model = Bridged()
+    report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    assert [p.parameter for p in report.products] == ["outer/w"]
+    reasons = {parameter: why for parameter, _, why in report.float_parameters}
+    assert reasons["inner/kernel"].startswith("its layer multiplies without an op")
+    assert np.all(np.isfinite(model(X)))
+
+
 def test_a_model_can_be_pickled():
     model = Raw(nnx.Rngs(0))
     qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))

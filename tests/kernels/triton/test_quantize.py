@@ -209,9 +209,10 @@ def test_vectors_compile_without_spills(capability, dtype, rowwise, colwise, bou
 @pytest.mark.parametrize("block", [(128, 128), (32, 32), (256, 128)])
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("factors", [False, True])
-def test_row_blocks_compile_without_spills(
+def test_row_blocks_compile_with_few_spills(
     capability, dtype, block, in_blocks, factors
 ):
+    """With factors, a few words spill: twice the warps, without spills, are slower."""
     x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
     multiplied = jax.ShapeDtypeStruct((1, 4096), jnp.float32) if factors else None
@@ -226,7 +227,7 @@ def test_row_blocks_compile_without_spills(
         colwise_in_blocks=in_blocks,
         sums=("colwise",) if in_blocks else (),
     )
-    check_kernels(kernels, capability)
+    check_kernels(kernels, capability, spills=52 if factors else 0)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +276,10 @@ def test_a_transformed_column_stays_in_the_registers_of_a_thread(dtype):
     assert kernel.shared <= 128 * 32
 
 
-def check_kernels(kernels, capability):
-    """No kernel spills registers, and loads and stores take 16 bytes at once."""
+def check_kernels(kernels, capability, spills=0):
+    """Kernels spill no more bytes; loads and stores take 16 bytes at once."""
     for kernel in kernels:
-        assert kernel.spills == 0, kernel.name
+        assert kernel.spills <= spills, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
         assert "ld.global.v4" in kernel.ptx
         assert "st.global.v4" in kernel.ptx or kernel.name == "_find_maxima"
