@@ -47,12 +47,13 @@ class Exponents(NamedTuple):
 
     def remove(self, x: jax.Array) -> jax.Array:
         """``R^-1 x C^-1``, in ``wide``'s dtype."""
-        x = x.astype(wide(x.dtype))
-        return multiply(multiply(x, -self.rows, 1), -self.columns, 2)
+        return Exponents(-self.rows, -self.columns).restore(x).astype(wide(x.dtype))
 
     def restore(self, x: jax.Array) -> jax.Array:
-        """``R x C``."""
-        return multiply(multiply(x, self.rows, 1), self.columns, 2)
+        """``R x C``, float32."""
+        # One product, which does not leave the range if only one factor is large.
+        both = factors(self.rows)[:, :, None] * factors(self.columns)[:, None]
+        return x.astype(jnp.float32) * both
 
 
 serializable_namedtuple(Exponents)

@@ -106,6 +106,7 @@ def matmul_fwd(
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
     """The results of ``matmul``, and what its backward pass reads if ``save``."""
     frozen = isinstance(w, Quantized)
+    exponents = checkpoint_name(exponents, RHS_NAME)
     if isinstance(w, Quantized) and not save and gemms == DENSE:
         y = _quantize_matmul(spec, x, w, scalars, exponents)
         if y is not None:
@@ -162,8 +163,7 @@ def _quantize_matmul(
     ):
         return None
     theta = jnp.broadcast_to(scalars.theta, x.shape[:1])
-    if exponents is not None:
-        x = equalization.multiply(x.astype(dtype), exponents.rows, x.ndim - 1)
+    x = Matrices(x, exponents and exponents.rows).rowwise_values
     y = ops.quantize_matmul(x, theta, w, dtype=dtype, reduce=gemm.reduce, **how)
     return _restore(spec.fwd, y, exponents and exponents.columns)
 
@@ -213,7 +213,6 @@ def forward(
     saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
     saved_seed = checkpoint_name(seed, SEED_NAME)
     second = checkpoint_name(residual.colwise, LHS_NAME)
-    exponents = checkpoint_name(exponents, RHS_NAME)
     return y, SavedMatmul(saved_lhs, saved_rhs, saved_seed, second, gemms, exponents)
 
 
@@ -285,7 +284,7 @@ def backward(
         dw = None
     elif spec.recipe.drhs.in_floats:
         assert dy is not None
-        dw = float_matmul(_transposed_lhs(spec, lhs, exponents), dy, spec.rhs_dtype)
+        dw = float_matmul(_transposed_lhs(spec, lhs), dy, spec.rhs_dtype)
     else:
         assert isinstance(lhs, Quantized)
         assert grad.colwise is not None
@@ -310,25 +309,20 @@ def float_matmul(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
     ).astype(dtype)
 
 
-def _transposed_lhs(
-    spec: Spec, lhs: Quantized | jax.Array, exponents: Exponents | None
-) -> jax.Array:
+def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
     """X', dequantized if its codes were saved."""
-    if not isinstance(lhs, Quantized):
-        return lhs.mT
-    codes = forward_qtensor(spec.recipe, lhs, spec.fwd.block_shape[:2])
-    if exponents is None:
+    if isinstance(lhs, Quantized):
+        codes = forward_qtensor(spec.recipe, lhs, spec.fwd.block_shape[:2])
         return codes.dequantize(spec.lhs_dtype).mT
-    x = equalization.multiply(codes.dequantize(), -exponents.rows, 2)
-    return x.astype(spec.lhs_dtype).mT
+    return lhs.mT
 
 
 def _transposed_rhs(
     spec: Spec, rhs: Quantized | jax.Array, exponents: Exponents | None
 ) -> jax.Array:
     """W', dequantized if its codes were saved; colwise codes are W' already."""
-    if not isinstance(rhs, Quantized):
-        return rhs.mT
-    codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1])
-    codes = dataclasses.replace(codes, exponents=exponents and exponents.mT)
-    return codes.dequantize(spec.rhs_dtype)
+    if isinstance(rhs, Quantized):
+        codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1])
+        codes = dataclasses.replace(codes, exponents=exponents and exponents.mT)
+        return codes.dequantize(spec.rhs_dtype)
+    return rhs.mT

@@ -227,7 +227,7 @@ def _check_config(config: DotConfig) -> None:
         )
     if recipe.drhs.fallback or recipe.equalize:
         raise ValueError(
-            "a ragged dot takes a recipe without drhs.fallback and equalize; got "
+            "a ragged dot takes a recipe without drhs.fallback or equalize; got "
             f"{describe_recipe(recipe)}"
         )
     if recipe.where_slower != "quantize":

@@ -175,7 +175,7 @@ class Matrices(Rows):
         return can_multiply and super()._share_op(rowwise, colwise)
 
     @property
-    def _rowwise_values(self) -> jax.Array:
+    def rowwise_values(self) -> jax.Array:
         """The values of the rowwise layout."""
         x, exponents = self.values, self.exponents
         if exponents is None:
@@ -202,7 +202,7 @@ class Matrices(Rows):
             if quantizer.scales == "row_block":
                 factors = (equalization.factors(self.exponents),)
             else:
-                x = self._rowwise_values
+                x = self.rowwise_values
         if quantizer.scales == "row_block":
             quantize = functools.partial(
                 ops.quantize_row_blocks,
@@ -241,7 +241,7 @@ class Matrices(Rows):
         in_blocks = colwise is not None and colwise.scales == "block"
         in_blocks &= self.exponents is None  # both layouts have the same values
         main, residual, metric, colwise_codes = ops.quantize_fallback(
-            self._rowwise_values,
+            self.rowwise_values,
             jnp.broadcast_to(scalars.theta, self.indices.shape),
             seeds_of(scalars.call_seed, LHS_STREAM, self.indices),
             block=block,

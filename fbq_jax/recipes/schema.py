@@ -192,7 +192,9 @@ class Recipe:
       equalize: whether rows and columns of W are multiplied by powers of two that make
         their magnitudes alike before it is quantized, and X, dY and the products by the
         inverse powers (``fbq_jax.core.equalization``).  Large and small rows and
-        columns of W then cost Y and dX no precision.  dW stays as it is.
+        columns of W then cost Y and dX no precision.  dW stays as it is, so ``drhs``
+        reads no codes of Y: it has no ``fallback`` and keeps no ``"codes"``.  The
+        threshold compares with the metric of the multiplied X.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -270,8 +272,10 @@ class Recipe:
         if self.codes == "float8_e4m3fn":
             yield from self._float8_checks(sizes)
         yield "equalize", isinstance(self.equalize, bool), "True or False"
-        takes = "False with drhs.fallback, whose first term has the codes of Y"
-        yield "equalize", not (self.equalize and self.drhs.fallback), takes
+        drhs = self.drhs
+        reads_codes = drhs.fallback or drhs.keeps == "codes"
+        takes = "False with drhs.fallback or drhs.keeps='codes': dW reads Y's codes"
+        yield "equalize", not (self.equalize and reads_codes), takes
         accepted = self.where_slower in WHERE_SLOWER
         yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
         accepted = self.where_slower == "quantize" or (

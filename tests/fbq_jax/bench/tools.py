@@ -14,7 +14,9 @@ OPTIONS = {"implementation": "reference", "effort": EFFORT}
 
 def float_backward(recipe):
     """A recipe whose backward GEMMs are in float, which halves the compile time."""
-    drhs = Gemm(lhs=None, rhs=None, keeps="codes")
+    # dW of an equalized recipe cannot read codes.
+    keeps = "floats" if recipe.equalize else "codes"
+    drhs = Gemm(lhs=None, rhs=None, keeps=keeps)
     return dataclasses.replace(recipe, dlhs=FLOAT_GEMM, drhs=drhs)
 
 

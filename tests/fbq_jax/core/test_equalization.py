@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fbq_jax import FLOAT_GEMM, Gemm, Recipe, dot_general, recipes
 from fbq_jax.core import threshold
-from fbq_jax.core.dot_general import DotConfig
+from fbq_jax.core.dot_call import DotCall
+from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
 from fbq_jax.core.equalization import exponents
 from fbq_jax.core.frozen_weight import quantize_weight
 from tests.marks import with_first_fast
@@ -108,10 +109,36 @@ def test_dw_stays_as_it_is(recipe):
     np.testing.assert_array_equal(dw, expected)
 
 
-def test_unequalized_gradients_read_codes_of_equalized_operands():
+def test_an_unquantized_dx_reads_the_codes_of_the_equalized_weight():
     gemm = Gemm(lhs=None, rhs=None, keeps="codes")
-    recipe = dataclasses.replace(recipes.row_block, dlhs=gemm, drhs=gemm)
+    recipe = dataclasses.replace(recipes.row_block, dlhs=gemm)
     assert max(errors(equalized(recipe), planted(*operands()))) < 0.06
+
+
+def test_a_weight_whose_rows_and_columns_cancel_stays_finite():
+    """``R^-1 W`` alone would be infinite."""
+    w = jnp.ones((K, N)).at[0].set(2.0**-70).at[:, 0].set(2.0**80)
+    rows, columns = exponents(w[None])
+    assert rows[0, 0] < -50
+    assert columns[0, 0] > 50
+    x, *_ = operands()
+    y = dot_general(x, w, MATMUL, recipe=recipes.row_block_equalized)[0]
+    assert np.all(np.isfinite(y))
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_frozen_layers_quantize_x_in_its_own_dtype(rows):
+    """The output has fewer bits, whether or not one kernel quantizes and multiplies."""
+    recipe = recipes.row_block_equalized
+    config, state = DotConfig(recipe), threshold.start(recipe)
+    x, w, _ = operands()
+    codes = quantize_weight(config, state, w, MATMUL).codes
+    call = DotCall(MATMUL, None, jnp.dtype(jnp.bfloat16), None)
+    frozen, live = (
+        stateful_dot_general(config, state, x[:rows], w, call, *more)[0]
+        for more in ((codes,), ())
+    )
+    np.testing.assert_array_equal(frozen, live)
 
 
 @settings(deadline=None)

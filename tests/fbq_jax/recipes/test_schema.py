@@ -113,7 +113,12 @@ ROWS_AND_BLOCKS = Gemm(scales=("row_block", "block"))
         (
             {"equalize": True, "drhs": Gemm(rhs="stochastic", fallback=True)},
             "equalize",
-            "the codes of Y",
+            "dW reads Y's codes",
+        ),
+        (
+            {"equalize": True, "drhs": Gemm(**FLOATS, keeps="codes")},
+            "equalize",
+            "dW reads Y's codes",
         ),
         ({"equalize": True, "where_slower": "float"}, "where_slower", "not equalized"),
         (
