@@ -180,6 +180,22 @@ def test_gradients_of_uneven_weights_alone(axis):
     assert max(errors(recipes.row_block_equalized, (x, w, dy))) < 0.06
 
 
+def test_weights_without_a_magnitude_of_rows_and_columns_cost_precision():
+    """As the documents say: where most are 0, or where each head has its own rows."""
+    x, w, dy = operands()
+    is_zero = jax.random.uniform(jax.random.key(6), w.shape) < 0.9
+    heads = jnp.exp2(2.0 * jax.random.normal(jax.random.key(5), (K, 8)))
+    for weight, least, most in (
+        (jnp.where(is_zero, 0.0, w), 2.0, 3.0),
+        (w * jnp.repeat(heads, N // 8, 1), 1.3, 1.7),
+    ):
+        before, after = (
+            errors(recipe, (x, weight, dy))[0]
+            for recipe in (recipes.row_block, recipes.row_block_equalized)
+        )
+        assert least < after / before < most
+
+
 def test_a_few_large_weights_do_not_move_the_others():
     _, w, _ = operands()
     before = exponents(w[None])
