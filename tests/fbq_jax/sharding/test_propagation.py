@@ -71,6 +71,8 @@ WHOLE_AXES = [name for name in recipes.NAMED if name != "aqt_int8_local"]
 )
 def test_devices_exchange_what_they_do_on_other_platforms(name):
     found = count(lowered_by_fsdp(name).compile())
+    # XLA gathers the factors of K rows, or their exponents, which have as many bytes.
+    found["all-gather", "f32", K] += found.pop(("all-gather", "s32", K), 0)
     # A gather of K scales is not always needed twice.
     more = Counter(COLLECTIVES[name]) - found
     assert found <= Counter(COLLECTIVES[name])
