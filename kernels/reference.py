@@ -340,10 +340,14 @@ def quantize_row_blocks(
     columns = block[1] if colwise_in_blocks else 1
     of_columns = block[0], columns
     _, transposed = run(x, block=of_columns, rowwise=None, colwise=colwise, sums=sums)
-    if factors is not None:
-        x = x.astype(jnp.float32) * factors[:, None]
+    x = multiply_columns(x, factors)
     main, _ = run(x, block=(1, block[1]), rowwise=rowwise, colwise=None)
     return Layouts(main, transposed)
+
+
+def multiply_columns(x: jax.Array, factors: jax.Array | None) -> jax.Array:
+    """``x [B, R, C]`` times ``factors [B, C]``, in float32; x itself without them."""
+    return x if factors is None else x.astype(jnp.float32) * factors[:, None]
 
 
 def quantize_fallback(

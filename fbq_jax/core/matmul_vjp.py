@@ -113,7 +113,7 @@ def matmul_fwd(
             # Nothing reads the stats of a frozen layer: its state does not change.
             metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
             return (y, threshold.without_fallback(scalars, metric)), None
-    rows = _rows(gemms, x, exponents and exponents.rows)
+    rows = _rows(gemms, x, exponents)
     blocks = gemms.count_blocks(spec, x)
     lhs, residual, stats = quantize_lhs(
         spec, rows, scalars, blocks, save=save and not frozen, frozen=frozen
@@ -123,9 +123,12 @@ def matmul_fwd(
     return (y, stats), saved
 
 
-def _rows(gemms: Gemms, x: jax.Array, exponents: jax.Array | None) -> Rows:
-    """X or dY in the form that the ops quantize, rowwise with these exponents."""
-    return gemms.tile_rows(x) if exponents is None else Matrices(x, exponents)
+def _rows(gemms: Gemms, x: jax.Array, exponents: Exponents | None) -> Rows:
+    """The lhs of Y or dX in the form that the ops quantize.
+
+    Its rowwise codes are equalized, by the exponents of the rhs, W or W'.
+    """
+    return gemms.tile_rows(x) if exponents is None else Matrices(x, exponents.rows)
 
 
 def _equalized(spec: GemmSpec, exponents: Exponents | None) -> GemmSpec:
@@ -133,11 +136,11 @@ def _equalized(spec: GemmSpec, exponents: Exponents | None) -> GemmSpec:
     return spec._replace(dtype=equalization.wide(spec.dtype)) if exponents else spec
 
 
-def _restore(spec: GemmSpec, y: jax.Array, exponents: jax.Array | None) -> jax.Array:
+def _restore(spec: GemmSpec, y: jax.Array, exponents: Exponents | None) -> jax.Array:
     """The output of an equalized GEMM, times the powers of two of its columns."""
     if exponents is None:
         return y
-    return equalization.multiply(y, exponents, y.ndim - 1).astype(spec.dtype)
+    return equalization.multiply(y, exponents.columns, y.ndim - 1).astype(spec.dtype)
 
 
 def _quantize_matmul(
@@ -165,7 +168,7 @@ def _quantize_matmul(
     theta = jnp.broadcast_to(scalars.theta, x.shape[:1])
     x = Matrices(x, exponents and exponents.rows).rowwise_values
     y = ops.quantize_matmul(x, theta, w, dtype=dtype, reduce=gemm.reduce, **how)
-    return _restore(spec.fwd, y, exponents and exponents.columns)
+    return _restore(spec.fwd, y, exponents)
 
 
 def forward(
@@ -203,7 +206,7 @@ def forward(
         assert rhs.colwise is not None
         gemm = _equalized(spec.fwd, exponents)
         y = gemms.multiply(gemm, lhs.rowwise, residual.rowwise, rhs.colwise, seed)
-        y = _restore(spec.fwd, y, exponents and exponents.columns)
+        y = _restore(spec.fwd, y, exponents)
     if not save:
         return y, None
     warn_of_copies()
@@ -249,7 +252,7 @@ matmul.defvjp(matmul_fwd, _matmul_bwd)
 
 def quantize_cotangent(spec: Spec, saved: SavedMatmul, dy: jax.Array) -> Layouts:
     """The codes of dY, the gradient of the product, for ``backward``."""
-    rows = _rows(saved.gemms, dy, saved.exponents and saved.exponents.columns)
+    rows = _rows(saved.gemms, dy, saved.exponents and saved.exponents.mT)
     seed = grad_seed(saved, dy)
     return quantize_grad(spec, rows, seed, frozen=saved.lhs is None)
 
@@ -279,7 +282,7 @@ def backward(
         assert grad.rowwise is not None
         gemm = _equalized(spec.dlhs, exponents)
         dx = gemms.multiply_grad(gemm, grad.rowwise, rhs, seed)
-        dx = _restore(spec.dlhs, dx, exponents and exponents.rows)
+        dx = _restore(spec.dlhs, dx, exponents and exponents.mT)
     if lhs is None:
         dw = None
     elif spec.recipe.drhs.in_floats:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fbq_jax.kernels import hadamard as hadamard_transform
 from fbq_jax.kernels import reference
@@ -222,8 +221,7 @@ def _quantize_split_row_blocks(
         _, transposed = layouts(x, "ij", block, None, colwise, sums)
     else:
         _, transposed = layouts(x, "i", (block[0], 1), None, colwise)
-    if factors is not None:
-        x = x.astype(jnp.float32) * factors[:, None]
+    x = reference.multiply_columns(x, factors)
     main, _ = layouts(x, "j", (1, block[1]), rowwise, None)
     return Layouts(main, transposed)
 

@@ -110,7 +110,7 @@ def _launch(
         x,
         *seed_arrays,
         *(global_offset or no_offset(x.shape[1])),
-        x if factors is None else factors,
+        x if factors is None else factors,  # not read without factors
         block=block,
         outputs=[*out.rowwise(rowwise)[:2], *out.colwise(colwise)],
         num_warps=_num_warps(block, x.dtype.itemsize, hadamard=hadamard),

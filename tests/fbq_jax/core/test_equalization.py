@@ -85,6 +85,7 @@ def test_in_floats_no_bit_changes(dtype):
             recipes.row_block_lhs,
             recipes.fallback,
             recipes.fallback_hadamard,
+            recipes.fallback_rowwise_bwd,
             recipes.rowwise,
             dataclasses.replace(recipes.row_block, dlhs=FLOAT_GEMM),
         ]
@@ -94,7 +95,9 @@ def test_rows_and_columns_of_w_cost_no_precision(recipe):
     before = errors(equalized(recipe), operands())
     after = errors(equalized(recipe), planted(*operands()))
     assert max(before) < 0.06
-    np.testing.assert_array_less(after[:2], 2.0 * np.array(before[:2]))
+    # Large channels of X and dY cost the others precision where dW has blocks.
+    checked = 2 if "block" in recipe.drhs.scales else 3
+    np.testing.assert_array_less(after[:checked], 2.0 * np.array(before[:checked]))
     assert max(errors(recipe, planted(*operands()))[:2]) > 0.5
 
 
