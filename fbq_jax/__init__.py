@@ -56,7 +56,6 @@ from fbq_jax.recipes.schema import FLOAT_GEMM as FLOAT_GEMM
 from fbq_jax.recipes.schema import Gemm as Gemm
 from fbq_jax.recipes.schema import Recipe as Recipe
 from fbq_jax.recipes.schema import RecipeError as RecipeError
-from fbq_jax.sharding.propagation import partitioned as partitioned
 
 __version__ = "0.2.0"
 

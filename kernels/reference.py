@@ -59,7 +59,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import rounding
-from fbq_jax.kernels.hadamard import transform_rows
 from fbq_jax.kernels.scales import (
     FLOAT8_LIMIT,
     FLOAT8_TINY,
@@ -157,7 +156,7 @@ class QuantizeOptions(TypedDict):
 
 
 class RowBlockOptions(QuantizeOptions):
-    """The keyword arguments of ``quantize_row_blocks``, without a transform."""
+    """The keyword arguments of ``quantize_row_blocks``."""
 
     colwise_in_blocks: NotRequired[bool]
 
@@ -250,7 +249,6 @@ def quantize_vectors(
     colwise: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
-    hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
@@ -269,12 +267,9 @@ def quantize_vectors(
       bound: the value that ``amax`` is scaled to, in place of 127.  With 127.5, values
         fill the interval that rounds to the last code; they are still clipped to 127.
       per_tensor: whether all rows and columns of a matrix share one scale.
-      hadamard: whether to quantize ``hadamard.transform_rows`` of x; R is then a
-        multiple of 128.
       global_offset: the offset of this shard in the global matrix; selects its noise.
       amax_reduce: the reduction of maxima over shards of vectors.
     """
-    x = transform_rows(x) if hadamard else x
     _, height, width = x.shape
     matrix = height or 1, width or 1
     row, column = (matrix, matrix) if per_tensor else ((1, matrix[1]), (matrix[0], 1))
@@ -296,13 +291,11 @@ def quantize_vectors(
 def quantize_row_blocks(
     x: jax.Array,
     seeds: rounding.Seeds,
-    factors: jax.Array | None = None,
     *,
     block: Block,
     rowwise: rounding.Rounding | None,
     colwise: rounding.Rounding | None,
     colwise_in_blocks: bool = False,
-    hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
     sums: tuple[str, ...] = (),
     dtype: CodeDtype = "int8",
@@ -318,8 +311,6 @@ def quantize_row_blocks(
     Args:
       x: bfloat16, float16 or float32 ``[B, R, C]``.
       seeds: the seeds of stochastic rounding, of B matrices.
-      factors: float32 ``[B, C]``, which multiply the columns of x in the rowwise
-        layout, in float32; or None.
       block: ``(r, c)``, rows and columns of a block.
       rowwise: the rounding of the rowwise codes ``[B, R, C]``, with scales
         ``[B, R, ceil(C/c)]``, or None to omit this layout.
@@ -327,27 +318,18 @@ def quantize_row_blocks(
         ``[B, C, ceil(R/r)]``, or None to omit this layout.
       colwise_in_blocks: whether the scales of colwise codes are
         ``[B, ceil(C/c), ceil(R/r)]``, one per block.
-      hadamard: whether to quantize ``hadamard.transform_rows`` of x; R is then a
-        multiple of 128.
       global_offset: the offset of this shard in the global matrix; selects its noise.
       sums: ``("colwise",)`` if colwise codes in blocks get ``Quantized.sums``.
       dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
     """
-    x = transform_rows(x) if hadamard else x
     run = functools.partial(
-        quantize, seeds=seeds, global_offset=global_offset, dtype=dtype
+        quantize, x, seeds=seeds, global_offset=global_offset, dtype=dtype
     )
     columns = block[1] if colwise_in_blocks else 1
     of_columns = block[0], columns
-    _, transposed = run(x, block=of_columns, rowwise=None, colwise=colwise, sums=sums)
-    x = multiply_columns(x, factors)
-    main, _ = run(x, block=(1, block[1]), rowwise=rowwise, colwise=None)
+    _, transposed = run(block=of_columns, rowwise=None, colwise=colwise, sums=sums)
+    main, _ = run(block=(1, block[1]), rowwise=rowwise, colwise=None)
     return Layouts(main, transposed)
-
-
-def multiply_columns(x: jax.Array, factors: jax.Array | None) -> jax.Array:
-    """``x [B, R, C]`` times ``factors [B, C]``, in float32; x itself without them."""
-    return x if factors is None else x.astype(jnp.float32) * factors[:, None]
 
 
 def quantize_fallback(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom to the top.  Packages on one level do not import each other.
 LEVELS = [
-    {"kernels", "renamed"},
+    {"kernels"},
     {"recipes"},
     {"sharding"},
     {"ops"},

@@ -25,7 +25,6 @@ from examples.llama.model import Llama
 from examples.llama.run_folder import RunError
 from examples.llama.sampling import Sampling, sample
 from examples.llama.text import ChatError, to_bytes
-from fbq_jax import partitioned
 
 ERRORS = (
     ChatError,
@@ -86,7 +85,6 @@ class Generator:
 State = tuple[jax.Array, KVCache, jax.Array]
 
 
-@partitioned
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(
     model: Llama,
@@ -105,7 +103,6 @@ def _read(
     return _draw(model, how, variables, tokens, cache, jax.random.key(seed))
 
 
-@partitioned
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _step(
     model: Llama,

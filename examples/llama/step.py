@@ -27,7 +27,7 @@ from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from fbq_jax import fallback_stats, partitioned, quantize_weights_once
+from fbq_jax import fallback_stats, quantize_weights_once
 
 EVAL_BATCHES = 8
 
@@ -126,7 +126,7 @@ def init_state(
     shardings = mesh.shardings(jax.eval_shape(init, key, weights))
     if weights is not None:
         weights = jax.tree.map(jax.device_put, weights, shardings.params)
-    return partitioned(jax.jit(init, out_shardings=shardings))(key, weights)
+    return jax.jit(init, out_shardings=shardings)(key, weights)
 
 
 # Cached, so that consecutive runs of one model compile it once.
@@ -183,7 +183,6 @@ def make_train_step(
     The old state is donated.
     """
 
-    @partitioned
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, tokens: jax.Array
@@ -321,7 +320,6 @@ def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float
     return evaluate
 
 
-@partitioned
 @partial(jax.jit, static_argnums=0)
 def _val_loss(
     model: Llama, variables: dict[str, PyTree], tokens: jax.Array

@@ -20,7 +20,6 @@ _BITS = 10  # of the arrays that fused layers save
 _FIRST_FLOAT8 = 89  # compute capability times ten
 _FALLBACK = {"criterion": "absmax", "colwise": "stochastic"}
 _BOTH = {"rowwise": "stochastic", "colwise": "stochastic"}
-_TRANSFORMED = {"rowwise": None, "colwise": "stochastic", "hadamard": True}
 _FUSED = {"bits": _BITS, "block": (128, 128)}
 
 Kernels = list[CompiledKernel]
@@ -168,17 +167,14 @@ def _row_block_cases() -> Iterator[Case]:
     from fbq_jax.kernels.triton import quantize_row_blocks
 
     x, _, seeds = _inputs()
-    factors = _array((1, x.shape[2]), "float32")
-    for what, more, options in (
-        ("", (), _BOTH),
-        (", with factors of columns", (factors,), _BOTH),
-        (", columns in blocks", (), {**_BOTH, "colwise_in_blocks": True}),
-        (", transformed", (), _TRANSFORMED),
+    for what, options in (
+        ("", _BOTH),
+        (", columns in blocks", {**_BOTH, "colwise_in_blocks": True}),
     ):
         yield _case(
             f"quantize in row blocks{what}",
             quantize_row_blocks.quantize_row_blocks,
-            *(x, seeds, *more),
+            *(x, seeds),
             block=(128, 128),
             **options,
         )
@@ -190,7 +186,6 @@ def _vector_cases() -> Iterator[Case]:
     x, _, seeds = _inputs()
     op = quantize_vectors.quantize_vectors
     yield _case("quantize by rows and columns", op, x, seeds, **_BOTH)
-    yield _case("quantize by columns, transformed", op, x, seeds, **_TRANSFORMED)
 
 
 def _grouped_cases() -> Iterator[Case]:

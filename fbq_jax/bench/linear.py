@@ -21,7 +21,7 @@ from fbq_jax.bench.results import Row, row, with_ratios
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 SETTLING_STEPS = 2  # until delayed scales fit these operands
 # Recipes that are measured in ``nn.Dense`` besides those of the core.
-_OTHERS = "fallback_hadamard", "row_block", "row_block_equalized", "fp8_row_block"
+_OTHERS = "row_block", "fp8_row_block"
 _ARRAYS = ("y", "dx", "dw")
 _INT8_LIMITS = dict.fromkeys(_ARRAYS, 0.1)  # errors of INT8 against float32
 # The reference compiles slowly: it computes only a corner of this size.

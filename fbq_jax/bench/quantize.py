@@ -11,7 +11,6 @@ from fbq_jax import ops
 from fbq_jax.bench import data, matmuls, measure
 from fbq_jax.bench.measure import Effort, Timing
 from fbq_jax.bench.results import Row, row, with_ratios
-from fbq_jax.kernels import hadamard
 from fbq_jax.kernels.reference import CodeDtype, FallbackQuantized
 from fbq_jax.ops import dispatch
 
@@ -126,7 +125,7 @@ def _cases(
 
 
 def _row_cases(x: jax.Array, seeds: jax.Array, implementation: str) -> Iterator[_Case]:
-    """Scales of rows and columns in blocks; and dW's operands, transformed."""
+    """Scales of rows and columns in blocks."""
     _, rows, columns = x.shape
     scales = rows * -(-columns // _SIDE) + columns * -(-rows // _SIDE)
     cases: dict[str, dict[str, str]] = {
@@ -144,22 +143,6 @@ def _row_cases(x: jax.Array, seeds: jax.Array, implementation: str) -> Iterator[
             (x, seeds),
             x.nbytes + 2.0 * x.size + 4 * scales,
         )
-    x = hadamard.pad_rows(x)
-    transformed = {"rowwise": None, "colwise": "stochastic", "hadamard": True}
-    yield _Case(
-        "row_block, Hadamard",
-        ops.quantize_row_blocks,
-        {"block": _BLOCK, **transformed},
-        (x, seeds),
-        x.nbytes + x.size + 4.0 * x.size // _SIDE,
-    )
-    yield _Case(
-        "row, Hadamard",
-        ops.quantize_vectors,
-        transformed,
-        (x, seeds),
-        x.nbytes + x.size + 4.0 * columns,
-    )
 
 
 def _copy(shape: tuple[int, ...], effort: Effort) -> Row:

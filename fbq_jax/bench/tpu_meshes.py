@@ -16,7 +16,6 @@ from fbq_jax import recipes
 from fbq_jax.bench import matmuls, report
 from fbq_jax.bench.collectives import collectives
 from fbq_jax.recipes.schema import Recipe
-from fbq_jax.sharding.propagation import partitioned
 
 # Eight devices of each generation.
 TOPOLOGIES = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
@@ -75,7 +74,7 @@ def compile_layer(
     dy = array((M, N), tokens, ("tensor",))
     shardings = dy.sharding, x.sharding, w.sharding
     layer = jax.jit(matmuls.all_products(recipe), out_shardings=shardings)
-    return partitioned(layer).lower(x, w, dy).compile()
+    return layer.lower(x, w, dy).compile()
 
 
 def row(generation: str, sizes: Mapping[str, int], name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax.core import equalization, matmul_vjp, threshold
+from fbq_jax.core import matmul_vjp, threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices, is_requested
 from fbq_jax.core.dot_call import DotCall, RaggedCall
 from fbq_jax.core.qtensor import QTensor
@@ -22,7 +22,6 @@ from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.core.weight_products import mark_weight
-from fbq_jax.core.weights_once import mark_constant
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -217,13 +216,7 @@ def _matmul(
     spec: Spec, x: jax.Array, w: jax.Array | QTensor, scalars: Scalars
 ) -> tuple[jax.Array, Stats]:
     """``matmul_vjp.matmul``; the weight of a frozen layer is its colwise codes."""
-    if isinstance(w, QTensor):
-        exponents = w.exponents and w.exponents.mT
-        return matmul_vjp.matmul(spec, x, w.main, scalars, exponents=exponents)
-    exponents = None
-    if spec.recipe.equalize:
-        exponents = mark_constant(equalization.exponents)(lax.stop_gradient(w))
-    return matmul_vjp.matmul(spec, x, w, scalars, exponents=exponents)
+    return matmul_vjp.matmul(spec, x, w.main if isinstance(w, QTensor) else w, scalars)
 
 
 def _quantizes(

@@ -68,7 +68,7 @@ class TokenRows(Rows):
             self, seeds, found, block=block, **wanted.roundings, sums=sums
         )
 
-    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Quantized, Stats]:
         """Falls back by the largest value of a block, which devices agree on."""
         block, scalars = call.spec.recipe.lhs_block, call.scalars
         assert call.spec.recipe.criterion == "absmax"  # ragged_dot checks it
@@ -89,7 +89,7 @@ class TokenRows(Rows):
         )
         second = _BlockScales(selected.scales[:, 0], second.inverse)
         term = _quantize_residuals(self, found, second, block=block)
-        return lhs, Layouts(term, None), stats
+        return lhs, term, stats
 
 
 class _BlockScales(NamedTuple):

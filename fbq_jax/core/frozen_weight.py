@@ -12,13 +12,13 @@ under ``record_weights``: every quantized layer reports its weight to the record
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.core import equalization, threshold
+from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.qtensor import QTensor
@@ -251,17 +251,14 @@ def quantize_weight(
     """
     recipe = config.recipe
     seed = threshold.call_seed(threshold.canonicalize_state(state))
-    matrices, powers = rhs_matrix(w, dimension_numbers), None
-    if recipe.equalize:
-        powers = equalization.exponents(matrices)
+    matrices = rhs_matrix(w, dimension_numbers)
     dtype = matrices.dtype
     spec = Spec(recipe, dtype, dtype, dtype, config.implementation)
-    main = quantize_rhs(spec, matrices, seed, powers, save=False).colwise
+    main = quantize_rhs(spec, matrices, seed, save=False).colwise
     assert main is not None
     # Stored weights have the same arrays, whatever device freezes them.
     main = main._replace(sums=None)
     codes = forward_qtensor(recipe, main, spec.fwd.block_shape[:0:-1])
-    codes = replace(codes, exponents=powers and powers.mT)
     return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
 
 

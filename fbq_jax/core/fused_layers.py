@@ -70,8 +70,7 @@ def fuses(recipe: Recipe) -> bool:
 
     They need INT8 with block scales in all three GEMMs; or, in INT8 or FP8, a scale per
     row of a block for the lhs of each GEMM.  X is rounded to nearest in the forward
-    GEMM.  In dW, nothing falls back and nothing is transformed.  They always quantize:
-    ``where_slower`` is ``"quantize"``.  They do not equalize.
+    GEMM.  They always quantize: ``where_slower`` is ``"quantize"``.
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``.
@@ -82,10 +81,7 @@ def fuses(recipe: Recipe) -> bool:
         )
     return (
         (recipe.in_blocks or _in_row_blocks(recipe))
-        and not recipe.equalize
         and recipe.fwd.lhs == "nearest"
-        and not recipe.drhs.fallback
-        and not recipe.drhs.hadamard
         and recipe.where_slower == "quantize"
     )
 
@@ -265,10 +261,8 @@ def _quantize_and_multiply(
         implementation=gemm.implementation,
     )
     seed = scalars.later_seed(stats)
-    lhs, residuals_of_x = gemms.unstack(
-        (Layouts(operand.main, operand.colwise), Layouts(residual, None))
-    )
-    y, saved = matmul_vjp.forward(gemm, lhs, residuals_of_x, w, seed, gemms, save=save)
+    lhs, residual = gemms.unstack((Layouts(operand.main, operand.colwise), residual))
+    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, seed, gemms, save=save)
     return y, stats, residuals, saved
 
 

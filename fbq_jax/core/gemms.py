@@ -80,7 +80,6 @@ class Gemms(abc.ABC):
         self,
         spec: GemmSpec,
         lhs: Quantized,
-        residual: Quantized | None,
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
@@ -90,7 +89,6 @@ class Gemms(abc.ABC):
           spec: the settings of the GEMM.
           lhs: the colwise codes of X, ``[B, K, M]``, ``[B, K, G, R]`` or, in P shards,
             ``[B, P, K, M / P]``, with their scales.
-          residual: a second term of lhs, of the same shapes, or None.
           rhs: the colwise codes of dY, with N in place of K, and their scales.
           seed: seeds the noise of a sum over devices in INT8.
 
@@ -156,12 +154,11 @@ class DenseGemms(Gemms):
         self,
         spec: GemmSpec,
         lhs: Quantized,
-        residual: Quantized | None,
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
         """dW, ``[B, K, N]``."""
-        return self.multiply(spec, lhs, residual, rhs, seed)
+        return self.multiply(spec, lhs, None, rhs, seed)
 
 
 DENSE = DenseGemms()

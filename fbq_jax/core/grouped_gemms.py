@@ -111,7 +111,6 @@ class GroupedGemms(Gemms):
         self,
         spec: GemmSpec,
         lhs: Quantized,
-        residual: Quantized | None,
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
@@ -120,7 +119,6 @@ class GroupedGemms(Gemms):
         Returns ``[G, K, N]`` in ``spec.dtype``.
         """
         del seed
-        assert residual is None  # ragged_dot refuses drhs.fallback
         return ops.ragged_contraction(
             lhs,
             rhs,
@@ -239,7 +237,6 @@ class ExchangedGemms(Gemms):
         self,
         spec: GemmSpec,
         lhs: Quantized,
-        residual: Quantized | None,
         rhs: Quantized,
         seed: CallSeed,
     ) -> jax.Array:
@@ -248,7 +245,6 @@ class ExchangedGemms(Gemms):
         Returns ``[E, K, N]`` in ``spec.dtype``.
         """
         del seed
-        assert residual is None  # ragged_dot refuses drhs.fallback
         plan = self.groups.plan
         dw = ops.ragged_contraction(
             lhs,

@@ -7,7 +7,6 @@ saves X and W in the form that the backward GEMMs read: INT8 codes and scales, o
 operand itself for an unquantized GEMM.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
-from fbq_jax.core import equalization, threshold
-from fbq_jax.core.equalization import Exponents
+from fbq_jax.core import threshold
 from fbq_jax.core.gemms import DENSE, Gemms
 from fbq_jax.core.noise import frozen_seed
 from fbq_jax.core.quantize_operands import (
@@ -27,8 +25,7 @@ from fbq_jax.core.quantize_operands import (
     quantize_lhs,
     quantize_rhs,
 )
-from fbq_jax.core.rows import Matrices, Rows
-from fbq_jax.core.spec import GemmSpec, Spec
+from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.reference import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed
@@ -51,7 +48,6 @@ def matmul(
     w: jax.Array | Quantized,
     scalars: Scalars,
     gemms: Gemms = DENSE,
-    exponents: Exponents | None = None,
 ) -> tuple[jax.Array, Stats]:
     """Multiplies X with W and measures the blocks of X.
 
@@ -62,14 +58,13 @@ def matmul(
       w: ``[B, K, N]``, the weight; in a frozen layer, its colwise codes.
       scalars: the threshold and the seeds of the call.
       gemms: runs the INT8 GEMMs.
-      exponents: equalize the INT8 GEMMs of a dense layer; None leaves them as they are.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]``, and the stats.  Their metric is float32
       ``[B, ceil(M/m), ceil(K/k)]`` or ``[B, G, R/m, ceil(K/k)]`` (``[B, 0, 0]`` without
       a criterion).
     """
-    return matmul_fwd(spec, x, w, scalars, gemms, exponents, save=False)[0]
+    return matmul_fwd(spec, x, w, scalars, gemms, save=False)[0]
 
 
 class SavedMatmul(NamedTuple):
@@ -81,17 +76,13 @@ class SavedMatmul(NamedTuple):
       rhs: the rowwise codes of W for a dX in INT8; otherwise W itself or its colwise
         forward codes.
       seed: seeds the noise of dY.
-      residual: the second term of ``lhs``; None if dW has one term.
       gemms: runs the INT8 GEMMs.
-      exponents: as in ``matmul``.
     """
 
     lhs: Quantized | jax.Array | None
     rhs: Quantized | jax.Array
     seed: CallSeed
-    residual: Quantized | None = None
     gemms: Gemms = DENSE
-    exponents: Exponents | None = None
 
 
 def matmul_fwd(
@@ -100,47 +91,29 @@ def matmul_fwd(
     w: jax.Array | Quantized,
     scalars: Scalars,
     gemms: Gemms,
-    exponents: Exponents | None = None,
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, Stats], SavedMatmul | None]:
     """The results of ``matmul``, and what its backward pass reads if ``save``."""
     frozen = isinstance(w, Quantized)
-    exponents = checkpoint_name(exponents, RHS_NAME)
     if isinstance(w, Quantized) and not save and gemms == DENSE:
-        y = _quantize_matmul(spec, x, w, scalars, exponents)
+        y = _quantize_matmul(spec, x, w, scalars)
         if y is not None:
             # Nothing reads the stats of a frozen layer: its state does not change.
             metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
             return (y, threshold.without_fallback(scalars, metric)), None
-    rows = _rows(gemms, x, exponents)
     blocks = gemms.count_blocks(spec, x)
     lhs, residual, stats = quantize_lhs(
-        spec, rows, scalars, blocks, save=save and not frozen, frozen=frozen
+        spec,
+        gemms.tile_rows(x),
+        scalars,
+        blocks,
+        save=save and not frozen,
+        frozen=frozen,
     )
     seed = scalars.later_seed(stats)
-    y, saved = forward(spec, lhs, residual, w, seed, gemms, exponents, x=x, save=save)
+    y, saved = forward(spec, lhs, residual, w, seed, gemms, x=x, save=save)
     return (y, stats), saved
-
-
-def _rows(gemms: Gemms, x: jax.Array, exponents: Exponents | None) -> Rows:
-    """The lhs of Y or dX in the form that the ops quantize.
-
-    Its rowwise codes are equalized, by the exponents of the rhs, W or W'.
-    """
-    return gemms.tile_rows(x) if exponents is None else Matrices(x, exponents.rows)
-
-
-def _equalized(spec: GemmSpec, exponents: Exponents | None) -> GemmSpec:
-    """A GEMM whose output ``_restore`` multiplies."""
-    return spec._replace(dtype=equalization.wide(spec.dtype)) if exponents else spec
-
-
-def _restore(spec: GemmSpec, y: jax.Array, exponents: Exponents | None) -> jax.Array:
-    """The output of an equalized GEMM, times the powers of two of its columns."""
-    if exponents is None:
-        return y
-    return equalization.multiply(y, exponents.columns, y.ndim - 1).astype(spec.dtype)
 
 
 def _quantize_matmul(
@@ -148,10 +121,9 @@ def _quantize_matmul(
     x: jax.Array,
     w: Quantized,
     scalars: Scalars,
-    exponents: Exponents | None,
 ) -> jax.Array | None:
     """Y of a frozen layer, if one op is to quantize X and to multiply; or None."""
-    gemm, block_shape, dtype, implementation = _equalized(spec.fwd, exponents)
+    gemm, block_shape, dtype, implementation = spec.fwd
     quantizer = gemm.quantizers[0]
     assert quantizer is not None  # a frozen forward GEMM is in INT8
     how: dict[str, Any] = {
@@ -166,19 +138,16 @@ def _quantize_matmul(
     ):
         return None
     theta = jnp.broadcast_to(scalars.theta, x.shape[:1])
-    x = Matrices(x, exponents and exponents.rows).rowwise_values
-    y = ops.quantize_matmul(x, theta, w, dtype=dtype, reduce=gemm.reduce, **how)
-    return _restore(spec.fwd, y, exponents)
+    return ops.quantize_matmul(x, theta, w, dtype=dtype, reduce=gemm.reduce, **how)
 
 
 def forward(
     spec: Spec,
     lhs: Layouts,
-    residual: Layouts,
+    residual: Quantized | None,
     w: jax.Array | Quantized,
     seed: CallSeed,
     gemms: Gemms = DENSE,
-    exponents: Exponents | None = None,
     *,
     x: jax.Array | None = None,
     save: bool,
@@ -188,15 +157,14 @@ def forward(
     Args:
       spec: the static settings.
       lhs: the codes of X.
-      residual: the residuals of the codes of X that have a second term.
+      residual: the second term of the rowwise codes of X, or None.
       w: the weight, as in ``matmul``.
       seed: seeds stochastic rounding of W and dY.
       gemms: runs the INT8 GEMMs.
-      exponents: as in ``matmul``.
       x: the activation, as in ``matmul``; read by unquantized GEMMs only.
       save: whether there will be a backward pass.
     """
-    recipe, rhs = spec.recipe, quantize_rhs(spec, w, seed, exponents, save=save)
+    recipe, rhs = spec.recipe, quantize_rhs(spec, w, seed, save=save)
     if recipe.fwd.in_floats:
         assert x is not None
         assert not isinstance(w, Quantized)  # a frozen forward GEMM is in INT8
@@ -204,9 +172,7 @@ def forward(
     else:
         assert lhs.rowwise is not None
         assert rhs.colwise is not None
-        gemm = _equalized(spec.fwd, exponents)
-        y = gemms.multiply(gemm, lhs.rowwise, residual.rowwise, rhs.colwise, seed)
-        y = _restore(spec.fwd, y, exponents)
+        y = gemms.multiply(spec.fwd, lhs.rowwise, residual, rhs.colwise, seed)
     if not save:
         return y, None
     warn_of_copies()
@@ -215,8 +181,7 @@ def forward(
         saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
     saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
     saved_seed = checkpoint_name(seed, SEED_NAME)
-    second = checkpoint_name(residual.colwise, LHS_NAME)
-    return y, SavedMatmul(saved_lhs, saved_rhs, saved_seed, second, gemms, exponents)
+    return y, SavedMatmul(saved_lhs, saved_rhs, saved_seed, gemms)
 
 
 def _to_save(
@@ -241,10 +206,10 @@ def _to_save(
 
 def _matmul_bwd(
     spec: Spec, saved: SavedMatmul, cotangents: tuple[jax.Array, Stats]
-) -> tuple[jax.Array, jax.Array | None, None, None, None]:
+) -> tuple[jax.Array, jax.Array | None, None, None]:
     dy, _ = cotangents
     grad = quantize_cotangent(spec, saved, dy)
-    return (*backward(spec, saved, grad, dy), None, None, None)
+    return (*backward(spec, saved, grad, dy), None, None)
 
 
 matmul.defvjp(matmul_fwd, _matmul_bwd)
@@ -252,8 +217,7 @@ matmul.defvjp(matmul_fwd, _matmul_bwd)
 
 def quantize_cotangent(spec: Spec, saved: SavedMatmul, dy: jax.Array) -> Layouts:
     """The codes of dY, the gradient of the product, for ``backward``."""
-    rows = _rows(saved.gemms, dy, saved.exponents and saved.exponents.mT)
-    seed = grad_seed(saved, dy)
+    rows, seed = saved.gemms.tile_rows(dy), grad_seed(saved, dy)
     return quantize_grad(spec, rows, seed, frozen=saved.lhs is None)
 
 
@@ -273,16 +237,14 @@ def backward(
       grad: the codes of dY.
       dy: dY itself; read by unquantized GEMMs only.
     """
-    lhs, rhs, seed, residual, gemms, exponents = saved
+    lhs, rhs, seed, gemms = saved
     if spec.recipe.dlhs.in_floats:
         assert dy is not None
-        dx = float_matmul(dy, _transposed_rhs(spec, rhs, exponents), spec.lhs_dtype)
+        dx = float_matmul(dy, _transposed_rhs(spec, rhs), spec.lhs_dtype)
     else:
         assert isinstance(rhs, Quantized)
         assert grad.rowwise is not None
-        gemm = _equalized(spec.dlhs, exponents)
-        dx = gemms.multiply_grad(gemm, grad.rowwise, rhs, seed)
-        dx = _restore(spec.dlhs, dx, exponents and exponents.mT)
+        dx = gemms.multiply_grad(spec.dlhs, grad.rowwise, rhs, seed)
     if lhs is None:
         dw = None
     elif spec.recipe.drhs.in_floats:
@@ -291,7 +253,7 @@ def backward(
     else:
         assert isinstance(lhs, Quantized)
         assert grad.colwise is not None
-        dw = gemms.contract_rows(spec.drhs, lhs, residual, grad.colwise, seed)
+        dw = gemms.contract_rows(spec.drhs, lhs, grad.colwise, seed)
     return dx, dw
 
 
@@ -320,12 +282,9 @@ def _transposed_lhs(spec: Spec, lhs: Quantized | jax.Array) -> jax.Array:
     return lhs.mT
 
 
-def _transposed_rhs(
-    spec: Spec, rhs: Quantized | jax.Array, exponents: Exponents | None
-) -> jax.Array:
+def _transposed_rhs(spec: Spec, rhs: Quantized | jax.Array) -> jax.Array:
     """W', dequantized if its codes were saved; colwise codes are W' already."""
     if isinstance(rhs, Quantized):
         codes = forward_qtensor(spec.recipe, rhs, spec.fwd.block_shape[:0:-1])
-        codes = dataclasses.replace(codes, exponents=exponents and exponents.mT)
         return codes.dequantize(spec.rhs_dtype)
     return rhs.mT

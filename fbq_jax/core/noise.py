@@ -7,7 +7,7 @@ from jax import lax
 from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
 
 # The independent noise streams of one call.
-LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM, RESIDUAL_STREAM = range(5)
+LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM = range(4)
 
 
 def seeds_of(seed: CallSeed, stream: int, indices: jax.Array) -> Seeds:

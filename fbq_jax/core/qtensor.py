@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
-from fbq_jax.core.equalization import Exponents
 from fbq_jax.core.serialization import (
     serializable_dataclass,
     serializable_namedtuple,
@@ -21,7 +20,7 @@ from fbq_jax.kernels.rounding import Rounding
 serializable_namedtuple(Quantized)
 
 
-@serializable_dataclass("main", "residual", "exponents")
+@serializable_dataclass("main", "residual")
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """A quantized stack of matrices ``[B, R, C]``.
@@ -33,14 +32,11 @@ class QTensor:
         None.  For other blocks its scale is 0 and its codes are arbitrary.
       block: the rows and columns ``(r, c)`` of a block; the last blocks of a matrix may
         be partial.
-      exponents: the powers of two that multiply rows and columns of an equalized
-        weight's codes, or None.
     """
 
     main: Quantized
     residual: Quantized | None
     block: Block
-    exponents: Exponents | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,9 +47,7 @@ class QTensor:
     def mT(self) -> "QTensor":  # noqa: N802 (NumPy's name)
         """The transposed matrices, with the same codes and scales."""
         main, residual = jax.tree.map(lambda x: x.mT, (self.main, self.residual))
-        return QTensor(
-            main, residual, self.block[::-1], self.exponents and self.exponents.mT
-        )
+        return QTensor(main, residual, self.block[::-1])
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """The values of the codes, ``[B, R, C]``; terms are summed in float32."""
@@ -61,8 +55,6 @@ class QTensor:
         values = jnp.zeros(self.shape, jnp.float32)
         for term in terms:
             values += reference.dequantize(term, self.block)
-        if self.exponents is not None:
-            values = self.exponents.restore(values)
         return values.astype(dtype)
 
     def to_qarray(self) -> Any:
@@ -73,14 +65,8 @@ class QTensor:
 
         Raises:
           ImportError: Qwix is not installed.
-          ValueError: the QTensor has a residual, and a QArray has one term only; or it
-            is equalized.
+          ValueError: the QTensor has a residual, and a QArray has one term only.
         """
-        if self.exponents is not None:
-            raise ValueError(
-                "a qwix.QArray has no factors for rows and columns, as this QTensor of "
-                "an equalized weight has"
-            )
         if self.residual is not None:
             raise ValueError("a qwix.QArray has one term, and this QTensor a residual")
         codes, scales, _ = self.main
@@ -156,14 +142,8 @@ def matmul(lhs: QTensor, rhs: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array
     INT8 products are exact inside a K block; blocks are scaled and summed in float32.
 
     Raises:
-      ValueError: the operands' blocks differ along K, an operand is equalized, or rhs
-        has a residual.
+      ValueError: the operands' blocks differ along K, or rhs has a residual.
     """
-    if lhs.exponents is not None or rhs.exponents is not None:
-        raise ValueError(
-            "matmul takes QTensors without the factors for rows and columns of an "
-            "equalized weight: multiply by its dequantize()"
-        )
     if rhs.residual is not None:
         raise ValueError(
             "matmul multiplies by one term of rhs, and this rhs has a residual: "

@@ -9,8 +9,7 @@ have the same kind of scales.
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.core import equalization, threshold
-from fbq_jax.core.equalization import Exponents
+from fbq_jax.core import threshold
 from fbq_jax.core.noise import GRAD_STREAM, LHS_STREAM, RHS_STREAM
 from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.rows import FallbackCall, Matrices, Rows
@@ -30,7 +29,7 @@ def quantize_lhs(
     *,
     save: bool,
     frozen: bool = False,
-) -> tuple[Layouts, Layouts, Stats]:
+) -> tuple[Layouts, Quantized | None, Stats]:
     """Quantizes X.
 
     Args:
@@ -42,8 +41,8 @@ def quantize_lhs(
       frozen: whether the layer is frozen; its threshold, if it is unset, counts as 0.
 
     Returns:
-      The codes in the layouts that the INT8 GEMMs read, the residuals of the layouts
-      that have a second term, and the stats.
+      The codes in the layouts that the INT8 GEMMs read, the second term of the rowwise
+      codes or None, and the stats.
     """
     recipe = spec.recipe
     colwise = recipe.drhs.quantizers[0] if save else None
@@ -61,14 +60,13 @@ def quantize_lhs(
         rowwise=recipe.fwd.quantizers[0],
         colwise=colwise,
     )
-    return lhs, Layouts(None, None), stats
+    return lhs, None, stats
 
 
 def quantize_rhs(
     spec: Spec,
     w: jax.Array | Quantized,
     seed: CallSeed,
-    exponents: Exponents | None = None,
     *,
     save: bool,
 ) -> Layouts:
@@ -76,9 +74,8 @@ def quantize_rhs(
 
     The weight of a frozen layer (``fbq_jax.core.frozen_weight``) is already stored as
     colwise codes.  Its rowwise codes are the same ones where both layouts of a weight
-    share codes and scales, and otherwise those of the dequantized weight.  Codes are of
-    the weight equalized by ``exponents``, as those of a frozen layer already are.
-    ``save`` says whether the backward pass needs the rowwise codes.
+    share codes and scales, and otherwise those of the dequantized weight.  ``save``
+    says whether the backward pass needs the rowwise codes.
     """
     recipe = spec.recipe
     rows = recipe.dlhs.quantizers[1] if save else None
@@ -89,13 +86,12 @@ def quantize_rhs(
         if rows == columns and rows.scales == "block":
             return Layouts(Quantized(w.codes.mT, w.scales.mT), w)
         codes = forward_qtensor(recipe, w, spec.fwd.block_shape[:0:-1])
-        dtype = equalization.wide(spec.rhs_dtype) if exponents else spec.rhs_dtype
-        floats, columns, exponents = codes.dequantize(dtype).mT, None, None
+        floats, columns = codes.dequantize(spec.rhs_dtype).mT, None
     else:
         floats = w
 
-    def quantize(w: jax.Array, seed: CallSeed, exponents: Exponents | None) -> Layouts:
-        return Matrices(exponents.remove(w) if exponents else w).quantize(
+    def quantize(w: jax.Array, seed: CallSeed) -> Layouts:
+        return Matrices(w).quantize(
             spec,
             seed,
             RHS_STREAM,
@@ -107,7 +103,7 @@ def quantize_rhs(
 
     if not any(x and x.rounding == "stochastic" for x in (rows, columns)):
         seed = jnp.zeros((), jnp.uint32)  # not read, so codes depend on W only
-    layouts = mark_constant(quantize)(floats, seed, exponents)
+    layouts = mark_constant(quantize)(floats, seed)
     return Layouts(layouts.rowwise, w) if isinstance(w, Quantized) else layouts
 
 

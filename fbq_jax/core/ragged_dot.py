@@ -74,7 +74,7 @@ def ragged_dot(
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
       recipe: how the three GEMMs are quantized; needs block scales in all of them, no
-        ``Gemm.reduce``, no ``drhs.fallback`` and ``where_slower="quantize"``.
+        ``Gemm.reduce`` and ``where_slower="quantize"``.
       theta: the threshold of fallback for all groups, as in ``fbq_jax.dot_general``.
       key: a PRNG key for stochastic rounding, as in ``fbq_jax.dot_general``.
       implementation: as in ``fbq_jax.dot_general``.
@@ -89,9 +89,9 @@ def ragged_dot(
       TypeError: an operand is not an array or has another dtype, ``group_sizes`` does
         not hold integers, or ``recipe`` is not a ``Recipe``.
       ValueError: shapes do not fit, an array is sharded over explicit axes, the recipe
-        has other scales, a ``Gemm.reduce``, ``drhs.fallback`` or
-        ``where_slower="float"``, theta is negative, another precision is requested, or
-        the implementation has no kernel for this product.
+        has other scales, a ``Gemm.reduce`` or ``where_slower="float"``, theta is
+        negative, another precision is requested, or the implementation has no kernel
+        for this product.
 
     >>> tokens, experts = jnp.ones((3, 4)), jnp.ones((2, 4, 1))
     >>> y, stats = ragged_dot(tokens, experts, jnp.array([2, 0]))
@@ -224,11 +224,6 @@ def _check_config(config: DotConfig) -> None:
             "such as fallback, block, jetfire and variants of them; got "
             f"{recipe_name(recipe)}. Rules give layers of experts their own recipe, as "
             "in {'.*moe.*': recipes.fallback, ...}"
-        )
-    if recipe.drhs.fallback or recipe.equalize:
-        raise ValueError(
-            "a ragged dot takes a recipe without drhs.fallback or equalize; got "
-            f"{describe_recipe(recipe)}"
         )
     if recipe.where_slower != "quantize":
         raise ValueError(

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax import ops
-from fbq_jax.core import equalization, threshold
-from fbq_jax.core.noise import LHS_STREAM, RESIDUAL_STREAM, seeds_of
+from fbq_jax.core import threshold
+from fbq_jax.core.noise import LHS_STREAM, seeds_of
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.kernels import hadamard, reference
 from fbq_jax.kernels.grouped_reference import GroupedRows
 from fbq_jax.kernels.reference import Block, Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
@@ -152,7 +151,7 @@ class Rows(abc.ABC):
         """``quantize`` by one op."""
 
     @abc.abstractmethod
-    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Quantized, Stats]:
         """``quantize_lhs`` for a recipe with a criterion."""
 
 
@@ -162,26 +161,9 @@ class Matrices(Rows):
 
     Attributes:
       values: ``[B, M, K]`` or ``[B, G, R, K]``.
-      exponents: int32 ``[B, K]``, of the powers of two that multiply the columns in the
-        rowwise layout; or None.
     """
 
     values: jax.Array
-    exponents: jax.Array | None = None
-
-    def _share_op(self, rowwise: Quantizer, colwise: Quantizer) -> bool:
-        """Only one of the ops multiplies in one layout and not in the other."""
-        can_multiply = self.exponents is None or rowwise.scales == "row_block"
-        return can_multiply and super()._share_op(rowwise, colwise)
-
-    @property
-    def rowwise_values(self) -> jax.Array:
-        """The values of the rowwise layout."""
-        x, exponents = self.values, self.exponents
-        if exponents is None:
-            return x
-        x = x.astype(equalization.wide(x.dtype))
-        return equalization.multiply(x, exponents, x.ndim - 1)
 
     @property
     def indices(self) -> jax.Array:
@@ -196,19 +178,11 @@ class Matrices(Rows):
         # Only the two ops that make FP8 codes take their dtype.
         codes = spec.recipe.codes
         dtype: Any = {} if codes == "int8" else {"dtype": codes}
-        x = self.values
-        factors: tuple[jax.Array, ...] = ()
-        if wanted.rowwise is not None and self.exponents is not None:
-            if quantizer.scales == "row_block":
-                factors = (equalization.factors(self.exponents),)
-            else:
-                x = self.rowwise_values
         if quantizer.scales == "row_block":
             quantize = functools.partial(
                 ops.quantize_row_blocks,
                 block=block,
                 colwise_in_blocks=colwise is not None and colwise.scales == "block",
-                hadamard=quantizer.hadamard,
                 sums=wanted.sums,
                 **dtype,
             )
@@ -222,26 +196,23 @@ class Matrices(Rows):
                 ops.quantize_vectors,
                 bound=spec.recipe.bound,
                 per_tensor=quantizer.scales == "tensor",
-                hadamard=quantizer.hadamard,
             )
-        x, seeds = _split_shards(x, seeds, quantizer.shards)
+        x, seeds = _split_shards(self.values, seeds, quantizer.shards)
         layouts: Layouts = quantize(
-            hadamard.pad_rows(x) if quantizer.hadamard else x,
+            x,
             seeds,
-            *factors,
             **wanted.roundings,
             implementation=spec.implementation,
         )
         return layouts
 
-    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
-        """Falls back, in dW too if the recipe asks for it."""
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Quantized, Stats]:
+        """Falls back in the forward product."""
         spec, scalars, _, colwise, _ = call
         recipe, block = spec.recipe, spec.recipe.lhs_block
         in_blocks = colwise is not None and colwise.scales == "block"
-        in_blocks &= self.exponents is None  # both layouts have the same values
         main, residual, metric, colwise_codes = ops.quantize_fallback(
-            self.rowwise_values,
+            self.values,
             jnp.broadcast_to(scalars.theta, self.indices.shape),
             seeds_of(scalars.call_seed, LHS_STREAM, self.indices),
             block=block,
@@ -259,53 +230,7 @@ class Matrices(Rows):
                 colwise=colwise,
             ).colwise
         selected, stats = call.select(metric, residual)
-        second = None
-        if colwise is not None and recipe.drhs.fallback:
-            assert colwise_codes is not None
-            seeds = seeds_of(scalars.call_seed, RESIDUAL_STREAM, self.indices)
-            colwise_codes, second = self._add_term(
-                spec, seeds, main, selected.scales > 0.0, colwise_codes
-            )
-        return Layouts(main, colwise_codes), Layouts(selected, second), stats
-
-    def _add_term(
-        self,
-        spec: Spec,
-        seeds: Seeds,
-        main: Quantized,
-        fell_back: jax.Array,
-        colwise: Quantized,
-    ) -> tuple[Quantized, Quantized]:
-        """The two terms of X' in dW.
-
-        Args:
-          spec: the static settings.
-          seeds: the seeds of the second term's noise.
-          main: the rowwise codes of the forward GEMM, rounded to nearest.
-          fell_back: bool, whether each block has a second term in the forward GEMM.
-          colwise: X' in one term.
-
-        Returns:
-          In blocks that fell back, the codes of ``main`` and the rest of X, quantized;
-          in the others, the codes of ``colwise`` and zeros.
-        """
-        x, block = self.values, spec.recipe.lhs_block
-        falls = reference.repeat_blocks(fell_back, block, x.shape)
-        scales = reference.repeat_blocks(main.scales, block, x.shape)
-        codes = main.codes.astype(jnp.float32)
-        rest = reference.residual_of(x.astype(jnp.float32), codes, scales)
-        second = ops.quantize(
-            jnp.where(falls, rest, 0.0),
-            seeds,
-            block=block,
-            rowwise=None,
-            colwise=spec.recipe.drhs.lhs,
-            implementation=spec.implementation,
-        ).colwise
-        assert second is not None
-        nearest, falls = (jnp.moveaxis(y, -1, 1) for y in (main.codes, falls))
-        first = colwise._replace(codes=jnp.where(falls, nearest, colwise.codes))
-        return first, second
+        return Layouts(main, colwise_codes), selected, stats
 
 
 def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[jax.Array, Seeds]:
@@ -355,7 +280,7 @@ class TiledRows(Rows):
             implementation=spec.implementation,
         )
 
-    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Layouts, Stats]:
+    def quantize_fallback(self, call: FallbackCall) -> tuple[Layouts, Quantized, Stats]:
         """Falls back in the forward product."""
         spec, scalars, _, colwise, _ = call
         main, residual, metric, colwise_codes = ops.ragged_quantize_fallback(
@@ -373,4 +298,4 @@ class TiledRows(Rows):
         residual = residual._replace(scales=residual.scales.reshape(stack))
         selected, stats = call.select(metric.reshape(stack), residual)
         selected = selected._replace(scales=selected.scales.reshape(metric.shape))
-        return Layouts(main, colwise_codes), Layouts(selected, None), stats
+        return Layouts(main, colwise_codes), selected, stats

@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 _CLASSES = {cls.__name__: cls for cls in (Gemm, Recipe)}
 
+# What an earlier version stored besides.
+_REMOVED_FIELDS = {"Gemm": {"hadamard", "fallback"}, "Recipe": {"equalize"}}
+
 
 def serializable_dataclass(*data_fields: str) -> Callable[[type[T]], type[T]]:
     """Makes a dataclass a pytree that is registered by its name.
@@ -30,18 +33,23 @@ def serializable_dataclass(*data_fields: str) -> Callable[[type[T]], type[T]]:
     """
 
     def register(nodetype: type[T]) -> type[T]:
-        names = _field_names(nodetype)
+        meta_fields = [x for x in _field_names(nodetype) if x not in data_fields]
         jax.tree_util.register_dataclass(
-            nodetype,
-            data_fields=data_fields,
-            meta_fields=[name for name in names if name not in data_fields],
+            nodetype, data_fields=data_fields, meta_fields=meta_fields
         )
         _register_flax(nodetype, data_fields)
+
+        def from_children(aux_data: Any, children: Any) -> Any:
+            # The QTensor of an earlier version has a third child, which is None.
+            data = dict(zip(data_fields, children, strict=False))
+            return nodetype(**data, **dict(zip(meta_fields, aux_data, strict=True)))
+
         return export.register_pytree_node_serialization(
             nodetype,
             serialized_name=f"fbq_jax.{nodetype.__name__}",
             serialize_auxdata=_dumps,
             deserialize_auxdata=_loads,
+            from_children=from_children,
         )
 
     return register
@@ -73,6 +81,8 @@ def _register_flax(nodetype: Any, data_fields: tuple[str, ...]) -> None:
         }
 
     def from_state_dict(x: Any, state: dict[str, Any]) -> Any:
+        if isinstance(state, dict) and state.get("exponents") is not None:
+            raise _removed_field("Recipe", "equalize")
         restored = {
             name: serialization.from_state_dict(getattr(x, name), state[name], name)
             for name in data_fields
@@ -117,4 +127,33 @@ def _decode(value: Any) -> Any:
         return tuple(_decode(x) for x in content)
     if kind == "dtype":
         return jnp.dtype(content)
-    return _CLASSES[kind](**{name: _decode(x) for name, x in content.items()})
+    removed = _REMOVED_FIELDS[kind] & content.keys()
+    for name in removed:
+        if content[name]:
+            raise _removed_field(kind, name)
+    fields = {name: _decode(x) for name, x in content.items() if name not in removed}
+    return _CLASSES[kind](**fields)
+
+
+def _removed_field(kind: str, name: str) -> ValueError:
+    return ValueError(
+        f"{kind}({name}=True), which made this model's codes, was removed: train with "
+        "recipes.row_block_lhs and freeze the model again"
+    )
+
+
+class _Exponents:
+    """Stands for the powers of two of an equalized weight, which were removed."""
+
+
+def _refuse_exponents(_: Any) -> Any:
+    raise _removed_field("Recipe", "equalize")
+
+
+export.register_pytree_node_serialization(
+    _Exponents,
+    serialized_name="fbq_jax.Exponents",
+    serialize_auxdata=_refuse_exponents,
+    deserialize_auxdata=_refuse_exponents,
+    from_children=lambda *_: _Exponents(),
+)

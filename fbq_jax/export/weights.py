@@ -84,11 +84,6 @@ def _block_weight(path: str, weight: FrozenWeight) -> BlockWeight:
             f"{path} has codes in {weight.recipe.codes}, and the formats are of INT8: "
             "train with a recipe of INT8 codes, such as row_block"
         )
-    if weight.recipe.equalize:
-        raise ExportError(
-            f"{path} has an equalized weight, and the formats have no factors for rows "
-            "and columns: train with a recipe without equalize"
-        )
     codes, scales = (np.asarray(x) for x in weight.codes.main[:2])
     experts = weight.axes == rhs_axes(RAGGED_DIMENSIONS)
     if codes.shape[-3] != 1 and not experts:

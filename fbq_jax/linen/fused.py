@@ -271,8 +271,7 @@ def _check(module: NormDense | GatedMLP, x: jax.Array) -> None:
     if not fused_layers.fuses(dot.recipe):
         raise ValueError(
             "a fused layer takes a recipe with INT8 block scales in all three GEMMs, "
-            "or scales='row_block' for the lhs of each, nearest rounding in fwd.lhs, "
-            "no equalize, no drhs.fallback, no drhs.hadamard and "
-            f"where_slower='quantize'; got {describe_recipe(dot.recipe)}"
+            "or scales='row_block' for the lhs of each, nearest rounding in fwd.lhs "
+            f"and where_slower='quantize'; got {describe_recipe(dot.recipe)}"
         )
     nonlinear.check_operands(module.bits, x=x)

@@ -4,9 +4,6 @@
 thresholds and fallback rates; ``name_layers`` makes warnings name the layers.
 """
 
-from typing import TYPE_CHECKING
-
-from fbq_jax import renamed as _renamed
 from fbq_jax.nnx.dot import FallbackConv as FallbackConv
 from fbq_jax.nnx.dot import FallbackDot as FallbackDot
 from fbq_jax.nnx.dot import FallbackEinsum as FallbackEinsum
@@ -28,6 +25,3 @@ from fbq_jax.nnx.norms import RMSNorm as RMSNorm
 from fbq_jax.nnx.rules import quantize as quantize
 from fbq_jax.nnx.sharing import check_unshared as check_unshared
 from fbq_jax.nnx.stats import fallback_stats as fallback_stats
-
-if not TYPE_CHECKING:
-    __getattr__ = _renamed.names(__name__, {"apply_rules": "quantize"})

@@ -258,17 +258,6 @@ def warn_of_packing() -> None:
         )
 
 
-def warn_of_transforms() -> None:
-    """Warns, once, that Hadamard transforms run on a TPU, by XLA."""
-    if jax.default_backend() == "tpu":
-        warn_first(
-            "transforms",
-            "the Hadamard transforms of dW run without a kernel: on a TPU they are "
-            "estimated to take longer than the products of a layer. The recipe "
-            "fallback_rowwise_bwd has none. See docs/performance/tpus.md",
-        )
-
-
 def choose_layer(
     recipe: Recipe,
     sizes: tuple[int, int, int],
@@ -336,8 +325,6 @@ def _map_for(
     """The map that applies to a layer, or the reason why none does."""
     if not recipe.in_blocks or recipe.block_shape != MAPPED_BLOCK:
         return "maps are of recipes with scales per 128x128 block in all GEMMs"
-    if recipe.equalize:
-        return "maps are of recipes without equalize"
     if jnp.dtype(dtype).itemsize != 2:
         return f"maps are of layers in 16 bits, not in {jnp.dtype(dtype).name}"
     device = jax.devices()[0].device_kind

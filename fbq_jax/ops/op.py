@@ -25,6 +25,9 @@ from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.manual_axes import varying_axes
 from fbq_jax.sharding.rule_language import ShardingRule
 
+# What XLA partitions itself, by the names of ``Kernel.backend``.
+_PARTITIONED = frozenset({"xla", "reference"})
+
 
 def no_float8() -> str:
     """The refusal of a kernel that has INT8 codes only."""
@@ -166,6 +169,14 @@ class LocalOp:
             )
             return lax.platform_dependent(*operands, cpu=on_cpu, default=run)
         return call_kernel(function, self._reference, operands, options)
+
+    def without_kernel(self) -> "LocalOp | None":
+        """The op as code that XLA can partition; None if a kernel has its blocks."""
+        if self.op.backend(self.implementation, self.block_shape) in _PARTITIONED:
+            return self
+        if self.block_shape:
+            return None
+        return dataclasses.replace(self, implementation="reference")
 
     def _reference(self, *operands: Any, **options: Any) -> Any:
         """The reference of matrices that exist in memory, as those of kernels do.

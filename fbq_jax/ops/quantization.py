@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from fbq_jax.kernels import hadamard as hadamard_transform
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.reference import (
     AmaxReduce,
@@ -34,7 +33,6 @@ from fbq_jax.ops.transformations import define_op
 from fbq_jax.sharding.assignment import ShardAssignment
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
-    UNSHARDED,
     AxisWords,
     ShardingRule,
     block_axis,
@@ -153,29 +151,21 @@ def row_block_layouts(
 def _row_blocks_rule(
     x: jax.Array,
     seeds: Seeds,
-    *factors: jax.Array | None,
+    *,
     block: Block,
     rowwise: str | None,
     colwise: str | None,
     colwise_in_blocks: bool = False,
-    hadamard: bool = False,
     sums: tuple[str, ...] = (),
     **_options: Any,
 ) -> ShardingRule:
-    side = block[0] if colwise else 1
-    group = max(side, hadamard_transform.SIZE) if hadamard else side
-    rows = row_axes(x.shape, group)
-    if group > side and rows.scales != UNSHARDED:
-        rows = rows._replace(scales=f"{rows.scales}{group // side}")
+    rows = row_axes(x.shape, block[0] if colwise else 1)
     has_blocks = rowwise or colwise_in_blocks
     columns = block_axis("j", x.shape[-1], block[1] if has_blocks else 1)
     words = row_block_layouts(rows, columns, colwise_in_blocks=colwise_in_blocks)
     results = wanted_layouts(words, rowwise, colwise, sums)
     splittable = "ij" if x.ndim == 3 else "j"
-    if hadamard:
-        splittable = splittable.replace("i", "")  # a group of rows stays together
-    of_columns = [None if x is None else f"b {columns.codes}" for x in factors]
-    operands = words[0].codes, seed_words(seeds), *of_columns
+    operands = words[0].codes, seed_words(seeds)
     return ShardingRule(operands, results, splittable=splittable)
 
 
@@ -183,21 +173,17 @@ def _quantize_split_row_blocks(
     assignment: ShardAssignment,
     x: jax.Array,
     seeds: Seeds,
-    factors: jax.Array | None = None,
     *,
     block: Block,
     rowwise: Rounding | None,
     colwise: Rounding | None,
     colwise_in_blocks: bool = False,
-    hadamard: bool = False,
     sums: tuple[str, ...] = (),
     **options: Any,
 ) -> Layouts:
     """Quantizes a shard that may end inside a block, with blocks of single rows."""
-    x = hadamard_transform.transform_rows(x) if hadamard else x
 
     def layouts(
-        x: jax.Array,
         words: str,
         block: Block,
         rowwise: Rounding | None,
@@ -218,11 +204,10 @@ def _quantize_split_row_blocks(
         )
 
     if colwise_in_blocks:
-        _, transposed = layouts(x, "ij", block, None, colwise, sums)
+        _, transposed = layouts("ij", block, None, colwise, sums)
     else:
-        _, transposed = layouts(x, "i", (block[0], 1), None, colwise)
-    x = reference.multiply_columns(x, factors)
-    main, _ = layouts(x, "j", (1, block[1]), rowwise, None)
+        _, transposed = layouts("i", (block[0], 1), None, colwise)
+    main, _ = layouts("j", (1, block[1]), rowwise, None)
     return Layouts(main, transposed)
 
 
@@ -232,12 +217,10 @@ def _vectors_rule(
     *,
     rowwise: str | None,
     colwise: str | None,
-    hadamard: bool = False,
     **_options: Any,
 ) -> ShardingRule:
     stack = "b" if seeds.ndim == 1 else "b p"
-    side = hadamard_transform.SIZE if hadamard else VECTOR_GRANULARITY[0]
-    row = block_axis("i", x.shape[-2], side).codes
+    row = block_axis("i", x.shape[-2], VECTOR_GRANULARITY[0]).codes
     if x.ndim == 4 and seeds.ndim == 1:
         row = f"g {row}"
     column = block_axis("j", x.shape[-1], VECTOR_GRANULARITY[1]).codes

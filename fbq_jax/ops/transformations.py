@@ -13,8 +13,7 @@ from fbq_jax.kernels import rounding
 from fbq_jax.kernels.reference import CodeDtype
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.op import LocalOp, Op, register
-from fbq_jax.sharding import propagation
-from fbq_jax.sharding.layer_names import record_layer
+from fbq_jax.sharding.layer_names import record_layer, warn_first
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.partitioning import call_partitioned
 
@@ -76,26 +75,18 @@ def call(
         width = op.packed_width(operands)
         dispatch.warn_of_two_passes(choice, block_shape, width, implementation)
         dispatch.warn_of_packing()
-    if options.get("hadamard"):
-        dispatch.warn_of_transforms()
     record_layer(op.name, operands)
     has_no_device = jax.default_backend() == "cpu"
     warns = has_no_device and dispatch.is_reference_by_default(choice, implementation)
     run = LocalOp(op, choice.implementation, tuple(block_shape), warns_elsewhere=warns)
-    settings, number = tuple(sorted(options.items())), None
-    if (plan := propagation.current()) is not None:
-        arrays = tuple((x.shape, x.dtype) for x in jax.tree.leaves(operands))
-        number = plan.next_call((op.name, arrays, settings))
-    return _transformed(run, settings, number)(*operands)
+    return _transformed(run, tuple(sorted(options.items())))(*operands)
 
 
 @functools.cache
 def _transformed(
-    run: LocalOp, options: tuple[tuple[str, Any], ...], call_number: int | None
+    run: LocalOp, options: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
     """The op as a function that JAX can transform.
-
-    Each call that has a number is a function of its own, found by its name.
 
     Kernels have no batching rule, so this defines one.  Differentiation raises an
     error.  Rounding has derivative 0, so without the error, a second derivative of a
@@ -107,12 +98,24 @@ def _transformed(
     def local(shard: Shard, *operands: Any) -> Any:
         return op.on_shard(run, shard, operands, dict(options))
 
+    def in_xla(shard: Shard, *operands: Any) -> Any:
+        assert xla_run is not None
+        if xla_run is not run:
+            warn_first(
+                ("no kernel on several TPUs", op.name),
+                f"{op.name} runs as jax.numpy code in this program for several TPUs, "
+                "slower than a kernel, because XLA cannot partition kernels: call the "
+                "layers in jax.shard_map",
+            )
+        return op.on_shard(xla_run, shard, operands, dict(options))
+
+    # XLA sums in the dtype of the product, whatever ``reduce`` asks for.
+    xla_run = None if dict(options).get("reduce") else run.without_kernel()
     # jit: outside a compiled function, the reference would otherwise compile some sixty
     # programs, one per operation.
-    call_op: Any = functools.partial(
-        call_partitioned, op.name, rule_of, local, call_number=call_number
+    call_op = functools.partial(
+        call_partitioned, op.name, rule_of, local, in_xla=in_xla if xla_run else None
     )
-    call_op.__name__ = propagation.call_name(call_number)
     mapped = custom_vmap(jax.jit(call_op))
     if op.stacks:
         mapped.def_vmap(functools.partial(_map_stacked, op, mapped))

@@ -5,7 +5,6 @@ from fbq_jax.recipes.presets import aqt_int8 as aqt_int8
 from fbq_jax.recipes.presets import aqt_int8_local as aqt_int8_local
 from fbq_jax.recipes.presets import block as block
 from fbq_jax.recipes.presets import fallback as fallback
-from fbq_jax.recipes.presets import fallback_hadamard as fallback_hadamard
 from fbq_jax.recipes.presets import fallback_rowwise_bwd as fallback_rowwise_bwd
 from fbq_jax.recipes.presets import fp8_row_block as fp8_row_block
 from fbq_jax.recipes.presets import fp8_row_block_lhs as fp8_row_block_lhs
@@ -13,7 +12,6 @@ from fbq_jax.recipes.presets import jetfire as jetfire
 from fbq_jax.recipes.presets import per_tensor as per_tensor
 from fbq_jax.recipes.presets import per_tensor_bifurcated as per_tensor_bifurcated
 from fbq_jax.recipes.presets import row_block as row_block
-from fbq_jax.recipes.presets import row_block_equalized as row_block_equalized
 from fbq_jax.recipes.presets import row_block_lhs as row_block_lhs
 from fbq_jax.recipes.presets import rowwise as rowwise
 from fbq_jax.recipes.presets import switchback as switchback

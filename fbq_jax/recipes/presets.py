@@ -26,15 +26,6 @@ fallback_rowwise_bwd = Recipe(
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row"),
 )
 
-#: ``fallback_rowwise_bwd`` for activations with outliers in up to half of the blocks,
-#: such as those of gated linear units: half of the blocks fall back in Y, and a
-#: Hadamard transform spreads the outliers of dW's operands over the tokens.
-fallback_hadamard = replace(
-    fallback_rowwise_bwd,
-    target_rate=(0.4, 0.6),
-    drhs=replace(fallback_rowwise_bwd.drhs, hadamard=True),
-)
-
 #: INT8 in the layout of DeepSeek-V3's FP8: a scale for 1x128 values of X and dY, along
 #: the contraction, and for 128x128 values of W.
 row_block = Recipe(
@@ -43,9 +34,6 @@ row_block = Recipe(
     dlhs=Gemm(lhs="stochastic", scales=("row_block", "block")),
     drhs=Gemm(lhs="stochastic", rhs="stochastic", scales="row_block"),
 )
-
-#: ``row_block`` with equalized rows and columns of W (``Recipe.equalize``).
-row_block_equalized = replace(row_block, equalize=True)
 
 #: ``row_block`` for the left operand of each product, which is X or dY.  The right one,
 #: W or, in dW, dY, has a scale per block.  In ``row_block``, both operands of dW have a

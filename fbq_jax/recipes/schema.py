@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, NoReturn, TypeGuard, get_args
 
 import numpy as np
 
-from fbq_jax import renamed
 from fbq_jax.kernels.reference import (
     CODE_DTYPES,
     CRITERIA,
@@ -57,7 +56,6 @@ class Quantizer(NamedTuple):
     rounding: Rounding
     scales: Scales
     shards: int
-    hadamard: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,15 +71,6 @@ class Gemm:
         block of lhs or one column of such a block of rhs, along the contraction.
         ``"row"``: a row of lhs or a column of rhs, which is one vector along the
         contraction.  ``"tensor"``: the entire operand.
-      hadamard: whether drhs multiplies both operands by a Hadamard matrix H before it
-        quantizes them: ``dW = (H X)' . (H dY)``, where H is orthogonal and mixes 128
-        tokens (``fbq_jax.kernels.hadamard``).  It spreads an outlier over 128 tokens of
-        its channel, so the channel's scale shrinks.  It needs the scales ``"row"`` or
-        ``"row_block"``: in a block, the spread outlier would cost all other channels.
-      fallback: whether X has a second term in drhs, too, in the blocks that fall back
-        in the forward GEMM.  Their first term is rounded to nearest, and the rest as
-        ``lhs`` says, so dW stays unbiased.  The second terms of all blocks are saved
-        for the backward pass, as many bytes as the first.
       shards: the number of shards that drhs splits its contraction, the tokens, into.
         Each has its own scales; the products are summed in float32.
       keeps: what the forward pass saves for an unquantized backward GEMM: X or W as
@@ -99,8 +88,6 @@ class Gemm:
     lhs: Rounding | None = "nearest"
     rhs: Rounding | None = "nearest"
     scales: Scales | tuple[Scales, Scales] = "block"
-    hadamard: bool = False
-    fallback: bool = False
     shards: int = 1
     keeps: Keeps = "floats"
     reduce: Reduce | None = None
@@ -141,8 +128,7 @@ class Gemm:
             return None, None
         assert isinstance(self.scales, tuple)  # __post_init__ makes it one
         lhs, rhs = zip((self.lhs, self.rhs), self.scales, strict=True)
-        both = self.shards, self.hadamard
-        return Quantizer(*lhs, *both), Quantizer(*rhs, *both)
+        return Quantizer(*lhs, self.shards), Quantizer(*rhs, self.shards)
 
 
 #: An unquantized GEMM.
@@ -189,12 +175,6 @@ class Recipe:
         ``"float8_e4m3fn"``, FP8 with 3 bits after the leading one, whose largest value
         is 448.  FP8 codes are rounded to nearest, have scales ``"block"`` or
         ``"row_block"`` with blocks up to 128, and no fallback.
-      equalize: whether rows and columns of W are multiplied by powers of two that make
-        their magnitudes alike before it is quantized, and X, dY and the products by the
-        inverse powers (``fbq_jax.core.equalization``).  Large and small rows and
-        columns of W then cost Y and dX no precision.  dW stays as it is, so ``drhs``
-        reads no codes of Y: it has no ``fallback`` and keeps no ``"codes"``.  The
-        threshold compares with the metric of the multiplied X.
       fwd: the forward GEMM.
       dlhs: the GEMM of the activation's gradient.
       drhs: the GEMM of the weight's gradient.
@@ -225,7 +205,6 @@ class Recipe:
     start: float | Literal["first_batch"] = "first_batch"
     bound: float = 127.0
     codes: CodeDtype = "int8"
-    equalize: bool = False
     fwd: Gemm = Gemm()
     dlhs: Gemm = Gemm(lhs="stochastic")
     drhs: Gemm = Gemm(lhs="stochastic", rhs="stochastic")
@@ -271,20 +250,12 @@ class Recipe:
         yield "codes", self.codes in CODE_DTYPES, f"one of {CODE_DTYPES}"
         if self.codes == "float8_e4m3fn":
             yield from self._float8_checks(sizes)
-        yield "equalize", isinstance(self.equalize, bool), "True or False"
-        drhs = self.drhs
-        reads_codes = drhs.fallback or drhs.keeps == "codes"
-        takes = "False with drhs.fallback or drhs.keeps='codes': dW reads Y's codes"
-        yield "equalize", not (self.equalize and reads_codes), takes
         accepted = self.where_slower in WHERE_SLOWER
         yield "where_slower", accepted, f"one of {WHERE_SLOWER}"
         accepted = self.where_slower == "quantize" or (
-            self.in_blocks and sizes == MAPPED_BLOCK and not self.equalize
+            self.in_blocks and sizes == MAPPED_BLOCK
         )
-        takes = (
-            "'quantize' unless all GEMMs have INT8 scales per 128x128 block and are "
-            "not equalized"
-        )
+        takes = "'quantize' unless all GEMMs have INT8 scales per 128x128 block"
         yield "where_slower", accepted, takes
 
     def _threshold_checks(self) -> Iterator[_Check]:
@@ -315,9 +286,6 @@ class Recipe:
             yield "fwd.lhs", fwd.lhs == "nearest", takes
             takes = "'block' with fallback (criterion=None turns it off)"
             yield "fwd.scales", fwd.in_blocks, takes
-        else:
-            takes = "False without fallback in the forward GEMM (criterion=None)"
-            yield "drhs.fallback", not drhs.fallback, takes
         yield "bound", self.bound in BOUNDS, f"one of {BOUNDS}"
         # Ops with block scales support a bound of 127 only.
         in_blocks = [n for n, gemm in self._gemms().items() if gemm.splits_contraction]
@@ -381,12 +349,6 @@ class Recipe:
         assert isinstance(self.block, tuple)  # __post_init__ makes it one
         return self.block
 
-    @property
-    def sides(self) -> tuple[int, int, int]:
-        """The earlier name of ``block_shape``."""
-        renamed.warn("Recipe.sides", "Recipe.block_shape", stacklevel=2)
-        return self.block_shape
-
 
 def check_no_recipe(dot_general: object) -> None:
     """Raises the TypeError of a recipe that takes the place of a ``dot_general``."""
@@ -408,8 +370,6 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
     accepted = gemm.reduce in (None, *REDUCES)
     yield "reduce", accepted, f"one of {REDUCES}, or None for the product's dtype"
     in_blocks = scales == ("block", "block")
-    for option in ("hadamard", "fallback"):
-        yield option, isinstance(getattr(gemm, option), bool), "True or False"
     if gemm.in_floats:
         takes = "None if lhs is None, because INT8 GEMMs quantize both operands"
         yield "rhs", gemm.rhs is None, takes
@@ -427,11 +387,6 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
     accepted = shards == 1 or (is_drhs and not {"block", "row_block"} & {*scales})
     yield "shards", accepted, "1, except in a drhs without block scales"
-    own = not gemm.in_floats and {*scales} <= {"row", "row_block"}
-    takes = "False, except in a drhs with scales 'row' or 'row_block'"
-    yield "hadamard", not gemm.hadamard or (is_drhs and own), takes
-    takes = "False, except in a drhs with block scales"
-    yield "fallback", not gemm.fallback or (is_drhs and gemm.in_blocks), takes
 
 
 def _is_number(value: object) -> TypeGuard[float]:

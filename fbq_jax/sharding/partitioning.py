@@ -2,31 +2,33 @@
 
 XLA cannot partition a kernel; it would gather the operands on every device.  So an op
 has a rule (``fbq_jax.sharding.rule_language``), by which Shardy propagates shardings
-between operands and results, and a function that computes one device's results.  On
-TPUs, ``fbq_jax.sharding.propagation`` finds the shardings first.
+between operands and results, and a function that computes one device's results.
+
+The compiler for TPUs cannot call Python, which this needs.  In a program for several
+TPUs, XLA partitions the ops that can run as ``jax.numpy`` code; others are an error,
+except inside ``shard_map``.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from fbq_jax.sharding import propagation
 from fbq_jax.sharding.assignment import (
     UNASSIGNED,
     MeshAxes,
     ShardAssignment,
-    ShardedArray,
     assign_mesh_axes,
     factor_mesh_axes,
     warn_misaligned_shards,
 )
-from fbq_jax.sharding.layer_names import warn_once
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -42,7 +44,7 @@ def call_partitioned(
     rule_of: Callable[..., ShardingRule],
     local: Callable[..., Any],
     *operands: Any,
-    call_number: int | None = None,
+    in_xla: Callable[..., Any] | None = None,
 ) -> Any:
     """Calls an op that is partitioned by the rule ``rule_of(*operands)``.
 
@@ -52,62 +54,103 @@ def call_partitioned(
       local: computes the results of one device, called as ``local(shard, *operands)``.
         It may use collectives over the axes of the shard's assignment.
       *operands: arrays, or trees of arrays.
-      call_number: the number of the call in a ``propagation.Plan``, if there is one.
+      in_xla: does the same in ``jax.numpy`` code, which XLA partitions in a program for
+        several TPUs; None if such a program is an error.
     """
     rule = rule_of(*operands)
     # jit: the function is traced only once.
-    whole = jax.jit(functools.partial(local, Shard(rule, UNASSIGNED)))
+    shard = Shard(rule, UNASSIGNED)
+    whole = jax.jit(functools.partial(local, shard))
     if jax.sharding.get_abstract_mesh().manual_axes:
         return whole(*operands)  # Inside shard_map an array is a shard already.
-    plan = propagation.current()
-    if isinstance(plan, propagation.Plan):
-        return _call_on_shards(name, rule, local, plan, call_number, operands)
-    if plan is not None:
-        recorded = custom_partitioning(whole)
-        _define(recorded, rule, operands, functools.partial(setattr, plan, "mesh"))
-        return recorded(*operands)
+    shapes = jax.eval_shape(whole, *operands)
+    leaves, tree = jax.tree.flatten(operands)
+
+    def on_leaves(function: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
+        return lambda *xs: jax.tree.leaves(function(*jax.tree.unflatten(tree, xs)))
+
+    run = _partitioned_op(name, rule, local, operands, shapes)
+    results = _partitioned_p.bind(
+        *leaves,
+        name=name,
+        partitioned=jax.make_jaxpr(on_leaves(run))(*leaves),
+        in_xla=in_xla and on_leaves(jax.jit(functools.partial(in_xla, shard))),
+    )
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _partitioned_op(
+    name: str,
+    rule: ShardingRule,
+    local: Callable[..., Any],
+    operands: tuple[Any, ...],
+    shapes: Any,
+) -> Callable[..., Any]:
+    """The op with JAX's ``custom_partitioning``; its results have these shapes."""
     # The partitioned op returns results without axes of size one.  XLA's simplifier for
     # GPUs removes such an axis from a result that is broadcast, and gives the op's
     # attributes to the new reshape.  Shardy would apply the op's rule to it and crash.
-    shapes = jax.eval_shape(whole, *operands)
     words = jax.tree.map(_squeeze_words, rule.results, shapes)
     squeezed_rule = rule._replace(results=words)
+    whole = jax.jit(functools.partial(local, Shard(rule, UNASSIGNED)))
     call = custom_partitioning(lambda *xs: jax.tree.map(_squeeze, whole(*xs), shapes))
-    partition = functools.partial(
-        _partition, name, squeezed_rule, rule, _traced_once(rule, local), shapes
-    )
-    _define(call, squeezed_rule, operands, propagation.check_platform, partition)
-    return jax.tree.map(_expand, call(*operands), shapes)
-
-
-def _define(
-    call: custom_partitioning,
-    rule: ShardingRule,
-    operands: tuple[Any, ...],
-    lowered_for: Callable[[Mesh], None],
-    partition: Callable[..., Any] | None = None,
-) -> None:
-    """Gives an op its rule, and the function that partitions it.
-
-    Args:
-      call: the op.
-      rule: its rule.
-      operands: its operands.
-      lowered_for: is called with the mesh if the op is lowered for several devices.
-      partition: the callback of ``custom_partitioning``; None if it will not be called.
-    """
-    text, sizes = _shardy_rule(rule, operands)
+    text, sizes = _shardy_rule(squeezed_rule, operands)
     sizes |= {"reduction_factors": tuple(rule.contracted)}
-
-    def shardy_rule(mesh: Mesh, *_: Any) -> tuple[str, dict[str, Any]]:
-        lowered_for(mesh)
-        return text, sizes
-
     call.def_partition(
-        partition,
+        functools.partial(
+            _partition, name, squeezed_rule, rule, _traced_once(rule, local), shapes
+        ),
         decode_shardings=False,  # Shardy's are not always NamedShardings of the mesh.
-        sharding_rule=shardy_rule,
+        sharding_rule=lambda *_: (text, sizes),
     )
+    return lambda *operands: jax.tree.map(_expand, call(*operands), shapes)
+
+
+_partitioned_p = Primitive("partitioned_op")
+_partitioned_p.multiple_results = True
+
+
+@_partitioned_p.def_abstract_eval
+def _abstract_results(
+    *_arrays: Any, partitioned: ClosedJaxpr, **_params: Any
+) -> list[Any]:
+    return list(partitioned.out_avals)
+
+
+@_partitioned_p.def_impl
+def _run_partitioned(
+    *arrays: jax.Array, partitioned: ClosedJaxpr, **_params: Any
+) -> list[jax.Array]:
+    results: list[jax.Array] = jaxpr_as_fun(partitioned)(*arrays)
+    return results
+
+
+def _lower_for_tpus(
+    context: mlir.LoweringRuleContext,
+    *arrays: Any,
+    name: str,
+    partitioned: ClosedJaxpr,
+    in_xla: Callable[..., list[jax.Array]] | None,
+) -> Sequence[Any]:
+    """Leaves the op to XLA: the compiler for TPUs does not call ``_partition``."""
+    run = jaxpr_as_fun(partitioned)
+    devices = context.module_context.axis_context
+    count = devices.mesh.size if hasattr(devices, "mesh") else devices.num_devices
+    if count > 1:
+        if in_xla is None:
+            raise NotImplementedError(
+                f"{name}: the compiler for TPUs cannot partition the kernels of block "
+                "recipes, nor Gemm.reduce, over several devices: call the layers in "
+                "jax.shard_map, or use recipes.rowwise"
+            )
+        run = in_xla
+    return mlir.lower_fun(run, multiple_results=True)(context, *arrays)
+
+
+mlir.register_lowering(
+    _partitioned_p, mlir.lower_fun(_run_partitioned, multiple_results=True)
+)
+mlir.register_lowering(_partitioned_p, _lower_for_tpus, platform="tpu")
 
 
 def _traced_once(
@@ -249,58 +292,3 @@ def _spec(
             axes = assignment.axes_of(factor)
         spec.append((*axes, *scattered.get(factor, ())) or None)
     return PartitionSpec(*spec)
-
-
-def _call_on_shards(
-    name: str,
-    rule: ShardingRule,
-    local: Callable[..., Any],
-    plan: propagation.Plan,
-    call_number: int | None,
-    operands: tuple[Any, ...],
-) -> Any:
-    """Calls an op in a ``shard_map``, with the shardings that a plan has of it."""
-    whole = functools.partial(local, Shard(rule, UNASSIGNED))
-    if call_number not in plan.shardings:  # The results are not used.
-        return whole(*operands)
-    results = jax.eval_shape(whole, *operands)
-    given, wanted = map(
-        _sharded_arrays, (operands, results), plan.shardings[call_number]
-    )
-    assignment = assign_mesh_axes(rule, given, wanted, plan.mesh)
-    warn_misaligned_shards(name, rule, given, assignment)
-    _warn_of_parts(name, given, plan.shardings[call_number][0])
-    program: Callable[..., Any] = jax.shard_map(
-        functools.partial(local, Shard(rule, assignment)),
-        mesh=plan.shard_map_mesh(),
-        in_specs=_operand_specs(rule, assignment),
-        out_specs=_result_specs(rule, assignment),
-        check_vma=False,
-    )
-    return program(*operands)
-
-
-def _sharded_arrays(arrays: Any, axes: list[propagation.Axes]) -> Any:
-    """Arrays with the mesh axes that shard them completely."""
-
-    def sharded(x: Any, names: propagation.Axes) -> ShardedArray:
-        complete = (tuple(n for n in own if n != propagation.PART) for own in names)
-        return ShardedArray(x.shape, x.dtype, tuple(complete) or ((),) * len(x.shape))
-
-    leaves, structure = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(structure, map(sharded, leaves, axes))
-
-
-def _warn_of_parts(name: str, operands: Any, axes: list[propagation.Axes]) -> None:
-    """Warns if part of a mesh axis shards an operand, and says what that costs."""
-    for x, names in zip(jax.tree.leaves(operands), axes, strict=True):
-        for i, own in enumerate(names):
-            if propagation.PART in own and len(x.shape) >= 3:  # not a few scales
-                text = (
-                    f"axis {i} of {x.dtype}{list(x.shape)} is sharded over part of a "
-                    "mesh axis, but fbq_jax.partitioned splits none: devices gather "
-                    "the axis and may repeat each other's work. Make the mesh of "
-                    "smaller axes. If you did not request this sharding, XLA chose it; "
-                    "a sharding constraint prevents it."
-                )
-                warn_once(name, operands, (propagation.PART, x.shape[i]), text)

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.hadamard import transform_rows
 from fbq_jax.kernels.reference import AmaxReduce, Layouts, Quantized
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 from fbq_jax.kernels.tpu import tiles
@@ -33,15 +32,10 @@ def quantize_vectors(
     colwise: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
-    hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = reference.NO_AMAX_REDUCE,
 ) -> Layouts:
-    """Quantizes as ``reference.quantize_vectors`` does, with the same arguments.
-
-    XLA computes the Hadamard transform.
-    """
-    x = transform_rows(x) if hadamard else x
+    """Quantizes as ``reference.quantize_vectors`` does, with the same arguments."""
     x = tiles.with_known_dtype(x)
     of_rows, of_columns = _find_amax(x)
     if per_tensor:

@@ -86,18 +86,6 @@ def _load_rows(x, first_row, height, at, r: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
-def load_factors(factors, at, c: tl.constexpr):
-    """Loads the factors of a block's columns, of ``[B, C]``, as one row.
-
-    They are loaded as a vector: as a row, they would take registers that a thread with
-    a block in two layouts does not have.
-    """
-    batch, _, j, _, columns = at
-    column = j * c + tl.arange(0, c)
-    return tl.load(factors + batch * columns + column, column < columns, 0.0)[None, :]
-
-
-@triton.jit
 def store_rowwise(codes, rounded, at):
     """Stores codes in the layout of the matrix."""
     batch, i, j, rows, columns = at

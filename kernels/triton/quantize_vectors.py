@@ -2,7 +2,7 @@
 
 A scale depends on a whole row or column, so there are two passes over the operand.  The
 first pass writes the maxima of each tile, which XLA reduces to scales.  The second pass
-writes the codes.  Both passes transform the operand if it is asked for.
+writes the codes.
 """
 
 import functools
@@ -15,7 +15,6 @@ import triton.language as tl
 from jax import lax
 
 from fbq_jax.kernels import rounding
-from fbq_jax.kernels.hadamard import SIZE
 from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, Layouts
 from fbq_jax.kernels.scales import scale_and_inverse
 from fbq_jax.kernels.triton.block_codes import (
@@ -32,7 +31,6 @@ from fbq_jax.kernels.triton.block_tiles import (
     store_colwise,
     store_rowwise,
 )
-from fbq_jax.kernels.triton.hadamard import computed_once, load_transformed
 from fbq_jax.kernels.triton.launch import launch_on_blocks
 from fbq_jax.kernels.triton.outputs import (
     as_layouts,
@@ -42,7 +40,6 @@ from fbq_jax.kernels.triton.outputs import (
 )
 
 TILE = (64, 128)
-_TRANSFORMED_TILE = (SIZE, 128)
 
 
 def quantize_vectors(
@@ -53,20 +50,18 @@ def quantize_vectors(
     colwise: rounding.Rounding | None,
     bound: float = 127.0,
     per_tensor: bool = False,
-    hadamard: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
     """See ``reference.quantize_vectors``."""
     scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
-    modes = {"ROWWISE": rowwise, "COLWISE": colwise, "HADAMARD": hadamard}
-    tile = _TRANSFORMED_TILE if hadamard else TILE
+    modes = {"ROWWISE": rowwise, "COLWISE": colwise}
     batch, rows, columns = x.shape
-    down, across = triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1])
+    down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
     row_maxima, column_maxima = launch_on_blocks(
         _find_maxima,
         x,
-        block=tile,
+        block=TILE,
         outputs=[
             output((batch, across, rows), jnp.int32, wanted=rowwise),
             output((batch, down, columns), jnp.int32, wanted=colwise),
@@ -86,7 +81,7 @@ def quantize_vectors(
         column_inverses,
         seeds,
         *(global_offset or rounding.no_offset(x.shape[1])),
-        block=tile,
+        block=TILE,
         outputs=[rowwise_codes(x.shape, rowwise), colwise_codes(x.shape, colwise)],
         CLIPPED=bound > 127.0,
         **modes,
@@ -126,7 +121,6 @@ def _find_maxima(
     COLUMN_UNIT: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
-    HADAMARD: tl.constexpr,
 ):
     """``max |x|`` of each row and each column of a tile, as the bits of a float32.
 
@@ -136,8 +130,7 @@ def _find_maxima(
     columns *= COLUMN_UNIT
     at, _ = locate_block(rows, columns, r, c)
     batch, i, j, _, _ = at
-    LOAD: tl.constexpr = load_transformed if HADAMARD else load
-    tiles = LOAD(x, at, r, c)
+    tiles = load(x, at, r, c)
     bits = magnitudes(tiles)
     if ROWWISE is not None:
         row_maxima += (batch * tl.cdiv(columns, c) + j) * rows
@@ -171,22 +164,17 @@ def _round_vectors(
     COLUMN_UNIT: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
-    HADAMARD: tl.constexpr,
     CLIPPED: tl.constexpr,
 ):
     noise = (seeds,), row_offsets, column_offset
     at, _ = locate_block(rows, columns * COLUMN_UNIT, r, c)
-    LOAD: tl.constexpr = load_transformed if HADAMARD else load
-    tiles = LOAD(x, at, r, c)
+    tiles = load(x, at, r, c)
     if ROWWISE is not None:
         v = _multiply_rows(tiles, row_inverses, at)
         store_rowwise(codes, _round(v, noise, at, ROWWISE, CLIPPED), at)
     if COLWISE is not None:
         v = _multiply_columns(tiles, column_inverses, at)
-        rounded = _round(v, noise, at, COLWISE, CLIPPED)
-        if HADAMARD:
-            rounded = computed_once(rounded)
-        store_colwise(column_codes, rounded, at)
+        store_colwise(column_codes, _round(v, noise, at, COLWISE, CLIPPED), at)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
-    find_amax,
     float8_words,
     largest_column_sum,
     multiply,
@@ -28,12 +27,10 @@ from fbq_jax.kernels.triton.block_maxima import (
 )
 from fbq_jax.kernels.triton.block_quantize import store_rounded
 from fbq_jax.kernels.triton.block_tiles import (
-    load_factors,
     part_at,
     store_colwise,
     store_rowwise,
 )
-from fbq_jax.kernels.triton.hadamard import computed_once
 from fbq_jax.kernels.triton.packed import store_packed
 
 
@@ -45,14 +42,10 @@ def quantize_row_block(
     at,
     offset,
     modes,
-    TRANSFORMED: tl.constexpr = False,
-    factors=None,
 ):
     """``quantize_row_block_parts`` for a block whose tiles registers hold.
 
-    It packs nothing.  ``TRANSFORMED`` says whether tiles are sums, which the compiler
-    might compute once more for each layout.  ``factors`` multiply the columns in the
-    rowwise layout.
+    It packs nothing.
     """
     r: tl.constexpr = 4 * tiles[0].shape[0]
     c: tl.constexpr = tiles[0].shape[1]
@@ -61,21 +54,14 @@ def quantize_row_block(
     COLUMN_BLOCKS: tl.constexpr = modes[2]
     codes, row_scales = outputs[0][0], outputs[0][1]
     column_codes, column_scales, column_sums = outputs[1]
-    of_columns = None
-    if factors is not None:
-        of_columns = load_factors(factors, at, c)
-        maxima = row_maxima([widen(tile) * of_columns for tile in tiles])
-    elif ROWWISE is not None or COLUMN_BLOCKS:
+    if ROWWISE is not None or COLUMN_BLOCKS:
         maxima = row_maxima(tiles)
     if ROWWISE is not None:
         row_inverses = store_row_scales(maxima, row_scales, at, c, ROWWISE)
     if COLWISE is not None:
         if COLUMN_BLOCKS:
-            if factors is None:
-                bits = tl.max(maxima.to(tl.int32, bitcast=True))
-                amax = bits.to(tl.float32, bitcast=True)
-            else:
-                amax = find_amax(tiles)
+            bits = tl.max(maxima.to(tl.int32, bitcast=True))
+            amax = bits.to(tl.float32, bitcast=True)
             scale, inverse = scale_of_codes(amax, COLWISE)
             tl.store(column_scales + offset, scale)
         else:
@@ -85,8 +71,7 @@ def quantize_row_block(
         row_keys, column_key = noise_keys(noise, at, r, c)
         keys = row_keys, one_per_thread(column_key)
     if ROWWISE == "float8":
-        row_tiles = [_multiply_again(tile, of_columns) for tile in tiles]
-        _store_row_codes(codes, row_tiles, row_inverses, noise, at, ROWWISE)
+        _store_row_codes(codes, tiles, row_inverses, noise, at, ROWWISE)
     # Both layouts add the same noise.  Two tiles at a time need fewer registers.
     rounded, column_rounded = (), ()
     for k in tl.static_range(2):
@@ -95,44 +80,20 @@ def quantize_row_block(
             drawn = noise_of_pair(keys, k)
         for n in tl.static_range(2):
             if ROWWISE is not None and ROWWISE != "float8":
-                v = _multiply_again(tiles[2 * k + n], of_columns)
-                v *= row_inverses[2 * k + n]
-                rounded += (round_tile(v, drawn[n], ROWWISE).to(tl.int8),)  # type: ignore[assignment]
+                v = widen(tiles[2 * k + n]) * row_inverses[2 * k + n]
+                rounded += (round_tile(v, drawn[n], ROWWISE).to(tl.int8),)
             if COLWISE is not None:
                 v = widen(tiles[2 * k + n]) * inverse
-                column_rounded += (round_tile(v, drawn[n], COLWISE),)  # type: ignore[assignment]
+                column_rounded += (round_tile(v, drawn[n], COLWISE),)
     if ROWWISE is not None and ROWWISE != "float8":
         store_rowwise(codes, rounded, at)
     if COLWISE is not None:
         if COLWISE == "float8":
             column_rounded = float8_words(column_rounded)
-        if TRANSFORMED:
-            column_rounded = computed_once(column_rounded)
         store_colwise(column_codes, column_rounded, at)
         if modes[3]:
             largest = largest_column_sum(column_rounded)
             tl.store(column_sums + offset, largest)
-
-
-@triton.jit
-def _multiply_again(tile, factors):
-    """A tile in float32, times factors if there are any.
-
-    In PTX, so that the compiler does not keep the products that had the maxima: threads
-    have no registers for them.
-    """
-    v = widen(tile)
-    if factors is None:
-        return v
-    else:  # noqa: RET505 (only one branch is compiled)
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;",
-            "=r,r,r",
-            [v, factors],
-            tl.float32,
-            is_pure=True,
-            pack=1,
-        )
 
 
 @triton.jit

@@ -240,18 +240,6 @@ def test_vectors(quantization, shape, dtype, rows, columns):
     quantize_cases.check_vectors(quantization, x, rows, columns)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "rows", "columns"), quantize_cases.HADAMARD)
-def test_transformed_vectors(quantization, shape, dtype, rows, columns):
-    x = heavy(shape, dtype=dtype)
-    quantize_cases.check_vectors(quantization, x, rows, columns, hadamard=True)
-
-
-def test_each_of_many_transformed_values_is_rounded_alike(quantization):
-    """A product in another order moves one code in a million."""
-    x = heavy((1, 8192, 2048), dtype=jnp.bfloat16)
-    quantize_cases.check_vectors(quantization, x, None, "stochastic", hadamard=True)
-
-
 @pytest.mark.parametrize("case", quantize_cases.ROW_BLOCKS)
 def test_row_blocks(quantization, case):
     shape, dtype, *options = case
@@ -265,17 +253,10 @@ def test_row_blocks_and_blocks(quantization, case):
     quantize_cases.check_colwise_in_blocks(quantization, x, *options)
 
 
-@pytest.mark.parametrize("case", quantize_cases.MULTIPLIED)
-def test_row_blocks_with_factors(quantization, case):
-    shape, dtype, *options, codes = case
-    x = heavy(shape, dtype=dtype)
-    quantize_cases.check_multiplied_row_blocks(quantization, x, *options, codes=codes)
-
-
 def test_quantization_of_row_blocks_has_no_race(quantization):
     x = heavy((1, 2048, 2048), dtype=jnp.bfloat16)
     modes = {"block": (128, 128), "rowwise": "nearest", "colwise": "stochastic"}
-    for option in ({}, {"hadamard": True}, {"colwise_in_blocks": True}):
+    for option in ({}, {"colwise_in_blocks": True}):
         quantize = functools.partial(
             quantization.quantize_row_blocks, **modes, **option
         )
@@ -297,7 +278,6 @@ def test_special_blocks(quantization, dtype):
     quantize_cases.check_special(quantization, dtype)
     quantize_cases.check_special_vectors(quantization, dtype)
     quantize_cases.check_special_row_blocks(quantization, dtype)
-    quantize_cases.check_special_transformed(quantization, dtype)
 
 
 @pytest.mark.parametrize("case", fused_cases.QUANTIZE)

@@ -14,9 +14,7 @@ OPTIONS = {"implementation": "reference", "effort": EFFORT}
 
 def float_backward(recipe):
     """A recipe whose backward GEMMs are in float, which halves the compile time."""
-    # dW of an equalized recipe cannot read codes.
-    keeps = "floats" if recipe.equalize else "codes"
-    drhs = Gemm(lhs=None, rhs=None, keeps=keeps)
+    drhs = Gemm(lhs=None, rhs=None, keeps="codes")
     return dataclasses.replace(recipe, dlhs=FLOAT_GEMM, drhs=drhs)
 
 

@@ -22,7 +22,6 @@ RECIPES = {
     "l1": Recipe(block=32, criterion="l1"),
     "l1_rel": Recipe(block=32, criterion="l1_rel"),
     "fallback_rowwise_bwd": recipes.fallback_rowwise_bwd,
-    "fallback_hadamard": recipes.fallback_hadamard,
     "aqt_int8_local": recipes.aqt_int8_local,
     "per_tensor_bifurcated": recipes.per_tensor_bifurcated,
 }

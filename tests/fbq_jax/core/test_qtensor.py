@@ -1,14 +1,11 @@
 """QTensor: a value that can be transposed, dequantized and multiplied."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fbq_jax import ops
-from fbq_jax.core.equalization import Exponents
 from fbq_jax.core.qtensor import QTensor, matmul, quantize
 from tests import oracle
 from tests.kernels.test_reference import heavy
@@ -62,13 +59,6 @@ def test_errors():
     lhs = quantize(X, block=(32, 64))
     with pytest.raises(ValueError, match="one term of rhs, and this rhs has a resid"):
         matmul(lhs, two_terms().mT, jnp.float32)
-    exponents = Exponents(
-        *(jnp.zeros(shape, jnp.int32) for shape in [(2, 100), (2, 150)])
-    )
-    equalized = dataclasses.replace(lhs, exponents=exponents)
-    for pair in ((equalized, lhs.mT), (lhs, equalized.mT)):
-        with pytest.raises(ValueError, match="without the factors for rows and col"):
-            matmul(*pair, jnp.float32)
 
 
 def test_a_qarray_of_qwix_has_the_same_values():

@@ -293,11 +293,6 @@ def test_xla_reads_tiles_in_place(name):
             ValueError,
             r"in the product's own dtype; .* with a Gemm.reduce: .*'bfloat16'",
         ),
-        (
-            {"recipe": Recipe(equalize=True)},
-            ValueError,
-            "without drhs.fallback or equalize; got .*equalize=True",
-        ),
         ({"theta": -1.0}, ValueError, "at least 0; got -1.0"),
         ({"precision": "highest"}, ValueError, "precision=highest cannot be met"),
         (

@@ -70,9 +70,6 @@ def test_layers_without_codes_in_blocks_are_named():
     variables, served = frozen(recipes.rowwise)
     with pytest.raises(ExportError, match="kernel has no scales per block: train with"):
         frozen_weights(served)
-    _, served = frozen(recipes.row_block_equalized)
-    with pytest.raises(ExportError, match="kernel has an equalized weight, and the f"):
-        frozen_weights(served)
     with pytest.raises(ExportError, match="no frozen layer: pass those of freeze"):
         frozen_weights(variables)
 

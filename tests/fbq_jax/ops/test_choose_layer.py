@@ -89,7 +89,6 @@ def test_recipes_without_fallback_are_predicted_by_block():
     [
         (recipes.jetfire, {}, "recipes with scales per 128x128 block in all GEMMs"),
         (recipes.rowwise, {}, "recipes with scales per 128x128 block in all GEMMs"),
-        (Recipe(equalize=True), {}, "recipes without equalize"),
         (recipes.block, {"dtype": jnp.float32}, "in 16 bits, not in float32"),
         (
             recipes.block,

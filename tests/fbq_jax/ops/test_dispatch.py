@@ -343,19 +343,3 @@ def test_blocks_that_do_not_suit_a_tpu_warn_once(monkeypatch, kind, side, warns)
             dispatch.warn_of_small_blocks(choice, sides)
     assert len(caught) == warns
     assert all("replace(recipe, block=256)" in str(w.message) for w in caught)
-
-
-@pytest.mark.parametrize("hadamard", [False, True])
-def test_transforms_on_a_tpu_warn(monkeypatch, hadamard):
-    monkeypatch.setattr(layer_names, "_warned", {})
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    x, seeds = jnp.ones((1, 128, 64)), jnp.zeros(1, jnp.uint32)
-    options = {"rowwise": None, "colwise": "nearest", "hadamard": hadamard}
-    quantize = functools.partial(
-        ops.quantize_vectors, **options, implementation="reference"
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jax.eval_shape(quantize, x, seeds)
-    assert len(caught) == hadamard
-    assert all("Hadamard transforms of dW run" in str(w.message) for w in caught)

@@ -50,11 +50,11 @@ CALLS = {
     "quantize": ((X, SEEDS), BLOCK | BOTH),
     "quantize_vectors": (
         (X, SEEDS),
-        BOTH | {"bound": 127.0, "per_tensor": False, "hadamard": False},
+        BOTH | {"bound": 127.0, "per_tensor": False},
     ),
     "quantize_row_blocks": (
-        (X, SEEDS, X[:, 0]),
-        BLOCK | BOTH | {"colwise_in_blocks": False, "hadamard": False},
+        (X, SEEDS),
+        BLOCK | BOTH | {"colwise_in_blocks": False},
     ),
     "quantize_fallback": ((X, THETA, SEEDS), BLOCK | ABSMAX | {"colwise": None}),
     "move_threshold": (

@@ -102,27 +102,6 @@ def row_block_lhs(x, w, dy):
     return y, dx, oracle.quantize(x, (128, 1), x_noise)[2].T @ values
 
 
-def equalized(equations, x, w, dy):
-    """Powers of two, from means of ``floor(log2 |w|)``, make rows and columns alike.
-
-    Means are in sixteenths.
-    """
-    *_, dw = equations(x, w, dy)
-    powers = np.floor(np.log2(np.abs(w)))
-    factors = []
-    for axis in (1, 0):
-        means = np.floor(16 * powers.mean(axis, keepdims=True))
-        power = np.floor((means - np.floor(means.mean()) + 8) / 16)
-        powers -= power
-        factors.append(np.exp2(power).ravel())
-    rows, columns = factors
-    w = w / np.outer(rows, columns)
-    y, dx, _ = equations(
-        *(array.astype(np.float32) for array in (x * rows, w, dy * columns))
-    )
-    return y * columns, dx * rows, dw
-
-
 def block(x, w, dy):
     noise = oracle.noise(SEED, dy.shape)
     x_noise = oracle.noise(seed_of(KEY, 0), x.shape)
@@ -130,10 +109,6 @@ def block(x, w, dy):
     w, dy = oracle.quantize(w, side)[2], oracle.quantize(dy, side, noise)[2]
     y = oracle.quantize(x, side)[2] @ w
     return y, dy @ w.T, oracle.quantize(x, side, x_noise)[2].T @ dy
-
-
-def row_block_equalized(x, w, dy):
-    return equalized(row_block, x, w, dy)
 
 
 def row_block_codes(x, w, dy):
@@ -200,7 +175,6 @@ EQUATIONS = [
     aqt_int8_local,
     row_block,
     functools.partial(row_block, side=32),
-    row_block_equalized,
     row_block_lhs,
     row_block_codes,
     fp8_row_block,
@@ -223,7 +197,6 @@ SLOW = {
     "aqt_int8",
     "row_block",
     "row_block_32",
-    "row_block_equalized",
     "fp8_row_block_32",
     "fp8_row_block_lhs",
     "block",
@@ -252,7 +225,7 @@ def test_equations(equations):
 
 def test_every_recipe_has_its_equations():
     # test_dot_general.py has those of the method and its variants.
-    method = {"fallback", "fallback_rowwise_bwd", "fallback_hadamard"}
+    method = {"fallback", "fallback_rowwise_bwd"}
     assert set(recipes.NAMED) == method | set(map(name_of, EQUATIONS)) - set(VARIANTS)
     assert list(RECIPES) == ["bf16", *recipes.NAMED, "fp8_delayed", "fp8_current"]
 
@@ -271,8 +244,6 @@ def cells(name, recipe):
                 words = [f"1x{recipe.lhs_block[1]}"]
             if quantizer.scales == "block":
                 words = ["{}x{}".format(*recipe.lhs_block)]
-            if quantizer.hadamard:
-                words.insert(0, "Hadamard,")
             if quantizer.shards > 1:
                 words.append(f"of {quantizer.shards} shards")
             if recipe.bound != 127.0:
@@ -283,8 +254,6 @@ def cells(name, recipe):
                 words.append("stochastic")
             if gemm is recipe.fwd and side == "lhs" and recipe.criterion is not None:
                 words.append("+ residual")
-            if recipe.equalize and side == "rhs" and gemm is not recipe.drhs:
-                words.append("equalized")
             yield " ".join(words)
 
 

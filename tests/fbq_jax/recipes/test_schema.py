@@ -101,31 +101,6 @@ ROWS_AND_BLOCKS = Gemm(scales=("row_block", "block"))
         ({"fwd": ROWS_AND_BLOCKS}, "fwd.scales", "'block' with fallback"),
         ({"drhs": Gemm(scales=("row_block", "row"))}, "drhs.scales", "for neither"),
         ({"drhs": Gemm(scales="row_block", shards=2)}, "drhs.shards", "1, except in"),
-        ({"drhs": Gemm(hadamard=True)}, "drhs.hadamard", "scales 'row' or 'row_block'"),
-        ({"drhs": Gemm(hadamard=1)}, "drhs.hadamard", "True or False"),
-        ({"dlhs": Gemm(scales="row", hadamard=True)}, "dlhs.hadamard", "in a drhs"),
-        ({"drhs": Gemm(**FLOATS, hadamard=True)}, "drhs.hadamard", "False, except"),
-        ({"drhs": Gemm(scales="row", fallback=True)}, "drhs.fallback", "block scales"),
-        ({"drhs": Gemm(**FLOATS, fallback=True)}, "drhs.fallback", "block scales"),
-        ({"dlhs": Gemm(fallback=True)}, "dlhs.fallback", "in a drhs"),
-        ({"drhs": Gemm(fallback="lhs")}, "drhs.fallback", "True or False"),
-        ({"equalize": 1}, "equalize", "True or False"),
-        (
-            {"equalize": True, "drhs": Gemm(rhs="stochastic", fallback=True)},
-            "equalize",
-            "dW reads Y's codes",
-        ),
-        (
-            {"equalize": True, "drhs": Gemm(**FLOATS, keeps="codes")},
-            "equalize",
-            "dW reads Y's codes",
-        ),
-        ({"equalize": True, "where_slower": "float"}, "where_slower", "not equalized"),
-        (
-            {"criterion": None, "drhs": Gemm(rhs="stochastic", fallback=True)},
-            "drhs.fallback",
-            "without fallback in the forward GEMM",
-        ),
         (
             {
                 "criterion": None,
@@ -180,8 +155,8 @@ def test_bad_combinations_are_named(fields, named, takes):
 def test_scales_are_a_pair():
     assert Gemm(scales="row") == Gemm(scales=("row", "row"))
     lhs, rhs = Gemm(rhs="stochastic", scales=("row", "tensor")).quantizers
-    assert lhs == ("nearest", "row", 1, False)
-    assert rhs == ("stochastic", "tensor", 1, False)
+    assert lhs == ("nearest", "row", 1)
+    assert rhs == ("stochastic", "tensor", 1)
     assert FLOAT_GEMM.quantizers == (None, None)
 
 

@@ -86,8 +86,8 @@ def quantized(spec, gemms, x, dy, theta):
         spec, gemms.tile_rows(dy), given.later_seed(stats), frozen=False
     )
     stats = stats.rate, stats.theta, stats.next_theta
-    if residual.rowwise is not None:  # other codes have no meaning
-        codes, scales, _ = residual.rowwise
+    if residual is not None:  # other codes have no meaning
+        codes, scales, _ = residual
         falls = repeat_blocks(scales > 0.0, spec.recipe.lhs_block, codes.shape)
         residual = Quantized(jnp.where(falls, codes, 0), scales)
     return (lhs, residual, grad), stats

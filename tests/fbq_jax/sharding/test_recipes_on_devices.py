@@ -36,15 +36,10 @@ def scales(*sizes):
 
 
 def maxima(*sizes):
-    """Reductions of maxima of N columns of W and dY, K columns of X, or matrices.
-
-    Those of means, which are of integers, too, have the same type.
-    """
+    """Reductions of maxima of N columns of W and dY, K columns of X, or matrices."""
     return [("all-reduce", "s32", size) for size in sizes]
 
 
-# The factors of W's rows, for X and for dX, and means of rows and of columns.
-EQUALIZED = [*scales(K, K), *maxima(1, 1, N, N)]
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
 COLLECTIVES = {
     "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
@@ -53,13 +48,7 @@ COLLECTIVES = {
         *(*CODES_OF_W, *SUM),
         *(*scales(BLOCKS, K, K), *maxima(N, K)),
     ],
-    # Each device transforms its own tokens.
-    "fallback_hadamard": [
-        *(*CODES_OF_W, *SUM),
-        *(*scales(BLOCKS, K, K), *maxima(N, K)),
-    ],
     "row_block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
-    "row_block_equalized": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS), *EQUALIZED],
     "row_block_lhs": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
     # XLA for CPUs gathers FP8 as float16; in test_gpus.py, XLA for GPUs gathers FP8.
     "fp8_row_block": [

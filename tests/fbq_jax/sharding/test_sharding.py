@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import jax
@@ -20,12 +19,14 @@ from jax.sharding import PartitionSpec as P
 from fbq_jax import (
     FallbackDot,
     GatedMLP,
+    NormDense,
     Recipe,
     dot_general,
     fallback_dot,
     ops,
     ragged_dot,
     recipes,
+    save_codes,
 )
 from fbq_jax.bench.collectives import collectives
 from fbq_jax.kernels.fused_reference import join_gate_up
@@ -62,7 +63,7 @@ QUANTIZERS = {
     ),
     "quantize_vectors": ({"rowwise": "stochastic", "colwise": "stochastic"}, (SEEDS,)),
     "quantize_row_blocks": (
-        BLOCK | {"rowwise": "nearest", "colwise": "stochastic", "hadamard": False},
+        BLOCK | {"rowwise": "nearest", "colwise": "stochastic"},
         (SEEDS,),
     ),
 }
@@ -98,30 +99,6 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
         assert sum(c.size for c in found) == x.size // 64 // 4 + 64 // 2
     else:
         assert not found
-
-
-@pytest.mark.parametrize(
-    ("spec", "shape", "split"),
-    [
-        ((None, "data", "tensor", "fsdp"), (1, 4, 128, 64), False),
-        pytest.param(
-            *((None, "tensor", BATCH), (1, 96, 128), True), marks=pytest.mark.exhaustive
-        ),
-    ],
-)
-def test_factors_are_sharded_as_the_columns(spec, shape, split):
-    options, args = QUANTIZERS["quantize_row_blocks"]
-    op = functools.partial(ops.quantize_row_blocks, **options)
-    x, factors = heavy(shape), jnp.exp2(jnp.arange(float(shape[-1])) % 19.0 - 9.0)[None]
-    operands = (
-        place(mesh_of(), x, *spec),
-        *args,
-        place(mesh_of(), factors, None, spec[-1]),
-    )
-    with pytest.warns(UserWarning, match="all-reduced") if split else nullcontext():
-        run = compiled(op, *operands)
-    assert_equal(run(*operands), jax.jit(op)(x, *args, factors))
-    assert split or not collectives(run)
 
 
 @pytest.mark.parametrize(
@@ -196,21 +173,6 @@ def test_the_scales_of_split_rows_are_all_reduced(spec, shape, codes):
     assert_equal(got, want)
     floats = [c.size for c in collectives(run) if c.dtype != "s8"]
     assert 0 < max(floats) < x.size // 2
-
-
-@pytest.mark.parametrize(
-    "name", with_first_fast(["quantize_vectors", "quantize_row_blocks"])
-)
-def test_devices_transform_their_own_rows(name):
-    options, args = QUANTIZERS[name]
-    options = options | {"rowwise": None, "hadamard": True}
-    op = functools.partial(getattr(ops, name), **options)
-    x = heavy((1, 512, 64))
-    operands = place(mesh_of(), x, None, "data", "fsdp"), *args
-    run = compiled(op, *operands)
-    assert_equal(run(*operands), jax.jit(op)(x, *args))
-    largest = max((c.size for c in collectives(run)), default=0)
-    assert largest <= 64 // 2  # maxima of columns
 
 
 @returns_parts_of_axes
@@ -600,3 +562,78 @@ def test_each_device_of_a_shard_map_can_have_other_groups():
     halves = zip(jnp.split(x, 2), groups, strict=True)
     want = jnp.concatenate([jax.jit(product)(x, w, g) for x, g in halves])
     np.testing.assert_array_equal(got, want)
+
+
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        dot_general = fallback_dot
+        y = NormDense(256, dot_general=dot_general)(x)
+        return x + nn.Dense(256, use_bias=False, dot_general=dot_general)(y), None
+
+
+class ScannedModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        blocks = nn.scan(
+            nn.remat(ScannedBlock, policy=save_codes, prevent_cse=False),
+            variable_axes={"params": 0, "fallback": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return blocks()(x, None)[0]
+
+
+@pytest.fixture(scope="module")
+def scanned_model():
+    """A training step of scanned layers, its state and tokens."""
+    x = heavy((8, 256, 256))
+    variables = ScannedModel().init(jax.random.key(0), x)
+
+    def step(variables, x, *, scale=1):
+        def loss(params):
+            state = {"params": params, "fallback": variables["fallback"]}
+            y, updates = ScannedModel().apply(state, x, mutable=["fallback"])
+            return jnp.mean(scale * y.astype(jnp.float32) ** 2), updates
+
+        return jax.value_and_grad(loss, has_aux=True)(variables["params"])
+
+    return step, variables, x
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_scanned_model_on_a_mesh(scanned_model, axis_type):
+    step, variables, x = scanned_model
+    want = jax.jit(step)(variables, x)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        run = jax.jit(step)
+        tokens = place(mesh, x, "data")
+        got = run(jax.device_put(variables, NamedSharding(mesh, P())), tokens)
+    assert_close(got, want, rtol=1e-4)
+
+
+def test_layers_of_one_shape_have_their_own_shardings():
+    """As in an MLP: the first weight is sharded by columns, the second by rows."""
+    mesh = mesh_of(tensor=4)
+    x, up, down = heavy((256, 512)), heavy((512, 512), 1), heavy((512, 512), 2)
+
+    def mlp(x, up, down):
+        dot = functools.partial(
+            dot_general,
+            dimension_numbers=(((1,), (0,)), ((), ())),
+            recipe=recipes.block,
+            key=jax.random.key(0),
+        )
+        return dot(dot(x, up)[0], down)[0]
+
+    arguments = (
+        place(mesh, x),
+        place(mesh, up, None, "tensor"),
+        place(mesh, down, "tensor"),
+    )
+    run = jax.jit(mlp)
+    found = collectives(run.lower(*arguments).compile())
+    assert [(kind, size) for kind, _, size, _ in found] == [("all-reduce", 256 * 512)]
+    assert_close(run(*arguments), jax.jit(mlp)(x, up, down))

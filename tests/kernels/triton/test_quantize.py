@@ -62,16 +62,7 @@ def test_vectors(vectors, case):
     cases.check_vectors(vectors, heavy(shape, dtype=dtype), *options)
 
 
-@pytest.mark.parametrize("case", with_first_fast(cases.HADAMARD[::-1]))
-def test_transformed_vectors(vectors, case):
-    shape, dtype, *options = case
-    x = heavy(shape, dtype=dtype)
-    cases.check_vectors(vectors, x, *options, hadamard=True)
-
-
-@pytest.mark.parametrize(
-    "case", [*with_first_fast(cases.ROW_BLOCKS), cases.ROW_BLOCKS[-3]]
-)
+@pytest.mark.parametrize("case", with_first_fast(cases.ROW_BLOCKS))
 def test_row_blocks(row_blocks, case):
     shape, dtype, *options = case
     cases.check_row_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
@@ -81,13 +72,6 @@ def test_row_blocks(row_blocks, case):
 def test_row_blocks_and_blocks(row_blocks, case):
     shape, dtype, *options = case
     cases.check_colwise_in_blocks(row_blocks, heavy(shape, dtype=dtype), *options)
-
-
-@pytest.mark.parametrize("case", with_first_fast(cases.MULTIPLIED))
-def test_row_blocks_with_factors(row_blocks, case):
-    shape, dtype, *options, codes = case
-    x = heavy(shape, dtype=dtype)
-    cases.check_multiplied_row_blocks(row_blocks, x, *options, codes=codes)
 
 
 @pytest.mark.parametrize("case", with_first_fast(cases.FLOAT8))
@@ -131,7 +115,6 @@ def test_special_blocks(ops, vectors, dtype):
 @pytest.mark.parametrize("dtype", cases.SPECIAL_DTYPES)
 def test_special_row_blocks(row_blocks, dtype):
     cases.check_special_row_blocks(row_blocks, dtype)
-    cases.check_special_transformed(row_blocks, dtype)
 
 
 @pytest.mark.parametrize("criterion", with_first_fast(["l1", "l1_rel"]))
@@ -208,18 +191,13 @@ def test_vectors_compile_without_spills(capability, dtype, rowwise, colwise, bou
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("block", [(128, 128), (32, 32), (256, 128)])
 @pytest.mark.parametrize("in_blocks", [False, True])
-@pytest.mark.parametrize("factors", [False, True])
-def test_row_blocks_compile_with_few_spills(
-    capability, dtype, block, in_blocks, factors
-):
-    """With factors, a few words spill: twice the warps, without spills, are slower."""
+def test_row_blocks_compile_without_spills(capability, dtype, block, in_blocks):
     x = jax.ShapeDtypeStruct((1, 4096, 4096), dtype)
     seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    multiplied = jax.ShapeDtypeStruct((1, 4096), jnp.float32) if factors else None
     kernels = compile_kernels(
         "quantize_row_blocks",
         "quantize_row_blocks",
-        *(x, seeds, multiplied),
+        *(x, seeds),
         capability=capability,
         block=block,
         rowwise="stochastic",
@@ -227,7 +205,7 @@ def test_row_blocks_compile_with_few_spills(
         colwise_in_blocks=in_blocks,
         sums=("colwise",) if in_blocks else (),
     )
-    check_kernels(kernels, capability, spills=52 if factors else 0)
+    check_kernels(kernels, capability)
 
 
 @pytest.mark.parametrize(
@@ -256,30 +234,10 @@ def test_float8_compiles_without_spills(name, capability, dtype):
     assert "e4m3x2.f16x2" not in kernels[0].ptx
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", with_first_fast(["bfloat16", "float32"]))
-def test_a_transformed_column_stays_in_the_registers_of_a_thread(dtype):
-    (kernel,) = compile_kernels(
-        "quantize_row_blocks",
-        "quantize_row_blocks",
-        jax.ShapeDtypeStruct((1, 4096, 4096), dtype),
-        jax.ShapeDtypeStruct((1,), jnp.uint32),
-        capability=90,
-        block=(128, 128),
-        rowwise=None,
-        colwise="stochastic",
-        hadamard=True,
-    )
-    check_kernels([kernel], 90)
-    assert kernel.registers <= 168  # three programs share a multiprocessor
-    # Nothing as large as the block goes through shared memory at once.
-    assert kernel.shared <= 128 * 32
-
-
-def check_kernels(kernels, capability, spills=0):
-    """Kernels spill no more bytes; loads and stores take 16 bytes at once."""
+def check_kernels(kernels, capability):
+    """Kernels do not spill; loads and stores take 16 bytes at once."""
     for kernel in kernels:
-        assert kernel.spills <= spills, kernel.name
+        assert kernel.spills == 0, kernel.name
         assert kernel.shared <= SHARED[capability], kernel.name
         assert "ld.global.v4" in kernel.ptx
         assert "st.global.v4" in kernel.ptx or kernel.name == "_find_maxima"
