@@ -46,7 +46,7 @@ ROOT = Path(__file__).parent
 # Modules with the longest examples in docstrings, whose functions have fast tests.
 LONGEST = {
     ROOT / "examples/llama/model.py",
-    ROOT / "fbq_jax/core/ragged_dot.py",
+    ROOT / "fbq_jax/experts/ragged_dot.py",
     ROOT / "fbq_jax/int8_flow/blocks.py",
     ROOT / "fbq_jax/linen/freezing.py",
     ROOT / "fbq_jax/linen/int8_flow.py",

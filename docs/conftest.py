@@ -8,12 +8,10 @@ import jax
 import pytest
 
 DOCS = Path(__file__).parent
-# By page: the library whose programs it runs.
+# By page: the libraries whose programs it runs.
 OTHERS = {
-    DOCS / "migrate/aqt.md": "aqt",
-    DOCS / "migrate/qwix.md": "qwix",
-    DOCS / "migrate/fp8.md": "flax",
-    DOCS / "guides/lora.md": "qwix",
+    DOCS / "integrations/migrate.md": ("aqt", "qwix"),
+    DOCS / "guides/lora.md": ("qwix",),
 }
 # The longest of the others, whose functions have fast tests of their own.
 LONGEST = {
@@ -25,10 +23,9 @@ LONGEST = {
     DOCS / "guides/several-devices.md",
     DOCS / "guides/training-loop.md",
     DOCS / "guides/whole-models.md",
-    DOCS / "integrations/serving-engines.md",
     DOCS / "methods/fallback.md",
     DOCS / "methods/jetfire.md",
-    DOCS / "methods/llm-int8.md",
+    DOCS / "methods/recipes.md",
     DOCS / "numerics.md",
     DOCS / "quickstart.md",
 }
@@ -39,10 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in LONGEST:
             item.add_marker(pytest.mark.exhaustive)
-        if (library := OTHERS.get(item.path)) is None:
+        if item.path not in OTHERS:
             continue
-        missing = importlib.util.find_spec(library) is None
-        item.add_marker(pytest.mark.skipif(missing, reason=f"needs {library}"))
+        missing = [x for x in OTHERS[item.path] if importlib.util.find_spec(x) is None]
+        reason = f"needs {', '.join(missing)}"
+        item.add_marker(pytest.mark.skipif(bool(missing), reason=reason))
         item.add_marker(pytest.mark.filterwarnings("ignore"))
         item.add_marker(pytest.mark.exhaustive)
 

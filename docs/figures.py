@@ -6,44 +6,54 @@ A table's place on a page is `<!-- name -->` to `<!-- end -->`.
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from examples.llama import atomic, plot
-from examples.llama.experiments import __main__ as experiments
-from examples.llama.experiments import result_files, run_tables
-from examples.llama.experiments.markdown import fill, table
+from experiments import errors, result_files
+from experiments import page as evidence
+from experiments import tables as run_tables
+from experiments.markdown import fill, table
 from fbq_jax import recipes
-from fbq_jax.bench import (
-    block_picture,
-    compiled,
-    errors,
-    map_picture,
-    models,
-    picture,
-    report,
-    tpu,
-)
+from fbq_jax.bench import picture, report
 from fbq_jax.bench import results as bench_results
 from fbq_jax.bench.results import Row
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "fbq_jax/bench/results"
 LLAMA = ROOT / "examples/llama/results"
-EXPERIMENTS = experiments.RESULTS
-SECTIONS = bench_results.load(BENCH / "nvidia-h200.json")
-H100 = bench_results.load(BENCH / "nvidia-h100-80gb-hbm3.json")
-COMPILED, COMPILED_TPU, ERRORS, MODELS = (
-    json.loads((BENCH / f"{name}.json").read_text())
-    for name in ("compiled", "compiled-tpu", "errors-cpu", "models")
-)
+EXPERIMENTS = evidence.RESULTS
+# Recipes and variants that the library had while they were measured.
+REMOVED = {
+    "fallback_hadamard",
+    "row_block_equalized",
+    "fallback, dW too",
+    "fallback, dW too, half of blocks",
+    "row_block, Hadamard",
+}
 
+
+def load(file: Path) -> dict[str, Any]:
+    """The sections of a file, without rows of what is removed."""
+    return {
+        name: section | {"rows": [r for r in section["rows"] if r.what not in REMOVED]}
+        for name, section in bench_results.load(file).items()
+    }
+
+
+SECTIONS = load(BENCH / "nvidia-h200.json")
+H100 = load(BENCH / "nvidia-h100-80gb-hbm3.json")
+ERRORS = json.loads(errors.RESULTS.read_text())
+MODELS = json.loads(
+    (ROOT / "tests/fbq_jax/integrations/public_models.json").read_text()
+)
 # The rows of the tables of speedups: the title, and the section and shape that measure
 # it.
 SPEEDS = (
@@ -82,7 +92,7 @@ def speed() -> str:
 
 
 def speed_h100() -> str:
-    """Those that are measured on an H100."""
+    """Speedups over bf16 of what users run, on an H100."""
     return _speeds(H100)
 
 
@@ -157,14 +167,14 @@ def losses() -> str:
 
 def measured() -> str:
     """What is measured of every recipe on an H200, in one row each."""
-    single = result_files.runs(EXPERIMENTS, "parity")
+    single = result_files.runs(EXPERIMENTS / "full", "parity")
     single["chance-0"] = single["bf16-1"]  # compared with bf16-0
     # Where a recipe has several seeds, their mean counts.
     trained = result_files.runs(EXPERIMENTS / "seeds", "parity"), single
-    tuned = result_files.losses_by_model(result_files.runs(EXPERIMENTS, "outliers"))
-    layers: dict[str, list[Row]] = {}
-    for row in SECTIONS["recipes"]["rows"]:
-        layers.setdefault(row.what, []).append(row)
+    tuned = result_files.losses_by_model(
+        result_files.runs(EXPERIMENTS / "full", "outliers")
+    )
+    layers = _slowest_layers()
 
     def training(name: str) -> tuple[str, str]:
         """The speedup and the loss over bf16 of the same seeds, means of all seeds."""
@@ -179,7 +189,7 @@ def measured() -> str:
 
     def cells(name: str) -> Iterator[str]:
         yield f"`{name}`"
-        slowest = min(layers.get(name, []), key=lambda row: row.ratio, default=None)
+        slowest = layers.get(name)
         yield ratio(slowest)
         yield "" if slowest is None else f"{(slowest.saved_bytes or 0) / 1e3:.1f}"
         yield from training(name)
@@ -192,31 +202,66 @@ def measured() -> str:
         *("training: speedup", "loss vs bf16"),
         *("fine-tuning, 58", "606", "6559"),
     )
-    names = (*recipes.NAMED, "fp8_delayed", "fp8_current")
+    named = [name for name in recipes.NAMED if name not in REMOVED]
+    names = (*named, "fp8_delayed", "fp8_current")
     chance = ["bf16, another seed", "", "", *training("chance")]
     return table(head, [chance, *(list(cells(name)) for name in names)])
 
 
 def outliers() -> str:
-    """Errors of Y and dW by where the outliers are, by the reference."""
-    columns = [
-        ("Y, Gaussian", "Gaussian", "y_token"),
-        ("Y, 1/8 of blocks", "up to 606", "y_token"),
-        ("Y, 1/2 of blocks", "606, 1/2 of blocks", "y_token"),
-        ("Y, W has them", "W up to 606", "y_channel"),
-        ("dX, dY has them", "dY up to 606", "dx_token"),
-        ("dW, 1/8 of blocks", "up to 606", "dw_in"),
-        ("dW, 1/2 of blocks", "606, 1/2 of blocks", "dw_in"),
-    ]
-    found: dict[str, dict[str, Any]] = {}
+    """Errors of Y and dW by where the outliers are, of the named recipes."""
+    columns = {
+        "Y, Gaussian": ("Gaussian", "y_token"),
+        "Y, 1/8 of blocks": ("up to 606", "y_token"),
+        "Y, 1/2 of blocks": ("606, 1/2 of blocks", "y_token"),
+        "Y, W has them": ("W up to 606", "y_channel"),
+        "dX, dY has them": ("dY up to 606", "dx_token"),
+        "dW, 1/8 of blocks": ("up to 606", "dw_in"),
+        "dW, 1/2 of blocks": ("606, 1/2 of blocks", "dw_in"),
+    }
+    named = {f"`{name}`": name for name in _errors() if name in recipes.NAMED}
+    return _errors_table(named, columns)
+
+
+def recipe_errors() -> str:
+    """Errors of all recipes and variants, on all operands."""
+    xs = ["Gaussian", *errors.OUTLIERS, "606, all tokens"]
+    columns = {
+        **{f"Y, {x}": (x, "y_token") for x in xs},
+        "Y, W up to 606": ("W up to 606", "y_channel"),
+        "dX, dY up to 606": ("dY up to 606", "dx_token"),
+        **{f"dW, {x}": (x, "dw_in") for x in xs},
+        "dW, dY up to 606": ("dY up to 606", "dw_out"),
+        "Y, uneven W": ("uneven W", "y_channel"),
+        "Y, only W uneven": ("only W uneven", "y_channel"),
+    }
+    versions = ", ".join(f"{name} {v}" for name, v in ERRORS["versions"].items())
+    return (
+        "**Errors of recipes with outliers in X, W or dY** (M, K, N = "
+        f"{', '.join(map(str, ERRORS['shape']))}), by the reference on a "
+        f"{ERRORS['device'].upper()}, {ERRORS['date']}, {versions}.\n\n"
+        f"{_errors_table({name: name for name in _errors()}, columns)}"
+    )
+
+
+def _errors() -> dict[str, dict[str, dict[str, float]]]:
+    """The errors by the name of a recipe or a variant and of the operands."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for row in ERRORS["recipe_errors"]:
-        found.setdefault(row["what"], {})[row["data"]] = row["errors"]
+        if row["what"] not in REMOVED:
+            found.setdefault(row["what"], {})[row["data"]] = row["errors"]
+    return found
+
+
+def _errors_table(
+    names: Mapping[str, str], columns: Mapping[str, tuple[str, str]]
+) -> str:
+    """A table of errors; names and columns are by their titles."""
     cells = [
-        [f"`{name}`", *(f"{by_data[x][error]:.3f}" for _, x, error in columns)]
-        for name, by_data in found.items()
-        if name in recipes.NAMED
+        [title, *(f"{_errors()[name][x][e]:.3f}" for x, e in columns.values())]
+        for title, name in names.items()
     ]
-    return table(("recipe", *(title for title, *_ in columns)), cells)
+    return table(("recipe", *columns), cells)
 
 
 def memory() -> str:
@@ -248,30 +293,6 @@ def batches() -> str:
         for K, N in ((1024, 4096), (2048, 2048), (4096, 4096), (8192, 8192))
     ]
     return table(("recipe", "channels", *(f"{M} tokens" for M in tokens)), cells)
-
-
-def gpus() -> str:
-    """Estimated speedups of GPUs that were not measured."""
-    by_card: dict[str, list[str]] = {}
-    for row in COMPILED["layers"]:
-        low, high = sorted(row["speedup"])
-        by_card.setdefault(row["card"], []).append(f"{low:.2f} to {high:.2f}")
-    shapes = [f"{K} to {N} channels" for _, K, N in compiled.LAYERS]
-    return table(("GPU", *shapes), [[card, *cells] for card, cells in by_card.items()])
-
-
-def tpus() -> str:
-    """Estimated cycles of a linear layer on TPUs, over bf16's."""
-    cycles: dict[str, dict[str, float]] = {}
-    for row in COMPILED_TPU["tpu_layers"]:
-        total = row["xla_cycles"] + sum(row["kernel_cycles"].values())
-        cycles.setdefault(row["generation"], {})[row["what"]] = total
-    names = [name for name in next(iter(cycles.values())) if name != "bf16"]
-    cells = [
-        [name, *(f"{of_tpu[name] / of_tpu['bf16']:.2f}" for of_tpu in cycles.values())]
-        for name in names
-    ]
-    return table(("recipe", *cycles), cells)
 
 
 def libraries() -> str:
@@ -308,77 +329,74 @@ def maxtext() -> str:
     return table(head, cells)
 
 
-def experts() -> str:
-    """The losses of a mixture of experts on a CPU and on a GPU."""
-    cells = []
-    for machine, name in (("CPU", "cpu"), ("H200", "h200")):
-        runs = json.loads((LLAMA / f"compare-experts-{name}.json").read_text())["runs"]
-        base = runs["bf16"]
-        for recipe, run in runs.items():
-            cells.append([machine, recipe])
-            for key in ("loss", "val_loss"):
-                cells[-1] += [f"{run[key]:.3f}", f"{run[key] / base[key] - 1:+.2%}"]
-    head = ("training loss", "vs bf16", "validation loss", "vs bf16")
-    return table(("", "recipe", *head), cells)
+def _slowest_layers() -> dict[str, Row]:
+    """The row of each recipe with the X for which it is slowest."""
+    found: dict[str, Row] = {}
+    for row in SECTIONS["recipes"]["rows"]:
+        other = found.setdefault(row.what, row)
+        found[row.what] = min(row, other, key=lambda row: row.ratio)
+    return found
 
 
-def runs_on_a_cpu() -> str:
-    """The losses of every recipe after a short run, and what chance changes."""
-    compared, chance = (
-        json.loads((LLAMA / f"{name}-cpu.json").read_text())["runs"]
-        for name in ("compare", "chance")
-    )
-    runs = dict(compared)
-    for name, run in chance.items():
-        runs[f"bf16, `--saved-bits {name.removeprefix('bf16-')}`"] = run
-    base = compared["bf16"]["val_loss"]
+def models() -> str:
+    """Public models quantized by this library and by Qwix, and the losses of both."""
     cells = [
         [
             name,
-            f"{run['loss']:.3f}",
-            f"{run['val_loss']:.3f}",
-            f"{run['val_loss'] / base - 1:+.2%}",
+            f"{row['package']} {row['versions'][row['package']]}",
+            row["api"],
+            f"`{row['function']}`",
+            str(row["products"]),
+            str(len(row["in_float"])),
+            _losses(row["losses_in_float"]),
+            _losses(row["losses"]),
+            *_by_qwix(row["qwix"]),
         ]
-        for name, run in runs.items()
+        for name, row in MODELS.items()
     ]
-    return table(("recipe", "training loss", "validation loss", "vs bf16"), cells)
+    head = ("model", "package", "API", "call", "parameters in INT8", "in float")
+    losses = ("losses in float", "losses", "Qwix: losses", "Qwix: products in INT8")
+    return table((*head, *losses), cells)
+
+
+def _losses(losses: Iterable[float]) -> str:
+    return ", ".join(f"{loss:.5g}" for loss in losses)
+
+
+def _by_qwix(row: Mapping[str, Any]) -> list[str]:
+    if "error" in row:
+        return [f"`{textwrap.shorten(row['error'], 100, placeholder=' ...')}`", ""]
+    count = row["products"]
+    return [_losses(row["losses"]), f"{count} of {count + row['products_in_float']}"]
 
 
 # The pages with places for tables.
 PAGES = (
     "README.md",
     "docs/choose-a-recipe.md",
-    "docs/evidence/recipes-on-a-cpu.md",
+    "docs/guides/experts.md",
+    "docs/guides/serving.md",
+    "docs/guides/whole-models.md",
     "docs/integrations/maxtext.md",
-    "docs/integrations/public-models.md",
     "docs/performance/errors.md",
-    "docs/performance/experts.md",
-    "docs/performance/frozen-layers.md",
-    "docs/performance/h100.md",
-    "docs/performance/kernels.md",
-    "docs/performance/map.md",
-    "docs/performance/profile.md",
     "docs/performance/results.md",
-    "docs/performance/tpus.md",
+)
+
+
+# ``python -m fbq_jax.bench table`` prints the others, too.
+SECTIONS_SHOWN = ("moe", "serve")
+SUMMARIES = (
+    *(speed, speed_h100, losses, measured, outliers, memory, batches, loops),
+    *(efficiencies, libraries, maxtext),
+    *(recipe_errors, models),
 )
 
 
 def tables() -> dict[str, str]:
     """All tables of these pages, by the names of their places."""
-    summaries = (speed, losses, measured, outliers, memory, batches, gpus, tpus)
-    others = (speed_h100, loops, efficiencies, libraries, maxtext, experts)
-    sections = SECTIONS.items()
     return {
-        **{name: report.markdown({name: section}) for name, section in sections},
-        **{
-            f"h100_{name}": report.markdown({name: section})
-            for name, section in H100.items()
-        },
-        **compiled.tables(COMPILED),
-        "compiled_tpu": tpu.markdown(COMPILED_TPU),
-        "errors": errors.markdown(ERRORS),
-        "models": models.markdown(MODELS),
-        **{f.__name__: f() for f in (*summaries, *others, runs_on_a_cpu)},
+        **{name: report.markdown({name: SECTIONS[name]}) for name in SECTIONS_SHOWN},
+        **{summary.__name__: summary() for summary in SUMMARIES},
     }
 
 
@@ -387,22 +405,61 @@ def filled(page: str) -> str:
     return fill((ROOT / page).read_text(), tables().__getitem__)
 
 
+def draw_block() -> Figure:
+    """The time and the memory of a Llama block, as bars."""
+    measured = list(rows("block", BLOCK).values())
+    names = [row.what for row in measured]
+    figure = Figure(figsize=(10, 0.4 * len(measured) + 1.2), layout="constrained")
+    time, saved = figure.subplots(1, 2)
+    hidden, mlp, tokens = BLOCK
+    time.set(title=f"hidden {hidden}, MLP {mlp}, {tokens} tokens", xlabel="ms")
+    saved.set(xlabel="saved for the backward pass, kB/token")
+    for axis, values in (
+        (time, [row.ms for row in measured]),
+        (saved, [(row.saved_bytes or 0.0) / 1e3 for row in measured]),
+    ):
+        colors = ["gray" if name.startswith("bf16") else "tab:blue" for name in names]
+        axis.bar_label(axis.barh(names, values, color=colors), fmt="%.1f", padding=3)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    saved.set_yticklabels([])
+    return figure
+
+
 def draw_errors() -> Figure:
     """Errors of Y, dX and dW as outliers of X grow, by the reference."""
-    keys = {"token": "y_token", "dx": "dx_token", "channel": "dw_in"}
-    template = SECTIONS["recipes"]["rows"][0]
-    of_x = [
-        dataclasses.replace(
-            template,
-            what=row["what"],
-            data=row["data"],
-            shape=tuple(ERRORS["shape"]),
-            errors={name: row["errors"][key] for name, key in keys.items()},
-        )
-        for row in ERRORS["recipe_errors"]
-        if "W" not in row["data"] and "dY" not in row["data"]
-    ]
-    return picture.draw(of_x)
+    panels = {
+        "y_token": "Y, mean over\ntokens",
+        "dx_token": "dX",
+        "dw_in": "dW, mean over\ninput channels",
+    }
+    xs = ["Gaussian", *errors.OUTLIERS, "606, all tokens"]
+    found = _errors()
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes = figure.subplots(1, len(panels))
+    for axis, (error, title) in zip(axes, panels.items(), strict=True):
+        for i, (name, by_x) in enumerate(found.items()):
+            axis.plot(
+                xs,
+                [by_x[x][error] for x in xs],
+                color=colormaps["tab10"](i % 10),
+                linestyle=("-", "--", ":")[i // 10 % 3],
+                marker=".",
+                label=name,
+                zorder=len(found) - i,  # the first line on top
+            )
+        axis.set(title=title, yscale="log")
+        axis.tick_params(axis="x", rotation=30)
+        for tick in axis.get_xticklabels():
+            tick.set_horizontalalignment("right")
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="relative error")
+    shape = " x ".join(map(str, ERRORS["shape"]))
+    figure.suptitle(f"Errors of a linear layer, M x K x N = {shape}")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles=handles, labels=labels, loc="outside right upper")
+    return figure
 
 
 def draw_runs_on_a_cpu() -> Figure:
@@ -429,14 +486,9 @@ def draw_runs_on_a_cpu() -> Figure:
 
 # By file: the function that draws it. The experiments fill and draw their own pages.
 PICTURES: dict[Path, Callable[[], Figure]] = {
-    BENCH / "nvidia-h200-recipes.png": lambda: picture.draw(
-        SECTIONS["recipes"]["rows"]
-    ),
-    BENCH / "nvidia-h200-map.png": lambda: map_picture.draw(SECTIONS["map"]["rows"]),
-    BENCH / "nvidia-h200-block.png": lambda: block_picture.draw(
-        list(rows("block", BLOCK).values())
-    ),
-    BENCH / "errors-cpu.png": draw_errors,
+    BENCH / "nvidia-h200-map.png": lambda: picture.draw(SECTIONS["map"]["rows"]),
+    BENCH / "nvidia-h200-block.png": draw_block,
+    errors.RESULTS.with_suffix(".png"): draw_errors,
     LLAMA / "compare-cpu.png": draw_runs_on_a_cpu,
 }
 
@@ -450,8 +502,7 @@ def main() -> None:
         atomic.write(ROOT / page, filled(page))
     for file, draw in PICTURES.items():
         plot.save(draw(), file)
-    for folder in experiments.PAGES:
-        experiments.main(["draw", "--results", str(folder)])
+    evidence.draw()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from fbq_jax.bench import gemm, measure
 from fbq_jax.kernels import tuning_table
 from fbq_jax.ops import dispatch
 
-# (M, N, K): square GEMMs, and those of the MLP of a Llama block, where the number of
+# (M, N, K): square GEMMs, and the GEMMs of a Llama block's MLP, where the number of
 # tokens is M or, for the gradient of a weight, K.
 SIZES = (
     (4096, 4096, 4096),
@@ -79,9 +79,7 @@ def tune(
 def _matmul(implementation: str, options: dict[str, int]) -> Callable[..., jax.Array]:
     module = importlib.import_module(f"fbq_jax.kernels.{implementation}.gemm")
     config = module.Config(**options)
-    return functools.partial(
-        module.matmul, block_shape=gemm.BLOCK_SHAPE, dtype=jnp.bfloat16, config=config
-    )
+    return functools.partial(module.matmul, dtype=jnp.bfloat16, config=config)
 
 
 _Entries = dict[str, dict[str, dict[str, int]]]

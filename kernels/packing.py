@@ -18,7 +18,8 @@ and j + 96.
 
 So neighbouring values are in neighbouring bytes at the same shift.  Loads are aligned,
 packing and unpacking are elementwise, and no data moves between the lanes of a GPU or
-between groups.  An array that is sharded at group boundaries needs no communication.
+between groups.  The planes of a group follow each other, the widest first.  So an array
+that is sharded at group boundaries needs no communication.
 """
 
 from typing import NamedTuple
@@ -37,12 +38,12 @@ class Packed(NamedTuple):
     """Packed codes of values ``[..., C]`` and the scales of their groups.
 
     Attributes:
-      planes: uint8 ``[..., ceil(C * width / 8)]``, one per width of
-        ``chunk_widths``.
+      data: uint8 ``[..., n]``, ``16 * bits`` bytes for each group of 128 values; a
+        shorter last group has ``ceil(size * width / 8)`` for each width.
       scales: float32 ``[..., ceil(C / 128)]``.
     """
 
-    planes: tuple[jax.Array, ...]
+    data: jax.Array
     scales: jax.Array
 
 
@@ -75,41 +76,36 @@ def dequantize(packed: Packed, size: int, bits: int) -> jax.Array:
     *lead, groups = packed.scales.shape
     scales = jnp.broadcast_to(packed.scales[..., None], (*lead, groups, GROUP))
     scales = scales.reshape(*lead, groups * GROUP)[..., :size]
-    return unpack(packed.planes, size, bits).astype(jnp.float32) * scales
+    return unpack(packed.data, size, bits).astype(jnp.float32) * scales
 
 
-def pack(codes: jax.Array, bits: int) -> tuple[jax.Array, ...]:
+def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs int32 codes ``[..., C]`` with magnitudes of at most ``2**(bits - 1) - 1``.
 
     Returns:
-      The planes of ``Packed``.
+      The ``data`` of ``Packed``.
     """
     words = codes + 2 ** (bits - 1)
-    planes, shift = [], bits
-    for width in chunk_widths(bits):
-        shift -= width
-        chunks = (words >> shift & (2**width - 1)).astype(jnp.uint8)
-        groups = _split_groups(chunks, words.shape[-1], 8)
-        planes.append(_join_groups([_pack(group, width) for group in groups]))
-    return tuple(planes)
+    return _join_groups(
+        [_pack(x, bits) for x in _split_groups(words, codes.shape[-1], GROUP)]
+    )
 
 
-def unpack(planes: tuple[jax.Array, ...], size: int, bits: int) -> jax.Array:
+def unpack(data: jax.Array, size: int, bits: int) -> jax.Array:
     """Reverses ``pack``: returns int32 codes ``[..., size]``."""
-    words = jnp.zeros((*planes[0].shape[:-1], size), jnp.int32)
-    for plane, width in zip(planes, chunk_widths(bits), strict=True):
-        groups = [_unpack(group, width) for group in _split_groups(plane, size, width)]
-        words = words << width | _join_groups(groups)[..., :size].astype(jnp.int32)
-    return words - 2 ** (bits - 1)
+    groups = _split_groups(data, size, GROUP // 8 * bits)
+    sizes = [size % GROUP or GROUP] if len(groups) == 1 else [GROUP, size % GROUP]
+    words = [_unpack(x, n, bits) for x, n in zip(groups, sizes, strict=True)]
+    return _join_groups(words) - 2 ** (bits - 1)
 
 
-def _split_groups(x: jax.Array, size: int, width: int) -> list[jax.Array]:
-    """Splits ``[..., size * width / 8]`` into groups ``[..., g, n]``.
+def _split_groups(x: jax.Array, size: int, n: int) -> list[jax.Array]:
+    """Splits ``[..., C]`` into groups ``[..., g, n]`` of 128 of ``size`` values.
 
     The first array holds the full groups, if there are any; the last one holds a
     shorter last group.
     """
-    full, n = size // GROUP, GROUP * width // 8
+    full = size // GROUP
     groups = []
     # JAX cannot reshape a sharded array to no groups; a size may also be symbolic.
     if not (isinstance(size, int) and 0 < size < GROUP):
@@ -125,7 +121,27 @@ def _join_groups(groups: list[jax.Array]) -> jax.Array:
     return jnp.concatenate(flat, axis=-1)
 
 
-def _pack(chunks: jax.Array, width: int) -> jax.Array:
+def _pack(words: jax.Array, bits: int) -> jax.Array:
+    """Packs words ``[..., g, n]`` into the bytes of their planes ``[..., g, m]``."""
+    planes, shift = [], bits
+    for width in chunk_widths(bits):
+        shift -= width
+        chunks = (words >> shift & (2**width - 1)).astype(jnp.uint8)
+        planes.append(_pack_plane(chunks, width))
+    return jnp.concatenate(planes, axis=-1)
+
+
+def _unpack(data: jax.Array, n: int, bits: int) -> jax.Array:
+    """Reverses ``_pack``: returns words ``[..., g, n]``."""
+    words, start = jnp.zeros((*data.shape[:-1], n), jnp.int32), 0
+    for width in chunk_widths(bits):
+        stop = start + -(-n * width // 8)
+        chunks = _unpack_plane(data[..., start:stop], width)[..., :n]
+        words, start = words << width | chunks.astype(jnp.int32), stop
+    return words
+
+
+def _pack_plane(chunks: jax.Array, width: int) -> jax.Array:
     """Packs chunks ``[..., g, n]`` into bytes ``[..., g, n * width / 8]``."""
     n, per_byte = chunks.shape[-1], 8 // width
     padding = [(0, 0)] * (chunks.ndim - 1) + [(0, -n % per_byte)]
@@ -137,7 +153,7 @@ def _pack(chunks: jax.Array, width: int) -> jax.Array:
     return packed
 
 
-def _unpack(packed: jax.Array, width: int) -> jax.Array:
+def _unpack_plane(packed: jax.Array, width: int) -> jax.Array:
     """Unpacks bytes ``[..., g, n]`` into chunks ``[..., g, n * 8 / width]``."""
     *lead, n = packed.shape
     shape = (*lead, 8 // width, n)

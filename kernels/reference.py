@@ -1,4 +1,4 @@
-"""The definitions of quantization and of the GEMM of codes, in plain ``jax.numpy``.
+"""The definitions of quantization and of the GEMMs of codes, in plain ``jax.numpy``.
 
 These functions define the numerics of the library (arXiv:2503.08040).  They
 run on CPUs, and all kernels are tested against them.
@@ -38,7 +38,7 @@ at least ``2**-112`` and below ``2**141``.  Below, CPUs take the product of the 
 for 0, and each product of two elements loses at most ``2**-112``; GPUs keep fewer bits
 of it, and lose at most ``2**-136``.  Above, the product of the scales is Inf, and so
 the sum is Inf or, if a product of codes is 0, NaN.  A kernel with running sums in
-float32 (that of Mosaic, for outputs of 16 bits) reaches Inf or NaN from ``a = 2**118``.
+float32 (Mosaic's, for outputs of 16 bits) reaches Inf or NaN from ``a = 2**118``.
 
 Every implementation gives the same codes and scales, bit for bit, on every device.
 Three rules ensure that.  A product is clipped before something is added to it, because
@@ -51,26 +51,33 @@ are too small for that, and without noise in all.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, NotRequired, TypedDict, get_args
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.apart import call_apart
+from fbq_jax.kernels.quantized import (
+    Block,
+    CodeDtype,
+    Criterion,
+    Layout,
+    Layouts,
+    Quantized,
+    Term,
+    Unquantized,
+    product_block,
+)
 from fbq_jax.kernels.scales import (
     FLOAT8_LIMIT,
     FLOAT8_TINY,
     find_amax,
     scale_and_inverse,
 )
-
-Block = tuple[int, int]
-Criterion = Literal["absmax", "l1", "l1_rel"]
-CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
-CodeDtype = Literal["int8", "float8_e4m3fn"]
-CODE_DTYPES: tuple[CodeDtype, ...] = get_args(CodeDtype)
+from fbq_jax.kernels.sources import Matrix, Source
 
 LARGE = 2.0**88  # The metrics of blocks with a larger scale sum their values times
 SHRINK = 2.0**-32  # this power of two, lest a sum overflow.
@@ -78,43 +85,19 @@ SHRINK = 2.0**-32  # this power of two, lest a sum overflow.
 MAX_INT32_K = 2**17  # The longest K of exact products: 127 * 127 * K fits into int32.
 
 
-class Quantized(NamedTuple):
-    """INT8 or FP8 codes of matrices with a scale per block.
-
-    Attributes:
-      codes: int8 or float8_e4m3fn ``[B, R, C]``.
-      scales: float32 ``[B, ceil(R/r), ceil(C/c)]``.
-      sums: the largest ``sum |codes|`` of a row of each block, or an upper bound of it,
-        float32 of the shape of ``scales``; or None.  A GEMM bounds its partial sums by
-        those of rhs.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-    sums: jax.Array | None = None
-
-
-class Layouts(NamedTuple):
-    """A quantized operand in one or both layouts; None for one not requested.
-
-    INT8 tensor cores read both operands contiguously along the contraction.  An operand
-    of two GEMMs may therefore be needed twice: ``rowwise``, as codes ``[B, R, C]``, and
-    ``colwise``, as codes of the transpose ``[B, C, R]`` with transposed scales.
-    """
-
-    rowwise: Quantized | None
-    colwise: Quantized | None
-
-
 def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
 class AmaxReduce(NamedTuple):
-    """Reduces ``max |x|`` over the shards of rows and of columns.
+    """Reduces ``max |x|`` of blocks over the devices that share them.
 
-    Each function maps the maxima ``[B, N]`` of local vectors to those of the global
-    vectors that they are parts of.  By default vectors are not sharded.
+    Each function maps the maxima ``[B, R/r, C/c]`` of the local parts of blocks to the
+    maxima of the whole blocks.  By default devices share no blocks.
+
+    Attributes:
+      rowwise: for the blocks of the rowwise layout.
+      colwise: for the blocks of the colwise layout.
     """
 
     rowwise: Callable[[jax.Array], jax.Array] = _identity
@@ -124,230 +107,28 @@ class AmaxReduce(NamedTuple):
 NO_AMAX_REDUCE = AmaxReduce()
 
 
-class FallbackQuantized(NamedTuple):
-    """An operand of two INT8 terms: ``main`` plus, in some blocks, ``residual``.
-
-    Attributes:
-      main: the rowwise layout.
-      residual: a second term of the same shapes; None without a criterion.  Its scale
-        is 0 in blocks that do not fall back.  Codes of blocks whose scale is 0 or NaN
-        have no meaning: the reference has zeros there, and a kernel need not write
-        them.
-      metric: what the criterion compares with theta, float32 ``[B, R/r, C/c]``;
-        ``[B, 0, 0]`` without a criterion.
-      colwise: the colwise layout of ``main``, or None.
-    """
-
-    main: Quantized
-    residual: Quantized | None
-    metric: jax.Array
-    colwise: Quantized | None
-
-
-class QuantizeOptions(TypedDict):
-    """The keyword arguments of ``quantize`` that an op on top of it passes on."""
-
-    block: Block
-    rowwise: rounding.Rounding | None
-    colwise: rounding.Rounding | None
-    global_offset: NotRequired[rounding.GlobalOffset | None]
-    sums: NotRequired[tuple[str, ...]]
-    dtype: NotRequired[CodeDtype]
-
-
-class RowBlockOptions(QuantizeOptions):
-    """The keyword arguments of ``quantize_row_blocks``."""
-
-    colwise_in_blocks: NotRequired[bool]
-
-
-class FallbackOptions(TypedDict):
-    """The keyword arguments of ``quantize_fallback``."""
-
-    block: Block
-    criterion: Criterion | None
-    colwise: rounding.Rounding | None
-    global_offset: NotRequired[rounding.GlobalOffset | None]
-
-
 def quantize(
-    x: jax.Array,
+    source: Source,
     seeds: rounding.Seeds,
+    theta: jax.Array | None = None,
     *,
-    block: Block,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    global_offset: rounding.GlobalOffset | None = None,
-    amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    criterion: Criterion | None = None,
     bound: float = 127.0,
-    sums: tuple[str, ...] = (),
     dtype: CodeDtype = "int8",
-) -> Layouts:
-    """Quantizes matrices with one scale per block, in one or both layouts.
-
-    Noise belongs to an element, so equal roundings give equal codes in both layouts.
-
-    Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``.
-      seeds: the seeds of stochastic rounding, of B matrices.
-      block: rows and columns of a block.
-      rowwise: the rounding of the rowwise codes, ``"nearest"`` or ``"stochastic"``, or
-        None to omit this layout.
-      colwise: the rounding of the colwise codes, or None to omit this layout.
-      global_offset: the offset of this shard in the global matrix; selects its noise.
-      amax_reduce: maps the maxima of local blocks ``[B, R/r, C/c]`` to the maxima of
-        the global blocks that they are parts of.
-      bound: the value that ``amax`` is scaled to in INT8; see ``quantize_vectors``.
-      sums: the layouts, ``"rowwise"`` or ``"colwise"``, that get ``Quantized.sums``.
-      dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
-    """
-    check_float8(dtype, rowwise, colwise, sums)
-    tiles = _to_tiles(x.astype(jnp.float32), block)
-
-    def layout(mode: rounding.Rounding, sum_axis: int | None) -> Quantized:
-        noise = None
-        if mode == "stochastic":
-            rows, columns = x.shape[1:]
-            draw = jax.vmap(
-                lambda seed: rounding.noise(seed, rows, columns, global_offset)
-            )
-            noise = _to_tiles(draw(rounding.fold_seeds(seeds)), block)
-        codes, scales = _quantize_tiles(tiles, noise, amax_reduce, bound, dtype)
-        quantized = _from_tiles(codes, scales, x.shape, dtype)
-        if sum_axis is None:
-            return quantized
-        of_vectors = jnp.sum(jnp.abs(codes), axis=sum_axis, keepdims=True)
-        return quantized._replace(sums=jnp.max(of_vectors, axis=(2, 4)))
-
-    axes = 4 if "rowwise" in sums else None, 2 if "colwise" in sums else None
-    transposed = None if colwise is None else layout(colwise, axes[1])
-    return Layouts(
-        None if rowwise is None else layout(rowwise, axes[0]),
-        jax.tree.map(lambda y: y.mT, transposed),
-    )
-
-
-def check_float8(
-    dtype: CodeDtype,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    sums: tuple[str, ...] = (),
-) -> None:
-    """Raises ValueError if FP8 codes do not support the options of a quantization."""
-    if dtype == "float8_e4m3fn" and ("stochastic" in (rowwise, colwise) or sums):
-        raise ValueError(
-            "FP8 codes take nearest rounding and no sums; got "
-            f"rowwise={rowwise!r}, colwise={colwise!r}, sums={sums!r}"
-        )
-
-
-def quantize_vectors(
-    x: jax.Array,
-    seeds: jax.Array,
-    *,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    bound: float = 127.0,
-    per_tensor: bool = False,
     global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
-    """Quantizes to INT8 with one scale per row (rowwise) or per column (colwise).
+    """Quantizes matrices in one or both layouts.
 
-    A GEMM of such operands has no scale inside its contraction.  Both layouts draw the
-    same noise, but their codes differ unless ``per_tensor``.
+    Noise belongs to an element, so layouts with equal blocks and roundings have equal
+    codes.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``.
-      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
-      rowwise: the rounding of the rowwise codes ``[B, R, C]``, with scales
-        ``[B, R, 1]``, or None to omit this layout.
-      colwise: the rounding of the colwise codes ``[B, C, R]``, with scales
-        ``[B, C, 1]``, or None to omit this layout.
-      bound: the value that ``amax`` is scaled to, in place of 127.  With 127.5, values
-        fill the interval that rounds to the last code; they are still clipped to 127.
-      per_tensor: whether all rows and columns of a matrix share one scale.
-      global_offset: the offset of this shard in the global matrix; selects its noise.
-      amax_reduce: the reduction of maxima over shards of vectors.
-    """
-    _, height, width = x.shape
-    matrix = height or 1, width or 1
-    row, column = (matrix, matrix) if per_tensor else ((1, matrix[1]), (matrix[0], 1))
-    run = functools.partial(
-        quantize, x, seeds, global_offset=global_offset, bound=bound
-    )
-    main, _ = run(
-        block=row, rowwise=rowwise, colwise=None, amax_reduce=amax_reduce.rowwise
-    )
-    _, transposed = run(
-        block=column, rowwise=None, colwise=colwise, amax_reduce=amax_reduce.colwise
-    )
-    return Layouts(
-        main and _one_scale_per_row(main),
-        transposed and _one_scale_per_row(transposed),
-    )
-
-
-def quantize_row_blocks(
-    x: jax.Array,
-    seeds: rounding.Seeds,
-    *,
-    block: Block,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    colwise_in_blocks: bool = False,
-    global_offset: rounding.GlobalOffset | None = None,
-    sums: tuple[str, ...] = (),
-    dtype: CodeDtype = "int8",
-) -> Layouts:
-    """Quantizes with one scale per row or per column of a block.
-
-    Each layout has its scales along the contraction of the GEMM that reads it: rowwise
-    codes for ``1 x c`` values and colwise codes for ``r x 1`` values, as activations
-    have in DeepSeek-V3 (arXiv:2412.19437).  Both layouts draw the same noise, but their
-    codes differ.  Colwise codes may also be those of ``quantize``, with one scale per
-    block, which a GEMM multiplies faster as its rhs.
-
-    Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``.
-      seeds: the seeds of stochastic rounding, of B matrices.
-      block: ``(r, c)``, rows and columns of a block.
-      rowwise: the rounding of the rowwise codes ``[B, R, C]``, with scales
-        ``[B, R, ceil(C/c)]``, or None to omit this layout.
-      colwise: the rounding of the colwise codes ``[B, C, R]``, with scales
-        ``[B, C, ceil(R/r)]``, or None to omit this layout.
-      colwise_in_blocks: whether the scales of colwise codes are
-        ``[B, ceil(C/c), ceil(R/r)]``, one per block.
-      global_offset: the offset of this shard in the global matrix; selects its noise.
-      sums: ``("colwise",)`` if colwise codes in blocks get ``Quantized.sums``.
-      dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
-    """
-    run = functools.partial(
-        quantize, x, seeds=seeds, global_offset=global_offset, dtype=dtype
-    )
-    columns = block[1] if colwise_in_blocks else 1
-    of_columns = block[0], columns
-    _, transposed = run(block=of_columns, rowwise=None, colwise=colwise, sums=sums)
-    main, _ = run(block=(1, block[1]), rowwise=rowwise, colwise=None)
-    return Layouts(main, transposed)
-
-
-def quantize_fallback(
-    x: jax.Array,
-    theta: jax.Array,
-    seeds: rounding.Seeds,
-    *,
-    block: Block,
-    criterion: Criterion | None,
-    colwise: rounding.Rounding | None,
-    global_offset: rounding.GlobalOffset | None = None,
-) -> FallbackQuantized:
-    """Quantizes to INT8 with a second INT8 term in blocks whose metric exceeds theta.
-
-    This is the fallback quantization of arXiv:2503.08040.  Rowwise codes are rounded to
-    nearest.  The residual ``x - scale * codes`` (float32) of a block that falls back is
-    quantized in the same way, with its own scale.  The criterion selects the metric of
-    a block:
+    With a criterion, the rowwise layout has a second INT8 term in blocks whose metric
+    exceeds theta: the fallback quantization of arXiv:2503.08040.  The residual
+    ``x - scale * codes`` (float32) of a block that falls back is quantized to nearest,
+    with its own scale.  The criterion selects the metric of a block:
 
     - ``absmax``: ``max |x|``;
     - ``l1``: ``sum |x - scale * codes|``, the error of plain INT8, or the largest
@@ -357,61 +138,177 @@ def quantize_fallback(
     A block with a NaN or an Inf has metric NaN and never falls back.
 
     Args:
-      x: bfloat16, float16 or float32 ``[B, R, C]``.
-      theta: float32 ``[B]``, the thresholds, in units of the metric.  A threshold that
-        is unset, negative or NaN, counts as 0 (see ``threshold_reference``).
-      seeds: the seeds of stochastic colwise rounding, of B matrices.
-      block: rows and columns of a block.
-      criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``; None for no fallback.
-      colwise: the rounding of the colwise codes, or None to omit this layout.
+      source: the matrices ``[B, R, C]``, or what they are computed from.
+      seeds: the seeds of stochastic rounding, of B matrices.
+      theta: float32 ``[B]``, the thresholds, in units of the metric; None without a
+        criterion.  A threshold that is unset, negative or NaN, counts as 0 (see
+        ``threshold_reference``).
+      rowwise: how the matrices are quantized, or None to omit this layout.
+      colwise: how their transposes are quantized, or None to omit this layout.
+      criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``, for a rowwise layout that is
+        rounded to nearest and has several scales per row; None for no fallback.
+      bound: the value that ``amax`` is scaled to in INT8.  With 127.5, values fill the
+        interval that rounds to the last code; they are still clipped to 127.
+      dtype: the dtype of the codes.  FP8 codes are rounded to nearest.
       global_offset: the offset of this shard in the global matrix; selects its noise.
+      amax_reduce: the reduction of maxima over devices that share blocks.
+
+    Returns:
+      The ``Layouts``.  The scales of a layout with one scale per row or per matrix are
+      ``[B, R, 1]``.
     """
-    tiles = _to_tiles(x.astype(jnp.float32), block)
-    codes, scales = _quantize_tiles(tiles, None)
-    main = _from_tiles(codes, scales, x.shape)
-    _, transposed = quantize(
-        x,
-        seeds,
-        block=block,
-        rowwise=None,
-        colwise=colwise,
-        global_offset=global_offset,
-    )
-    if criterion is None:
-        no_metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-        return FallbackQuantized(main, None, no_metric, transposed)
-    residual = residual_of(tiles, codes, _spread(scales))
-    metric = _metric(tiles, residual, scales, criterion)
+    check_layouts(rowwise, colwise, criterion, dtype)
+    x, saved = source.compute()
+    x = x.astype(jnp.float32)
+
+    def draw_noise(seeds: rounding.Seeds) -> jax.Array:
+        draw = functools.partial(
+            rounding.noise,
+            rows=x.shape[1],
+            columns=x.shape[2],
+            global_offset=global_offset,
+        )
+        return jax.vmap(draw)(rounding.fold_seeds(seeds))
+
+    def codes_of(layout: Layout, reduce: Callable[[jax.Array], jax.Array]) -> _Codes:
+        noise = None
+        if layout.rounding == "stochastic":
+            noise = functools.partial(draw_noise, seeds)
+        return _quantize(x, layout.block, noise, reduce, bound, dtype)
+
+    main = transposed = metric = None
+    if rowwise is not None:
+        codes = codes_of(rowwise, amax_reduce.rowwise)
+        main = codes.as_quantized(rowwise, x.shape, dtype, sum_axis=4)
+        if criterion is not None:
+            assert theta is not None
+            residual, metric = _residual_term(codes, criterion, theta)
+            second = residual.as_quantized(rowwise, x.shape, dtype, sum_axis=None)
+            main = Quantized(main.main, second.main, main.block)
+    if colwise is not None:
+        codes = codes_of(colwise, amax_reduce.colwise)
+        transposed = codes.as_quantized(colwise, x.shape, dtype, sum_axis=2).mT
+    if transposed is not None and colwise is not None and not colwise.is_split:
+        transposed = _one_scale_per_row(transposed)
+    if main is not None and rowwise is not None and not rowwise.is_split:
+        main = _one_scale_per_row(main)
+    return Layouts(main, transposed, metric, saved)
+
+
+def check_layouts(
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    criterion: Criterion | None,
+    dtype: CodeDtype,
+) -> None:
+    """Raises ValueError if a quantization does not support its options."""
+    layouts = [layout for layout in (rowwise, colwise) if layout is not None]
+    if dtype == "float8_e4m3fn" and any(
+        layout.rounding == "stochastic" or layout.sums for layout in layouts
+    ):
+        raise ValueError(
+            f"FP8 codes take nearest rounding and no sums; got {rowwise=}, {colwise=}"
+        )
+    if criterion is not None and (
+        rowwise is None or rowwise.rounding != "nearest" or not rowwise.is_split
+    ):
+        raise ValueError(
+            "fallback takes a rowwise layout in blocks, rounded to nearest; got "
+            f"{rowwise=}"
+        )
+
+
+class _Codes(NamedTuple):
+    """A quantized matrix in tiles ``[B, R/r, r, C/c, c]``; all fields are float32.
+
+    Attributes:
+      tiles: the values.
+      codes: their codes.
+      scales: ``[B, R/r, C/c]``.
+    """
+
+    tiles: jax.Array
+    codes: jax.Array
+    scales: jax.Array
+
+    def as_quantized(
+        self,
+        layout: Layout,
+        shape: tuple[int, ...],
+        dtype: CodeDtype,
+        *,
+        sum_axis: int | None,
+    ) -> Quantized:
+        """The operand of ``shape``; sums, if asked for, are along ``sum_axis``."""
+        batch, i, r, j, c = self.codes.shape
+        codes = self.codes.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
+        sums = None
+        if layout.sums and sum_axis is not None:
+            of_vectors = jnp.sum(jnp.abs(self.codes), axis=sum_axis, keepdims=True)
+            sums = jnp.max(of_vectors, axis=(2, 4))
+        term = Term(codes.astype(dtype), self.scales, sums)
+        return Quantized(term, None, layout.block)
+
+
+def _quantize(
+    x: jax.Array,
+    block: Block,
+    noise: Callable[[], jax.Array] | None = None,
+    amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
+    bound: float = 127.0,
+    dtype: CodeDtype = "int8",
+) -> _Codes:
+    """Quantizes float32 ``[B, R, C]``; ``noise`` makes an array of its shape."""
+    tiles = _to_tiles(x, block)
+    amax = amax_reduce(find_amax(tiles, (2, 4)))
+    scale, inverse = scale_of_codes(amax, dtype, bound)
+
+    def round_tiles(tiles: jax.Array, inverse: jax.Array) -> jax.Array:
+        inverse = _spread(inverse, tiles)
+        if dtype == "float8_e4m3fn":
+            return round_to_float8(tiles, inverse)
+        drawn = None if noise is None else _to_tiles(noise(), block)
+        return round_to_codes(tiles, inverse, drawn)
+
+    return _Codes(tiles, call_apart(round_tiles, tiles, inverse), scale)
+
+
+def _residual_term(
+    main: _Codes, criterion: Criterion, theta: jax.Array
+) -> tuple[_Codes, jax.Array]:
+    """The second terms of the blocks that fall back, and the metric of all."""
+    residual = residual_of(main.tiles, main.codes, _spread(main.scales, main.tiles))
+    metric = _metric(main.tiles, residual, main.scales, criterion)
     limit = jnp.where(theta >= 0.0, theta, 0.0)
-    fallback = metric > limit[:, None, None]
-    residual = jnp.where(_spread(fallback), residual, 0.0)
-    second = _from_tiles(*_quantize_tiles(residual, None), x.shape)
-    return FallbackQuantized(main, second, metric, transposed)
+    amax = jnp.where(metric > limit[:, None, None], find_amax(residual, (2, 4)), 0.0)
+    scale, inverse = scale_of_codes(amax, "int8")
+    codes = round_to_codes(residual, _spread(inverse, residual), None)
+    return _Codes(residual, codes, scale), metric
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
-    """Computes only the metric of ``quantize_fallback``, float32 ``[B, R/r, C/c]``."""
-    tiles = _to_tiles(x.astype(jnp.float32), block)
-    codes, scales = _quantize_tiles(tiles, None)
-    return _metric(tiles, residual_of(tiles, codes, _spread(scales)), scales, criterion)
+    """Computes only the metric of ``quantize``, float32 ``[B, R/r, C/c]``."""
+    tiles, codes, scales = _quantize(x.astype(jnp.float32), block)
+    return _metric(
+        tiles, residual_of(tiles, codes, _spread(scales, tiles)), scales, criterion
+    )
 
 
 def matmul(
-    lhs: Quantized,
-    residual: Quantized | None,
+    lhs: Quantized | Unquantized,
     rhs: Quantized,
+    groups: jax.Array | None = None,
     *,
-    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies ``lhs [B, M, K]``, plus its residual, with ``rhs [B, N, K]``.
+    """Multiplies ``lhs [B, M, K]`` with ``rhs [B, N, K]``.
 
         out[m, n] = sum_k (s_lhs[m, k] * I[m, n, k] + s_res[m, k] * J[m, n, k])
                     * s_rhs[n, k]
 
     Here ``k`` counts blocks of K; ``I`` and ``J`` are the exact integer products of the
-    codes of lhs and of the residual with the codes of rhs.  Scaled block products are
-    summed in float32 and rounded once to ``dtype``.
+    codes of both terms of lhs with the codes of rhs.  Scaled block products are summed
+    in float32 and rounded once to ``dtype``.
 
     Products of FP8 codes are summed in float32 inside a block of K, too, as in
     DeepSeek-V3 (arXiv:2412.19437), whose blocks are of 128: no tensor core sums more
@@ -419,84 +316,153 @@ def matmul(
     Hopper, about 14.
 
     Args:
-      lhs: codes ``[B, M, K]``, scales ``[B, ceil(M/m), ceil(K/k)]``.
-      residual: a second term of lhs with the same shapes, or None.
-      rhs: codes ``[B, N, K]`` of the same dtype, scales ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``: lhs has blocks of ``m x k``, rhs of ``n x k``.
+      lhs: the left operand, which has one or two terms.  It is quantized to nearest
+        first if it is ``Unquantized``.
+      rhs: the right operand, of one term, with the same blocks along K.
+      groups: int32 ``[B]``, the matrix of ``rhs [G, N, K]`` for each matrix of lhs, in
+        ascending order.  The product of one whose group is not in ``[0, G)`` has no
+        meaning; here it is 0.  None if each matrix has its own.
       dtype: the dtype of the output.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
+
+    Raises:
+      ValueError: the blocks of K differ, or rhs has two terms.
     """
-    m, k, n = block_shape
-    terms = [lhs] if residual is None else [lhs, residual]
-    if lhs.scales.shape[2] == 1:
+    if isinstance(lhs, Unquantized):
+        lhs = quantize_nearest(lhs)
+    product_block(lhs, rhs)
+    if groups is not None:
+        return _matmul_in_groups(lhs, rhs, groups, dtype=jnp.dtype(dtype))
+    return _matmul(lhs, rhs, dtype)
+
+
+def quantize_nearest(x: Unquantized) -> Quantized:
+    """Quantizes the lhs of a GEMM to nearest."""
+    quantized, *_ = quantize(
+        Matrix(x.values),
+        jnp.zeros(x.values.shape[0], jnp.uint32),  # nearest rounding draws no noise
+        x.theta,
+        rowwise=Layout("nearest", x.block),
+        colwise=None,
+        criterion=x.criterion,
+    )
+    assert quantized is not None
+    return quantized
+
+
+def _matmul(lhs: Quantized, rhs: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
+    (m, k), (n, _) = lhs.block, rhs.block
+    terms, right = lhs.terms, rhs.main
+    if right.scales.shape[2] == 1:
         # K has one scale.  If it is too long for exact int32 sums, it is split.
-        k = jax.core.min_dim(k, MAX_INT32_K)
-        pieces = -(-lhs.codes.shape[2] // k)
-        *terms, rhs = (
-            Quantized(
+        depth = right.codes.shape[2]
+        k = jax.core.min_dim(depth if k is None else k, MAX_INT32_K)
+        pieces = -(-depth // k)
+        *terms, right = (
+            Term(
                 term.codes,
                 jnp.broadcast_to(term.scales, (*term.scales.shape[:2], pieces)),
             )
-            for term in (*terms, rhs)
+            for term in (*terms, right)
         )
-    rows, columns = lhs.codes.shape[1], rhs.codes.shape[1]
+    k = 1 if k is None else k  # None is left if there are no columns
+    assert m is not None
+    assert n is not None
+    rows, columns = lhs.shape[1], rhs.shape[1]
 
-    exact = _int_product if rhs.codes.dtype == jnp.int8 else _float_product
+    exact = _int_product if right.codes.dtype == jnp.int8 else _float_product
 
     def add_block(
-        acc: jax.Array, operands: tuple[list[Quantized], Quantized]
+        acc: jax.Array, operands: tuple[list[Term], Term]
     ) -> tuple[jax.Array, None]:
-        terms, rhs = operands
-        column_scale = _repeat(rhs.scales, n, columns)[:, None, :]
+        terms, right = operands
+        column_scale = _repeat(right.scales, n, columns)
+        column_scale = lax.broadcast_in_dim(column_scale, acc.shape, (0, 2))
         for term in terms:
             product = lax.platform_dependent(
-                term.codes, rhs.codes, cpu=exact, tpu=exact, default=_float_product
+                term.codes, right.codes, cpu=exact, tpu=exact, default=_float_product
             )
-            scale = _repeat(term.scales, m, rows)[:, :, None] * column_scale
+            row_scale = _repeat(term.scales, m, rows)
+            scale = lax.broadcast_in_dim(row_scale, acc.shape, (0, 1)) * column_scale
             # The bounds change no value. They keep XLA from contracting product and sum
             # to an FMA, which it does in some programs: all round alike.
             limit = scale * 2.0**31
-            acc += jnp.clip(product * scale, -limit, limit)
+            acc += lax.clamp(-limit, product * scale, limit)
         return acc, None
 
-    operands = ([_split_k(term, k) for term in terms], _split_k(rhs, k))
+    operands = ([_split_k(term, k) for term in terms], _split_k(right, k))
     acc = _zero_product(lhs.codes, rhs.codes)
     return lax.scan(add_block, acc, operands)[0].astype(dtype)
 
 
-def quantize_matmul(
-    x: jax.Array,
-    theta: jax.Array,
+@functools.partial(jax.jit, static_argnames="dtype")
+def _matmul_in_groups(
+    lhs: Quantized, rhs: Quantized, groups: jax.Array, *, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Multiplies tiles one after the other: memory never holds a matrix per tile."""
+
+    def multiply(tile: tuple[Quantized, jax.Array]) -> jax.Array:
+        lhs, group = tile
+        one = jax.tree.map(lambda x: x[None], lhs)
+        matrix = jax.tree.map(lambda x: x[group][None], rhs)
+        return _matmul(one, matrix, dtype)[0]
+
+    def zeros(tile: tuple[Quantized, jax.Array]) -> jax.Array:
+        # An empty sum over the operands varies over the mesh axes of their product.
+        zero = jnp.sum(tile[0].scales[:0]) + jnp.sum(rhs.scales[:0])
+        shape = tile[0].shape[0], rhs.shape[1]
+        return jnp.broadcast_to(zero.astype(dtype), shape)
+
+    def multiply_tile(tile: tuple[Quantized, jax.Array]) -> jax.Array:
+        is_valid = (tile[1] >= 0) & (tile[1] < len(rhs.codes))
+        return lax.cond(is_valid, multiply, zeros, tile)
+
+    return lax.map(multiply_tile, (lhs, groups))
+
+
+@functools.partial(jax.jit, static_argnames=("size", "dtype"))
+def contract(
+    lhs: Quantized,
     rhs: Quantized,
+    groups: jax.Array,
     *,
-    block_shape: tuple[int, int, int],
-    criterion: Criterion | None,
+    size: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies ``x [B, M, K]``, quantized to nearest, with ``rhs [B, N, K]``.
+    """Contracts the rows of each tile, and sums the products of each group.
+
+    The sums are in float32 and rounded once to ``dtype``.  A group without tiles gives
+    zeros.
 
     Args:
-      x: bfloat16, float16 or float32 ``[B, M, K]``.
-      theta: float32 ``[B]``, the thresholds of ``quantize_fallback``.
-      rhs: codes int8 ``[B, N, K]``, scales ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``: x has blocks of ``m x k``, rhs of ``n x k``.
-      criterion: as in ``quantize_fallback``.
+      lhs: tiles ``[T, K, m]``, of one term.
+      rhs: tiles ``[T, N, m]``, of one term.
+      groups: int32 ``[T]``, each tile's group, in ascending order.  A tile whose group
+        is not in ``[0, G)`` adds nothing.
+      size: G.
       dtype: the dtype of the output.
 
     Returns:
-      ``[B, M, N]`` in ``dtype``.
+      ``[G, K, N]`` in ``dtype``.
     """
-    lhs, residual, *_ = quantize_fallback(
-        x,
-        theta,
-        jnp.zeros(x.shape[0], jnp.uint32),  # nearest rounding draws no noise
-        block=block_shape[:2],
-        criterion=criterion,
-        colwise=None,
-    )
-    return matmul(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
+    Tile = tuple[Quantized, Quantized, jax.Array]
+
+    def add(sums: jax.Array, tile: Tile) -> jax.Array:
+        lhs, rhs, group = tile
+        lhs, rhs = jax.tree.map(lambda x: x[None], (lhs, rhs))
+        return sums.at[group].add(_matmul(lhs, rhs, jnp.float32)[0])
+
+    def add_tile(sums: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
+        is_valid = (tile[2] >= 0) & (tile[2] < size)
+        return lax.cond(is_valid, add, lambda sums, _: sums, sums, tile), None
+
+    # An empty sum over the operands varies over the mesh axes of their product.
+    zero = jnp.sum(lhs.scales[:0]) + jnp.sum(rhs.scales[:0])
+    zero += jnp.sum(groups[:0]).astype(jnp.float32)
+    sums = jnp.broadcast_to(zero, (size, lhs.shape[1], rhs.shape[1]))
+    return lax.scan(add_tile, sums, (lhs, rhs, groups))[0].astype(dtype)
 
 
 _BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
@@ -537,63 +503,41 @@ def _zero_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 def _to_tiles(x: jax.Array, block: Block) -> jax.Array:
     """Pads ``[B, R, C]`` with zeros and splits it into ``[B, R/r, r, C/c, c]``."""
     batch, rows, columns = x.shape
-    r, c = block
+    r, c = block[0] or rows or 1, block[1] or columns or 1
     x = jnp.pad(x, ((0, 0), (0, -rows % r), (0, -columns % c)))
     return x.reshape(batch, -(-rows // r), r, -(-columns // c), c)
 
 
-def _from_tiles(
-    codes: jax.Array,
-    scales: jax.Array,
-    shape: tuple[int, ...],
-    dtype: CodeDtype = "int8",
-) -> Quantized:
-    """The operand of ``shape`` whose tiles have these codes and scales."""
-    batch, i, r, j, c = codes.shape
-    codes = codes.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
-    return Quantized(codes.astype(dtype), scales)
+def _spread(per_block: jax.Array, tiles: jax.Array) -> jax.Array:
+    """One value per block, repeated to each element of the tiles.
 
-
-def _spread(per_block: jax.Array) -> jax.Array:
-    """Adds axes, so that one value per block broadcasts against tiles."""
-    return per_block[:, :, None, :, None]
+    Arrays that broadcast implicitly would be three operations of XLA each.
+    """
+    return lax.broadcast_in_dim(per_block, tiles.shape, (0, 1, 3))
 
 
 def _one_scale_per_row(x: Quantized) -> Quantized:
     """Broadcasts scales ``[B, 1, 1]`` or ``[B, R, 1]`` to ``[B, R, 1]``."""
-    shape = (*x.codes.shape[:2], x.scales.shape[2])
-    return Quantized(x.codes, jnp.broadcast_to(x.scales, shape))
-
-
-def _quantize_tiles(
-    tiles: jax.Array,
-    noise: jax.Array | None,
-    amax_reduce: Callable[[jax.Array], jax.Array] = _identity,
-    bound: float = 127.0,
-    dtype: CodeDtype = "int8",
-) -> tuple[jax.Array, jax.Array]:
-    """Returns codes, as float32 tiles, and scales ``[B, R/r, C/c]``."""
-    amax = amax_reduce(find_amax(tiles, (2, 4)))
-    scale, inverse = scale_of_codes(amax, dtype, bound)
-    if dtype == "float8_e4m3fn":
-        return round_to_float8(tiles, _spread(inverse)), scale
-    return round_to_codes(tiles, _spread(inverse), noise), scale
+    shape = (*x.shape[:2], x.scales.shape[2])
+    scales = jnp.broadcast_to(x.scales, shape)
+    return Quantized(Term(x.codes, scales), None, (1, None))
 
 
 def scale_of_codes(
     amax: jax.Array, dtype: CodeDtype, bound: float = 127.0
 ) -> tuple[jax.Array, jax.Array]:
-    """The scale of blocks and its inverse; ``bound`` is that of INT8 codes."""
+    """The scale of blocks and its inverse; only INT8 codes use ``bound``."""
     if dtype == "float8_e4m3fn":
-        return scale_and_inverse(amax, FLOAT8_LIMIT, FLOAT8_TINY)
-    return scale_and_inverse(amax, bound)
+        return scale_and_inverse(amax, FLOAT8_LIMIT, FLOAT8_TINY, by_platform=True)
+    return scale_and_inverse(amax, bound, by_platform=True)
 
 
 def round_to_codes(
     x: jax.Array, inverse: jax.Array, noise: jax.Array | None
 ) -> jax.Array:
     """Rounds ``x * inverse``, and noise, to codes in float32; 0 without an inverse."""
-    v = jnp.clip(x * inverse, -127.0, 127.0)
+    limit = jnp.float32(127.0)
+    v = lax.clamp(-limit, x * inverse, limit)
     v = jnp.where(inverse > 0.0, v, 0.0)
     return jnp.round(v if noise is None else v + noise)
 
@@ -621,7 +565,7 @@ def _metric(
     tiles: jax.Array, residual: jax.Array, scales: jax.Array, criterion: Criterion
 ) -> jax.Array:
     def sum_abs(tiles: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.abs(tiles * _spread(shrinkage(scales))), axis=(2, 4))
+        return jnp.sum(jnp.abs(tiles * _spread(shrinkage(scales), tiles)), axis=(2, 4))
 
     if criterion == "absmax":
         return metric_of(criterion, scales, amax=find_amax(tiles, (2, 4)))
@@ -662,30 +606,16 @@ def metric_of(
     return jnp.where(jnp.isfinite(scales), metric, jnp.nan)
 
 
-def dequantize(x: Quantized, block: Block) -> jax.Array:
-    """Multiplies codes ``[..., R, C]`` with the scales of their blocks, in float32."""
-    return x.codes.astype(jnp.float32) * repeat_blocks(x.scales, block, x.codes.shape)
-
-
-def repeat_blocks(
-    per_block: jax.Array, block: Block, shape: Sequence[int]
-) -> jax.Array:
-    """Repeats one value per block to one per element of ``shape``, ``[..., R, C]``."""
-    (r, c), (rows, columns) = block, shape[-2:]
-    repeated = jnp.repeat(jnp.repeat(per_block, r, axis=-2), c, axis=-1)
-    return repeated[..., :rows, :columns]
-
-
 def _repeat(scales: jax.Array, side: int, size: int) -> jax.Array:
     """Repeats one scale per block to one per element along the last axis."""
     return jnp.repeat(scales, side, axis=-1)[..., :size]
 
 
-def _split_k(operand: Quantized, k: int) -> Quantized:
+def _split_k(operand: Term, k: int) -> Term:
     """Moves blocks of K first: codes ``[K/k, B, R, k]``, scales ``[K/k, B, R/r]``."""
     codes, scales, _ = operand
     batch, rows, size = codes.shape
     blocks = scales.shape[2]
     codes = jnp.pad(codes, ((0, 0), (0, 0), (0, blocks * k - size)))
     codes = codes.reshape(batch, rows, blocks, k)
-    return Quantized(codes.transpose(2, 0, 1, 3), scales.transpose(2, 0, 1))
+    return Term(codes.transpose(2, 0, 1, 3), scales.transpose(2, 0, 1))

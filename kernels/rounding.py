@@ -11,11 +11,13 @@ layout.  A transposed copy draws the same noise as the original, and a shard dra
 noise at its ``GlobalOffset``.
 """
 
-import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from fbq_jax.kernels.apart import call_apart
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
@@ -31,10 +33,26 @@ CallSeed = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
 the seed of a layer, the number of its calls, and how many of them are not earlier: 1 if
 the number counts this call, else 0."""
 
-Seeds = jax.Array | tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-"""The seeds of a stack of matrices, uint32 ``[B]``.  Or five such arrays, to be folded
-by ``fold_seeds``: those of a ``CallSeed``, the stream of noise in a call, and the index
-of a matrix.  Kernels fold them, which saves launches."""
+
+class MatrixSeeds(NamedTuple):
+    """The seeds of a stack of matrices, to be folded by ``fold_seeds``; uint32 ``[B]``.
+
+    Kernels fold them, which saves launches.
+
+    Attributes:
+      layer: the seed of the layer.
+      calls: the number of its calls.
+      place: ``8 * index + 2 * stream + not_earlier``: the index of the matrix, the
+        stream of noise in the call, below 4, and what a ``CallSeed`` says of ``calls``.
+    """
+
+    layer: jax.Array
+    calls: jax.Array
+    place: jax.Array
+
+
+Seeds = jax.Array | MatrixSeeds
+"""The seeds of a stack of matrices, uint32 ``[B]``, or what they are folded from."""
 
 
 class GlobalOffset(NamedTuple):
@@ -69,12 +87,15 @@ def fold(seed: jax.Array, data: jax.Array | int) -> jax.Array:
     return mix(mix(seed) + jnp.uint32(_GOLDEN) * jnp.asarray(data).astype(jnp.uint32))
 
 
-def fold_seeds(seeds: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-    """The first seeds, folded with the earlier calls and the rest; or the only ones."""
+def fold_seeds(seeds: CallSeed | Seeds) -> jax.Array:
+    """Folds the seed of a layer with its earlier calls, and with a matrix's place."""
     if not isinstance(seeds, tuple):
         return seeds
-    layer, calls, not_earlier, *others = seeds
-    return functools.reduce(fold, (layer, calls - not_earlier, *others))
+    layer, calls, last = seeds
+    if not isinstance(seeds, MatrixSeeds):
+        return fold(layer, calls - last)
+    call = fold(layer, calls - (last & 1))
+    return fold(fold(call, (last >> 1) & 3), last >> 3)
 
 
 def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -98,8 +119,8 @@ def noise(
 
         word = (a * b mod 2**32) + floor(a * b / 2**32) * golden  (mod 2**32).
 
-    The low half of the word gives the noise of the even row, the high half that of the
-    odd row.  So a kernel needs one product for two elements.
+    The low half of the word gives the noise of the even row, and the high half the odd
+    row's.  So a kernel needs one product for two elements.
 
     Args:
       seed: uint32 ``[]``.
@@ -110,7 +131,20 @@ def noise(
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
-    return noise_of(noise_factors(seed, rows, columns, global_offset))
+    joined = call_apart(
+        lambda seed, offset: _joined_factors(seed, rows, columns, offset),
+        seed,
+        global_offset,
+    )
+    # Arrays that broadcast implicitly would be three operations of XLA each.
+    shape = rows, columns
+    return noise_of(
+        NoiseFactors(
+            lax.broadcast_in_dim(joined[:rows], shape, (0,)),
+            lax.broadcast_in_dim(joined[rows:], shape, (1,)),
+            lax.broadcast_in_dim(_shift(rows), shape, (0,)),
+        )
+    )
 
 
 def noise_of_rows(seeds: jax.Array, rows: jax.Array, columns: int) -> jax.Array:
@@ -146,13 +180,33 @@ class NoiseFactors(NamedTuple):
 def noise_factors(
     seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None = None
 ) -> NoiseFactors:
-    """The factors of a matrix's noise; the arguments are those of ``noise``."""
-    row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
-    column = jnp.arange(columns, dtype=jnp.uint32)[None, :]
+    """The factors of a matrix's noise, with the arguments of ``noise``."""
+    joined = _joined_factors(seed, rows, columns, global_offset)
+    return NoiseFactors(joined[:rows, None], joined[None, rows:], _shift(rows)[:, None])
+
+
+def _joined_factors(
+    seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None
+) -> jax.Array:
+    """The factors of all rows, and then of all columns, ``[R + C]``.
+
+    One array has half the operations of two.
+    """
+    row, column = (jnp.arange(size, dtype=jnp.uint32) for size in (rows, columns))
     if global_offset is not None:
-        row = row % ROW_GROUP + jnp.repeat(global_offset.rows, ROW_GROUP)[:rows, None]
-        column += global_offset.column[:, None]
-    return _factors(seed, row, column)
+        row = row % ROW_GROUP + jnp.repeat(global_offset.rows, ROW_GROUP)[:rows]
+        column += global_offset.column
+    seeds = mix(jnp.stack([seed, seed ^ jnp.uint32(_COLUMN_STREAM)]))
+    of_rows = jnp.broadcast_to(seeds[0], (rows,))
+    of_columns = jnp.broadcast_to(seeds[1], (columns,))
+    index = jnp.concatenate([row >> 1, column])
+    mixed = jnp.concatenate([of_rows, of_columns]) + jnp.uint32(_GOLDEN) * index
+    return mix(mixed) | 1  # An even factor would lose bits of the other one.
+
+
+def _shift(rows: int) -> jax.Array:
+    """``NoiseFactors.shift`` of each row, ``[R]``; a shard's first row is even."""
+    return 16 * (jnp.arange(rows, dtype=jnp.uint32) & 1)
 
 
 def _factors(seed: jax.Array, row: jax.Array, column: jax.Array) -> NoiseFactors:

@@ -23,14 +23,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from fbq_jax.kernels.scales import divide
+from fbq_jax.kernels.scales import divide_by_platform
 
 UNSET = -1.0
 """The value of theta until an activation sets it."""
 
 SMALLEST = 2.0**-126
 """The smallest metric of a block that counts.  Some devices flush smaller ones to 0."""
+
+_INFINITY_BITS = 0x7F800000
 
 
 class MovedThreshold(NamedTuple):
@@ -135,7 +138,7 @@ def exceeds(metric: jax.Array, theta: jax.Array) -> jax.Array:
 def rate_of(number: jax.Array, size: jax.Array) -> jax.Array:
     """The share of ``number`` in ``size``, float32; 0 in none."""
     some, all_ = (jnp.maximum(x, 1).astype(jnp.float32) for x in (number, size))
-    return jnp.where(number > 0, divide(some, all_), 0.0)
+    return jnp.where(number > 0, divide_by_platform(some, all_), 0.0)
 
 
 def _scale_count(above: jax.Array, size: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -150,12 +153,16 @@ def _quantile(
     """The quantile of ``metric [S, N]``, of which ``size`` count; or ``UNSET``."""
     if not metric.shape[1]:
         return jnp.full(metric.shape[:1], UNSET, jnp.float32)
-    index = (metric.shape[1] - 1 - above)[:, None]
-    found = jnp.take_along_axis(jnp.sort(metric, axis=1), index, axis=1)
-    greater = jnp.sum(metric > found, axis=1, dtype=jnp.int32)
-    not_less = jnp.sum(metric >= found, axis=1, dtype=jnp.int32)
+    # As integers, non-negative floats have the same order, with NaN last.
+    bits = lax.bitcast_convert_type(jnp.abs(metric), jnp.int32)
+    in_order = lax.sort(bits, dimension=1, is_stable=False)
+    position = lax.broadcasted_iota(jnp.int32, bits.shape, 1)
+    index = metric.shape[1] - 1 - above
+    is_found = position == index[:, None]
+    found = jnp.sum(jnp.where(is_found, in_order, 0), axis=1, dtype=jnp.int32)
+    greater = jnp.sum(bits > found[:, None], axis=1, dtype=jnp.int32)
+    not_less = jnp.sum(bits >= found[:, None], axis=1, dtype=jnp.int32)
     below = (rate_of(greater, size) < low) & (greater + not_less < 2 * above)
-    found = found[:, 0]
-    quantile = jnp.where(below, jnp.nextafter(found, 0.0), found)
-    is_usable = jnp.isfinite(metric).all(axis=1) & (size > 0)
-    return jnp.where(is_usable, quantile, UNSET)
+    quantile = jnp.maximum(found - below.astype(jnp.int32), 0)
+    is_usable = (in_order[:, -1] < _INFINITY_BITS) & (size > 0)
+    return jnp.where(is_usable, lax.bitcast_convert_type(quantile, jnp.float32), UNSET)

@@ -14,33 +14,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import MAX_INT32_K, Quantized
+from fbq_jax.kernels.quantized import Quantized
+from fbq_jax.kernels.reference import MAX_INT32_K
 
 
-def matmul(
-    lhs: Quantized,
-    residual: None,
-    rhs: Quantized,
-    *,
-    block_shape: tuple[int, int, int],
-    dtype: jax.typing.DTypeLike,
-) -> jax.Array:
-    """Multiplies as ``reference.matmul`` does, with one scale per row.
+def matmul(lhs: Quantized, rhs: Quantized, *, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Multiplies as ``reference.matmul`` does, for INT8 codes with one scale per row.
 
     Args:
-      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, M, 1]``.
-      residual: must be None.
-      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, N, 1]``.
-      block_shape: must be ``(1, K, 1)``.
-      dtype: dtype of the output.
+      lhs: the left operand ``[B, M, K]``, of one term with block ``(1, None)``.
+      rhs: the right operand ``[B, N, K]``, likewise.
+      dtype: the dtype of the output.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
-    assert residual is None
-    assert block_shape == (1, lhs.codes.shape[2], 1)
+    assert lhs.residual is None
+    assert lhs.block == rhs.block == (1, None)
     product = jnp.float32(0.0)
-    for start in range(0, lhs.codes.shape[2], MAX_INT32_K):
+    for start in range(0, lhs.shape[2], MAX_INT32_K):
         piece = slice(start, start + MAX_INT32_K)
         part = _product(lhs.codes[:, :, piece], rhs.codes[:, :, piece])
         product += part.astype(jnp.float32)

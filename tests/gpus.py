@@ -10,6 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from fbq_jax.ops import dispatch
+from fbq_jax.ops.backends import Mosaic, Triton
 
 _EMPTY_KERNEL = """
 .version 8.0
@@ -42,6 +43,7 @@ def replace_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = types.SimpleNamespace(metadata=metadata)
     monkeypatch.setattr(launch.Call, "compile", lambda *_: compiled)
     monkeypatch.setattr(launch.Call, "ptx", lambda *_: _EMPTY_KERNEL)
-    monkeypatch.setattr(dispatch, "_refusal", lambda *_: None)
+    for backend in (Triton, Mosaic):
+        monkeypatch.setattr(backend, "refusal", lambda *_: None)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")

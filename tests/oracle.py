@@ -103,9 +103,9 @@ def dequantize(codes, scales, block):
     return values
 
 
-def dequantize_stack(operand, block):
-    """The values of ``reference.Quantized`` matrices in float64."""
-    pairs = zip(*map(np.asarray, operand[:2]), strict=True)
+def dequantize_stack(term, block):
+    """The values of a ``Term`` in float64."""
+    pairs = zip(*map(np.asarray, term[:2]), strict=True)
     return np.stack([dequantize(*pair, block) for pair in pairs])
 
 

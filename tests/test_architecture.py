@@ -19,7 +19,7 @@ LEVELS = [
     {"sharding"},
     {"ops"},
     {"core"},
-    {"fp8", "int8_flow"},
+    {"experts", "fp8", "int8_flow"},
     {"model_kind"},
     {"linen", "nnx"},
     {"export", "integrations", "testing"},
@@ -30,10 +30,10 @@ TOOLS = {"bench", "tune"}
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the library and the examples, by its dotted name."""
+    """Every module of the library, the examples and the experiments, by its name."""
     files = [
         (path, folder.name)
-        for folder in (ROOT / "fbq_jax", ROOT / "examples")
+        for folder in (ROOT / "fbq_jax", ROOT / "examples", ROOT / "experiments")
         for path in folder.rglob("*.py")
     ]
     files += [(path, "fbq_jax") for path in (ROOT / "kernels").rglob("*.py")]
@@ -79,8 +79,12 @@ def imported_modules() -> dict[str, set[str]]:
 
 
 def package_of(module: str) -> str:
-    """The package directly below ``fbq_jax``; "" for ``fbq_jax`` itself."""
-    return module.partition(".")[2].partition(".")[0]
+    """The package directly below ``fbq_jax``; "" for ``fbq_jax`` itself.
+
+    The operand, ``fbq_jax.quantized``, belongs to ``core``.
+    """
+    package = module.partition(".")[2].partition(".")[0]
+    return "core" if package == "quantized" else package
 
 
 LIBRARY = [module for module in MODULES if module.startswith("fbq_jax.")]
@@ -121,12 +125,21 @@ def test_linen_and_nnx_are_unknown_up_to_core():
     ]
 
 
-def test_the_library_imports_no_example():
+def test_the_library_imports_no_example_and_no_experiment():
     assert not [
         f"{module} imports {name}"
         for module in ["fbq_jax", *LIBRARY]
         for name in imported_modules()[module]
-        if name.startswith("examples")
+        if name.startswith(("examples", "experiments"))
+    ]
+
+
+def test_examples_import_no_experiment():
+    assert not [
+        f"{module} imports {name}"
+        for module, names in imported_modules().items()
+        for name in names
+        if module.startswith("examples") and name.startswith("experiments")
     ]
 
 

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/develop").glob("*.md"))]
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-FOLDERS = ("fbq_jax", "kernels", "examples", "tests", "docs", ".ci", ".github")
+FOLDERS = (
+    *("fbq_jax", "kernels", "examples", "experiments", "tests", "docs", ".ci"),
+    ".github",
+)
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -47,7 +47,7 @@ def test_the_api_reference_has_every_public_name(package):
         return re.search(pattern, API, re.MULTILINE)
 
     missing = {name for name in public_names(package) if not is_there(name)}
-    # These packages have a page each.
+    # These packages have sections.
     assert missing <= {"fbq_jax.linen", "fbq_jax.nnx", "fbq_jax.recipes"}
 
 
@@ -129,8 +129,7 @@ def parse(module, arguments):
     """Reads the arguments of ``python -m module`` as it does, and runs nothing."""
     if importlib.util.find_spec(module).submodule_search_locations is not None:
         module += ".__main__"  # a package
-    source = {"examples.llama.train": "examples.llama.command_line"}
-    program = importlib.import_module(source.get(module, module))
+    program = importlib.import_module(module)
     if hasattr(program, "_parser"):
         program._parser().parse_args(arguments)
         return

@@ -1,15 +1,14 @@
 """Tables and pictures of the documents, and maps, are of committed measurements."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from docs import figures
-from examples.llama.experiments import __main__ as experiments
-from examples.llama.experiments import engines, markdown, page, pictures
+from experiments import markdown
+from experiments import page as evidence
 from fbq_jax.bench import map as bench_map
 from fbq_jax.bench import results
 from fbq_jax.kernels import speed_map
@@ -37,10 +36,10 @@ def test_every_picture_is_drawn_from_the_committed_results():
         for picture in re.findall(r"!\[.*?\]\((.*?)\)", file.read_text())
     }
     of_experiments = {
-        folder / f"{name}.png"
-        for folder, described in experiments.PAGES.items()
-        for name in page.places(described)
-        if name in pictures.PICTURES
+        evidence.RESULTS / f"{place}.png"
+        for page in evidence.PAGES
+        for place in markdown.places(page.read_text())
+        if place.rpartition("/")[2] in evidence.PICTURES
     }
     assert shown == {*figures.PICTURES, *of_experiments}
     assert all(picture.is_file() for picture in shown)
@@ -64,17 +63,3 @@ def test_small_layers_are_as_slow_as_the_pages_say():
 def test_shipped_maps_are_the_committed_results(file):
     section = results.load(ROOT / "fbq_jax/bench/results" / file.name)["map"]
     assert speed_map.load(section["device"]) == bench_map.speed_map_of(section)
-
-
-def test_the_table_shows_the_committed_arithmetic_of_engines():
-    content = json.loads(engines.RESULTS.read_text())
-    page = ROOT / "docs/evidence/experiments.md"
-    assert engines.markdown(content) in page.read_text()
-
-
-def test_committed_kernels_do_not_spill():
-    spilling = [row for row in figures.COMPILED["kernels"] if row["spills"]]
-    assert [(row["what"], row["architecture"], row["spills"]) for row in spilling] == [
-        ("quantize in row blocks, with factors of columns", "sm_80", 20)
-    ]
-    assert not [row for row in figures.COMPILED["products"] if row["loop"]["spills"]]

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
         # By package: as files, the kernels would be found twice, behind a link.
         # mypy keeps its cache in the clone, so that the next run is short.
         pytest.param(
-            "mypy -p fbq_jax -p examples -p docs", marks=pytest.mark.exhaustive
+            "mypy -p fbq_jax -p examples -p experiments -p docs",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

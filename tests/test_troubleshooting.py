@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "troubleshooting"
 PAGES = sorted(FOLDER.glob("*.md"))
 # The tools that measured the tables; who trains or serves a model does not run them.
-TOOLS = ("examples/llama/experiments", "examples/llama/bench")
+TOOLS = ("examples/llama/bench",)
 # A shorter pattern would also cover messages that nobody wrote an entry for.
 FEWEST_LETTERS = 9
 

@@ -7,11 +7,7 @@ from typing import BinaryIO
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically: a reader sees the old content or the new one.
-
-    Raises:
-        OSError: The file cannot be written; the error names it.
-    """
+    """Writes a file: a reader sees the old content or the new one."""
     data = content.encode() if isinstance(content, str) else content
     write_by(path, lambda file: file.write(data))
 

@@ -1,6 +1,5 @@
 """The attention core: flash attention by cuDNN or for TPUs, or XLA."""
 
-import functools
 import re
 import warnings
 from typing import Any, Literal
@@ -25,11 +24,11 @@ def attend(
 ) -> jax.Array:
     """Causal grouped-query attention, ``softmax(q k' * scale) v``.
 
-    `implementation` chooses between cuDNN, JAX's Splash attention for TPUs, and XLA.
-    All accumulate in float32, and their results differ by rounding. For the backward
-    pass cuDNN and Splash save their operands, their output and a float32 statistic per
-    row; XLA saves the probabilities, [B, heads, S, S]. cuDNN has no soft cap. On a TPU,
-    and on a GPU that has cuDNN, a warning says why XLA computes attention.
+    `choose` takes cuDNN, JAX's Splash attention for TPUs, or XLA. All accumulate in
+    float32, and their results differ by rounding. For the backward pass cuDNN and
+    Splash save their operands, their output and a float32 statistic per row; XLA saves
+    the probabilities, [B, heads, S, S]. A warning says why XLA computes attention where
+    the device has another implementation.
 
     Args:
         q: Queries, bfloat16 or float32 [B, S, heads, head_dim].
@@ -45,15 +44,15 @@ def attend(
     Returns:
         An array [B, S, heads * head_dim] of the dtype of ``q``.
     """
-    chosen = implementation(q.dtype, q.shape[1], q.shape[-1])
-    if problem := _problem(q, chosen, softcap):
+    chosen, problem = choose(q.dtype, q.shape[1], q.shape[-1], softcap)
+    if problem is not None and q.shape[1] > 1:  # not in the trace of parameters
         warnings.warn(
             "attention runs as XLA ops, which save the probabilities, [B, heads, S, "
             f"S], for the backward pass: {problem}",
             stacklevel=2,
         )
     if chosen == "splash":
-        return _splash(q, k, v, scale=scale, window=window, softcap=softcap)
+        return _splash(q, k, v, scale, window, softcap)
     if softcap is not None:
         return attend_cached(q, k, v, 0, scale=scale, window=window, softcap=softcap)
     # JAX's attention relies on implicit promotion, which strict promotion forbids.
@@ -82,18 +81,8 @@ def attend_cached(
 ) -> jax.Array:
     """`attend` for queries whose keys and values are in a cache, as XLA ops.
 
-    Args:
-        q: Queries, [B, S, heads, head_dim], of the positions from ``start`` on.
-        k: Keys, [B, T, kv_heads, head_dim], of the positions from 0 on, including those
-            of the queries. Later ones are not seen.
-        v: Values, with the shape and dtype of ``k``.
-        start: The position of the first query, an integer.
-        scale: As for `attend`.
-        window: As for `attend`.
-        softcap: As for `attend`.
-
-    Returns:
-        An array [B, S, heads * head_dim] of the dtype of ``q``.
+    The queries have the positions from ``start`` on. Keys and values, [B, T, kv_heads,
+    head_dim], have those from 0 on; later ones than the queries' are not seen.
     """
     batch, seq, heads, head_dim = q.shape
     scale = scale or head_dim**-0.5
@@ -114,110 +103,36 @@ def attend_cached(
     return out.reshape(batch, seq, heads * head_dim).astype(v.dtype)
 
 
-def implementation(
-    dtype: Any, seq: int, head_dim: int
-) -> Literal["cudnn", "splash", "xla"]:
+def choose(
+    dtype: Any, seq: int, head_dim: int, softcap: float | None = None
+) -> tuple[Literal["cudnn", "splash", "xla"], str | None]:
     """Chooses the implementation of attention on JAX's default backend.
 
-    Args:
-        dtype: The dtype of q, k and v.
-        seq: The length of the sequences.
-        head_dim: The width of one head.
+    ``"cudnn"`` runs on NVIDIA GPUs of compute capability 8.0 or above, ``"splash"`` on
+    TPUs.
 
     Returns:
-        ``"cudnn"`` if all of the following hold: the device is an NVIDIA GPU of compute
-        capability 8.0 or above; the dtype is bfloat16 or float16; ``head_dim`` is a
-        multiple of 8 up to 128, which cuDNN supports on all of these GPUs; ``seq`` is
-        even, as JAX requires to differentiate cuDNN's attention. ``"splash"`` on a TPU
-        if ``seq`` is a multiple of 128 and the dtype is not float16. Else ``"xla"``.
+        The implementation, and why it is not the one that the device has; None if it
+        is, or if the device has none for the dtype.
     """
     if jax.default_backend() == "tpu":
-        fits = seq % _LANES == 0 and dtype != jnp.float16
-        return "splash" if fits else "xla"
-    fits = head_dim % 8 == 0 < head_dim <= 128 and seq % 2 == 0
-    return "cudnn" if fits and _has_cudnn(dtype) else "xla"
-
-
-def _problem(q: jax.Array, chosen: str, softcap: float | None) -> str | None:
-    """What keeps the device's own attention from being used; None if it has none."""
-    _, seq, _, head_dim = q.shape
-    if seq == 1:  # as in the trace of parameters
-        return None
-    if jax.default_backend() == "tpu":
-        if chosen == "splash":
-            return None
-        return (
+        if seq % _LANES == 0 and dtype != jnp.float16:
+            return "splash", None
+        return "xla", (
             "JAX's attention for TPUs takes bfloat16 or float32, and multiples of "
-            f"{_LANES} tokens, got {q.dtype} and {seq} tokens"
+            f"{_LANES} tokens, got {dtype} and {seq} tokens"
         )
-    if not _has_cudnn(q.dtype):
-        return None
+    if not _has_cudnn(dtype):
+        return "xla", None
     if softcap is not None:
-        return "JAX's cuDNN attention has no soft cap"
-    if chosen == "cudnn":
-        return None
-    return (
+        return "xla", "JAX's cuDNN attention has no soft cap"
+    # JAX differentiates cuDNN's attention for even lengths only.
+    if head_dim % 8 == 0 < head_dim <= 128 and seq % 2 == 0:
+        return "cudnn", None
+    return "xla", (
         "JAX's cuDNN attention takes heads of up to 128 channels, a multiple of 8, and "
         f"an even number of tokens, got {head_dim} channels and {seq} tokens"
     )
-
-
-def _splash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> jax.Array:
-    """`attend` by JAX's kernels for TPUs, on each device's sequences and heads."""
-    _, _, heads, head_dim = q.shape
-    q = (q * (scale or head_dim**-0.5)).astype(q.dtype)
-    names = "batch", None, "heads", None
-    specs = [mesh.spec(x.shape, names) for x in (q, k)]
-    if specs[0] != specs[1]:  # Devices do not divide the heads of keys.
-        specs = [mesh.spec(x.shape, ("batch", None, None, None)) for x in (q, k)]
-    attend_shard = functools.partial(_splash_shard, window=window, softcap=softcap)
-    if not jax.sharding.get_abstract_mesh().empty:
-        attend_shard = jax.shard_map(
-            attend_shard,
-            in_specs=(specs[0], specs[1], specs[1]),
-            out_specs=specs[0],
-            check_vma=False,
-        )
-    return attend_shard(q, k, v).reshape(*q.shape[:2], heads * head_dim)
-
-
-def _splash_shard(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    window: int | None,
-    softcap: float | None,
-) -> jax.Array:
-    """Attention of scaled queries, of the shape and dtype of ``q``."""
-    _, seq, heads, _ = q.shape
-    side = next(side for side in (512, 256, _LANES) if seq % side == 0)
-    mask: splash.Mask = splash.CausalMask((seq, seq))
-    if window is not None:
-        mask = splash.LocalMask((seq, seq), (window - 1, 0), 0)
-    kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([mask] * heads),
-        block_sizes=splash.BlockSizes(
-            block_q=side,
-            block_kv=side,
-            block_q_dkv=side,
-            block_kv_dkv=side,
-            block_q_dq=side,
-            block_kv_dq=side,
-        ),
-        attn_logits_soft_cap=softcap,
-    )
-    by_head = (x.swapaxes(1, 2) for x in (q, k, v))
-    out: jax.Array = jax.vmap(kernel)(*by_head)
-    return out.swapaxes(1, 2)
 
 
 def _has_cudnn(dtype: Any) -> bool:
@@ -228,3 +143,46 @@ def _has_cudnn(dtype: Any) -> bool:
     capability = getattr(jax.devices()[0], "compute_capability", "")
     digits = re.fullmatch(r"(\d+)\.\d+", capability)
     return digits is not None and int(digits[1]) >= 8
+
+
+def _splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
+    """`attend` by JAX's kernels for TPUs, on each device's sequences and heads."""
+    _, seq, heads, head_dim = q.shape
+    q = (q * (scale or head_dim**-0.5)).astype(q.dtype)
+    names: tuple[str | None, ...] = "batch", None, "heads", None
+    if mesh.spec(q.shape, names) != mesh.spec(k.shape, names):
+        names = "batch", None, None, None  # devices do not divide the heads of keys
+    specs = mesh.spec(q.shape, names), mesh.spec(k.shape, names)
+    mask: splash.Mask = splash.CausalMask((seq, seq))
+    if window is not None:
+        mask = splash.LocalMask((seq, seq), (window - 1, 0), 0)
+    side = next(side for side in (512, 256, _LANES) if seq % side == 0)
+    sides = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    options: dict[str, Any] = {f"block_{name}": side for name in sides}
+    blocks = splash.BlockSizes(**options)
+
+    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        kernel = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask([mask] * q.shape[2]),
+            block_sizes=blocks,
+            attn_logits_soft_cap=softcap,
+        )
+        out: jax.Array = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)))
+        return out.swapaxes(1, 2)
+
+    run: Any = attend_shard
+    if not jax.sharding.get_abstract_mesh().empty:
+        run = jax.shard_map(
+            attend_shard,
+            in_specs=(specs[0], specs[1], specs[1]),
+            out_specs=specs[0],
+            check_vma=False,
+        )
+    return run(q, k, v).reshape(*q.shape[:2], heads * head_dim)

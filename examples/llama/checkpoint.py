@@ -6,17 +6,15 @@ of text. `save` therefore stores the SHA-256 sums of the files beside them. A ch
 is whole once they exist and match. `sha256sum --check SHA256SUMS` also reads them.
 """
 
-import functools
 import hashlib
-import inspect
 import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import orbax.checkpoint as ocp
 
@@ -37,68 +35,47 @@ class SaveError(RuntimeError):
 
 
 class Found(NamedTuple):
-    """What `find` found.
-
-    Attributes:
-        step: The number of the newest checkpoint that is whole; None without one.
-        skipped: Why each newer checkpoint is not whole, newest first.
-    """
+    """The number of the newest whole checkpoint, and why newer ones are not whole."""
 
     step: int | None
     skipped: list[str]
 
 
 def save(folder: Path, step: int, state: object) -> None:
-    """Writes the checkpoint `folder/<step>` and keeps the one before it.
+    """Writes the checkpoint `folder/<step>`, a pytree, and keeps the one before it.
 
     Checkpoints from `step` on are deleted first: `find` skipped them. Once the new one
     has its checksums, all others but the newest that has some are deleted.
 
-    Args:
-        folder: The folder of a run's checkpoints.
-        step: The number of the checkpoint, higher than that of every whole one.
-        state: A pytree of arrays.
-
     Raises:
         SaveError: A file cannot be written. Checkpoints before `step` are unchanged.
     """
+    sums = folder / str(step) / _SUMS
     try:
         if is_first():
-            for later in _steps(folder):
-                if later >= step:
-                    shutil.rmtree(folder / str(later))
+            _delete(folder, [later for later in _steps(folder) if later >= step])
         wait("checkpoint cleared")
-        with _no_logs(), _manager(folder) as manager:
+        with _manager(folder) as manager:
             manager.save(step, args=ocp.args.StandardSave(state))
         if is_first():  # every process has written its shards
-            sums = folder / str(step) / _SUMS
             atomic.write(sums, _checksums(sums.parent))
-            _delete_old(folder)
+            steps = _steps(folder)
+            complete = [step for step in steps if (folder / str(step) / _SUMS).exists()]
+            _delete(folder, [step for step in steps if step not in complete[-2:]])
     except (OSError, ValueError) as error:  # TensorStore raises ValueError
         reason = str(error).partition(" [tensorstore_spec=")[0]
         raise SaveError(
-            f"the checkpoint {folder / str(step)} cannot be written: {reason}. Make "
-            "room, or make the folder writable, and continue with --resume"
+            f"the checkpoint {sums.parent} cannot be written: {reason}. Make room, or "
+            "make the folder writable, and continue with --resume"
         ) from error
     wait("checkpoint")
-
-
-def _delete_old(folder: Path) -> None:
-    """Deletes all checkpoints but the newest two that have checksums."""
-    steps = _steps(folder)
-    complete = [step for step in steps if (folder / str(step) / _SUMS).exists()]
-    for step in set(steps).difference(complete[-2:]):
-        shutil.rmtree(folder / str(step))
 
 
 def find(folder: Path) -> Found:
     """Finds the newest checkpoint that is whole.
 
-    A checkpoint without checksums is incomplete: its writing was interrupted.
-
-    Raises:
-        RestoreError: No checkpoint is whole, and at least one has changed since it was
-            written.
+    A checkpoint without checksums is incomplete: its writing was interrupted. If none
+    is whole and at least one has changed since it was written, raises RestoreError.
     """
     skipped: list[str] = []
     changed = False
@@ -117,47 +94,34 @@ def find(folder: Path) -> Found:
 
 
 def restore(folder: Path, like: T) -> T:
-    """Reads the newest checkpoint.
+    """Reads the newest checkpoint, never an older one, as `read`.
 
-    Args:
-        folder: The folder of a run's checkpoints.
-        like: A pytree of arrays with the structure, shapes and dtypes of the
-            checkpoint, and the shardings to restore it with. The mesh need not be the
-            one that the checkpoint was saved from.
-
-    Returns:
-        The pytree that was saved.
-
-    Raises:
-        RestoreError: There is no checkpoint, its files have changed, or its structure
-            differs from `like`.
+    Raises RestoreError also if there is none, or if its files have changed.
     """
-    if not (steps := _steps(folder)):
+    step, skipped = find(folder)
+    if skipped:
+        raise RestoreError(f"{skipped[0]}. --resume writes it again.")
+    if step is None:
         raise RestoreError(f"{folder} holds no checkpoint")
-    if problem := _problem(folder / str(steps[-1])):
-        raise RestoreError(f"{problem}. --resume writes it again.")
-    return read(folder, steps[-1], like)
+    return read(folder, step, like)
 
 
 def read(folder: Path, step: int, like: T) -> T:
-    """Reads the checkpoint `folder/<step>`, which `find` found to be whole.
+    """Reads the checkpoint `folder/<step>`, which is whole.
 
     Args:
         folder: The folder of a run's checkpoints.
         step: The number of the checkpoint.
-        like: As in `restore`.
-
-    Returns:
-        The pytree that was saved.
+        like: A pytree of arrays with the structure, shapes and dtypes of the
+            checkpoint, and the shardings to restore it with, on any mesh.
 
     Raises:
         RestoreError: The structure of the checkpoint differs from `like`.
     """
     try:
-        with _no_logs(), _manager(folder) as manager:
+        with _manager(folder) as manager:
             return manager.restore(step, args=ocp.args.StandardRestore(like))
     except ValueError as error:
-        # The files are intact, so the structure differs.
         raise RestoreError(
             f"the checkpoint {folder / str(step)} belongs to another model or to "
             "another version of this example: its arrays have other names or shapes. "
@@ -172,60 +136,26 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+def _delete(folder: Path, steps: list[int]) -> None:
+    for step in steps:
+        shutil.rmtree(folder / str(step))
+
+
 def _problem(checkpoint: Path) -> str | None:
     """Why a checkpoint is not whole; None if it is."""
     try:
         sums = (checkpoint / _SUMS).read_bytes()
         if sums == _checksums(checkpoint).encode():
             return None
+        reason = "its files do not match their checksums"
     except FileNotFoundError:
         return (
             f"the checkpoint {checkpoint} is incomplete: it has no {_SUMS}, because "
             "its writing was interrupted"
         )
     except OSError as error:
-        return f"the checkpoint {checkpoint} is damaged: it cannot be read ({error})"
-    return (
-        f"the checkpoint {checkpoint} is damaged: its files do not match their "
-        "checksums"
-    )
-
-
-@contextmanager
-def _no_logs() -> Iterator[None]:
-    """Silences Orbax, which reports an error that it raises in pages as well.
-
-    After an error, other writes fail in TensorStore's threads, whose event loop is
-    closed by then, or in tasks that nobody awaits. These report at any later time, so
-    they stay silent.
-    """
-    never_awaited = "coroutine .* was never awaited"
-    hook = sys.unraisablehook
-    levels = {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.unraisablehook = functools.partial(_hide_asynchronous, hook)
-    try:
-        yield
-    except BaseException:
-        warnings.filterwarnings("ignore", never_awaited, RuntimeWarning)
-        raise
-    sys.unraisablehook = hook
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-
-
-def _hide_asynchronous(hook: Callable[[Any], object], unraisable: Any) -> None:
-    late = str(unraisable.exc_value) == "Event loop is closed"
-    if not late and not inspect.iscoroutine(unraisable.object):
-        hook(unraisable)
-
-
-def _manager(folder: Path) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(
-        folder.absolute(),
-        options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
-    )
+        reason = f"it cannot be read ({error})"
+    return f"the checkpoint {checkpoint} is damaged: {reason}"
 
 
 def _checksums(folder: Path) -> str:
@@ -236,3 +166,29 @@ def _checksums(folder: Path) -> str:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             lines.append(f"{digest}  {path.relative_to(folder)}\n")
     return "".join(lines)
+
+
+@contextmanager
+def _manager(folder: Path) -> Iterator[ocp.CheckpointManager]:
+    """Orbax's manager, without its logs, which repeat errors that it raises in pages.
+
+    After an error, other writes fail in TensorStore's threads, whose event loop is
+    closed by then, or in tasks that nobody awaits. These report at any later time, so
+    they stay silent.
+    """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    try:
+        with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+            yield manager
+    except BaseException:
+        never_awaited = "coroutine .* was never awaited"
+        warnings.filterwarnings("ignore", never_awaited, RuntimeWarning)
+        raise
+    sys.unraisablehook = hook
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

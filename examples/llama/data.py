@@ -16,10 +16,8 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+from examples.llama.hf.files import load_tokenizer
 from examples.llama.progress import interruptible
-
-# The tokenizer in a folder of token ids, or of a Hugging Face model.
-TOKENIZER = "tokenizer.json"
 
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.
 SEPARATOR = b"\0"
@@ -40,12 +38,9 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids for training and for validation.
+    """Token ids for training and for validation, of one unsigned integer dtype.
 
-    Attributes:
-        train: The training tokens, shape [n], an unsigned integer dtype.
-        val: The held-out tokens, shape [m], the same dtype.
-        vocab_size: The vocabulary size that a model of this corpus needs.
+    A model of this corpus needs a vocabulary of `vocab_size`.
     """
 
     train: np.ndarray
@@ -88,9 +83,6 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
             document as Llama's tokenizer does. None uses the bytes as token ids, with
             a NUL between documents.
 
-    Returns:
-        The corpus.
-
     Raises:
         DataError: `path` does not exist or cannot be read.
     """
@@ -129,23 +121,10 @@ def tokenizer_folder(token_ids: Path) -> Path:
 def batches(
     corpus: Corpus, part: Literal["train", "val"], *, seq: int, batch: int, seed: int
 ) -> grain.MapDataset[np.ndarray]:
-    """Returns endless shuffled batches with random access.
+    """Returns endless batches with random access, shuffled anew in each epoch.
 
-    Each epoch has another order.
-
-    Args:
-        corpus: The token ids.
-        part: The part of the corpus to read.
-        seq: The number of inputs in a window, in tokens.
-        batch: The number of windows in a batch.
-        seed: The seed of the order.
-
-    Returns:
-        A dataset whose item i is batch i: int32 [batch, seq + 1]. The inputs are
-        columns [:-1] and their targets are columns [1:].
-
-    Raises:
-        DataError: The part is shorter than one window.
+    Item i is batch i: int32 [batch, seq + 1]. The inputs are columns [:-1] and their
+    targets are columns [1:]. Raises DataError if the part is shorter than one window.
     """
     windows = _Windows(getattr(corpus, part), seq)
     if not len(windows):
@@ -173,10 +152,9 @@ class _Windows:
 
 def _read_texts(root: Path, files: list[Path]) -> list[bytes]:
     """Reads the files (relative to root) that are UTF-8 and not hidden, sorted."""
+    shown = (f for f in sorted(files) if not any(p.startswith(".") for p in f.parts))
     texts = []
-    for file in sorted(files):
-        if any(part.startswith(".") for part in file.parts):
-            continue
+    for file in shown:
         data = (root / file).read_bytes()
         try:
             data.decode()
@@ -201,16 +179,15 @@ def _from_texts(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> 
 def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.ndarray:
     if tokenizer is None:
         return np.frombuffer(SEPARATOR.join(texts), np.uint8)
+    ids = []
     try:
         decoded = [text.decode() for text in texts]
+        for chunk in interruptible(chunks(decoded, _CHUNK)):
+            ids += [np.array(x.ids, np.uint32) for x in tokenizer.encode_batch(chunk)]
     except UnicodeDecodeError as error:
         raise DataError(
             f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
         ) from error
-    ids = []
-    try:
-        for chunk in interruptible(chunks(decoded, _CHUNK)):
-            ids += [np.array(x.ids, np.uint32) for x in tokenizer.encode_batch(chunk)]
     except Exception as error:  # the library raises no narrower one
         raise DataError(f"data: the tokenizer cannot encode {path}: {error}") from error
     return np.concatenate(ids)
@@ -248,11 +225,7 @@ def _from_ids(path: Path, train: np.ndarray, val: np.ndarray) -> Corpus:
     # The file format does not store the vocabulary size.
     vocab_size = 1 + max(int(train.max()), int(val.max(initial=0)))
     corpus = Corpus(train, val, vocab_size)
-    if not (file := tokenizer_folder(path) / TOKENIZER).exists():
+    if (tokenizer := load_tokenizer(tokenizer_folder(path))) is None:
         return corpus
-    try:
-        vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
-    except Exception as error:  # the library raises no narrower one
-        raise DataError(f"data: {file} is not a tokenizer: {error}") from error
-    corpus.check_fits(vocab_size)
-    return replace(corpus, vocab_size=vocab_size)
+    corpus.check_fits(tokenizer.get_vocab_size())
+    return replace(corpus, vocab_size=tokenizer.get_vocab_size())

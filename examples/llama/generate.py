@@ -7,32 +7,27 @@ checkpoint in Hugging Face's format. `--help` lists the options.
 """
 
 import argparse
+import dataclasses
 import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-from examples.llama import checkpoint, hf, trained
+from examples.llama import checkpoint, fields, hf, trained
 from examples.llama.config import ConfigError
 from examples.llama.data import DataError
-from examples.llama.kv_cache import KVCache, empty_cache
-from examples.llama.model import Llama
+from examples.llama.model import KVCache, Llama, empty_cache
 from examples.llama.run_folder import RunError
-from examples.llama.sampling import Sampling, sample
-from examples.llama.text import ChatError, to_bytes
+from examples.llama.text import ChatError, Codec, to_bytes
 
 ERRORS = (
-    ChatError,
-    ConfigError,
-    DataError,
-    RunError,
-    checkpoint.RestoreError,
-    hf.CheckpointError,
+    *(ChatError, ConfigError, DataError, RunError),
+    *(checkpoint.RestoreError, hf.CheckpointError),
 )
 
 
@@ -40,8 +35,42 @@ ERRORS = (
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Logits are divided by `temperature`; at 0 the most likely token is taken. Of the
+    most likely tokens only `top_k` are drawn, if it is not 0, and only as many as have
+    the probability `top_p` together.
+    """
+
+    temperature: fields.FromZero = 0.8
+    top_k: fields.Natural = 0
+    top_p: Annotated[float, fields.Range(float, fields.SMALLEST, 1)] = 1.0
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+
+
+def sample(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
+    """Draws a token, int32 [B], for each sequence from logits, float32 [B, V]."""
+    if how.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / how.temperature
+    order = jnp.argsort(-logits, axis=-1)
+    sorted_logits = jnp.take_along_axis(logits, order, axis=-1)
+    probabilities = jax.nn.softmax(sorted_logits)
+    # The most likely token stays, whatever top_p is.
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = before < how.top_p
+    if how.top_k:
+        kept &= (jnp.arange(logits.shape[-1]) < how.top_k)[None]
+    drawn = jax.random.categorical(key, jnp.where(kept, sorted_logits, -jnp.inf))
+    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
 class Generator:
-    """Continues prompts of one length.
+    """Continues prompts of one length, with at most a number of tokens.
 
     It compiles two programs: one reads the prompt, the other one token. Prompts are not
     padded, because padding would share the scales of quantized activations with them.
@@ -56,89 +85,62 @@ class Generator:
         prompt: int,
         tokens: int,
     ):
-        """Compiles the programs.
-
-        Args:
-            model: The model.
-            variables: Its variables.
-            how: How tokens are drawn.
-            prompt: The tokens of a prompt.
-            tokens: The most tokens to generate.
-        """
+        """Compiles the programs for prompts of ``prompt`` tokens."""
         self._tokens = tokens
         self._variables = jax.device_put(variables)
-        text, seed = jax.ShapeDtypeStruct((1, prompt), jnp.int32), jnp.uint32(0)
-        read = _read.lower(model, how, prompt + tokens, self._variables, text, seed)
-        step = _step.lower(model, how, self._variables, *read.out_info)
-        self._read, self._step = read.compile(), step.compile()
+        self._cache = empty_cache(model.config, 1, prompt + tokens)
+        key = jax.random.key(0)
+
+        def compiled(tokens: int) -> Any:
+            shape = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+            return draw.lower(
+                model, how, self._variables, shape, self._cache, key
+            ).compile()
+
+        self._read, self._step = compiled(prompt), compiled(1)
 
     def __call__(self, prompt: Sequence[int], seed: int) -> Iterator[int]:
         """Yields the tokens that follow a prompt."""
-        text = jnp.asarray([prompt], jnp.int32)
-        state = self._read(self._variables, text, jnp.uint32(seed))
+        text, key = jnp.asarray([prompt], jnp.int32), jax.random.key(seed)
+        cache = jax.tree.map(jnp.copy, self._cache)  # a step donates it
+        drawn, cache = self._read(self._variables, text, cache, key)
         for _ in range(self._tokens - 1):
-            yield int(state[0][0])
-            state = self._step(self._variables, *state)
-        yield int(state[0][0])
-
-
-State = tuple[jax.Array, KVCache, jax.Array]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _read(
-    model: Llama,
-    how: Sampling,
-    size: int,
-    variables: dict[str, Any],
-    tokens: jax.Array,
-    seed: jax.Array,
-) -> State:
-    """Reads a prompt, int32 [1, S], and draws the next token, int32 [1].
-
-    Returns:
-        The token, a cache for ``size`` tokens with those read, and the key.
-    """
-    cache = empty_cache(model.config, 1, size)
-    return _draw(model, how, variables, tokens, cache, jax.random.key(seed))
+            yield int(drawn[0, 0])
+            drawn, cache = self._step(self._variables, drawn, cache, key)
+        yield int(drawn[0, 0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _step(
-    model: Llama,
-    how: Sampling,
-    variables: dict[str, Any],
-    drawn: jax.Array,
-    cache: KVCache,
-    key: jax.Array,
-) -> State:
-    """Reads the token that was drawn and draws the next one."""
-    return _draw(model, how, variables, drawn[:, None], cache, key)
-
-
-def _draw(
+def draw(
     model: Llama,
     how: Sampling,
     variables: dict[str, Any],
     tokens: jax.Array,
     cache: KVCache,
     key: jax.Array,
-) -> State:
+) -> tuple[jax.Array, KVCache]:
+    """Reads tokens, int32 [1, S], and draws the next one, int32 [1, 1]."""
     found: Any = model.apply(variables, tokens, cache)
     logits, cache = found
     drawn = sample(logits[:, -1], jax.random.fold_in(key, cache.length), how)
-    return drawn, cache, key
+    return drawn[:, None], cache
 
 
 def write(asked: argparse.Namespace) -> None:
     """Generates what the command line asks for and prints it."""
-    how = _sampling(asked)
+    try:
+        how = Sampling(
+            temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not 0 <= asked.seed < 2**32:
+        raise ConfigError(f"seed takes an integer of 32 bits, got {asked.seed}")
     text = asked.prompt
     if text is None:  # as Python decodes the command line
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")
     found = trained.load(asked.folder, asked.weights)
-    encode = found.codec.encode_chat if asked.chat else found.codec.encode
-    prompt = encode(text)
+    prompt = (found.codec.encode_chat if asked.chat else found.codec.encode)(text)
     config = found.model.config
     _check_prompt(prompt, config.vocab_size, config.max_seq_len)
     tokens = min(asked.tokens, config.max_seq_len - len(prompt))
@@ -146,65 +148,55 @@ def write(asked: argparse.Namespace) -> None:
     generator = Generator(
         found.model, found.variables, how, prompt=len(prompt), tokens=tokens
     )
-    compiled = time.perf_counter()
-    times = [compiled]
-    drawn: list[int] = []
-    # Some tokenizers decode the first token without its space.
-    shown = found.codec.decode(prompt).rstrip(_INCOMPLETE)
+    times = [started, time.perf_counter()]
     if not asked.chat:
         text = to_bytes(text).decode(errors="replace").rstrip(_INCOMPLETE)
         print(text, end="", flush=True)
-    for token in _until_stop(generator(prompt, asked.seed), found.codec.stops, times):
-        drawn.append(token)
-        # The first bytes of a character are not shown before the others.
-        shown = _show(found.codec.decode([*prompt, *drawn]).rstrip(_INCOMPLETE), shown)
-    _show(found.codec.decode([*prompt, *drawn]), shown)
-    print()
-    _report(found.weights, compiled - started, len(prompt), times)
-    if len(drawn) == tokens < asked.tokens:
+    drawn = _print(found.codec, prompt, generator(prompt, asked.seed), times)
+    _report(found.weights, len(prompt), times)
+    if drawn == tokens < asked.tokens:
         print(
             f"stopped at the model's longest sequence, {config.max_seq_len} tokens",
             file=sys.stderr,
         )
 
 
-def _until_stop(
-    tokens: Iterator[int], stops: frozenset[int], times: list[float]
-) -> Iterator[int]:
-    """Yields the tokens before a stop token, and adds when each was drawn."""
+def _print(
+    codec: Codec, prompt: list[int], tokens: Iterator[int], times: list[float]
+) -> int:
+    """Prints tokens up to one that stops, and adds when each was drawn.
+
+    Returns:
+        The number of tokens without the one that stops.
+    """
+    # Some tokenizers decode the first token without its space, so all are decoded.
+    text, shown = list(prompt), codec.decode(prompt).rstrip(_INCOMPLETE)
+
+    def show(decoded: str) -> None:
+        nonlocal shown
+        if decoded.startswith(shown):  # a later token may complete a character
+            print(decoded[len(shown) :], end="", flush=True)
+            shown = decoded
+
     for token in tokens:
         times.append(time.perf_counter())
-        if token in stops:
-            return
-        yield token
+        if token in codec.stops:
+            break
+        text.append(token)
+        # The first bytes of a character are not shown before the others.
+        show(codec.decode(text).rstrip(_INCOMPLETE))
+    show(codec.decode(text))
+    print()
+    return len(text) - len(prompt)
 
 
-def _show(text: str, shown: str) -> str:
-    """Prints what follows the text that is shown; returns the text that then is."""
-    if not text.startswith(shown):  # a later token may complete a character
-        return shown
-    print(text[len(shown) :], end="", flush=True)
-    return text
-
-
-def _report(weights: str, compiling: float, prompt: int, times: list[float]) -> None:
-    reading, generating = times[1] - times[0], times[-1] - times[1]
-    speed = f"{weights}; compiled in {compiling:.1f} s; "
-    speed += f"prompt: {prompt} tokens, {prompt / reading:,.1f} tokens/s"
-    if (steps := len(times) - 2) > 0:
-        speed += f"; then {steps} tokens, {steps / generating:,.1f} tokens/s"
+def _report(weights: str, prompt: int, times: list[float]) -> None:
+    started, compiled, read, *_ = times
+    speed = f"{weights}; compiled in {compiled - started:.1f} s; "
+    speed += f"prompt: {prompt} tokens, {prompt / (read - compiled):,.1f} tokens/s"
+    if (steps := len(times) - 3) > 0:
+        speed += f"; then {steps} tokens, {steps / (times[-1] - read):,.1f} tokens/s"
     print(speed, file=sys.stderr)
-
-
-def _sampling(asked: argparse.Namespace) -> Sampling:
-    if not 0 <= asked.seed < 2**32:
-        raise ConfigError(f"seed takes an integer of 32 bits, got {asked.seed}")
-    try:
-        return Sampling(
-            temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _check_prompt(prompt: list[int], vocab_size: int, longest: int) -> None:
@@ -239,32 +231,16 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="take the prompt as a user's message, in the model's chat template",
     )
-    parser.add_argument(
-        "--tokens",
-        type=_positive,
-        default=200,
-        help="most tokens to generate (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=Sampling.temperature,
-        help="0 takes the most likely token (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=Sampling.top_k,
-        help="draw from so many of the most likely tokens; 0 from all (default: 0)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=Sampling.top_p,
-        help="draw from the most likely tokens that have this probability together "
-        "(default: 1)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
+    numbers: dict[str, tuple[Any, float, str]] = {
+        "tokens": (_positive, 200, "most tokens to generate"),
+        "temperature": (float, Sampling.temperature, "0 takes the most likely token"),
+        "top-k": (int, 0, "draw from so many of the most likely tokens; 0 from all"),
+        "top-p": (float, 1, "draw from the most likely ones of this total probability"),
+        "seed": (int, 0, "seed"),
+    }
+    for name, (kind, default, meaning) in numbers.items():
+        text = f"{meaning} (default: {default})"
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument(
         "--weights",
         choices=trained.WEIGHTS,

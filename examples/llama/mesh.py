@@ -75,10 +75,8 @@ class MeshError(ValueError):
 def join(argv: Sequence[str]) -> None:
     """Connects to the other processes if `argv` contains --hosts.
 
-    Call it before JAX initializes its devices.
-
-    Raises:
-        MeshError: The value of --hosts is malformed, or JAX detects no cluster.
+    Call it before JAX initializes its devices. Raises MeshError if the value of --hosts
+    is malformed, or if JAX detects no cluster.
     """
     hosts = PARSER.parse_known_args(argv)[0].hosts
     if hosts is None:
@@ -100,22 +98,18 @@ def join(argv: Sequence[str]) -> None:
 def make(text: str) -> Mesh | None:
     """Builds the mesh that --mesh describes; None stands for one device.
 
-    Args:
-        text: Sizes by axis, such as ``"data=2,fsdp=4"``; empty for one device.
-
-    Raises:
-        MeshError: An axis is unknown, a size is not a positive integer, or the number
-            of devices does not fit.
+    Raises MeshError, also if the number of devices does not fit.
     """
+    processes, devices = jax.process_count(), jax.devices()
     if not text:
-        if jax.process_count() > 1:
+        if processes > 1:
             raise MeshError(
                 "several processes need a --mesh that covers all of their devices"
             )
         return None
     sizes = parse(text)
-    needed, devices = math.prod(sizes.values()), jax.devices()
-    if needed > len(devices) or (jax.process_count() > 1 and needed < len(devices)):
+    needed = math.prod(sizes.values())
+    if needed > len(devices) or (processes > 1 and needed < len(devices)):
         raise MeshError(f"mesh {text} needs {needed} devices, got {len(devices)}")
     return jax.make_mesh(
         tuple(sizes.values()),
@@ -126,14 +120,7 @@ def make(text: str) -> Mesh | None:
 
 
 def parse(text: str) -> dict[str, int]:
-    """Returns the sizes by axis that --mesh describes.
-
-    Args:
-        text: As in `make`.
-
-    Raises:
-        MeshError: An axis is unknown, or a size is not a positive integer.
-    """
+    """Returns the sizes by axis that --mesh describes, such as ``"data=2,fsdp=4"``."""
     sizes: dict[str, int] = {}
     for part in text.split(",") if text else ():
         name, _, size = part.partition("=")
@@ -152,13 +139,10 @@ def use(devices: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
-    """Returns the partition of an array over the mesh in use.
+    """Returns the partition of an array with logical axes over the mesh in use.
 
-    An axis whose size is not a multiple of its devices is replicated.
-
-    Args:
-        shape: The shape of the array.
-        names: The logical axes of the array, keys of `RULES` or None.
+    The axes are keys of `RULES` or None. One whose size is not a multiple of its
+    devices is replicated.
     """
     partitions: list[tuple[str, ...] | None] = []
     for size, name in zip(shape, names, strict=True):
@@ -170,7 +154,7 @@ def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
 def shards(name: str | None) -> int:
     """Returns how many shards a logical axis has over the mesh in use."""
     mesh = jax.sharding.get_abstract_mesh()
-    return int(np.prod([mesh.shape[axis] for axis in _mesh_axes(name)]))
+    return math.prod(mesh.shape[axis] for axis in _mesh_axes(name))
 
 
 def _mesh_axes(name: str | None) -> tuple[str, ...]:
@@ -184,10 +168,8 @@ def specs(state: Any) -> Any:
 
     def partition(path: Sequence[Any], array: Any) -> PartitionSpec:
         found = tuple(getattr(key, "key", None) for key in path)
-        fitting = (
-            axes for end, axes in PARAMETERS.items() if found[-len(end) :] == end
-        )
-        names = next(fitting, ())
+        ends = (names for end, names in PARAMETERS.items() if found[-len(end) :] == end)
+        names = next(ends, ())
         return spec(array.shape, (None,) * (array.ndim - len(names)) + names)
 
     return jax.tree.map_with_path(partition, state)
@@ -203,12 +185,7 @@ def shardings(state: Any) -> Any:
 
 
 def constrain(x: Any, *names: str | None) -> Any:
-    """Constrains the sharding of an array, or of a training state.
-
-    Args:
-        x: An array; without names, a training state.
-        *names: The logical axes of the array.
-    """
+    """Constrains the sharding of an array with logical axes, or of a training state."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     partition = spec(x.shape, names) if names else specs(x)
@@ -216,12 +193,7 @@ def constrain(x: Any, *names: str | None) -> Any:
 
 
 def distribute(tokens: np.ndarray, *names: str | None) -> Any:
-    """Puts a batch on the devices in use; every process holds the complete batch.
-
-    Args:
-        tokens: The batch.
-        *names: The logical axes of the batch.
-    """
+    """Puts a batch with logical axes on the devices; every process holds all of it."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return tokens

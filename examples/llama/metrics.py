@@ -20,8 +20,13 @@ from examples.llama import atomic
 
 # Entries of a record that are numbers, or null.
 _NUMBERS = (
-    *("loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu"),
+    *("step", "loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu"),
     *("load_balance", "router_z"),
+)
+# What reading a line raises that holds something else.
+_ODD = (
+    *(ValueError, TypeError, LookupError, AttributeError),
+    *(OverflowError, RecursionError),
 )
 
 
@@ -43,10 +48,7 @@ class MetricsLog:
         """Opens `path` to continue after a step.
 
         The lines of later steps, which will run again, and damaged lines move to the
-        end of `metrics.repeated.jsonl` beside it.
-
-        Raises:
-            MetricsError: A file cannot be read or written.
+        end of `metrics.repeated.jsonl` beside it. Failing to write raises MetricsError.
         """
         self._path = path
         with self._named_errors():
@@ -61,16 +63,13 @@ class MetricsLog:
                     moved.append(line)
             self.missing, self.moved = after_step - len(kept), len(moved)
             if moved:  # before they leave the file
-                _append(path.with_suffix(".repeated.jsonl"), moved)
+                with path.with_suffix(".repeated.jsonl").open("ab") as file:
+                    file.write(b"".join(line + b"\n" for line in moved))
             atomic.write(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
             self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends `record`: numbers and arrays in nested dictionaries.
-
-        Raises:
-            MetricsError: The file cannot be written.
-        """
+        """Appends a record: numbers and arrays in nested dictionaries."""
         with self._named_errors():
             self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
 
@@ -97,63 +96,31 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Lines that are no records are left out: a killed run can leave a truncated one.
     """
-    if not path.exists():
-        return []
-    records = map(_parse, path.read_bytes().splitlines())
-    return [record for record in records if record is not None]
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [record for record in map(_parse, lines) if record is not None]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record on a line; None if it holds something else."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
+        layers = record.get("fallback", {}).values()
+        shapes = [_axes(record.get(name)) == 0 for name in _NUMBERS]
+        shapes += [_axes(layer["rate"]) in (0, 1) for layer in layers]
+        tables = [layer.get("expert_rates", [[0]]) for layer in layers]
+        tables.append(record.get("expert_load", [[0]]))
+        shapes += [_axes(table) == 2 for table in tables]
+    except _ODD:
         return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
+    return record if all(shapes) and type(record.get("step")) is int else None
+
+
+def _axes(value: Any) -> int | None:
+    """The number of axes of nested lists of numbers, or nulls; None if one is empty."""
+    if isinstance(value, str):
         return None
-    numbers = [record["step"], *(record.get(name) for name in _NUMBERS)]
-    if not all(map(_is_number, numbers)):
-        return None
-    layers = record.get("fallback", {})
-    if not isinstance(layers, dict) or not all(map(_has_rates, layers.values())):
-        return None
-    if "expert_load" in record and not _is_table(record["expert_load"]):
-        return None
-    return record
-
-
-def _is_table(value: Any) -> bool:
-    """Whether a value holds a number for each expert of each layer."""
-    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
-        return False
-    sizes = {len(row) for row in value}
-    return (
-        len(sizes) == 1
-        and 0 not in sizes
-        and all(_is_number(item) for row in value for item in row)
-    )
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number, or None, which stands for one that is not finite."""
-    if isinstance(value, int):
-        return abs(value) < 2**63  # NumPy takes no other integer
-    return value is None or isinstance(value, float)
-
-
-def _has_rates(layer: Any) -> bool:
-    """Whether the statistics of layers hold a rate, or a list with that of each."""
-    if not isinstance(layer, dict) or "rate" not in layer:
-        return False
-    if "expert_rates" in layer and not _is_table(layer["expert_rates"]):
-        return False
-    rates = layer["rate"]
-    return all(map(_is_number, rates if isinstance(rates, list) else [rates]))
-
-
-def _append(path: Path, lines: list[bytes]) -> None:
-    with path.open("ab") as file:
-        file.write(b"".join(line + b"\n" for line in lines))
+    array = np.array(value, np.float64)
+    return array.ndim if array.size else None
 
 
 def _plain(value: Any) -> Any:
@@ -168,14 +135,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run; NaN stands for what no record holds.
+    """The mean loss of the last 20 steps, the last validation loss and median speeds.
 
-    Attributes:
-        loss: The mean training loss of the last 20 steps, in nats per token.
-        val_loss: The last validation loss, in nats per token.
-        tokens_per_s: The median speed over the steps, in tokens per second.
-        mfu: The median model FLOP utilization, as a fraction of the device's bfloat16
-            peak; None if the peak is unknown.
+    NaN stands for what no record holds. The model FLOP utilization is a fraction of the
+    device's bfloat16 peak; None if the peak is unknown.
     """
 
     loss: float
@@ -230,13 +193,12 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of Python, of packages and of this library.
-
-    The library need not be installed.
-    """
+    """Returns the versions of Python, of packages and of this library."""
+    found = {package: version(package) for package in packages}
+    # The library need not be installed.
     return {
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **found,
         "fbq-jax": fbq_jax.__version__,
     }
 

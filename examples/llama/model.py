@@ -25,7 +25,7 @@ A device that holds some of these groups computes a model with fewer heads.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -34,7 +34,6 @@ from jax import lax
 
 import fbq_jax
 from examples.llama import attention
-from examples.llama.kv_cache import KVCache
 from examples.llama.mesh import constrain
 from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import (
@@ -51,13 +50,36 @@ from examples.llama.rotary import rotary_tables, rotate
 # by default, and "_overwrite_with_gradient" is Flax's transport, for
 # FallbackDot(collection=...) and for FP8. The others tell training about experts.
 _STACKED = (
-    *("params", "fallback", "_overwrite_with_gradient"),
+    *("params", "fallback", "fallback_codes", "_overwrite_with_gradient"),
     *("expert_stats", "losses", "intermediates"),
 )
 
 
+class KVCache(NamedTuple):
+    """The keys, rotated, and values of all layers, [L, B, S, kv_heads, head_dim].
+
+    They have the model's dtype. Positions from ``length`` on have no meaning.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    length: jax.Array
+
+
+def empty_cache(config: LlamaConfig, batch: int, size: int) -> KVCache:
+    """Returns a cache for ``size`` tokens in each of ``batch`` sequences."""
+    shape = config.num_layers, batch, size, config.num_kv_heads, config.head_dim
+    keys, values = jnp.zeros((2, *shape), config.dtype)
+    return KVCache(keys, values, jnp.zeros((), jnp.int32))
+
+
+# The cosines and sines of `rotary_tables`; keys and values of one layer in a cache.
+_Tables = tuple[jax.Array, jax.Array]
+_Cached = tuple[jax.Array, jax.Array] | None
+
+
 class Attention(nn.Module):
-    """RMSNorm and causal grouped-query attention with rotary positions."""
+    """RMSNorm and causal grouped-query attention, with the arguments of `Layer`."""
 
     config: LlamaConfig
     dot_general: DotGeneral | None = None
@@ -66,31 +88,18 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        tables: tuple[jax.Array, jax.Array],
+        tables: _Tables,
         kind: jax.Array | None,
-        cached: tuple[jax.Array, jax.Array] | None,
+        cached: _Cached,
         start: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Computes attention.
-
-        Args:
-            x: An array [B, S, hidden].
-            tables: As for `Layer`.
-            kind: As for `Layer`.
-            cached: As for `Layer`.
-            start: As for `Layer`.
-
-        Returns:
-            An array of the shape and dtype of ``x``, and ``cached`` with the keys and
-            values of ``x``.
-        """
+    ) -> tuple[jax.Array, _Cached]:
+        """Computes attention."""
         config = self.config
         queries = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, queries + 2, config.head_dim
         width, bias = math.prod(heads), config.qkv_bias
         project = norm_dense(config, self.dot_general, width, use_bias=bias, name="qkv")
-        qkv = project(x)
-        qkv = qkv.reshape(*x.shape[:2], *heads)
+        qkv = project(x).reshape(*x.shape[:2], *heads)
         q = qkv[..., :queries, :].reshape(*x.shape[:2], -1, config.head_dim)
         k, v = qkv[..., queries, :], qkv[..., queries + 1, :]
         if config.qk_norm:
@@ -101,9 +110,8 @@ class Attention(nn.Module):
         q, k = rotate(q, tables), rotate(k, tables)
         if cached is not None:
             assert start is not None
-            keys, values = cached
-            k = lax.dynamic_update_slice_in_dim(keys, k, start, axis=1)
-            v = lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
+            k = lax.dynamic_update_slice_in_dim(cached[0], k, start, axis=1)
+            v = lax.dynamic_update_slice_in_dim(cached[1], v, start, axis=1)
             cached = k, v
         out = dense(config, self.dot_general)(config.hidden_size, name="out")
         return out(self._attend(q, k, v, kind, start)), cached
@@ -142,11 +150,11 @@ class Layer(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        tables: tuple[jax.Array, jax.Array],
+        tables: _Tables,
         kind: jax.Array | None = None,
-        cached: tuple[jax.Array, jax.Array] | None = None,
+        cached: _Cached = None,
         start: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    ) -> tuple[jax.Array, _Cached]:
         """Computes one layer.
 
         Args:
@@ -171,17 +179,11 @@ class Layer(nn.Module):
         y = gated_mlp(config, self.dot_general, name="mlp")(x)
         if config.post_norms:
             y = norm(config, "post_mlp_norm")(y)
-        x = x + y
-        return constrain(x, "batch", None, None), cached
+        return constrain(x + y, "batch", None, None), cached
 
 
 def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]:
-    """Returns `Layer` with the rematerialization that ``config.remat`` asks for.
-
-    Args:
-        config: Provides ``remat``.
-        prevent_cse: As for ``jax.checkpoint``.
-    """
+    """Returns `Layer` with the rematerialization that ``config.remat`` asks for."""
     if config.remat == "none":
         return Layer
     policy = fbq_jax.save_codes if config.remat == "codes" else None
@@ -246,16 +248,12 @@ class Llama(nn.Module):
             length=config.num_layers,
             unroll=config.num_layers if config.unroll else 1,
         )(config, self.dot_general, name="layers")
-        cached: tuple[jax.Array, jax.Array] | None = None
-        start: jax.Array | None = None
-        if cache is not None:
-            cached, start = (cache.keys, cache.values), cache.length
+        start = None if cache is None else cache.length
         tables = rotary_tables(config, tokens.shape[1], start)
+        cached = None if cache is None else (cache.keys, cache.values)
         x, cached = layers(x, tables, _kinds(config), cached, start)
 
-        if cache is not None:
-            x = x[:, -1:]
-        x = norm(config, "norm")(x)
+        x = norm(config, "norm")(x if cache is None else x[:, -1:])
         if config.tie_embeddings:
             logits = x @ embed.embedding.T.astype(config.dtype)
         else:

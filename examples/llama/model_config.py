@@ -2,29 +2,22 @@
 
 import dataclasses
 import reprlib
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from examples.llama import field_types
-from examples.llama.field_types import SMALLEST, check_at_least, check_sizes
+from examples.llama import fields
+from examples.llama.fields import FromOne, FromZero, Positive, Range, Size
 from examples.llama.rope_scaling import RopeScaling, YarnScaling
 from fbq_jax import Routing, nonlinear
 
+SavedBits = Annotated[int, Range(int, nonlinear.BITS[0], nonlinear.BITS[-1])]
 # What a layer recomputes in the backward pass; see `LlamaConfig.remat`.
-REMAT = ("none", "codes", "full")
-
-# The functions that the MLP applies to its gate; see `LlamaConfig.activation`.
-ACTIVATIONS = ("silu", "gelu_tanh")
+Remat = Literal["none", "codes", "full"]
 
 
 class Rope(NamedTuple):
-    """The rotation of queries and keys: the base of its frequencies, and their scaling.
-
-    Attributes:
-        theta: The base of the frequencies.
-        scaling: How the frequencies are stretched; None leaves them unscaled.
-    """
+    """A rotation: the base of its frequencies, and their scaling."""
 
     theta: float
     scaling: RopeScaling | None
@@ -33,10 +26,8 @@ class Rope(NamedTuple):
 class LayerKind(NamedTuple):
     """What differs between the layers of one model.
 
-    Attributes:
-        window: The keys that a query sees, up to and including its own; None stands for
-            all of them.
-        rope: The rotation of queries and keys; None leaves them unrotated.
+    A query sees `window` keys, up to and including its own; None stands for all.
+    Without a `rope`, queries and keys are not rotated.
     """
 
     window: int | None
@@ -58,8 +49,7 @@ class LlamaConfig:
             ``hidden_size / num_heads``.
         max_seq_len: The longest sequence that the model accepts, in tokens.
         rope_theta: The base of the rotary frequencies.
-        rope_scaling: How the rotary frequencies are stretched to a longer context;
-            None leaves them unscaled.
+        rope_scaling: How the rotary frequencies are stretched to a longer context.
         local_rope_theta: The base of the rotary frequencies, unscaled, in the layers
             with a sliding window; None means those of all layers.
         nope_layers: The layers that do not rotate queries and keys.
@@ -96,60 +86,61 @@ class LlamaConfig:
         unroll: Whether each layer is compiled by itself. A loop over the layers takes
             less time to compile, but copies what a layer saves into a stack, and in the
             backward pass out of it.
-        saved_bits: The bits per value, 4 to 12, that norms and gates save for the
-            backward pass; 10 have no measurable effect on training. None leaves norms
-            and gates to autodiff, which saves floats.
+        saved_bits: The bits per value that norms and gates save for the backward pass;
+            10 have no measurable effect on training. None saves autodiff's floats.
 
     Raises:
         ValueError: A field has another type or is out of range. The message names the
             field and what it accepts.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int = None  # type: ignore[assignment]  # __post_init__ makes it an int
-    max_seq_len: int = 8192
-    rope_theta: float = 10000.0
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_layers: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size = None  # type: ignore[assignment]  # __post_init__ makes it an int
+    max_seq_len: Size = 8192
+    rope_theta: FromOne = 10000.0
     rope_scaling: RopeScaling | None = None
-    local_rope_theta: float | None = None
+    local_rope_theta: FromOne | None = None
     nope_layers: tuple[int, ...] = ()
-    sliding_window: int | None = None
+    sliding_window: Size | None = None
     sliding_layers: tuple[int, ...] | None = None
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     unit_offset_norms: bool = False
     post_norms: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
-    query_pre_attn_scalar: float | None = None
-    attn_softcap: float | None = None
-    logit_softcap: float | None = None
-    activation: str = "silu"
-    num_experts: int | None = None
-    top_k: int = 2
+    query_pre_attn_scalar: Positive | None = None
+    attn_softcap: Positive | None = None
+    logit_softcap: Positive | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    num_experts: Size | None = None
+    top_k: Size = 2
     renormalize: bool = True
-    router_aux_loss_coef: float = 0.01
-    embed_scale: float = 1.0
+    router_aux_loss_coef: FromZero = 0.01
+    embed_scale: Positive = 1.0
     tie_embeddings: bool = False
     dtype: Any = jnp.bfloat16
-    remat: str = "none"
+    remat: Remat = "none"
     unroll: bool = False
-    saved_bits: int | None = None
+    saved_bits: SavedBits | None = None
 
     def __post_init__(self) -> None:
-        field_types.check(self)
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers")
-        check_sizes(self, *sizes, "num_heads", "num_kv_heads", "max_seq_len")
-        check_at_least(self, 1, "rope_theta")
-        check_at_least(self, SMALLEST, "norm_eps", "embed_scale")
-        self._check_heads()
+        fields.check(self)
+        self._check_divides("num_kv_heads", "num_heads")
+        if self.head_dim is None:
+            self._check_divides("num_heads", "hidden_size")
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         self._check_attention()
-        self._check_choices()
         if self.num_experts is not None:
             self._check_experts(self.num_experts)
+        if self.dtype not in (jnp.bfloat16, jnp.float32):
+            raise ValueError(
+                f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
+            )
 
     def score_scale(self) -> float:
         """Returns what attention multiplies its scores by."""
@@ -163,49 +154,42 @@ class LlamaConfig:
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kind of each layer in turn."""
-        rope = Rope(self.rope_theta, self.rope_scaling)
-        local = rope
+        rope = local = Rope(self.rope_theta, self.rope_scaling)
         if self.local_rope_theta is not None:
             local = Rope(self.local_rope_theta, None)
-        kinds = []
-        for layer in range(self.num_layers):
-            slides = self._slides(layer)
-            rotation = None if layer in self.nope_layers else local if slides else rope
-            kinds.append(LayerKind(self.sliding_window if slides else None, rotation))
-        return tuple(kinds)
+        layers = range(self.num_layers)
+        sliding = layers if self.sliding_layers is None else self.sliding_layers
+        if self.sliding_window is None:
+            sliding = ()
+        return tuple(
+            LayerKind(
+                self.sliding_window if layer in sliding else None,
+                None
+                if layer in self.nope_layers
+                else local
+                if layer in sliding
+                else rope,
+            )
+            for layer in layers
+        )
 
     def distinct_kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kinds that some layer has, in the order of the first layers."""
         return tuple(dict.fromkeys(self.layer_kinds()))
 
-    def _slides(self, layer: int) -> bool:
-        if self.sliding_window is None:
-            return False
-        return self.sliding_layers is None or layer in self.sliding_layers
-
-    def _check_heads(self) -> None:
-        """Checks the sizes of the heads and fills in ``head_dim``."""
-        if self.num_heads % self.num_kv_heads:
+    def _check_divides(self, name: str, other: str) -> None:
+        divisor, number = getattr(self, name), getattr(self, other)
+        if number % divisor:
             raise ValueError(
-                f"num_kv_heads takes a divisor of num_heads ({self.num_heads}), "
-                f"got {self.num_kv_heads}"
+                f"{name} takes a divisor of {other} ({number}), got {divisor}"
             )
-        if self.head_dim is None:
-            if self.hidden_size % self.num_heads:
-                raise ValueError(
-                    f"hidden_size takes a multiple of num_heads ({self.num_heads}) "
-                    f"when head_dim is None, got {self.hidden_size}"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        check_sizes(self, "head_dim")
+
+    def _check_attention(self) -> None:
         if self.head_dim % 2:
             raise ValueError(
                 "head_dim takes an even number (RoPE rotates pairs), "
                 f"got {self.head_dim}"
             )
-
-    def _check_attention(self) -> None:
-        """Checks what attention does with positions and scores."""
         for name in ("nope_layers", "sliding_layers"):
             layers = getattr(self, name) or ()
             if any(not 0 <= layer < self.num_layers for layer in layers):
@@ -213,15 +197,8 @@ class LlamaConfig:
                     f"{name} takes indices of the {self.num_layers} layers, "
                     f"got {reprlib.repr(layers)}"
                 )
-        if self.sliding_window is not None:
-            check_sizes(self, "sliding_window")
-        elif self.sliding_layers:
+        if self.sliding_window is None and self.sliding_layers:
             raise ValueError("sliding_window takes an integer with sliding_layers")
-        if self.local_rope_theta is not None:
-            check_at_least(self, 1, "local_rope_theta")
-        for name in ("query_pre_attn_scalar", "attn_softcap", "logit_softcap"):
-            if getattr(self, name) is not None:
-                check_at_least(self, SMALLEST, name)
         yarn = isinstance(self.rope_scaling, YarnScaling)
         if yarn and (self.rope_theta == 1 or self.head_dim == 2):
             raise ValueError(
@@ -230,7 +207,6 @@ class LlamaConfig:
             )
 
     def _check_experts(self, num_experts: int) -> None:
-        check_sizes(self, "num_experts", "top_k")
         if self.top_k > num_experts:
             raise ValueError(
                 f"top_k takes at most num_experts ({num_experts}), got {self.top_k}"
@@ -240,29 +216,7 @@ class LlamaConfig:
                 "renormalize takes False with a top_k of 1: the weight of the only "
                 "expert would always be 1, and the router would have no gradient"
             )
-        check_at_least(self, 0, "router_aux_loss_coef")
         if self.activation != "silu":
             raise ValueError(
                 f"activation takes silu with num_experts, got {self.activation!r}"
-            )
-
-    def _check_choices(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation takes one of {', '.join(ACTIVATIONS)}, "
-                f"got {self.activation!r}"
-            )
-        if self.remat not in REMAT:
-            raise ValueError(
-                f"remat takes one of {', '.join(REMAT)}, got {self.remat!r}"
-            )
-        bits = self.saved_bits
-        if bits is not None and bits not in nonlinear.BITS:
-            raise ValueError(
-                f"saved_bits takes None or an integer from {nonlinear.BITS[0]} to "
-                f"{nonlinear.BITS[-1]}, got {bits!r}"
-            )
-        if self.dtype not in (jnp.bfloat16, jnp.float32):
-            raise ValueError(
-                f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
             )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from examples.llama import atomic, metrics
 from fbq_jax import Recipe
 
-# The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and five
+# The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and seven
 # others. Dashes keep overlapping curves visible.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
@@ -24,6 +25,7 @@ COLORS = (
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 Place = Literal["upper left", "upper right", "lower left", "lower right", "best"]
+Records = list[dict[str, Any]]
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
@@ -39,7 +41,10 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
         recipe: The recipe of the run; None for bf16 and FP8.
     """
     records = metrics.read(run / "metrics.jsonl")
-    loads = _with_loads(records)
+    # Only an edited file has records of several models; the last one counts.
+    loads = _alike(
+        [r for r in records if "expert_load" in r], lambda r: r["expert_load"]
+    )
     has_rates = recipe is not None and recipe.criterion is not None
     rows = 1 + has_rates + bool(loads)
     figure = Figure(figsize=(10, 1 + 3 * rows), layout="constrained")
@@ -59,12 +64,9 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
 
 
 def draw_comparison(runs: list[Path], path: Path) -> None:
-    """Draws the losses of runs, and their differences from the first run.
+    """Draws the losses of runs of as many steps, and their differences from the first.
 
-    Args:
-        runs: The folders of runs with the same number of steps. Their names label the
-            curves.
-        path: The file to write.
+    The names of their folders label the curves.
     """
     figure = Figure(figsize=(10, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
@@ -96,99 +98,91 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     save(figure, path)
 
 
-def _draw_loss(axes: Axes, records: list[dict[str, Any]], **line: Any) -> None:
+def _draw_loss(axes: Axes, records: Records, **line: Any) -> None:
     steps, loss = _column(records, "step"), _column(records, "loss")
     axes.plot(steps, loss, color=line["color"], linewidth=0.7, alpha=0.3)
     axes.plot(steps, smooth(loss), **line)
 
 
-def _draw_validation(axes: Axes, records: list[dict[str, Any]], **line: Any) -> None:
+def _draw_validation(axes: Axes, records: Records, **line: Any) -> None:
     records = [record for record in records if "val_loss" in record]
     steps, loss = _column(records, "step"), _column(records, "val_loss")
     axes.plot(steps, loss, "o", markeredgecolor="white", markersize=7, **line)
 
 
+def _alike(records: Records, value_of: Any) -> Records:
+    """The records whose value has the shapes of the last one's."""
+    shapes = [jax.tree.map(np.shape, value_of(record)) for record in records]
+    return [r for r, shape in zip(records, shapes, strict=True) if shape == shapes[-1]]
+
+
 def _draw_rates(
-    figure: SubFigure, records: list[dict[str, Any]], target: tuple[float, float]
+    figure: SubFigure, records: Records, target: tuple[float, float]
 ) -> None:
-    records = [record for record in records if record.get("fallback")]
-    # Only an edited file has records of several models.
-    records = [record for record in records if _layers(record) == _layers(records[-1])]
+    def rates_of(record: dict[str, Any]) -> dict[str, Any]:
+        layers = record["fallback"].items()
+        return {name: np.array(layer["rate"], np.float64) for name, layer in layers}
+
+    records = _alike([r for r in records if r.get("fallback")], rates_of)
     if not records:
         return
-    steps, projections = _column(records, "step"), list(records[0]["fallback"])
-    panels = figure.subplots(1, len(projections), sharey=True, squeeze=False)[0]
-    for panel, projection in zip(panels, projections, strict=True):
-        values = [record["fallback"][projection]["rate"] for record in records]
-        rates = np.array(values, np.float64).reshape(len(records), -1).T
+    steps, rates = _column(records, "step"), [rates_of(record) for record in records]
+    panels = figure.subplots(1, len(rates[0]), sharey=True, squeeze=False)[0]
+    for panel, projection in zip(panels, rates[0], strict=True):
         panel.axhspan(*target, color="0.87", zorder=0)
-        colors = colormaps["viridis"](np.linspace(0, 0.9, len(rates)))
-        for rate, color in zip(rates, colors, strict=True):
-            panel.plot(steps, smooth(rate), color=color, linewidth=1)
-        panel.set(title=projection.removeprefix("layers/"), xlabel="step")
-        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        finish(panel)
+        layers = np.array([rate[projection] for rate in rates])
+        colors = _draw_layers(panel, steps, layers.reshape(len(records), -1))
+        panel.set(title=projection.removeprefix("layers/"))
     panels[0].set(ylabel="fallback rate", ylim=(0, None))
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     low, high = target
     figure.suptitle(
         f"Fallback rate, smoothed (shaded: target, {low:.0%} to {high:.0%})"
     )
-
-    _draw_layer_colorbar(figure, panels, colors)
-
-
-def _with_loads(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records with the load of the same number of experts as the last one."""
-    records = [record for record in records if "expert_load" in record]
-    shapes = [np.shape(record["expert_load"]) for record in records]
-    return [
-        record
-        for record, shape in zip(records, shapes, strict=True)
-        if shape == shapes[-1]
-    ]
+    norm = BoundaryNorm(range(len(colors) + 1), len(colors))
+    scale = ScalarMappable(norm, ListedColormap(colors))
+    bar = figure.colorbar(scale, ax=panels, label="layer")
+    shown = range(0, len(colors), -(-len(colors) // 8))
+    bar.set_ticks([layer + 0.5 for layer in shown], labels=[str(n) for n in shown])
+    bar.ax.tick_params(which="both", length=0)
 
 
-def _draw_experts(figure: SubFigure, records: list[dict[str, Any]]) -> None:
+def _draw_layers(panel: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Draws a curve for each layer from values [steps, layers]; returns the colors."""
+    colors = colormaps["viridis"](np.linspace(0, 0.9, values.shape[1]))
+    for layer, color in zip(values.T, colors, strict=True):
+        panel.plot(steps, smooth(layer), color=color, linewidth=1)
+    panel.set(xlabel="step")
+    panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    finish(panel)
+    return colors
+
+
+def _draw_experts(figure: SubFigure, records: Records) -> None:
     loads = np.array([record["expert_load"] for record in records], np.float64)
     relative = loads / np.maximum(loads.mean(axis=-1, keepdims=True), 1)
     ending = max(1, len(records) // 20)
     load = relative[-ending:].mean(axis=0)
-    rates = _expert_rates(records[-ending:], load.shape)
-    busiest, panel, *panels = figure.subplots(1, 2 + len(rates), squeeze=False)[0]
-    colors = colormaps["viridis"](np.linspace(0, 0.9, len(load)))
-    for largest, color in zip(relative.max(axis=-1).T, colors, strict=True):
-        busiest.plot(
-            _column(records, "step"), smooth(largest), color=color, linewidth=1
-        )
-    busiest.set(title="largest load / mean", xlabel="step", ylim=(1, None))
-    busiest.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    finish(busiest)
+    found: dict[str, list[Any]] = {}
+    for record in records[-ending:]:
+        for name, layer in record.get("fallback", {}).items():
+            if np.shape(rates := layer.get("expert_rates")) == load.shape:
+                found.setdefault(name, []).append(rates)
+    busiest, panel, *panels = figure.subplots(1, 2 + len(found), squeeze=False)[0]
+    _draw_layers(busiest, _column(records, "step"), relative.max(axis=-1))
+    busiest.set(title="largest load / mean", ylim=(1, None))
     # White is the mean of the layer.
     _draw_map(panel, load, "RdBu_r", TwoSlopeNorm(1, 0, max(2, load.max())))
     panel.set(title="load / mean", ylabel="layer")
-    for panel, (name, rate) in zip(panels, rates.items(), strict=True):
-        bar = _draw_map(panel, rate, "viridis", Normalize(0, 1))
+    for panel, (name, tables) in zip(panels, found.items(), strict=True):
+        mean = np.array(tables, np.float64).mean(axis=0)
+        bar = _draw_map(panel, mean, "viridis", Normalize(0, 1))
         bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         panel.set(title=f"fallback rate, {name.rpartition('/')[2]}")
     figure.suptitle(
         "Experts (left: of each layer, smoothed; maps: means over the last twentieth "
         "of the steps)"
     )
-
-
-def _expert_rates(
-    records: list[dict[str, Any]], shape: tuple[int, ...]
-) -> dict[str, np.ndarray]:
-    """The mean fallback rates of experts, [layers, experts], by projection."""
-    found: dict[str, list[Any]] = {}
-    for record in records:
-        for name, layer in record.get("fallback", {}).items():
-            if np.shape(rates := layer.get("expert_rates")) == shape:
-                found.setdefault(name, []).append(rates)
-    return {
-        name: np.array(rates, np.float64).mean(axis=0) for name, rates in found.items()
-    }
 
 
 def _draw_map(panel: Axes, values: np.ndarray, colors: str, norm: Normalize) -> Any:
@@ -200,23 +194,6 @@ def _draw_map(panel: Axes, values: np.ndarray, colors: str, norm: Normalize) -> 
         axis.set_major_locator(MaxNLocator(5, integer=True))
     panel.set(xlabel="expert")
     return panel.figure.colorbar(image, ax=panel)
-
-
-def _layers(record: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of the rates of each projection."""
-    layers = record["fallback"].items()
-    return {name: np.shape(layer["rate"]) for name, layer in layers}
-
-
-def _draw_layer_colorbar(figure: SubFigure, panels: Any, colors: np.ndarray) -> None:
-    """Draws one colorbar for the layers of all panels."""
-    layers = len(colors)
-    norm = BoundaryNorm(range(layers + 1), layers)
-    scale = ScalarMappable(norm, ListedColormap(colors))
-    bar = figure.colorbar(scale, ax=panels, label="layer")
-    shown = range(0, layers, -(-layers // 8))
-    bar.set_ticks([layer + 0.5 for layer in shown], labels=[str(n) for n in shown])
-    bar.ax.tick_params(which="both", length=0)
 
 
 def style(index: int) -> dict[str, Any]:

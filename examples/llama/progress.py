@@ -13,21 +13,16 @@ T = TypeVar("T")
 
 def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
     """The progress bar of a run; until the first `show` it says that JAX compiles."""
+    compiling = "compiling" if done < steps else None
     return tqdm(
-        initial=done,
-        total=steps,
-        unit="step",
-        postfix="compiling" if done < steps else None,
-        disable=not shown,
+        initial=done, total=steps, unit="step", postfix=compiling, disable=not shown
     )
 
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:
     """Advances the progress bar by one step and shows the metrics of that step."""
-    shown = {
-        "loss": f"{record['loss']:.3f}",
-        "tokens/s": f"{record['tokens_per_s']:,.0f}",
-    }
+    tokens_per_s = f"{record['tokens_per_s']:,.0f}"
+    shown = {"loss": f"{record['loss']:.3f}", "tokens/s": tokens_per_s}
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"
     # A layer whose recipe has no fallback has no threshold.
@@ -39,14 +34,11 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
 
 
 def interruptible(items: Iterable[T]) -> Iterator[T]:
-    """Yields items, between which Ctrl-C or SIGTERM interrupts.
+    """Yields items, between which Ctrl-C or SIGTERM raises KeyboardInterrupt.
 
     A long call of another library can lose the KeyboardInterrupt of its time: Python
     raises it in whatever runs first after the call, such as a callback of JAX at a
     garbage collection, where it is ignored.
-
-    Raises:
-        KeyboardInterrupt: A signal arrived.
     """
     signaled = threading.Event()
     with _handled(lambda *_: signaled.set()):
@@ -72,7 +64,6 @@ def stop_requests() -> Iterator[threading.Event]:
 
 @contextmanager
 def _handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Has Ctrl-C and SIGTERM call a function."""
     signals = signal.SIGINT, signal.SIGTERM
     previous = [signal.signal(signum, handler) for signum in signals]
     try:

@@ -3,8 +3,7 @@
 Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it, the
 backward pass reads packed codes, and the model has the gate and the norms of Llama: the
 fused layer quantizes values where it computes them. Otherwise norm and projection are
-separate Flax modules. Both variants use the same names for parameters and state. A
-mixture of experts has its norm apart.
+separate Flax modules. Both variants use the same names for parameters and state.
 """
 
 import functools
@@ -23,43 +22,6 @@ DotGeneral = Callable[..., jax.Array]
 INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 
-def norm_dense(
-    config: LlamaConfig,
-    dot_general: DotGeneral | None,
-    features: int,
-    *,
-    use_bias: bool,
-    name: str,
-) -> nn.Module:
-    """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module.
-
-    The module maps [..., K] to [..., features].
-    """
-    if not fuses(config, dot_general):
-        return _NormDense(config, features, use_bias, dot_general, name=name)
-    return fbq_jax.NormDense(
-        features, use_bias=use_bias, **_fused_options(config, dot_general), name=name
-    )
-
-
-def gated_mlp(
-    config: LlamaConfig, dot_general: DotGeneral | None, *, name: str
-) -> nn.Module:
-    """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
-
-    A mixture of experts has its projections, and its router, in "experts".
-
-    The module maps [..., hidden_size] to the same shape.
-    """
-    if config.num_experts is not None:
-        return _Mixture(config, dot_general, name=name)
-    if not fuses(config, dot_general):
-        return _GatedMLP(config, dot_general, name=name)
-    return fbq_jax.GatedMLP(
-        config.intermediate_size, **_fused_options(config, dot_general), name=name
-    )
-
-
 def fuses(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     """Whether norms and projections run as fused layers of ``fbq_jax``."""
     return _could_fuse(config, dot_general) and not _not_fused(config)
@@ -70,12 +32,11 @@ def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | 
 
     None if they run fused, or would not in any model: for the recipe or ``saved_bits``.
     """
-    if not _could_fuse(config, dot_general) or not _not_fused(config):
+    if not _could_fuse(config, dot_general) or not (parts := _not_fused(config)):
         return None
     return (
         "norms, gates and projections run as separate layers: fbq_jax fuses SwiGLU and "
-        "norms that multiply by their scale, this model has "
-        + " and ".join(_not_fused(config))
+        f"norms that multiply by their scale, this model has {' and '.join(parts)}"
     )
 
 
@@ -89,12 +50,53 @@ def _could_fuse(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
 
 def _not_fused(config: LlamaConfig) -> list[str]:
     """The parts of the model that the fused layers do not have."""
-    parts = []
-    if config.activation != "silu":
-        parts.append(f"the gate {config.activation}")
-    if config.unit_offset_norms:
-        parts.append("norms that multiply by 1 + scale")
-    return parts
+    parts = {
+        f"the gate {config.activation}": config.activation != "silu",
+        "norms that multiply by 1 + scale": config.unit_offset_norms,
+    }
+    return [part for part, has in parts.items() if has]
+
+
+def _fused_options(
+    config: LlamaConfig, dot_general: DotGeneral | None
+) -> dict[str, Any]:
+    return {
+        "epsilon": config.norm_eps,
+        "bits": config.saved_bits,
+        "dtype": config.dtype,
+        "kernel_init": INITIALIZER,
+        "dot_general": dot_general,
+    }
+
+
+def norm_dense(
+    config: LlamaConfig,
+    dot_general: DotGeneral | None,
+    features: int,
+    *,
+    use_bias: bool,
+    name: str,
+) -> nn.Module:
+    """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module."""
+    if not fuses(config, dot_general):
+        return _NormDense(config, dot_general, features, use_bias, name=name)
+    options = _fused_options(config, dot_general)
+    return fbq_jax.NormDense(features, use_bias=use_bias, **options, name=name)
+
+
+def gated_mlp(
+    config: LlamaConfig, dot_general: DotGeneral | None, *, name: str
+) -> nn.Module:
+    """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
+
+    A mixture of experts has its projections, and its router, in "experts".
+    """
+    if config.num_experts is not None:
+        return _Mixture(config, dot_general, name=name)
+    if not fuses(config, dot_general):
+        return _GatedMLP(config, dot_general, name=name)
+    options = _fused_options(config, dot_general)
+    return fbq_jax.GatedMLP(config.intermediate_size, **options, name=name)
 
 
 def dense(
@@ -112,50 +114,40 @@ def dense(
 
 def norm(config: LlamaConfig, name: str) -> Callable[[jax.Array], jax.Array]:
     """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
+    epsilon, bits = config.norm_eps, config.saved_bits
     module: nn.Module
     if config.unit_offset_norms:
-        module = _UnitOffsetNorm(config, name=name)
-    elif config.saved_bits is None:
-        module = nn.RMSNorm(epsilon=config.norm_eps, name=name)
+        module = _UnitOffsetNorm(epsilon, bits, name=name)
+    elif bits is None:
+        module = nn.RMSNorm(epsilon=epsilon, name=name)
     else:
-        module = fbq_jax.RMSNorm(
-            epsilon=config.norm_eps, bits=config.saved_bits, name=name
-        )
+        module = fbq_jax.RMSNorm(epsilon=epsilon, bits=bits, name=name)
     return lambda x: module(x.astype(jnp.float32)).astype(config.dtype)
-
-
-def _fused_options(
-    config: LlamaConfig, dot_general: DotGeneral | None
-) -> dict[str, Any]:
-    return {
-        "epsilon": config.norm_eps,
-        "bits": config.saved_bits,
-        "dtype": config.dtype,
-        "kernel_init": INITIALIZER,
-        "dot_general": dot_general,
-    }
 
 
 class _UnitOffsetNorm(nn.Module):
     """An RMSNorm that multiplies by ``1 + scale``."""
 
-    config: LlamaConfig
+    epsilon: float
+    bits: int | None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        epsilon, bits = self.config.norm_eps, self.config.saved_bits
         scale = 1 + self.param("scale", nn.initializers.zeros, x.shape[-1:])
-        if bits is not None:
-            return nonlinear.rms_norm(x, scale, epsilon=epsilon, bits=bits)
-        normalized = nn.RMSNorm(epsilon=epsilon, use_scale=False)(x)
+        if self.bits is not None:
+            return nonlinear.rms_norm(x, scale, epsilon=self.epsilon, bits=self.bits)
+        normalized = nn.RMSNorm(epsilon=self.epsilon, use_scale=False)(x)
         return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-class _NormDense(nn.Module):
+class _Part(nn.Module):
     config: LlamaConfig
+    dot_general: DotGeneral | None
+
+
+class _NormDense(_Part):
     features: int
     use_bias: bool
-    dot_general: DotGeneral | None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -164,11 +156,8 @@ class _NormDense(nn.Module):
         return project(self.features, use_bias=self.use_bias, name="dense")(x)
 
 
-class _GateUp(nn.Module):
+class _GateUp(_Part):
     """Gate and up as one product with a kernel [K, 2, F]."""
-
-    config: LlamaConfig
-    dot_general: DotGeneral | None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -181,25 +170,18 @@ class _GateUp(nn.Module):
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-class _GatedMLP(nn.Module):
-    config: LlamaConfig
-    dot_general: DotGeneral | None
-
+class _GatedMLP(_Part):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
         project = dense(config, self.dot_general)
         x = norm(config, "norm")(x)
         gate_up = _GateUp(config, self.dot_general, name="gate_up")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        x = _gate(config, gate, up)
+        x = _gate(config, *jnp.split(gate_up, 2, axis=-1))
         return project(config.hidden_size, name="down")(x)
 
 
-class _Mixture(nn.Module):
-    config: LlamaConfig
-    dot_general: DotGeneral | None
-
+class _Mixture(_Part):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, routing = self.config, self.config.routing()

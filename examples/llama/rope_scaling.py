@@ -1,7 +1,6 @@
 """How rotary frequencies are stretched to a context longer than the pretraining's.
 
-Each scaling has a method ``scale`` and an ``attention_factor``, which multiplies the
-cosines and sines.
+An ``attention_factor`` multiplies the cosines and sines.
 """
 
 import dataclasses
@@ -10,65 +9,42 @@ from typing import ClassVar
 
 import numpy as np
 
-from examples.llama import field_types
-from examples.llama.field_types import SMALLEST, check_at_least, check_sizes
+from examples.llama import fields
+from examples.llama.fields import FromOne, Positive, Size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """All rotations are slowed down by ``factor`` (arXiv 2306.15595).
-
-    Attributes:
-        factor: The divisor of the frequencies.
-
-    Raises:
-        ValueError: A field has another type or is out of range. The message names the
-            field and what it accepts.
-    """
+    """All rotations are slowed down by ``factor`` (arXiv 2306.15595)."""
 
     attention_factor: ClassVar[float] = 1.0
-    factor: float
+    factor: FromOne
 
     def __post_init__(self) -> None:
-        field_types.check(self)
-        check_at_least(self, 1, "factor")
+        fields.check(self)
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
-        """Returns the scaled rotation ``frequencies``, in radians per token."""
+        """Returns the scaled rotation frequencies, in radians per token."""
         return frequencies / self.factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """The scaling of rotary frequencies in Llama 3.1.
+    """The scaling of Llama 3.1.
 
-    A rotation that completes many turns in the original context keeps its frequency.
-    One that completes few turns is slowed down by ``factor``.
-
-    Attributes:
-        factor: The divisor of the frequencies of rotations with fewer than
-            ``low_freq_factor`` turns in the original context.
-        low_freq_factor: The number of turns below which ``factor`` applies in full.
-        high_freq_factor: The number of turns above which a frequency is unchanged.
-            Between the two bounds the scale is interpolated in the number of turns.
-        original_max_position_embeddings: The length of the original context, in tokens.
-
-    Raises:
-        ValueError: A field has another type or is out of range. The message names the
-            field and what it accepts.
+    Rotations that complete more than ``high_freq_factor`` turns in the original context
+    keep their frequency, those with fewer than ``low_freq_factor`` are slowed down by
+    ``factor``. In between, the scale is interpolated in the number of turns.
     """
 
     attention_factor: ClassVar[float] = 1.0
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    factor: FromOne
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Size
 
     def __post_init__(self) -> None:
-        field_types.check(self)
-        check_sizes(self, "original_max_position_embeddings")
-        check_at_least(self, 1, "factor")
-        check_at_least(self, SMALLEST, "low_freq_factor", "high_freq_factor")
+        fields.check(self)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "high_freq_factor takes a number above low_freq_factor "
@@ -76,7 +52,7 @@ class Llama3Scaling:
             )
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
-        """Returns the scaled rotation ``frequencies``, in radians per token."""
+        """Returns the scaled rotation frequencies, in radians per token."""
         turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
         transition = self.high_freq_factor - self.low_freq_factor
         unscaled = np.clip((turns - self.low_freq_factor) / transition, 0, 1)
@@ -87,40 +63,25 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071).
 
-    As in `Llama3Scaling`, fast rotations keep their frequency and slow ones are divided
-    by ``factor``. Between the two bounds the scale is interpolated in the channel of
-    the rotation.
-
-    Attributes:
-        factor: The divisor of the frequencies of slow rotations.
-        original_max_position_embeddings: The length of the original context, in tokens.
-        attention_factor: Multiplies the cosines and sines, so the scores of attention
-            are multiplied by its square; None means ``0.1 * log(factor) + 1``.
-        beta_fast: The number of turns in the original context above which a frequency
-            is unchanged.
-        beta_slow: The number of turns below which ``factor`` applies in full.
-        truncate: Whether the interpolation begins and ends at whole channels.
-
-    Raises:
-        ValueError: A field has another type or is out of range. The message names the
-            field and what it accepts.
+    Rotations that complete more than ``beta_fast`` turns in the original context keep
+    their frequency, those with fewer than ``beta_slow`` are slowed down by ``factor``.
+    In between, the scale is interpolated in the channel, from whole channels if
+    ``truncate`` is true. ``attention_factor`` multiplies cosines and sines; None means
+    ``0.1 * log(factor) + 1``.
     """
 
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float = None  # type: ignore[assignment]  # __post_init__ sets it
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: FromOne
+    original_max_position_embeddings: Size
+    attention_factor: Positive = None  # type: ignore[assignment]  # becomes a float
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        field_types.check(self)
-        check_sizes(self, "original_max_position_embeddings")
-        check_at_least(self, 1, "factor")
+        fields.check(self)
         if self.attention_factor is None:
             factor = 0.1 * math.log(self.factor) + 1
             object.__setattr__(self, "attention_factor", factor)
-        check_at_least(self, SMALLEST, "attention_factor", "beta_fast", "beta_slow")
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast takes a number of at least beta_slow ({self.beta_slow}), "
@@ -128,13 +89,10 @@ class YarnScaling:
             )
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
-        """Returns the scaled rotation ``frequencies``, in radians per token.
-
-        Args:
-            frequencies: At least two, in a falling geometric sequence from 1.
-        """
-        first = self._channel(self.beta_fast, frequencies)
-        last = self._channel(self.beta_slow, frequencies)
+        """Returns scaled frequencies; they fall geometrically from 1."""
+        turns = np.array([self.beta_fast, self.beta_slow])
+        limits = 2 * np.pi * turns / self.original_max_position_embeddings
+        first, last = np.log(limits) / np.log(frequencies[1])
         if self.truncate:
             first, last = np.floor(first), np.ceil(last)
         # The upper limit is that of transformers: twice the number of frequencies.
@@ -144,11 +102,6 @@ class YarnScaling:
         channels = np.arange(frequencies.size)
         slowed = np.clip((channels - first) / (last - first), 0, 1)
         return frequencies * (1 - slowed + slowed / self.factor)
-
-    def _channel(self, turns: float, frequencies: np.ndarray) -> float:
-        """The channel, with a fraction, whose rotation completes this many turns."""
-        frequency = 2 * np.pi * turns / self.original_max_position_embeddings
-        return float(np.log(frequency) / np.log(frequencies[1]))
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling

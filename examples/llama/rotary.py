@@ -10,15 +10,10 @@ from examples.llama.model_config import LlamaConfig, Rope
 def rotary_tables(
     config: LlamaConfig, seq_len: int, start: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cosines and sines of the rotary angles.
-
-    Args:
-        config: Provides ``head_dim`` and the kinds of layers.
-        seq_len: The number of positions, S.
-        start: The first position, int32 []; None means 0.
+    """Computes the cosines and sines of the rotary angles from position ``start`` on.
 
     Returns:
-        Two float32 arrays of shape [kinds, S, 1, head_dim / 2], for each of
+        Two float32 arrays of shape [kinds, seq_len, 1, head_dim / 2], for each of
         ``config.distinct_kinds()``. The angles of a kind without rotation are 0.
     """
     kinds = config.distinct_kinds()
@@ -47,16 +42,10 @@ def _frequencies(rope: Rope | None, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates each head by its position.
+    """Rotates each head, [B, S, heads, head_dim], by its position.
 
-    Channel i is paired with channel i + head_dim / 2. The computation is in float32.
-
-    Args:
-        x: An array [B, S, heads, head_dim] of any floating dtype.
-        tables: The result of `rotary_tables` for one kind of layer.
-
-    Returns:
-        An array of the shape and dtype of ``x``.
+    Channel i is paired with channel i + head_dim / 2. The computation is in float32;
+    ``tables`` are those of one kind of layer.
     """
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

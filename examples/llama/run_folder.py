@@ -13,6 +13,7 @@ from typing import Any
 from examples.llama import atomic
 from examples.llama.config import Config, ConfigError
 from examples.llama.data import Corpus
+from examples.llama.hf.files import read_json
 
 # Entries of config.json beside the options: the fingerprint of the data, and the order
 # of the QKV columns in a checkpoint, which differs in older checkpoints.
@@ -41,9 +42,8 @@ def has_run(out: Path) -> bool:
 def check_folder(out: Path, config: Config, resume: bool) -> None:
     """Checks that a run can be in `out`, before its data is read.
 
-    Raises:
-        RunError: A new run's folder is in use or lies inside the data; or there is no
-            run to resume.
+    Raises RunError if a new run's folder is in use or lies inside the data, or if there
+    is no run to resume.
     """
     if resume:
         read_options(out)
@@ -75,8 +75,7 @@ def enter_folder(
     the processes of one run, only the first enters.
 
     Raises:
-        ConfigError: The resumed run has other data, or other options than a resumed run
-            may have.
+        ConfigError: The resumed run has other data, or options that it must not change.
         RunError: The folder cannot be created, or another process is in it.
     """
     try:
@@ -143,9 +142,6 @@ def write_options(out: Path, config: Config, corpus: Corpus) -> None:
 
     A resumed run, whose options may have changed, writes them when it has looked for
     its checkpoints, which were written with the former options.
-
-    Raises:
-        RunError: The folder cannot be written.
     """
     try:
         if config.save_every:  # before the run exists: no run lacks the folder
@@ -157,12 +153,7 @@ def write_options(out: Path, config: Config, corpus: Corpus) -> None:
 
 
 def read_config(out: Path) -> Config:
-    """Reads the options of the run in `out`.
-
-    Raises:
-        ConfigError: An option is not accepted.
-        RunError: As of `read_options`.
-    """
+    """Reads the options of the run in `out`, as `read_options`, and checks them."""
     options = read_options(out)
     try:
         return Config(**{name: options[name] for name in options.keys() - FACTS})
@@ -173,19 +164,12 @@ def read_config(out: Path) -> Config:
 def read_options(out: Path) -> dict[str, Any]:
     """Reads the options of the run in `out` and the fingerprint of its corpus.
 
-    Raises:
-        RunError: There is no run, its config.json is damaged, or another version of
-            this example wrote it.
+    Raises RunError if there is no run or if another version of this example wrote it.
     """
     file = out / "config.json"
     if not file.exists():
         raise RunError(f"{out} holds no run to resume: {file} does not exist")
-    try:
-        options = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{file} is damaged: {error}") from error
-    if not isinstance(options, dict):
-        raise RunError(f"{file} is damaged: it does not hold a JSON object")
+    options = read_json(file)
     known = {option.name for option in dataclasses.fields(Config)} | FACTS
     if options.keys() != known:
         raise RunError(

@@ -27,7 +27,7 @@ from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from fbq_jax import fallback_stats, quantize_weights_once
+from fbq_jax import FallbackDot, fallback_stats, quantize_weights_once
 
 EVAL_BATCHES = 8
 
@@ -76,33 +76,24 @@ def make_optimizer(
     return _optimizer(config.steps, config.lr, config.clip)
 
 
-# Cached, so that runs with the same optimizer share one compiled step.
+# Cached, so that runs with the same optimizer or model share one compiled program.
 @functools.lru_cache(maxsize=4)
 def _optimizer(
     steps: int, lr: float, clip: float
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     warmup = steps // 10
     schedule = optax.warmup_cosine_decay_schedule(
-        init_value=lr / (warmup + 1),
-        peak_value=lr,
-        warmup_steps=warmup,
-        decay_steps=steps,
-        end_value=lr / 10,
+        lr / (warmup + 1), lr, warmup, decay_steps=steps, end_value=lr / 10
     )
 
     def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
         # The rank does not tell: stacked norms and biases also have two axes.
         return path[-1].key in ("kernel", "embedding")
 
+    decayed = partial(jax.tree.map_with_path, is_matrix)
     optimizer = optax.chain(
         optax.clip_by_global_norm(clip) if clip else optax.identity(),
-        optax.adamw(
-            schedule,
-            b1=0.9,
-            b2=0.95,
-            weight_decay=0.1,
-            mask=partial(jax.tree.map_with_path, is_matrix),
-        ),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
     )
     return optimizer, schedule
 
@@ -115,11 +106,7 @@ def init_state(
 ) -> TrainState:
     """Returns the state before the first step, on the devices in use.
 
-    Args:
-        model: The model.
-        optimizer: The optimizer.
-        weights: Parameters to start from; None initializes new ones.
-        seed: The seed of new parameters and of the layers' state.
+    It starts from ``weights``, or from new ones if they are None.
     """
     init, key = make_initializer(model, optimizer), jax.random.key(seed)
     # Explicit shardings, as a restored state has, so that both use the same program.
@@ -129,7 +116,6 @@ def init_state(
     return jax.jit(init, out_shardings=shardings)(key, weights)
 
 
-# Cached, so that consecutive runs of one model compile it once.
 @functools.lru_cache(maxsize=4)
 def make_initializer(
     model: Llama, optimizer: optax.GradientTransformation
@@ -158,12 +144,7 @@ def make_initializer(
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats per token, float32 [].
-
-    Args:
-        logits: float32 [B, S, V].
-        targets: int32 [B, S].
-    """
+    """Mean cross-entropy in nats per token, float32 [], of float32 logits [B, S, V]."""
     # The gradient of optax's loss for integer labels is a scatter into float32 logits.
     # On a GPU, that of a masked sum takes one pass, which reads the head's logits and
     # writes their gradient, both in bfloat16.
@@ -218,33 +199,35 @@ def make_train_step(
     return train_step
 
 
+# `fallback`, `overwritten` and the sum of the gradients.
+_Carry = tuple[PyTree, PyTree, PyTree]
+
+
 def _accumulate(
     model: Llama, state: TrainState, tokens: jax.Array
-) -> tuple[tuple[PyTree, PyTree, PyTree], dict[str, Any]]:
+) -> tuple[_Carry, dict[str, Any]]:
     """Scans over microbatches [N, B/N, S+1].
 
-    Returns:
-        The new `fallback` and `overwritten` and the sum of the gradients; and what was
-        measured of each microbatch, as `_loss` returns it.
+    Returns the new `fallback` and `overwritten`, the sum of the gradients, and what
+    `_loss` measured of each microbatch.
     """
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
+    codes: dict[str, PyTree] = {}
+    if tokens.shape[0] > 1 and isinstance(model.dot_general, FallbackDot):
+        variables = {
+            "params": state.params,
+            OVERWRITE_WITH_GRADIENT: state.overwritten,
+            "fallback": state.fallback,
+        }
+        codes = quantize_weights_once(model, variables, tokens[0][:, :-1])
 
-    def gradients(
-        params: PyTree, overwritten: PyTree, fallback: PyTree, tokens: jax.Array
-    ) -> Any:
-        differentiated = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
-        return value_and_grad(differentiated, fallback, tokens)
-
-    run: Callable[..., Any] = partial(gradients, state.params)
-    if tokens.shape[0] > 1:
-        operands = state.overwritten, state.fallback, tokens[0]
-        run = quantize_weights_once(gradients, state.params, *operands)
-
-    def microbatch(
-        carry: tuple[PyTree, PyTree, PyTree], tokens: jax.Array
-    ) -> tuple[tuple[PyTree, PyTree, PyTree], dict[str, Any]]:
+    def microbatch(carry: _Carry, tokens: jax.Array) -> tuple[_Carry, dict[str, Any]]:
         fallback, overwritten, total = carry
-        (_, (fallback, measured)), grads = run(overwritten, fallback, tokens)
+        differentiated = {"params": state.params, OVERWRITE_WITH_GRADIENT: overwritten}
+        variables = {"fallback": fallback, **codes}
+        (_, (fallback, measured)), grads = value_and_grad(
+            differentiated, variables, tokens
+        )
         # Reduce-scattered here, so that no device holds the complete gradient.
         total = mesh.constrain(optax.tree.add(total, grads["params"]))
         return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), measured
@@ -255,19 +238,17 @@ def _accumulate(
 
 
 def _loss(
-    model: Llama, differentiated: dict[str, PyTree], fallback: PyTree, tokens: jax.Array
+    model: Llama,
+    differentiated: dict[str, PyTree],
+    variables: dict[str, PyTree],
+    tokens: jax.Array,
 ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-    """The loss of a microbatch.
-
-    Returns:
-        The loss to differentiate; the new `fallback`, and what is measured: the
-        cross-entropy, "loss", and the metrics of experts.
-    """
+    """The loss to differentiate; the new `fallback`, and what is measured."""
     mutable = ["fallback"]
     if model.config.num_experts is not None:
         mutable += ["expert_stats", "losses", "intermediates"]
     logits, updates = model.apply(
-        {**differentiated, "fallback": fallback}, tokens[:, :-1], mutable=mutable
+        {**differentiated, **variables}, tokens[:, :-1], mutable=mutable
     )
     loss = cross_entropy(logits, tokens[:, 1:])
     added, measured = _expert_metrics(model.config, updates)

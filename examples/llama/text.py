@@ -1,17 +1,27 @@
-"""Text to tokens and back, for generation, with what a checkpoint says about them."""
+"""Text to tokens and back, for generation and for the models that runs export."""
 
 import functools
 import json
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from examples.llama.config import ConfigError
-from examples.llama.data import SEPARATOR
-from examples.llama.hf.files import CheckpointError, read_json
+from examples.llama.config import Config, ConfigError
+from examples.llama.data import SEPARATOR, is_token_ids, tokenizer_folder
+from examples.llama.hf.config_json import to_json
+from examples.llama.hf.files import (
+    TOKENIZER,
+    CheckpointError,
+    load_tokenizer,
+    read_json,
+)
+from examples.llama.model_config import LlamaConfig
+from examples.llama.run_folder import RunError
 
 
 class ChatError(ValueError):
@@ -23,37 +33,11 @@ def to_bytes(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
 
 
-class Codec(Protocol):
-    """Turns text into tokens and back.
-
-    Attributes:
-        stops: The tokens that end a text.
-    """
-
-    stops: frozenset[int]
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, with those that begin a document.
-
-        Raises:
-            ConfigError: The text has bytes that are no UTF-8, which tokenizers do not
-                take.
-        """
-
-    def encode_chat(self, text: str) -> list[int]:
-        """Returns the tokens of a user's message, up to where the answer begins.
-
-        Raises:
-            ChatError: There is no chat template, or it cannot be used.
-            ConfigError: As of `encode`.
-        """
-
-    def decode(self, tokens: list[int]) -> str:
-        """Returns the text of tokens."""
-
-
 class Bytes:
-    """The tokens of models that were trained on bytes."""
+    """Turns text into bytes and back, the tokens of models that were trained on them.
+
+    `stops` are the tokens that end a text.
+    """
 
     stops = frozenset(SEPARATOR)
 
@@ -72,26 +56,17 @@ class Bytes:
 
 
 class TokenizerOf:
-    """The tokenizer of a checkpoint's folder, with its stop tokens and template."""
+    """Turns text into tokens and back with the tokenizer of a checkpoint's folder.
 
-    def __init__(self, folder: Path, tokenizer: tokenizers.Tokenizer):
+    `stops` are the tokens that end a text. Without a tokenizer, raises RunError.
+    """
+
+    def __init__(self, folder: Path):
+        tokenizer = load_tokenizer(folder)
+        if tokenizer is None:
+            raise RunError(f"{folder} has no {TOKENIZER}, which turns text into tokens")
         self._folder, self._tokenizer = folder, tokenizer
-        self.stops = _stops(folder, tokenizer, self._tokens)
-
-    @functools.cached_property
-    def _config(self) -> dict[str, Any]:
-        return _read_optional(self._folder / "tokenizer_config.json")
-
-    @functools.cached_property
-    def _tokens(self) -> dict[str, str]:
-        """The texts of special tokens by their role, such as "bos_token"."""
-        tokens = {}
-        for role, token in self._config.items():
-            if role.endswith("_token"):
-                token = token.get("content") if isinstance(token, dict) else token
-                if isinstance(token, str):
-                    tokens[role] = token
-        return tokens
+        self.stops = self._find_stops()
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that begin a document."""
@@ -104,23 +79,54 @@ class TokenizerOf:
         return ids
 
     def encode_chat(self, text: str) -> list[int]:
-        """Returns the tokens of a user's message, up to where the answer begins."""
+        """Returns the tokens of a user's message, up to where the answer begins.
+
+        Raises ChatError if there is no chat template that can be filled in.
+        """
         _check_characters(text)
         messages = [{"role": "user", "content": text}]
-        prompt = _render(self._template(), messages, self._tokens)
+        prompt = _render(self._template(), messages=messages, **self._special_tokens)
         return self._tokenizer.encode(prompt, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of tokens, without special ones."""
         return self._tokenizer.decode(tokens)
 
+    def _read(self, name: str) -> dict[str, Any]:
+        file = self._folder / name
+        return read_json(file) if file.is_file() else {}
+
+    @functools.cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        """The texts of special tokens by their role, such as "bos_token"."""
+        tokens = {}
+        for role, token in self._read("tokenizer_config.json").items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if role.endswith("_token") and isinstance(text, str):
+                tokens[role] = text
+        return tokens
+
+    def _find_stops(self) -> frozenset[int]:
+        for name in ("generation_config.json", "config.json"):
+            ids = self._read(name).get("eos_token_id")
+            ids = [ids] if isinstance(ids, int) else ids
+            if ids is None:
+                continue
+            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+                raise CheckpointError(
+                    f"{self._folder / name}: eos_token_id takes a token or a list of "
+                    f"them, got {json.dumps(ids)}"
+                )
+            return frozenset(ids)
+        end = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        return frozenset() if end is None else frozenset({end})
+
     def _template(self) -> str:
         file = self._folder / "chat_template.jinja"
         if file.is_file():
             return file.read_text()
-        template = _read_optional(self._folder / "chat_template.json").get(
-            "chat_template", self._config.get("chat_template")
-        )
+        stored = self._read("tokenizer_config.json") | self._read("chat_template.json")
+        template = stored.get("chat_template")
         if isinstance(template, list):  # several, by name
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default")
@@ -132,8 +138,19 @@ class TokenizerOf:
         return template
 
 
+Codec = Bytes | TokenizerOf
+
+
+def codec_of_run(config: Config) -> Codec:
+    """Returns what turns text into the tokens of a run's data."""
+    if config.from_hf is not None:
+        return TokenizerOf(Path(config.from_hf))
+    if config.data is None or not is_token_ids(data := Path(config.data)):
+        return Bytes()
+    return TokenizerOf(tokenizer_folder(data))
+
+
 def _check_characters(text: str) -> None:
-    """Raises ConfigError if a text has bytes that are no characters."""
     try:
         to_bytes(text).decode()
     except UnicodeError as error:
@@ -142,38 +159,8 @@ def _check_characters(text: str) -> None:
         ) from error
 
 
-def _read_optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
-
-
-def _stops(
-    folder: Path, tokenizer: tokenizers.Tokenizer, tokens: dict[str, str]
-) -> frozenset[int]:
-    """The tokens that end a text: those of generation_config.json, or of the model."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        ids = _read_optional(file).get("eos_token_id")
-        ids = [ids] if isinstance(ids, int) else ids
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise CheckpointError(
-                f"{file}: eos_token_id takes a token or a list of them, got "
-                f"{json.dumps(ids)}"
-            )
-        return frozenset(ids)
-    end = tokenizer.token_to_id(tokens.get("eos_token", ""))
-    return frozenset() if end is None else frozenset({end})
-
-
-def _render(
-    template: str, messages: Iterable[dict[str, str]], tokens: dict[str, str]
-) -> str:
-    """Fills in a chat template as transformers does.
-
-    Raises:
-        ChatError: Jinja is not installed, or the template cannot be filled in.
-    """
+def _render(template: str, **values: Any) -> str:
+    """Fills in a chat template as transformers does."""
     try:
         import jinja2
         import jinja2.ext
@@ -189,11 +176,59 @@ def _render(
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = time.strftime
+    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
     try:
-        return environment.from_string(template).render(
-            messages=messages, add_generation_prompt=True, **tokens
-        )
+        filled = environment.from_string(template)
+        return filled.render(add_generation_prompt=True, **values)
     except Exception as error:  # templates are programs
         raise ChatError(f"the chat template cannot be filled in: {error}") from error
+
+
+@contextmanager
+def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None]:
+    """Yields what `hf.export` takes as ``like``, so that the model can read text.
+
+    It is the checkpoint that the run tunes; or a temporary folder with the tokenizer of
+    its data, which for text is that of bytes; or None if the data has none.
+    """
+    if config.from_hf is not None:
+        yield Path(config.from_hf)
+        return
+    data = None if config.data is None else Path(config.data)
+    ids: dict[str, Any] = {}
+    if data is not None and is_token_ids(data):
+        tokenizer = load_tokenizer(tokenizer_folder(data))
+    else:
+        tokenizer, ids = byte_tokenizer(), {"eos_token_id": SEPARATOR[0]}
+    if tokenizer is None:
+        yield None
+        return
+    contents = {
+        "config.json": to_json(model) | ids,
+        "generation_config.json": ids,
+        # What loads tokenizer.json in transformers.
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in contents.items():
+            (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n")
+        tokenizer.save(str(Path(folder) / TOKENIZER))
+        yield Path(folder)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Returns a tokenizer whose tokens are the bytes of a text, each its own id.
+
+    >>> byte_tokenizer().encode("né").ids, list("né".encode())
+    ([110, 195, 169], [110, 195, 169])
+    """
+    # Printable characters of Latin-1 show themselves; the other bytes have those from
+    # U+0100, in order.
+    shown = set(map(ord, pre_tokenizers.ByteLevel.alphabet()))
+    others = iter(sorted(code for code in shown if code > 255))
+    codes = (byte if byte in shown else next(others) for byte in range(256))
+    vocab = {chr(code): byte for byte, code in enumerate(codes)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

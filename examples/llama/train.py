@@ -7,38 +7,156 @@ writes metrics.jsonl, curves.png, config.json and checkpoints to runs/fallback. 
 lists the options; `--compare bf16,block,fallback` compares recipes.
 """
 
+import argparse
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
-from examples.llama import checkpoint, hf, mesh, metrics, plot
-from examples.llama.command_line import Command, parse_command
+import jax
+
+from examples.llama import checkpoint, hf, mesh, metrics, plot, run_folder
 from examples.llama.config import Config, ConfigError
 from examples.llama.data import DataError
-from examples.llama.run_folder import (
-    FACTS,
-    RunError,
-    check_folder,
-    checkpoints,
-    has_run,
-    read_options,
-)
+from examples.llama.fields import Range, kinds_of
+from examples.llama.run_folder import RunError, has_run
 from examples.llama.training import train
-from fbq_jax.export import ExportError
+from fbq_jax.export import FORMATS, ExportError
 
 ERRORS = (
-    ConfigError,
-    DataError,
-    RunError,
-    mesh.MeshError,
-    checkpoint.RestoreError,
-    checkpoint.SaveError,
-    metrics.MetricsError,
-    hf.CheckpointError,
-    ExportError,
+    *(ConfigError, DataError, RunError, ExportError, mesh.MeshError),
+    *(checkpoint.RestoreError, checkpoint.SaveError),
+    *(metrics.MetricsError, hf.CheckpointError),
 )
+
+
+# Sizes are multiples of 128, so that quantized matrices consist of complete blocks.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},  # the defaults of Config: minutes on two CPU cores
+    # 150 million parameters: minutes on one GPU
+    "small": {"hidden": 1024, "ffn": 2816, "layers": 12, "heads": 16, "kv_heads": 4}
+    | {"batch": 32, "accumulate": 4, "seq": 1024, "steps": 300, "lr": 6e-4}
+    | {"eval_every": 100, "save_every": 100},
+}
+
+# The options that --from-hf takes from the model that it loads.
+MODEL_SIZES = ("hidden", "ffn", "layers", "heads", "kv_heads", "experts", "top_k")
+
+
+class Command(NamedTuple):
+    """What the command line asks for.
+
+    Attributes:
+        out: The folder of the run, or of the runs of a comparison.
+        resume: Whether to continue the run in `out`.
+        compare: The recipes to train one after another; empty for a single run.
+        export: The format to export the trained model in; None exports nothing.
+        mesh: The devices to train on, in the format of `mesh.make`.
+        given: The options of `Config` that the command line sets, by name. They are
+            apart from the defaults, because a resumed run takes all others from its own
+            folder.
+        defaults: Values of options that the command line does not set.
+    """
+
+    out: Path
+    resume: bool
+    compare: tuple[str, ...]
+    export: str | None
+    mesh: str
+    given: dict[str, Any]
+    defaults: dict[str, Any]
+
+
+def parse_command(argv: Sequence[str] | None = None) -> Command:
+    """Reads the command line; None means the arguments of the process.
+
+    Raises ConfigError if two flags contradict each other.
+    """
+    asked = _parser().parse_args(argv)
+    options = {option.name for option in dataclasses.fields(Config)}
+    given = {name: value for name, value in vars(asked).items() if name in options}
+    for name in MODEL_SIZES:
+        if "from_hf" in given and name in given:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} comes from the model of --from-hf")
+    compare = _recipes_to_compare(asked.compare, given)
+    if compare and asked.export is not None:
+        raise ConfigError("--export takes one run; leave --compare out")
+    defaults: dict[str, Any] = {}
+    if asked.preset is not None:
+        given = PRESETS[asked.preset] | given
+    else:
+        defaults = PRESETS["tiny" if jax.default_backend() == "cpu" else "small"]
+    if "from_hf" in given:
+        defaults = defaults | {"lr": 2e-5}
+    name = "compare" if compare else given.get("recipe", Config.recipe)
+    out = asked.out or Path("runs") / name
+    return Command(
+        out, asked.resume, compare, asked.export, asked.mesh, given, defaults
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.llama.train",
+        description="Trains a Llama in INT8, FP8 or bf16 and plots its losses.",
+        parents=[mesh.PARSER],
+    )
+    hints = get_type_hints(Config, include_extras=True)
+    for option in dataclasses.fields(Config):
+        kind = kinds_of(hints[option.name])[0]
+        takes: dict[str, Any] = {"type": kind.of} if isinstance(kind, Range) else {}
+        if kind is bool:
+            takes = {"action": argparse.BooleanOptionalAction}
+        default = "" if option.default is None else f" (default: {option.default})"
+        parser.add_argument(
+            "--" + option.name.replace("_", "-"),
+            default=argparse.SUPPRESS,
+            help=option.metadata["help"] + default,
+            **takes,
+        )
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="set of defaults (default: tiny on a CPU, small on an accelerator)",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="RECIPES",
+        help="train with each of these recipes, such as bf16,block,fallback, on the "
+        "same data and seed",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the run (default: runs/<recipe>, or runs/compare)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --out, bit for bit"
+    )
+    parser.add_argument(
+        "--export",
+        choices=FORMATS,
+        help="also write the trained model's INT8 codes to a folder of this name in "
+        "--out, for a serving engine; with --resume, of a run that has ended",
+    )
+    return parser
+
+
+def _recipes_to_compare(names: str | None, given: dict[str, Any]) -> tuple[str, ...]:
+    """The recipes that --compare lists; none without it."""
+    if names is None:
+        return ()
+    if "recipe" in given:
+        raise ConfigError("--compare names the recipes; leave --recipe out")
+    recipes = tuple(name.strip() for name in names.split(","))
+    if not 2 <= len(recipes) == len(set(recipes)):
+        raise ConfigError(
+            f"--compare takes two or more different recipes, got {names!r}"
+        )
+    return recipes
 
 
 def run_folders(command: Command) -> dict[Path, dict[str, Any]]:
@@ -49,16 +167,13 @@ def run_folders(command: Command) -> dict[Path, dict[str, Any]]:
 
 
 def configure(command: Command, like: Path | None, **fixed: Any) -> Config:
-    """Returns the options of a run.
+    """Returns the options of a run; `fixed` ones override the command line.
 
-    Args:
-        command: The command line.
-        like: The folder of a run that provides the options that are not given; None
-            takes them from the defaults.
-        **fixed: Options that override the command line.
+    The folder ``like`` of a run provides the options that are not given; None takes
+    them from the defaults.
     """
-    defaults = read_options(like) if like else command.defaults
-    defaults = {name: defaults[name] for name in defaults.keys() - FACTS}
+    defaults = run_folder.read_options(like) if like else command.defaults
+    defaults = {name: defaults[name] for name in defaults.keys() - run_folder.FACTS}
     return Config(**{**defaults, **command.given, **fixed})
 
 
@@ -82,17 +197,15 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
     """
     folders = run_folders(command)
     existing = [out for out in folders if has_run(out)]
-    configs, resumes = {}, {}
+    runs = {}
     for out, fixed in folders.items():
-        resumes[out] = command.resume and (out in existing or not existing)
-        like = None
-        if command.resume:
-            like = out if resumes[out] else existing[0]
-        configs[out] = configure(command, like, **fixed)
-    check_comparable(configs)
-    for out, config in configs.items():
-        check_folder(out, config, resumes[out])
-    return {out: (config, resumes[out]) for out, config in configs.items()}
+        resume = command.resume and (out in existing or not existing)
+        like = (out if resume else existing[0]) if command.resume else None
+        runs[out] = configure(command, like, **fixed), resume
+    check_comparable({out: config for out, (config, _) in runs.items()})
+    for out, (config, resume) in runs.items():
+        run_folder.check_folder(out, config, resume)
+    return runs
 
 
 def run(command: Command) -> None:
@@ -125,14 +238,13 @@ def main(argv: list[str] | None = None) -> int:
         again, how = argv, "stopped; continue"
         if command is not None and any(map(has_run, run_folders(command))):
             again = argv if "--resume" in argv else [*argv, "--resume"]
-            if not any(checkpoints(out).exists() for out in run_folders(command)):
+            if not any(
+                run_folder.checkpoints(out).exists() for out in run_folders(command)
+            ):
                 how = "stopped without a checkpoint; start again"
-        # As it was typed, since the Python of a virtual environment need not be on the
-        # path.
-        python = sys.orig_argv[0]
-        print(
-            f"{how} with: " + shlex.join([python, "-m", "examples.llama.train", *again])
-        )
+        # As it was typed: the Python of a virtual environment need not be on the path.
+        typed = [sys.orig_argv[0], "-m", "examples.llama.train", *again]
+        print(f"{how} with: {shlex.join(typed)}")
         return 130
     except (*ERRORS, OSError) as error:  # OSError names its file
         print(f"error: {error}", file=sys.stderr)

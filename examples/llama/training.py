@@ -1,11 +1,9 @@
 """Trains one model: the loop over steps, with metrics, validation and checkpoints."""
 
 import math
-import shlex
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.llama import checkpoint, flops, hf, mesh, metrics, plot
+from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
 from examples.llama.build import build, build_model
 from examples.llama.config import Config
 from examples.llama.data import Corpus, batches
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from examples.llama.progress import progress_bar, show, stop_requests
 from examples.llama.projections import why_not_fused
-from examples.llama.run_folder import (
-    RunError,
-    check_folder,
-    checkpoints,
-    enter_folder,
-    read_config,
-    write_options,
-)
+from examples.llama.run_folder import RunError, checkpoints
 from examples.llama.step import (
     TrainState,
     init_state,
@@ -37,7 +27,7 @@ from examples.llama.step import (
     make_optimizer,
     make_train_step,
 )
-from examples.llama.tokenizer_source import tokenizer_source
+from examples.llama.text import tokenizer_source
 from fbq_jax import FallbackDot, Recipe, assert_live, freeze
 
 
@@ -48,7 +38,7 @@ class DivergedError(RunError):
 def train(
     config: Config, out: Path, *, resume: bool = False, export: str | None = None
 ) -> None:
-    """Trains one model.
+    """Trains one model; Ctrl-C or SIGTERM stops it with a KeyboardInterrupt.
 
     Args:
         config: The options of the run.
@@ -59,17 +49,10 @@ def train(
         export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
             also written to the folder of this name in `out`. None writes none.
 
-    Raises:
-        ExportError: The model cannot be exported; nothing has been written.
-        ConfigError: The model cannot be built, or a resumed run has other options.
-        DataError: The data cannot be read or does not fit.
-        RestoreError: Checkpoints that were written are missing, or all are damaged.
-        SaveError: A checkpoint cannot be written.
-        MetricsError: The metrics cannot be written.
-        RunError: `out` is in use, or the loss is no longer finite.
-        KeyboardInterrupt: A signal stopped the run; it can be resumed.
+    Raises one of `train.ERRORS`; nothing is written if the options, the data or an
+    export of the model are not possible.
     """
-    check_folder(out, config, resume)
+    run_folder.check_folder(out, config, resume)
     mesh.wait("checked")
     mesh.check_batch(config.batch // config.accumulate)
     model, weights, corpus = build(config)
@@ -87,59 +70,51 @@ def train(
         evaluate=make_eval(model, batches(corpus, "val", seed=0, **sizes)),
     )
     state = init_state(model, optimizer, weights, config.seed)
-    with _entered(out, config, corpus, resume):
+    first = mesh.is_first()  # enters the folder and prints for all processes
+    with (
+        run_folder.enter_folder(out, config, corpus, resume) if first else nullcontext()
+    ):
         mesh.wait("entered")
         if resume:
             state = _latest_state(out, state)
-            if mesh.is_first():
-                write_options(out, config, corpus)
-        if mesh.is_first():
-            devices = mesh.size()
-            print(
-                f"{config.recipe}: {optax.tree.size(state.params):,} parameters on "
-                f"{devices} {jax.default_backend()}{'s' * (devices > 1)}, "
-                f"{len(corpus.train):,} training tokens"
-            )
-            if devices < jax.device_count():
-                print(
-                    f"note: {devices} of {jax.device_count()} devices in use; --mesh "
-                    f"data={jax.device_count()} uses all"
-                )
-            if reason := why_not_fused(model.config, model.dot_general):
-                print(f"note: {reason}")
-            if config.from_hf is not None and (name := hf.quantization(config.from_hf)):
-                print(
-                    f"note: the weights of {config.from_hf} are INT8 ({name}); "
-                    "training starts from codes times scales, in floats"
-                )
+        if resume and first:
+            run_folder.write_options(out, config, corpus)
+        if first:
+            _describe(config, model, optax.tree.size(state.params), corpus)
         state, stopped = loop.run(state)
         if config.from_hf is not None and config.save_every:
-            _save_tuned(config.from_hf, model.config, state, out / "hf")
+            params, tuned = mesh.collect(state.params), out / "hf"
+            if first and not tuned.exists():
+                hf.save(tuned, model.config, params, like=config.from_hf)
         if export is not None and not stopped:
             _export(export, config, model, state, out / export)
     if stopped:  # during the last step: the caller must not start another run
         raise KeyboardInterrupt
 
 
-def _entered(
-    out: Path, config: Config, corpus: Corpus, resume: bool
-) -> AbstractContextManager[None]:
-    """The run's folder, which the first process enters for all."""
-    if not mesh.is_first():
-        return nullcontext()
-    return enter_folder(out, config, corpus, resume)
+def _describe(config: Config, model: Llama, parameters: int, corpus: Corpus) -> None:
+    devices = mesh.size()
+    print(
+        f"{config.recipe}: {parameters:,} parameters on {devices} "
+        f"{jax.default_backend()}{'s' * (devices > 1)}, {len(corpus.train):,} training "
+        "tokens"
+    )
+    if devices < jax.device_count():
+        print(
+            f"note: {devices} of {jax.device_count()} devices in use; --mesh "
+            f"data={jax.device_count()} uses all"
+        )
+    if reason := why_not_fused(model.config, model.dot_general):
+        print(f"note: {reason}")
+    if config.from_hf is not None and (name := hf.quantization(config.from_hf)):
+        print(
+            f"note: the weights of {config.from_hf} are INT8 ({name}); training starts "
+            "from codes times scales, in floats"
+        )
 
 
 def _latest_state(out: Path, start: TrainState) -> TrainState:
-    """The state to resume from, which the first process chooses for all.
-
-    Args:
-        out: The folder of the run.
-        start: The state before the first step.
-
-    Raises:
-        RestoreError: Checkpoints that were written are missing or damaged.
-    """
+    """The state to resume from, which the first process chooses for all."""
     step = 0
     if mesh.is_first():
         found = checkpoint.find(checkpoints(out))
@@ -161,18 +136,14 @@ def _latest_state(out: Path, start: TrainState) -> TrainState:
 def _check_nothing_is_missing(out: Path) -> None:
     """Raises RestoreError if a run without checkpoints must have written one."""
     log, folder = out / "metrics.jsonl", checkpoints(out)
-    config = read_config(out)  # of the steps so far
+    config = run_folder.read_config(out)  # of the steps so far
     taken = max((record["step"] for record in metrics.read(log)), default=0)
-    saved = taken > min(config.save_every, config.steps)
-    if config.save_every and taken and (saved or not folder.exists()):
-        remedy = "If they are lost, start again with another --out."
-        if not saved:  # earlier versions created the folder with the first checkpoint
-            command = shlex.join(["mkdir", str(folder)])
-            remedy = f"If there are none yet, run {command}, and resume from step 0."
+    saved = taken > min(config.save_every, config.steps) or not folder.exists()
+    if config.save_every and taken and saved:
         raise checkpoint.RestoreError(
             f"{folder} {'is empty' if folder.exists() else 'does not exist'}, but the "
             f"run has taken {taken} steps ({log}): mount the file system that holds "
-            f"its checkpoints. {remedy}"
+            "its checkpoints. If they are lost, start again with another --out."
         )
 
 
@@ -190,11 +161,8 @@ class _Loop:
     def run(self, state: TrainState) -> tuple[TrainState, bool]:
         """Takes the remaining steps.
 
-        Returns:
-            The last state, and whether a signal arrived during the last step.
-
-        Raises:
-            KeyboardInterrupt: A signal arrived before the last step.
+        Returns the last state, and whether a signal arrived during the last step. One
+        before raises KeyboardInterrupt.
         """
         config, first = self.config, int(state.step) + 1
         stats_before, stopped = state.stats(), False
@@ -228,7 +196,9 @@ class _Loop:
                     assert_live(stats_before, state.stats())
                 stopped = mesh.any_of(stop.is_set())
                 if saves or (stopped and config.save_every):
-                    self._save(step, state)
+                    checkpoint.save(checkpoints(self.out), step, state)
+                    if mesh.is_first():
+                        plot.draw_curves(self.out, self._recipe())
                 if stopped and not last:
                     raise KeyboardInterrupt
                 started = time.perf_counter()
@@ -258,18 +228,9 @@ class _Loop:
             speed["mfu"] = tokens_per_s * flops_per_token / (peak * mesh.size())
         return [record | speed for record in records]
 
-    def _save(self, step: int, state: TrainState) -> None:
-        checkpoint.save(checkpoints(self.out), step, state)
-        if mesh.is_first():
-            plot.draw_curves(self.out, self._recipe())
-
 
 def last_state(config: Config, out: Path) -> TrainState:
-    """Returns the state in the latest checkpoint of the run in `out`.
-
-    Raises:
-        RestoreError: There is no checkpoint, or it is damaged.
-    """
+    """Returns the state in the latest checkpoint of the run in `out`, as `restore`."""
     model = build_model(config)
     optimizer, _ = make_optimizer(config)
     like = init_state(model, optimizer, None, config.seed)
@@ -303,16 +264,6 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
             )
 
 
-def _save_tuned(
-    source: str, config: LlamaConfig, state: TrainState, folder: Path
-) -> None:
-    """Writes a tuned model in Hugging Face's format, with its tokenizer."""
-    params = mesh.collect(state.params)
-    if mesh.is_first() and not folder.exists():
-        with _part_of(folder) as part:
-            hf.save(part, config, params, like=source)
-
-
 def _export(
     name: str, config: Config, model: Llama, state: TrainState, folder: Path
 ) -> None:
@@ -325,8 +276,8 @@ def _export(
     if folder.exists():
         print(f"{folder} exists and stays as it is")
         return
-    with tokenizer_source(config, model.config) as like, _part_of(folder) as part:
-        hf.export(part, name, model, frozen, like=like)
+    with tokenizer_source(config, model.config) as like:
+        hf.export(folder, name, model, frozen, like=like)
         has_tokenizer = like is not None and hf.load_tokenizer(like) is not None
     print(f"exported: {folder}")
     if name == "gguf" and not has_tokenizer:
@@ -334,17 +285,3 @@ def _export(
             "note: the file has no tokenizer, which llama.cpp's programs need; its "
             "library takes ids of tokens"
         )
-
-
-@contextmanager
-def _part_of(folder: Path) -> Iterator[Path]:
-    """Yields a folder to write, which becomes ``folder`` when it is complete.
-
-    What an earlier run left of it when it was killed is removed.
-    """
-    part = folder.with_suffix(".part")
-    if part.exists():
-        shutil.rmtree(part)
-    yield part / "model"
-    (part / "model").rename(folder)
-    part.rmdir()

@@ -6,9 +6,8 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -44,24 +43,23 @@ def exit_status(program: str, action: Callable[[], object]) -> int:
 
 
 def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -> Any:
-    """Adds a subcommand for each section, and ``all``.
+    """Adds a subcommand for each section, and ``all``; returns the subcommands.
 
     Args:
       parser: gets the subcommands.
       sections: name to what the section measures.
-
-    Returns:
-      The parser's subcommands, to which the caller may add others.
     """
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in {**sections, "all": "all of these"}.items():
         command = commands.add_parser(name, help=text, description=f"Measures {text}.")
+        command.set_defaults(shape=None)
         command.add_argument(
             "--out",
             type=Path,
             metavar="FILE",
             help="the JSON file to write this section into; it replaces the section of "
-            "this name, the others stay (default: bench-DEVICE.json)",
+            "this name, the others stay (default: bench-DEVICE.json, and "
+            "bench-DEVICE-partial.json with --quick or --shape)",
         )
         command.add_argument(
             "--implementation",
@@ -83,28 +81,6 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
     return commands
 
 
-def add_writer(
-    commands: Any, name: str, text: str, description: str, default: Path
-) -> None:
-    """Adds a command that writes a file of another kind.
-
-    Args:
-      commands: the subcommands, as ``add_sections`` returns them.
-      name: the name of the command.
-      text: what it does, in a line.
-      description: what it does, and what it needs.
-      default: the file that it writes by default.
-    """
-    command = commands.add_parser(name, help=text, description=description)
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=default,
-        help="the JSON file to write (default: %(default)s)",
-    )
-
-
 def _read_shape(sizes: str, text: str) -> tuple[int, ...]:
     """Reads sizes that are separated by commas, such as ``"8192,4096,4096"``."""
     count = sizes.count(",") + 1
@@ -115,70 +91,46 @@ def _read_shape(sizes: str, text: str) -> tuple[int, ...]:
     )
 
 
-def run(
-    package: str,
-    sections: Collection[str],
-    options: argparse.Namespace,
-    uses: Mapping[str, Callable[[Path], object]] | None = None,
-) -> None:
+def run(package: str, sections: Collection[str], options: argparse.Namespace) -> None:
     """Measures the section that the options name, or all.
 
-    Of all sections, one that fails leaves the rows that it measured, and the others are
-    measured. A section that the file already has stays until the new one is complete;
-    until then, the new rows are in ``results.part``.
+    A section that fails leaves its rows in a file beside the results; of all sections,
+    the others are measured.
 
     Args:
       package: the package with a module for each section.
       sections: the sections that ``all`` measures, in order.
       options: the parsed arguments of ``add_sections``.
-      uses: by section, what to do with the JSON file once it has the complete section.
 
     Raises:
       UsageError: if there is no accelerator, or the implementation does not run on it.
-      ResultsError: if the results cannot be stored, or would replace those of more
-        sizes in a file that was not named.
+      ResultsError: if the results cannot be stored.
       UnfinishedError: if some of all sections failed.
     """
     _check_device(options.implementation)
-    path: Path = options.out or results.default_path()
+    is_partial = options.quick or options.shape
+    path: Path = options.out or results.default_path("-partial" if is_partial else "")
     results.check_writable(path)
-    if options.out is None:
-        _check_keeps(path, sections, options)
-
-    def measure_section(name: str) -> None:
-        _measure(name, importlib.import_module(f"{package}.{name}"), path, options)
-        if uses is not None and name in uses:
-            uses[name](path)
-
     if options.command != "all":
-        measure_section(options.command)
+        _measure(options.command, package, path, options)
         print(f"\nwritten to {path}")
         return
-    failed = [name for name in sections if not _succeeds(name, measure_section)]
-    print(f"\nwritten to {path}{_how_to_send(options)}")
+    failed = []
+    for name in sections:
+        try:
+            _measure(name, package, path, options)
+        except (*_FAILED_MEASUREMENTS, results.ResultsError) as error:
+            print(f"{name} stopped: {error}", file=sys.stderr, flush=True)
+            failed.append(name)
+    print(f"\nwritten to {path}")
+    if not is_partial and options.implementation is None:
+        print(
+            "To share the results of this GPU, open a pull request that adds the file "
+            "under\nfbq_jax/bench/results/ (docs/performance/benchmarks.md, Measuring "
+            "your own card)."
+        )
     if failed:
         raise UnfinishedError(f"not finished: {', '.join(failed)} (see above)")
-
-
-def _succeeds(name: str, measure_section: Callable[[str], None]) -> bool:
-    """Measures a section and returns whether it succeeded; stderr says why not."""
-    try:
-        measure_section(name)
-    except (*_FAILED_MEASUREMENTS, results.ResultsError) as error:
-        print(f"{name} stopped: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
-
-
-def _how_to_send(options: argparse.Namespace) -> str:
-    """What to do with complete results, after the file's name."""
-    if options.quick or options.implementation is not None:
-        return ""
-    return (
-        "\nTo share the results of this GPU, open a pull request that adds the file "
-        "under\nfbq_jax/bench/results/ (docs/develop/measuring.md, Measuring your own "
-        "card)."
-    )
 
 
 def _check_device(implementation: str | None) -> None:
@@ -190,46 +142,25 @@ def _check_device(implementation: str | None) -> None:
         raise UsageError(str(error)) from error
 
 
-def _check_keeps(
-    path: Path, sections: Collection[str], options: argparse.Namespace
-) -> None:
-    """Checks that fewer or smaller sizes replace no section that has other rows."""
-    stored = results.load(path) if path.exists() else {}
-    shapes = None if options.command == "all" else options.shape
-    for name in sections if options.command == "all" else [options.command]:
-        if name not in stored:
-            continue
-        if shapes and {row.shape for row in stored[name]["rows"]}.difference(shapes):
-            option = "--shape"
-        elif options.quick and not stored[name]["quick"]:
-            option = "--quick"
-        else:
-            continue
-        raise results.ResultsError(
-            f"{path} has rows of the section {name} that {option} would replace: write "
-            "the new ones into another file, with --out"
-        )
-
-
-def _measure(
-    name: str, section: ModuleType, path: Path, options: argparse.Namespace
-) -> None:
-    quick = options.quick
+def _measure(name: str, package: str, path: Path, options: argparse.Namespace) -> None:
+    section = importlib.import_module(f"{package}.{name}")
     print(report.text_head(name), flush=True)
-    content = results.section([], quick=quick)
-    is_stored = path.exists() and name in results.load(path)
-    unfinished = results.part(path, name) if is_stored else path
+    content = results.section([], quick=options.quick)
+    # Stored after each row, so that an interrupted run leaves what it measured.
+    part = path.with_name(f"{path.name}.{name}.part")
+    shapes = section.SHAPES
+    if options.quick:
+        shapes = [tuple(max(1, size // 2) for size in shape) for shape in shapes]
     rows = section.rows(
-        _shapes(section, options),
+        options.shape or shapes,
         implementation=options.implementation,
-        effort=measure.QUICK if quick else measure.FULL,
+        effort=measure.QUICK if options.quick else measure.FULL,
     )
     try:
         for row in rows:
-            print(report.text_row(name, row), flush=True)
+            print(report.text_row(row), flush=True)
             content["rows"].append(dataclasses.asdict(row))
-            # Stored after each row, so that an interrupted run leaves what it measured.
-            results.merge(unfinished, name, content)
+            results.merge(part, name, content)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         if reason.startswith("RESOURCE_EXHAUSTED"):
@@ -237,17 +168,8 @@ def _measure(
                 f"{reason}; --shape takes sizes that fit into the memory"
             ) from error
         raise measure.UnsupportedError(reason) from error
-    if is_stored and content["rows"]:
-        results.merge(path, name, content)
-        unfinished.unlink()
-
-
-def _shapes(
-    section: ModuleType, options: argparse.Namespace
-) -> Sequence[tuple[int, ...]]:
-    if options.command != "all" and options.shape:
-        shapes: list[tuple[int, ...]] = options.shape
-        return shapes
-    if options.quick:
-        return [tuple(max(1, size // 2) for size in shape) for shape in section.SHAPES]
-    return section.SHAPES
+    results.merge(path, name, content)
+    part.unlink(missing_ok=True)
+    # Layers read the map: it has all shapes, with the kernels that layers choose.
+    if name == "map" and not (options.quick or options.shape or options.implementation):
+        print(f"installed as {section.install(results.load(path)[name])}")

@@ -1,7 +1,9 @@
 """The block-scaled GEMM of INT8 and FP8 codes against XLA's bf16 GEMM."""
 
+import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,15 +15,16 @@ from fbq_jax import ops
 from fbq_jax.bench import matmuls, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
-from fbq_jax.kernels.reference import CodeDtype, Quantized
+from fbq_jax.kernels.quantized import CodeDtype, Layout, Quantized, Term
 from fbq_jax.ops import dispatch
+from fbq_jax.ops.backends import BACKENDS
 
 BlockShape = tuple[int, int, int]
 
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 RATES = (0.0, 0.1, 0.2, 0.3)
 BLOCK_SHAPE = (128, 128, 128)
-# Other scales, by name: those of Y and dX, and those of dW, of recipes row_block and
+# Other scales, by name: for Y and dX, and for dW, in recipes row_block and
 # fp8_row_block.
 _ROW_SCALES: dict[str, tuple[CodeDtype, BlockShape]] = {
     "INT8, scales of rows": ("int8", (1, 128, 128)),
@@ -34,7 +37,7 @@ _ROW_SCALES: dict[str, tuple[CodeDtype, BlockShape]] = {
 _OUTPUTS = (("float32", jnp.float32, 1e-5), ("bf16", jnp.bfloat16, 2e-3))
 _NT = (((1,), (1,)), ((), ()))
 
-Operands = tuple[Quantized, Quantized | None, Quantized]
+Operands = tuple[Quantized, Quantized]
 
 
 def rows(
@@ -71,11 +74,9 @@ def _rows(
     timing = measure.timing(gemm, a, b, effort=effort)
     work = 2.0 * M * N * K
     yield row(timing, work, what="bf16", implementation="xla", shape=shape)
-    for what, block_shape, args in _cases(shape, rates, implementation):
-        product = jitted_matmul(jnp.bfloat16, implementation, block_shape)
-        where = f"the GEMM of {shape} with blocks {block_shape}"
-        errors = _checked_errors(args, implementation, where, block_shape)
-        _, residual, _ = args
+    for what, args in _cases(shape, rates, implementation):
+        product = jitted_matmul(jnp.bfloat16, implementation)
+        residual = args[0].residual
         yield row(
             measure.timing(product, *args, effort=effort),
             work,
@@ -83,24 +84,38 @@ def _rows(
             implementation=implementation,
             shape=shape,
             fallback=float(jnp.mean(residual.scales > 0.0)) if residual else 0.0,
-            errors=errors,
+            errors=_checked_errors(args, implementation, shape),
         )
 
 
 def _cases(
     shape: tuple[int, ...], rates: Sequence[float], implementation: str
-) -> Iterator[tuple[str, BlockShape, Operands]]:
-    """The name, the block shape and the operands of each product of codes."""
+) -> Iterator[tuple[str, Operands]]:
+    """The name and the operands of each product of codes."""
     for rate in rates:
-        yield "INT8", BLOCK_SHAPE, operands(shape, rate, implementation)
+        yield "INT8", operands(shape, rate, implementation)
+    M, N, K = shape
+    keys = jax.random.split(jax.random.key(1), 4)
     for what, (codes, block_shape) in _ROW_SCALES.items():
-        if matmuls.can_multiply(codes, block_shape, implementation):
-            args = _row_operands(shape, block_shape, implementation, codes)
-            yield what, block_shape, args
+        try:
+            dispatch.choose(
+                "matmul", block_shape, codes=codes, implementation=implementation
+            )
+        except ValueError as error:
+            print(f"without {what}: {error}", file=sys.stderr)
+            continue
+        lhs, rhs = (
+            _quantized(key, size, K, implementation, codes, **options)
+            for key, size, options in (
+                (keys[0], M, {"of_rows": True}),
+                (keys[2], N, {"of_rows": block_shape[2] == 1, "is_rhs": True}),
+            )
+        )
+        yield what, (lhs, rhs)
 
 
 def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operands:
-    """Random lhs, its residual and rhs for an INT8 GEMM.
+    """Random lhs, with a residual, and rhs for an INT8 GEMM.
 
     Args:
       shape: ``(M, N, K)``.
@@ -110,64 +125,41 @@ def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operan
     M, N, K = shape
     keys = jax.random.split(jax.random.key(1), 4)
     lhs, residual = (_quantized(key, M, K, implementation) for key in keys[:2])
-    # The quantizers of a layer tell the kernel in Mosaic the sums of the codes of rhs.
-    sums = ("rowwise",) if implementation == "mosaic" else ()
-    rhs = _quantized(keys[2], N, K, implementation, sums)
+    rhs = _quantized(keys[2], N, K, implementation, is_rhs=True)
     if not rate:
-        return lhs, None, rhs
+        return lhs, rhs
     blocks = math.prod(residual.scales.shape)
     falls_back = jnp.arange(blocks) < round(rate * blocks)
     falls_back = jax.random.permutation(keys[3], falls_back)
     scales = jnp.where(falls_back.reshape(residual.scales.shape), residual.scales, 0.0)
-    return lhs, Quantized(residual.codes, scales), rhs
+    term = Term(residual.codes, scales)
+    return dataclasses.replace(lhs, residual=term), rhs
 
 
-def _row_operands(
-    shape: tuple[int, ...],
-    block_shape: BlockShape,
-    implementation: str,
-    codes: CodeDtype,
-) -> Operands:
-    """The same without a residual, with scales of single rows of lhs or of both."""
-    M, N, K = shape
-    keys = jax.random.split(jax.random.key(1), 4)
-    quantized = functools.partial(
-        _quantized, implementation=implementation, codes=codes
-    )
-    lhs = quantized(keys[0], M, K, of_rows=True)
-    if block_shape[2] == 1:
-        return lhs, None, quantized(keys[2], N, K, of_rows=True)
-    has_sums = implementation == "mosaic" and codes == "int8"
-    return lhs, None, quantized(keys[2], N, K, sums=("rowwise",) if has_sums else ())
-
-
-def jitted_matmul(
-    dtype: Any,
-    implementation: str,
-    block_shape: BlockShape = BLOCK_SHAPE,
-) -> Any:
+@functools.cache
+def jitted_matmul(dtype: Any, implementation: str) -> Any:
     """The jitted ``ops.matmul`` of such operands, with an output dtype."""
-    return measure.jitted(
-        ops.matmul,
-        block_shape=block_shape,
-        dtype=dtype,
-        implementation=implementation,
+    return jax.jit(
+        functools.partial(ops.matmul, dtype=dtype, implementation=implementation)
     )
 
 
 def _checked_errors(
-    args: Operands, implementation: str, what: str, block_shape: BlockShape
+    args: Operands, implementation: str, shape: tuple[int, ...]
 ) -> dict[str, float]:
     """The errors of the outputs in both dtypes; raises if one is above its limit."""
-    exact = jitted_matmul(jnp.float32, "reference", block_shape)(*args)
+    exact = jitted_matmul(jnp.float32, "reference")(*args)
+    is_int8 = args[0].codes.dtype == jnp.int8
     errors = {}
     for name, dtype, limit in _OUTPUTS:
-        output = jitted_matmul(dtype, implementation, block_shape)(*args)
+        output = jitted_matmul(dtype, implementation)(*args)
         errors[name] = measure.relative_error(output, exact)
-        by = f"{what} by {implementation} with {name} output"
-        is_int8 = args[0].codes.dtype == jnp.int8
-        limit = limit if is_int8 else matmuls.FLOAT8_REFERENCE_LIMIT
-        measure.require(errors[name], limit, by)
+        measure.require(
+            errors[name],
+            limit if is_int8 else matmuls.FLOAT8_REFERENCE_LIMIT,
+            f"the GEMM of {shape} with blocks {args[0].block} and {args[1].block} by "
+            f"{implementation} with {name} output",
+        )
     return errors
 
 
@@ -176,26 +168,24 @@ def _quantized(
     rows: int,
     columns: int,
     implementation: str,
-    sums: tuple[str, ...] = (),
+    codes: CodeDtype = "int8",
     *,
     of_rows: bool = False,
-    codes: CodeDtype = "int8",
+    is_rhs: bool = False,
 ) -> Quantized:
     """Gaussian codes with scales of blocks, or of single rows of blocks."""
     x = jax.random.normal(key, (1, rows, columns), jnp.bfloat16)
-    seeds = jnp.zeros(1, jnp.uint32)
-    quantize = ops.quantize_row_blocks if of_rows else ops.quantize
-    options: dict[str, Any] = {} if of_rows else {"sums": sums}
-    if codes != "int8":
-        options["dtype"] = codes
-    quantized = quantize(
+    # A layer's quantizers give the kernel in Mosaic the sums of the codes of rhs.
+    backend = BACKENDS[implementation]
+    sums = is_rhs and not of_rows and backend.reads_sums(codes, jnp.bfloat16)
+    m, k, _ = BLOCK_SHAPE
+    quantized = ops.quantize(
         x,
-        seeds,
-        block=BLOCK_SHAPE[:2],
-        rowwise="nearest",
+        jnp.zeros(1, jnp.uint32),
+        rowwise=Layout("nearest", (1 if of_rows else m, k), sums),
         colwise=None,
+        dtype=codes,
         implementation=implementation,
-        **options,
     ).rowwise
     assert quantized is not None
     return quantized

@@ -1,6 +1,7 @@
 """Flax's linear layers as users build them: unrolled stacks, with state that moves."""
 
-import abc
+import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,7 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import recipes
-from fbq_jax.bench import baselines, matmuls, measure
-from fbq_jax.core.layer_stats import fallback_stats
+from fbq_jax.bench import matmuls, measure
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.nnx import dot as nnx_dot
 from fbq_jax.recipes.schema import Recipe
@@ -28,7 +28,8 @@ LEARNING_RATE = 0.01
 _SMALL = 128
 
 Compiled = TypeVar("Compiled")
-Variables = dict[str, Any]
+# What is differentiated, with the kernels as ``"params"``, and what else moves.
+State = tuple[dict[str, Any], Any]
 
 
 class Program(NamedTuple):
@@ -45,7 +46,8 @@ class Program(NamedTuple):
     compile_s: float
 
 
-class Stack(abc.ABC):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stack:
     """Unrolled linear layers without bias, which compute in bf16.
 
     Attributes:
@@ -53,37 +55,78 @@ class Stack(abc.ABC):
       layer: the Flax class of a layer.
       backend: what computes the products.
       recipe: the library's recipe; None for others.
+      start: makes the first state, with copies of the kernels ``[K, N]``.
+        ``nnx.eval_shape`` takes it: programs are compiled for states without arrays.
+      forward: the function ``(state, x, key) -> (y, new second part of the state)``.
     """
 
     name: str
     layer: str
     backend: str
     recipe: Recipe | None
+    start: Callable[[Sequence[jax.Array]], State]
+    forward: Callable[[State, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
-    @abc.abstractmethod
-    def start(self, kernels: Sequence[jax.Array]) -> Any:
-        """The first state, with copies of the kernels, each ``[K, N]``.
-
-        ``nnx.eval_shape`` takes it: programs are compiled for states without arrays.
-        """
-
-    @abc.abstractmethod
-    def compile_training(self, state: Any, x: jax.Array, key: jax.Array) -> Program:
+    def compile_training(self, state: State, x: jax.Array, key: jax.Array) -> Program:
         """Compiles ``(state, x, key) -> (state, loss)``: gradient and SGD update."""
 
-    @abc.abstractmethod
+        def step(state: State, x: jax.Array, key: jax.Array) -> tuple[State, jax.Array]:
+            trained, moving = state
+
+            def loss(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
+                y, moved = self.forward((trained, moving), x, key)
+                return jnp.mean(jnp.square(y.astype(jnp.float32))), moved
+
+            (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+            params = jax.tree.map(
+                lambda param, grad: param - LEARNING_RATE * grad,
+                trained["params"],
+                grads["params"],
+            )
+            return ({**grads, "params": params}, moved), value
+
+        return _compile(step, state, x, key)
+
     def compile_products(
-        self, state: Any, x: jax.Array, dy: jax.Array, key: jax.Array
+        self, state: State, x: jax.Array, dy: jax.Array, key: jax.Array
     ) -> Program:
         """Compiles ``(state, x, dy, key) -> (state, (y, dx, dw))`` of one layer."""
 
-    @abc.abstractmethod
-    def first_kernel(self, state: Any) -> jax.Array:
-        """The kernel ``[K, N]`` of the first layer."""
+        def step(state: State, x: jax.Array, dy: jax.Array, key: jax.Array) -> Any:
+            trained, moving = state
+            y, vjp, moved = jax.vjp(
+                lambda trained, x: self.forward((trained, moving), x, key),
+                trained,
+                x,
+                has_aux=True,
+            )
+            grads, dx = vjp(dy)
+            (dw,) = jax.tree.leaves(grads["params"])
+            return ({**grads, "params": trained["params"]}, moved), (y, dx, dw)
 
-    @abc.abstractmethod
-    def rates(self, state: Any) -> list[float]:
-        """The fallback rate of each layer in the last step."""
+        return _compile(step, state, x, dy, key)
+
+    def first_kernel(self, state: State) -> jax.Array:
+        """The kernel ``[K, N]`` of the first layer."""
+        kernel: jax.Array = jax.tree.leaves(state[0]["params"])[0]
+        return kernel
+
+    def rates(self, state: State) -> list[float]:
+        """The fallback rate of each layer in the last step; none without fallback."""
+        if self.recipe is None or self.recipe.criterion is None:
+            return []
+        return [
+            float(leaf)
+            for path, leaf in jax.tree.leaves_with_path(state[1])
+            if "rate" in jax.tree_util.keystr(path)
+        ]
+
+
+def _compile(function: Callable[..., Any], *args: Any) -> Program:
+    """Compiles a step that donates its state."""
+    start = time.perf_counter()
+    compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
+    return Program(compiled, compiled.as_text() or "", time.perf_counter() - start)
 
 
 class _Dense(nn.Module):
@@ -100,117 +143,54 @@ class _Dense(nn.Module):
         return x
 
 
-class LinenStack(Stack):
-    """A stack of ``nn.Dense``; its state is the model's variables."""
+def linen_stack(
+    name: str,
+    backend: str,
+    depth: int,
+    *,
+    recipe: Recipe | None = None,
+    **options: Any,
+) -> Stack:
+    """A stack of ``nn.Dense`` with these options; its state is the collections."""
 
-    layer = "nn.Dense"
-
-    def __init__(
-        self,
-        name: str,
-        backend: str,
-        depth: int,
-        *,
-        recipe: Recipe | None = None,
-        **options: Any,
-    ) -> None:
-        self.name, self.backend, self.recipe = name, backend, recipe
-        self._options = options
-        self._collections = self._first_collections(depth)
-
-    def start(self, kernels: Sequence[jax.Array]) -> Variables:
-        """The first state, with copies of the kernels."""
-        params = {
-            f"Dense_{i}": {"kernel": jnp.copy(kernel)}
-            for i, kernel in enumerate(kernels)
-        }
-        return {"params": params} | jax.tree.map(jnp.copy, self._collections)
-
-    def compile_training(
-        self, state: Variables, x: jax.Array, key: jax.Array
-    ) -> Program:
-        """Compiles ``(state, x, key) -> (state, loss)``."""
-        forward = self._forward(state)
-
-        def step(
-            variables: Variables, x: jax.Array, key: jax.Array
-        ) -> tuple[Variables, jax.Array]:
-            def loss(trained: Variables) -> tuple[jax.Array, Variables]:
-                y, moved = forward(trained, variables, x, key)
-                return _loss(y), moved
-
-            trained = _trained(variables)
-            (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(trained)
-            params = jax.tree.map(_sgd, trained["params"], grads["params"])
-            return {**grads, "params": params, **moved}, value
-
-        return _compile(jax.jit(step, donate_argnums=0), state, x, key)
-
-    def compile_products(
-        self, state: Variables, x: jax.Array, dy: jax.Array, key: jax.Array
-    ) -> Program:
-        """Compiles ``(state, x, dy, key) -> (state, (y, dx, dw))``."""
-        forward = self._forward(state)
-
-        def step(
-            variables: Variables, x: jax.Array, dy: jax.Array, key: jax.Array
-        ) -> tuple[Variables, tuple[jax.Array, ...]]:
-            def products(
-                trained: Variables, x: jax.Array
-            ) -> tuple[jax.Array, Variables]:
-                return forward(trained, variables, x, key)
-
-            y, vjp, moved = jax.vjp(products, _trained(variables), x, has_aux=True)
-            grads, dx = vjp(dy)
-            (dw,) = jax.tree.leaves(grads["params"])
-            return {**grads, "params": variables["params"], **moved}, (y, dx, dw)
-
-        return _compile(jax.jit(step, donate_argnums=0), state, x, dy, key)
-
-    def first_kernel(self, state: Variables) -> jax.Array:
-        """The kernel of the first layer."""
-        kernel = state["params"]["Dense_0"]["kernel"]
-        assert isinstance(kernel, jax.Array)
-        return kernel
-
-    def rates(self, state: Variables) -> list[float]:
-        """The fallback rate of each layer in the last step."""
-        return [float(stats.rate) for stats in fallback_stats(state).values()]
-
-    def _first_collections(self, depth: int) -> Variables:
+    def first_collections(x: jax.Array) -> dict[str, Any]:
         """The collections that ``init`` makes, without the parameters."""
-        stack = _Dense((_SMALL,) * depth, self._options)
+        variables = _Dense((_SMALL,) * depth, options).init(jax.random.key(0), x)
+        return {name: variables[name] for name in variables if name != "params"}
 
-        def collections(x: jax.Array) -> Variables:
-            variables = stack.init(jax.random.key(0), x)
-            return {name: variables[name] for name in variables if name != "params"}
+    x = jnp.zeros((_SMALL, _SMALL), jnp.bfloat16)
+    init = jax.jit(first_collections)
+    collections = init(x) if jax.tree.leaves(init.eval_shape(x)) else {}
 
-        x = jnp.zeros((_SMALL, _SMALL), jnp.bfloat16)
-        init = jax.jit(collections)
-        return init(x) if jax.tree.leaves(init.eval_shape(x)) else {}
+    def start(kernels: Sequence[jax.Array]) -> State:
+        moving = jax.tree.map(jnp.copy, collections)
+        trained: dict[str, Any] = {
+            "params": {
+                f"Dense_{i}": {"kernel": jnp.copy(kernel)}
+                for i, kernel in enumerate(kernels)
+            }
+        }
+        if OVERWRITE_WITH_GRADIENT in moving:
+            trained[OVERWRITE_WITH_GRADIENT] = moving.pop(OVERWRITE_WITH_GRADIENT)
+        return trained, moving
 
-    def _forward(self, state: Variables) -> Callable[..., tuple[jax.Array, Variables]]:
-        """``(trained, variables, x, key) -> (y, moved collections)``."""
-        kernels = [layer["kernel"] for layer in state["params"].values()]
-        stack = _Dense(tuple(kernel.shape[1] for kernel in kernels), self._options)
+    def forward(state: State, x: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        trained, moving = state
+        kernels = jax.tree.leaves(trained["params"])
+        widths = tuple(kernel.shape[1] for kernel in kernels)
+        y, moved = _Dense(widths, options).apply(
+            moving | trained, x, rngs={"params": key}, mutable=list(moving)
+        )
+        return y, dict(moved)
 
-        def forward(
-            trained: Variables, variables: Variables, x: jax.Array, key: jax.Array
-        ) -> tuple[jax.Array, Variables]:
-            moving = [name for name in variables if name not in trained]
-            y, moved = stack.apply(
-                variables | trained, x, rngs={"params": key}, mutable=moving
-            )
-            return y, dict(moved)
-
-        return forward
+    return Stack(name, "nn.Dense", backend, recipe, start, forward)
 
 
 class _Linear(nnx.Module):
     """A stack of ``nnx.Linear`` by a recipe."""
 
     def __init__(
-        self, kernels: Sequence[jax.Array], recipe: Recipe, implementation: str | None
+        self, recipe: Recipe, implementation: str | None, kernels: Sequence[jax.Array]
     ) -> None:
         rngs = nnx.Rngs(0)
         self.layers = nnx.List(
@@ -233,137 +213,70 @@ class _Linear(nnx.Module):
         return x
 
 
-class NnxStack(Stack):
-    """A stack of ``nnx.Linear``; its state is the model's ``nnx.State``.
+def nnx_stack(name: str, implementation: str | None) -> Stack:
+    """The stack of ``nnx.Linear`` with a named recipe.
 
     The model is split before the first step, as in Flax's functional training loop:
     ``nnx.jit`` would walk through the model in each step.
     """
+    recipe = recipes.NAMED[name]
+    build = functools.partial(_Linear, recipe, implementation)
 
-    layer = "nnx.Linear"
-    recipe: Recipe
+    def start(kernels: Sequence[jax.Array]) -> State:
+        params, moving = nnx.state(build(kernels), nnx.Param, ...)
+        return {"params": params}, moving
 
-    def __init__(self, name: str, recipe: Recipe, implementation: str | None) -> None:
-        self.name, self.recipe = f"{name}, nnx", recipe
-        self.backend = matmuls.forward_choice(recipe, implementation).backend
-        self._implementation = implementation
+    def forward(state: State, x: jax.Array, _: jax.Array) -> tuple[jax.Array, Any]:
+        params, moving = state[0]["params"], state[1]
+        graphdef = nnx.graphdef(nnx.eval_shape(build, jax.tree.leaves(params)))
+        model = nnx.merge(graphdef, params, moving, copy=True)
+        y = model(x)  # The model draws its noise from its own state.
+        return y, nnx.state(model, nnx.Param, ...)[1]
 
-    def start(self, kernels: Sequence[jax.Array]) -> nnx.State:
-        """The first state, with copies of the kernels."""
-        return nnx.state(self._model(kernels))
-
-    def compile_training(
-        self, state: nnx.State, x: jax.Array, key: jax.Array
-    ) -> Program:
-        """Compiles ``(state, x, key) -> (state, loss)``."""
-        del key  # The model draws its noise from its own state.
-        graphdef = self._graphdef(state)
-
-        def step(state: nnx.State, x: jax.Array) -> tuple[nnx.State, jax.Array]:
-            model = nnx.merge(graphdef, state)
-            value, grads = nnx.value_and_grad(lambda model: _loss(model(x)))(model)
-            params = nnx.state(model, nnx.Param)
-            nnx.update(model, jax.tree.map(_sgd, params, grads))
-            return nnx.state(model), value
-
-        return _compile_without_key(step, state, x)
-
-    def compile_products(
-        self, state: nnx.State, x: jax.Array, dy: jax.Array, key: jax.Array
-    ) -> Program:
-        """Compiles ``(state, x, dy, key) -> (state, (y, dx, dw))``."""
-        del key
-        graphdef = self._graphdef(state)
-
-        def step(
-            state: nnx.State, x: jax.Array, dy: jax.Array
-        ) -> tuple[nnx.State, tuple[jax.Array, ...]]:
-            def scalar(model: _Linear, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                y = model(x)  # The scalar, whose gradient is dy there, is never read.
-                return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32)), y
-
-            model = nnx.merge(graphdef, state)
-            (grads, dx), y = nnx.grad(scalar, argnums=(0, 1), has_aux=True)(model, x)
-            (dw,) = jax.tree.leaves(grads)
-            return nnx.state(model), (y, dx, dw)
-
-        return _compile_without_key(step, state, x, dy)
-
-    def first_kernel(self, state: nnx.State) -> jax.Array:
-        """The kernel of the first layer."""
-        kernel: jax.Array = jax.tree.leaves(state["layers"][0]["kernel"])[0]
-        return kernel
-
-    def rates(self, state: nnx.State) -> list[float]:
-        """The fallback rate of each layer in the last step."""
-        layers = state["layers"].values()
-        return [float(layer["dot_general"]["rate"].get_value()) for layer in layers]
-
-    def _model(self, kernels: Sequence[jax.Array]) -> _Linear:
-        return _Linear(kernels, self.recipe, self._implementation)
-
-    def _graphdef(self, state: nnx.State) -> Any:
-        """The structure of the model with this state."""
-        kernels = [layer["kernel"].get_value() for layer in state["layers"].values()]
-        return nnx.graphdef(nnx.eval_shape(self._model, kernels))
+    backend = matmuls.forward_choice(recipe, implementation).backend
+    return Stack(f"{name}, nnx", "nnx.Linear", backend, recipe, start, forward)
 
 
 def bf16(depth: int) -> Stack:
     """The stack of unquantized layers."""
-    return LinenStack("bf16", "xla", depth)
+    return linen_stack("bf16", "xla", depth)
 
 
 def flax_fp8(depth: int) -> Stack:
     """The stack of layers with Flax's FP8 op."""
-    return LinenStack(
-        "Flax Fp8DotGeneral", "xla", depth, dot_general_cls=nn.Fp8DotGeneral
-    )
+    op = nn.Fp8DotGeneral
+    return linen_stack("Flax Fp8DotGeneral", "xla", depth, dot_general_cls=op)
 
 
 def linen(
     depth: int, implementation: str | None, names: Sequence[str] = RECIPES
 ) -> Iterator[Stack]:
-    """The stacks of ``nn.Dense`` with the recipes of these names that run here."""
-    for name in names:
-        recipe = recipes.NAMED[name]
-        if not matmuls.is_supported(recipe, implementation):
-            continue
-        yield LinenStack(
-            name,
-            matmuls.forward_choice(recipe, implementation).backend,
-            depth,
-            recipe=recipe,
-            dot_general=FallbackDot(recipe, implementation=implementation),
-        )
-
-
-def nnx_stack(name: str, implementation: str | None) -> Stack:
-    """The stack of ``nnx.Linear`` with a named recipe."""
-    return NnxStack(name, recipes.NAMED[name], implementation)
+    """Stacks of ``nn.Dense``, one for each named recipe that runs here."""
+    for name, recipe in matmuls.supported(names, implementation):
+        backend = matmuls.forward_choice(recipe, implementation).backend
+        dot = FallbackDot(recipe, implementation=implementation)
+        yield linen_stack(name, backend, depth, recipe=recipe, dot_general=dot)
 
 
 def installed_int8_libraries(depth: int) -> Iterator[Stack]:
     """Stacks by AQT and Qwix where installed; stderr names the missing ones."""
-    for name, options in baselines.installed_int8_layers():
-        yield LinenStack(name, "xla", depth, **options)
+    for matmul, options in matmuls.installed_int8_libraries():
+        yield linen_stack(matmul.name, "xla", depth, **options)
 
 
 def compile_together(compilations: Sequence[Callable[[], Compiled]]) -> list[Compiled]:
     """Compiles several programs at the same time, in ``THREADS`` threads."""
     with ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(compilation) for compilation in compilations]
-        return [future.result() for future in futures]
+        return list(pool.map(lambda compilation: compilation(), compilations))
 
 
-def rates_in_range(stack: Stack, state: Any) -> bool:
+def rates_in_range(stack: Stack, state: State) -> bool:
     """Whether the fallback rate of each layer is inside the recipe's range."""
-    if stack.recipe is None or stack.recipe.criterion is None:
-        return True
-    low, high = stack.recipe.target_rate
+    low, high = stack.recipe.target_rate if stack.recipe else (0.0, 1.0)
     return all(low <= rate <= high for rate in stack.rates(state))
 
 
-def checked_rate(stack: Stack, state: Any, what: str) -> float | None:
+def checked_rate(stack: Stack, state: State, what: str) -> float | None:
     """The mean fallback rate of the layers in the last step; None without fallback.
 
     Raises:
@@ -380,42 +293,7 @@ def checked_rate(stack: Stack, state: Any, what: str) -> float | None:
     )
 
 
-def mean_rate(stack: Stack, state: Any) -> float | None:
+def mean_rate(stack: Stack, state: State) -> float | None:
     """The mean fallback rate of the layers in the last step; None without fallback."""
-    if stack.recipe is None or stack.recipe.criterion is None:
-        return None
     rates = stack.rates(state)
-    return sum(rates) / len(rates)
-
-
-def _trained(variables: Variables) -> Variables:
-    """The collections that are differentiated: parameters and Flax's FP8 state."""
-    names = ("params", OVERWRITE_WITH_GRADIENT)
-    return {name: variables[name] for name in names if name in variables}
-
-
-def _loss(y: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.square(y.astype(jnp.float32)))
-
-
-def _sgd(param: jax.Array, grad: jax.Array) -> jax.Array:
-    return param - LEARNING_RATE * grad
-
-
-def _compile(function: Any, *args: Any) -> Program:
-    start = time.perf_counter()
-    compiled = function.lower(*args).compile()
-    return Program(compiled, compiled.as_text(), time.perf_counter() - start)
-
-
-def _compile_without_key(
-    function: Callable[..., Any], state: nnx.State, *args: Any
-) -> Program:
-    """Compiles ``(state, *args)``; the program drops the key that follows ``args``."""
-    program = _compile(jax.jit(function, donate_argnums=0), state, *args)
-
-    def step(state: nnx.State, *inputs: Any) -> tuple[nnx.State, Any]:
-        new, results = program.step(state, *inputs[: len(args)])
-        return new, results
-
-    return program._replace(step=step)
+    return sum(rates) / len(rates) if rates else None

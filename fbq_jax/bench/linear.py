@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.bench import baselines, data, layers, matmuls, measure
+from fbq_jax.bench import data, layers, matmuls, measure
 from fbq_jax.bench.layers import Stack
 from fbq_jax.bench.matmuls import MATMUL, Matmul, Product
-from fbq_jax.bench.measure import Effort, RunningStep
+from fbq_jax.bench.measure import Effort, RunningStep, Timing
 from fbq_jax.bench.results import Row, row, with_ratios
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 SETTLING_STEPS = 2  # until delayed scales fit these operands
-# Recipes that are measured in ``nn.Dense`` besides those of the core.
+# Recipes that are measured only in ``nn.Dense``, not in the core.
 _OTHERS = "row_block", "fp8_row_block"
 _ARRAYS = ("y", "dx", "dw")
 _INT8_LIMITS = dict.fromkeys(_ARRAYS, 0.1)  # errors of INT8 against float32
 # The reference compiles slowly: it computes only a corner of this size.
 _CORNER = 1024
 
-Operands = tuple[jax.Array, jax.Array, jax.Array]  # X, W and dY
+Operands = tuple[jax.Array, ...]  # X, W and dY, or Y, dX and dW
 
 
 def rows(
@@ -48,31 +48,24 @@ def rows(
         of the operands, or from float32 by more than INT8 may; or if a layer's fallback
         rate is outside the recipe's range.
     """
-    int8_libraries = list(baselines.installed_int8_libraries())
+    libraries = [matmul for matmul, _ in matmuls.installed_int8_libraries()]
     stacks = _stacks(implementation)
-    for shape in shapes:
-        operands = _operands(shape)
-        exact = exact_products(*operands)
-        yield from with_ratios(_layer_rows(stacks, operands, exact, effort))
-        x, w, _ = operands
+    for M, K, N in shapes:
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = data.activation(keys[0], (M, K))
+        w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
+        dy = jax.random.normal(keys[2], (M, N), jnp.bfloat16)
+        exact = exact_products(x, w, dy)
+        yield from with_ratios(_layer_rows(stacks, (x, w, dy), exact, effort))
         core = [
-            baselines.bf16(),
+            matmuls.bf16(),
             *matmuls.timed(x, implementation),
-            baselines.flax_fp8(x, w),
-            *int8_libraries,
+            matmuls.flax_fp8(x, w),
+            *libraries,
         ]
         yield from with_ratios(
-            _measure(matmul, operands, exact, effort) for matmul in core
+            _core_row(matmul, (x, w, dy), exact, effort) for matmul in core
         )
-
-
-def _operands(shape: tuple[int, ...]) -> Operands:
-    """X ``[M, K]``, W ``[K, N]`` and dY ``[M, N]``."""
-    M, K, N = shape
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = data.activation(keys[0], (M, K))
-    w = jax.random.normal(keys[1], (K, N), jnp.bfloat16) * K**-0.5
-    return x, w, jax.random.normal(keys[2], (M, N), jnp.bfloat16)
 
 
 def _stacks(implementation: str | None) -> list[Stack]:
@@ -86,10 +79,7 @@ def _stacks(implementation: str | None) -> list[Stack]:
 
 
 def _layer_rows(
-    stacks: Sequence[Stack],
-    operands: Operands,
-    exact: tuple[jax.Array, ...],
-    effort: Effort,
+    stacks: Sequence[Stack], operands: Operands, exact: Operands, effort: Effort
 ) -> Iterator[Row]:
     """The rows of Flax layers, whose programs are compiled at the same time."""
     x, w, dy = operands
@@ -103,43 +93,26 @@ def _layer_rows(
     )
     for stack, program, state in zip(stacks, programs, states, strict=True):
         step = RunningStep(program.step, state, *inputs)
-        yield _measure_layer(stack, step, exact, effort, program.compile_s)
+        for _ in range(SETTLING_STEPS):
+            arrays = step()
+        what = f"{stack.name} in {stack.layer} at {(*x.shape, w.shape[1])}"
+        errors = measure.checked_errors(_INT8_LIMITS, arrays, exact, what)
+        yield _row(
+            operands,
+            measure.running_timing(step, effort=effort),
+            what=stack.name,
+            layer=stack.layer,
+            implementation=stack.backend,
+            fallback=layers.checked_rate(stack, step.state, what),
+            errors=errors,
+            compile_s=program.compile_s,
+        )
 
 
-def _measure_layer(
-    stack: Stack,
-    step: RunningStep,
-    exact: tuple[jax.Array, ...],
-    effort: Effort,
-    compile_s: float,
+def _core_row(
+    matmul: Matmul, operands: Operands, exact: Operands, effort: Effort
 ) -> Row:
-    y, dx, _ = exact
-    shape = (*dx.shape, y.shape[1])
-    for _ in range(SETTLING_STEPS):
-        arrays = step()
-    what = f"{stack.name} in {stack.layer} at {shape}"
-    errors = measure.checked_errors(_INT8_LIMITS, arrays, exact, what)
-    return row(
-        measure.running_timing(step, effort=effort),
-        6.0 * dx.size * y.shape[1],
-        what=stack.name,
-        layer=stack.layer,
-        implementation=stack.backend,
-        shape=shape,
-        fallback=layers.checked_rate(stack, step.state, what),
-        errors=errors,
-        compile_s=compile_s,
-    )
-
-
-def _measure(
-    matmul: Matmul,
-    operands: Operands,
-    exact: tuple[jax.Array, ...],
-    effort: Effort,
-) -> Row:
-    x, w, _ = operands
-    (M, K), (_, N) = x.shape, w.shape
+    """The row of a call of the functional core."""
     state, inputs = matmul.state, matmul.inputs
     step, compile_s, _ = measure.first_call(
         jax.jit(step_of(matmul.product)), *operands, state, inputs
@@ -147,19 +120,23 @@ def _measure(
     _check_reference(matmul, operands)
     for _ in range(SETTLING_STEPS):
         *arrays, state = step(*operands, state, inputs)
-    what = f"{matmul.name} at {(M, K, N)}"
-    errors = measure.checked_errors(_INT8_LIMITS, arrays, exact, what)
-    return row(
+    return _row(
+        operands,
         measure.timing(step, *operands, state, inputs, effort=effort),
-        6.0 * M * K * N,
         what=matmul.name,
         layer="core",
         implementation=matmul.implementation,
-        shape=(M, K, N),
         fallback=matmul.fallback,
-        errors=errors,
+        errors=measure.checked_errors(_INT8_LIMITS, arrays, exact, matmul.name),
         compile_s=compile_s,
     )
+
+
+def _row(operands: Operands, timing: Timing, **labels: Any) -> Row:
+    """The row of a layer's three products."""
+    x, w, _ = operands
+    shape = M, K, N = *x.shape, w.shape[1]
+    return row(timing, 6.0 * M * K * N, shape=shape, **labels)
 
 
 def step_of(product: Product) -> Callable[..., tuple[Any, ...]]:

@@ -1,26 +1,11 @@
-"""Where INT8 is faster than bf16: training steps of Flax layers, by their shapes.
+"""Where INT8 is faster than bf16: training steps of Flax layers, by their shapes."""
 
-Tracing and lowering a step takes longer than measuring it, and only one thread of a
-process can do it at a time.  So several processes compile at the same time, each for
-one K and N.  When all have compiled, each measures, with the GPU and the
-host for itself: the host launches the kernels of a short step one by one.
-"""
-
+import functools
 import itertools
 import math
-import multiprocessing
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import (
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    as_completed,
-)
-from multiprocessing.synchronize import Barrier, Lock
-from threading import BrokenBarrierError
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -46,26 +31,7 @@ SHAPES = tuple(
 _DEPTH, _LARGE_DEPTH, _LARGE_PRODUCT = 8, 2, 2**36
 _SETTLING_STEPS = 8  # until thresholds stay in their range
 _LOSS_LIMIT = 0.2  # of the error, as in ``step``
-_MEMORY_SHARE = 0.5  # of the GPU, as another process may not have ended yet
-
-_Operands = tuple[jax.Array, jax.Array, list[jax.Array]]  # of ``step.operands``
-
-_gpu: Lock  # held by the process that measures
-_compiled: Barrier  # passed when all processes have compiled
-
-
-class _Job(NamedTuple):
-    """The shapes that one process measures.
-
-    Attributes:
-      shapes: ``(M, K, N)``, which differ in M only.
-      implementation: as in ``dispatch.choose``.
-      effort: of each measurement.
-    """
-
-    shapes: list[Sizes]
-    implementation: str | None
-    effort: Effort
+_MEMORY_SHARE = 0.5  # of the GPU
 
 
 def rows(
@@ -73,46 +39,37 @@ def rows(
 ) -> Iterator[Row]:
     """Measures steps of layers from K to N and back, for each ``(M, K, N)``.
 
-    A step is the one of ``step.rows``, for bf16 and ``layers.RECIPES``.  Rows come in
-    the order in which processes finish.  Shapes that need more than half of the GPU's
-    memory are left out, and named on stderr.
+    A step is the one of ``step.rows``, for bf16 and ``layers.RECIPES``.  Shapes that
+    need more than half of the GPU's memory are left out, and named on stderr.
 
     Raises:
-      UnsupportedError: on a TPU.
       WrongResultError: if a loss differs from bf16's by more than INT8 may.
     """
-    if jax.default_backend() == "tpu":
-        raise measure.UnsupportedError(
-            "map compiles in several processes, and a TPU belongs to one"
-        )
     effort = effort._replace(
         warm_up_s=effort.warm_up_s / 5,
         samples=max(1, effort.samples // 4),
         rest_s=0.0,
         launches=2,
     )
-    jobs = [
-        _Job(list(of_widths), implementation, effort)
-        for _, of_widths in itertools.groupby(
-            _that_fit(shapes), lambda shape: shape[1:]
+    stacks = {
+        depth: [layers.bf16(depth), *layers.linen(depth, implementation)]
+        for depth in (_DEPTH, _LARGE_DEPTH)
+    }
+    for _, group in itertools.groupby(_that_fit(shapes), lambda shape: shape[1:]):
+        of_widths = list(group)
+        programs = layers.compile_together(
+            [
+                functools.partial(step.compile_stack, stack, shape, _depth(shape))
+                for shape in of_widths
+                for stack in stacks[_depth(shape)][1:]
+            ]
         )
-    ]
-    # Otherwise the first process would reserve the memory that others measure in.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        max(1, len(jobs)),
-        spawn,
-        initializer=_start_process,
-        initargs=(spawn.Lock(), spawn.Barrier(max(1, len(jobs)))),
-        max_tasks_per_child=1,  # a process that ends gives its memory back
-    ) as pool:
-        futures = [pool.submit(_measure, job) for job in jobs]
-        try:
-            for future in as_completed(futures):
-                yield from future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for shape in of_widths:
+            bf16, *others = stacks[_depth(shape)]
+            # XLA chooses its kernels by timing them, so nothing else may run.
+            baseline = bf16, step.compile_stack(bf16, shape, _depth(shape))
+            compiled = [baseline, *((stack, programs.pop(0)) for stack in others)]
+            yield from with_ratios(_rows(shape, compiled, effort))
 
 
 def install(section: Mapping[str, Any]) -> str:
@@ -172,66 +129,14 @@ def _that_fit(shapes: Sequence[tuple[int, ...]]) -> Iterator[Sizes]:
             )
 
 
-def _start_process(lock: Lock, barrier: Barrier) -> None:
-    """Prepares a process, which an interrupt ends without a traceback."""
-    global _gpu, _compiled
-    _gpu, _compiled = lock, barrier
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _measure(job: _Job) -> list[Row]:
-    """Compiles all steps of a job, waits for the GPU and measures them.
-
-    Returns no rows if another process has failed, which raises its error.
-    """
-    stacks = {
-        depth: [layers.bf16(depth), *layers.linen(depth, job.implementation)]
-        for depth in sorted({_depth(shape) for shape in job.shapes})
-    }
-    try:
-        with ThreadPoolExecutor() as pool:
-            compiled = list(
-                pool.map(lambda shape: _compile_shape(shape, stacks), job.shapes)
-            )
-    except BaseException:
-        _compiled.abort()
-        raise
-    try:
-        _compiled.wait()
-    except BrokenBarrierError:
-        return []
-    measured: list[Row] = []
-    with _gpu:
-        for shape, (programs, make_operands) in zip(job.shapes, compiled, strict=True):
-            bf16, *others = stacks[_depth(shape)]
-            # XLA chooses its kernels by timing them, so nothing else may run.
-            baseline = bf16, step.compile_stack(bf16, shape, _depth(shape))
-            pairs = [baseline, *zip(others, programs, strict=True)]
-            measured += with_ratios(_rows(shape, pairs, make_operands(), job.effort))
-    return measured
-
-
-def _compile_shape(
-    shape: Sizes, stacks: Mapping[int, Sequence[Stack]]
-) -> tuple[list[Program], Callable[[], _Operands]]:
-    """The steps of all stacks but bf16, and the function that makes their operands."""
-    depth = _depth(shape)
-    make_operands = jax.jit(lambda: step.operands(shape, depth)).lower().compile()
-    programs = [step.compile_stack(stack, shape, depth) for stack in stacks[depth][1:]]
-    return programs, make_operands
-
-
 def _depth(shape: Sizes) -> int:
     return _DEPTH if math.prod(shape) < _LARGE_PRODUCT else _LARGE_DEPTH
 
 
 def _rows(
-    shape: Sizes,
-    compiled: Sequence[tuple[Stack, Program]],
-    operands: _Operands,
-    effort: Effort,
+    shape: Sizes, compiled: Sequence[tuple[Stack, Program]], effort: Effort
 ) -> Iterator[Row]:
-    x, key, kernels = operands
+    x, key, kernels = step.operands(shape, _depth(shape))
     exact: jax.Array | None = None
     for stack, program in compiled:
         running = RunningStep(program.step, stack.start(kernels), x, key)

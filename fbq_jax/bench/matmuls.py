@@ -1,21 +1,18 @@
-"""The differentiable matrix products that a linear layer is measured with."""
+"""The matrix products of a linear layer: recipes, bf16 and other libraries."""
 
 import functools
-from collections.abc import Callable, Iterator
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jax import lax
 
-from fbq_jax import ops, recipes
-from fbq_jax.bench import memory
-from fbq_jax.core import threshold
+from fbq_jax import recipes
 from fbq_jax.core.dot_general import dot_general
-from fbq_jax.core.llm_int8 import llm_int8_dot
-from fbq_jax.fp8 import dot_general as fp8
-from fbq_jax.kernels.reference import CodeDtype
-from fbq_jax.linen.fp8 import Fp8Dot, ScalingMethod
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes.schema import Recipe
 
@@ -63,10 +60,7 @@ def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
     If the library chooses the implementation and takes ``mosaic``, the recipe
     ``fallback`` also comes with ``triton``, which other GPUs run.
     """
-    for name in TIMED:
-        recipe = recipes.NAMED[name]
-        if not is_supported(recipe, implementation):
-            continue
+    for name, recipe in supported(TIMED, implementation):
         matmul = from_recipe(name, recipe, implementation, x)
         yield matmul
         also_triton = implementation is None and matmul.implementation == "mosaic"
@@ -75,51 +69,31 @@ def timed(x: jax.Array, implementation: str | None) -> Iterator[Matmul]:
 
 
 def forward_choice(recipe: Recipe, implementation: str | None) -> dispatch.Choice:
-    """The choice for a recipe's forward GEMM on this device."""
+    """The choice for a recipe's forward GEMM on this device.
+
+    Raises:
+      ValueError: the implementation does not run it here, such as FP8 on a GPU without
+        FP8 tensor cores.
+    """
+    fwd = recipe.fwd
+    blocks = fwd.block_shape(recipe.block_shape) if fwd.splits_contraction else ()
     return dispatch.choose(
-        "matmul",
-        _forward_blocks(recipe),
-        codes=recipe.codes,
-        implementation=implementation,
+        "matmul", blocks, codes=recipe.codes, implementation=implementation
     )
 
 
-def _forward_blocks(recipe: Recipe) -> tuple[int, ...]:
-    if recipe.fwd.splits_contraction:
-        return recipe.fwd.block_shape(recipe.block_shape)
-    return ()
-
-
-def is_supported(recipe: Recipe, implementation: str | None) -> bool:
-    """Whether an implementation that was asked for has a recipe's codes here."""
-    return can_multiply(recipe.codes, _forward_blocks(recipe), implementation)
-
-
-def can_multiply(
-    codes: CodeDtype, block_shape: tuple[int, ...], implementation: str | None
-) -> bool:
-    """Whether an implementation that was asked for multiplies INT8 or FP8 codes here.
-
-    Those of GPUs without FP8 tensor cores have INT8 codes only.
-    """
-    if codes == "int8":
-        return True
-    try:
-        dispatch.choose(
-            "matmul", block_shape, codes=codes, implementation=implementation
-        )
-    except ValueError:
-        return False
-    return True
-
-
-def saved_bytes(matmul: Matmul, x: jax.Array, w: jax.Array) -> float:
-    """Bytes of X and its scales saved for the backward pass, per token."""
-
-    def product(w: jax.Array, x: jax.Array) -> jax.Array:
-        return matmul.product(x, w, matmul.state, matmul.inputs)
-
-    return memory.saved_bytes(product, w, x)
+def supported(
+    names: Sequence[str], implementation: str | None
+) -> Iterator[tuple[str, Recipe]]:
+    """The named recipes that run here; stderr names the others."""
+    for name in names:
+        recipe = recipes.NAMED[name]
+        try:
+            forward_choice(recipe, implementation)
+        except ValueError as error:
+            print(f"without {name}: {error}", file=sys.stderr)
+        else:
+            yield name, recipe
 
 
 def from_recipe(
@@ -131,76 +105,91 @@ def from_recipe(
     target range of fallback rates.
     """
     choice = forward_choice(recipe, implementation)
-    theta = fallback = None
+
+    dot = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe)
+
+    def product_by(implementation: str) -> Product:
+        return lambda x, w, _, inputs: dot(
+            x, w, implementation=implementation, **inputs
+        )[0]
+
+    fallback, inputs = None, {"key": jax.random.key(1)}
     if recipe.criterion is not None:
-        unset = threshold.Scalars(jnp.float32(threshold.UNSET), jnp.uint32(0))
-        quantized = ops.quantize_fallback(
-            x[None],
-            unset.theta[None],
-            jnp.zeros(1, jnp.uint32),
-            block=recipe.lhs_block,
-            criterion=recipe.criterion,
-            colwise=None,
-            implementation=choice.implementation,
-        )
-        _, stats = threshold.apply(unset, quantized.metric, quantized.residual, recipe)
-        theta, fallback = stats.theta, float(stats.rate)
+        w = jnp.zeros((x.shape[1], 128), x.dtype)  # It plays no part.
+        quantize = functools.partial(dot, implementation=choice.implementation)
+        _, stats = jax.jit(quantize)(x, w)
+        fallback, inputs["theta"] = float(stats.rate), stats.theta
+    is_int8 = recipe.codes == "int8"
     return Matmul(
         name,
         choice.backend,
-        _recipe_product(recipe, choice.implementation),
-        inputs=(theta, jax.random.key(1)),
+        product_by(choice.implementation),
+        inputs=inputs,
         fallback=fallback,
-        reference=_recipe_product(recipe, "reference"),
-        reference_limit=(
-            _REFERENCE_LIMIT if recipe.codes == "int8" else FLOAT8_REFERENCE_LIMIT
-        ),
+        reference=product_by("reference"),
+        reference_limit=_REFERENCE_LIMIT if is_int8 else FLOAT8_REFERENCE_LIMIT,
     )
 
 
-def _recipe_product(recipe: Recipe, implementation: str) -> Product:
-    dot = functools.partial(dot_general, recipe=recipe, implementation=implementation)
-
-    def product(x: jax.Array, w: jax.Array, _: Any, inputs: Any) -> jax.Array:
-        theta, key = inputs
-        return dot(x, w, MATMUL, theta=theta, key=key)[0]
-
-    return product
+def bf16() -> Matmul:
+    """XLA's product in the dtype of the operands."""
+    return Matmul("bf16", "xla", lambda x, w, *_: lax.dot_general(x, w, MATMUL))
 
 
-def all_products(recipe: Recipe | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """The function ``(x, w, dy) -> (y, dx, dw)``, of bf16 products.
-
-    Args:
-      recipe: the recipe of the layer, with a given threshold; None for bf16.
-    """
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        w = w.astype(jnp.bfloat16)
-        if recipe is None:
-            return lax.dot_general(x, w, MATMUL)
-        key, theta = jax.random.key(0), jnp.float32(1.0)
-        options = {} if recipe.criterion is None else {"theta": theta}
-        return dot_general(x, w, MATMUL, recipe=recipe, key=key, **options)[0]
-
-    def layer(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(product, x, w)
-        return y, *vjp(dy)
-
-    return layer
-
-
-def fp8_dot(scaling: ScalingMethod) -> Matmul:
-    """The product of ``Fp8Dot``, with the state of delayed scaling."""
+def flax_fp8(x: jax.Array, w: jax.Array) -> Matmul:
+    """Flax's FP8 product: one scale per tensor, from the maxima of earlier steps."""
+    op = nn.Fp8DotGeneral()
+    state = op.init(jax.random.key(0), x, w, MATMUL)
 
     def product(x: jax.Array, w: jax.Array, state: Any, _: Any) -> jax.Array:
-        spec = fp8.Spec(x.dtype, x.dtype, w.dtype)
-        return fp8.matmul(spec, x[None], w[None], state)[0]
+        y = op.apply(state, x, w, MATMUL)
+        assert isinstance(y, jax.Array)
+        return y
 
-    state = fp8.start(Fp8Dot().history) if scaling == "delayed" else fp8.Scalings()
-    return Matmul(f"fp8_{scaling}", "xla", product, state=state)
+    return Matmul("Flax Fp8DotGeneral", "xla", product, state=state)
 
 
-def llm_int8() -> Matmul:
-    """The product of ``llm_int8_dot``."""
-    return Matmul("llm_int8", "xla", lambda x, w, *_: llm_int8_dot(x, w, MATMUL))
+def installed_int8_libraries() -> Iterator[tuple[Matmul, dict[str, Any]]]:
+    """Qwix and AQT where installed, as products and as arguments of ``nn.Dense``.
+
+    stderr names the missing ones.
+    """
+    for name, library in (("qwix", _qwix_int8), ("aqt", _aqt_int8)):
+        try:
+            yield library()
+        except ImportError as error:
+            print(f"without {name}: {error}", file=sys.stderr)
+
+
+def _qwix_int8() -> tuple[Matmul, dict[str, Any]]:
+    """Qwix: INT8 in all three products, a scale per channel, nearest rounding."""
+    qwix = importlib.import_module("qwix._src.core.dot_general_qt")
+    config = qwix.DotGeneralQtConfig(
+        lhs_qtype=jnp.int8,
+        rhs_qtype=jnp.int8,
+        dlhs_grad_qtype=jnp.int8,
+        drhs_grad_qtype=jnp.int8,
+    )
+
+    def dot(x: jax.Array, w: jax.Array, dims: Any, **_: Any) -> jax.Array:
+        y: jax.Array = qwix.dot_general_qt(x, w, dims, config)
+        return y
+
+    product = Matmul("Qwix INT8", "xla", lambda x, w, *_: dot(x, w, MATMUL))
+    return product, {"dot_general": dot}
+
+
+def _aqt_int8() -> tuple[Matmul, dict[str, Any]]:
+    """AQT: INT8 in all three products, stochastic rounding of the gradients."""
+    config = importlib.import_module("aqt.jax.v2.config")
+    layer = importlib.import_module("aqt.jax.v2.flax.aqt_flax").AqtDotGeneral
+    int8 = config.fully_quantized(fwd_bits=8, bwd_bits=8)
+
+    def product(x: jax.Array, w: jax.Array, _: Any, key: jax.Array) -> jax.Array:
+        y: jax.Array = config.set_context(int8, key, train_step=None)(x, w, MATMUL)
+        return y
+
+    return (
+        Matmul("AQT INT8", "xla", product, inputs=jax.random.key(1)),
+        {"dot_general_cls": functools.partial(layer, int8)},
+    )

@@ -32,21 +32,13 @@ class NoKernelsError(UnsupportedError):
 
 
 class Effort(NamedTuple):
-    """How much time a measurement takes.
+    """How much time a measurement takes."""
 
-    Attributes:
-      warm_up_s: seconds of continuous calls before the first sample.
-      samples: number of samples of the sustained time.
-      batch_s: minimum seconds of a sample, which is a batch of calls.
-      rest_s: idle seconds before a burst.
-      launches: number of calls of a burst.
-    """
-
-    warm_up_s: float
-    samples: int
-    batch_s: float
-    rest_s: float
-    launches: int
+    warm_up_s: float  # of continuous calls before the first sample
+    samples: int  # of the sustained time
+    batch_s: float  # the least of a sample, which is a batch of calls
+    rest_s: float  # before a burst
+    launches: int  # the calls of a burst
 
 
 FULL = Effort(warm_up_s=0.5, samples=20, batch_s=0.01, rest_s=0.5, launches=10)
@@ -54,24 +46,12 @@ QUICK = Effort(warm_up_s=0.2, samples=10, batch_s=0.01, rest_s=0.2, launches=5)
 
 
 class Timing(NamedTuple):
-    """Median milliseconds per call.
+    """Median milliseconds per call."""
 
-    Attributes:
-      ms: sustained.
-      burst_ms: in a burst.
-      burst_of: what ``burst_ms`` covers: ``"kernels"``, timed by the GPU, or
-        ``"calls"``, with launch and host time, where kernels cannot be timed.
-    """
-
-    ms: float
-    burst_ms: float
+    ms: float  # sustained
+    burst_ms: float  # in a burst
+    # Kernels are timed by the GPU; calls include launches and the host's time.
     burst_of: Literal["kernels", "calls"]
-
-
-@functools.cache
-def jitted(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A jitted op, which calls with the same options share."""
-    return jax.jit(functools.partial(op, **options))
 
 
 def first_call(function: Any, *args: Any) -> tuple[jax.stages.Compiled, float, Any]:
@@ -103,11 +83,8 @@ def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
 class RunningStep(jax.stages.Compiled):
     """A step ``(state, *inputs) -> (state, results)`` that donates its state.
 
-    A call goes on from the state of the call before, and returns the results. The
-    profiler takes nothing but jitted and compiled functions, so this is one.
-
-    Attributes:
-      state: the state after the last call.
+    A call goes on from the state that the call before left, and returns the results.
+    The profiler takes only jitted and compiled functions, so this is one.
     """
 
     def __init__(self, step: Callable[..., Any], state: Any, *inputs: Any) -> None:
@@ -136,14 +113,6 @@ def running_timing(step: RunningStep, *, effort: Effort) -> Timing:
     return Timing(sustained, _burst_of_calls(step, effort), "calls")
 
 
-def running_kernels(step: RunningStep, *, warm_up_s: float) -> list[tuple[str, float]]:
-    """``kernels`` of a running step, after seconds of continuous calls."""
-    end = time.perf_counter() + warm_up_s
-    while time.perf_counter() < end:
-        jax.block_until_ready(step())
-    return kernels(step)
-
-
 def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
     """The names and milliseconds of the kernels of one call of a compiled program.
 
@@ -164,6 +133,13 @@ def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
 def relative_error(actual: jax.Array, exact: jax.Array) -> float:
     """``||actual - exact|| / ||exact||`` in the Frobenius norm, in float32."""
     return float(_relative_error(actual, exact))
+
+
+@jax.jit
+def _relative_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
+    exact = exact.astype(jnp.float32)
+    difference = actual.astype(jnp.float32) - exact
+    return jnp.linalg.norm(difference) / jnp.linalg.norm(exact)
 
 
 def checked_errors(
@@ -195,13 +171,6 @@ def require(error: float, limit: float, what: str) -> None:
             f"{what} is wrong: its error is {error:.1e}, the limit is {limit:.0e}; "
             "its time is not reported"
         )
-
-
-@jax.jit
-def _relative_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
-    exact = exact.astype(jnp.float32)
-    difference = actual.astype(jnp.float32) - exact
-    return jnp.linalg.norm(difference) / jnp.linalg.norm(exact)
 
 
 def _sustained(call: Callable[[], Any], effort: Effort) -> float:

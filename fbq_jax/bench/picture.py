@@ -1,49 +1,63 @@
-"""The picture of the section ``recipes``: errors as outliers grow."""
+"""The picture of the section ``map``: speedups over bf16 by the shape of a layer."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from matplotlib import colormaps
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from fbq_jax.bench.results import Row
 
-_PANELS = {
-    "token": "Y, mean over\ntokens",
-    "dx": "dX",
-    "channel": "dW, mean over\ninput channels",
-}
-_DASHES = ("-", "--", ":")
+# Speedups at the ends of the colors.
+_SLOWEST, _FASTEST = 0.4, 1.6
+_DARK = 0.4  # the distance from 1.0 from which colors are dark
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Plots the errors of each recipe over the inputs.
+    """Draws a heat map of speedups for each recipe and M, with the line of 1.0.
 
     Args:
       rows: the rows of the section.
     """
-    names = list(dict.fromkeys(row.what for row in rows))
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    axes = figure.subplots(1, len(_PANELS))
-    for axis, (error, title) in zip(axes, _PANELS.items(), strict=True):
-        for i, name in enumerate(names):
-            of_recipe = [row for row in rows if row.what == name]
-            axis.plot(
-                [row.data for row in of_recipe],
-                [row.errors[error] for row in of_recipe],
-                color=colormaps["tab10"](i % 10),
-                linestyle=_DASHES[i // 10 % len(_DASHES)],
-                marker=".",
-                label=name,
-                zorder=len(names) - i,  # the first line on top
-            )
-        axis.set(title=title, yscale="log")
-        axis.tick_params(axis="x", rotation=30)
-        for tick in axis.get_xticklabels():
-            tick.set_horizontalalignment("right")
-        axis.grid(alpha=0.3)
-    axes[0].set(ylabel="relative error")
-    shape = " x ".join(map(str, rows[0].shape))
-    figure.suptitle(f"Errors of a linear layer, M x K x N = {shape}")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles=handles, labels=labels, loc="outside right upper")
+    recipes = list(dict.fromkeys(row.what for row in rows if row.what != "bf16"))
+    tokens = sorted({row.shape[0] for row in rows})
+    widths = sorted({width for row in rows for width in row.shape[1:]})
+    figure = Figure(figsize=(3 * len(tokens) + 1, 3.2 * len(recipes)))
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(len(recipes), len(tokens), squeeze=False)
+    norm = TwoSlopeNorm(1.0, _SLOWEST, _FASTEST)
+    for name, axes in zip(recipes, panels, strict=True):
+        speedups = {row.shape: row.ratio for row in rows if row.what == name}
+        for M, axis in zip(tokens, axes, strict=True):
+            image = _draw_panel(axis, _grid(speedups, M, widths), norm)
+            axis.set(title=f"{name}, M = {M}", xlabel="N", ylabel="K")
+            axis.set_xticks(range(len(widths)), map(str, widths), rotation=60)
+            axis.set_yticks(range(len(widths)), map(str, widths))
+    figure.colorbar(image, ax=panels, label="speedup vs bf16", shrink=0.6)
+    figure.suptitle("Training steps of linear layers from K to N and back")
     return figure
+
+
+def _grid(
+    speedups: Mapping[tuple[int, ...], float], M: int, widths: Sequence[int]
+) -> list[list[float]]:
+    """Speedups by K and N; a layer and the one back have the same."""
+    return [
+        [speedups.get((M, min(K, N), max(K, N)), math.nan) for N in widths]
+        for K in widths
+    ]
+
+
+def _draw_panel(axis: Any, grid: list[list[float]], norm: TwoSlopeNorm) -> Any:
+    image = axis.imshow(grid, cmap="RdBu", norm=norm, origin="lower")
+    for K, line in enumerate(grid):
+        for N, speedup in enumerate(line):
+            if not math.isnan(speedup):
+                color = "white" if abs(speedup - 1.0) > _DARK else "black"
+                label = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
+                axis.text(N, K, f"{speedup:.2f}", **label)
+    measured = [speedup for line in grid for speedup in line if not math.isnan(speedup)]
+    if measured and min(measured) < 1.0 < max(measured):
+        axis.contour(grid, levels=[1.0], colors="black", linewidths=2)
+    return image

@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +22,8 @@ import jax
 from fbq_jax.bench.measure import Timing
 from fbq_jax.kernels import tuning_table
 
-SECTIONS = (
-    "step",
-    "step_profile",
-    "map",
-    "gemm",
-    "quantize",
-    "linear",
-    "grouped",
-    "moe",
-    "moe_scaling",
-    "serve",
-    "recipes",
-    "block",
-    "profile",
-    "train",
-    "accumulation",
-    "scaling",
-    "parity",
-)
-# The names in the file of sections that were renamed since.
-_KEYS = {name: name for name in SECTIONS} | {"scaling": "scale", "parity": "losses"}
+# The keys in the file of sections that have another name there.
+_KEYS = {"scaling": "scale", "parity": "losses"}
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton")
 
 
@@ -54,62 +35,33 @@ class ResultsError(Exception):
 class Row:
     """One measured program. The fields are the keys in the file.
 
-    Attributes:
-      what: the program's name.
-      layer: the Flax layer that calls it, or ``"core"`` for a call of the functional
-        core; in the section ``grouped``, the products that it computes.  None in
-        sections that measure one of them only.
-      data: the name of its input, in sections with several.
-      implementation: the backend that computes it.
-      shape: the sizes; ``report.HEADINGS`` names them.
-      mesh: the devices, in sections that use several.
-      fallback: the share of blocks that fall back; None without fallback.
-      ms: sustained milliseconds per call.
-      burst_ms: milliseconds per call on a rested GPU.
-      burst_of: what ``burst_ms`` covers, as in ``measure.Timing``.
-      rate: sustained 1e12 operations or bytes per second; for a kernel, its percentage
-        of the program's time.
-      ratio: the rate divided by the baseline's, sustained.
-      burst_ratio: the rate divided by the baseline's, in bursts.
-      tokens_s: sustained tokens per second.
-      efficiency: ``tokens_s`` of N devices over N times one device's.
-      errors: errors by name; ``report.HEADINGS`` defines them.
-      compile_s: seconds of the first call, compilation included.
-      first_calls_s: seconds of the first call in a process that has compiled nothing,
-        by the number of layers; None where it is not measured.
-      launches: the kernels of one call, per layer; None where kernels cannot be timed.
-      kernels_ms: the milliseconds of one call's kernels together.
-      gap_ms: sustained milliseconds without ``kernels_ms``.
-      conditionals: the number of conditionals in the compiled program.
-      saved_bytes: bytes saved for the backward pass, per token.
-      peak_bytes: bytes that the program has allocated at once on a device, arguments
-        included.
+    A figure is None where it does not apply or was not measured.
     """
 
-    what: str
-    layer: str | None = None
-    data: str | None = None
-    implementation: str
-    shape: tuple[int, ...]
-    mesh: str | None = None
-    fallback: float | None = None
-    ms: float
-    burst_ms: float
-    burst_of: str
-    rate: float
-    ratio: float = 1.0
-    burst_ratio: float = 1.0
-    tokens_s: float | None = None
-    efficiency: float | None = None
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    compile_s: float | None = None
-    first_calls_s: dict[str, float] | None = None
-    launches: float | None = None
-    kernels_ms: float | None = None
-    gap_ms: float | None = None
-    conditionals: int | None = None
-    saved_bytes: float | None = None
-    peak_bytes: int | None = None
+    what: str  # the program's name
+    layer: str | None = None  # the Flax class, or "core" for the functional core
+    data: str | None = None  # the name of the input
+    implementation: str  # the backend that computes it
+    shape: tuple[int, ...]  # the sizes; ``report.HEADINGS`` names them
+    mesh: str | None = None  # the devices
+    fallback: float | None = None  # the share of blocks that fall back
+    ms: float  # sustained, per call
+    burst_ms: float  # per call, on a rested GPU
+    burst_of: str  # what ``burst_ms`` covers, as in ``measure.Timing``
+    rate: float  # sustained 1e12 operations per second; of a kernel, its % of the time
+    ratio: float = 1.0  # the rate over the baseline's, sustained
+    burst_ratio: float = 1.0  # the same in bursts
+    tokens_s: float | None = None  # sustained
+    efficiency: float | None = None  # ``tokens_s`` over N times one device's
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # by name
+    compile_s: float | None = None  # seconds of the first call
+    first_calls_s: dict[str, float] | None = None  # by layers, each in a new process
+    launches: float | None = None  # the kernels of one call, per layer
+    kernels_ms: float | None = None  # the kernels of one call together
+    gap_ms: float | None = None  # ``ms`` without ``kernels_ms``
+    conditionals: int | None = None  # of the compiled program
+    saved_bytes: float | None = None  # for the backward pass, per token
+    peak_bytes: int | None = None  # allocated at once on a device
 
 
 def row(timing: Timing, work: float, **labels: Any) -> Row:
@@ -124,7 +76,7 @@ def row(timing: Timing, work: float, **labels: Any) -> Row:
 
 
 def with_ratios(rows: Iterable[Row]) -> Iterator[Row]:
-    """Compares the rate of each row with that of the first row of the same data."""
+    """Compares the rate of each row with the first row of the same data."""
     baselines: dict[str | None, Row] = {}
     for row in rows:
         baseline = baselines.setdefault(row.data, row)
@@ -156,9 +108,10 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
-def default_path() -> Path:
-    """``bench-<device>.json`` in the current directory."""
-    return Path(f"bench-{tuning_table.path(jax.devices()[0].device_kind).name}")
+def default_path(suffix: str = "") -> Path:
+    """``bench-<device><suffix>.json`` in the current directory."""
+    device = tuning_table.path(jax.devices()[0].device_kind).stem
+    return Path(f"bench-{device}{suffix}.json")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -170,22 +123,19 @@ def load(path: Path) -> dict[str, Any]:
     names = {key: name for name, key in _KEYS.items()}
     try:
         return {
-            names[key]: content | {"rows": list(map(_read_row, content["rows"]))}
+            names.get(key, key): content
+            | {
+                "rows": [
+                    Row(**values | {"shape": tuple(values["shape"])})
+                    for values in content["rows"]
+                ]
+            }
             for key, content in json.loads(path.read_text()).items()
         }
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ResultsError(f"{path} does not hold benchmark results") from error
-
-
-def read_mapping(path: Path) -> dict[str, Any] | None:
-    """The mapping in a JSON file; None if the file holds something else."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def check_writable(path: Path) -> None:
@@ -195,37 +145,12 @@ def check_writable(path: Path) -> None:
       ResultsError: if the folder is missing or read-only, or the file holds something
         else.
     """
-    check_folder(path)
-    if path.exists():
-        load(path)
-
-
-def check_folder(path: Path) -> None:
-    """Checks that a file can be written into its folder.
-
-    Raises:
-      ResultsError: if the folder is missing or read-only.
-    """
     if not path.parent.is_dir():
         raise ResultsError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise ResultsError(f"cannot write {path}: {path.parent} is read-only")
-
-
-def check_own(path: Path, load: Callable[[Path], Any]) -> None:
-    """Checks before anything is computed that a file of one kind can be written.
-
-    Args:
-      path: the file.
-      load: reads such a file; returns None of another.
-
-    Raises:
-      ResultsError: if the folder is missing or read-only, or the file holds something
-        else.
-    """
-    check_folder(path)
-    if path.exists() and load(path) is None:
-        raise ResultsError(f"{path} holds something else: choose another file")
+    if path.exists():
+        load(path)
 
 
 def write(path: Path, content: Any) -> None:
@@ -235,26 +160,16 @@ def write(path: Path, content: Any) -> None:
     unfinished.replace(path)
 
 
-def part(path: Path, name: str) -> Path:
-    """The file of a section's rows while ``path`` still has older ones."""
-    return path.with_name(f"{path.name}.{name}.part")
-
-
 def merge(path: Path, name: str, content: dict[str, Any]) -> None:
     """Writes a section into a file and keeps the other sections."""
     sections = json.loads(path.read_text()) if path.exists() else {}
-    sections[_KEYS[name]] = content
-    write(path, {key: sections[key] for key in _KEYS.values() if key in sections})
+    write(path, sections | {_KEYS.get(name, name): content})
 
 
-def _read_row(values: dict[str, Any]) -> Row:
-    return Row(**values | {"shape": tuple(values["shape"])})
-
-
-def versions() -> dict[str, str]:
+def versions(*others: str) -> dict[str, str]:
     """The versions of Python and of the packages that decide a measurement."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *others):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

@@ -1,7 +1,7 @@
 """Frozen layers in INT8 against bf16: the linear layers of a Llama, without training.
 
-The widths of 4096 and 14336 are those of Llama-3-8B.  A prompt has thousands of rows; a
-decoding step has one for each sequence, and its time is that of reading the weights.
+The widths of 4096 and 14336 are Llama-3-8B's.  A prompt has thousands of rows; a
+decoding step has one for each sequence, and spends its time on reading the weights.
 A call decodes several tokens, as a generation loop in a program does.
 """
 
@@ -73,15 +73,7 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 class _Program(NamedTuple):
-    """Layers with their weights.
-
-    Attributes:
-      name: ``"bf16"``, or the name of the recipe.
-      backend: what computes the products.
-      fallback: the rate of the last settling step; None without fallback.
-      apply: the function ``(variables, x) -> y``.
-      variables: the parameters, or the frozen layers.
-    """
+    """Layers, as a function ``(variables, x) -> y``, with their weights."""
 
     name: str
     backend: str
@@ -111,25 +103,24 @@ def _programs(
     widths: tuple[int, ...], implementation: str | None
 ) -> Iterator[_Program]:
     """bf16, and the same weights frozen by each recipe."""
+    hidden, intermediate = widths
     key = jax.random.key(0)
-    x = data.activation(jax.random.key(1), (_SETTLING_ROWS, widths[0]))
-    build = functools.partial(Layers, hidden=widths[0], intermediate=widths[1])
-    floats = build(dot_general=None)
+    x = data.activation(jax.random.key(1), (_SETTLING_ROWS, hidden))
+    floats = Layers(hidden, intermediate, None)
     variables = jax.jit(floats.init)(key, x)
     yield _Program("bf16", "xla", None, floats.apply, variables)
     for name in layers.RECIPES:
         recipe = recipes.NAMED[name]
-        backend = matmuls.forward_choice(recipe, implementation).backend
         dot = FallbackDot(recipe, implementation=implementation)
-        model = build(dot_general=dot)
+        model = Layers(hidden, intermediate, dot)
         first = jax.jit(lambda model=model: model.init(key, x)["fallback"])
         trained = {**variables, "fallback": first()}
         step = jax.jit(functools.partial(model.apply, mutable=["fallback"]))
         for _ in range(_SETTLING_STEPS):
             _, state = step(trained, x)
             trained |= state
-        falls_back = recipe.criterion is not None
-        rate = mean_rate(trained) if falls_back else None
+        backend = matmuls.forward_choice(recipe, implementation).backend
+        rate = None if recipe.criterion is None else mean_rate(trained)
         frozen = freeze(model, trained, x)
         yield _Program(name, backend, rate, model.apply, frozen)
 
@@ -137,8 +128,10 @@ def _programs(
 def _rows(
     shape: tuple[int, ...], programs: Sequence[_Program], effort: Effort
 ) -> Iterator[Row]:
-    x = data.activation(jax.random.key(2), shape[:2])
-    calls = _TOKENS if shape[0] <= _DECODING_ROWS else 1
+    rows, hidden, intermediate = shape
+    x = data.activation(jax.random.key(2), (rows, hidden))
+    calls = _TOKENS if rows <= _DECODING_ROWS else 1
+    weights = hidden * (_qkv_width(hidden) + hidden + 3 * intermediate)
     exact: jax.Array | None = None
     for program in programs:
         args = program.variables, x
@@ -148,7 +141,7 @@ def _rows(
         timing = measure.timing(apply, *args, effort=effort)
         yield row(
             timing._replace(ms=timing.ms / calls, burst_ms=timing.burst_ms / calls),
-            _work(shape),
+            2.0 * DEPTH * rows * weights,
             what=program.name,
             implementation=program.backend,
             shape=shape,
@@ -158,9 +151,7 @@ def _rows(
         )
 
 
-def _chain(
-    program: _Program, calls: int
-) -> Callable[[Variables, jax.Array], tuple[jax.Array, jax.Array]]:
+def _chain(program: _Program, calls: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The first and the last output of calls that follow each other, jitted."""
 
     @jax.jit
@@ -171,13 +162,6 @@ def _chain(
         return first, last
 
     return chain
-
-
-def _work(shape: tuple[int, ...]) -> float:
-    """The operations of all products."""
-    tokens, hidden, intermediate = shape
-    weights = hidden * (_qkv_width(hidden) + hidden + 3 * intermediate)
-    return 2.0 * DEPTH * tokens * weights
 
 
 def _qkv_width(hidden: int) -> int:

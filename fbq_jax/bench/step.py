@@ -59,10 +59,12 @@ def rows(
         may, or a fallback rate is outside the recipe's range.
     """
     bf16, *stacks = _stacks(depth, implementation)
+    # A TPU belongs to one process.
+    timed = [] if jax.default_backend() == "tpu" else [bf16, *stacks]
     first_calls = {
         stack: _first_calls(stack, shapes[0], implementation)
-        for stack in (bf16, *stacks)
-        if _can_start_processes() and (stack is bf16 or stack.name in layers.RECIPES)
+        for stack in timed
+        if stack is bf16 or stack.name in layers.RECIPES
     }
     libraries = list(layers.installed_int8_libraries(depth))
     measured = {
@@ -103,18 +105,12 @@ def _first_calls(
     }
 
 
-def _can_start_processes() -> bool:
-    """Whether other processes can use the device; a TPU belongs to one."""
-    return jax.default_backend() != "tpu"
-
-
 def _in_new_process(program: str) -> float:
     """Runs a Python program without cached compilations; returns the number it prints.
 
     Raises:
       RuntimeError: if the program fails.
     """
-    command = [sys.executable, "-c", program]
     with tempfile.TemporaryDirectory() as empty:
         environment = os.environ | {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -122,6 +118,7 @@ def _in_new_process(program: str) -> float:
             "CUDA_CACHE_PATH": f"{empty}/cuda",  # of the driver, which assembles PTX
         }
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        command = [sys.executable, "-c", program]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"a process that measures failed: {program}\n{done.stderr}")
@@ -135,12 +132,6 @@ def first_call_s(
 
     Imports are not counted, and among them PyTorch's, which takes seconds: Triton
     imports it where it is installed, when it compiles its first kernel.
-
-    Args:
-      name: "bf16" or a recipe's.
-      shape: ``(tokens, D, F)``.
-      depth: the number of layers.
-      implementation: as in ``dispatch.choose``.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("torch")
@@ -231,8 +222,11 @@ def _settled_rate(stack: Stack, step: RunningStep, what: str) -> float | None:
 
 def _launches(step: RunningStep) -> tuple[int, float] | tuple[None, None]:
     """The number and the milliseconds of a step's kernels; None without CUPTI."""
+    end = time.perf_counter() + _KERNELS_WARM_UP_S
+    while time.perf_counter() < end:
+        jax.block_until_ready(step())
     try:
-        kernels = measure.running_kernels(step, warm_up_s=_KERNELS_WARM_UP_S)
+        kernels = measure.kernels(step)
     except measure.NoKernelsError:
         return None, None
     return len(kernels), sum(ms for _, ms in kernels)
@@ -247,11 +241,16 @@ def work(shape: tuple[int, ...], depth: int) -> float:
 def operands(
     shape: tuple[int, ...], depth: int
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """The activation, a key for noise, and the kernels of ``(tokens, D, F)``."""
+    """The activation, a key for noise, and the kernels of ``(tokens, D, F)``.
+
+    The kernels are float32, ``[D, F]``, ``[F, D]``, ...
+    """
     tokens, D, F = shape
     keys = jax.random.split(jax.random.key(0), 3)
+    shapes = itertools.islice(itertools.cycle(((D, F), (F, D))), depth)
+    of_kernels = zip(jax.random.split(keys[2], depth), shapes, strict=True)
     x = _activation(keys[0], (tokens, D))
-    return x, keys[1], _kernels(keys[2], D, F, depth)
+    return x, keys[1], [_kernel(key, shape) for key, shape in of_kernels]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -262,15 +261,9 @@ def _activation(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return data.activation(x_key, shape) * scales.astype(jnp.bfloat16)
 
 
-def _kernels(key: jax.Array, D: int, F: int, depth: int) -> list[jax.Array]:
-    """Float32 kernels ``[D, F]``, ``[F, D]``, ... whose outputs have many scales."""
-    shapes = itertools.islice(itertools.cycle(((D, F), (F, D))), depth)
-    keys = jax.random.split(key, depth)
-    return [_kernel(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _kernel(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A kernel whose outputs have many scales."""
     w_key, scale_key = jax.random.split(key)
     scales = _scales(scale_key, (1, shape[1]))
     return jax.random.normal(w_key, shape) * shape[0] ** -0.5 * scales

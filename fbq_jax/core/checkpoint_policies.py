@@ -2,7 +2,7 @@
 
 import jax
 
-from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME, SEED_NAME
+from fbq_jax.core.gemms import LHS_NAME, RHS_NAME, SEED_NAME
 from fbq_jax.core.nonlinear import SAVED_NAME
 
 #: Saves the INT8 codes and scales that the backward pass of the GEMMs reads, the seeds

@@ -42,7 +42,7 @@ def check_arrays(**operands: Any) -> None:
 def output_dtype(lhs: Operand, rhs: Operand, precision: Any, preferred: Any) -> Any:
     """The dtype of a product; ``preferred``, or else the operands' common dtype.
 
-    That of float16 and bfloat16 is float32, as for ``jnp.matmul``.
+    Float16 and bfloat16 have the common dtype float32, as in ``jnp.matmul``.
 
     Raises:
       TypeError: an operand is not an array, or it or the output is not bfloat16,

@@ -6,29 +6,28 @@ out.  Callers that keep state update it outside.
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax.core import matmul_vjp, threshold
+from fbq_jax.core import gemms, threshold
+from fbq_jax.core.arguments import DotArguments
 from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices, is_requested
-from fbq_jax.core.dot_call import DotCall, RaggedCall
-from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
-from fbq_jax.core.weight_products import mark_weight
+from fbq_jax.core.weight_marks import mark_weight
+from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying
-
-Call = TypeVar("Call", DotCall, RaggedCall)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +57,11 @@ class DotConfig:
             )
         dispatch.check_name(self.implementation)
 
-    def marked(self, rhs: jax.Array, call: Call) -> tuple[jax.Array, Call]:
-        """The weight, marked for reports, and the call that the recipe computes."""
-        ignores = self.ignore_precision and is_requested(call.precision)
+    def mark(self, rhs: jax.Array, precision: Any) -> tuple[jax.Array, Any]:
+        """The weight, marked for reports, and the precision that is left to meet."""
+        ignores = self.ignore_precision and is_requested(precision)
         rhs = mark_weight(rhs, self.recipe, ignores_precision=ignores)
-        return rhs, call._replace(precision=None) if ignores else call
+        return rhs, None if ignores else precision
 
 
 def dot_general(
@@ -122,10 +121,12 @@ def dot_general(
     >>> float(y[0, 0]), float(stats.rate)
     (64.0, 1.0)
     """
-    call = DotCall(dimension_numbers, precision, preferred_element_type, out_sharding)
+    arguments = DotArguments(
+        dimension_numbers, precision, preferred_element_type, out_sharding
+    )
     config = DotConfig(recipe, implementation)
     scalars = Scalars(checked_theta(theta), seed_from_key(key))
-    out, stats = _seeded_dot_general(config, scalars, lhs, rhs, call)
+    out, stats = _seeded_dot_general(config, scalars, lhs, rhs, arguments)
     batch, *rows, columns = stats.metric.shape
     metric = stats.metric.reshape(batch, math.prod(rows), columns)
     return out, stats._replace(metric=metric)
@@ -153,33 +154,47 @@ def seed_from_key(key: jax.Array | None) -> jax.Array:
     return jax.random.bits(key, (), jnp.uint32)
 
 
-def stateful_dot_general(
-    config: DotConfig,
-    state: Mapping[str, jax.Array],
-    lhs: jax.Array,
-    rhs: jax.Array,
-    call: DotCall,
-    codes: QTensor | None = None,
-) -> tuple[jax.Array, threshold.State]:
-    """``dot_general`` with the state of a layer.
+@dataclasses.dataclass(frozen=True)
+class LayerDot:
+    """The dot of a layer: its weight, its state, and where its new state goes.
 
-    Args:
+    Attributes:
       config: the recipe and the implementation.
       state: the layer's ``threshold.State``.
-      lhs: the activation.
-      rhs: the weight.  In a frozen layer only its shape and dtype are read.
-      call: the other arguments of ``lax.dot_general``.
-      codes: the colwise codes of a frozen layer's weight
-        (``fbq_jax.core.frozen_weight``).
-
-    Returns:
-      The output, and the state after a training forward; evaluation drops the latter.
+      weight: the right operand.  In a frozen layer only its shape and dtype are read.
+      codes: the weight as the layer's state has it quantized; None to quantize it.
+      is_frozen: whether the layer has nothing else to multiply by; its codes are
+        colwise only.
+      commit: takes the output and the state after a training forward.  It stores the
+        state, unless the layer evaluates, and returns the output.
+      named: names the layer in warnings about the ops that are traced in its context.
+      sow: takes measurements by name; None to drop them.
     """
-    old = threshold.canonicalize_state(state)
-    scalars = threshold.scalars_of(old)
-    rhs, call = config.marked(rhs, call)
-    out, stats = _seeded_dot_general(config, scalars, lhs, rhs, call, codes)
-    return out, threshold.next_state(old, stats)
+
+    config: DotConfig
+    state: Mapping[str, jax.Array]
+    weight: jax.Array
+    codes: Layouts | None
+    is_frozen: bool
+    commit: Callable[[jax.Array, threshold.State], jax.Array]
+    named: Callable[[], AbstractContextManager[None]]
+    sow: Callable[[str, jax.Array], object] | None = None
+
+    def dot_general(self, lhs: jax.Array, arguments: DotArguments) -> jax.Array:
+        """Computes the product with lhs, and updates the state."""
+        with self.named():
+            old = threshold.canonicalize_state(self.state)
+            weight, precision = self.config.mark(self.weight, arguments.precision)
+            out, stats = _seeded_dot_general(
+                self.config,
+                threshold.scalars_of(old),
+                lhs,
+                weight,
+                arguments._replace(precision=precision),
+                self.codes,
+                is_frozen=self.is_frozen,
+            )
+        return self.commit(out, threshold.next_state(old, stats))
 
 
 def _seeded_dot_general(
@@ -187,48 +202,42 @@ def _seeded_dot_general(
     scalars: Scalars,
     lhs: jax.Array,
     rhs: jax.Array,
-    call: DotCall,
-    codes: QTensor | None = None,
+    arguments: DotArguments,
+    codes: Layouts | None = None,
+    *,
+    is_frozen: bool = False,
 ) -> tuple[jax.Array, Stats]:
     """``dot_general``; a traced threshold may be ``threshold.UNSET``."""
-    out = call.output(lhs, rhs)
+    out = arguments.output(lhs, rhs)
     recipe = config.recipe
-    # A frozen layer has nothing to multiply by but its codes.
-    if codes is None and not _quantizes(config, lhs, rhs, call, out):
-        return _float_dot_general(scalars, lhs, rhs, call)
+    if not is_frozen and not _quantizes(config, lhs, rhs, arguments, out):
+        return _float_dot_general(scalars, lhs, rhs, arguments)
     spec = Spec(recipe, out.dtype, lhs.dtype, rhs.dtype, config.implementation)
 
     def multiply(
         lhs: jax.Array,
         rhs: jax.Array,
         scalars: Scalars,
-        codes: QTensor | None,
+        codes: Layouts | None,
     ) -> tuple[jax.Array, Stats]:
-        x, w = as_matrices(lhs, rhs, call.dimension_numbers, recipe)
-        x, weight = as_varying((x, w if codes is None else codes))
-        y, stats = _matmul(spec, x, weight, scalars.on_device(x))
+        x, w = as_matrices(lhs, rhs, arguments.dimension_numbers, recipe)
+        x, weight, codes = as_varying((x, None if is_frozen else w, codes))
+        y, stats = gemms.matmul(spec, x, weight, scalars.on_device(x), codes)
         return y.reshape(out.shape), stats
 
     return automatic(multiply, out)(lhs, rhs, scalars, codes)
-
-
-def _matmul(
-    spec: Spec, x: jax.Array, w: jax.Array | QTensor, scalars: Scalars
-) -> tuple[jax.Array, Stats]:
-    """``matmul_vjp.matmul``; the weight of a frozen layer is its colwise codes."""
-    return matmul_vjp.matmul(spec, x, w.main if isinstance(w, QTensor) else w, scalars)
 
 
 def _quantizes(
     config: DotConfig,
     lhs: jax.Array,
     rhs: jax.Array,
-    call: DotCall,
+    arguments: DotArguments,
     out: jax.core.ShapedArray,
 ) -> bool:
     """Whether the recipe quantizes operands of these shapes; warns if it does not."""
     recipe = config.recipe
-    if recipe.where_slower == "quantize" or 0 in (sizes := call.sizes(lhs, out)):
+    if recipe.where_slower == "quantize" or 0 in (sizes := arguments.sizes(lhs, out)):
         return True
     choice = dispatch.choose_layer(
         recipe,
@@ -241,18 +250,17 @@ def _quantizes(
 
 
 def _float_dot_general(
-    scalars: Scalars, lhs: jax.Array, rhs: jax.Array, call: DotCall
+    scalars: Scalars, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
 ) -> tuple[jax.Array, Stats]:
     """``lax.dot_general``, and the stats of a call that has no blocks."""
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     y = lax.dot_general(
         lhs.astype(dtype),
         rhs.astype(dtype),
-        call.dimension_numbers,
-        preferred_element_type=call.preferred_element_type,
-        out_sharding=call.out_sharding,
+        arguments.dimension_numbers,
+        preferred_element_type=arguments.preferred_element_type,
+        out_sharding=arguments.out_sharding,
     )
-    _, (batch, _) = call.dimension_numbers
+    _, (batch, _) = arguments.dimension_numbers
     matrices = math.prod(lhs.shape[axis] for axis in batch)
-    metric = jnp.zeros((matrices, 0, 0), jnp.float32)
-    return y, threshold.without_fallback(scalars, metric)
+    return y, threshold.without_fallback(scalars, matrices)

@@ -116,8 +116,8 @@ def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
 
     Raises:
       ValueError: the subscripts do not fit two operands with these dimensions, a label
-        occurs twice in one operand (a diagonal), or the output has no "..." for that of
-        an operand.
+        occurs twice in one operand (a diagonal), or the output has no "..." for a
+        dimension that only one operand has.
     """
 
     def error(what: str) -> ValueError:

@@ -12,7 +12,7 @@ under ``record_weights``: every quantized layer reports its weight to the record
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.quantize_operands import forward_qtensor, quantize_rhs
+from fbq_jax.core.gemms import quantize_rhs
 from fbq_jax.core.serialization import serializable_dataclass, serializable_static
 from fbq_jax.core.spec import Spec
+from fbq_jax.quantized import Quantized
 from fbq_jax.recipes.schema import Recipe
 
 # The contracting and the batch dimensions of a product's right operand.
@@ -84,7 +84,7 @@ class FrozenWeight:
       kept: whether a Linen model keeps the kernel, because something else reads it.
     """
 
-    codes: QTensor
+    codes: Quantized
     recipe: Recipe
     shape: tuple[int, ...]
     axes: Axes
@@ -254,11 +254,10 @@ def quantize_weight(
     matrices = rhs_matrix(w, dimension_numbers)
     dtype = matrices.dtype
     spec = Spec(recipe, dtype, dtype, dtype, config.implementation)
-    main = quantize_rhs(spec, matrices, seed, save=False).colwise
-    assert main is not None
+    codes = quantize_rhs(spec, matrices, None, seed, save=False).colwise
+    assert codes is not None
     # Stored weights have the same arrays, whatever device freezes them.
-    main = main._replace(sums=None)
-    codes = forward_qtensor(recipe, main, spec.fwd.block_shape[:0:-1])
+    codes = replace(codes, main=codes.main._replace(sums=None))
     return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
 
 
@@ -274,7 +273,7 @@ def check_axes(axes: Axes, dimension_numbers: DimensionNumbers, layer: str) -> N
         raise ValueError(
             f"layer {layer!r} has codes for one product, over the axes {axes[0]} of "
             f"its kernel (batch {axes[1]}), but computes another, over {others[0]} "
-            f"(batch {others[1]}): freeze takes layers that multiply by their kernel "
+            f"(batch {others[1]}): codes are for layers that multiply by their kernel "
             "in one way"
         )
 

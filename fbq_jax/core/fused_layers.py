@@ -5,12 +5,12 @@
                                 where [gate, up] = rms_norm(x) . W_up
 
 SwiGLU (arXiv 2002.05202) is the gate.  ``norm_mlp`` computes both, and
-``fbq_jax.core.fused_experts`` the second without a norm, for a mixture of experts.
+``fbq_jax.experts.fused`` the second without a norm, for a mixture of experts.
 
-The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.matmul_vjp``, except
-that a bfloat16 or float16 gate is rounded once instead of twice.  The fused
-quantization ops of ``fbq_jax.kernels.fused_reference`` write the GEMMs' operands, so
-these exist in memory only as INT8 values.  The backward pass reads the quantized
+The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.gemms``, except
+that a bfloat16 or float16 gate is rounded once instead of twice.  ``quantize`` takes
+the norm and the gate as its source (``fbq_jax.kernels.sources``), so the operands of
+the GEMMs exist in memory only as INT8 values.  The backward pass reads the quantized
 operands of each GEMM and the packed values of the norm and of the gate's two factors.
 The only floats that it reads are scales and the norm's ``rstd``.
 
@@ -18,26 +18,27 @@ The only floats that it reads are scales and the norm's ``rstd``.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax import ops
-from fbq_jax.core import matmul_vjp, nonlinear, threshold
-from fbq_jax.core.gemms import DENSE, Gemms
-from fbq_jax.core.matmul_vjp import SavedMatmul
-from fbq_jax.core.noise import GRAD_STREAM, LHS_STREAM, seeds_of
+from fbq_jax.core import gemms, nonlinear
+from fbq_jax.core.gemms import (
+    MATRICES,
+    Rows,
+    SavedMatmul,
+    quantize_activation,
+    quantize_in_layouts,
+)
+from fbq_jax.core.noise import GRAD_STREAM, seeds_of
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
-from fbq_jax.core.rows import MatrixStack
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.kernels.fused_reference import GateQuantized, NormQuantized
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.reference import FallbackQuantized, Layouts, Quantized
-from fbq_jax.kernels.rounding import Seeds
+from fbq_jax.kernels.quantized import Layouts
+from fbq_jax.kernels.sources import Gate, GateGrad, Norm, Source
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -61,7 +62,7 @@ class _SavedMLP(NamedTuple):
 
     norm: SavedNorm
     up: SavedMatmul | None
-    gate: tuple[Packed, Packed] | None = None
+    gate: Packed | None = None
     down: SavedMatmul | None = None
 
 
@@ -99,7 +100,8 @@ def norm_mlp(
     spec: FusedSpec,
     x: jax.Array,
     norm_scale: jax.Array,
-    weights: tuple[jax.Array | Quantized, ...],
+    weights: tuple[jax.Array | None, ...],
+    codes: tuple[Layouts | None, ...],
     scalars: tuple[Scalars, ...],
 ) -> tuple[jax.Array, tuple[Stats, ...]]:
     """Applies a norm and a linear layer; or, with two weights, a norm and a gated MLP.
@@ -108,51 +110,44 @@ def norm_mlp(
       spec: static arguments; x, the hidden layer and the output of an MLP share one
         dtype.
       x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
-        ``matmul_vjp.matmul``.
+        ``gemms.matmul``.
       norm_scale: float32 ``[K]``.
       weights: of the linear layer, float ``[B, K, N]``; or of the MLP, float
-        ``[B, K, 2 F]``, the kernels of gate and up as ``fused_reference.join_gate_up``
-        joins them, and ``[B, F, N]``.  A frozen layer has colwise INT8 values.
+        ``[B, K, 2 F]``, the kernels of gate and up as ``sources.join_gate_up`` joins
+        them, and ``[B, F, N]``.  A frozen layer has None.
+      codes: the weights as they were quantized before; None to quantize them here.
       scalars: the threshold and the seeds of each GEMM.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the stats of each
       GEMM.
     """
-    return _norm_mlp(spec, x, norm_scale, weights, scalars, save=False)[0]
+    return _norm_mlp(spec, x, norm_scale, weights, codes, scalars, save=False)[0]
 
 
 def _norm_mlp(
     spec: FusedSpec,
     x: jax.Array,
     norm_scale: jax.Array,
-    weights: tuple[jax.Array | Quantized, ...],
+    weights: tuple[jax.Array | None, ...],
+    codes: tuple[Layouts | None, ...],
     scalars: tuple[Scalars, ...],
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _SavedMLP]:
     gemm, bits = spec.gemm, spec.norm.bits
-    norm = (
-        ops.rms_norm_quantize
-        if gemm.recipe.in_blocks
-        else ops.rms_norm_quantize_row_blocks
-    )
-    op = functools.partial(
-        norm,
-        x,
-        jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape)),
-        epsilon=spec.norm.epsilon,
-        bits=bits,
-    )
+    scales = jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape))
+    norm = Norm(x, scales, spec.norm.epsilon, bits)
+    _, _, indices = MATRICES.stack(x)
     y, stats, (normalized, rstd), saved = _quantize_and_multiply(
-        gemm, op, DENSE.stack(x), weights[0], scalars[0], DENSE, save=save
+        gemm, norm, indices, weights[0], codes[0], scalars[0], MATRICES, save=save
     )
     scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
     saved_norm = SavedNorm(normalized, rstd, scale_row)
     if len(weights) == 1:
         return (y, (stats,)), _SavedMLP(saved_norm, saved)
     y, down_stats, factors, saved_down = multiply_gated(
-        gemm, y, weights[1], scalars[1], bits=bits, save=save
+        gemm, y, weights[1], codes[1], scalars[1], bits=bits, save=save
     )
     return (y, (stats, down_stats)), _SavedMLP(saved_norm, saved, factors, saved_down)
 
@@ -160,58 +155,46 @@ def _norm_mlp(
 def multiply_gated(
     gemm: Spec,
     gate_up: jax.Array,
-    w: jax.Array | Quantized,
+    w: jax.Array | None,
+    codes: Layouts | None,
     scalars: Scalars,
-    gemms: Gemms = DENSE,
+    rows: Rows = MATRICES,
     *,
     bits: int,
     interleaved: bool = True,
     save: bool,
-) -> tuple[jax.Array, Stats, tuple[Packed, Packed], SavedMatmul | None]:
+) -> tuple[jax.Array, Stats, Packed, SavedMatmul | None]:
     """Multiplies ``silu(gate) * up`` by w.
 
     Args:
       gemm: static arguments.
       gate_up: gate and up, the output of a GEMM.
       w: the weight, as in ``norm_mlp``.
+      codes: its codes, as in ``norm_mlp``.
       scalars: the threshold and the seeds of the GEMM.
-      gemms: runs the GEMM.
+      rows: how the rows of ``gate_up`` lie.
       bits: bits per value that the gate saves, 4 to 12.
-      interleaved: how gate and up are joined (``fused_reference.join_gate_up``).
+      interleaved: how gate and up are joined (``sources.join_gate_up``).
       save: whether there will be a backward pass.
 
     Returns:
       The product, the GEMM's stats, and the residuals of the gate and of the GEMM.
     """
-    matrices = gemms.stack(gate_up)
-
-    def op(theta: jax.Array, seeds: Seeds, **options: Any) -> GateQuantized:
-        return ops.silu_gate_quantize(
-            matrices.values,
-            theta,
-            seeds,
-            matrices.row_counts,
-            bits=bits,
-            interleaved=interleaved,
-            **options,
-        )
-
-    if not gemm.recipe.in_blocks:
-        assert matrices.row_counts is None
-        assert interleaved
-        op = functools.partial(
-            ops.silu_gate_quantize_row_blocks, matrices.values, bits=bits
-        )
-    return _quantize_and_multiply(gemm, op, matrices, w, scalars, gemms, save=save)
+    values, row_counts, indices = rows.stack(gate_up)
+    gate = Gate(values, row_counts, bits, interleaved)
+    return _quantize_and_multiply(
+        gemm, gate, indices, w, codes, scalars, rows, save=save
+    )
 
 
 def _quantize_and_multiply(
     gemm: Spec,
-    op: Callable[..., NormQuantized | GateQuantized],
-    x: MatrixStack,
-    w: jax.Array | Quantized,
+    source: Source,
+    indices: jax.Array,
+    w: jax.Array | None,
+    codes: Layouts | None,
     scalars: Scalars,
-    gemms: Gemms,
+    rows: Rows,
     *,
     save: bool,
 ) -> tuple[jax.Array, Stats, Any, SavedMatmul | None]:
@@ -219,50 +202,31 @@ def _quantize_and_multiply(
 
     Args:
       gemm: static arguments.
-      op: computes and quantizes the layer's output, given thresholds, seeds and the
-        options of ``ops.quantize_fallback``; or, unless the recipe has all scales per
-        block, given seeds and the options of ``ops.quantize_row_blocks``.
-      x: the layer's input.
-      w: the weight, one of those of ``norm_mlp``.
+      source: the layer.
+      indices: the index of each matrix, which selects its noise.
+      w: one weight, as in ``norm_mlp``.
+      codes: its codes.
       scalars: the threshold and the seeds of the GEMM.
-      gemms: runs the GEMM.
+      rows: how the rows of the layer's input lie.
       save: whether there will be a backward pass.
 
     Returns:
       The product, the GEMM's stats, and the residuals of the layer and of the GEMM.
     """
-    recipe, frozen = gemm.recipe, isinstance(w, Quantized)
-    run = functools.partial(
-        op, block=recipe.lhs_block, implementation=gemm.implementation
-    )
-    seeds = seeds_of(scalars.call_seed, LHS_STREAM, x.indices)
-    colwise = recipe.drhs.lhs if save and not frozen else None
-    if recipe.in_blocks:
-        theta = jnp.broadcast_to(scalars.theta, x.indices.shape)
-        operand, *residuals = run(
-            theta, seeds, criterion=recipe.criterion, colwise=colwise
-        )
-    else:
-        operand, *residuals = run(
-            seeds, rowwise=recipe.fwd.lhs, colwise=colwise, dtype=recipe.codes
-        )
-    if isinstance(operand, Layouts):
-        assert operand.rowwise is not None
-        no_metric = jnp.zeros((x.indices.size, 0, 0), jnp.float32)
-        operand = FallbackQuantized(operand.rowwise, None, no_metric, operand.colwise)
-    residuals = checkpoint_name(tuple(residuals), SAVED_NAME)
-    residual, stats = threshold.apply(
+    frozen = w is None
+    layouts, stats = quantize_activation(
+        gemm,
+        source,
+        indices,
         scalars,
-        operand.metric,
-        operand.residual,
-        recipe,
-        blocks=gemms.count_blocks(gemm, operand.main.codes),
+        gemm.lhs(save=save and not frozen),
+        rows,
         frozen=frozen,
-        implementation=gemm.implementation,
     )
+    residuals = checkpoint_name(layouts.saved, SAVED_NAME)
     seed = scalars.later_seed(stats)
-    lhs, residual = gemms.unstack((Layouts(operand.main, operand.colwise), residual))
-    y, saved = matmul_vjp.forward(gemm, lhs, residual, w, seed, gemms, save=save)
+    lhs = rows.unstack(layouts._replace(metric=None, saved=()))
+    y, saved = gemms.forward(gemm, lhs, w, codes, seed, rows, save=save)
     return y, stats, residuals, saved
 
 
@@ -270,29 +234,29 @@ def _norm_mlp_bwd(
     spec: FusedSpec,
     saved: _SavedMLP,
     cotangents: tuple[jax.Array, tuple[Stats, ...]],
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...], None]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...], None, None]:
     dy, _ = cotangents
     gemm = spec.gemm
     assert saved.up is not None
     dw_down: list[jax.Array | None] = []
     if saved.down is None or saved.gate is None:
-        grad = matmul_vjp.quantize_cotangent(gemm, saved.up, dy)
+        grad = gemms.quantize_cotangent(gemm, saved.up, dy)
     else:
         grad, *dw_down = gated_bwd(
             gemm, saved.up, saved.gate, saved.down, dy, bits=spec.norm.bits
         )
-    dnormalized, dw = matmul_vjp.backward(gemm, saved.up, grad)
+    dnormalized, dw = gemms.backward(gemm, saved.up, grad)
     dx, dscale = nonlinear.norm_bwd(
         spec.norm, saved.norm, dnormalized.astype(jnp.float32)
     )
     assert dscale is not None
-    return dx.astype(gemm.lhs_dtype), dscale.reshape(-1), (dw, *dw_down), None
+    return dx.astype(gemm.lhs_dtype), dscale.reshape(-1), (dw, *dw_down), None, None
 
 
 def gated_bwd(
     gemm: Spec,
     up: SavedMatmul,
-    gate: tuple[Packed, Packed],
+    gate: Packed,
     down: SavedMatmul,
     dy: jax.Array,
     *,
@@ -303,10 +267,10 @@ def gated_bwd(
 
     Args:
       gemm: static arguments.
-      up: the residuals of the GEMM whose output are gate and up.
-      gate: those of the gate.
-      down: those of the GEMM after the gate.
-      dy: the gradient of its output.
+      up: the residuals of the GEMM whose output is gate and up.
+      gate: the residuals of the gate.
+      down: the residuals of the GEMM after the gate.
+      dy: the gradient of this GEMM's output.
       bits: as in ``multiply_gated``.
       interleaved: as in ``multiply_gated``.
 
@@ -314,34 +278,14 @@ def gated_bwd(
       The quantized gradient of gate and up, as the GEMMs before the gate read it, and
       dW of the GEMM after the gate; None in a frozen layer.
     """
-    recipe = gemm.recipe
-    grad = matmul_vjp.quantize_cotangent(gemm, down, dy)
-    dhidden, dw = matmul_vjp.backward(gemm, down, grad)
-    matrices = up.gemms.stack(dhidden)
-    frozen = up.lhs is None
-    seeds = seeds_of(matmul_vjp.grad_seed(up, dy), GRAD_STREAM, matrices.indices)
-    operands = matrices.values, *gate, seeds
-    colwise_in_blocks = recipe.drhs.scales[1] == "block" and not frozen
-    options = {
-        "bits": bits,
-        "block": recipe.grad_block,
-        "rowwise": recipe.dlhs.lhs,
-        "colwise": None if frozen else recipe.drhs.rhs,
-        "sums": ("colwise",) if gemm.bounds_sums and colwise_in_blocks else (),
-        "implementation": gemm.implementation,
-    }
-    if recipe.in_blocks:
-        quantized = ops.silu_gate_grad_quantize(
-            *operands, matrices.row_counts, interleaved=interleaved, **options
-        )
-    else:
-        quantized = ops.silu_gate_grad_quantize_row_blocks(
-            *operands,
-            colwise_in_blocks=colwise_in_blocks,
-            dtype=recipe.codes,
-            **options,
-        )
-    return up.gemms.unstack(quantized), dw
+    grad = gemms.quantize_cotangent(gemm, down, dy)
+    dhidden, dw = gemms.backward(gemm, down, grad)
+    values, row_counts, indices = up.rows.stack(dhidden)
+    seeds = seeds_of(gemms.grad_seed(up, dy), GRAD_STREAM, indices)
+    source = GateGrad(values, gate, row_counts, bits, interleaved)
+    plan = gemm.grad(frozen=up.lhs is None)
+    quantized = quantize_in_layouts(gemm, source, seeds, plan)
+    return up.rows.unstack(quantized), dw
 
 
 norm_mlp.defvjp(_norm_mlp, _norm_mlp_bwd)

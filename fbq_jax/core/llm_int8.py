@@ -34,9 +34,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
-from fbq_jax.core.dot_call import DotCall, DotGeneral, compute_as_matrices
-from fbq_jax.core.matmul_vjp import RHS_NAME, float_matmul
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.core.arguments import DotArguments, DotGeneral, compute_as_matrices
+from fbq_jax.core.gemms import RHS_NAME, float_matmul
+from fbq_jax.kernels.quantized import Layout, Quantized
 from fbq_jax.ops import dispatch
 
 
@@ -72,14 +72,16 @@ class LlmInt8Dot(DotGeneral):
             )
         dispatch.check_name(self.implementation)
 
-    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(
+        self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
+    ) -> jax.Array:
         """Computes the product, quantized except for outlier columns."""
 
         def matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
             spec = Spec(self.threshold, dtype, w.dtype, self.implementation)
             return _matmul(spec, x, w)
 
-        return compute_as_matrices(matmul, lhs, rhs, call)
+        return compute_as_matrices(matmul, lhs, rhs, arguments)
 
 
 llm_int8_dot = LlmInt8Dot()
@@ -112,10 +114,9 @@ def _matmul_fwd(
 def _matmul_bwd(
     spec: Spec, residuals: tuple[jax.Array, Quantized], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, (codes, scales, _) = residuals
+    x, w = residuals
     outliers, rest = _split(x, spec.threshold)
-    w_transposed = (codes.astype(jnp.float32) * scales).astype(spec.rhs_dtype)
-    dx = float_matmul(dy, w_transposed, jnp.float32)
+    dx = float_matmul(dy, w.dequantize(spec.rhs_dtype), jnp.float32)
     dw = _multiply(spec, _quantize(spec, rest), _quantize(spec, dy))
     dw += float_matmul(outliers.mT, dy, jnp.float32)
     return dx.astype(x.dtype), dw.astype(spec.rhs_dtype)
@@ -132,25 +133,18 @@ def _split(x: jax.Array, threshold: float) -> tuple[jax.Array, jax.Array]:
 
 def _quantize(spec: Spec, x: jax.Array, *, rowwise: bool = False) -> Quantized:
     """Codes of ``[B, R, C]`` with one scale per row; or ``[B, C, R]``, per column."""
-    codes = ops.quantize_vectors(
+    layouts = ops.quantize(
         x,
         jnp.zeros(x.shape[0], jnp.uint32),  # nearest rounding reads no seeds
-        rowwise="nearest" if rowwise else None,
-        colwise=None if rowwise else "nearest",
+        rowwise=Layout("nearest", (1, None)) if rowwise else None,
+        colwise=None if rowwise else Layout("nearest", (None, 1)),
         implementation=spec.implementation,
     )
-    layout = codes.rowwise if rowwise else codes.colwise
+    layout = layouts.rowwise if rowwise else layouts.colwise
     assert layout is not None
     return layout
 
 
 def _multiply(spec: Spec, lhs: Quantized, rhs: Quantized) -> jax.Array:
     """``[B, M, K]`` times ``[B, N, K]``, in float32."""
-    return ops.matmul(
-        lhs,
-        None,
-        rhs,
-        block_shape=(1, lhs.codes.shape[2] or 1, 1),  # K may be symbolic
-        dtype=jnp.float32,
-        implementation=spec.implementation,
-    )
+    return ops.matmul(lhs, rhs, dtype=jnp.float32, implementation=spec.implementation)

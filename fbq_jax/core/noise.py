@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.rounding import CallSeed, Seeds, fold, fold_seeds
+from fbq_jax.kernels.rounding import (
+    CallSeed,
+    MatrixSeeds,
+    Seeds,
+    fold,
+    fold_seeds,
+)
 
 # The independent noise streams of one call.
 LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM = range(4)
@@ -21,10 +27,9 @@ def seeds_of(seed: CallSeed, stream: int, indices: jax.Array) -> Seeds:
     indices = indices.astype(jnp.uint32)
     if not isinstance(seed, tuple):
         return fold(fold(seed, stream), indices)
-    layer, calls, not_earlier, streams = (
-        jnp.broadcast_to(word, indices.shape) for word in (*seed, jnp.uint32(stream))
-    )
-    return layer, calls, not_earlier, streams, indices
+    layer, calls, not_earlier = (jnp.broadcast_to(x, indices.shape) for x in seed)
+    place = indices << 3 | jnp.uint32(stream << 1) | not_earlier
+    return MatrixSeeds(layer, calls, place)
 
 
 def frozen_seed(seed: CallSeed, dy: jax.Array) -> jax.Array:

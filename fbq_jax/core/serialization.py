@@ -1,8 +1,8 @@
 """Lets Flax serialize frozen variables, and ``jax.export`` functions of them.
 
 Flax stores arrays by their names, and takes the rest from the tree to restore.  An
-exported function has the structure of its arguments.  That of frozen variables has the
-recipes and the shapes of their layers, which are stored as JSON.
+exported function has the structure of its arguments.  In frozen variables, it includes
+the recipes and the shapes of their layers, which are stored as JSON.
 """
 
 import dataclasses
@@ -37,22 +37,36 @@ def serializable_dataclass(*data_fields: str) -> Callable[[type[T]], type[T]]:
         jax.tree_util.register_dataclass(
             nodetype, data_fields=data_fields, meta_fields=meta_fields
         )
-        _register_flax(nodetype, data_fields)
-
-        def from_children(aux_data: Any, children: Any) -> Any:
-            # The QTensor of an earlier version has a third child, which is None.
-            data = dict(zip(data_fields, children, strict=False))
-            return nodetype(**data, **dict(zip(meta_fields, aux_data, strict=True)))
-
-        return export.register_pytree_node_serialization(
-            nodetype,
-            serialized_name=f"fbq_jax.{nodetype.__name__}",
-            serialize_auxdata=_dumps,
-            deserialize_auxdata=_loads,
-            from_children=from_children,
-        )
+        return register_export(nodetype, data_fields, nodetype.__name__)
 
     return register
+
+
+def register_export(
+    nodetype: type[T], data_fields: tuple[str, ...], name: str
+) -> type[T]:
+    """Registers a dataclass that is a pytree, by a name.
+
+    Args:
+      nodetype: the class.
+      data_fields: the fields with arrays; the others are static.
+      name: what exported functions call it.
+    """
+    meta_fields = [x for x in _field_names(nodetype) if x not in data_fields]
+
+    def from_children(aux_data: Any, children: Any) -> Any:
+        # An operand of an earlier version has a third child, which is None.
+        data = dict(zip(data_fields, children, strict=False))
+        return nodetype(**data, **dict(zip(meta_fields, aux_data, strict=True)))
+
+    _register_flax(nodetype, data_fields)
+    return export.register_pytree_node_serialization(
+        nodetype,
+        serialized_name=f"fbq_jax.{name}",
+        serialize_auxdata=_dumps,
+        deserialize_auxdata=_loads,
+        from_children=from_children,
+    )
 
 
 def serializable_static(nodetype: type[T]) -> type[T]:
@@ -92,10 +106,10 @@ def _register_flax(nodetype: Any, data_fields: tuple[str, ...]) -> None:
     serialization.register_serialization_state(nodetype, to_state_dict, from_state_dict)
 
 
-def serializable_namedtuple(nodetype: type[T]) -> type[T]:
-    """Registers a ``NamedTuple``, by its name."""
+def serializable_namedtuple(nodetype: type[T], name: str) -> type[T]:
+    """Registers a ``NamedTuple``, by a name."""
     return export.register_namedtuple_serialization(
-        nodetype, serialized_name=f"fbq_jax.{nodetype.__name__}"
+        nodetype, serialized_name=f"fbq_jax.{name}"
     )
 
 

@@ -2,27 +2,25 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+from fbq_jax.kernels.quantized import Block, Layout
+from fbq_jax.ops.products import reads_sums
+from fbq_jax.recipes.schema import Quantizer, Recipe, Scales
 
-from fbq_jax.ops import dispatch
-from fbq_jax.recipes.schema import Gemm, Recipe
 
-
-class GemmSpec(NamedTuple):
-    """The static settings of one GEMM.
+class Plan(NamedTuple):
+    """How a matrix is quantized for the GEMMs that read it.
 
     Attributes:
-      gemm: how the recipe quantizes it.
-      block_shape: the values along the M, K and N of this GEMM that share a scale, if K
-        has several.
-      dtype: the output's dtype.
-      implementation: the ops' implementation; None lets the dispatcher choose.
+      rowwise: the layout of the matrix itself, or None.
+      colwise: the layout of its transpose, or None.
+      row_shards: the shards that rows are split into for the rowwise layout.
+      column_shards: the shards that rows are split into for the colwise layout.
     """
 
-    gemm: Gemm
-    block_shape: tuple[int, int, int]
-    dtype: Any
-    implementation: str | None
+    rowwise: Layout | None
+    colwise: Layout | None
+    row_shards: int = 1
+    column_shards: int = 1
 
 
 class Spec(NamedTuple):
@@ -42,37 +40,54 @@ class Spec(NamedTuple):
     rhs_dtype: Any
     implementation: str | None
 
-    @property
-    def bounds_sums(self) -> bool:
-        """Whether the kernel of a GEMM reads ``Quantized.sums`` of its rhs.
+    def lhs(self, *, save: bool) -> Plan:
+        """X ``[M, K]``: rowwise for Y and, if the backward pass needs it, for dW."""
+        recipe = self.recipe
+        backward = recipe.drhs.quantizers[0] if save else None
+        return _plan(recipe.lhs_block, recipe.fwd.quantizers[0], backward)
 
-        The one in Mosaic does for INT8 codes, except for outputs of 4 bytes.
-        """
-        if self.recipe.codes != "int8":
-            return False
-        choice = dispatch.choose(
-            "matmul", self.recipe.block_shape, implementation=self.implementation
-        )
-        dtypes = self.dtype, self.lhs_dtype, self.rhs_dtype
-        has_16_bits = any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes)
-        return choice.implementation == "mosaic" and has_16_bits
+    def rhs(self, *, save: bool) -> Plan:
+        """W ``[K, N]``: colwise for Y and, if the backward pass needs it, for dX."""
+        recipe = self.recipe
+        backward = recipe.dlhs.quantizers[1] if save else None
+        plan = _plan(recipe.rhs_block, backward, recipe.fwd.quantizers[1])
+        return self._with_sums(plan)
 
-    @property
-    def fwd(self) -> GemmSpec:
-        """The settings of ``Y = X . W``."""
-        return self._gemm(self.recipe.fwd, self.recipe.block_shape, self.dtype)
+    def grad(self, *, frozen: bool) -> Plan:
+        """The gradient of Y ``[M, N]``: rowwise for dX and, unless frozen, colwise."""
+        recipe = self.recipe
+        colwise = None if frozen else recipe.drhs.quantizers[1]
+        plan = _plan(recipe.grad_block, recipe.dlhs.quantizers[0], colwise)
+        return self._with_sums(plan, rowwise=False)
 
-    @property
-    def dlhs(self) -> GemmSpec:
-        """The settings of ``dX = dY . W'``."""
-        m, k, n = self.recipe.block_shape
-        return self._gemm(self.recipe.dlhs, (m, n, k), self.lhs_dtype)
+    def _with_sums(self, plan: Plan, *, rowwise: bool = True) -> Plan:
+        """Adds sums to the layouts that are the second operand of a GEMM."""
+        recipe, dtypes = self.recipe, (self.dtype, self.lhs_dtype, self.rhs_dtype)
+        block = recipe.block_shape
+        if not reads_sums(block, dtypes, recipe.codes, self.implementation):
+            return plan
 
-    @property
-    def drhs(self) -> GemmSpec:
-        """The settings of ``dW = X' . dY``."""
-        m, k, n = self.recipe.block_shape
-        return self._gemm(self.recipe.drhs, (k, m, n), self.rhs_dtype)
+        def add(layout: Layout | None) -> Layout | None:
+            if layout is None or not layout.is_split or 1 in layout.block:
+                return layout
+            return layout._replace(sums=True)
 
-    def _gemm(self, gemm: Gemm, sizes: tuple[int, int, int], dtype: Any) -> GemmSpec:
-        return GemmSpec(gemm, gemm.block_shape(sizes), dtype, self.implementation)
+        main = add(plan.rowwise) if rowwise else plan.rowwise
+        return plan._replace(rowwise=main, colwise=add(plan.colwise))
+
+
+def _plan(
+    block: tuple[int, int], rowwise: Quantizer | None, colwise: Quantizer | None
+) -> Plan:
+    """The layouts that have a quantizer, of a matrix with these blocks."""
+    r, c = block
+    of_rows: dict[Scales, Block] = {"block": (r, c), "row_block": (1, c)}
+    of_columns: dict[Scales, Block] = {"block": (r, c), "row_block": (r, 1)}
+    of_rows |= {"row": (1, None), "tensor": (None, None)}
+    of_columns |= {"row": (None, 1), "tensor": (None, None)}
+    return Plan(
+        rowwise and Layout(rowwise.rounding, of_rows[rowwise.scales]),
+        colwise and Layout(colwise.rounding, of_columns[colwise.scales]),
+        rowwise.shards if rowwise else 1,
+        colwise.shards if colwise else 1,
+    )

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from fbq_jax import ops
-from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
@@ -203,9 +202,15 @@ def next_state(state: State, stats: Stats) -> State:
     )
 
 
-def without_fallback(scalars: Scalars, metric: jax.Array) -> Stats:
-    """The stats of a call that cannot fall back: the state's theta and rate stay."""
+def without_fallback(scalars: Scalars, stack: int) -> Stats:
+    """The stats of a call that cannot fall back: the state's theta and rate stay.
+
+    Args:
+      scalars: the scalars of the call.
+      stack: the number of matrices, which have no blocks to measure.
+    """
     theta, rate = scalars.theta, scalars.rate
+    metric = jnp.zeros((stack, 0, 0), jnp.float32)
     rate = jnp.zeros((), jnp.float32) if rate is None else rate
     return Stats(rate, theta, metric, theta, _calls(scalars) + jnp.uint32(1))
 
@@ -217,20 +222,19 @@ def _calls(scalars: Scalars) -> jax.Array:
 def apply(
     scalars: Scalars,
     metric: jax.Array,
-    residual: Quantized | None,
+    residual_scales: jax.Array,
     recipe: Recipe,
     *,
     blocks: jax.Array | None = None,
     frozen: bool = False,
     implementation: str | None = None,
-) -> tuple[Quantized | None, Stats]:
+) -> tuple[jax.Array, Stats]:
     """Selects the residuals of blocks that fall back, and moves the threshold.
 
     Args:
-      scalars: those of the call; their threshold quantized the activation.
+      scalars: the call's scalars; their threshold quantized the activation.
       metric: float32, the metric of each block.
-      residual: the residuals, whose scales have the shape of ``metric``; None without
-        fallback.
+      residual_scales: float32, the scales of the residuals, of the shape of ``metric``.
       recipe: gives the range of the fallback rate and alpha.
       blocks: the number of blocks, int32 ``[]``, if ``metric`` also has zeros for
         blocks that do not exist; None if every value belongs to a block.
@@ -239,11 +243,9 @@ def apply(
       implementation: as in ``fbq_jax.ops.dispatch.choose``.
 
     Returns:
-      The residual with a scale of 0 for each block that does not fall back; and the
+      The scales of the residuals, 0 for each block that does not fall back; and the
       stats, which nothing reads of a frozen layer.
     """
-    if residual is None:
-        return None, without_fallback(scalars, metric)
     middle = sum(recipe.target_rate) / 2
     if blocks is None:
         blocks = jnp.int32(metric.size)
@@ -254,7 +256,7 @@ def apply(
     above = jnp.clip(above, 0, blocks - 1)
     moved = ops.move_threshold(
         metric[None],
-        residual.scales[None],
+        residual_scales[None],
         scalars.theta[None],
         blocks[None],
         above[None],
@@ -266,9 +268,9 @@ def apply(
     )
     theta, rate, next_theta, next_count = (x.reshape(()) for x in moved[:4])
     if not frozen:
-        residual = residual._replace(scales=moved.residual_scales[0])
+        residual_scales = moved.residual_scales[0]
     next_count = _of_calls(next_count, _calls(scalars))
-    return residual, Stats(rate, theta, metric, next_theta, next_count)
+    return residual_scales, Stats(rate, theta, metric, next_theta, next_count)
 
 
 @custom_vmap

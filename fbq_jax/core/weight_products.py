@@ -2,20 +2,19 @@
 
 A model is traced once, and its jaxpr says where each parameter goes: through casts and
 reshapes, into scanned and rematerialized layers, to a product.  A value counts as a
-weight while it depends on parameters only.  Quantized ops mark their weights while a
-model is traced, so that the search stops there.
+weight while it depends on parameters only.  The search stops at a weight that a
+quantized op has marked (``weight_marks``).
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from fbq_jax.core.weight_marks import MARK, ProductRecorder, QuantizedProduct
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import (
     ActivationProduct,
@@ -25,27 +24,8 @@ from fbq_jax.recipes.rules_report import (
     rules_report,
 )
 from fbq_jax.recipes.schema import Recipe
-from fbq_jax.sharding.layer_names import current_layer
 
-_MARK = "fbq_jax_weight_"
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedProduct:
-    """A product that a quantized op computes.
-
-    Attributes:
-      layer: the name of the calling layer; None if it has none.
-      shape: the shape of the right operand.
-      recipe: the recipe of the product.
-      ignores_precision: whether the layer asked for a precision that was ignored.
-    """
-
-    layer: str | None
-    shape: tuple[int, ...]
-    recipe: Recipe
-    ignores_precision: bool = False
 
 
 # The primitives that leave a parameter the same matrix, or a part of it.
@@ -98,48 +78,11 @@ class ParameterUse:
         return sorted(self.others) + ["a product in float"] * self.in_float
 
 
-@dataclasses.dataclass(eq=False)
-class ProductRecorder:
-    """The quantized products of a model that is being traced, in order."""
-
-    products: list[QuantizedProduct] = dataclasses.field(default_factory=list)
-
-
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_recorder = jax.make_user_context(None)
-
-
-@contextlib.contextmanager
-def record_products() -> Iterator[ProductRecorder]:
-    """Makes quantized ops that are traced inside report to the yielded recorder."""
-    recorder = ProductRecorder()
-    # A mark is the name of a jitted function.
-    with _recorder(recorder), jax.disable_jit(False):
-        yield recorder
-
-
-def mark_weight(
-    weight: jax.Array, recipe: Recipe, *, ignores_precision: bool = False
-) -> jax.Array:
-    """The weight of a quantized product, marked if a recorder is active."""
-    recorder: ProductRecorder | None = _recorder.value
-    if recorder is None:
-        return weight
-
-    def marked(x: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(x)  # JAX would drop an identity
-
-    marked.__name__ = f"{_MARK}{len(recorder.products)}"
-    product = QuantizedProduct(current_layer(), weight.shape, recipe, ignores_precision)
-    recorder.products.append(product)
-    return jax.jit(marked)(weight)
-
-
 def is_adapter(parameter: str) -> bool:
-    """Whether a name is that of a LoRA parameter, which products in float read.
+    """Whether a name belongs to a LoRA parameter, which products in float read.
 
-    ``nnx.LoRA`` calls its parameters ``lora_a`` and ``lora_b``, and Qwix those of a
-    parameter ``kernel`` ``kernel_lora_a`` and ``kernel_lora_b``.
+    ``nnx.LoRA`` calls its parameters ``lora_a`` and ``lora_b``; Qwix adds
+    ``kernel_lora_a`` and ``kernel_lora_b`` to a parameter ``kernel``.
     """
     return parameter.endswith(("lora_a", "lora_b"))
 
@@ -233,8 +176,8 @@ class _Search:
     ) -> Sequence[_Weight | None]:
         name, none = eqn.primitive.name, [None] * len(eqn.outvars)
         label = eqn.params.get("name")
-        if isinstance(label, str) and label.startswith(_MARK):
-            product = self.recorder.products[int(label.removeprefix(_MARK))]
+        if isinstance(label, str) and label.startswith(MARK):
+            product = self.recorder.products[int(label.removeprefix(MARK))]
             for use in self._of(inputs):
                 use.quantized.append(product)
             if None in inputs:
@@ -334,14 +277,6 @@ def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
         if len(inner.jaxpr.invars) == len(eqn.invars):
             return inner
     return None
-
-
-def jaxprs_inside(eqn: Any) -> Iterator[Jaxpr]:
-    """All jaxprs among the parameters of an equation."""
-    for value in jax.tree.leaves(tuple(eqn.params.values())):
-        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-        if isinstance(inner, Jaxpr):
-            yield inner
 
 
 def check_weight(

@@ -9,8 +9,8 @@ from flax import nnx
 from flax.core import unfreeze
 from flax.traverse_util import flatten_dict
 
-from fbq_jax.core.dot_call import RAGGED_DIMENSIONS
 from fbq_jax.core.frozen_weight import FrozenWeight, rhs_axes
+from fbq_jax.experts.ragged_dot import DIMENSIONS
 from fbq_jax.linen.frozen import WEIGHT
 
 
@@ -85,10 +85,10 @@ def _block_weight(path: str, weight: FrozenWeight) -> BlockWeight:
             "train with a recipe of INT8 codes, such as row_block"
         )
     codes, scales = (np.asarray(x) for x in weight.codes.main[:2])
-    experts = weight.axes == rhs_axes(RAGGED_DIMENSIONS)
+    experts = weight.axes == rhs_axes(DIMENSIONS)
     if codes.shape[-3] != 1 and not experts:
         raise ExportError(f"{path} is a stack of matrices; export takes linear layers")
-    rows, group = weight.codes.block
+    rows, group = weight.codes.sides
     # Each row gets the scales of its block.
     row_scales = np.repeat(scales, rows, axis=-2)[..., : codes.shape[-2], :]
     if not experts:

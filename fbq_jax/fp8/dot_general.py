@@ -29,8 +29,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from fbq_jax.core.dot_call import DotCall, compute_as_matrices
-from fbq_jax.core.matmul_vjp import LHS_NAME, RHS_NAME
+from fbq_jax.core.arguments import DotArguments, compute_as_matrices
+from fbq_jax.core.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
 from fbq_jax.kernels.scales import find_amax
@@ -71,7 +71,7 @@ def check_history(length: int) -> None:
 
 
 def start(length: int) -> Scalings:
-    """The state before the first call, with scales of 1 and histories of zeros.
+    """The state before the first arguments, with scales of 1 and histories of zeros.
 
     Args:
       length: the number of calls in each history.
@@ -88,7 +88,7 @@ def start(length: int) -> Scalings:
 
 
 def dot_general(
-    scalings: Scalings, lhs: jax.Array, rhs: jax.Array, call: DotCall
+    scalings: Scalings, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
 ) -> jax.Array:
     """``lax.dot_general(lhs, rhs, ...)`` in FP8; lhs is the activation.
 
@@ -100,7 +100,7 @@ def dot_general(
     ) -> jax.Array:
         return matmul(Spec(dtype, x.dtype, w.dtype), x, w, scalings)
 
-    return compute_as_matrices(multiply, lhs, rhs, call, scalings)
+    return compute_as_matrices(multiply, lhs, rhs, arguments, scalings)
 
 
 class Spec(NamedTuple):

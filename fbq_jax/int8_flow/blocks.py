@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax.core import unfreeze
 
 from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
-from fbq_jax.core.qtensor import QTensor
 from fbq_jax.int8_flow.operators import (
     Dropout,
     Gelu,
@@ -34,6 +33,7 @@ from fbq_jax.int8_flow.operators import (
 )
 from fbq_jax.int8_flow.self_attention import SelfAttention
 from fbq_jax.kernels import rounding
+from fbq_jax.quantized import Quantized
 from fbq_jax.recipes.schema import BLOCK_SIDES
 from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying, device_seed, warn_of_copies
@@ -51,7 +51,7 @@ class Chain:
 
     operators: tuple[tuple[str, Operator], ...]
 
-    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
+    def forward(self, params: Params, x: Quantized, seed: jax.Array) -> Result:
         """Runs the operators first to last."""
         saved = []
         for i, (name, operator) in enumerate(self.operators):
@@ -60,7 +60,7 @@ class Chain:
             saved.append(residuals)
         return x, saved
 
-    def backward(self, saved: list[Any], dy: QTensor, seed: jax.Array) -> Result:
+    def backward(self, saved: list[Any], dy: Quantized, seed: jax.Array) -> Result:
         """Runs the backward passes last to first."""
         grads: dict[str, Any] = {}
         for i, (name, operator) in reversed(list(enumerate(self.operators))):
@@ -78,12 +78,12 @@ class SkipConnection:
 
     branch: Operator
 
-    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
+    def forward(self, params: Params, x: Quantized, seed: jax.Array) -> Result:
         """Adds x and the branch's output."""
         y, saved = self.branch.forward(params, x, seed)
         return add(x, y), saved
 
-    def backward(self, saved: Any, dy: QTensor, seed: jax.Array) -> Result:
+    def backward(self, saved: Any, dy: Quantized, seed: jax.Array) -> Result:
         """Adds dy and the branch's gradient."""
         dx, grads = self.branch.backward(saved, dy, seed)
         return add_grads(dy, dx, rounding.fold(seed, _ADD_STREAM)), grads

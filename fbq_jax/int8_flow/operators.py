@@ -34,14 +34,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from fbq_jax import ops
 from fbq_jax.core.nonlinear import SAVED_NAME
-from fbq_jax.core.qtensor import QTensor, matmul, quantize
 from fbq_jax.kernels import rounding
-from fbq_jax.kernels.fused_reference import find_rstd, with_slope
+from fbq_jax.kernels.quantized import Layout
+from fbq_jax.kernels.sources import find_rstd, with_slope
+from fbq_jax.quantized import Quantized
 
 Params = Mapping[str, Any]
 # What a pass returns: an array, and the residuals or the gradients of the parameters.
-Result = tuple[QTensor, Any]
+Result = tuple[Quantized, Any]
 FloatResult = tuple[jax.Array, Any]
 
 # Compiles one pass of an operator as a unit.
@@ -53,7 +55,7 @@ _MASK_STREAM = 1
 class Operator(Protocol):
     """One step of the data flow.  Operators are static arguments, hence hashable."""
 
-    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
+    def forward(self, params: Params, x: Quantized, seed: jax.Array) -> Result:
         """Returns the output and the residuals of the backward pass.
 
         Args:
@@ -62,7 +64,7 @@ class Operator(Protocol):
           seed: uint32 ``[]``, seeds the operator's noise.
         """
 
-    def backward(self, saved: Any, dy: QTensor, seed: jax.Array) -> Result:
+    def backward(self, saved: Any, dy: Quantized, seed: jax.Array) -> Result:
         """Returns the gradient of x and the float32 gradients of the parameters.
 
         Args:
@@ -72,42 +74,58 @@ class Operator(Protocol):
         """
 
 
-def to_codes(x: jax.Array, side: int) -> QTensor:
+def to_codes(x: jax.Array, side: int) -> Quantized:
     """Quantizes float ``[1, M, C]`` in ``side x side`` blocks, to nearest.
 
     A checkpoint policy can save the result (``fbq_jax.save_codes``).
     """
-    return checkpoint_name(quantize(x, block=(side, side)), SAVED_NAME)
+    # Nearest rounding draws no noise.
+    seeds = jnp.zeros(x.shape[0], jnp.uint32)
+    return checkpoint_name(_quantize(x, side, "nearest", seeds), SAVED_NAME)
 
 
-def grad_to_codes(dy: jax.Array, side: int, seed: jax.Array) -> QTensor:
+def grad_to_codes(dy: jax.Array, side: int, seed: jax.Array) -> Quantized:
     """Quantizes float ``[1, M, C]`` in ``side x side`` blocks, stochastically.
 
     ``seed``, uint32 ``[]``, seeds the noise.
     """
-    return quantize(dy, block=(side, side), rounding="stochastic", seeds=seed[None])
+    return _quantize(dy, side, "stochastic", seed[None])
+
+
+def _quantize(
+    x: jax.Array, side: int, mode: rounding.Rounding, seeds: jax.Array
+) -> Quantized:
+    layout = Layout(mode, (side, side))
+    quantized = ops.quantize(x, seeds, rowwise=layout, colwise=None).rowwise
+    assert quantized is not None
+    return quantized
+
+
+def _matmul(lhs: Quantized, rhs: Quantized) -> jax.Array:
+    """Multiplies ``[1, M, K]`` with ``[1, K, N]``, in float32."""
+    return ops.matmul(lhs, rhs.mT, dtype=jnp.float32)
 
 
 class FloatOperator:
     """An ``Operator`` that quantizes float32 results; its two methods are abstract."""
 
     @_unit
-    def forward(self, params: Params, x: QTensor, seed: jax.Array) -> Result:
+    def forward(self, params: Params, x: Quantized, seed: jax.Array) -> Result:
         """Returns the quantized output and the residuals."""
         y, saved = self.compute(params, x, seed)
-        return to_codes(y, x.block[0]), saved
+        return to_codes(y, x.sides[0]), saved
 
     @_unit
-    def backward(self, saved: Any, dy: QTensor, seed: jax.Array) -> Result:
+    def backward(self, saved: Any, dy: Quantized, seed: jax.Array) -> Result:
         """Returns the quantized gradient of x and the gradients of the parameters."""
         dx, grads = self.gradients(saved, dy, seed)
-        return grad_to_codes(dx, dy.block[0], seed), grads
+        return grad_to_codes(dx, dy.sides[0], seed), grads
 
-    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+    def compute(self, params: Params, x: Quantized, seed: jax.Array) -> FloatResult:
         """``forward`` with an output in float32."""
         raise NotImplementedError
 
-    def gradients(self, saved: Any, dy: QTensor, seed: jax.Array) -> FloatResult:
+    def gradients(self, saved: Any, dy: Quantized, seed: jax.Array) -> FloatResult:
         """``backward`` with a gradient of x in float32."""
         raise NotImplementedError
 
@@ -115,8 +133,8 @@ class FloatOperator:
 class SavedLinear(NamedTuple):
     """Both quantized operands of a linear layer."""
 
-    x: QTensor
-    w: QTensor
+    x: Quantized
+    w: Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,22 +146,22 @@ class Linear(FloatOperator):
 
     use_bias: bool = True
 
-    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+    def compute(self, params: Params, x: Quantized, seed: jax.Array) -> FloatResult:
         """Returns the output and both operands."""
         del seed
-        w = to_codes(params["kernel"][None], x.block[0])
-        y = matmul(x, w, jnp.float32)
+        w = to_codes(params["kernel"][None], x.sides[0])
+        y = _matmul(x, w)
         if self.use_bias:
             y += params["bias"][None, None, :]
         return y, SavedLinear(x, w)
 
     def gradients(
-        self, saved: SavedLinear, dy: QTensor, seed: jax.Array
+        self, saved: SavedLinear, dy: Quantized, seed: jax.Array
     ) -> FloatResult:
         """Returns the gradients of x, kernel and bias."""
         del seed
-        dx = matmul(dy, saved.w.mT, jnp.float32)
-        grads = {"kernel": matmul(saved.x.mT, dy, jnp.float32)[0]}
+        dx = _matmul(dy, saved.w.mT)
+        grads = {"kernel": _matmul(saved.x.mT, dy)[0]}
         if self.use_bias:
             grads["bias"] = jnp.sum(dy.dequantize(), axis=(0, 1))
         return dx, grads
@@ -156,12 +174,14 @@ _gelu = functools.partial(jax.nn.gelu, approximate=True)
 class Gelu(FloatOperator):
     """GELU in its tanh approximation, ``jax.nn.gelu(x, approximate=True)``."""
 
-    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+    def compute(self, params: Params, x: Quantized, seed: jax.Array) -> FloatResult:
         """Returns the output and x."""
         del params, seed
         return _gelu(x.dequantize()), x
 
-    def gradients(self, saved: QTensor, dy: QTensor, seed: jax.Array) -> FloatResult:
+    def gradients(
+        self, saved: Quantized, dy: Quantized, seed: jax.Array
+    ) -> FloatResult:
         """Returns the gradient of x."""
         del seed
         _, slope = with_slope(_gelu, saved.dequantize())
@@ -171,7 +191,7 @@ class Gelu(FloatOperator):
 class _SavedNorm(NamedTuple):
     """The quantized input, float32 statistics ``[1, M, 1]`` and ``scale [1, 1, C]``."""
 
-    x: QTensor
+    x: Quantized
     mean: jax.Array
     rstd: jax.Array
     scale: jax.Array
@@ -186,7 +206,7 @@ class LayerNorm(FloatOperator):
 
     epsilon: float = 1e-6
 
-    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+    def compute(self, params: Params, x: Quantized, seed: jax.Array) -> FloatResult:
         """Returns the output, x and its statistics."""
         del seed
         values = x.dequantize()
@@ -197,7 +217,9 @@ class LayerNorm(FloatOperator):
         scale, bias = (params[name][None, None, :] for name in ("scale", "bias"))
         return centered * rstd * scale + bias, _SavedNorm(x, mean, rstd, scale)
 
-    def gradients(self, saved: _SavedNorm, dy: QTensor, seed: jax.Array) -> FloatResult:
+    def gradients(
+        self, saved: _SavedNorm, dy: Quantized, seed: jax.Array
+    ) -> FloatResult:
         """Returns the gradients of x, scale and bias."""
         del seed
         x, mean, rstd, scale = saved
@@ -223,17 +245,19 @@ class Dropout(FloatOperator):
 
     rate: float
 
-    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+    def compute(self, params: Params, x: Quantized, seed: jax.Array) -> FloatResult:
         """Returns the output; nothing is saved."""
         del params
         return self._drop(x, seed), ()
 
-    def gradients(self, saved: tuple[()], dy: QTensor, seed: jax.Array) -> FloatResult:
+    def gradients(
+        self, saved: tuple[()], dy: Quantized, seed: jax.Array
+    ) -> FloatResult:
         """Returns the gradient of x."""
         del saved
         return self._drop(dy, seed), {}
 
-    def _drop(self, x: QTensor, seed: jax.Array) -> jax.Array:
+    def _drop(self, x: Quantized, seed: jax.Array) -> jax.Array:
         _, rows, columns = x.shape
         mask_seed = rounding.fold(seed, _MASK_STREAM)
         noise = rounding.noise(mask_seed, rows, columns)[None]
@@ -242,12 +266,12 @@ class Dropout(FloatOperator):
 
 
 @jax.jit
-def add(a: QTensor, b: QTensor) -> QTensor:
+def add(a: Quantized, b: Quantized) -> Quantized:
     """The sum of two activations, rounded to nearest."""
-    return to_codes(a.dequantize() + b.dequantize(), a.block[0])
+    return to_codes(a.dequantize() + b.dequantize(), a.sides[0])
 
 
 @jax.jit
-def add_grads(a: QTensor, b: QTensor, seed: jax.Array) -> QTensor:
+def add_grads(a: Quantized, b: Quantized, seed: jax.Array) -> Quantized:
     """The sum of two gradients, rounded stochastically."""
-    return grad_to_codes(a.dequantize() + b.dequantize(), a.block[0], seed)
+    return grad_to_codes(a.dequantize() + b.dequantize(), a.sides[0], seed)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.core.qtensor import QTensor
 from fbq_jax.int8_flow.operators import (
     FloatOperator,
     FloatResult,
@@ -19,6 +18,7 @@ from fbq_jax.int8_flow.operators import (
     to_codes,
 )
 from fbq_jax.kernels import rounding
+from fbq_jax.quantized import Quantized
 
 # The noise of dQKV; dX draws from the operator's seed itself.
 _CORE_STREAM = 1
@@ -54,19 +54,19 @@ class SelfAttention(FloatOperator):
     attention_fn: Callable[..., jax.Array] = jax.nn.dot_product_attention
     use_bias: bool = True
 
-    def compute(self, params: Params, x: QTensor, seed: jax.Array) -> FloatResult:
+    def compute(self, params: Params, x: Quantized, seed: jax.Array) -> FloatResult:
         """Returns the output and the residuals of all three parts."""
         projection = Linear(self.use_bias)
         qkv, saved_qkv = projection.compute(params["qkv"], x, seed)
         heads = (self._split_heads(part) for part in jnp.split(qkv, 3, axis=-1))
         attended, core_vjp = jax.vjp(self.attention_fn, *heads)
         attended = attended.reshape(x.shape).astype(jnp.float32)
-        codes = to_codes(attended, x.block[0])
+        codes = to_codes(attended, x.sides[0])
         y, saved_out = projection.compute(params["out"], codes, seed)
         return y, _SavedAttention(saved_qkv, core_vjp, saved_out)
 
     def gradients(
-        self, saved: _SavedAttention, dy: QTensor, seed: jax.Array
+        self, saved: _SavedAttention, dy: Quantized, seed: jax.Array
     ) -> FloatResult:
         """Returns the gradients of x and of both projections."""
         projection = Linear(self.use_bias)
@@ -75,7 +75,7 @@ class SelfAttention(FloatOperator):
         dqkv = jnp.concatenate(
             [part.reshape(dy.shape).astype(jnp.float32) for part in parts], axis=-1
         )
-        codes = grad_to_codes(dqkv, dy.block[0], rounding.fold(seed, _CORE_STREAM))
+        codes = grad_to_codes(dqkv, dy.sides[0], rounding.fold(seed, _CORE_STREAM))
         dx, qkv_grads = projection.gradients(saved.qkv, codes, seed)
         return dx, {"qkv": qkv_grads, "out": out_grads}
 

@@ -19,4 +19,5 @@ from fbq_jax.linen.moe import MoEMLP as MoEMLP
 from fbq_jax.linen.norms import LayerNorm as LayerNorm
 from fbq_jax.linen.norms import RMSNorm as RMSNorm
 from fbq_jax.linen.rules import RulesDot as RulesDot
+from fbq_jax.linen.step_codes import quantize_weights_once as quantize_weights_once
 from fbq_jax.linen.whole_models import quantize as quantize

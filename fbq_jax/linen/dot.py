@@ -8,6 +8,7 @@ model, and no two layers share state.
 import dataclasses
 import functools
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -18,16 +19,14 @@ from flax.core.scope import Scope, Variable
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax.core import threshold
+from fbq_jax.core.arguments import DotArguments, DotGeneral
 from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_call import RAGGED_DIMENSIONS, DotCall, RaggedCall
-from fbq_jax.core.dot_general import DotConfig, dot_general, stateful_dot_general
+from fbq_jax.core.dot_general import DotConfig, LayerDot, dot_general
 from fbq_jax.core.example_seed import example_seed
 from fbq_jax.core.frozen_weight import active_recorder
-from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
 from fbq_jax.core.layer_stats import SLOT, layer_path
-from fbq_jax.core.qtensor import QTensor
-from fbq_jax.core.ragged_dot import ragged_dot
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
+from fbq_jax.kernels.quantized import Layouts, Quantized
 from fbq_jax.linen.frozen import Parameter, is_frozen, kernel_of, layer_weight
 from fbq_jax.linen.state import (
     as_float32,
@@ -42,20 +41,19 @@ from fbq_jax.linen.state import (
     state_of,
     temporary_variable,
 )
+from fbq_jax.linen.step_codes import codes_collection, find_codes
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import layer_name
 
 Tree = TypeVar("Tree")
 
-#: What a ragged dot sows in "intermediates": the fallback rate of each group.
-GROUP_RATES = "fallback_rates"
 #: The RNG stream that seeds the noise of layers without state.
 RNG_STREAM = "fbq"
 
 
 @dataclasses.dataclass(frozen=True)
-class FallbackDot(GroupedDot):
+class FallbackDot(DotGeneral):
     """A quantized ``dot_general`` for Flax Linen layers.
 
     Inside a module, the state of a layer is a dictionary
@@ -125,48 +123,64 @@ class FallbackDot(GroupedDot):
         """The settings that Linen and NNX share."""
         return DotConfig(self.recipe, self.implementation, self.ignore_precision)
 
-    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
-        """Computes the product, and updates the state of the calling layer."""
-        module, config = calling_module(self.collection), self.config
-        if module is None:
-            rhs, call = config.marked(self._without_state(rhs), call)
-            return dot_general(lhs, rhs, **call._asdict(), **self._options())[0]
-        variable = self.variable(module, lhs)
-        rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
-        rhs = self.check_moves(module, variable, rhs)
-        state = state_of(variable)
-        codes = self._codes(module, variable, rhs, call.dimension_numbers)
-        with named(module):
-            out, new = stateful_dot_general(config, state, lhs, rhs, call, codes)
-        return self.commit(module, variable, new, out)
-
-    def _compute_ragged(
-        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
+    def _compute(
+        self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
     ) -> jax.Array:
-        if (projection := self.projection(lhs, rhs, call)) is not None:
-            return projection.multiply(lhs)
-        rhs, call = self.config.marked(self._without_state(rhs), call)
-        return ragged_dot(lhs, rhs, *call, **self._options())[0]
+        """Computes the product, and updates the state of the calling layer."""
+        layer = self.layer_dot(lhs, rhs, arguments.dimension_numbers)
+        if layer is not None:
+            return layer.dot_general(lhs, arguments)
+        rhs, precision = self.config.mark(self._without_state(rhs), arguments.precision)
+        arguments = arguments._replace(precision=precision)
+        out, _ = dot_general(
+            lhs,
+            rhs,
+            *arguments[:3],
+            out_sharding=arguments.out_sharding,
+            recipe=self.recipe,
+            implementation=self.implementation,
+        )
+        return out
 
-    def projection(
-        self, x: jax.Array, rhs: jax.Array, call: RaggedCall
-    ) -> GroupedProjection | None:
-        """The ragged product of the calling layer; None outside any module."""
+    def layer_dot(
+        self,
+        x: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: DimensionNumbers,
+        as_matrix: Callable[[jax.Array], jax.Array] = lambda w: w,
+    ) -> LayerDot | None:
+        """The dot of the calling layer; None outside any module.
+
+        Args:
+          x: the activation, or an array that it is computed from.
+          rhs: the weight.
+          dimension_numbers: of the product.
+          as_matrix: makes the right operand of the product from ``rhs``, to quantize it
+            apart from the product.
+        """
         module = calling_module(self.collection)
         if module is None:
             return None
         variable = self.variable(module, x)
-        rhs = self.check_moves(module, variable, jnp.asarray(rhs))
-        codes = self._codes(module, variable, rhs, RAGGED_DIMENSIONS)
-
-        def commit(out: jax.Array, new: threshold.State, rates: jax.Array) -> jax.Array:
-            if self.recipe.criterion is not None:
-                module.sow("intermediates", GROUP_RATES, rates)
-            return self.commit(module, variable, new, out)
-
-        name = functools.partial(named, module)
-        state = state_of(variable)
-        return GroupedProjection(self.config, rhs, call, state, codes, commit, name)
+        rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
+        rhs = self.check_moves(module, variable, rhs)
+        matrix = as_matrix(rhs) if is_frozen(variable.value) else rhs
+        frozen = self._codes(module, variable, matrix, dimension_numbers)
+        if frozen is None:
+            make = functools.partial(as_matrix, rhs)
+            codes = self._step_codes(module, variable.name, make, dimension_numbers)
+        else:
+            codes = Layouts(None, frozen)
+        return LayerDot(
+            self.config,
+            state_of(variable),
+            rhs,
+            codes,
+            is_frozen=frozen is not None,
+            commit=functools.partial(self.commit, module, variable),
+            named=functools.partial(named, module),
+            sow=functools.partial(module.sow, "intermediates"),
+        )
 
     def _codes(
         self,
@@ -174,8 +188,8 @@ class FallbackDot(GroupedDot):
         variable: Variable,
         rhs: jax.Array,
         dimension_numbers: DimensionNumbers,
-    ) -> QTensor | None:
-        """The codes that the layer multiplies by; None if it is not frozen."""
+    ) -> Quantized | None:
+        """The colwise codes that the layer multiplies by; None if it is not frozen."""
         return layer_weight(
             self.config,
             module,
@@ -183,6 +197,26 @@ class FallbackDot(GroupedDot):
             rhs,
             dimension_numbers,
             self._parameter(module),
+        )
+
+    def _step_codes(
+        self,
+        module: nn.Module,
+        name: str,
+        make: Callable[[], jax.Array],
+        dimension_numbers: DimensionNumbers,
+    ) -> Layouts | None:
+        """The codes that a step made once; None if the layer quantizes its weight.
+
+        Args:
+          module: the calling layer.
+          name: the name of its state.
+          make: makes the right operand of the product.
+          dimension_numbers: of the product.
+        """
+        collection = codes_collection(self.collection)
+        return find_codes(
+            self.config, module, collection, name, make, dimension_numbers
         )
 
     def _parameter(self, module: nn.Module) -> Parameter:
@@ -250,15 +284,12 @@ class FallbackDot(GroupedDot):
         )
         return warn_if_differentiated("without noise", text, weight)
 
-    def _options(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "implementation": self.implementation}
-
     def commit(
         self,
         module: nn.Module,
         variable: Variable,
-        new: threshold.State,
         out: jax.Array,
+        new: threshold.State,
     ) -> jax.Array:
         """Stores the new state of a call; returns the call's output.
 
@@ -268,9 +299,9 @@ class FallbackDot(GroupedDot):
         Args:
           module: the calling layer.
           variable: holds its state.
-          new: the state after a training forward.
           out: the output of the call, which carries the state as a gradient if the
             collection asks for it.
+          new: the state after a training forward.
 
         Raises:
           ValueError: as in the NNX op: the state cannot leave a transformation of JAX.
@@ -328,10 +359,15 @@ fallback_dot = FallbackDot()
 class ActivationsDot(FallbackDot):
     """A ``FallbackDot`` for a product of two activations, with no weight to freeze."""
 
-    def _codes(self, module: nn.Module, variable: Variable, *_: Any) -> QTensor | None:
+    def _codes(
+        self, module: nn.Module, variable: Variable, *_: Any
+    ) -> Quantized | None:
         if (recorder := active_recorder()) is not None:
             recorder.skip(layer_path((*module.path, variable.name)))
         return None
+
+    def _step_codes(self, *_: Any) -> None:
+        """None: an activation is another one in each call."""
 
 
 @dataclasses.dataclass(frozen=True)

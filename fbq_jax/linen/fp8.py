@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.arguments import DotArguments, DotGeneral
 from fbq_jax.fp8 import dot_general as fp8
 from fbq_jax.linen.state import (
     calling_module,
@@ -41,7 +41,7 @@ class Fp8Dot(DotGeneral):
 
     Raises:
       ValueError: ``scaling`` is unknown, or ``history`` is not a positive integer; or,
-        in a call, delayed scaling has no layer to keep its state in.
+        in a arguments, delayed scaling has no layer to keep its state in.
 
     >>> from flax import linen as nn
     >>> layer = nn.Dense(2, dot_general=Fp8Dot(history=16))
@@ -65,10 +65,12 @@ class Fp8Dot(DotGeneral):
         # fp8.start would make arrays at import, before distributed processes connect.
         fp8.check_history(self.history)
 
-    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(
+        self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
+    ) -> jax.Array:
         """Computes the product in FP8; lhs is the activation."""
         if self.scaling == "current":
-            return fp8.dot_general(fp8.Scalings(), lhs, rhs, call)
+            return fp8.dot_general(fp8.Scalings(), lhs, rhs, arguments)
         module = calling_module()
         if module is None:
             raise ValueError(
@@ -79,7 +81,7 @@ class Fp8Dot(DotGeneral):
         state = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), variable.value)
         scalings = fp8.Scalings(**{n: fp8.Scaling(**state[n]) for n in state})
         rhs = check_state_gradient(module, rhs, scalings)
-        return fp8.dot_general(scalings, lhs, rhs, call)
+        return fp8.dot_general(scalings, lhs, rhs, arguments)
 
     def _start(self, *_: Any) -> dict[str, dict[str, jax.Array]]:
         """The first state, as the dictionaries that Flax keeps."""

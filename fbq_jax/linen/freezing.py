@@ -115,7 +115,7 @@ def freeze(
     if shared:
         with record_weights(layers, shared) as recorder:
             updates = _flatten(quantize(inputs))
-    # Not those of products of two activations.
+    # Products of two activations have no weight.
     states = {path: s for path, s in states.items() if _layer(path) in recorder.uses}
     if not states:
         raise ValueError(

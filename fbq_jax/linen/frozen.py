@@ -25,10 +25,10 @@ from fbq_jax.core.frozen_weight import (
     quantize_weight,
 )
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.serialization import serializable_static
+from fbq_jax.kernels.quantized import Quantized
 from fbq_jax.linen.state import state_of
-from fbq_jax.recipes.rules_report import describe_recipe
+from fbq_jax.recipes.presets import describe_recipe
 
 #: The key of the ``FrozenWeight`` in the state of a layer.
 WEIGHT = "weight"
@@ -93,7 +93,7 @@ def layer_weight(
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
     parameter: Parameter,
-) -> QTensor | None:
+) -> Quantized | None:
     """The codes that a Linen layer multiplies by; None if the layer is not frozen.
 
     While ``freeze`` traces the model, the layer quantizes ``rhs`` and stores it in its

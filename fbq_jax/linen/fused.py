@@ -7,21 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core.scope import Variable
 
 from fbq_jax.core import fused_layers, nonlinear, threshold
-from fbq_jax.core.dimension_numbers import Operand, row_shape
-from fbq_jax.core.dot_call import DotCall
+from fbq_jax.core.arguments import DotArguments
+from fbq_jax.core.dimension_numbers import row_shape
+from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.fused_layers import FusedSpec
 from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.core.spec import Spec
-from fbq_jax.core.weight_products import mark_weight
-from fbq_jax.kernels import fused_reference
-from fbq_jax.kernels.reference import Quantized
-from fbq_jax.linen.dot import FallbackDot, fallback_dot, named
-from fbq_jax.linen.frozen import is_frozen, kernel_of, layer_weight
-from fbq_jax.linen.state import state_of
-from fbq_jax.recipes.rules_report import describe_recipe
+from fbq_jax.kernels import sources
+from fbq_jax.kernels.quantized import Layouts
+from fbq_jax.linen.dot import FallbackDot, fallback_dot
+from fbq_jax.recipes.presets import describe_recipe
 from fbq_jax.recipes.schema import check_no_recipe
 from fbq_jax.sharding.explicit_axes import automatic
 from fbq_jax.sharding.manual_axes import as_varying
@@ -77,8 +74,9 @@ class NormDense(nn.Module):
             self.use_bias,
             name="dense",
         )(x, x.shape[-1], self.features)
-        out = _dense_output(x, dense.weight, self.features)
-        y = _run(self, x, norm_scale, [dense], out)
+        contract_last = ((x.ndim - 1,), (0,)), ((), ())
+        out = DotArguments(contract_last).output(x, dense.dot.weight)
+        y = _run(self, x, norm_scale, [dense.dot], out)
         if dense.bias is None:
             return y
         return y + dense.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -131,7 +129,7 @@ class GatedMLP(nn.Module):
         projections = [
             _Projection(
                 self.param_dtype, self.kernel_init, self.dot_general, name=name
-            )(x, *shape)
+            )(x, *shape).dot
             for name, shape in shapes.items()
         ]
         return _run(self, x, norm_scale, projections, jax.typeof(x))
@@ -152,17 +150,12 @@ class _Linear(NamedTuple):
     """One linear layer of a fused module.
 
     Attributes:
-      weight: the kernel in the dtype of the computation, or the colwise INT8 values of
-        a frozen layer.
+      dot: its weight, in the dtype of the computation, and its state.
       bias: float ``[N]`` or None.
-      variable: holds the layer's state.
-      state: the value of ``variable`` before the call.
     """
 
-    weight: jax.Array | Quantized
+    dot: LayerDot
     bias: jax.Array | None
-    variable: Variable
-    state: threshold.State
 
 
 class _Projection(nn.Module):
@@ -184,82 +177,66 @@ class _Projection(nn.Module):
         if self.use_bias:
             zeros = nn.initializers.zeros
             bias = self.param("bias", zeros, features, self.param_dtype)
-        variable = self.dot_general.variable(self, x)
         # In training each device joins its shards of gate and up, inside ``automatic``.
-        matrix = _as_matrix(kernel) if is_frozen(variable.value) else kernel
-        codes = layer_weight(
-            self.dot_general.config, self, variable, matrix, _MATRICES, kernel_of(self)
-        )
-        with named(self):
-            kernel = mark_weight(kernel, self.dot_general.recipe)
-        kernel = self.dot_general.check_moves(self, variable, kernel)
-        weight = kernel if codes is None else codes.main
-        state = threshold.canonicalize_state(state_of(variable))
-        return _Linear(weight, bias, variable, state)
-
-
-def _dense_output(
-    x: jax.Array, weight: jax.Array | Quantized, features: int
-) -> jax.core.ShapedArray:
-    """The shape, dtype and sharding of ``nn.Dense``'s output."""
-    if isinstance(weight, Quantized):
-        kernel: Operand = jax.ShapeDtypeStruct((x.shape[-1], features), x.dtype)
-    else:
-        kernel = weight
-    contract_last = ((x.ndim - 1,), (0,)), ((), ())
-    return DotCall(contract_last).output(x, kernel)
+        dot = self.dot_general.layer_dot(x, kernel, _MATRICES, as_matrix=_as_matrix)
+        assert dot is not None
+        return _Linear(dot, bias)
 
 
 def _run(
     module: NormDense | GatedMLP,
     x: jax.Array,
     norm_scale: jax.Array,
-    layers: Sequence[_Linear],
+    layers: Sequence[LayerDot],
     out: jax.core.ShapedArray,
 ) -> jax.Array:
     """Computes a fused module and updates the state of each of its linear layers."""
-    dot, dtype = module.dot_general, x.dtype
+    op, dtype = module.dot_general, x.dtype
     spec = FusedSpec(
-        Spec(dot.recipe, dtype, dtype, dtype, dot.implementation),
+        Spec(op.recipe, dtype, dtype, dtype, op.implementation),
         NormSpec(False, module.epsilon, module.bits),
     )
 
-    def call(
+    def compute(
         x: jax.Array,
         norm_scale: jax.Array,
-        weights: Sequence[jax.Array | Quantized],
+        kernels: Sequence[jax.Array | None],
+        codes: tuple[Layouts | None, ...],
         scalars: tuple[threshold.Scalars, ...],
     ) -> tuple[jax.Array, Sequence[threshold.Stats]]:
-        rows = x.reshape(1, *row_shape(x.shape[:-1], dot.recipe), x.shape[-1])
-        matrices = tuple(map(_as_matrices, weights))
-        rows, norm_scale, matrices = as_varying((rows, norm_scale, matrices))
-        own = tuple(one.on_device(rows) for one in scalars)
-        y, stats = fused_layers.norm_mlp(spec, rows, norm_scale, matrices, own)
+        rows = x.reshape(1, *row_shape(x.shape[:-1], op.recipe), x.shape[-1])
+        weights = tuple(w if w is None else _as_matrix(w)[None] for w in kernels)
+        operands = as_varying((rows, norm_scale, weights, codes))
+        own = tuple(one.on_device(operands[0]) for one in scalars)
+        y, stats = fused_layers.norm_mlp(spec, *operands, own)
         return y.reshape(out.shape), stats
 
-    states = [layer.state for layer in layers]
-    y, stats = automatic(call, out)(
+    states = [threshold.canonicalize_state(layer.state) for layer in layers]
+    y, stats = automatic(compute, out)(
         x,
         norm_scale.astype(jnp.float32),
-        [layer.weight for layer in layers],
+        [_marked_weight(layer) for layer in layers],
+        tuple(layer.codes for layer in layers),
         tuple(map(threshold.scalars_of, states)),
     )
-    for layer, gemm_stats in zip(layers, stats, strict=True):
-        new = threshold.next_state(layer.state, gemm_stats)
-        y = dot.commit(module, layer.variable, new, y)
+    for layer, state, layer_stats in zip(layers, states, stats, strict=True):
+        y = layer.commit(y, threshold.next_state(state, layer_stats))
     return y
+
+
+def _marked_weight(layer: LayerDot) -> jax.Array | None:
+    """The weight of a layer, marked for reports; None if it is frozen."""
+    if layer.is_frozen:
+        return None
+    with layer.named():
+        return layer.config.mark(layer.weight, None)[0]
 
 
 def _as_matrix(kernel: jax.Array) -> jax.Array:
     """A kernel ``[K, N]``, or ``[K, 2, F]`` of gate and up joined to ``[K, 2 F]``."""
     if kernel.ndim == 2:
         return kernel
-    return fused_reference.join_gate_up(kernel[:, 0], kernel[:, 1])
-
-
-def _as_matrices(weight: jax.Array | Quantized) -> jax.Array | Quantized:
-    """A kernel as a stack of one matrix; INT8 values are one already."""
-    return weight if isinstance(weight, Quantized) else _as_matrix(weight)[None]
+    return sources.join_gate_up(kernel[:, 0], kernel[:, 1])
 
 
 def _check(module: NormDense | GatedMLP, x: jax.Array) -> None:

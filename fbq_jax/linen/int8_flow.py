@@ -20,7 +20,7 @@ from fbq_jax.linen.state import state_of
 Params = dict[str, Any]
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """The forward pass of a module with an operator of the INT8 data flow."""
 
     def operator(self, x: jax.Array, deterministic: bool) -> Operator:
@@ -61,10 +61,10 @@ class _Block(nn.Module):
         dropout_keys = [self.make_rng("dropout")] if drops else []
         operator = self.operator(x, deterministic)
         y = shared.run(operator, params, x, state, dropout_keys, block=self.block)
-        return dot.commit(self, variable, shared.next_state(state), y)
+        return dot.commit(self, variable, y, shared.next_state(state))
 
 
-class Int8MLP(shared.MLPBlock, _Block):
+class Int8MLP(shared.MLPBlock, Block):
     """A Transformer's MLP block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
     Computes ``x + dropout(down(gelu(up(norm(x)))))``.  Operations exchange INT8 values
@@ -104,7 +104,7 @@ class Int8MLP(shared.MLPBlock, _Block):
     collection: str = "fallback"
 
 
-class Int8Attention(shared.AttentionBlock, _Block):
+class Int8Attention(shared.AttentionBlock, Block):
     """A self-attention block with an INT8 data flow (Jetfire, arXiv 2403.12422).
 
     Computes ``x + dropout(attention(norm(x)))``, with INT8 between the operations as in
@@ -143,7 +143,7 @@ class Int8Attention(shared.AttentionBlock, _Block):
     collection: str = "fallback"
 
 
-class Int8Sequential(_Block):
+class Int8Sequential(Block):
     """INT8 blocks in sequence, with INT8 between the blocks as well.
 
     The residual stream and its gradient then never become floats.  The only floats are

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fbq_jax.core.expert_plan import (
+from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.training_warnings import warn_if_differentiated
+from fbq_jax.experts.mlp import Dispatch, expert_mlp, plan_dispatch
+from fbq_jax.experts.plan import (
     Exchange,
     ExpertSharding,
     check_expert_sharding,
 )
-from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
-from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.ragged_dot import check_automatic
-from fbq_jax.core.routing import (
+from fbq_jax.experts.ragged_dot import check_automatic
+from fbq_jax.experts.routing import (
     Routes,
     Routing,
     check_routing,
@@ -23,7 +24,6 @@ from fbq_jax.core.routing import (
     route,
     router_logits,
 )
-from fbq_jax.core.training_warnings import warn_if_differentiated
 from fbq_jax.linen.grouped_dense import GroupedDense, Initializer
 
 #: The collection with the load of the experts and the bias that balances them.
@@ -41,11 +41,11 @@ class MoEMLP(nn.Module):
     A router in float32 selects the ``top_k`` experts of each token and their weights
     (``fbq_jax.Routing`` has the settings).  Tokens are sorted by expert, so that each
     projection of all experts is one ``ragged_dot``: ``gate_up``, with the gate in the
-    first half of its columns, and ``down``.  If both have one recipe that
-    ``fbq_jax.fuses`` accepts and ``bits`` is not None, the gate between them is fused
-    with quantization (``fbq_jax.core.fused_experts``).  No token is dropped, unless the
-    routing has a ``capacity_factor``.  The caller adds norms, skip connections and
-    shared experts.
+    first half of its columns, and ``down``.  If both have one recipe, with INT8 scales
+    per block, that ``fbq_jax.fuses`` accepts, and ``bits`` is not None, the gate
+    between them is fused with quantization (``fbq_jax.experts.fused``).  No token is
+    dropped, unless the routing has a ``capacity_factor``.  The caller adds norms, skip
+    connections and shared experts.
 
     Training makes these collections mutable:
 
@@ -70,7 +70,8 @@ class MoEMLP(nn.Module):
       param_dtype: dtype of the parameters.
       router_init: the initializer of the router's kernel ``[D, E]``.
       kernel_init: the initializer of the experts' kernels ``[E, K, N]``.
-      dot_general: its ``ragged_dot`` multiplies in the experts; None for
+      dot_general: multiplies in the experts, such as a ``FallbackDot`` or
+        ``RulesDot``, or an op with a ``ragged_dot`` of its own; None for
         ``lax.ragged_dot``, which takes no ``jax.vmap`` over tokens with the same
         experts.
       expert_sharding: the mesh axes of experts, to which devices send tokens as INT8
@@ -78,8 +79,8 @@ class MoEMLP(nn.Module):
 
     Raises:
       TypeError: ``routing`` is not a ``Routing``, ``expert_sharding`` neither an
-        ``ExpertSharding`` nor None, or ``dot_general`` has no
-        ``ragged_dot``.
+        ``ExpertSharding`` nor None, or ``dot_general`` is none
+        of these.
       ValueError: in a call, the routing has a bias that is in no collection, the mesh
         does not fit ``expert_sharding``, or x is sharded over explicit mesh axes.
 

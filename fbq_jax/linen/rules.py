@@ -13,11 +13,13 @@ from flax.linen import transforms
 from jax import lax
 
 from fbq_jax.core import weight_products
-from fbq_jax.core.dot_call import DotCall, RaggedCall, float_ragged_dot
-from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
+from fbq_jax.core.arguments import DotArguments, DotGeneral
+from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.linen import flax_functions
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
+from fbq_jax.linen.int8_flow import Block
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import trace_parameters
 from fbq_jax.recipes import path_rules
@@ -91,7 +93,7 @@ def relative_path(module: nn.Module) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RulesDot(GroupedDot):
+class RulesDot(DotGeneral):
     """A ``dot_general`` for all layers of a Linen model, with a recipe by path.
 
     The first rule that matches the path of a layer (``fbq_jax.recipes.path_rules``)
@@ -149,24 +151,19 @@ class RulesDot(GroupedDot):
         # Checks both, whatever the rules.
         FallbackDot(collection=self.collection, implementation=self.implementation)
 
-    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(
+        self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
+    ) -> jax.Array:
         """Computes the product with the recipe of the calling layer."""
         dot = self.of_layer() or lax.dot_general
-        return dot(lhs, rhs, **call._asdict())
+        return dot(lhs, rhs, **arguments._asdict())
 
-    def _compute_ragged(
-        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
-    ) -> jax.Array:
+    def layer_dot(
+        self, x: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
+    ) -> LayerDot | None:
+        """The dot of the calling layer; None if it stays unquantized."""
         dot = self.of_layer()
-        ragged_dot = float_ragged_dot if dot is None else dot.ragged_dot
-        return ragged_dot(lhs, rhs, *call)
-
-    def projection(
-        self, x: jax.Array, rhs: jax.Array, call: RaggedCall
-    ) -> GroupedProjection | None:
-        """The ragged product of the calling layer; None if it stays unquantized."""
-        dot = self.of_layer()
-        return None if dot is None else dot.projection(x, rhs, call)
+        return None if dot is None else dot.layer_dot(x, rhs, dimension_numbers)
 
     def of_layer(
         self, kind: Callable[..., FallbackDot] = FallbackDot
@@ -251,6 +248,7 @@ class RulesDot(GroupedDot):
           unmatched.
         """
         found: dict[str, str | None] = {}
+        blocks: set[str] = set()  # whose own operators quantize their parameters
         activations: dict[str, ActivationProduct] = {}
 
         def add_layer(
@@ -267,11 +265,15 @@ class RulesDot(GroupedDot):
             if is_own and is_method and isinstance(context.module, LAYERS):
                 module = calling_module(self.collection)
                 found.setdefault(relative_path(module or context.module), None)
+            if isinstance(context.module, Block):
+                blocks.add(f"{relative_path(context.module)}/".lstrip("/"))
             return call(*args, **kwargs)
 
         tracing = _Tracing(self, found, activations)
         with _tracing(tracing), nn.intercept_methods(add_layer):
             parameters = trace_parameters(model, rngs, args, kwargs)
+        own = tuple(blocks)
+        parameters = [row for row in parameters if not row[0].startswith(own)]
         return weight_products.report(
             self._pairs, found, parameters, activations.values()
         )

@@ -52,7 +52,7 @@ def find_variable(
 def lacks_state(module: nn.Module, collection: str) -> bool:
     """Whether this call has no state, and the collection is not mutable.
 
-    The arguments and the errors are those of ``find_variable``.
+    Arguments and errors are as in ``find_variable``.
     """
     scope, name = _next_slot(module, collection)
     return not (

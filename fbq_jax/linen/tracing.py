@@ -7,10 +7,10 @@ import jax
 from flax import linen as nn
 from flax.core import DenyList
 
+from fbq_jax.core.weight_marks import record_products
 from fbq_jax.core.weight_products import (
     ParameterUse,
     find_uses,
-    record_products,
     split_arrays,
 )
 

@@ -32,6 +32,7 @@ from fbq_jax.linen.state import (
     share_state,
     sharing_states,
 )
+from fbq_jax.linen.step_codes import codes_collection
 from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -318,12 +319,15 @@ def _share_state(rnn: nn.RNN, collection: str) -> dict[str, Any]:
     if any(in_filter(collections, collection) for collections in named):
         return {}
     moves = is_mutable_state(rnn.scope, collection) and not rnn.is_initializing()
+    codes = codes_collection(collection)
+    fields = {"variable_broadcast": union_filters(rnn.variable_broadcast, codes)}
     field = "variable_carry" if moves else "variable_broadcast"
-    return {field: union_filters(getattr(rnn, field), collection)}
+    before = fields.get(field, getattr(rnn, field))
+    return fields | {field: union_filters(before, collection)}
 
 
 def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes ``nn.scan`` and ``nn.vmap`` in a quantized model carry its state.
+    """Makes ``nn.scan`` and ``nn.vmap`` in a quantized model carry state and codes.
 
     Both read the axes of variable collections by this function when they run.  Models
     name the collections that they have themselves, and a missing one would be lost.
@@ -333,6 +337,7 @@ def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def split_axes_with_state(variable_axes: Mapping[Any, Any]) -> Any:
         if (root := quantized_root.value) is not None:
             collection = root.quantization.dot.collection
+            variable_axes = _with_codes(variable_axes, codes_collection(collection))
             if not any(in_filter(axis, collection) for axis in variable_axes):
                 axis = _state_axis(variable_axes, collection)
                 variable_axes = {**variable_axes, collection: axis}
@@ -348,17 +353,34 @@ def _state_axis(variable_axes: Mapping[Any, Any], collection: str) -> int | None
     they share it (``state_of``), so there may be more or fewer of them.  Their axis is
     the last one, because an ``nn.scan`` inside takes the first one.
     """
-    shares = any(
-        in_filter(names, "params") and getattr(axis, "axis", axis) is None
-        for names, axis in variable_axes.items()
-    )
-    if not shares or collection == OVERWRITE_WITH_GRADIENT:
+    if not _shares_params(variable_axes) or collection == OVERWRITE_WITH_GRADIENT:
         return 0
     module = calling_module()
     if module is None or is_mutable_state(module.scope, collection):
         return -1
     share_state(module)
     return None
+
+
+def _with_codes(variable_axes: Mapping[Any, Any], codes: str) -> Mapping[Any, Any]:
+    """Carries the codes of a step's weights on axis 0, or shares them as the weights.
+
+    Where ``nn.scan`` broadcasts the parameters, the axes do not have them.
+    """
+    names = list(variable_axes)
+    if any(in_filter(x, codes) for x in names) or not any(
+        in_filter(x, "params") for x in names
+    ):
+        return variable_axes
+    return {**variable_axes, codes: None if _shares_params(variable_axes) else 0}
+
+
+def _shares_params(variable_axes: Mapping[Any, Any]) -> bool:
+    """Whether the examples of an ``nn.vmap`` share their parameters."""
+    return any(
+        in_filter(names, "params") and getattr(axis, "axis", axis) is None
+        for names, axis in variable_axes.items()
+    )
 
 
 @functools.cache

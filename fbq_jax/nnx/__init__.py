@@ -9,6 +9,7 @@ from fbq_jax.nnx.dot import FallbackDot as FallbackDot
 from fbq_jax.nnx.dot import FallbackEinsum as FallbackEinsum
 from fbq_jax.nnx.dot import FallbackState as FallbackState
 from fbq_jax.nnx.dot import Layer as Layer
+from fbq_jax.nnx.dot import StepCodes as StepCodes
 from fbq_jax.nnx.dot import evaluation as evaluation
 from fbq_jax.nnx.fp8 import Fp8Dot as Fp8Dot
 from fbq_jax.nnx.fp8 import Fp8Scaling as Fp8Scaling
@@ -25,3 +26,4 @@ from fbq_jax.nnx.norms import RMSNorm as RMSNorm
 from fbq_jax.nnx.rules import quantize as quantize
 from fbq_jax.nnx.sharing import check_unshared as check_unshared
 from fbq_jax.nnx.stats import fallback_stats as fallback_stats
+from fbq_jax.nnx.step_codes import quantize_weights_once as quantize_weights_once

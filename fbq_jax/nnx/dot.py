@@ -14,18 +14,19 @@ from flax.errors import TraceContextError
 from jax import lax
 
 from fbq_jax.core import threshold
+from fbq_jax.core.arguments import DotArguments, DotGeneral
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.dimension_numbers import DimensionNumbers
-from fbq_jax.core.dot_call import RAGGED_DIMENSIONS, DotCall, RaggedCall
-from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
+from fbq_jax.core.dot_general import DotConfig, LayerDot
 from fbq_jax.core.einsum import QuantizedEinsum
 from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
-from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
-from fbq_jax.core.qtensor import QTensor
+from fbq_jax.core.step_codes import StepWeight
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
+from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.plain_method import PlainMethod
+from fbq_jax.quantized import Quantized
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
@@ -38,9 +39,15 @@ class FallbackState(nnx.Variable):
 
 
 class FrozenCodes(nnx.Variable):
-    """The codes of a frozen layer's weight, a ``QTensor`` as in ``FrozenWeight``."""
+    """The codes of a frozen layer's weight, a ``Quantized`` as in ``FrozenWeight``."""
 
 
+class StepCodes(nnx.Variable):
+    """The codes of a weight in ``quantize_weights_once``, a ``StepWeight``."""
+
+
+#: Whether a context of ``quantize_weights_once`` is active.
+in_step = jax.make_user_context(False)
 #: Whether ``evaluation`` is active.  Part of the key of JAX's trace caches: a layer
 #: that was traced in training is traced again.
 in_evaluation = jax.make_user_context(False)
@@ -79,7 +86,7 @@ class LayerPath:
     name: str | None = dataclasses.field(default=None, compare=False)
 
 
-class FallbackDot(GroupedDot, nnx.Module):
+class FallbackDot(DotGeneral, nnx.Module):
     """A quantized ``dot_general`` for one NNX layer, which holds the layer's state.
 
     Give each layer its own instance: ``fbq_jax.nnx.fallback_stats`` raises if two
@@ -116,6 +123,8 @@ class FallbackDot(GroupedDot, nnx.Module):
       axes: the contracting and the batch dimensions of the weight that the codes are
         for; empty before ``freeze``.
       layer: the layer's path in the model that ``freeze`` took; None before.
+      step_codes: the codes of the layer's weight in ``quantize_weights_once``, as
+        ``StepCodes``; None outside.
 
     Raises:
       TypeError: ``recipe`` is not a ``Recipe``, or ``rngs`` is not ``nnx.Rngs``.
@@ -156,6 +165,7 @@ class FallbackDot(GroupedDot, nnx.Module):
         self.weight: FrozenCodes | None = None
         self.axes: Axes = (), ()
         self.layer: str | None = None
+        self.step_codes: StepCodes | None = None
 
     @property
     def config(self) -> DotConfig:
@@ -172,39 +182,34 @@ class FallbackDot(GroupedDot, nnx.Module):
         if use_running_average is not None:
             self.use_running_average = use_running_average
 
-    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(
+        self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
+    ) -> jax.Array:
         """Computes the product, and updates the state in training."""
         warn_if_hidden(self)
-        codes = self._codes(rhs, call.dimension_numbers)
-        rhs = self.check_moves(rhs)
-        with self.named(_description(rhs)):
-            out, new = stateful_dot_general(
-                self.config, self.state(), lhs, rhs, call, codes
-            )
-        self.commit(new)
-        return out
-
-    def _compute_ragged(
-        self, lhs: jax.Array, rhs: jax.Array, call: RaggedCall
-    ) -> jax.Array:
-        return self.projection(lhs, rhs, call).multiply(lhs)
+        layer = self.layer_dot(lhs, rhs, arguments.dimension_numbers)
+        return layer.dot_general(lhs, arguments)
 
     @PlainMethod
-    def projection(
-        self, x: jax.Array, rhs: jax.Array, call: RaggedCall
-    ) -> GroupedProjection:
-        """The ragged product of the layer."""
+    def layer_dot(
+        self, x: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
+    ) -> LayerDot:
+        """The dot of the layer with this weight."""
         del x
-        codes = self._codes(rhs, RAGGED_DIMENSIONS)
+        frozen = self._codes(rhs, dimension_numbers)
+        if frozen is None:
+            codes = self._step_codes(rhs, dimension_numbers)
+        else:
+            codes = Layouts(None, frozen)
         rhs = self.check_moves(rhs)
-
-        def commit(out: jax.Array, new: threshold.State, _: jax.Array) -> jax.Array:
-            self.commit(new)
-            return out
-
-        name = functools.partial(self.named, _description(rhs))
-        return GroupedProjection(
-            self.config, rhs, call, self.state(), codes, commit, name
+        return LayerDot(
+            self.config,
+            self.state(),
+            rhs,
+            codes,
+            is_frozen=frozen is not None,
+            commit=self.commit,
+            named=functools.partial(self.named, _description(rhs)),
         )
 
     @PlainMethod
@@ -285,15 +290,15 @@ class FallbackDot(GroupedDot, nnx.Module):
         return weight
 
     @PlainMethod
-    def commit(self, new: threshold.State) -> None:
-        """Stores the new state of a call, except in evaluation.
+    def commit(self, out: jax.Array, new: threshold.State) -> jax.Array:
+        """Stores the new state of a call, except in evaluation; returns its output.
 
         Raises:
           ValueError: the layer runs inside a transformation of JAX that the state
             cannot leave, and its recipe needs a state.
         """
         if self.evaluates:
-            return
+            return out
         # A reference to an array, which a variable may hold, takes no tangents.
         new = jax.lax.stop_gradient(new)
         try:
@@ -302,17 +307,18 @@ class FallbackDot(GroupedDot, nnx.Module):
             self.count[...] = new["count"]
         except TraceContextError:
             if not needs_state(self.recipe):
-                return
+                return out
             layer = self._shown_name()
             instead = (
                 "NNX's, such as nnx.jit and nnx.remat (in a Linen layer, "
                 "fbq_jax.FallbackDot in place of fbq_jax.nnx.FallbackDot)"
             )
             threshold.raise_lost_state(layer, instead)
+        return out
 
     @PlainMethod
     def stack(self, shape: tuple[int, ...], rngs: nnx.Rngs | None) -> None:
-        """Makes the state that of a stack of layers, as ``nnx.vmap`` makes it.
+        """Gives the state the leading axes of a stack of layers, as ``nnx.vmap`` does.
 
         Args:
           shape: the numbers of layers, on the leading axes of each value.
@@ -325,7 +331,7 @@ class FallbackDot(GroupedDot, nnx.Module):
 
     def _codes(
         self, rhs: jax.Array, dimension_numbers: DimensionNumbers
-    ) -> QTensor | None:
+    ) -> Quantized | None:
         """The codes that the layer multiplies by; None if it is not frozen."""
         if self.layer is None:
             return None
@@ -340,6 +346,22 @@ class FallbackDot(GroupedDot, nnx.Module):
             )
         check_axes(self.axes, dimension_numbers, self.layer)
         return self.weight.get_value()
+
+    def _step_codes(
+        self, rhs: jax.Array, dimension_numbers: DimensionNumbers
+    ) -> Layouts | None:
+        """The codes that a step made once; None if the layer quantizes its weight."""
+        if self.step_codes is None:
+            return None
+        name = self._shown_name()
+        if not in_step.value:
+            raise ValueError(
+                f"{name} has codes of a step, and its weight may be another one by "
+                "now: call nnx.split, nnx.merge and the model inside the context of "
+                "fbq_jax.nnx.quantize_weights_once"
+            )
+        weight: StepWeight = self.step_codes.get_value()
+        return weight.codes_for(name, lambda: rhs, dimension_numbers)
 
 
 def _description(kernel: jax.Array) -> str:

@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from fbq_jax.core.dot_call import DotCall, DotGeneral
+from fbq_jax.core.arguments import DotArguments, DotGeneral
 from fbq_jax.core.training_warnings import warn_without_state_gradient
 from fbq_jax.fp8 import dot_general as fp8
 from fbq_jax.nnx.callers import warn_if_shared
@@ -60,7 +60,9 @@ class Fp8Dot(DotGeneral, nnx.Module):
         self.lhs, self.rhs = Fp8Scaling(lhs), Fp8Scaling(rhs)
         self.grad = Fp8Scaling(grad)
 
-    def _compute(self, lhs: jax.Array, rhs: jax.Array, call: DotCall) -> jax.Array:
+    def _compute(
+        self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
+    ) -> jax.Array:
         """Computes the product in FP8; lhs is the activation."""
         variables = self.lhs, self.rhs, self.grad
         scalings = fp8.Scalings(*(variable.get_value() for variable in variables))
@@ -68,4 +70,4 @@ class Fp8Dot(DotGeneral, nnx.Module):
         rhs = warn_without_state_gradient(
             "no gradient of Fp8Scaling", _NO_STATE_GRADIENT, rhs, scalings
         )
-        return fp8.dot_general(scalings, lhs, rhs, call)
+        return fp8.dot_general(scalings, lhs, rhs, arguments)

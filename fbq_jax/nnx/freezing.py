@@ -17,7 +17,6 @@ from fbq_jax.core.frozen_weight import (
     rhs_axes,
 )
 from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.qtensor import QTensor
 from fbq_jax.core.weight_products import check_weight, split_arrays
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
@@ -31,6 +30,7 @@ from fbq_jax.nnx.dot import (
 )
 from fbq_jax.nnx.rules import trace_parameters
 from fbq_jax.nnx.sharing import check_unshared
+from fbq_jax.quantized import Quantized
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -138,13 +138,7 @@ class _Weight(NamedTuple):
 
 def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     """Maps path to weight; each dot learns the path of its layer."""
-    modules = dict(nnx.iter_modules(model))
-    # Layers may share a parameter, which has the path of the first one only.
-    parameters = {
-        id(value): "/".join(map(str, path))
-        for path, value in nnx.iter_graph(model)
-        if isinstance(value, nnx.Param)
-    }
+    modules, parameters = dict(nnx.iter_modules(model)), parameter_paths(model)
     layers: dict[str, _Weight] = {}
     for path, layer in modules.items():
         op = getattr(layer, layer_op(layer).name) if isinstance(layer, Layer) else None
@@ -177,12 +171,29 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     return layers
 
 
-def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
-    reason = None
+def parameter_paths(model: nnx.Module) -> dict[int, str]:
+    """The path of each parameter, by its ``id``.
+
+    Layers may share a parameter, which has the path of the first one only.
+    """
+    return {
+        id(value): "/".join(map(str, path))
+        for path, value in nnx.iter_graph(model)
+        if isinstance(value, nnx.Param)
+    }
+
+
+def unknown_weight(layer: Layer) -> str | None:
+    """Why nobody can tell what a layer multiplies by; None if it is its kernel."""
     if not type(layer).__call__.__module__.startswith(("flax.", "fbq_jax.")):
-        reason = f"its class {type(layer).__name__} has a __call__ of its own"
-    elif getattr(layer, "promote_dtype", promote_dtype) is not promote_dtype:
-        reason = "its promote_dtype is not Flax's"
+        return f"its class {type(layer).__name__} has a __call__ of its own"
+    if getattr(layer, "promote_dtype", promote_dtype) is not promote_dtype:
+        return "its promote_dtype is not Flax's"
+    return None
+
+
+def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
+    reason = unknown_weight(layer)
     if reason is not None:
         raise ValueError(
             f"freeze cannot tell what the layer {path!r} multiplies by: {reason}. "
@@ -202,7 +213,7 @@ def _check_dot(path: str, dot: FallbackDot) -> None:
 def _freeze_layer(layer: Any, dot: FallbackDot, use: WeightUse) -> None:
     """Replaces the kernel of a layer by its codes."""
 
-    def quantize(kernel: jax.Array, state: dict[str, jax.Array]) -> QTensor:
+    def quantize(kernel: jax.Array, state: dict[str, jax.Array]) -> Quantized:
         w = kernel.astype(use.dtype).reshape(use.shape)
         return quantize_weight(dot.config, state, w, use.dimension_numbers).codes
 
@@ -220,7 +231,7 @@ def _freeze_parameter(weight: _Weight, use: WeightUse, *, keep: bool) -> None:
     """Gives an op the codes of a parameter, and replaces it unless ``keep``."""
     layer, name, _, dot = weight
 
-    def quantize(w: jax.Array, state: dict[str, jax.Array]) -> QTensor:
+    def quantize(w: jax.Array, state: dict[str, jax.Array]) -> Quantized:
         for step in use.view:
             w = step(w)
         w = w.astype(use.dtype).reshape(use.shape)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fbq_jax.core.dot_call import RaggedCall, ragged_dot_of
-from fbq_jax.core.expert_exchange import ExchangedGroups
-from fbq_jax.core.grouped_projection import GroupedDot, GroupedProjection
+from fbq_jax.core.dot_general import LayerDot
+from fbq_jax.experts.ragged_dot import layer_dot_of
 from fbq_jax.nnx.plain_method import PlainMethod
 
 Initializer = nnx.initializers.Initializer
@@ -27,8 +26,8 @@ class GroupedDense(nnx.Module):
 
     Attributes:
       kernel_shape: ``(G, K, N)``.
-      dot_general: its ``ragged_dot`` multiplies; ``lax.dot_general`` for
-        ``lax.ragged_dot``.
+      dot_general: an ``fbq_jax.nnx.FallbackDot``; or ``lax.dot_general``, which stands
+        for ``lax.ragged_dot``.
     """
 
     def __init__(
@@ -42,26 +41,11 @@ class GroupedDense(nnx.Module):
         self.kernel = nnx.Param(kernel_init(rngs.params(), kernel_shape, param_dtype))
         self.dot_general: Callable[..., jax.Array] = lax.dot_general
 
-    def __call__(
-        self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups
-    ) -> jax.Array:
-        """Maps rows ``[M, K]`` in groups of sizes ``[G]`` to ``[M, N]``.
-
-        ``ExchangedGroups`` say which shapes they take and give.
-        """
-        weight = jnp.asarray(self.kernel[...], x.dtype)
-        return ragged_dot_of(self.dot_general)(x, weight, group_sizes)
-
     @PlainMethod
     def projection(
-        self, x: jax.Array, group_sizes: jax.Array | ExchangedGroups, size: int
-    ) -> GroupedProjection | None:
-        """The layer's product with rows ``[M, size]`` that are computed from x.
-
-        None if the layer's op computes products at once only.
-        """
-        del size
-        if not isinstance(self.dot_general, GroupedDot):
-            return None
+        self, x: jax.Array, groups: int, size: int
+    ) -> tuple[jax.Array, LayerDot | None]:
+        """The kernel in the dtype of x, and its dot."""
+        del groups, size
         weight = jnp.asarray(self.kernel[...], x.dtype)
-        return self.dot_general.projection(x, weight, RaggedCall(group_sizes))
+        return weight, layer_dot_of(self.dot_general, x, weight)

@@ -199,7 +199,7 @@ class Int8Sequential(nnx.Module):
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
         """Maps ``[..., C]``, or ``[..., T, C]`` with attention, to the same shape.
 
-        The arguments are those of its layers.
+        The arguments are as for each of the layers.
         """
         layers = list(self.layers)
         operators = shared.named(layer.operator(x, deterministic) for layer in layers)
@@ -229,6 +229,5 @@ def _run(
     with first.dot_general.named(f"nnx.{type(first).__name__} of width {width(x)}"):
         y = shared.run(operator, params, x, states[0], dropout_keys, block=first.block)
     for layer, state in zip(layers, states, strict=True):
-        dot = layer.dot_general
-        dot.commit(shared.next_state(state))
+        y = layer.dot_general.commit(y, shared.next_state(state))
     return y

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fbq_jax.core.expert_plan import (
+from fbq_jax.core.training_warnings import warn_if_differentiated
+from fbq_jax.experts.mlp import Dispatch, expert_mlp, plan_dispatch
+from fbq_jax.experts.plan import (
     Exchange,
     ExpertSharding,
     check_expert_sharding,
 )
-from fbq_jax.core.experts import Dispatch, expert_mlp, plan_dispatch
-from fbq_jax.core.ragged_dot import check_automatic
-from fbq_jax.core.routing import (
+from fbq_jax.experts.ragged_dot import check_automatic
+from fbq_jax.experts.routing import (
     Routes,
     Routing,
     check_routing,
@@ -21,7 +22,6 @@ from fbq_jax.core.routing import (
     route,
     router_logits,
 )
-from fbq_jax.core.training_warnings import warn_if_differentiated
 from fbq_jax.nnx.dot import FallbackDot, in_evaluation
 from fbq_jax.nnx.grouped_dense import GroupedDense, Initializer
 from fbq_jax.recipes.schema import Recipe
@@ -71,8 +71,8 @@ class MoEMLP(nnx.Module):
       dropped: int32 ``[]``, the rows that exceeded the capacity in it.
       bias: float32 ``[E]``, which balances the experts; None without a
         ``bias_update_rate``.
-      load_balance_loss: see ``fbq_jax.core.routing.Routes``.
-      z_loss: see ``fbq_jax.core.routing.Routes``.
+      load_balance_loss: see ``fbq_jax.experts.routing.Routes``.
+      z_loss: see ``fbq_jax.experts.routing.Routes``.
 
     Raises:
       TypeError: ``routing`` is not a ``Routing``, ``expert_sharding`` neither an
@@ -121,7 +121,7 @@ class MoEMLP(nnx.Module):
 
         self.gate_up, self.down = dense(features, 2 * hidden), dense(hidden, features)
         if recipe is not None:
-            # After the parameters, which are those of the unquantized layer.
+            # After the parameters, which therefore equal the unquantized layer's.
             for layer in (self.gate_up, self.down):
                 dot = FallbackDot(recipe, rngs=rngs, implementation=implementation)
                 layer.dot_general = nnx.data(dot)

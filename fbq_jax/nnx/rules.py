@@ -10,11 +10,10 @@ from flax import nnx
 
 from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
+from fbq_jax.core.weight_marks import QuantizedProduct, record_products
 from fbq_jax.core.weight_products import (
     ParameterUse,
-    QuantizedProduct,
     find_uses,
-    record_products,
     split_arrays,
 )
 from fbq_jax.model_kind import check_nnx, check_unchanged_by_qwix
@@ -114,7 +113,7 @@ def quantize(
         name_layers(model)
         if args or kwargs:
             try:
-                parameters = trace_parameters(model, args, kwargs)
+                traced = trace_parameters(model, args, kwargs)
             except (TypeError, ValueError) as error:
                 if args and _is_random_state(args[0]):
                     raise TypeError(
@@ -123,7 +122,9 @@ def quantize(
                         f"the model's call begin with {type(args[0]).__name__} here"
                     ) from error
                 raise
-            drop_unused_ops(model, pairs, found, parameters)
+            drop_unused_ops(model, pairs, found, traced)
+            own = _paths_of_blocks(model)
+            parameters = [row for row in traced if not row[0].startswith(own)]
         else:
             parameters = _expected_parameters(model, pairs, found)
     report = weight_products.report(pairs, found, parameters)
@@ -253,20 +254,25 @@ def drop_unused_ops(
             _set_op(path, layer, op, None, rngs=None)
 
 
+def _paths_of_blocks(model: nnx.Module) -> tuple[str, ...]:
+    """How the parameters of blocks begin whose own operators quantize them."""
+    modules = nnx.iter_modules(model)
+    blocks = [_join(path) for path, module in modules if isinstance(module, Block)]
+    return tuple(f"{path}/".lstrip("/") for path in blocks)
+
+
 def _expected_parameters(
     model: nnx.Module, rules: Pairs, found: Mapping[str, str | None]
 ) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
     """What layers do with their parameters, by the kind of the layer."""
     modules = {_join(path): module for path, module in nnx.iter_modules(model)}
-    of_blocks = tuple(
-        f"{path}/".lstrip("/") for path, m in modules.items() if isinstance(m, Block)
-    )
+    of_blocks = _paths_of_blocks(model)
     recipes = dict(rules)
     expected = []
     for keys, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
         path, use = _path(keys), ParameterUse()
         if path.startswith(of_blocks):
-            continue  # its operators quantize it
+            continue
         layer, _, name = path.rpartition("/")
         pattern = found.get(layer)
         recipe = None if pattern is None else recipes[pattern]

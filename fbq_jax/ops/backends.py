@@ -1,22 +1,330 @@
-"""The machines and block shapes that each backend supports."""
+"""The backends: what each supports, why not, and how it runs the ops.
+
+A backend has a method for each op that it has kernels for.  ``BACKENDS`` lists them,
+the fastest first.
+
+========= ==================================================================
+mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton;
+          there the GEMM of up to 128 rows, too
+triton    NVIDIA GPUs from Ampere on
+tpu       TPUs: quantization and GEMMs in Pallas
+reference any device: the definition in ``jax.numpy``
+========= ==================================================================
+
+A GEMM whose operands have one scale per row has no scale inside its contraction.  All
+but ``reference`` use XLA's own INT8 GEMM for it.
+"""
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import export
 
-from fbq_jax.ops.op import Kernel
+from fbq_jax.kernels import packing, reference, threshold_reference
+from fbq_jax.kernels.quantized import CodeDtype, Quantized, Unquantized, product_block
 
 # The lowest version that the kernel is tested with; ``plgpu.kernel`` of 0.9 differs.
 MOSAIC_JAX = (0, 10, 2)
-TRITON_SIDES = (32, 64, 128, 256)
-MOSAIC_SIDES = TPU_SIDES = (128, 256)
+_TRITON_SIDES = (32, 64, 128, 256)
+_MOSAIC_SIDES = _TPU_SIDES = (128, 256)
+# The most rows of lhs that GPUs multiply with the kernel for few rows.
+_FEW_ROWS = 128
 
 
-def nvidia_refusal(block_shape: Sequence[int] = ()) -> str | None:
+class Request(NamedTuple):
+    """What a call asks of a backend.
+
+    Attributes:
+      op: the name of the op.
+      sides: the sides of the blocks that share a scale; 1 for scales of single rows,
+        and empty for one scale per row or per matrix.
+      codes: the dtype of the codes.
+      grouped: whether the rows are in groups, such as one for each expert.
+      packs: the length of the rows that the source of ``quantize`` packs for its
+        backward pass, and the most rows of a block that one kernel then holds; None for
+        a matrix, which packs nothing.
+    """
+
+    op: str
+    sides: tuple[int, ...]
+    codes: CodeDtype = "int8"
+    grouped: bool = False
+    packs: tuple[int, int] | None = None
+
+
+class Backend:
+    """The reference, and the base of the other backends.
+
+    Attributes:
+      name: the name that ``implementation=`` takes.
+      platform: the platform of JAX that it is for; None for all.
+    """
+
+    name = "reference"
+    platform: str | None = None
+
+    def refusal(self, request: Request) -> str | None:
+        """The reason why it does not support a call here, or None if it does."""
+        del request
+        return None
+
+    def caveat(self, request: Request) -> str:
+        """What is slow about a call; nothing if it is as fast as others."""
+        del request
+        return ""
+
+    def kernel(self, request: Request) -> str:
+        """What computes a call: the backend's name, or ``"xla"``."""
+        del request
+        return self.name
+
+    def reads_sums(self, codes: CodeDtype, *dtypes: Any) -> bool:
+        """Whether a GEMM with one of these output dtypes reads ``Quantized.sums``."""
+        del codes, dtypes
+        return False
+
+    def quantizes_lhs(self, rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
+        """Whether ``matmul`` had best quantize an lhs of so many rows itself."""
+        return _fits_few_rows(rows, lhs, rhs)
+
+    quantize = staticmethod(reference.quantize)
+    matmul = staticmethod(reference.matmul)
+    contract = staticmethod(reference.contract)
+    move_threshold = staticmethod(threshold_reference.move_threshold)
+
+
+class Triton(Backend):
+    """Triton kernels for NVIDIA GPUs."""
+
+    name = "triton"
+    platform = "gpu"
+    sides: tuple[int, ...] = _TRITON_SIDES
+
+    def refusal(self, request: Request) -> str | None:
+        """Needs a GPU of the right generation, and block sides that kernels have."""
+        if reason := _nvidia_refusal():
+            return reason
+        sides = [side for side in request.sides if side != 1]
+        is_gemm = request.op in ("matmul", "contract")
+        if reason := _sides_refusal(sides, self.sides if is_gemm else _TRITON_SIDES):
+            return reason
+        if request.grouped and is_gemm and not request.sides:
+            return "products of groups take scales per block, not per row"
+        has_codes = request.op != "move_threshold"
+        is_float8 = has_codes and request.codes == "float8_e4m3fn"
+        if is_float8 and (_compute_capability() or 0) < 89:
+            return "FP8 codes need a GPU of compute capability 8.9 or above"
+        return None
+
+    def caveat(self, request: Request) -> str:
+        """A source that no kernel computes and quantizes in one pass."""
+        if request.op == "quantize" and request.grouped and 1 in request.sides:
+            return (
+                "not in one pass, but as jax.numpy code that gathers groups and a "
+                "kernel that quantizes: one pass needs blocks with one scale"
+            )
+        if request.packs is None or not request.sides:
+            return ""
+        group, (width, most_rows) = packing.GROUP, request.packs
+        rows, columns = max(request.sides[::2]), max(request.sides[1::2])
+        if columns == group and rows <= most_rows and width % group == 0:
+            return ""
+        return (
+            f"not in one pass, but as jax.numpy code and a kernel that quantizes: one "
+            f"pass needs blocks {group} wide with up to {most_rows} rows, and rows "
+            f"that are multiples of {group}, not blocks {columns} wide with {rows} "
+            f"rows and rows of {width}"
+        )
+
+    def kernel(self, request: Request) -> str:
+        """XLA multiplies operands without a scale inside the contraction."""
+        return "xla" if request.op == "matmul" and not request.sides else self.name
+
+    def quantize(self, *args: Any, **options: Any) -> Any:
+        """See ``reference.quantize``."""
+        from fbq_jax.kernels.triton.quantize import quantize
+
+        return quantize(*args, **options)
+
+    def matmul(
+        self,
+        lhs: Quantized | Unquantized,
+        rhs: Quantized,
+        groups: jax.Array | None = None,
+        *,
+        dtype: Any,
+    ) -> jax.Array:
+        """See ``reference.matmul``; the kernel for few rows reads rhs once."""
+        if isinstance(lhs, Unquantized):
+            from fbq_jax.kernels.triton import few_rows_quantize_gemm
+
+            return few_rows_quantize_gemm.matmul(lhs, rhs, dtype=dtype)
+        if groups is not None:
+            return self._grouped_gemm().matmul(lhs, rhs, groups, dtype=dtype)
+        if lhs.block[1] is None:
+            from fbq_jax.kernels import xla_gemm
+
+            return xla_gemm.matmul(lhs, rhs, dtype=dtype)
+        if _has_few_rows(lhs.shape[1], lhs.block[0], _FEW_ROWS):
+            from fbq_jax.kernels.triton import few_rows_gemm
+
+            return few_rows_gemm.matmul(lhs, rhs, dtype=dtype)
+        return self._gemm().matmul(lhs, rhs, dtype=dtype)
+
+    def contract(self, *args: Any, **options: Any) -> jax.Array:
+        """See ``reference.contract``."""
+        return self._grouped_gemm().contract(*args, **options)
+
+    def move_threshold(self, *args: Any, **options: Any) -> Any:
+        """See ``threshold_reference.move_threshold``."""
+        from fbq_jax.kernels.triton.threshold import move_threshold
+
+        return move_threshold(*args, **options)
+
+    def _gemm(self) -> Any:
+        from fbq_jax.kernels.triton import gemm
+
+        return gemm
+
+    def _grouped_gemm(self) -> Any:
+        from fbq_jax.kernels.triton import grouped_gemm
+
+        return grouped_gemm
+
+
+class Mosaic(Triton):
+    """Triton kernels, and the GEMMs in Mosaic, for Hopper."""
+
+    name = "mosaic"
+    sides = _MOSAIC_SIDES
+
+    def refusal(self, request: Request) -> str | None:
+        """Needs a Hopper GPU."""
+        if reason := _nvidia_refusal():
+            return reason
+        if _compute_capability() != 90:
+            return "it needs a Hopper GPU, of compute capability 9.0"
+        if jax.__version_info__ < MOSAIC_JAX:
+            return f"it needs jax {'.'.join(map(str, MOSAIC_JAX))} or later"
+        return super().refusal(request)
+
+    def kernel(self, request: Request) -> str:
+        """Only GEMMs are written in Mosaic."""
+        found = super().kernel(request)
+        is_gemm = request.op in ("matmul", "contract")
+        return found if is_gemm or found == "xla" else Triton.name
+
+    def reads_sums(self, codes: CodeDtype, *dtypes: Any) -> bool:
+        """Running sums of products of INT8 codes need a bound, for 16-bit outputs."""
+        has_16_bits = any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes)
+        return codes == "int8" and has_16_bits
+
+    def _gemm(self) -> Any:
+        from fbq_jax.kernels.mosaic import gemm
+
+        return gemm
+
+    def _grouped_gemm(self) -> Any:
+        from fbq_jax.kernels.mosaic import grouped_gemm
+
+        return grouped_gemm
+
+
+class Tpu(Backend):
+    """Pallas kernels for TPUs."""
+
+    name = "tpu"
+    platform = "tpu"
+
+    def refusal(self, request: Request) -> str | None:
+        """Needs a TPU, INT8 codes, and blocks of 128 or 256."""
+        platform = jax.default_backend()
+        if platform != "tpu":
+            return f"it needs a TPU, and JAX's default backend is {platform}"
+        if request.codes != "int8":
+            return "it has no kernel for FP8 codes"
+        if 1 in request.sides:
+            return "it has no kernel for scales of single rows of a block"
+        return _sides_refusal(request.sides, _TPU_SIDES)
+
+    def kernel(self, request: Request) -> str:
+        """XLA multiplies vectors with one scale each, and moves thresholds."""
+        is_xla = request.op == "move_threshold" or (
+            request.op == "matmul" and not request.sides
+        )
+        return "xla" if is_xla else self.name
+
+    def quantizes_lhs(self, rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
+        """No kernel does."""
+        del rows, lhs, rhs
+        return False
+
+    def quantize(self, *args: Any, **options: Any) -> Any:
+        """See ``reference.quantize``."""
+        from fbq_jax.kernels.tpu.quantize import quantize
+
+        return quantize(*args, **options)
+
+    def matmul(  # type: ignore[override]
+        self,
+        lhs: Quantized,
+        rhs: Quantized,
+        groups: jax.Array | None = None,
+        *,
+        dtype: Any,
+    ) -> jax.Array:
+        """See ``reference.matmul``."""
+        if lhs.block[1] is None:
+            from fbq_jax.kernels import xla_gemm
+
+            return xla_gemm.matmul(lhs, rhs, dtype=dtype)
+        from fbq_jax.kernels.tpu import gemm
+
+        return gemm.matmul(lhs, rhs, groups, dtype=dtype)
+
+    def contract(self, *args: Any, **options: Any) -> jax.Array:
+        """See ``reference.contract``."""
+        from fbq_jax.kernels.tpu import grouped
+
+        return grouped.contract(*args, **options)
+
+
+REFERENCE = Backend()
+#: All backends by name, the fastest first; the last one runs everywhere.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (Mosaic(), Triton(), Tpu(), REFERENCE)
+}
+
+
+def _has_few_rows(rows: int, m: int | None, most: int) -> bool:
+    """Whether lhs has few rows, all in one block or each with its own scales."""
+    if m is None or export.is_symbolic_dim(rows):
+        return False
+    return rows <= (most if m == 1 else min(m, most))
+
+
+# The most rows that the kernel for few rows also quantizes.  Each of its programs does,
+# which takes too long for more rows.
+_FEW_ROWS_TO_QUANTIZE = 8
+
+
+def _fits_few_rows(rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
+    """Whether the kernel that quantizes and multiplies few rows takes these."""
+    m, k, _ = product_block(lhs, rhs)
+    return (
+        k is not None
+        and _has_few_rows(rows, m, _FEW_ROWS_TO_QUANTIZE)
+        and rhs.codes.dtype == jnp.int8
+        # The sums of the other criteria need a kernel of their own.
+        and lhs.criterion in (None, "absmax")
+    )
+
+
+def _nvidia_refusal() -> str | None:
     """The reason why Triton kernels cannot run on this machine, or None if they can."""
-    del block_shape  # Some kernels have no blocks.
     backend = jax.default_backend()
     if backend != "gpu":
         return f"it needs a GPU, and JAX's default backend is {backend}"
@@ -28,70 +336,14 @@ def nvidia_refusal(block_shape: Sequence[int] = ()) -> str | None:
     return None
 
 
-def triton_refusal(block_shape: Sequence[int]) -> str | None:
-    """The same for Triton kernels with blocks of this shape."""
-    return nvidia_refusal() or _sides_refusal(block_shape, TRITON_SIDES)
-
-
-def mosaic_refusal(block_shape: Sequence[int]) -> str | None:
-    """The same for Mosaic kernels with blocks of this shape."""
-    if reason := triton_refusal(block_shape):
-        return reason
-    if _compute_capability() != 90:
-        return "it needs a Hopper GPU, of compute capability 9.0"
-    if jax.__version_info__ < MOSAIC_JAX:
-        return f"it needs jax {'.'.join(map(str, MOSAIC_JAX))} or later"
-    return _sides_refusal(block_shape, MOSAIC_SIDES)
-
-
-def triton_gemm_refusal(block_shape: Sequence[int]) -> str | None:
-    """The same for the Triton GEMM with blocks ``(m, k, n)``, or without blocks."""
-    return triton_refusal(_without_rows(block_shape))
-
-
-def mosaic_gemm_refusal(block_shape: Sequence[int]) -> str | None:
-    """The same for the Mosaic GEMM with blocks ``(m, k, n)``, or without blocks."""
-    return mosaic_refusal(_without_rows(block_shape))
-
-
-def float8_refusal() -> str | None:
-    """The reason why a kernel for NVIDIA GPUs has no FP8 codes, or None if it has."""
-    if (_compute_capability() or 0) >= 89:
-        return None
-    return "FP8 codes need a GPU of compute capability 8.9 or above"
-
-
-def _without_rows(block_shape: Sequence[int]) -> Sequence[int]:
-    """The sides of blocks, without the sides of single rows that have scales."""
-    return [side for axis, side in enumerate(block_shape) if axis == 1 or side != 1]
-
-
-def tpu_refusal(block_shape: Sequence[int]) -> str | None:
-    """The same for TPU kernels with blocks of this shape, or without blocks."""
-    backend = jax.default_backend()
-    if backend != "tpu":
-        return f"it needs a TPU, and JAX's default backend is {backend}"
-    return _sides_refusal(block_shape, TPU_SIDES)
-
-
-def triton_kernels(
-    module: str,
-    refusal: Callable[[Sequence[int]], str | None] = triton_refusal,
-    **fields: Any,
-) -> dict[str, Kernel]:
-    """A Triton kernel for both GPU backends: only the GEMM is written in Mosaic."""
-    kernel = Kernel("triton", module, refusal, **fields)
-    return {"mosaic": kernel, "triton": kernel}
-
-
-def _sides_refusal(block_shape: Sequence[int], sides: tuple[int, ...]) -> str | None:
+def _sides_refusal(sides: Sequence[int], accepted: tuple[int, ...]) -> str | None:
     # Naming only the sides that do not fit gives ops with the same cause one warning.
-    others = sorted({side for side in block_shape if side not in sides})
+    others = sorted({side for side in sides if side not in accepted})
     if not others:
         return None
-    accepted = ", ".join(map(str, sides[:-1]))
     named = " and ".join(map(str, others))
-    return f"its blocks have sides of {accepted} or {sides[-1]}, not {named}"
+    takes = ", ".join(map(str, accepted[:-1]))
+    return f"its blocks have sides of {takes} or {accepted[-1]}, not {named}"
 
 
 def _compute_capability() -> int | None:

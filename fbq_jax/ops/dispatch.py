@@ -1,23 +1,11 @@
-"""Chooses the implementation of an op, and gives the reason for the choice.
+"""Chooses the backend of an op, and gives the reason for the choice.
 
 ``choose_layer`` tells whether a layer is quantized, by the measured map of this GPU.
 
-========= ==================================================================
-mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton;
-          there the GEMM of up to 128 rows, too
-triton    NVIDIA GPUs from Ampere on
-tpu       TPUs: quantization and GEMMs in Pallas
-reference any device: the definition in ``jax.numpy``
-========= ==================================================================
-
-A GEMM whose operands have one scale per row has no blocks; all but ``reference`` use
-XLA's own INT8 GEMM for it.  The ops with one scale per row of a block have no kernels
-for TPUs.
-
-The first implementation in the table that supports a call is used.  The argument
-``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a
-function is traced), overrides this.  If the requested implementation does not support
-the call, an error says why.
+The first backend in the table of ``fbq_jax.ops.backends`` that supports a call is used.
+The argument ``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION``
+(read when a function is traced), overrides this.  If the requested backend does not
+support the call, an error says why.
 """
 
 import os
@@ -29,15 +17,14 @@ import jax.numpy as jnp
 from jax import export
 
 from fbq_jax.kernels import speed_map
-from fbq_jax.kernels.reference import CodeDtype
-from fbq_jax.ops.op import OPS, Op
+from fbq_jax.kernels.quantized import CodeDtype
+from fbq_jax.ops.backends import BACKENDS, Backend, Request
+from fbq_jax.ops.op import OPS
 from fbq_jax.recipes.schema import MAPPED_BLOCK, Recipe
 from fbq_jax.sharding.layer_names import current_layer, warn_first
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-IMPLEMENTATIONS = ("mosaic", "triton", "tpu", "reference")
-# Those of other accelerators, which no reason on this one mentions.
-_ELSEWHERE = {"gpu": ("tpu",), "tpu": ("mosaic", "triton")}
+IMPLEMENTATIONS = tuple(BACKENDS)
 # TPUs (v6e) whose vector units are slow beside their matrix units.
 _FAST_MATRIX_UNITS = frozenset({"TPU v6 lite", "TPU v6e"})
 
@@ -89,8 +76,8 @@ def choose(
       op: the name of a function in ``fbq_jax.ops``.
       block_shape: the shape of a block, ``(rows, columns)``, or ``(m, k, n)`` for a
         GEMM; empty if each row or column has one scale.
-      width: the row length of the arrays that a fused op packs; None if every length
-        will do.
+      width: the length of the rows that a norm or a gate in front of ``quantize`` packs
+        for its backward pass; None for a matrix.
       codes: the dtype of the codes that the op makes or multiplies.
       implementation: the implementation to use.  By default the one that
         ``FBQ_IMPLEMENTATION`` names, or else the first that supports the call.
@@ -107,70 +94,68 @@ def choose(
     """
     if op not in OPS:
         raise ValueError(f"{op!r} is not an op; there are: {', '.join(OPS)}")
+    packs = None if width is None else (width, MOST_ROWS)
+    request = Request(op, tuple(block_shape), codes, packs=packs)
+    return choose_for(request, implementation)
+
+
+# The most rows of a block that the kernels of norms and gates hold.
+MOST_ROWS = 256
+
+
+def choose_for(request: Request, implementation: str | None) -> Choice:
+    """``choose`` for a call of an op."""
     source = "implementation"
-    if implementation is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
-        source, implementation = ENVIRONMENT_VARIABLE, asked
-    if implementation is None:
-        return _first_choice(OPS[op], block_shape, width, codes)
-    check_name(implementation, source)
-    if reason := _refusal(implementation, OPS[op], block_shape, codes):
-        raise ValueError(f"{source}={implementation} cannot do {op}: {reason}")
-    return _choice(
-        OPS[op], implementation, block_shape, width, f"{source}= asks for it"
-    )
+    name = implementation
+    if name is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE)):
+        source, name = ENVIRONMENT_VARIABLE, asked
+    if name is None:
+        return _first_choice(request)
+    check_name(name, source)
+    if reason := BACKENDS[name].refusal(request):
+        raise ValueError(f"{source}={name} cannot do {request.op}: {reason}")
+    return _choice(BACKENDS[name], request, f"{source}= asks for it")
 
 
 def check_name(implementation: str | None, source: str = "implementation") -> None:
     """Raises ValueError unless an implementation has this name, or it is None."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    if implementation is not None and implementation not in BACKENDS:
         raise ValueError(
             f"{source}={implementation!r} is not an implementation; "
-            f"there are: {', '.join(IMPLEMENTATIONS)}"
+            f"there are: {', '.join(BACKENDS)}"
         )
 
 
-def _first_choice(
-    op: Op, block_shape: Sequence[int], width: int | None, codes: CodeDtype
-) -> Choice:
-    """The first implementation that supports a call."""
+def _first_choice(request: Request) -> Choice:
+    """The first backend that supports a call."""
     refusals = []
-    elsewhere = _ELSEWHERE.get(jax.default_backend(), ())
-    for name in (name for name in IMPLEMENTATIONS if name not in elsewhere):
-        reason = _refusal(name, op, block_shape, codes)
+    accelerator = jax.default_backend()
+    for backend in BACKENDS.values():
+        # No reason mentions the backends of other accelerators.
+        is_elsewhere = accelerator != "cpu" and backend.platform not in (
+            None,
+            accelerator,
+        )
+        if is_elsewhere:
+            continue
+        reason = backend.refusal(request)
         if reason is None:
             break
-        refusals.append(f"not {name}: {reason}")
+        refusals.append(f"not {backend.name}: {reason}")
     reason = "; ".join(refusals) or "the first choice on this device"
-    return _choice(op, name, block_shape, width, reason)
+    return _choice(backend, request, reason)
 
 
-def _refusal(
-    implementation: str, op: Op, block_shape: Sequence[int], codes: CodeDtype
-) -> str | None:
-    """The reason why an implementation does not support a call, or None."""
-    if implementation == "reference":
-        return None
-    if implementation not in op.kernels:
-        return "it has no kernel for this op"
-    kernel = op.kernels[implementation]
-    reason = kernel.refusal(block_shape)
-    if reason is None and codes == "float8_e4m3fn":
-        return kernel.float8_refusal()
-    return reason
-
-
-def _choice(
-    op: Op, name: str, block_shape: Sequence[int], width: int | None, reason: str
-) -> Choice:
-    """A choice, whose reason includes the kernel's caveat."""
-    if name != "reference" and (caveat := op.kernels[name].caveat(block_shape, width)):
+def _choice(backend: Backend, request: Request, reason: str) -> Choice:
+    """A choice, whose reason includes the backend's caveat."""
+    if caveat := backend.caveat(request):
         reason = f"{reason}; {caveat}"
-    return Choice(op.name, name, reason, op.backend(name, block_shape))
+    return Choice(request.op, backend.name, reason, backend.kernel(request))
 
 
 def is_reference_by_default(choice: Choice, implementation: str | None) -> bool:
     """Whether a choice is the reference, which nobody asked for."""
-    return choice.implementation == "reference" and not _is_asked_for(implementation)
+    return choice.backend == "reference" and not _is_asked_for(implementation)
 
 
 def _is_asked_for(implementation: str | None) -> bool:
@@ -184,26 +169,40 @@ def _of_layer() -> str:
     return f"{layer}: " if layer else ""
 
 
-def warn_of_reference(
-    choice: Choice,
-    block_shape: Sequence[int],
-    codes: CodeDtype = "int8",
-    implementation: str | None = None,
+def warn_of_choice(
+    choice: Choice, request: Request, implementation: str | None
 ) -> None:
-    """Warns if an accelerator runs the slow reference, unless it was asked for.
+    """Warns about what is slow about a choice, unless it was asked for.
 
-    Each reason is reported once.  The warning names the first layer, and every op that
-    the reason applies to.  The arguments are the result and the arguments of
-    ``choose``.
+    Each cause is reported once, with the first layer that it concerns.
+
+    Args:
+      choice: the result of ``choose_for``.
+      request: what was asked of it.
+      implementation: as in ``choose``.
+    """
+    if is_reference_by_default(choice, implementation):
+        _warn_of_reference(choice, request)
+    caveat = BACKENDS[choice.implementation].caveat(request)
+    if caveat and not _is_asked_for(implementation):
+        warn_first(caveat, f"{_of_layer()}{choice.op} takes more time; {caveat}")
+    _warn_of_small_blocks(choice, request)
+    if request.packs is not None:
+        warn_of_packing()
+
+
+def _warn_of_reference(choice: Choice, request: Request) -> None:
+    """Warns if an accelerator runs the slow reference.
+
+    The warning names every op that the reason applies to.
     """
     platform = jax.default_backend()
-    if not is_reference_by_default(choice, implementation) or platform == "cpu":
+    if platform == "cpu":
         return
     affected = (
-        op.name
-        for op in OPS.values()
-        if _first_choice(op, block_shape, None, codes).reason == choice.reason
-        and (codes == "int8" or op.has_float8)
+        op
+        for op in OPS
+        if _first_choice(request._replace(op=op)).reason == choice.reason
     )
     warn_first(
         choice.reason,
@@ -212,9 +211,9 @@ def warn_of_reference(
     )
 
 
-def warn_of_small_blocks(choice: Choice, block_shape: Sequence[int]) -> None:
+def _warn_of_small_blocks(choice: Choice, request: Request) -> None:
     """Warns, once, of a GEMM on a TPU whose blocks suit other generations."""
-    if choice.backend != "tpu" or choice.op != "matmul" or min(block_shape) > 128:
+    if choice.backend != "tpu" or choice.op != "matmul" or min(request.sides) > 128:
         return
     device = jax.devices()[0].device_kind
     if device in _FAST_MATRIX_UNITS:
@@ -223,27 +222,8 @@ def warn_of_small_blocks(choice: Choice, block_shape: Sequence[int]) -> None:
             f"blocks of 128 on a {device}: its vector units take longer to scale the "
             "products than its matrix units to multiply. Blocks of 256, as in "
             "dataclasses.replace(recipe, block=256), halve that work, and the recipe "
-            "rowwise has none of it. See docs/performance/tpus.md",
+            "rowwise has none of it. See docs/performance/results.md",
         )
-
-
-def warn_of_two_passes(
-    choice: Choice, block_shape: Sequence[int], width: int, implementation: str | None
-) -> None:
-    """Warns, once for each cause, of a fused op that no kernel does in one pass.
-
-    Args:
-      choice: the result of ``choose``; it does not warn if it was asked for.
-      block_shape: as in ``choose``.
-      width: as in ``choose``.
-      implementation: as in ``choose``.
-    """
-    if choice.implementation == "reference" or _is_asked_for(implementation):
-        return
-    caveat = OPS[choice.op].kernels[choice.implementation].caveat(block_shape, width)
-    if caveat:
-        text = f"{_of_layer()}{choice.op} takes more time; {caveat}"
-        warn_first(caveat, text)
 
 
 def warn_of_packing() -> None:
@@ -254,7 +234,7 @@ def warn_of_packing() -> None:
             "norms and gates pack what their backward pass reads, without a kernel: on "
             "a TPU that is estimated to take longer than the products of a layer. "
             "Flax's norms and jax.nn's gates save floats, as does --saved-bits 0 of "
-            "the Llama example. See docs/performance/tpus.md",
+            "the Llama example. See docs/performance/results.md",
         )
 
 

@@ -1,232 +1,253 @@
-"""The GEMM of quantized matrices, alone and after the quantization of a few rows."""
+"""The ops that multiply quantized matrices: ``matmul`` and ``contract``."""
 
-import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import export
 
 from fbq_jax.kernels import reference
-from fbq_jax.kernels.reference import Criterion, Quantized
-from fbq_jax.ops import dispatch
-from fbq_jax.ops.backends import (
-    float8_refusal,
-    mosaic_gemm_refusal,
-    tpu_refusal,
-    triton_gemm_refusal,
-    triton_kernels,
+from fbq_jax.kernels.quantized import (
+    CodeDtype,
+    Layout,
+    Layouts,
+    Quantized,
+    Term,
+    Unquantized,
+    product_block,
 )
-from fbq_jax.ops.op import OPS, Kernel, LocalOp, Op, no_float8, register
-from fbq_jax.ops.quantization import VECTOR_GRANULARITY
+from fbq_jax.kernels.sources import Matrix
+from fbq_jax.ops import dispatch
+from fbq_jax.ops.backends import BACKENDS, Request
+from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.ops.problems import lead_of, map_problems
+from fbq_jax.ops.quantization import QUANTIZE, VECTOR_GRANULARITY
 from fbq_jax.ops.transformations import call
 from fbq_jax.sharding import collectives
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
+    UNSHARDED_AXIS,
     AxisWords,
     ShardingRule,
     block_axis,
-    layout_words,
     row_axes,
 )
 
-BlockShape = tuple[int, int, int]
-
-# The most rows of lhs that GPUs multiply with the kernel for few rows.
-_FEW_ROWS = 128
-# The most rows that this kernel also quantizes.  Each of its programs does, which takes
-# too long for more rows.
-_FEW_ROWS_TO_QUANTIZE = 8
+BlockShape = tuple[int | None, int | None, int | None]
 
 
 def matmul(
-    lhs: Quantized,
-    residual: Quantized | None,
+    lhs: Quantized | Unquantized,
     rhs: Quantized,
+    groups: jax.Array | None = None,
     *,
-    block_shape: BlockShape,
     dtype: jax.typing.DTypeLike,
     reduce: str | None = None,
     seeds: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies ``lhs [B, M, K]``, plus its residual, with ``rhs [B, N, K]``.
+    """Multiplies ``lhs [B, M, K]`` with ``rhs [B, N, K]``; see ``reference.matmul``.
 
     The operands may also be rowwise codes ``[B, G, R, K]`` for lhs, colwise codes
-    ``[B, M, G, R]`` and ``[B, N, G, R]``, or the colwise parts ``[B, P, M, R]`` and
-    ``[B, P, N, R]`` of ``quantize_vectors``, whose products are summed in float32.
+    ``[B, M, G, R]`` and ``[B, N, G, R]``, or colwise shards ``[B, P, M, R]`` and
+    ``[B, P, N, R]`` of ``quantize``, whose products are summed in float32.
 
     Args:
-      lhs: codes int8 or float8_e4m3fn, and scales float32, one per block.
-      residual: a second term of lhs, of the same shapes, or None.
-      rhs: codes of the same dtype and scales float32, one per block.
-      block_shape: ``(m, k, n)``, the size of a block along M, K and N.
-      dtype: dtype of the output.
+      lhs: the left operand, which ``matmul`` quantizes if ``quantizes_lhs`` says so.
+      rhs: the right operand, of one term.
+      groups: int32, the matrix of ``rhs [G, N, K]`` for each tile ``[T, m, K]`` of lhs,
+        in ascending order; None if each matrix has its own.
+      dtype: the dtype of the output.
       reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``: the dtype in which devices
         exchange and sum partial products.  By default the dtype of the output.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding with ``reduce="int8"``.
       implementation: as in ``dispatch.choose``.
 
     Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]`` in ``dtype``.
+      ``[B, M, N]``, ``[B, G, R, N]`` or ``[T, m, N]`` in ``dtype``.
 
     Raises:
-      ValueError: if ``reduce="int8"`` has no seeds, or another ``reduce`` has seeds.
+      ValueError: the operands do not fit each other, or ``reduce="int8"`` has no seeds,
+        or another ``reduce`` has seeds.
     """
     if (reduce == "int8") != (seeds is not None):
         raise ValueError(
             "matmul takes seeds if and only if reduce='int8'; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
-    has_blocks = residual is not None or not _has_row_scales(rhs, block_shape)
-    sides = block_shape if has_blocks else ()
-    operands = lhs, residual, rhs, *(() if seeds is None else (seeds,))
-    options = {"block_shape": block_shape, "dtype": jnp.dtype(dtype), "reduce": reduce}
-    return call(MATMUL, operands, sides, options, implementation)
+    options = {"dtype": jnp.dtype(dtype), "reduce": reduce}
+    y: jax.Array = call(MATMUL, (lhs, rhs, groups, seeds), options, implementation)
+    return y
 
 
-def quantizes_in_matmul(
-    x: jax.Array,
-    rhs: Quantized,
-    *,
-    block_shape: BlockShape,
-    criterion: Criterion | None,
-    implementation: str | None,
+def quantizes_lhs(
+    rows: int, lhs: Unquantized, rhs: Quantized, implementation: str | None
 ) -> bool:
-    """Whether ``quantize_matmul`` is the faster way to multiply x.
-
-    If so, the GEMM's implementation has a kernel for it, or is the reference.
-
-    Args:
-      x: as in ``quantize_matmul``.
-      rhs: as in ``quantize_matmul``.
-      block_shape: as in ``matmul``.
-      criterion: of fallback.  The sums of ``"l1"`` and ``"l1_rel"`` need a kernel of
-        their own.
-      implementation: as in ``dispatch.choose``.
-    """
-    rows = math.prod(x.shape[1:-1])
-    if (
-        not _has_few_rows(rows, block_shape, _FEW_ROWS_TO_QUANTIZE)
-        or _has_row_scales(rhs, block_shape)
-        or rhs.codes.dtype != jnp.int8
-        or criterion not in (None, "absmax")
-    ):
-        return False
-    choice = dispatch.choose("matmul", block_shape, implementation=implementation)
-    return choice.implementation in ("reference", *OPS["quantize_matmul"].kernels)
+    """Whether ``matmul`` is faster if it quantizes so many rows of lhs itself."""
+    choice = dispatch.choose_for(_request(lhs, rhs), implementation)
+    return BACKENDS[choice.implementation].quantizes_lhs(rows, lhs, rhs)
 
 
-def quantize_matmul(
-    x: jax.Array,
-    theta: jax.Array,
+def contract(
+    lhs: Quantized,
     rhs: Quantized,
+    groups: jax.Array,
     *,
-    block_shape: BlockShape,
-    criterion: Criterion | None,
+    size: int,
     dtype: jax.typing.DTypeLike,
-    reduce: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies ``x [B, M, K]``, quantized to nearest, with ``rhs [B, N, K]``.
-
-    The result is that of ``quantize_fallback`` and ``matmul``, bit for bit, for the
-    operands that ``quantizes_in_matmul`` accepts.
-
-    Args:
-      x: bfloat16, float16 or float32; it may also be ``[B, G, R, K]``.
-      theta: float32 ``[B]``, the thresholds, as in ``quantize_fallback``.
-      rhs: as in ``matmul``.
-      block_shape: as in ``matmul``; M is at most m, or m is 1.
-      criterion: ``"absmax"``, or None for no fallback.
-      dtype: dtype of the output.
-      reduce: as in ``matmul``, except ``"int8"``.
-      implementation: as in ``dispatch.choose``.
-
-    Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]`` in ``dtype``.
-    """
-    options = {
-        "block_shape": block_shape,
-        "criterion": criterion,
-        "dtype": jnp.dtype(dtype),
-        "reduce": reduce,
-    }
-    return call(QUANTIZE_MATMUL, (x, theta, rhs), block_shape, options, implementation)
+    """Contracts the rows of tiles, and sums by group; see ``reference.contract``."""
+    options = {"dtype": jnp.dtype(dtype), "size": size}
+    dw: jax.Array = call(CONTRACT, (lhs, rhs, groups), options, implementation)
+    return dw
 
 
-def _has_row_scales(rhs: Quantized, block_shape: BlockShape) -> bool:
-    """Whether lhs and rhs, or their parts, have one scale per row."""
-    return block_shape[0] == block_shape[2] == 1 and rhs.scales.shape[-1] == 1
+def reads_sums(
+    block: BlockShape,
+    dtypes: tuple[Any, ...],
+    codes: CodeDtype,
+    implementation: str | None,
+) -> bool:
+    """Whether the GEMM reads ``Quantized.sums`` of rhs, for one of these dtypes."""
+    request = Request("matmul", _known_sides(block), codes)
+    choice = dispatch.choose_for(request, implementation)
+    return BACKENDS[choice.implementation].reads_sums(codes, *dtypes)
 
 
-def _has_parts(rhs: Quantized, block_shape: BlockShape) -> bool:
-    """Whether the operands are parts ``[B, P, ..., R]`` with their own scales."""
-    return block_shape[0] == block_shape[2] == 1 and rhs.scales.ndim == 4
+def _known_sides(block: BlockShape) -> tuple[int, ...]:
+    return () if block[1] is None else tuple(x for x in block if x is not None)
 
 
-def _has_few_rows(rows: int, block_shape: BlockShape, most: int = _FEW_ROWS) -> bool:
-    """Whether lhs has few rows, all in one block or each with its own scales."""
-    m = block_shape[0]
-    most = most if m == 1 else min(m, most)
-    return not export.is_symbolic_dim(rows) and rows <= most
+def _codes(rhs: Quantized) -> CodeDtype:
+    return "int8" if rhs.codes.dtype == jnp.int8 else "float8_e4m3fn"
 
 
-def _matmul_rule(
-    lhs: Quantized,
-    residual: Quantized | None,
+def _request(
+    lhs: Quantized | Unquantized,
     rhs: Quantized,
-    *seeds: jax.Array,
-    block_shape: BlockShape,
+    groups: jax.Array | None = None,
+    *_: Any,
+    **_options: Any,
+) -> Request:
+    sides = _known_sides(product_block(lhs, rhs))
+    return Request("matmul", sides, _codes(rhs), grouped=groups is not None)
+
+
+def _contract_request(
+    lhs: Quantized, rhs: Quantized, *_: Any, **_options: Any
+) -> Request:
+    sides = _known_sides(product_block(lhs, rhs))
+    return Request("contract", sides, _codes(rhs), grouped=True)
+
+
+def _operand_words(
+    operand: Quantized, rows: AxisWords, columns: AxisWords, stack: str
+) -> Quantized:
+    """Joins the words of an operand's axes into the words of its arrays."""
+    codes, scales = (
+        f"{stack} {row} {column}" for row, column in zip(rows, columns, strict=True)
+    )
+    term: Any = Term
+    main = term(codes, scales, None if operand.sums is None else scales)
+    residual = None if operand.residual is None else term(codes, scales)
+    return Quantized(main, residual, operand.block)
+
+
+def _has_parts(rhs: Quantized) -> bool:
+    """Whether the operands are shards ``[B, P, ..., R]`` with their own scales."""
+    return rhs.block[1] is None and rhs.scales.ndim == 4
+
+
+def _rule(
+    lhs: Quantized | Unquantized,
+    rhs: Quantized,
+    groups: jax.Array | None,
+    seeds: jax.Array | None,
     **_options: Any,
 ) -> ShardingRule:
-    m, k, n = block_shape
+    if groups is not None:
+        assert isinstance(lhs, Quantized)
+        return _groups_rule(lhs, rhs, groups)
+    m, k, n = product_block(lhs, rhs)
     stack = "b"
-    columns = block_axis("n", rhs.codes.shape[1], n)
-    depth = block_axis("k", rhs.codes.shape[-1], k)
-    if vectors := _has_row_scales(rhs, block_shape):
-        side = VECTOR_GRANULARITY[1]
-        depth = AxisWords(block_axis("k", rhs.codes.shape[-1], side).codes, UNSHARDED)
+    shape = lhs.values.shape if isinstance(lhs, Unquantized) else lhs.shape
+    columns = block_axis("n", rhs.shape[1], n or 1)
+    depth = block_axis("k", rhs.shape[-1], k or VECTOR_GRANULARITY[1])
+    if k is None:
+        depth = AxisWords(depth.codes, UNSHARDED)
     contracted = depth.codes[0].strip(UNSHARDED)
-    if _has_parts(rhs, block_shape):  # [B, P, N, R]
+    if _has_parts(rhs):  # [B, P, N, R]
         stack, contracted = "b p", f"p{contracted}"
-        rows = block_axis("i", lhs.codes.shape[2], 1)
-        columns = block_axis("n", rhs.codes.shape[2], 1)
-    elif rhs.codes.ndim == 4:  # [B, N, G, R]
-        rows = block_axis("i", lhs.codes.shape[1], m)
-        scales = UNSHARDED if vectors else f"g {depth.scales}"
+        rows = block_axis("i", shape[2], 1)
+        columns = block_axis("n", rhs.shape[2], 1)
+    elif len(rhs.shape) == 4:  # [B, N, G, R]
+        rows = block_axis("i", shape[1], m or 1)
+        scales = UNSHARDED if k is None else f"g {depth.scales}"
         depth, contracted = AxisWords(f"g {depth.codes}", scales), f"g{contracted}"
     else:
-        rows = row_axes(lhs.codes.shape, m)
-    left, _ = layout_words(rows, depth, stack)
-    right, _ = layout_words(columns, depth, stack)
-    if rhs.sums is not None:
-        right = right._replace(sums=right.scales)
-    operands = left, None if residual is None else left, right, *("b" for _ in seeds)
+        rows = row_axes(shape, m or 1)
+    right = _operand_words(rhs, columns, depth, stack)
+    left: Any
+    if isinstance(lhs, Unquantized):  # its blocks are not split between devices
+        values: Any = f"{stack} {rows.codes} {depth.codes}"
+        left = Unquantized(values, stack, lhs.block, lhs.criterion)  # type: ignore[arg-type]
+    else:
+        left = _operand_words(lhs, rows, depth, stack)
+    operands = left, right, None, None if seeds is None else "b"
     return ShardingRule(operands, f"b {rows.codes} {columns.codes}", contracted)
 
 
-def _matmul_on_shard(
+def _groups_rule(lhs: Quantized, rhs: Quantized, groups: jax.Array) -> ShardingRule:
+    _, k, n = product_block(lhs, rhs)
+    columns = block_axis("n", rhs.shape[-2], n or 1)
+    depth, lead = block_axis("k", rhs.shape[-1], k or 1), lead_of(groups)
+    left = _operand_words(lhs, UNSHARDED_AXIS, depth, f"{lead}t")
+    right = _operand_words(rhs, columns, depth, f"{lead[:2]}e")
+    contracted = f"{depth.codes[0].strip(UNSHARDED)}e"
+    operands = left, right, f"{lead}t", None
+    return ShardingRule(operands, f"{lead}t . {columns.codes}", contracted)
+
+
+def _contract_rule(
+    lhs: Quantized, rhs: Quantized, groups: jax.Array, **_options: Any
+) -> ShardingRule:
+    k, _, n = product_block(lhs, rhs)
+    rows, lead = block_axis("k", lhs.shape[-2], k or 1), lead_of(groups)
+    columns = block_axis("n", rhs.shape[-2], n or 1)
+    left = _operand_words(lhs, rows, UNSHARDED_AXIS, f"{lead}t")
+    right = _operand_words(rhs, columns, UNSHARDED_AXIS, f"{lead}t")
+    result = f"{lead[:2]}e {rows.codes} {columns.codes}"
+    return ShardingRule((left, right, f"{lead}t"), result, f"{lead[2:3]}t")
+
+
+def _on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> jax.Array:
     """Multiplies this device's shards and sums the products of all devices."""
-    lhs, residual, rhs, *seeds = operands
+    lhs, rhs, groups, seeds = operands
     dtype = options["dtype"]
+    if groups is not None:
+        return _groups_on_shard(run, shard, lhs, rhs, groups, dtype)
     part = shard.run(
-        functools.partial(_multiply, run, options["block_shape"]),
-        (lhs, residual, rhs),
+        functools.partial(_multiply, run),
+        (lhs, rhs),
         dtype=_partial_dtype(shard, options),
     )
     if options["reduce"] != "int8":
         return collectives.sum_in_float(part, shard).astype(dtype)
-    quantize = dataclasses.replace(
-        run, op=OPS["quantize"], block_shape=collectives.BLOCK
-    )
+
+    def quantize(x: jax.Array, seeds: jax.Array) -> Quantized:
+        layout = Layout("stochastic", collectives.BLOCK)
+        request = Request("quantize", collectives.BLOCK)
+        local = LocalOp(QUANTIZE, run.backend, run.backend.kernel(request))
+        layouts: Layouts = local(Matrix(x), seeds, None, rowwise=layout, colwise=None)
+        assert layouts.rowwise is not None
+        return layouts.rowwise
+
     return collectives.sum_in_int8(
-        part, shard, seeds=seeds[0], quantize=quantize, dtype=dtype
+        part, shard, seeds=seeds, quantize=quantize, dtype=dtype
     ).astype(dtype)
 
 
@@ -239,105 +260,98 @@ def _partial_dtype(shard: Shard, options: dict[str, Any]) -> Any:
 
 
 def _multiply(
-    run: LocalOp,
-    block_shape: BlockShape,
-    lhs: Quantized,
-    residual: Quantized | None,
-    rhs: Quantized,
-    *,
-    dtype: Any,
+    run: LocalOp, lhs: Quantized | Unquantized, rhs: Quantized, *, dtype: Any
 ) -> jax.Array:
     """Multiplies matrices with merged rows, or sums the products of parts."""
-    if _has_row_scales(rhs, block_shape):
-        block_shape = (1, lhs.codes.shape[-1], 1)
-    if _has_few_rows(lhs.codes.shape[1], block_shape):
-        run = dataclasses.replace(run, op=_FEW_ROWS_MATMUL)
-    if not _has_parts(rhs, block_shape):
-        return run(lhs, residual, rhs, block_shape=block_shape, dtype=dtype)
-    depth = lhs.codes.shape[-1]
-    longest = reference.MAX_INT32_K
+    if isinstance(lhs, Unquantized) or not _has_parts(rhs):
+        return run(lhs, rhs, dtype=dtype)
+    depth, longest = lhs.shape[-1], reference.MAX_INT32_K
     is_long = jax.core.min_dim(depth, longest + 1) == longest + 1
-    if run.implementation == "reference" and depth and not is_long:
+    if run.kernel == "reference" and depth and not is_long:
         # XLA would put the quantization of all parts into each of P products.  Of parts
         # of one row it would make one loop, which LLVM takes minutes to compile.
         side = jax.core.min_dim(depth, longest)  # a symbolic depth may turn out long
-        left, right = _parts_as_blocks(lhs, side), _parts_as_blocks(rhs, side)
-        return run(left, residual, right, block_shape=(1, side, 1), dtype=dtype)
+        lhs, rhs = _parts_as_blocks(lhs, side), _parts_as_blocks(rhs, side)
+        return run(lhs, rhs, dtype=dtype)
     # One after the other: all at once, the P products would need memory in float32.
     total = jnp.float32(0.0)
-    for i in range(lhs.codes.shape[1]):
+    for i in range(lhs.shape[1]):
         left, right = jax.tree.map(lambda x, i=i: x[:, i], (lhs, rhs))
-        total += run(left, residual, right, block_shape=block_shape, dtype=jnp.float32)
+        total += run(left, right, dtype=jnp.float32)
     return total.astype(dtype)
 
 
 def _parts_as_blocks(x: Quantized, side: int) -> Quantized:
     """Parts ``[B, P, N, R]`` as rows ``[B, N, K]`` with blocks of ``side``."""
-    batch, parts, rows, depth = x.codes.shape
+    batch, parts, rows, depth = x.shape
     blocks = -(-depth // side)  # of each part
     codes = jnp.pad(x.codes, [(0, 0)] * 3 + [(0, blocks * side - depth)])
     codes = codes.swapaxes(1, 2).reshape(batch, rows, parts * blocks * side)
     scales = jnp.broadcast_to(x.scales.swapaxes(1, 2), (batch, rows, parts, blocks))
-    return Quantized(codes, scales.reshape(batch, rows, parts * blocks))
+    term = Term(codes, scales.reshape(batch, rows, parts * blocks))
+    return Quantized(term, None, (1, side))
 
 
-def _quantize_matmul_rule(
-    x: jax.Array, _theta: jax.Array, rhs: Quantized, **options: Any
-) -> ShardingRule:
-    """That of the product; blocks of x are not split between devices."""
-    lhs = Quantized(x, rhs.scales)  # only the shape of codes counts
-    rule = _matmul_rule(lhs, None, rhs, **options)
-    left, _, right = rule.operands
-    return rule._replace(operands=(left.codes, "b", right))
+def _groups_on_shard(
+    run: LocalOp,
+    shard: Shard,
+    lhs: Quantized,
+    rhs: Quantized,
+    groups: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """Multiplies the tiles of this device's groups; other tiles give zeros."""
+    size = rhs.shape[-3]
+    groups = _local_groups(groups, size, shard)
+
+    def multiply(lhs: Quantized, groups: jax.Array, rhs: Quantized) -> jax.Array:
+        return run(lhs, rhs, groups, dtype=dtype)
+
+    part = map_problems(multiply, (lhs, groups), rhs)
+    if shard.assignment.axes_of("e"):
+        is_local = (groups >= 0) & (groups < size)
+        part = jnp.where(is_local[..., None, None], part, jnp.zeros_like(part))
+    return collectives.sum_in_float(part, shard)
 
 
-def _quantize_matmul_on_shard(
+def _contract_on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> jax.Array:
-    """Quantizes and multiplies this device's shards, and sums the products."""
-    part = shard.run(
-        run,
-        operands,
-        block_shape=options["block_shape"],
-        criterion=options["criterion"],
-        dtype=_partial_dtype(shard, options),
-    )
-    return collectives.sum_in_float(part, shard).astype(options["dtype"])
+    """Sums the products of this device's tiles, for this device's groups."""
+    *_, groups = operands
+    size = options["size"] // shard.assignment.shard_count("e")
+    groups = _local_groups(groups, size, shard)
+
+    def contract(*operands: Any) -> jax.Array:
+        return run(*operands[:-1], **options | {"size": size})
+
+    part = map_problems(contract, (*operands[:2], groups))
+    if groups.ndim == 3:  # the copies of a part have the same groups
+        part = jnp.sum(part, axis=1)
+    return collectives.sum_in_float(part, shard)
 
 
-_KERNELS = {
-    name: Kernel(
-        name,
-        f"fbq_jax.kernels.{name}.gemm",
-        refusal,
-        blockless_module="fbq_jax.kernels.xla_gemm",
-        float8_refusal=float8,
+def _local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
+    """Group indices relative to the first of the ``size`` groups on this device."""
+    index = shard.assignment.shard_index("e").astype(jnp.int32)
+    return groups - jnp.int32(size) * index
+
+
+MATMUL = register(
+    Op(
+        reference.matmul,
+        _request,
+        _rule,
+        _on_shard,
+        stacks=lambda lhs, rhs, groups, seeds: groups is None,  # noqa: ARG005
     )
-    for name, refusal, float8 in (
-        ("mosaic", mosaic_gemm_refusal, float8_refusal),
-        ("triton", triton_gemm_refusal, float8_refusal),
-        ("tpu", tpu_refusal, no_float8),
+)
+CONTRACT = register(
+    Op(
+        reference.contract,
+        _contract_request,
+        _contract_rule,
+        _contract_on_shard,
+        stacks=lambda *_: False,
     )
-}
-MATMUL = Op(reference.matmul, _matmul_rule, _matmul_on_shard, kernels=_KERNELS)
-register(MATMUL)
-# On GPUs, another kernel for few rows: its time is that of reading rhs.
-_FEW_ROWS_MATMUL = dataclasses.replace(
-    MATMUL,
-    kernels=_KERNELS
-    | triton_kernels(
-        "fbq_jax.kernels.triton.few_rows_gemm",
-        triton_gemm_refusal,
-        blockless_module="fbq_jax.kernels.xla_gemm",
-        float8_refusal=float8_refusal,
-    ),
 )
-QUANTIZE_MATMUL = Op(
-    reference.quantize_matmul,
-    _quantize_matmul_rule,
-    _quantize_matmul_on_shard,
-    kernels=triton_kernels(
-        "fbq_jax.kernels.triton.few_rows_quantize_gemm", triton_gemm_refusal
-    ),
-)
-register(QUANTIZE_MATMUL)

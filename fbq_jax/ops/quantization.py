@@ -1,10 +1,8 @@
-"""The ops that quantize matrices.
+"""The op that quantizes a matrix, a norm, a gate or a gate's gradient.
 
-In addition to the shapes of ``kernels.reference``, each op takes matrices
-``[B, G, R, C]`` with ``G * R`` rows, whose colwise codes are ``[B, C, G, R]``.
-``quantize_vectors`` also takes ``[B, P, R, C]`` with seeds ``[B, P]``.  Then each of
-the P parts of a matrix has its own scales and noise, and colwise codes are
-``[B, P, C, R]``.
+In addition to the shapes of ``kernels.reference.quantize``, the values of a source may
+be ``[B, G, R, C]``, with ``G * R`` rows; colwise codes are then ``[B, C, G, R]``.  Rows
+in groups may belong to several ``problems``.
 """
 
 import functools
@@ -12,292 +10,385 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from fbq_jax.kernels import reference
-from fbq_jax.kernels.reference import (
-    AmaxReduce,
-    Block,
-    FallbackQuantized,
+from fbq_jax.kernels import packing, reference
+from fbq_jax.kernels.packing import Packed
+from fbq_jax.kernels.quantized import (
+    CodeDtype,
+    Criterion,
+    Layout,
     Layouts,
     Quantized,
+    Term,
 )
-from fbq_jax.kernels.rounding import Rounding, Seeds, fold_seeds
-from fbq_jax.ops.backends import (
-    float8_refusal,
-    nvidia_refusal,
-    tpu_refusal,
-    triton_kernels,
+from fbq_jax.kernels.reference import AmaxReduce
+from fbq_jax.kernels.rounding import Seeds, fold, fold_seeds
+from fbq_jax.kernels.sources import (
+    Gate,
+    GateGrad,
+    Matrix,
+    Norm,
+    SavedNorm,
+    Source,
 )
-from fbq_jax.ops.op import Kernel, LocalOp
-from fbq_jax.ops.transformations import define_op
-from fbq_jax.sharding.assignment import ShardAssignment
+from fbq_jax.ops.backends import Request
+from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.ops.problems import lead_of, map_problems
+from fbq_jax.ops.transformations import call
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    UNSHARDED_AXIS,
     AxisWords,
     ShardingRule,
     block_axis,
-    layout_words,
     row_axes,
+    word,
 )
 from fbq_jax.sharding.split_block_scales import quantize_split_blocks
 
 # The granularity of operands without blocks: the rows of a kernel's tile, and the
 # columns that a thread stores at once.
 VECTOR_GRANULARITY = (64, 16)
+# The most rows of a block that a kernel of such a source holds.
+_MOST_ROWS = {Norm: 256, Gate: 256, GateGrad: 128}
 
 
-def block_layouts(shape: tuple[int, ...], block: Block) -> Any:
-    """The words of the codes and scales of matrices, rowwise and colwise."""
-    return layout_words(row_axes(shape, block[0]), block_axis("j", shape[-1], block[1]))
-
-
-def seed_words(seeds: Seeds, stack: str = "b") -> Any:
-    """The words of the seeds of a stack."""
-    return jax.tree.map(lambda _: stack, seeds)
-
-
-def wanted_layouts(
-    words: Any, rowwise: str | None, colwise: str | None, sums: tuple[str, ...] = ()
+def quantize(
+    source: Source | jax.Array,
+    seeds: Seeds,
+    theta: jax.Array | None = None,
+    *,
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    criterion: Criterion | None = None,
+    bound: float = 127.0,
+    dtype: CodeDtype = "int8",
+    shards: int = 1,
+    implementation: str | None = None,
 ) -> Layouts:
-    """The words of the layouts that have a rounding, and of their sums if wanted."""
+    """Quantizes a source in one or both layouts; see ``reference.quantize``.
 
-    def layout(name: str, words: Any) -> Any:
-        return words._replace(sums=words.scales) if name in sums else words
+    Args:
+      source: what to quantize; an array stands for its ``Matrix``.
+      seeds: the seeds of stochastic rounding.
+      theta: the thresholds of fallback; None without a criterion.
+      rowwise: how the matrices are quantized, or None to omit this layout.
+      colwise: how their transposes are quantized, or None to omit this layout.
+      criterion: of fallback, in the rowwise layout; None for no fallback.
+      bound: the value that the largest magnitude is scaled to in INT8.
+      dtype: the dtype of the codes.
+      shards: P, the parts that the rows of matrices without groups are split into.
+        Each part has its own scales and noise, and codes are ``[B, P, R / P, C]``
+        rowwise and ``[B, P, C, R / P]`` colwise.
+      implementation: as in ``dispatch.choose``.
+    """
+    if isinstance(source, jax.Array):
+        source = Matrix(source)
+    if rowwise is None and colwise is None:
+        return Layouts(None, None)
+    how: dict[str, Any] = {"bound": bound, "dtype": dtype}
+    run = functools.partial(_call, source, seeds, theta, shards, how, implementation)
+    if rowwise and colwise and not _in_one_pass(rowwise, colwise, criterion):
+        main, transposed = run(rowwise, None, criterion), run(None, colwise, None)
+        return main._replace(colwise=transposed.colwise)
+    return run(rowwise, colwise, criterion)
 
-    return Layouts(
-        layout("rowwise", words[0]) if rowwise else None,
-        layout("colwise", words[1]) if colwise else None,
+
+def _in_one_pass(rowwise: Layout, colwise: Layout, criterion: Criterion | None) -> bool:
+    """Whether one kernel makes both layouts."""
+    if not (rowwise.is_split and colwise.is_split):
+        per_tensor = [layout.block == (None, None) for layout in (rowwise, colwise)]
+        is_split = rowwise.is_split or colwise.is_split
+        return not is_split and per_tensor[0] == per_tensor[1]
+    if rowwise.block == colwise.block:
+        return True
+    return rowwise.block[0] == 1 and criterion is None
+
+
+def _call(
+    source: Source,
+    seeds: Seeds,
+    theta: jax.Array | None,
+    shards: int,
+    how: dict[str, Any],
+    implementation: str | None,
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    criterion: Criterion | None,
+) -> Layouts:
+    if shards > 1:
+        assert isinstance(source, Matrix)
+        source, seeds = _split_shards(source.values, seeds, shards)
+    options = how | {"rowwise": rowwise, "colwise": colwise, "criterion": criterion}
+    theta = theta if criterion is not None else None
+    layouts: Layouts = call(QUANTIZE, (source, seeds, theta), options, implementation)
+    return layouts
+
+
+def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[Matrix, jax.Array]:
+    """Splits the rows of ``[B, R, C]`` into shards that are quantized separately.
+
+    Returns ``[B, P, R / P, C]`` and seeds ``[B, P]``.  The last shard is padded with
+    zeros, which change neither scales nor sums.
+    """
+    batch, rows, columns = x.shape
+    size = -(-rows // shards)
+    x = jnp.pad(x, ((0, 0), (0, size * shards - rows), (0, 0)))
+    index = jnp.arange(shards, dtype=jnp.uint32)
+    seeds = fold(fold_seeds(seeds)[:, None], index[None, :])
+    return Matrix(x.reshape(batch, shards, size, columns)), seeds
+
+
+def _request(
+    source: Source,
+    _seeds: Seeds,
+    _theta: jax.Array | None,
+    *,
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    dtype: CodeDtype,
+    **_options: Any,
+) -> Request:
+    layouts = [layout for layout in (rowwise, colwise) if layout is not None]
+    sides = [side for layout in layouts for side in layout.block]
+    packs = None
+    if not isinstance(source, Matrix):
+        width = source.values.shape[-1] // (2 if isinstance(source, Gate) else 1)
+        packs = width, _MOST_ROWS[type(source)]
+    return Request(
+        "quantize",
+        () if None in sides else tuple(side for side in sides if side is not None),
+        dtype,
+        grouped=source.row_counts is not None,
+        packs=packs,
     )
 
 
-def fallback_words(words: Any, criterion: str | None, colwise: str | None) -> Any:
-    """The words of the results of ``quantize_fallback``, given those of layouts."""
-    main, transposed = wanted_layouts(words, "nearest", colwise)
-    results: Any = FallbackQuantized
-    if criterion is None:
-        stack = words[0].scales.split()[0]
-        return results(main, None, f"{stack} . .", transposed)
-    return results(main, main, words[0].scales, transposed)
+# The sharding rule follows from the source and from the granularity of the layouts.
 
 
-def round_on_shard(
-    run: Callable[..., Any],
-    shard: Shard,
-    operands: tuple[Any, ...],
-    options: dict[str, Any],
-    *,
-    columns_of: Callable[[int], int] = lambda width: width,
-) -> Any:
-    """Runs an op that rounds, with the noise at the shard's offset.
-
-    Args:
-      run: the op on one device.
-      shard: this device's share of the op.
-      operands: the operands of the op; the first has the rows of the rounded matrix.
-      options: the options of the op.
-      columns_of: maps the first operand's columns to those of the rounded matrix.
-    """
-    x = operands[0]
-    groups = x.shape[1] if "g" in shard.rule.operands[0] else 1
-    offset = shard.global_offset(groups, x.shape[-2], columns_of(x.shape[-1]))
-    return shard.run(run, operands, **options, global_offset=offset)
-
-
-def _quantize_rule(
-    x: jax.Array,
+def _rule(
+    source: Source,
     seeds: Seeds,
+    theta: jax.Array | None,
     *,
-    block: Block,
-    rowwise: str | None,
-    colwise: str | None,
-    sums: tuple[str, ...] = (),
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    criterion: Criterion | None,
     **_options: Any,
 ) -> ShardingRule:
-    layouts = block_layouts(x.shape, block)
-    results = wanted_layouts(layouts, rowwise, colwise, sums)
-    splittable = "ij" if x.ndim == 3 else "j"
-    operands = layouts[0].codes, seed_words(seeds)
-    return ShardingRule(operands, results, splittable=splittable)
+    sides = _sides(rowwise, colwise)
+    stack = "b"
+    if isinstance(source, Matrix) and source.first_rows is not None:
+        stack = f"{lead_of(source.first_rows)}t"
+    elif _has_parts(seeds):
+        stack = "b p"
+    operand, saved, rows, columns = _source_words(source, stack, sides)
 
-
-def _quantize_on_shard(
-    quantize_split: Callable[..., Layouts],
-    run: LocalOp,
-    shard: Shard,
-    operands: tuple[Any, ...],
-    options: dict[str, Any],
-) -> Layouts:
-    """Quantizes a shard, by ``quantize_split`` if it may end inside a block."""
-    if not shard.assignment.intra_block_axes:
-        return round_on_shard(run, shard, operands, options)
-    split = functools.partial(quantize_split, shard.assignment)
-    return round_on_shard(split, shard, operands, options)
-
-
-def row_block_layouts(
-    rows: AxisWords, columns: AxisWords, *, colwise_in_blocks: bool
-) -> Any:
-    """The words of both layouts with one scale per row or per column of a block.
-
-    ``rows`` and ``columns`` are the words of codes and of scales per block.
-    """
-    # A side of a block that has one scale is sharded like codes.
-    main, _ = layout_words(AxisWords(rows.codes, rows.codes), columns)
-    of_columns = AxisWords(columns.codes, columns.codes)
-    _, transposed = layout_words(rows, columns if colwise_in_blocks else of_columns)
-    return main, transposed
-
-
-def _row_blocks_rule(
-    x: jax.Array,
-    seeds: Seeds,
-    *,
-    block: Block,
-    rowwise: str | None,
-    colwise: str | None,
-    colwise_in_blocks: bool = False,
-    sums: tuple[str, ...] = (),
-    **_options: Any,
-) -> ShardingRule:
-    rows = row_axes(x.shape, block[0] if colwise else 1)
-    has_blocks = rowwise or colwise_in_blocks
-    columns = block_axis("j", x.shape[-1], block[1] if has_blocks else 1)
-    words = row_block_layouts(rows, columns, colwise_in_blocks=colwise_in_blocks)
-    results = wanted_layouts(words, rowwise, colwise, sums)
-    splittable = "ij" if x.ndim == 3 else "j"
-    operands = words[0].codes, seed_words(seeds)
-    return ShardingRule(operands, results, splittable=splittable)
-
-
-def _quantize_split_row_blocks(
-    assignment: ShardAssignment,
-    x: jax.Array,
-    seeds: Seeds,
-    *,
-    block: Block,
-    rowwise: Rounding | None,
-    colwise: Rounding | None,
-    colwise_in_blocks: bool = False,
-    sums: tuple[str, ...] = (),
-    **options: Any,
-) -> Layouts:
-    """Quantizes a shard that may end inside a block, with blocks of single rows."""
-
-    def layouts(
-        words: str,
-        block: Block,
-        rowwise: Rounding | None,
-        colwise: Rounding | None,
-        sums: tuple[str, ...] = (),
-    ) -> Layouts:
-        axes = assignment.intra_block_axes
-        across = {word: axes[word] for word in words if word in axes}
-        return quantize_split_blocks(
-            assignment._replace(intra_block_axes=across),
-            x,
-            fold_seeds(seeds),
-            block=block,
-            rowwise=rowwise,
-            colwise=colwise,
-            sums=sums,
-            **options,
+    def words(layout: Layout, *axes: AxisWords) -> Quantized:
+        scales = [_scale_word(*x) for x in zip(axes, layout.block, strict=True)]
+        per_block = f"{stack} {' '.join(scales)}"
+        sums = per_block if layout.sums else None
+        names: Any = f"{stack} {axes[0].codes} {axes[1].codes}", per_block, sums
+        return Quantized(
+            Term(*names), None, layout.block if layout.is_split else (1, None)
         )
 
-    if colwise_in_blocks:
-        _, transposed = layouts("ij", block, None, colwise, sums)
-    else:
-        _, transposed = layouts("i", (block[0], 1), None, colwise)
-    main, _ = layouts("j", (1, block[1]), rowwise, None)
-    return Layouts(main, transposed)
+    main = transposed = metric = None
+    if rowwise is not None:
+        main = words(rowwise, rows, columns)
+        if criterion is not None:
+            main = Quantized(main.main, main.main._replace(sums=None), main.block)
+            metric = main.scales
+    if colwise is not None:
+        flipped = colwise._replace(block=colwise.block[::-1])
+        transposed = words(flipped, columns, rows)
+    splittable = ""
+    is_plain = isinstance(source, Matrix) and source.first_rows is None
+    if is_plain and sides != VECTOR_GRANULARITY and criterion is None:
+        splittable = "ij" if source.values.ndim == 3 else "j"
+    seed_words = jax.tree.map(lambda _: stack, seeds)
+    operands = operand, seed_words, None if theta is None else stack
+    results = Layouts(main, transposed, metric, saved)
+    return ShardingRule(operands, results, splittable=splittable)
 
 
-def _vectors_rule(
-    x: jax.Array,
-    seeds: jax.Array,
-    *,
-    rowwise: str | None,
-    colwise: str | None,
-    **_options: Any,
-) -> ShardingRule:
-    stack = "b" if seeds.ndim == 1 else "b p"
-    row = block_axis("i", x.shape[-2], VECTOR_GRANULARITY[0]).codes
-    if x.ndim == 4 and seeds.ndim == 1:
-        row = f"g {row}"
-    column = block_axis("j", x.shape[-1], VECTOR_GRANULARITY[1]).codes
-    words: Any = Quantized
-    row_words = words(f"{stack} {row} {column}", f"{stack} {row} .")
-    column_words = words(f"{stack} {column} {row}", f"{stack} {column} .")
-    results = wanted_layouts((row_words, column_words), rowwise, colwise)
-    return ShardingRule((row_words.codes, stack), results)
+def _sides(rowwise: Layout | None, colwise: Layout | None) -> tuple[int, int]:
+    """The rows and columns that stay on one device, of a shard of whole units."""
+    blocks = [layout.block for layout in (rowwise, colwise) if layout is not None]
+    sides: list[int] = []
+    for axis in zip(*blocks, strict=True):
+        sides.append(max((side for side in axis if side is not None), default=1))
+    has_vectors = any(None in block for block in blocks)
+    return VECTOR_GRANULARITY if has_vectors else (sides[0], sides[1])
 
 
-def _vectors_on_shard(
+def _scale_word(axis: AxisWords, side: int | None) -> str:
+    """The word of an axis of scales; one per single row is sharded like codes."""
+    if side is None:
+        return UNSHARDED
+    return axis.codes if side == 1 else axis.scales
+
+
+def _source_words(
+    source: Source, stack: str, sides: tuple[int, int]
+) -> tuple[Any, Any, AxisWords, AxisWords]:
+    """The words of a source, of what it saves, and of the rows and columns it makes."""
+    values: Any = source.values
+    width = values.shape[-1]
+    if isinstance(source, Matrix):
+        columns = block_axis("j", width, sides[1])
+        if source.first_rows is not None:
+            # Each device has all rows, of which it quantizes some tiles.
+            lead = stack.removesuffix("t")
+            words = _in_tree(source, f"{lead}{UNSHARDED} {columns.codes}", stack, stack)
+            return words, (), UNSHARDED_AXIS, columns
+        rows = _rows(values.shape, stack, sides[0])
+        words = _in_tree(source, f"{stack} {rows.codes} {columns.codes}")
+        return words, (), rows, columns
+    rows = _rows(values.shape, stack, sides[0])
+    if isinstance(source, Norm):
+        # Columns are not sharded, because each mean is over a whole row.
+        packed = _packed_words(rows.codes, _unsharded, packing.GROUP, source.bits)
+        rstd: Any = f"b {rows.codes} ."
+        words = _in_tree(source, f"b {rows.codes} .", "b .")
+        return words, SavedNorm(packed, rstd), rows, UNSHARDED_AXIS
+    counts = None
+    if source.row_counts is not None:  # not sharded where some rows are missing
+        rows, counts = UNSHARDED_AXIS, "b"
+    halves = 1 if isinstance(source, Gate) else 2  # of an output column in a half
+    unit = max(sides[1], packing.GROUP) if isinstance(source, Gate) else packing.GROUP
+    column: Callable[[int], str] = _unsharded
+    if source.interleaved:  # each shard of the columns has both gate and up
+        column = _packed_columns(width // (3 - halves), unit)
+    columns = AxisWords(column(halves * unit), column(halves * unit // sides[1]))
+    factors = _packed_words(f". {rows.codes}", column, unit, source.bits)
+    values = f"b {rows.codes} {column((3 - halves) * unit)}"
+    if isinstance(source, Gate):
+        return _in_tree(source, values, counts), factors, rows, columns
+    return _in_tree(source, values, factors, counts), (), rows, columns
+
+
+def _in_tree(source: Source, *words: Any) -> Any:
+    """The words of a source's arrays, in its tree."""
+    return jax.tree.unflatten(jax.tree.structure(source), jax.tree.leaves(words))
+
+
+def _rows(shape: tuple[int, ...], stack: str, side: int) -> AxisWords:
+    if stack == "b p":
+        return block_axis("i", shape[2], side)
+    return row_axes(shape, side)
+
+
+def _unsharded(_: int) -> str:
+    return UNSHARDED
+
+
+def _packed_columns(columns: int, granularity: int) -> Callable[[int], str]:
+    """Returns a function that makes the word of each axis along these columns.
+
+    Its argument is the number of elements that an axis has per ``granularity`` columns.
+    """
+    if columns % granularity or columns < 2 * granularity:
+        return _unsharded
+    return functools.partial(word, "j")
+
+
+def _packed_words(
+    row: str, column: Callable[[int], str], granularity: int, bits: int
+) -> Any:
+    words: Any = Packed
+    return words(
+        f"b {row} {column(granularity * bits // 8)}",
+        f"b {row} {column(granularity // packing.GROUP)}",
+    )
+
+
+def _has_parts(seeds: Seeds) -> bool:
+    """Whether the parts of matrices have scales and seeds of their own."""
+    return not isinstance(seeds, tuple) and seeds.ndim == 2
+
+
+def _on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> Layouts:
-    if shard.assignment.axes_of("gij"):
-        across, along = ("gij", "gij") if options.get("per_tensor") else ("j", "gi")
-        reduce = AmaxReduce(shard.all_reduce_amax(across), shard.all_reduce_amax(along))
-        options = options | {"amax_reduce": reduce}
-    has_parts = operands[1].ndim == 2
-    function = functools.partial(_quantize_parts, run) if has_parts else run
-    return round_on_shard(function, shard, operands, options)
+    source, seeds, theta = operands
+    if isinstance(source, Matrix) and source.first_rows is not None:
+        return _tiles_on_shard(run, shard, source, seeds, theta, options)
+    groups = source.values.shape[1] if "g" in shard.rule.operands[0].values else 1
+    columns = source.values.shape[-1] * _COLUMNS.get(type(source), 2) // 2
+    offset = shard.global_offset(groups, source.values.shape[-2], columns)
+    function: Callable[..., Any] = run
+    layouts = options["rowwise"], options["colwise"]
+    if shard.assignment.intra_block_axes:  # a shard may end inside a block
+        function = functools.partial(quantize_split_blocks, shard.assignment)
+    elif shard.assignment.axes_of("gij") and _sides(*layouts) == VECTOR_GRANULARITY:
+        shared = [shard.all_reduce_amax(_shared_axes(layout)) for layout in layouts]
+        options = options | {"amax_reduce": AmaxReduce(*shared)}
+    if _has_parts(seeds):
+        function = functools.partial(_quantize_parts, function)
+    layouts_: Layouts = shard.run(function, operands, **options, global_offset=offset)
+    return layouts_
+
+
+# Twice the columns of the output for each column of the values.
+_COLUMNS = {Gate: 1, GateGrad: 4}
+
+
+def _shared_axes(layout: Layout | None) -> str:
+    """The factors along which devices share scales."""
+    if layout is None:
+        return ""
+    rows, columns = layout.block
+    return ("gi" if rows is None else "") + ("j" if columns is None else "")
 
 
 def _quantize_parts(
-    quantize: Callable[..., Layouts], x: jax.Array, seeds: jax.Array, **options: Any
+    quantize: Callable[..., Layouts],
+    source: Matrix,
+    seeds: jax.Array,
+    theta: None,
+    **options: Any,
 ) -> Layouts:
     """Quantizes parts ``[B, P, R, C]`` as matrices ``[B * P, R, C]``."""
-    stack = x.shape[:2]
-    merged = x.reshape(seeds.size, *x.shape[2:])
-    layouts = quantize(merged, seeds.reshape(-1), **options)
-    return jax.tree.map(lambda y: y.reshape(*stack, *y.shape[1:]), layouts)
+    x = source.values
+    merged = Matrix(x.reshape(seeds.size, *x.shape[2:]))
+    layouts = quantize(merged, seeds.reshape(-1), theta, **options)
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), layouts)
 
 
-def _fallback_rule(
-    x: jax.Array,
-    _theta: jax.Array,
+def _tiles_on_shard(
+    run: LocalOp,
+    shard: Shard,
+    source: Matrix,
     seeds: Seeds,
-    *,
-    block: Block,
-    criterion: str | None,
-    colwise: str | None,
-) -> ShardingRule:
-    layouts = block_layouts(x.shape, block)
-    results = fallback_words(layouts, criterion, colwise)
-    return ShardingRule((layouts[0].codes, "b", seed_words(seeds)), results)
+    theta: jax.Array | None,
+    options: dict[str, Any],
+) -> Layouts:
+    """Quantizes this device's tiles and columns, with the noise at their offset."""
+    assert source.m is not None
+    offset = shard.global_offset(1, source.m, source.values.shape[-1])
+
+    def quantize(
+        values: jax.Array,
+        seeds: Seeds,
+        theta: jax.Array | None,
+        first_rows: jax.Array,
+        row_counts: jax.Array,
+        _: Any,
+    ) -> Any:
+        matrix = Matrix(values, first_rows, row_counts, source.m)
+        return run(matrix, seeds, theta, **options, global_offset=offset)
+
+    tiles = source.values, seeds, theta, source.first_rows, source.row_counts
+    layouts: Layouts = map_problems(quantize, tiles)
+    return layouts
 
 
-_BLOCK_KERNELS = triton_kernels("fbq_jax.kernels.triton.quantize") | {
-    "tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize", tpu_refusal)
-}
-_ROW_BLOCK_KERNELS = triton_kernels(
-    "fbq_jax.kernels.triton.quantize_row_blocks", float8_refusal=float8_refusal
-)
-_VECTOR_KERNELS = triton_kernels(
-    "fbq_jax.kernels.triton.quantize_vectors", refusal=nvidia_refusal
-) | {"tpu": Kernel("tpu", "fbq_jax.kernels.tpu.quantize_vectors", tpu_refusal)}
-quantize = define_op(
-    reference.quantize,
-    _quantize_rule,
-    functools.partial(_quantize_on_shard, quantize_split_blocks),
-    kernels=_BLOCK_KERNELS
-    | triton_kernels("fbq_jax.kernels.triton.quantize", float8_refusal=float8_refusal),
-)
-quantize_row_blocks = define_op(
-    reference.quantize_row_blocks,
-    _row_blocks_rule,
-    functools.partial(_quantize_on_shard, _quantize_split_row_blocks),
-    kernels=_ROW_BLOCK_KERNELS,
-)
-quantize_vectors = define_op(
-    reference.quantize_vectors,
-    _vectors_rule,
-    _vectors_on_shard,
-    kernels=_VECTOR_KERNELS,
-)
-quantize_fallback = define_op(
-    reference.quantize_fallback,
-    _fallback_rule,
-    round_on_shard,
-    kernels=_BLOCK_KERNELS,
-)
+def _stacks(source: Source, *_: Any) -> bool:
+    return not isinstance(source, Matrix) or source.first_rows is None
+
+
+QUANTIZE = register(Op(reference.quantize, _request, _rule, _on_shard, stacks=_stacks))

@@ -8,9 +8,9 @@ from jax import lax
 
 from fbq_jax.kernels import threshold_reference
 from fbq_jax.kernels.threshold_reference import MovedThreshold
-from fbq_jax.ops.backends import nvidia_refusal, tpu_refusal, triton_kernels
-from fbq_jax.ops.op import Kernel, LocalOp
-from fbq_jax.ops.transformations import define_op
+from fbq_jax.ops.backends import Request
+from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.ops.transformations import call
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
 
@@ -43,12 +43,20 @@ def _on_shard(
     return moved._replace(residual_scales=selected)
 
 
-move_threshold = define_op(
-    threshold_reference.move_threshold,
-    _rule,
-    _on_shard,
-    seeded=False,
-    kernels=triton_kernels("fbq_jax.kernels.triton.threshold", refusal=nvidia_refusal)
-    # So few numbers need no kernel on a TPU.
-    | {"tpu": Kernel("xla", "fbq_jax.kernels.threshold_reference", tpu_refusal)},
+def move_threshold(
+    *operands: jax.Array | None, implementation: str | None = None, **options: Any
+) -> MovedThreshold:
+    """Sets and moves thresholds; see ``threshold_reference.move_threshold``."""
+    moved: MovedThreshold = call(MOVE_THRESHOLD, operands, options, implementation)
+    return moved
+
+
+MOVE_THRESHOLD = register(
+    Op(
+        threshold_reference.move_threshold,
+        lambda *_, **__: Request("move_threshold", ()),
+        _rule,
+        _on_shard,
+        seeded=False,
+    )
 )

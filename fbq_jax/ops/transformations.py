@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,47 +10,17 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax.kernels import rounding
-from fbq_jax.kernels.reference import CodeDtype
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.ops.backends import BACKENDS
+from fbq_jax.ops.op import LocalOp, Op
 from fbq_jax.sharding.layer_names import record_layer, warn_first
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.partitioning import call_partitioned
-
-Results = TypeVar("Results")
-
-
-def define_op(
-    reference: Callable[..., Results], *fields: Any, **named_fields: Any
-) -> Callable[..., Results]:
-    """Registers an op and returns the function that calls it.
-
-    The function takes what the reference takes, plus ``implementation``.  It does not
-    take what ``on_shard`` adds, such as ``global_offset``.
-
-    Args:
-      reference: the definition of the op.
-      *fields: the next fields of ``Op``.
-      **named_fields: further fields of ``Op``.
-    """
-    op = Op(reference, *fields, **named_fields)
-    register(op)
-
-    @functools.wraps(reference)
-    def function(
-        *operands: Any, implementation: str | None = None, **options: Any
-    ) -> Results:
-        block_shape = options.get("block") or options.get("block_shape", ())
-        results: Results = call(op, operands, block_shape, options, implementation)
-        return results
-
-    return function
 
 
 def call(
     op: Op,
     operands: tuple[Any, ...],
-    block_shape: Sequence[int],
     options: Mapping[str, Any],
     implementation: str | None,
 ) -> Any:
@@ -59,26 +29,17 @@ def call(
     Args:
       op: the record of the op.
       operands: arrays, or trees of arrays.
-      block_shape: the shape of a block, as in ``dispatch.choose``.
       options: the op's keyword arguments, which must be hashable.
       implementation: as in ``dispatch.choose``.
     """
-    # An op makes codes, or has them as operands.
-    dtypes = options.get("dtype"), *(x.dtype for x in jax.tree.leaves(operands))
-    codes: CodeDtype = "float8_e4m3fn" if "float8_e4m3fn" in dtypes else "int8"
-    choice = dispatch.choose(
-        op.name, block_shape, codes=codes, implementation=implementation
-    )
-    dispatch.warn_of_reference(choice, block_shape, codes, implementation)
-    dispatch.warn_of_small_blocks(choice, block_shape)
-    if op.packed_width is not None:
-        width = op.packed_width(operands)
-        dispatch.warn_of_two_passes(choice, block_shape, width, implementation)
-        dispatch.warn_of_packing()
+    request = op.request(*operands, **options)
+    choice = dispatch.choose_for(request, implementation)
+    dispatch.warn_of_choice(choice, request, implementation)
     record_layer(op.name, operands)
     has_no_device = jax.default_backend() == "cpu"
     warns = has_no_device and dispatch.is_reference_by_default(choice, implementation)
-    run = LocalOp(op, choice.implementation, tuple(block_shape), warns_elsewhere=warns)
+    backend, has_blocks = BACKENDS[choice.implementation], bool(request.sides)
+    run = LocalOp(op, backend, choice.backend, has_blocks, warns_elsewhere=warns)
     return _transformed(run, tuple(sorted(options.items())))(*operands)
 
 
@@ -117,13 +78,22 @@ def _transformed(
         call_partitioned, op.name, rule_of, local, in_xla=in_xla if xla_run else None
     )
     mapped = custom_vmap(jax.jit(call_op))
-    if op.stacks:
-        mapped.def_vmap(functools.partial(_map_stacked, op, mapped))
-    else:
-        mapped.def_vmap(functools.partial(_map_in_sequence, op, mapped))
+    mapped.def_vmap(functools.partial(_map, op, mapped))
     transformed = jax.custom_jvp(mapped)
     transformed.defjvp(_no_derivative)
     return transformed
+
+
+def _map(
+    op: Op,
+    mapped: Callable[..., Any],
+    axis_size: int,
+    in_batched: Sequence[Any],
+    *args: Any,
+) -> tuple[Any, Any]:
+    """The rule of ``vmap``."""
+    map_op = _map_stacked if op.stacks(*args) else _map_in_sequence
+    return map_op(op, mapped, axis_size, in_batched, *args)
 
 
 def _map_stacked(

@@ -7,8 +7,8 @@ name at the root, ``".*/mlp/.*"`` every layer inside an ``mlp`` that is not at t
 The path of the root is empty.  The first rule that matches a layer applies.
 
 A product of two activations, as in attention, stays unquantized unless a rule names it.
-Its name is the path of its module, ``@activations_``, and its number among those of the
-module: ``"layers_3/attn@activations_0"`` is usually queries times keys, and
+Its name is the path of its module, ``@activations_``, and its number in the module,
+from 0: ``"layers_3/attn@activations_0"`` is usually queries times keys, and
 ``"...@activations_1"`` attention weights times values.  Only patterns that contain
 ``@`` apply to such products: ``".*@activations_.*"`` matches all.
 """

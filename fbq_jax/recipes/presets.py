@@ -127,3 +127,15 @@ aqt_int8_local = replace(aqt_int8, drhs=Gemm(rhs="stochastic", scales="row", sha
 NAMED: dict[str, Recipe] = {
     name: value for name, value in list(globals().items()) if isinstance(value, Recipe)
 }
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """The name of a named recipe; ``"Recipe(...)"`` for another one."""
+    names = (name for name, named in NAMED.items() if named == recipe)
+    return next(names, "Recipe(...)")
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """The name of a named recipe, and all settings of another one."""
+    name = recipe_name(recipe)
+    return name if name in NAMED else str(recipe)

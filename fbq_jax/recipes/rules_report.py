@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fbq_jax.recipes.path_rules import Pairs, activations_rules, first_match
-from fbq_jax.recipes.presets import NAMED
+from fbq_jax.recipes.presets import recipe_name
 from fbq_jax.recipes.schema import Recipe
 
 _SHOWN_LAYERS = 4  # in a warning
@@ -77,9 +77,10 @@ class RulesReport:
       float_parameters: all other parameters of two or more dimensions.
       activation_products: the products of two activations that rules can name.
 
+    >>> from fbq_jax import recipes
     >>> report = RulesReport(
     ...     {"up": ".*"}, ("head",), (),
-    ...     (QuantizedParameter("up/kernel", (16, 32), "up", ".*", NAMED["block"]),),
+    ...     (QuantizedParameter("up/kernel", (16, 32), "up", ".*", recipes.block),),
     ...     (FloatParameter("embed/embedding", (99, 16), "no product: gather"),),
     ... )
     >>> print(report)
@@ -168,7 +169,7 @@ def warn_of_idle_rules(rules: Pairs, report: RulesReport, *, stacklevel: int) ->
     Args:
       rules: the rules of a model.
       report: what they do.
-      stacklevel: the frame that the warning names: 1 is that of the caller.
+      stacklevel: the frame that the warning names: 1 is the caller's.
     """
     quantized = [*report.products, *(p for p in report.activation_products if p.recipe)]
     patterns = [pattern for pattern, recipe in rules if recipe is not None]
@@ -211,18 +212,6 @@ def _activations_row(product: ActivationProduct) -> tuple[str, ...]:
         return product.name, _shape(product.shape), _rule(product.rule), recipe
     reason = "no rule names it" if product.rule is None else f"rule {product.rule!r}"
     return product.name, _shape(product.shape), "", f"float: {reason}"
-
-
-def recipe_name(recipe: Recipe) -> str:
-    """The name of a named recipe; ``"Recipe(...)"`` for another one."""
-    names = (name for name, named in NAMED.items() if named == recipe)
-    return next(names, "Recipe(...)")
-
-
-def describe_recipe(recipe: Recipe) -> str:
-    """The name of a named recipe, and all settings of another one."""
-    name = recipe_name(recipe)
-    return name if name in NAMED else str(recipe)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

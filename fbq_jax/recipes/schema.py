@@ -9,13 +9,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeGuard, get_args
 
 import numpy as np
 
-from fbq_jax.kernels.reference import (
-    CODE_DTYPES,
-    CRITERIA,
-    Block,
-    CodeDtype,
-    Criterion,
-)
+from fbq_jax.kernels.quantized import CODE_DTYPES, CRITERIA, CodeDtype, Criterion
 from fbq_jax.kernels.rounding import ROUNDINGS, Rounding
 
 BLOCK_SIDES = (32, 64, 128, 256)
@@ -161,7 +155,7 @@ class Recipe:
       block: the sizes of a block along M, K and N, each 32, 64, 128 or 256; or one
         number for all three.  X has blocks (M, K), W (K, N) and dY (M, N).
       criterion: the metric that is compared with the threshold, ``"absmax"``, ``"l1"``
-        or ``"l1_rel"`` (``fbq_jax.kernels.reference.quantize_fallback`` defines them);
+        or ``"l1_rel"`` (``fbq_jax.kernels.reference.quantize`` defines them);
         None turns fallback off.
       target_rate: the range ``(low, high)`` of the fallback rate, inside [0, 1].  Zero
         blocks do not count in the rate.
@@ -329,17 +323,17 @@ class Recipe:
         return self.codes == "int8" and all(gemm.in_blocks for gemm in gemms)
 
     @property
-    def lhs_block(self) -> Block:
+    def lhs_block(self) -> tuple[int, int]:
         """Rows and columns of a block of X."""
         return self.block_shape[:2]
 
     @property
-    def rhs_block(self) -> Block:
+    def rhs_block(self) -> tuple[int, int]:
         """Rows and columns of a block of W."""
         return self.block_shape[1:]
 
     @property
-    def grad_block(self) -> Block:
+    def grad_block(self) -> tuple[int, int]:
         """Rows and columns of a block of dY."""
         return self.block_shape[::2]
 

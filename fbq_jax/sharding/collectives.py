@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fbq_jax.kernels.reference import Block, dequantize
+from fbq_jax.kernels.quantized import Quantized
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.sharding.assignment import MeshAxes, ShardAssignment
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import factor_names
 
-BLOCK: Block = (128, 128)
+BLOCK = (128, 128)
 # The dtype of a device's partial sum for each value of ``Gemm.reduce``.
 PARTIAL_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.float32}
 
@@ -44,7 +44,7 @@ def sum_in_int8(
     shard: Shard,
     *,
     seeds: jax.Array,
-    quantize: Callable[..., Any],
+    quantize: Callable[[jax.Array, jax.Array], Quantized],
     dtype: Any,
 ) -> jax.Array:
     """Sums partial products, which devices exchange as INT8 codes.
@@ -55,7 +55,7 @@ def sum_in_int8(
       part: this device's partial sum, float32 ``[B, M, N]``.
       shard: this device's share of the product.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding.
-      quantize: a function with the signature of ``reference.quantize``.
+      quantize: quantizes matrices, given their seeds, stochastically.
       dtype: the dtype of the result, in which shares are gathered.
     """
     assignment = shard.assignment
@@ -87,7 +87,7 @@ def _reduce_scatter(
 
 def _scatter_codes(
     seed: jax.Array,
-    quantize: Callable[..., Any],
+    quantize: Callable[[jax.Array, jax.Array], Quantized],
     assignment: ShardAssignment,
     part: jax.Array,
     names: MeshAxes,
@@ -102,13 +102,11 @@ def _scatter_codes(
     # Each mesh axis is summed over once, so its index identifies this sum.
     stage = tuple(assignment.mesh_shape).index(names[0])
     seeds = fold(fold(seed, stage), jnp.arange(len(matrices)))
-    codes = quantize(
-        matrices, seeds, block=BLOCK, rowwise="stochastic", colwise=None
-    ).rowwise
+    codes = quantize(matrices, seeds)
 
     def exchange(x: jax.Array) -> jax.Array:
         x = x.reshape(number, -1, *x.shape[1:])
         return lax.all_to_all(x, names, split_axis=0, concat_axis=0, tiled=True)
 
-    values = dequantize(jax.tree.map(exchange, codes), BLOCK)  # [number, b, ., .]
-    return jnp.sum(values, axis=0)
+    received = jax.tree.map(exchange, codes)  # [number, b, ., .]
+    return jnp.sum(received.dequantize(), axis=0)

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 
-from fbq_jax.kernels.reference import Quantized
-
 UNSHARDED = "."
 
 
@@ -112,13 +110,3 @@ def row_axes(shape: tuple[int, ...], side: int) -> AxisWords:
         return rows
     assert shape[2] % side == 0, "a block spans two sequences"
     return AxisWords(f"g {rows.codes}", f"g {rows.scales}")
-
-
-def layout_words(rows: AxisWords, columns: AxisWords, stack: str = "b") -> Any:
-    """The words of the codes and scales of matrices, rowwise and colwise."""
-    pairs = list(zip(rows, columns, strict=True))
-    quantized: Any = Quantized
-    return (
-        quantized(*(f"{stack} {row} {column}" for row, column in pairs)),
-        quantized(*(f"{stack} {column} {row}" for row, column in pairs)),
-    )

@@ -4,7 +4,9 @@ A device divides its shard into the largest tiles that divide both the shard and
 block.  It gathers the maxima of the other devices' tiles, one float32 per tile.
 """
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels import reference
-from fbq_jax.kernels.reference import Block, CodeDtype, Layouts, Quantized
+from fbq_jax.kernels.quantized import CodeDtype, Layout, Layouts, Quantized, Term
+from fbq_jax.kernels.rounding import Seeds, fold_seeds
 from fbq_jax.kernels.scales import find_amax
-from fbq_jax.sharding.assignment import ShardAssignment
+from fbq_jax.kernels.sources import Matrix
+from fbq_jax.sharding.assignment import MeshAxes, ShardAssignment
 
 
 def quantize_split_blocks(
     assignment: ShardAssignment,
-    x: jax.Array,
-    seeds: jax.Array,
+    source: Matrix,
+    seeds: Seeds,
+    theta: None,
     *,
-    block: Block,
-    sums: tuple[str, ...] = (),
+    rowwise: Layout | None,
+    colwise: Layout | None,
     dtype: CodeDtype = "int8",
     **options: Any,
 ) -> Layouts:
@@ -34,57 +39,66 @@ def quantize_split_blocks(
     Args:
       assignment: the assigned mesh axes; ``intra_block_axes`` split blocks along rows
         ``i`` and columns ``j``.
-      x: this device's shard ``[B, R, C]``, bfloat16, float16 or float32.
-      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
-      block: rows and columns of a complete block.
-      sums: the layouts that get ``Quantized.sums``.
+      source: this device's shard ``[B, R, C]``.
+      seeds: the seeds of stochastic rounding, of B matrices.
+      theta: None: nothing falls back.
+      rowwise: as in ``reference.quantize``, in blocks.
+      colwise: as in ``reference.quantize``, in blocks.
       dtype: the dtype of the codes.
-      **options: the roundings and the offset of ``reference.quantize``.
+      **options: further options of ``reference.quantize``.
 
     Returns:
       The codes of the shard, and the scales of all blocks that the devices along
       ``intra_block_axes`` hold together.  The sums are upper bounds.
     """
-    tile = (
-        _tile_side(assignment, "i", x.shape[1], block[0]),
-        _tile_side(assignment, "j", x.shape[2], block[1]),
-    )
-    tiles = block[0] // tile[0], block[1] // tile[1]  # in a block
-    maxima = reference.block_metric(x, block=tile, criterion="absmax")
-    amax = _amax_of_blocks(assignment, tiles, maxima)
-    amax_of_tiles = _amax_of_tiles(assignment, tiles, amax, maxima.shape)
-    rowwise, colwise = reference.quantize(
-        x,
-        seeds,
-        block=tile,
-        amax_reduce=lambda _: amax_of_tiles,
-        dtype=dtype,
-        **options,
-    )
-    scales, _ = reference.scale_of_codes(amax, dtype)
+    del theta
+    x = source.values
 
-    def layout(
-        codes: jax.Array, scales: jax.Array, name: str, length: int
-    ) -> Quantized:
-        bound = jnp.full_like(scales, 127.0 * length) if name in sums else None
-        return Quantized(codes, scales, bound)
+    def quantize(layout: Layout, name: str) -> Quantized:
+        r, c = layout.block
+        assert r is not None
+        assert c is not None
+        # The rows and columns that split a block; a single row or column is not split.
+        axes = [
+            assignment.intra_block_axes.get(factor, ()) if side > 1 else ()
+            for factor, side in zip("ij", (r, c), strict=True)
+        ]
+        sizes = zip(axes, x.shape[1:], (r, c), strict=True)
+        tile = [math.gcd(size, side) if names else side for names, size, side in sizes]
+        counts = r // tile[0], c // tile[1]  # tiles in a block
+        maxima = reference.block_metric(x, block=(tile[0], tile[1]), criterion="absmax")
+        amax = _amax_of_blocks(axes, counts, maxima)
+        of_tiles = _amax_of_tiles(axes, counts, amax, maxima.shape)
+        run: Callable[..., Layouts] = functools.partial(
+            reference.quantize,
+            source,
+            fold_seeds(seeds),
+            dtype=dtype,
+            amax_reduce=reference.AmaxReduce(*[lambda _: of_tiles] * 2),
+            **options,
+        )
+        of_layouts: dict[str, Layout | None] = {"rowwise": None, "colwise": None}
+        of_layouts[name] = Layout(layout.rounding, (tile[0], tile[1]))
+        codes = getattr(run(**of_layouts), name).codes
+        scales, _ = reference.scale_of_codes(amax, dtype)
+        length, block = c, layout.block
+        if name == "colwise":
+            scales, length, block = scales.mT, r, block[::-1]
+        bound = jnp.full_like(scales, 127.0 * length) if layout.sums else None
+        return Quantized(Term(codes, scales, bound), None, block)
 
     return Layouts(
-        rowwise and layout(rowwise.codes, scales, "rowwise", block[1]),
-        colwise and layout(colwise.codes, scales.mT, "colwise", block[0]),
+        rowwise and quantize(rowwise, "rowwise"),
+        colwise and quantize(colwise, "colwise"),
     )
-
-
-def _tile_side(assignment: ShardAssignment, factor: str, size: int, side: int) -> int:
-    return math.gcd(size, side) if factor in assignment.intra_block_axes else side
 
 
 def _amax_of_blocks(
-    assignment: ShardAssignment, tiles: tuple[int, int], x: jax.Array
+    axes: Sequence[MeshAxes], counts: tuple[int, int], x: jax.Array
 ) -> jax.Array:
-    """The maxima of complete blocks, given those of this device's tiles."""
-    for axis, factor, count in zip((1, 2), "ij", tiles, strict=True):
-        if names := assignment.intra_block_axes.get(factor):
+    """Reduces the maxima of the devices' tiles to the maxima of complete blocks."""
+    for axis, (names, count) in enumerate(zip(axes, counts, strict=True), start=1):
+        if names:
             x = lax.all_gather(x, names, axis=axis, tiled=True)
             blocks = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
             x = find_amax(x.reshape(blocks), axis + 1)
@@ -92,14 +106,14 @@ def _amax_of_blocks(
 
 
 def _amax_of_tiles(
-    assignment: ShardAssignment,
-    tiles: tuple[int, int],
+    axes: Sequence[MeshAxes],
+    counts: tuple[int, int],
     x: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
     """The maximum of the block around each tile of this device; has shape ``shape``."""
-    for axis, factor, count in zip((1, 2), "ij", tiles, strict=True):
-        if names := assignment.intra_block_axes.get(factor):
+    for axis, (names, count) in enumerate(zip(axes, counts, strict=True), start=1):
+        if names:
             tile = lax.axis_index(names) * shape[axis] + jnp.arange(shape[axis])
             x = jnp.take(x, tile // count, axis, mode="clip")
     return x

@@ -38,7 +38,7 @@ def consume(
     """Computes half the rows of the tiles of all regions.
 
     Args:
-      schedulers: those of the thread block, one for each region.
+      schedulers: the thread block's, one for each region.
       buffers: shared memory and barriers of the thread block.
       out: the output, a reference to ``[B, M, N]``.
       warpgroup: int32, index of this warpgroup.
@@ -97,8 +97,8 @@ class Consumer:
         if scheduler.problem.row_scales == "none":
             return scheduler.scales(tile, step)
         rows = pl.ds(self._first_row(tile), CONSUMER_ROWS)
-        k = min(step, scheduler.problem.K // BLOCK - 1)
-        lhs_scales = scheduler.operands.lhs_scales.at[tile.batch, k, rows]
+        matrix, _, k = scheduler.scales_at(tile, step)
+        lhs_scales = scheduler.operands.lhs_scales.at[matrix, k, rows]
         return scheduler.row_scales(tile, step, load_vector(lhs_scales, 0))
 
     def _first_row(self, tile: Tile) -> jax.Array:

@@ -23,7 +23,7 @@ SUM_CHUNK = 128  # sums that a warpgroup loads at once
 _SHARED_BYTES = 226 * 1024
 _MAX_STAGES = 6
 _SCALE_BYTES = 4
-# The work of a tile beside that of its columns, in columns.
+# The work of a tile that does not depend on its width, in columns.
 _TILE_OVERHEAD = 64
 # Each part costs some microseconds.
 _MOST_PARTS = 5
@@ -211,7 +211,7 @@ class Operands(NamedTuple):
         residual.
       order: int32 ``[B, M/128, S]`` of ``list_steps``, or None without residual.
       lhs_scales: float32 ``[B, M/128, S]``, the scale of lhs in each step; or
-        ``[B, S, M]``, that of each row.
+        ``[B, S, M]``, the scale of each row.
       counts: int32 ``[B, M/128]``, number of steps, or None without residual.
       regular_counts: int32 ``[B, M/128]``, number of steps before the outlier steps, or
         None without residual.

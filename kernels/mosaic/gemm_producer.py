@@ -80,20 +80,19 @@ class Producer:
         else:
             copy_lhs(refs.lhs)
 
-        def copy_scales(
-            scales: Any, step: jax.Array, first: jax.Array, rows: int, buffer: Any
-        ) -> None:
+        def copy_scales(scales: Any, first: jax.Array, rows: int, buffer: Any) -> None:
             plgpu.copy_gmem_to_smem(
-                scales.at[tile.batch, step, pl.ds(first, rows)],
+                scales.at[pl.ds(first, rows)],
                 buffer.at[stage, pl.ds(0, rows)],
                 self.buffers.full.at[stage],
             )
 
         if problem.row_scales != "none":
-            later = jnp.minimum(step + problem.prefetch, problem.K // BLOCK - 1)
-            buffer = self.buffers.row_scales
-            copy_scales(refs.lhs_scales, later, first_row, BLOCK, buffer)
+            matrix, _, later = self.scheduler.scales_at(tile, step + problem.prefetch)
+            scales = refs.lhs_scales.at[matrix, later]
+            copy_scales(scales, first_row, BLOCK, self.buffers.row_scales)
         if problem.row_scales == "both":
-            buffer = self.buffers.column_scales
-            copy_scales(refs.rhs_scales, step, first_column, width, buffer)
+            _, matrix, now = self.scheduler.scales_at(tile, step)
+            scales = refs.rhs_scales.at[matrix, now]
+            copy_scales(scales, first_column, width, self.buffers.column_scales)
         return next_stage(stage, problem.num_stages)

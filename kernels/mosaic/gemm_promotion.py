@@ -11,7 +11,7 @@ are two ways to promote.
   ``P_t = P_{t-1} + X_t``, and the sum of ``s_t * (P_t - P_{t-1})`` equals the sum of
   ``(s_t - s_{t+1}) * P_t``.
 - It needs no conversion.  The accumulator starts at the bits of the float ``MAGIC``.
-  While ``|P| <= 2**22``, its bits are those of the float ``MAGIC + P``.  After
+  While ``|P| <= 2**22``, it holds the bits of the float ``MAGIC + P``.  After
   ``reset_interval`` iterations, before ``P`` can leave this range, the accumulator is
   reset and the contribution of ``MAGIC`` is subtracted.
 
@@ -108,7 +108,7 @@ class _Promotion:
         """Multiplies one step, and adds what ``issue`` returns times the weights.
 
         While the product is in flight, ``load_scales`` loads the scales of later steps,
-        given those of lhs that have arrived with the codes.
+        given the scales of lhs that have arrived with the codes.
         """
         pending = issue(sums.stage)
         arrived = self.products.scales(sums.stage)
@@ -125,7 +125,7 @@ class _Promotion:
     def load_scales(
         self, tile: Tile, step: jax.Array, count: int, rows: jax.Array | None
     ) -> list[Scales]:
-        """Loads the scales of ``count`` steps, or those of the one of ``rows``.
+        """Loads the scales of ``count`` steps, or of one whose scales of lhs are given.
 
         The first one is ``Problem.prefetch`` steps after ``step``.
         """
@@ -235,7 +235,7 @@ class SeparateSums(_Promotion):
 
 
 def _spread(weight: jax.Array, columns: jax.Array | None = None) -> jax.Array:
-    """The weights of a part's elements, from those of its rows, or the only one."""
+    """Broadcasts weights of rows, and of columns if given, to a part of a tile."""
     if not weight.ndim:
         return weight
     shape = CONSUMER_ROWS, PART

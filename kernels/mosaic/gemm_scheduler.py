@@ -35,6 +35,11 @@ class Tile(NamedTuple):
     rhs: jax.Array | None = None
     first_block: jax.Array | None = None
 
+    @property
+    def rhs_matrix(self) -> jax.Array:
+        """Index of the matrix of rhs."""
+        return self.batch if self.rhs is None else self.rhs
+
 
 class Scales(NamedTuple):
     """The scales of one step in a tile: products of both operands' scales.
@@ -138,8 +143,8 @@ class Scheduler:
 
         Tiles are visited in groups of columns, down one group and up the next, so that
         tiles that run at the same time share rows of both operands in the L2 cache.
-        (The warp of the producer supports few primitives, among them not those of
-        ``plgpu.planar_snake`` in all versions of JAX.)
+        (``plgpu.planar_snake`` does not do: in some versions of JAX, it uses primitives
+        that the producer's warp does not support.)
         """
         tile_rows, tile_columns = self.tile_rows, self.region.tile_columns
         if self.operands.row_range is not None:
@@ -175,37 +180,47 @@ class Scheduler:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The matrices of lhs and of rhs with a K block's codes, and its first one."""
         if tile.first_block is None:
-            rhs = tile.batch if tile.rhs is None else tile.rhs
-            return tile.batch, rhs, k_block * BLOCK
+            return tile.batch, tile.rhs_matrix, k_block * BLOCK
         k_block += tile.first_block
         blocks = jnp.int32(self.operands.lhs.shape[2] // BLOCK)
         matrix = lax.div(k_block, blocks)
         return matrix, matrix, lax.rem(k_block, blocks) * BLOCK
 
+    def scales_at(self, tile: Tile, step: Any) -> tuple[jax.Array, jax.Array, Any]:
+        """The matrices of lhs and of rhs with a step's scales, and their K block.
+
+        There is no residual.  A step after the last one has the last K block.
+        """
+        lhs, rhs = tile.batch, tile.rhs_matrix
+        if tile.first_block is not None:
+            lhs = rhs = jnp.int32(0)
+            step += tile.first_block
+        last = self.problem.K // BLOCK - 1
+        k = min(step, last) if isinstance(step, int) else jnp.minimum(step, last)
+        return lhs, rhs, k
+
     def scales(self, tile: Tile, step: int | jax.Array) -> Scales:
         """The scales of a step; arbitrary after the last step."""
-        refs, batch = self.operands, tile.batch
-        rhs = tile.batch if tile.rhs is None else tile.rhs
+        refs = self.operands
         if self.problem.fallback:
-            k = lax.div(refs.order[tile.batch, tile.steps, step], jnp.int32(2))
+            batch, rhs = tile.batch, tile.rhs_matrix
+            k: Any = lax.div(refs.order[batch, tile.steps, step], jnp.int32(2))
         else:
-            if tile.first_block is not None:
-                batch = rhs = jnp.int32(0)
-                step += tile.first_block
-            k = step = jnp.minimum(step, self.problem.K // BLOCK - 1)
+            batch, rhs, k = self.scales_at(tile, step)
+            step = k
         return self._times_rhs(tile, refs.lhs_scales[batch, tile.steps, step], rhs, k)
 
     def row_scales(self, tile: Tile, step: int | jax.Array, lhs: jax.Array) -> Scales:
         """The scales of a step with these of rows of lhs; arbitrary after the last."""
         if self.problem.row_scales == "both":
             return Scales(lhs, lhs)
-        k = jnp.minimum(step, self.problem.K // BLOCK - 1)
-        return self._times_rhs(tile, lhs, tile.batch, k)
+        _, rhs, k = self.scales_at(tile, step)
+        return self._times_rhs(tile, lhs, rhs, k)
 
     def _times_rhs(
-        self, tile: Tile, lhs: jax.Array, matrix: jax.Array, k: jax.Array
+        self, tile: Tile, lhs: jax.Array, matrix: jax.Array, k: Any
     ) -> Scales:
-        """The scales of lhs times those of a matrix of rhs in K block k."""
+        """The scales of lhs times the scales of a matrix of rhs in K block k."""
         rhs_scales = self.operands.rhs_scales
         first = lax.div(self.first_column(tile), jnp.int32(BLOCK))
         first_scale = lhs * rhs_scales[matrix, first, k]

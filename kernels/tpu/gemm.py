@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.quantized import Quantized, product_sides
 from fbq_jax.kernels.tpu.steps import Steps, list_all, list_used
 from fbq_jax.kernels.tpu.tiles import VMEM_LIMIT, aligned, compiler_params
 
@@ -49,51 +49,42 @@ class Tiles(NamedTuple):
 
 def matmul(
     lhs: Quantized,
-    residual: Quantized | None,
     rhs: Quantized,
+    groups: jax.Array | None = None,
     *,
-    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
-    matrices: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiplies as ``reference.matmul`` does; block sizes are multiples of 128.
+    """Multiplies INT8 codes as ``reference.matmul`` does.
 
-    If K is not a multiple of a block, codes are copied and padded with zeros.
+    The sides of blocks are multiples of 128.  If K is not a multiple of a block, codes
+    are copied and padded with zeros.
 
     Args:
-      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.
-      residual: a second term of lhs with the same shapes, or None.
-      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, each a multiple of 128.
-      dtype: dtype of the output.
-      matrices: int32 ``[B]``, the matrix of rhs ``[G, N, K]`` that each one of lhs is
-        multiplied with; the product is 0 if it is not in ``[0, G)``.  By default each
-        has its own.
+      lhs: the left operand ``[B, M, K]``.
+      rhs: the right operand ``[B, N, K]``, or ``[G, N, K]`` with groups.
+      groups: int32 ``[B]``, as in ``reference.matmul``, in any order.
+      dtype: the dtype of the output.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
-    m, k, n = block_shape
-    batch, M, _ = lhs.codes.shape
-    size, N, _ = rhs.codes.shape
-    terms = [lhs] if residual is None else [lhs, residual]
-    codes = [_pad_axis(x.codes, 2, k) for x in (*terms, rhs)]
-    # The vector units have no other dtypes.
-    stored = dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-    out = jax.ShapeDtypeStruct((batch, M, N), stored)
-    tiles = choose_tiles(out, codes[0].shape[2] // k, k, len(terms))
-    row_scales = [_row_scales(term.scales, m, M, tiles) for term in terms]
-    list_steps = list_all if residual is None else list_used
+    m, k, n = product_sides(lhs, rhs)
+    (batch, M, _), (size, N, _) = lhs.shape, rhs.shape
+    codes = [_pad_axis(term.codes, 2, k) for term in (*lhs.terms, rhs.main)]
+    out = jax.ShapeDtypeStruct((batch, M, N), stored_dtype(dtype))
+    tiles = choose_tiles(out, codes[0].shape[2] // k, k, len(lhs.terms))
+    row_scales = [_row_scales(term.scales, m, M, tiles) for term in lhs.terms]
+    list_steps = list_all if lhs.residual is None else list_used
     # Columns first: matrices of lhs that share one of rhs read it once.
     grid = pl.cdiv(N, tiles.columns), batch, pl.cdiv(M, tiles.rows), tiles.chunks
     kernel = functools.partial(_compute_tile, k)
     program: Callable[..., jax.Array] = pl.pallas_call(
-        kernel if matrices is None else functools.partial(_without_index, kernel),
+        kernel if groups is None else functools.partial(_without_groups, kernel),
         out_shape=out,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=0 if matrices is None else 1,
+            num_scalar_prefetch=0 if groups is None else 1,
             grid=grid,
-            in_specs=_input_specs(tiles, k, len(terms)),
+            in_specs=_input_specs(tiles, k, len(lhs.terms)),
             out_specs=pl.BlockSpec(
                 (None, tiles.rows, tiles.columns), lambda j, b, i, *_: (b, i, j)
             ),
@@ -107,17 +98,30 @@ def matmul(
     column_scales = _column_scales(rhs.scales, n, N, tiles)
     steps = list_steps(*row_scales, multiple=GROUP)
     operands = steps, codes[:-1], codes[-1], column_scales
-    if matrices is None:
+    if groups is None:
         return program(*operands).astype(dtype)
-    is_any = ((matrices >= 0) & (matrices < size))[:, None, None, None]
-    steps = steps._replace(counts=jnp.where(is_any, steps.counts, 0))
-    matrices = jnp.clip(matrices, 0, size - 1)
-    return program(matrices, steps, *operands[1:]).astype(dtype)
+    is_valid = ((groups >= 0) & (groups < size))[:, None, None, None]
+    steps = steps._replace(counts=jnp.where(is_valid, steps.counts, 0))
+    groups = jnp.clip(groups, 0, size - 1)
+    return program(groups, steps, *operands[1:]).astype(dtype)
 
 
-def _without_index(kernel: Callable[..., None], _matrices: Any, *refs: Any) -> None:
-    """A kernel of which only the grid reads the list of matrices."""
+def _without_groups(kernel: Callable[..., None], _groups: Any, *refs: Any) -> None:
+    """A kernel of which only the grid reads the list of groups."""
     kernel(*refs)
+
+
+def stored_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """The dtype that a kernel stores for an output: vector units have no float16."""
+    return dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+
+
+def tile_sides(rows: int, columns: int) -> tuple[int, int]:
+    """The rows and columns of an output tile."""
+    return (
+        min(_MAX_ROWS, ROWS * pl.cdiv(rows, ROWS)),
+        min(_MAX_COLUMNS, SUM_COLUMNS * pl.cdiv(columns, SUM_COLUMNS)),
+    )
 
 
 def choose_tiles(out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int) -> Tiles:
@@ -130,8 +134,7 @@ def choose_tiles(out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int) -> 
       terms: 2 if lhs has a residual, else 1.
     """
     _, M, N = out.shape
-    rows = min(_MAX_ROWS, ROWS * pl.cdiv(M, ROWS))
-    columns = min(_MAX_COLUMNS, SUM_COLUMNS * pl.cdiv(N, SUM_COLUMNS))
+    rows, columns = tile_sides(M, N)
     of_output = rows * columns * (4 + 2 * out.dtype.itemsize)
     of_block = 2 * (k * (terms * rows + columns) + 4 * columns)
     chunks = pl.cdiv(blocks, max(1, (_VMEM_OF_TILES - of_output) // of_block))
@@ -169,10 +172,9 @@ def _pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 def _input_specs(tiles: Tiles, k: int, terms: int) -> tuple[Any, ...]:
     """What a program reads of its steps, lhs, rhs and the scales of rhs."""
 
-    def matrix(b: jax.Array, matrices: tuple[Any, ...]) -> jax.Array:
-        """The index of a matrix of rhs, given that of lhs."""
-        result: jax.Array = matrices[0][b] if matrices else b
-        return result
+    def matrix(b: jax.Array, groups: tuple[Any, ...]) -> Any:
+        """The index of the matrix of rhs that matrix b of lhs multiplies."""
+        return groups[0][b] if groups else b
 
     def of_list(length: int) -> Any:
         shape = None, None, tiles.rows // ROWS, length
@@ -187,11 +189,11 @@ def _input_specs(tiles: Tiles, k: int, terms: int) -> tuple[Any, ...]:
         Steps(of_list(length), of_list(length), of_list(1)),
         [lhs] * terms,
         pl.BlockSpec(
-            (None, tiles.columns, depth), lambda j, b, _, c, *m: (matrix(b, m), j, c)
+            (None, tiles.columns, depth), lambda j, b, _, c, *g: (matrix(b, g), j, c)
         ),
         pl.BlockSpec(
             (None, None, tiles.blocks, tiles.columns),
-            lambda j, b, _, c, *m: (matrix(b, m), c, 0, j),
+            lambda j, b, _, c, *g: (matrix(b, g), c, 0, j),
         ),
     )
 

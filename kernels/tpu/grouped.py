@@ -1,9 +1,6 @@
-"""Quantization and GEMMs of rows in groups, each group with its own matrix, on TPUs.
+"""The contraction of rows in groups on TPUs."""
 
-XLA copies rows to tiles, and a kernel quantizes them as a stack of matrices.
-"""
-
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,95 +8,45 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from fbq_jax.kernels import grouped_reference
-from fbq_jax.kernels.grouped_reference import GroupedRows
-from fbq_jax.kernels.reference import (
-    FallbackOptions,
-    FallbackQuantized,
-    Layouts,
-    Quantized,
-    QuantizeOptions,
-)
-from fbq_jax.kernels.rounding import Seeds
-from fbq_jax.kernels.tpu import gemm, quantize
-from fbq_jax.kernels.tpu.gemm import ROWS, SUM_COLUMNS
+from fbq_jax.kernels.quantized import Quantized, product_sides
+from fbq_jax.kernels.tpu.gemm import ROWS, SUM_COLUMNS, stored_dtype, tile_sides
 from fbq_jax.kernels.tpu.tiles import aligned, compiler_params
 
-_MAX_ROWS, _MAX_COLUMNS = 1024, 2048  # of an output tile of a contraction
 
-
-def ragged_quantize(
-    x: GroupedRows, seeds: Seeds, **options: Unpack[QuantizeOptions]
-) -> Layouts:
-    """Quantizes as ``grouped_reference.ragged_quantize`` does."""
-    return grouped_reference.ragged_quantize(x, seeds, ops=quantize, **options)
-
-
-def ragged_quantize_fallback(
-    x: GroupedRows,
-    theta: jax.Array,
-    seeds: Seeds,
-    **options: Unpack[FallbackOptions],
-) -> FallbackQuantized:
-    """Quantizes as ``grouped_reference.ragged_quantize_fallback`` does."""
-    return grouped_reference.ragged_quantize_fallback(
-        x, theta, seeds, ops=quantize, **options
-    )
-
-
-def ragged_matmul(
-    lhs: Quantized,
-    residual: Quantized | None,
-    rhs: Quantized,
-    groups: jax.Array,
-    *,
-    block_shape: tuple[int, int, int],
-    dtype: jax.typing.DTypeLike,
-) -> jax.Array:
-    """Multiplies as ``grouped_reference.ragged_matmul`` does, with its arguments."""
-    return gemm.matmul(
-        lhs, residual, rhs, block_shape=block_shape, dtype=dtype, matrices=groups
-    )
-
-
-def ragged_contraction(
+def contract(
     lhs: Quantized,
     rhs: Quantized,
     groups: jax.Array,
     *,
     size: int,
-    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Contracts as ``grouped_reference.ragged_contraction`` does.
+    """Contracts INT8 codes as ``reference.contract`` does.
 
-    A program adds the product of one tile's rows to a part of its group's sum.
+    A program adds the product of one tile's rows to a part of its group's sum.  The
+    sides of blocks are multiples of 128.
 
     Args:
-      lhs: codes int8 ``[T, K, m]``, scales float32 ``[T, ceil(K/k), 1]``.
-      rhs: codes int8 ``[T, N, m]``, scales float32 ``[T, ceil(N/n), 1]``.
+      lhs: tiles ``[T, K, m]``, of one term.
+      rhs: tiles ``[T, N, m]``, of one term.
       groups: int32 ``[T]``, each tile's group, in ascending order.
       size: G.
-      block_shape: ``(k, m, n)``, each a multiple of 128.
-      dtype: dtype of the output.
+      dtype: the dtype of the output.
 
     Returns:
       ``[G, K, N]`` in ``dtype``.
     """
-    k, m, n = block_shape
-    count, K, _ = lhs.codes.shape
-    N = rhs.codes.shape[1]
-    rows = min(_MAX_ROWS, ROWS * pl.cdiv(K, ROWS))
-    columns = min(_MAX_COLUMNS, SUM_COLUMNS * pl.cdiv(N, SUM_COLUMNS))
+    k, _, n = product_sides(lhs, rhs)
+    (count, K, m), N = lhs.shape, rhs.shape[1]
+    rows, columns = tile_sides(K, N)
     row_scales = jnp.repeat(lhs.scales, k // ROWS, axis=1)[:, : pl.cdiv(K, ROWS)]
     missing = -row_scales.shape[1] % (rows // ROWS)
     row_scales = jnp.pad(row_scales, [(0, 0), (0, missing), (0, 0)])
     column_scales = jnp.repeat(rhs.scales, n, axis=1)[:, :N].mT
     is_used = (groups >= 0) & (groups < size)
-    stored = dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     out = pl.pallas_call(
         _add_tile,
-        out_shape=jax.ShapeDtypeStruct((size, K, N), stored),
+        out_shape=jax.ShapeDtypeStruct((size, K, N), stored_dtype(dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(pl.cdiv(K, rows), pl.cdiv(N, columns), count),
@@ -119,7 +66,7 @@ def ragged_contraction(
             scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
         ),
         compiler_params=compiler_params("parallel", "parallel", "arbitrary"),
-        name="fbq_ragged_contraction",
+        name="fbq_contract",
     )(
         jnp.clip(groups, 0, size - 1),
         is_used.astype(jnp.int32),

@@ -3,7 +3,7 @@
 A program takes a *stripe*: the rows of a block, and as many blocks as fit into memory.
 It goes through the stripe for the blocks' maxima, then for codes in both layouts, and
 with fallback once more for the codes of the residual.  In between, it computes the
-scales of all blocks together: that of one block would be a chain of operations, each
+scales of all blocks together: block by block, they would be a chain of operations, each
 waiting for the one before.
 """
 
@@ -18,15 +18,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.reference import (
-    Block,
+from fbq_jax.kernels.quantized import (
+    CodeDtype,
     Criterion,
-    FallbackQuantized,
+    Layout,
     Layouts,
     Quantized,
+    Term,
 )
+from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, check_layouts
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+from fbq_jax.kernels.sources import Source
 from fbq_jax.kernels.tpu import tiles
+from fbq_jax.kernels.tpu.quantize_vectors import quantize_vectors
 from fbq_jax.kernels.tpu.tiles import LANES
 
 _MAX_BLOCKS = 128  # of a stripe
@@ -35,7 +39,83 @@ _MAX_BLOCKS = 128  # of a stripe
 _MAX_VALUES = 2**22
 
 
-class Plan(NamedTuple):
+def quantize(
+    source: Source,
+    seeds: rounding.Seeds,
+    theta: jax.Array | None = None,
+    *,
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    criterion: Criterion | None = None,
+    bound: float = 127.0,
+    dtype: CodeDtype = "int8",
+    global_offset: rounding.GlobalOffset | None = None,
+    amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
+) -> Layouts:
+    """See ``reference.quantize``; sides of blocks are multiples of 128.
+
+    XLA computes a norm, a gate or its gradient in one pass, with what it saves, and
+    gathers the rows of groups.  The kernel that quantizes reads the result.
+
+    Raises:
+      ValueError: the codes are in FP8 or have sums; or blocks have single rows, another
+        bound than 127, or maxima that other devices share.
+    """
+    check_layouts(rowwise, colwise, criterion, dtype)
+    layouts = [layout for layout in (rowwise, colwise) if layout is not None]
+    if dtype != "int8" or any(x.sums or (1 in x.block and x.is_split) for x in layouts):
+        raise ValueError(
+            "TPU kernels make INT8 codes without sums, with scales of blocks or of "
+            f"vectors; got {dtype=}, {rowwise=}, {colwise=}"
+        )
+    x, saved = source.compute()
+    if not all(layout.is_split for layout in layouts):
+        found = quantize_vectors(
+            x,
+            seeds,
+            global_offset,
+            rowwise=rowwise,
+            colwise=colwise,
+            bound=bound,
+            amax_reduce=amax_reduce,
+        )
+        return found._replace(saved=saved)
+    if bound != 127.0 or amax_reduce is not NO_AMAX_REDUCE:
+        raise ValueError(
+            "TPU kernels scale blocks to 127, and reduce no maxima over devices; got "
+            f"{bound=} and {amax_reduce=}"
+        )
+    if not layouts:
+        return Layouts(None, None, saved=saved)
+    r, c = layouts[0].block
+    assert r is not None
+    assert c is not None
+    plan = _Plan(
+        source.shape,
+        (r, c),
+        rowwise and rowwise.rounding,
+        colwise and colwise.rounding,
+        criterion,
+    )
+    factors = None
+    if plan.draws_noise:
+        factors = tiles.noise_factors(plan.shape, seeds, global_offset)
+    out = _run(plan, x, factors, theta)
+    scales = out["scales"][..., 0]
+    main = transposed = metric = None
+    if rowwise is not None:
+        residual = None
+        if criterion is not None:
+            residual = Term(out["residual"], out["residual_scales"][..., 0])
+            metric = out["metric"][..., 0]
+        main = Quantized(Term(out["codes"], scales), residual, rowwise.block)
+    if colwise is not None:
+        codes = Term(out["transposed"], scales.mT)
+        transposed = Quantized(codes, None, colwise.block[::-1])
+    return Layouts(main, transposed, metric, saved)
+
+
+class _Plan(NamedTuple):
     """What is static in a call.
 
     Attributes:
@@ -43,14 +123,14 @@ class Plan(NamedTuple):
       block: rows and columns of a block.
       rowwise: the rounding of the rowwise codes, or None.
       colwise: the rounding of the colwise codes, or None.
-      criterion: as in ``reference.quantize_fallback``.
+      criterion: the criterion of fallback, or None.
     """
 
     shape: tuple[int, int, int]
-    block: Block
+    block: tuple[int, int]
     rowwise: rounding.Rounding | None
     colwise: rounding.Rounding | None
-    criterion: Criterion | None = None
+    criterion: Criterion | None
 
     @property
     def draws_noise(self) -> bool:
@@ -70,85 +150,11 @@ class Plan(NamedTuple):
         return min(self.blocks[1], _MAX_BLOCKS, _MAX_VALUES // (r * c))
 
 
-def quantize(
-    x: jax.Array,
-    seeds: rounding.Seeds,
-    *,
-    block: Block,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    global_offset: rounding.GlobalOffset | None = None,
-    sums: tuple[str, ...] = (),
-) -> Layouts:
-    """Quantizes as ``reference.quantize`` does; block sides are multiples of 128.
-
-    Args:
-      x: ``[B, R, C]``.
-      seeds: the seeds of stochastic rounding, of B matrices.
-      block: rows and columns of a block.
-      rowwise: the rounding of the rowwise codes, or None to omit this layout.
-      colwise: the rounding of the colwise codes, or None to omit this layout.
-      global_offset: the offset of this shard in the global matrix.
-      sums: must be empty, as no GEMM on a TPU reads them.
-    """
-    assert not sums
-    batch, R, C = x.shape
-    plan = Plan((batch, R, C), block, rowwise, colwise)
-    found = _run(plan, x, _noise_factors(plan, seeds, global_offset))
-    return Layouts(_rowwise(plan, found), _colwise(plan, found))
-
-
-def quantize_fallback(
-    x: jax.Array,
-    theta: jax.Array,
-    seeds: rounding.Seeds,
-    *,
-    block: Block,
-    criterion: Criterion | None,
-    colwise: rounding.Rounding | None,
-    global_offset: rounding.GlobalOffset | None = None,
-) -> FallbackQuantized:
-    """Quantizes as ``reference.quantize_fallback`` does; sides are multiples of 128.
-
-    Args:
-      x: ``[B, R, C]``.
-      theta: float32 ``[B]``.
-      seeds: the seeds of stochastic colwise rounding, of B matrices.
-      block: rows and columns of a block.
-      criterion: ``"absmax"``, ``"l1"`` or ``"l1_rel"``; None for no fallback.
-      colwise: the rounding of the colwise codes, or None to omit this layout.
-      global_offset: the offset of this shard in the global matrix.
-    """
-    batch, R, C = x.shape
-    plan = Plan((batch, R, C), block, "nearest", colwise, criterion)
-    limits = jnp.where(theta >= 0.0, theta, 0.0)
-    found = _run(plan, x, _noise_factors(plan, seeds, global_offset), limits)
-    main = _rowwise(plan, found)
-    assert main is not None
-    if criterion is None:
-        no_metric = jnp.zeros((x.shape[0], 0, 0), jnp.float32)
-        return FallbackQuantized(main, None, no_metric, _colwise(plan, found))
-    residual = Quantized(found["residual"], found["residual_scales"][..., 0])
-    metric = found["metric"][..., 0]
-    return FallbackQuantized(main, residual, metric, _colwise(plan, found))
-
-
-def _noise_factors(
-    plan: Plan,
-    seeds: rounding.Seeds,
-    global_offset: rounding.GlobalOffset | None,
-) -> rounding.NoiseFactors | None:
-    """The factors of the noise of each matrix; None without noise."""
-    if not plan.draws_noise:
-        return None
-    return tiles.noise_factors(plan.shape, seeds, global_offset)
-
-
 def _run(
-    plan: Plan,
+    plan: _Plan,
     x: jax.Array,
     factors: rounding.NoiseFactors | None,
-    limits: jax.Array | None = None,
+    theta: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """Runs the kernel; values per block are ``[B, R/r, C/c, LANES]``, all lanes equal.
 
@@ -156,7 +162,8 @@ def _run(
       plan: what is static.
       x: ``[B, R, C]``.
       factors: the factors of the noise, or None without noise.
-      limits: float32 ``[B]``, what the metric of a block that falls back exceeds.
+      theta: float32 ``[B]``, what the metric of a block that falls back exceeds, or 0
+        if it is unset.
     """
     (batch, R, C), (r, c) = plan.shape, plan.block
     rows, columns = plan.blocks
@@ -182,7 +189,8 @@ def _run(
         of_row, of_column = tiles.vector_specs(r, width)
         specs["factors"] = rounding.NoiseFactors(of_row, of_column, of_row)
     if plan.criterion:
-        inputs["limits"] = limits
+        assert theta is not None
+        inputs["limits"] = jnp.where(theta >= 0.0, theta, 0.0)
         specs["limits"] = pl.BlockSpec(memory_space=pltpu.SMEM)
     vectors = pltpu.VMEM((plan.stripe, LANES), jnp.float32)
     result: dict[str, jax.Array] = pl.pallas_call(
@@ -198,23 +206,13 @@ def _run(
     return tiles.not_fused(result)
 
 
-def _block_spec(plan: Plan) -> pl.BlockSpec:
+def _block_spec(plan: _Plan) -> pl.BlockSpec:
     shape = None, None, plan.stripe, LANES
     return pl.BlockSpec(shape, lambda b, i, j: (b, i, j, 0))
 
 
-def _rowwise(plan: Plan, found: Mapping[str, jax.Array]) -> Quantized | None:
-    return Quantized(found["codes"], found["scales"][..., 0]) if plan.rowwise else None
-
-
-def _colwise(plan: Plan, found: Mapping[str, jax.Array]) -> Quantized | None:
-    if not plan.colwise:
-        return None
-    return Quantized(found["transposed"], found["scales"][..., 0].mT)
-
-
 def _quantize_stripe(
-    plan: Plan,
+    plan: _Plan,
     inputs: Mapping[str, Any],
     out: Mapping[str, Any],
     per_block: Any,
@@ -237,7 +235,7 @@ def _quantize_stripe(
       totals: the same for ``sum |x|``.
     """
     matrix, row, column = (pl.program_id(axis) for axis in range(3))
-    stripe = Stripe(plan, inputs["x"], row, column * plan.stripe)
+    stripe = _Stripe(plan, inputs["x"], row, column * plan.stripe)
 
     def find_largest(j: jax.Array, _: None) -> None:
         per_block[pl.ds(j, 1)] = _largest_of_lanes(stripe.values(j))
@@ -289,7 +287,7 @@ def _quantize_stripe(
     stripe.for_each_block(store_residual)
 
 
-class Stripe(NamedTuple):
+class _Stripe(NamedTuple):
     """The blocks of a stripe.
 
     Attributes:
@@ -299,7 +297,7 @@ class Stripe(NamedTuple):
       first_block: int32, the index of its first block in that row.
     """
 
-    plan: Plan
+    plan: _Plan
     x: Any
     block_row: jax.Array
     first_block: jax.Array

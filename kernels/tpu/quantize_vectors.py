@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fbq_jax.kernels import reference, rounding
-from fbq_jax.kernels.reference import AmaxReduce, Layouts, Quantized
+from fbq_jax.kernels.quantized import Layout, Layouts, Quantized, Term
+from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce
 from fbq_jax.kernels.scales import find_amax, scale_and_inverse
 from fbq_jax.kernels.tpu import tiles
 from fbq_jax.kernels.tpu.tiles import LANES
@@ -26,39 +27,44 @@ _ROWS, _COLUMNS = 256, 4096  # of a tile, at most
 
 def quantize_vectors(
     x: jax.Array,
-    seeds: jax.Array,
-    *,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
-    bound: float = 127.0,
-    per_tensor: bool = False,
+    seeds: rounding.Seeds,
     global_offset: rounding.GlobalOffset | None = None,
-    amax_reduce: AmaxReduce = reference.NO_AMAX_REDUCE,
+    *,
+    rowwise: Layout | None,
+    colwise: Layout | None,
+    bound: float = 127.0,
+    amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
-    """Quantizes as ``reference.quantize_vectors`` does, with the same arguments."""
+    """See ``reference.quantize``; for scales of whole rows, columns or matrices."""
     x = tiles.with_known_dtype(x)
-    of_rows, of_columns = _find_amax(x)
-    if per_tensor:
-        of_rows, of_columns = (
-            jnp.broadcast_to(find_amax(amax, 1, keepdims=True), amax.shape)
-            for amax in (of_rows, of_columns)
-        )
-    row_scale, row_inverse = scale_and_inverse(amax_reduce.rowwise(of_rows), bound)
-    column_scale, column_inverse = scale_and_inverse(
-        amax_reduce.colwise(of_columns), bound
-    )
     inputs: dict[str, Any] = {"x": x}
-    if rowwise:
-        inputs["row_inverse"] = row_inverse[:, :, None]
-    if colwise:
-        inputs["column_inverse"] = column_inverse[:, None, :]
-    if "stochastic" in (rowwise, colwise):
+    of_rows, of_columns = _find_amax(x)
+    scales, roundings = {}, {}
+    if rowwise is not None:
+        reduced = amax_reduce.rowwise(_shared(rowwise, of_rows))
+        scales["rowwise"], inverse = scale_and_inverse(reduced, bound)
+        inputs["row_inverse"] = inverse[:, :, None]
+        roundings["rowwise"] = rowwise.rounding
+    if colwise is not None:
+        reduced = amax_reduce.colwise(_shared(colwise, of_columns))
+        scales["colwise"], inverse = scale_and_inverse(reduced, bound)
+        inputs["column_inverse"] = inverse[:, None, :]
+        roundings["colwise"] = colwise.rounding
+    if "stochastic" in roundings.values():
         inputs["factors"] = tiles.noise_factors(x.shape, seeds, global_offset)
-    found = _quantize(inputs, {"rowwise": rowwise, "colwise": colwise})
-    return Layouts(
-        Quantized(found["rowwise"], row_scale[:, :, None]) if rowwise else None,
-        Quantized(found["colwise"], column_scale[:, :, None]) if colwise else None,
-    )
+    codes = _quantize(inputs, roundings)
+    found = {
+        name: Quantized(Term(codes[name], scales[name][:, :, None]), None, (1, None))
+        for name in roundings
+    }
+    return Layouts(found.get("rowwise"), found.get("colwise"))
+
+
+def _shared(layout: Layout, amax: jax.Array) -> jax.Array:
+    """The maxima ``[B, N]`` of vectors, or of the matrix, repeated for each vector."""
+    if layout.block != (None, None):
+        return amax
+    return jnp.broadcast_to(find_amax(amax, 1, keepdims=True), amax.shape)
 
 
 def _tile(x: jax.Array) -> tuple[int, int]:
@@ -124,14 +130,14 @@ def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _quantize(
-    inputs: Mapping[str, Any], roundings: Mapping[str, rounding.Rounding | None]
+    inputs: Mapping[str, Any], roundings: Mapping[str, rounding.Rounding]
 ) -> dict[str, jax.Array]:
-    """Codes ``[B, R, C]`` rowwise and ``[B, C, R]`` colwise, of those with a rounding.
+    """Codes ``[B, R, C]`` rowwise and ``[B, C, R]`` colwise, as ``roundings`` asks.
 
     Args:
       inputs: ``x``; the inverses of the scales of rows ``[B, R, 1]`` and of columns
         ``[B, 1, C]``; with noise its factors.
-      roundings: those of ``rowwise`` and ``colwise``.
+      roundings: by the names of the layouts, ``rowwise`` and ``colwise``.
     """
     batch, R, C = inputs["x"].shape
     r, c = _tile(inputs["x"])
@@ -148,13 +154,12 @@ def _quantize(
         "rowwise": (jax.ShapeDtypeStruct((batch, R, C), jnp.int8), of_tile),
         "colwise": (jax.ShapeDtypeStruct((batch, C, R), jnp.int8), transposed),
     }
-    wanted = [name for name, mode in roundings.items() if mode]
     result: dict[str, jax.Array] = pl.pallas_call(
         functools.partial(_quantize_tile, roundings),
-        out_shape={name: outputs[name][0] for name in wanted},
+        out_shape={name: outputs[name][0] for name in roundings},
         grid=(batch, pl.cdiv(R, r), pl.cdiv(C, c)),
         in_specs=[{name: specs[name] for name in inputs}],
-        out_specs={name: outputs[name][1] for name in wanted},
+        out_specs={name: outputs[name][1] for name in roundings},
         compiler_params=tiles.compiler_params("parallel", "parallel", "parallel"),
         name="fbq_quantize_vectors",
     )(dict(inputs))
@@ -162,7 +167,7 @@ def _quantize(
 
 
 def _quantize_tile(
-    roundings: Mapping[str, rounding.Rounding | None],
+    roundings: Mapping[str, rounding.Rounding],
     inputs: Mapping[str, Any],
     out: Mapping[str, Any],
 ) -> None:
@@ -175,11 +180,11 @@ def _quantize_tile(
         noise: dict[str | None, jax.Array | None] = {"nearest": None}
         if "factors" in inputs:
             noise["stochastic"] = tiles.load_noise(inputs["factors"], columns)
-        if mode := roundings["rowwise"]:
+        if mode := roundings.get("rowwise"):
             inverse = inputs["row_inverse"][...]
             codes = reference.round_to_codes(values, inverse, noise[mode])
             out["rowwise"][:, columns] = tiles.to_int8(codes)
-        if mode := roundings["colwise"]:
+        if mode := roundings.get("colwise"):
             inverse = inputs["column_inverse"][:, columns]
             codes = reference.round_to_codes(values, inverse, noise[mode])
             out["colwise"][columns] = tiles.to_int8(codes.T)

@@ -145,21 +145,21 @@ def stochastic(v, noise, at):
 def noise_keys(noise, at, r: tl.constexpr, c: tl.constexpr):
     """What the noise of a block of ``r x c`` elements is made from, for its four tiles.
 
-    ``noise`` is the tuple ``(seeds, row_offsets, column_offset)``: the seeds, a tuple
-    of one or of several arrays (``rounding.Seeds``), and the two arrays of a
-    ``GlobalOffset``.
+    ``noise`` is the tuple ``(seeds, offsets)``: a tuple of one array or of the arrays
+    of ``rounding.MatrixSeeds``, and the two arrays of a ``GlobalOffset`` as one.
     """
-    seeds, row_offsets, column_offset = noise
+    seeds, offsets = noise
     batch, i, j, rows, _ = at
     # A part below the last row is not stored, but must not read past the row offsets.
-    group = tl.minimum(i * r // ROW_GROUP, tl.cdiv(rows, ROW_GROUP) - 1)
-    first_row = tl.load(row_offsets + group) + i * r % ROW_GROUP
+    groups = tl.cdiv(rows, ROW_GROUP)
+    group = tl.minimum(i * r // ROW_GROUP, groups - 1)
+    first_row = tl.load(offsets + group) + i * r % ROW_GROUP
     seed = tl.load(seeds[0] + batch)
     if len(seeds) > 1:
-        seed = _fold(seed, tl.load(seeds[1] + batch) - tl.load(seeds[2] + batch))
-    for n in tl.static_range(3, len(seeds)):
-        seed = _fold(seed, tl.load(seeds[n] + batch))
-    column = tl.load(column_offset) + j * c + tl.arange(0, c)
+        place = tl.load(seeds[2] + batch)
+        seed = _fold(seed, tl.load(seeds[1] + batch) - (place & 1))
+        seed = _fold(_fold(seed, place >> 1 & 3), place >> 3)
+    column = tl.load(offsets + groups) + j * c + tl.arange(0, c)
     column_key = _fold(seed ^ 0x5851F42D, column) | 1
     row_keys = ()
     for k in tl.static_range(2):
@@ -187,15 +187,6 @@ def round_tile(v, noise, MODE: tl.constexpr):
     if MODE == "stochastic":
         v += noise
     return v if MODE == "float8" else (v + MAGIC).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def round_codes(v, noise, at, MODE: tl.constexpr):
-    """Rounds to nearest, or as ``stochastic`` does."""
-    if MODE == "nearest":
-        return nearest(v)
-    else:  # noqa: RET505 (only one branch is compiled)
-        return stochastic(v, noise, at)
 
 
 @triton.jit
@@ -289,7 +280,7 @@ def sum_abs(tiles, shrink):
 
 @triton.jit
 def metric_of(scaling, sums, CRITERION: tl.constexpr):
-    """The metric of ``reference.quantize_fallback``.
+    """The metric of ``reference.quantize``.
 
     ``scaling`` is ``(amax, scale, inverse)``; ``sums`` are ``sum |x - scale * codes|``
     and ``sum |x|``, both times ``shrink_of(scale)``.

@@ -71,9 +71,8 @@ def _join_neighbours(bits):
 def _larger_of_each(a, b):
     """The larger of the low and the larger of the high halves of two words.
 
-    The halves are magnitudes of bfloat16 or float16.  Compared as those of bfloat16,
-    they are in the order of integers, and the bits of a NaN may become 0x7FFF, which is
-    a NaN of both.
+    The halves are magnitudes of bfloat16 or float16.  Compared as bfloat16, they are in
+    the order of integers, and the bits of a NaN may become 0x7FFF, a NaN in both.
     """
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1

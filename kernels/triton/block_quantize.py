@@ -1,26 +1,30 @@
-"""Quantization of one block in a Triton program, one part after the other.
+"""Quantization of one block in a Triton program.
 
-The parts of a block are ranges of its rows and share its scale.  A program visits them
-twice: first for the maximum, then for the codes.  The second time, values come from a
-cache or are computed again.
+A program holds its block in registers, or visits its *parts*, ranges of its rows, one
+after the other.  Parts share the scale of the block.  So a program visits them twice:
+first for the maximum, then for the codes; and again for a residual.  After the first
+time, values come from a cache or are computed again.
 
-Device functions share these arguments, besides those of ``block_tiles``:
+Device functions share these arguments, and others that ``block_tiles`` describes:
 
-- ``VALUES``, ``operands``: the source of the values.  ``VALUES(operands, at, r, c)`` is
-  a device function that returns the tiles of one part of ``r x c`` elements, such as
-  ``block_tiles.load``, whose operand is a pointer.
-- ``held``: the tiles of the block, if registers hold them; otherwise ().
-- ``shape``: ``(PARTS, r, c)``, the number of parts of a block whose values a program
-  loads or computes at once, and the shape of a part.
+- ``SOURCE``, ``operands``: the source of the values.  ``SOURCE(operands, at, r,
+  CONFIG)`` is a device function that returns the tiles of one part of ``r`` rows, and a
+  tuple of tiles to pack.
+- ``packed``: where the latter are stored (``packed.store_saved``).
+- ``noise``: what ``block_codes.noise_keys`` takes.
+- ``outputs``: ``((codes, scales, sums), (codes, scales, metrics), (codes, scales,
+  sums))`` of the rowwise layout, its residual and the colwise layout.
+- ``offsets``: of the block among the scales of blocks, rowwise and colwise.
 - ``scaling``: ``(amax, scale, inverse)`` of a block.
-- ``modes``: ``(rowwise, colwise, criterion, row_sums, column_sums)``: the mode of each
-  layout (``block_codes``), the criterion of fallback or None, and for each layout
-  whether it gets sums of codes.
+- ``CONFIG``: a ``Config``.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from fbq_jax.kernels.quantized import Criterion
 from fbq_jax.kernels.triton.block_codes import (
     accumulate_amax,
     find_amax,
@@ -38,57 +42,140 @@ from fbq_jax.kernels.triton.block_codes import (
     stochastic,
     sum_abs,
 )
-from fbq_jax.kernels.triton.block_tiles import (
-    part_at,
-    store_colwise,
-    store_rowwise,
-)
+from fbq_jax.kernels.triton.block_tiles import part_at, store_colwise, store_rowwise
+from fbq_jax.kernels.triton.packed import store_saved
+
+
+class Config(NamedTuple):
+    """What a quantizing kernel is compiled for.
+
+    Attributes:
+      r: the rows of a block.
+      c: the columns of a block.
+      held: whether registers hold a block.
+      parts: the number of parts of a block, for visits to its parts.
+      column_unit: what the kernel multiplies its argument ``units`` by to get columns.
+      rowwise: the mode of the rowwise layout (``block_codes``).
+      colwise: the mode of the colwise layout.
+      in_rows: whether each row of a block has a scale in the rowwise layout, and each
+        column in the colwise layout.
+      colwise_in_blocks: whether the colwise layout has a scale per block nevertheless.
+      row_sums: whether the rowwise layout gets sums of codes.
+      column_sums: whether the colwise layout gets sums of codes.
+      criterion: the criterion of fallback.
+      folds_seeds: whether seeds are ``rounding.MatrixSeeds``.
+      is_grouped: whether ``row_counts`` has the number of rows of each matrix.
+      bits: the bits of packed codes.
+      interleaved: how gate and up are joined.
+    """
+
+    r: int
+    c: int
+    held: bool
+    parts: int
+    column_unit: int
+    rowwise: str | None
+    colwise: str | None
+    in_rows: bool
+    colwise_in_blocks: bool
+    row_sums: bool
+    column_sums: bool
+    criterion: Criterion | None
+    folds_seeds: bool
+    is_grouped: bool
+    bits: int
+    interleaved: bool
 
 
 @triton.jit
-def load_and_measure(VALUES: tl.constexpr, operands, at, shape):
-    """Loads a block; returns ``held`` and ``max |x|`` of all its parts."""
-    PARTS: tl.constexpr = shape[0]
-    r: tl.constexpr = shape[1]
-    c: tl.constexpr = shape[2]
+def quantize_block(
+    SOURCE: tl.constexpr,
+    operands,
+    packed,
+    theta,
+    noise,
+    outputs,
+    at,
+    offsets,
+    CONFIG: tl.constexpr,
+):
+    """Stores all that ``reference.quantize`` returns for a block with one scale."""
+    r: tl.constexpr = CONFIG.r // CONFIG.parts
     i = at[1]
-    tiles = VALUES(operands, part_at(at, i * PARTS), r, c)
-    amax = find_amax(tiles)
-    for part in range(i * PARTS + 1, (i + 1) * PARTS):
-        amax = accumulate_amax(amax, VALUES(operands, part_at(at, part), r, c))
-    return (tiles if PARTS == 1 else ()), amax
+    held = ()
+    if CONFIG.held:
+        held, saved = SOURCE(operands, at, CONFIG.r, CONFIG)
+        store_saved(packed, saved, at, CONFIG.bits)
+        amax = find_amax(held)
+    else:
+        amax = 0.0
+        for part in range(i * CONFIG.parts, (i + 1) * CONFIG.parts):
+            here = part_at(at, part)
+            tiles, saved = SOURCE(operands, here, r, CONFIG)
+            store_saved(packed, saved, here, CONFIG.bits)
+            amax = accumulate_amax(amax, tiles)
+    main, residual, colwise = outputs
+    MODE: tl.constexpr = CONFIG.colwise if CONFIG.rowwise is None else CONFIG.rowwise
+    scale, inverse = scale_of_codes(amax, MODE)
+    if CONFIG.rowwise is not None:
+        tl.store(main[1] + offsets[0], scale)
+    if CONFIG.colwise is not None:
+        tl.store(colwise[1] + offsets[1], scale)
+    scaling = amax, scale, inverse
+    stored = main[0], colwise[0]
+    error, total, sums = _quantize_parts(
+        SOURCE, operands, held, scaling, noise, stored, at, CONFIG
+    )
+    _store_sums(sums, outputs, offsets, CONFIG)
+    if CONFIG.criterion is not None:
+        CRITERION: tl.constexpr = CONFIG.criterion
+        metric = metric_of(scaling, (error, total), CRITERION)
+        tl.store(residual[2] + offsets[0], metric)
+        residual_scale = 0.0
+        limit = tl.load(theta + at[0])
+        limit = tl.where(limit >= 0.0, limit, 0.0)
+        # The second condition is false where scale * 127 overflows.
+        if (metric > limit) & (scale * 127.0 < float("inf")):
+            residual_scale = _store_residual(
+                SOURCE, operands, scaling, residual[0], at, CONFIG
+            )
+        tl.store(residual[1] + offsets[0], residual_scale)
 
 
 @triton.jit
-def quantize_parts(
-    VALUES: tl.constexpr, operands, held, scaling, noise, outputs, at, shape, modes
+def _quantize_parts(
+    SOURCE: tl.constexpr,
+    operands,
+    held,
+    scaling,
+    noise,
+    stored,
+    at,
+    CONFIG: tl.constexpr,
 ):
     """Rounds a block and stores its codes in the requested layouts.
 
-    ``outputs`` are the rowwise and the colwise codes.
+    ``held`` are the tiles of the block, if registers hold them; otherwise ().
 
     Returns:
       ``sum |x - scale * codes|`` with nearest rounding, and ``sum |x|``, both times
       ``shrink_of(scale)``, each 0 if the criterion does not need it.  And
-      ``sum |codes|``, each 0 if it is not wanted: the largest of a row, and an upper
-      bound of those of columns, exact for one part.
+      ``sum |codes|``, each 0 if it is not requested: the largest of a row, and an upper
+      bound of the largest of a column, exact for one part.
     """
-    PARTS: tl.constexpr = shape[0]
-    r: tl.constexpr = shape[1]
-    c: tl.constexpr = shape[2]
-    i = at[1]
     error, total = 0.0, 0.0
     row_sum, column_sum = 0.0, 0.0
     # A loop of one step would take more registers.
-    if len(held) > 0:
-        error, total, sums = _quantize_part(held, scaling, noise, outputs, at, modes)
+    if CONFIG.held:
+        error, total, sums = _quantize_part(held, scaling, noise, stored, at, CONFIG)
         row_sum, column_sum = sums
     else:
-        for part in range(i * PARTS, (i + 1) * PARTS):
+        r: tl.constexpr = CONFIG.r // CONFIG.parts
+        for part in range(at[1] * CONFIG.parts, (at[1] + 1) * CONFIG.parts):
             here = part_at(at, part)
-            tiles = VALUES(operands, here, r, c)
+            tiles = SOURCE(operands, here, r, CONFIG)[0]
             part_error, part_total, sums = _quantize_part(
-                tiles, scaling, noise, outputs, here, modes
+                tiles, scaling, noise, stored, here, CONFIG
             )
             error += part_error
             total += part_total
@@ -98,30 +185,40 @@ def quantize_parts(
 
 
 @triton.jit
-def _quantize_part(tiles, scaling, noise, outputs, at, modes):
-    """``quantize_parts`` of the tiles of one part."""
-    CRITERION: tl.constexpr = modes[2]
+def _quantize_part(tiles, scaling, noise, stored, at, CONFIG: tl.constexpr):
+    """``_quantize_parts`` of the tiles of one part."""
     _, scale, inverse = scaling
     v = multiply(tiles, inverse)
-    sums = store_rounded(outputs, v, noise, at, modes)
+    ROWWISE: tl.constexpr = CONFIG.rowwise
+    COLWISE: tl.constexpr = CONFIG.colwise
+    sums = store_rounded(
+        stored, v, noise, at, ROWWISE, COLWISE, CONFIG.row_sums, CONFIG.column_sums
+    )
     error, total = 0.0, 0.0
-    if CRITERION == "l1" or CRITERION == "l1_rel":
+    if CONFIG.criterion == "l1" or CONFIG.criterion == "l1_rel":
         error = sum_abs(residual_of(tiles, nearest(v), scale), shrink_of(scale))
-    if CRITERION == "l1_rel":
+    if CONFIG.criterion == "l1_rel":
         total = sum_abs(tiles, shrink_of(scale))
     return error, total, sums
 
 
 @triton.jit
-def store_rounded(outputs, v, noise, at, modes):
-    """Rounds values in units of their scale and stores the requested layouts.
+def store_rounded(
+    stored,
+    v,
+    noise,
+    at,
+    ROWWISE: tl.constexpr,
+    COLWISE: tl.constexpr,
+    ROW_SUMS: tl.constexpr = False,
+    COLUMN_SUMS: tl.constexpr = False,
+):
+    """Rounds values in units of their scale and stores rowwise and colwise codes.
 
     Returns the largest ``sum |codes|`` of a row and of a column, each 0 if it is not
-    wanted.
+    requested.
     """
-    codes, colwise_codes = outputs
-    ROWWISE: tl.constexpr = modes[0]
-    COLWISE: tl.constexpr = modes[1]
+    codes, colwise_codes = stored
     row_sum, column_sum = 0.0, 0.0
     if ROWWISE == "float8":
         store_rowwise(codes, float8(v), at)
@@ -131,118 +228,67 @@ def store_rounded(outputs, v, noise, at, modes):
         rounded = nearest(v)
         if ROWWISE == "nearest":
             store_rowwise(codes, rounded, at)
-            if modes[3]:
+            if ROW_SUMS:
                 row_sum = largest_row_sum(rounded)
         if COLWISE == "nearest":
             store_colwise(colwise_codes, rounded, at)
-            if modes[4]:
+            if COLUMN_SUMS:
                 column_sum = largest_column_sum(rounded)
     if ROWWISE == "stochastic" or COLWISE == "stochastic":
         noisy = stochastic(v, noise, at)
         if ROWWISE == "stochastic":
             store_rowwise(codes, noisy, at)
-            if modes[3]:
+            if ROW_SUMS:
                 row_sum = largest_row_sum(noisy)
         if COLWISE == "stochastic":
             store_colwise(colwise_codes, noisy, at)
-            if modes[4]:
+            if COLUMN_SUMS:
                 column_sum = largest_column_sum(noisy)
     return row_sum, column_sum
 
 
 @triton.jit
-def store_sums(sums, pointers, offsets, modes):
-    """Stores the sums of a block's rowwise and colwise codes, where they are wanted."""
-    if modes[3]:
-        tl.store(pointers[0] + offsets[0], sums[0])
-    if modes[4]:
-        tl.store(pointers[1] + offsets[1], sums[1])
+def store_empty(outputs, offsets, CONFIG: tl.constexpr):
+    """Stores scales, sums and the metric of a block without rows: zeros."""
+    main, residual, colwise = outputs
+    if CONFIG.rowwise is not None:
+        tl.store(main[1] + offsets[0], 0.0)
+    if CONFIG.colwise is not None:
+        tl.store(colwise[1] + offsets[1], 0.0)
+    _store_sums((0.0, 0.0), outputs, offsets, CONFIG)
+    if CONFIG.criterion is not None:
+        tl.store(residual[1] + offsets[0], 0.0)
+        tl.store(residual[2] + offsets[0], 0.0)
 
 
 @triton.jit
-def store_empty(outputs, offsets, modes):
-    """Stores scales, sums and the metric of a block without rows: zeros.
-
-    ``outputs`` are those of ``quantize_with_fallback``.
-    """
-    rowwise, metrics, colwise = outputs
-    offset, colwise_offset = offsets
-    tl.store(rowwise[0][1] + offset, 0.0)
-    tl.store(colwise[1] + colwise_offset, 0.0)
-    store_sums((0.0, 0.0), (rowwise[0][2], colwise[2]), offsets, modes)
-    if modes[2] is not None:
-        tl.store(metrics + offset, 0.0)
-        tl.store(rowwise[1][1] + offset, 0.0)
+def _store_sums(sums, outputs, offsets, CONFIG: tl.constexpr):
+    """Stores the sums of a block's rowwise and colwise codes that are requested."""
+    if CONFIG.row_sums:
+        tl.store(outputs[0][2] + offsets[0], sums[0])
+    if CONFIG.column_sums:
+        tl.store(outputs[2][2] + offsets[1], sums[1])
 
 
 @triton.jit
-def quantize_with_fallback(
-    VALUES: tl.constexpr,
-    operands,
-    held,
-    amax,
-    theta,
-    noise,
-    outputs,
-    at,
-    offsets,
-    shape,
-    modes,
+def _store_residual(
+    SOURCE: tl.constexpr, operands, scaling, codes, at, CONFIG: tl.constexpr
 ):
-    """Stores everything that ``reference.quantize_fallback`` returns for one block.
-
-    ``outputs`` is ``((main, residual), metrics, colwise)``; main and colwise are codes,
-    scales and sums, residual is codes and scales.  Without a criterion, there is
-    neither a metric nor a residual.
-    """
-    rowwise, metrics, colwise = outputs
-    codes, scales, sums = rowwise[0]
-    residual_codes, residual_scales = rowwise[1]
-    colwise_codes, colwise_scales, colwise_sums = colwise
-    offset, colwise_offset = offsets
-    CRITERION: tl.constexpr = modes[2]
-    scale, inverse = scale_of_codes(amax, modes[1] if modes[0] is None else modes[0])
-    tl.store(scales + offset, scale)
-    tl.store(colwise_scales + colwise_offset, scale)
-    scaling = amax, scale, inverse
-    stored = codes, colwise_codes
-    error, total, code_sums = quantize_parts(
-        VALUES, operands, held, scaling, noise, stored, at, shape, modes
-    )
-    store_sums(code_sums, (sums, colwise_sums), offsets, modes)
-    if CRITERION is not None:
-        metric = metric_of(scaling, (error, total), CRITERION)
-        tl.store(metrics + offset, metric)
-        residual_scale = 0.0
-        limit = tl.load(theta + at[0])
-        limit = tl.where(limit >= 0.0, limit, 0.0)
-        # The second condition is false where scale * 127 overflows.
-        if (metric > limit) & (scale * 127.0 < float("inf")):
-            residual_scale = _store_residual(
-                VALUES, operands, scaling, residual_codes, at, shape
-            )
-        tl.store(residual_scales + offset, residual_scale)
-
-
-@triton.jit
-def _store_residual(VALUES: tl.constexpr, operands, scaling, codes, at, shape):
     """Stores the codes of a block's residual and returns its scale.
 
     Values are loaded or computed again: keeping them in registers until here would slow
     down every block.
     """
-    PARTS: tl.constexpr = shape[0]
-    r: tl.constexpr = shape[1]
-    c: tl.constexpr = shape[2]
+    r: tl.constexpr = CONFIG.r // CONFIG.parts
     i = at[1]
     amax = 0.0
-    for part in range(i * PARTS, (i + 1) * PARTS):
-        tiles = VALUES(operands, part_at(at, part), r, c)
+    for part in range(i * CONFIG.parts, (i + 1) * CONFIG.parts):
+        tiles = SOURCE(operands, part_at(at, part), r, CONFIG)[0]
         amax = tl.maximum(amax, find_amax(_nearest_residual(tiles, scaling)))
     residual_scale, inverse = scale_and_inverse(amax)
-    for part in range(i * PARTS, (i + 1) * PARTS):
+    for part in range(i * CONFIG.parts, (i + 1) * CONFIG.parts):
         here = part_at(at, part)
-        tiles = VALUES(operands, here, r, c)
+        tiles = SOURCE(operands, here, r, CONFIG)[0]
         rounded = nearest(multiply(_nearest_residual(tiles, scaling), inverse))
         store_rowwise(codes, rounded, here)
     return residual_scale

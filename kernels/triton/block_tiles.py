@@ -52,31 +52,19 @@ def part_at(at, part):
 
 
 @triton.jit
-def load(x, at, r: tl.constexpr, c: tl.constexpr):
-    """Loads the four tiles of a block in the dtype of x, with 0 outside the matrix."""
-    batch, i, _, rows, _ = at
-    return _load_rows(x, batch * rows + i * r, rows - i * r, at, r, c)
+def load(source, at, r: tl.constexpr, c: tl.constexpr):
+    """Loads the four tiles of a block in the dtype of x, with 0 outside the matrix.
 
-
-@triton.jit
-def load_of_group(source, at, r: tl.constexpr, c: tl.constexpr):
-    """Loads a block of the rows of a group, with 0 for rows after the last.
-
-    ``source`` is the pointer to the rows of all groups, the first row of the matrix
-    ``at`` among them, and the number of rows that it has there.
+    ``source`` is ``(x,)``; or, for the tile ``at`` of a group, ``(x, first_row,
+    row_count)``: its first row in x, and the number of its rows.
     """
-    x, first_row, row_count = source
-    i = at[1]
-    return _load_rows(x, first_row + i * r, row_count - i * r, at, r, c)
-
-
-@triton.jit
-def _load_rows(x, first_row, height, at, r: tl.constexpr, c: tl.constexpr):
-    """Loads ``height`` rows, from ``first_row`` of x on, of a block's columns."""
-    _, _, j, _, columns = at
+    batch, i, j, rows, columns = at
+    first_row, height = batch * rows + i * r, rows - i * r
+    if len(source) == 3:
+        first_row, height = source[1] + i * r, source[2] - i * r
     row = 4 * tl.arange(0, r // 4)[:, None]
     column = tl.arange(0, c)[None, :]
-    x += first_row * columns + j * c
+    x = source[0] + first_row * columns + j * c
     tiles = ()
     for k in tl.static_range(4):
         inside = (row + k < height) & (column < columns - j * c)

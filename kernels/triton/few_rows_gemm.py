@@ -1,6 +1,6 @@
 """The GEMM with block scales for a few rows, which reads rhs once.
 
-With few rows, the time is that of reading rhs from memory.  So a program computes all
+With few rows, the time goes into reading rhs from memory.  So a program computes all
 rows of a narrow range of columns, for a part of the K blocks if there are too few
 columns to keep every multiprocessor reading.  XLA then sums the parts, in the operation
 that reads them.  The tile is transposed, because tensor cores multiply at least 16 rows
@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from jax.experimental.pallas import cdiv
 
-from fbq_jax.kernels.reference import Quantized
-from fbq_jax.kernels.triton.gemm import align, row_scales_last
+from fbq_jax.kernels.quantized import Quantized
+from fbq_jax.kernels.triton.gemm import pack
 from fbq_jax.kernels.triton.gemm_kernel import (
+    Problem,
     add_product,
     clamped_range,
     load,
@@ -26,8 +27,6 @@ from fbq_jax.kernels.triton.gemm_kernel import (
     scale_offsets,
 )
 from fbq_jax.kernels.triton.launch import compute_capability, launch
-
-BlockShape = tuple[int, int, int]
 
 _LEAST_BLOCKS = 8  # of the K blocks of a program
 # Bytes of shared memory that loads may take, of a GPU of compute capability 9.0 or
@@ -77,110 +76,63 @@ def rows_of_tile(M: int) -> int:
 
 def matmul(
     lhs: Quantized,
-    residual: Quantized | None,
     rhs: Quantized,
     *,
-    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
 ) -> jax.Array:
     """Multiplies as ``reference.matmul`` does, for ``M <= m`` or ``m == 1``.
 
-    Args:
-      lhs: codes ``[B, M, K]`` as in ``gemm.matmul``, scales float32
-        ``[B, 1, ceil(K/k)]``, or ``[B, M, ceil(K/k)]`` if ``m == 1``.
-      residual: a second term of lhs with the same shapes, or None.
-      rhs: codes ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
-      dtype: dtype of the output.
-      sm: compute capability of the GPU times ten; by default that of the first device
-        of this process.
-      config: tuning options.
-
-    Returns:
-      ``[B, M, N]`` in ``dtype``.
+    The arguments are as in ``gemm.matmul``.
     """
     sm = sm or compute_capability()
-    m, k, _ = block_shape
-    batch, M, K = lhs.codes.shape
-    sizes = batch, M, rhs.codes.shape[1], K
-    fallback = residual is not None
-    config = config or default_config(sizes, k, sm=sm)
-    lhs = align(lhs)
-    second = lhs if residual is None else align(residual)  # not read without one
-    lhs, second = row_scales_last(lhs, m), row_scales_last(second, m)
-    return launch_parts(
-        few_rows_kernel,
-        (*lhs[:2], *second[:2]),
-        rhs,
-        sizes,
-        block_shape=block_shape,
-        dtype=dtype,
-        fallback=fallback,
-        sm=sm,
-        config=config,
-    )
+    problem = Problem.of(lhs, rhs, sm)
+    shape = rhs.shape[0], problem.M, problem.N, problem.K
+    config = config or default_config(shape, problem.k, sm=sm)
+    terms = [pack(term, problem.m) for term in lhs.terms]
+    # Without a residual, the first term takes its place and is not read.
+    arguments = *terms[0], *terms[-1]
+    return launch_parts(few_rows_kernel, arguments, rhs, problem, config, dtype)
 
 
 def launch_parts(
     kernel: triton.JITFunction,
-    lhs: tuple[jax.Array, ...],
+    arguments: tuple[jax.Array, ...],
     rhs: Quantized,
-    sizes: tuple[int, int, int, int],
-    *,
-    block_shape: BlockShape,
-    dtype: jax.typing.DTypeLike,
-    fallback: bool,
-    sm: int,
+    problem: Problem,
     config: Config,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Runs a kernel on each part of the K blocks of each tile, and sums the parts.
 
     Args:
       kernel: takes lhs, rhs, the number of K blocks of a part and the output.
-      lhs: its arguments that belong to lhs, whose rows have aligned lengths.
-      rhs: as in ``matmul``.
-      sizes: ``(batch, M, N, K)``.
-      block_shape: as in ``matmul``.
-      dtype: as in ``matmul``.
-      fallback: whether blocks of lhs may have a second term.
-      sm: as in ``matmul``.
+      arguments: the arrays that the kernel takes for lhs.
+      rhs: the right operand ``[B, N, K]``.
+      problem: the GEMM.
       config: tuning options.
+      dtype: the dtype of the output.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
-    batch, M, N, K = sizes
-    m, k, n = block_shape
-    BN, splits, num_warps, num_stages = config
-    rhs = align(rhs)
+    batch, splits = rhs.shape[0], config.splits
+    M, N, K, _, k, n, *_ = problem
+    part_dtype = dtype if splits == 1 else jnp.float32
     (parts,) = launch(
         kernel,
-        *lhs,
-        *row_scales_last(rhs, n)[:2],
+        *arguments,
+        *pack(rhs.main, n),
         cdiv(cdiv(K, k), splits),
-        outputs=[
-            jax.ShapeDtypeStruct(
-                (splits, batch, M, N), dtype if splits == 1 else jnp.float32
-            )
-        ],
-        grid=(splits * batch * cdiv(N, BN),),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        outputs=[jax.ShapeDtypeStruct((splits, batch, M, N), part_dtype)],
+        grid=(splits * batch * cdiv(N, config.BN),),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         waits=True,
-        M=M,
-        N=N,
-        K=rhs.codes.shape[2],
-        m=m,
-        k=k,
-        n=n,
         BM=rows_of_tile(M),
-        BN=BN,
-        SPLITS=splits,
-        FALLBACK=fallback,
-        # Before Ada, the conversion of an integer to a float is slow.
-        MAGIC_CONVERSION=sm < 89,
+        P=problem,
+        C=config,
     )
     return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(dtype)
 
@@ -195,59 +147,52 @@ def few_rows_kernel(
     rhs_scales,
     step_count,
     out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-    n: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FALLBACK: tl.constexpr,
-    MAGIC_CONVERSION: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Computes ``BN`` columns of the output from a part of the K blocks."""
-    k_blocks: tl.constexpr = (K + k - 1) // k
-    at = locate_part(N, BN, SPLITS)
+    BN: tl.constexpr = C.BN
+    k_blocks: tl.constexpr = (P.K + P.k - 1) // P.k
+    at = locate_part(P.N, BN, C.splits)
     split, batch, column = at
-    i = clamped_range(0, BM, 0, M, BM)
-    j = clamped_range(0, BN, column, N, BN)
-    c = tl.arange(0, k)
-    lhs_offsets = batch * M * K + i[None, :] * K + c[:, None]
-    rhs_offsets = j[:, None] * K + c[None, :]
-    rhs += (batch * N + column) * K
-    tl.static_assert(m == 1 or m >= M)
-    lhs_rows = scale_offsets(batch, 0, i, 0, M, m, min(m, BM), k_blocks)
+    i = clamped_range(0, BM, 0, P.M, BM)
+    j = clamped_range(0, BN, column, P.N, BN)
+    c = tl.arange(0, P.k)
+    lhs_offsets = batch * P.M * P.K + i[None, :] * P.K + c[:, None]
+    rhs_offsets = j[:, None] * P.K + c[None, :]
+    rhs += (batch * P.N + column) * P.K
+    tl.static_assert(P.m == 1 or P.m >= P.M)
+    lhs_rows = scale_offsets(batch, 0, i, 0, P.M, P.m, min(P.m, BM), k_blocks)
     lhs_scales += lhs_rows
     residual_scales += lhs_rows
-    rhs_scales += scale_offsets(batch, column, j, 1, N, n, BN, k_blocks)
-    lhs_stride: tl.constexpr = M if m == 1 else 1  # from a K block to the next one
-    rhs_stride: tl.constexpr = N if n == 1 else 1
+    rhs_scales += scale_offsets(batch, column, j, 1, P.N, P.n, BN, k_blocks)
+    lhs_stride: tl.constexpr = P.M if P.m == 1 else 1  # from a K block to the next one
+    rhs_stride: tl.constexpr = P.N if P.n == 1 else 1
 
     # Beyond the last K block, codes are 0.
-    ALL: tl.constexpr = k_blocks % SPLITS == 0 and K % k == 0
+    ALL: tl.constexpr = k_blocks % C.splits == 0 and P.K % P.k == 0
     first = split * step_count
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(first, first + step_count):
-        inside = c < K - step * k
+        inside = c < P.K - step * P.k
         block = step if ALL else tl.minimum(step, k_blocks - 1)
-        b = load(rhs + step * k + rhs_offsets, inside[None, :], ALL)
+        b = load(rhs + step * P.k + rhs_offsets, inside[None, :], ALL)
         scale = tl.load(rhs_scales + block * rhs_stride)
-        a = load(lhs + step * k + lhs_offsets, inside[:, None], ALL)
+        a = load(lhs + step * P.k + lhs_offsets, inside[:, None], ALL)
         lhs_scale = tl.load(lhs_scales + block * lhs_stride)
-        both = outer_product(scale, lhs_scale, n, m)
-        acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
-        if FALLBACK:
+        both = outer_product(scale, lhs_scale, P.n, P.m)
+        acc = add_product(acc, b, a, both, P.magic_conversion)
+        if P.fallback:
             # The codes of an unused residual are arbitrary, and its scale is 0.
             lhs_scale = tl.load(residual_scales + block * lhs_stride)
-            used = tl.max(lhs_scale != 0.0, 0) if m == 1 else lhs_scale != 0.0
+            used = tl.max(lhs_scale != 0.0, 0) if P.m == 1 else lhs_scale != 0.0
             if used:
-                a = load(residual + step * k + lhs_offsets, inside[:, None], ALL)
-                both = outer_product(scale, lhs_scale, n, m)
-                acc = add_product(acc, b, a, both, MAGIC_CONVERSION)
+                a = load(residual + step * P.k + lhs_offsets, inside[:, None], ALL)
+                both = outer_product(scale, lhs_scale, P.n, P.m)
+                acc = add_product(acc, b, a, both, P.magic_conversion)
 
-    store_part(out, acc, at, M, N, SPLITS)
+    store_part(out, acc, at, P.M, P.N, C.splits)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import jax
 import triton
 import triton.language as tl
 
-from fbq_jax.kernels.reference import Criterion, Quantized
+from fbq_jax.kernels.quantized import Quantized, Unquantized
 from fbq_jax.kernels.triton import few_rows_gemm
 from fbq_jax.kernels.triton.block_codes import (
     find_amax,
@@ -19,7 +19,6 @@ from fbq_jax.kernels.triton.block_codes import (
     scale_and_inverse,
 )
 from fbq_jax.kernels.triton.few_rows_gemm import (
-    BlockShape,
     Config,
     launch_parts,
     locate_part,
@@ -29,6 +28,7 @@ from fbq_jax.kernels.triton.few_rows_gemm import (
 )
 from fbq_jax.kernels.triton.gemm import align_rows
 from fbq_jax.kernels.triton.gemm_kernel import (
+    Problem,
     add_product,
     clamped_range,
     load,
@@ -41,7 +41,7 @@ from fbq_jax.kernels.triton.launch import compute_capability
 def default_config(shape: tuple[int, ...], k: int, *, itemsize: int, sm: int) -> Config:
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k.
 
-    Tiles and parts of K are those of ``few_rows_gemm``, so that both kernels add in the
+    Tiles and parts of K are as in ``few_rows_gemm``, so that both kernels add in the
     same order.
 
     Args:
@@ -57,50 +57,35 @@ def default_config(shape: tuple[int, ...], k: int, *, itemsize: int, sm: int) ->
     return config._replace(num_warps=num_warps, num_stages=stages(size, sm))
 
 
-def quantize_matmul(
-    x: jax.Array,
-    theta: jax.Array,
+def matmul(
+    lhs: Unquantized,
     rhs: Quantized,
     *,
-    block_shape: BlockShape,
-    criterion: Criterion | None,
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """See ``reference.quantize_matmul``; for ``M <= m`` or ``m == 1``.
+    """Multiplies as ``reference.matmul`` does, for ``M <= m`` or ``m == 1``.
+
+    The result has the bits of ``few_rows_gemm.matmul`` if that has as many splits.
 
     Args:
-      x: ``[B, M, K]``.
-      theta: float32 ``[B]``.
-      rhs: codes int8 ``[B, N, K]``, scales float32 ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
-      criterion: ``"absmax"``, or None for no fallback.  With fallback, m is not 1.
-      dtype: dtype of the output.
-      sm: as in ``few_rows_gemm.matmul``.
+      lhs: the left operand ``[B, M, K]``; with fallback, its m is not 1.
+      rhs: INT8 codes ``[B, N, K]``, in blocks of ``gemm.matmul``.
+      dtype: the dtype of the output.
+      sm: as in ``gemm.matmul``.
       config: tuning options.
 
     Returns:
-      ``[B, M, N]`` in ``dtype``, with the bits of ``few_rows_gemm.matmul`` if that has
-      as many splits.
+      ``[B, M, N]`` in ``dtype``.
     """
     sm = sm or compute_capability()
-    fallback = criterion is not None
-    batch, M, K = x.shape
-    sizes = batch, M, rhs.codes.shape[1], K
-    config = config or default_config(
-        sizes, block_shape[1], itemsize=x.dtype.itemsize, sm=sm
-    )
+    problem, itemsize = Problem.of(lhs, rhs, sm), lhs.values.dtype.itemsize
+    shape = rhs.shape[0], problem.M, problem.N, problem.K
+    config = config or default_config(shape, problem.k, itemsize=itemsize, sm=sm)
+    arguments = align_rows(lhs.values), lhs.theta
     return launch_parts(
-        few_rows_quantize_kernel,
-        (align_rows(x), theta),
-        rhs,
-        sizes,
-        block_shape=block_shape,
-        dtype=dtype,
-        fallback=fallback,
-        sm=sm,
-        config=config,
+        few_rows_quantize_kernel, arguments, rhs, problem, config, dtype
     )
 
 
@@ -112,47 +97,40 @@ def few_rows_quantize_kernel(
     rhs_scales,
     step_count,
     out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-    n: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FALLBACK: tl.constexpr,
-    MAGIC_CONVERSION: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Computes ``BN`` columns of the output from a part of the K blocks."""
-    k_blocks: tl.constexpr = (K + k - 1) // k
-    at = locate_part(N, BN, SPLITS)
+    BN: tl.constexpr = C.BN
+    k_blocks: tl.constexpr = (P.K + P.k - 1) // P.k
+    at = locate_part(P.N, BN, C.splits)
     split, batch, column = at
     # Rows below the last one repeat it, which changes no maximum.
-    i = clamped_range(0, BM, 0, M, BM)
-    j = clamped_range(0, BN, column, N, BN)
-    c = tl.arange(0, k)
-    x_offsets = batch * M * K + i[None, :] * K + c[:, None]
-    rhs_offsets = j[:, None] * K + c[None, :]
-    rhs += (batch * N + column) * K
-    rhs_scales += scale_offsets(batch, column, j, 1, N, n, BN, k_blocks)
-    rhs_stride: tl.constexpr = N if n == 1 else 1  # from a K block to the next one
-    tl.static_assert(m >= M or (m == 1 and not FALLBACK))
-    if FALLBACK:
+    i = clamped_range(0, BM, 0, P.M, BM)
+    j = clamped_range(0, BN, column, P.N, BN)
+    c = tl.arange(0, P.k)
+    x_offsets = batch * P.M * P.K + i[None, :] * P.K + c[:, None]
+    rhs_offsets = j[:, None] * P.K + c[None, :]
+    rhs += (batch * P.N + column) * P.K
+    rhs_scales += scale_offsets(batch, column, j, 1, P.N, P.n, BN, k_blocks)
+    rhs_stride: tl.constexpr = P.N if P.n == 1 else 1  # from a K block to the next one
+    tl.static_assert(P.m >= P.M or (P.m == 1 and not P.fallback))
+    if P.fallback:
         limit = tl.load(theta + batch)
         limit = tl.where(limit >= 0.0, limit, 0.0)
 
     # Beyond the last K block, values and codes are 0.
-    ALL: tl.constexpr = k_blocks % SPLITS == 0 and K % k == 0
+    ALL: tl.constexpr = k_blocks % C.splits == 0 and P.K % P.k == 0
     first = split * step_count
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(first, first + step_count):
-        inside = c < K - step * k
+        inside = c < P.K - step * P.k
         block = step if ALL else tl.minimum(step, k_blocks - 1)
-        b = load(rhs + step * k + rhs_offsets, inside[None, :], ALL)
+        b = load(rhs + step * P.k + rhs_offsets, inside[None, :], ALL)
         rhs_scale = tl.load(rhs_scales + block * rhs_stride)
-        values = (load(x + step * k + x_offsets, inside[:, None], ALL),)
-        if m == 1:
+        values = (load(x + step * P.k + x_offsets, inside[:, None], ALL),)
+        if P.m == 1:
             amax = find_amax(values, 0)
             scale, inverse = scale_and_inverse(amax)
             rounded = nearest(multiply(values, inverse[None, :]))
@@ -160,15 +138,15 @@ def few_rows_quantize_kernel(
             amax = find_amax(values)
             scale, inverse = scale_and_inverse(amax)
             rounded = nearest(multiply(values, inverse))
-        both = outer_product(rhs_scale, scale, n, m)
-        acc = add_product(acc, b, rounded[0].to(tl.int8), both, MAGIC_CONVERSION)
-        if FALLBACK:  # noqa: SIM102 (a constant)
+        both = outer_product(rhs_scale, scale, P.n, P.m)
+        acc = add_product(acc, b, rounded[0].to(tl.int8), both, P.magic_conversion)
+        if P.fallback:  # noqa: SIM102 (a constant)
             # The second condition is false where scale * 127 overflows.
             if (amax > limit) & (scale * 127.0 < float("inf")):
                 rest = residual_of(values, rounded, scale)
                 scale, inverse = scale_and_inverse(find_amax(rest))
                 codes = nearest(multiply(rest, inverse))[0].to(tl.int8)
-                both = outer_product(rhs_scale, scale, n, m)
-                acc = add_product(acc, b, codes, both, MAGIC_CONVERSION)
+                both = outer_product(rhs_scale, scale, P.n, P.m)
+                acc = add_product(acc, b, codes, both, P.magic_conversion)
 
-    store_part(out, acc, at, M, N, SPLITS)
+    store_part(out, acc, at, P.M, P.N, C.splits)

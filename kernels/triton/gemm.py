@@ -4,114 +4,107 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import cdiv
 
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.quantized import Quantized, Term
 from fbq_jax.kernels.triton.gemm_config import Config, choose_config
-from fbq_jax.kernels.triton.gemm_kernel import gemm_kernel
+from fbq_jax.kernels.triton.gemm_kernel import Grouped, Problem, gemm_kernel
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
 from fbq_jax.kernels.triton.launch import compute_capability, launch
 
 
 def matmul(
     lhs: Quantized,
-    residual: Quantized | None,
     rhs: Quantized,
     *,
-    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
 ) -> jax.Array:
     """Multiplies as ``reference.matmul`` does.
 
+    Blocks have sides m, k and n of 32, 64, 128 or 256; m and n may also be 1.  On
+    GPUs of compute capability 8.9 or above, codes may be float8_e4m3fn.
+
     Args:
-      lhs: codes int8 ``[B, M, K]``, scales float32 ``[B, ceil(M/m), ceil(K/k)]``.  On
-        GPUs of compute capability 8.9 or above, codes may also be float8_e4m3fn.
-      residual: a second term of lhs with the same shapes, or None.
-      rhs: codes ``[B, N, K]`` of lhs's dtype, scales float32
-        ``[B, ceil(N/n), ceil(K/k)]``.
-      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256; m and n may also be 1.
-      dtype: dtype of the output.
-      sm: compute capability of the GPU times ten; by default that of the first device
-        of this process.
+      lhs: the left operand ``[B, M, K]``.
+      rhs: the right operand ``[B, N, K]``.
+      dtype: the dtype of the output.
+      sm: compute capability of the GPU times ten; by default of this process's first
+        device.
       config: tuning options; by default from ``choose_config``.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
     """
-    sm = sm or compute_capability()
-    batch, M, K = lhs.codes.shape
-    sizes = M, rhs.codes.shape[1], K
-    fallback = residual is not None
-    config = config or choose_config(sizes, block_shape, sm, fallback=fallback)
-    out = jax.ShapeDtypeStruct((batch, M, sizes[1]), dtype)
-    return launch_gemm(lhs, residual, rhs, out, block_shape, sm, config)
+    return launch_gemm(lhs, rhs, lhs.shape[0], dtype, sm, config)
 
 
 def launch_gemm(
     lhs: Quantized,
-    residual: Quantized | None,
     rhs: Quantized,
-    out: jax.ShapeDtypeStruct,
-    block_shape: tuple[int, int, int],
-    sm: int,
-    config: Config,
+    batch: int,
+    dtype: jax.typing.DTypeLike,
+    sm: int | None,
+    config: Config | None,
     groups: jax.Array | None = None,
-    grouped: str | None = None,
+    grouped: Grouped | None = None,
+    tile_rows: int | None = None,
 ) -> jax.Array:
     """Runs the kernel.
 
     Args:
-      lhs: as in ``matmul``.
-      residual: as in ``matmul``.
-      rhs: as in ``matmul``.
-      out: shape and dtype of the output, ``[B, M, N]``.
-      block_shape: as in ``matmul``.
+      lhs: the left operand ``[?, M, K]``.
+      rhs: the right operand ``[?, N, K]``.
+      batch: B.
+      dtype: the dtype of the output.
       sm: as in ``matmul``.
-      config: tuning options.
-      groups: the kernel's list of groups, or None.
-      grouped: ``"rows"`` or ``"contraction"``, what the groups are of; None without.
+      config: as in ``matmul``.
+      groups: the kernel's list of groups; None without groups.
+      grouped: as in ``Problem``.
+      tile_rows: as in ``Problem``.
+
+    Returns:
+      ``[B, M, N]``.
     """
-    m, k, n = block_shape
-    batch, M, N = out.shape
-    K = lhs.codes.shape[2]
-    lhs, rhs = align(lhs), align(rhs)
-    if residual is None:
-        # Placeholders that the kernel does not read.
-        second, lists = lhs, (lhs.scales, lhs.scales, lhs.scales)
-    else:
-        second = align(residual)
-        lists = _steps_of_tiles(lhs, residual, cdiv(config.BM, m))
-    lhs, second, rhs = (
-        row_scales_last(*pair) for pair in ((lhs, m), (second, m), (rhs, n))
-    )
+    sm = sm or compute_capability()
+    problem = Problem.of(lhs, rhs, sm)._replace(grouped=grouped, tile_rows=tile_rows)
+    M, N, K, m, k, n, fallback, *_ = problem
+    if config is None:
+        matrices = lhs.shape[0] if grouped == "contraction" else 1
+        sizes = M, N, matrices * lhs.shape[2]
+        config = choose_config(sizes, (m, k, n), sm, fallback=fallback)
+    if tile_rows and tile_rows < config.BM:  # A program has rows of one group.
+        config = config._replace(BM=tile_rows, num_warps=4)
+    codes, scales = pack(lhs.main, m)
+    second, lists = (codes, scales), (scales,) * 3  # not read without a residual
+    if lhs.residual is not None:
+        second = pack(lhs.residual, m)
+        lists = _steps_of_tiles(lhs.main, lhs.residual, cdiv(config.BM, m))
     (y,) = launch(
         gemm_kernel,
-        *lhs[:2],
-        *second[:2],
+        codes,
+        scales,
+        *second,
         *lists,
-        *rhs[:2],
-        lhs.scales if groups is None else groups,
+        *pack(rhs.main, n),
+        scales if groups is None else groups,
         cdiv(K, k),
-        outputs=[out],
+        outputs=[jax.ShapeDtypeStruct((batch, M, N), dtype)],
         grid=(batch * cdiv(M, config.BM) * cdiv(N, config.BN),),
-        M=M,
-        N=N,
-        K=lhs.codes.shape[2],
-        m=m,
-        k=k,
-        n=n,
-        **config._asdict(),
-        GROUPED=grouped,
-        FALLBACK=residual is not None,
-        # Before Ada, the conversion of an integer to a float is slow.
-        MAGIC_CONVERSION=sm < 89,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        P=problem,
+        C=config,
     )
     return y
 
 
-def align(operand: Quantized) -> Quantized:
-    """Pads K to a multiple of 16 (``align_rows``)."""
-    return operand._replace(codes=align_rows(operand.codes))
+def pack(term: Term, block_rows: int) -> tuple[jax.Array, jax.Array]:
+    """The codes and scales of a term, as kernels take them.
+
+    Rows of codes are aligned, and scales are as ``gemm_kernel.scale_offsets`` says.
+    """
+    scales = term.scales.mT if block_rows == 1 else term.scales
+    return align_rows(term.codes), scales
 
 
 def align_rows(x: jax.Array) -> jax.Array:
@@ -120,15 +113,8 @@ def align_rows(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, padding))) if padding else x
 
 
-def row_scales_last(operand: Quantized, block_rows: int) -> Quantized:
-    """Transposes the scales of single rows, as ``gemm_kernel.scale_offsets`` says."""
-    if block_rows > 1:
-        return operand
-    return operand._replace(scales=operand.scales.mT)
-
-
 def _steps_of_tiles(
-    lhs: Quantized, residual: Quantized, row_blocks: int
+    main: Term, residual: Term, row_blocks: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The step lists for rows of tiles, each with ``row_blocks`` row blocks.
 
@@ -136,7 +122,7 @@ def _steps_of_tiles(
     The kernel then loads the scale of each row block, which is 0 if its residual is not
     used.
     """
-    scales, residual_scales = lhs.scales, residual.scales
+    scales, residual_scales = main.scales, residual.scales
     if row_blocks > 1:
         batch, rows, columns = residual_scales.shape
         is_used = (residual_scales != 0.0).astype(jnp.float32)

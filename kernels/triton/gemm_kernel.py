@@ -9,19 +9,63 @@ A program cannot multiply while it scales and adds a product.  So tiles are smal
 for two or three programs to share a multiprocessor: one multiplies while another one
 scales and adds.
 
-If rows are in groups (``GROUPED`` is ``"rows"``), each tile of ``m`` rows multiplies
-the matrix of rhs that its entry of ``groups`` names, and nothing if that is negative.
-If the contraction is in groups (``"contraction"``), the K blocks are matrices
-``[M, k]`` and ``[N, k]``, and each output sums a range of them: ``groups`` holds the
-first one and their number.
+If rows are in groups, each tile of ``tile_rows`` rows multiplies the matrix of rhs that
+its entry of ``groups`` names, and nothing if that is negative.  If the contraction is
+in groups, the K blocks are matrices ``[M, k]`` and ``[N, k]``, and each output sums a
+range of them: ``groups`` holds the first one and their number.
 
 With fallback, the loop follows the lists of ``gemm_schedule``.  A step reads a K block
 of the first term or of the residual.  It selects the address to load from and does not
 branch.
 """
 
+from typing import Literal, NamedTuple
+
 import triton
 import triton.language as tl
+
+from fbq_jax.kernels.quantized import Quantized, Unquantized, product_sides
+
+Grouped = Literal["rows", "contraction"]
+
+
+class Problem(NamedTuple):
+    """The static description of a GEMM.
+
+    Attributes:
+      M: rows of lhs and of the output.
+      N: rows of rhs and columns of the output.
+      K: length of the rows of codes, a multiple of 16.
+      m: rows of lhs that share a scale.
+      k: length of a K block.
+      n: rows of rhs that share a scale.
+      fallback: whether lhs has a residual.
+      magic_conversion: how products of INT8 codes become floats (``add_product``).
+        Before Ada, the conversion of an integer is slow.
+      grouped: what is in groups; None without groups.
+      tile_rows: if rows are in groups, the number of adjacent rows with one group.
+    """
+
+    M: int
+    N: int
+    K: int
+    m: int
+    k: int
+    n: int
+    fallback: bool
+    magic_conversion: bool
+    grouped: Grouped | None = None
+    tile_rows: int | None = None
+
+    @classmethod
+    def of(cls, lhs: Quantized | Unquantized, rhs: Quantized, sm: int) -> "Problem":
+        """The product of two operands without groups."""
+        m, k, n = product_sides(lhs, rhs)
+        if isinstance(lhs, Unquantized):
+            (_, M, K), fallback = lhs.values.shape, lhs.criterion is not None
+        else:
+            (_, M, K), fallback = lhs.shape, lhs.residual is not None
+        return cls(M, rhs.shape[1], K + -K % 16, m, k, n, fallback, sm < 89)
 
 
 @triton.jit
@@ -38,81 +82,75 @@ def gemm_kernel(
     groups,
     step_count,
     out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-    n: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    halves: tl.constexpr,
-    group: tl.constexpr,
-    GROUPED: tl.constexpr,
-    FALLBACK: tl.constexpr,
-    MAGIC_CONVERSION: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Computes one ``[BM, BN]`` tile of the output."""
+    """Computes one ``[BM, BN]`` tile of ``Problem`` P, as ``Config`` C says."""
     # Sizes are constants to save registers: the compiler folds them into addresses.
     # The number of steps is not a constant, or the compiler would unroll the loop.
-    HALF: tl.constexpr = BM // halves
-    k_blocks: tl.constexpr = (K + k - 1) // k
-    batch, row, column = _tile_origin(M, N, BM, BN, group)
+    BM: tl.constexpr = C.BM
+    BN: tl.constexpr = C.BN
+    HALF: tl.constexpr = BM // C.halves
+    k_blocks: tl.constexpr = (P.K + P.k - 1) // P.k
+    batch, row, column = _tile_origin(P.M, P.N, BM, BN, C.group)
     lhs_batch, rhs_batch = batch, batch
-    if GROUPED == "rows":
-        tl.static_assert(m % BM == 0)
-        rhs_batch = tl.load(groups + row // m).to(tl.int64)
+    if P.grouped == "rows":
+        tl.static_assert(P.tile_rows % BM == 0)
+        rhs_batch = tl.load(groups + row // P.tile_rows).to(tl.int64)
         if rhs_batch < 0:
             return
-    if GROUPED == "contraction":
+    if P.grouped == "contraction":
         lhs_batch = tl.load(groups + 2 * batch).to(tl.int64)
         rhs_batch = lhs_batch
         step_count = tl.load(groups + 2 * batch + 1)
 
-    i = clamped_range(0, HALF, row, M, BM)
-    lower_i = clamped_range(HALF, HALF, row, M, BM)
-    j = clamped_range(0, BN, column, N, BN)
-    c = tl.arange(0, k)
-    lhs += (lhs_batch * M + row) * K
-    residual += (lhs_batch * M + row) * K
-    rhs += (rhs_batch * N + column) * K
-    lhs_offsets = i[:, None] * K + c[None, :]
-    lower_offsets = lower_i[:, None] * K + c[None, :]
-    rhs_offsets = c[:, None] + j[None, :] * K
+    i = clamped_range(0, HALF, row, P.M, BM)
+    lower_i = clamped_range(HALF, HALF, row, P.M, BM)
+    j = clamped_range(0, BN, column, P.N, BN)
+    c = tl.arange(0, P.k)
+    lhs += (lhs_batch * P.M + row) * P.K
+    residual += (lhs_batch * P.M + row) * P.K
+    rhs += (rhs_batch * P.N + column) * P.K
+    lhs_offsets = i[:, None] * P.K + c[None, :]
+    lower_offsets = lower_i[:, None] * P.K + c[None, :]
+    rhs_offsets = c[:, None] + j[None, :] * P.K
 
-    tl.static_assert(halves == 1 or m >= BM)
-    lhs_rows = scale_offsets(lhs_batch, row, i, 1, M, m, BM, k_blocks)
+    tl.static_assert(C.halves == 1 or P.m >= BM)
+    lhs_rows = scale_offsets(lhs_batch, row, i, 1, P.M, P.m, BM, k_blocks)
     lhs_scales += lhs_rows
     residual_scales += lhs_rows
-    rhs_scales += scale_offsets(rhs_batch, column, j, 0, N, n, BN, k_blocks)
+    rhs_scales += scale_offsets(rhs_batch, column, j, 0, P.N, P.n, BN, k_blocks)
 
-    if FALLBACK:
-        row_group: tl.constexpr = max(m, BM)
-        list_index = batch * ((M + row_group - 1) // row_group) + row // row_group
+    if P.fallback:
+        row_group: tl.constexpr = max(P.m, BM)
+        list_index = batch * ((P.M + row_group - 1) // row_group) + row // row_group
         order += list_index * 2 * k_blocks
         step_scales += list_index * 2 * k_blocks
         step_count = tl.load(counts + list_index)
         next_code = tl.load(order)
 
     # From a K block to the next one.
-    are_matrices: tl.constexpr = GROUPED == "contraction"
-    tl.static_assert((k == K and min(m, n) > 1) or not are_matrices)
-    lhs_stride: tl.constexpr = M * K if are_matrices else k
-    rhs_stride: tl.constexpr = N * K if are_matrices else k
-    lhs_scale_stride: tl.constexpr = (M + m - 1) // m if are_matrices or m == 1 else 1
-    rhs_scale_stride: tl.constexpr = (N + n - 1) // n if are_matrices or n == 1 else 1
+    are_matrices: tl.constexpr = P.grouped == "contraction"
+    tl.static_assert(P.k == P.K or not are_matrices)
+    lhs_stride: tl.constexpr = P.M * P.K if are_matrices else P.k
+    rhs_stride: tl.constexpr = P.N * P.K if are_matrices else P.k
+    row_blocks: tl.constexpr = (P.M + P.m - 1) // P.m
+    column_blocks: tl.constexpr = (P.N + P.n - 1) // P.n
+    lhs_scale_stride: tl.constexpr = row_blocks if are_matrices or P.m == 1 else 1
+    rhs_scale_stride: tl.constexpr = column_blocks if are_matrices or P.n == 1 else 1
 
+    ALL: tl.constexpr = P.K % P.k == 0
     acc = tl.zeros((HALF, BN), tl.float32)
     lower_acc = acc
     for step in range(step_count):
-        if FALLBACK:
+        if P.fallback:
             # Read one step ahead, because the addresses of this step depend on it.
             code = next_code
             next_code = tl.load(order + tl.minimum(step + 1, step_count - 1))
             is_main = (code & 1) == 0
             block = code >> 1
             codes = tl.where(is_main, lhs, residual)
-            if m >= BM:
+            if P.m >= BM:
                 lhs_scale = tl.load(step_scales + step)
             else:
                 scales = tl.where(is_main, lhs_scales, residual_scales)
@@ -124,21 +162,21 @@ def gemm_kernel(
             codes = lhs
             lhs_scale = tl.load(lhs_scales + block * lhs_scale_stride)
         rhs_scale = tl.load(rhs_scales + block * rhs_scale_stride)
-        scale = outer_product(lhs_scale, rhs_scale, m, n)
-        inside = c < K - block * k  # not read if a block has all of K
+        scale = outer_product(lhs_scale, rhs_scale, P.m, P.n)
+        inside = c < P.K - block * P.k  # not read if a block has all of K
         codes += block * lhs_stride
-        a = load(codes + lhs_offsets, inside[None, :], K % k == 0)
-        b = load(rhs + block * rhs_stride + rhs_offsets, inside[:, None], K % k == 0)
-        acc = add_product(acc, a, b, scale, MAGIC_CONVERSION)
-        if halves == 2:
+        a = load(codes + lhs_offsets, inside[None, :], ALL)
+        b = load(rhs + block * rhs_stride + rhs_offsets, inside[:, None], ALL)
+        acc = add_product(acc, a, b, scale, P.magic_conversion)
+        if C.halves == 2:
             acc = _computed_first(acc)
-            a = load(codes + lower_offsets, inside[None, :], K % k == 0)
-            lower_acc = add_product(lower_acc, a, b, scale, MAGIC_CONVERSION)
+            a = load(codes + lower_offsets, inside[None, :], ALL)
+            lower_acc = add_product(lower_acc, a, b, scale, P.magic_conversion)
 
-    out += (batch * M + row) * N + column
-    store(out, acc, row, column, 0, M, N)
-    if halves == 2:
-        store(out + HALF * N, lower_acc, row, column, HALF, M, N)
+    out += (batch * P.M + row) * P.N + column
+    store(out, acc, row, column, 0, P.M, P.N)
+    if C.halves == 2:
+        store(out + HALF * P.N, lower_acc, row, column, HALF, P.M, P.N)
 
 
 @triton.jit

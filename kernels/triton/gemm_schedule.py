@@ -150,7 +150,7 @@ def _list_steps(
 
 @triton.jit
 def _rank(residual_scales, row, rows, blocks, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """The number of lists of a matrix that come before that of a row block."""
+    """The number of a matrix's lists that come before the list of a row block."""
     own = tl.sum(_count_residuals(residual_scales, row, 1, rows, blocks, CHUNK), 0)
     before = 0
     for first in range(0, rows, ROWS):

@@ -1,107 +1,74 @@
-"""The INT8 GEMMs of rows in groups, each group with its own matrix, in Triton."""
+"""The GEMMs of rows in groups, each group with its own matrix, in Triton."""
 
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.kernels.grouped_reference import tile_ranges
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.quantized import Quantized
+from fbq_jax.kernels.tiles import tile_ranges
 from fbq_jax.kernels.triton.gemm import launch_gemm
-from fbq_jax.kernels.triton.gemm_config import Config, choose_config
-from fbq_jax.kernels.triton.launch import compute_capability
+from fbq_jax.kernels.triton.gemm_config import Config
 
 
-def ragged_matmul(
+def matmul(
     lhs: Quantized,
-    residual: Quantized | None,
     rhs: Quantized,
     groups: jax.Array,
     *,
-    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """Multiplies as ``grouped_reference.ragged_matmul`` does.
+    """Multiplies as ``reference.matmul`` does with groups; blocks as in ``gemm``.
 
     Products of tiles without a group are not written.
 
     Args:
-      lhs: codes int8 ``[T, m, K]``, scales float32 ``[T, 1, ceil(K/k)]``.
-      residual: a second term of lhs with the same shapes, or None.
-      rhs: codes int8 ``[G, N, K]``, scales float32 ``[G, ceil(N/n), ceil(K/k)]``.
+      lhs: tiles ``[T, m, K]`` of 32, 64, 128 or 256 rows.
+      rhs: the matrices ``[G, N, K]``.
       groups: int32 ``[T]``, each tile's group.
-      block_shape: ``(m, k, n)``, each 32, 64, 128 or 256.
-      dtype: dtype of the output.
+      dtype: the dtype of the output.
       sm: as in ``gemm.matmul``.
-      config: tuning options; by default from ``choose_config``.
+      config: as in ``gemm.matmul``.
 
     Returns:
       ``[T, m, N]`` in ``dtype``.
     """
-    sm = sm or compute_capability()
-    tiles, m, K = lhs.codes.shape
-    size, N, _ = rhs.codes.shape
-    fallback, sizes = residual is not None, (tiles * m, N, K)
-    config = config or choose_config(sizes, block_shape, sm, fallback=fallback)
-    if m < config.BM:  # A tile has rows of one group.
-        config = config._replace(BM=m, num_warps=4)
-    lhs, residual = jax.tree.map(
-        lambda x: x.reshape(1, -1, x.shape[2]), (lhs, residual)
-    )
+    (tiles, m, _), (size, N, _) = lhs.shape, rhs.shape
+    is_valid = (groups >= 0) & (groups < size)
     y = launch_gemm(
-        lhs,
-        residual,
+        jax.tree.map(lambda x: x.reshape(1, -1, x.shape[2]), lhs),
         rhs,
-        jax.ShapeDtypeStruct((1, tiles * m, N), dtype),
-        block_shape,
-        sm,
-        config,
-        jnp.where((groups >= 0) & (groups < size), groups, -1),
-        "rows",
+        *(1, dtype, sm, config),
+        groups=jnp.where(is_valid, groups, -1),
+        grouped="rows",
+        tile_rows=m,
     )
     return y.reshape(tiles, m, N)
 
 
-def ragged_contraction(
+def contract(
     lhs: Quantized,
     rhs: Quantized,
     groups: jax.Array,
     *,
     size: int,
-    block_shape: tuple[int, int, int],
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """Contracts as ``grouped_reference.ragged_contraction`` does.
+    """Contracts as ``reference.contract`` does; blocks as in ``gemm``.
 
     Args:
-      lhs: codes int8 ``[T, K, m]``, scales float32 ``[T, ceil(K/k), 1]``.
-      rhs: codes int8 ``[T, N, m]``, scales float32 ``[T, ceil(N/n), 1]``.
+      lhs: tiles ``[T, K, m]``, of one term, whose blocks have all of ``m``.
+      rhs: tiles ``[T, N, m]``, likewise.
       groups: int32 ``[T]``, each tile's group, in ascending order.
       size: G.
-      block_shape: ``(k, m, n)``, each 32, 64, 128 or 256.
-      dtype: dtype of the output.
+      dtype: the dtype of the output.
       sm: as in ``gemm.matmul``.
-      config: tuning options; by default from ``choose_config``.
+      config: as in ``gemm.matmul``.
 
     Returns:
       ``[G, K, N]`` in ``dtype``.
     """
-    sm = sm or compute_capability()
-    tiles, K, m = lhs.codes.shape
-    N = rhs.codes.shape[1]
-    sizes = K, N, tiles * m
-    config = config or choose_config(sizes, block_shape, sm, fallback=False)
-    out = jax.ShapeDtypeStruct((size, K, N), dtype)
-    return launch_gemm(
-        lhs,
-        None,
-        rhs,
-        out,
-        block_shape,
-        sm,
-        config,
-        tile_ranges(groups, size),
-        "contraction",
-    )
+    ranges = tile_ranges(groups, size)
+    return launch_gemm(lhs, rhs, size, dtype, sm, config, ranges, "contraction")

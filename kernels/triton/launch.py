@@ -11,7 +11,6 @@ captures each as a graph of its own: such graphs take longer to start and to upd
 """
 
 import functools
-import math
 import os
 import threading
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,18 +19,14 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import triton
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from triton.compiler import CompiledKernel
 
-from fbq_jax.kernels.reference import Block, CodeDtype
-from fbq_jax.kernels.rounding import Rounding, Seeds
 from fbq_jax.kernels.triton import driver_cache
 from fbq_jax.kernels.triton.call import Call
-from fbq_jax.kernels.triton.outputs import BlockOutputs
 
 _CUSTOM_CALL = "__gpu$xla.gpu.ptx"
 
@@ -65,11 +60,11 @@ def launch(
       num_stages: the depth of the pipeline of loads.
       programs: how many programs a multiprocessor should run at the same time, which
         limits their registers; None lets the compiler choose.
-      in_place: by the position of an array, that of the output that takes its memory.
+      in_place: maps an array to the output that takes its memory, by position.
       waits: whether the kernel waits with compiling until one that waits is lowered,
-        and does not start when it is traced.  Those of a forward pass alone wait: JAX
-        traces it, too, where it then takes derivatives, and ``init`` of a Flax module
-        drops its output.
+        and does not start when it is traced.  For kernels of a forward pass
+        without derivatives: JAX traces it, too, where it then takes derivatives, and
+        ``init`` of a Flax module drops its output.
       **constants: the ``tl.constexpr`` arguments of the kernel.
 
     Returns:
@@ -193,7 +188,7 @@ def _driver_threads() -> futures.Executor:
 
 
 def compute_capability() -> int:
-    """That of the first device of this process, times ten."""
+    """The compute capability of this process's first device, times ten."""
     return int(jax.local_devices()[0].compute_capability.replace(".", ""))
 
 
@@ -235,61 +230,3 @@ def _lower(ctx: mlir.LoweringRuleContext, *arrays: Any, call: Call) -> Sequence[
 
 
 mlir.register_lowering(_call_p, _lower, platform="cuda")
-
-
-def seed_arguments(
-    seeds: Seeds, *roundings: Rounding | None
-) -> tuple[tuple[jax.Array, ...], bool]:
-    """The five arrays of seeds that a kernel takes, and whether it folds them.
-
-    A single array takes the place of all.  Without stochastic rounding they are zeros,
-    so that a later kernel may overwrite the number of calls.
-    """
-    if "stochastic" not in roundings:
-        seeds = jnp.zeros_like(seeds[0] if isinstance(seeds, tuple) else seeds)
-    if isinstance(seeds, tuple):
-        return seeds, True
-    return (seeds,) * 5, False
-
-
-def mode_of(rounding: Rounding | None, dtype: CodeDtype) -> str | None:
-    """The mode of a layout (``block_codes``)."""
-    return "float8" if rounding and dtype == "float8_e4m3fn" else rounding
-
-
-def launch_on_blocks(
-    kernel: triton.JITFunction,
-    x: jax.Array,
-    *args: jax.Array,
-    block: Block,
-    shape: Any = None,
-    **options: Any,
-) -> tuple[jax.Array, ...]:
-    """Runs one program per block of matrices ``[B, R, C]``.
-
-    Args:
-      kernel: takes x, args, ``R``, ``C / COLUMN_UNIT`` and outputs; its constants
-        include ``r``, ``c`` and ``COLUMN_UNIT``.
-      x: the matrices, or values that the kernel makes them from.
-      *args: further inputs of the kernel.
-      block: rows ``r`` and columns ``c`` of a block.
-      shape: ``(B, R, C)``; by default that of x.
-      **options: further arguments of ``launch``.
-    """
-    shape = shape or x.shape
-    _, rows, columns = shape
-    # With this constant, the compiler knows that each row starts at a multiple of the
-    # unit, and loads that many elements at once.
-    unit = math.gcd(columns, 16)
-    return launch(
-        kernel,
-        x,
-        *args,
-        rows,
-        columns // unit,
-        grid=(BlockOutputs(shape, block).programs,),
-        r=block[0],
-        c=block[1],
-        COLUMN_UNIT=unit,
-        **options,
-    )

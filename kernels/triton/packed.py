@@ -2,9 +2,8 @@
 
 A block is 128 columns wide, so each of its rows is a group of
 ``fbq_jax.kernels.packing``.  ``block_tiles`` describes tiles and ``at``.  A packed
-array is the tuple ``(planes, scales)`` with one plane for each width that a chunk may
-have: 8, 4, 2 and 1 bits.  Planes for widths that ``BITS`` does not contain are neither
-read nor written.  ``groups`` is the number of groups in a row.
+array is the tuple ``(data, scales, groups)``: two pointers, and the number of groups in
+a row.
 """
 
 import triton
@@ -33,13 +32,24 @@ FLOATS_OF_CHUNKS = tl.constexpr(
 
 
 @triton.jit
-def store_packed(packed, tiles, at, groups, BITS: tl.constexpr):
-    """Quantizes each row of float32 tiles to ``BITS`` bits and stores packed codes."""
-    store_chunks(packed, pack(tiles, BITS), at, groups, BITS)
+def store_saved(packed, saved, at, BITS: tl.constexpr):
+    """Quantizes each row of float32 arrays to ``BITS`` bits and stores packed codes.
+
+    ``saved`` has the tiles of each array.  ``packed`` has the matrices of all arrays,
+    one array after the other in each matrix of the stack.
+    """
+    batch, i, j, rows, columns = at
+    # Storing one array after the other would take more registers.
+    chunks = ()
+    for k in tl.static_range(len(saved)):
+        chunks += (_pack(saved[k], BITS),)  # type: ignore[assignment]
+    for k in tl.static_range(len(saved)):
+        here = batch * len(saved) + k, i, j, rows, columns
+        _store_chunks(packed, chunks[k], here, BITS)
 
 
 @triton.jit
-def pack(tiles, BITS: tl.constexpr):
+def _pack(tiles, BITS: tl.constexpr):
     """Quantizes each row of float32 tiles to ``BITS`` bits, and packs the codes.
 
     Returns:
@@ -66,9 +76,9 @@ def pack(tiles, BITS: tl.constexpr):
 
 
 @triton.jit
-def store_chunks(packed, chunks, at, groups, BITS: tl.constexpr):
-    """Stores what ``pack`` returns."""
-    planes, scales = packed
+def _store_chunks(packed, chunks, at, BITS: tl.constexpr):
+    """Stores what ``_pack`` returns."""
+    data, scales, groups = packed
     batch, i, j, rows, _ = at
     r: tl.constexpr = 4 * chunks[0][0].shape[0]
     row = i * r + tl.arange(0, r)
@@ -84,16 +94,21 @@ def store_chunks(packed, chunks, at, groups, BITS: tl.constexpr):
             of_tiles = ()
             for k in tl.static_range(4):
                 of_tiles += (chunks[k][1][p],)  # type: ignore[assignment]
-            _store_plane(planes[p], _interleave(of_tiles), group, inside)
+            _store_plane(data, _interleave(of_tiles), group, inside, BITS, 8 >> p)
 
 
 @triton.jit
-def _store_plane(plane, chunks, group, inside):
+def _store_plane(data, chunks, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Stores the chunks of one width, as many 32-bit words for each group."""
-    words: tl.constexpr = chunks.shape[1]
-    plane = plane.to(tl.pointer_type(tl.int32), bitcast=True)
-    word = group[:, None] * words + tl.arange(0, words)[None, :]
-    tl.store(plane + word, chunks, inside[:, None])
+    data = data.to(tl.pointer_type(tl.int32), bitcast=True)
+    word = tl.arange(0, chunks.shape[1])[None, :] + _first_byte(BITS, WIDTH) // 4
+    tl.store(data + group[:, None] * (4 * BITS) + word, chunks, inside[:, None])
+
+
+@triton.constexpr_function
+def _first_byte(bits, width):
+    """Where the plane of a width begins in the bytes of a group."""
+    return sum(16 * wider for wider in (8, 4, 2) if bits & wider and wider > width)
 
 
 @triton.jit
@@ -130,40 +145,41 @@ def _interleave(tiles):
 
 
 @triton.jit
-def load_packed(packed, at, groups, r: tl.constexpr, BITS: tl.constexpr):
+def load_packed(packed, at, r: tl.constexpr, BITS: tl.constexpr):
     """Dequantizes a block: four float32 tiles.
 
     A chunk becomes the low bits of a float, whose last bit has the chunk's weight in
     the word.  The sum of these floats is a constant plus the code, and exact.
     """
-    planes, scales = packed
+    data, scales, groups = packed
     batch, i, j, rows, _ = at
     tiles = ()
     for k in tl.static_range(4):
         row = i * r + 4 * tl.arange(0, r // 4)[:, None] + k
         group, inside = (batch * rows + row) * groups + j, row < rows
-        codes = tl.full((r // 4, GROUP), -sum_of_zero(BITS), tl.float32)
+        codes = tl.full((r // 4, GROUP), -_sum_of_zero(BITS), tl.float32)
         for p in tl.static_range(4):
             if BITS & (8 >> p):
-                codes += _load_chunks(planes[p], group, inside, BITS, 8 >> p)
+                codes += _load_chunks(data, group, inside, BITS, 8 >> p)
         tiles += (codes * tl.load(scales + group, inside, 0.0),)  # type: ignore[assignment]
     return tiles
 
 
 @triton.constexpr_function
-def sum_of_zero(bits):
+def _sum_of_zero(bits):
     """The sum of the floats of ``_load_chunks`` for a code of 0."""
     shifts = [bits & (width - 1) for width in (8, 4, 2, 1) if bits & width]
     return sum(1.5 * 2.0 ** (23 + shift) for shift in shifts) + 2.0 ** (bits - 1)
 
 
 @triton.jit
-def _load_chunks(plane, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
+def _load_chunks(data, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """``1.5 * 2**23`` plus the chunks of one width, times their weight in the word."""
     STRIDE: tl.constexpr = 16 * WIDTH
     SHIFT: tl.constexpr = BITS & (WIDTH - 1)
     column = tl.arange(0, GROUP)[None, :]
-    chunks = tl.load(plane + group * STRIDE + column % STRIDE, inside, 0)
+    byte = _first_byte(BITS, WIDTH) + column % STRIDE
+    chunks = tl.load(data + group * (16 * BITS) + byte, inside, 0)
     position = column // STRIDE * WIDTH
     bits: tl.constexpr = 0x4B400000 + (SHIFT << 23)  # of 1.5 * 2**(23 + SHIFT)
     masks: tl.constexpr = 0x01010101 * ((1 << WIDTH) - 1)

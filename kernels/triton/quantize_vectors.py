@@ -12,31 +12,29 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import lax
 
-from fbq_jax.kernels import rounding
-from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, Layouts
-from fbq_jax.kernels.scales import scale_and_inverse
-from fbq_jax.kernels.triton.block_codes import (
-    elementwise_max,
-    from_bits,
-    magnitudes,
-    multiply,
-    round_codes,
-    widen,
+from fbq_jax.kernels.quantized import Layout, Layouts
+from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce
+from fbq_jax.kernels.rounding import GlobalOffset, MatrixSeeds, Seeds
+from fbq_jax.kernels.scales import find_amax, scale_and_inverse
+from fbq_jax.kernels.triton.arguments import (
+    column_unit,
+    colwise_operand,
+    colwise_outputs,
+    launch_on_blocks,
+    noise_inputs,
+    output,
+    rowwise_operand,
+    rowwise_outputs,
 )
+from fbq_jax.kernels.triton.block_codes import multiply, nearest, stochastic, widen
+from fbq_jax.kernels.triton.block_maxima import column_maxima as column_maxima_of
+from fbq_jax.kernels.triton.block_maxima import row_maxima as row_maxima_of
 from fbq_jax.kernels.triton.block_tiles import (
     load,
     locate_block,
     store_colwise,
     store_rowwise,
-)
-from fbq_jax.kernels.triton.launch import launch_on_blocks
-from fbq_jax.kernels.triton.outputs import (
-    as_layouts,
-    colwise_codes,
-    output,
-    rowwise_codes,
 )
 
 TILE = (64, 128)
@@ -44,68 +42,73 @@ TILE = (64, 128)
 
 def quantize_vectors(
     x: jax.Array,
-    seeds: jax.Array,
+    seeds: Seeds,
+    global_offset: GlobalOffset | None = None,
     *,
-    rowwise: rounding.Rounding | None,
-    colwise: rounding.Rounding | None,
+    rowwise: Layout | None,
+    colwise: Layout | None,
     bound: float = 127.0,
-    per_tensor: bool = False,
-    global_offset: rounding.GlobalOffset | None = None,
     amax_reduce: AmaxReduce = NO_AMAX_REDUCE,
 ) -> Layouts:
-    """See ``reference.quantize_vectors``."""
-    scales = functools.partial(_scales, bound=bound, per_tensor=per_tensor)
-    modes = {"ROWWISE": rowwise, "COLWISE": colwise}
+    """See ``reference.quantize``; for scales of whole rows, columns or matrices."""
     batch, rows, columns = x.shape
+    shape = batch, rows, columns
     down, across = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
-    row_maxima, column_maxima = launch_on_blocks(
-        _find_maxima,
-        x,
+    inputs = {"x": x} | noise_inputs(seeds, global_offset, rows, rowwise, colwise)
+    unit = column_unit(columns)
+    run = functools.partial(
+        launch_on_blocks,
+        shape=shape,
         block=TILE,
-        outputs=[
-            output((batch, across, rows), jnp.int32, wanted=rowwise),
-            output((batch, down, columns), jnp.int32, wanted=colwise),
-        ],
-        **modes,
+        unit=unit,
+        SHAPE=(*TILE, unit),
+        ROWWISE=rowwise and rowwise.rounding,
+        COLWISE=colwise and colwise.rounding,
     )
-    # The seeds are passed in place of inverses that the kernel does not read.
-    row_scales, row_inverses = column_scales, column_inverses = seeds, seeds
+    outputs = {
+        "row_maxima": output((batch, across, rows), jnp.float32, wanted=rowwise),
+        "column_maxima": output((batch, down, columns), jnp.float32, wanted=colwise),
+    }
+    maxima = run(_find_maxima, inputs, outputs)
+    scales = functools.partial(_scales, bound=bound)
+    inverses = dict.fromkeys(("row_inverses", "column_inverses"))
+    found = {}
     if rowwise is not None:
-        row_scales, row_inverses = scales(row_maxima, amax_reduce.rowwise)
+        found["scales"], inverses["row_inverses"] = scales(
+            maxima["row_maxima"], rowwise, amax_reduce.rowwise
+        )
     if colwise is not None:
-        column_scales, column_inverses = scales(column_maxima, amax_reduce.colwise)
-    codes, column_codes = launch_on_blocks(
+        found["colwise_scales"], inverses["column_inverses"] = scales(
+            maxima["column_maxima"], colwise, amax_reduce.colwise
+        )
+    found = found | run(
         _round_vectors,
-        x,
-        row_inverses,
-        column_inverses,
-        seeds,
-        *(global_offset or rounding.no_offset(x.shape[1])),
-        block=TILE,
-        outputs=[rowwise_codes(x.shape, rowwise), colwise_codes(x.shape, colwise)],
+        inputs | inverses,
+        rowwise_outputs(shape, rowwise) | colwise_outputs(shape, colwise),
+        FOLDS_SEEDS=isinstance(seeds, MatrixSeeds),
         CLIPPED=bound > 127.0,
-        **modes,
     )
-    return as_layouts(x.shape, (codes, row_scales), (column_codes, column_scales))
+    return Layouts(
+        rowwise_operand(found, shape, rowwise), colwise_operand(found, shape, colwise)
+    )
 
 
-@functools.partial(jax.jit, static_argnums=1, static_argnames=("bound", "per_tensor"))
+@functools.partial(jax.jit, static_argnames=("layout", "amax_reduce", "bound"))
 def _scales(
     maxima: jax.Array,
+    layout: Layout,
     amax_reduce: Callable[[jax.Array], jax.Array],
     *,
     bound: float,
-    per_tensor: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Scales ``[B, N, 1]`` and inverses ``[B, N]`` from the maxima of ``_find_maxima``.
 
-    The maxima are int32 ``[B, T, N]``, where T counts tiles.
+    The maxima are ``[B, T, N]``, where T counts tiles.
     """
-    bits = jnp.max(maxima, axis=1)
-    if per_tensor:
-        bits = jnp.broadcast_to(jnp.max(bits, axis=1, keepdims=True), bits.shape)
-    amax = amax_reduce(lax.bitcast_convert_type(bits, jnp.float32))
-    scales, inverses = scale_and_inverse(amax, bound)
+    amax = find_amax(maxima, 1)
+    if layout.block == (None, None):
+        amax = jnp.broadcast_to(find_amax(amax, 1, keepdims=True), amax.shape)
+    scales, inverses = scale_and_inverse(amax_reduce(amax), bound)
     return scales[:, :, None], inverses
 
 
@@ -113,38 +116,27 @@ def _scales(
 def _find_maxima(
     x,
     rows,
-    columns,
+    units,
     row_maxima,
     column_maxima,
-    r: tl.constexpr,
-    c: tl.constexpr,
-    COLUMN_UNIT: tl.constexpr,
+    SHAPE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
 ):
-    """``max |x|`` of each row and each column of a tile, as the bits of a float32.
-
-    As integers, the bits have the order of the floats, with NaN last.  XLA's maximum of
-    floats may drop a NaN.
-    """
-    columns *= COLUMN_UNIT
-    at, _ = locate_block(rows, columns, r, c)
-    batch, i, j, _, _ = at
-    tiles = load(x, at, r, c)
-    bits = magnitudes(tiles)
+    """``max |x|`` of each row and each column of a tile."""
+    r: tl.constexpr = SHAPE[0]
+    c: tl.constexpr = SHAPE[1]
+    at, _ = locate_block(rows, units * SHAPE[2], r, c)
+    batch, i, j, _, columns = at
+    tiles = load((x,), at, r, c)
     if ROWWISE is not None:
         row_maxima += (batch * tl.cdiv(columns, c) + j) * rows
-        for k in tl.static_range(4):
-            row = i * r + 4 * tl.arange(0, r // 4) + k
-            top = from_bits(tl.max(bits[k].to(tl.int32), 1), tiles[0].dtype)
-            tl.store(row_maxima + row, top.to(tl.int32, bitcast=True), row < rows)
+        row = i * r + tl.arange(0, r)
+        tl.store(row_maxima + row, row_maxima_of(tiles), row < rows)
     if COLWISE is not None:
         column_maxima += (batch * tl.cdiv(rows, r) + i) * columns
         column = j * c + tl.arange(0, c)
-        top = tl.max(elementwise_max(bits).to(tl.int32), 0)
-        top = from_bits(top, tiles[0].dtype)
-        inside = column < columns
-        tl.store(column_maxima + column, top.to(tl.int32, bitcast=True), inside)
+        tl.store(column_maxima + column, column_maxima_of(tiles), column < columns)
 
 
 @triton.jit
@@ -153,28 +145,29 @@ def _round_vectors(
     row_inverses,
     column_inverses,
     seeds,
-    row_offsets,
-    column_offset,
+    calls,
+    places,
+    global_offset,
     rows,
-    columns,
+    units,
     codes,
-    column_codes,
-    r: tl.constexpr,
-    c: tl.constexpr,
-    COLUMN_UNIT: tl.constexpr,
+    colwise_codes,
+    SHAPE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLWISE: tl.constexpr,
+    FOLDS_SEEDS: tl.constexpr,
     CLIPPED: tl.constexpr,
 ):
-    noise = (seeds,), row_offsets, column_offset
-    at, _ = locate_block(rows, columns * COLUMN_UNIT, r, c)
-    tiles = load(x, at, r, c)
+    """Stores the codes of a tile."""
+    noise = (seeds, calls, places) if FOLDS_SEEDS else (seeds,), global_offset
+    at, _ = locate_block(rows, units * SHAPE[2], SHAPE[0], SHAPE[1])
+    tiles = load((x,), at, SHAPE[0], SHAPE[1])
     if ROWWISE is not None:
         v = _multiply_rows(tiles, row_inverses, at)
         store_rowwise(codes, _round(v, noise, at, ROWWISE, CLIPPED), at)
     if COLWISE is not None:
         v = _multiply_columns(tiles, column_inverses, at)
-        store_colwise(column_codes, _round(v, noise, at, COLWISE, CLIPPED), at)
+        store_colwise(colwise_codes, _round(v, noise, at, COLWISE, CLIPPED), at)
 
 
 @triton.jit
@@ -205,4 +198,4 @@ def _multiply_columns(tiles, inverses, at):
 def _round(v, noise, at, MODE: tl.constexpr, CLIPPED: tl.constexpr):
     if CLIPPED:
         v = [tl.maximum(tl.minimum(x, 127.0), -127.0) for x in v]
-    return round_codes(v, noise, at, MODE)
+    return nearest(v) if MODE == "nearest" else stochastic(v, noise, at)

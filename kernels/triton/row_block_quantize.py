@@ -1,9 +1,8 @@
-"""Quantization of one block with one scale per row or per column, in a Triton program.
+"""Quantization of a block with one scale per row or per column, in a Triton program.
 
-Registers hold the block, or a kernel visits its parts (``block_quantize``) one after
-the other.  A row lies in one part, so its codes are stored as soon as its part is
+A row lies in one part of its block, so its codes are stored as soon as its part is
 computed.  A column spans all parts, and so does the block: their codes need a second
-visit.
+visit.  The arguments of device functions are as in ``block_quantize``.
 """
 
 import triton
@@ -26,49 +25,52 @@ from fbq_jax.kernels.triton.block_maxima import (
     row_maxima,
 )
 from fbq_jax.kernels.triton.block_quantize import store_rounded
-from fbq_jax.kernels.triton.block_tiles import (
-    part_at,
-    store_colwise,
-    store_rowwise,
-)
-from fbq_jax.kernels.triton.packed import store_packed
+from fbq_jax.kernels.triton.block_tiles import part_at, store_colwise, store_rowwise
+from fbq_jax.kernels.triton.packed import store_saved
 
 
 @triton.jit
 def quantize_row_block(
-    tiles,
+    SOURCE: tl.constexpr,
+    operands,
+    packed,
     noise,
     outputs,
     at,
-    offset,
-    modes,
+    offsets,
+    CONFIG: tl.constexpr,
 ):
-    """``quantize_row_block_parts`` for a block whose tiles registers hold.
+    """Stores all that ``reference.quantize`` returns for a block."""
+    if CONFIG.held:
+        tiles, saved = SOURCE(operands, at, CONFIG.r, CONFIG)
+        store_saved(packed, saved, at, CONFIG.bits)
+        _quantize_held(tiles, noise, outputs, at, offsets, CONFIG)
+    else:
+        _quantize_parts(SOURCE, operands, packed, noise, outputs, at, offsets, CONFIG)
 
-    It packs nothing.
-    """
-    r: tl.constexpr = 4 * tiles[0].shape[0]
-    c: tl.constexpr = tiles[0].shape[1]
-    ROWWISE: tl.constexpr = modes[0]
-    COLWISE: tl.constexpr = modes[1]
-    COLUMN_BLOCKS: tl.constexpr = modes[2]
-    codes, row_scales = outputs[0][0], outputs[0][1]
-    column_codes, column_scales, column_sums = outputs[1]
-    if ROWWISE is not None or COLUMN_BLOCKS:
+
+@triton.jit
+def _quantize_held(tiles, noise, outputs, at, offsets, CONFIG: tl.constexpr):
+    """Quantizes a block whose tiles registers hold."""
+    ROWWISE: tl.constexpr = CONFIG.rowwise
+    COLWISE: tl.constexpr = CONFIG.colwise
+    codes, row_scales, _ = outputs[0]
+    column_codes, column_scales, column_sums = outputs[2]
+    if ROWWISE is not None or CONFIG.colwise_in_blocks:
         maxima = row_maxima(tiles)
     if ROWWISE is not None:
-        row_inverses = store_row_scales(maxima, row_scales, at, c, ROWWISE)
+        row_inverses = _store_row_scales(maxima, row_scales, at, CONFIG.c, ROWWISE)
     if COLWISE is not None:
-        if COLUMN_BLOCKS:
+        if CONFIG.colwise_in_blocks:
             bits = tl.max(maxima.to(tl.int32, bitcast=True))
             amax = bits.to(tl.float32, bitcast=True)
             scale, inverse = scale_of_codes(amax, COLWISE)
-            tl.store(column_scales + offset, scale)
+            tl.store(column_scales + offsets[1], scale)
         else:
             maxima = column_maxima(tiles)
-            inverse = store_column_scales(maxima, column_scales, at, r, COLWISE)
+            inverse = _store_column_scales(maxima, column_scales, at, CONFIG.r, COLWISE)
     if ROWWISE == "stochastic" or COLWISE == "stochastic":
-        row_keys, column_key = noise_keys(noise, at, r, c)
+        row_keys, column_key = noise_keys(noise, at, CONFIG.r, CONFIG.c)
         keys = row_keys, one_per_thread(column_key)
     if ROWWISE == "float8":
         _store_row_codes(codes, tiles, row_inverses, noise, at, ROWWISE)
@@ -81,80 +83,69 @@ def quantize_row_block(
         for n in tl.static_range(2):
             if ROWWISE is not None and ROWWISE != "float8":
                 v = widen(tiles[2 * k + n]) * row_inverses[2 * k + n]
-                rounded += (round_tile(v, drawn[n], ROWWISE).to(tl.int8),)
+                rounded += (round_tile(v, drawn[n], ROWWISE).to(tl.int8),)  # type: ignore[assignment]
             if COLWISE is not None:
                 v = widen(tiles[2 * k + n]) * inverse
-                column_rounded += (round_tile(v, drawn[n], COLWISE),)
+                column_rounded += (round_tile(v, drawn[n], COLWISE),)  # type: ignore[assignment]
     if ROWWISE is not None and ROWWISE != "float8":
         store_rowwise(codes, rounded, at)
     if COLWISE is not None:
         if COLWISE == "float8":
             column_rounded = float8_words(column_rounded)
         store_colwise(column_codes, column_rounded, at)
-        if modes[3]:
-            largest = largest_column_sum(column_rounded)
-            tl.store(column_sums + offset, largest)
+        if CONFIG.column_sums:
+            tl.store(column_sums + offsets[1], largest_column_sum(column_rounded))
 
 
 @triton.jit
-def quantize_row_block_parts(
-    COMPUTE: tl.constexpr, operands, packed, noise, outputs, at, offset, shape, modes
+def _quantize_parts(
+    SOURCE: tl.constexpr,
+    operands,
+    packed,
+    noise,
+    outputs,
+    at,
+    offsets,
+    CONFIG: tl.constexpr,
 ):
-    """Stores what ``reference.quantize_row_blocks`` returns for one block.
-
-    Args:
-      COMPUTE: ``COMPUTE(operands, at, r, c)`` is a device function that returns the
-        tiles of one part, and a tuple of tiles to pack.
-      operands: its operands.
-      packed: where the latter are stored, as for ``store_packed``.
-      noise: as for ``block_codes.noise_keys``.
-      outputs: codes, scales and sums of each layout.
-      at: the block.
-      offset: of a colwise scale per block, and of sums.
-      shape: the number of parts, and the shape of a part.
-      modes: ``(rowwise, colwise, column_blocks, column_sums, bits)``: the mode of each
-        layout; whether colwise codes have one scale per block, and sums; and the bits
-        of packed codes.
-    """
-    PARTS: tl.constexpr = shape[0]
-    r: tl.constexpr = shape[1]
-    c: tl.constexpr = shape[2]
-    ROWWISE: tl.constexpr = modes[0]
-    COLWISE: tl.constexpr = modes[1]
-    COLUMN_BLOCKS: tl.constexpr = modes[2]
+    """Quantizes a block whose parts a program visits one after the other."""
+    r: tl.constexpr = CONFIG.r // CONFIG.parts
+    c: tl.constexpr = CONFIG.c
+    ROWWISE: tl.constexpr = CONFIG.rowwise
+    COLWISE: tl.constexpr = CONFIG.colwise
     codes, row_scales, _ = outputs[0]
-    column_codes, column_scales, column_sums = outputs[1]
-    _, i, _, _, columns = at
-    stored = codes, column_codes
-    amax = 0.0 if COLUMN_BLOCKS else tl.zeros((c,), tl.float32)
-    for part in range(i * PARTS, (i + 1) * PARTS):
+    column_codes, column_scales, column_sums = outputs[2]
+    i = at[1]
+    amax = 0.0 if CONFIG.colwise_in_blocks else tl.zeros((c,), tl.float32)
+    for part in range(i * CONFIG.parts, (i + 1) * CONFIG.parts):
         here = part_at(at, part)
-        tiles, saved = COMPUTE(operands, here, r, c)
-        for k in tl.static_range(len(saved)):
-            store_packed(packed[k], saved[k], here, columns // c, modes[4])
+        tiles, saved = SOURCE(operands, here, r, CONFIG)
+        store_saved(packed, saved, here, CONFIG.bits)
         if ROWWISE is not None:
-            inverses = store_row_scales(row_maxima(tiles), row_scales, here, c, ROWWISE)
+            maxima = row_maxima(tiles)
+            inverses = _store_row_scales(maxima, row_scales, here, c, ROWWISE)
             _store_row_codes(codes, tiles, inverses, noise, here, ROWWISE)
-        if COLUMN_BLOCKS:
+        if CONFIG.colwise_in_blocks:
             amax = accumulate_amax(amax, tiles)
         elif COLWISE is not None:
             top = column_maxima(tiles)
             amax = tl.maximum(amax, top, propagate_nan=tl.PropagateNan.ALL)
     if COLWISE is not None:
-        if COLUMN_BLOCKS:
+        if CONFIG.colwise_in_blocks:
             scale, inverse = scale_of_codes(amax, COLWISE)
-            tl.store(column_scales + offset, scale)
+            tl.store(column_scales + offsets[1], scale)
         else:
-            inverse = store_column_scales(amax, column_scales, at, r * PARTS, COLWISE)
-        colwise: tl.constexpr = (None, COLWISE, None, False, modes[3])
+            inverse = _store_column_scales(amax, column_scales, at, CONFIG.r, COLWISE)
+        stored = codes, column_codes
         largest = 0.0
-        for part in range(i * PARTS, (i + 1) * PARTS):
+        for part in range(i * CONFIG.parts, (i + 1) * CONFIG.parts):
             here = part_at(at, part)
-            tiles = COMPUTE(operands, here, r, c)[0]
-            v = multiply(tiles, inverse)
-            largest += store_rounded(stored, v, noise, here, colwise)[1]
-        if modes[3]:
-            tl.store(column_sums + offset, largest)
+            v = multiply(SOURCE(operands, here, r, CONFIG)[0], inverse)
+            largest += store_rounded(
+                stored, v, noise, here, None, COLWISE, False, CONFIG.column_sums
+            )[1]
+        if CONFIG.column_sums:
+            tl.store(column_sums + offsets[1], largest)
 
 
 @triton.jit
@@ -163,11 +154,11 @@ def _store_row_codes(codes, tiles, inverses, noise, at, MODE: tl.constexpr):
     v = ()
     for k in tl.static_range(4):
         v += (widen(tiles[k]) * inverses[k],)  # type: ignore[assignment]
-    store_rounded((codes, codes), v, noise, at, (MODE, None, None, False, False))
+    store_rounded((codes, codes), v, noise, at, MODE, None)
 
 
 @triton.jit
-def store_row_scales(maxima, scales, at, c: tl.constexpr, MODE: tl.constexpr):
+def _store_row_scales(maxima, scales, at, c: tl.constexpr, MODE: tl.constexpr):
     """Stores the scales of rows; returns their inverses for each tile."""
     batch, i, j, rows, columns = at
     r: tl.constexpr = maxima.shape[0]
@@ -182,7 +173,7 @@ def store_row_scales(maxima, scales, at, c: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
-def store_column_scales(maxima, scales, at, r: tl.constexpr, MODE: tl.constexpr):
+def _store_column_scales(maxima, scales, at, r: tl.constexpr, MODE: tl.constexpr):
     """Stores the scales of columns; returns their inverses."""
     batch, i, j, rows, columns = at
     c: tl.constexpr = maxima.shape[0]

@@ -65,9 +65,7 @@ def move_threshold(
         in_place=in_place,
         CHUNK=min(CHUNK, selected),
         SELECTED=selected,
-        LOW=target_rate[0],
-        HIGH=target_rate[1],
-        ALPHA=alpha,
+        TARGET=(*target_rate, alpha),
     )
     return MovedThreshold(*results)
 
@@ -89,11 +87,15 @@ def _move_threshold(
     selected_scales,
     CHUNK: tl.constexpr,
     SELECTED: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    ALPHA: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
-    """One program selects the residuals of some of one threshold's blocks."""
+    """One program selects the residuals of some of one threshold's blocks.
+
+    ``TARGET`` is ``(low, high, alpha)``: the range of the rate, and the largest factor.
+    """
+    LOW: tl.constexpr = TARGET[0]
+    HIGH: tl.constexpr = TARGET[1]
+    ALPHA: tl.constexpr = TARGET[2]
     stack, program = tl.program_id(0), tl.program_id(1)
     row = stack.to(tl.int64) * size
     metric += row

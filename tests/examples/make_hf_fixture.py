@@ -7,7 +7,6 @@ every module under tests, also where they are not installed.
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -15,7 +14,7 @@ import safetensors.numpy
 FIXTURE = Path(__file__).with_name("hf_fixture")
 BATCH, SEQ_LEN = 2, 24
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 48,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -51,7 +50,7 @@ GEMMA = NARROW | {
     "final_logit_softcapping": 3.0,
 }
 # The arguments of each family's configuration, by the prefix of its classes.
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "Llama": SIZES | {"rope_parameters": LLAMA3_ROPE},
     "Qwen2": SIZES | {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE},
     "Mistral": NARROW | {"sliding_window": 5, "rope_parameters": DEFAULT_ROPE},
@@ -99,7 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(family: str, config: dict[str, Any], seed: int) -> Any:
+def random_model(family, config, seed):
     """Builds a model of a family, a key of `CONFIGS`, with random float32 weights.
 
     The weights are large enough for every part of the model to show in the logits,
@@ -123,7 +122,7 @@ def random_model(family: str, config: dict[str, Any], seed: int) -> Any:
     return model
 
 
-def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
+def reference(model, seed):
     """Returns random tokens, int32 [B, S], and PyTorch's logits, float32 [B, S, V]."""
     import torch
 
@@ -134,7 +133,7 @@ def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens.astype(np.int32), "logits": logits}
 
 
-def main() -> None:
+def main():
     """Writes one folder for each family that has none."""
     for family, config in CONFIGS.items():
         folder = FIXTURE / family.lower()

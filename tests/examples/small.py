@@ -1,7 +1,5 @@
 """A small Llama."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import numpy as np
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 40,
     "hidden_size": 32,
     "intermediate_size": 24,
@@ -19,11 +17,11 @@ SIZES: dict[str, Any] = {
 }
 
 
-def small_config(**changes: Any) -> LlamaConfig:
+def small_config(**changes):
     return LlamaConfig(**(SIZES | changes))
 
 
-def random_params(config: LlamaConfig) -> Any:
+def random_params(config):
     """Parameters that need no compiled initializer."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]

@@ -2,8 +2,6 @@
 
 import functools
 import types
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from examples.llama import attention
 from tests.marks import with_first_fast
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, backend: str, capability: str) -> None:
+def pretend(monkeypatch, backend, capability):
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "devices", lambda: [device])
@@ -40,22 +38,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch, backend: str, capability: str) -> N
     ],
 )
 def test_implementation_by_device_and_shape(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    capability: str,
-    dtype: jnp.dtype,
-    seq: int,
-    head_dim: int,
-    expected: str,
-) -> None:
+    monkeypatch, backend, capability, dtype, seq, head_dim, expected
+):
     pretend(monkeypatch, backend, capability)
-    assert attention.implementation(dtype, seq, head_dim) == expected
+    assert attention.choose(dtype, seq, head_dim)[0] == expected
 
 
-def test_attend_uses_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_uses_the_chosen_implementation(monkeypatch):
     asked = []
 
-    def spy(q: jax.Array, *_: jax.Array, **options: Any) -> Any:
+    def spy(q, *_, **options):
         asked.append(options)
         return q
 
@@ -78,9 +70,7 @@ def test_attend_uses_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_a_soft_cap_where_cudnn_would_run_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_soft_cap_where_cudnn_would_run_is_a_warning(monkeypatch):
     q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     attention.attend(q, q, q, softcap=5.0)
     pretend(monkeypatch, "gpu", "9.0")
@@ -98,9 +88,7 @@ def test_a_soft_cap_where_cudnn_would_run_is_a_warning(
         ),
     ],
 )
-def test_shapes_that_cudnn_lacks_are_a_warning(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], named: str
-) -> None:
+def test_shapes_that_cudnn_lacks_are_a_warning(monkeypatch, shape, named):
     q = jnp.ones(shape, jnp.bfloat16)
     attention.attend(q, q, q)
     pretend(monkeypatch, "gpu", "9.0")
@@ -113,9 +101,7 @@ def test_shapes_that_cudnn_lacks_are_a_warning(
 
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_attend_matches_its_definition(
-    window: int | None, softcap: float | None
-) -> None:
+def test_attend_matches_its_definition(window, softcap):
     batch, seq, heads, kv_heads, dim = 2, 7, 4, 2, 6
     draw = np.random.default_rng(0).standard_normal
     q = draw((batch, seq, heads, dim), np.float32)
@@ -137,7 +123,7 @@ def test_attend_matches_its_definition(
 @pytest.mark.parametrize("seq", [2, 78, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("window", [None, 2])
-def test_cudnn_agrees_with_xla(seq: int, head_dim: int, window: int | None) -> None:
+def test_cudnn_agrees_with_xla(seq, head_dim, window):
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (4, 2, 2, 4)
     q, k, v, dy = (
@@ -146,16 +132,16 @@ def test_cudnn_agrees_with_xla(seq: int, head_dim: int, window: int | None) -> N
     )
     dy = dy.reshape(2, seq, -1)
 
-    def by_xla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def by_xla(q, k, v):
         return attention.attend_cached(q, k, v, 0, window=window)
 
-    def results(attend: Callable[..., jax.Array]) -> list[np.ndarray]:
+    def results(attend):
         with jax.numpy_dtype_promotion("standard"):
             out, backward = jax.vjp(attend, q, k, v)
             arrays = jax.tree.leaves((out, backward(dy)))
         return [np.asarray(x, np.float32) for x in arrays]
 
-    assert attention.implementation(q.dtype, seq, head_dim) == "cudnn"
+    assert attention.choose(q.dtype, seq, head_dim)[0] == "cudnn"
     by_cudnn = results(functools.partial(attention.attend, window=window))
     for a, b in zip(by_cudnn, results(by_xla), strict=True):
         assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-6
@@ -164,9 +150,7 @@ def test_cudnn_agrees_with_xla(seq: int, head_dim: int, window: int | None) -> N
 @pytest.mark.parametrize(
     "options", with_first_fast([{}, {"window": 100}, {"softcap": 3.0}])
 )
-def test_splash_attention_agrees_with_xla(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_splash_attention_agrees_with_xla(monkeypatch, options):
     """In the kernel's interpreter, with two queries for each key."""
     make = attention.splash.make_splash_mha_single_device
     interpreted = functools.partial(make, interpret=True)
@@ -184,7 +168,7 @@ def test_splash_attention_agrees_with_xla(
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_xla_attention_on_a_tpu_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_attention_on_a_tpu_says_why(monkeypatch):
     q = jnp.ones((1, 100, 2, 8), jnp.bfloat16)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with pytest.warns(UserWarning, match="multiples of 128 tokens, got bfloat16 and 1"):

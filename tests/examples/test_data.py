@@ -2,8 +2,6 @@
 
 import signal
 import sysconfig
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from examples.llama.data import (
 from examples.llama.progress import interruptible
 
 
-def write_folder(root: Path, count: int) -> Path:
+def write_folder(root, count):
     """Files whose sorted order differs from the order of creation."""
     for index in reversed(range(count)):
         file = root / f"{index % 2}" / f"{index:03}.txt"
@@ -30,7 +28,7 @@ def write_folder(root: Path, count: int) -> Path:
     return root
 
 
-def word_tokenizer() -> Tokenizer:
+def word_tokenizer():
     """A tokenizer of words that puts <s> before each document."""
     vocabulary = {"<s>": 0, "a": 1, "b": 2, "<unk>": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -41,11 +39,11 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def counting(train: int, val: int = 0) -> Corpus:
+def counting(train, val=0):
     return Corpus(np.arange(train, dtype=np.uint16), np.arange(val), train)
 
 
-def test_standard_library_is_the_default() -> None:
+def test_standard_library_is_the_default():
     corpus = load_corpus()
     assert corpus.vocab_size == 256
     # Of the bytes, 5 % are held out in some Pythons, and 11 % in others.
@@ -57,9 +55,7 @@ def test_standard_library_is_the_default() -> None:
     assert b"class JSONDecodeError(ValueError)" in corpus.train.tobytes()
 
 
-def test_standard_library_is_read_without_packages_and_tests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_library_is_read_without_packages_and_tests(tmp_path, monkeypatch):
     for name in "site-packages/x.py", "json/test/x.py", "notes.txt", "b.py", "a/c.py":
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -68,7 +64,7 @@ def test_standard_library_is_read_without_packages_and_tests(
     assert corpus.train.tobytes() == b"a/c.py\0b.py"
 
 
-def test_folder_is_split_by_whole_files_in_sorted_order(tmp_path: Path) -> None:
+def test_folder_is_split_by_whole_files_in_sorted_order(tmp_path):
     corpus = load_corpus(write_folder(tmp_path, 40))
     order = [*range(0, 40, 2), *range(1, 40, 2)]
     documents = [f"document {index}".encode() for index in order]
@@ -77,14 +73,14 @@ def test_folder_is_split_by_whole_files_in_sorted_order(tmp_path: Path) -> None:
     assert corpus.val.tobytes() == b"\0".join(held_out)
 
 
-def test_few_files_hold_out_their_tail(tmp_path: Path) -> None:
+def test_few_files_hold_out_their_tail(tmp_path):
     corpus = load_corpus(write_folder(tmp_path, 19))
     text = corpus.train.tobytes() + corpus.val.tobytes()
     assert text.count(b"document") == 19
     assert len(corpus.val) == len(text) // 20
 
 
-def test_folder_skips_hidden_and_binary_files(tmp_path: Path) -> None:
+def test_folder_skips_hidden_and_binary_files(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "index").write_text("hidden")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
@@ -93,7 +89,7 @@ def test_folder_skips_hidden_and_binary_files(tmp_path: Path) -> None:
     assert corpus.train.tobytes() + corpus.val.tobytes() == b"0123456789" * 4
 
 
-def test_single_file_holds_out_its_tail(tmp_path: Path) -> None:
+def test_single_file_holds_out_its_tail(tmp_path):
     file = tmp_path / "any.bytes"
     file.write_bytes(bytes(range(256)) * 5)
     corpus = load_corpus(file)
@@ -101,7 +97,7 @@ def test_single_file_holds_out_its_tail(tmp_path: Path) -> None:
     assert corpus.val.tobytes() == (bytes(range(256)) * 5)[1216:]
 
 
-def test_bin_holds_uint16_token_ids(tmp_path: Path) -> None:
+def test_bin_holds_uint16_token_ids(tmp_path):
     np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "ids.bin")
     corpus = load_corpus(tmp_path / "ids.bin")
     assert corpus.train.tolist() == list(range(1000, 1095))
@@ -110,9 +106,7 @@ def test_bin_holds_uint16_token_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [".", "train.bin"])
-def test_a_tokenizer_beside_token_ids_sets_the_vocabulary(
-    tmp_path: Path, path: str
-) -> None:
+def test_a_tokenizer_beside_token_ids_sets_the_vocabulary(tmp_path, path):
     for name in "train.bin", "val.bin":
         np.arange(3, dtype=np.uint16).tofile(tmp_path / name)
     assert load_corpus(tmp_path / path).vocab_size == 3
@@ -121,7 +115,7 @@ def test_a_tokenizer_beside_token_ids_sets_the_vocabulary(
     assert load_corpus(tmp_path / path).vocab_size == tokenizer.get_vocab_size() > 3
 
 
-def test_folder_of_bins_keeps_its_split(tmp_path: Path) -> None:
+def test_folder_of_bins_keeps_its_split(tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.array([7, 300], np.uint16).tofile(tmp_path / "val.bin")
     corpus = load_corpus(tmp_path)
@@ -130,18 +124,33 @@ def test_folder_of_bins_keeps_its_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "missing"), [("train.bin", "val.bin"), ("val.bin", "train.bin")]
+    ("files", "path", "tokenizer", "message"),
+    [
+        ({"train.bin": bytes(200), "readme": b"a"}, ".", None, "no val.bin"),
+        ({"val.bin": bytes(200), "readme": b"a"}, ".", None, "no train.bin"),
+        ({}, "nowhere", None, "nowhere does not exist"),
+        ({}, ".", None, "holds no text"),
+        ({"file": b""}, ".", None, "holds no text"),
+        ({"file": b"\xff"}, ".", None, "holds no text"),
+        ({"ids.bin": b""}, "ids.bin", None, r"ids.bin has 0 bytes; .* uint16"),
+        ({"ids.bin": bytes(3)}, "ids.bin", None, r"ids.bin has 3 bytes; .* uint16"),
+        (
+            {"text": b"xyz"},
+            "text",
+            Tokenizer(models.WordLevel({"a": 0}, unk_token="lost")),
+            "the tokenizer cannot encode .*text: ",
+        ),
+        ({"latin": b"caf\xe9"}, "latin", word_tokenizer(), "latin is not UTF-8"),
+    ],
 )
-def test_half_of_the_token_ids_is_an_error(
-    tmp_path: Path, there: str, missing: str
-) -> None:
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / there)
-    (tmp_path / "readme.md").write_text("This is no text to train on.")
-    with pytest.raises(DataError, match=f"has token ids, but no {missing}"):
-        load_corpus(tmp_path)
+def test_data_that_cannot_be_read_is_named(tmp_path, files, path, tokenizer, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_corpus(tmp_path / path, tokenizer)
 
 
-def test_tokenizer_marks_where_documents_begin(tmp_path: Path) -> None:
+def test_tokenizer_marks_where_documents_begin(tmp_path):
     for name, text in ("1", "a b"), ("2", "b"), ("3", "a a"):
         (tmp_path / name).write_text(text)
     corpus = load_corpus(tmp_path, word_tokenizer())
@@ -149,47 +158,14 @@ def test_tokenizer_marks_where_documents_begin(tmp_path: Path) -> None:
     assert corpus.vocab_size == 4
 
 
-def test_missing_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere does not exist"):
-        load_corpus(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\xff"])
-def test_folder_without_text_is_an_error(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "file").write_bytes(content)
-    with pytest.raises(DataError, match="holds no text"):
-        load_corpus(tmp_path)
-
-
-@pytest.mark.parametrize("size", [0, 3])
-def test_bin_of_half_a_token_is_an_error(tmp_path: Path, size: int) -> None:
-    (tmp_path / "ids.bin").write_bytes(bytes(size))
-    with pytest.raises(DataError, match=rf"ids.bin has {size} bytes; .* uint16"):
-        load_corpus(tmp_path / "ids.bin")
-
-
-def test_a_tokenizer_that_cannot_encode_is_named(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("xyz")
-    broken = Tokenizer(models.WordLevel({"a": 0}, unk_token="lost"))
-    with pytest.raises(DataError, match=r"the tokenizer cannot encode .*text: "):
-        load_corpus(tmp_path / "text", broken)
-
-
-def test_tokenizer_needs_utf8(tmp_path: Path) -> None:
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match="latin is not UTF-8"):
-        load_corpus(tmp_path / "latin", word_tokenizer())
-
-
-def test_token_id_beyond_the_vocabulary_is_named() -> None:
+def test_token_id_beyond_the_vocabulary_is_named():
     corpus = Corpus(np.array([1, 47]), np.array([48]), 256)
     corpus.check_fits(49)
     with pytest.raises(DataError, match=r"token id 48; .* accepts 0 to 47"):
         corpus.check_fits(48)
 
 
-def test_corpus_smaller_than_a_window_is_an_error() -> None:
+def test_corpus_smaller_than_a_window_is_an_error():
     with pytest.raises(DataError, match=r"train part has 16 tokens, .* window of 17"):
         batches(counting(16), "train", seq=16, batch=1, seed=0)
     with pytest.raises(DataError, match="val part has 0 tokens"):
@@ -197,7 +173,7 @@ def test_corpus_smaller_than_a_window_is_an_error() -> None:
     assert len(batches(counting(17), "train", seq=16, batch=1, seed=0)[0]) == 1
 
 
-def test_fingerprint_sees_every_token_of_a_small_corpus() -> None:
+def test_fingerprint_sees_every_token_of_a_small_corpus():
     corpus = counting(100, 10)
     assert corpus.fingerprint() == counting(100, 10).fingerprint()
     for part in corpus.train, corpus.val:
@@ -206,7 +182,7 @@ def test_fingerprint_sees_every_token_of_a_small_corpus() -> None:
         part[3] -= 1
 
 
-def test_each_epoch_visits_every_window_once_in_a_new_order() -> None:
+def test_each_epoch_visits_every_window_once_in_a_new_order():
     data = batches(counting(64 * 4 + 1), "train", seq=4, batch=16, seed=0)
     epochs = [
         np.concatenate([data[index] for index in range(start, start + 4)])
@@ -219,7 +195,7 @@ def test_each_epoch_visits_every_window_once_in_a_new_order() -> None:
     assert epochs[0][:, 0].tolist() != epochs[1][:, 0].tolist()
 
 
-def test_batch_is_a_function_of_seed_and_step() -> None:
+def test_batch_is_a_function_of_seed_and_step():
     corpus = counting(1000)
     data = batches(corpus, "train", seq=8, batch=4, seed=1)
     in_order = [data[step] for step in range(50)]
@@ -230,7 +206,7 @@ def test_batch_is_a_function_of_seed_and_step() -> None:
     assert not np.array_equal(other[0], in_order[0])
 
 
-def test_a_folder_named_bin_is_text(tmp_path: Path) -> None:
+def test_a_folder_named_bin_is_text(tmp_path):
     folder = tmp_path / "texts.bin"
     folder.mkdir()
     (folder / "a.txt").write_text("text " * 100)
@@ -238,8 +214,8 @@ def test_a_folder_named_bin_is_text(tmp_path: Path) -> None:
     assert load_corpus(folder).vocab_size == 256
 
 
-def test_a_signal_between_items_is_not_lost() -> None:
-    def items() -> Iterator[int]:
+def test_a_signal_between_items_is_not_lost():
+    def items():
         yield 0
         signal.raise_signal(signal.SIGTERM)  # a handler that raises would do so here
         yield 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.traverse_util
 import jax
@@ -14,7 +13,6 @@ import safetensors.numpy
 import fbq_jax
 from examples.llama import flops, hf
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import fuses, why_not_fused
 from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 from tests.examples.small import small_config
@@ -22,15 +20,13 @@ from tests.examples.small import small_config
 FAMILIES = [name.lower() for name in CONFIGS]
 
 
-def loss_and_grads(
-    config: LlamaConfig, dot_general: Any, params: Any, tokens: np.ndarray
-) -> tuple[Any, Any, Any]:
+def loss_and_grads(config, dot_general, params, tokens):
     """A loss, its gradients, and the state of quantization after the step."""
     model = Llama(config, dot_general)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens).get("fallback", {})
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def loss(params: Any) -> tuple[jax.Array, Any]:
+    def loss(params):
         variables = {"params": params, "fallback": state}
         logits, updates = model.apply(variables, tokens, mutable=["fallback"])
         targets = jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), logits.shape[-1])
@@ -40,12 +36,12 @@ def loss_and_grads(
     return value, grads, updates
 
 
-def cosine(a: Any, b: Any) -> float:
+def cosine(a, b):
     a, b = (np.concatenate([x.ravel() for x in jax.tree.leaves(x)]) for x in (a, b))
     return float(np.vdot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
-def load(family: str, **changes: Any) -> tuple[LlamaConfig, Any, np.ndarray]:
+def load(family, **changes):
     config, params = hf.load(FIXTURE / family)
     reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
     config = dataclasses.replace(config, dtype=jnp.float32, **changes)
@@ -54,7 +50,7 @@ def load(family: str, **changes: Any) -> tuple[LlamaConfig, Any, np.ndarray]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
-def test_int8_trains_every_family(family: str) -> None:
+def test_int8_trains_every_family(family):
     config, params, tokens = load(family)
     expected, float_grads = loss_and_grads(config, None, params, tokens)[:2]
     quantized = dataclasses.replace(config, saved_bits=10, remat="codes")
@@ -71,7 +67,7 @@ def test_int8_trains_every_family(family: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_saved_bits_and_remat_nearly_keep_the_gradients(family: str) -> None:
+def test_saved_bits_and_remat_nearly_keep_the_gradients(family):
     config, params, tokens = load(family)
     expected, float_grads = loss_and_grads(config, None, params, tokens)[:2]
     saving = dataclasses.replace(config, saved_bits=10, remat="codes")
@@ -85,7 +81,7 @@ def test_saved_bits_and_remat_nearly_keep_the_gradients(family: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_int8_traces_with_every_variant() -> None:
+def test_int8_traces_with_every_variant():
     config, params, tokens = load("gemma3", saved_bits=10, remat="codes")
     trace = functools.partial(loss_and_grads, config, fbq_jax.fallback_dot)
     loss, grads, _ = jax.eval_shape(trace, params, tokens)
@@ -94,7 +90,7 @@ def test_int8_traces_with_every_variant() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_keeps_a_model_from_running_fused_is_named(family: str) -> None:
+def test_what_keeps_a_model_from_running_fused_is_named(family):
     config, _ = hf.load(FIXTURE / family)
     assert why_not_fused(config, fbq_jax.fallback_dot) is None  # saves floats
     config = dataclasses.replace(config, saved_bits=10)
@@ -108,7 +104,7 @@ def test_what_keeps_a_model_from_running_fused_is_named(family: str) -> None:
     assert fuses(config, fbq_jax.fallback_dot) == (reason is None)
 
 
-def test_a_window_lowers_the_flops_of_attention() -> None:
+def test_a_window_lowers_the_flops_of_attention():
     config = small_config(num_layers=2)
     heads = config.num_heads * config.head_dim
     linear = flops.per_token(config, 0)

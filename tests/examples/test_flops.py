@@ -13,9 +13,7 @@ from tests.examples.small import small_config
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_six_per_multiplied_parameter_and_half_of_palms_attention(
-    tie_embeddings: bool,
-) -> None:
+def test_six_per_multiplied_parameter_and_half_of_palms_attention(tie_embeddings):
     config = small_config(head_dim=6, qkv_bias=True, tie_embeddings=tie_embeddings)
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]
@@ -42,9 +40,7 @@ def test_six_per_multiplied_parameter_and_half_of_palms_attention(
         ("cpu", None),
     ],
 )
-def test_peak_by_the_name_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, kind: str, peak: float | None
-) -> None:
+def test_peak_by_the_name_of_the_device(monkeypatch, kind, peak):
     device = types.SimpleNamespace(device_kind=kind)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert flops.peak() == peak

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,8 @@ import tokenizers
 import fbq_jax
 from examples.llama import generate, hf, train, trained
 from examples.llama.config import ConfigError
-from examples.llama.kv_cache import empty_cache
-from examples.llama.model import Llama
-from examples.llama.sampling import Sampling, sample
+from examples.llama.generate import Sampling, sample
+from examples.llama.model import Llama, empty_cache
 from examples.llama.text import Bytes, ChatError, TokenizerOf
 from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 from tests.examples.small import small_config
@@ -37,7 +35,7 @@ from tests.fbq_jax.linen.test_freezing import as_trained
         for name in CONFIGS
     ],
 )
-def test_a_cache_changes_no_logits(family: str) -> None:
+def test_a_cache_changes_no_logits(family):
     config, params = hf.load(FIXTURE / family)
     model = Llama(dataclasses.replace(config, dtype=jnp.float32))
     reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
@@ -57,7 +55,7 @@ def test_a_cache_changes_no_logits(family: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_frozen_model_generates_what_it_computes() -> None:
+def test_a_frozen_model_generates_what_it_computes():
     """Quantized activations share scales by rows, which differ with a cache."""
     config = small_config(hidden_size=64, intermediate_size=96, saved_bits=10)
     model = Llama(config, fbq_jax.FallbackDot(fbq_jax.Recipe(block=32)))
@@ -87,10 +85,10 @@ LOGITS = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]]))
         ({"temperature": 1.0, "top_p": 0.6}, {1, 3}),
         ({"temperature": 1.0, "top_p": 0.99, "top_k": 3}, {1, 2, 3}),
         ({"temperature": 0.01}, {1}),
-        ({"temperature": 1.0, "top_k": 10**400}, {0, 1, 2, 3}),
+        ({"temperature": 1.0, "top_k": 2**31 - 1}, {0, 1, 2, 3}),
     ],
 )
-def test_sampling_draws_the_likely_tokens(how: dict[str, Any], drawn: set) -> None:
+def test_sampling_draws_the_likely_tokens(how, drawn):
     keys = jax.random.split(jax.random.key(0), 200)
     draw = jax.jit(jax.vmap(lambda key: sample(LOGITS, key, Sampling(**how))))
     tokens = np.asarray(draw(keys))
@@ -101,13 +99,13 @@ def test_sampling_draws_the_likely_tokens(how: dict[str, Any], drawn: set) -> No
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"temperature": -1.0}, "temperature takes a number of at least 0"),
-        ({"top_k": -1}, "top_k takes an integer of at least 0, got -1"),
-        ({"top_p": 0.0}, "top_p takes a number above 0 and up to 1, got 0"),
-        ({"top_p": float("nan")}, "top_p takes a finite number"),
+        ({"temperature": -1.0}, "temperature takes a number from 0 to"),
+        ({"top_k": -1}, "top_k takes an integer from 0 to 2147483647, got -1"),
+        ({"top_p": 0.0}, "top_p takes a number from 1.17549e-38 to 1, got 0.0"),
+        ({"top_p": float("nan")}, "top_p takes a number from .* got nan"),
     ],
 )
-def test_sampling_checks_its_options(how: dict[str, Any], message: str) -> None:
+def test_sampling_checks_its_options(how, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**how)
 
@@ -120,7 +118,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> Path:
+def chat(tmp_path):
     """The Llama fixture with a tokenizer of words and a chat template."""
     folder = Path(shutil.copytree(FIXTURE / "llama", tmp_path / "chat"))
     words = ["<s>", "<|end|>", "user", "assistant", "one", "two"]
@@ -140,18 +138,18 @@ def chat(tmp_path: Path) -> Path:
     return folder
 
 
-def codec(folder: Path) -> TokenizerOf:
+def codec(folder):
     tokenizer = hf.load_tokenizer(folder)
     assert tokenizer is not None
-    return TokenizerOf(folder, tokenizer)
+    return TokenizerOf(folder)
 
 
-def test_a_prompt_is_not_ended(chat: Path) -> None:
+def test_a_prompt_is_not_ended(chat):
     assert codec(chat).encode("one two") == [0, 4, 5]
     assert codec(chat).decode([4, 5, 1]) == "one two"
 
 
-def test_stop_tokens_are_those_of_generation_then_of_the_model(chat: Path) -> None:
+def test_stop_tokens_are_those_of_generation_then_of_the_model(chat):
     assert codec(chat).stops == {1}
     config = json.loads((chat / "config.json").read_text())
     (chat / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
@@ -165,7 +163,7 @@ def test_stop_tokens_are_those_of_generation_then_of_the_model(chat: Path) -> No
 
 
 @pytest.mark.parametrize("where", ["jinja", "config", "names", "json"])
-def test_chat_templates_are_found(chat: Path, where: str) -> None:
+def test_chat_templates_are_found(chat, where):
     pytest.importorskip("jinja2", reason="fills in templates")
     with pytest.raises(ChatError, match="has no chat template: leave --chat out"):
         codec(chat).encode_chat("two")
@@ -182,23 +180,21 @@ def test_chat_templates_are_found(chat: Path, where: str) -> None:
     assert codec(chat).encode_chat("two") == [0, 2, 5, 1, 3]
 
 
-def test_templates_that_refuse_are_an_error(chat: Path) -> None:
+def test_templates_that_refuse_are_an_error(chat):
     pytest.importorskip("jinja2", reason="fills in templates")
     (chat / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     with pytest.raises(ChatError, match="cannot be filled in: no system"):
         codec(chat).encode_chat("two")
 
 
-def test_a_missing_package_is_named(
-    chat: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(chat, monkeypatch):
     (chat / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ChatError, match=r"pip install 'fbq-jax\[examples\]'"):
         codec(chat).encode_chat("two")
 
 
-def test_bytes_are_text_and_have_no_chat() -> None:
+def test_bytes_are_text_and_have_no_chat():
     assert Bytes().encode("é") == [0xC3, 0xA9]
     assert Bytes().decode([0xC3, 0xA9, 0xC3]) == "é\N{REPLACEMENT CHARACTER}"
     assert Bytes().stops == {0}
@@ -206,7 +202,7 @@ def test_bytes_are_text_and_have_no_chat() -> None:
         Bytes().encode_chat("a")
 
 
-def test_a_tokenizer_takes_no_bytes_that_are_no_characters(chat: Path) -> None:
+def test_a_tokenizer_takes_no_bytes_that_are_no_characters(chat):
     for encode in codec(chat).encode, codec(chat).encode_chat:
         with pytest.raises(ConfigError, match=r"prompt is not UTF-8 \(.* byte 0xff in"):
             encode("one \udcff")
@@ -214,17 +210,12 @@ def test_a_tokenizer_takes_no_bytes_that_are_no_characters(chat: Path) -> None:
 
 @pytest.mark.parametrize("prompt", [b"a\xff\xfe", b"a\xc3", "a\ufffd".encode()])
 @pytest.mark.parametrize("is_typed", [True, False])
-def test_a_model_of_bytes_continues_any_bytes(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    prompt: bytes,
-    is_typed: bool,
-) -> None:
+def test_a_model_of_bytes_continues_any_bytes(capsys, monkeypatch, prompt, is_typed):
     model = Llama(small_config(vocab_size=256))
     found = trained.Trained(model, {}, Bytes(), "no weights")
     monkeypatch.setattr(trained, "load", lambda *_: found)
 
-    def generator(*_: object, **__: object) -> Any:
+    def generator(*_, **__):
         return lambda *_: iter(b"\xa9b")
 
     monkeypatch.setattr(generate, "Generator", generator)
@@ -236,15 +227,13 @@ def test_a_model_of_bytes_continues_any_bytes(
     assert out == (prompt + b"\xa9b\n").decode(errors="replace")
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+def run(capsys, *argv):
     status = generate.main([str(arg) for arg in argv])
     return status, *capsys.readouterr()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_checkpoint_generates(
-    chat: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_generates(chat, capsys, monkeypatch):
     greedy = ("--temperature", 0, "--tokens", 4)
     status, out, report = run(capsys, chat, "--prompt", "one two", *greedy)
     assert status == 0
@@ -268,9 +257,7 @@ def test_a_checkpoint_generates(
     assert run(capsys, chat, *greedy)[1] == out
 
 
-def test_what_cannot_generate_is_named(
-    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_generate_is_named(chat, tmp_path, capsys):
     prompt = ("--prompt", "one")
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "model-Q8_0.gguf").touch()
@@ -279,7 +266,7 @@ def test_what_cannot_generate_is_named(
         ((tmp_path / "gguf", *prompt), "gguf holds a GGUF file, which is not read"),
         ((FIXTURE / "llama", *prompt), "llama has no tokenizer.json"),
         ((chat, *prompt, "--weights", "codes"), "runs with weights in floats"),
-        ((chat, *prompt, "--top-p", 2), "top_p takes a number above 0"),
+        ((chat, *prompt, "--top-p", 2), "top_p takes a number from"),
         ((chat, *prompt, "--seed", -1), "seed takes an integer of 32 bits"),
         ((chat, "--prompt", "one " * 600), "the prompt has 601 tokens; the model"),
         ((chat, *prompt, "--chat"), "has no chat template"),
@@ -295,9 +282,7 @@ def test_what_cannot_generate_is_named(
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_run_generates_with_codes_and_with_floats(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_generates_with_codes_and_with_floats(tmp_path, text, capsys):
     folder = tmp_path / "run"
     sizes = "--hidden 64 --ffn 128 --layers 1 --heads 2 --kv-heads 1 --seq 32 --batch 2"
     argv = f"--data {text} --out {folder} --steps 2 {sizes}".split()
@@ -324,8 +309,8 @@ def test_a_run_generates_with_codes_and_with_floats(
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_tuned_run_generates_without_the_model_it_started_from(
-    chat: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    chat, text, tmp_path, capsys
+):
     source = shutil.copytree(chat, tmp_path / "source")
     argv = f"--from-hf {source} --data {text} --out {tmp_path / 'run'} --recipe bf16"
     argv += " --steps 1 --seq 32 --batch 2"

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +16,8 @@ from examples.llama import hf
 from examples.llama.hf.config_json import to_json
 from examples.llama.hf.families import FAMILIES
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from examples.llama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
-from examples.llama.tokenizer_source import byte_tokenizer
+from examples.llama.text import byte_tokenizer
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
 from tests.examples.test_llama_export import (
@@ -35,7 +32,7 @@ gguf = pytest.importorskip("gguf", reason="reads and writes the files")
 gguf_tokenizer = pytest.importorskip("examples.llama.hf.gguf_tokenizer")
 
 FILE = "model-Q8_0.gguf"
-GEMMA: dict[str, Any] = {
+GEMMA = {
     "activation": "gelu_tanh",
     "unit_offset_norms": True,
     "post_norms": True,
@@ -57,7 +54,7 @@ TEXT = [
 ]
 
 
-def bytewise(*before: Any, ignore_merges: bool = False) -> tokenizers.Tokenizer:
+def bytewise(*before, ignore_merges=False):
     """A byte-level tokenizer trained on `TEXT`, with steps before the bytes."""
     own = not any(isinstance(step, pre_tokenizers.Split) for step in before)
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)
@@ -74,7 +71,7 @@ def bytewise(*before: Any, ignore_merges: bool = False) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def sentencepiece() -> tokenizers.Tokenizer:
+def sentencepiece():
     """A tokenizer such as Llama 2's."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -94,9 +91,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def source(
-    folder: Path, config: LlamaConfig, family: str, tokenizer: tokenizers.Tokenizer
-) -> Path:
+def source(folder, config, family, tokenizer):
     """What `like` needs of a checkpoint: everything but its weights."""
     folder.mkdir()
     ids = {"bos_token_id": 0, "eos_token_id": 1}
@@ -108,12 +103,12 @@ def source(
     return folder
 
 
-def entries(reader: Any) -> dict[str, Any]:
+def entries(reader):
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
 @pytest.mark.exhaustive
-def test_codes_read_by_gguf_are_those_of_freeze(tmp_path: Path) -> None:
+def test_codes_read_by_gguf_are_those_of_freeze(tmp_path):
     model, variables = trained(saved_bits=10, vocab_size=320)
     frozen = fbq_jax.freeze(model, variables, TOKENS)
     like = source(tmp_path / "like", model.config, "llama", bytewise())
@@ -161,7 +156,7 @@ def test_codes_read_by_gguf_are_those_of_freeze(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_without_a_tokenizer_the_file_has_none(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_file_has_none(tmp_path):
     model, variables = trained(saved_bits=10)
     hf.export(tmp_path / "gguf", "gguf", model, variables)
     stored = entries(gguf.GGUFReader(tmp_path / "gguf" / FILE))
@@ -170,10 +165,8 @@ def test_without_a_tokenizer_the_file_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_full_disk_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill_disk(*_: object) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def fill_disk(*_):
         raise OSError("disk full")
 
     model, variables = trained(saved_bits=10)
@@ -219,9 +212,7 @@ SLIDING_GEMMA = GEMMA | {"attn_softcap": 5.0, "logit_softcap": 9.0}
         ({"qkv_bias": True}, "qwen2 has heads of hidden_size / heads channels"),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, changes, message):
     model = Llama(
         small_config(**(SIZES | {"saved_bits": None} | changes)),
         fbq_jax.FallbackDot(fbq_jax.Recipe(block=32)),
@@ -253,8 +244,8 @@ def test_what_llama_cpp_computes_otherwise_is_refused(
     ],
 )
 def test_tokenizers_that_llama_cpp_lacks_are_refused(
-    tmp_path: Path, make: Any, vocab_size: int, message: str
-) -> None:
+    tmp_path, make, vocab_size, message
+):
     model = Llama(
         small_config(**SIZES, vocab_size=vocab_size),
         fbq_jax.FallbackDot(fbq_jax.Recipe(block=32)),
@@ -264,7 +255,7 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused(
         hf.check_exportable("gguf", model, like=like)
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits):
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)))
 
 
@@ -298,9 +289,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
         ),
     ],
 )
-def test_llama_cpp_computes_every_family(
-    tmp_path: Path, family: str, changes: dict[str, Any]
-) -> None:
+def test_llama_cpp_computes_every_family(tmp_path, family, changes):
     xllamacpp = pytest.importorskip("xllamacpp", reason="compares with llama.cpp")
     sizes = {"vocab_size": 320, "max_seq_len": 256, "saved_bits": None}
     model, variables = trained(**(sizes | {"dtype": jnp.float32} | changes))
@@ -333,7 +322,7 @@ def test_llama_cpp_computes_every_family(
     assert np.std(errors) < 0.06 * np.std(expected)
 
 
-def splitting(name: str) -> tokenizers.Tokenizer:
+def splitting(name):
     """A byte-level tokenizer that splits text as the one with this name does."""
     (split, ignores) = next(
         key for key, known in gguf_tokenizer._SPLITS.items() if known == name
@@ -350,9 +339,7 @@ def splitting(name: str) -> tokenizers.Tokenizer:
 @pytest.mark.parametrize(
     "name", [*gguf_tokenizer._SPLITS.values(), "sentencepiece", "bytes"]
 )
-def test_llama_cpp_encodes_text_as_the_tokenizer_does(
-    tmp_path: Path, name: str
-) -> None:
+def test_llama_cpp_encodes_text_as_the_tokenizer_does(tmp_path, name):
     xllamacpp = pytest.importorskip("xllamacpp", reason="compares with llama.cpp")
     others = {"sentencepiece": sentencepiece, "bytes": byte_tokenizer}
     tokenizer = others[name]() if name in others else splitting(name)
@@ -370,7 +357,7 @@ def test_llama_cpp_encodes_text_as_the_tokenizer_does(
         assert found == tokenizer.encode(text).ids, text
 
 
-def start(xllamacpp: Any, file: Path) -> Any:
+def start(xllamacpp, file):
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.n_ctx, params.n_parallel, params.warmup = 256, 1, False

@@ -7,7 +7,6 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.llama import hf
-from examples.llama.model_config import LlamaConfig
 from examples.llama.rotary import rotary_tables
 from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 
@@ -69,7 +67,7 @@ VALUES = st.one_of(
 
 
 @functools.cache
-def fixture(family: str) -> tuple[dict[str, Any], LlamaConfig, Any]:
+def fixture(family):
     stored = json.loads((FIXTURE / family / "config.json").read_text())
     return stored, *hf.load(FIXTURE / family)
 
@@ -83,8 +81,8 @@ def fixture(family: str) -> tuple[dict[str, Any], LlamaConfig, Any]:
     removed=st.sets(st.sampled_from(TOP), max_size=1),
 )
 def test_any_config_is_an_error_or_the_model_that_it_describes(
-    family: str, changes: dict[str, Any], rope: dict[str, Any], removed: set[str]
-) -> None:
+    family, changes, rope, removed
+):
     stored, _, params = fixture(family)
     stored = stored | {"rope_parameters": stored["rope_parameters"] | rope} | changes
     stored = {key: value for key, value in stored.items() if key not in removed}
@@ -122,7 +120,7 @@ def test_any_config_is_an_error_or_the_model_that_it_describes(
         jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
-def global_rope(stored: dict[str, Any], key: str) -> dict[str, Any]:
+def global_rope(stored, key):
     """The entries of layers without a window; others have entries of their own."""
     rope = stored.get(key) or {}
     if "full_attention" in rope or "sliding_attention" in rope:
@@ -140,7 +138,7 @@ ODD_NAMES = st.one_of(
 @pytest.mark.exhaustive
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_index_is_an_error_or_followed(data: st.DataObject) -> None:
+def test_any_index_is_an_error_or_followed(data):
     _, config, params = fixture("llama")
     right = safetensors.numpy.load_file(FIXTURE / "llama" / "model.safetensors")
     names = sorted(right)
@@ -179,7 +177,7 @@ def test_any_index_is_an_error_or_followed(data: st.DataObject) -> None:
         st.just(b"[" * 100_000),
     ),
 )
-def test_any_bytes_are_an_error(file: str, content: bytes) -> None:
+def test_any_bytes_are_an_error(file, content):
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for name in ("config.json", "model.safetensors"):

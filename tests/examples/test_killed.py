@@ -1,10 +1,7 @@
 """A run that is killed at any moment continues without a human."""
 
 import functools
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -143,35 +140,6 @@ def continue_killed(killed: Path, text: Path, whole: Path) -> None:
     assert left <= {path.name for path in whole.iterdir()} | {"metrics.repeated.jsonl"}
 
 
-# test_checkpoint.py finds checkpoints without checksums; test_train.py resumes runs.
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("save", [4, 2])
-def test_a_kill_between_commit_and_checksums_needs_no_human(
-    whole_run: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    save: int,
-) -> None:
-    out, checksums = tmp_path / "run", checkpoint._checksums
-
-    def killed(folder: Path) -> str:
-        if folder.name == str(save):
-            raise KeyboardInterrupt
-        return checksums(folder)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_checksums", killed)
-        assert train.main(options(text, out)) == 130
-    assert (out / "checkpoints" / str(save)).exists()
-    continue_killed(out, text, whole_run)
-    output = capsys.readouterr().out
-    assert f"{out / 'checkpoints' / str(save)} is incomplete: it has no SHA" in output
-    assert f"continues from step {save - 2};" in output
-
-
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_kill_at_any_moment_needs_no_human(
@@ -183,39 +151,3 @@ def test_a_kill_at_any_moment_needs_no_human(
     monkeypatch.setattr(training.plot, "draw_curves", lambda *_: None)
     for copy in copies:
         continue_killed(copy, text, whole_run)
-
-
-KILLER = """
-import os, signal, sys
-def hook(event, args):
-    if event == {event!r} and any({path!r} in str(arg) for arg in args):
-        os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(hook)
-from examples.llama import train
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("event", "path"),
-    [
-        ("os.rename", "checkpoints/2.orbax-checkpoint-tmp"),
-        ("open", "checkpoints/2/SHA256SUMS"),
-        ("os.rename", "checkpoints/4/SHA256SUMS.part"),
-    ],
-)
-def test_a_process_that_kills_itself_continues(
-    whole_run: Path, text: Path, tmp_path: Path, event: str, path: str
-) -> None:
-    argv = options(text, tmp_path / "run")
-    program = KILLER.format(event=event, path=path)
-    killed = subprocess.run(
-        [sys.executable, "-c", program, *argv],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL
-    continue_killed(tmp_path / "run", text, whole_run)

@@ -55,11 +55,11 @@ class Saved(NamedTuple):
 
 
 @jax.custom_vjp
-def flash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def flash(q, k, v):
     return flash_fwd(q, k, v)[0]
 
 
-def flash_fwd(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+def flash_fwd(q, k, v):
     with jax.numpy_dtype_promotion("standard"):
         out, statistic = jax.nn.dot_product_attention(
             q, k, v, is_causal=True, return_residual=True
@@ -69,7 +69,7 @@ def flash_fwd(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     return out, (q, k, v, out, statistic.astype(jnp.float32))
 
 
-def flash_bwd(saved: Any, dy: jax.Array) -> Any:
+def flash_bwd(saved, dy):
     """Returns no gradient, but reads everything that the gradient needs."""
     q, k, v, out, statistic = saved
     total = jnp.sum((out + dy).astype(jnp.float32)) + jnp.sum(statistic)
@@ -80,7 +80,7 @@ flash.defvjp(flash_fwd, flash_bwd)
 
 
 @functools.cache
-def measure(variant: Variant) -> Saved:
+def measure(variant):
     recipe, saved_bits, remat = variant
     config = LlamaConfig(
         vocab_size=64,
@@ -97,8 +97,8 @@ def measure(variant: Variant) -> Saved:
     variables = dict(jax.eval_shape(model.init, jax.random.key(0), one))
     params = variables.pop("params")
 
-    def residuals(params: Any, state: Any, tokens: jax.Array) -> list[jax.Array]:
-        def apply(params: Any) -> Any:
+    def residuals(params, state, tokens):
+        def apply(params):
             return model.apply({"params": params, **state}, tokens, mutable="fallback")
 
         _, backward, _ = jax.vjp(apply, params, has_aux=True)
@@ -113,18 +113,18 @@ def measure(variant: Variant) -> Saved:
         if a.shape != b.shape and a.shape[0] == LAYERS
     ]
 
-    def lower() -> Any:
+    def lower():
         select = operator.itemgetter(*counted)
         return jax.jit(lambda *args: select(residuals(*args))).lower(*operands)
 
-    widths: dict[str, Counter] = {}
+    widths = {}
     for array in (few[i] for i in counted):
         widths.setdefault(array.dtype.name, Counter())[array.size / ROWS] += 1
     nbytes = sum(few[i].size * few[i].dtype.itemsize for i in counted)
     return Saved(nbytes / ROWS, widths, lower)
 
 
-def trace_residuals(function: Any, params: Any, state: Any, sequences: int) -> Any:
+def trace_residuals(function, params, state, sequences):
     """Returns the operands of the function, and the shapes of its results."""
     tokens = jax.ShapeDtypeStruct((sequences, SEQ), jnp.int32)
     operands = params, state, tokens
@@ -132,25 +132,25 @@ def trace_residuals(function: Any, params: Any, state: Any, sequences: int) -> A
 
 
 @pytest.fixture(autouse=True)
-def flash_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def flash_everywhere(monkeypatch):
     monkeypatch.setattr(attention, "attend", lambda q, k, v, **_: flash(q, k, v))
 
 
-def wide_floats(saved: Saved) -> Counter:
+def wide_floats(saved):
     """Counts float arrays except scales and statistics, with few values per token."""
     floats = sum(
         (saved.widths.get(f, Counter()) for f in ("float32", "bfloat16")), Counter()
     )
-    return Counter({width: n for width, n in floats.items() if width > 16})
+    return Counter({width: n for width, n in floats.items() if width > 32})
 
 
-BF16: Variant = ("bf16", None, "none")
-SAVING: Variant = ("fallback", 10, "none")
+BF16 = ("bf16", None, "none")
+SAVING = ("fallback", 10, "none")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", [BF16, SAVING])
-def test_the_compiler_counts_the_same_bytes(variant: Variant) -> None:
+def test_the_compiler_counts_the_same_bytes(variant):
     saved = measure(variant)
     analysis = saved.lower().compile().memory_analysis()
     arrays = sum(counter.total() for counter in saved.widths.values())
@@ -160,7 +160,7 @@ def test_the_compiler_counts_the_same_bytes(variant: Variant) -> None:
 
 
 @pytest.mark.exhaustive
-def test_int8_and_int10_save_more_than_38_percent_of_bf16() -> None:
+def test_int8_and_int10_save_more_than_38_percent_of_bf16():
     bf16, saving = measure(BF16).bytes_per_token, measure(SAVING).bytes_per_token
     assert saving < (1 - 0.38) * bf16
     # Autodiff saves float32 copies in the norms and each factor of the gate. bf16 needs
@@ -171,11 +171,11 @@ def test_int8_and_int10_save_more_than_38_percent_of_bf16() -> None:
     assert saving < (1 - 0.3) * least
 
 
-def test_only_attention_saves_floats_beside_the_codes() -> None:
+def test_only_attention_saves_floats_beside_the_codes():
     saved = measure(SAVING)
     assert saved.widths["int8"] == {HIDDEN: 3, MLP: 1}  # X of each projection
     # Two norms and the two factors of the gate, in 8 + 2 bits.
-    assert saved.widths["uint8"] == {HIDDEN: 2, HIDDEN / 4: 2, MLP: 2, MLP / 4: 2}
+    assert saved.widths["uint8"] == {HIDDEN * 10 / 8: 2, 2 * MLP * 10 / 8: 1}
     assert wide_floats(saved) == ATTENTION
     codes = 3 * HIDDEN + MLP + (2 * HIDDEN + 2 * MLP) * 10 / 8
     floats = 2 * 2.5 * HIDDEN
@@ -183,7 +183,7 @@ def test_only_attention_saves_floats_beside_the_codes() -> None:
 
 
 @pytest.mark.parametrize("saved_bits", with_first_fast([None, 10]))
-def test_remat_saves_codes_and_the_input_of_the_layer(saved_bits: int | None) -> None:
+def test_remat_saves_codes_and_the_input_of_the_layer(saved_bits):
     saved = measure(("fallback", saved_bits, "codes"))
     assert saved.widths["int8"] == measure(SAVING).widths["int8"]
     packed = measure(SAVING).widths["uint8"] if saved_bits else None
@@ -193,13 +193,13 @@ def test_remat_saves_codes_and_the_input_of_the_layer(saved_bits: int | None) ->
 
 
 @pytest.mark.parametrize("recipe", with_first_fast(["bf16", "fallback"]))
-def test_full_remat_saves_the_input_of_the_layer(recipe: str) -> None:
+def test_full_remat_saves_the_input_of_the_layer(recipe):
     saved = measure((recipe, 10, "full"))
     assert saved.bytes_per_token == 2 * HIDDEN
     assert saved.widths == {"bfloat16": {HIDDEN: 1}}
 
 
-def table_of_the_page() -> dict[Variant, tuple[float, str]]:
+def table_of_the_page():
     """The bytes and the milliseconds in the table, by variant."""
     text = (ROOT / "docs/guides/train-a-llama.md").read_text()
     rows = re.findall(
@@ -216,7 +216,7 @@ def table_of_the_page() -> dict[Variant, tuple[float, str]]:
 TABLE = table_of_the_page()
 
 
-def test_the_table_of_the_page_has_the_measured_times() -> None:
+def test_the_table_of_the_page_has_the_measured_times():
     sections = results.load(ROOT / "fbq_jax/bench/results/nvidia-h200.json")
     measured = {
         row.what: f"{row.ms:.1f}"
@@ -233,7 +233,7 @@ def test_the_table_of_the_page_has_the_measured_times() -> None:
 
 
 @pytest.mark.parametrize("variant", with_first_fast(TABLE, 3), ids=str)
-def test_the_table_of_the_page(variant: Variant) -> None:
+def test_the_table_of_the_page(variant):
     """The tolerance for autodiff allows for other versions of Flax and JAX."""
     bytes_per_channel, _ = TABLE[variant]
     saved = measure(variant).bytes_per_token / HIDDEN
@@ -242,13 +242,11 @@ def test_the_table_of_the_page(variant: Variant) -> None:
 
 
 @pytest.mark.gpu
-def test_the_stand_in_saves_what_flash_attention_saves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_stand_in_saves_what_flash_attention_saves(monkeypatch):
     monkeypatch.undo()
     q = jnp.ones((2, SEQ, 8, 64), jnp.bfloat16)
     k = jnp.ones((2, SEQ, 2, 64), jnp.bfloat16)
-    assert attention.implementation(q.dtype, SEQ, 64) == "cudnn"
+    assert attention.choose(q.dtype, SEQ, 64)[0] == "cudnn"
     sizes = [
         sorted((x.dtype.name, x.size) for x in jax.tree.leaves(saved) if x.size)
         for saved in (jax.vjp(attention.attend, q, k, k)[1], jax.vjp(flash, q, k, k)[1])

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from examples.llama import checkpoint, mesh, metrics, step, train
 from examples.llama.build import build
-from examples.llama.command_line import parse_command
 from examples.llama.model import Llama
+from examples.llama.train import parse_command
 from fbq_jax import fallback_dot
 from tests.examples.small import small_config
 
@@ -27,13 +27,13 @@ RECIPE = ["--recipe=block", "--saved-bits=0", "--reduce=float32"]
 ROOT = Path(__file__).parents[2]
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
 
 
-def start_process(index: int, port: int, argv: list[str]) -> subprocess.Popen[str]:
+def start_process(index, port, argv):
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     hosts = f"--hosts=localhost:{port},2,{index}"
@@ -49,9 +49,7 @@ def start_process(index: int, port: int, argv: list[str]) -> subprocess.Popen[st
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("standard_promotion")
-def test_two_processes_with_eight_devices_train_as_one_device(
-    text: Path, tmp_path: Path
-) -> None:
+def test_two_processes_with_eight_devices_train_as_one_device(text, tmp_path):
     options = [*SIZES, *RUN, *RECIPE, f"--data={text}"]
     over = "--mesh=data=2,fsdp=2,tensor=2"
     port = free_port()
@@ -100,7 +98,7 @@ def test_two_processes_with_eight_devices_train_as_one_device(
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
-def test_a_state_over_several_devices_is_made_without_a_warning() -> None:
+def test_a_state_over_several_devices_is_made_without_a_warning():
     config = train.configure(parse_command([*SIZES, *RUN]), None)
     model, optimizer = build(config)[0], step.make_optimizer(config)[0]
     with mesh.use(mesh.make("data=2,fsdp=2")):
@@ -110,7 +108,7 @@ def test_a_state_over_several_devices_is_made_without_a_warning() -> None:
     assert len(kernel.sharding.device_set) == 4
 
 
-def test_every_matrix_is_sharded() -> None:
+def test_every_matrix_is_sharded():
     model = Llama(small_config(qkv_bias=True), fallback_dot)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
     with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
@@ -138,19 +136,15 @@ def test_every_matrix_is_sharded() -> None:
         ("--hosts=here", "hosts takes host:port, .*; got 'here'"),
     ],
 )
-def test_impossible_meshes_are_named(
-    argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_meshes_are_named(argv, message, tmp_path, capsys):
     assert train.main([*SIZES, *RUN, argv, f"--out={tmp_path / 'run'}"]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_machine_in_no_cluster_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_in_no_cluster_is_named(monkeypatch, capsys):
     # JAX looks for no cluster once a process has used its devices, as this one has.
-    def initialize() -> None:
+    def initialize():
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)

@@ -74,19 +74,14 @@ def write_checkpoint(folder: Path, family: str, **settings: bool) -> None:
     shutil.rmtree(like)
 
 
-def test_training_a_llama(tmp_path: Path) -> None:
-    write_text(tmp_path / "my_text")
-    run("docs/guides/train-a-llama.md", tmp_path)
-
-
-def test_fine_tuning_and_export(tmp_path: Path) -> None:
+def test_training_fine_tuning_and_export(tmp_path: Path) -> None:
     write_text(tmp_path / "my_text")
     (tmp_path / "chats.txt").write_text("hello world\n" * 5000)
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama")
     write_checkpoint(tmp_path / "Qwen2.5-0.5B-Instruct", "qwen2", qkv_bias=True)
-    run("docs/integrations/hugging-face.md", tmp_path)
+    run("docs/guides/train-a-llama.md", tmp_path)
     assert (tmp_path / "runs/chat/gguf/model-Q8_0.gguf").is_file()
     shutil.rmtree(tmp_path / "runs/chat/gguf")
-    run("docs/integrations/serving-engines.md", tmp_path)
+    run("docs/guides/serving.md", tmp_path)
     found = {path.name for path in (tmp_path / "runs/chat").iterdir()}
     assert found >= {"gguf", "compressed-tensors", "blockwise_int8"}

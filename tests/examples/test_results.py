@@ -16,7 +16,7 @@ def read(name: str) -> dict[str, Any]:
 
 def test_every_recipe_was_trained_with_the_same_options() -> None:
     compared, again = read("compare-cpu"), read("chance-cpu")
-    assert list(compared["runs"]) == list(RECIPES)
+    assert set(RECIPES) <= set(compared["runs"])
     differ = {
         name
         for name, value in compared["options"].items()

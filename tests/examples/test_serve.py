@@ -1,6 +1,5 @@
 """A frozen Llama computes what it did in training, in half the bytes of bfloat16."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -33,22 +32,20 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case():
     variables = as_trained(MODEL, TOKENS)
     return Case(variables, fbq_jax.freeze(MODEL, variables, TOKENS))
 
 
 @pytest.fixture(scope="module")
-def like() -> dict:
+def like():
     key = jax.random.key(0)
     return jax.eval_shape(
         lambda: fbq_jax.freeze(MODEL, MODEL.init(key, TOKENS), TOKENS)
     )
 
 
-def test_a_saved_llama_serves_the_same_logits(
-    case: Case, like: dict, tmp_path: Path
-) -> None:
+def test_a_saved_llama_serves_the_same_logits(case, like, tmp_path):
     checkpoint.save(tmp_path, 1, case.frozen)
     loaded = checkpoint.restore(tmp_path, like)
     logits = jax.jit(MODEL.apply)(loaded, TOKENS)
@@ -57,7 +54,7 @@ def test_a_saved_llama_serves_the_same_logits(
     np.testing.assert_array_equal(logits, training(case.variables))
 
 
-def test_safetensors(case: Case, like: dict, tmp_path: Path) -> None:
+def test_safetensors(case, like, tmp_path):
     name = jax.tree_util.keystr
     leaves = jax.tree.leaves_with_path(case.frozen)
     safetensors.save_file({name(path): x for path, x in leaves}, tmp_path / "frozen")
@@ -67,7 +64,7 @@ def test_safetensors(case: Case, like: dict, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, loaded, case.frozen)
 
 
-def test_projections_take_half_the_bytes_of_bfloat16(case: Case) -> None:
+def test_projections_take_half_the_bytes_of_bfloat16(case):
     floats = flatten_dict(case.variables["params"])
     params = flatten_dict(case.frozen["params"])
     state = flatten_dict(case.frozen["fallback"])
@@ -85,18 +82,18 @@ def test_projections_take_half_the_bytes_of_bfloat16(case: Case) -> None:
             assert params[path] is kernel
 
 
-def test_statistics_match_training(case: Case) -> None:
+def test_statistics_match_training(case):
     before, after = map(fbq_jax.fallback_stats, (case.variables, case.frozen))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
 
 
-def test_a_frozen_llama_does_not_train(case: Case) -> None:
+def test_a_frozen_llama_does_not_train(case):
     with pytest.raises(ValueError, match="is frozen and does not train"):
         MODEL.apply(case.frozen, TOKENS, mutable=["fallback"])
 
 
-def test_what_is_in_float_trains_through_a_frozen_llama(case: Case) -> None:
-    def loss(params: dict) -> jax.Array:
+def test_what_is_in_float_trains_through_a_frozen_llama(case):
+    def loss(params):
         return jnp.mean(MODEL.apply({**case.frozen, "params": params}, TOKENS) ** 2)
 
     with jax.numpy_dtype_promotion("standard"):  # for the head, in float

@@ -2,20 +2,16 @@
 
 import json
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples.maxtext import speed
 
 
-def test_programs_of_earlier_runs_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_of_earlier_runs_stay(tmp_path, monkeypatch):
     out, times = tmp_path / "speed.json", {"bf16": 3.0, "block": 2.0}
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(command, **_):
         ms = times.get(command[command.index("--run") + 1])
         output = f"a log\n{json.dumps({'ms': ms})}\n"
         return subprocess.CompletedProcess(command, int(ms is None), output)

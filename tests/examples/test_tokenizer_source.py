@@ -1,22 +1,25 @@
 """The tokenizers of runs, for the models that they export."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from examples.llama import trained
 from examples.llama.config import Config
-from examples.llama.text import Bytes, TokenizerOf
-from examples.llama.tokenizer_source import byte_tokenizer, tokenizer_source
+from examples.llama.text import (
+    Bytes,
+    TokenizerOf,
+    byte_tokenizer,
+    codec_of_run,
+    tokenizer_source,
+)
 from tests.examples.make_hf_fixture import FIXTURE
 from tests.examples.small import small_config
 
 TEXT = "naïve\tcode  x = {1: '日本語 😀'}\r\n\n\0 end"
 
 
-def test_bytes_are_their_own_ids() -> None:
+def test_bytes_are_their_own_ids():
     tokenizer = byte_tokenizer()
     assert tokenizer.encode(TEXT).ids == list(TEXT.encode())
     assert tokenizer.decode(list(TEXT.encode())) == TEXT
@@ -24,7 +27,7 @@ def test_bytes_are_their_own_ids() -> None:
 
 
 @pytest.mark.parametrize("name", ["text.txt", ".", "ids.bin"])
-def test_a_run_has_the_tokenizer_of_its_data(tmp_path: Path, name: str) -> None:
+def test_a_run_has_the_tokenizer_of_its_data(tmp_path, name):
     data, is_text = tmp_path / name, name == "text.txt"
     if is_text:
         data.write_text(TEXT)
@@ -32,7 +35,7 @@ def test_a_run_has_the_tokenizer_of_its_data(tmp_path: Path, name: str) -> None:
         np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
         np.arange(9, dtype=np.uint16).tofile(tmp_path / "ids.bin")
         byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    codec = trained._codec_of_run(Config(data=str(data)))
+    codec = codec_of_run(Config(data=str(data)))
     assert isinstance(codec, Bytes if is_text else TokenizerOf)
     assert codec.encode(TEXT) == list(TEXT.encode())
     with tokenizer_source(Config(data=str(data)), small_config()) as folder:
@@ -45,13 +48,13 @@ def test_a_run_has_the_tokenizer_of_its_data(tmp_path: Path, name: str) -> None:
     assert not folder.exists()
 
 
-def test_a_tuned_model_has_the_tokenizer_of_its_checkpoint() -> None:
+def test_a_tuned_model_has_the_tokenizer_of_its_checkpoint():
     config = Config(from_hf=str(FIXTURE / "llama"))
     with tokenizer_source(config, small_config()) as folder:
         assert folder == FIXTURE / "llama"
 
 
-def test_ids_of_tokens_alone_have_no_tokenizer(tmp_path: Path) -> None:
+def test_ids_of_tokens_alone_have_no_tokenizer(tmp_path):
     file = tmp_path / "ids.bin"
     np.arange(9, dtype=np.uint16).tofile(file)
     with tokenizer_source(Config(data=str(file)), small_config()) as folder:

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 
 from examples.llama import generate, mesh
 from examples.llama.config import RECIPES, Config
-from examples.llama.model import Llama
+from examples.llama.generate import Sampling
+from examples.llama.model import Llama, empty_cache
 from examples.llama.model_config import LlamaConfig
-from examples.llama.sampling import Sampling
 from examples.llama.step import make_initializer, make_optimizer, make_train_step
-from fbq_jax.bench import tpu_meshes
+from tests.kernels import tpu_tools
 from tests.kernels.tpu_tools import needs_compiler, on_tpu  # noqa: F401 (a fixture)
 
 pytestmark = [
@@ -49,7 +49,7 @@ def place(devices, x, spec):
     ],
 )
 def test_the_step_compiles(generation, sizes):
-    devices = tpu_meshes.mesh_of(generation, sizes)
+    devices = tpu_tools.mesh_of(generation, sizes)
     model = Llama(CONFIG, RECIPES["rowwise"])
     optimizer, schedule = make_optimizer(Config(steps=10))
     step = make_train_step(model, optimizer, schedule)
@@ -69,7 +69,7 @@ def test_the_step_compiles(generation, sizes):
 
 
 def test_generating_compiles():
-    devices = tpu_meshes.mesh_of("v5e", {"data": 4, "tensor": 2})
+    devices = tpu_tools.mesh_of("v5e", {"data": 4, "tensor": 2})
     model, how = Llama(CONFIG, RECIPES["rowwise"]), Sampling()
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -77,8 +77,9 @@ def test_generating_compiles():
         variables = jax.eval_shape(model.init, key, tokens)
         specs = mesh.specs(variables)
         variables = jax.tree.map(partial(place, devices), variables, specs)
-        read = generate._read.lower(model, how, 256, variables, tokens, jnp.uint32(0))
-        step = generate._step.lower(model, how, variables, *read.out_info)
-        for program in (read.compile().as_text(), step.compile().as_text()):
+        cache = jax.eval_shape(lambda: empty_cache(CONFIG, 1, 256))
+        for text in (tokens, jax.ShapeDtypeStruct((1, 1), jnp.int32)):
+            program = generate.draw.lower(model, how, variables, text, cache, key)
+            program = program.compile().as_text()
             assert "s8[" in program
             assert "highest" not in program

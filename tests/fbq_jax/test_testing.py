@@ -7,7 +7,7 @@ import pytest
 
 from fbq_jax import Recipe, testing
 from fbq_jax.testing import array_error, assert_dot_close, dot_errors
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 
 X = jax.random.normal(jax.random.key(0), (128, 192))
 W = jax.random.normal(jax.random.key(1), (192, 64))

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fbq_jax import ops, tune
+from fbq_jax import tune
 from fbq_jax.bench import measure
 from fbq_jax.kernels import reference, tuning_table
 from fbq_jax.kernels.mosaic import gemm as mosaic
+from fbq_jax.kernels.quantized import Quantized, Term
 from fbq_jax.kernels.triton import gemm as triton
 from fbq_jax.ops import dispatch
 
@@ -32,24 +33,24 @@ def test_shipped_tables_hold_valid_configurations(file):
 def test_kernel_reads_the_table_or_falls_back_to_a_rule(monkeypatch):
     found = {"mosaic.matmul": {"8192x4096x4096": {"group": 4}}}
     monkeypatch.setattr(tuning_table, "_entries", lambda _: found)
-    sizes = (8000, 4096, 5000)
-    assert mosaic._tuned_config(sizes, fallback=False) == mosaic.Config(group=4)
-    assert mosaic._tuned_config(sizes, fallback=True) == mosaic.Config()
+    monkeypatch.setattr(mosaic, "_num_sms", lambda: 132)
+    term = Term(jnp.ones((1, 1, 1), jnp.int8), jnp.ones((1, 1, 1)))
+    rhs = Quantized(term, None, (128, 128))
+    for residual, config in (None, mosaic.Config(group=4)), (term, mosaic.Config()):
+        lhs = Quantized(term, residual, (128, 128))
+        sizes = 8000, 4096, 5000
+        problem = mosaic.make_problem(lhs, rhs, 1, sizes, jnp.bfloat16, None)
+        assert problem.config == config
 
 
 @pytest.mark.exhaustive
 def test_writes_the_fastest_and_keeps_other_entries(monkeypatch, tmp_path, capsys):
     def dot(*operands):
-        return reference.matmul(*operands, block_shape=(128,) * 3, dtype=jnp.bfloat16)
-
-    def reference_matmul(*operands, implementation, **options):
-        assert implementation == "reference"
-        return reference.matmul(*operands, **options)
+        return reference.matmul(*operands, dtype=jnp.bfloat16)
 
     times = iter([3.0, 1.0, 2.0, 4.0] * 2)
     choice = dispatch.Choice("", "reference", "for the test", "reference")
-    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: choice)
-    monkeypatch.setattr(ops, "matmul", reference_matmul)
+    monkeypatch.setattr(dispatch, "choose_for", lambda *_: choice)
     monkeypatch.setattr(tune, "_matmul", lambda *_: dot)
     monkeypatch.setattr(
         measure,

@@ -3,12 +3,14 @@
 Each check takes the implementation as its argument ``matmul``.
 """
 
+import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.quantized import Block, Quantized, Term
 from tests import oracle
 
 
@@ -65,54 +67,87 @@ FLOAT8_SMALL_CASES = {
 }
 
 
-def operands(
-    case: Case, seed: int = 0
-) -> tuple[Quantized, Quantized | None, Quantized]:
-    """Returns lhs, its residual and rhs: random codes and positive scales.
+def random_operand(
+    rng: np.random.Generator,
+    shape: tuple[int, int, int],
+    block: Block,
+    fallback: float | None = None,
+    dtype: str = "int8",
+) -> Quantized:
+    """Random codes and positive scales.
 
     Residuals that are not used have scale 0 and random codes.
     """
-    rng = np.random.default_rng(seed)
-    (batch, M, K, N), (m, k, n), fallback, dtype = case
 
-    def quantized(rows: int, block_rows: int, used: float) -> Quantized:
-        codes = rng.integers(-127, 128, (batch, rows, K)).astype(np.int8)
+    def term(used: float) -> Term:
+        codes = rng.integers(-127, 128, shape).astype(np.int8)
         if dtype != "int8":  # the bits of any finite codes
             codes = (codes % 127 | codes & -128).astype(np.int8).view(dtype)
-        shape = (batch, -(-rows // block_rows), -(-K // k))
-        scales = rng.uniform(0.5, 2.0, shape) * (rng.random(shape) < used)
-        return Quantized(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
+        blocks = [-(-n // side) for n, side in zip(shape[1:], block, strict=True)]
+        of_blocks = shape[0], *blocks
+        scales = rng.uniform(0.5, 2.0, of_blocks) * (rng.random(of_blocks) < used)
+        return Term(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
 
-    lhs, rhs = quantized(M, m, 1.0), quantized(N, n, 1.0)
-    return lhs, None if fallback is None else quantized(M, m, fallback), rhs
+    return Quantized(term(1.0), None if fallback is None else term(fallback), block)
 
 
-def exact(lhs, residual, rhs, block_shape) -> np.ndarray:
+def operands(case: Case, seed: int = 0) -> tuple[Quantized, Quantized]:
+    """Random operands of a case."""
+    rng = np.random.default_rng(seed)
+    (batch, M, K, N), (m, k, n), fallback, dtype = case
+    lhs = random_operand(rng, (batch, M, K), (m, k), fallback, dtype)
+    return lhs, random_operand(rng, (batch, N, K), (n, k), dtype=dtype)
+
+
+def shapes(
+    shape: tuple[int, int, int],
+    block: Block,
+    codes: str = "int8",
+    *,
+    fallback: bool = False,
+) -> Quantized:
+    """The shapes and dtypes of an operand."""
+    blocks = [-(-n // side) for n, side in zip(shape[1:], block, strict=True)]
+    scales = jax.ShapeDtypeStruct((shape[0], *blocks), jnp.float32)
+    term = Term(jax.ShapeDtypeStruct(shape, codes), scales)
+    return Quantized(term, term if fallback else None, block)
+
+
+def with_scales(operand: Quantized, scales, term: str = "main") -> Quantized:
+    """The operand with other scales of a term, a function of those it has."""
+    old = getattr(operand, term)
+    return dataclasses.replace(
+        operand, **{term: old._replace(scales=scales(old.scales))}
+    )
+
+
+def values(operand: Quantized) -> np.ndarray:
+    """The values in float64."""
+    terms = [oracle.dequantize_stack(term, operand.block) for term in operand.terms]
+    return sum(terms[1:], terms[0])
+
+
+def exact(lhs: Quantized, rhs: Quantized) -> np.ndarray:
     """The product in float64."""
-    m, k, n = block_shape
-    values = oracle.dequantize_stack(lhs, (m, k))
-    if residual is not None:
-        values += oracle.dequantize_stack(residual, (m, k))
     with np.errstate(invalid="ignore"):
-        return values @ oracle.dequantize_stack(rhs, (n, k)).mT
+        return values(lhs) @ values(rhs).mT
 
 
 def check_against_float64(matmul, case: Case, tolerance: float = 1e-5) -> None:
     args = operands(case)
-    y = matmul(*args, block_shape=case.blocks, dtype=jnp.float32)
+    y = matmul(*args, dtype=jnp.float32)
     assert y.dtype == jnp.float32
-    assert oracle.relative(y, exact(*args, case.blocks)) <= tolerance
+    assert oracle.relative(y, exact(*args)) <= tolerance
 
 
 def check_outlier_scale(matmul) -> None:
     """Rows with codes 0 in the block of an outlier lose no accuracy to its scale."""
-    lhs, _, rhs = operands(Case((1, 128, 1280, 128), (128, 128, 128), None))
+    lhs, rhs = operands(Case((1, 128, 1280, 128), (128, 128, 128), None))
     codes = lhs.codes.at[:, :, 128:256].set(0).at[:, 5, 200].set(127)
     scales = lhs.scales.at[0, 0, 1].mul(10_000.0)
-    lhs = Quantized(codes, scales)
-    blocks = 128, 128, 128
-    y = np.asarray(matmul(lhs, None, rhs, block_shape=blocks, dtype=jnp.float32))[0]
-    expected = exact(lhs, None, rhs, blocks)[0]
+    lhs = Quantized(Term(codes, scales), None, lhs.block)
+    y = np.asarray(matmul(lhs, rhs, dtype=jnp.float32))[0]
+    expected = exact(lhs, rhs)[0]
     others = np.arange(128) != 5
     assert oracle.relative(y[others], expected[others]) <= 1e-6
 
@@ -131,9 +166,9 @@ def check_largest_sums(
     rhs_codes = jnp.pad(codes, ((0, 0), (columns - 128, 0), (0, 0)))
     rhs_scales = jnp.ones((1, columns // 128, depth // 128))
     bounds = None if sums is None else jnp.full_like(rhs_scales, sums)
-    lhs = Quantized(sign * codes, scales)
-    rhs = Quantized(rhs_codes, rhs_scales, bounds)
-    y = matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.bfloat16)
+    lhs = Quantized(Term(sign * codes, scales), None, (128, 128))
+    rhs = Quantized(Term(rhs_codes, rhs_scales, bounds), None, (128, 128))
+    y = matmul(lhs, rhs, dtype=jnp.bfloat16)
     largest = jnp.full((1, 128, 128), sign * 127.0**2 * 2.0**-14 * depth, y.dtype)
     expected = jnp.pad(largest, ((0, 0), (0, 0), (columns - 128, 0)))
     np.testing.assert_array_equal(y, expected)
@@ -146,21 +181,21 @@ def check_outlier_with_residual(matmul) -> None:
     main, term, rhs = (jnp.asarray(x, jnp.int8) for x in codes)
     main = main.at[:, :, 128:256].set(0).at[:, 5, 200].set(127)
     ones = jnp.ones((1, 1, 10))
-    lhs = Quantized(main, ones.at[0, 0, 1].set(2000.0))
-    residual = Quantized(term, jnp.zeros_like(ones).at[0, 0, 1].set(8.0))
-    args = lhs, residual, Quantized(rhs, ones)
-    y = matmul(*args, block_shape=(128, 128, 128), dtype=jnp.bfloat16)
+    first = Term(main, ones.at[0, 0, 1].set(2000.0))
+    residual = Term(term, jnp.zeros_like(ones).at[0, 0, 1].set(8.0))
+    lhs = Quantized(first, residual, (128, 128))
+    rhs = Quantized(Term(rhs, ones), None, (128, 128))
+    y = matmul(lhs, rhs, dtype=jnp.bfloat16)
     others = np.arange(128) != 5
-    expected = exact(*args, (128, 128, 128))[0, others]
+    expected = exact(lhs, rhs)[0, others]
     # Rounding to bfloat16 alone loses 1.7e-3.
     assert oracle.relative(np.asarray(y, np.float64)[0, others], expected) <= 2e-3
 
 
 def check_rounds_once(matmul, dtype, name: str = "unaligned, fallback") -> None:
-    case = CASES[name]
-    args = operands(case)
-    y = matmul(*args, block_shape=case.blocks, dtype=dtype)
-    wide = matmul(*args, block_shape=case.blocks, dtype=jnp.float32)
+    lhs, rhs = operands(CASES[name])
+    y = matmul(lhs, rhs, dtype=dtype)
+    wide = matmul(lhs, rhs, dtype=jnp.float32)
     assert y.dtype == dtype
     # Sums in another order may round to the other neighbour, which is rare; Inf is a
     # neighbour of the largest value. Where terms cancel, they may differ by one or two
@@ -168,7 +203,6 @@ def check_rounds_once(matmul, dtype, name: str = "unaligned, fallback") -> None:
     largest = float(jnp.finfo(dtype).max)
     rounded = np.asarray(wide.astype(dtype), np.float64).clip(-largest, largest)
     y = np.asarray(y, np.float64).clip(-largest, largest)
-    lhs, _, rhs = args
     atol = 2.0 * float(jnp.max(lhs.scales) * jnp.max(rhs.scales))
     rtol = 1.01 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(y, rounded, rtol=rtol, atol=atol)
@@ -179,30 +213,31 @@ def check_nan_scales(matmul, block_shape: tuple[int, int, int]) -> None:
     """A NaN scale shows in every output that depends on it, and in no other."""
     m, k, n = block_shape
     shape = (1, 2 * m + 44, 2 * k + 44, 2 * n + 44)
-    lhs, residual, rhs = operands(Case(shape, block_shape, 0.3))
-    assert residual is not None
-    lhs = lhs._replace(scales=lhs.scales.at[0, 0, 0].set(jnp.nan))
-    residual = residual._replace(scales=residual.scales.at[0, 1, -1].set(jnp.nan))
-    rhs = rhs._replace(scales=rhs.scales.at[0, -1, 0].set(jnp.nan))
-    y = matmul(lhs, residual, rhs, block_shape=block_shape, dtype=jnp.float32)
-    expected = np.isnan(exact(lhs, residual, rhs, block_shape))
+    lhs, rhs = operands(Case(shape, block_shape, 0.3))
+    lhs = with_scales(lhs, lambda s: s.at[0, 0, 0].set(jnp.nan))
+    lhs = with_scales(lhs, lambda s: s.at[0, 1, -1].set(jnp.nan), "residual")
+    rhs = with_scales(rhs, lambda s: s.at[0, -1, 0].set(jnp.nan))
+    y = matmul(lhs, rhs, dtype=jnp.float32)
+    expected = np.isnan(exact(lhs, rhs))
     assert 0 < expected.mean() < 1
     np.testing.assert_array_equal(np.isnan(y), expected)
 
 
 def check_extreme_scales(matmul, dtype) -> None:
     """Products of scales far below and above float32's range, and just inside it."""
-    K, blocks = 512, (128, 128, 128)
-    lhs, _, rhs = operands(Case((1, 128, K, 128), blocks, None))
+    K = 512
+    lhs, rhs = operands(Case((1, 128, K, 128), (128, 128, 128), None))
+    sizes = [
+        Quantized(x.main._replace(codes=jnp.abs(x.codes)), None, x.block)
+        for x in (lhs, rhs)
+    ]
     for exponent in (-146, -134, -124, 0, 101, 110, 130):
         half = exponent // 2
-        x = lhs._replace(scales=lhs.scales * 2.0**half)
-        w = rhs._replace(scales=rhs.scales * 2.0 ** (exponent - half))
-        y = np.asarray(matmul(x, None, w, block_shape=blocks, dtype=dtype), np.float64)
-        expected = exact(x, None, w, blocks)
-        sizes = (term._replace(codes=jnp.abs(term.codes)) for term in (x, w))
-        x_size, w_size = sizes
-        bound = 2.0**-22 * exact(x_size, None, w_size, blocks)
+        x = with_scales(lhs, lambda s, e=half: s * 2.0**e)
+        w = with_scales(rhs, lambda s, e=exponent - half: s * 2.0**e)
+        y = np.asarray(matmul(x, w, dtype=dtype), np.float64)
+        expected = exact(x, w)
+        bound = 2.0 ** (exponent - 22) * exact(*sizes)
         if dtype != jnp.float32:  # sums may be running ones
             bound += np.abs(expected) * float(jnp.finfo(dtype).eps)
             bound += 4.0 * 2.0**exponent
@@ -219,6 +254,6 @@ def check_extreme_codes(matmul, k: int, K: int = 140_032) -> None:
     codes = jnp.full((1, 2, K), 127, jnp.int8)
     scales = jnp.full((1, 1, -(-K // k)), 2.0**-14, jnp.float32)
     both_signs = jnp.asarray([[[1], [-1]]], jnp.int8) * codes
-    lhs, rhs = Quantized(both_signs, scales), Quantized(codes, scales)
-    y = matmul(lhs, None, rhs, block_shape=(128, k, 128), dtype=jnp.float32)
-    np.testing.assert_allclose(y, exact(lhs, None, rhs, (128, k, 128)), rtol=1e-5)
+    lhs, rhs = (Quantized(Term(x, scales), None, (128, k)) for x in (both_signs, codes))
+    y = matmul(lhs, rhs, dtype=jnp.float32)
+    np.testing.assert_allclose(y, exact(lhs, rhs), rtol=1e-5)

@@ -1,9 +1,8 @@
-"""Checks that every implementation of the ops of ``grouped_reference`` must pass.
+"""Checks that every implementation of the ops on tiles of groups must pass.
 
-Each check takes a module with the ops, or one of them.
+Each check takes an object with the ops, or one of them.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.kernels import grouped_reference, reference
-from fbq_jax.kernels.grouped_reference import GroupedRows, assign_tiles
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.quantized import Layout, Quantized
+from fbq_jax.kernels.sources import Matrix
+from fbq_jax.kernels.tiles import assign_tiles
 from tests import oracle
-from tests.kernels import quantize_cases
-from tests.kernels.test_reference import heavy
+from tests.kernels.gemm_cases import random_operand, values, with_scales
 
 _assign_tiles = jax.jit(assign_tiles, static_argnums=(1, 2))
 
@@ -29,41 +27,72 @@ class Case(NamedTuple):
       rows: M, of which the last may be in no group.
       sizes: the number of rows of each group.
       matrix: ``(K, N)``.
-      blocks: ``(m, k, n)``, the block shape.
+      blocks: ``(m, k, n)``, the values along M, K and N that share a scale.
       fallback: fraction of lhs' blocks with a residual; None for no residual operand.
       first_group: the group that the first matrix of rhs belongs to; rows of groups
         before it, and of the last one, are another device's.
+      tile: the rows of a tile; None for m.
+      columns: in the contraction, the values along K and N that share a scale; None for
+        k and n.
+      dtype: dtype of the codes.
     """
 
     rows: int
     sizes: tuple[int, ...]
     matrix: tuple[int, int]
     blocks: tuple[int, int, int]
-    fallback: float | None
+    fallback: float | None = None
     first_group: int = 0
+    tile: int | None = None
+    columns: tuple[int, int] | None = None
+    dtype: str = "int8"
 
 
 SIDE_128 = (128, 128, 128)
 CASES = {
-    "aligned": Case(512, (256, 128, 128), (256, 256), SIDE_128, None),
-    "uneven": Case(700, (200, 0, 128, 1, 259, 0), (300, 330), SIDE_128, None),
+    "aligned": Case(512, (256, 128, 128), (256, 256), SIDE_128),
+    "uneven": Case(700, (200, 0, 128, 1, 259, 0), (300, 330), SIDE_128),
     "uneven, fallback": Case(400, (0, 130, 0, 200, 3), (400, 140), SIDE_128, 0.4),
     "one group with everything": Case(300, (0, 300, 0), (128, 450), SIDE_128, 0.3),
-    "no group with anything": Case(200, (0, 0), (128, 128), SIDE_128, None),
+    "no group with anything": Case(200, (0, 0), (128, 128), SIDE_128),
     "other devices' groups": Case(
         500, (130, 90, 0, 140, 60), (128, 130), SIDE_128, 0.5, 1
     ),
     "256x256x256 blocks": Case(700, (300, 20, 257), (280, 300), (256, 256, 256), 0.3),
-    "128x256x128 blocks": Case(300, (140, 100), (300, 100), (128, 256, 128), None),
+    "128x256x128 blocks": Case(300, (140, 100), (300, 100), (128, 256, 128)),
+}
+# Scales of single rows; in the contraction, of columns of X and perhaps of dY.
+_ROWS = 500, (130, 90, 0, 140, 60), (300, 330)
+ROW_CASES = {
+    "scales of rows": Case(
+        *_ROWS, (1, 128, 128), first_group=1, tile=128, columns=(1, 128)
+    ),
+    "scales of rows and columns": Case(*_ROWS, (1, 128, 1), tile=128, columns=(1, 1)),
+    "scales of rows of 256x256 tiles": Case(
+        600, (300, 20, 257), (280, 300), (1, 256, 256), tile=256, columns=(1, 256)
+    ),
+    "FP8": Case(
+        *_ROWS, (1, 128, 128), tile=128, columns=(1, 128), dtype="float8_e4m3fn"
+    ),
+    "FP8 by block": Case(*_ROWS, SIDE_128, dtype="float8_e4m3fn"),
 }
 # Rows in blocks that a GPU without Hopper's kernel multiplies, too.
 SMALL_CASES = {
     "32x32x32 blocks": Case(150, (33, 0, 64, 40), (100, 80), (32, 32, 32), 0.3),
     "64x128x32 blocks": Case(150, (65, 3, 64), (140, 70), (64, 128, 32), 0.4),
+    "scales of rows of small tiles": Case(
+        150, (33, 0, 64, 40), (100, 80), (1, 32, 32), tile=32, columns=(1, 1)
+    ),
+    "scales of rows, fallback": Case(
+        150, (65, 3, 64), (140, 70), (1, 64, 32), 0.4, tile=64, columns=(1, 32)
+    ),
 }
 
 
-FAST = "uneven, fallback", "other devices' groups"  # These cover most of the others.
+LIMITS = {jnp.float32: 1e-5, jnp.bfloat16: 2e-3}  # of errors
+
+# These cover most of the others.
+FAST = "uneven, fallback", "other devices' groups", "scales of rows", "FP8"
 
 
 def params(cases: Iterable[str]) -> list[Any]:
@@ -76,16 +105,14 @@ class Problem(NamedTuple):
     """The operands of a case's GEMMs.
 
     Attributes:
-      lhs: codes of X by rows, ``[T, m, K]``.
-      residual: its second term, or None.
-      rhs: codes of the matrices, ``[G, N, K]``.
-      lhs_columns: codes of X by columns, ``[T, K, m]``.
-      grad_columns: codes of dY by columns, ``[T, N, m]``.
+      lhs: X rowwise, ``[T, m, K]``.
+      rhs: the matrices, ``[G, N, K]``.
+      lhs_columns: X colwise, ``[T, K, m]``.
+      grad_columns: dY colwise, ``[T, N, m]``.
       groups: ``[T]``, relative to the first matrix.
     """
 
     lhs: Quantized
-    residual: Quantized | None
     rhs: Quantized
     lhs_columns: Quantized
     grad_columns: Quantized
@@ -93,35 +120,25 @@ class Problem(NamedTuple):
 
 
 def problem(case: Case) -> Problem:
-    """Random codes and positive scales; those of residuals that are not used are 0.
-
-    Codes of tiles without rows are random, and their scales 0.
-    """
+    """Random operands.  Codes of tiles without rows are random, and their scales 0."""
     rng = np.random.default_rng(0)
     (K, N), (m, k, n) = case.matrix, case.blocks
-    tiles = _assign_tiles(jnp.asarray(case.sizes), case.rows, m)
-    used = np.asarray(tiles.row_counts) > 0
+    rows, (i, j) = case.tile or m, case.columns or (k, n)
+    tiles = _assign_tiles(jnp.asarray(case.sizes), case.rows, rows)
+    is_used = np.asarray(tiles.row_counts)[:, None, None] > 0
 
-    def quantized(shape: tuple[int, int, int], block, rate=1.0) -> Quantized:
-        codes = rng.integers(-127, 128, shape).astype(np.int8)
-        blocks = (
-            shape[0],
-            *(-(-size // b) for size, b in zip(shape[1:], block, strict=True)),
-        )
-        scales = rng.uniform(0.5, 2.0, blocks) * (rng.random(blocks) < rate)
-        return Quantized(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
+    def of_tiles(shape, block, fallback=None) -> Quantized:
+        shape = len(is_used), *shape
+        x = random_operand(rng, shape, block, fallback, case.dtype)
+        for term in ("main", "residual")[: len(x.terms)]:
+            x = with_scales(x, lambda scales: jnp.where(is_used, scales, 0.0), term)
+        return x
 
-    def of_tiles(rows: int, columns: int, block, rate=1.0) -> Quantized:
-        x = quantized((len(used), rows, columns), block, rate)
-        return x._replace(scales=jnp.where(used[:, None, None], x.scales, 0.0))
-
-    residual = None if case.fallback is None else of_tiles(m, K, (m, k), case.fallback)
     return Problem(
-        of_tiles(m, K, (m, k)),
-        residual,
-        quantized((_size(case), N, K), (n, k)),
-        of_tiles(K, m, (k, m)),
-        of_tiles(N, m, (n, m)),
+        of_tiles((rows, K), (m, k), case.fallback),
+        random_operand(rng, (_size(case), N, K), (n, k), dtype=case.dtype),
+        of_tiles((K, rows), (i, rows)),
+        of_tiles((N, rows), (j, rows)),
         tiles.groups - case.first_group,
     )
 
@@ -135,132 +152,61 @@ def _is_valid(case: Case, groups: jax.Array) -> np.ndarray:
     return (np.asarray(groups) >= 0) & (np.asarray(groups) < _size(case))
 
 
-def check_matmul(ragged_matmul, case: Case, dtype=jnp.float32) -> None:
-    m, k, n = case.blocks
-    lhs, residual, rhs, _, _, groups = problem(case)
-    y = ragged_matmul(lhs, residual, rhs, groups, block_shape=case.blocks, dtype=dtype)
-    assert (y.shape, y.dtype) == ((len(groups), m, case.matrix[1]), dtype)
-    values = oracle.dequantize_stack(lhs, (m, k))
-    if residual is not None:
-        values += oracle.dequantize_stack(residual, (m, k))
+def check_matmul(matmul, case: Case, dtype=jnp.float32, tolerance=None) -> None:
+    lhs, rhs, _, _, groups = problem(case)
+    y = matmul(lhs, rhs, groups, dtype=dtype)
+    assert (y.shape, y.dtype) == ((*lhs.shape[:2], case.matrix[1]), dtype)
     valid = _is_valid(case, groups)
-    matrices = oracle.dequantize_stack(rhs, (n, k))[np.asarray(groups)[valid]]
+    matrices = values(rhs)[np.asarray(groups)[valid]]
     # The other tiles hold anything, also NaNs that a cast would warn of.
     y = np.asarray(y)[valid].astype(np.float64)
-    _check_close(y, values[valid] @ matrices.mT, dtype)
+    _check_close(y, values(lhs)[valid] @ matrices.mT, tolerance or LIMITS[dtype])
 
 
-def check_contraction(ragged_contraction, case: Case, dtype=jnp.float32) -> None:
-    m, k, n = case.blocks
+def check_contract(contract, case: Case, dtype=jnp.float32, tolerance=None) -> None:
     *_, lhs, rhs, groups = problem(case)
-    y = ragged_contraction(
-        lhs, rhs, groups, size=_size(case), block_shape=(k, m, n), dtype=dtype
-    )
+    y = contract(lhs, rhs, groups, size=_size(case), dtype=dtype)
     assert (y.shape, y.dtype) == ((_size(case), *case.matrix), dtype)
-    values = oracle.dequantize_stack(lhs, (k, m))
-    products = values @ oracle.dequantize_stack(rhs, (n, m)).mT
+    products = values(lhs) @ values(rhs).mT
     expected = np.zeros(y.shape)
     for t in np.flatnonzero(_is_valid(case, groups)):
         expected[int(groups[t])] += products[t]
     for got, want in zip(np.asarray(y, np.float64), expected, strict=True):
-        _check_close(got, want, dtype)
+        _check_close(got, want, tolerance or LIMITS[dtype])
 
 
-def _check_close(got: np.ndarray, want: np.ndarray, dtype) -> None:
+def _check_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
     if not np.any(want):
         assert not np.any(got)
-        return
-    limit = 1e-5 if dtype == jnp.float32 else 2e-3
-    assert oracle.relative(got, want) <= limit
+    else:
+        assert oracle.relative(got, want) <= tolerance
 
 
 def check_nan_stays_in_its_group(ops) -> None:
     """A NaN shows in the products of its tile and its group, and nowhere else."""
     case = Case(400, (150, 130, 100), (128, 128), SIDE_128, 0.5)
-    lhs, residual, rhs, lhs_columns, grad_columns, groups = problem(case)
-    options = {"block_shape": SIDE_128, "dtype": jnp.bfloat16}
-    bad = lhs._replace(scales=lhs.scales.at[2].set(jnp.nan))
-    y = ops.ragged_matmul(bad, residual, rhs, groups, **options)
-    is_nan = np.isnan(np.asarray(y, np.float32)).all((1, 2))
-    np.testing.assert_array_equal(is_nan[:5], [False, False, True, False, False])
-    bad = rhs._replace(scales=rhs.scales.at[1].set(jnp.nan))
-    y = ops.ragged_matmul(lhs, residual, bad, groups, **options)
-    is_nan = np.isnan(np.asarray(y, np.float32)).all((1, 2))
-    np.testing.assert_array_equal(is_nan[:5], groups[:5] == 1)
-    scales = grad_columns.scales.at[2].set(jnp.nan)
-    bad = grad_columns._replace(scales=scales)
-    dw = ops.ragged_contraction(lhs_columns, bad, groups, size=3, **options)
-    is_nan = np.isnan(np.asarray(dw, np.float32)).all((1, 2))
-    np.testing.assert_array_equal(is_nan, [False, True, False])
+    lhs, rhs, lhs_columns, grad_columns, groups = problem(case)
+
+    def is_nan(y: jax.Array) -> np.ndarray:
+        return np.isnan(np.asarray(y, np.float32)).all((1, 2))
+
+    bad = with_scales(lhs, lambda scales: scales.at[2].set(jnp.nan))
+    y = ops.matmul(bad, rhs, groups, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(is_nan(y)[:5], [False, False, True, False, False])
+    bad = with_scales(rhs, lambda scales: scales.at[1].set(jnp.nan))
+    y = ops.matmul(lhs, bad, groups, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(is_nan(y)[:5], groups[:5] == 1)
+    bad = with_scales(grad_columns, lambda scales: scales.at[2].set(jnp.nan))
+    dw = ops.contract(lhs_columns, bad, groups, size=3, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(is_nan(dw), [False, True, False])
 
 
-# rows, sizes, columns, dtype, block, rowwise, colwise.
-QUANTIZE = [
-    (300, (130, 0, 128, 5), 272, "bfloat16", (128, 128), "stochastic", "stochastic"),
-    (200, (70, 0, 33, 1, 80), 141, "float32", (64, 128), "nearest", "stochastic"),
-    (90, (0, 0, 90, 0), 51, "float16", (32, 32), None, "nearest"),
-    (300, (270, 0, 20), 140, "bfloat16", (256, 256), "stochastic", "nearest"),
-    (40, (0, 0), 64, "bfloat16", (32, 64), "stochastic", "stochastic"),
-]
-# rows, sizes, columns, dtype, block, criterion, theta, colwise.
-FALLBACK = [
-    (300, (130, 0, 128, 5), 272, "bfloat16", (128, 128), "absmax", 150.0, "stochastic"),
-    (200, (70, 0, 33, 1, 80), 141, "float32", (64, 64), "l1", 300.0, "nearest"),
-    (280, (20, 258), 70, "bfloat16", (256, 256), "l1_rel", 0.1, "stochastic"),
-]
-
-
-def grouped_rows(rows, sizes, columns, dtype, m) -> GroupedRows:
-    """Rows with outliers; those in no group are NaN."""
-    x = heavy((rows, columns), dtype=dtype).at[sum(sizes) :].set(jnp.nan)
-    tiles = _assign_tiles(jnp.asarray(sizes), rows, m)
-    return GroupedRows(x, tiles.first_rows, tiles.row_counts)
-
-
-def seeds(x: GroupedRows) -> tuple[jax.Array, ...]:
-    """Five seeds of each tile, to be folded."""
-    index = jnp.arange(len(x.first_rows), dtype=jnp.uint32)
-    return tuple(index * 7 + jnp.uint32(n) for n in range(5))
-
-
-def check_quantize(
-    ops, rows, sizes, columns, dtype, block, rowwise, colwise, *, sums: bool = True
-) -> None:
-    x = grouped_rows(rows, sizes, columns, dtype, block[0])
-    layouts = {"rowwise": rowwise, "colwise": colwise}
-    args = {"block": block, **layouts}
-    if sums:
-        args["sums"] = tuple(name for name, rounding in layouts.items() if rounding)
-    got = ops.ragged_quantize(x, seeds(x), **args)
-    want = _reference("ragged_quantize", **args)(x, seeds(x))
-    check_quantized(got.rowwise, want.rowwise, block)
-    check_quantized(got.colwise, want.colwise, block[::-1])
-
-
-def check_fallback(
-    ops, rows, sizes, columns, dtype, block, criterion, theta, colwise
-) -> None:
-    x = grouped_rows(rows, sizes, columns, dtype, block[0])
-    args = {"block": block, "criterion": criterion, "colwise": colwise}
-    operands = x, jnp.full(len(x.first_rows), theta), seeds(x)
-    got = ops.ragged_quantize_fallback(*operands, **args)
-    want = _reference("ragged_quantize_fallback", **args)(*operands)
-    check_quantized(got.main, want.main, block)
-    check_quantized(got.colwise, want.colwise, block[::-1])
-    check_quantized(got.residual, want.residual, block)
-    assert 0 < np.mean(np.asarray(want.residual.scales) > 0) < 1
-    # An implementation may sum in any order.
-    rtol = 0.0 if criterion == "absmax" else 2e-6
-    np.testing.assert_allclose(got.metric, want.metric, rtol=rtol, atol=0.0)
-
-
-# Codes of blocks whose scale is 0 need not be written.
-check_quantized = functools.partial(quantize_cases.check_quantized, unused=0.0)
-
-
-@functools.cache
-def _reference(name: str, **kwargs):
-    return jax.jit(functools.partial(getattr(grouped_reference, name), **kwargs))
+def _parts(x: Quantized) -> list[Any]:
+    """The values, scales and sums of each term; codes of scale 0 have no meaning."""
+    return [
+        (Quantized(term, None, x.block).dequantize(), term.scales, term.sums)
+        for term in x.terms
+    ]
 
 
 def random_sizes(rng: np.random.Generator, rows: int, groups: int) -> np.ndarray:
@@ -286,59 +232,46 @@ def check_random_problems(ops, expected_ops, seed: int, loads: int, side: int) -
     criterion = str(rng.choice(["absmax", "l1", "l1_rel"]))
     is_bf16, roundings = rng.random() < 0.5, ["nearest", "stochastic"]
     dtype = jnp.bfloat16 if is_bf16 else jnp.float32
-    modes = {"rowwise": str(rng.choice(roundings)), "colwise": "stochastic"}
+    rounding = str(rng.choice(roundings))
     tops = {"absmax": 300.0, "l1": 2.0 * m * k, "l1_rel": 0.2}
 
     def run(ops, x, w, theta, sizes):
         tiles = assign_tiles(sizes, rows, m)
-        of_rows = functools.partial(
-            GroupedRows, first_rows=tiles.first_rows, row_counts=tiles.row_counts
-        )
+        source = Matrix(x, tiles.first_rows, tiles.row_counts, m)
         count = len(tiles.groups)
         seeds = jnp.arange(count, dtype=jnp.uint32)
         thetas = jnp.full(count, theta)
-        options = {"criterion": criterion, "colwise": "stochastic"}
-        lhs = ops.ragged_quantize_fallback(
-            of_rows(x), thetas, seeds, block=(m, k), **options
+        columns = Layout("stochastic", (m, k))
+        lhs = ops.quantize(
+            source,
+            seeds,
+            thetas,
+            rowwise=Layout("nearest", (m, k)),
+            colwise=columns,
+            criterion=criterion,
         )
-        grad = ops.ragged_quantize(of_rows(x), seeds, block=(m, k), **modes)
+        grad = ops.quantize(
+            source, seeds, rowwise=Layout(rounding, (m, k)), colwise=columns
+        )
         rhs = ops.quantize(
-            w,
+            Matrix(w),
             jnp.arange(groups, dtype=jnp.uint32),
-            block=(n, k),
-            rowwise="nearest",
+            rowwise=Layout("nearest", (n, k)),
             colwise=None,
         ).rowwise
-        y = ops.ragged_matmul(
-            lhs.main,
-            lhs.residual,
-            rhs,
-            tiles.groups,
-            block_shape=(m, k, n),
-            dtype=jnp.float32,
-        )
+        y = ops.matmul(lhs.rowwise, rhs, tiles.groups, dtype=jnp.float32)
         y = jnp.where((tiles.row_counts > 0)[:, None, None], y, 0.0)
-        dw = ops.ragged_contraction(
-            lhs.colwise,
-            grad.colwise,
-            tiles.groups,
-            size=groups,
-            block_shape=(k, m, k),
-            dtype=jnp.float32,
+        dw = ops.contract(
+            lhs.colwise, grad.colwise, tiles.groups, size=groups, dtype=jnp.float32
         )
-        codes = (lhs.main, (m, k)), (lhs.residual, (m, k)), (lhs.colwise, (k, m))
-        codes += (grad.rowwise, (m, k)), (grad.colwise, (k, m))
-        # Codes of blocks with scale 0 have no meaning.
-        values = [reference.dequantize(*pair) for pair in codes]
-        return values, [x.scales for x, _ in codes], lhs.metric, (y, dw)
+        layouts = lhs.rowwise, lhs.colwise, grad.rowwise, grad.colwise
+        return [_parts(x) for x in layouts], lhs.metric, (y, dw)
 
     @jax.jit
     def compare(*args):
-        values, scales, metric, products = run(ops, *args)
-        want_values, want_scales, want_metric, want = run(expected_ops, *args)
-        equal = jax.tree.map(
-            lambda a, b: jnp.all(a == b), (values, scales), (want_values, want_scales)
-        )
+        parts, metric, products = run(ops, *args)
+        want_parts, want_metric, want = run(expected_ops, *args)
+        equal = jax.tree.map(lambda a, b: jnp.all(a == b), parts, want_parts)
         difference = jnp.abs(metric - want_metric) / jnp.maximum(want_metric, 1e-30)
         errors = jax.tree.map(
             lambda a, b: jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-9),

@@ -1,84 +1,443 @@
-"""Checks of the quantizing ops that hold for every implementation, bit for bit.
+"""Cases of ``quantize`` for every implementation, and checks against ``reference``.
 
-Each check takes a module that implements the op and compares it with ``reference``.
+Matrices and the gradients of gates have the same bits everywhere.  Functions such as
+``exp`` differ in their last bits.  So the scales of norms and gates may differ a
+little, and their codes by one close to a tie.
 """
 
 import functools
-import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fbq_jax.kernels import reference, rounding
+from fbq_jax.kernels import packing, reference, rounding
+from fbq_jax.kernels.quantized import Layout, Layouts, Quantized, Term
+from fbq_jax.kernels.rounding import MatrixSeeds
+from fbq_jax.kernels.sources import Gate, GateGrad, Matrix, Norm, SavedNorm, Source
+from fbq_jax.kernels.tiles import assign_tiles
 from tests import oracle
-from tests.kernels.test_reference import heavy
 
-# shape, dtype, block, rowwise, colwise.
-QUANTIZE = [
-    ((1, 256, 256), "bfloat16", (128, 128), "nearest", "nearest"),
-    ((1, 144, 304), "bfloat16", (128, 128), "stochastic", "stochastic"),
-    ((2, 100, 141), "float32", (64, 128), "nearest", "stochastic"),
-    ((3, 40, 64), "float16", (32, 32), None, "stochastic"),
-    ((1, 300, 264), "float32", (256, 64), "stochastic", None),
-    ((2, 40, 258), "bfloat16", (32, 256), "stochastic", "nearest"),
-    ((1, 200, 51), "float16", (256, 256), "nearest", "nearest"),
-    ((1, 270, 140), "bfloat16", (256, 128), "stochastic", "stochastic"),
-    ((1, 1, 1), "bfloat16", (128, 128), "nearest", "stochastic"),
-]
-# shape, dtype, rowwise, colwise.
-VECTORS = [
-    ((1, 128, 256), "bfloat16", "stochastic", "stochastic"),
-    ((2, 70, 141), "float32", "nearest", "stochastic"),
-    ((3, 20, 144), "float16", None, "stochastic"),
-    ((1, 131, 176), "bfloat16", "stochastic", None),
-    ((1, 1, 300), "float32", "stochastic", "nearest"),
-    ((2, 130, 1), "bfloat16", "nearest", "nearest"),
-]
-# shape, dtype, block, rowwise, colwise.
-ROW_BLOCKS = [
-    ((1, 256, 256), "bfloat16", (128, 128), "nearest", "stochastic"),
-    ((2, 100, 141), "float32", (64, 128), "stochastic", "stochastic"),
-    ((3, 40, 64), "float16", (32, 32), None, "nearest"),
-    ((1, 300, 90), "bfloat16", (128, 32), "stochastic", None),
-    ((1, 270, 260), "bfloat16", (256, 256), "stochastic", "stochastic"),
-    ((1, 1, 1), "float32", (128, 128), "nearest", "nearest"),
-]
-# The same, with one scale per block of colwise codes.
-COLWISE_IN_BLOCKS = [
-    ((1, 256, 272), "bfloat16", (128, 128), "stochastic", "stochastic"),
-    ((2, 100, 141), "float32", (64, 128), "nearest", "stochastic"),
-    ((3, 40, 64), "float16", (32, 32), "stochastic", "nearest"),
-    ((1, 270, 260), "bfloat16", (256, 128), "stochastic", "stochastic"),
-    ((1, 1, 1), "float32", (128, 128), "nearest", "nearest"),
-]
-# Both layouts with FP8 codes.
-FLOAT8 = [
-    ((1, 144, 304), "bfloat16", (128, 128), "nearest", "nearest"),
-    ((2, 100, 141), "float32", (64, 128), "nearest", None),
-    ((3, 40, 64), "float16", (32, 32), None, "nearest"),
-]
-# shape, dtype, block, criterion, thresholds, colwise.
-FALLBACK = [
-    ((1, 256, 272), "bfloat16", (128, 128), "absmax", (150.0,), "stochastic"),
-    ((2, 100, 141), "float32", (64, 64), "l1", (500.0, 200.0), "nearest"),
-    ((1, 150, 310), "float16", (32, 128), "l1_rel", (0.5,), None),
-    ((1, 190, 40), "float32", (256, 256), "l1_rel", (0.0,), "stochastic"),
-    ((3, 33, 65), "bfloat16", (256, 64), "absmax", (np.inf, 0.0, np.nan), "stochastic"),
-]
+FLOAT8 = {"dtype": "float8_e4m3fn"}
 SPECIAL_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def seeds(batch: int) -> jax.Array:
-    return jnp.asarray([5, 2**32 - 1, 2**31][:batch], jnp.uint32)
+def heavy(shape, seed=0, dtype=np.float32):
+    """Normal values of different magnitudes, with a few large outliers."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))
+    x[rng.random(shape) < 1e-3] *= 200.0
+    return jnp.asarray(x, dtype)
 
 
-def several_seeds(batch: int) -> tuple[jax.Array, ...]:
-    """Five seeds of each matrix, for a kernel to fold."""
-    return tuple(seeds(batch) + jnp.uint32(n) for n in range(5))
+class Case(NamedTuple):
+    """A call of ``quantize``.
+
+    Attributes:
+      source: makes the source.
+      rowwise: the rowwise layout, or None.
+      colwise: the colwise layout, or None.
+      options: further options, and the thresholds ``theta``.
+    """
+
+    source: Callable[[], Source]
+    rowwise: Layout | None
+    colwise: Layout | None
+    options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+    @property
+    def sides(self) -> set[int | None]:
+        """The sides of the blocks."""
+        layouts = [layout for layout in self[1:3] if layout is not None]
+        return {side for layout in layouts for side in layout.block}
+
+    def without_sums(self) -> "Case":
+        """The same without sums of codes."""
+        layouts = [layout and layout._replace(sums=False) for layout in self[1:3]]
+        return Case(self.source, *layouts, self.options)
 
 
-def special(dtype: str, block: reference.Block) -> jax.Array:
+def near(r: int | None, c: int | None, *, sums: bool = False) -> Layout:
+    """A layout that is rounded to nearest."""
+    return Layout("nearest", (r, c), sums)
+
+
+def noisy(r: int | None, c: int | None, *, sums: bool = False) -> Layout:
+    """A layout with stochastic rounding."""
+    return Layout("stochastic", (r, c), sums)
+
+
+# Sources.
+
+
+def matrix(shape: tuple[int, int, int], dtype: str) -> Callable[[], Matrix]:
+    """Matrices ``[B, R, C]``."""
+    return lambda: Matrix(heavy(shape, dtype=dtype))
+
+
+_assign_tiles = jax.jit(assign_tiles, static_argnums=(1, 2))
+
+
+def grouped(
+    rows: int, sizes: tuple[int, ...], columns: int, dtype: str, m: int
+) -> Callable[[], Matrix]:
+    """Rows in groups of some sizes; the rows after the last group are NaN."""
+
+    def make() -> Matrix:
+        x = heavy((rows, columns), dtype=dtype).at[sum(sizes) :].set(jnp.nan)
+        tiles = _assign_tiles(jnp.asarray(sizes), rows, m)
+        return Matrix(x, tiles.first_rows, tiles.row_counts, m)
+
+    return make
+
+
+def norm(shape: tuple[int, int, int], dtype: str, bits: int) -> Callable[[], Norm]:
+    """Norms of ``shape``."""
+
+    def make() -> Norm:
+        noise = jax.random.normal(jax.random.key(0), (shape[0], shape[2]))
+        return Norm(heavy(shape, dtype=dtype), 1.0 + 0.5 * noise, 1e-5, bits)
+
+    return make
+
+
+def gate(
+    shape: tuple[int, int, int],
+    dtype: str,
+    bits: int,
+    row_counts: tuple[int, ...] | None = None,
+    *,
+    interleaved: bool = True,
+) -> Callable[[], Gate]:
+    """Gates whose output has this shape; missing rows hold a NaN and large values."""
+
+    def make() -> Gate:
+        values = heavy((*shape[:2], 2 * shape[2]), dtype=dtype)
+        values = _fill_missing_rows(values, row_counts, _garbage(values))
+        return Gate(values, _counts(row_counts), bits, interleaved)
+
+    return make
+
+
+def gate_grad(
+    shape: tuple[int, int, int],
+    dtype: str,
+    bits: int,
+    row_counts: tuple[int, ...] | None = None,
+    *,
+    interleaved: bool = True,
+) -> Callable[[], GateGrad]:
+    """Gradients of gates, with dy of this shape, whose missing rows are as in ``gate``.
+
+    As a gate leaves them, factors have zeros in missing rows, and anything where a
+    matrix has no rows.
+    """
+
+    def make() -> GateGrad:
+        pack = jax.jit(packing.quantize, static_argnums=1)
+        factors = [
+            _fill_missing_rows(heavy(shape, seed), row_counts, 0.0) for seed in (1, 2)
+        ]
+        data, scales = pack(jnp.stack(factors, 1), bits)
+        is_empty = np.array(row_counts or [1] * shape[0]) == 0
+        scales = jnp.where(is_empty[:, None, None, None], jnp.nan, scales)
+        packed = packing.Packed(data, scales.at[0, 1, 1, 0].set(0.0))
+        dy = heavy(shape, dtype=dtype)
+        dy = _fill_missing_rows(dy, row_counts, _garbage(dy))
+        return GateGrad(dy, packed, _counts(row_counts), bits, interleaved)
+
+    return make
+
+
+def _counts(row_counts: tuple[int, ...] | None) -> jax.Array | None:
+    return None if row_counts is None else jnp.array(row_counts, jnp.int32)
+
+
+def _garbage(x: jax.Array) -> np.ndarray:
+    garbage = np.full(x.shape[1:], 3e4)
+    garbage[:, 1] = np.nan
+    return garbage
+
+
+def _fill_missing_rows(
+    x: jax.Array, row_counts: tuple[int, ...] | None, value: Any
+) -> jax.Array:
+    """Matrices ``[B, R, C]`` with a value in missing rows."""
+    if row_counts is None:
+        return x
+    is_row = np.arange(x.shape[1])[None, :, None] < np.array(row_counts)[:, None, None]
+    return jnp.where(is_row, x, jnp.asarray(value, x.dtype))
+
+
+# Tables.
+
+BLOCKS = [
+    Case(
+        matrix((1, 256, 256), "bfloat16"),
+        near(128, 128, sums=True),
+        near(128, 128, sums=True),
+    ),
+    Case(
+        matrix((1, 144, 304), "bfloat16"),
+        noisy(128, 128, sums=True),
+        noisy(128, 128, sums=True),
+    ),
+    Case(
+        matrix((2, 100, 141), "float32"),
+        near(64, 128, sums=True),
+        noisy(64, 128, sums=True),
+    ),
+    Case(matrix((3, 40, 64), "float16"), None, noisy(32, 32, sums=True)),
+    Case(matrix((1, 300, 264), "float32"), noisy(256, 64, sums=True), None),
+    Case(
+        matrix((2, 40, 258), "bfloat16"),
+        noisy(32, 256, sums=True),
+        near(32, 256, sums=True),
+    ),
+    Case(
+        matrix((1, 200, 51), "float16"),
+        near(256, 256, sums=True),
+        near(256, 256, sums=True),
+    ),
+    Case(
+        matrix((1, 270, 140), "bfloat16"),
+        noisy(256, 128, sums=True),
+        noisy(256, 128, sums=True),
+    ),
+    Case(
+        matrix((1, 1, 1), "bfloat16"),
+        near(128, 128, sums=True),
+        noisy(128, 128, sums=True),
+    ),
+]
+FALLBACK = [
+    Case(
+        matrix((1, 256, 272), "bfloat16"),
+        *(near(128, 128), noisy(128, 128)),
+        {"criterion": "absmax", "theta": (150.0,)},
+    ),
+    Case(
+        matrix((2, 100, 141), "float32"),
+        *(near(64, 64), near(64, 64)),
+        {"criterion": "l1", "theta": (500.0, 200.0)},
+    ),
+    Case(
+        matrix((1, 150, 310), "float16"),
+        *(near(32, 128), None),
+        {"criterion": "l1_rel", "theta": (0.5,)},
+    ),
+    Case(
+        matrix((1, 190, 40), "float32"),
+        *(near(256, 256), noisy(256, 256)),
+        {"criterion": "l1_rel", "theta": (0.0,)},
+    ),
+    Case(
+        matrix((3, 33, 65), "bfloat16"),
+        *(near(256, 64), noisy(256, 64)),
+        {"criterion": "absmax", "theta": (np.inf, 0.0, np.nan)},
+    ),
+]
+VECTORS = [
+    Case(matrix((1, 128, 256), "bfloat16"), noisy(1, None), noisy(None, 1)),
+    Case(matrix((2, 70, 141), "float32"), near(1, None), noisy(None, 1)),
+    Case(matrix((3, 20, 144), "float16"), None, noisy(None, 1)),
+    Case(matrix((1, 131, 176), "bfloat16"), noisy(1, None), None),
+    Case(matrix((1, 1, 300), "float32"), noisy(1, None), near(None, 1)),
+    Case(matrix((2, 130, 1), "bfloat16"), near(1, None), near(None, 1)),
+]
+PER_TENSOR = Case(
+    matrix((2, 70, 141), "float32"),
+    *(noisy(None, None), near(None, None)),
+    {"bound": 127.5},
+)
+# One scale per row of a block; and per column of a block, or per block.
+ROWS = [
+    Case(matrix((1, 256, 256), "bfloat16"), near(1, 128), noisy(128, 1)),
+    Case(matrix((2, 100, 141), "float32"), noisy(1, 128), noisy(64, 1)),
+    Case(matrix((3, 40, 64), "float16"), None, near(32, 1)),
+    Case(matrix((1, 300, 90), "bfloat16"), noisy(1, 32), None),
+    Case(matrix((1, 270, 260), "bfloat16"), noisy(1, 256), noisy(256, 1)),
+    Case(matrix((1, 1, 1), "float32"), near(1, 128), near(128, 1)),
+    Case(
+        matrix((1, 256, 272), "bfloat16"),
+        noisy(1, 128),
+        noisy(128, 128, sums=True),
+    ),
+    Case(matrix((2, 100, 141), "float32"), near(1, 128), noisy(64, 128, sums=True)),
+    Case(matrix((3, 40, 64), "float16"), noisy(1, 32), near(32, 32, sums=True)),
+    Case(
+        matrix((1, 270, 260), "bfloat16"),
+        noisy(1, 128),
+        noisy(256, 128, sums=True),
+    ),
+    Case(matrix((1, 1, 1), "float32"), near(1, 128), near(128, 128, sums=True)),
+]
+WITH_FLOAT8 = [
+    Case(matrix((1, 144, 304), "bfloat16"), near(128, 128), near(128, 128), FLOAT8),
+    Case(matrix((2, 100, 141), "float32"), near(64, 128), None, FLOAT8),
+    Case(matrix((3, 40, 64), "float16"), None, near(32, 32), FLOAT8),
+    Case(matrix((1, 144, 304), "bfloat16"), near(1, 128), near(128, 1), FLOAT8),
+    Case(matrix((2, 100, 141), "float32"), near(1, 128), None, FLOAT8),
+    Case(matrix((3, 40, 64), "float16"), None, near(32, 1), FLOAT8),
+]
+GROUPED = [
+    Case(
+        grouped(300, (130, 0, 128, 5), 272, "bfloat16", 128),
+        noisy(128, 128, sums=True),
+        noisy(128, 128, sums=True),
+    ),
+    Case(
+        grouped(200, (70, 0, 33, 1, 80), 141, "float32", 64),
+        near(64, 128, sums=True),
+        noisy(64, 128, sums=True),
+    ),
+    Case(grouped(90, (0, 0, 90, 0), 51, "float16", 32), None, near(32, 32, sums=True)),
+    Case(
+        grouped(300, (270, 0, 20), 140, "bfloat16", 256),
+        noisy(256, 256, sums=True),
+        near(256, 256, sums=True),
+    ),
+    Case(
+        grouped(40, (0, 0), 64, "bfloat16", 32),
+        noisy(32, 64, sums=True),
+        noisy(32, 64, sums=True),
+    ),
+    Case(
+        grouped(300, (130, 0, 128, 5), 272, "bfloat16", 128),
+        *(near(128, 128), noisy(128, 128)),
+        {"criterion": "absmax", "theta": 150.0},
+    ),
+    Case(
+        grouped(200, (70, 0, 33, 1, 80), 141, "float32", 64),
+        *(near(64, 64), near(64, 64)),
+        {"criterion": "l1", "theta": 300.0},
+    ),
+    Case(
+        grouped(280, (20, 258), 70, "bfloat16", 256),
+        *(near(256, 256), noisy(256, 256)),
+        {"criterion": "l1_rel", "theta": 0.1},
+    ),
+]
+# XLA gathers these.
+GATHERED = [
+    Case(
+        grouped(90, (30, 0, 41), 130, "bfloat16", 32),
+        noisy(1, 128),
+        noisy(32, 128, sums=True),
+    ),
+    Case(grouped(70, (40, 30), 65, "float32", 64), near(1, None), noisy(None, 1)),
+]
+# Of norms and gates: shape of the output, dtype, bits, layouts and options.
+_LAYERS = [
+    (
+        *((1, 100, 128), "bfloat16", 10, near(128, 128), noisy(128, 128)),
+        {"criterion": "absmax", "theta": (9.0,)},
+    ),
+    (
+        *((2, 50, 128), "float32", 7, near(64, 128), near(64, 128)),
+        {"criterion": "l1_rel", "theta": (0.01, 0.02)},
+    ),
+    ((1, 33, 256), "float16", 12, near(32, 128), None, {}),
+    (
+        *((1, 20, 72), "bfloat16", 10, near(32, 128), near(32, 128)),
+        {"criterion": "l1", "theta": (9.0,)},
+    ),
+]
+# Of the gradients of gates, by the shape of dy.
+_GRADS = [
+    (
+        *((1, 140, 128), "bfloat16", 10),
+        *(noisy(128, 128), noisy(128, 128, sums=True), {}),
+    ),
+    ((2, 50, 128), "float32", 11, near(64, 128), noisy(64, 128, sums=True), {}),
+    ((1, 40, 256), "float16", 4, None, near(32, 128, sums=True), {}),
+    ((1, 20, 72), "bfloat16", 10, noisy(32, 128), near(32, 128, sums=True), {}),
+]
+# Of all three, with one scale per row of a block.
+_IN_ROWS = [
+    ((1, 100, 128), "bfloat16", 10, near(1, 128), noisy(128, 1), {}),
+    ((1, 140, 256), "bfloat16", 10, noisy(1, 128), noisy(128, 128), {}),
+    ((2, 50, 128), "float32", 7, near(1, 128), near(64, 128), FLOAT8),
+    ((1, 33, 256), "bfloat16", 12, near(1, 128), near(32, 1), FLOAT8),
+    ((1, 33, 128), "float16", 12, noisy(1, 128), None, {}),
+    ((1, 40, 128), "bfloat16", 4, None, noisy(32, 1), {}),
+    ((1, 20, 72), "bfloat16", 10, noisy(1, 128), near(32, 128), {}),
+]
+
+
+def _cases(make: Callable[..., Any], table: list[Any]) -> list[Case]:
+    return [Case(make(*row[:3]), *row[3:]) for row in table]
+
+
+NORMS, NORMS_IN_ROWS = _cases(norm, _LAYERS), _cases(norm, _IN_ROWS)
+GATES, GATES_IN_ROWS = _cases(gate, _LAYERS), _cases(gate, _IN_ROWS)
+GRADS = _cases(gate_grad, _GRADS)
+GRADS_IN_ROWS = [
+    *_cases(gate_grad, _IN_ROWS),
+    Case(
+        gate_grad((1, 140, 256), "bfloat16", 10),
+        noisy(1, 128),
+        noisy(128, 128, sums=True),
+    ),
+]
+# Matrices of which rows are missing.
+GATES_OF_TILES = [
+    Case(
+        gate((3, 32, 256), "bfloat16", 10, (32, 0, 19), interleaved=False),
+        *(near(32, 128), noisy(32, 128)),
+        {"criterion": "absmax", "theta": 2.0},
+    ),
+    Case(gate((2, 64, 256), "float16", 7, (5, 64)), near(64, 128), None),
+    Case(
+        gate((2, 32, 128), "float32", 12, (32, 0), interleaved=False),
+        *(near(32, 128), near(32, 128)),
+        {"criterion": "l1_rel", "theta": 0.01},
+    ),
+    Case(
+        gate((3, 128, 72), "bfloat16", 10, (1, 128, 0), interleaved=False),
+        *(near(128, 128), near(128, 128)),
+        {"criterion": "l1", "theta": 9.0},
+    ),
+    Case(gate((2, 32, 256), "float32", 10, interleaved=False), near(32, 128), None),
+    Case(gate((2, 32, 128), "bfloat16", 10, (7, 0)), near(1, 128), noisy(32, 1)),
+]
+GRADS_OF_TILES = [
+    Case(
+        gate_grad((3, 32, 256), "bfloat16", 10, (32, 0, 19), interleaved=False),
+        *(noisy(32, 128), noisy(32, 128, sums=True)),
+    ),
+    Case(
+        gate_grad((2, 64, 256), "float16", 7, (5, 64)), None, near(64, 128, sums=True)
+    ),
+    Case(
+        gate_grad((2, 32, 128), "float32", 12, (0, 32), interleaved=False),
+        *(near(32, 128), None),
+    ),
+    Case(
+        gate_grad((3, 128, 72), "bfloat16", 4, (1, 128, 0), interleaved=False),
+        *(near(128, 128), near(128, 128, sums=True)),
+    ),
+    Case(
+        gate_grad((2, 32, 256), "float32", 10, interleaved=False),
+        *(near(32, 128), near(32, 128, sums=True)),
+    ),
+    Case(gate_grad((2, 32, 128), "bfloat16", 10, (7, 0)), near(1, 128), noisy(32, 1)),
+]
+
+
+def of_bits(bits: int) -> list[Case]:
+    """Chunks of some widths, at some positions in a word."""
+    args = (1, 32, 128), "bfloat16", bits
+    sources = gate(*args), gate_grad(*args)
+    return [Case(source, near(32, 128), None) for source in sources]
+
+
+# Special values.
+
+
+def special(dtype: str, block: tuple[int, int]) -> jax.Array:
     """3 x 5 blocks with NaN, Inf, zeros and extreme values: ``[3, 5, *block]``."""
     blocks = np.array(heavy((3, 5, *block)))
     blocks[0, 0, 3, 7] = np.nan
@@ -101,143 +460,306 @@ def special(dtype: str, block: reference.Block) -> jax.Array:
         return jnp.asarray(blocks).astype(dtype)
 
 
-def check_quantize(
-    ops: types.ModuleType,
-    x: jax.Array,
-    block: reference.Block,
-    rowwise,
-    colwise,
-    *,
-    sums: bool = True,
-    **codes,
-) -> None:
-    layouts = {"rowwise": rowwise, "colwise": colwise}
-    summed = tuple(name for name, rounding in layouts.items() if rounding and sums)
-    args = {"block": block, **layouts, "sums": summed, **codes}
-    got = ops.quantize(x, seeds(len(x)), **args)
-    want = _reference("quantize", **args)(x, seeds(len(x)))
-    check_quantized(got.rowwise, want.rowwise, block)
-    check_quantized(got.colwise, want.colwise, block[::-1])
-
-
-def check_vectors(
-    ops: types.ModuleType, x: jax.Array, rowwise, colwise, **scaling
-) -> None:
-    args = {"rowwise": rowwise, "colwise": colwise, **scaling}
-    got = ops.quantize_vectors(x, seeds(len(x)), **args)
-    want = _reference("quantize_vectors", **args)(x, seeds(len(x)))
-    check_quantized(got.rowwise, want.rowwise, (1, x.shape[2]))
-    check_quantized(got.colwise, want.colwise, (1, x.shape[1]))
-
-
-def check_row_blocks(
-    ops: types.ModuleType,
-    x: jax.Array,
-    block: reference.Block,
-    rowwise,
-    colwise,
-    **options,
-) -> None:
-    args = {"block": block, "rowwise": rowwise, "colwise": colwise, **options}
-    operands = x, several_seeds(len(x))
-    got = ops.quantize_row_blocks(*operands, **args)
-    want = _reference("quantize_row_blocks", **args)(*operands)
-    check_quantized(got.rowwise, want.rowwise, (1, block[1]))
-    columns = block[1] if options.get("colwise_in_blocks") else 1
-    check_quantized(got.colwise, want.colwise, (columns, block[0]))
-
-
-def check_colwise_in_blocks(ops: types.ModuleType, x: jax.Array, *options) -> None:
-    check_row_blocks(ops, x, *options, colwise_in_blocks=True, sums=("colwise",))
-
-
-def check_special_row_blocks(ops: types.ModuleType, dtype: str) -> None:
-    """The special blocks as rows of 64 values, then as columns."""
-    x = special(dtype, (4, 64)).reshape(1, 15 * 4, 64)
-    check_row_blocks(ops, x, (32, 64), "stochastic", "nearest")
-    check_row_blocks(ops, x.mT, (64, 32), "nearest", "stochastic")
-    x = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
-    check_colwise_in_blocks(ops, x, (32, 64), "stochastic", "nearest")
-
-
-def check_float8(
-    ops: types.ModuleType,
-    row_blocks: types.ModuleType,
-    x: jax.Array,
-    block: reference.Block,
-    rowwise,
-    colwise,
-) -> None:
-    codes = {"dtype": "float8_e4m3fn"}
-    check_quantize(ops, x, block, rowwise, colwise, sums=False, **codes)
-    check_row_blocks(row_blocks, x, block, rowwise, colwise, **codes)
-
-
-def check_special_float8(
-    ops: types.ModuleType, row_blocks: types.ModuleType, dtype: str
-) -> None:
-    """The special blocks, as blocks and as rows and columns; and ties of codes."""
-    x = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
-    check_float8(ops, row_blocks, x, (32, 64), "nearest", "nearest")
-    x = special(dtype, (4, 64)).reshape(1, 60, 64)
-    check_float8(ops, row_blocks, x, (32, 64), "nearest", "nearest")
-    grid = oracle.float8_magnitudes()
-    x = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, -grid, [448.0, 0.0, -3e-4]])
-    x = np.pad(x.astype(np.float32), (0, 1), constant_values=448.0).reshape(2, -1)
-    check_float8(
-        ops, row_blocks, jnp.asarray(x[None], dtype), (32, 256), *["nearest"] * 2
-    )
-
-
-def check_special_vectors(ops: types.ModuleType, dtype: str) -> None:
-    """The special blocks as rows, then as columns."""
-    x = special(dtype, (4, 64)).reshape(1, 15, 256)
-    check_vectors(ops, x, "stochastic", None)
-    check_vectors(ops, x.mT, None, "stochastic", bound=127.5)
-
-
-def check_per_tensor_scale(ops: types.ModuleType, x: jax.Array) -> None:
-    check_vectors(ops, x, "stochastic", "nearest", bound=127.5, per_tensor=True)
-
-
-def check_fallback(
-    ops: types.ModuleType,
-    x: jax.Array,
-    block: reference.Block,
-    criterion: reference.Criterion,
-    theta: tuple[float, ...],
-    colwise,
-) -> None:
-    args = {"block": block, "criterion": criterion, "colwise": colwise}
-    operands = x, jnp.asarray(theta, jnp.float32), several_seeds(len(x))
-    got = ops.quantize_fallback(*operands, **args)
-    want = _reference("quantize_fallback", **args)(*operands)
-    check_quantized(got.main, want.main, block)
-    check_quantized(got.colwise, want.colwise, block[::-1])
-    check_quantized(got.residual, want.residual, block, unused=0.0)
-    # An implementation may sum in any order.
-    rtol = 0.0 if criterion == "absmax" else 2e-6
-    np.testing.assert_allclose(got.metric, want.metric, rtol=rtol, atol=0.0)
-
-
-def check_special(
-    ops: types.ModuleType,
-    dtype: str,
-    block: reference.Block = (32, 64),
-    *,
-    sums: bool = True,
-) -> None:
+def special_blocks(dtype: str, block: tuple[int, int] = (32, 64)) -> list[Case]:
+    """The special blocks."""
     r, c = block
     x = special(dtype, block).swapaxes(1, 2).reshape(1, 3 * r, 5 * c)
-    check_quantize(ops, x, block, "stochastic", "nearest", sums=sums)
     criterion = "l1_rel" if dtype == "float32" else "absmax"
-    check_fallback(ops, x, block, criterion, (0.0,), None)
+    return [
+        Case(lambda: Matrix(x), noisy(r, c, sums=True), near(r, c, sums=True)),
+        Case(
+            *(lambda: Matrix(x), near(r, c), None),
+            {"criterion": criterion, "theta": 0.0},
+        ),
+    ]
+
+
+def special_vectors(dtype: str) -> list[Case]:
+    """The special blocks as rows, then as columns."""
+    x = special(dtype, (4, 64)).reshape(1, 15, 256)
+    return [
+        Case(lambda: Matrix(x), noisy(1, None), None),
+        Case(lambda: Matrix(x.mT), None, noisy(None, 1), {"bound": 127.5}),
+    ]
+
+
+def special_rows(dtype: str) -> list[Case]:
+    """The special blocks as rows of 64 values, then as columns; and as blocks."""
+    x = special(dtype, (4, 64)).reshape(1, 15 * 4, 64)
+    blocks = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
+    return [
+        Case(lambda: Matrix(x), noisy(1, 64), near(32, 1)),
+        Case(lambda: Matrix(x.mT), near(1, 32), noisy(64, 1)),
+        Case(lambda: Matrix(blocks), noisy(1, 64), near(32, 64, sums=True)),
+    ]
+
+
+def special_float8(dtype: str) -> list[Case]:
+    """The special blocks, as blocks and as rows and columns; and ties of codes."""
+    blocks = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
+    rows = special(dtype, (4, 64)).reshape(1, 60, 64)
+    grid = oracle.float8_magnitudes()
+    x = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, -grid, [448.0, 0.0, -3e-4]])
+    x = np.pad(x.astype(np.float32), (0, 1), constant_values=448.0).reshape(1, 2, -1)
+    matrices = (blocks, 64), (rows, 64), (jnp.asarray(x, dtype), 256)
+    return [
+        Case(functools.partial(Matrix, values), rowwise, colwise, FLOAT8)
+        for values, c in matrices
+        for rowwise, colwise in (
+            (near(32, c), near(32, c)),
+            (near(1, c), near(32, 1)),
+        )
+    ]
+
+
+# Checks.
+
+Quantize = Callable[..., Layouts]
+_definition = jax.jit(
+    reference.quantize,
+    static_argnames=("rowwise", "colwise", "criterion", "bound", "dtype"),
+)
+
+
+def plain_seeds(batch: int) -> jax.Array:
+    """The seed of each matrix."""
+    return jnp.resize(jnp.asarray([5, 2**32 - 1, 2**31], jnp.uint32), batch)
+
+
+def folded_seeds(batch: int) -> MatrixSeeds:
+    """The seeds of each matrix, for a kernel to fold."""
+    seeds = plain_seeds(batch)
+    place = 8 * jnp.arange(batch, dtype=jnp.uint32) + jnp.uint32(2 * 3 + 1)
+    return MatrixSeeds(seeds, seeds + jnp.uint32(1), place)
+
+
+def check(quantize: Quantize, case: Case, *, folds: bool = True) -> Layouts:
+    """Compares an implementation with the definition, and returns its results.
+
+    Args:
+      quantize: the implementation.
+      case: what to quantize.
+      folds: whether the implementation folds seeds.
+    """
+    source, options = case.source(), dict(case.options)
+    batch = source.shape[0]
+    theta = options.pop("theta", None)
+    if theta is not None:
+        theta = jnp.broadcast_to(jnp.asarray(theta, jnp.float32), (batch,))
+    operands = source, folded_seeds(batch) if folds else plain_seeds(batch), theta
+    options |= {"rowwise": case.rowwise, "colwise": case.colwise}
+    got, want = quantize(*operands, **options), _definition(*operands, **options)
+    jax.tree.map(_check_type, got, want)
+    if source.row_counts is not None:
+        got, want = (_check_empty(x, source.row_counts) for x in (got, want))
+    check_operands = _check_exact if _is_exact(source) else _check_close
+    check_operands(got.rowwise, want.rowwise, is_grouped=source.row_counts is not None)
+    check_operands(got.colwise, want.colwise, is_grouped=source.row_counts is not None)
+    if want.metric is not None:
+        # An implementation may sum in any order.
+        rtol = 0.0 if options["criterion"] == "absmax" else 2e-6
+        rtol = rtol if _is_exact(source) else 1e-3
+        np.testing.assert_allclose(got.metric, want.metric, rtol=rtol, atol=0.0)
+    _check_saved(source, got.saved, want.saved)
+    return want
+
+
+def _is_exact(source: Source) -> bool:
+    return isinstance(source, Matrix | GateGrad)
+
+
+def _check_type(got: jax.Array, want: jax.Array) -> None:
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+
+
+def _check_empty(layouts: Layouts, row_counts: jax.Array) -> Layouts:
+    """The results of matrices with rows; the other ones have scales of 0."""
+    is_empty = np.asarray(row_counts) == 0
+    for leaf in jax.tree.leaves(layouts._replace(saved=())):
+        if leaf.dtype == jnp.float32:
+            np.testing.assert_array_equal(leaf[is_empty], 0.0)
+    return jax.tree.map(lambda x: np.asarray(x)[~is_empty], layouts)
+
+
+def _check_exact(
+    got: Quantized | None, want: Quantized | None, *, is_grouped: bool
+) -> None:
+    """Compares bits, except for the codes of scales that are NaN, and unused ones."""
+    if got is None or want is None:
+        assert got is want
+        return
+    # Codes of rows that a tile lacks need not be written.
+    unused = 0.0 if is_grouped else np.nan
+    check_term(got.main, want.main, want, unused=unused)
+    if want.residual is not None:
+        check_term(got.residual, want.residual, want, unused=0.0)
+        if is_grouped:
+            assert 0 < np.mean(np.asarray(want.residual.scales) > 0) < 1
+
+
+def check_term(
+    got: Term, want: Term, operand: Quantized, *, unused: float = np.nan
+) -> None:
+    """Compares bits, except for codes whose scale is NaN or ``unused``."""
+    np.testing.assert_array_equal(got.scales, want.scales)
+    scales = _spread(want.scales, operand)
+    used = ~(np.isnan(scales) | (scales == unused))
+    np.testing.assert_array_equal(
+        *(np.where(used, np.asarray(y.codes).view(np.int8), 0) for y in (got, want))
+    )
+    if want.sums is None:
+        return
+    # Those of parts are upper bounds, and those of garbage have no meaning.
+    usable = ~np.isnan(want.scales)
+    sums, expected = np.asarray(got.sums)[usable], np.asarray(want.sums)[usable]
+    if np.prod(operand.block) <= 2**14:
+        np.testing.assert_array_equal(sums, expected)
+    assert np.all(sums >= expected)
+    assert np.all(sums <= 127 * max(operand.block))
+
+
+def _check_close(
+    got: Quantized | None, want: Quantized | None, *, is_grouped: bool
+) -> None:
+    del is_grouped
+    if got is None or want is None:
+        assert got is want
+        return
+    np.testing.assert_allclose(got.scales, want.scales, rtol=1e-5)
+    scales = _spread(want.scales, want)
+    used = ~np.isnan(scales)
+    codes = [np.where(used, np.asarray(x.codes, np.float32), 0.0) for x in (got, want)]
+    difference = np.abs(codes[0] - codes[1])
+    # Steps of FP8 are an eighth of a value, or the smallest one.
+    is_int8 = want.codes.dtype == jnp.int8
+    steps = 1.0 if is_int8 else np.maximum(np.abs(codes[1]) / 7.9, 2.0**-9)
+    assert np.all(difference <= steps)
+    assert np.mean(difference > 0) < 0.01
+    if want.residual is None:
+        assert got.residual is None
+        return
+    # The residual depends on the last bits of main, so only their sum is compared.
+    taken = np.asarray(want.residual.scales) > 0
+    np.testing.assert_array_equal(np.asarray(got.residual.scales) > 0, taken)
+    taken = _spread(taken, want)
+    values = [
+        sum(np.asarray(x.codes, np.float32) * _spread(x.scales, want) for x in y.terms)
+        for y in (got, want)
+    ]
+    difference = np.abs(np.where(taken, values[0] - values[1], 0.0))
+    steps = np.where(taken, scales, 1.0)
+    assert np.all(difference <= 0.6 * steps)
+    assert np.mean(difference > 0.02 * steps) < 0.01
+
+
+def _check_saved(source: Source, got: Any, want: Any) -> None:
+    if isinstance(want, SavedNorm):
+        np.testing.assert_allclose(got.rstd, want.rstd, rtol=1e-6)
+        got, want = got.normalized, want.normalized
+    if not want:
+        return
+    np.testing.assert_allclose(got.scales, want.scales, rtol=1e-5)
+    size, bits = source.shape[2], source.bits
+    codes = [
+        np.asarray(packing.unpack(jnp.asarray(x.data), size, bits)) for x in (got, want)
+    ]
+    used = np.repeat(~np.isnan(want.scales), packing.GROUP, -1)[..., :size]
+    difference = np.abs(np.where(used, codes[0] - codes[1], 0))
+    assert difference.max() <= 1
+    assert difference.mean() < 0.01
+
+
+def _spread(per_block: Any, operand: Quantized) -> np.ndarray:
+    """One value per block as one per code."""
+    per_block, shape = np.asarray(per_block), operand.shape
+    for axis, side in ((1, operand.block[0]), (2, operand.block[1])):
+        per_block = np.repeat(per_block, side or shape[axis], axis)
+    return per_block[:, : shape[1], : shape[2]]
+
+
+def check_against_oracle(case: Case) -> Layouts:
+    """Compares the definition with NumPy, and returns its results."""
+    source, options = case.source(), dict(case.options)
+    assert isinstance(source, Matrix)
+    batch, theta = source.shape[0], options.pop("theta", None)
+    seeds = folded_seeds(batch)
+    got = _definition(
+        source,
+        seeds,
+        None if theta is None else jnp.asarray(theta, jnp.float32),
+        rowwise=case.rowwise,
+        colwise=case.colwise,
+        **options,
+    )
+    for i, x in enumerate(np.asarray(source.values)):
+        seed = oracle.fold(int(seeds.layer[i]), (int(seeds.calls[i]) - 1) % 2**32)
+        noise = oracle.noise(int(oracle.fold(oracle.fold(seed, 3), i)), x.shape)
+        for layout, operand in (
+            (case.rowwise, got.rowwise),
+            (case.colwise, got.colwise),
+        ):
+            if layout is None:
+                assert operand is None
+                continue
+            codes, scales = _oracle_codes(x, layout, noise, **options)
+            if operand is got.colwise:
+                codes, scales = codes.T, scales.T
+            if not layout.is_split:
+                scales = np.broadcast_to(scales, (len(codes), 1))
+            found = np.asarray(operand.codes[i]).view(codes.dtype)
+            np.testing.assert_array_equal(found, codes)
+            np.testing.assert_array_equal(operand.scales[i], scales)
+        if theta is not None:
+            _, (codes, scales), _, metric = oracle.quantize_fallback(
+                x, theta[i], case.rowwise.block, options["criterion"]
+            )
+            np.testing.assert_array_equal(got.rowwise.residual.codes[i], codes)
+            np.testing.assert_array_equal(got.rowwise.residual.scales[i], scales)
+            np.testing.assert_allclose(got.metric[i], metric, rtol=1e-5)
+    return got
+
+
+def _oracle_codes(
+    x: np.ndarray, layout: Layout, noise: np.ndarray, dtype: str = "int8", **_: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    pairs = zip(layout.block, x.shape, strict=True)
+    block = tuple(side or size for side, size in pairs)
+    if dtype == FLOAT8["dtype"]:
+        return oracle.quantize_float8(x, block)[:2]
+    drawn = noise if layout.rounding == "stochastic" else None
+    return oracle.quantize(x, block, drawn)[:2]
+
+
+def check_special_layers(quantize: Quantize, dtype: str) -> None:
+    """NaN, Inf and zeros are exactly where the definition has them."""
+    shape, bits = (1, 96, 128), 10
+    x = np.array(heavy(shape, dtype=np.float32))
+    x[0, 3, 5], x[0, 40, 100], x[0, 41, 7] = np.nan, np.inf, -np.inf
+    x[0, 1] = 0.0
+    x[0, 64:] = 0.0
+    gate_up = jnp.asarray(np.concatenate([x, heavy(shape, 1)], -1)).astype(dtype)
+    x = jnp.asarray(x).astype(dtype)
+    blocks = near(32, 128), near(32, 128), {"criterion": "absmax", "theta": 0.0}
+
+    def layer(source: Source, *how: Any) -> Layouts:
+        return check(quantize, Case(lambda: source, *how), folds=False)
+
+    found = layer(Norm(x, jnp.ones((1, shape[2])), 1e-5, bits), *blocks)
+    assert np.isnan(found.rowwise.scales).sum() == 2
+    assert (np.asarray(found.rowwise.scales) == 0).sum() == 1
+    assert np.isnan(found.saved.normalized.scales).sum() == 3
+    assert (np.asarray(found.saved.normalized.scales) == 0).sum() == 33
+    found = layer(Gate(gate_up, None, bits), *blocks)
+    assert np.isnan(found.rowwise.scales).sum() == 2
+    in_rows = layer(Gate(gate_up, None, bits), near(1, 128), near(32, 1))
+    assert np.isnan(in_rows.rowwise.scales).sum() == 3
+    assert np.isnan(in_rows.colwise.scales).sum() == 3
+    layer(GateGrad(x, found.saved, None, bits), near(32, 128), None)
 
 
 def check_large_metrics(
-    ops: types.ModuleType,
-    criterion: reference.Criterion,
-    block: reference.Block = (64, 64),
+    quantize: Quantize, criterion: str, block: tuple[int, int] = (64, 64)
 ) -> None:
     """Sums of magnitudes beyond float32's give a finite metric."""
     largest = float(np.finfo(np.float32).max)
@@ -246,19 +768,19 @@ def check_large_metrics(
     blocks *= np.reshape(tops, (-1, 1, 1)) / np.abs(blocks).max((1, 2), keepdims=True)
     x = np.concatenate([*blocks.astype(np.float32)], 1)
     *_, exact = oracle.quantize_fallback(x, 0.0, block, criterion)
-    theta, options = jnp.zeros(1), {"block": block, "colwise": None}
-    got = ops.quantize_fallback(
-        jnp.asarray(x)[None], theta, seeds(1), criterion=criterion, **options
+    got = quantize(
+        Matrix(jnp.asarray(x)[None]),
+        plain_seeds(1),
+        jnp.zeros(1),
+        rowwise=near(*block),
+        colwise=None,
+        criterion=criterion,
     )
     np.testing.assert_allclose(got.metric[0], exact, rtol=2e-6)
-    assert np.all(np.asarray(got.residual.scales) > 0.0)
+    assert np.all(np.asarray(got.rowwise.residual.scales) > 0.0)
 
 
-def check_global_offset(
-    quantize: types.ModuleType,
-    vectors: types.ModuleType,
-    row_blocks: types.ModuleType,
-) -> None:
+def check_global_offset(quantize: Quantize) -> None:
     """A shard draws the noise of the global matrix, even with rows of two places."""
     matrix = np.asarray(heavy((1, 256, 200), dtype=np.float32))
     # All blocks and vectors have the same amax, so only the noise tells codes apart.
@@ -269,59 +791,17 @@ def check_global_offset(
         jnp.asarray(rows[:: rounding.ROW_GROUP], jnp.uint32),
         jnp.asarray([column], jnp.uint32),
     )
-    modes = {"rowwise": "stochastic", "colwise": "stochastic"}
-    block = {"block": (64, 32)}
-    for ops, name, options in (
-        (quantize, "quantize", block | modes),
-        (vectors, "quantize_vectors", modes),
-        (row_blocks, "quantize_row_blocks", block | modes),
+    for rowwise, colwise in (
+        (noisy(64, 32), noisy(64, 32)),
+        (noisy(1, None), noisy(None, 1)),
+        (noisy(1, 32), noisy(64, 1)),
     ):
-        op = functools.partial(getattr(ops, name), **options)
-        got = op(shard, seeds(1), global_offset=offset)
-        want = _reference(name, **options)(matrix, seeds(1))
+        how = {"rowwise": rowwise, "colwise": colwise}
+        got = quantize(Matrix(shard), plain_seeds(1), global_offset=offset, **how)
+        want = _definition(Matrix(matrix), plain_seeds(1), **how)
         np.testing.assert_array_equal(
             got.rowwise.codes, want.rowwise.codes[:, rows, column:]
         )
         np.testing.assert_array_equal(
             got.colwise.codes, want.colwise.codes[:, column:, rows]
         )
-
-
-@functools.cache
-def _reference(name: str, **kwargs):
-    return jax.jit(functools.partial(getattr(reference, name), **kwargs))
-
-
-def check_quantized(got, want, block: reference.Block, unused=np.nan) -> None:
-    """Compares bits, except for codes whose scale is NaN or ``unused``."""
-    if want is None:
-        assert got is None
-        return
-    _check_equal(got.scales, want.scales)
-    used = ~(np.isnan(want.scales) | (np.asarray(want.scales) == unused))
-    used = np.repeat(np.repeat(used, block[0], 1), block[1], 2)
-    used = used[:, : want.codes.shape[1], : want.codes.shape[2]]
-    assert got.codes.shape == want.codes.shape
-    assert got.codes.dtype == want.codes.dtype
-    np.testing.assert_array_equal(
-        *(np.where(used, np.asarray(y.codes).view(np.int8), 0) for y in (got, want))
-    )
-    check_sums(got, want, block, exact=block[0] * block[1] <= 2**14)
-
-
-def check_sums(got, want, block: reference.Block, *, exact: bool) -> None:
-    """Compares sums in blocks with a usable scale; those of parts are upper bounds."""
-    assert (got.sums is None) == (want.sums is None)
-    if want.sums is None:
-        return
-    usable = ~np.isnan(want.scales)
-    sums, expected = np.asarray(got.sums)[usable], np.asarray(want.sums)[usable]
-    if exact:
-        np.testing.assert_array_equal(sums, expected)
-    assert np.all(sums >= expected)
-    assert np.all(sums <= 127 * max(block))
-
-
-def _check_equal(got, want) -> None:
-    np.testing.assert_array_equal(got, want)
-    assert got.dtype == want.dtype

@@ -1,14 +1,16 @@
-"""Checks that one op has the bits of the two in its place: quantize, then multiply."""
+"""Checks that a product of an unquantized lhs has the bits of the quantized one's."""
 
-from types import SimpleNamespace
+import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fbq_jax.kernels.reference import Layouts, Quantized
+from fbq_jax.kernels import reference
+from fbq_jax.kernels.quantized import Quantized, Unquantized
 from tests.kernels import gemm_cases, quantize_cases
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 
 
 class Case(NamedTuple):
@@ -27,6 +29,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
+_quantize = jax.jit(reference.quantize_nearest)
 SQUARE = 128, 128, 128
 CASES = {
     "one row": Case((1, 1, 256, 128), SQUARE, None),
@@ -43,47 +46,33 @@ CASES = {
 }
 
 
-def operands(case: Case):
-    """Values, thresholds and the right operand of a case."""
+def operands(case: Case) -> tuple[Unquantized, Quantized]:
+    """Both operands of a case."""
     (batch, M, K, N), (m, k, n), theta, dtype = case
     x = heavy((batch, M, K), dtype=dtype)
     thetas = jnp.asarray(theta or (0.0,) * batch, jnp.float32)
-    _, _, rhs = gemm_cases.operands(gemm_cases.Case((batch, M, K, N), (m, k, n), None))
-    return x, thetas, rhs
+    _, rhs = gemm_cases.operands(gemm_cases.Case((batch, M, K, N), (m, k, n), None))
+    return Unquantized(x, thetas, (m, k), theta and "absmax"), rhs
 
 
-def check(ops: SimpleNamespace, case: Case) -> None:
-    """Checks ``ops.quantize_matmul`` against the other ops of ``ops``."""
-    _check(ops, *operands(case), case)
+def check(matmul, case: Case) -> None:
+    _check(matmul, *operands(case))
 
 
-def check_special(ops: SimpleNamespace, dtype: str, fallback: bool) -> None:
+def check_special(matmul, dtype: str, fallback: bool) -> None:
     """Checks blocks with NaN, Inf, zeros and extreme values."""
     case = Case((3, 32, 5 * 64, 40), (32, 64, 32), None, dtype)
     case = case._replace(theta=(0.0, 1.0, 1e6) if fallback else None)
     x = quantize_cases.special(dtype, (32, 64))
     x = jnp.moveaxis(x, 1, 2).reshape(case.shape[:3])
-    _, theta, rhs = operands(case)
-    got = _check(ops, x, theta, rhs, case)
+    lhs, rhs = operands(case)
+    got = _check(matmul, dataclasses.replace(lhs, values=x), rhs)
     assert 0 < np.isnan(got).mean() < 1
 
 
-def _check(ops: SimpleNamespace, x, theta, rhs: Quantized, case: Case) -> np.ndarray:
-    criterion = None if case.theta is None else "absmax"
-    product = {"block_shape": case.blocks, "dtype": jnp.float32}
-    got = ops.quantize_matmul(x, theta, rhs, criterion=criterion, **product)
-    m, k, _ = case.blocks
-    seeds, residual = quantize_cases.seeds(len(x)), None
-    if m == 1:
-        layouts: Layouts = ops.quantize_row_blocks(
-            x, seeds, block=(32, k), rowwise="nearest", colwise=None
-        )
-        lhs = layouts.rowwise
-    else:
-        lhs, residual, *_ = ops.quantize_fallback(
-            x, theta, seeds, block=(m, k), criterion=criterion, colwise=None
-        )
-    want = ops.matmul(lhs, residual, rhs, **product)
+def _check(matmul, lhs: Unquantized, rhs: Quantized) -> np.ndarray:
+    got = matmul(lhs, rhs, dtype=jnp.float32)
+    want = matmul(_quantize(lhs), rhs, dtype=jnp.float32)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, want)
     return np.asarray(got)

@@ -1,8 +1,5 @@
 """Quantization of blocks of any magnitude that float32 has, in units of last place."""
 
-import functools
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.scales import TINY
+from fbq_jax.kernels.sources import Matrix
 from tests.kernels import quantize_cases
 
 BLOCK = (32, 32)
@@ -17,9 +15,12 @@ EXPONENTS = [
     pytest.param(e, marks=[pytest.mark.exhaustive] * (e not in (-118, -60, 0, 126)))
     for e in range(-118, 127)
 ]
-quantize = jax.jit(
-    functools.partial(reference.quantize, block=BLOCK, rowwise="nearest", colwise=None)
-)
+
+
+@jax.jit
+def quantize(x):
+    seeds, layout = jnp.zeros(1, jnp.uint32), quantize_cases.near(*BLOCK)
+    return reference.quantize(Matrix(x), seeds, rowwise=layout, colwise=None).rowwise
 
 
 def values(exponent):
@@ -35,12 +36,12 @@ def values(exponent):
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_scales_are_exact_and_values_within_half_a_step(exponent):
     x = values(exponent)
-    main = quantize(x, jnp.zeros(1, jnp.uint32)).rowwise
+    main = quantize(x)
     tiles = x.reshape(1, 2, 32, 2, 32).astype(np.float64)
     scales = np.abs(tiles).max((2, 4)) / 127
     ulp = np.spacing(scales.astype(np.float32))
     assert (np.abs(np.asarray(main.scales, np.float64) - scales) <= 0.5 * ulp).all()
-    got = np.asarray(reference.dequantize(main, BLOCK), np.float64)
+    got = np.asarray(main.dequantize(), np.float64)
     # A product may be off by one unit in the last place of a code of 7 bits.
     step = np.repeat(np.repeat(scales, 32, 1), 32, 2)
     assert (np.abs(got - x) <= step * (0.5 + 127 * 2.0**-22)).all()
@@ -49,14 +50,13 @@ def test_scales_are_exact_and_values_within_half_a_step(exponent):
 
 @pytest.mark.parametrize("amax", [np.float32(TINY) * (1 - 2.0**-24), 1e-37, 0.0])
 def test_smaller_blocks_are_zero(amax):
-    main = quantize(jnp.full((1, 32, 32), amax), jnp.zeros(1, jnp.uint32)).rowwise
+    main = quantize(jnp.full((1, 32, 32), amax))
     assert not np.any(main.codes)
     assert not np.any(main.scales)
 
 
 @pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
 def test_large_metrics(criterion):
-    options = "criterion", "block", "colwise"
-    op = jax.jit(reference.quantize_fallback, static_argnames=options)
-    ops = types.SimpleNamespace(quantize_fallback=op)
-    quantize_cases.check_large_metrics(ops, criterion)
+    options = "criterion", "rowwise", "colwise"
+    op = jax.jit(reference.quantize, static_argnames=options)
+    quantize_cases.check_large_metrics(op, criterion)

@@ -8,19 +8,25 @@ import numpy as np
 import pytest
 
 from fbq_jax.kernels import reference
+from fbq_jax.kernels.quantized import Layout
+from fbq_jax.kernels.sources import Matrix
 from tests import oracle
-from tests.kernels.test_reference import heavy
+from tests.kernels import quantize_cases as cases
+from tests.kernels.quantize_cases import Case, heavy
 from tests.marks import pairs_with_first_fast
 
-SEEDS = jnp.zeros(1, jnp.uint32)
 FLOAT8 = "float8_e4m3fn"
 
 
-@functools.partial(jax.jit, static_argnames=("block", "op"))
-def quantize(x, block, op="quantize"):
-    run = getattr(reference, op)
-    modes = {"rowwise": "nearest", "colwise": "nearest"}
-    return run(x[None], SEEDS, block=block, dtype=FLOAT8, **modes)
+@functools.partial(jax.jit, static_argnames="block")
+def quantize(x, block):
+    return reference.quantize(
+        Matrix(x[None]),
+        jnp.zeros(1, jnp.uint32),
+        rowwise=Layout("nearest", block),
+        colwise=None,
+        dtype=FLOAT8,
+    ).rowwise
 
 
 def bits(layout):
@@ -28,22 +34,12 @@ def bits(layout):
     return np.asarray(layout.codes[0]).view(np.uint8)
 
 
-def check(layout, codes, scales):
-    np.testing.assert_array_equal(bits(layout), codes)
-    np.testing.assert_array_equal(layout.scales[0], scales)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_codes_and_scales_are_bit_exact(dtype):
-    x, block = heavy((200, 300), dtype=dtype), (32, 128)
-    rows, columns = quantize(x, block)
-    codes, scales, _ = oracle.quantize_float8(x, block)
-    check(rows, codes, scales)
-    check(columns, codes.T, scales.T)
-    rows, columns = quantize(x, block, "quantize_row_blocks")
-    check(rows, *oracle.quantize_float8(x, (1, 128))[:2])
-    codes, scales, _ = oracle.quantize_float8(x, (32, 1))
-    check(columns, codes.T, scales.T)
+    matrix, options = cases.matrix((1, 200, 300), dtype), {"dtype": FLOAT8}
+    for rowwise, colwise in (((32, 128), (32, 128)), ((1, 128), (32, 1))):
+        layouts = cases.near(*rowwise), cases.near(*colwise)
+        cases.check_against_oracle(Case(matrix, *layouts, options))
 
 
 def test_rounding_of_every_code_and_every_tie():
@@ -56,7 +52,7 @@ def test_rounding_of_every_code_and_every_tie():
     x = np.pad(x, (0, -len(x) % 128), constant_values=448.0).reshape(-1, 128)
     x[:, 0] = 448.0
     for signed in (x, -x):
-        rows, _ = quantize(jnp.asarray(signed), (1, 128))
+        rows = quantize(jnp.asarray(signed), (1, 128))
         assert np.all(rows.scales == 1.0)
         np.testing.assert_array_equal(bits(rows), oracle.round_float8(signed))
         values = np.asarray(rows.codes[0], np.float64)
@@ -70,7 +66,7 @@ def test_special_blocks():
     x[4, 3], x[5, 9], x[6] = np.nan, -np.inf, np.finfo(np.float32).max
     x[7, 1:] = 2.0**-117
     x[7, 0] = -(2.0**-117)
-    rows, _ = quantize(jnp.asarray(x), (1, 64))
+    rows = quantize(jnp.asarray(x), (1, 64))
     codes, scales, _ = oracle.quantize_float8(x, (1, 64))
     finite = np.r_[0:4, 6:8]
     np.testing.assert_array_equal(bits(rows)[finite], codes[finite])
@@ -89,11 +85,9 @@ def test_products(shape, block_shape):
     """Sums of scaled products of the values of codes, in float64."""
     (rows, columns, depth), (m, k, n) = shape, block_shape
     x, w = heavy((rows, depth)), heavy((columns, depth), 1)
-    lhs, rhs = quantize(x, (m, k)).rowwise, quantize(w, (n, k)).rowwise
-    multiply = functools.partial(
-        reference.matmul, block_shape=block_shape, dtype=jnp.float32
-    )
-    got = jax.jit(multiply)(lhs, None, rhs)
+    lhs, rhs = quantize(x, (m, k)), quantize(w, (n, k))
+    multiply = functools.partial(reference.matmul, dtype=jnp.float32)
+    got = jax.jit(multiply)(lhs, rhs)
     values = (oracle.quantize_float8(*pair)[2] for pair in ((x, (m, k)), (w, (n, k))))
     want = np.matmul(*(y if i == 0 else y.T for i, y in enumerate(values)))
     assert oracle.relative(got[0], want) <= 1e-6

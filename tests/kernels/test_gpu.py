@@ -10,10 +10,12 @@ import pytest
 
 from fbq_jax import ops, ragged_dot, save_codes
 from fbq_jax.kernels.mosaic import gemm
+from fbq_jax.kernels.quantized import Layout
+from fbq_jax.kernels.sources import Matrix
 from fbq_jax.ops import dispatch
+from fbq_jax.ops.backends import Request
 from tests import oracle
 from tests.kernels import (
-    fused_cases,
     gemm_cases,
     grouped_cases,
     quantize_cases,
@@ -23,24 +25,23 @@ from tests.kernels import (
 from tests.kernels.gemm_cases import CASES, Case
 from tests.kernels.grouped_cases import Case as Experts
 from tests.kernels.mosaic.test_gemm import build_in_parts
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy, near, noisy
 
 pytestmark = pytest.mark.gpu
 
 SIDES = (32, 64, 128, 256)
 # Shapes of experts, and the loads of each: a thousand for each implementation.
 SHAPES_OF_EXPERTS, LOADS = 25, 40
-ALL_EXPERTS = grouped_cases.CASES | grouped_cases.SMALL_CASES
+ALL_EXPERTS = grouped_cases.CASES | grouped_cases.ROW_CASES | grouped_cases.SMALL_CASES
 
 
 def ops_of(
-    implementation: str, block_shape=(128, 128, 128), codes="int8"
+    implementation: str, block_shape=(128, 128, 128), codes="int8", grouped=False
 ) -> SimpleNamespace:
     """The ops of an implementation; skips the test if it does not run here."""
     try:
-        dispatch.choose(
-            "matmul", block_shape, codes=codes, implementation=implementation
-        )
+        request = Request("matmul", block_shape, codes, grouped)
+        dispatch.choose_for(request, implementation)
     except ValueError as error:
         pytest.skip(str(error))
     return SimpleNamespace(
@@ -59,6 +60,11 @@ def matmul(request):
 @pytest.fixture
 def quantization():
     return ops_of("triton")
+
+
+@pytest.fixture
+def quantize(quantization):
+    return quantization.quantize
 
 
 def test_first_choice():
@@ -93,10 +99,10 @@ def test_tiles_in_parts_have_the_same_products(monkeypatch, blocks):
     ops_of("mosaic")
     fallback = 0.2 if blocks[0] > 1 else None
     args = gemm_cases.operands(Case((1, 4096, 512, 20480), blocks, fallback))
-    options = {"block_shape": blocks, "dtype": jnp.bfloat16}
-    whole = jax.jit(functools.partial(gemm.matmul, **options))(*args)
+    multiply = functools.partial(gemm.matmul, dtype=jnp.bfloat16)
+    whole = jax.jit(multiply)(*args)
     problems = build_in_parts(monkeypatch)
-    parts = jax.jit(functools.partial(gemm.matmul, **options))(*args)
+    parts = jax.jit(functools.partial(multiply))(*args)
     assert {problem.num_parts for problem in problems} == {5}
     np.testing.assert_array_equal(parts, whole)
 
@@ -106,22 +112,15 @@ def test_tiles_in_parts_have_the_same_products(monkeypatch, blocks):
 def test_float8_matmul_has_no_race(implementation, blocks):
     case = Case((1, 2048, 2048, 2048), blocks, None, "float8_e4m3fn")
     matmul = ops_of(implementation, blocks, case.dtype).matmul
-    multiply = functools.partial(matmul, block_shape=blocks, dtype=jnp.bfloat16)
+    multiply = functools.partial(matmul, dtype=jnp.bfloat16)
     _check_repeats(multiply, *gemm_cases.operands(case))
-
-
-@pytest.mark.parametrize("case", quantize_cases.FLOAT8)
-def test_float8_quantization(case):
-    quantization = ops_of("triton", codes="float8_e4m3fn")
-    shape, dtype, *options = case
-    x = heavy(shape, dtype=dtype)
-    quantize_cases.check_float8(quantization, quantization, x, *options)
 
 
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_float8_quantization(dtype):
-    quantization = ops_of("triton", codes="float8_e4m3fn")
-    quantize_cases.check_special_float8(quantization, quantization, dtype)
+    quantize = ops_of("triton", codes="float8_e4m3fn").quantize
+    for case in quantize_cases.special_float8(dtype):
+        quantize_cases.check(quantize, case)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -137,8 +136,7 @@ def test_matmul_with_scales_of_rows_rounds_once(matmul, name):
 @pytest.mark.parametrize("blocks", [(1, 128, 128), (1, 128, 1)])
 def test_matmul_with_scales_of_rows_has_no_race(matmul, blocks):
     args = gemm_cases.operands(Case((1, 2048, 2048, 2048), blocks, None))
-    multiply = functools.partial(matmul, block_shape=blocks, dtype=jnp.bfloat16)
-    _check_repeats(multiply, *args)
+    _check_repeats(functools.partial(matmul, dtype=jnp.bfloat16), *args)
 
 
 @pytest.mark.parametrize(
@@ -175,30 +173,33 @@ def test_matmul_extreme_codes(matmul):
 
 def test_matmul_has_no_race(matmul):
     args = gemm_cases.operands(Case((1, 2048, 2048, 2048), (128, 128, 128), 0.2))
-    multiply = functools.partial(
-        matmul, block_shape=(128, 128, 128), dtype=jnp.bfloat16
-    )
-    _check_repeats(multiply, *args)
+    _check_repeats(functools.partial(matmul, dtype=jnp.bfloat16), *args)
 
 
-def test_quantization_has_no_race(quantization):
+@pytest.mark.parametrize(
+    ("rowwise", "colwise", "criterion"),
+    [
+        (near(128, 128), noisy(128, 128), "l1"),
+        (near(1, 128), noisy(128, 1), None),
+        (near(1, 128), noisy(128, 128), None),
+    ],
+)
+def test_quantization_has_no_race(quantize, rowwise, colwise, criterion):
     x = heavy((1, 2048, 2048), dtype=jnp.bfloat16)
-    quantize = functools.partial(
-        quantization.quantize_fallback,
-        block=(128, 128),
-        criterion="l1",
-        colwise="stochastic",
-    )
     theta = jnp.asarray([500.0], jnp.float32)
 
-    def quantize_and_mask(*args):
+    def quantize_and_mask(x, theta):
         """Sets codes of unused residuals, which the kernel does not write, to 0."""
-        out = quantize(*args)
-        is_used = jnp.repeat(jnp.repeat(out.residual.scales != 0, 128, 1), 128, 2)
-        codes = jnp.where(is_used, out.residual.codes, jnp.int8(0))
-        return out._replace(residual=out.residual._replace(codes=codes))
+        seeds, how = quantize_cases.folded_seeds(1), {"criterion": criterion}
+        out = quantize(x, seeds, theta, rowwise=rowwise, colwise=colwise, **how)
+        residual = out.rowwise.residual
+        if residual is None:
+            return out
+        is_used = jnp.repeat(jnp.repeat(residual.scales != 0, 128, 1), 128, 2)
+        codes = jnp.where(is_used, residual.codes, jnp.int8(0))
+        return out.rowwise.main, residual._replace(codes=codes), out.colwise, out.metric
 
-    _check_repeats(quantize_and_mask, x, theta, quantize_cases.seeds(1))
+    _check_repeats(quantize_and_mask, x, theta)
 
 
 def _check_repeats(function, *args):
@@ -218,112 +219,58 @@ def _bits(x):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "block", "rows", "columns"), quantize_cases.QUANTIZE
+    "case",
+    [
+        *quantize_cases.BLOCKS,
+        *quantize_cases.FALLBACK,
+        *quantize_cases.VECTORS,
+        quantize_cases.PER_TENSOR,
+        *quantize_cases.ROWS,
+        *quantize_cases.GROUPED,
+        *quantize_cases.GATHERED,
+        *quantize_cases.NORMS,
+        *quantize_cases.GATES,
+        *quantize_cases.GRADS,
+        *quantize_cases.NORMS_IN_ROWS,
+        *quantize_cases.GATES_IN_ROWS,
+        *quantize_cases.GRADS_IN_ROWS,
+        *quantize_cases.GATES_OF_TILES,
+        *quantize_cases.GRADS_OF_TILES,
+        *quantize_cases.WITH_FLOAT8,
+    ],
 )
-def test_quantize(quantization, shape, dtype, block, rows, columns):
-    x = heavy(shape, dtype=dtype)
-    quantize_cases.check_quantize(quantization, x, block, rows, columns)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "block", "criterion", "theta", "columns"),
-    quantize_cases.FALLBACK,
-)
-def test_fallback(quantization, shape, dtype, block, criterion, theta, columns):
-    x = heavy(shape, dtype=dtype)
-    quantize_cases.check_fallback(quantization, x, block, criterion, theta, columns)
-
-
-@pytest.mark.parametrize(("shape", "dtype", "rows", "columns"), quantize_cases.VECTORS)
-def test_vectors(quantization, shape, dtype, rows, columns):
-    x = heavy(shape, dtype=dtype)
-    quantize_cases.check_vectors(quantization, x, rows, columns)
-
-
-@pytest.mark.parametrize("case", quantize_cases.ROW_BLOCKS)
-def test_row_blocks(quantization, case):
-    shape, dtype, *options = case
-    quantize_cases.check_row_blocks(quantization, heavy(shape, dtype=dtype), *options)
-
-
-@pytest.mark.parametrize("case", quantize_cases.COLWISE_IN_BLOCKS)
-def test_row_blocks_and_blocks(quantization, case):
-    shape, dtype, *options = case
-    x = heavy(shape, dtype=dtype)
-    quantize_cases.check_colwise_in_blocks(quantization, x, *options)
-
-
-def test_quantization_of_row_blocks_has_no_race(quantization):
-    x = heavy((1, 2048, 2048), dtype=jnp.bfloat16)
-    modes = {"block": (128, 128), "rowwise": "nearest", "colwise": "stochastic"}
-    for option in ({}, {"colwise_in_blocks": True}):
-        quantize = functools.partial(
-            quantization.quantize_row_blocks, **modes, **option
-        )
-        _check_repeats(quantize, x, quantize_cases.seeds(1))
-
-
-def test_per_tensor_scale(quantization):
-    quantize_cases.check_per_tensor_scale(quantization, heavy((2, 300, 141)))
+def test_quantize(case):
+    codes = case.options.get("dtype", "int8")
+    quantize_cases.check(ops_of("triton", codes=codes).quantize, case)
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
-def test_no_vectors(quantization, shape):
-    x = jnp.zeros(shape, jnp.bfloat16)
-    quantize_cases.check_vectors(quantization, x, "nearest", "stochastic")
+def test_no_vectors(quantize, shape):
+    source = quantize_cases.matrix(shape, "bfloat16")
+    case = quantize_cases.Case(source, near(1, None), noisy(None, 1))
+    quantize_cases.check(quantize, case)
 
 
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
-def test_special_blocks(quantization, dtype):
-    quantize_cases.check_special(quantization, dtype)
-    quantize_cases.check_special_vectors(quantization, dtype)
-    quantize_cases.check_special_row_blocks(quantization, dtype)
-
-
-@pytest.mark.parametrize("case", fused_cases.QUANTIZE)
-def test_fused_quantization(quantization, case):
-    fused_cases.check_norm(quantization, *case)
-    fused_cases.check_gate(quantization, *case)
-
-
-@pytest.mark.parametrize("case", fused_cases.GRAD)
-def test_gate_gradients(quantization, case):
-    fused_cases.check_grad(quantization, *case)
-
-
-@pytest.mark.parametrize("case", fused_cases.ROW_BLOCKS)
-def test_fused_quantization_in_row_blocks(case):
-    quantization = ops_of("triton", codes=case[-1])
-    fused_cases.check_norm_row_blocks(quantization, *case)
-    fused_cases.check_gate_row_blocks(quantization, *case)
-    fused_cases.check_grad_row_blocks(quantization, *case)
-
-
-@pytest.mark.parametrize(
-    ("case", "row_counts", "interleaved"), fused_cases.QUANTIZE_TILES
-)
-def test_gates_of_tiles(quantization, case, row_counts, interleaved):
-    fused_cases.check_gate(quantization, *case, row_counts, interleaved)
-
-
-@pytest.mark.parametrize(("case", "row_counts", "interleaved"), fused_cases.GRAD_TILES)
-def test_gate_gradients_of_tiles(quantization, case, row_counts, interleaved):
-    fused_cases.check_grad(quantization, *case, row_counts, interleaved)
+def test_special_values(quantize, dtype):
+    for case in (
+        *quantize_cases.special_blocks(dtype),
+        *quantize_cases.special_vectors(dtype),
+        *quantize_cases.special_rows(dtype),
+    ):
+        quantize_cases.check(quantize, case)
+    quantize_cases.check_special_layers(quantize, dtype)
 
 
 @pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
-def test_large_metrics(quantization, criterion):
-    quantize_cases.check_large_metrics(quantization, criterion)
-
-
-@pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
-def test_special_values_of_fused_quantization(quantization, dtype):
-    fused_cases.check_special(quantization, dtype)
+def test_large_metrics(quantize, criterion):
+    quantize_cases.check_large_metrics(quantize, criterion)
 
 
 @pytest.mark.parametrize("name", quantize_matmul_cases.CASES)
 def test_quantization_in_the_product(quantization, name):
-    quantize_matmul_cases.check(quantization, quantize_matmul_cases.CASES[name])
+    case = quantize_matmul_cases.CASES[name]
+    quantize_matmul_cases.check(quantization.matmul, case)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 16, 31, 32])
@@ -334,7 +281,7 @@ def test_quantization_in_large_products(quantization, rows, theta):
         shape = 1, rows, depth, columns
         thetas = None if theta is None else (theta,)
         case = quantize_matmul_cases.Case(shape, (128, 128, 128), thetas)
-        quantize_matmul_cases.check(quantization, case)
+        quantize_matmul_cases.check(quantization.matmul, case)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -347,23 +294,18 @@ def test_quantization_in_random_products(quantization, seed):
         m = [m, 1][rng.integers(2)] if theta is None else m
         dtype = str(rng.choice(quantize_cases.SPECIAL_DTYPES))
         case = quantize_matmul_cases.Case((1, M, K, N), (m, k, n), theta, dtype)
-        quantize_matmul_cases.check(quantization, case)
+        quantize_matmul_cases.check(quantization.matmul, case)
 
 
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_blocks_in_the_product(quantization, dtype, fallback):
-    quantize_matmul_cases.check_special(quantization, dtype, fallback)
+    quantize_matmul_cases.check_special(quantization.matmul, dtype, fallback)
 
 
 def test_quantization_in_the_product_has_no_race(quantization):
     case = quantize_matmul_cases.Case((1, 8, 4096, 4096), (128, 128, 128), (100.0,))
-    multiply = functools.partial(
-        quantization.quantize_matmul,
-        block_shape=case.blocks,
-        criterion="absmax",
-        dtype=jnp.bfloat16,
-    )
+    multiply = functools.partial(quantization.matmul, dtype=jnp.bfloat16)
     _check_repeats(multiply, *quantize_matmul_cases.operands(case))
 
 
@@ -389,25 +331,29 @@ def test_small_problems(implementation, seed):
     seeds = jnp.arange(batch, dtype=jnp.uint32) * jnp.uint32(seed + 1)
 
     def run(ops):
-        lhs = ops.quantize_fallback(
-            x, theta, seeds, block=(m, k), criterion="absmax", colwise="stochastic"
+        lhs = ops.quantize(
+            Matrix(x),
+            seeds,
+            theta,
+            rowwise=Layout("nearest", (m, k)),
+            colwise=Layout("stochastic", (m, k)),
+            criterion="absmax",
         )
         rhs = ops.quantize(
-            w, seeds, block=(n, k), rowwise="nearest", colwise="stochastic"
+            Matrix(w),
+            seeds,
+            rowwise=Layout("nearest", (n, k)),
+            colwise=Layout("stochastic", (n, k)),
         )
-        y = ops.matmul(
-            lhs.main,
-            lhs.residual,
-            rhs.rowwise,
-            block_shape=(m, k, n),
-            dtype=jnp.float32,
-        )
-        residual_scales = lhs.residual.scales
-        return (lhs.main, lhs.colwise, lhs.metric, residual_scales, rhs), y
+        y = ops.matmul(lhs.rowwise, rhs.rowwise, dtype=jnp.float32)
+        # Codes of residuals that are not used have no meaning.
+        main, residual = lhs.rowwise.main, lhs.rowwise.residual.scales
+        return residual, (main, lhs.colwise, lhs.metric, rhs), y
 
-    quantized, y = run(ops_of(implementation, (m, k, n)))
-    expected, expected_y = run(ops_of("reference"))
-    assert 0 < jnp.mean(expected[3] != 0) < 1
+    residual, quantized, y = run(ops_of(implementation, (m, k, n)))
+    expected_residual, expected, expected_y = run(ops_of("reference"))
+    assert 0 < jnp.mean(expected_residual != 0) < 1
+    np.testing.assert_array_equal(residual, expected_residual)
     jax.tree.map(np.testing.assert_array_equal, quantized, expected)
     # The error of sums in another order is relative to the operands, not to the result.
     error, x_size, w_size = (
@@ -422,24 +368,18 @@ def test_threshold(name, size):
     threshold_cases.check(ops, name, size)
 
 
-@pytest.mark.parametrize("case", grouped_cases.QUANTIZE)
-def test_quantization_of_grouped_rows(quantization, case):
-    grouped_cases.check_quantize(quantization, *case)
-
-
-@pytest.mark.parametrize("case", grouped_cases.FALLBACK)
-def test_fallback_of_grouped_rows(quantization, case):
-    grouped_cases.check_fallback(quantization, *case)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ALL_EXPERTS)
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 def test_products_of_groups_match_float64(implementation, name, dtype):
     case = ALL_EXPERTS[name]
-    ops = ops_of(implementation, case.blocks)
-    grouped_cases.check_matmul(ops.ragged_matmul, case, dtype)
-    grouped_cases.check_contraction(ops.ragged_contraction, case, dtype)
+    ops = ops_of(implementation, case.blocks, case.dtype, grouped=True)
+    if implementation == "mosaic" and case.fallback and case.blocks[0] == 1:
+        pytest.skip("it has no residual with scales of rows")
+    # Tensor cores keep about 14 bits of a sum of products of FP8 codes.
+    tolerance = None if case.dtype == "int8" else 3e-3
+    grouped_cases.check_matmul(ops.matmul, case, dtype, tolerance)
+    grouped_cases.check_contract(ops.contract, case, dtype, tolerance)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
@@ -452,15 +392,14 @@ def test_products_of_groups_have_no_race(implementation):
     ops = ops_of(implementation)
     sizes = 700, 0, 128, 1, 2000, 259
     case = Experts(sum(sizes), sizes, (1024, 1600), (128, 128, 128), 0.2)
-    lhs, residual, rhs, lhs_columns, grad_columns, groups = grouped_cases.problem(case)
-    options = {"block_shape": case.blocks, "dtype": jnp.bfloat16}
+    lhs, rhs, lhs_columns, grad_columns, groups = grouped_cases.problem(case)
 
     def multiply(*args):
-        y = ops.ragged_matmul(*args, **options)
+        y = ops.matmul(*args, dtype=jnp.bfloat16)
         return jnp.where((groups < len(sizes))[:, None, None], y, jnp.zeros_like(y))
 
-    _check_repeats(multiply, lhs, residual, rhs, groups)
-    contract = functools.partial(ops.ragged_contraction, size=len(sizes), **options)
+    _check_repeats(multiply, lhs, rhs, groups)
+    contract = functools.partial(ops.contract, size=len(sizes), dtype=jnp.bfloat16)
     _check_repeats(contract, lhs_columns, grad_columns, groups)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fbq_jax.kernels import packing
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 BITS = range(4, 13)
@@ -21,8 +21,8 @@ SOME_BITS = [
 
 @functools.partial(jax.jit, static_argnums=1)
 def pack_and_back(codes, bits):
-    planes = packing.pack(codes, bits)
-    return planes, packing.unpack(planes, codes.shape[-1], bits)
+    data = packing.pack(codes, bits)
+    return data, packing.unpack(data, codes.shape[-1], bits)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -37,13 +37,13 @@ def test_every_code_survives_at_every_position_of_a_byte(bits):
     codes = np.arange(-limit, limit + 1, dtype=np.int32)
     # At most 8 values share a byte, so 8 copies, each shifted by one, cover all.
     codes = np.stack([np.roll(codes, i) for i in range(8)])
-    planes, back = pack_and_back(jnp.asarray(codes), bits)
+    data, back = pack_and_back(jnp.asarray(codes), bits)
     np.testing.assert_array_equal(back, codes)
-    assert all(plane.dtype == jnp.uint8 for plane in planes)
+    assert data.dtype == jnp.uint8
 
 
 @pytest.mark.parametrize("bits", SOME_BITS)
-def test_planes_have_no_spare_byte(bits):
+def test_groups_have_no_spare_byte(bits):
     limit, sizes = 2 ** (bits - 1) - 1, (0, 1, 5, 127, 128, 129, 300)
     widths = packing.chunk_widths(bits)
     assert sum(widths) == bits
@@ -53,20 +53,26 @@ def test_planes_have_no_spare_byte(bits):
     ]
     # One program for all sizes.
     packed = jax.jit(lambda codes: [pack_and_back(x, bits) for x in codes])(codes)
-    for size, x, (planes, back) in zip(sizes, codes, packed, strict=True):
+    for size, x, (data, back) in zip(sizes, codes, packed, strict=True):
         np.testing.assert_array_equal(back, x)
-        shapes = [(2, 3, -(-size * width // 8)) for width in widths]
-        assert [plane.shape for plane in planes] == shapes
+        last = sum(-(-(size % 128) * width // 8) for width in widths)
+        assert data.shape == (2, 3, size // 128 * 16 * bits + last)
 
 
-def test_layout_of_planes():
-    """With 10 bits, byte j of plane 2 holds the low bits of values j, j + 32, ..."""
-    codes = np.random.default_rng(0).integers(-511, 512, 128)
-    (high, low), _ = pack_and_back(jnp.asarray(codes, jnp.int32), 10)
-    words = codes + 512
-    np.testing.assert_array_equal(high, words >> 2)
-    quarters = (words & 3).reshape(4, 32) << np.array([[0], [2], [4], [6]])
-    np.testing.assert_array_equal(low, quarters.sum(axis=0))
+@pytest.mark.parametrize("bits", [10, 7])
+def test_layout_of_groups(bits):
+    """With 10 bits, byte 128 + j has the low bits of values j, j + 32, j + 64, ..."""
+    limit = 2 ** (bits - 1) - 1
+    codes = np.random.default_rng(0).integers(-limit, limit + 1, (2, 128))
+    data, _ = pack_and_back(jnp.asarray(codes.reshape(256), jnp.int32), bits)
+    words, start, shift = codes + limit + 1, 0, bits
+    for width in packing.chunk_widths(bits):
+        shift -= width
+        chunks = (words >> shift & (2**width - 1)).reshape(2, 8 // width, -1)
+        plane = (chunks << (width * np.arange(8 // width))[:, None]).sum(axis=1)
+        stop = start + 16 * width
+        np.testing.assert_array_equal(data.reshape(2, -1)[:, start:stop], plane)
+        start = stop
 
 
 @pytest.mark.parametrize("bits", SOME_BITS)

@@ -1,5 +1,6 @@
 """The reference ops: codes bit for bit against NumPy, products against float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,61 +11,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fbq_jax.kernels import reference
+from fbq_jax.kernels.quantized import Layout
 from fbq_jax.kernels.scales import divide
+from fbq_jax.kernels.sources import Matrix
 from tests import oracle
-from tests.marks import pairs_with_first_fast
+from tests.kernels import quantize_cases as cases
+from tests.kernels.quantize_cases import Case, heavy
+from tests.marks import pairs_with_first_fast, with_first_fast
 
 SIDES = (32, 64, 128, 256)
-
-
-def heavy(shape, seed=0, dtype=np.float32):
-    """Normal values of different magnitudes, with a few large outliers."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))
-    x[rng.random(shape) < 1e-3] *= 200.0
-    return jnp.asarray(x, dtype)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
 @pytest.mark.parametrize(
     ("dtype", "block"),
     pairs_with_first_fast(
-        [jnp.float32, jnp.bfloat16, jnp.float16],
+        ["float32", "bfloat16", "float16"],
         [(128, 128), (32, 256), (64, 32), (256, 64)],
     ),
 )
 def test_codes_and_scales_are_bit_exact(mode, dtype, block):
-    x = heavy((2, 200, 300), dtype=dtype)
-    seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)
-    quantize = functools.partial(reference.quantize, block=block)
-    got, transposed = jax.jit(functools.partial(quantize, rowwise=mode, colwise=mode))(
-        x, seeds
+    layout = Layout(mode, block)
+    case = Case(cases.matrix((2, 200, 300), dtype), layout, layout)
+    got = cases.check_against_oracle(case)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (got.rowwise.codes.mT, got.rowwise.scales.mT),
+        (got.colwise.codes, got.colwise.scales),
     )
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.mT, b), got, transposed)
-    for i, seed in enumerate([3, 2**32 - 5]):
-        noise = oracle.noise(seed, x.shape[1:]) if mode == "stochastic" else None
-        codes, scales, _ = oracle.quantize(x[i], block, noise)
-        np.testing.assert_array_equal(got.codes[i], codes)
-        np.testing.assert_array_equal(got.scales[i], scales)
 
 
-@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
-def test_vectors_are_bit_exact(mode):
-    """Covers special vectors: rows of the first matrix, columns of the second."""
-    x = np.array(heavy((2, 40, 70)))
-    x[0, 3], x[0, 4], x[0, 5, 9], x[0, 6, 1] = 0.0, 2.0**-119, np.nan, -np.inf
-    x[1, :, 3], x[1, :, 4], x[1, 9, 5], x[1, 1, 6] = 0.0, 2.0**-118, np.inf, np.nan
-    seeds = jnp.asarray([3, 2**32 - 5], jnp.uint32)
-    op = functools.partial(reference.quantize_vectors, rowwise=mode, colwise=mode)
-    rows, columns = jax.jit(op)(x, seeds)
-    for i, seed in enumerate([3, 2**32 - 5]):
-        noise = oracle.noise(seed, x.shape[1:]) if mode == "stochastic" else None
-        codes, scales, _ = oracle.quantize(x[i], (1, 70), noise)
-        np.testing.assert_array_equal(rows.codes[i], codes)
-        np.testing.assert_array_equal(rows.scales[i], scales)
-        codes, scales, _ = oracle.quantize(x[i], (40, 1), noise)
-        np.testing.assert_array_equal(columns.codes[i], codes.T)
-        np.testing.assert_array_equal(columns.scales[i], scales.T)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *with_first_fast(cases.BLOCKS),
+        *with_first_fast(cases.VECTORS),
+        *with_first_fast(cases.ROWS),
+        *with_first_fast(cases.WITH_FLOAT8),
+        *cases.special_blocks("float32")[:1],
+        *cases.special_vectors("float32")[:1],
+        *cases.special_rows("float32"),
+    ],
+)
+def test_layouts_are_bit_exact(case):
+    cases.check_against_oracle(case)
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])
@@ -73,13 +63,12 @@ def test_vectors_scaled_to_the_edge_of_the_last_code(per_tensor):
     x = np.array(heavy((2, 40, 70)))
     x[1, 3, 4] = np.inf
     op = functools.partial(
-        reference.quantize_vectors,
-        rowwise="nearest",
-        colwise="stochastic",
+        reference.quantize,
+        rowwise=Layout("nearest", (None, None) if per_tensor else (1, None)),
+        colwise=Layout("stochastic", (None, None) if per_tensor else (None, 1)),
         bound=127.5,
-        per_tensor=per_tensor,
     )
-    got = jax.jit(op)(x, jnp.asarray([3, 5], jnp.uint32))
+    got = jax.jit(op)(Matrix(jnp.asarray(x)), jnp.asarray([3, 5], jnp.uint32))
     for i, layout in ((0, got.rowwise), (0, got.colwise)):
         matrix = x[i] if layout is got.rowwise else x[i].T
         noise = 0.0 if layout is got.rowwise else oracle.noise(3, x[i].shape).T
@@ -94,40 +83,31 @@ def test_vectors_scaled_to_the_edge_of_the_last_code(per_tensor):
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
 def test_per_tensor_scales_of_empty_operands(shape):
-    op = functools.partial(
-        reference.quantize_vectors, rowwise="nearest", colwise="nearest"
-    )
-    x, seeds = jnp.zeros((1, *shape)), jnp.zeros(1, jnp.uint32)
-    per_tensor = functools.partial(op, per_tensor=True)
-    assert jax.eval_shape(per_tensor, x, seeds) == jax.eval_shape(op, x, seeds)
+    def shapes(rowwise, colwise):
+        layouts = {
+            "rowwise": Layout("nearest", rowwise),
+            "colwise": Layout("nearest", colwise),
+        }
+        op = functools.partial(reference.quantize, **layouts)
+        x = Matrix(jnp.zeros((1, *shape)))
+        return jax.eval_shape(op, x, jnp.zeros(1, jnp.uint32))
+
+    assert shapes((None, None), (None, None)) == shapes((1, None), (None, 1))
 
 
 @pytest.mark.parametrize(
     ("criterion", "theta"), [("absmax", 150.0), ("l1", 900.0), ("l1_rel", 0.5)]
 )
 def test_fallback_is_bit_exact(criterion, theta):
-    x, block = heavy((1, 300, 500)), (64, 128)
-    got = jax.jit(
-        functools.partial(
-            reference.quantize_fallback,
-            block=block,
-            criterion=criterion,
-            colwise="stochastic",
-        )
-    )(x, jnp.asarray([theta], jnp.float32), jnp.asarray([7], jnp.uint32))
-    main, residual, _, metric = oracle.quantize_fallback(x[0], theta, block, criterion)
-    assert 0 < np.mean(metric > theta) < 1
-    for got_part, part in ((got.main, main), (got.residual, residual)):
-        np.testing.assert_array_equal(got_part.codes[0], part[0])
-        np.testing.assert_array_equal(got_part.scales[0], part[1])
-    np.testing.assert_allclose(got.metric[0], metric, rtol=1e-5)
-    codes, scales, _ = oracle.quantize(x[0], block, oracle.noise(7, x.shape[1:]))
-    np.testing.assert_array_equal(got.colwise.codes[0], codes.T)
-    np.testing.assert_array_equal(got.colwise.scales[0], scales.T)
+    block, options = (64, 128), {"criterion": criterion, "theta": (theta,)}
+    source = cases.matrix((1, 300, 500), "float32")
+    case = Case(source, Layout("nearest", block), Layout("stochastic", block), options)
+    got = cases.check_against_oracle(case)
+    assert 0 < np.mean(np.asarray(got.metric) > theta) < 1
     metric_alone = functools.partial(
         reference.block_metric, block=block, criterion=criterion
     )
-    alone = jax.jit(metric_alone)(x)
+    alone = jax.jit(metric_alone)(source().values)
     np.testing.assert_allclose(alone, got.metric, rtol=1e-6)
 
 
@@ -135,7 +115,7 @@ def test_a_block_whose_metric_equals_theta_does_not_fall_back():
     x = heavy((1, 64, 96))
     metric = quantize_absmax(x, jnp.zeros(1), (32, 32)).metric
     theta = jnp.sort(metric.reshape(-1))[3:4]
-    residual = quantize_absmax(x, theta, (32, 32)).residual
+    residual = quantize_absmax(x, theta, (32, 32)).rowwise.residual
     np.testing.assert_array_equal(residual.scales > 0.0, metric > theta[0])
     assert np.sum(residual.scales > 0.0) == 2
 
@@ -154,40 +134,37 @@ def test_division_is_correctly_rounded():
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def quantize_rows(x, block, mode="nearest"):
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    return reference.quantize(x, seeds, block=block, rowwise=mode, colwise=None).rowwise
+    layout = Layout(mode, block)
+    return reference.quantize(Matrix(x), seeds, rowwise=layout, colwise=None).rowwise
 
 
 def test_a_block_at_the_threshold_does_not_fall_back():
     x = jnp.full((1, 32, 64), 0.013).at[0, 0, 0].set(3.0).at[0, 0, 32].set(3.5)
-    q = quantize_absmax(x, jnp.array([3.0]), (32, 32))
+    q = quantize_absmax(x, jnp.array([3.0]), (32, 32)).rowwise
     np.testing.assert_array_equal(q.residual.scales[0, 0] > 0, [False, True])
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def quantize_absmax(x, theta, block):
     seeds = jnp.zeros(x.shape[0], jnp.uint32)
-    return reference.quantize_fallback(
-        x, theta, seeds, block=block, criterion="absmax", colwise=None
+    layout = Layout("nearest", block)
+    return reference.quantize(
+        Matrix(x), seeds, theta, rowwise=layout, colwise=None, criterion="absmax"
     )
 
 
 @jax.jit
-def multiply_quantized(lhs, residual, rhs):
-    return reference.matmul(
-        lhs, residual, rhs, block_shape=(128, 128, 128), dtype=jnp.float32
-    )
+def multiply_quantized(lhs, rhs):
+    return reference.matmul(lhs, rhs, dtype=jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("block_shape", "fallback"))
 def multiply(x, w, theta, block_shape, fallback):
     bm, bk, bn = block_shape
-    rhs = quantize_rows(w, (bn, bk))
-    main, residual, _, _ = quantize_absmax(x, theta, (bm, bk))
+    lhs = quantize_absmax(x, theta, (bm, bk)).rowwise
     if not fallback:
-        residual = None
-    return reference.matmul(
-        main, residual, rhs, block_shape=block_shape, dtype=jnp.float32
-    )
+        lhs = dataclasses.replace(lhs, residual=None)
+    return reference.matmul(lhs, quantize_rows(w, (bn, bk)), dtype=jnp.float32)
 
 
 @pytest.mark.exhaustive  # core/test_dot_general.py has fast products
@@ -218,16 +195,15 @@ def test_a_long_contraction_does_not_overflow():
     k = 200_000
     ones = jnp.ones((1, 2, k))
     q = quantize_rows(ones, (128, 128))
-    y = multiply_quantized(q, None, q)
-    np.testing.assert_allclose(y, k, rtol=1e-5)
+    np.testing.assert_allclose(multiply_quantized(q, q), k, rtol=1e-5)
 
 
 def test_zero_blocks_contribute_exactly_zero():
     x = jnp.zeros((1, 256, 256)).at[:, :128, :128].set(heavy((1, 128, 128)))
-    q = quantize_absmax(x, jnp.zeros(1), (128, 128))
+    q = quantize_absmax(x, jnp.zeros(1), (128, 128)).rowwise
     assert np.all(np.asarray(q.main.scales)[0] == [[q.main.scales[0, 0, 0], 0], [0, 0]])
     w = quantize_rows(heavy((1, 64, 256)), (128, 128))
-    y = multiply_quantized(q.main, q.residual, w)
+    y = multiply_quantized(q, w)
     assert np.all(np.asarray(y)[0, 128:] == 0.0)
 
 
@@ -249,7 +225,7 @@ def relative_l1(x):
 def test_non_finite_values_show_in_every_row_that_depends_on_them(bad, mode):
     x = heavy((1, 256, 256)).at[0, 130, 5].set(bad)
     q = quantize_rows(x, (128, 128), mode)
-    y = multiply_quantized(q, None, q)
+    y = multiply_quantized(q, q)
     nan = np.isnan(np.asarray(y[0]))
     assert nan[128:].all()
     assert nan[:, 128:].all()
@@ -267,7 +243,7 @@ def test_one_outlier_in_a_normal_block(outlier, plain, fallback, int16):
     """Fallback beats INT16 where the outlier dwarfs the rest of the block."""
     x = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
     x[17, 99] = outlier
-    q = quantize_absmax(jnp.asarray(x)[None], jnp.zeros(1), (128, 128))
+    q = quantize_absmax(jnp.asarray(x)[None], jnp.zeros(1), (128, 128)).rowwise
 
     def rms(values):
         return np.sqrt(np.mean((values - x) ** 2, dtype=np.float64))

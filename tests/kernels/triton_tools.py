@@ -21,9 +21,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fbq_jax import kernels
-from fbq_jax.bench import compiler
-from fbq_jax.bench.compiler import CompiledKernel
 from fbq_jax.kernels import reference, rounding  # noqa: F401 (stay when others go)
+from tests import compile_tools
+from tests.compile_tools import CompiledKernel
 from tests.kernels import ptx
 
 PACKAGE = "fbq_jax.kernels.triton"
@@ -43,9 +43,9 @@ def interpreted(name: str) -> types.ModuleType:
 def compile_kernels(
     name: str, function: str, *args: Any, capability: int, **kwargs: Any
 ) -> list[CompiledKernel]:
-    """``compiler.compile_kernels`` of ``fbq_jax.kernels.triton.<name>.<function>``."""
+    """Compiles what ``fbq_jax.kernels.triton.<name>.<function>`` launches."""
     op = getattr(importlib.import_module(f"{PACKAGE}.{name}"), function)
-    return compiler.compile_kernels(op, *args, capability=capability, **kwargs)
+    return compile_tools.compile_kernels(op, *args, capability=capability, **kwargs)
 
 
 def _load(name: str, launch: Callable[..., Any], *, interpret: bool) -> Any:

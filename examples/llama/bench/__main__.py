@@ -7,8 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from examples.llama.bench import compile_tpu
-from fbq_jax.bench import cli, tpu
+from fbq_jax.bench import cli
 
 SECTIONS = {
     "block": "a Llama block, forward and backward, and its memory",
@@ -22,30 +21,14 @@ SECTIONS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
+    program = "examples.llama.bench"
     parser = argparse.ArgumentParser(
-        prog="python -m examples.llama.bench",
+        prog=f"python -m {program}",
         description="Measures the Llama example on this machine's GPUs.",
     )
-    commands = cli.add_sections(parser, SECTIONS)
-    cli.add_writer(
-        commands,
-        "compile-tpu",
-        "compiles an optimizer step for TPUs, and estimates its cycles",
-        "Compiles an optimizer step of a Llama for several generations of TPUs, by "
-        "several recipes, and estimates its cycles from the compiled code. Other "
-        "tables in the file stay. Needs libtpu (pip install 'fbq-jax[tpu]'), but no "
-        "TPU.",
-        tpu.DEFAULT_PATH,
-    )
+    cli.add_sections(parser, SECTIONS)
     options = parser.parse_args(arguments)
-    return cli.exit_status("examples.llama.bench", lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> None:
-    if options.command == "compile-tpu":
-        compile_tpu.run(options.out)
-    else:
-        cli.run("examples.llama.bench", SECTIONS, options)
+    return cli.exit_status(program, lambda: cli.run(program, SECTIONS, options))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from examples.llama.bench import harness
-from examples.llama.model import Layer, remat_layer
+from examples.llama.bench import harness, memory
+from examples.llama.model import remat_layer
 from examples.llama.model_config import LlamaConfig
 from examples.llama.rotary import rotary_tables
 from fbq_jax import Recipe
-from fbq_jax.bench import data, measure, memory
+from fbq_jax.bench import data, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.core.layer_stats import mean_rate
@@ -35,15 +35,10 @@ _SETTLING_STEPS = 4  # until the thresholds fit these operands
 
 
 class Program(NamedTuple):
-    """A compiled block.
+    """A compiled block, with the arguments of its step.
 
-    Attributes:
-      config: the block's sizes.
-      implementation: the backend of its GEMMs.
-      forward: the differentiable function ``(params, x) -> y``.
-      step: compiled ``(params, x, dy, variables) -> (y, dx, dparams, variables)``.
-      operands: the arguments of the step.
-      compile_s: seconds of its first call.
+    The step returns ``(y, dx, dparams, variables)``; `forward` is the differentiable
+    function ``(params, x) -> y``.
     """
 
     config: LlamaConfig
@@ -59,11 +54,8 @@ def rows(
 ) -> Iterator[Row]:
     """Measures each ``(hidden, intermediate, tokens)``, in sequences of 2048 tokens.
 
-    Work counts the matrix products and causal attention.
-
-    Raises:
-      WrongResultError: if an output or gradient differs from bf16's by more than INT8
-        may.
+    Work counts the matrix products and causal attention. Raises WrongResultError if an
+    output or gradient differs from bf16's by more than INT8 may.
     """
     # A burst keeps the results of all its calls, gradients of all weights.
     effort = effort._replace(launches=min(effort.launches, 5))
@@ -91,7 +83,9 @@ def _rows(
         errors = measure.checked_errors(_LIMITS, y_and_dx, exact, f"{what} at {shape}")
         # Saved bytes per token do not depend on the number of tokens.
         if (block := (what, *shape[:2])) not in saved:
-            saved[block] = _saved_bytes(program)
+            params, x, *_ = program.operands
+            nbytes = memory.saved_bytes(program.forward, params, x)
+            saved[block] = nbytes / x.shape[1]
         yield row(
             measure.timing(program.step, *program.operands, effort=effort),
             harness.work(program.config, shape[-1]),
@@ -126,50 +120,28 @@ def prepare(
     layer = remat_layer(config)(config, dot_general)
     variables = jax.jit(layer.init)(keys[2], x, tables)
     params = variables.pop("params")
-    forward = _forward(layer, tables)
-    step, compile_s, _ = measure.first_call(
-        jax.jit(_step(forward)), params, x, dy, variables
-    )
-    for _ in range(_SETTLING_STEPS if recipe is not None else 0):
-        *_, variables = step(params, x, dy, variables)
-    return Program(
-        config,
-        backend,
-        lambda params, x: forward(params, x, variables)[0],
-        step,
-        (params, x, dy, variables),
-        compile_s,
-    )
 
-
-# (params, x, variables) -> (y, variables)
-_Forward = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
-
-
-def _forward(layer: Layer, tables: tuple[jax.Array, jax.Array]) -> _Forward:
     def forward(params: Any, x: jax.Array, variables: Any) -> tuple[jax.Array, Any]:
         (y, _), variables = layer.apply(
             {"params": params, **variables}, x, tables, mutable=list(variables)
         )
         return y, variables
 
-    return forward
-
-
-def _step(forward: _Forward) -> Callable[..., tuple[Any, ...]]:
-    def step(
-        params: Any, x: jax.Array, dy: jax.Array, variables: Any
-    ) -> tuple[Any, ...]:
+    def step(params: Any, x: jax.Array, dy: jax.Array, variables: Any) -> Any:
         y, vjp, variables = jax.vjp(
             lambda params, x: forward(params, x, variables), params, x, has_aux=True
         )
         dparams, dx = vjp(dy)
         return y, dx, dparams, variables
 
-    return step
-
-
-def _saved_bytes(program: Program) -> float:
-    """Bytes saved for the backward pass, per token."""
-    params, x, _, _ = program.operands
-    return memory.saved_bytes(program.forward, params, x) / x.shape[1]
+    compiled, compile_s, _ = measure.first_call(jax.jit(step), params, x, dy, variables)
+    for _ in range(_SETTLING_STEPS if recipe is not None else 0):
+        *_, variables = compiled(params, x, dy, variables)
+    return Program(
+        config,
+        backend,
+        lambda params, x: forward(params, x, variables)[0],
+        compiled,
+        (params, x, dy, variables),
+        compile_s,
+    )

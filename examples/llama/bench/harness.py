@@ -1,19 +1,19 @@
 """What the benchmarks share: the example's model and training step, at any size."""
 
-import dataclasses
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from examples.llama import flops, mesh, step
-from examples.llama.config import Config
+from examples.llama.bench import memory
+from examples.llama.config import SAVED_BITS, Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, Recipe
-from fbq_jax.bench import matmuls, measure, memory
+from fbq_jax.bench import matmuls, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.core.layer_stats import mean_rate
@@ -24,7 +24,6 @@ VOCABULARY = 32_000  # of the trained models
 ONE_DEVICE = "one device"  # the mesh's name in results
 _HEAD_DIM = 128
 _QUERIES_PER_KV_HEAD = 4
-_SAVED_BITS = 10
 # A model would learn a repeated batch by heart. Its gradients would vanish, and a GPU
 # multiplies zeros with less power. This learning rate changes nothing.
 _NO_LEARNING = 1e-6
@@ -44,27 +43,19 @@ def dot_general(recipe: Recipe | None, implementation: str | None) -> tuple[str,
 
 
 def config(
-    hidden: int,
-    intermediate: int,
-    sequence: int,
-    *,
-    layers: int = 1,
-    vocabulary: int = 1,
-    quantized: bool,
-    **options: Any,
+    hidden: int, intermediate: int, sequence: int, *, quantized: bool, **options: Any
 ) -> LlamaConfig:
     """Grouped-query attention with heads of 128 channels; INT10 saved if quantized."""
     heads = hidden // _HEAD_DIM
+    sizes = {"num_layers": 1, "vocab_size": 1} | options
     return LlamaConfig(
-        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_layers=layers,
         num_heads=heads,
         num_kv_heads=max(1, heads // _QUERIES_PER_KV_HEAD),
         max_seq_len=sequence,
-        saved_bits=_SAVED_BITS if quantized else None,
-        **options,
+        saved_bits=SAVED_BITS if quantized else None,
+        **sizes,
     )
 
 
@@ -73,10 +64,7 @@ def trainer(
 ) -> tuple[step.TrainState, Any]:
     """The initial training state of a model and its jitted training step.
 
-    Args:
-      config: the model's sizes.
-      dot_general: the layers' product; None for bf16.
-      learns: whether the learning rate is the example's, or too small to matter.
+    The learning rate is the example's, or too small to matter.
     """
     llama = Llama(config, dot_general)
     rate = Config.lr if learns else _NO_LEARNING
@@ -85,18 +73,11 @@ def trainer(
     return state, step.make_train_step(llama, optimizer, schedule)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """A training step to measure.
+class Program(NamedTuple):
+    """A training step to measure; ``name`` is that of its row.
 
-    Attributes:
-      name: the name of its row; rows of unrolled layers also say that.
-      recipe: the layers' recipe; None for bf16.
-      shape: ``(hidden, intermediate, layers, sequences)``; the sequences are those of
-        one microbatch.
-      mesh: the devices, as in ``--mesh`` of the training command.
-      microbatches: the number of microbatches of a step.
-      unroll: whether each layer is compiled by itself.
+    The shape is ``(hidden, intermediate, layers, sequences of a microbatch)``, the mesh
+    as in ``--mesh`` of the training command.
     """
 
     name: str
@@ -122,16 +103,8 @@ def train(
 ) -> tuple[Row, dict[str, Any]]:
     """Takes training steps on one random batch, then times further steps.
 
-    The model is freed on return, since the next one may need its memory.
-
-    Args:
-      program: what to measure.
-      implementation: the implementation of the library's ops; None lets it choose.
-      steps: the number of steps before timing.
-      effort: how long to time.
-
-    Returns:
-      The row of a step, and the metrics of the last step before timing.
+    The model is freed on return, since the next one may need its memory. Returns the
+    row of a step, and the metrics of the last step before timing.
     """
     hidden, intermediate, layers, sequences = program.shape
     backend, product = dot_general(program.recipe, implementation)
@@ -139,8 +112,8 @@ def train(
         hidden,
         intermediate,
         program.sequence,
-        layers=layers,
-        vocabulary=VOCABULARY,
+        num_layers=layers,
+        vocab_size=VOCABULARY,
         quantized=program.recipe is not None,
         unroll=program.unroll,
     )
@@ -179,8 +152,5 @@ def distribute(tokens: np.ndarray) -> jax.Array:
 
 
 def work(config: LlamaConfig, tokens: int) -> float:
-    """Operations of a step on tokens in sequences of the longest length.
-
-    Counts the matrix products of layers and head, and causal attention.
-    """
+    """Operations of a step: the matrix products, and causal attention."""
     return float(tokens * flops.per_token(config, config.max_seq_len))

@@ -66,33 +66,29 @@ def _measure(
     hidden, intermediate, layers, sequences = shape
     recipe, dtype = RECIPES[name]
     backend, dot_general = harness.dot_general(recipe, implementation)
+    sizes = {"num_layers": layers, "vocab_size": VOCABULARY, "dtype": dtype}
+    quantized = recipe is not None
     config = harness.config(
-        hidden,
-        intermediate,
-        SEQUENCE,
-        layers=layers,
-        vocabulary=VOCABULARY,
-        quantized=recipe is not None,
-        dtype=dtype,
+        hidden, intermediate, SEQUENCE, quantized=quantized, **sizes
     )
     mesh = {1: "", 2: "fsdp=2"}.get(number, f"data={number // 2},fsdp=2")
     with harness.devices(mesh):
-        batches = [
-            harness.distribute(batch)
-            for batch in random_walks(VOCABULARY, (STEPS, 1, sequences, SEQUENCE + 1))
-        ]
+        walks = random_walks(VOCABULARY, (STEPS, 1, sequences, SEQUENCE + 1))
+        batches = [harness.distribute(batch) for batch in walks]
         start, step = harness.trainer(config, dot_general, learns=True)
         compiled, compile_s, _ = measure.first_call(step, _copy(start), batches[0])
         losses, state = _run(compiled, start, batches)
-        errors = {"repeat": _difference(_run(compiled, start, batches)[0], losses)}
+        exact.setdefault(name, losses)
+        errors = {harness.ONE_DEVICE: _difference(losses, exact[name])}
+        errors["repeat"] = _difference(_run(compiled, start, batches)[0], losses)
         if number == 1:
+            nudged = (_nudged(start, seed) for seed in range(NUDGES))
             errors["nudged"] = max(
-                _difference(_run(compiled, nudged, batches)[0], losses)
-                for nudged in (_nudged(start, seed) for seed in range(NUDGES))
+                _difference(_run(compiled, start, batches)[0], losses)
+                for start in nudged
             )
         fallback = mean_rate({"fallback": state.fallback})
         timing = measure.step_timing(compiled, state, batches[0], effort=effort)
-    of_one = exact.setdefault(name, losses)
     return row(
         timing,
         harness.work(config, sequences * SEQUENCE),
@@ -101,7 +97,7 @@ def _measure(
         shape=shape,
         mesh=mesh or harness.ONE_DEVICE,
         fallback=fallback,
-        errors={harness.ONE_DEVICE: _difference(losses, of_one)} | errors,
+        errors=errors,
         compile_s=compile_s,
     )
 

@@ -1,7 +1,6 @@
 """An optimizer step of a Llama with a billion parameters, in bf16 and by recipe."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 
 from examples.llama.bench import harness
@@ -18,53 +17,33 @@ _LIMITS = {"loss": 0.02, "grad_norm": 0.1}
 
 
 def rows(
-    shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    implementation: str | None,
+    effort: Effort,
+    microbatches: int = 1,
 ) -> Iterator[Row]:
-    """Measures each ``(hidden, intermediate, layers, sequences)``.
+    """Measures each ``(hidden, intermediate, layers, sequences of a microbatch)``.
 
     Layers are in a loop, and then unrolled, each compared with bf16 of the same kind. A
     step is AdamW on float32 weights, always with the same random tokens. Work counts
-    the matrix products and causal attention.
-
-    Raises:
-      WrongResultError: if the loss or the gradient norm differs from bf16's by more
-        than INT8 may.
+    the matrix products and causal attention. Raises WrongResultError if the loss or the
+    gradient norm differs from bf16's by more than INT8 may.
     """
-    for shape, unroll in itertools.product(shapes, (False, True)):
-        measured = measure_recipes(shape, implementation, effort, unroll=unroll)
-        yield from with_ratios(measured)
+    for shape in shapes:
+        for unroll in (False, True):
+            programs = [
+                harness.Program(name, recipe, shape, "", microbatches, unroll)
+                for name, recipe in harness.recipes().items()
+            ]
+            yield from with_ratios(_measure(programs, implementation, effort))
 
 
-def measure_recipes(
-    shape: tuple[int, ...],
-    implementation: str | None,
-    effort: Effort,
-    *,
-    microbatches: int = 1,
-    unroll: bool = False,
+def _measure(
+    programs: Sequence[harness.Program], implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
-    """Measures bf16 and the recipes.
-
-    Args:
-      shape: ``(hidden, intermediate, layers, sequences)``; the sequences are those of
-        one microbatch.
-      implementation: as in ``rows``.
-      effort: how long to time.
-      microbatches: the number of microbatches whose gradients a step averages.
-      unroll: whether each layer is compiled by itself.
-
-    Raises:
-      WrongResultError: as in ``rows``.
-    """
     exact: dict[str, float] = {}
-    for name, recipe in harness.recipes().items():
-        program = harness.Program(
-            name=name,
-            recipe=recipe,
-            shape=shape,
-            microbatches=microbatches,
-            unroll=unroll,
-        )
+    for program in programs:
         measured, metrics = harness.train(
             program, implementation, steps=_STEPS, effort=effort
         )
@@ -73,5 +52,6 @@ def measure_recipes(
         errors = {of: abs(actual[of] - exact[of]) for of in _LIMITS}
         errors["grad_norm"] /= exact["grad_norm"]
         for of, limit in _LIMITS.items():
-            measure.require(errors[of], limit, f"{of} of {measured.what} at {shape}")
+            what = f"{of} of {measured.what} at {program.shape}"
+            measure.require(errors[of], limit, what)
         yield dataclasses.replace(measured, errors=errors)

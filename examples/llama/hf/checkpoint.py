@@ -1,37 +1,28 @@
 """Reads and writes checkpoints in Hugging Face's format."""
 
-import contextlib
 import json
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import tokenizers
 
-from examples.llama.hf.config_json import (
-    SPECIAL_TOKENS,
-    family_of,
-    from_json,
-    to_json,
-)
+from examples.llama.hf.config_json import SPECIAL_TOKENS, family_of, from_json, to_json
 from examples.llama.hf.families import FAMILIES
 from examples.llama.hf.files import (
     CONFIG,
-    GENERATION,
     CheckpointError,
+    Stored,
+    check_new,
+    new_folder,
     open_tensors,
     read_json,
-    read_tensor,
-    weight_files,
     write_tensors,
 )
-from examples.llama.hf.quantized import find_weights, read_weight, scheme_of
+from examples.llama.hf.quantized import scheme_of
 from examples.llama.hf.tensor_views import (
     HEAD,
     TABLE,
@@ -41,52 +32,52 @@ from examples.llama.hf.tensor_views import (
 )
 from examples.llama.model_config import LlamaConfig
 
+# The files that generation needs beside the model.
+_GENERATION = (
+    *("generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
 # Rows of a tensor that are copied at once: when transposed, they fill cache lines,
 # which single rows do not.
 _ROWS_PER_COPY = 16
 
 
 def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
-    """Reads a checkpoint.
+    """Reads a checkpoint of transformers, of `save` or of `export`.
 
-    Args:
-        folder: The folder of the checkpoint, in the format of transformers'
-            ``save_pretrained`` and of `save`. The weights are float32, float16 or
-            bfloat16, or INT8 as `export` writes them in the formats "blockwise_int8"
-            and "compressed-tensors", which are multiplied by their scales.
+    The weights are float32, float16 or bfloat16, or INT8 in the formats
+    "blockwise_int8" and "compressed-tensors", which are multiplied by their scales.
 
     Returns:
-        The configuration, and the parameters of ``Llama`` as float32 NumPy arrays.
-        ``dtype``, ``remat``, ``unroll`` and ``saved_bits`` of the configuration have
-        their defaults; ``dataclasses.replace`` changes them.
+        The configuration, with the default ``dtype``, ``remat``, ``unroll`` and
+        ``saved_bits``, and the parameters of ``Llama`` as float32 NumPy arrays.
 
     Raises:
         CheckpointError: A file or a tensor is missing, unreadable, unexpected or has
             the wrong shape, or the model is not supported. The message names it.
     """
     folder = Path(folder)
-    stored = _read_config(folder)
-    family = family_of(stored, folder / CONFIG)
-    scheme = scheme_of(stored, folder / CONFIG)
-    with contextlib.ExitStack() as stack:
-        files = _open_files(folder, stack)
-        config = from_json(stored, folder / CONFIG, len(files))
-        flat = _empty_parameters(config, folder / CONFIG)
-        expected = tensor_views(config, family, flat)
-        # Early checkpoints of Llama 2 also store the rotary frequencies.
-        found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-        quantized = {} if scheme is None else find_weights(scheme, found)
-        found = (found - set().union(*quantized.values())) | quantized.keys()
-        if config.tie_embeddings and {TABLE, HEAD} <= found:
-            _check_tied(folder, files)
-            found.remove(HEAD)
-        _check_names(folder, expected, found)
-        for name in sorted(found):
-            if scheme is not None and name in quantized:
-                tensor, file = read_weight(scheme, files, name), folder
-            else:
-                tensor, file = read_tensor(*files[name], name), files[name][0]
-            _fill(expected[name], tensor, f"{file}: {name}")
+    stored, file = _read_config(folder), folder / CONFIG
+    family, scheme = family_of(stored, file), scheme_of(stored, file)
+    tensors = open_tensors(folder)
+    config = from_json(stored, file, len(tensors))
+    flat = _empty_parameters(config, file)
+    expected = tensor_views(config, family, flat)
+    # Early checkpoints of Llama 2 also store the rotary frequencies.
+    found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    quantized = {} if scheme is None else scheme.find(found)
+    found = found.difference(*quantized.values()) | quantized.keys()
+    if config.tie_embeddings and {TABLE, HEAD} <= found:
+        _check_tied(folder, tensors)
+        found.remove(HEAD)
+    _check_names(folder, expected, found)
+    for name in sorted(found):
+        if scheme is not None and name in quantized:
+            _fill(expected[name], scheme.read(tensors, name), f"{folder}: {name}")
+        else:
+            tensor = tensors[name]
+            _fill(expected[name], tensor.read(), f"{tensor.file}: {name}")
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -99,13 +90,8 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def quantization(folder: str | Path) -> str | None:
-    """The format of the INT8 weights of a checkpoint; None if they are floats.
-
-    Raises:
-        CheckpointError: `load` does not know it.
-    """
-    folder = Path(folder)
-    scheme = scheme_of(_read_config(folder), folder / CONFIG)
+    """The format of the INT8 weights of a checkpoint; None if they are floats."""
+    scheme = scheme_of(_read_config(Path(folder)), Path(folder) / CONFIG)
     return None if scheme is None else scheme.name
 
 
@@ -118,17 +104,16 @@ def save(
 ) -> None:
     """Writes a float32 checkpoint that `load` and transformers can read.
 
-    The folder appears atomically.
+    The folder appears when it is complete. ``dtype``, ``remat``, ``unroll`` and
+    ``saved_bits`` are not stored.
 
     Args:
         folder: The folder to write. It must not exist or must be empty.
-        config: The configuration of the model. ``dtype``, ``remat``, ``unroll`` and
-            ``saved_bits`` are not stored.
+        config: The configuration of the model.
         params: The parameters of ``Llama(config)``, float32 arrays.
-        like: The folder of a checkpoint, such as the one that ``config`` was loaded
-            from. It provides the family, the ids of special tokens, and copies of the
-            files of the tokenizer and of generation. None takes the first family that
-            has the model's settings, and writes neither ids nor these files.
+        like: The folder of a checkpoint that provides the family, the ids of special
+            tokens, and the files of the tokenizer and of generation. None takes the
+            first family that has the model's settings, and writes none of the others.
 
     Raises:
         FileExistsError: ``folder`` is a file or is not empty.
@@ -140,19 +125,10 @@ def save(
     flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
     _check_parameters(config, flat)
     stored = config_json(config, like)
-    family = FAMILIES[stored["model_type"]]
     host = {path: np.asarray(array) for path, array in flat.items()}
-    tensors = {
-        name: tensor.join()
-        for name, tensor in tensor_views(config, family, host).items()
-    }
+    views = tensor_views(config, FAMILIES[stored["model_type"]], host)
+    tensors = {name: view.join() for name, view in views.items()}
     write_folder(folder, stored, tensors, like)
-
-
-def check_new(folder: Path) -> None:
-    """Raises FileExistsError if a checkpoint cannot be written to a folder."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} already exists; save takes a new folder")
 
 
 def write_folder(
@@ -161,63 +137,13 @@ def write_folder(
     tensors: Mapping[str, np.ndarray],
     like: str | Path | None,
 ) -> None:
-    """Writes a checkpoint, which appears when it is complete.
-
-    Args:
-        folder: The folder.
-        stored: The content of config.json.
-        tensors: The tensors by name.
-        like: The checkpoint that provides the files of the tokenizer and of generation.
-    """
+    """Writes config.json, tensors, and the files for generation of ``like``."""
     with new_folder(folder) as complete:
         (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
-        if like is not None:
-            _copy_generation(Path(like), complete)
+        for name in () if like is None else _GENERATION:
+            if (file := Path(like or "") / name).is_file():
+                shutil.copyfile(file, complete / name)
         write_tensors(complete, tensors)
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yields a folder to write, which becomes ``folder`` if no error is raised.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=f".{folder.name}."
-    ) as scratch:
-        complete = Path(scratch) / "checkpoint"
-        complete.mkdir()
-        try:
-            yield complete
-        except (OSError, safetensors.SafetensorError) as error:
-            raise OSError(f"{folder} cannot be written: {error}") from error
-        complete.rename(folder)
-
-
-def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
-    """Reads the checkpoint's ``tokenizer.json``; None if it has none.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
-    file = Path(folder) / "tokenizer.json"
-    if not file.exists():
-        return None
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower one
-        raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).exists() and any(folder.glob("*.gguf")):
-        raise CheckpointError(
-            f"{folder} holds a GGUF file, which is not read: take the checkpoint that "
-            "it was exported from, or an export in another format"
-        )
-    return read_json(folder / CONFIG)
 
 
 def config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:
@@ -230,36 +156,16 @@ def config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:
     return stored | {key: source.get(key) for key in SPECIAL_TOKENS}
 
 
-def _copy_generation(source: Path, target: Path) -> None:
-    """Copies the files of the tokenizer and of generation that a checkpoint has."""
-    for name in GENERATION:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-
-
-def _open_files(
-    folder: Path, stack: contextlib.ExitStack
-) -> dict[str, tuple[Path, Any]]:
-    """Opens the file of each tensor.
-
-    A tensor that several files hold is in the file that the index assigns it to.
-    """
-    files: dict[str, tuple[Path, Any]] = {}
-    assigned = weight_files(folder)
-    names_elsewhere = set().union(*(names or () for names in assigned.values()))
-    for file, names in assigned.items():
-        opened = stack.enter_context(open_tensors(file))
-        held = set(opened.keys())
-        if names is not None:
-            if missing := names - held:
-                raise CheckpointError(f"{file} lacks {min(missing)}, see the index")
-            held -= names_elsewhere - names
-        files.update(dict.fromkeys(held, (file, opened)))
-    return files
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).exists() and any(folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} holds a GGUF file, which is not read: take the checkpoint that "
+            "it was exported from, or an export in another format"
+        )
+    return read_json(folder / CONFIG)
 
 
 def _empty_parameters(config: LlamaConfig, file: Path) -> dict[str, np.ndarray]:
-    """Allocates the parameters by path, float32."""
     try:
         shapes = parameter_shapes(config)
         return {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
@@ -281,10 +187,9 @@ def _fill(view: TensorView, tensor: np.ndarray, name: str) -> None:
             part[..., rows, :] = piece[..., rows, :]
 
 
-def _check_tied(folder: Path, files: Mapping[str, tuple[Path, Any]]) -> None:
+def _check_tied(folder: Path, tensors: Mapping[str, Stored]) -> None:
     """Checks that a shared table stored under two names is the same."""
-    table, head = (read_tensor(*files[name], name) for name in (TABLE, HEAD))
-    if not np.array_equal(table, head):
+    if not np.array_equal(tensors[TABLE].read(), tensors[HEAD].read()):
         raise CheckpointError(
             f"{folder}: {HEAD} differs from {TABLE}, but {CONFIG} says "
             "tie_word_embeddings"

@@ -16,6 +16,8 @@ from examples.llama.rope_scaling import (
     YarnScaling,
 )
 
+Json = Mapping[str, Any]
+
 # Fields of LlamaConfig and their keys in config.json.
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -52,52 +54,27 @@ _INDIRECT = (
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def from_json(stored: Mapping[str, Any], file: Path, tensors: int) -> LlamaConfig:
+def from_json(stored: Json, file: Path, tensors: int) -> LlamaConfig:
     """Builds the configuration that ``config.json`` describes.
 
-    Args:
-        stored: The content of the file.
-        file: The file, for error messages.
-        tensors: The number of tensors in the checkpoint, which limits the layers and
-            experts.
+    Errors name its ``file``. The number of ``tensors`` in the checkpoint limits the
+    layers and experts.
 
     Raises:
         CheckpointError: A field is missing or out of range, or the model is not
             supported.
     """
     family = family_of(stored, file)
-    aliased = {
-        key: stored[alias] for alias, key in family.aliases.items() if alias in stored
-    }
-    stored = {**family.defaults, **aliased, **stored}
+    aliases = family.aliases.items()
+    aliased = {key: stored[alias] for alias, key in aliases if alias in stored}
     try:
-        rope, local = _rope(family, stored)
-        _check_supported(family, stored, rope)
-        config = LlamaConfig(
-            **_fields(family, stored),
-            rope_theta=rope.get("rope_theta", 10000.0),
-            rope_scaling=_rope_scaling(family, stored, rope),
-            local_rope_theta=local,
-            tie_embeddings=stored.get("tie_word_embeddings", False),
-        )
-        # Before anything of this length is built.
-        sizes = {"layers": config.num_layers, "experts": config.num_experts or 0}
-        for things, number in sizes.items():
-            if number > tensors:
-                raise ValueError(
-                    f"asks for {number} {things}, the checkpoint has {tensors} tensors"
-                )
-        return dataclasses.replace(config, **_by_layer(family, stored, config))
+        return _read(family, {**family.defaults, **aliased, **stored}, tensors)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def family_of(stored: Mapping[str, Any], file: Path) -> Family:
-    """Returns the family that a config.json names.
-
-    Raises:
-        CheckpointError: The family is not supported.
-    """
+def family_of(stored: Json, file: Path) -> Family:
+    """Returns the family that a config.json names, or raises CheckpointError."""
     name = stored.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
@@ -108,18 +85,14 @@ def family_of(stored: Mapping[str, Any], file: Path) -> Family:
 
 
 def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]:
-    """Returns the content of config.json.
-
-    Args:
-        config: The configuration of the model.
-        family: The family of the model; None takes the first that has its settings.
+    """Returns the content of config.json; without a family, of the first that fits.
 
     Raises:
         CheckpointError: The family, or every family, lacks a setting of the model.
     """
-    candidates = tuple(FAMILIES.values()) if family is None else (family,)
-    for candidate in candidates:
-        stored = _to_json(config, candidate)
+    lacking = None
+    for candidate in FAMILIES.values() if family is None else (family,):
+        stored = _write(config, candidate)
         if (lacking := _lacking(config, stored)) is None:
             return stored
     if family is None:
@@ -129,186 +102,40 @@ def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]
     raise CheckpointError(f"a {family.model_type} does not have the model's {lacking}")
 
 
-def _fields(family: Family, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `LlamaConfig` that are entries of config.json."""
-    fields: dict[str, Any] = {name: stored.get(key) for name, key in _FIELDS.items()}
+def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
+    rope, local_theta = _rope(family, stored)
+    _check_supported(family, stored, rope)
+    fields = {name: stored.get(key) for name, key in _FIELDS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
     fields |= {name: stored.get(key) for name, key in family.keys.items()}
-    return {**fields, **family.settings}
-
-
-def _by_layer(
-    family: Family, stored: Mapping[str, Any], config: LlamaConfig
-) -> dict[str, Any]:
-    """The fields of `LlamaConfig` that depend on the sizes in ``config``."""
-    fields: dict[str, Any] = {}
-    if family.scales_embeddings:
-        fields["embed_scale"] = config.hidden_size**0.5
+    config = LlamaConfig(
+        **{**fields, **family.settings},
+        rope_theta=rope.get("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(family, stored, rope),
+        local_rope_theta=local_theta,
+        tie_embeddings=stored.get("tie_word_embeddings", False),
+    )
+    # Before anything of this length is built.
+    sizes = {"layers": config.num_layers, "experts": config.num_experts or 0}
+    for things, number in sizes.items():
+        if number > tensors:
+            raise ValueError(
+                f"asks for {number} {things}, the checkpoint has {tensors} tensors"
+            )
     nope = _nope_layers(stored, config.num_layers) if family.nope else ()
-    fields["nope_layers"] = nope
     slides = _sliding_layers(family, stored, config.num_layers, nope)
-    if slides:
-        fields["sliding_window"] = _window(family, stored)
-    if 0 < len(slides) < config.num_layers:
-        fields["sliding_layers"] = slides
-    return fields
+    every = len(slides) == config.num_layers
+    return dataclasses.replace(
+        config,
+        embed_scale=config.hidden_size**0.5 if family.scales_embeddings else 1.0,
+        nope_layers=nope,
+        sliding_window=_window(family, stored) if slides else None,
+        sliding_layers=None if every or not slides else slides,
+    )
 
 
-def _nope_layers(stored: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    rotates = stored.get("no_rope_layers")
-    if rotates is None:
-        interval = _integer(stored, "no_rope_layer_interval", 1)
-        return tuple(range(interval - 1, layers, interval))
-    if (
-        not isinstance(rotates, list)
-        or len(rotates) < layers
-        or any(flag not in (0, 1) for flag in rotates)
-    ):
-        raise ValueError(
-            f"no_rope_layers takes a 0 or 1 for each of the {layers} layers, "
-            f"got {reprlib.repr(rotates)}"
-        )
-    return tuple(layer for layer in range(layers) if not rotates[layer])
-
-
-def _sliding_layers(
-    family: Family, stored: Mapping[str, Any], layers: int, nope: tuple[int, ...]
-) -> tuple[int, ...]:
-    listed = stored.get("layer_types")
-    if not family.layer_types or listed is None:
-        slides = _unlisted(family, stored, layers, nope)
-        types = [_SLIDING if layer in slides else _FULL for layer in range(layers)]
-        if listed not in (None, types):
-            raise ValueError(
-                f"layer_types takes {types[0]!r} for each of the {layers} layers of a "
-                f"{family.model_type}, got {reprlib.repr(listed)}"
-            )
-        return slides
-    if (
-        not isinstance(listed, list)
-        or len(listed) != layers
-        or any(kind not in (_FULL, _SLIDING) for kind in listed)
-    ):
-        raise ValueError(
-            f"layer_types takes {_FULL!r} or {_SLIDING!r} for each of the {layers} "
-            f"layers, got {reprlib.repr(listed)}"
-        )
-    return tuple(layer for layer in range(layers) if listed[layer] == _SLIDING)
-
-
-def _unlisted(
-    family: Family, stored: Mapping[str, Any], layers: int, nope: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The layers with a sliding window where config.json does not list them."""
-    if family.window == "none" or _window(family, stored) is None:
-        return ()
-    if family.window == "unrotated":
-        return nope
-    if family.window == "last":
-        return tuple(range(_integer(stored, "max_window_layers", 0), layers))
-    if family.window == "pattern":
-        n = _integer(stored, "sliding_window_pattern", 1)
-        return tuple(layer for layer in range(layers) if (layer + 1) % n)
-    return tuple(range(layers))
-
-
-def _window(family: Family, stored: Mapping[str, Any]) -> Any:
-    """The width of the sliding window; None if the model has none."""
-    if _has_switch(family) and not stored.get("use_sliding_window"):
-        return None
-    return stored.get("sliding_window")
-
-
-def _has_switch(family: Family) -> bool:
-    """Whether a sliding window needs ``use_sliding_window``."""
-    return family.window in ("switched", "last", "unrotated")
-
-
-def _integer(stored: Mapping[str, Any], key: str, lowest: int) -> int:
-    value = stored.get(key)
-    if type(value) is not int or value < lowest:
-        raise ValueError(
-            f"{key} takes an integer of at least {lowest}, got {reprlib.repr(value)}"
-        )
-    return value
-
-
-def _rope(
-    family: Family, stored: Mapping[str, Any]
-) -> tuple[dict[str, Any], float | None]:
-    """The entries that describe the rotation, and the base of layers with a window."""
-    # transformers 5 stores in rope_parameters what older versions store at the top.
-    rope_keys = ("rope_theta", "partial_rotary_factor")
-    rope = {key: stored[key] for key in rope_keys if key in stored}
-    local: dict[str, Any] = {}
-    if family.local_rope_key is not None:
-        local["rope_theta"] = stored[family.local_rope_key]
-    for key in ("rope_scaling", "rope_parameters"):
-        value = _object(stored, key)
-        if _FULL not in value and _SLIDING not in value:
-            rope |= value
-        elif family.local_rope_key is None:
-            raise ValueError(
-                f"{key} takes one rotation for all layers of a {family.model_type}"
-            )
-        else:
-            rope |= _object(value, _FULL)
-            local |= _object(value, _SLIDING)
-    if family.local_rope_key is None:
-        return rope, None
-    if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"rope_parameters takes the default rotation for {_SLIDING}, got "
-            f"{reprlib.repr(local)}"
-        )
-    if local["rope_theta"] is None:
-        raise ValueError(f"{family.local_rope_key} takes a finite number, got None")
-    return rope, local["rope_theta"]
-
-
-def _object(stored: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = stored.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{key} takes an object, got {reprlib.repr(value)}")
-    return value or {}
-
-
-def _rope_type(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _rope_scaling(
-    family: Family, stored: Mapping[str, Any], rope: Mapping[str, Any]
-) -> RopeScaling | None:
-    rope_type = _rope_type(rope)
-    if rope_type not in family.rope_types:
-        raise ValueError(
-            f"RoPE type {reprlib.repr(rope_type)} is not supported in a "
-            f"{family.model_type}, supported: {', '.join(family.rope_types)}"
-        )
-    if rope_type == "default":
-        return None
-    scaling = _SCALINGS[rope_type]
-    entries = dict(rope)
-    if scaling is YarnScaling:
-        if rope.get("mscale") and rope.get("mscale_all_dim"):
-            raise ValueError(
-                "mscale and mscale_all_dim are not supported: set attention_factor"
-            )
-        original = "original_max_position_embeddings"
-        entries.setdefault(original, stored.get("max_position_embeddings"))
-        entries["beta_fast"] = rope.get("beta_fast") or 32.0
-        entries["beta_slow"] = rope.get("beta_slow") or 1.0
-        entries.setdefault("truncate", True)
-    names = (field.name for field in dataclasses.fields(scaling))
-    factors: dict[str, Any] = {name: entries.get(name) for name in names}
-    return scaling(**factors)
-
-
-def _check_supported(
-    family: Family, stored: Mapping[str, Any], rope: Mapping[str, Any]
-) -> None:
+def _check_supported(family: Family, stored: Json, rope: Json) -> None:
     accepted = {
         **_ACCEPTED,
         **{key: (value,) for key, value in family.constants.items()},
@@ -329,7 +156,148 @@ def _check_supported(
             raise ValueError(f"{key} takes an integer, got None")
 
 
-def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
+def _layer_list(stored: Json, key: str, layers: int, values: tuple[Any, ...]) -> list:
+    """A list in config.json with one of the values for each layer."""
+    listed = stored[key]
+    if (
+        not isinstance(listed, list)
+        or len(listed) != layers
+        or any(value not in values for value in listed)
+    ):
+        accepted = " or ".join(map(repr, values))
+        raise ValueError(
+            f"{key} takes {accepted} for each of the {layers} layers, got "
+            f"{reprlib.repr(listed)}"
+        )
+    return listed
+
+
+def _nope_layers(stored: Json, layers: int) -> tuple[int, ...]:
+    if stored.get("no_rope_layers") is None:
+        interval = _integer(stored, "no_rope_layer_interval", 1)
+        return tuple(range(interval - 1, layers, interval))
+    rotates = _layer_list(stored, "no_rope_layers", layers, (0, 1))
+    return tuple(layer for layer in range(layers) if not rotates[layer])
+
+
+def _sliding_layers(
+    family: Family, stored: Json, layers: int, nope: tuple[int, ...]
+) -> tuple[int, ...]:
+    if stored.get("layer_types") is None:
+        return _unlisted(family, stored, layers, nope)
+    kinds: tuple[str, ...] = (_FULL, _SLIDING)
+    if not family.layer_types:  # transformers does not read them
+        slides = _unlisted(family, stored, layers, nope)
+        kinds = (_SLIDING if slides else _FULL,)
+    listed = _layer_list(stored, "layer_types", layers, kinds)
+    return tuple(layer for layer in range(layers) if listed[layer] == _SLIDING)
+
+
+def _unlisted(
+    family: Family, stored: Json, layers: int, nope: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The layers with a sliding window where config.json does not list them."""
+    if family.window == "none" or _window(family, stored) is None:
+        return ()
+    if family.window == "unrotated":
+        return nope
+    if family.window == "last":
+        return tuple(range(_integer(stored, "max_window_layers", 0), layers))
+    if family.window == "pattern":
+        n = _integer(stored, "sliding_window_pattern", 1)
+        return tuple(layer for layer in range(layers) if (layer + 1) % n)
+    return tuple(range(layers))
+
+
+def _window(family: Family, stored: Json) -> Any:
+    """The width of the sliding window; None if the model has none."""
+    if _has_switch(family) and not stored.get("use_sliding_window"):
+        return None
+    return stored.get("sliding_window")
+
+
+def _has_switch(family: Family) -> bool:
+    """Whether a sliding window needs ``use_sliding_window``."""
+    return family.window in ("switched", "last", "unrotated")
+
+
+def _integer(stored: Json, key: str, lowest: int) -> int:
+    value = stored.get(key)
+    if type(value) is not int or value < lowest:
+        raise ValueError(
+            f"{key} takes an integer of at least {lowest}, got {reprlib.repr(value)}"
+        )
+    return value
+
+
+def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
+    """The entries that describe the rotation, and the base of layers with a window."""
+    # transformers 5 stores in rope_parameters what older versions store at the top.
+    rope_keys = ("rope_theta", "partial_rotary_factor")
+    rope = {key: stored[key] for key in rope_keys if key in stored}
+    if (local_key := family.local_rope_key) is None:
+        for key in ("rope_scaling", "rope_parameters"):
+            rope |= (entries := _object(stored, key))
+            if not entries.keys().isdisjoint((_FULL, _SLIDING)):
+                raise ValueError(
+                    f"{key} takes one rotation for all layers of a {family.model_type}"
+                )
+        return rope, None
+    local = {"rope_theta": stored[local_key]}
+    for key in ("rope_scaling", "rope_parameters"):
+        entries = _object(stored, key)
+        if entries.keys().isdisjoint((_FULL, _SLIDING)):
+            entries = {_FULL: entries}
+        rope |= _object(entries, _FULL)
+        local |= _object(entries, _SLIDING)
+    if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"rope_parameters takes the default rotation for {_SLIDING}, got "
+            f"{reprlib.repr(local)}"
+        )
+    if local["rope_theta"] is None:
+        raise ValueError(f"{local_key} takes a number, got None")
+    return rope, local["rope_theta"]
+
+
+def _object(stored: Json, key: str) -> dict[str, Any]:
+    value = stored.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{key} takes an object, got {reprlib.repr(value)}")
+    return value or {}
+
+
+def _rope_type(rope: Json) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | None:
+    rope_type = _rope_type(rope)
+    if rope_type not in family.rope_types:
+        raise ValueError(
+            f"RoPE type {reprlib.repr(rope_type)} is not supported in a "
+            f"{family.model_type}, supported: {', '.join(family.rope_types)}"
+        )
+    if rope_type == "default":
+        return None
+    scaling, entries = _SCALINGS[rope_type], rope
+    if scaling is YarnScaling:
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            raise ValueError(
+                "mscale and mscale_all_dim are not supported: set attention_factor"
+            )
+        original = {
+            "original_max_position_embeddings": stored["max_position_embeddings"]
+        }
+        entries = {"truncate": True, **original, **rope}
+        entries["beta_fast"] = rope.get("beta_fast") or 32.0
+        entries["beta_slow"] = rope.get("beta_slow") or 1.0
+    names = (field.name for field in dataclasses.fields(scaling))
+    factors: dict[str, Any] = {name: entries.get(name) for name in names}
+    return scaling(**factors)
+
+
+def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     """The content of config.json, as far as the family has the settings."""
     stored = {
         "architectures": [family.architecture],
@@ -338,12 +306,15 @@ def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
         **family.constants,
         **{key: getattr(config, name) for name, key in family.keys.items()},
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling_json(config.rope_scaling),
+        "rope_scaling": None,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": "float32",
         # transformers would default to ids of the family's own tokenizer.
         **dict.fromkeys(SPECIAL_TOKENS),
     }
+    if (scaling := config.rope_scaling) is not None:
+        rope_type = next(name for name, k in _SCALINGS.items() if type(scaling) is k)
+        stored["rope_scaling"] = {"rope_type": rope_type, **dataclasses.asdict(scaling)}
     if (key := family.keys.get("query_pre_attn_scalar")) and stored[key] is None:
         stored[key] = config.head_dim
     kinds = config.layer_kinds()
@@ -352,9 +323,8 @@ def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
     if _has_switch(family):
         stored["use_sliding_window"] = config.sliding_window is not None
     if family.layer_types:
-        stored["layer_types"] = [
-            _FULL if kind.window is None else _SLIDING for kind in kinds
-        ]
+        types = [_FULL if kind.window is None else _SLIDING for kind in kinds]
+        stored["layer_types"] = types
     if family.local_rope_key is not None:
         stored[family.local_rope_key] = config.local_rope_theta or config.rope_theta
     if family.nope:
@@ -362,26 +332,18 @@ def _to_json(config: LlamaConfig, family: Family) -> dict[str, Any]:
     return stored
 
 
-def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    (rope_type,) = (name for name, kind in _SCALINGS.items() if type(scaling) is kind)
-    return {"rope_type": rope_type, **dataclasses.asdict(scaling)}
-
-
-def _lacking(config: LlamaConfig, stored: dict[str, Any]) -> str | None:
-    """What a config.json of `_to_json` lacks of a model; None if it is complete."""
+def _lacking(config: LlamaConfig, stored: Json) -> str | None:
+    """What a config.json of `_write` lacks of a model; None if it is complete."""
     try:
         tensors = max(config.num_layers, config.num_experts or 0)
         described = from_json(stored, Path(CONFIG), tensors)
     except CheckpointError as error:
         return f"settings ({error})"
-    names = [field.name for field in dataclasses.fields(config)]
     differing = [
-        name
-        for name in names
-        if name not in (*_NUMERICS, *_INDIRECT)
-        and getattr(described, name) != getattr(config, name)
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in (*_NUMERICS, *_INDIRECT)
+        and getattr(described, field.name) != getattr(config, field.name)
     ]
     if described.layer_kinds() != config.layer_kinds():
         differing.append("kinds of layers")

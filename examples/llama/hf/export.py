@@ -13,13 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import fbq_jax
-from examples.llama.hf.checkpoint import (
-    check_new,
-    config_json,
-    new_folder,
-    write_folder,
-)
+from examples.llama.hf.checkpoint import config_json, write_folder
 from examples.llama.hf.families import FAMILIES, Family
+from examples.llama.hf.files import check_new, new_folder
 from examples.llama.hf.tensor_views import (
     GATE_UP,
     ROUTER,
@@ -27,7 +23,6 @@ from examples.llama.hf.tensor_views import (
     tensor_views,
 )
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import fuses
 from fbq_jax.export import FORMATS, BlockWeight, ExportError, frozen_weights
 
@@ -40,11 +35,6 @@ def check_exportable(
     name: str, model: Llama, *, like: str | Path | None = None
 ) -> None:
     """Checks, before a model is trained, that `export` takes it.
-
-    Args:
-        name: One of ``fbq_jax.export.FORMATS``.
-        model: The model, with its recipe.
-        like: As for `export`.
 
     Raises:
         ExportError: The model cannot be exported.
@@ -64,9 +54,14 @@ def check_exportable(
         model.config, num_layers=1, nope_layers=(), sliding_layers=None
     )
     one_layer = Llama(one, model.dot_general)
-    abstract = jax.eval_shape(lambda: _freeze(one_layer, None))
-    weights = _weights(one_layer, family, jax.tree.map(_numbered, abstract))
-    FORMATS[name](weights, np.dtype(one.dtype))
+
+    def frozen() -> dict[str, Any]:
+        tokens = jnp.zeros(_TOKENS.shape, _TOKENS.dtype)
+        variables = one_layer.init(jax.random.key(0), tokens)
+        return fbq_jax.freeze(one_layer, variables, _TOKENS)
+
+    numbered = jax.tree.map(_numbered, jax.eval_shape(frozen))
+    FORMATS[name](_weights(one_layer, family, numbered), np.dtype(one.dtype))
 
 
 def export(
@@ -81,41 +76,37 @@ def export(
 
     The codes of projections are those of ``fbq_jax.freeze``; all other parameters are
     in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf, every
-    other one a checkpoint of transformers. The folder appears atomically.
+    other one a checkpoint of transformers. Arguments and errors are those of `save` and
+    `check_exportable`.
 
     Args:
-        folder: The folder to write. It must not exist or must be empty.
+        folder: The folder to write.
         name: One of ``fbq_jax.export.FORMATS``.
         model: The model that was trained.
         variables: Its variables, before or after ``fbq_jax.freeze``.
         like: As for `save`.
-
-    Raises:
-        FileExistsError: ``folder`` is a file or is not empty.
-        ExportError: The model cannot be exported in the format.
-        CheckpointError: No family has the settings of the model.
-        ValueError: ``freeze`` refuses the variables, such as those of an untrained
-            model.
     """
-    folder = Path(folder)
+    folder, config = Path(folder), model.config
     check_new(folder)
     check_exportable(name, model, like=like)
-    stored = config_json(model.config, like)
+    stored = config_json(config, like)
     family = FAMILIES[stored["model_type"]]
-    if len(_arrays(variables)) == len(parameter_shapes(model.config)):
-        variables = _freeze(model, variables)
-    dtype = np.dtype(model.config.dtype)
+    if len(_arrays(variables)) == len(parameter_shapes(config)):
+        variables = fbq_jax.freeze(model, variables, _TOKENS)
+    dtype = np.dtype(config.dtype)
     tensors, quantization = FORMATS[name](_weights(model, family, variables), dtype)
-    if "ignore" in quantization:
-        quantization["ignore"] += _routers(model.config, family)
     floats = {path: np.asarray(x) for path, x in _arrays(variables).items()}
-    views = tensor_views(model.config, family, floats)
+    views = tensor_views(config, family, floats)
     others = {tensor: view.join() for tensor, view in views.items()}
     if name == "gguf":
         with new_folder(folder) as part:
             file = part / "model-Q8_0.gguf"
-            _gguf_file().write(file, model.config, family, tensors, others, like)
+            _gguf_file().write(file, config, family, tensors, others, like)
         return
+    if "ignore" in quantization and config.num_experts is not None:
+        (router,) = family.tensors_of(ROUTER)  # is not quantized
+        routers = (router.format(layer) for layer in range(config.num_layers))
+        quantization["ignore"] += [name.removesuffix(".weight") for name in routers]
     tensors |= {tensor: array.astype(dtype) for tensor, array in others.items()}
     stored |= {"torch_dtype": dtype.name, "quantization_config": quantization}
     write_folder(folder, stored, tensors, like)
@@ -131,13 +122,6 @@ def _gguf_file() -> ModuleType:
             "gguf takes the package of this name: pip install 'fbq-jax[examples]'"
         ) from error
     return gguf_file
-
-
-def _freeze(model: Llama, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    if variables is None:
-        tokens = jnp.zeros(_TOKENS.shape, _TOKENS.dtype)
-        variables = model.init(jax.random.key(0), tokens)
-    return fbq_jax.freeze(model, variables, _TOKENS)
 
 
 def _numbered(x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -172,15 +156,6 @@ def _weights(
                 view.join(), scales_by_name[tensor].join(), weight.group, parts
             )
     return weights
-
-
-def _routers(config: LlamaConfig, family: Family) -> list[str]:
-    """The names of the routers of experts, which are not quantized."""
-    if config.num_experts is None:
-        return []
-    (name,) = family.tensors_of(ROUTER)
-    layers = range(config.num_layers)
-    return [name.format(layer).removesuffix(".weight") for layer in layers]
 
 
 def _gate_then_up(rows: np.ndarray) -> np.ndarray:

@@ -4,9 +4,8 @@
 descriptions, in config_json.py and tensor_views.py, names no family.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 _LAYER = "model.layers.{}."
 
@@ -53,8 +52,7 @@ _MIXTRAL_EXPERTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(NamedTuple):
     """One family of models.
 
     Attributes:
@@ -85,14 +83,12 @@ class Family:
     model_type: str
     architecture: str
     gguf: str
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
+    keys: Mapping[str, str] = {}
     required: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    constants: Mapping[str, Any] = dataclasses.field(
-        default_factory=lambda: {"hidden_act": "silu"}
-    )
+    aliases: Mapping[str, str] = {}
+    defaults: Mapping[str, Any] = {}
+    constants: Mapping[str, Any] = {"hidden_act": "silu"}
     unsupported: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     window: Literal["none", "every", "pattern", "switched", "last", "unrotated"] = (
@@ -102,35 +98,30 @@ class Family:
     local_rope_key: str | None = None
     nope: bool = False
     scales_embeddings: bool = False
-    tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, tuple[str, ...]] = {}
 
     def tensors_of(self, parameter: str) -> tuple[str, ...]:
         """The tensors that the parameter with this path joins."""
         return self.tensors.get(parameter) or _TENSORS[parameter]
 
 
+_GEMMA: dict[str, Any] = {
+    "constants": {"hidden_activation": "gelu_pytorch_tanh"},
+    "window": "pattern",
+    "layer_types": True,
+    "scales_embeddings": True,
+    "tensors": _GEMMA_NORMS,
+}
 _GEMMA_KEYS = {
     "query_pre_attn_scalar": "query_pre_attn_scalar",
     "logit_softcap": "final_logit_softcapping",
 }
-_GEMMA_SETTINGS = {
-    "activation": "gelu_tanh",
-    "unit_offset_norms": True,
-    "post_norms": True,
-}
-_GEMMA_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-_QWEN_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-
+_GEMMA_SETTINGS: dict[str, Any] = {"activation": "gelu_tanh"}
+_GEMMA_SETTINGS |= dict.fromkeys(("unit_offset_norms", "post_norms"), True)
+_GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+_GEMMA_DEFAULTS |= {"query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+_QWEN_DEFAULTS |= {"max_window_layers": 28}
 _EXPERT_KEYS = {
     "top_k": "num_experts_per_tok",
     "router_aux_loss_coef": "router_aux_loss_coef",
@@ -138,10 +129,10 @@ _EXPERT_KEYS = {
 
 # `save` takes the first family that has all settings of a model.
 _FAMILIES = (
-    Family(model_type="llama", architecture="LlamaForCausalLM", gguf="llama"),
+    Family("llama", "LlamaForCausalLM", gguf="llama"),
     Family(
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
+        "qwen2",
+        "Qwen2ForCausalLM",
         gguf="qwen2",
         settings={"qkv_bias": True},
         defaults=_QWEN_DEFAULTS,
@@ -149,15 +140,15 @@ _FAMILIES = (
         layer_types=True,
     ),
     Family(
-        model_type="mistral",
-        architecture="MistralForCausalLM",
+        "mistral",
+        "MistralForCausalLM",
         gguf="llama",
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         window="every",
     ),
     Family(
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
+        "qwen3",
+        "Qwen3ForCausalLM",
         gguf="qwen3",
         settings={"qk_norm": True},
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
@@ -165,61 +156,41 @@ _FAMILIES = (
         layer_types=True,
     ),
     Family(
-        model_type="smollm3",
-        architecture="SmolLM3ForCausalLM",
+        "smollm3",
+        "SmolLM3ForCausalLM",
         gguf="smollm3",
-        defaults={
-            "num_key_value_heads": 4,
-            "no_rope_layer_interval": 4,
-            "rope_theta": 2e6,
-            "tie_word_embeddings": True,
-        },
+        defaults={"num_key_value_heads": 4, "no_rope_layer_interval": 4}
+        | {"rope_theta": 2e6, "tie_word_embeddings": True},
         window="unrotated",
         layer_types=True,
         nope=True,
     ),
     Family(
-        model_type="gemma2",
-        architecture="Gemma2ForCausalLM",
+        "gemma2",
+        "Gemma2ForCausalLM",
         gguf="gemma2",
         settings=_GEMMA_SETTINGS,
         keys={**_GEMMA_KEYS, "attn_softcap": "attn_logit_softcapping"},
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "sliding_window_pattern": 2,
-        },
-        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        defaults={**_GEMMA_DEFAULTS, "sliding_window_pattern": 2}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         unsupported=("use_bidirectional_attention",),
-        window="pattern",
-        layer_types=True,
-        scales_embeddings=True,
-        tensors=_GEMMA_NORMS,
+        **_GEMMA,
     ),
     Family(
-        model_type="gemma3_text",
-        architecture="Gemma3ForCausalLM",
+        "gemma3_text",
+        "Gemma3ForCausalLM",
         gguf="gemma3",
         settings={**_GEMMA_SETTINGS, "qk_norm": True},
         keys=_GEMMA_KEYS,
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-            "sliding_window_pattern": 6,
-        },
-        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        defaults={**_GEMMA_DEFAULTS, "sliding_window_pattern": 6}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         unsupported=("use_bidirectional_attention", "attn_logit_softcapping"),
-        window="pattern",
-        layer_types=True,
         local_rope_key="rope_local_base_freq",
-        scales_embeddings=True,
-        tensors=_GEMMA_NORMS,
+        **_GEMMA,
     ),
     Family(
-        model_type="phi3",
-        architecture="Phi3ForCausalLM",
+        "phi3",
+        "Phi3ForCausalLM",
         gguf="phi3",
         rope_types=("default",),
         window="every",
@@ -230,54 +201,36 @@ _FAMILIES = (
         },
     ),
     Family(
-        model_type="mixtral",
-        architecture="MixtralForCausalLM",
+        "mixtral",
+        "MixtralForCausalLM",
         gguf="llama",
         keys={**_EXPERT_KEYS, "num_experts": "num_local_experts"},
         required=("num_experts",),
-        defaults={
-            "num_key_value_heads": 8,
-            "rope_theta": 1e6,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-        },
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8}
+        | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
         unsupported=("router_jitter_noise",),
         window="every",
         tensors=_MIXTRAL_EXPERTS,
     ),
     Family(
-        model_type="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
         gguf="qwen3moe",
         settings={"qk_norm": True},
         # Its intermediate_size is the width of layers without experts, which are not
         # supported.
-        keys={
-            **_EXPERT_KEYS,
-            "num_experts": "num_experts",
-            "intermediate_size": "moe_intermediate_size",
-            "renormalize": "norm_topk_prob",
-        },
+        keys={**_EXPERT_KEYS, "num_experts": "num_experts"}
+        | {"intermediate_size": "moe_intermediate_size"}
+        | {"renormalize": "norm_topk_prob"},
         required=("num_experts",),
         aliases={"num_local_experts": "num_experts"},
-        defaults={
-            "num_key_value_heads": 4,
-            "sliding_window": 4096,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         # Otherwise some layers have an MLP in place of experts.
-        constants={
-            "hidden_act": "silu",
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        constants={"hidden_act": "silu", "decoder_sparse_step": 1}
+        | {"mlp_only_layers": []},
         window="switched",
     ),
 )

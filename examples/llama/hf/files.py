@@ -1,31 +1,22 @@
 """The files of a checkpoint, read with errors that name them."""
 
+import contextlib
 import json
 import reprlib
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
 import safetensors.numpy
+import tokenizers
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# The files that generation needs beside the model.
-GENERATION = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # The dtypes of weights in floats, as safetensors names them.
 FLOATS = ("F32", "F16", "BF16")
 # The size above which weights are written in shards, as transformers does.
@@ -37,11 +28,7 @@ class CheckpointError(ValueError):
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a file that holds a JSON object.
-
-    Raises:
-        CheckpointError: The file does not exist or holds something else.
-    """
+    """Reads a JSON object from a file, or raises CheckpointError."""
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -61,30 +48,64 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Returns the safetensors files of a checkpoint.
+def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
+    """Reads the ``tokenizer.json`` of a folder; None if it has none.
 
-    Returns:
-        The tensors that the index assigns to each file; None for the only file of a
-        checkpoint without an index, which holds all of them.
+    Raises CheckpointError if it is damaged.
+    """
+    file = Path(folder) / TOKENIZER
+    if not file.exists():
+        return None
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
 
-    Raises:
-        CheckpointError: A file does not exist, or the index is malformed.
+
+class Stored(NamedTuple):
+    """A tensor in an open safetensors file."""
+
+    file: Path
+    opened: Any
+    name: str
+
+    def read(self, dtypes: tuple[str, ...] = FLOATS) -> np.ndarray:
+        """Reads the tensor; raises CheckpointError if it has another dtype."""
+        dtype = self.opened.get_slice(self.name).get_dtype()
+        if dtype not in dtypes:
+            raise CheckpointError(
+                f"{self.file}: {self.name} is {dtype}, supported are "
+                f"{', '.join(dtypes)}"
+            )
+        return self.opened.get_tensor(self.name)
+
+
+def open_tensors(folder: Path) -> dict[str, Stored]:
+    """Returns the tensors of a checkpoint by name, or raises CheckpointError.
+
+    A tensor that several files hold is in the file that the index assigns it to.
     """
     if (folder / WEIGHTS).exists():
-        return {folder / WEIGHTS: None}
+        return _open(folder / WEIGHTS)
     index = folder / _INDEX
     if not index.exists():
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {_INDEX}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} lacks weight_map, an object")
-    files: dict[Path, set[str] | None] = {}
+    found: dict[str, Stored] = {}
     for file in sorted({_beside(index, name) for name in weight_map.values()}):
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist; {_INDEX} lists it")
-        files[file] = {t for t, name in weight_map.items() if name == file.name}
-    return files
+        held = _open(file)
+        if (
+            missing := {t for t in weight_map if weight_map[t] == file.name}
+            - held.keys()
+        ):
+            raise CheckpointError(f"{file} lacks {min(missing)}, see the index")
+        own = (name for name in held if weight_map.get(name, file.name) == file.name)
+        found |= {name: held[name] for name in own}
+    return found
 
 
 def _beside(index: Path, name: Any) -> Path:
@@ -98,41 +119,37 @@ def _beside(index: Path, name: Any) -> Path:
     return index.with_name(name)
 
 
-def open_tensors(file: Path) -> Any:
-    """Opens a safetensors file.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+def _open(file: Path) -> dict[str, Stored]:
     try:
-        return safetensors.safe_open(file, framework="numpy")
+        opened = safetensors.safe_open(file, framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
+    return {name: Stored(file, opened, name) for name in opened.keys()}  # noqa: SIM118
 
 
-def read_tensor(
-    file: Path, opened: Any, name: str, dtypes: tuple[str, ...] = FLOATS
-) -> np.ndarray:
-    """Reads a tensor of one of the dtypes from an open file.
+def check_new(folder: Path) -> None:
+    """Raises FileExistsError if a checkpoint cannot be written to a folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} already exists; save takes a new folder")
 
-    Raises:
-        CheckpointError: The tensor has another dtype.
-    """
-    dtype = opened.get_slice(name).get_dtype()
-    if dtype not in dtypes:
-        raise CheckpointError(
-            f"{file}: {name} is {dtype}, supported are {', '.join(dtypes)}"
-        )
-    return opened.get_tensor(name)
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write, which becomes ``folder`` if no error is raised."""
+    part = folder.with_name(f"{folder.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+        part.mkdir(parents=True)
+        yield part
+        part.rename(folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OSError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes the weights of a checkpoint: one file, or shards and their index.
-
-    Args:
-        folder: The folder of the checkpoint.
-        tensors: The tensors by name.
-    """
+    """Writes the weights of a checkpoint: one file, or shards and their index."""
     shards: list[dict[str, np.ndarray]] = [{}]
     size = 0
     for name, tensor in tensors.items():

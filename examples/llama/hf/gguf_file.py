@@ -31,24 +31,18 @@ _SHARED_WIDTH = ("qwen2", "phi3")
 # With so many layers, scores are divided by sqrt(hidden_size / heads), not by
 # sqrt(head_dim).
 _LARGEST = {"gemma2": 46, "gemma3": 62}
-# The number of an expert in the name of its tensor.
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 # The version of the layout of quantized blocks.
 _QUANTIZATION_VERSION = 2
 
 
 def check(config: LlamaConfig, family: Family, like: str | Path | None) -> None:
-    """Checks that llama.cpp computes the model, before anything is written.
-
-    Args:
-        config: The configuration of the model.
-        family: The family that it is exported as.
-        like: As for `write`.
+    """Checks that llama.cpp computes the model and reads the tokenizer of ``like``.
 
     Raises:
         ExportError: llama.cpp would compute something else.
     """
-    if problems := _problems(config, family.gguf):
+    problems = [text for text, is_one in _problems(config, family.gguf) if is_one]
+    if problems:
         raise ExportError(f"llama.cpp's {family.gguf} {', and '.join(problems)}")
     if like is not None:
         read_tokenizer(Path(like), config.vocab_size)
@@ -62,77 +56,93 @@ def write(
     floats: Mapping[str, np.ndarray],
     like: str | Path | None,
 ) -> None:
-    """Writes a GGUF file.
+    """Writes a GGUF file of a model that `check` has accepted.
 
     Args:
         file: The file to write.
-        config: The configuration of the model, which `check` has accepted. Matrices in
-            ``floats`` are stored in its dtype, vectors and routers in float32.
+        config: The configuration of the model. Matrices in ``floats`` are stored in its
+            dtype, vectors and routers in float32.
         family: The family that it is exported as.
         blocks: The blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the names
             of their tensors in transformers. The experts of a layer become one tensor.
         floats: The other tensors, float32, by the same names.
         like: The folder of a checkpoint that provides the tokenizer and the chat
-            template; without it, or without a tokenizer.json there, the file is for
-            programs that pass ids of tokens to llama.cpp's library.
+            template; without one, llama.cpp's library takes ids of tokens.
     """
     with contextlib.closing(gguf.GGUFWriter(file, family.gguf)) as writer:
         writer.add_quantization_version(_QUANTIZATION_VERSION)
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
         _add_sizes(writer, config)
         _add_rotation(writer, config)
-        tokenizer = None
+        stored = None
         if like is not None:
-            tokenizer = read_tokenizer(Path(like), config.vocab_size)
-        if like is None or tokenizer is None:
+            stored = read_tokenizer(Path(like), config.vocab_size)
+        if like is None or stored is None:
             writer.add_tokenizer_model("no_vocab")
         else:
-            add_tokenizer(writer, tokenizer, Path(like), config.vocab_size)
+            add_tokenizer(writer, stored, Path(like), config.vocab_size)
         _add_tensors(writer, config, blocks, floats)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
 
 
-def _problems(config: LlamaConfig, architecture: str) -> list[str]:
-    """What the architecture does otherwise than the model."""
-    problems = []
-    layers, kinds = range(config.num_layers), config.layer_kinds()
-    interval = _WINDOW_INTERVAL.get(architecture, 1)
-    slides = [(kind.window or np.inf) < config.max_seq_len for kind in kinds]
-    if any(slides) and slides != [bool((layer + 1) % interval) for layer in layers]:
-        problems.append(
-            f"has sliding windows in all layers but {interval}, {2 * interval}, ..."
-            if interval > 1
-            else "has no sliding windows"
-        )
-    nope: tuple[int, ...] = ()
-    if interval := _NOPE_INTERVAL.get(architecture, 0):
-        nope = tuple(range(interval - 1, config.num_layers, interval))
-    if config.nope_layers != nope:
-        problems.append(f"rotates in all layers but {nope}, not {config.nope_layers}")
+def _problems(config: LlamaConfig, architecture: str) -> list[tuple[str, bool]]:
+    """What the architecture does, and whether the model does otherwise."""
+    layers, scaling = range(config.num_layers), config.rope_scaling
+    n = _WINDOW_INTERVAL.get(architecture, 1)
+    windows = [kind.window or np.inf for kind in config.layer_kinds()]
+    slides = [window < config.max_seq_len for window in windows]
+    every_nth = [bool((layer + 1) % n) for layer in layers]
+    window = "no sliding windows"
+    if n > 1:
+        window = f"sliding windows in all layers but {n}, {2 * n}, ..."
+    interval = _NOPE_INTERVAL.get(architecture, config.num_layers + 1)
+    nope = tuple(layers[interval - 1 :: interval])
     width = config.head_dim
-    if architecture in _SHARED_WIDTH and width * config.num_heads != config.hidden_size:
-        problems.append("has heads of hidden_size / heads channels")
+    shared = config.hidden_size // config.num_heads
     if config.num_layers == _LARGEST.get(architecture):
-        width = config.hidden_size // config.num_heads
-    if not np.isclose(config.score_scale(), width**-0.5):
-        problems.append(f"divides scores by sqrt({width})")
-    if architecture == "gemma2":
-        if config.attn_softcap is None or config.logit_softcap is None:
-            problems.append("caps scores and logits")
-        if not config.tie_embeddings:
-            problems.append("shares the embeddings with the head")
-    if config.num_experts is not None and not config.renormalize:
-        problems.append("divides the weights of a token's experts by their sum")
-    scaling = config.rope_scaling
-    if isinstance(scaling, Llama3Scaling) and architecture != "llama":
-        problems.append("does not scale RoPE as Llama 3 does")
-    if isinstance(scaling, YarnScaling) and architecture in _WINDOW_INTERVAL:
-        problems.append("does not scale RoPE as YaRN does")
-    if isinstance(scaling, YarnScaling) and scaling != _usual_yarn(scaling):
-        problems.append("takes YaRN without settings beside its factor and context")
-    return problems
+        width = shared
+    gemma2 = architecture == "gemma2"
+    caps = config.attn_softcap is None or config.logit_softcap is None
+    yarn = isinstance(scaling, YarnScaling)
+    return [
+        (f"has {window}", any(slides) and slides != every_nth),
+        (
+            f"rotates in all layers but {nope}, not {config.nope_layers}",
+            config.nope_layers != nope,
+        ),
+        (
+            "has heads of hidden_size / heads channels",
+            architecture in _SHARED_WIDTH
+            and config.head_dim * config.num_heads != config.hidden_size,
+        ),
+        (
+            f"divides scores by sqrt({width})",
+            not np.isclose(config.score_scale(), width**-0.5),
+        ),
+        ("caps scores and logits", gemma2 and caps),
+        ("shares the embeddings with the head", gemma2 and not config.tie_embeddings),
+        (
+            "divides the weights of a token's experts by their sum",
+            config.num_experts is not None and not config.renormalize,
+        ),
+        (
+            "does not scale RoPE as Llama 3 does",
+            isinstance(scaling, Llama3Scaling) and architecture != "llama",
+        ),
+        ("does not scale RoPE as YaRN does", yarn and n > 1),
+        (
+            "takes YaRN without settings beside its factor and context",
+            isinstance(scaling, YarnScaling) and scaling != _usual_yarn(scaling),
+        ),
+    ]
+
+
+def _usual_yarn(scaling: YarnScaling) -> YarnScaling:
+    """The YaRN that llama.cpp computes: the paper's with this factor and context."""
+    original = scaling.original_max_position_embeddings
+    return YarnScaling(factor=scaling.factor, original_max_position_embeddings=original)
 
 
 def _add_sizes(writer: Any, config: LlamaConfig) -> None:
@@ -173,20 +183,11 @@ def _add_rotation(writer: Any, config: LlamaConfig) -> None:
         frequencies = config.rope_theta ** -(channels / config.head_dim)
         divisors = (frequencies / scaling.scale(frequencies)).astype(np.float32)
         writer.add_tensor("rope_freqs.weight", divisors)
-    elif isinstance(scaling, LinearScaling):
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    elif scaling is not None:
+        types = gguf.RopeScalingType
+        linear = isinstance(scaling, LinearScaling)
+        writer.add_rope_scaling_type(types.LINEAR if linear else types.YARN)
         writer.add_rope_scaling_factor(scaling.factor)
-    elif isinstance(scaling, YarnScaling):
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling.factor)
-
-
-def _usual_yarn(scaling: YarnScaling) -> YarnScaling:
-    """The YaRN that llama.cpp computes: the paper's with this factor and context."""
-    return YarnScaling(
-        factor=scaling.factor,
-        original_max_position_embeddings=scaling.original_max_position_embeddings,
-    )
 
 
 def _add_tensors(
@@ -199,13 +200,18 @@ def _add_tensors(
     names = gguf.get_tensor_name_map(architectures[writer.arch], config.num_layers)
     blocks = _join_experts(blocks)
     for tensor, array in {**floats, **blocks}.items():
-        if writer.arch in _INTERLEAVED:
-            array = _interleave(array, tensor, config.head_dim)
+        rotated = ".q_proj." in tensor or ".k_proj." in tensor
+        if rotated and writer.arch in _INTERLEAVED:
+            # From halves of a head to pairs of channels.
+            halves = array.reshape(-1, 2, config.head_dim // 2, *array.shape[1:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
         if config.unit_offset_norms and tensor.endswith("norm.weight"):
             array = array + 1
+        # llama.cpp keeps the routers of experts in float32.
+        keeps = array.ndim == 1 or tensor.endswith(".gate.weight")
         if tensor in blocks:
             kind = gguf.GGMLQuantizationType.Q8_0
-        elif array.ndim == 1 or config.dtype == np.float32 or _is_router(tensor):
+        elif keeps or config.dtype == np.float32:
             kind, array = gguf.GGMLQuantizationType.F32, array.astype(np.float32)
         else:
             kind = gguf.GGMLQuantizationType.BF16
@@ -218,21 +224,9 @@ def _join_experts(blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Joins the experts of a layer, ``"....experts.3.w1.weight"``, in one tensor."""
     joined: dict[str, list[np.ndarray]] = {}
     for tensor, array in blocks.items():
-        joined.setdefault(_EXPERT.sub(".experts.", tensor), []).append(array)
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", tensor)
+        joined.setdefault(name, []).append(array)
     return {
         tensor: np.stack(arrays) if ".experts." in tensor else arrays[0]
         for tensor, arrays in joined.items()
     }
-
-
-def _is_router(tensor: str) -> bool:
-    """Whether a tensor is a router of experts, which llama.cpp keeps in float32."""
-    return tensor.endswith(".gate.weight")
-
-
-def _interleave(array: np.ndarray, tensor: str, head_dim: int) -> np.ndarray:
-    """Reorders the outputs of q and k from halves of a head to pairs of channels."""
-    if ".q_proj." not in tensor and ".k_proj." not in tensor:
-        return array
-    halves = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)

@@ -15,8 +15,7 @@ from typing import Any
 import gguf
 import tokenizers
 
-from examples.llama.hf.checkpoint import load_tokenizer
-from examples.llama.hf.files import read_json
+from examples.llama.hf.files import TOKENIZER, load_tokenizer, read_json
 from fbq_jax.export import ExportError
 
 Json = dict[str, Any]
@@ -25,37 +24,28 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 # llama.cpp refuses byte-level BPE without merges. UTF-8 has no byte 0xFF to merge.
 _NO_MERGE = "ÿ ÿ"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # How the byte-level tokenizers that llama.cpp knows split text: the regular expression
 # before the bytes, or none where ByteLevel has its own; and whether a word that is in
 # the vocabulary needs no merges.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {
     (None, False): "gpt-2",
     ("digits", False): "smollm",
-    (
-        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        False,
-    ): "qwen2",
-    (
-        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        True,
-    ): "llama-bpe",
+    (_WORDS + _OTHERS, False): "qwen2",
+    (_WORDS + "{1,3}" + _OTHERS, True): "llama-bpe",
 }
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Json | None:
     """Reads the tokenizer.json of a checkpoint, None if it has none.
 
-    Raises:
-        ExportError: llama.cpp has no tokenizer that splits and joins text this way, or
-            the tokenizer has tokens that the model lacks.
-        CheckpointError: The file is damaged.
+    Raises ExportError if llama.cpp has no tokenizer that splits and joins text this
+    way, or if the tokenizer has tokens that the model lacks.
     """
     if (tokenizer := load_tokenizer(folder)) is None:
         return None
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     stored = read_json(file)
     if stored["model"]["type"] != "BPE" or not (
         _is_sentencepiece(stored) or _split_of(stored) is not None
@@ -74,16 +64,12 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Json | None:
 
 
 def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> None:
-    """Adds the tokenizer, the special tokens and the chat template.
+    """Adds the tokenizer of `read_tokenizer`, its special tokens and the chat template.
 
-    Args:
-        writer: A ``gguf.GGUFWriter``.
-        stored: The result of `read_tokenizer`.
-        folder: The folder of the checkpoint.
-        vocab_size: The number of tokens of the model. Those that the tokenizer lacks
-            are marked as unused.
+    Of ``vocab_size`` tokens of the model, those that the tokenizer lacks are unused.
     """
     model, spaces = stored["model"], _is_sentencepiece(stored)
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(stored))
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in model["vocab"].items():
@@ -103,13 +89,18 @@ def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> N
     writer.add_token_types(kinds)
     if spaces:
         writer.add_token_scores(_scores(model, tokens))
-        writer.add_add_space_prefix(_begins_with_space(stored))
-    # It also warns of templates that it does not understand, which `_added` tries out.
+        first = tokenizer.encode("a", add_special_tokens=False).tokens[0]
+        writer.add_add_space_prefix(first.startswith(_SPACE))
+    # It also warns of templates that it does not understand, which we try out.
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
     special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
     if not spaces and not special.merges:
         special.merges = [_NO_MERGE]
-    special.add_special_token = _added(stored, special.special_token_ids)
+    ids, known = tokenizer.encode("a").ids, special.special_token_ids
+    special.add_special_token = {
+        "bos": ids[0] == known.get("bos", -1),
+        "eos": ids[-1] == known.get("eos", -1),
+    }
     special.add_to_gguf(writer, quiet=True)
 
 
@@ -122,20 +113,15 @@ def _split_of(stored: Json) -> str | None:
         return None
     if last.get("add_prefix_space") or len(before) > 1:
         return None
-    split = _split(before[0]) if before else None
+    split = None
+    for step in before:
+        kind = step.get("type"), step.get("behavior"), step.get("individual_digits")
+        known = {("Split", "Isolated", None): step.get("pattern", {}).get("Regex", "")}
+        split = (known | {("Digits", None, True): "digits"}).get(kind, "")
     # ByteLevel's own expression follows digits, but no other expression.
     if last.get("use_regex", True) != (split in (None, "digits")):
         return None
     return _SPLITS.get((split, bool(stored["model"].get("ignore_merges"))))
-
-
-def _split(step: Json) -> str | None:
-    """The regular expression of a step, or "digits"."""
-    if step.get("type") == "Digits" and step.get("individual_digits"):
-        return "digits"
-    if step.get("type") == "Split" and step.get("behavior") == "Isolated":
-        return step.get("pattern", {}).get("Regex", "")
-    return ""
 
 
 def _is_sentencepiece(stored: Json) -> bool:
@@ -145,13 +131,6 @@ def _is_sentencepiece(stored: Json) -> bool:
     return spaces and bool(stored["model"].get("byte_fallback"))
 
 
-def _begins_with_space(stored: Json) -> bool:
-    """Whether a text is encoded as if a space stood before it."""
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(stored))
-    first = tokenizer.encode("a", add_special_tokens=False).tokens[0]
-    return first.startswith(_SPACE)
-
-
 def _scores(model: Json, tokens: list[str]) -> list[float]:
     """The scores of tokens: the earlier the merge that makes a token, the higher."""
     ranks: dict[str, int] = {}
@@ -159,12 +138,3 @@ def _scores(model: Json, tokens: list[str]) -> list[float]:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault("".join(pair), rank)
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
-
-
-def _added(stored: Json, special: dict[str, int]) -> dict[str, bool]:
-    """Whether an encoded text begins with "bos" and ends with "eos"."""
-    ids = tokenizers.Tokenizer.from_str(json.dumps(stored)).encode("a").ids
-    return {
-        "bos": ids[0] == special.get("bos", -1),
-        "eos": ids[-1] == special.get("eos", -1),
-    }

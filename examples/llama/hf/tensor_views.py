@@ -38,14 +38,10 @@ class TensorView(NamedTuple):
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Returns a tensor of this shape in parts of the shapes of the views."""
-        rows = [
-            math.prod(part.shape) * len(tensor) // tensor.size for part in self.parts
-        ]
-        pieces = np.split(tensor, np.cumsum(rows)[:-1])
-        return [
-            piece.reshape(part.shape)
-            for piece, part in zip(pieces, self.parts, strict=True)
-        ]
+        width = tensor.size // len(tensor)
+        ends = np.cumsum([math.prod(part.shape) // width for part in self.parts])
+        pieces = zip(np.split(tensor, ends[:-1]), self.parts, strict=True)
+        return [piece.reshape(part.shape) for piece, part in pieces]
 
     def join(self) -> np.ndarray:
         """Returns the tensor."""
@@ -65,21 +61,17 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def tensor_views(
     config: LlamaConfig, family: Family, flat: Mapping[str, np.ndarray]
 ) -> dict[str, TensorView]:
-    """Returns the tensors of a checkpoint by name.
+    """Returns the tensors of a checkpoint, by name, in parameters by path.
 
     Layers are stacked along the first axis of a parameter, their experts along the
     second, and kernels are transposed.
-
-    Args:
-        config: The sizes of the model.
-        family: Names the tensors.
-        flat: The parameters by path.
     """
     views: dict[str, TensorView] = {}
     for path, parameter in flat.items():
         stack = parameter if path.startswith("layers/") else parameter[None]
         is_kernel = path.endswith("kernel")
-        matrices = stack.shape[: 2 if _of_experts(path) else 1]
+        of_experts = path.startswith("layers/mlp/experts/") and path != ROUTER
+        matrices = stack.shape[: 2 if of_experts else 1]
         if is_kernel:  # joins the axes of gate_up
             stack = stack.reshape(*stack.shape[: len(matrices) + 1], -1)
         groups, widths = _columns(config, path, stack.shape[-1])
@@ -88,37 +80,26 @@ def tensor_views(
         for name, width in zip(family.tensors_of(path), widths, strict=True):
             for index in np.ndindex(matrices):
                 view = stack[index][..., start : start + width]
+                shape: tuple[int, ...] = (*view.shape[:-2], groups * width)
                 if is_kernel:
                     view = view.transpose(1, 2, 0)
                     shape = (groups * width, *view.shape[2:])
-                else:
-                    shape = (*view.shape[:-2], groups * width)
-                _add(views, name.format(*index), view, shape)
+                tensor = name.format(*index)
+                # Tensors of one name are one tensor.
+                (size, *_), parts = views.get(tensor, ((0,), ()))
+                views[tensor] = TensorView(
+                    (size + shape[0], *shape[1:]), (*parts, view)
+                )
             start += width
     return views
-
-
-def _of_experts(path: str) -> bool:
-    """Whether the parameter with this path has a matrix for each expert."""
-    return path.startswith("layers/mlp/experts/") and path != ROUTER
-
-
-def _add(
-    views: dict[str, TensorView], name: str, view: np.ndarray, shape: tuple[int, ...]
-) -> None:
-    """Adds a view to the tensor of this name."""
-    before = views.get(name, TensorView((0, *shape[1:]), ()))
-    joined = (before.shape[0] + shape[0], *shape[1:])
-    views[name] = TensorView(joined, (*before.parts, view))
 
 
 def _columns(config: LlamaConfig, path: str, width: int) -> tuple[int, tuple[int, ...]]:
     """How the columns of a parameter belong to the tensors that it joins.
 
-    Returns:
-        The number of groups that each tensor is split into, and the width of a group of
-        each tensor. The parameter has the first group of each tensor, then the second,
-        and so on.
+    Returns the number of groups that each tensor is split into, and the width of a
+    group of each tensor. The parameter has the first group of each tensor, then the
+    second, and so on.
     """
     if path.startswith("layers/attention/qkv/dense/"):
         kv_heads, dim = config.num_kv_heads, config.head_dim

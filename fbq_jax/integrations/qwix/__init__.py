@@ -15,3 +15,5 @@ LoRA.
 
 from fbq_jax.integrations.qwix.linen_models import quantize as quantize
 from fbq_jax.integrations.qwix.nnx_models import quantize_nnx as quantize_nnx
+from fbq_jax.integrations.qwix.qarrays import from_qarray as from_qarray
+from fbq_jax.integrations.qwix.qarrays import to_qarray as to_qarray

@@ -1,7 +1,6 @@
 """The Llama's benchmarks, at sizes that a CPU can multiply."""
 
 import dataclasses
-import importlib.util
 import types
 
 import jax
@@ -13,19 +12,17 @@ from examples.llama import mesh
 from examples.llama.bench import (
     accumulation,
     block,
-    compile_tpu,
     harness,
+    memory,
     parity,
     profile,
     scaling,
     train,
 )
-from examples.llama.bench.__main__ import main
 from examples.llama.step import TrainState
 from fbq_jax import recipes
 from fbq_jax.bench import matmuls, measure
 from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
-from tests.marks import rows_with_first_fast
 
 
 @pytest.fixture
@@ -206,24 +203,13 @@ def test_random_walks_have_four_successors():
     assert 100 < len(pairs) <= 200
 
 
-def test_without_libtpu_the_error_says_what_to_install(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert main(["compile-tpu", "--out", str(tmp_path / "tpu.json")]) == 2
-    assert "pip install libtpu" in capsys.readouterr().err
+def test_saved_bytes():
+    w = jnp.ones((64, 32), jnp.bfloat16)
+    x = jnp.ones((4, 16, 64), jnp.bfloat16)
 
+    def saved(function):
+        return memory.saved_bytes(function, w, x)
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    rows_with_first_fast(
-        [("bf16", None), ("fallback", None), (compile_tpu.PACKED, 10)]
-    ),
-)
-def test_steps_compiled_for_tpus_save_what_their_name_says(monkeypatch, name, bits):
-    models = []
-    monkeypatch.setattr(
-        compile_tpu, "make_train_step", lambda model, *_: models.append(model)
-    )
-    _, (_, tokens) = compile_tpu.training_step(name, (256, 256, 1, 3))
-    assert tokens.shape == (1, 3, 2049)
-    assert [model.config.saved_bits for model in models] == [bits]
-    assert (models[0].dot_general is None) == (name == "bf16")
+    # Per row of x, up to a few bytes of bookkeeping for each output.
+    assert saved(lambda w, x: x @ w) == pytest.approx(16 * 64 * 2, abs=32)
+    assert saved(lambda w, x: jnp.sin(x) @ w) == pytest.approx(16 * 64 * 4, abs=32)

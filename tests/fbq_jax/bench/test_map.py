@@ -3,13 +3,12 @@
 import importlib
 import math
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 
 from fbq_jax import recipes
-from fbq_jax.bench import cli, layers, results
+from fbq_jax.bench import cli, layers, matmuls, results
 from fbq_jax.bench import map as bench_map
 from fbq_jax.bench.__main__ import SECTIONS, main
 from fbq_jax.bench.measure import Timing, UnsupportedError, WrongResultError
@@ -21,24 +20,16 @@ NAMED = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}
 
 
 @pytest.fixture
-def in_this_process(monkeypatch):
-    """Measures without processes, which would import everything again."""
-
-    def pool(workers, _, *, initializer, initargs, max_tasks_per_child):
-        assert max_tasks_per_child == 1
-        return ThreadPoolExecutor(workers, initializer=initializer, initargs=initargs)
-
-    monkeypatch.setattr(bench_map, "ProcessPoolExecutor", pool)
-    monkeypatch.setattr(bench_map, "_gpu", None, raising=False)
-    monkeypatch.setattr(bench_map, "_compiled", None, raising=False)
-    monkeypatch.setattr(bench_map.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(layers, "recipes", types.SimpleNamespace(NAMED=NAMED))
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+def small(monkeypatch):
+    """Measures few layers, by recipes that compile fast."""
+    named = types.SimpleNamespace(NAMED=NAMED)
+    monkeypatch.setattr(layers, "recipes", named)
+    monkeypatch.setattr(matmuls, "recipes", named)
     monkeypatch.setattr(bench_map, "_DEPTH", 2)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("small")
 def test_rows():
     rows = list(bench_map.rows(SHAPES, **OPTIONS))
     check_rates(rows, lambda row: 2 * row.shape[0] * row.shape[1] * row.shape[2] * 5)
@@ -52,23 +43,22 @@ def test_rows():
         assert (row.fallback is not None) == (row.what == "fallback")
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("small")
 def test_a_wrong_step_is_refused(monkeypatch):
     def stacks(depth, _):
         dot = lambda x, w, dims, **_: 2 * jax.lax.dot_general(x, w, dims)  # noqa: E731
-        yield layers.LinenStack("mine", "xla", depth, dot_general=dot)
+        yield layers.linen_stack("mine", "xla", depth, dot_general=dot)
 
     monkeypatch.setattr(layers, "linen", stacks)
     with pytest.raises(WrongResultError, match=r"^loss of mine at .* is wrong"):
         list(bench_map.rows(SHAPES[:1], **OPTIONS))
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("small")
 def test_shapes_that_need_too_much_memory_are_named(monkeypatch, capsys):
     small = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1e5})
     monkeypatch.setattr(jax, "devices", lambda: [small])
-    monkeypatch.setattr(bench_map, "_measure", lambda job: job.shapes)
-    assert list(bench_map.rows([(16, 8, 8), (16, 64, 64)], **OPTIONS)) == [(16, 8, 8)]
+    assert list(bench_map._that_fit([(16, 8, 8), (16, 64, 64)])) == [(16, 8, 8)]
     assert capsys.readouterr().err.startswith("without 16, 64, 64: it needs 1.6e+05 b")
 
 
@@ -137,7 +127,7 @@ def test_a_map_that_cannot_be_used_is_refused(content, message, stored, capsys):
 
 def test_shapes_without_all_recipes_are_not_installed():
     content = section(shapes=[(16, 32, 32), *SHAPES])
-    rows = [results._read_row(row) for row in content["rows"]]
+    rows = [results.Row(**row) for row in content["rows"]]
     found = bench_map.speed_map_of(content | {"rows": rows[:-1]})
     assert list(found.speedups["block"]) == [(16, 32, 32), (64, 32, 32)]
 
@@ -146,11 +136,10 @@ def test_shapes_without_all_recipes_are_not_installed():
 def measured(monkeypatch):
     """A machine with a GPU, where each section measures the rows of a map."""
     monkeypatch.setattr(cli, "_check_device", lambda _: None)
-    rows = [results._read_row(row) for row in section(shapes=[(16, 32, 32)])["rows"]]
+    rows = [results.Row(**row) for row in section(shapes=[(16, 32, 32)])["rows"]]
     for name in SECTIONS:
         module = importlib.import_module(f"fbq_jax.bench.{name}")
         monkeypatch.setattr(module, "rows", lambda *_, **__: iter(rows))
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
 
 
 @pytest.mark.usefixtures("stored", "measured")
@@ -198,10 +187,8 @@ def test_a_map_that_cannot_be_installed_does_not_stop_all(
     assert set(results.load(out)) == set(SECTIONS)
 
 
-def test_table_and_picture(stored, tmp_path, capsys):
-    content = section()
-    file, picture = stored(content), tmp_path / "map.png"
-    assert main(["table", file]) == 0
+def test_table(stored, capsys):
+    assert main(["table", stored(section())]) == 0
     *_, head, _, first, second = capsys.readouterr().out.splitlines()
     assert head == (
         "| K, N | block, M = 16 | block, M = 64 | fallback, M = 16 | fallback, M = 64 |"
@@ -210,9 +197,6 @@ def test_table_and_picture(stored, tmp_path, capsys):
         "| 32, 32 |  | 0.50 |  | 0.25 |",
         "| 32, 64 | 0.50 |  | 0.25 |  |",
     )
-    assert main(["picture", file, str(picture)]) == 2
-    assert main(["picture", file, str(picture), "--section", "map"]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +205,7 @@ def test_table_and_picture(stored, tmp_path, capsys):
 )
 def test_a_panel_has_the_line_where_int8_breaks_even(grid, lines):
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    map_picture = importlib.import_module("fbq_jax.bench.map_picture")
+    picture = importlib.import_module("fbq_jax.bench.picture")
     axis = figure.subplots()
-    map_picture._draw_panel(axis, grid, map_picture.TwoSlopeNorm(1.0, 0.4, 1.6))
+    picture._draw_panel(axis, grid, picture.TwoSlopeNorm(1.0, 0.4, 1.6))
     assert len(axis.collections) == lines

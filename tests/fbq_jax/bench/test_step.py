@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from fbq_jax import FallbackDot, recipes
-from fbq_jax.bench import layers, matmuls, measure, report, results, step, step_profile
+from fbq_jax.bench import layers, matmuls, measure, report, results, step
 from fbq_jax.bench.measure import NoKernelsError, RunningStep, WrongResultError
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 from tests.marks import rows_with_first_fast
@@ -34,7 +34,7 @@ def first_calls(monkeypatch):
 
 def stack(name, dot=None):
     """A stack of ``nn.Dense`` with a ``dot_general``."""
-    return layers.LinenStack(name, "xla", DEPTH, dot_general=dot)
+    return layers.linen_stack(name, "xla", DEPTH, dot_general=dot)
 
 
 def measured(monkeypatch, shape, *stacks):
@@ -71,30 +71,9 @@ def test_rows(monkeypatch):
         assert row.fallback == (pytest.approx(0.25) if is_fallback else None)
 
 
-def test_profile(monkeypatch):
-    """Single kernels need a GPU; the steps run here."""
-    monkeypatch.setattr(step, "DEPTH", 1)
-    run = []
-
-    def kernels(running, *, warm_up_s):
-        assert warm_up_s == EFFORT.warm_up_s
-        run.append(running())
-        return [("product", 6.0), ("cast", 2.0)]
-
-    monkeypatch.setattr(measure, "running_kernels", kernels)
-    rows = list(step_profile.rows([SMALL], **OPTIONS))
-    names = ["bf16", "Flax Fp8DotGeneral", *NAMED]
-    assert [row.what for row in rows[::4]] == [f"{name}: all kernels" for name in names]
-    assert [(row.what, row.rate) for row in rows[1:3]] == [
-        ("product", 75.0),
-        ("cast", 25.0),
-    ]
-    assert all(jnp.isfinite(loss) for loss in run)
-
-
 def test_kernels_and_the_gap(monkeypatch):
     kernels = [("a", 1.0), ("b", 2.0), ("a", 0.5)]
-    monkeypatch.setattr(measure, "running_kernels", lambda *_, **__: kernels)
+    monkeypatch.setattr(measure, "kernels", lambda *_: kernels)
     (row,) = measured(monkeypatch, SMALL)
     assert (row.launches, row.kernels_ms) == (3 / DEPTH, 3.5)
     assert row.gap_ms == pytest.approx(row.ms - 3.5)
@@ -127,7 +106,8 @@ def test_a_new_process_prints_its_result():
 def test_the_first_shape_has_first_calls(monkeypatch):
     (row,) = measured(monkeypatch, SMALL)
     assert row.first_calls_s == FIRST_CALLS
-    assert "1.5, 2.2" in report.text_row("step", row)
+    section = results.section([row], quick=False)
+    assert "| 1.5, 2.2 |" in report.markdown({"step": section | {"rows": [row]}})
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels can be timed")
@@ -167,7 +147,7 @@ def test_a_wrong_step_is_refused(result, dot, monkeypatch):
 @pytest.mark.exhaustive  # others test the range of the rates
 def test_a_threshold_that_has_not_settled_is_refused(monkeypatch):
     recipe = dataclasses.replace(NAMED["fallback"], start=1e20)
-    unsettled = layers.LinenStack(
+    unsettled = layers.linen_stack(
         "far", "reference", DEPTH, recipe=recipe, dot_general=FallbackDot(recipe)
     )
     with pytest.raises(

@@ -25,11 +25,11 @@ from fbq_jax import (
     freeze,
     recipes,
 )
-from fbq_jax.bench.collectives import collectives
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.nnx import quantize
 from tests import oracle
-from tests.kernels.test_reference import heavy
+from tests.collectives import collectives
+from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 SMALL = Recipe(block=32)

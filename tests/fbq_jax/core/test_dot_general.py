@@ -14,7 +14,7 @@ from jax import lax
 from fbq_jax import Gemm, Recipe, dot_general, recipes
 from fbq_jax.kernels import rounding
 from tests import oracle
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 from tests.marks import rows_with_first_fast, with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))

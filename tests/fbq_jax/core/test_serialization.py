@@ -10,9 +10,9 @@ import pytest
 from flax.serialization import from_state_dict, to_state_dict
 from jax import export
 
-from fbq_jax import recipes
+from fbq_jax import Quantized, recipes
 from fbq_jax.core import serialization
-from fbq_jax.core.qtensor import QTensor, quantize
+from fbq_jax.kernels.quantized import Term
 
 
 def stored_earlier(recipe, **changes):
@@ -44,9 +44,14 @@ def test_a_removed_feature_is_named_with_what_to_use_instead(changes, named):
         serialization._loads(stored)
 
 
+STORED = Quantized(
+    Term(jnp.ones((1, 32, 32), jnp.int8), jnp.ones((1, 1, 1))), None, (32, 32)
+)
+
+
 @dataclasses.dataclass
 class EarlierQTensor:
-    """A QTensor as it was: ``exponents`` are of an equalized weight."""
+    """``Quantized`` as it was: ``exponents`` are of an equalized weight."""
 
     main: object
     residual: object
@@ -54,7 +59,7 @@ class EarlierQTensor:
     block: tuple
 
 
-# Its name has as many bytes as the name of ``QTensor``, which takes its place.
+# Its name has as many bytes as that of ``Quantized``, which takes its place.
 jax.tree_util.register_dataclass(
     EarlierQTensor,
     data_fields=["main", "residual", "exponents"],
@@ -83,7 +88,7 @@ export.register_pytree_node_serialization(
 
 
 def program_of_earlier(q, exponents):
-    """A serialized function of the QTensor's codes."""
+    """A serialized function of an operand's codes."""
     earlier = EarlierQTensor(q.main, q.residual, exponents, q.block)
     exported = export.export(jax.jit(lambda q: 2 * q.main.codes))(earlier)
     return bytearray(exported.serialize().replace(b"earlier.", b"fbq_jax."))
@@ -91,23 +96,20 @@ def program_of_earlier(q, exponents):
 
 def test_programs_of_frozen_weights_are_read():
     pytest.importorskip("flatbuffers")
-    q = quantize(jnp.ones((1, 32, 32)), block=(32, 32))
-    loaded = export.deserialize(program_of_earlier(q, None))
-    np.testing.assert_array_equal(loaded.call(q), 2 * q.main.codes)
+    loaded = export.deserialize(program_of_earlier(STORED, None))
+    np.testing.assert_array_equal(loaded.call(STORED), 2 * STORED.codes)
 
 
 def test_programs_of_equalized_weights_are_refused():
     pytest.importorskip("flatbuffers")
-    q = quantize(jnp.ones((1, 32, 32)), block=(32, 32))
-    program = program_of_earlier(q, EarlierExponents(jnp.ones((1, 32))))
+    program = program_of_earlier(STORED, EarlierExponents(jnp.ones((1, 32))))
     with pytest.raises(ValueError, match=r"^Recipe\(equalize=True\)"):
         export.deserialize(program)
 
 
 def test_stored_variables_of_equalized_weights_are_refused():
-    q = quantize(jnp.ones((1, 32, 32)), block=(32, 32))
-    state = to_state_dict(q)
-    restored = from_state_dict(q, state | {"exponents": None})
-    assert isinstance(restored, QTensor)
+    state = to_state_dict(STORED)
+    restored = from_state_dict(STORED, state | {"exponents": None})
+    assert isinstance(restored, Quantized)
     with pytest.raises(ValueError, match=r"^Recipe\(equalize=True\)"):
-        from_state_dict(q, state | {"exponents": {"rows": jnp.ones((1, 32))}})
+        from_state_dict(STORED, state | {"exponents": {"rows": jnp.ones((1, 32))}})

@@ -11,12 +11,13 @@ from fbq_jax import GatedMLP, Recipe, dot_general, ops, ragged_dot
 from fbq_jax.core import threshold
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import quantize_weight
-from fbq_jax.core.spec import Spec
-from tests.kernels.test_reference import heavy
+from fbq_jax.ops.backends import Backend
+from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = Recipe(block=32)
+READS_SUMS = Backend, "reads_sums", lambda *_: True
 X, W = heavy((256, 128)), heavy((128, 96), 1)
 
 
@@ -55,7 +56,7 @@ def gated(x, w):
 )
 def test_sums_change_no_value(monkeypatch, function):
     want = with_gradients(function)(X, W)
-    monkeypatch.setattr(Spec, "bounds_sums", True)
+    monkeypatch.setattr(*READS_SUMS)
     got = with_gradients(function)(X, W)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -63,13 +64,13 @@ def test_sums_change_no_value(monkeypatch, function):
 def test_rhs_of_every_product_has_the_sums_of_its_codes(monkeypatch):
     products = []
 
-    def matmul(lhs, residual, rhs, **options):
+    def matmul(lhs, rhs, **options):
         products.append((lhs, rhs))
-        return original(lhs, residual, rhs, **options)
+        return original(lhs, rhs, **options)
 
     original = ops.matmul
     monkeypatch.setattr(ops, "matmul", matmul)
-    monkeypatch.setattr(Spec, "bounds_sums", True)
+    monkeypatch.setattr(*READS_SUMS)
     with_gradients(dense)(X, W)
     assert len(products) == 3
     for lhs, rhs in products:
@@ -84,7 +85,7 @@ def test_rhs_of_every_product_has_the_sums_of_its_codes(monkeypatch):
 @pytest.mark.parametrize("devices", with_first_fast([8, 4]))
 def test_devices_give_what_one_gives(monkeypatch, devices):
     """On eight devices a block of W is split between two."""
-    monkeypatch.setattr(Spec, "bounds_sums", True)
+    monkeypatch.setattr(*READS_SUMS)
     want = jax.jit(with_gradients(dense))(X, W)
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     x, w = jax.device_put((X, W), NamedSharding(mesh, P("data")))
@@ -99,6 +100,6 @@ def test_devices_give_what_one_gives(monkeypatch, devices):
 
 def test_frozen_weights_are_stored_without_sums(monkeypatch):
     """Weights that any device freezes have the same arrays."""
-    monkeypatch.setattr(Spec, "bounds_sums", True)
+    monkeypatch.setattr(*READS_SUMS)
     frozen = quantize_weight(DotConfig(RECIPE), threshold.start(RECIPE), W, MATMUL)
-    assert frozen.codes.main.sums is None
+    assert frozen.codes.sums is None

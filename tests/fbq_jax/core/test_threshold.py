@@ -9,7 +9,6 @@ import pytest
 
 from fbq_jax import Recipe
 from fbq_jax.core import threshold
-from fbq_jax.kernels.reference import Quantized
 from fbq_jax.kernels.threshold_reference import UNSET
 from tests.marks import with_first_fast
 
@@ -23,17 +22,15 @@ def scalars(theta):
 
 def stats_of(metric, theta):
     """The stats of blocks with these metrics."""
-    residual = Quantized(None, jnp.ones_like(metric))
-    return threshold.apply(scalars(theta), metric, residual, RECIPE)[1]
+    ones = jnp.ones_like(metric)
+    return threshold.apply(scalars(theta), metric, ones, RECIPE)[1]
 
 
 def moved(state, metric, recipe=RECIPE):
     """The state after blocks with these metrics."""
-    residual = Quantized(None, jnp.ones_like(metric))
-    call = threshold.scalars_of(state)
-    return threshold.next_state(
-        state, threshold.apply(call, metric, residual, recipe)[1]
-    )
+    call, ones = threshold.scalars_of(state), jnp.ones_like(metric)
+    stats = threshold.apply(call, metric, ones, recipe)[1]
+    return threshold.next_state(state, stats)
 
 
 @jax.jit
@@ -129,11 +126,10 @@ def test_a_theta_that_no_factor_moves_starts_anew(theta):
 @pytest.mark.parametrize("theta", [UNSET, np.nan])
 def test_an_unset_theta_selects_the_residuals_above_it(theta):
     metric = jnp.arange(1.0, 101.0).reshape(10, 10)
-    residual = Quantized(None, 0.5 * metric)
-    selected, stats = threshold.apply(scalars(theta), metric, residual, RECIPE)
+    scales = 0.5 * metric
+    selected, stats = threshold.apply(scalars(theta), metric, scales, RECIPE)
     assert stats.theta == 80.0
-    expected = jnp.where(metric > 80.0, residual.scales, 0.0)
-    np.testing.assert_array_equal(selected.scales, expected)
+    np.testing.assert_array_equal(selected, jnp.where(metric > 80.0, scales, 0.0))
 
 
 def steps_to(ratio):

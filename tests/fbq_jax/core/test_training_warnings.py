@@ -48,15 +48,11 @@ def dot(x, w):
     return fallback_dot(x, w, DIMS)
 
 
-def ragged(x, w):
-    return fallback_dot.ragged_dot(x, w[None], jnp.array([64]))
-
-
 def einsum(x, w):
     return fallback_einsum("mk,kn->mn", x, w)
 
 
-@pytest.mark.parametrize("function", [dot, ragged, einsum])
+@pytest.mark.parametrize("function", [dot, einsum])
 def test_a_gradient_without_state_is_warned_about_once(function):
     grad = jax.grad(summed(function), 1)
     with pytest.warns(UserWarning, match=r"no state: .*nnx\.FallbackDot.* new key"):

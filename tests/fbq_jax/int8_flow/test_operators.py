@@ -20,7 +20,7 @@ from fbq_jax.int8_flow.operators import (
 )
 from fbq_jax.int8_flow.self_attention import SelfAttention
 from tests import oracle
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 
 M, K, N, SIDE = 80, 96, 64, 32
 BLOCK = (SIDE, SIDE)

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 from fbq_jax import Recipe, recipes
-from fbq_jax.bench.collectives import collectives
+from tests.collectives import collectives
 
 pytest.importorskip("maxtext", reason="needs the extra maxtext, and so Python 3.12")
 

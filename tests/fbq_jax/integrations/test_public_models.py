@@ -19,16 +19,19 @@ from flax import nnx
 
 import fbq_jax
 from fbq_jax import RulesReport, assert_live, recipes
-from fbq_jax.bench import models as bench
-from fbq_jax.bench import public_models
-from fbq_jax.bench.__main__ import main
-from fbq_jax.bench.public_models import MASK, MODELS, POSITIONS, TOKENS, PublicModel
 from fbq_jax.integrations import qwix
+from tests.fbq_jax.integrations import public_models
+from tests.fbq_jax.integrations.public_models import (
+    MASK,
+    MODELS,
+    POSITIONS,
+    TOKENS,
+    PublicModel,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's code
 
-RESULTS = Path(bench.__file__).with_name("results") / "models.json"
-ROWS = bench.load(RESULTS)["models"]
+ROWS = json.loads(public_models.ROWS.read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -118,16 +121,15 @@ def test_every_matrix_trains_quantized(name: str) -> None:
         check_frozen(public, quantized, {**history[0], **history[2]})
 
 
-def test_the_command_makes_a_row_and_keeps_the_others(
+def test_rows_are_written_and_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "GPT-2"
     monkeypatch.setattr(public_models, "MODELS", {name: installed(name)})
     path = tmp_path / "models.json"
-    others = {**ROWS, name: {}}
-    path.write_text(json.dumps({"models": others}))
-    assert main(["models", "--out", str(path)]) == 0
-    rows = bench.load(path)["models"]
+    path.write_text(json.dumps({**ROWS, name: {}}))
+    public_models.write_rows(path)
+    rows = json.loads(path.read_text())
     row, committed = rows[name], ROWS[name]
     for key in ("losses_in_float", "losses"):
         np.testing.assert_allclose(row[key], committed[key], rtol=1e-3)

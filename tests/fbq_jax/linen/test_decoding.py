@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, ops, recipes
+from fbq_jax.kernels.quantized import Unquantized
 from fbq_jax.linen.freezing import freeze
 from fbq_jax.recipes.schema import Gemm
 from tests import oracle
@@ -21,14 +22,15 @@ STOCHASTIC = replace(recipes.block, fwd=Gemm(lhs="stochastic"))
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The recipes' criteria in calls of the op."""
-    calls, op = [], ops.quantize_matmul
+    """The recipes' criteria in products that quantize their left operand."""
+    calls, op = [], ops.matmul
 
-    def quantize_matmul(*args, criterion, **options):
-        calls.append(criterion)
-        return op(*args, criterion=criterion, **options)
+    def matmul(lhs, *args, **options):
+        if isinstance(lhs, Unquantized):
+            calls.append(lhs.criterion)
+        return op(lhs, *args, **options)
 
-    monkeypatch.setattr(ops, "quantize_matmul", quantize_matmul)
+    monkeypatch.setattr(ops, "matmul", matmul)
     return calls
 
 

@@ -25,7 +25,7 @@ from fbq_jax import (
 )
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.sharding import layer_names
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 OWG = "_overwrite_with_gradient"

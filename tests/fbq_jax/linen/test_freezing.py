@@ -1,5 +1,6 @@
 """A frozen Linen model computes what the trained one does, bit for bit."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -28,9 +29,10 @@ from fbq_jax import (
     recipes,
 )
 from fbq_jax.core import threshold
-from fbq_jax.core.dot_call import DotCall
-from fbq_jax.core.dot_general import DotConfig, stateful_dot_general
+from fbq_jax.core.arguments import DotArguments
+from fbq_jax.core.dot_general import DotConfig, LayerDot
 from fbq_jax.core.frozen_weight import quantize_weight
+from fbq_jax.kernels.quantized import Layouts
 from tests import oracle
 from tests.marks import rows_with_first_fast, with_first_fast
 
@@ -138,15 +140,26 @@ def test_every_forward_pass_runs_from_frozen_codes():
     dtype = jnp.bfloat16
     x = X.reshape(1, -1, 80).astype(dtype)
     w = jax.random.normal(jax.random.key(2), (80, 144)).astype(dtype)
-    call = DotCall((((2,), (0,)), ((), ())), None, dtype, None)
+    arguments = DotArguments((((2,), (0,)), ((), ())), None, dtype)
     assert len(FORWARDS) > 7
     for recipe in FORWARDS.values():
         config = DotConfig(recipe)
         state = {**threshold.start(recipe, 7), "theta": jnp.float32(2.0)}
-        weight = quantize_weight(config, state, w, call.dimension_numbers)
-        y, _ = stateful_dot_general(config, state, x, w, call)
-        z, _ = stateful_dot_general(config, state, x, w, call, weight.codes)
-        assert same_bits(z, y)
+        weight = quantize_weight(config, state, w, arguments.dimension_numbers)
+
+        def multiply(codes, config=config, state=state):
+            layer = LayerDot(
+                config,
+                state,
+                w,
+                codes,
+                is_frozen=codes is not None,
+                commit=lambda y, _: y,
+                named=contextlib.nullcontext,
+            )
+            return layer.dot_general(x, arguments)
+
+        assert same_bits(multiply(Layouts(None, weight.codes)), multiply(None))
 
 
 # Has a threshold without training; the codes of W depend on the layer's noise.

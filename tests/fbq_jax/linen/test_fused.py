@@ -17,10 +17,11 @@ from fbq_jax import (
     nonlinear,
     recipes,
 )
-from fbq_jax.core import fused_layers, matmul_vjp, threshold
+from fbq_jax.core import fused_layers, threshold
 from fbq_jax.core.nonlinear import NormSpec
+from fbq_jax.core.spec import Spec
 from fbq_jax.recipes.schema import Recipe
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 
 TOKENS, K, F, N = 35, 160, 96, 64
 
@@ -121,14 +122,17 @@ def test_fused_modules_equal_the_layers_in_sequence(hidden, recipe, theta, colle
 
 def test_saved_floats_are_only_scales_and_statistics():
     dtype = jnp.bfloat16
-    gemm = matmul_vjp.Spec(Recipe(block=(32, 128, 64)), dtype, dtype, dtype, None)
+    gemm = Spec(Recipe(block=(32, 128, 64)), dtype, dtype, dtype, None)
     spec = fused_layers.FusedSpec(gemm, NormSpec(False, 1e-5, 10))
     scalars = tuple(
         threshold.Scalars(jnp.float32(1.0), jnp.uint32(seed)) for seed in (5, 6)
     )
 
     def saving(x, norm_scale, *weights):
-        layer = functools.partial(fused_layers.norm_mlp, spec, scalars=scalars)
+        def layer(*operands):
+            no_codes = (None,) * len(weights)
+            return fused_layers.norm_mlp(spec, *operands, no_codes, scalars)
+
         return jax.vjp(layer, x, norm_scale, weights, has_aux=True)[1]
 
     shapes = {(1, TOKENS, K): dtype, (K,): jnp.float32}
@@ -137,8 +141,8 @@ def test_saved_floats_are_only_scales_and_statistics():
     saved = jax.tree.leaves(jax.eval_shape(saving, *operands))
     codes = {leaf.shape for leaf in saved if leaf.dtype == jnp.int8}
     assert codes == {(1, K, TOKENS), (1, F, TOKENS), (1, K, 2 * F), (1, F, N)}
-    planes = sorted(leaf.shape[2] for leaf in saved if leaf.dtype == jnp.uint8)
-    assert planes == sorted([K, K // 4, F, F // 4, F, F // 4])
+    packed = {leaf.shape for leaf in saved if leaf.dtype == jnp.uint8}
+    assert packed == {(1, TOKENS, 10 * K // 8), (1, 2, TOKENS, 10 * F // 8)}
     floats = [leaf for leaf in saved if leaf.dtype not in (jnp.int8, jnp.uint8)]
     assert max(leaf.size for leaf in floats) <= K  # norm_scale
 

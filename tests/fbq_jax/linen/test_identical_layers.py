@@ -65,12 +65,7 @@ def test_on_one_device(traces):
     once = collections.Counter(traces)
     assert lower_step(6, x).as_text().count("func.func") == functions
     assert traces == once
-    assert once.keys() == {
-        "quantize_fallback",
-        "quantize",
-        "move_threshold",
-        "matmul",
-    }
+    assert once.keys() == {"quantize", "move_threshold", "matmul"}
 
 
 @pytest.mark.exhaustive

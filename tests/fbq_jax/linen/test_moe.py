@@ -23,7 +23,7 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
-from fbq_jax.core.routing import route
+from fbq_jax.experts.routing import route
 from fbq_jax.sharding import layer_names
 from tests import oracle
 
@@ -152,11 +152,28 @@ def test_experts_without_tokens_and_one_with_all():
     assert not np.any(idle)
 
 
-def test_quantized_experts_are_within_the_error_of_int8():
-    layer = MoEMLP(Routing(E), F, dot_general=FallbackDot(NEAREST))
+@pytest.mark.parametrize(
+    ("recipe", "bound"),
+    [
+        (NEAREST, 0.03),
+        (recipes.rowwise, 0.02),
+        *(
+            # FP8 has 3 bits after the leading one.
+            pytest.param(
+                dataclasses.replace(recipe, block=32),
+                0.08 if recipe.codes == "float8_e4m3fn" else 0.04,
+                marks=pytest.mark.exhaustive,
+            )
+            for recipe in recipes.NAMED.values()
+        ),
+    ],
+    ids=["nearest", "row scales", *recipes.NAMED],
+)
+def test_quantized_experts_are_within_the_error_of_a_recipe(recipe, bound):
+    layer = MoEMLP(Routing(E), F, dot_general=FallbackDot(recipe))
     layer_names.clear()
     with pytest.warns(UserWarning, match="starts a new one"):
-        _, updates = check(layer, 0.03)
+        _, updates = check(layer, bound)
     assert sorted(fallback_stats(updates)) == ["down", "gate_up"]
 
 
@@ -316,7 +333,7 @@ def test_frozen_experts_have_the_same_bits():
 
 def test_ops_without_a_ragged_dot_are_named():
     layer = MoEMLP(Routing(E), F, dot_general=fp8_dot)
-    with pytest.raises(TypeError, match=r"with a ragged_dot .* or None; got Fp8Dot"):
+    with pytest.raises(TypeError, match=r"with a ragged_dot or None .*; got Fp8Dot"):
         jax.eval_shape(layer.init, jax.random.key(0), X)
     layer = MoEMLP(Routing(E), F, dot_general=recipes.block)
     with pytest.raises(TypeError, match=r"FallbackDot.*, not the recipe itself"):

@@ -718,3 +718,11 @@ def test_a_precision_is_ignored_on_request_and_the_report_says_so():
     expected = make(op=RulesDot(rules)).apply(variables, X)
     np.testing.assert_array_equal(model.apply(variables, X), expected)
     assert not quantize(make(), ignoring, KEY, X)[1].products[0].ignores_precision
+
+
+def test_a_block_with_an_int8_data_flow_takes_no_rule():
+    model = nn.Sequential([fbq_jax.Int8MLP(64), nn.Dense(64)])
+    x = jnp.ones((32, 64))
+    _, report = fbq_jax.quantize(model, {".*": recipes.block}, jax.random.key(0), x)
+    assert [p.parameter for p in report.products] == ["layers_1/kernel"]
+    assert not report.float_parameters

@@ -11,6 +11,7 @@ from jax import export
 from fbq_jax import Recipe, dispatch, recipes
 from fbq_jax.kernels import speed_map
 from fbq_jax.kernels.speed_map import SpeedMap
+from fbq_jax.ops.backends import Mosaic, Triton
 
 SLOWER = {(64, 64, 64): 0.5, (4096, 64, 64): 2.0}
 FAST, SLOW = (4096, 64, 64), (512, 64, 64)  # 512 lies between 64 and 4096 in logarithms
@@ -22,15 +23,13 @@ def gpu(tmp_path, monkeypatch):
     device = types.SimpleNamespace(device_kind="Some GPU", compute_capability="8.0")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, *_: _REFUSALS.get(name))
+    monkeypatch.setattr(Triton, "refusal", lambda *_: None)
+    monkeypatch.setattr(Mosaic, "refusal", lambda *_: "it needs a Hopper GPU")
     monkeypatch.setattr(speed_map, "DIRECTORY", tmp_path)
     faster = {shape: 2 * speedup for shape, speedup in SLOWER.items()}
     found = SpeedMap("Some GPU", "triton", {"block": faster, "fallback": SLOWER})
     speed_map.save(speed_map.path("Some GPU"), found)
     return device
-
-
-_REFUSALS = {"mosaic": "it needs a Hopper GPU"}
 
 
 @pytest.mark.usefixtures("gpu")

@@ -23,12 +23,16 @@ from fbq_jax import (
     ops,
     recipes,
 )
+from fbq_jax.kernels.quantized import Layout
 from fbq_jax.ops import backends, dispatch
+from fbq_jax.ops.backends import Request
 from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
 
 MATMUL = (((1,), (0,)), ((), ()))
 BLOCKS = (128, 128, 128)
+X, SEEDS = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
+IN_BLOCKS = {"rowwise": Layout("nearest", (32, 32)), "colwise": None}
 
 
 @pytest.fixture
@@ -61,13 +65,11 @@ def test_without_a_gpu_the_reference_runs_and_the_reason_says_why():
         ("9.0", (128, 64, 128), "matmul", "triton", "sides of 128 or 256, not 64"),
         ("9.0", (64, 64), "quantize", "mosaic", "the first choice"),
         ("9.0", (), "matmul", "mosaic", "the first choice"),
-        ("8.0", (), "quantize_vectors", "mosaic", "the first choice"),
-        ("8.0", (1, 64), "quantize", "reference", "32, 64, 128 or 256, not 1$"),
+        ("8.0", (), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
         ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
         ("9.0", (1, 64, 1), "matmul", "triton", "sides of 128 or 256, not 64"),
         ("8.0", (1, 128, 1), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-        ("9.0", (128, 1, 128), "matmul", "reference", "32, 64, 128 or 256, not 1$"),
-        ("8.0", (64, 64), "quantize_row_blocks", "mosaic", "the first choice"),
+        ("9.0", (1, 64, 64, 1), "quantize", "mosaic", "the first choice"),
         ("8.9", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
         ("10.0", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
         ("7.5", BLOCKS, "matmul", "reference", "compute capability 8.0"),
@@ -87,17 +89,22 @@ def test_the_choice_depends_on_device_and_blocks(
 FLOAT8 = {"codes": "float8_e4m3fn"}
 
 
+def warn(request, implementation=None):
+    """Warns of the choice for a call."""
+    choice = dispatch.choose_for(request, implementation)
+    dispatch.warn_of_choice(choice, request, implementation)
+
+
 @pytest.mark.parametrize(
     ("capability", "sides", "op", "implementation", "reason"),
     [
-        ("8.9", (128, 128), "quantize", "mosaic", "the first choice"),
-        ("8.9", (32, 32), "quantize_row_blocks", "mosaic", "the first choice"),
+        ("8.9", (128, 128), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
+        ("9.0", (1, 32, 32, 1), "quantize", "mosaic", "the first choice"),
         ("8.9", (1, 128, 128), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
         ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
         ("9.0", (1, 64, 64), "matmul", "triton", "sides of 128 or 256, not 64"),
         ("8.6", (1, 128, 128), "matmul", "reference", "not triton: FP8 codes need a G"),
-        ("8.0", (128, 128), "quantize_row_blocks", "reference", "capability 8.9 or ab"),
-        ("9.0", (128, 128), "quantize_fallback", "reference", "no kernel for FP8 code"),
+        ("8.0", (1, 128), "quantize", "reference", "capability 8.9 or above"),
     ],
 )
 def test_fp8_codes_need_tensor_cores_that_multiply_them(
@@ -112,35 +119,30 @@ def test_fp8_codes_need_tensor_cores_that_multiply_them(
 def test_fp8_codes_without_a_kernel_warn_and_a_requested_kernel_is_an_error(on_gpu):
     on_gpu("8.0")
     layer_names.clear()
-    x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
     quantize = functools.partial(
-        ops.quantize_row_blocks,
-        block=(32, 32),
-        rowwise="nearest",
+        ops.quantize,
+        X,
+        SEEDS,
+        rowwise=Layout("nearest", (1, 32)),
         colwise=None,
         dtype="float8_e4m3fn",
     )
-    match = (
-        "^quantize, quantize_row_blocks, .* run as .* slower on this GPU.*: FP8 codes"
-    )
+    match = "^quantize, matmul, .* run as .* slower on this GPU.*: FP8 codes"
     with pytest.warns(UserWarning, match=match):
-        codes = jax.eval_shape(lambda: quantize(x, seeds)).rowwise
-    with pytest.raises(ValueError, match=r"=triton cannot do quantize_row_.*FP8 cod"):
-        jax.eval_shape(lambda: quantize(x, seeds, implementation="triton"))
-    multiply = functools.partial(
-        ops.matmul, block_shape=(1, 32, 1), dtype=jnp.float32, implementation="triton"
-    )
+        codes = jax.eval_shape(lambda: quantize().rowwise)
+    with pytest.raises(ValueError, match=r"=triton cannot do quantize: .*FP8 cod"):
+        jax.eval_shape(lambda: quantize(implementation="triton"))
+    multiply = functools.partial(ops.matmul, dtype=jnp.float32, implementation="triton")
     with pytest.raises(ValueError, match="=triton cannot do matmul: FP8 codes need a"):
-        jax.eval_shape(lambda codes: multiply(codes, None, codes), codes)
+        jax.eval_shape(lambda codes: multiply(codes, codes), codes)
 
 
 def test_fp8_codes_on_a_tpu_warn_and_name_no_op_without_them(monkeypatch):
     monkeypatch.setattr(layer_names, "_warned", {})
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    choice = dispatch.choose("quantize", (128, 128), **FLOAT8)
-    match = r"^quantize, matmul run as .*: not tpu: it has no kernel for FP8 codes$"
+    match = r"^quantize, matmul.* run as .*: not tpu: it has no kernel for FP8 codes$"
     with pytest.warns(UserWarning, match=match):
-        dispatch.warn_of_reference(choice, (128, 128), **FLOAT8)
+        warn(Request("quantize", (128, 128), **FLOAT8))
 
 
 def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeypatch):
@@ -149,7 +151,7 @@ def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeyp
     choice = dispatch.choose("matmul", BLOCKS)
     assert choice.implementation == "triton"
     assert "not mosaic: it needs jax 0.10.2 or later" in choice.reason
-    assert dispatch.choose("quantize", (128, 128)).implementation == "mosaic"
+    assert dispatch.choose("quantize", (128, 128)).implementation == "triton"
 
 
 def test_without_triton_the_reason_says_what_to_install(on_gpu):
@@ -163,50 +165,44 @@ def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu):
     """It names the layer and every op that the reason applies to."""
     on_gpu("7.5")
     layer_names.clear()
-    x, seeds = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
-    options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
-    every = "encoder/up: quantize, .*, rms_norm_quantize, .*matmul, .*move_threshold"
+    every = "encoder/up: quantize, matmul, contract, move_threshold"
     with (
         layer_name("encoder/up"),
         pytest.warns(UserWarning, match=f"{every} run as jax.numpy code") as caught,
     ):
-        jax.eval_shape(lambda: ops.quantize(x, seeds, **options))
+        jax.eval_shape(lambda: ops.quantize(X, SEEDS, **IN_BLOCKS))
     assert "many times slower on this GPU than a kernel: not mosaic" in str(
         caught[0].message
     )
     with warnings.catch_warnings(action="error"), layer_name("encoder/down"):
-        jax.eval_shape(lambda: ops.quantize(x, seeds, **options))
-        fallback = {"block": (32, 32), "criterion": "absmax", "colwise": None}
-        theta = jnp.zeros(1)
-        jax.eval_shape(lambda: ops.quantize_fallback(x, theta, seeds, **fallback))
+        jax.eval_shape(lambda: ops.quantize(X, SEEDS, **IN_BLOCKS))
+        fallback = IN_BLOCKS | {"theta": jnp.zeros(1), "criterion": "absmax"}
+        jax.eval_shape(lambda: ops.quantize(X, SEEDS, **fallback))
         layer_names.clear()
-        asked = {"implementation": "reference"} | options
-        jax.eval_shape(lambda: ops.quantize(x, seeds, **asked))
+        asked = {"implementation": "reference"} | IN_BLOCKS
+        jax.eval_shape(lambda: ops.quantize(X, SEEDS, **asked))
 
 
 def test_a_kernel_needs_numbers_and_the_error_names_the_symbolic_size(on_gpu):
     on_gpu("8.0")
     (rows,) = export.symbolic_shape("128*b")
     x = jax.ShapeDtypeStruct((1, rows, 128), jnp.float32)
-    seeds = jnp.zeros(1, jnp.uint32)
-    options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
     with pytest.raises(ValueError, match=r"quantize: the size 128\*b is symbolic, .*'"):
-        jax.eval_shape(lambda x: ops.quantize(x, seeds, **options), x)
-    asked = {"implementation": "reference"} | options
-    jax.eval_shape(lambda x: ops.quantize(x, seeds, **asked), x)
+        jax.eval_shape(lambda x: ops.quantize(x, SEEDS, **IN_BLOCKS), x)
+    asked = {"implementation": "reference"} | IN_BLOCKS
+    jax.eval_shape(lambda x: ops.quantize(x, SEEDS, **asked), x)
 
 
 def test_a_kernel_needs_a_shard_map_that_does_not_check_axes(on_gpu):
     on_gpu("8.0")
-    x, seeds = jnp.ones((1, 64, 128)), jnp.zeros(1, jnp.uint32)
-    options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
+    x = jnp.ones((1, 64, 128))
     mesh = jax.sharding.AbstractMesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
     specs = {"in_specs": (P(None, "data"), P()), "out_specs": P(None, "data")}
 
     def trace(*, check_vma, **asked):
-        run = functools.partial(ops.quantize, **options, **asked)
+        run = functools.partial(ops.quantize, **IN_BLOCKS, **asked)
         mapped = jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
-        jax.eval_shape(mapped, x, seeds)
+        jax.eval_shape(mapped, x, SEEDS)
 
     with pytest.raises(ValueError, match=r"over data, a triton kernel needs check_vma"):
         trace(check_vma=True)
@@ -261,23 +257,27 @@ def test_a_choice_names_the_backend_that_computes_the_op(on_gpu):
     assert backend("matmul", BLOCKS, "triton") == "triton"
     assert backend("matmul", ()) == "xla"
     assert backend("quantize", (128, 128)) == "triton"
-    assert backend("quantize_vectors", ()) == "triton"
-    assert backend("ragged_matmul", BLOCKS) == "mosaic"
+    assert backend("quantize", ()) == "triton"
+    assert backend("contract", BLOCKS) == "mosaic"
 
 
-@pytest.mark.parametrize(
-    "op", ["rms_norm_quantize", "silu_gate_quantize", "silu_gate_grad_quantize"]
-)
-def test_a_reason_says_where_one_pass_becomes_two(on_gpu, op):
+@pytest.mark.parametrize("most_rows", [256, 128])
+def test_a_reason_says_where_one_pass_becomes_two(on_gpu, most_rows):
+    """The gradient of a gate takes blocks of fewer rows than a norm or a gate."""
     on_gpu("9.0")
-    assert dispatch.choose(op, (64, 128), width=256).reason == (
-        "the first choice on this device"
-    )
+
+    def choose(sides, width):
+        request = Request("quantize", sides, packs=(width, most_rows))
+        return dispatch.choose_for(request, None)
+
+    first = "the first choice on this device"
+    assert choose((64, 128), 256).reason == first
+    assert dispatch.choose("quantize", (64, 128), width=256).reason == first
     two_passes = [((64, 128), 200, "rows of 200"), ((64, 64), 256, "64 w")]
-    if op == "silu_gate_grad_quantize":
+    if most_rows == 128:
         two_passes.append(((256, 128), 256, "up to 128 .* 256 rows"))
     for sides, width, why in two_passes:
-        choice = dispatch.choose(op, sides, width=width)
+        choice = choose(sides, width)
         assert choice.implementation == "mosaic"
         assert re.search(f"not in one pass, .*{why}", choice.reason)
 
@@ -285,30 +285,27 @@ def test_a_reason_says_where_one_pass_becomes_two(on_gpu, op):
 def test_two_passes_warn_once_unless_they_were_asked_for(monkeypatch, on_gpu):
     monkeypatch.setattr(layer_names, "_warned", {})
     on_gpu("9.0")
-    sides = 64, 128
 
-    def warn(width, implementation=None):
-        op = "silu_gate_quantize"
-        choice = dispatch.choose(op, sides, implementation=implementation)
-        dispatch.warn_of_two_passes(choice, sides, width, implementation)
+    def request(width):
+        return Request("quantize", (64, 128), packs=(width, 256))
 
-    warn(256)
+    warn(request(256))
     for name in ("triton", "reference"):
-        warn(200, name)
-    text = r"^mlp: silu_gate_quantize takes more time; .* rows of 200"
+        warn(request(200), name)
+    text = r"^mlp: quantize takes more time; .* rows of 200"
     with pytest.warns(UserWarning, match=text), layer_name("mlp"):
-        warn(200)
-    warn(200)
+        warn(request(200))
+    warn(request(200))
 
 
 @pytest.mark.parametrize("name", ["fallback", "row_block_lhs"])
 def test_the_width_is_that_of_a_norm_or_of_a_gate(monkeypatch, name):
-    widths = {}
+    packs = set()
 
-    def record(choice, _sides, width, _implementation):
-        widths[choice.op.removesuffix("_row_blocks")] = width
+    def record(_choice, request, _implementation):
+        packs.add(request.packs)
 
-    monkeypatch.setattr(dispatch, "warn_of_two_passes", record)
+    monkeypatch.setattr(dispatch, "warn_of_choice", record)
     model = GatedMLP(96, dot_general=FallbackDot(recipes.NAMED[name]))
     x = jnp.ones((4, 72))
     variables = dict(jax.eval_shape(model.init, jax.random.key(0), x))
@@ -318,8 +315,7 @@ def test_the_width_is_that_of_a_norm_or_of_a_gate(monkeypatch, name):
         return model.apply({"params": params, **state}, x, mutable=[*state])[0].sum()
 
     jax.eval_shape(jax.grad(loss), params, variables)
-    gate = dict.fromkeys(("silu_gate_quantize", "silu_gate_grad_quantize"), 96)
-    assert widths == {"rms_norm_quantize": 72, **gate}
+    assert packs == {None, (72, 256), (96, 256), (96, 128)}
 
 
 @pytest.mark.parametrize(
@@ -335,11 +331,10 @@ def test_blocks_that_do_not_suit_a_tpu_warn_once(monkeypatch, kind, side, warns)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     device = types.SimpleNamespace(device_kind=kind)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    sides = (side,) * 3
-    choice = dispatch.choose("matmul", sides)
+    request = Request("matmul", (side,) * 3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            dispatch.warn_of_small_blocks(choice, sides)
+            warn(request)
     assert len(caught) == warns
     assert all("replace(recipe, block=256)" in str(w.message) for w in caught)

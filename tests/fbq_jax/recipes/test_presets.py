@@ -15,7 +15,7 @@ from examples.llama.config import RECIPES
 from fbq_jax import FLOAT_GEMM, Gemm, dot_general, recipes
 from tests import oracle
 from tests.fbq_jax.core.test_dot_general import MATMUL, product, seed_of
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 M, K, N = 70, 48, 40

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, dot_general, recipes
-from fbq_jax.bench.collectives import collectives
+from tests.collectives import collectives
 from tests.fbq_jax.sharding.test_sharding import SIDE
 from tests.fbq_jax.sharding.tools import mesh_of, place
 from tests.marks import with_first_fast

@@ -9,12 +9,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import ops, recipes
-from fbq_jax.bench.collectives import collectives
-from fbq_jax.kernels.reference import Quantized
+from fbq_jax.kernels.quantized import Layout, Quantized, Term
+from tests.collectives import collectives
 from tests.fbq_jax.core.test_dot_general import product
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, place
 from tests.gpus import h200s, needs_compiler, replace_triton_kernels
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 SEEDS = jnp.zeros(1, jnp.uint32)
@@ -29,18 +29,18 @@ def compile_for_gpus(function, *shapes):
 
 @needs_compiler
 @pytest.mark.usefixtures("reference_everywhere")
-@pytest.mark.parametrize("op", with_first_fast(["quantize_vectors", "matmul"]))
+@pytest.mark.parametrize("op", with_first_fast(["quantize", "matmul"]))
 def test_results_can_be_broadcast(op):
     """XLA for GPUs rewrites such a broadcast before Shardy sees it."""
 
     def stretched(x):
-        nearest = {"rowwise": "nearest", "colwise": None}
-        lhs = ops.quantize_vectors(x, SEEDS, **nearest).rowwise
+        rows = (1, None)
+        layout = Layout("nearest", rows)
+        lhs = ops.quantize(x, SEEDS, rowwise=layout, colwise=None).rowwise
         result = lhs.scales
         if op == "matmul":
-            rhs = Quantized(jnp.ones((1, 8, 64), jnp.int8), jnp.ones((1, 8, 1)))
-            options = {"block_shape": (1, 64, 1), "dtype": jnp.float32}
-            result = ops.matmul(lhs, None, rhs, **options)
+            term = Term(jnp.ones((1, 8, 64), jnp.int8), jnp.ones((1, 8, 1)))
+            result = ops.matmul(lhs, Quantized(term, None, rows), dtype=jnp.float32)
         return lax.broadcast_in_dim(result, (*result.shape, 5), (0, 1, 2))
 
     compile_for_gpus(stretched, (1, 512, 64))

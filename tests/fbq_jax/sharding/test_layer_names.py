@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, Recipe, ops
+from fbq_jax.kernels.quantized import Layout
 from fbq_jax.sharding.layer_names import current_layer, layer_name
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices, place
 from tests.marks import with_first_fast
@@ -82,15 +83,15 @@ def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
 def test_layers_that_share_a_traced_op_are_all_named():
     """And only those that have not been warned of."""
     x = place(mesh_of(fsdp=8), X[None], None, "fsdp")
-    options = {"block": (32, 32), "rowwise": "nearest", "colwise": None}
+    layouts = {"rowwise": Layout("nearest", (32, 32)), "colwise": None}
 
     def layers(*names):
         def run(x):
             results = []
             for name in names:
                 with layer_name(name):
-                    rowwise, _ = ops.quantize(x, jnp.zeros(1, jnp.uint32), **options)
-                    results.append(rowwise.codes)
+                    found = ops.quantize(x, jnp.zeros(1, jnp.uint32), **layouts)
+                    results.append(found.rowwise.codes)
             return results
 
         jax.jit(run).lower(x).compile()

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import llm_int8_dot, recipes
-from fbq_jax.bench.collectives import collectives
+from tests.collectives import collectives
 from tests.fbq_jax.core.test_dot_general import MATMUL, product
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 
 pytestmark = needs_devices
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -28,10 +29,11 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
-from fbq_jax.bench.collectives import collectives
-from fbq_jax.kernels.fused_reference import join_gate_up
+from fbq_jax.kernels.quantized import Layout
+from fbq_jax.kernels.sources import Gate, GateGrad, join_gate_up
+from tests.collectives import collectives
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = [needs_devices, pytest.mark.usefixtures("every_cause_warns")]
@@ -54,47 +56,47 @@ def assert_equal(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-BLOCK = {"block": (SIDE, SIDE)}
+def quantizer(*blocks, roundings=("nearest", "stochastic"), **options):
+    """``quantize`` in two layouts of these blocks."""
+    rowwise, colwise = itertools.starmap(Layout, zip(roundings, blocks, strict=True))
+    return functools.partial(ops.quantize, rowwise=rowwise, colwise=colwise, **options)
+
+
+IN_BLOCKS = (SIDE, SIDE)
 QUANTIZERS = {
-    "quantize": (BLOCK | {"rowwise": "nearest", "colwise": "stochastic"}, (SEEDS,)),
-    "quantize_fallback": (
-        BLOCK | {"criterion": "absmax", "colwise": "stochastic"},
-        (jnp.asarray([5.0]), SEEDS),
+    "blocks": quantizer(IN_BLOCKS, IN_BLOCKS),
+    "fallback": quantizer(
+        IN_BLOCKS, IN_BLOCKS, criterion="absmax", theta=jnp.asarray([5.0])
     ),
-    "quantize_vectors": ({"rowwise": "stochastic", "colwise": "stochastic"}, (SEEDS,)),
-    "quantize_row_blocks": (
-        BLOCK | {"rowwise": "nearest", "colwise": "stochastic"},
-        (SEEDS,),
-    ),
+    "vectors": quantizer((1, None), (None, 1), roundings=["stochastic"] * 2),
+    "row blocks": quantizer((1, SIDE), (SIDE, 1)),
+    "rows, blocks": quantizer((1, SIDE), IN_BLOCKS),
 }
-IN_BLOCKS = {"colwise_in_blocks": True}
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "more"),
+    ("name", "spec"),
     [
-        ("quantize", (None, BATCH, None, "tensor"), {}),
-        ("quantize_fallback", (None, "data", "tensor", "fsdp"), {}),
-        ("quantize_vectors", (None, "data", "tensor", "fsdp"), {}),
-        ("quantize_row_blocks", (None, "data", "tensor", "fsdp"), {}),
+        ("blocks", (None, BATCH, None, "tensor")),
+        ("fallback", (None, "data", "tensor", "fsdp")),
+        ("vectors", (None, "data", "tensor", "fsdp")),
+        ("row blocks", (None, "data", "tensor", "fsdp")),
         pytest.param(
-            *("quantize_row_blocks", (None, "data", "tensor", "fsdp"), IN_BLOCKS),
+            *("rows, blocks", (None, "data", "tensor", "fsdp")),
             marks=pytest.mark.exhaustive,
         ),
     ],
 )
-def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
+def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
     """Bit for bit; only the scales of whole vectors need communication."""
-    options, args = QUANTIZERS[name]
-    op = functools.partial(getattr(ops, name), **options | more)
-    x = heavy((1, 4, 128, 64))
-    operands = place(mesh_of(), x, *spec), *args
+    op, x = QUANTIZERS[name], heavy((1, 4, 128, 64))
+    operands = place(mesh_of(), x, *spec), SEEDS
     run = compiled(op, *operands)
     got = run(*operands)
-    assert_equal(got, jax.jit(op)(x, *args))
+    assert_equal(got, jax.jit(op)(x, SEEDS))
     assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(got))
     found = collectives(run)
-    if name == "quantize_vectors":
+    if name == "vectors":
         assert {(c.kind, c.dtype) for c in found} == {("all-reduce", "s32")}
         assert sum(c.size for c in found) == x.size // 64 // 4 + 64 // 2
     else:
@@ -120,56 +122,48 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec, more):
 def test_the_scales_of_split_blocks_are_all_reduced(spec, shape, tiles):
     """Of all floats only the maxima of tiles travel."""
     mesh = mesh_of(all=8) if "all" in spec else mesh_of()
-    options, args = QUANTIZERS["quantize"]
-    op = functools.partial(ops.quantize, **options)
+    op = QUANTIZERS["blocks"]
     x = heavy(shape).at[0, 40, 20].set(jnp.nan).at[0, 1, 70].set(jnp.inf)
-    operands = place(mesh, x, *spec), *args
+    operands = place(mesh, x, *spec), SEEDS
     warning = r"quantize: axis [12] .* multiples of 32: scales are all-reduced"
     with pytest.warns(UserWarning, match=warning):
         run = compiled(op, *operands)
-    assert_equal(run(*operands), jax.jit(op)(x, *args))
+    assert_equal(run(*operands), jax.jit(op)(x, SEEDS))
     floats = [c.size for c in collectives(run) if c.dtype != "s8"]
     assert 0 < max(floats) <= math.prod(tiles)
 
 
-FLOAT8 = {"dtype": "float8_e4m3fn", "colwise": "nearest"}
+FLOAT8 = quantizer(
+    *((1, SIDE), (SIDE, 1)), roundings=["nearest"] * 2, dtype="float8_e4m3fn"
+)
+WITH_SUMS = functools.partial(
+    QUANTIZERS["rows, blocks"], colwise=Layout("stochastic", IN_BLOCKS, sums=True)
+)
 
 
 @pytest.mark.parametrize(
-    ("spec", "shape", "codes"),
-    [
-        ((None, "tensor", BATCH), (1, 96, 128), {}),
-        pytest.param(
-            *(
-                (None, "tensor", BATCH),
-                (1, 96, 128),
-                IN_BLOCKS | {"sums": ("colwise",)},
+    ("spec", "shape", "op"),
+    rows_with_first_fast(
+        [
+            ((None, "tensor", BATCH), (1, 96, 128), QUANTIZERS["row blocks"]),
+            ((None, "tensor", BATCH), (1, 96, 128), WITH_SUMS),
+            ((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
+            (
+                *((None, ("data", "tensor"), "fsdp"), (1, 160, 96)),
+                QUANTIZERS["row blocks"],
             ),
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            *((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            (None, ("data", "tensor"), "fsdp"),
-            (1, 160, 96),
-            {},
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
+        ]
+    ),
 )
-def test_the_scales_of_split_rows_are_all_reduced(spec, shape, codes):
-    options, args = QUANTIZERS["quantize_row_blocks"]
-    op = functools.partial(ops.quantize_row_blocks, **options | codes)
+def test_the_scales_of_split_rows_are_all_reduced(spec, shape, op):
     x = heavy(shape).at[0, 40, 20].set(jnp.nan)
-    operands = place(mesh_of(), x, *spec), *args
+    operands = place(mesh_of(), x, *spec), SEEDS
     with pytest.warns(UserWarning, match="multiples of 32: scales are all-reduced"):
         run = compiled(op, *operands)
-    got, want = run(*operands), jax.jit(op)(x, *args)
-    if codes.get("sums"):  # upper bounds
+    got, want = run(*operands), jax.jit(op)(x, SEEDS)
+    if op is WITH_SUMS:  # upper bounds
         assert np.all(got.colwise.sums >= want.colwise.sums)
-        got, want = (y._replace(colwise=y.colwise[:2]) for y in (got, want))
+        got, want = ((y.rowwise, *y.colwise.main[:2]) for y in (got, want))
     assert_equal(got, want)
     floats = [c.size for c in collectives(run) if c.dtype != "s8"]
     assert 0 < max(floats) < x.size // 2
@@ -179,10 +173,9 @@ def test_the_scales_of_split_rows_are_all_reduced(spec, shape, codes):
 def test_six_devices_in_three_pairs():
     """Shardy shards over a part of six: pairs have equal codes, and floats stay."""
     mesh = Mesh(np.array(jax.devices()[:6]), "data")
-    options, args = QUANTIZERS["quantize"]
 
     def op(x):
-        return ops.quantize(x.reshape(1, 3, 64, 96), *args, **options)
+        return QUANTIZERS["blocks"](x.reshape(1, 3, 64, 96), SEEDS)
 
     x = heavy((192, 96))
     run = compiled(op, place(mesh, x, "data"))
@@ -205,12 +198,10 @@ def test_six_devices_in_three_pairs():
     ),
 )
 def test_an_axis_without_whole_blocks_is_gathered_with_a_warning(spec, shape, what):
-    options, args = QUANTIZERS["quantize"]
-    op = jax.jit(functools.partial(ops.quantize, **options))
-    x = heavy(shape)
+    op, x = jax.jit(QUANTIZERS["blocks"]), heavy(shape)
     with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* of 32: .* gather"):
-        got = op(place(mesh_of(), x, *spec), *args)
-    assert_equal(got, op(x, *args))
+        got = op(place(mesh_of(), x, *spec), SEEDS)
+    assert_equal(got, op(x, SEEDS))
 
 
 class MLP(nn.Module):
@@ -273,7 +264,7 @@ def run_sharded(mesh, model, kernels, x_spec):
     return collectives(run)
 
 
-class Layout(NamedTuple):
+class ModelLayout(NamedTuple):
     """How a model is sharded, and the sums that follow, by collective and size."""
 
     mesh: Callable
@@ -286,14 +277,16 @@ class Layout(NamedTuple):
 
 # The sums are of the kernels' gradients, and over the axis tensor also of Y and dX.
 LAYOUTS = {
-    "data": Layout(lambda: mesh_of(data=8), {}, ("data",), {("all-reduce", 32768): 2}),
-    "halves of blocks": Layout(
+    "data": ModelLayout(
+        lambda: mesh_of(data=8), {}, ("data",), {("all-reduce", 32768): 2}
+    ),
+    "halves of blocks": ModelLayout(
         lambda: mesh_of(fsdp=8),
         {"up": ("fsdp", None), "down": (None, "fsdp")},
         ("fsdp",),
         {("reduce-scatter", 4096): 2},
     ),
-    "all": Layout(
+    "all": ModelLayout(
         mesh_of,
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH,),
@@ -303,7 +296,7 @@ LAYOUTS = {
             ("all-reduce", 16384): 2,
         },
     ),
-    "sequence": Layout(
+    "sequence": ModelLayout(
         mesh_of,
         {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")},
         (BATCH, "tensor"),
@@ -311,7 +304,7 @@ LAYOUTS = {
         hidden=(BATCH, None, "tensor"),
         out=(BATCH, "tensor"),
     ),
-    "explicit": Layout(
+    "explicit": ModelLayout(
         lambda: mesh_of(AxisType.Explicit),
         {"up": ("fsdp", None), "down": ("fsdp", None)},
         (BATCH,),
@@ -409,35 +402,43 @@ def test_fused_layers():
     assert not any(c.kind in ("all-to-all", "collective-permute") for c in found)
 
 
-GATE = functools.partial(
-    ops.silu_gate_quantize,
-    bits=10,
-    block=(SIDE, 64),
-    criterion="absmax",
-    colwise="stochastic",
+GATE = quantizer(
+    *((SIDE, 64), (SIDE, 64)), criterion="absmax", theta=jnp.asarray([5.0])
 )
 
 
 def test_gate_and_up_are_sharded_alike():
     """Each device has both, of the same columns."""
+
+    def op(gate_up):
+        return GATE(Gate(gate_up, None, 10), SEEDS)
+
     gate, up = heavy((1, 64, 256)), heavy((1, 64, 256), 1)
-    operands = join_gate_up(gate, up), jnp.asarray([5.0]), SEEDS
-    sharded = place(mesh_of(), operands[0], None, "data", "tensor"), *operands[1:]
-    run = compiled(GATE, *sharded)
-    assert_equal(run(*sharded), jax.jit(GATE)(*operands))
+    whole = join_gate_up(gate, up)
+    sharded = place(mesh_of(), whole, None, "data", "tensor")
+    run = compiled(op, sharded)
+    assert_equal(run(sharded), jax.jit(op)(whole))
     assert not collectives(run)
 
 
 @pytest.mark.exhaustive
 def test_a_gate_and_its_gradient_with_scales_per_row_are_sharded_alike():
-    options = {"bits": 10, "block": (SIDE, 64)}
-    options |= {"rowwise": "stochastic", "colwise": "stochastic"}
-    forward = functools.partial(ops.silu_gate_quantize_row_blocks, **options)
-    options |= {"colwise_in_blocks": True, "sums": ("colwise",)}
-    backward = functools.partial(ops.silu_gate_grad_quantize_row_blocks, **options)
+    stochastic = {"roundings": ["stochastic"] * 2}
+    in_rows = quantizer((1, 64), (SIDE, 1), **stochastic)
+    in_blocks = functools.partial(
+        quantizer((1, 64), (SIDE, 64), **stochastic),
+        colwise=Layout("stochastic", (SIDE, 64), sums=True),
+    )
+
+    def forward(gate_up):
+        return in_rows(Gate(gate_up, None, 10), SEEDS)
+
+    def backward(dy, factors):
+        return in_blocks(GateGrad(dy, factors, None, 10), SEEDS)
+
     gate_up, dy = heavy((1, 64, 512)), heavy((1, 64, 256))
-    _, *factors = jax.jit(forward)(gate_up, SEEDS)
-    for op, x, *rest in ((forward, gate_up, SEEDS), (backward, dy, *factors, SEEDS)):
+    factors = jax.jit(forward)(gate_up).saved
+    for op, x, *rest in ((forward, gate_up), (backward, dy, factors)):
         sharded = place(mesh_of(), x, None, "data", "tensor"), *rest
         run = compiled(op, *sharded)
         assert_equal(run(*sharded), jax.jit(op)(x, *rest))
@@ -447,17 +448,21 @@ def test_a_gate_and_its_gradient_with_scales_per_row_are_sharded_alike():
 @pytest.mark.exhaustive
 def test_gates_of_tiles_are_sharded_by_tile():
     """Where gate and up do not alternate, a shard of the columns lacks one of them."""
-    op = functools.partial(GATE, interleaved=False)
-    x, theta = heavy((8, SIDE, 512)), jnp.full(8, 5.0)
-    operands = x, theta, jnp.arange(8, dtype=jnp.uint32), 4 * jnp.arange(1, 9)
-    by_tile = place(mesh_of(), x, "data"), *operands[1:]
-    run = compiled(op, *by_tile)
-    assert_equal(run(*by_tile), jax.jit(op)(*operands))
+    seeds, rows = jnp.arange(8, dtype=jnp.uint32), 4 * jnp.arange(1, 9)
+
+    def op(x):
+        gate = Gate(x, rows, 10, interleaved=False)
+        return GATE(gate, seeds, theta=jnp.full(8, 5.0))
+
+    x = heavy((8, SIDE, 512))
+    by_tile = place(mesh_of(), x, "data")
+    run = compiled(op, by_tile)
+    assert_equal(run(by_tile), jax.jit(op)(x))
     assert not collectives(run)
-    by_column = place(mesh_of(), x, None, None, "tensor"), *operands[1:]
+    by_column = place(mesh_of(), x, None, None, "tensor")
     with pytest.warns(UserWarning, match="the op cannot shard this axis"):
-        run = compiled(op, *by_column)
-    assert_equal(run(*by_column), jax.jit(op)(*operands))
+        run = compiled(op, by_column)
+    assert_equal(run(by_column), jax.jit(op)(x))
 
 
 @pytest.mark.exhaustive

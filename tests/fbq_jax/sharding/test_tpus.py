@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import dot_general, recipes
-from fbq_jax.bench.collectives import collectives
 from fbq_jax.sharding import layer_names, partitioning
+from tests.collectives import collectives
 from tests.fbq_jax.core.test_dot_general import MATMUL, product
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices, place
-from tests.kernels.test_reference import heavy
+from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 pytestmark = needs_devices
@@ -61,11 +61,11 @@ def test_xla_partitions_recipes_without_blocks(name):
     assert "CustomSPMDPartitioning" not in text
     assert "tpu_custom_call" not in text
     (warning,) = caught
-    assert "quantize_vectors runs as jax.numpy code" in str(warning.message)
+    assert "quantize runs as jax.numpy code" in str(warning.message)
 
 
 @pytest.mark.usefixtures("on_tpu")
-@pytest.mark.filterwarnings("ignore:quantize_row_blocks, .* run as jax.numpy code")
+@pytest.mark.filterwarnings("ignore:quantize.* runs? as jax.numpy code")
 @pytest.mark.parametrize("name", with_first_fast(IN_BLOCKS))
 def test_kernels_of_blocks_are_an_error_that_says_what_to_do(name):
     match = r"TPUs cannot partition the kernels .* jax.shard_map, or use recipes.roww"
@@ -74,7 +74,7 @@ def test_kernels_of_blocks_are_an_error_that_says_what_to_do(name):
 
 
 @pytest.mark.usefixtures("on_tpu")
-@pytest.mark.filterwarnings("ignore:quantize_vectors runs as jax.numpy code")
+@pytest.mark.filterwarnings("ignore:quantize runs as jax.numpy code")
 def test_the_dtype_of_sums_is_not_left_to_xla():
     drhs = dataclasses.replace(recipes.rowwise.drhs, reduce="float32")
     recipe = dataclasses.replace(recipes.rowwise, drhs=drhs)

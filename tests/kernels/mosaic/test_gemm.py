@@ -28,12 +28,13 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     regions,
 )
 from fbq_jax.kernels.mosaic.gemm_scheduler import Scales
-from fbq_jax.kernels.reference import Quantized
 from tests.gpus import needs_compiler
 from tests.kernels import gemm_cases, mosaic_tools, triton_tools
-from tests.kernels.gemm_cases import CASES, Case
+from tests.kernels.gemm_cases import CASES, Case, shapes
 from tests.marks import with_first_fast
 
+# What multiplies codes on the tensor cores.
+PRODUCTS = {"int8": "s32.s8.s8", "float8_e4m3fn": "f32.e4m3.e4m3"}
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper may have
 SUPPORTED = [
     name
@@ -136,8 +137,7 @@ def test_float8_matches_float64(interpreted, name):
 @mosaic_tools.needs_interpreter
 def test_float8_rounds_once(interpreted):
     case = gemm_cases.FLOAT8_CASES["scales of rows"]
-    lhs, _, rhs = gemm_cases.operands(case)
-    run = functools.partial(interpreted(), lhs, None, rhs, block_shape=case.blocks)
+    run = functools.partial(interpreted(), *gemm_cases.operands(case))
     wide, narrow = run(dtype=jnp.float32), run(dtype=jnp.bfloat16)
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
@@ -234,9 +234,7 @@ def test_scales_of_rows_round_once(interpreted, name, wide):
 def test_scales_of_rows_with_a_residual_are_refused():
     case = gemm_cases.ROWS_AND_FALLBACK
     with pytest.raises(ValueError, match=r"a residual with scales per block .*\(1, 1"):
-        gemm.matmul(
-            *gemm_cases.operands(case), block_shape=case.blocks, dtype=jnp.float32
-        )
+        gemm.matmul(*gemm_cases.operands(case), dtype=jnp.float32)
 
 
 @mosaic_tools.needs_interpreter
@@ -290,15 +288,10 @@ def replace_triton_kernels(monkeypatch):
 @pytest.mark.parametrize("wide", [0, 16, 32])
 def test_compiles_to_wgmma_without_spills(monkeypatch, wide, fallback, dtype):
     replace_triton_kernels(monkeypatch)
-    matmul = functools.partial(
-        gemm.matmul, block_shape=(128,) * 3, dtype=dtype, config=Config(8, wide)
-    )
-    operand = Quantized(
-        jax.ShapeDtypeStruct((1, 4096, 4096), jnp.int8),
-        jax.ShapeDtypeStruct((1, 32, 32), jnp.float32),
-    )
-    residual = operand if fallback else None
-    (kernel,) = mosaic_tools.compile_kernels(matmul, operand, residual, operand)
+    matmul = functools.partial(gemm.matmul, dtype=dtype, config=Config(8, wide))
+    shape, block = (1, 4096, 4096), (128, 128)
+    lhs, rhs = shapes(shape, block, fallback=fallback), shapes(shape, block)
+    (kernel,) = mosaic_tools.compile_kernels(matmul, lhs, rhs)
     check_kernel(kernel)
 
 
@@ -309,21 +302,10 @@ def test_compiles_to_wgmma_without_spills(monkeypatch, wide, fallback, dtype):
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
 def test_scales_of_rows_compile_without_spills(monkeypatch, codes, n, wide, dtype):
     replace_triton_kernels(monkeypatch)
-
-    def multiply(lhs, rhs):
-        config = Config(8, wide)
-        blocks = 1, 128, n
-        return gemm.matmul(
-            lhs, None, rhs, block_shape=blocks, dtype=dtype, config=config
-        )
-
-    array = jax.ShapeDtypeStruct((1, 4096, 4096), codes)
-    lhs, rhs = (
-        Quantized(array, jax.ShapeDtypeStruct((1, 4096 // side, 32), jnp.float32))
-        for side in (1, n)
-    )
-    (kernel,) = mosaic_tools.compile_kernels(multiply, lhs, rhs)
-    check_kernel(kernel, {"int8": "s32.s8.s8", "float8_e4m3fn": "f32.e4m3.e4m3"}[codes])
+    matmul = functools.partial(gemm.matmul, dtype=dtype, config=Config(8, wide))
+    lhs, rhs = (shapes((1, 4096, 4096), (side, 128), codes) for side in (1, n))
+    (kernel,) = mosaic_tools.compile_kernels(matmul, lhs, rhs)
+    check_kernel(kernel, PRODUCTS[codes])
     if codes != "int8" or n == 1 or dtype == jnp.float32:
         # The first of the four instructions that multiply a step adds nothing.
         flags = re.findall(r"setp\.ne\.b32 p, (\d), 0; wgmma", kernel.ptx)
@@ -335,7 +317,7 @@ def test_unknown_instructions_are_slower_and_warn():
         gemm_wgmma._set_flag([], 96, None)
 
 
-def check_kernel(kernel, product="s32.s8.s8"):
+def check_kernel(kernel, product=PRODUCTS["int8"]):
     assert re.search(rf"wgmma\.mma_async\S*{re.escape(product)}", kernel.ptx)
     assert kernel.spills == 0
     assert kernel.shared <= SHARED

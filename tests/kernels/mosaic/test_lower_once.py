@@ -11,13 +11,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from fbq_jax.kernels.mosaic import gemm, gemm_kernel, lower_once
-from fbq_jax.kernels.reference import Quantized
 from fbq_jax.ops.backends import MOSAIC_JAX
+from tests.kernels.gemm_cases import shapes
 
-CODES = Quantized(
-    jax.ShapeDtypeStruct((1, 256, 256), jnp.int8),
-    jax.ShapeDtypeStruct((1, 2, 2), jnp.float32),
-)
+CODES = shapes((1, 256, 256), (128, 128))
 
 
 def kernels_of(function, *args):
@@ -27,7 +24,7 @@ def kernels_of(function, *args):
 
 
 def multiply(lhs, rhs):
-    return gemm.matmul(lhs, None, rhs, block_shape=(128, 128, 128), dtype=jnp.float32)
+    return gemm.matmul(lhs, rhs, dtype=jnp.float32)
 
 
 @pytest.mark.skipif(jax.__version_info__ < MOSAIC_JAX, reason="needs a newer jax")

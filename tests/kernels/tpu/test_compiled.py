@@ -9,11 +9,15 @@ import pytest
 
 import fbq_jax
 from fbq_jax import ops, recipes
-from fbq_jax.bench.tpu_cycles import TOPOLOGIES, lower_for
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding import layer_names
 from tests.fbq_jax.core.test_dot_general import product
-from tests.kernels.tpu_tools import needs_compiler, on_tpu  # noqa: F401 (a fixture)
+from tests.kernels.tpu_tools import (
+    TOPOLOGIES,
+    lower_for,
+    needs_compiler,
+    on_tpu,  # noqa: F401 (a fixture)
+)
 
 pytestmark = needs_compiler
 
@@ -117,7 +121,7 @@ def test_experts_run_the_kernels(generation):
 
     text = compile_for(generation, layer, *shapes, sizes)
     assert len(re.findall(r"%fbq_matmul\S* = ", text)) == 1  # Y is unused
-    assert len(re.findall(r"%fbq_ragged_contraction\S* = ", text)) == 1
+    assert len(re.findall(r"%fbq_contract\S* = ", text)) == 1
     assert "%fbq_quantize" in text
     assert not products(text)
 

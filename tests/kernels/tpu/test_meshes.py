@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from fbq_jax import dot_general, recipes
-from fbq_jax.bench import tpu_meshes
-from fbq_jax.bench.collectives import collectives
+from tests.collectives import collectives
+from tests.kernels import tpu_tools
+from tests.kernels.quantize_cases import near
 from tests.kernels.tpu_tools import needs_compiler, on_tpu  # noqa: F401 (a fixture)
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("on_tpu")]
@@ -22,21 +23,21 @@ def exchanged(program):
 
 @pytest.mark.parametrize("generation", ["v5e", "v5p"])
 def test_fsdp_gathers_the_weight_twice_in_int8(generation):
-    mesh = tpu_meshes.mesh_of(generation, tpu_meshes.FSDP)
-    program = tpu_meshes.compile_layer(mesh, recipes.rowwise, SHAPE)
+    mesh = tpu_tools.mesh_of(generation, tpu_tools.FSDP)
+    program = tpu_tools.compile_layer(mesh, recipes.rowwise, SHAPE)
     assert exchanged(program) == [("all-gather", "s8", K * N)] * 2
 
 
 def test_tensor_parallel_layers_gather_nothing():
-    mesh = tpu_meshes.mesh_of("v5e", tpu_meshes.TENSOR)
-    program = tpu_meshes.compile_layer(mesh, recipes.rowwise, SHAPE)
+    mesh = tpu_tools.mesh_of("v5e", tpu_tools.TENSOR)
+    program = tpu_tools.compile_layer(mesh, recipes.rowwise, SHAPE)
     assert exchanged(program) == []
     sums = [x.size for x in collectives(program) if x.bytes > 2**17]
     assert sorted(sums) == sorted([M // 2 * K, K * N // 4])  # of dX, of dW
 
 
 def test_jit_alone_says_what_to_do():
-    mesh = tpu_meshes.mesh_of("v5e", tpu_meshes.FSDP)
+    mesh = tpu_tools.mesh_of("v5e", tpu_tools.FSDP)
     sharding = jax.sharding.NamedSharding(
         mesh, jax.sharding.PartitionSpec(None, "data")
     )
@@ -46,15 +47,14 @@ def test_jit_alone_says_what_to_do():
         from fbq_jax import ops
 
         seeds = jnp.zeros(1, jnp.uint32)
-        modes = {"rowwise": "nearest", "colwise": None}
-        return ops.quantize(x, seeds, block=(128, 128), **modes)
+        return ops.quantize(x, seeds, rowwise=near(128, 128), colwise=None)
 
     with pytest.raises(NotImplementedError, match=r"^quantize: .* jax\.shard_map"):
         jax.jit(quantize).lower(x)
 
 
 def test_kernels_compile_in_shard_map():
-    mesh = tpu_meshes.mesh_of("v5e", {"data": 8})
+    mesh = tpu_tools.mesh_of("v5e", {"data": 8})
     split = jax.sharding.PartitionSpec("data")
     specs = split, jax.sharding.PartitionSpec()
 

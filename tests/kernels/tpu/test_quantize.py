@@ -1,69 +1,107 @@
 """The quantizing TPU kernels, interpreted: they are the reference, bit for bit."""
 
+import jax.numpy as jnp
 import pytest
 
-from fbq_jax.kernels.tpu import quantize, quantize_vectors
-from fbq_jax.ops.backends import TPU_SIDES
+from fbq_jax.kernels.sources import Matrix
+from fbq_jax.kernels.tpu import quantize as module
+from fbq_jax.kernels.tpu import quantize_vectors
 from tests.kernels import quantize_cases as cases
-from tests.kernels.test_reference import heavy
-from tests.kernels.tpu_tools import interpreted, jitted_ops  # noqa: F401 (a fixture)
+from tests.kernels.quantize_cases import FLOAT8, Case, matrix, near, noisy
+from tests.kernels.tpu_tools import interpreted, jitted  # noqa: F401 (a fixture)
 from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-BLOCKS, VECTORS = jitted_ops(quantize), jitted_ops(quantize_vectors)
+SIDES = {128, 256, None}
+quantize = jitted(module.quantize)
 
 
-def supported(blocked):
-    return [case for case in blocked if set(case[2]) <= set(TPU_SIDES)]
+def supported(*tables):
+    """The cases with blocks of these sides, of which the first of a table is fast."""
+    return [
+        case
+        for table in tables
+        for case in with_first_fast(
+            case.without_sums() for case in table if case.sides <= SIDES
+        )
+    ]
 
 
-@pytest.mark.parametrize("case", with_first_fast(supported(cases.QUANTIZE)))
-def test_quantize(case):
-    shape, dtype, *options = case
-    cases.check_quantize(BLOCKS, heavy(shape, dtype=dtype), *options, sums=False)
+@pytest.mark.parametrize(
+    "case",
+    supported(
+        cases.BLOCKS,
+        cases.FALLBACK,
+        cases.GROUPED[:5],
+        cases.GROUPED[5:],
+        cases.GATES,
+        cases.GRADS,
+    ),
+)
+def test_matches_the_reference(case):
+    cases.check(quantize, case)
 
 
-@pytest.mark.parametrize("case", with_first_fast(supported(cases.FALLBACK)))
-def test_fallback(case):
-    shape, dtype, *options = case
-    cases.check_fallback(BLOCKS, heavy(shape, dtype=dtype), *options)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "case",
+    supported(cases.NORMS, cases.GATES_OF_TILES, cases.GRADS_OF_TILES),
+)
+def test_other_sources_match_the_reference(case):
+    cases.check(quantize, case)
+
+
+@pytest.mark.parametrize("case", with_first_fast([*cases.VECTORS, cases.GATHERED[1]]))
+def test_vectors(case):
+    cases.check(quantize, case)
 
 
 def test_several_stripes(monkeypatch):
-    monkeypatch.setattr(quantize, "_MAX_BLOCKS", 2)
-    x = heavy((1, 130, 600), dtype="bfloat16")
-    cases.check_quantize(BLOCKS, x, (128, 128), "stochastic", "stochastic", sums=False)
-
-
-@pytest.mark.parametrize("case", with_first_fast(cases.VECTORS))
-def test_vectors(case):
-    shape, dtype, *options = case
-    cases.check_vectors(VECTORS, heavy(shape, dtype=dtype), *options)
+    monkeypatch.setattr(module, "_MAX_BLOCKS", 2)
+    x = matrix((1, 130, 600), "bfloat16")
+    cases.check(quantize, Case(x, noisy(128, 128), noisy(128, 128)))
 
 
 @pytest.mark.parametrize("columns", [384, 300])
 def test_the_last_tile_of_a_row_may_extend_beyond_the_matrix(monkeypatch, columns):
     """By whole slices of 128 columns, or by part of one, too."""
     monkeypatch.setattr(quantize_vectors, "_COLUMNS", 256)
-    x = heavy((1, 40, columns))
-    cases.check_vectors(VECTORS, x, "nearest", "stochastic")
-    cases.check_per_tensor_scale(VECTORS, x)
+    x = matrix((1, 40, columns), "float32")
+    cases.check(quantize, Case(x, near(1, None), noisy(None, 1)))
+    cases.check(quantize, cases.PER_TENSOR._replace(source=x))
 
 
 @pytest.mark.exhaustive
 def test_vectors_of_several_tiles(monkeypatch):
     monkeypatch.setattr(quantize_vectors, "_COLUMNS", 128)
     monkeypatch.setattr(quantize_vectors, "_ROWS", 32)
-    cases.check_per_tensor_scale(VECTORS, heavy((2, 70, 141)))
-    cases.check_vectors(VECTORS, heavy((2, 70, 300)), "nearest", "stochastic")
+    cases.check(quantize, cases.PER_TENSOR)
+    x = matrix((2, 70, 300), "float32")
+    cases.check(quantize, Case(x, near(1, None), noisy(None, 1)))
 
 
 @pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
-def test_special_blocks(dtype):
-    cases.check_special_vectors(VECTORS, dtype)
-    cases.check_special(BLOCKS, dtype, block=(128, 128), sums=False)
+def test_special_values(dtype):
+    blocks = [case.without_sums() for case in cases.special_blocks(dtype, (128, 128))]
+    for case in cases.special_vectors(dtype) + blocks:
+        cases.check(quantize, case, folds=False)
 
 
 @pytest.mark.parametrize("criterion", with_first_fast(["l1", "l1_rel"]))
 def test_large_metrics(criterion):
-    cases.check_large_metrics(BLOCKS, criterion, block=(128, 128))
+    cases.check_large_metrics(quantize, criterion, block=(128, 128))
+
+
+@pytest.mark.parametrize(
+    ("rowwise", "options", "message"),
+    [
+        (near(128, 128, sums=True), {}, "INT8 codes without sums"),
+        (near(1, 128), {}, "with scales of blocks or of vectors"),
+        (near(128, 128), FLOAT8, "got dtype='float8_e4m3fn'"),
+        (near(128, 128), {"bound": 127.5}, "scale blocks to 127.*got bound=127.5"),
+    ],
+)
+def test_what_no_kernel_computes_is_refused(rowwise, options, message):
+    operands = Matrix(jnp.ones((1, 128, 128))), cases.plain_seeds(1), None
+    with pytest.raises(ValueError, match=message):
+        quantize(*operands, rowwise=rowwise, colwise=None, **options)

@@ -3,13 +3,13 @@
 import functools
 import itertools
 import subprocess
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton
 
+from fbq_jax.kernels.quantized import Unquantized
 from tests.kernels import gemm_cases, quantize_matmul_cases, triton_tools
 from tests.kernels.gemm_cases import Case
 from tests.kernels.quantize_cases import SPECIAL_DTYPES
@@ -85,12 +85,11 @@ def test_small_matrices_are_split(shape, sm, expected):
 
 
 def test_nan_scales_propagate():
-    lhs, residual, rhs = gemm_cases.operands(CASES["unaligned"])
-    residual = residual._replace(scales=residual.scales.at[0, 0, 2].set(jnp.nan))
-    rhs = rhs._replace(scales=rhs.scales.at[1, -1, 0].set(jnp.nan))
-    blocks = 128, 128, 128
-    y = interpreted(90)(lhs, residual, rhs, block_shape=blocks, dtype=jnp.float32)
-    expected = np.isnan(gemm_cases.exact(lhs, residual, rhs, blocks))
+    lhs, rhs = gemm_cases.operands(CASES["unaligned"])
+    lhs = gemm_cases.with_scales(lhs, lambda s: s.at[0, 0, 2].set(jnp.nan), "residual")
+    rhs = gemm_cases.with_scales(rhs, lambda s: s.at[1, -1, 0].set(jnp.nan))
+    y = interpreted(90)(lhs, rhs, dtype=jnp.float32)
+    expected = np.isnan(gemm_cases.exact(lhs, rhs))
     assert 0 < expected.mean() < 1
     np.testing.assert_array_equal(np.isnan(y), expected)
 
@@ -109,7 +108,6 @@ def test_compiles_without_spills(capability, tile):
         "matmul",
         *gemm_cases.operands(case),
         capability=capability,
-        block_shape=case.blocks,
         dtype=jnp.bfloat16,
         sm=capability,
     )
@@ -126,7 +124,6 @@ def test_the_assembler_keeps_the_products_of_all_steps(tmp_path):
         "matmul",
         *gemm_cases.operands(case),
         capability=90,
-        block_shape=case.blocks,
         dtype=jnp.bfloat16,
         sm=90,
     )
@@ -142,17 +139,16 @@ def test_the_assembler_keeps_the_products_of_all_steps(tmp_path):
     assert "gdesc[URZ]" not in done.stdout  # what is left of a lost product
 
 
-def interpreted_ops(sm, config=None):
-    """The op that also quantizes, and the ops in its place."""
+def interpreted_matmul(sm, config=None):
+    """The product of operands that are quantized, or not."""
     load = triton_tools.interpreted
     one, product = load("few_rows_quantize_gemm"), load("few_rows_gemm")
-    options = {"sm": sm, "config": config}
-    return SimpleNamespace(
-        quantize_matmul=functools.partial(one.quantize_matmul, **options),
-        quantize_fallback=load("quantize").quantize_fallback,
-        quantize_row_blocks=load("quantize_row_blocks").quantize_row_blocks,
-        matmul=functools.partial(product.matmul, **options),
-    )
+
+    def matmul(lhs, rhs, *, dtype):
+        module = one if isinstance(lhs, Unquantized) else product
+        return module.matmul(lhs, rhs, dtype=dtype, sm=sm, config=config)
+
+    return matmul
 
 
 # Scales of blocks and of rows.
@@ -167,20 +163,21 @@ FAST = {"eight rows, fallback", "scales of rows and columns"}
     ],
 )
 def test_quantization_in_the_product_has_the_bits_of_two_kernels(name):
-    quantize_matmul_cases.check(interpreted_ops(90), quantize_matmul_cases.CASES[name])
+    case = quantize_matmul_cases.CASES[name]
+    quantize_matmul_cases.check(interpreted_matmul(90), case)
 
 
 @pytest.mark.exhaustive
 def test_programs_that_quantize_share_the_k_blocks():
     config = triton_tools.interpreted("few_rows_gemm").Config(32, 3, 4, 2)
     case = quantize_matmul_cases.CASES["unaligned"]
-    quantize_matmul_cases.check(interpreted_ops(80, config), case)
+    quantize_matmul_cases.check(interpreted_matmul(80, config), case)
 
 
 @pytest.mark.parametrize("fallback", with_first_fast([False, True]))
 @pytest.mark.parametrize("dtype", with_first_fast(SPECIAL_DTYPES))
 def test_special_blocks_quantized_in_the_product(dtype, fallback):
-    quantize_matmul_cases.check_special(interpreted_ops(90), dtype, fallback)
+    quantize_matmul_cases.check_special(interpreted_matmul(90), dtype, fallback)
 
 
 @pytest.mark.parametrize(
@@ -217,14 +214,13 @@ def test_splits_do_not_depend_on_who_quantizes(shape, itemsize, sm):
 )
 def test_quantization_in_the_product_compiles_without_spills(capability, problem):
     rows, blocks, dtype = problem
-    case = quantize_matmul_cases.Case((1, rows, 512, 256), blocks, None, dtype)
+    theta = None if blocks[0] == 1 else (0.0,)
+    case = quantize_matmul_cases.Case((1, rows, 512, 256), blocks, theta, dtype)
     (kernel,) = triton_tools.compile_kernels(
         "few_rows_quantize_gemm",
-        "quantize_matmul",
+        "matmul",
         *quantize_matmul_cases.operands(case),
         capability=capability,
-        block_shape=blocks,
-        criterion=None if blocks[0] == 1 else "absmax",
         dtype=jnp.bfloat16,
         sm=capability,
     )

@@ -8,17 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.bench.cards import CARDS
 from fbq_jax.kernels import reference
-from fbq_jax.kernels.reference import Quantized
+from tests.compile_tools import SHARED_MEMORY
 from tests.kernels import gemm_cases, triton_tools
 from tests.kernels.gemm_cases import FLOAT8_CASES
 from tests.marks import with_first_fast
-
-# Bytes of shared memory that a program may have.
-SHARED = {
-    card.architecture.capability: card.architecture.program_shared for card in CARDS
-}
 
 
 def interpreted(sm):
@@ -83,14 +77,14 @@ def test_tiles_in_halves_match_float64(name):
 
 def test_reference_matches_float64():
     case = gemm_cases.CASES["unaligned, fallback"]
-    matmul = jax.jit(reference.matmul, static_argnames=("block_shape", "dtype"))
+    matmul = jax.jit(reference.matmul, static_argnames="dtype")
     gemm_cases.check_against_float64(matmul, case)
 
 
 @pytest.mark.parametrize("dtype", with_first_fast([jnp.float32, jnp.bfloat16]))
 def test_extreme_scales(dtype):
     gemm_cases.check_extreme_scales(interpreted(90), dtype)
-    matmul = jax.jit(reference.matmul, static_argnames=("block_shape", "dtype"))
+    matmul = jax.jit(reference.matmul, static_argnames="dtype")
     gemm_cases.check_extreme_scales(matmul, dtype)
 
 
@@ -176,22 +170,13 @@ def test_max_abs_sum():
 def compiled(shape, blocks, fallback, sm, codes="int8"):
     """Compiles the GEMM, and checks that the kernels before it do not spill."""
     (M, K, N), (m, k, n) = shape, blocks
-
-    def operand(rows, block_rows):
-        return Quantized(
-            jax.ShapeDtypeStruct((2, rows, K), codes),
-            jax.ShapeDtypeStruct((2, -(-rows // block_rows), -(-K // k)), jnp.float32),
-        )
-
     *others, gemm = triton_tools.compile_kernels(
         "gemm",
         "matmul",
-        operand(M, m),
-        operand(M, m) if fallback else None,
-        operand(N, n),
+        gemm_cases.shapes((2, M, K), (m, k), codes, fallback=fallback),
+        gemm_cases.shapes((2, N, K), (n, k), codes),
         capability=sm,
         sm=sm,
-        block_shape=blocks,
         dtype=jnp.bfloat16,
     )
     assert all(kernel.spills == 0 for kernel in others)
@@ -210,13 +195,13 @@ def compiled(shape, blocks, fallback, sm, codes="int8"):
     ],
 )
 @pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("sm", SHARED)
+@pytest.mark.parametrize("sm", SHARED_MEMORY)
 def test_compiles_to_tensor_core_products_without_spills(sm, fallback, shape, blocks):
     gemm = compiled(shape, blocks, fallback, sm)
     product = r"wgmma\.mma_async\S*s32\.s8\.s8" if sm == 90 else r"mma\.sync\S*s32\.s8"
     assert re.search(product, gemm.ptx)
     assert gemm.spills == 0
-    assert gemm.shared <= SHARED[sm]
+    assert gemm.shared <= SHARED_MEMORY[sm]
     assert ("cvt.rn.f32.s32" in gemm.ptx) == (sm >= 89)
     assert "cvt.rn.bf16x2.f32" in gemm.ptx
     assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
@@ -231,14 +216,14 @@ def test_compiles_to_tensor_core_products_without_spills(sm, fallback, shape, bl
         ((4096, 4096, 4096), (1, 128, 1)),
     ],
 )
-@pytest.mark.parametrize("sm", [sm for sm in SHARED if sm >= 89])
+@pytest.mark.parametrize("sm", [sm for sm in SHARED_MEMORY if sm >= 89])
 def test_float8_compiles_to_tensor_core_products_without_spills(sm, shape, blocks):
     gemm = compiled(shape, blocks, False, sm, "float8_e4m3fn")
     products = {90: r"wgmma\.mma_async\S*f32\.e4m3\.e4m3"}
     product = products.get(sm, r"mma\.sync\S*f32\.e4m3\.e4m3")
     assert re.search(product, gemm.ptx)
     assert gemm.spills == 0
-    assert gemm.shared <= SHARED[sm]
+    assert gemm.shared <= SHARED_MEMORY[sm]
     assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
 
 

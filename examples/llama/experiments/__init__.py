@@ -1,1 +1,0 @@
-"""The training runs and studies behind pages of docs/evidence."""

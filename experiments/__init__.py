@@ -1,0 +1,1 @@
+"""The experiments that produced the evidence; not part of the library."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: products of rows in groups, routing, and exchange of tokens."""

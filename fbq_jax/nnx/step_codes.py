@@ -1,0 +1,153 @@
+"""Weights that a training step of NNX quantizes once, for all of its microbatches."""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fbq_jax.core.frozen_weight import WeightUse, as_array, record_weights
+from fbq_jax.core.step_codes import (
+    StepWeight,
+    check_found,
+    has_constant_codes,
+    quantize_step_weight,
+    quantizes_weights,
+)
+from fbq_jax.core.weight_products import ParameterUse
+from fbq_jax.model_kind import check_nnx
+from fbq_jax.nnx.dot import (
+    FallbackDot,
+    Layer,
+    StepCodes,
+    dot_of,
+    in_step,
+    is_activations_dot,
+    layer_op,
+)
+from fbq_jax.nnx.freezing import parameter_paths, unknown_weight
+from fbq_jax.nnx.naming import dots_by_path
+from fbq_jax.nnx.rules import stack_shape, trace_parameters
+from fbq_jax.nnx.sharing import check_unshared
+
+
+@contextlib.contextmanager
+def quantize_weights_once(
+    model: nnx.Module, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    """Quantizes a model's weights once, for all calls of the model in this context.
+
+    ``fbq_jax.quantize_weights_once`` for NNX.  A jitted step that accumulates gradients
+    runs its loop over microbatches in it::
+
+        with quantize_weights_once(model, batches[0]):
+            losses, grads = microbatches(model, batches)  # an nnx.scan
+
+    Results do not change, because weights are rounded to nearest.  Update the
+    parameters after the context, because the codes do not follow them.  The codes take,
+    with a gradient, two bytes per parameter until the context ends, sharded as the
+    weights are.  Each ``FallbackDot`` has them as a variable of the type ``StepCodes``,
+    to which an ``nnx.StateAxes`` gives the axis of ``nnx.Param``.  Call ``nnx.split``
+    inside the context, so that the state has them.
+
+    Args:
+      model: its layers get the codes; nothing else of it changes.
+      *args: the arguments of a call of the model, such as the first microbatch, with
+        which the model is traced.  Arrays may be ``jax.ShapeDtypeStruct``.
+      **kwargs: keyword arguments of the same call.
+
+    Raises:
+      TypeError: the model is not one of NNX.
+      ValueError: no layer quantizes a weight with a ``FallbackDot``; two layers share
+        one; a layer multiplies by its kernel in two ways, or is a stack of layers whose
+        axis is not the first; or, in a call, codes belong to another product, or
+        have outlived the context.
+
+    Warns:
+      UserWarning: layers quantize their weights in every call, because those are
+        rounded stochastically or are not the ``kernel`` of a layer of Flax or fbq_jax
+        as it is, because the traced call does not run them, or because their recipe has
+        ``where_slower="float"``.
+
+    >>> import jax.numpy as jnp
+    >>> layer = nnx.Linear(64, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
+    >>> x = jnp.ones((16, 64))
+    >>> with quantize_weights_once(layer, x):
+    ...     y = layer(x)
+    ...     layer.dot_general.step_codes.get_value().codes.colwise.shape
+    (1, 8, 64)
+    >>> print(layer.dot_general.step_codes)
+    None
+    """
+    check_nnx("quantize_weights_once", model)
+    check_unshared(model)
+    dots = {
+        path: dot
+        for path, dot in dots_by_path(model).items()
+        if quantizes_weights(dot.recipe)
+        and dot.weight is None
+        and not is_activations_dot(path.rpartition("/")[2])
+    }
+    weights = _make_codes(model, dots, args, kwargs)
+    check_found(weights, dots.keys() - weights.keys(), stacklevel=3)
+    for path, weight in weights.items():
+        dots[path].step_codes = nnx.data(StepCodes(weight))
+    try:
+        with in_step(True):
+            yield
+    finally:
+        for path in weights:
+            dots[path].step_codes = nnx.static(None)
+
+
+def _make_codes(
+    model: nnx.Module,
+    dots: dict[str, FallbackDot],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, StepWeight]:
+    """The codes of the layers whose weight is their kernel, by the layer's path."""
+    layers = {
+        id(dot_of(getattr(module, layer_op(module).name))): module
+        for _, module in nnx.iter_modules(model)
+        if isinstance(module, Layer) and unknown_weight(module) is None
+    }
+    parameters = parameter_paths(model)
+    product_uses, parameter_uses = _trace(model, dots, args, kwargs)
+    codes = {}
+    for path, dot in dots.items():
+        layer, use = layers.get(id(dot)), product_uses[path]
+        if layer is None or use is None or not has_constant_codes(dot.recipe):
+            continue
+        parameter = parameter_uses.get(parameters.get(id(layer.kernel), ""))
+        if parameter and parameter.quantized and not parameter.changes:
+            codes[path] = _quantize(path, layer, dot, use)
+    return codes
+
+
+def _trace(
+    model: nnx.Module,
+    dots: Collection[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[dict[str, WeightUse | None], dict[str, ParameterUse]]:
+    """How a call multiplies by the weight of each op, and uses each parameter."""
+    model = nnx.clone(model)
+    for path, dot in dots_by_path(model).items():
+        if path in dots:
+            dot.layer = path  # under which it reports its product
+    args, kwargs = jax.tree.map(as_array, (args, kwargs))
+    with record_weights(dots) as recorder:
+        parameters = trace_parameters(model, args, kwargs)
+    return recorder.uses, {path: use for path, _, use in parameters}
+
+
+def _quantize(path: str, layer: Any, dot: FallbackDot, use: WeightUse) -> StepWeight:
+    def quantize(kernel: jax.Array) -> StepWeight:
+        w = kernel.astype(use.dtype).reshape(use.shape)
+        return quantize_step_weight(dot.config, w, use.dimension_numbers)
+
+    for _ in stack_shape(path, layer):
+        quantize = jax.vmap(quantize)
+    return quantize(layer.kernel[...])

@@ -1,0 +1,220 @@
+"""Fused experts against their projections and the gate in sequence."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fbq_jax
+from fbq_jax import FallbackDot, MoEMLP, Routing, RulesDot, recipes
+from fbq_jax.experts import mlp
+from fbq_jax.kernels.sources import Gate, GateGrad
+from fbq_jax.ops.op import LocalOp
+from tests import oracle
+from tests.kernels.quantize_cases import heavy
+from tests.marks import rows_with_first_fast, with_first_fast
+
+E, D, F = 5, 40, 48
+X, DY = heavy((70, D)), heavy((70, D), 1)
+FALLBACK = dataclasses.replace(recipes.fallback, block=32)
+BLOCK = dataclasses.replace(recipes.block, block=(32, 128, 64))
+LAYER = MoEMLP(Routing(E), F, dot_general=FallbackDot(FALLBACK))
+MUTABLE = ["fallback", "expert_stats", "intermediates"]
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    """Computes a function without fused experts."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(mlp, "can_fuse", lambda *_: False)
+            return function(*args)
+
+    return call
+
+
+def variables_of(layer):
+    return jax.jit(layer.init)(jax.random.key(0), X.astype(layer.dtype or X.dtype))
+
+
+def loss(layer, params, x, state):
+    """The output's product with a constant; the output, and the next state."""
+    y, updates = layer.apply({"params": params, **state}, x, mutable=MUTABLE)
+    return jnp.vdot(DY.astype(y.dtype), y), (y, updates)
+
+
+def trainer(layer):
+    """A function of variables that takes a training step, compiled once."""
+    step = jax.jit(jax.grad(functools.partial(loss, layer), (0, 1), has_aux=True))
+
+    def run(variables):
+        state = dict(variables)
+        return step(state.pop("params"), X, state)
+
+    return run
+
+
+def train(layer, variables):
+    """A training step: its gradients, output, and next state."""
+    return trainer(layer)(variables)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hidden", "routing"),
+    rows_with_first_fast(
+        [
+            (FALLBACK, F, {}),
+            (BLOCK, 256, {}),
+            (dataclasses.replace(recipes.jetfire, block=32), F, {"top_k": 3}),
+            (FALLBACK, F, {"capacity_factor": 0.7}),
+        ]
+    ),
+)
+def test_a_step_has_the_bits_of_the_layers_in_sequence(
+    unfused, recipe, hidden, routing
+):
+    """In float32: outputs, gradients, states and each expert's rate."""
+    layer = dataclasses.replace(
+        LAYER,
+        routing=Routing(E, **routing),
+        hidden=hidden,
+        dot_general=FallbackDot(recipe),
+    )
+    variables = variables_of(layer)
+    fused, in_sequence = trainer(layer), trainer(layer)
+    for _ in range(2):
+        got = fused(variables)
+        want = unfused(in_sequence, variables)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        _, (_, updates) = got
+        variables = {**variables, "fallback": updates["fallback"]}
+    if recipe.criterion is not None:
+        for name in ("gate_up", "down"):
+            (rates,) = updates["intermediates"][name]["fallback_rates"]
+            assert np.any(rates)
+
+
+@pytest.mark.parametrize("bits", with_first_fast([10, None]))
+def test_the_hidden_activation_is_quantized_by_fused_ops(monkeypatch, bits):
+    sources, run = set(), LocalOp.__call__
+
+    def recorded(self, source, *operands, **options):
+        sources.add(type(source))
+        return run(self, source, *operands, **options)
+
+    monkeypatch.setattr(LocalOp, "__call__", recorded)
+    layer = dataclasses.replace(LAYER, bits=bits)
+    x = jax.ShapeDtypeStruct((300, D), jnp.float32)  # a shape no other test traces
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    params = variables.pop("params")
+
+    def saved(params, x, variables):
+        def forward(params, x):
+            return layer.apply({"params": params, **variables}, x, mutable=MUTABLE)
+
+        _, vjp, _ = jax.vjp(forward, params, x, has_aux=True)
+        vjp(x)
+        return vjp
+
+    floats = [
+        leaf.shape[-1]
+        for leaf in jax.tree.leaves(jax.eval_shape(saved, params, x, variables))
+        if leaf.dtype == jnp.float32
+    ]
+    assert ({Gate, GateGrad} <= sources) == (bits is not None)
+    assert (F in floats) == (bits is None)
+
+
+def test_a_gate_of_two_bytes_is_rounded_once(unfused):
+    layer = dataclasses.replace(LAYER, dtype=jnp.bfloat16)
+    variables = variables_of(layer)
+
+    def run(layer):
+        return jax.jit(functools.partial(layer.apply, mutable=["fallback"]))
+
+    y, _ = run(layer)(variables, X)
+    unfused_y, _ = unfused(run(layer), variables, X)
+    assert np.any(y != unfused_y)
+    assert oracle.relative(y, unfused_y) < 0.01
+
+
+@pytest.mark.exhaustive
+def test_the_gradients_of_a_gate_of_two_bytes(unfused):
+    layer = dataclasses.replace(LAYER, dtype=jnp.bfloat16)
+    variables = variables_of(layer)
+    (got, _), (y, _) = train(layer, variables)
+    (want, _), (unfused_y, _) = unfused(train, layer, variables)
+    assert oracle.relative(y, unfused_y) < 0.01
+    assert max(jax.tree.leaves(jax.tree.map(oracle.relative, got, want))) < 0.02
+
+
+@pytest.mark.exhaustive  # linen/test_moe.py has a fast one
+@pytest.mark.parametrize(
+    ("rules", "quantized"),
+    rows_with_first_fast(
+        [
+            ({"gate_up": FALLBACK, "down": BLOCK}, ["down", "gate_up"]),
+            ({"gate_up": FALLBACK}, ["gate_up"]),
+            ({"down": FALLBACK}, ["down"]),
+        ]
+    ),
+)
+def test_projections_with_different_recipes(rules, quantized):
+    layer = dataclasses.replace(LAYER, dot_general=RulesDot(rules))
+    variables = variables_of(layer)
+    (got, dx), (y, updates) = train(layer, variables)
+    assert sorted(updates["fallback"]) == quantized
+    in_float = dataclasses.replace(LAYER, dot_general=None)
+    variables = {"params": variables["params"]}
+    (want, float_dx), (float_y, _) = train(in_float, variables)
+    assert oracle.relative(y, float_y) < 0.05
+    errors = jax.tree.map(oracle.relative, (got, dx), (want, float_dx))
+    assert max(jax.tree.leaves(errors)) < 0.4  # the noise of outliers in blocks
+
+
+@pytest.mark.exhaustive  # linen/test_moe.py has a fast one
+@pytest.mark.parametrize("dtype", [jnp.bfloat16])
+def test_frozen_experts_have_the_bits_of_evaluation(dtype):
+    layer = dataclasses.replace(LAYER, dtype=dtype)
+    variables = variables_of(layer)
+    _, (_, updates) = train(layer, variables)
+    variables = {"params": variables["params"], "fallback": updates["fallback"]}
+    frozen = fbq_jax.freeze(layer, variables, X)
+    apply = jax.jit(layer.apply)
+    np.testing.assert_array_equal(apply(frozen, X), apply(variables, X))
+
+
+@pytest.mark.exhaustive  # linen/test_fused.py has a fast one
+def test_state_returned_as_a_gradient():
+    name = "_overwrite_with_gradient"
+    layer = dataclasses.replace(LAYER, dot_general=FallbackDot(FALLBACK, name))
+    variables = variables_of(layer)
+    del variables["expert_stats"]
+
+    def loss(variables):
+        return jnp.vdot(DY, layer.apply(variables, X))
+
+    state = jax.jit(jax.grad(loss))(variables)[name]
+    for layer_state in state.values():
+        assert layer_state["dot_general"]["count"] == 1
+        assert layer_state["dot_general"]["rate"] > 0
+
+
+def test_methods_that_capture_outputs():
+    variables = variables_of(LAYER)
+    apply = functools.partial(LAYER.apply, mutable=MUTABLE, capture_intermediates=True)
+    y, updates = jax.jit(apply)(variables, X)
+    np.testing.assert_array_equal(updates["intermediates"]["__call__"][0], y)
+    assert "gate_up" in LAYER.tabulate(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("bits", [3, 10.0])
+def test_bits_out_of_range(bits):
+    layer = dataclasses.replace(LAYER, bits=bits)
+    with pytest.raises(ValueError, match="bits must be an integer from 4 to 12"):
+        jax.eval_shape(layer.init, jax.random.key(0), X)

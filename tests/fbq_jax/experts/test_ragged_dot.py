@@ -1,0 +1,431 @@
+"""The quantized ragged dot against its definition in float64, group by group."""
+
+import dataclasses
+import functools
+import importlib.util
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import fbq_jax
+from fbq_jax import (
+    FallbackDot,
+    Gemm,
+    Recipe,
+    RulesDot,
+    dot_general,
+    fallback_stats,
+    ragged_dot,
+    recipes,
+    save_codes,
+)
+from fbq_jax.experts import mlp
+from fbq_jax.experts.ragged_dot import (
+    layer_dot_of,
+    layer_ragged_dot,
+    ragged_dot_in_float,
+)
+from fbq_jax.kernels.tiles import Tiles, from_tiles
+from fbq_jax.nonlinear import silu_gate
+from fbq_jax.ops import dispatch
+from fbq_jax.ops.backends import Request
+from fbq_jax.sharding import layer_names
+from tests import oracle
+from tests.gpus import h200s, needs_compiler
+from tests.kernels.quantize_cases import heavy
+
+M, K, N = 200, 96, 50
+SIZES = (70, 0, 33, 1, 80)
+X, W, DY = heavy((M, K), 0), heavy((len(SIZES), K, N), 1), heavy((M, N), 2)
+NEAREST = Recipe(block=32, dlhs=Gemm(), drhs=Gemm())
+# Row scales in all products, of one tensor, of shards, and an unquantized product.
+FAST_RECIPES = "rowwise", "per_tensor", "aqt_int8_local", "switchback_m"
+
+
+def groups():
+    """Each group's number and its rows."""
+    ends = np.cumsum(SIZES)
+    return [(g, slice(ends[g] - size, ends[g])) for g, size in enumerate(SIZES)]
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def product(x, w, dy, sizes, recipe, **options):
+    """The output, both gradients and the stats."""
+    y, vjp, stats = jax.vjp(
+        lambda x, w: ragged_dot(x, w, sizes, recipe=recipe, **options),
+        x,
+        w,
+        has_aux=True,
+    )
+    return y, *vjp(dy), stats
+
+
+def test_three_gemms_against_float64():
+    """Every operand of every GEMM is rounded tile by tile."""
+    m, k, n = block = (32, 64, 128)
+    recipe, theta = Recipe(block=block), 20.0
+    key = jax.random.key(9)
+    sizes = jnp.array(SIZES)
+    y, dx, dw, stats = product(X, W, DY, sizes, recipe, theta=theta, key=key)
+
+    seed = int(jax.random.bits(key, (), jnp.uint32))
+    want_y, want_dx, want_dw = np.zeros((M, N)), np.zeros((M, K)), np.zeros(W.shape)
+    metrics = []
+    tiles = [
+        (g, slice(start, min(start + m, rows.stop)))
+        for g, rows in groups()
+        for start in range(rows.start, rows.stop, m)
+    ]
+    for t, (g, rows) in enumerate(tiles):
+
+        def noise(stream, x, t=t):
+            of_stream = oracle.fold(oracle.fold(seed, stream), t)
+            return oracle.noise(int(of_stream), (m, x.shape[1]))[: len(x)]
+
+        x, dy = X[rows], DY[rows]
+        *_, x_fwd, metric = oracle.quantize_fallback(x, theta, (m, k))
+        w = oracle.quantize(W[g], (k, n))[2]
+        x_bwd = oracle.quantize(x, (m, k), noise(0, x))[2]
+        dy = oracle.quantize(dy, (m, n), noise(2, dy))[2]
+        want_y[rows], want_dx[rows] = x_fwd @ w, dy @ w.T
+        want_dw[g] += x_bwd.T @ dy
+        metrics.append(metric)
+    for got, want in ((y, want_y), (dx, want_dx), (dw, want_dw)):
+        assert oracle.relative(got, want) <= 1e-5
+    assert not np.any(y[sum(SIZES) :])
+    assert not np.any(dx[sum(SIZES) :])
+    assert not np.any(dw[1])
+    got = np.asarray(stats.metric)
+    np.testing.assert_array_equal(got[: len(tiles)], metrics)
+    assert not np.any(got[len(tiles) :])
+    assert stats.rate == pytest.approx(np.mean(np.stack(metrics) > theta))
+    assert 0.1 < stats.rate < 0.9
+
+
+def same_as_alone(recipe):
+    """Which of Y, dX and dW have the bits that a group's rows give alone.
+
+    Noise depends on the position of a row, and no scale spans two tiles of a group.
+    """
+    scales = [gemm.scales for gemm in (recipe.fwd, recipe.dlhs, recipe.drhs)]
+    return (
+        scales[0][0] != "tensor",
+        recipe.dlhs.lhs == "nearest" and scales[1][0] != "tensor",
+        recipe.drhs.lhs == recipe.drhs.rhs == "nearest"
+        and not {"row", "tensor"} & {*scales[2]},
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST_RECIPES))
+        for name in ("nearest", *recipes.NAMED)
+    ],
+)
+def test_a_group_computes_as_its_rows_alone(name):
+    """By every recipe: bit for bit, or with an error of the same size."""
+    recipe = dataclasses.replace({"nearest": NEAREST, **recipes.NAMED}[name], block=32)
+    key = jax.random.key(3)
+    y, dx, dw, _ = product(X, W, DY, jnp.array(SIZES), recipe, theta=20.0, key=key)
+
+    # A tile has scales of its own in place of the shards of a few rows.
+    whole = dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=1))
+
+    @jax.jit
+    def alone(x, w, dy):
+        dims = (((1,), (0,)), ((), ()))
+        dot = functools.partial(dot_general, recipe=whole, theta=20.0, key=key)
+        y, vjp = jax.vjp(lambda x, w: dot(x, w, dims)[0], x, w)
+        return y, *vjp(dy)
+
+    for g, rows in (groups()[0], groups()[2]):
+        x, w, dy = (np.asarray(a, np.float64) for a in (X[rows], W[g], DY[rows]))
+        for got, want, exact, same in zip(
+            (y[rows], dx[rows], dw[g]),
+            alone(X[rows], W[g], DY[rows]),
+            (x @ w, dy @ w.T, x.T @ dy),
+            same_as_alone(recipe),
+            strict=True,
+        ):
+            if same:
+                np.testing.assert_array_equal(got, want)
+            else:
+                error = oracle.relative(want, exact)
+                assert oracle.relative(got, exact) <= 1.6 * error + 1e-6
+
+
+def test_sizes_are_known_at_run_time_only():
+    """One program serves all sizes: empty groups, and more rows than exist."""
+    recipe = Recipe(block=32, criterion=None)
+    step = jax.jit(lambda sizes: ragged_dot(X, W, sizes, recipe=recipe)[0])
+    one, none, many = (
+        step(jnp.array(sizes))
+        for sizes in ((0, M, 0, 0, 0), (0,) * 5, (0, 0, 50, 900, 7))
+    )
+    assert step._cache_size() == 1
+    assert oracle.relative(one, X @ W[1]) < 0.1
+    assert not np.any(none)
+    assert oracle.relative(many[:50], X[:50] @ W[2]) < 0.1
+    assert oracle.relative(many[50:], X[50:] @ W[3]) < 0.1
+
+
+def test_rows_without_columns_give_zeros():
+    y, stats = ragged_dot(X[:, :0], W[:, :0], jnp.array(SIZES))
+    np.testing.assert_array_equal(y, jnp.zeros((M, N)))
+    assert stats.rate == 0.0
+
+
+def test_a_first_threshold_counts_the_tiles_that_have_rows():
+    """18 of 20 groups are empty, and 4 of 24 tiles hold rows."""
+    w = jnp.ones((20, K, 8))
+    sizes = jnp.zeros(20, jnp.int32).at[jnp.array([3, 11])].set(64)
+    recipe = Recipe(block=32, target_rate=(0.4, 0.6))
+    _, stats = jax.jit(lambda sizes: ragged_dot(X, w, sizes, recipe=recipe))(sizes)
+    amax = np.abs(X[:128]).reshape(4, 32, 3, 32).max(axis=(1, 3))
+    assert stats.theta == np.sort(amax.ravel())[5]
+    assert stats.rate == 0.5
+
+
+def test_a_nan_stays_in_its_group():
+    x = X.at[69, 3].set(jnp.nan)
+    y, dx, dw, _ = product(x, W, DY, jnp.array(SIZES), NEAREST, theta=20.0)
+    finite = [bool(jnp.all(jnp.isfinite(a))) for a in (y[70:], dx, dw[1:])]
+    assert finite == [True] * 3
+    assert np.all(np.isnan(y[64:70]))  # its block's rows
+    assert np.all(np.isnan(dw[0, :32]))  # and columns
+
+
+def test_no_rows_and_vmap():
+    empty = jnp.zeros(2, jnp.int32)
+    args = jnp.zeros((0, K)), W[:2], jnp.zeros((0, N)), empty, recipes.fallback
+    y, dx, dw, stats = product(*args)
+    assert (y.shape, dx.shape, stats.rate) == ((0, N), (0, K), 0.0)
+    assert not np.any(dw)
+
+    sizes = jnp.array([SIZES, SIZES[::-1]])
+    each = jax.jit(
+        jax.vmap(lambda s: ragged_dot(X, W, s, recipe=NEAREST, theta=20.0)[0])
+    )(sizes)
+    for got, s in zip(each, sizes, strict=True):
+        want = product(X, W, DY, s, NEAREST, theta=20.0)[0]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_vmap_gives_examples_different_noise():
+    recipe = Recipe(block=32, criterion=None)
+    dy, sizes = jnp.broadcast_to(DY, (2, M, N)), jnp.array(SIZES)
+    dot = functools.partial(ragged_dot, recipe=recipe, key=jax.random.key(0))
+
+    def grad(dy):
+        return jax.grad(lambda x: jnp.vdot(dy, dot(x, W, sizes)[0]))(X)
+
+    first, second = jax.jit(jax.vmap(grad))(dy)
+    assert np.any(first != second)
+    np.testing.assert_allclose(first, second, atol=0.1 * float(jnp.max(jnp.abs(first))))
+
+
+def scanned_experts(groups):
+    """Two scanned and rematerialized layers, and their operands."""
+    x, w = jnp.ones((M, K)), jnp.ones((2, groups, K, K))
+    sizes = jnp.full(groups, M // groups)
+
+    def loss(w):
+        @functools.partial(jax.checkpoint, policy=save_codes)
+        def layer(x, w):
+            return jnp.tanh(ragged_dot(x, w, sizes, recipe=NEAREST, theta=2.0)[0]), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    return loss, w
+
+
+def test_remat_saves_codes_only():
+    loss, w = scanned_experts(8)
+    _, vjp = jax.eval_shape(functools.partial(jax.vjp, loss), w)
+    saved = [x for x in jax.tree.leaves(vjp) if hasattr(x, "dtype")]
+    tiles = (M + 8 * 31) // 32
+    codes = sorted(x.shape for x in saved if x.dtype == jnp.int8)
+    assert codes == [(2, 8, K, K), (2, tiles, K, 32)]
+    floats = [x.shape for x in saved if x.dtype == jnp.float32 and x.size >= M * K]
+    assert set(floats) <= {w.shape, (2, M, K)}  # the layers' inputs
+
+
+@pytest.mark.exhaustive
+def test_many_experts_compile_as_fast_as_few():
+    def size(groups):
+        loss, w = scanned_experts(groups)
+        compiled = jax.jit(jax.grad(loss)).lower(w).compile()
+        return compiled.as_text().count(" = ")
+
+    assert size(64) < 1.25 * size(4)
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gate", "its gradient", "output", "gradient"])
+def test_xla_reads_tiles_in_place(name):
+    """Compiled for an H200, what reads the rows of a product makes no copy of them."""
+    rows, width, top_k = 4096, 512, 2
+    sharding = NamedSharding(h200s(1, "data"), PartitionSpec())
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def gate(y, gate_up, positions):
+        del gate_up, positions
+        return silu_gate(*jnp.split(y, 2, axis=-1))
+
+    def gate_grad(dy, gate_up, positions):
+        del positions
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        _, vjp = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+        return jnp.concatenate(vjp(dy[:, :width]), axis=-1)
+
+    def output(y, gate_up, positions):
+        del gate_up
+        return jnp.sum(y[positions].astype(jnp.float32), axis=1)
+
+    def gradient(dx, gate_up, positions):
+        del gate_up
+        return mlp._take_tokens_bwd(positions, dx)[0]
+
+    readers = dict(
+        zip(
+            ["gate", "its gradient", "output", "gradient"],
+            [gate, gate_grad, output, gradient],
+            strict=True,
+        )
+    )
+
+    def temporary_bytes(y, tiles=None):
+        def read(y, tiles, *operands):
+            return readers[name](
+                y if tiles is None else from_tiles(y, tiles), *operands
+            )
+
+        positions = array(rows // top_k, top_k, dtype=jnp.int32)
+        args = y, tiles, array(rows, 2 * width), positions
+        compiled = jax.jit(read).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    tiles = 40
+    numbers = (array(tiles, dtype=jnp.int32),) * 3
+    given = Tiles(*numbers, array(rows, dtype=jnp.int32))
+    more = temporary_bytes(array(tiles, 128, 2 * width), given)
+    more -= temporary_bytes(array(rows, 2 * width))
+    assert more <= 8 * rows  # a few bytes per row, which has 2048
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"lhs": X[None]}, ValueError, r"lhs \[M, K\], .* got \(1, 200, 96\)"),
+        ({"rhs": W[:, 1:]}, ValueError, r"got \(200, 96\), \(5, 95, 50\), \(5,\)"),
+        ({"group_sizes": jnp.array([200])}, ValueError, r"got .*, \(1,\)"),
+        ({"group_sizes": jnp.ones(5)}, TypeError, "group_sizes is float32"),
+        ({"group_sizes": [40] * 5}, TypeError, "group_sizes is a list; .* arrays"),
+        ({"lhs": X.astype(jnp.int32)}, TypeError, "lhs is int32"),
+        (
+            {"recipe": Recipe(where_slower="float")},
+            ValueError,
+            "with where_slower='quantize', .* got .*where_slower='float'",
+        ),
+        (
+            {"recipe": Recipe(fwd=Gemm(reduce="bfloat16"))},
+            ValueError,
+            r"in the product's own dtype; .* with a Gemm.reduce: .*'bfloat16'",
+        ),
+        ({"theta": -1.0}, ValueError, "at least 0; got -1.0"),
+        ({"precision": "highest"}, ValueError, "precision=highest cannot be met"),
+        (
+            {"implementation": "mosaic"},
+            ValueError,
+            "mosaic cannot do quantize: it needs a GPU",
+        ),
+    ],
+)
+def test_unsupported_arguments_are_named(change, error, message):
+    options = {"lhs": X, "rhs": W, "group_sizes": jnp.array(SIZES), **change}
+    with pytest.raises(error, match=message):
+        ragged_dot(**options)
+
+
+def test_its_ops_have_kernels_on_a_gpu(monkeypatch):
+    device = types.SimpleNamespace(compute_capability="9.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+
+    def backends(*sides):
+        requests = (
+            Request(op, sides[: 2 if op == "quantize" else 3], grouped=True)
+            for op in ("quantize", "matmul", "contract")
+        )
+        return [dispatch.choose_for(request, None).backend for request in requests]
+
+    assert backends(128, 128, 128) == ["triton", "mosaic", "mosaic"]
+    assert backends(32, 32, 32) == ["triton"] * 3
+    assert backends(1, 128, 1) == ["triton", "mosaic", "mosaic"]
+    assert backends() == ["triton", "reference", "reference"]
+    device.compute_capability = "8.0"
+    assert backends(128, 128, 128) == ["triton"] * 3
+
+
+def layer(dot, x, w, sizes):
+    """The ragged dot of a layer with this op."""
+    layer_dot = layer_dot_of(dot, x, w)
+    if layer_dot is None:
+        return ragged_dot_in_float(dot, x, w, sizes)
+    return layer_ragged_dot(layer_dot, x, sizes)
+
+
+class Experts(nn.Module):
+    dot: object
+
+    @nn.compact
+    def __call__(self, x, sizes):
+        w = self.param("w", nn.initializers.normal(), (5, K, N))
+        return layer(self.dot, x, w, sizes)
+
+
+@pytest.mark.exhaustive  # the tests of MoEMLP have fast ones
+def test_linen_keeps_state():
+    sizes, dot = jnp.array(SIZES), FallbackDot(NEAREST)
+    variables = jax.eval_shape(Experts(dot).init, jax.random.key(0), X, sizes)
+    assert list(fallback_stats(variables)) == ["(root)"]
+
+    @jax.jit
+    def step():
+        variables = {"params": {"w": W}}
+        y, updates = Experts(dot).apply(variables, X, sizes, mutable=["fallback"])
+        return y, updates, ragged_dot(X, W, sizes, recipe=NEAREST)[0]
+
+    layer_names.clear()
+    with pytest.warns(UserWarning, match="starts a new one"):
+        y, updates, stateless = step()
+    np.testing.assert_array_equal(y, stateless)
+    stats = fallback_stats(updates)["(root)"]
+    assert (stats.count, stats.theta > 0) == (1, True)
+    assert 0.1 < stats.rate < 0.3
+
+    ruled = Experts(RulesDot({"": NEAREST}))
+    assert ruled.dot.report(ruled, jax.random.key(0), X, sizes).layers == {"": ""}
+    floats = Experts(RulesDot({".+": NEAREST}))
+    exact = jax.lax.ragged_dot(X, W, sizes)
+    got = jax.jit(floats.apply)({"params": {"w": W}}, X, sizes)
+    np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.exhaustive  # the tests of MoEMLP have fast ones
+def test_nnx_keeps_state():
+    dot = fbq_jax.nnx.FallbackDot(NEAREST)
+    nnx.jit(lambda dot, sizes: layer(dot, X, W, sizes))(dot, jnp.array(SIZES))
+    stats = fbq_jax.nnx.fallback_stats(dot)["(root)"]
+    assert (stats.count[...], stats.theta[...] > 0) == (1, True)

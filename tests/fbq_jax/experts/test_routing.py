@@ -1,0 +1,168 @@
+"""Routing against a plain NumPy implementation in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax import Routing
+from fbq_jax.experts.mlp import dispatch
+from fbq_jax.experts.routing import next_bias, route, router_logits
+
+T, E = 50, 6
+LOGITS = 2.0 * np.random.default_rng(0).normal(size=(T, E)).astype(np.float32)
+BIAS = np.array([0.5, 0.0, -0.5, 0.0, 0.2, 0.0], np.float32)
+
+
+def expected(routing, logits, bias):
+    """Experts, weights, load and both losses, token by token."""
+    logits = logits.astype(np.float64)
+    exp = np.exp(logits)
+    scores = exp / exp.sum(1, keepdims=True)
+    if routing.scores == "sigmoid":
+        scores = 1.0 / (1.0 + 1.0 / exp)
+    experts, weights = [], []
+    for token in scores:
+        chosen = np.argsort(-(token + bias), kind="stable")[: routing.top_k]
+        weight = token[chosen]
+        experts.append(chosen)
+        weights.append(weight / weight.sum() if routing.renormalize else weight)
+    load = np.bincount(np.ravel(experts), minlength=E)
+    mean = (scores / scores.sum(1, keepdims=True)).mean(0)
+    balance = E * np.sum(load / (len(logits) * routing.top_k) * mean)
+    return experts, weights, load, balance, np.mean(np.log(exp.sum(1)) ** 2)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_routes_against_numpy(scores, renormalize, bias):
+    routing = Routing(E, top_k=3, scores=scores, renormalize=renormalize)
+    bias = None if bias is None else jnp.array(bias)
+    got = route(routing, jnp.array(LOGITS), bias)
+    want = expected(routing, LOGITS, 0.0 if bias is None else BIAS)
+    np.testing.assert_array_equal(got.experts, want[0])
+    np.testing.assert_array_equal(got.load, want[2])
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_bias_changes_the_selection_only():
+    routing = Routing(E, top_k=1, renormalize=False, bias_update_rate=0.1)
+    bias = jnp.zeros(E).at[4].set(10.0)
+
+    def loss(logits, bias):
+        return jnp.sum(route(routing, logits, bias).weights)
+
+    routes = route(routing, jnp.array(LOGITS), bias)
+    np.testing.assert_array_equal(routes.experts, np.full((T, 1), 4))
+    np.testing.assert_allclose(
+        routes.weights[:, 0], jax.nn.softmax(LOGITS)[:, 4], rtol=1e-6
+    )
+    to_logits, to_bias = jax.grad(loss, argnums=(0, 1))(jnp.array(LOGITS), bias)
+    assert np.all(to_logits[:, 4] > 0.0)
+    assert not np.any(to_bias)
+
+
+def test_bias_moves_towards_the_mean_load():
+    routing = Routing(5, bias_update_rate=0.25)
+    moved = next_bias(routing, jnp.ones(5), jnp.array([30, 17, 24, 24, 25]))
+    np.testing.assert_array_equal(moved, [0.75, 1.25, 1.0, 1.0, 0.75])
+
+
+@pytest.mark.parametrize(
+    ("options", "logits", "bias", "expected"),
+    [
+        # The others' share of the first choice is 1 / (1 + e^0.5).
+        ({"scores": "sigmoid"}, [-80.0, -81.0, -82.0, -79.5], None, [-1, 0, 0, 1]),
+        (
+            {"bias_update_rate": 0.1},
+            [60.0, 0.0, 0.5, -1.0],
+            [-2, 0, 0, 0],
+            [0, -1, 1, 0],
+        ),
+    ],
+)
+def test_gradients_of_very_small_scores(options, logits, bias, expected):
+    routing = Routing(4, top_k=2, **options)
+    bias = None if bias is None else jnp.array(bias, jnp.float32)
+
+    def loss(logits):
+        routes = route(routing, logits[None], bias)
+        return routes.weights[0, 0] + 0.0 * routes.load_balance_loss
+
+    share = 1.0 / (1.0 + np.exp(0.5))
+    slope = share * (1.0 - share)
+    gradient = jax.grad(loss)(jnp.array(logits))
+    np.testing.assert_allclose(gradient, slope * np.array(expected), atol=1e-6)
+
+
+def test_no_tokens():
+    routes = route(Routing(E), jnp.zeros((0, E)))
+    assert routes.weights.shape == (0, 2)
+    assert (routes.load_balance_loss, routes.z_loss) == (0.0, 0.0)
+
+
+def test_logits_are_exact_float32():
+    x, kernel = jnp.full((1, 3), 1.001, jnp.float32), jnp.ones((3, 2), jnp.bfloat16)
+    with jax.default_matmul_precision("bfloat16"):
+        logits = router_logits(x, kernel)
+        text = jax.jit(router_logits).lower(x, kernel).as_text()
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, 3.003, rtol=1e-6)
+    assert "precision = [HIGHEST, HIGHEST]" in text
+
+
+@pytest.mark.parametrize("capacity", [None, 0, 3, 1000])
+def test_rows_are_sorted_by_expert(capacity):
+    experts = np.array(expected(Routing(E, top_k=2), LOGITS, 0.0)[0])
+    plan = dispatch(jnp.array(experts, jnp.int32), E, capacity)
+    queues = [[] for _ in range(E)]  # of (token, slot)
+    late = []
+    for token, chosen in enumerate(experts):
+        for slot, expert in enumerate(chosen):
+            is_full = capacity is not None and len(queues[expert]) >= capacity
+            (late if is_full else queues[expert]).append(2 * token + slot)
+    np.testing.assert_array_equal(plan.order, [*itertools.chain(*queues), *late])
+    np.testing.assert_array_equal(plan.group_sizes, [len(queue) for queue in queues])
+    np.testing.assert_array_equal(plan.order[plan.positions.ravel()], np.arange(2 * T))
+    assert plan.dropped == len(late)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be at least 1; got 0"),
+        ({"top_k": 0}, "top_k takes 1 to num_experts=8; got 0"),
+        ({"scores": "tanh"}, r"scores takes one of \('softmax', 'sigmoid'\); got 'tan"),
+        ({"top_k": 1}, "with top_k=1 takes renormalize=False"),
+        ({"bias_update_rate": 0.0}, "bias_update_rate takes a positive .* got 0.0"),
+        ({"capacity_factor": -1.0}, "capacity_factor takes a positive .* got -1.0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor takes .* got nan"),
+    ],
+)
+def test_settings_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Routing(**{"num_experts": 8, **options})
+
+
+@pytest.mark.parametrize("name", ["num_experts", "top_k"])
+def test_numbers_are_integers(name):
+    with pytest.raises(TypeError, match=f"Routing.{name} takes an integer; got 2.0"):
+        Routing(**{"num_experts": 8, name: 2.0})
+
+
+@pytest.mark.parametrize("name", ["bias_update_rate", "capacity_factor"])
+def test_factors_are_numbers(name):
+    with pytest.raises(TypeError, match=f"Routing.{name} takes .* or None; got '1'"):
+        Routing(**{"num_experts": 8, name: "1"})
+
+
+def test_capacity():
+    assert Routing(8).capacity(100) is None
+    assert Routing(8, capacity_factor=1.25).capacity(100) == 32  # of 31.25
+    assert (
+        Routing(4, capacity_factor=1.1).capacity(100) == 55
+    )  # floats give 55.000...01

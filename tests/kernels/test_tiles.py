@@ -1,0 +1,61 @@
+"""How the rows of groups are assigned to tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fbq_jax.kernels.tiles import assign_tiles, from_tiles, gather_tiles
+
+M, ROWS = 32, 200
+X = jax.random.normal(jax.random.key(0), (ROWS, 3))
+SIZES = [
+    (70, 0, 33, 1, 80, 0),  # The last 16 rows are in no group.
+    (0, 0, 32, 0, 168, 0),  # One group fills its tile; groups at both ends are empty.
+    (0, 0, 0, 0, 0, 0),
+    (0, 0, 100, 150, 7, 0),  # The sizes exceed the number of rows.
+    (1,) * 200,  # The largest possible number of tiles.
+]
+
+
+@jax.jit
+def round_trip(sizes):
+    tiles = assign_tiles(sizes, ROWS, M)
+    copied = gather_tiles(X, tiles.first_rows, tiles.row_counts, M)
+    return tiles, copied, from_tiles(copied, tiles)
+
+
+@pytest.mark.parametrize(
+    "sizes", SIZES, ids=lambda sizes: f"{len(sizes)} groups, {sum(sizes)} rows"
+)
+def test_tiles_hold_the_rows_of_each_group_in_order(sizes):
+    tiles, copied, back = jax.device_get(round_trip(jnp.array(sizes, jnp.uint32)))
+    ends = np.minimum(np.cumsum(sizes), ROWS)
+    expected = []
+    for group, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        for first in range(start, end, M):
+            expected.append((group, first, min(M, end - first)))
+    assert len(expected) <= len(tiles.groups)
+    for t, (group, first, count) in enumerate(expected):
+        assert tiles.groups[t] == group
+        assert tiles.row_counts[t] == count
+        np.testing.assert_array_equal(copied[t, :count], X[first : first + count])
+        assert not np.any(copied[t, count:])
+    assert np.all(tiles.groups[len(expected) :] == len(sizes))
+    assert not np.any(tiles.row_counts[len(expected) :])
+
+    np.testing.assert_array_equal(back[: ends[-1]], X[: ends[-1]])
+    assert not np.any(back[ends[-1] :])
+
+
+def test_no_rows():
+    @jax.jit
+    def to_tiles_and_back(sizes):
+        tiles = assign_tiles(sizes, 0, 32)
+        rows = jnp.zeros((0, 5))
+        x = gather_tiles(rows, tiles.first_rows, tiles.row_counts, 32)
+        return x, from_tiles(x, tiles)
+
+    x, back = to_tiles_and_back(jnp.array([0, 0]))
+    assert x.shape == (0, 32, 5)
+    assert back.shape == (0, 5)
