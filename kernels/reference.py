@@ -170,15 +170,18 @@ def quantize(
         )
         return jax.vmap(draw)(rounding.fold_seeds(seeds))
 
-    def codes_of(layout: Layout, reduce: Callable[[jax.Array], jax.Array]) -> _Codes:
-        noise = None
-        if layout.rounding == "stochastic":
-            noise = functools.partial(draw_noise, seeds)
-        return _quantize(x, layout.block, noise, reduce, bound, dtype)
+    @functools.cache  # both layouts may round the same blocks alike
+    def codes_of(
+        mode: rounding.Rounding,
+        block: Block,
+        reduce: Callable[[jax.Array], jax.Array],
+    ) -> _Codes:
+        noise = functools.partial(draw_noise, seeds) if mode == "stochastic" else None
+        return _quantize(x, block, noise, reduce, bound, dtype)
 
     main = transposed = metric = None
     if rowwise is not None:
-        codes = codes_of(rowwise, amax_reduce.rowwise)
+        codes = codes_of(rowwise.rounding, rowwise.block, amax_reduce.rowwise)
         main = codes.as_quantized(rowwise, x.shape, dtype, sum_axis=4)
         if criterion is not None:
             assert theta is not None
@@ -186,7 +189,7 @@ def quantize(
             second = residual.as_quantized(rowwise, x.shape, dtype, sum_axis=None)
             main = Quantized(main.main, second.main, main.block)
     if colwise is not None:
-        codes = codes_of(colwise, amax_reduce.colwise)
+        codes = codes_of(colwise.rounding, colwise.block, amax_reduce.colwise)
         transposed = codes.as_quantized(colwise, x.shape, dtype, sum_axis=2).mT
     if transposed is not None and colwise is not None and not colwise.is_split:
         transposed = _one_scale_per_row(transposed)
