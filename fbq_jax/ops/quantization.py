@@ -188,13 +188,13 @@ def _rule(
     operand, saved, rows, columns = _source_words(source, stack, sides)
 
     def words(layout: Layout, *axes: AxisWords) -> Quantized:
-        scales = [_scale_word(*x) for x in zip(axes, layout.block, strict=True)]
+        # The scale of a whole matrix is stored once per row.
+        block = layout.block if layout.is_split else (1, None)
+        scales = [_scale_word(*x) for x in zip(axes, block, strict=True)]
         per_block = f"{stack} {' '.join(scales)}"
         sums = per_block if layout.sums else None
         names: Any = f"{stack} {axes[0].codes} {axes[1].codes}", per_block, sums
-        return Quantized(
-            Term(*names), None, layout.block if layout.is_split else (1, None)
-        )
+        return Quantized(Term(*names), None, block)
 
     main = transposed = metric = None
     if rowwise is not None:

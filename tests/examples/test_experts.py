@@ -234,8 +234,6 @@ def test_a_mixture_of_hugging_face_is_tuned(text, tmp_path):
     after = trained["layers"]["mlp"]["experts"]
     for path in "gate_up", "down", "router":
         assert np.any(after[path]["kernel"] != before[path]["kernel"])
-    assert train.main([*argv[:-2], "--recipe=rowwise", f"--out={tmp_path / 'b'}"]) == 1
-    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.exhaustive

@@ -46,7 +46,6 @@ def test_results_can_be_broadcast(op):
     compile_for_gpus(stretched, (1, 512, 64))
 
 
-@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.usefixtures("reference_everywhere")
 def test_a_gradient_from_codes_compiles():
